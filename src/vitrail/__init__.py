@@ -1,0 +1,49 @@
+"""vitrail: Vision Transformers, whole. `import vitrail` is quick; torch is imported with the first name used."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vitrail.config import Preprocess, ViTConfig
+    from vitrail.model.vit import ViT, attention_maps
+    from vitrail.predict import Classifier
+    from vitrail.weights.adapt import adapt
+    from vitrail.weights.load import load, save
+    from vitrail.weights.trained import Trained, create
+
+__version__ = "0.1.0"
+__all__ = [
+    "Classifier",
+    "Preprocess",
+    "Trained",
+    "ViT",
+    "ViTConfig",
+    "adapt",
+    "attention_maps",
+    "create",
+    "load",
+    "save",
+]
+
+_HOMES = {
+    "Classifier": "vitrail.predict",
+    "Preprocess": "vitrail.config",
+    "Trained": "vitrail.weights.trained",
+    "ViT": "vitrail.model.vit",
+    "ViTConfig": "vitrail.config",
+    "adapt": "vitrail.weights.adapt",
+    "attention_maps": "vitrail.model.vit",
+    "create": "vitrail.weights.trained",
+    "load": "vitrail.weights.load",
+    "save": "vitrail.weights.load",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,81 @@
+"""`vitrail convert SRC DST --to FORMAT`: formats in and out, and weights made to fit another task."""
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from vitrail import presets
+from vitrail.cli import show
+from vitrail.config import Resample
+
+
+def convert(
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
+    destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
+    to: Literal["vitrail", "timm", "transformers", "torchvision"] = "vitrail",
+    classes: int | None = None,
+    labels: str | None = None,
+    image_size: tuple[int, ...] | None = None,
+    patch: int | None = None,
+    channels: int | None = None,
+    resample: Resample | None = None,
+    preprocess: Literal["imagenet", "inception"] | None = None,
+    overwrite: bool = False,
+    json: bool = False,
+) -> None:
+    """Write a model in another format, or fitted to another task. What changes is listed.
+
+    Args:
+        source: A file or folder of any known format, or a preset such as b16.
+        destination: The file or folder to write.
+        to: The format. timm and transformers write folders, timm also a bare .safetensors, torchvision a .pth.
+        classes: Replace the head by a zero one with so many classes.
+        labels: Class names: imagenet1k, or a text file with one on each line.
+        image_size: New resolution, one side or height and width; positions are resampled.
+        patch: New patch side; the embedding's kernels are resized as FlexiViT does.
+        channels: New number of input channels.
+        resample: Resample positions this way rather than as the weights' origin does.
+        preprocess: Mean and std for weights that do not state them.
+        overwrite: Replace the destination if it exists.
+        json: Print JSON.
+    """
+    from vitrail.errors import UsageError
+    from vitrail.weights import labels as known_labels
+    from vitrail.weights.adapt import adapt
+    from vitrail.weights.load import load, locate, save
+
+    if image_size is not None and len(image_size) not in (1, 2):
+        raise UsageError(f"--image-size takes one side or height and width, not {len(image_size)} numbers")
+    path = locate(source)
+    show.note(f"model: preset {source}, random weights" if path is None else f"model: {path}")
+    trained = load(source)
+    before = len(trained.origin.changes)
+    if preprocess is not None:
+        config = trained.model.config
+        view = presets.preprocess(preprocess, config.image_size, config.channels)
+        sentence = f"preprocess: {preprocess}, given by hand"
+        origin = dataclasses.replace(trained.origin, changes=(*trained.origin.changes, sentence))
+        trained = dataclasses.replace(trained, preprocess=view, origin=origin)
+    trained = adapt(
+        trained,
+        classes=classes,
+        labels=None if labels is None else known_labels.named(labels),
+        image_size=None if image_size is None else (image_size[0], image_size[-1]),
+        patch=patch,
+        channels=channels,
+        operator=resample,
+    )
+    notes = save(trained, destination, to, overwrite=overwrite)
+    changes = trained.origin.changes[before:]
+    if json:
+        show.as_json({"written": str(destination), "format": to, "changes": list(changes), "notes": notes})
+        return
+    show.table(
+        [
+            *(("changed", change) for change in changes),
+            *(("note", text) for text in notes),
+            ("written", f"{destination} ({to})"),
+        ]
+    )

@@ -1,0 +1,218 @@
+"""What a model computes and how its pixels are prepared: frozen values that need no torch.
+
+A configuration says everything that is not a weight, down to the GELU form, so that a file that carries it computes
+what its authors' code computes. What only training uses (dropout, stochastic depth) is not part of it.
+"""
+
+import dataclasses
+import math
+import types
+import typing
+from typing import Any, Literal, TypeVar, cast
+
+from vitrail.errors import UsageError
+
+Pool = Literal["class", "norm-mean", "mean-norm", "map", "class-mean"]
+Positions = Literal["none", "learned-1d", "learned-2d", "sincos-2d", "relative"]
+PositionsAt = Literal["stem", "every-layer", "every-layer-shared"]
+Resample = Literal["bilinear-corners", "bilinear", "bicubic-antialias", "bicubic", "bicubic-corners", "bicubic-offset"]
+Interpolation = Literal["bilinear", "bicubic", "area", "lanczos"]
+
+LIMITS = {  # far above any published model; a hostile file is refused before anything is built from it
+    "width": 65_536,
+    "depth": 1_024,
+    "mlp": 1_048_576,
+    "heads": 1_024,
+    "patch": 1_024,
+    "channels": 1_024,
+    "classes": 10_000_000,
+    "registers": 4_096,
+    "image_size": 16_384,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ViTConfig:
+    """The function a Vision Transformer's weights compute."""
+
+    kind: Literal["vit"] = "vit"
+    width: int
+    depth: int
+    mlp: int
+    heads: int
+    patch: int
+    image_size: tuple[int, int] = (224, 224)
+    """Height and width the stored positions belong to; other sizes resample them."""
+    channels: int = 3
+    classes: int = 1000
+    """Outputs of the head; 0 means the model ends with its features."""
+
+    class_token: bool = True
+    distillation_token: bool = False
+    distillation_head: bool = False
+    """A second head on the distillation token; the logits are the mean of both."""
+    registers: int = 0
+
+    pool: Pool = "class"
+    """class: LN, then the class token. norm-mean: LN, then the mean of the patches (Google). mean-norm: the mean, then
+    LN (timm). map: LN, then attention pooling. class-mean: class token and mean of the patches, joined (DINOv2)."""
+    hidden_head: bool = False
+    """The pre-training head's hidden layer (width D, tanh) before the last linear layer."""
+
+    positions: Positions = "learned-1d"
+    positions_at: PositionsAt = "stem"
+    prefix_positions: bool = True
+    """Whether class, distillation and register tokens have learned positions too."""
+    resample: Resample = "bilinear-corners"
+    """How positions are brought to another grid; the operator of the weights' origin."""
+
+    qkv_bias: bool = True
+    layer_scale: bool = False
+    gelu: Literal["erf", "tanh"] = "tanh"
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name, limit in LIMITS.items():
+            least = 0 if name in ("classes", "registers") else 1
+            sides = getattr(self, name) if name == "image_size" else (getattr(self, name),)
+            for value in sides:
+                if not least <= value <= limit:
+                    raise UsageError(f"{name} is {value}; it must be from {least} to {limit}")
+        for name, choices in _choices(type(self)).items():
+            if getattr(self, name) not in choices:
+                raise UsageError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(map(str, choices))}")
+        if self.width % self.heads:
+            raise UsageError(f"width {self.width} is not a multiple of heads {self.heads}")
+        if not 0 < self.norm_eps < 1:
+            raise UsageError(f"norm_eps is {self.norm_eps}; it must lie between 0 and 1")
+        grid_for(self.image_size, self.patch)
+        self._check_tokens()
+        self._check_positions()
+
+    def _check_tokens(self) -> None:
+        if self.pool in ("class", "class-mean") and not self.class_token:
+            raise UsageError(f"pool {self.pool!r} reads the class token; set class_token=True or choose norm-mean")
+        if self.distillation_token and not self.class_token:
+            raise UsageError("a distillation token stands beside a class token; set class_token=True")
+        if self.distillation_head and not (self.distillation_token and self.pool == "class" and self.classes):
+            raise UsageError("distillation_head needs distillation_token=True, pool='class' and classes > 0")
+        if self.hidden_head and self.pool == "class-mean":
+            raise UsageError("hidden_head reads one token's width; pool 'class-mean' joins two")
+
+    def _check_positions(self) -> None:
+        if self.positions in ("none", "relative") and self.positions_at != "stem":
+            raise UsageError(f"positions {self.positions!r} are added nowhere; leave positions_at at 'stem'")
+        if self.positions == "learned-2d" and self.width % 2:
+            raise UsageError(f"learned-2d positions halve the width, and {self.width} is odd")
+        if self.positions == "sincos-2d" and (self.width % 4 or self.width < 8):
+            raise UsageError(f"sincos-2d positions need a width of 8 or more that 4 divides, not {self.width}")
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Patches down and across at `image_size`."""
+        return grid_for(self.image_size, self.patch)
+
+    @property
+    def prefix(self) -> int:
+        """Tokens before the first patch: class, distillation, registers."""
+        return int(self.class_token) + int(self.distillation_token) + self.registers
+
+    @property
+    def positioned_prefix(self) -> int:
+        """Prefix tokens that have a learned position of their own."""
+        return self.prefix if self.positions == "learned-1d" and self.prefix_positions else 0
+
+    @property
+    def features(self) -> int:
+        """Width of what the head reads."""
+        return self.width * (2 if self.pool == "class-mean" else 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preprocess:
+    """How an image becomes a model's input, in every command alike: resize, centre crop, normalise."""
+
+    size: tuple[int, int]
+    """Height and width of the crop, which is what the model sees."""
+    resize: tuple[int, ...]
+    """One number: the short side before the crop. Two: exact height and width, whatever the shape was."""
+    interpolation: Interpolation = "bicubic"
+    mean: tuple[float, ...] = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] = (0.5, 0.5, 0.5)
+
+    def __post_init__(self) -> None:
+        limit = LIMITS["image_size"]
+        if len(self.resize) not in (1, 2) or not all(0 < side <= limit for side in (*self.size, *self.resize)):
+            raise UsageError(f"resize is {self.resize} for a crop of {self.size}; give one or two sides up to {limit}")
+        across = self.resize if len(self.resize) == 2 else self.resize * 2
+        if any(crop > side for crop, side in zip(self.size, across, strict=True)):
+            raise UsageError(f"resize {self.resize} is smaller than the crop {self.size} taken from it")
+        if self.interpolation not in typing.get_args(Interpolation):
+            raise UsageError(f"interpolation is {self.interpolation!r}; choose one of {typing.get_args(Interpolation)}")
+        if len(self.mean) != len(self.std) or not self.mean:
+            raise UsageError(f"mean {self.mean} and std {self.std} must name the same channels")
+        if not all(map(math.isfinite, self.mean)) or not all(0 < value < math.inf for value in self.std):
+            raise UsageError(f"mean {self.mean} must be finite and std {self.std} above zero")
+
+
+def grid_for(image_size: tuple[int, int], patch: int) -> tuple[int, int]:
+    """Patches down and across an image, or an error that names the sizes that fit."""
+    height, width = image_size
+    if height % patch or width % patch or not height or not width:
+        near = " x ".join(str(max(1, round(side / patch)) * patch) for side in image_size)
+        raise UsageError(
+            f"an image of {height} x {width} does not divide into patches of {patch} x {patch}; the nearest is {near}"
+        )
+    return height // patch, width // patch
+
+
+T = TypeVar("T")
+
+
+def to_json(value: Any) -> dict[str, Any]:
+    """The fields of a configuration as JSON values."""
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(value).items()}
+
+
+def from_json(kind: type[T], value: object) -> T:
+    """The dataclass written by `to_json`; an unknown, missing or mistyped field is an error."""
+    if not isinstance(value, dict):
+        raise UsageError(f"{kind.__name__} must be an object of fields, not {value!r:.80}")
+    hints = typing.get_type_hints(kind)
+    required = {field.name for field in dataclasses.fields(cast(Any, kind)) if field.default is dataclasses.MISSING}
+    if unknown := sorted(value.keys() - hints.keys()):
+        raise UsageError(f"{kind.__name__} has no field {unknown[0]!r:.80}")
+    if missing := sorted(required - value.keys()):
+        raise UsageError(f"{kind.__name__} lacks the field {missing[0]!r}")
+    return kind(**{name: _typed(name, hints[name], field) for name, field in value.items()})
+
+
+def _typed(name: str, hint: Any, value: object) -> Any:
+    """`value` if it is what `hint` says; lists become tuples, objects dataclasses, whole numbers floats where asked."""
+    arguments = typing.get_args(hint)
+    match typing.get_origin(hint):
+        case types.UnionType:
+            if value is None and type(None) in arguments:
+                return None
+            return _typed(name, arguments[0], value)
+        case origin if origin is tuple and isinstance(value, list | tuple):
+            kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
+            if len(kinds) == len(value):
+                return tuple(_typed(name, kind, item) for kind, item in zip(kinds, value, strict=True))
+        case origin if origin is Literal:
+            if isinstance(value, str) and value in arguments:
+                return value
+        case None if dataclasses.is_dataclass(hint):
+            return from_json(cast(type, hint), value)
+        case None if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+            if abs(value) < 2**53 or value != value:
+                return float(value)
+        case None if type(value) is hint:
+            return value
+    raise UsageError(f"{name} is {value!r:.80}; it must be {getattr(hint, '__name__', hint)}")
+
+
+def _choices(kind: type) -> dict[str, tuple[object, ...]]:
+    """The allowed values of each field that has a closed list of them."""
+    hints = typing.get_type_hints(kind)
+    return {name: typing.get_args(hint) for name, hint in hints.items() if typing.get_origin(hint) is Literal}

@@ -1,0 +1,45 @@
+"""Pixels to a model's input."""
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vitrail.config import Preprocess
+
+RESAMPLING = {
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "area": Image.Resampling.BOX,
+    "lanczos": Image.Resampling.LANCZOS,
+}
+
+
+def evaluation_view(image: Tensor, preprocess: Preprocess) -> Tensor:
+    """uint8 (C, H, W) -> uint8 (C, S, S): resized by Pillow, which filters before it shrinks, then centre-cropped.
+
+    Sizes and the crop's corner are rounded as torchvision rounds them, with which most published weights were measured.
+    """
+    height, width = image.shape[1:]
+    if len(preprocess.resize) == 2:
+        target = preprocess.resize
+    else:
+        short = preprocess.resize[0]
+        target = (int(short * height / width), short) if width <= height else (short, int(short * width / height))
+    if target != (height, width):
+        image = _resized(image, target[0], target[1], RESAMPLING[preprocess.interpolation])
+    top, left = (round((side - crop) / 2) for side, crop in zip(target, preprocess.size, strict=True))
+    return image[:, top : top + preprocess.size[0], left : left + preprocess.size[1]].contiguous()
+
+
+def _resized(image: Tensor, height: int, width: int, resampling: Image.Resampling) -> Tensor:
+    pixels = image.permute(1, 2, 0).numpy()  # (H, W, C)
+    picture = Image.fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels))
+    resized = np.array(picture.resize((width, height), resampling))
+    return torch.from_numpy(resized.reshape(height, width, -1)).permute(2, 0, 1)
+
+
+def normalise(pixels: Tensor, preprocess: Preprocess) -> Tensor:
+    """uint8 (..., C, S, S) -> float32: to [0, 1], minus mean, over std."""
+    mean, std = (torch.tensor(v, device=pixels.device).reshape(-1, 1, 1) for v in (preprocess.mean, preprocess.std))
+    return (pixels.float() / 255 - mean) / std

@@ -1,0 +1,62 @@
+"""Files and folders written whole or not at all."""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from vitrail.errors import UsageError
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """A path to write a file or folder at, which becomes `path` when the block ends well and vanishes otherwise.
+
+    The data is on disk before the name changes, so a crash leaves a file as it was or as it should be. A folder that
+    is overwritten is set aside first; a crash in that instant leaves both versions in the hidden folder beside it.
+    """
+    if path.exists() and not overwrite:
+        raise UsageError(f"{path} exists already; choose another name or give --overwrite")
+    if path.is_dir() and path.is_symlink():
+        raise UsageError(f"{path} is a link to a folder; give the folder itself")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    workshop = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        fresh = workshop / path.name
+        yield fresh
+        for written in [fresh, *fresh.rglob("*")] if fresh.is_dir() else [fresh]:
+            _sync(written)
+        _rename(fresh, path, aside=workshop / "previous")
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(workshop, ignore_errors=True)
+
+
+def sha256(path: Path) -> str:
+    """The hexadecimal sha256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _rename(fresh: Path, path: Path, aside: Path) -> None:
+    """Give `fresh` the name `path`; a folder of that name goes `aside` and comes back if this fails."""
+    if not path.is_dir():
+        fresh.replace(path)
+        return
+    path.rename(aside)
+    try:
+        fresh.rename(path)
+    except OSError:
+        aside.rename(path)
+        raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,77 @@
+"""Weights at the start of training, as the paper's own code draws them.
+
+Kernels are Xavier-uniform (query, key and value each on its own), the patch embedding LeCun-normal, MLP biases normal
+with deviation 1e-6, positions normal with 0.02, the class token and every head zero. Registers are not in that code:
+they get the small noise that tells them apart (Darcet et al. 2024).
+"""
+
+import math
+
+import torch
+from torch import Generator, Tensor, nn
+
+from vitrail.model.vit import AttentionPool, Block, HiddenHead, LayerScale, Mlp, ViT
+
+LAYER_SCALE = 1e-5  # Touvron et al. 2021b for models of this depth; DINOv2
+
+
+@torch.no_grad()
+def initialise(model: ViT, generator: Generator, *, head_bias: float = 0.0) -> ViT:
+    """The same model with every parameter drawn from `generator`, on the CPU; -10 is the I21k recipes' head bias."""
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        elif isinstance(module, LayerScale):
+            module.gamma.fill_(LAYER_SCALE)
+        elif isinstance(module, Block):
+            _kernel(module.attn.qkv, generator, parts=3)
+            _kernel(module.attn.proj, generator)
+            if model.config.positions == "relative":
+                _normal(module.attn.offsets, 0.02, generator)
+        elif isinstance(module, Mlp):
+            for layer in (module.fc1, module.fc2):
+                _kernel(layer, generator)
+                _normal(layer.bias, 1e-6, generator)
+        elif isinstance(module, AttentionPool):
+            _kernel(module.q, generator)
+            _kernel(module.kv, generator, parts=2)
+            _kernel(module.proj, generator)
+            _uniform(module.latent, math.sqrt(6 / (1 + model.config.width)), generator)
+        elif isinstance(module, HiddenHead):
+            _lecun(module.fc.weight, module.fc.in_features, generator)
+            nn.init.zeros_(module.fc.bias)
+    projection = model.patch_embed.proj
+    _lecun(projection.weight, projection.weight[0].numel(), generator)
+    for name, parameter in model.named_parameters(recurse=False):
+        deviation = {"cls_token": 0.0, "reg_token": 1e-6}.get(name, 0.02)
+        _normal(parameter, deviation, generator)
+    if projection.bias is not None:
+        nn.init.zeros_(projection.bias)
+    for name in ("head", "head_dist"):
+        head = getattr(model, name, None)
+        if isinstance(head, nn.Linear):
+            nn.init.zeros_(head.weight)
+            nn.init.constant_(head.bias, head_bias)
+    return model
+
+
+def _kernel(layer: nn.Linear, generator: Generator, parts: int = 1) -> None:
+    """Xavier-uniform for each of `parts` stacked output blocks; no bias."""
+    for part in layer.weight.chunk(parts):
+        _uniform(part, math.sqrt(6 / (part.shape[0] + part.shape[1])), generator)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
+def _lecun(weight: Tensor, fan_in: int, generator: Generator) -> None:
+    """Normal, cut at two deviations and rescaled so that the variance left is 1 / fan_in."""
+    deviation = math.sqrt(1 / fan_in) / 0.87962566103423978
+    nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation, generator=generator)
+
+
+def _uniform(tensor: Tensor, bound: float, generator: Generator) -> None:
+    tensor.uniform_(-bound, bound, generator=generator)
+
+
+def _normal(tensor: Tensor, deviation: float, generator: Generator) -> None:
+    tensor.normal_(0.0, deviation, generator=generator)

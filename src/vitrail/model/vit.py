@@ -1,0 +1,318 @@
+"""The Vision Transformer (Dosovitskiy et al., 2021): the whole forward pass, in this one file.
+
+    B batch   C channels   S image side   P patch side   G = (rows, columns) of patches
+    N tokens  D width      H heads        K = D/H        L classes   T leading tokens the head reads
+
+Attribute names equal timm's, so its weights load without renaming; weights/ maps the other formats.
+Dropout and stochastic depth draw from torch's default generators: whoever trains seeds them before each step.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import repeat
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.config import ViTConfig, grid_for
+from vitrail.errors import UsageError
+from vitrail.model.positions import Grid, resample, resample_offsets, sincos
+
+
+class PatchEmbed(nn.Module):
+    """Equation 1's E: a linear map of each flattened patch."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(config.channels, config.width, config.patch, config.patch)
+
+    def forward(self, images: Tensor) -> Tensor:
+        # One matrix product: a convolution does the same sums but first copies its input to another memory layout.
+        patches = cut(images, self.proj.kernel_size[0])  # (B, N, C P P)
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)  # (B, N, D)
+
+
+def cut(images: Tensor, patch: int) -> Tensor:
+    """(B, C, S, S) -> (B, N, C P P), patches in raster order, each flattened as the convolution's kernel is."""
+    batch, channels, height, width = images.shape
+    rows, columns = grid_for((height, width), patch)
+    pieces = images.reshape(batch, channels, rows, patch, columns, patch)
+    return pieces.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, channels * patch * patch)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention, fused; `weights` computes the attention itself beside it."""
+
+    def __init__(self, config: ViTConfig, dropout: float) -> None:
+        super().__init__()
+        self.config = config
+        self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.qkv_bias)
+        self.proj = nn.Linear(config.width, config.width)
+        self.proj_drop = nn.Dropout(dropout)
+        if config.positions == "relative":  # one embedding for each raster offset between two patches
+            self.offsets = nn.Parameter(torch.empty(2 * config.grid[0] * config.grid[1] - 1, config.width))
+
+    def forward(self, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
+        """(B, N, D) -> (B, N, D), or only the first `queries` tokens of it."""
+        q, k, v = self.split(x, queries)
+        if queries is None and self.config.positions != "relative":
+            out = F.scaled_dot_product_attention(q, k, v)
+        else:  # a single query gains nothing from the fused kernels, and cuDNN's backward gives NaN for it
+            out = self.logits(q, k, grid).softmax(dim=-1) @ v
+        return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
+
+    def weights(self, x: Tensor, grid: Grid) -> Tensor:
+        """The attention itself, (B, H, N, N), which the fused kernel above never materialises."""
+        q, k, _ = self.split(x)
+        return self.logits(q, k, grid).softmax(dim=-1)
+
+    def split(self, x: Tensor, queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, queries or N, K), keys and values (B, H, N, K)."""
+        if queries is None:
+            q, k, v = self.qkv(x).unflatten(-1, (3, self.config.heads, -1)).permute(2, 0, 3, 1, 4)
+            return q, k, v
+        width, bias = self.config.width, self.qkv.bias
+        q = F.linear(x[:, :queries], self.qkv.weight[:width], None if bias is None else bias[:width])
+        kv = F.linear(x, self.qkv.weight[width:], None if bias is None else bias[width:])
+        k, v = kv.unflatten(-1, (2, self.config.heads, -1)).permute(2, 0, 3, 1, 4)
+        return q.unflatten(-1, (self.config.heads, -1)).transpose(1, 2), k, v
+
+    def logits(self, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+        """(B, H, N, N) before the softmax, relative positions included."""
+        logits = q @ k.mT
+        if self.config.positions == "relative" and q.shape[-2] == k.shape[-2]:
+            logits = logits + self.relative(q, grid)
+        return logits * q.shape[-1] ** -0.5
+
+    def relative(self, q: Tensor, grid: Grid) -> Tensor:
+        """(B, H, N, N): each patch's query times the embedding of the raster offset to each patch; 0 for the prefix."""
+        patches, prefix = grid[0] * grid[1], self.config.prefix
+        offsets = resample_offsets(self.offsets, self.config.grid, grid, self.config.resample)
+        keys = offsets.unflatten(-1, (self.config.heads, -1)).permute(1, 2, 0)  # (H, K, 2n - 1)
+        index = torch.arange(patches, device=q.device)
+        index = index[:, None] - index[None, :] + patches - 1  # (n, n): query minus key
+        by_offset = q[:, :, prefix:] @ keys  # (B, H, n, 2n - 1)
+        by_pair = by_offset.gather(-1, index.expand(*by_offset.shape[:2], -1, -1))
+        return F.pad(by_pair, (prefix, 0, prefix, 0))
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: ViTConfig, dropout: float) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.width, config.mlp)
+        self.act = nn.GELU(approximate="tanh" if config.gelu == "tanh" else "none")
+        self.drop = nn.Dropout(dropout)
+        self.fc2 = nn.Linear(config.mlp, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+
+
+class LayerScale(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma
+
+
+class Block(nn.Module):
+    """Equations 2 and 3: attention and MLP, each behind a LayerNorm and beside a residual."""
+
+    def __init__(self, config: ViTConfig, dropout: float, drop_path: float) -> None:
+        super().__init__()
+        self.drop_path = drop_path
+        self.norm1 = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.attn = Attention(config, dropout)
+        self.ls1 = LayerScale(config.width) if config.layer_scale else nn.Identity()
+        self.norm2 = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.mlp = Mlp(config, dropout)
+        self.ls2 = LayerScale(config.width) if config.layer_scale else nn.Identity()
+
+    def forward(self, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
+        """(B, N, D) -> (B, N, D), or only the first `queries` tokens of it, which read all N."""
+        rate = self.drop_path if self.training else 0.0
+        x = residual(x, lambda kept: self.ls1(self.attn(self.norm1(kept), grid, queries)), rate, queries)
+        return residual(x, lambda kept: self.ls2(self.mlp(self.norm2(kept))), rate)
+
+
+def residual(x: Tensor, branch: Callable[[Tensor], Tensor], rate: float, queries: int | None = None) -> Tensor:
+    """x + branch(x), where each sample's branch is left out, uncomputed, with probability `rate`."""
+    trunk = x if queries is None else x[:, :queries]
+    if rate == 0.0:
+        return trunk + branch(x)
+    # floor(expected + uniform) survivors: every sample survives with probability 1 - rate at any batch size, and
+    # a batch has one of two sizes, so a compiled block is compiled twice at most.
+    survivors = int(len(x) * (1.0 - rate) + torch.rand(()).item())
+    kept = torch.randperm(len(x), device=x.device)[:survivors]
+    return trunk.index_add(0, kept, (branch(x[kept]) / (1.0 - rate)).to(trunk.dtype))
+
+
+class AttentionPool(nn.Module):
+    """MAP (Zhai et al. 2022): one learned query attends to all patches, then an MLP beside a residual."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.latent = nn.Parameter(torch.empty(1, 1, config.width))
+        self.q = nn.Linear(config.width, config.width)
+        self.kv = nn.Linear(config.width, 2 * config.width)
+        self.proj = nn.Linear(config.width, config.width)
+        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
+        self.mlp = Mlp(config, dropout=0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(self.latent).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (1, H, 1, K)
+        k, v = self.kv(x).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, N, K)
+        out = (q @ k.mT * q.shape[-1] ** -0.5).softmax(dim=-1) @ v  # (B, H, 1, K)
+        pooled = self.proj(out.transpose(1, 2).flatten(2))[:, 0]  # (B, D)
+        return pooled + self.mlp(self.norm(pooled))
+
+
+class HiddenHead(nn.Module):
+    """The pre-training head's hidden layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.fc(x))
+
+
+class ViT(nn.Module):
+    """A Vision Transformer. Parameters are allocated, not set: `initialise` or loaded weights set them."""
+
+    def __init__(self, config: ViTConfig, *, dropout: float = 0.0, stochastic_depth: float = 0.0) -> None:
+        super().__init__()
+        for name, rate in (("dropout", dropout), ("stochastic_depth", stochastic_depth)):
+            if not 0.0 <= rate < 1.0:
+                raise UsageError(f"{name} is {rate}; it must be at least 0 and below 1")
+        self.config = config
+        width = config.width
+        self.patch_embed = PatchEmbed(config)
+        for name, count in self.prefix_tokens():
+            setattr(self, name, nn.Parameter(torch.empty(1, count, width)))
+        tables = config.depth if config.positions_at == "every-layer" else 1
+        rows, columns = config.grid
+        if config.positions == "learned-1d":
+            self.pos_embed = nn.Parameter(torch.empty(tables, config.positioned_prefix + rows * columns, width))
+        elif config.positions == "learned-2d":
+            self.pos_embed_y = nn.Parameter(torch.empty(tables, rows, width // 2))
+            self.pos_embed_x = nn.Parameter(torch.empty(tables, columns, width // 2))
+        self.pos_drop = nn.Dropout(dropout)
+        rates = [stochastic_depth * i / max(config.depth - 1, 1) for i in range(config.depth)]
+        self.blocks = nn.ModuleList(Block(config, dropout, rate) for rate in rates)
+        norm = nn.LayerNorm(width, eps=config.norm_eps)
+        self.norm = norm if config.pool != "mean-norm" else nn.Identity()
+        self.fc_norm = norm if config.pool == "mean-norm" else nn.Identity()
+        if config.pool == "map":
+            self.attn_pool = AttentionPool(config)
+        self.pre_logits = HiddenHead(width) if config.hidden_head else nn.Identity()
+        self.head = nn.Linear(config.features, config.classes) if config.classes else nn.Identity()
+        if config.distillation_head:
+            self.head_dist = nn.Linear(width, config.classes)
+
+    def prefix_tokens(self) -> list[tuple[str, int]]:
+        """Name and number of the learned tokens before the patches, in their order."""
+        config = self.config
+        counts = (
+            ("cls_token", config.class_token),
+            ("dist_token", config.distillation_token),
+            ("reg_token", config.registers),
+        )
+        return [(name, int(count)) for name, count in counts if count]
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, C, S, S) -> logits (B, L), or the features where the model has no head."""
+        tokens = self.tokens(images, self.head_tokens)
+        logits = self.head(self.pool(tokens))
+        if self.config.distillation_head:
+            logits = (logits + self.head_dist(tokens[:, 1])) / 2
+        return logits
+
+    def features(self, images: Tensor) -> Tensor:
+        """(B, C, S, S) -> (B, D): what the head reads."""
+        return self.pool(self.tokens(images, self.head_tokens))
+
+    def encode(self, images: Tensor) -> Tensor:
+        """(B, C, S, S) -> (B, N, D): the encoder's output, prefix tokens first."""
+        return self.tokens(images)
+
+    @property
+    def head_tokens(self) -> int | None:
+        """How many leading tokens the head reads; None for all of them."""
+        return 1 + self.config.distillation_token if self.config.pool == "class" else None
+
+    def tokens(self, images: Tensor, queries: int | None = None) -> Tensor:
+        """The encoder's output (B, N, D), or (B, T, D): the last block then computes its first `queries` tokens only."""
+        x, positions, grid = self.embed(images)
+        last = len(self.blocks) - 1
+        for i, (block, position) in enumerate(zip(self.blocks, positions, strict=False)):
+            x = x if position is None else x + position
+            x = block(x, grid, queries if i == last else None)
+        return self.norm(x)
+
+    def embed(self, images: Tensor) -> tuple[Tensor, Iterator[Tensor | None], Grid]:
+        """Equation 1: the tokens (B, N, D), what each block adds to its input, and the grid of patches."""
+        if images.ndim != 4 or images.shape[1] != self.config.channels:
+            raise UsageError(
+                f"images must have the shape (batch, {self.config.channels}, height, width), not {tuple(images.shape)}"
+            )
+        grid = grid_for((images.shape[2], images.shape[3]), self.config.patch)
+        prefix = [getattr(self, name).expand(len(images), -1, -1) for name, _ in self.prefix_tokens()]
+        x = torch.cat([*prefix, self.patch_embed(images)], dim=1)  # (B, N, D)
+        positions = self.positions(grid)
+        if positions is None:
+            return self.pos_drop(x), repeat(None), grid
+        if self.config.positions_at == "stem":
+            return self.pos_drop(x + positions), repeat(None), grid
+        by_layer = (
+            iter(positions)
+            if self.config.positions_at == "every-layer" and len(positions) > 1
+            else repeat(positions[0])
+        )
+        return self.pos_drop(x), by_layer, grid
+
+    def positions(self, grid: Grid) -> Tensor | None:
+        """(1, N, D) on the given grid, or (layers, N, D) where every layer has its own; zeros for bare prefix tokens."""
+        config = self.config
+        if config.positions == "learned-1d":
+            prefix, patches = self.pos_embed.tensor_split([config.positioned_prefix], dim=1)
+            table = torch.cat([prefix, resample(patches, config.grid, grid, config.resample)], dim=1)
+        elif config.positions == "learned-2d":
+            y = resample(self.pos_embed_y, (config.grid[0], 1), (grid[0], 1), config.resample)
+            x = resample(self.pos_embed_x, (1, config.grid[1]), (1, grid[1]), config.resample)
+            y, x = y[:, :, None].expand(-1, -1, grid[1], -1), x[:, None].expand(-1, grid[0], -1, -1)
+            table = torch.cat([x, y], dim=-1).flatten(1, 2)  # (tables, n, D)
+        elif config.positions == "sincos-2d":
+            table = sincos(grid, config.width)[None].to(self.patch_embed.proj.weight)
+        else:
+            return None
+        return F.pad(table, (0, 0, config.prefix - config.positioned_prefix, 0))
+
+    def pool(self, tokens: Tensor) -> Tensor:
+        """(B, N, D) -> (B, D): equation 4, or another way to read the encoder's output."""
+        patches = tokens[:, self.config.prefix :]
+        match self.config.pool:
+            case "class":
+                pooled = tokens[:, 0]
+            case "norm-mean" | "mean-norm":
+                pooled = self.fc_norm(patches.mean(dim=1))
+            case "map":
+                pooled = self.attn_pool(patches)
+            case "class-mean":
+                pooled = torch.cat([tokens[:, 0], patches.mean(dim=1)], dim=-1)
+        return self.pre_logits(pooled)
+
+
+@torch.no_grad()
+def attention_maps(model: ViT, images: Tensor) -> Iterator[Tensor]:
+    """The attention of each layer in turn, (B, H, N, N); only one layer's map exists at a time."""
+    x, positions, grid = model.embed(images)
+    for block, position in zip(model.blocks, positions, strict=False):
+        x = x if position is None else x + position
+        assert isinstance(block, Block)
+        yield block.attn.weights(block.norm1(x), grid)
+        x = block(x, grid)

@@ -1,0 +1,165 @@
+"""Weights made to fit another task: new classes, resolution, patch side or channels. Every change is written down."""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitrail.config import Preprocess, Resample, ViTConfig
+from vitrail.model.positions import Grid, resample, resample_offsets
+from vitrail.presets import repeat_channels
+from vitrail.weights.trained import Trained, assemble
+
+
+class Step(NamedTuple):
+    config: ViTConfig
+    tensors: dict[str, Tensor]
+    changes: tuple[str, ...]
+
+
+def adapt(
+    trained: Trained,
+    *,
+    classes: int | None = None,
+    labels: tuple[str, ...] | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    patch: int | None = None,
+    channels: int | None = None,
+    operator: Resample | None = None,
+) -> Trained:
+    """The same network for another task; `origin.changes` lists what was replaced, resampled or removed.
+
+    `classes` puts a zero head in place of the old one, the pre-training head's hidden layer included. `labels` names
+    the classes. `operator` resamples positions in another way than the weights' origin does.
+    """
+    step = Step(trained.model.config, dict(trained.model.state_dict()), ())
+    if operator is not None and operator != step.config.resample:
+        step = step._replace(
+            config=dataclasses.replace(step.config, resample=operator),
+            changes=(*step.changes, f"resample: {step.config.resample} -> {operator}"),
+        )
+    if classes is not None:
+        step = _new_head(step, classes)
+    if patch is not None or image_size is not None:
+        size = (image_size, image_size) if isinstance(image_size, int) else image_size
+        step = _new_grid(step, size or step.config.image_size, patch or step.config.patch)
+    if channels is not None:
+        step = _new_channels(step, channels)
+    preprocess, changes = _fit_preprocess(trained.preprocess, step.config)
+    if labels is None and classes is None:
+        labels = trained.labels
+    origin = dataclasses.replace(trained.origin, changes=(*trained.origin.changes, *step.changes, *changes))
+    return Trained(model=assemble(step.config, step.tensors), preprocess=preprocess, labels=labels, origin=origin)
+
+
+def _new_head(step: Step, classes: int) -> Step:
+    """A zero head (the paper's, for fine-tuning) in place of the old one."""
+    config = dataclasses.replace(
+        step.config,
+        classes=classes,
+        hidden_head=False,
+        distillation_head=step.config.distillation_head and classes > 0,
+    )
+    tensors, changes = dict(step.tensors), list(step.changes)
+    for name in (
+        "pre_logits.fc.weight",
+        "pre_logits.fc.bias",
+        "head.weight",
+        "head.bias",
+        "head_dist.weight",
+        "head_dist.bias",
+    ):
+        if name in tensors:
+            changes.append(f"{name} {_shape(tensors.pop(name))}: removed")
+    heads = ("head", "head_dist") if config.distillation_head else ("head",)
+    for head in heads if classes else ():
+        tensors[f"{head}.weight"] = torch.zeros(classes, config.features)
+        tensors[f"{head}.bias"] = torch.zeros(classes)
+        changes.append(f"{head}.weight {_shape(tensors[f'{head}.weight'])}, {head}.bias ({classes}): new, zeros")
+    return Step(config, tensors, tuple(changes))
+
+
+def _new_grid(step: Step, size: tuple[int, int], patch: int) -> Step:
+    """Patch kernels resized, then every table of positions resampled to the new grid."""
+    config = dataclasses.replace(step.config, image_size=size, patch=patch)
+    tensors, changes = dict(step.tensors), list(step.changes)
+    if patch != step.config.patch:
+        name, old = "patch_embed.proj.weight", step.config.patch
+        tensors[name] = resize_patches(tensors[name], patch)
+        changes.append(f"{name}: patches of {old} x {old} -> {patch} x {patch}, FlexiViT's pseudo-inverse resize")
+    if config.grid != step.config.grid:
+        for name in tensors:
+            if (table := _resampled(name, tensors[name], step.config, config.grid)) is not None:
+                sides = " -> ".join(f"{rows} x {columns}" for rows, columns in (step.config.grid, config.grid))
+                changes.append(f"{name} {_shape(tensors[name])} -> {_shape(table)}: grid {sides}, {config.resample}")
+                tensors[name] = table
+    return Step(config, tensors, tuple(changes))
+
+
+def _resampled(name: str, table: Tensor, old: ViTConfig, grid: Grid) -> Tensor | None:
+    """The table of positions called `name` on another grid; None for any other tensor."""
+    if name == "pos_embed":
+        prefix, patches = table.tensor_split([old.positioned_prefix], dim=1)
+        return torch.cat([prefix, resample(patches, old.grid, grid, old.resample)], dim=1)
+    if name == "pos_embed_y":
+        return resample(table, (old.grid[0], 1), (grid[0], 1), old.resample)
+    if name == "pos_embed_x":
+        return resample(table, (1, old.grid[1]), (1, grid[1]), old.resample)
+    if name.endswith(".attn.offsets"):
+        return resample_offsets(table, old.grid, grid, old.resample)
+    return None
+
+
+def resize_patches(kernels: Tensor, patch: int) -> Tensor:
+    """(D, C, P, P) -> (D, C, P', P'): the kernels whose answer to a resized patch is closest to the old answer.
+
+    FlexiViT (Beyer et al. 2023): with B the bilinear resize of a patch, <B x, w'> = <x, w> for all x where the patch
+    grows, and the least-squares solution w' = pinv(B^T) w where it shrinks.
+    """
+    old = kernels.shape[-1]
+    basis = torch.eye(old * old, dtype=torch.float64).reshape(-1, 1, old, old)
+    resized = F.interpolate(basis, (patch, patch), mode="bilinear", align_corners=False).flatten(1)  # B^T: (P P, P' P')
+    solution = kernels.double().flatten(2) @ torch.linalg.pinv(resized).mT  # (D, C, P' P')
+    return solution.unflatten(-1, (patch, patch)).to(kernels.dtype)
+
+
+def _new_channels(step: Step, channels: int) -> Step:
+    """One channel sees the sum of the kernels, as a grey picture shown in all of them does; more share them in turn."""
+    old = step.config.channels
+    config = dataclasses.replace(step.config, channels=channels)
+    if channels == old:
+        return step
+    name = "patch_embed.proj.weight"
+    kernels = step.tensors[name]
+    if channels == 1:
+        kernels, how = kernels.sum(dim=1, keepdim=True), "summed"
+    else:
+        kernels, how = kernels[:, torch.arange(channels) % old] * (old / channels), f"repeated, times {old}/{channels}"
+    changes = (*step.changes, f"{name}: {old} -> {channels} input channels, kernels {how}")
+    return Step(config, step.tensors | {name: kernels}, changes)
+
+
+def _fit_preprocess(preprocess: Preprocess | None, config: ViTConfig) -> tuple[Preprocess | None, list[str]]:
+    """The preprocessing for the new input, its crop fraction kept."""
+    if preprocess is None:
+        return None, []
+    changed = preprocess
+    if changed.size != config.image_size:
+        if len(changed.resize) == 1 and config.image_size[0] != config.image_size[1]:
+            resize: tuple[int, ...] = config.image_size
+        else:
+            sides = zip(changed.resize, config.image_size, changed.size, strict=False)
+            resize = tuple(side * new // old for side, new, old in sides)
+        changed = dataclasses.replace(changed, size=config.image_size, resize=resize)
+    if len(changed.mean) != config.channels:
+        mean, std = repeat_channels(changed.mean, config.channels), repeat_channels(changed.std, config.channels)
+        changed = dataclasses.replace(changed, mean=mean, std=std)
+    fields = (field.name for field in dataclasses.fields(Preprocess))
+    pairs = [(name, getattr(preprocess, name), getattr(changed, name)) for name in fields]
+    return changed, [f"preprocess.{name}: {list(old)} -> {list(new)}" for name, old, new in pairs if old != new]
+
+
+def _shape(tensor: Tensor) -> str:
+    return str(tuple(tensor.shape))

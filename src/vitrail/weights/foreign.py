@@ -1,0 +1,180 @@
+"""What the readers and writers of foreign formats share.
+
+Every format is read into timm's tensor names, which are the model's own. A writer never decides on its own what its
+format can hold: it makes the tensors and settings, has its own reader look at them, and refuses where that reader would
+see another function (`check_held`).
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitrail import presets
+from vitrail.config import Preprocess, ViTConfig
+from vitrail.errors import ModelError
+from vitrail.model.vit import ViT
+from vitrail.weights.trained import Tensors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Read:
+    """What a checkpoint says besides its tensors, and what had to be assumed."""
+
+    config: ViTConfig
+    preprocess: Preprocess | None = None
+    labels: tuple[str, ...] | None = None
+    licence: str | None = None
+    assumptions: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Names:
+    """How a format names its tensors: prefixes to replace, outside of the blocks and inside one."""
+
+    layer: re.Pattern[str]
+    """Matches the start of a block's tensor name; its group is the block's number."""
+    written_layer: str
+    top: dict[str, str]
+    """Their prefix -> ours. Where several mean the same, the first is written."""
+    block: dict[str, str]
+
+    def own(self, theirs: str) -> str:
+        """The model's own name for a tensor of theirs."""
+        if found := self.layer.match(theirs):
+            own = _replace_prefix(theirs[found.end() :], self.block)
+            own = own and f"blocks.{found[1]}.{own}"
+        else:
+            own = _replace_prefix(theirs, self.top)
+        if own is None:
+            raise ModelError(f"the file has a tensor this model has no place for: {theirs!r}")
+        return own
+
+    def theirs(self, own: str) -> str:
+        """The format's name for a tensor of ours."""
+        if found := re.match(r"blocks\.(\d+)\.", own):
+            theirs = _replace_prefix(own[found.end() :], _inverse(self.block))
+            theirs = theirs and self.written_layer.format(found[1]) + theirs
+        else:
+            theirs = _replace_prefix(own, _inverse(self.top))
+        if theirs is None:
+            raise ModelError(f"the format cannot hold this model: it has no place for {own!r}")
+        return theirs
+
+
+def _replace_prefix(name: str, table: dict[str, str]) -> str | None:
+    return next((new + name[len(old) :] for old, new in table.items() if name.startswith(old)), None)
+
+
+def _inverse(table: dict[str, str]) -> dict[str, str]:
+    return {own: theirs for theirs, own in reversed(table.items())}
+
+
+class Shape(NamedTuple):
+    """What the tensors alone tell about an architecture."""
+
+    width: int
+    depth: int
+    mlp: int
+    patch: int
+    channels: int
+    classes: int
+
+
+def shape(tensors: Tensors, path: Path) -> Shape:
+    """The sizes of a plain ViT, read off its tensors under timm's names."""
+
+    def dimensions(name: str, count: int) -> torch.Size:
+        if name not in tensors or tensors[name].ndim != count:
+            raise ModelError(f"{path} is no plain ViT: it has no {count}-dimensional tensor for {name!r}")
+        return tensors[name].shape
+
+    width, channels, patch, across = dimensions("patch_embed.proj.weight", 4)
+    if patch != across:
+        raise ModelError(f"{path} has patches of {patch} x {across} pixels; only square ones are supported")
+    blocks = {int(found[1]) for name in tensors if (found := re.match(r"blocks\.(\d{1,4})\.", name))}
+    if blocks != set(range(len(blocks))):
+        raise ModelError(f"{path} is damaged: its blocks are numbered {sorted(blocks)}")
+    mlp, _ = dimensions("blocks.0.mlp.fc1.weight", 2)
+    classes = dimensions("head.weight", 2)[0] if "head.weight" in tensors else 0
+    return Shape(width=width, depth=len(blocks), mlp=mlp, patch=patch, channels=channels, classes=classes)
+
+
+def guess_heads(width: int, depth: int) -> tuple[int, str]:
+    """The number of heads for sizes that do not state it, and the sentence that says how it was chosen."""
+    if known := presets.heads(width, depth):
+        return known, f"heads: {known}, as the published size of width {width} and depth {depth} has"
+    if width % 64:
+        raise ModelError(
+            f"the file does not say how many heads a ViT of width {width} has, and no published size tells;"
+            " give its folder with config.json"
+        )
+    return width // 64, f"heads: {width // 64}, assumed from width {width} / 64"
+
+
+def square_grid(patches: int) -> tuple[int, int] | None:
+    """The square grid of that many patches, where there is one."""
+    side = math.isqrt(max(patches, 0))
+    return (side, side) if side and side * side == patches else None
+
+
+def split_qkv(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
+    """timm's fused qkv as `attn.q`, `attn.k` and `attn.v`; everything else as it is."""
+    for name, tensor in tensors.items():
+        if ".attn.qkv." in name:
+            for part, piece in zip("qkv", tensor.chunk(3), strict=True):
+                yield name.replace(".attn.qkv.", f".attn.{part}."), piece
+        else:
+            yield name, tensor
+
+
+def fuse_qkv(tensors: Tensors) -> dict[str, Tensor]:
+    """The inverse of `split_qkv`."""
+    fused = {name: tensor for name, tensor in tensors.items() if not re.search(r"\.attn\.[qkv]\.", name)}
+    for name in tensors:
+        if ".attn.q." in name:
+            parts = [name.replace(".attn.q.", f".attn.{part}.") for part in "qkv"]
+            if missing := [part for part in parts if part not in tensors]:
+                raise ModelError(f"the file has the tensor of {name!r} but not of {missing[0]!r}")
+            fused[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat([tensors[part] for part in parts])
+    return fused
+
+
+def with_table(model: ViT, *, prefix: bool) -> tuple[ViTConfig, dict[str, Tensor], list[str]]:
+    """Configuration and tensors with positions added at the stem stored as one learned table; notes on what changed.
+
+    The same function of the same pixels, for formats that know no other positions. `prefix` gives bare prefix tokens
+    the position zero. Positions that no table can replace are left as they are.
+    """
+    config, tensors = model.config, dict(model.state_dict())
+    if config.positions == "relative" or config.positions_at != "stem":
+        return config, tensors, []
+    changed = dataclasses.replace(config, positions="learned-1d", prefix_positions=prefix)
+    if changed.positioned_prefix == config.positioned_prefix and config.positions == "learned-1d":
+        return changed, tensors, []
+    with torch.no_grad():
+        table = model.positions(config.grid)
+    if table is None:
+        table = torch.zeros(1, config.prefix + config.grid[0] * config.grid[1], config.width)
+    for name in ("pos_embed_x", "pos_embed_y"):
+        tensors.pop(name, None)
+    tensors["pos_embed"] = table[:, config.prefix - changed.positioned_prefix :]
+    stored = "as their values" if config.positions != "learned-1d" else "with zeros for the tokens that had none"
+    return changed, tensors, [f"positions: {config.positions} were stored as one learned table, {stored}"]
+
+
+def check_held(format_name: str, wanted: ViTConfig, held: ViTConfig) -> None:
+    """Refuse to write what would be read back as another function. How to resample is not in any foreign format."""
+    for field in dataclasses.fields(ViTConfig):
+        mine, theirs = getattr(wanted, field.name), getattr(held, field.name)
+        irrelevant = field.name == "resample" or (field.name == "prefix_positions" and not wanted.prefix)
+        if mine != theirs and not irrelevant:
+            raise ModelError(
+                f"the {format_name} format cannot hold this model: {field.name} is {mine!r}, and a reader would take it"
+                f" for {theirs!r}"
+            )

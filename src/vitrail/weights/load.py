@@ -1,0 +1,129 @@
+"""Any MODEL to a `Trained`, and back to any format: a preset name, a file or a folder."""
+
+from pathlib import Path
+from typing import Literal, get_args
+
+from vitrail import files, presets
+from vitrail.errors import ModelError, UsageError
+from vitrail.weights import card, foreign, native, storage, timm, torchvision, transformers
+from vitrail.weights.trained import Origin, Tensors, Trained, assemble, random
+
+Format = Literal["vitrail", "timm", "transformers", "torchvision"]
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+def locate(model: str | Path) -> Path | None:
+    """The file or folder that MODEL means, or None where it is a name.
+
+    A path wins over a name only when it contains a separator or exists as a file.
+    """
+    path = Path(model)
+    if (
+        isinstance(model, Path)
+        or len(path.parts) != 1
+        or path.is_absolute()
+        or str(model) != path.name
+        or path.is_file()
+    ):
+        return path
+    return None
+
+
+def load(model: str | Path) -> Trained:
+    """The model in a file or folder of any known format, or a preset with random weights; on the CPU, in eval mode."""
+    path = locate(model)
+    if path is not None:
+        return read(path)
+    name = str(model)
+    if not presets.exists(name):
+        beside = f" There is a folder of that name: write ./{name} to mean it." if Path(name).is_dir() else ""
+        try:
+            presets.vit(name)
+        except UsageError as error:
+            raise UsageError(f"no file is called {name!r}, and {error}{beside}") from None
+    return random(name)
+
+
+def read(path: Path) -> Trained:
+    """The model in a file or folder."""
+    if path.is_dir():
+        return _read_folder(path)
+    if not path.exists():
+        raise ModelError(f"{path} does not exist")
+    stored = storage.read(path)
+    if native.recognises(stored):
+        return native.read(stored, path)
+    if timm.recognises(stored.tensors):
+        found = timm.read(stored.tensors, None, path)
+        return _trained("timm", path, path, stored.tensors, found)
+    if torchvision.recognises(stored.tensors):
+        tensors = torchvision.rename(stored.tensors)
+        return _trained("torchvision", path, path, tensors, torchvision.read(tensors, path))
+    if transformers.recognises(stored.tensors):
+        raise ModelError(f"{path} is a transformers file without its config.json; give the folder that holds both")
+    names = ", ".join(sorted(stored.tensors)[:3]) or "no tensors"
+    raise ModelError(f"{path} is no ViT of timm, transformers or torchvision; it holds {names}, ...")
+
+
+def _read_folder(folder: Path) -> Trained:
+    settings = storage.read_json(folder / "config.json")
+    weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if weights is None:
+        raise ModelError(f"{folder} holds neither {' nor '.join(WEIGHTS)}")
+    tensors = storage.read(weights).tensors
+    if "model_type" in settings:
+        tensors, dropped = transformers.rename(tensors)
+        processor = folder / "preprocessor_config.json"
+        found = transformers.read(
+            tensors, settings, storage.read_json(processor) if processor.exists() else None, folder
+        )
+        return _trained("transformers", folder, weights, tensors, found, tuple(dropped))
+    if "architecture" in settings:
+        return _trained("timm", folder, weights, tensors, timm.read(tensors, settings, folder))
+    raise ModelError(f"{folder / 'config.json'} is neither transformers' (no model_type) nor timm's (no architecture)")
+
+
+def _trained(
+    format_name: Literal["timm", "transformers", "torchvision"],
+    path: Path,
+    weights: Path,
+    tensors: Tensors,
+    found: foreign.Read,
+    changes: tuple[str, ...] = (),
+) -> Trained:
+    origin = Origin(
+        format=format_name,
+        name=path.resolve().name,
+        sha256=files.sha256(weights),
+        licence=found.licence or card.licence(path),
+        assumptions=found.assumptions,
+        changes=changes,
+    )
+    try:
+        model = assemble(found.config, tensors)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+    return Trained(model=model, preprocess=found.preprocess, labels=found.labels, origin=origin)
+
+
+def save(trained: Trained, path: str | Path, format: Format = "vitrail", *, overwrite: bool = False) -> list[str]:  # noqa: A002
+    """Write `path` whole or not at all: a run killed here leaves the previous file as it was.
+
+    Returns notes on what a foreign format could not take along. A model that it cannot hold is refused.
+    """
+    if format not in get_args(Format):
+        raise UsageError(f"there is no format {format!r}; choose one of {', '.join(get_args(Format))}")
+    path = Path(path)
+    if format == "vitrail" and path.suffix != ".safetensors":
+        raise UsageError(f"a vitrail model is one .safetensors file; call it {path}.safetensors")
+    with files.replacing(path, overwrite=overwrite) as fresh:
+        match format:
+            case "vitrail":
+                native.write(trained, fresh)
+                return []
+            case "timm":
+                return timm.write(trained, fresh)
+            case "transformers":
+                return transformers.write(trained, fresh)
+            case "torchvision":
+                return torchvision.write(trained, fresh)

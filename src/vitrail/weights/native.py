@@ -1,0 +1,63 @@
+"""vitrail's own file: safetensors with timm's tensor names, and everything else as JSON in its header.
+
+The header's `vitrail` entry is a `Header`. Version 1 is the only one so far; a newer one is refused by number, and
+whoever raises it writes the reader that turns the older header into the newer.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from vitrail.config import Preprocess, ViTConfig, from_json
+from vitrail.errors import ModelError, UsageError
+from vitrail.weights import storage
+from vitrail.weights.storage import Stored
+from vitrail.weights.trained import Origin, Trained, assemble
+
+VERSION = 1
+KEY = "vitrail"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Header:
+    version: int
+    architecture: ViTConfig
+    preprocess: Preprocess | None
+    labels: tuple[str, ...] | None
+    origin: Origin
+
+
+def recognises(stored: Stored) -> bool:
+    """Whether vitrail wrote this file."""
+    return KEY in stored.metadata
+
+
+def write(trained: Trained, path: Path) -> None:
+    """Write all of `trained` to the file `path`."""
+    header = Header(
+        version=VERSION,
+        architecture=trained.model.config,
+        preprocess=trained.preprocess,
+        labels=trained.labels,
+        origin=trained.origin,
+    )
+    text = json.dumps(dataclasses.asdict(header), ensure_ascii=False, sort_keys=True)
+    storage.write(path, trained.model.state_dict(), {KEY: text})
+
+
+def read(stored: Stored, path: Path) -> Trained:
+    """The model in a native file."""
+    found = storage.parse_json(stored.metadata[KEY], path)
+    version = found.get("version")
+    if type(version) is not int or version < 1:
+        raise ModelError(f"{path} is damaged: its format version is {version!r:.40}, not a whole number from 1")
+    if version > VERSION:
+        raise ModelError(
+            f"{path} has format version {version}, and this vitrail reads {VERSION} at most: pip install -U vitrail"
+        )
+    try:
+        header = from_json(Header, found)
+        model = assemble(header.architecture, stored.tensors)
+        return Trained(model=model, preprocess=header.preprocess, labels=header.labels, origin=header.origin)
+    except (UsageError, ModelError) as error:
+        raise ModelError(f"{path} is damaged: {error}") from error

@@ -1,0 +1,145 @@
+"""Bytes on disk to tensors and JSON, trusting nothing.
+
+safetensors and JSON cannot hold code. A .pt or .pth file is a pickle: it is read by torch's restricted unpickler only,
+mapped rather than copied, and never by anything else. Sizes are checked against the file before memory is taken.
+"""
+
+import json
+import pickle
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from vitrail.errors import ModelError
+
+HEADER_LIMIT = 32 * 2**20  # bytes of a safetensors header or a JSON file; 21,843 labels take 1 MiB
+TENSOR_LIMIT = 100_000
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+
+
+class Stored(NamedTuple):
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+
+def read(path: Path) -> Stored:
+    """The tensors of a weights file, and the strings in its header."""
+    if not path.is_file():
+        raise ModelError(f"{path} is not a file")
+    if path.suffix in TORCH_SUFFIXES:
+        return Stored(_read_torch(path), {})
+    if path.suffix == ".safetensors":
+        return _read_safetensors(path)
+    kinds = ", ".join((".safetensors", *TORCH_SUFFIXES))
+    raise ModelError(f"{path} has the ending {path.suffix!r}; weights are read from {kinds} files or a folder of them")
+
+
+def metadata(path: Path) -> dict[str, str]:
+    """The strings in a safetensors header, read without touching the tensors."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if length > min(HEADER_LIMIT, size - 8):
+            raise ModelError(f"{path} is damaged or no safetensors file: its header claims {length} of {size} bytes")
+        header = parse_json(file.read(length), path)
+    if len(header) > TENSOR_LIMIT:
+        raise ModelError(f"{path} names {len(header)} tensors; at most {TENSOR_LIMIT} are read")
+    found = header.get("__metadata__", {})
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise ModelError(f"{path} is damaged: its __metadata__ is not a map of strings")
+    return found
+
+
+def _read_safetensors(path: Path) -> Stored:
+    found = metadata(path)
+    try:  # the library maps the file, and refuses offsets that overlap, leave a gap or pass the end
+        return Stored(safetensors.torch.load_file(path), found)
+    except (safetensors.SafetensorError, ValueError, KeyError, RuntimeError, AttributeError) as error:
+        raise ModelError(f"{path} is damaged: {_first_line(error)}") from error
+
+
+def _read_torch(path: Path) -> dict[str, Tensor]:
+    if not zipfile.is_zipfile(path):
+        raise ModelError(
+            f"{path} is no zip archive: either it is damaged or it was saved before torch 1.6. Save it again with"
+            " torch.save(state_dict, path), or as safetensors"
+        )
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise ModelError(
+            f"{path} holds Python objects other than tensors and was not opened further: {_first_line(error)}"
+            " Ask its author for safetensors"
+        ) from error
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, IndexError) as error:
+        raise ModelError(f"{path} is damaged: {_first_line(error)}") from error
+    return _state_dict(found, path)
+
+
+def _state_dict(found: object, path: Path) -> dict[str, Tensor]:
+    """The map of names to tensors, itself or under one of the keys that training scripts use."""
+    for key in ("model", "state_dict"):
+        if isinstance(found, dict) and isinstance(found.get(key), dict):
+            found = found[key]
+    if not isinstance(found, dict) or not found:
+        raise ModelError(f"{path} holds no state dict: expected a map of names to tensors")
+    for name, tensor in found.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ModelError(f"{path} holds no state dict: the entry {name!r:.60} is not a named tensor")
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise ModelError(f"{path}: tensor {name!r} is sparse or quantised; plain tensors are read")
+    return {name.removeprefix("module."): tensor.detach() for name, tensor in found.items()}
+
+
+def write(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
+    """Write tensors to `path` as safetensors, or as a torch state dict where the name ends so."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    if path.suffix in TORCH_SUFFIXES:
+        torch.save(plain, path)
+    else:
+        safetensors.torch.save_file(plain, path, metadata={"format": "pt"} | header)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    if not path.is_file():
+        raise ModelError(f"{path} is missing")
+    if path.stat().st_size > HEADER_LIMIT:
+        raise ModelError(f"{path} is larger than {HEADER_LIMIT} bytes")
+    return parse_json(path.read_bytes(), path)
+
+
+def parse_json(text: str | bytes, path: Path) -> dict[str, Any]:
+    """The object in `text`, which came from `path`."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is damaged: not JSON ({_first_line(error)})") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} is damaged: its JSON is not an object")
+    return found
+
+
+def section(settings: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    """The object under `key` of config.json, empty where it is left out."""
+    found = settings.get(key) or {}
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} is damaged: {key!r} in its JSON is not an object")
+    return found
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _first_line(error: Exception) -> str:
+    """An error of a library in one line that fits one."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]

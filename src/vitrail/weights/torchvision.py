@@ -1,0 +1,74 @@
+"""torchvision's state dicts: class-token ViTs with erf GELU and epsilon 1e-6, nothing but tensors in the file."""
+
+import re
+from pathlib import Path
+
+from torch import Tensor
+
+from vitrail.config import ViTConfig, from_json
+from vitrail.errors import ModelError, UsageError
+from vitrail.weights import foreign, storage
+from vitrail.weights.trained import Tensors, Trained
+
+FORMAT = "torchvision"
+NAMES = foreign.Names(
+    layer=re.compile(r"encoder\.layers\.encoder_layer_(\d+)\."),
+    written_layer="encoder.layers.encoder_layer_{}.",
+    top={
+        "class_token": "cls_token",
+        "encoder.pos_embedding": "pos_embed",
+        "conv_proj.": "patch_embed.proj.",
+        "encoder.ln.": "norm.",
+        "heads.pre_logits.": "pre_logits.fc.",
+        "heads.head.": "head.",
+    },
+    block={
+        "ln_1.": "norm1.",
+        "self_attention.in_proj_": "attn.qkv.",
+        "self_attention.out_proj.": "attn.proj.",
+        "ln_2.": "norm2.",
+        "mlp.0.": "mlp.fc1.",
+        "mlp.3.": "mlp.fc2.",
+        "mlp.linear_1.": "mlp.fc1.",  # files from before torchvision 0.13
+        "mlp.linear_2.": "mlp.fc2.",
+    },
+)
+
+
+def recognises(tensors: Tensors) -> bool:
+    """Whether these are torchvision's tensor names."""
+    return "conv_proj.weight" in tensors and "encoder.ln.weight" in tensors
+
+
+def rename(tensors: Tensors) -> dict[str, Tensor]:
+    """The tensors under the model's own names."""
+    return {NAMES.own(name): tensor for name, tensor in tensors.items()}
+
+
+def read(tensors: Tensors, path: Path) -> foreign.Read:
+    """What the tensors, under the model's own names, say."""
+    size = foreign.shape(tensors, path)
+    heads, sentence = foreign.guess_heads(size.width, size.depth)
+    positions = tensors["pos_embed"].shape[1] if "pos_embed" in tensors else 0
+    grid = foreign.square_grid(positions - 1)
+    if grid is None:
+        raise ModelError(f"{path}: its {positions} positions are not one class token and a square grid")
+    config = size._asdict() | {
+        "heads": heads,
+        "image_size": (grid[0] * size.patch, grid[1] * size.patch),
+        "hidden_head": "pre_logits.fc.weight" in tensors,
+        "resample": "bicubic-corners",
+        "gelu": "erf",
+    }
+    unknown = "preprocessing: unknown, a torchvision file does not state it"
+    return foreign.Read(config=from_json(ViTConfig, config), assumptions=(sentence, unknown))
+
+
+def write(trained: Trained, path: Path) -> list[str]:
+    """Write the state dict that torchvision's VisionTransformer loads; the notes say what that loses."""
+    if not path.suffix:
+        raise UsageError(f"a torchvision model is one file; call it {path}.pth or {path}.safetensors")
+    config, tensors, notes = foreign.with_table(trained.model, prefix=True)
+    foreign.check_held(FORMAT, config, read(tensors, path).config)
+    storage.write(path, {NAMES.theirs(name): tensor for name, tensor in tensors.items()}, {})
+    return [*notes, "a torchvision file has no place for preprocessing, labels and origin: they were left out"]

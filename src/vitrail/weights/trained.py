@@ -1,0 +1,98 @@
+"""A model with all that is needed to use it: preprocessing, labels, and where it came from."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vitrail import presets
+from vitrail.config import Preprocess, ViTConfig
+from vitrail.errors import ModelError, UsageError
+from vitrail.model.initialise import initialise
+from vitrail.model.vit import ViT
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where weights came from. A fact the source does not state is None, a guess is listed."""
+
+    format: Literal["random", "timm", "transformers", "torchvision"]
+    name: str
+    sha256: str | None = None
+    licence: str | None = None
+    assumptions: tuple[str, ...] = ()
+    """What the source did not say and the reader had to choose, a sentence each."""
+    changes: tuple[str, ...] = ()
+    """What was done to the weights since, a sentence each."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A model, how its images are prepared, and what its outputs are called; None where that is unknown."""
+
+    model: ViT
+    preprocess: Preprocess | None
+    labels: tuple[str, ...] | None
+    origin: Origin
+
+    def __post_init__(self) -> None:
+        config = self.model.config
+        if self.labels is not None and len(self.labels) != config.classes:
+            raise UsageError(f"{len(self.labels)} labels were given for a head of {config.classes} classes")
+        if self.preprocess is not None and len(self.preprocess.mean) != config.channels:
+            raise UsageError(
+                f"the preprocessing has {len(self.preprocess.mean)} channels and the model {config.channels}"
+            )
+
+
+def create(
+    name: str, *, image_size: int | tuple[int, int] | None = None, num_classes: int = 1000, seed: int = 0
+) -> ViT:
+    """A preset with random weights, ready to train."""
+    return random(name, image_size=image_size, num_classes=num_classes, seed=seed).model.train()
+
+
+def random(
+    name: str, *, image_size: int | tuple[int, int] | None = None, num_classes: int = 1000, seed: int = 0
+) -> Trained:
+    """A preset with random weights and the paper's preprocessing, at 224 x 224 unless told otherwise."""
+    changes: dict[str, Any] = {"classes": num_classes}
+    if image_size is not None:
+        changes["image_size"] = (image_size, image_size) if isinstance(image_size, int) else image_size
+    config = presets.vit(name, **changes)
+    with torch.device("meta"):  # torch's own initialisation would be thrown away
+        model = ViT(config)
+    model = initialise(model.to_empty(device="cpu"), torch.Generator().manual_seed(seed)).eval()
+    origin = Origin(format="random", name=f"{name}, seed {seed}")
+    preprocess = presets.preprocess("inception", config.image_size)
+    return Trained(model=model, preprocess=preprocess, labels=None, origin=origin)
+
+
+def assemble(config: ViTConfig, tensors: Tensors) -> ViT:
+    """The model whose parameters are exactly `tensors`, in float32; any other name, shape or a NaN is an error."""
+    with torch.device("meta"):
+        model = ViT(config)
+    expected = model.state_dict()
+    if missing := sorted(expected.keys() - tensors.keys()):
+        raise ModelError(f"the file lacks the tensor {missing[0]!r}{_more(missing)}")
+    if unknown := sorted(tensors.keys() - expected.keys()):
+        raise ModelError(f"the file has a tensor this model has no place for: {unknown[0]!r}{_more(unknown)}")
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            wanted = tuple(expected[name].shape)
+            raise ModelError(f"tensor {name!r} has shape {tuple(tensor.shape)}, and this architecture needs {wanted}")
+        if not tensor.dtype.is_floating_point:
+            raise ModelError(f"tensor {name!r} holds {tensor.dtype}, not floating-point numbers")
+    single = {name: tensor.to(torch.float32).contiguous() for name, tensor in tensors.items()}
+    if broken := sorted(name for name, tensor in single.items() if not torch.isfinite(tensor).all()):
+        raise ModelError(f"NaN or infinity in the weights of {broken[0]!r}{_more(broken)}")
+    model.load_state_dict(single, assign=True)
+    return model.requires_grad_(True).eval()
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -1,0 +1,246 @@
+"""transformers' folders: config.json, preprocessor_config.json and model.safetensors (or pytorch_model.bin).
+
+ViT and DeiT are read and written, DINOv2 (with or without registers) is read. Files name their tensors as version 4
+did; a state dict taken from a version 5 model in memory names them otherwise. Both are read.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from vitrail.config import Preprocess, ViTConfig, from_json
+from vitrail.errors import ModelError, UsageError
+from vitrail.weights import foreign, storage
+from vitrail.weights.trained import Tensors, Trained
+
+FORMAT = "transformers"
+KINDS = ("vit", "deit", "dinov2", "dinov2_with_registers")
+RESAMPLE = {"dinov2_with_registers": "bicubic-antialias"}  # all others: bicubic
+GELU = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+INTERPOLATION = {1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "area"}  # Pillow's numbers
+
+NAMES = foreign.Names(
+    layer=re.compile(r"(?:encoder\.layer|layers)\.(\d+)\."),
+    written_layer="encoder.layer.{}.",
+    top={
+        "embeddings.cls_token": "cls_token",
+        "embeddings.distillation_token": "dist_token",
+        "embeddings.register_tokens": "reg_token",
+        "embeddings.position_embeddings": "pos_embed",
+        "embeddings.patch_embeddings.projection.": "patch_embed.proj.",
+        "layernorm.": "norm.",
+        "pooler.dense.": "pre_logits.fc.",
+        "classifier.": "head.",
+        "cls_classifier.": "head.",
+        "distillation_classifier.": "head_dist.",
+    },
+    block={
+        "layernorm_before.": "norm1.",  # ViT and DeiT, in files
+        "attention.attention.query.": "attn.q.",
+        "attention.attention.key.": "attn.k.",
+        "attention.attention.value.": "attn.v.",
+        "attention.output.dense.": "attn.proj.",
+        "layernorm_after.": "norm2.",
+        "intermediate.dense.": "mlp.fc1.",
+        "output.dense.": "mlp.fc2.",
+        "norm1.": "norm1.",  # DINOv2, and version 5 in memory
+        "attention.q_proj.": "attn.q.",
+        "attention.k_proj.": "attn.k.",
+        "attention.v_proj.": "attn.v.",
+        "attention.o_proj.": "attn.proj.",
+        "layer_scale1.lambda1": "ls1.gamma",
+        "norm2.": "norm2.",
+        "mlp.fc1.": "mlp.fc1.",
+        "mlp.fc2.": "mlp.fc2.",
+        "layer_scale2.lambda1": "ls2.gamma",
+    },
+)
+
+
+def recognises(tensors: Tensors) -> bool:
+    """Whether these are transformers' tensor names."""
+    return any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in tensors)
+
+
+def rename(tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors under the model's own names, and a sentence on each that it has no use for."""
+    base = re.compile(rf"^({'|'.join(KINDS)})\.")
+    inner = {base.sub("", name): tensor for name, tensor in tensors.items()}
+    dropped = [f"{name}: left out, only pre-training uses it" for name in inner if name == "embeddings.mask_token"]
+    inner.pop("embeddings.mask_token", None)
+    own = foreign.fuse_qkv({NAMES.own(name): tensor for name, tensor in inner.items()})
+    if "reg_token" in own:  # registers have no position, the class token has: an equal class token without one
+        position = own["pos_embed"]
+        own |= {"cls_token": own["cls_token"] + position[:, :1], "pos_embed": position[:, 1:]}
+    return own, dropped
+
+
+def read(tensors: Tensors, settings: dict[str, Any], processor: dict[str, Any] | None, path: Path) -> foreign.Read:
+    """What the folder says, for tensors under the model's own names."""
+    config = architecture(tensors, settings, path)
+    preprocess, sentences = _preprocess(processor)
+    return foreign.Read(
+        config=config, preprocess=preprocess, labels=_labels(settings, config.classes), assumptions=tuple(sentences)
+    )
+
+
+def architecture(tensors: Tensors, settings: dict[str, Any], path: Path) -> ViTConfig:
+    """The function these weights compute, by config.json."""
+    kind = settings.get("model_type")
+    if kind not in KINDS:
+        raise ModelError(f"{path} has the model_type {kind!r}; {', '.join(KINDS)} are read")
+    if settings.get("use_swiglu_ffn"):
+        raise ModelError(f"{path} has SwiGLU layers, which no plain ViT has")
+    activation = settings.get("hidden_act", "gelu")
+    if activation not in GELU:
+        raise ModelError(f"{path} uses the activation {activation!r}; a plain ViT has one of {', '.join(GELU)}")
+    if "pre_logits.fc.weight" in tensors and settings.get("pooler_act", "tanh") != "tanh":
+        raise ModelError(f"{path} has a pooler with {settings['pooler_act']!r}; the paper's hidden layer has tanh")
+    size = foreign.shape(tensors, path)
+    image = settings.get("image_size", 224)
+    registers = tensors["reg_token"].shape[1] if "reg_token" in tensors else 0
+    dino = kind.startswith("dinov2")
+    config = size._asdict() | {
+        "heads": settings.get("num_attention_heads", 12),
+        "image_size": (image, image) if isinstance(image, int) else image,
+        "distillation_token": "dist_token" in tensors,
+        "distillation_head": "head_dist.weight" in tensors,
+        "registers": registers,
+        "pool": "class-mean" if dino and size.classes else "class",
+        "hidden_head": "pre_logits.fc.weight" in tensors,
+        "prefix_positions": not registers,  # see rename
+        "resample": RESAMPLE.get(kind, "bicubic"),
+        "qkv_bias": "blocks.0.attn.qkv.bias" in tensors,
+        "layer_scale": "blocks.0.ls1.gamma" in tensors,
+        "gelu": GELU[activation],
+        "norm_eps": settings.get("layer_norm_eps", 1e-12 if not dino else 1e-6),
+    }
+    return from_json(ViTConfig, config)
+
+
+def _preprocess(processor: dict[str, Any] | None) -> tuple[Preprocess | None, list[str]]:
+    """The preprocessing in preprocessor_config.json, or why it is unknown."""
+    if processor is None:
+        return None, ["preprocessing: unknown, the folder has no preprocessor_config.json"]
+    try:
+        resize = _sides(processor["size"]) if processor.get("do_resize", True) else None
+        crop = _sides(processor["crop_size"]) if processor.get("do_center_crop", "crop_size" in processor) else resize
+        if resize is None or crop is None or not processor.get("do_normalize", True):
+            raise UsageError("do_resize and do_normalize must be on")
+        factor = processor.get("rescale_factor", 1 / 255)
+        if not processor.get("do_rescale", True) or abs(factor * 255 - 1) > 1e-6:
+            raise UsageError(f"rescale_factor is {factor}")
+        fields = {
+            "size": crop if len(crop) == 2 else crop * 2,
+            "resize": resize,
+            "interpolation": INTERPOLATION[processor.get("resample", 2)],
+            "mean": processor["image_mean"],
+            "std": processor["image_std"],
+        }
+        return from_json(Preprocess, fields), []
+    except (KeyError, TypeError, ValueError) as error:
+        return None, [f"preprocessing: unknown, preprocessor_config.json does not state it in full ({error})"]
+
+
+def _sides(size: Any) -> tuple[int, ...]:
+    """One side (the shortest) or height and width."""
+    if isinstance(size, int):  # written before version 4.25
+        return size, size
+    return (size["shortest_edge"],) if "shortest_edge" in size else (size["height"], size["width"])
+
+
+def _labels(settings: dict[str, Any], classes: int) -> tuple[str, ...] | None:
+    named = settings.get("id2label")
+    if not isinstance(named, dict) or named.keys() != {str(index) for index in range(classes)}:
+        return None
+    found = tuple(str(named[str(index)]) for index in range(classes))
+    return None if found == _unnamed(classes) else found
+
+
+def _unnamed(classes: int) -> tuple[str, ...]:
+    """What transformers writes for classes that have no names."""
+    return tuple(f"LABEL_{index}" for index in range(classes))
+
+
+def write(trained: Trained, path: Path) -> list[str]:
+    """Write a folder that transformers' own classes load; the notes say what that loses."""
+    if path.suffix:
+        raise UsageError(f"transformers models are folders; {path} is the name of a file")
+    config, tensors, notes = foreign.with_table(trained.model, prefix=True)
+    if config.classes and config.hidden_head:
+        raise ModelError("the transformers format cannot hold this model: its classifiers have no hidden layer")
+    settings = _settings(config, trained.labels)
+    foreign.check_held(FORMAT, config, architecture(tensors, settings, path))
+    renamed = {_file_name(name, config): tensor for name, tensor in foreign.split_qkv(tensors)}
+    path.mkdir()
+    storage.write_json(path / "config.json", settings)
+    storage.write(path / "model.safetensors", renamed, {})
+    if trained.preprocess is None:
+        notes.append("preprocessing: unknown, so no preprocessor_config.json was written")
+    else:
+        storage.write_json(path / "preprocessor_config.json", _processor(trained.preprocess))
+    return notes
+
+
+def _file_name(own: str, config: ViTConfig) -> str:
+    """The name in a transformers file of a tensor of ours."""
+    theirs = NAMES.theirs(own)
+    if theirs.startswith("classifier."):
+        return f"cls_{theirs}" if config.distillation_head else theirs
+    if theirs.startswith("distillation_classifier.") or not config.classes:
+        return theirs
+    return f"{'deit' if config.distillation_token else 'vit'}.{theirs}"
+
+
+def _settings(config: ViTConfig, labels: tuple[str, ...] | None) -> dict[str, Any]:
+    """config.json."""
+    family = "DeiT" if config.distillation_token else "ViT"
+    task = "Model" if not config.classes else "ForImageClassification"
+    named = _unnamed(config.classes) if labels is None else labels
+    return {
+        "architectures": [f"{family}{task}{'WithTeacher' if config.distillation_head else ''}"],
+        "model_type": family.lower(),
+        "hidden_size": config.width,
+        "num_hidden_layers": config.depth,
+        "num_attention_heads": config.heads,
+        "intermediate_size": config.mlp,
+        "hidden_act": "gelu" if config.gelu == "erf" else "gelu_pytorch_tanh",
+        "layer_norm_eps": config.norm_eps,
+        "image_size": config.image_size[0] if config.image_size[0] == config.image_size[1] else list(config.image_size),
+        "patch_size": config.patch,
+        "num_channels": config.channels,
+        "qkv_bias": config.qkv_bias,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "pooler_act": "tanh",
+        "pooler_output_size": config.width,
+        "dtype": "float32",
+        "id2label": {str(index): label for index, label in enumerate(named)},
+        "label2id": {label: index for index, label in enumerate(named)},
+    }
+
+
+def _processor(preprocess: Preprocess) -> dict[str, Any]:
+    """preprocessor_config.json."""
+    height, width = preprocess.size
+    processor: dict[str, Any] = {
+        "do_resize": True,
+        "resample": next(number for number, name in INTERPOLATION.items() if name == preprocess.interpolation),
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(preprocess.mean),
+        "image_std": list(preprocess.std),
+    }
+    if preprocess.resize == preprocess.size:
+        return processor | {"image_processor_type": "ViTImageProcessor", "size": {"height": height, "width": width}}
+    processor |= {"do_center_crop": True, "crop_size": {"height": height, "width": width}}
+    if len(preprocess.resize) == 1:
+        return processor | {
+            "image_processor_type": "BitImageProcessor",
+            "size": {"shortest_edge": preprocess.resize[0]},
+        }
+    exact = {"height": preprocess.resize[0], "width": preprocess.resize[1]}
+    return processor | {"image_processor_type": "DeiTImageProcessor", "size": exact}
