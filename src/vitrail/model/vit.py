@@ -242,11 +242,17 @@ class ViT(nn.Module):
 
     @property
     def head_tokens(self) -> int | None:
-        """How many leading tokens the head reads; None for all of them."""
-        return 1 + self.config.distillation_token if self.config.pool == "class" else None
+        """How many leading tokens the last block computes for the head; None for all of them.
+
+        Relative offsets are between patches, so a last block without patch queries would leave its own untouched, and
+        a parameter without a gradient stops distributed training: there all tokens are computed.
+        """
+        if self.config.pool != "class" or self.config.positions == "relative":
+            return None
+        return 1 + self.config.distillation_token
 
     def tokens(self, images: Tensor, queries: int | None = None) -> Tensor:
-        """The encoder's output (B, N, D), or (B, T, D): the last block then computes its first `queries` tokens only."""
+        """The encoder's output (B, N, D), or (B, T, D): the last block then computes only `queries` leading ones."""
         x, positions, grid = self.embed(images)
         last = len(self.blocks) - 1
         for i, (block, position) in enumerate(zip(self.blocks, positions, strict=False)):
@@ -276,7 +282,7 @@ class ViT(nn.Module):
         return self.pos_drop(x), by_layer, grid
 
     def positions(self, grid: Grid) -> Tensor | None:
-        """(1, N, D) on the given grid, or (layers, N, D) where every layer has its own; zeros for bare prefix tokens."""
+        """(1, N, D) on the given grid, or (layers, N, D) where each layer has its own; zeros for bare prefix tokens."""
         config = self.config
         if config.positions == "learned-1d":
             prefix, patches = self.pos_embed.tensor_split([config.positioned_prefix], dim=1)

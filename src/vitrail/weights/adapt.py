@@ -34,7 +34,8 @@ def adapt(
     `classes` puts a zero head in place of the old one, the pre-training head's hidden layer included. `labels` names
     the classes. `operator` resamples positions in another way than the weights' origin does.
     """
-    step = Step(trained.model.config, dict(trained.model.state_dict()), ())
+    copies = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
+    step = Step(trained.model.config, copies, ())
     if operator is not None and operator != step.config.resample:
         step = step._replace(
             config=dataclasses.replace(step.config, resample=operator),

@@ -21,6 +21,8 @@ from vitrail.errors import ModelError
 from vitrail.model.vit import ViT
 from vitrail.weights.trained import Tensors
 
+DRAFT = Path("the file to be written")  # what a reader calls tensors that a writer shows it
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Read:

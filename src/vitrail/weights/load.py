@@ -46,10 +46,15 @@ def load(model: str | Path) -> Trained:
 
 def read(path: Path) -> Trained:
     """The model in a file or folder."""
-    if path.is_dir():
-        return _read_folder(path)
     if not path.exists():
         raise ModelError(f"{path} does not exist")
+    try:
+        return _read_folder(path) if path.is_dir() else _read_file(path)
+    except UsageError as error:  # a setting in the file, not one of the user's
+        raise ModelError(f"{path} is damaged: {error}") from error
+
+
+def _read_file(path: Path) -> Trained:
     stored = storage.read(path)
     if native.recognises(stored):
         return native.read(stored, path)

@@ -20,6 +20,7 @@ from vitrail.errors import ModelError
 
 HEADER_LIMIT = 32 * 2**20  # bytes of a safetensors header or a JSON file; 21,843 labels take 1 MiB
 TENSOR_LIMIT = 100_000
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 
 
@@ -104,7 +105,27 @@ def write(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> Non
     if path.suffix in TORCH_SUFFIXES:
         torch.save(plain, path)
     else:
-        safetensors.torch.save_file(plain, path, metadata={"format": "pt"} | header)
+        _write_safetensors(path, plain, {"format": "pt"} | header)
+
+
+def _write_safetensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
+    """A JSON header behind its length, then the tensors end to end.
+
+    Not by the library's writer: it puts the header's strings in another order at each run, and equal models would have
+    unequal files.
+    """
+    entries: dict[str, Any] = {"__metadata__": header}
+    end = 0
+    for name in sorted(tensors):
+        start, end = end, end + tensors[name].nbytes
+        shape = list(tensors[name].shape)
+        entries[name] = {"dtype": DTYPES[tensors[name].dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in sorted(tensors):
+            file.write(tensors[name].flatten().view(torch.uint8).numpy().data)
 
 
 def read_json(path: Path) -> dict[str, Any]:

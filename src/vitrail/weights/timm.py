@@ -167,19 +167,23 @@ def _labels(settings: dict[str, Any], pretrained: dict[str, Any], classes: int) 
 def write(trained: Trained, path: Path) -> list[str]:
     """Write a folder, or where `path` names a file the bare state dict; the notes say what that loses."""
     config = trained.model.config
-    if config.hidden_head:
-        raise ModelError("the timm format cannot hold this model: timm's ViT has no hidden layer before its head")
-    if config.distillation_token and not config.distillation_head and config.classes:
-        raise ModelError("the timm format cannot hold this model: timm's distilled ViT always has both heads")
+    lacks = {
+        "hidden layer before the head": config.hidden_head,
+        "pooling of the class token and the mean together": config.pool == "class-mean",
+        "distillation token without a head of its own": config.distillation_token and not config.distillation_head,
+    }
+    for what, wanted in lacks.items():
+        if wanted:
+            raise ModelError(f"the timm format cannot hold this model: timm's ViT has no {what}")
     tensors, notes = dict(trained.model.state_dict()), list[str]()
     if config.positions != "none":
         config, tensors, notes = foreign.with_table(trained.model, prefix=config.prefix_positions)
     if path.suffix:
-        foreign.check_held("bare timm", config, architecture(tensors, None, path).config)
+        foreign.check_held("bare timm", config, architecture(tensors, None, foreign.DRAFT).config)
         storage.write(path, tensors, {})
         return [*notes, "a bare state dict has no place for preprocessing, labels and origin: they were left out"]
     settings = _settings(config, trained)
-    foreign.check_held(FORMAT, config, architecture(tensors, settings, path).config)
+    foreign.check_held(FORMAT, config, architecture(tensors, settings, foreign.DRAFT).config)
     path.mkdir()
     storage.write_json(path / "config.json", settings)
     storage.write(path / "model.safetensors", tensors, {})
@@ -196,7 +200,7 @@ def _settings(config: ViTConfig, trained: Trained) -> dict[str, Any]:
     if int(config.width * ratio) != config.mlp:
         ratio = (config.mlp + 0.5) / config.width
     size = list(config.image_size)
-    pool = {"class": "token", "norm-mean": "avg", "mean-norm": "avg", "map": "map"}.get(config.pool, config.pool)
+    pool = {"class": "token", "norm-mean": "avg", "mean-norm": "avg", "map": "map"}[config.pool]
     arguments = {
         "img_size": size,
         "patch_size": config.patch,

@@ -68,7 +68,9 @@ def write(trained: Trained, path: Path) -> list[str]:
     """Write the state dict that torchvision's VisionTransformer loads; the notes say what that loses."""
     if not path.suffix:
         raise UsageError(f"a torchvision model is one file; call it {path}.pth or {path}.safetensors")
+    if not trained.model.config.classes:
+        raise ModelError("the torchvision format cannot hold this model: torchvision's ViT always has a head")
     config, tensors, notes = foreign.with_table(trained.model, prefix=True)
-    foreign.check_held(FORMAT, config, read(tensors, path).config)
+    foreign.check_held(FORMAT, config, read(tensors, foreign.DRAFT).config)
     storage.write(path, {NAMES.theirs(name): tensor for name, tensor in tensors.items()}, {})
     return [*notes, "a torchvision file has no place for preprocessing, labels and origin: they were left out"]

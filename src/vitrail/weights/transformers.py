@@ -100,8 +100,8 @@ def architecture(tensors: Tensors, settings: dict[str, Any], path: Path) -> ViTC
         raise ModelError(f"{path} has a pooler with {settings['pooler_act']!r}; the paper's hidden layer has tanh")
     size = foreign.shape(tensors, path)
     image = settings.get("image_size", 224)
-    registers = tensors["reg_token"].shape[1] if "reg_token" in tensors else 0
     dino = kind.startswith("dinov2")
+    registers = tensors["reg_token"].shape[1] if dino and "reg_token" in tensors else 0
     config = size._asdict() | {
         "heads": settings.get("num_attention_heads", 12),
         "image_size": (image, image) if isinstance(image, int) else image,
@@ -113,7 +113,7 @@ def architecture(tensors: Tensors, settings: dict[str, Any], path: Path) -> ViTC
         "prefix_positions": not registers,  # see rename
         "resample": RESAMPLE.get(kind, "bicubic"),
         "qkv_bias": "blocks.0.attn.qkv.bias" in tensors,
-        "layer_scale": "blocks.0.ls1.gamma" in tensors,
+        "layer_scale": dino,
         "gelu": GELU[activation],
         "norm_eps": settings.get("layer_norm_eps", 1e-12 if not dino else 1e-6),
     }
@@ -172,7 +172,7 @@ def write(trained: Trained, path: Path) -> list[str]:
     if config.classes and config.hidden_head:
         raise ModelError("the transformers format cannot hold this model: its classifiers have no hidden layer")
     settings = _settings(config, trained.labels)
-    foreign.check_held(FORMAT, config, architecture(tensors, settings, path))
+    foreign.check_held(FORMAT, config, architecture(tensors, settings, foreign.DRAFT))
     renamed = {_file_name(name, config): tensor for name, tensor in foreign.split_qkv(tensors)}
     path.mkdir()
     storage.write_json(path / "config.json", settings)

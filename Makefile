@@ -1,0 +1,41 @@
+# `make demo` and `make test` work on a fresh machine with Python >= 3.11: each sets up .venv first and may be repeated.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test lint peers clean
+
+demo: .venv/.installed  ## a model from nothing to an answer
+	$(BIN)/vitrail list
+	$(BIN)/vitrail demo
+
+test: .venv/.dev lint  ## the whole suite, in parallel
+	$(BIN)/pytest --numprocesses auto
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache > .venv/imports.log || { cat .venv/imports.log; exit 1; }
+
+# timm and torchvision are compared with, never depended on: without their dependencies, or they would replace torch.
+peers: .venv/.dev
+	$(PIP) --no-deps timm torchvision
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+.venv/bin/pip:
+	@echo "making .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vitrail needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: pyproject.toml constraints.txt | .venv/bin/pip
+	@echo "installing vitrail (a minute or two)"
+	$(PIP) --editable .
+	@touch $@
+
+.venv/.dev: pyproject.toml constraints.txt | .venv/bin/pip
+	@echo "installing vitrail and its developer tools (a minute or two)"
+	$(PIP) --editable '.[dev]'
+	@touch $@ .venv/.installed

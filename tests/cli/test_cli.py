@@ -1,0 +1,177 @@
+"""The command line: results on stdout, the rest on stderr, exit codes, and no torch before it is needed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import making
+from vitrail.cli import main
+from vitrail.weights.load import load, save
+
+Capture = pytest.CaptureFixture[str]
+
+
+def run(*arguments: str, capsys: Capture) -> tuple[int, str, str]:
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["info", "--help"], ["convert", "--help"], ["ifno", "b16"], ["info"], []]
+)
+def test_help_and_typos_are_answered_without_torch(arguments: list[str]) -> None:
+    script = (
+        "import sys; from vitrail.cli import main\n"
+        f"try: code = main({arguments!r})\n"
+        "except SystemExit as stop: code = stop.code\n"
+        "heavy = {'torch', 'numpy', 'PIL', 'safetensors'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "sys.exit(code)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert found.returncode == (0 if "--help" in arguments else 2), found.stderr
+    assert "vitrail" in (found.stdout + found.stderr)
+
+
+def test_python_dash_m_is_the_command() -> None:
+    found = subprocess.run([sys.executable, "-m", "vitrail", "--help"], capture_output=True, text=True)
+    assert found.returncode == 0
+    assert "convert" in found.stdout
+
+
+def test_info_on_a_preset(capsys: Capture) -> None:
+    code, out, _ = run("info", "b16", capsys=capsys)
+    assert code == 0
+    assert "86,567,656" in out
+    assert "17.56 G" in out
+    code, out, _ = run("info", "b16", "--json", capsys=capsys)
+    found = json.loads(out)
+    assert found["parameters"] == 86_567_656
+    assert found["architecture"]["heads"] == 12
+    assert found["warnings"] == ["a preset has random weights"]
+
+
+def test_info_on_a_file_tells_all_it_knows(tmp_path: Path, capsys: Capture) -> None:
+    path = str(tmp_path / "model.safetensors")
+    save(making.trained(making.vit()), path)
+    code, out, _ = run("info", path, capsys=capsys)
+    assert code == 0
+    assert "file " in out
+    assert "kind 0; kind 1; kind 2; ..." in out
+    assert "not stated by the source" in out
+    code, out, _ = run("convert", path, str(tmp_path / "new.safetensors"), "--classes", "3", capsys=capsys)
+    code, out, _ = run("info", str(tmp_path / "new.safetensors"), "--json", capsys=capsys)
+    found = json.loads(out)
+    assert any("head: all zeros" in text for text in found["warnings"])
+    assert any("labels: unnamed" in text for text in found["warnings"])
+    assert any(text == "head.weight (7, 32): removed" for text in found["origin"]["changes"])
+
+
+def test_info_prints_what_was_assumed(tmp_path: Path, capsys: Capture) -> None:
+    save(making.trained(making.vit(width=64, heads=1, gelu="erf")), tmp_path / "bare.safetensors", "timm")
+    code, out, _ = run("info", str(tmp_path / "bare.safetensors"), capsys=capsys)
+    assert code == 0
+    assert "heads: 1, assumed from width 64 / 64" in out
+    assert "preprocessing: unknown" in out
+
+
+def test_list_names_every_preset(capsys: Capture) -> None:
+    code, out, _ = run("list", capsys=capsys)
+    assert code == 0
+    assert "so400m14" in out
+    assert "torchvision" in out
+    code, out, _ = run("list", "--json", capsys=capsys)
+    assert {model["name"] for model in json.loads(out)["models"]} >= {"ti16", "b16", "h14", "bigg14"}
+
+
+def test_convert_lists_each_change_and_note(tmp_path: Path, capsys: Capture) -> None:
+    source, target = str(tmp_path / "a.safetensors"), str(tmp_path / "b")
+    save(making.trained(making.vit()), source)
+    options = ["--to", "timm", "--classes", "3", "--image-size", "48", "--patch", "16", "--channels", "1"]
+    code, out, err = run("convert", source, target, *options, capsys=capsys)
+    assert code == 0
+    for name in ("head.weight", "pos_embed", "patch_embed.proj.weight", "preprocess.size", "preprocess.mean"):
+        assert name in out
+    assert f"written  {target} (timm)" in out
+    assert f"model: {source}" in err
+    config = load(Path(target)).model.config
+    assert (config.classes, config.image_size, config.patch, config.channels) == (3, (48, 48), 16, 1)
+
+
+def test_convert_names_classes_and_preprocessing(tmp_path: Path, capsys: Capture) -> None:
+    save(making.trained(making.vit(width=64, heads=1, gelu="erf")), tmp_path / "bare.safetensors", "timm")
+    (tmp_path / "names.txt").write_text("\n".join("abcdefg"))
+    options = ["--labels", str(tmp_path / "names.txt"), "--preprocess", "imagenet", "--json"]
+    code, out, _ = run(
+        "convert", str(tmp_path / "bare.safetensors"), str(tmp_path / "new.safetensors"), *options, capsys=capsys
+    )
+    assert code == 0
+    assert json.loads(out)["changes"] == ["preprocess: imagenet, given by hand"]
+    loaded = load(tmp_path / "new.safetensors")
+    assert loaded.labels == tuple("abcdefg")
+    assert loaded.preprocess is not None
+    assert loaded.preprocess.mean == (0.485, 0.456, 0.406)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["info", "b17x"], 2, "there is no preset 'b17x'"),
+        (["info", "./nothing"], 4, "nothing does not exist"),
+        (["info", "{tmp}/text.safetensors"], 4, "damaged or no safetensors file"),
+        (["convert", "ti16", "{tmp}/there.safetensors"], 2, "exists already"),
+        (["convert", "ti16", "{tmp}/out", "--to", "torchvision"], 2, "call it"),
+        (["convert", "ti16", "{tmp}/out.pth", "--to", "torchvision"], 4, "gelu is 'tanh'"),
+        (
+            ["convert", "ti16", "{tmp}/out.safetensors", "--labels", "nowhere.txt"],
+            2,
+            "neither 'imagenet1k' nor a text file",
+        ),
+        (["convert", "ti16", "{tmp}/out.safetensors", "--image-size", "225"], 2, "the nearest is 224 x 224"),
+        (
+            ["convert", "ti16", "{tmp}/out.safetensors", "--image-size", "1", "2", "3"],
+            2,
+            "one side or height and width",
+        ),
+        (["convert", "ti16", "{tmp}/out.safetensors", "--classes", "-1"], 2, "classes is -1"),
+        (["convert", "ti16", "{tmp}/out.safetensors", "--to", "jax"], 2, "jax"),
+    ],
+)
+def test_mistakes_get_one_line_the_right_code_and_no_file(
+    arguments: list[str], code: int, message: str, tmp_path: Path, capsys: Capture
+) -> None:
+    (tmp_path / "text.safetensors").write_text("hello, this is text and no model")
+    (tmp_path / "there.safetensors").write_text("")
+    before = sorted(tmp_path.iterdir())
+    found, out, err = run(*(argument.format(tmp=tmp_path) for argument in arguments), capsys=capsys)
+    assert found == code
+    assert message in err.replace("\n", " ")
+    assert out == ""
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_demo_runs(capsys: Capture) -> None:
+    code, out, err = run("demo", capsys=capsys)
+    assert code == 0
+    assert out.count("10.0%") == 3
+    assert "random weights" in err
+
+
+def test_a_full_disk_is_exit_5(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.weights import storage
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(storage, "write", full)
+    code, _, err = run("convert", "ti16", str(tmp_path / "out.safetensors"), capsys=capsys)
+    assert code == 5
+    assert "no space left on the disk" in err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,102 @@
+"""Image bytes to pixels: the odd kinds by hand, the broken ones named."""
+
+import io
+import zlib
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vitrail.data.decode import FORMATS, decode
+from vitrail.errors import DataError
+
+RED = (200, 30, 40)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def picture(size: tuple[int, int] = (6, 4)) -> Image.Image:
+    return Image.new("RGB", size, RED)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format_gives_its_pixels(kind: str) -> None:
+    pixels = decode(encoded(picture(), kind))
+    assert pixels.shape == (3, 4, 6)
+    assert np.abs(pixels.numpy()[:, 0, 0].astype(int) - RED).max() <= 10  # JPEG, WebP and GIF are not exact
+
+
+def test_path_string_bytes_and_pillow_agree(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_bytes(encoded(picture()))
+    for source in (path, str(path), path.read_bytes(), picture()):
+        assert decode(source).tolist() == decode(path).tolist()
+
+
+def test_sixteen_bits_are_scaled_not_clipped() -> None:
+    wide = np.array([[0, 257, 32896, 65535]], dtype=np.uint16)
+    assert decode(encoded(Image.fromarray(wide)))[0].tolist() == [[0, 1, 128, 255]]
+
+
+def test_exif_rotation_is_applied() -> None:
+    image = Image.new("RGB", (2, 1))
+    image.putpixel((0, 0), (255, 255, 255))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned: show it turned by 90 degrees
+    pixels = decode(encoded(image, exif=exif))
+    assert pixels.shape == (3, 2, 1)
+    assert pixels[0].flatten().tolist() == [255, 0]
+
+
+def test_transparency_is_laid_on_white() -> None:
+    half = Image.new("RGBA", (1, 1), (0, 0, 0, 128))
+    assert decode(encoded(half)).flatten().tolist() == [127, 127, 127]
+    palette = Image.new("P", (1, 1))
+    palette.putpalette([10, 20, 30])
+    assert decode(encoded(palette, transparency=0)).flatten().tolist() == [255, 255, 255]
+
+
+def test_cmyk_grey_and_animations_become_plain_pictures() -> None:
+    assert decode(encoded(picture().convert("CMYK"), "JPEG")).shape == (3, 4, 6)
+    assert decode(encoded(picture().convert("L"))).unique().numel() == 1
+    moving = encoded(picture(), "GIF", save_all=True, append_images=[Image.new("RGB", (6, 4), "blue")])
+    assert decode(moving)[0].float().mean() > 150  # the first frame, which is red
+    assert decode(picture(), channels=1).shape == (1, 4, 6)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (b"", "no image of a known kind"),
+        (b"<html><body>404</body></html>", "no image of a known kind"),
+        (encoded(picture((64, 64)), "JPEG")[:-60], "cannot be decoded: image file is truncated|cannot be decoded"),
+        (encoded(Image.effect_noise((64, 64), 50))[:600], "cannot be decoded"),
+        (encoded(picture(), "PPM"), "no image of a known kind"),
+        ("/nowhere/a.png", "/nowhere/a.png does not exist"),
+    ],
+)
+def test_what_is_no_whole_image_is_named_with_its_reason(source: bytes | str, reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        decode(source)
+
+
+def test_a_bomb_is_refused_before_it_is_decoded() -> None:
+    for side, reason in ((60_000, "too large"), (10_000, "10000 x 10000 pixels; at most 89,478,485")):
+        bomb = bytearray(encoded(Image.new("1", (8, 8))))
+        bomb[16:24] = side.to_bytes(4, "big") * 2  # the header's width and height
+        bomb[29:33] = zlib.crc32(bomb[12:29]).to_bytes(4, "big")
+        warned = pytest.warns(Image.DecompressionBombWarning) if side == 10_000 else nullcontext()
+        with warned, pytest.raises(DataError, match=reason):
+            decode(bytes(bomb))
+
+
+def test_four_channels_are_not_read_from_a_file() -> None:
+    with pytest.raises(DataError, match="1 or 3 channels and the model takes 4"):
+        decode(picture(), channels=4)

@@ -1,0 +1,61 @@
+"""The evaluation view by hand and against torchvision, and normalisation by hand."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from tests.conftest import peer
+from vitrail.config import Preprocess
+from vitrail.data.transforms import evaluation_view, normalise
+
+
+def noise(height: int, width: int) -> Tensor:
+    return torch.randint(0, 256, (3, height, width), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("size", [(300, 400), (401, 300), (256, 256), (100, 333), (257, 512), (259, 259)])
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_short_side_and_centre_crop_are_torchvisions_to_the_bit(size: tuple[int, int], interpolation: str) -> None:
+    peer("torchvision")
+    from torchvision.transforms import CenterCrop, Compose, InterpolationMode, Resize
+
+    image = noise(*size)
+    theirs = Compose([Resize(256, InterpolationMode(interpolation)), CenterCrop(224)])
+    expected = np.array(theirs(Image.fromarray(image.permute(1, 2, 0).numpy())))
+    view = Preprocess(
+        size=(224, 224), resize=(256,), interpolation="bicubic" if interpolation == "bicubic" else "bilinear"
+    )
+    assert np.array_equal(evaluation_view(image, view).permute(1, 2, 0).numpy(), expected)
+
+
+def test_two_numbers_ignore_the_shape() -> None:
+    image = noise(50, 70)
+    view = Preprocess(size=(32, 40), resize=(32, 40), interpolation="bilinear")
+    expected = Image.fromarray(image.permute(1, 2, 0).numpy()).resize((40, 32), Image.Resampling.BILINEAR)
+    assert np.array_equal(evaluation_view(image, view).permute(1, 2, 0).numpy(), np.array(expected))
+
+
+def test_an_image_of_the_right_size_is_not_touched() -> None:
+    image = noise(32, 32)
+    assert torch.equal(evaluation_view(image, Preprocess(size=(32, 32), resize=(32,))), image)
+    assert torch.equal(evaluation_view(image, Preprocess(size=(16, 20), resize=(32, 32))), image[:, 8:24, 6:26])
+
+
+def test_a_thin_strip_is_cropped_where_its_long_side_is_long() -> None:
+    assert evaluation_view(noise(3, 4000), Preprocess(size=(16, 16), resize=(16,))).shape == (3, 16, 16)
+    assert evaluation_view(noise(1, 1), Preprocess(size=(16, 16), resize=(18,))).shape == (3, 16, 16)
+
+
+def test_one_channel_stays_one() -> None:
+    assert (
+        evaluation_view(noise(40, 30)[:1], Preprocess(size=(16, 16), resize=(18,), mean=(0.5,), std=(0.5,))).shape[0]
+        == 1
+    )
+
+
+def test_normalise_by_hand() -> None:
+    view = Preprocess(size=(1, 1), resize=(1,), mean=(0.5, 0.0, 0.25), std=(0.5, 1.0, 0.25))
+    pixels = torch.tensor([255, 51, 0], dtype=torch.uint8).reshape(1, 3, 1, 1)
+    torch.testing.assert_close(normalise(pixels, view).flatten(), torch.tensor([1.0, 0.2, -1.0]))

@@ -1,0 +1,243 @@
+"""The forward pass, by its properties and against itself."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests import making
+from tests.making import VARIANTS
+from vitrail.errors import UsageError
+from vitrail.model.vit import Block, ViT, attention_maps, cut, residual
+
+LAST_BLOCK = {
+    name: change for name, change in VARIANTS.items() if change.get("pool", "class") == "class" and name != "relative"
+}
+
+
+@pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
+def test_every_variant_answers_at_its_own_and_at_another_size(change: dict[str, Any]) -> None:
+    model = making.vit(**change)
+    own = model(making.images(model.config))
+    other = model(making.images(model.config, size=(40, 16)))
+    assert own.shape == other.shape == (2, model.config.classes or model.config.features)
+    assert torch.isfinite(own).all()
+    assert torch.isfinite(other).all()
+
+
+@pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
+def test_every_parameter_matters(change: dict[str, Any]) -> None:
+    """Each parameter gets a gradient from the logits, so none is dead or left out."""
+    model = making.vit(**change)
+    model(making.images(model.config)).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        if name != "blocks.2.attn.offsets":  # between patches only, which the class token no longer reads
+            assert parameter.grad.abs().max() > 0, name
+
+
+@given(first=st.integers(0, 15), second=st.integers(0, 15), seed=st.integers(0, 999))
+@settings(max_examples=20, deadline=None)
+def test_swapping_two_patches_without_positions_swaps_their_tokens(first: int, second: int, seed: int) -> None:
+    model = making.vit(seed, positions="none")
+    images = making.images(model.config, seed=seed)
+    swapped = images.clone()
+    (a, b), (c, d) = divmod(first, 4), divmod(second, 4)
+    pane = [(slice(None), slice(None), slice(8 * r, 8 * r + 8), slice(8 * k, 8 * k + 8)) for r, k in ((a, b), (c, d))]
+    swapped[pane[0]], swapped[pane[1]] = images[pane[1]], images[pane[0]]
+    order = list(range(17))
+    order[1 + first], order[1 + second] = order[1 + second], order[1 + first]
+    with torch.no_grad():
+        torch.testing.assert_close(model.encode(swapped), model.encode(images)[:, order], atol=1e-5, rtol=1e-5)
+
+
+def test_with_positions_the_order_of_patches_matters() -> None:
+    for positions in ("learned-1d", "learned-2d", "sincos-2d", "relative"):
+        model = making.vit(positions=positions)
+        images = making.images(model.config)
+        moved = images.roll(8, dims=3)  # every patch one to the right, the last to the front
+        with torch.no_grad():
+            assert (model(images) - model(moved)).abs().max() > 1e-3, positions
+
+
+@pytest.mark.parametrize("change", LAST_BLOCK.values(), ids=LAST_BLOCK)
+def test_the_last_block_for_the_class_token_alone_equals_the_full_one(change: dict[str, Any]) -> None:
+    model = making.vit(**change)
+    images = making.images(model.config)
+    with torch.no_grad():
+        short, full = model.tokens(images, model.head_tokens), model.encode(images)
+    assert short.shape[1] == 1 + model.config.distillation_token
+    assert full.shape[1] == model.config.prefix + model.config.grid[0] * model.config.grid[1]
+    torch.testing.assert_close(short, full[:, : short.shape[1]], atol=1e-6, rtol=1e-6)
+
+
+def test_the_last_block_for_the_class_token_alone_has_the_full_ones_gradients() -> None:
+    model = making.vit().double()
+    images = making.images(model.config).double()
+    model(images).square().sum().backward()
+    short = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    model.head(model.pool(model.encode(images))).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(short[name], parameter.grad, msg=name)
+
+
+@pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
+def test_attention_maps_reproduce_the_fused_output(change: dict[str, Any]) -> None:
+    """Maps times values, projected, is what each block's attention gave."""
+    model = making.vit(**change)
+    images = making.images(model.config)
+    seen: list[tuple[Tensor, Tensor]] = []
+    hooks = [
+        block.attn.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0], output)))
+        for block in model.blocks
+        if isinstance(block, Block)
+    ]
+    maps = list(attention_maps(model, images))
+    for hook in hooks:
+        hook.remove()
+    assert len(maps) == model.config.depth
+    tokens = model.config.prefix + model.config.grid[0] * model.config.grid[1]
+    for block, attention, (tokens_in, out) in zip(model.blocks, maps, seen, strict=True):
+        assert isinstance(block, Block)
+        assert attention.shape == (2, model.config.heads, tokens, tokens)
+        torch.testing.assert_close(attention.sum(-1), torch.ones(attention.shape[:-1]))
+        with torch.no_grad():
+            values = block.attn.split(tokens_in)[2]
+            mixed = block.attn.proj((attention @ values).transpose(1, 2).flatten(2))
+        torch.testing.assert_close(mixed, out, atol=1e-5, rtol=1e-5)
+
+
+def test_attention_maps_come_one_layer_at_a_time() -> None:
+    model = making.vit()
+    ran: list[int] = []
+    for index, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda *_, index=index: ran.append(index))
+    maps = attention_maps(model, making.images(model.config))
+    next(maps)
+    assert ran == []
+    next(maps)
+    assert ran == [0]
+
+
+def test_patches_are_cut_as_the_convolution_reads_them() -> None:
+    model = making.vit(channels=5, image_size=(24, 40))
+    images = making.images(model.config)
+    with torch.no_grad():
+        convolved = model.patch_embed.proj(images).flatten(2).mT
+        torch.testing.assert_close(model.patch_embed(images), convolved, atol=1e-5, rtol=1e-5)
+
+
+def test_positions_by_hand() -> None:
+    """A 2-D position is its column's half joined with its row's; an every-layer table is added layer by layer."""
+    model = making.vit(positions="learned-2d", image_size=(16, 24))
+    table = model.positions((2, 3))
+    assert table is not None
+    with torch.no_grad():
+        expected = torch.cat([model.pos_embed_x[0, 2], model.pos_embed_y[0, 1]])
+    torch.testing.assert_close(table[0, 1 + 1 * 3 + 2], expected)
+    assert (table[0, 0] == 0).all()  # the class token has none
+
+    shared, every = making.vit(positions_at="every-layer-shared"), making.vit(positions_at="every-layer")
+    every.load_state_dict(shared.state_dict() | {"pos_embed": shared.pos_embed.detach().expand(3, -1, -1)})
+    images = making.images(shared.config)
+    with torch.no_grad():
+        torch.testing.assert_close(every(images), shared(images))
+
+
+def test_relative_positions_by_hand() -> None:
+    """The logit gains query . offset(query index - key index), scaled like the rest; prefix tokens gain nothing."""
+    model = making.vit(positions="relative", image_size=(16, 24), depth=1)
+    attention = model.blocks[0].attn
+    q, k = (torch.randn(1, 4, 7, 8, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
+    with torch.no_grad():
+        gained = attention.logits(q, k, (2, 3)) - q @ k.mT * 8**-0.5
+        by_hand = torch.zeros(1, 4, 7, 7)
+        for head in range(4):
+            for i in range(6):
+                for j in range(6):
+                    offset = attention.offsets[i - j + 5, 8 * head : 8 * head + 8]
+                    by_hand[0, head, 1 + i, 1 + j] = q[0, head, 1 + i] @ offset * 8**-0.5
+    torch.testing.assert_close(gained, by_hand, atol=1e-5, rtol=1e-5)
+
+
+def test_distillation_averages_both_heads() -> None:
+    model = making.vit(distillation_token=True, distillation_head=True)
+    images = making.images(model.config)
+    with torch.no_grad():
+        tokens = model.encode(images)
+        expected = (model.head(tokens[:, 0]) + model.head_dist(tokens[:, 1])) / 2
+        torch.testing.assert_close(model(images), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_dropout_stands_where_the_paper_has_it() -> None:
+    """After every dense layer but the qkv projections, and after adding positions; nowhere inside the attention."""
+    model = ViT(making.config(), dropout=0.1)
+    placed = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p == 0.1]
+    assert placed == ["pos_drop", *(f"blocks.{i}.{part}" for i in range(3) for part in ("attn.proj_drop", "mlp.drop"))]
+
+
+def test_dropout_and_stochastic_depth_rest_outside_training() -> None:
+    plain = making.vit()
+    noisy = ViT(plain.config, dropout=0.5, stochastic_depth=0.5)
+    noisy.load_state_dict(plain.state_dict())
+    images = making.images(plain.config)
+    with torch.no_grad():
+        assert torch.equal(noisy.eval()(images), plain(images))
+        assert not torch.equal(noisy.train()(images), plain(images))
+
+
+@given(batch=st.integers(1, 9), rate=st.sampled_from([0.1, 0.5, 0.9]), seed=st.integers(0, 999))
+@settings(max_examples=50, deadline=None)
+def test_stochastic_depth_computes_only_the_samples_it_keeps(batch: int, rate: float, seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.arange(1.0, batch + 1).reshape(batch, 1, 1)
+    computed: list[Tensor] = []
+
+    def branch(kept: Tensor) -> Tensor:
+        computed.append(kept)
+        return kept * 10
+
+    out = residual(x, branch, rate)
+    kept = set(computed[0].flatten().tolist())
+    expected = [v + (v * 10 / (1 - rate) if v in kept else 0) for v in x.flatten().tolist()]
+    torch.testing.assert_close(out.flatten(), torch.tensor(expected))
+    assert abs(len(kept) - batch * (1 - rate)) < 1
+
+
+def test_stochastic_depth_drops_each_sample_with_its_probability() -> None:
+    """Also in a batch of one, where whole batches must be dropped at times: 4 deviations of 4,000 draws."""
+    torch.manual_seed(0)
+    for batch in (1, 3):
+        counts = torch.zeros(batch)
+        for _ in range(4000):
+            counts += residual(torch.zeros(batch, 1, 1), lambda kept: torch.ones_like(kept) * 0.7, 0.3).flatten()
+        assert (counts / 4000 - 0.7).abs().max() < 4 * (0.3 * 0.7 / 4000) ** 0.5
+
+
+def test_stochastic_depth_with_no_survivor_still_gives_every_parameter_a_gradient() -> None:
+    torch.manual_seed(0)
+    model = ViT(making.config(), stochastic_depth=0.99)
+    model.load_state_dict(making.vit().state_dict())
+    for _ in range(5):
+        model.zero_grad(set_to_none=True)
+        model.train()(making.images(model.config, count=1)).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_size_that_does_not_fit_the_patch_is_refused_with_the_nearest_that_does() -> None:
+    model = making.vit()
+    with pytest.raises(UsageError, match=r"33 x 47 .* patches of 8 x 8; the nearest is 32 x 48"):
+        model(torch.zeros(1, 3, 33, 47))
+    with pytest.raises(UsageError, match=r"\(batch, 3, height, width\), not \(1, 1, 32, 32\)"):
+        model(torch.zeros(1, 1, 32, 32))
+    with pytest.raises(UsageError, match=r"dropout is 1\.0"):
+        ViT(model.config, dropout=1.0)
+
+
+def test_patches_of_one_colour_are_cut_in_raster_order() -> None:
+    image = torch.arange(6.0).reshape(1, 1, 2, 3).repeat_interleave(4, 2).repeat_interleave(4, 3)
+    assert cut(image, 4)[0].unique(dim=1).flatten().tolist() == [0, 1, 2, 3, 4, 5]

@@ -1,0 +1,68 @@
+"""A model in use."""
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests import making
+from vitrail import Classifier
+from vitrail.errors import DataError, UsageError
+from vitrail.weights.adapt import adapt
+
+
+def pictures(count: int) -> list[Image.Image]:
+    generator = np.random.default_rng(0)
+    return [Image.fromarray(generator.integers(0, 256, (40, 50, 3), dtype=np.uint8)) for _ in range(count)]
+
+
+def test_answers_are_sorted_complete_and_do_not_depend_on_the_batch() -> None:
+    trained, images = making.trained(making.vit()), pictures(5)
+    answers = Classifier(trained, device="cpu", batch_size=2)(images, top=7)
+    assert len(answers) == 5
+    for answer in answers:
+        probabilities = [p for _, p in answer]
+        assert probabilities == sorted(probabilities, reverse=True)
+        assert sum(probabilities) == pytest.approx(1, abs=1e-5)
+        assert {label for label, _ in answer} == set(trained.labels or ())
+    one_by_one = [Classifier(trained, device="cpu")([image], top=7)[0] for image in images]
+    for together, alone in zip(answers, one_by_one, strict=True):
+        assert [label for label, _ in together] == [label for label, _ in alone]
+        assert [p for _, p in together] == pytest.approx([p for _, p in alone], abs=1e-6)
+
+
+def test_bytes_and_pillow_images_get_the_same_answer() -> None:
+    [image], file = pictures(1), io.BytesIO()
+    image.save(file, "PNG")
+    classify = Classifier(making.trained(making.vit()), device="cpu")
+    first, second = classify([image, file.getvalue()])
+    assert first == second
+
+
+def test_no_images_no_answers_and_a_bad_one_is_an_error() -> None:
+    classify = Classifier(making.trained(making.vit()), device="cpu")
+    assert classify([]) == []
+    with pytest.raises(DataError):
+        classify([b"text"])
+
+
+def test_unnamed_classes_are_numbered() -> None:
+    trained = dataclasses.replace(making.trained(making.vit()), labels=None)
+    [answer] = Classifier(trained, device="cpu")(pictures(1), top=1)
+    assert answer[0][0].startswith("class ")
+
+
+def test_a_model_that_cannot_classify_says_why() -> None:
+    trained = making.trained(making.vit())
+    with pytest.raises(UsageError, match=r"vitrail convert MODEL OUT\.safetensors --preprocess imagenet"):
+        Classifier(dataclasses.replace(trained, preprocess=None))
+    with pytest.raises(UsageError, match="no head"):
+        Classifier(adapt(trained, classes=0))
+
+
+def test_the_device_is_chosen_by_itself() -> None:
+    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    assert Classifier(making.trained(making.vit())).device.type == best

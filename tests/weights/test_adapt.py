@@ -1,0 +1,153 @@
+"""Weights fitted to another task: what must stay equal stays equal, and every change is named."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import making
+from tests.making import VARIANTS
+from vitrail.config import Preprocess
+from vitrail.errors import UsageError
+from vitrail.model.vit import cut
+from vitrail.weights.adapt import adapt, resize_patches
+
+
+@pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
+def test_positions_stored_at_a_new_size_equal_those_resampled_on_the_fly(change: dict[str, Any]) -> None:
+    before = making.trained(making.vit(**change))
+    after = adapt(before, image_size=(40, 48))
+    assert after.model.config.image_size == (40, 48)
+    images = making.images(before.model.config, size=(40, 48))
+    with torch.no_grad():
+        torch.testing.assert_close(after.model(images), before.model(images), atol=1e-5, rtol=1e-5)
+    named = [text.split()[0] for text in after.origin.changes if text.startswith(("pos_embed", "blocks"))]
+    moved = [name for name, t in after.model.named_parameters() if t.shape != before.model.get_parameter(name).shape]
+    assert sorted(named) == sorted(moved)
+
+
+def test_a_new_head_is_zero_and_what_it_replaces_is_named() -> None:
+    before = making.trained(making.vit(hidden_head=True))
+    after = adapt(before, classes=3)
+    assert not after.model(making.images(after.model.config)).any()
+    assert after.labels is None
+    assert after.origin.changes == (
+        "pre_logits.fc.weight (32, 32): removed",
+        "pre_logits.fc.bias (32,): removed",
+        "head.weight (7, 32): removed",
+        "head.bias (7,): removed",
+        "head.weight (3, 32), head.bias (3): new, zeros",
+    )
+    images = making.images(before.model.config)
+    with torch.no_grad():
+        assert torch.equal(after.model.encode(images), before.model.encode(images))
+
+
+def test_a_distilled_model_gets_two_new_heads_and_a_headless_one_none() -> None:
+    before = making.trained(making.vit(distillation_token=True, distillation_head=True))
+    assert not adapt(before, classes=3).model.head_dist.weight.any()
+    bare = adapt(before, classes=0)
+    images = making.images(before.model.config)
+    with torch.no_grad():
+        assert torch.equal(bare.model(images), before.model.features(images))
+
+
+def test_the_model_it_came_from_is_left_alone() -> None:
+    before = making.trained(making.vit())
+    kept = {name: tensor.clone() for name, tensor in before.model.state_dict().items()}
+    after = adapt(before, image_size=48)
+    with torch.no_grad():
+        for parameter in after.model.parameters():
+            parameter.fill_(1.0)
+    assert all(torch.equal(tensor, before.model.state_dict()[name]) for name, tensor in kept.items())
+
+
+@given(old=st.integers(2, 8), new=st.integers(2, 16), seed=st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
+def test_larger_patches_of_a_resized_image_give_equal_tokens(old: int, new: int, seed: int) -> None:
+    """FlexiViT: a kernel for grown patches answers a bilinearly grown patch as the old one answered the old patch."""
+    generator = torch.Generator().manual_seed(seed)
+    kernels, patches = (
+        torch.randn(5, 3, old, old, generator=generator),
+        torch.randn(9, 3, old, old, generator=generator),
+    )
+    grown = F.interpolate(patches, (new, new), mode="bilinear", align_corners=False)
+    answers = torch.einsum("bchw,dchw->bd", grown, resize_patches(kernels, new))
+    expected = torch.einsum("bchw,dchw->bd", patches, kernels)
+    if new >= old:
+        torch.testing.assert_close(answers, expected, atol=1e-3, rtol=1e-3)
+    else:  # the least-squares answer is no worse than kernels resized like images
+        naive = F.interpolate(kernels, (new, new), mode="bilinear", align_corners=False) * (old / new) ** 2
+        basis = torch.eye(3 * old * old).reshape(-1, 3, old, old)
+        shrunk = F.interpolate(basis, (new, new), mode="bilinear", align_corners=False)
+
+        def error(candidate: torch.Tensor) -> torch.Tensor:
+            wanted = torch.einsum("bchw,dchw->bd", basis, kernels)
+            return (torch.einsum("bchw,dchw->bd", shrunk, candidate) - wanted).square().sum()
+
+        assert error(resize_patches(kernels, new)) <= error(naive) * (1 + 1e-4)
+
+
+def test_a_new_patch_side_keeps_the_image_size_or_the_grid() -> None:
+    before = making.trained(making.vit())
+    finer = adapt(before, patch=4)
+    assert finer.model.config.image_size == (32, 32)
+    assert finer.model.config.grid == (8, 8)
+    same_grid = adapt(before, patch=16, image_size=64)
+    assert torch.equal(same_grid.model.pos_embed, before.model.pos_embed)
+    small = making.images(before.model.config)
+    panes = cut(small, 8).reshape(-1, 3, 8, 8)
+    grown = F.interpolate(panes, (16, 16), mode="bilinear", align_corners=False)  # each patch on its own
+    large = grown.reshape(2, 4, 4, 3, 16, 16).permute(0, 3, 1, 4, 2, 5).reshape(2, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(same_grid.model(large), before.model(small), atol=1e-4, rtol=1e-4)
+
+
+def test_one_channel_sees_what_three_equal_ones_did() -> None:
+    before = making.trained(making.vit())
+    grey = torch.randn(2, 1, 32, 32, generator=torch.Generator().manual_seed(0))
+    after = adapt(before, channels=1)
+    with torch.no_grad():
+        torch.testing.assert_close(after.model(grey), before.model(grey.expand(-1, 3, -1, -1)), atol=1e-5, rtol=1e-5)
+    assert after.preprocess is not None
+    assert after.preprocess.mean == pytest.approx((0.4,))
+
+
+def test_six_channels_of_a_picture_twice_give_the_same_answer() -> None:
+    before = making.trained(making.vit())
+    images = making.images(before.model.config)
+    after = adapt(before, channels=6)
+    with torch.no_grad():
+        twice = torch.cat([images, images], dim=1)
+        torch.testing.assert_close(after.model(twice), before.model(images), atol=1e-5, rtol=1e-5)
+
+
+def test_the_preprocessing_follows_the_size() -> None:
+    view = Preprocess(size=(32, 32), resize=(36,), mean=(0.4,) * 3, std=(0.3,) * 3)
+    before = making.trained(making.vit(), preprocess=view)
+    square, wide = adapt(before, image_size=64), adapt(before, image_size=(64, 32))
+    assert square.preprocess is not None
+    assert wide.preprocess is not None
+    assert (square.preprocess.size, square.preprocess.resize) == ((64, 64), (72,))
+    assert (wide.preprocess.size, wide.preprocess.resize) == ((64, 32), (64, 32))
+    assert square.origin.changes[-2:] == ("preprocess.size: [32, 32] -> [64, 64]", "preprocess.resize: [36] -> [72]")
+
+
+def test_the_operator_can_be_chosen_and_is_named() -> None:
+    before = making.trained(making.vit())
+    chosen = adapt(before, image_size=48, operator="bicubic")
+    assert chosen.origin.changes[0] == "resample: bilinear-corners -> bicubic"
+    assert not torch.equal(chosen.model.pos_embed, adapt(before, image_size=48).model.pos_embed)
+
+
+def test_labels_are_kept_given_or_refused() -> None:
+    before = making.trained(making.vit())
+    assert adapt(before, image_size=48).labels == before.labels
+    assert adapt(before, classes=2, labels=("cat", "dog")).labels == ("cat", "dog")
+    with pytest.raises(UsageError, match="3 labels were given for a head of 7"):
+        adapt(before, labels=("a", "b", "c"))
+    with pytest.raises(UsageError, match="does not divide into patches of 8 x 8; the nearest is 48 x 48"):
+        adapt(before, image_size=50)

@@ -1,0 +1,84 @@
+"""Which thing a MODEL means, and writing it whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import vitrail
+from tests import making
+from vitrail.errors import UsageError
+from vitrail.weights import native
+from vitrail.weights.load import load, locate, save
+
+
+def test_a_path_wins_over_a_name_only_with_a_separator_or_as_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert locate("ti16") is None
+    assert locate("./ti16") == Path("ti16")
+    assert locate("models/ti16") == Path("models/ti16")
+    assert locate(tmp_path) == tmp_path
+    Path("ti16").mkdir()
+    assert locate("ti16") is None
+    Path("ti16").rmdir()
+    save(making.trained(making.vit()), "model.safetensors")
+    Path("model.safetensors").rename("ti16")
+    assert locate("ti16") == Path("ti16")
+
+
+def test_a_preset_is_random_and_the_same_each_time() -> None:
+    first, second = load("ti16"), load("ti16")
+    assert first.origin.format == "random"
+    assert all(map(torch.equal, first.model.parameters(), second.model.parameters()))
+    assert not first.model.training
+
+
+def test_a_name_that_means_nothing_gets_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"no file is called 'so400m1x', and .* Did you mean so400m14\?"):
+        load("so400m1x")
+    Path("mine").mkdir()
+    with pytest.raises(UsageError, match=r"There is a folder of that name: write \./mine"):
+        load("mine")
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    save(making.trained(making.vit()), path)
+    before = path.read_bytes()
+
+    def half(trained: vitrail.Trained, target: Path) -> None:
+        target.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(native, "write", half)
+    with pytest.raises(OSError, match="No space left"):
+        save(making.trained(making.vit(1)), path, overwrite=True)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        save(making.trained(making.vit(seed, gelu="erf")), tmp_path / "model", "timm", overwrite=True)
+    assert torch.equal(load(tmp_path / "model").model.head.weight, making.vit(1, gelu="erf").head.weight)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_names_and_formats_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    whole = making.trained(making.vit())
+    with pytest.raises(UsageError, match=r"one \.safetensors file"):
+        save(whole, tmp_path / "model")
+    with pytest.raises(UsageError, match="there is no format 'jax'"):
+        save(whole, tmp_path / "model", "jax")
+
+
+def test_the_public_functions_make_a_round_trip(tmp_path: Path) -> None:
+    model = vitrail.create("ti16", image_size=64, num_classes=10)
+    assert model.training
+    assert model.config.image_size == (64, 64)
+    trained = vitrail.load("ti16")
+    vitrail.save(trained, tmp_path / "copy.safetensors")
+    assert vitrail.load(tmp_path / "copy.safetensors").origin == trained.origin

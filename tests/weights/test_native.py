@@ -1,0 +1,161 @@
+"""vitrail's own file: what goes in comes out, versions are honoured, damage is named."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests import making
+from tests.making import VARIANTS
+from vitrail.config import Preprocess
+from vitrail.errors import ModelError, UsageError
+from vitrail.weights.load import load, save
+from vitrail.weights.trained import Origin
+
+
+@pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
+def test_save_and_load_is_the_identity(change: dict[str, Any], tmp_path: Path) -> None:
+    before = making.trained(making.vit(**change))
+    save(before, tmp_path / "model.safetensors")
+    after = load(tmp_path / "model.safetensors")
+    assert after.model.config == before.model.config
+    assert (after.preprocess, after.labels, after.origin) == (before.preprocess, before.labels, before.origin)
+    mine, theirs = before.model.state_dict(), after.model.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    images = making.images(before.model.config)
+    with torch.no_grad():
+        assert torch.equal(before.model(images), after.model(images))
+
+
+@given(
+    labels=st.none() | st.lists(st.text(min_size=1), min_size=7, max_size=7).map(tuple),
+    resize=st.tuples(st.integers(32, 99)) | st.tuples(st.integers(32, 99), st.integers(32, 99)),
+    mean=st.tuples(*[st.floats(-1, 1)] * 3),
+    licence=st.none() | st.text(),
+    changes=st.lists(st.text(), max_size=3).map(tuple),
+)
+@settings(max_examples=30, deadline=None)
+def test_any_words_and_numbers_survive(
+    tmp_path_factory: pytest.TempPathFactory,
+    labels: tuple[str, ...] | None,
+    resize: tuple[int, ...],
+    mean: tuple[float, ...],
+    licence: str | None,
+    changes: tuple[str, ...],
+) -> None:
+    path = tmp_path_factory.mktemp("native") / "model.safetensors"
+    view = Preprocess(size=(32, 32), resize=resize, mean=mean, std=(0.1, 1.0, 2.0), interpolation="lanczos")
+    origin = Origin(format="timm", name="näme", sha256="0" * 64, licence=licence, changes=changes)
+    before = making.trained(making.vit(), labels=labels, preprocess=view, origin=origin)
+    save(before, path)
+    after = load(path)
+    assert (after.preprocess, after.labels, after.origin) == (view, labels, origin)
+
+
+def test_two_saves_are_equal_byte_for_byte(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        save(making.trained(making.vit()), tmp_path / f"{name}.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+def test_the_header_is_one_json_value_beside_format_pt(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save(making.trained(making.vit()), path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    assert metadata.keys() == {"format", "vitrail"}
+    assert metadata["format"] == "pt"
+    header = json.loads(metadata["vitrail"])
+    assert header.keys() == {"version", "architecture", "preprocess", "labels", "origin"}
+    assert header["version"] == 1
+    assert header["architecture"]["gelu"] == "tanh"
+
+
+def test_an_existing_file_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save(making.trained(making.vit(0)), path)
+    before = path.read_bytes()
+    with pytest.raises(UsageError, match=r"exists already; .*--overwrite"):
+        save(making.trained(making.vit(1)), path)
+    assert path.read_bytes() == before
+    save(making.trained(making.vit(1)), path, overwrite=True)
+    assert path.read_bytes() != before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def rewritten(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A native file whose header was changed by hand."""
+    path = tmp_path / "model.safetensors"
+    save(making.trained(making.vit()), path, overwrite=True)
+    with safe_open(path, "pt") as file:
+        header = json.loads(file.metadata()["vitrail"])
+    change(header)
+    save_file(load_file(path), path, metadata={"format": "pt", "vitrail": json.dumps(header)})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h: h.update(version=2), "format version 2, and this vitrail reads 1 at most: pip install"),
+        (lambda h: h.update(version=0), "format version is 0"),
+        (lambda h: h.update(version=True), "format version is True"),
+        (lambda h: h.pop("version"), "format version is None"),
+        (lambda h: h.pop("origin"), "lacks the field 'origin'"),
+        (lambda h: h.update(extra=1), "has no field 'extra'"),
+        (lambda h: h["architecture"].update(kind="cnn"), "kind is 'cnn'"),
+        (lambda h: h["architecture"].update(depth=10**9), "depth is 1000000000; it must be from 1 to 1024"),
+        (lambda h: h["architecture"].update(width="32"), "width is '32'"),
+        (lambda h: h["architecture"].update(width=True), "width is True"),
+        (lambda h: h["architecture"].update(heads=5), "width 32 is not a multiple of heads 5"),
+        (lambda h: h["architecture"].update(heads=0), "heads is 0"),
+        (lambda h: h["architecture"].update(gelu="quick"), "gelu is 'quick'"),
+        (lambda h: h["architecture"].update(image_size=[32]), "image_size is"),
+        (lambda h: h["architecture"].update(patch=7), "does not divide into patches of 7"),
+        (lambda h: h["architecture"].update(norm_eps=float("nan")), "norm_eps is nan"),
+        (lambda h: h["architecture"].update(norm_eps=10**300), "norm_eps is 1000"),
+        (lambda h: h["architecture"].update(unknown=1), "has no field 'unknown'"),
+        (lambda h: h["architecture"].update(depth=4), "lacks the tensor 'blocks.3"),
+        (lambda h: h["architecture"].update(depth=2), "no place for: 'blocks.2"),
+        (lambda h: h["architecture"].update(mlp=65), "needs"),
+        (lambda h: h["preprocess"].update(std=[0.5, 0.5, 0.0]), "std"),
+        (lambda h: h["preprocess"].update(mean=[0.5], std=[0.5]), "1 channels and the model 3"),
+        (lambda h: h["preprocess"].update(size=[10**6, 10**6]), "resize is"),
+        (lambda h: h.update(labels=["one"]), "1 labels were given for a head of 7"),
+        (lambda h: h.update(labels=[1] * 7), "labels is 1"),
+        (lambda h: h.update(labels="seven"), "labels is 'seven'"),
+        (lambda h: h.update(origin=None), "must be an object"),
+    ],
+)
+def test_a_header_that_lies_is_refused_in_one_line(
+    change: Callable[[dict[str, Any]], object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        load(rewritten(tmp_path, change))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_nan_and_infinity_are_named(tmp_path: Path) -> None:
+    for value in (float("nan"), float("inf")):
+        model = making.vit()
+        with torch.no_grad():
+            model.blocks[1].mlp.fc1.weight[3, 4] = value
+        save(making.trained(model), tmp_path / "model.safetensors", overwrite=True)
+        with pytest.raises(ModelError, match=r"NaN or infinity in the weights of 'blocks\.1\.mlp\.fc1\.weight'"):
+            load(tmp_path / "model.safetensors")
+
+
+def test_a_trained_model_whose_parts_do_not_fit_is_refused() -> None:
+    whole = making.trained(making.vit())
+    with pytest.raises(UsageError, match="2 labels were given for a head of 7"):
+        dataclasses.replace(whole, labels=("a", "b"))

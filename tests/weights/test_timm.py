@@ -1,0 +1,210 @@
+"""timm's folders and bare files: read, written, and where timm is installed computed by timm itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests import making
+from tests.conftest import peer
+from tests.making import VARIANTS
+from vitrail.config import Preprocess
+from vitrail.errors import ModelError
+from vitrail.weights.load import load, save
+
+HELD = ("plain", "erf", "no-bias", "headless", "norm-mean", "mean-norm", "map", "registers", "placed-registers",
+        "distilled", "layer-scale", "no-positions", "2d", "sincos", "wide", "grey")  # fmt: skip
+BARE = ("erf", "no-bias", "norm-mean", "mean-norm", "map", "registers", "placed-registers", "distilled", "layer-scale",
+        "2d", "sincos", "grey")  # fmt: skip
+SMALL: dict[str, Any] = {"embed_dim": 64, "depth": 3, "num_heads": 4, "img_size": 32, "patch_size": 8, "num_classes": 5}
+THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("vit_base_patch16_224", {}),
+    "avg-pool": ("vit_base_patch16_224", {"global_pool": "avg"}),
+    "avg-pool with class token and norm first": ("vit_base_patch16_224", {"global_pool": "avg", "fc_norm": False}),
+    "avg-pool without class token": ("vit_base_patch16_224", {"global_pool": "avg", "class_token": False}),
+    "registers": ("vit_base_patch16_224", {"reg_tokens": 4, "no_embed_class": True}),
+    "placed registers": ("vit_base_patch16_224", {"reg_tokens": 4}),
+    "registers, avg-pool": ("vit_base_patch16_224", {"reg_tokens": 1, "class_token": False, "global_pool": "avg"}),
+    "layer scale": ("vit_base_patch16_224", {"init_values": 1e-5}),
+    "class token without position": ("vit_base_patch16_224", {"no_embed_class": True}),
+    "attention pooling": ("vit_base_patch16_siglip_224", {}),
+    "attention pooling, tanh": ("vit_base_patch32_siglip_256", {}),
+    "no qkv bias": ("vit_base_patch16_224", {"qkv_bias": False}),
+    "distilled": ("deit_base_distilled_patch16_224", {}),
+    "not square": ("vit_base_patch16_224", {"img_size": (24, 40)}),
+}
+
+
+def theirs(kind: str) -> Any:
+    timm = peer("timm")
+    name, change = THEIRS[kind]
+    torch.manual_seed(0)
+    model = timm.create_model(name, **SMALL | change).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in parameter_name and parameter_name.endswith("weight") else 0.0, 0.2)
+    return model
+
+
+def folder_of(model: Any, kind: str, path: Path) -> Path:
+    """The folder that timm's save_for_hf writes, made by hand since its own function goes through the Hub."""
+    name, change = THEIRS[kind]
+    path.mkdir()
+    save_file(model.state_dict(), path / "model.safetensors")
+    arguments = {key: value for key, value in (SMALL | change).items() if key != "num_classes"}
+    arguments = {key: list(value) if isinstance(value, tuple) else value for key, value in arguments.items()}
+    settings = {
+        "architecture": name,
+        "num_classes": 5,
+        "global_pool": model.global_pool,
+        "model_args": arguments,
+        "pretrained_cfg": {**model.pretrained_cfg, "input_size": [3, *model.patch_embed.img_size]},
+    }
+    (path / "config.json").write_text(json.dumps(settings))
+    return path
+
+
+@pytest.mark.parametrize("kind", THEIRS)
+def test_logits_equal_timms_own(kind: str, tmp_path: Path) -> None:
+    model = theirs(kind)
+    loaded = load(folder_of(model, kind, tmp_path / "model"))
+    images = making.images(loaded.model.config)
+    with torch.no_grad():
+        ours, expected = loaded.model(images), model(images)
+        features = model.forward_head(model.forward_features(images), pre_logits=True)
+    assert ours.abs().max() > 0.1
+    assert (ours - expected).abs().max() <= 1e-5
+    if kind != "distilled":
+        assert (loaded.model.features(images) - features).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_what_we_write_timm_builds_and_computes_alike(kind: str, tmp_path: Path) -> None:
+    timm = peer("timm")
+    ours = making.trained(making.vit(**VARIANTS[kind]))
+    save(ours, tmp_path / "model", "timm")
+    model = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
+    images = making.images(ours.model.config)
+    with torch.no_grad():
+        assert (model(images) - ours.model(images)).abs().max() <= 1e-5
+    assert ours.preprocess is not None
+    their_view = timm.data.resolve_model_data_config(model)
+    assert tuple(their_view["mean"]) == ours.preprocess.mean
+    assert tuple(their_view["input_size"]) == (ours.model.config.channels, *ours.model.config.image_size)
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_a_folder_reads_back_to_identical_logits(kind: str, tmp_path: Path) -> None:
+    ours = making.trained(making.vit(**VARIANTS[kind]))
+    save(ours, tmp_path / "model", "timm")
+    again = load(tmp_path / "model")
+    images = making.images(ours.model.config)
+    with torch.no_grad():
+        assert torch.equal(again.model(images), ours.model(images))
+    assert (again.labels, again.preprocess) == (ours.labels, ours.preprocess)
+
+
+@pytest.mark.parametrize("kind", sorted(VARIANTS.keys() - set(HELD)))
+def test_what_timm_cannot_hold_is_refused_and_nothing_is_written(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="the timm format cannot hold this model"):
+        save(making.trained(making.vit(**VARIANTS[kind])), tmp_path / "model", "timm")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", sorted(VARIANTS))
+def test_a_bare_file_holds_only_what_its_reader_would_see(kind: str, tmp_path: Path) -> None:
+    """A head count, tanh GELU or shape that the tensors do not show is refused; all else computes the same."""
+    change = {"width": 64, "heads": 1, "gelu": "erf"} | VARIANTS[kind] | ({"gelu": "tanh"} if kind == "plain" else {})
+    ours, path = making.trained(making.vit(**change)), tmp_path / "model.safetensors"
+    if kind not in (*BARE, "headless"):
+        with pytest.raises(ModelError):
+            save(ours, path, "timm")
+        assert not path.exists()
+        return
+    notes = save(ours, path, "timm")
+    assert "no place for preprocessing, labels and origin" in notes[-1]
+    again = load(path)
+    images = making.images(ours.model.config)
+    with torch.no_grad():
+        assert torch.equal(again.model(images), ours.model(images))
+    assert again.preprocess is None
+    assert again.labels is None
+    assert any("heads: 1, assumed from width 64 / 64" in text for text in again.origin.assumptions)
+
+
+def test_heads_that_a_bare_file_cannot_tell_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="heads is 4, and a reader would take it for 1"):
+        save(making.trained(making.vit(width=64, gelu="erf")), tmp_path / "model.safetensors", "timm")
+
+
+@pytest.mark.parametrize(
+    ("size", "resize"),
+    [((224, 224), (256,)), ((224, 224), (248,)), ((384, 384), (384,)), ((256, 224), (300, 280)), ((37, 37), (41,))],
+)
+def test_preprocessing_survives_timms_crop_fraction(
+    size: tuple[int, int], resize: tuple[int, ...], tmp_path: Path
+) -> None:
+    model = making.vit(patch=1, image_size=size, positions="none", depth=1)
+    view = Preprocess(size=size, resize=resize)
+    notes = save(making.trained(model, preprocess=view), tmp_path / "model", "timm")
+    again = load(tmp_path / "model").preprocess
+    assert (again == view) or any("timm cannot say resize" in note for note in notes)
+    if len(resize) == 1:
+        assert again == view
+
+
+def settings_of(tmp_path: Path, **change: Any) -> Path:
+    save(making.trained(making.vit(gelu="erf")), tmp_path / "model", "timm")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_args": {"qk_norm": True}}, "built with qk_norm=True"),
+        ({"model_args": {"num_heads": "4"}}, "heads is '4'"),
+        ({"model_args": []}, None),
+        ({"model_args": [1]}, "'model_args' in its JSON is not an object"),
+        ({"pretrained_cfg": "none"}, "'pretrained_cfg' in its JSON is not an object"),
+        ({"model_args": {"num_heads": 4, "act_layer": "silu"}}, "activation 'silu'"),
+        ({"architecture": "vit_base_patch16_clip_quickgelu_224"}, "QuickGELU"),
+        ({"model_args": {"num_heads": 4, "img_size": 64}}, "17 positions fit a grid of 8 x 8 neither"),
+        ({"model_args": {"num_heads": 4, "global_pool": "max"}}, "global_pool is 'max'"),
+    ],
+)
+def test_a_config_that_is_no_plain_vit_is_refused(change: dict[str, Any], message: str | None, tmp_path: Path) -> None:
+    folder = settings_of(tmp_path, **change)
+    with pytest.raises(ModelError, match=message):
+        load(folder)
+
+
+def test_imagenet_names_are_given_only_where_the_origin_says_so(tmp_path: Path) -> None:
+    model = making.vit(classes=1000, gelu="erf")
+    for tag, named in (
+        ("augreg_in21k_ft_in1k", True),
+        ("in1k", True),
+        ("in21k", False),
+        ("plain1k", False),
+        (None, False),
+    ):
+        folder = tmp_path / str(tag)
+        save(making.trained(model, labels=None), folder, "timm")
+        settings = json.loads((folder / "config.json").read_text())
+        settings["pretrained_cfg"] |= {"tag": tag, "license": "mit"}
+        (folder / "config.json").write_text(json.dumps(settings))
+        loaded = load(folder)
+        assert (loaded.labels is not None) == named, tag
+        assert loaded.origin.licence == "mit"
+    assert load(tmp_path / "in1k").labels[1] == "goldfish, Carassius auratus"
+
+
+def test_preprocessing_that_is_not_stated_is_unknown_and_said(tmp_path: Path) -> None:
+    folder = settings_of(tmp_path, pretrained_cfg={"input_size": [3, 32, 32], "crop_mode": "border", "crop_pct": 1.0})
+    loaded = load(folder)
+    assert loaded.preprocess is None
+    assert "preprocessing: unknown" in loaded.origin.assumptions[-1]
