@@ -1,0 +1,54 @@
+"""The same model on a GPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests import making
+from tests.making import VARIANTS
+from vitrail import Classifier
+from vitrail.model.vit import ViT
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+
+
+@pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
+def test_logits_equal_the_cpus(change: dict[str, Any]) -> None:
+    model = making.vit(**change)
+    images = making.images(model.config)
+    odd = making.images(model.config, size=(40, 16))  # positions are resampled on the CPU either way
+    with torch.no_grad():
+        expected = model(images), model(odd)
+        model.cuda()
+        found = model(images.cuda()).cpu(), model(odd.cuda()).cpu()
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
+def test_a_bf16_training_step_has_finite_gradients_for_every_parameter(change: dict[str, Any]) -> None:
+    """With stochastic depth, dropout and the class-token-only last block, whose single query cuDNN must not get."""
+    torch.manual_seed(0)
+    model = ViT(making.config(**change), dropout=0.1, stochastic_depth=0.3).cuda().train()
+    model.load_state_dict(making.vit(**change).state_dict())
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model(making.images(model.config, count=16).cuda()).float().square().mean()
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.isfinite(parameter.grad).all(), name
+
+
+@pytest.mark.parametrize("kind", ["plain", "norm-mean", "map", "distilled", "registers"])
+def test_a_compiled_model_computes_the_same(kind: str) -> None:
+    model = making.vit(**VARIANTS[kind]).cuda()
+    images = making.images(model.config, count=4).cuda()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(model)(images), model(images), atol=1e-4, rtol=1e-4)
+
+
+def test_the_classifier_takes_the_gpu_by_itself() -> None:
+    classify = Classifier(making.trained(making.vit()))
+    assert classify.device.type == "cuda"
+    assert next(classify.model.parameters()).is_cuda
