@@ -92,7 +92,8 @@ def test_names_of_version_4_and_of_version_5_in_memory_load_alike(kind: str, tmp
     model.save_pretrained(tmp_path / "model")
     files, memory = load_file(tmp_path / "model" / "model.safetensors"), model.state_dict()
     assert any("attention.attention.query" in name for name in files)  # version 4's names
-    assert any("attention.q_proj" in name for name in memory)  # version 5's
+    if not kind.startswith("DINO"):  # renamed in memory by later versions 5 only
+        assert any("attention.q_proj" in name for name in memory)  # version 5's
     before = load(tmp_path / "model")
     save_file({name: tensor.contiguous() for name, tensor in memory.items()}, tmp_path / "model" / "model.safetensors")
     after = load(tmp_path / "model")
