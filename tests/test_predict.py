@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,6 +62,30 @@ def test_a_model_that_cannot_classify_says_why() -> None:
         Classifier(dataclasses.replace(trained, preprocess=None))
     with pytest.raises(UsageError, match="no head"):
         Classifier(adapt(trained, classes=0))
+
+
+def test_arguments_that_cannot_be_meant_are_refused() -> None:
+    trained = making.trained(making.vit())
+    classify = Classifier(trained, device="cpu")
+    with pytest.raises(UsageError, match="give a list of images"):
+        classify("cat.jpg")
+    with pytest.raises(UsageError, match="top is 0"):
+        classify(pictures(1), top=0)
+    with pytest.raises(UsageError, match="batch_size is -1"):
+        Classifier(trained, batch_size=-1)
+    with pytest.raises(UsageError, match="no device 'banana'"):
+        Classifier(trained, device="banana")
+    wrong: tuple[Any, ...] = (None, 3, np.zeros((4, 4, 3)), torch.zeros(3, 4, 4), Image.new("RGB", (0, 5)))
+    for item in wrong:
+        with pytest.raises(DataError):
+            classify([item])
+
+
+def test_a_model_in_training_stays_in_training() -> None:
+    trained = making.trained(making.vit())
+    trained.model.train()
+    Classifier(trained, device="cpu")(pictures(1))
+    assert trained.model.training
 
 
 def test_the_device_is_chosen_by_itself() -> None:

@@ -4,33 +4,20 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vitrail.config import Preprocess, ViTConfig
-    from vitrail.model.vit import ViT, attention_maps
+    from vitrail.config import Preprocess
+    from vitrail.model.vit import attention_maps
     from vitrail.predict import Classifier
     from vitrail.weights.adapt import adapt
     from vitrail.weights.load import load, save
     from vitrail.weights.trained import Trained, create
 
 __version__ = "0.1.0"
-__all__ = [
-    "Classifier",
-    "Preprocess",
-    "Trained",
-    "ViT",
-    "ViTConfig",
-    "adapt",
-    "attention_maps",
-    "create",
-    "load",
-    "save",
-]
+__all__ = ["Classifier", "Preprocess", "Trained", "adapt", "attention_maps", "create", "load", "save"]
 
 _HOMES = {
     "Classifier": "vitrail.predict",
     "Preprocess": "vitrail.config",
     "Trained": "vitrail.weights.trained",
-    "ViT": "vitrail.model.vit",
-    "ViTConfig": "vitrail.config",
     "adapt": "vitrail.weights.adapt",
     "attention_maps": "vitrail.model.vit",
     "create": "vitrail.weights.trained",

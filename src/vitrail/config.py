@@ -17,6 +17,7 @@ Positions = Literal["none", "learned-1d", "learned-2d", "sincos-2d", "relative"]
 PositionsAt = Literal["stem", "every-layer", "every-layer-shared"]
 Resample = Literal["bilinear-corners", "bilinear", "bicubic-antialias", "bicubic", "bicubic-corners", "bicubic-offset"]
 Interpolation = Literal["bilinear", "bicubic", "area", "lanczos"]
+CropRounding = Literal["nearest", "down"]
 
 LIMITS = {  # far above any published model; a hostile file is refused before anything is built from it
     "width": 65_536,
@@ -78,9 +79,7 @@ class ViTConfig:
             for value in sides:
                 if not least <= value <= limit:
                     raise UsageError(f"{name} is {value}; it must be from {least} to {limit}")
-        for name, choices in _choices(type(self)).items():
-            if getattr(self, name) not in choices:
-                raise UsageError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(map(str, choices))}")
+        _check_choices(self)
         if self.width % self.heads:
             raise UsageError(f"width {self.width} is not a multiple of heads {self.heads}")
         if not 0 < self.norm_eps < 1:
@@ -137,6 +136,8 @@ class Preprocess:
     resize: tuple[int, ...]
     """One number: the short side before the crop. Two: exact height and width, whatever the shape was."""
     interpolation: Interpolation = "bicubic"
+    crop_rounding: CropRounding = "nearest"
+    """Of the crop's corner: torchvision and timm round to the nearest pixel (half to even), transformers down."""
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
@@ -147,8 +148,7 @@ class Preprocess:
         across = self.resize if len(self.resize) == 2 else self.resize * 2
         if any(crop > side for crop, side in zip(self.size, across, strict=True)):
             raise UsageError(f"resize {self.resize} is smaller than the crop {self.size} taken from it")
-        if self.interpolation not in typing.get_args(Interpolation):
-            raise UsageError(f"interpolation is {self.interpolation!r}; choose one of {typing.get_args(Interpolation)}")
+        _check_choices(self)
         if len(self.mean) != len(self.std) or not self.mean:
             raise UsageError(f"mean {self.mean} and std {self.std} must name the same channels")
         if not all(map(math.isfinite, self.mean)) or not all(0 < value < math.inf for value in self.std):
@@ -164,6 +164,14 @@ def grid_for(image_size: tuple[int, int], patch: int) -> tuple[int, int]:
             f"an image of {height} x {width} does not divide into patches of {patch} x {patch}; the nearest is {near}"
         )
     return height // patch, width // patch
+
+
+def sides(size: int | tuple[int, ...]) -> tuple[int, int]:
+    """Height and width: of a square where one number is given."""
+    both = (size, size) if isinstance(size, int) else size * 2 if len(size) == 1 else size
+    if len(both) != 2:
+        raise UsageError(f"an image size is one side or height and width, not {len(both)} numbers")
+    return both[0], both[1]
 
 
 T = TypeVar("T")
@@ -212,7 +220,9 @@ def _typed(name: str, hint: Any, value: object) -> Any:
     raise UsageError(f"{name} is {value!r:.80}; it must be {getattr(hint, '__name__', hint)}")
 
 
-def _choices(kind: type) -> dict[str, tuple[object, ...]]:
-    """The allowed values of each field that has a closed list of them."""
-    hints = typing.get_type_hints(kind)
-    return {name: typing.get_args(hint) for name, hint in hints.items() if typing.get_origin(hint) is Literal}
+def _check_choices(config: object) -> None:
+    """Refuse a value outside the closed list of its field."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        choices = typing.get_args(hint)
+        if typing.get_origin(hint) is Literal and getattr(config, name) not in choices:
+            raise UsageError(f"{name} is {getattr(config, name)!r}; choose one of {', '.join(map(str, choices))}")

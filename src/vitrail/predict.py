@@ -1,8 +1,11 @@
 """A model in use: images in, labels and probabilities out. What the command line and others call."""
 
+import copy
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from vitrail.data.decode import Source, decode
@@ -19,18 +22,27 @@ class Classifier:
         if trained.preprocess is None:
             raise UsageError(
                 "the weights do not say how images must be prepared. Name it once:"
-                " vitrail convert MODEL OUT.safetensors --preprocess imagenet (or inception)"
+                " vitrail convert MODEL OUT.safetensors --preprocess imagenet (or inception, torchvision)"
             )
         if not trained.model.config.classes:
             raise UsageError("the model has no head, so it gives features and no labels")
-        self.device = torch.device(device) if device is not None else devices.best()
+        if batch_size < 1:
+            raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
+        self.device = devices.named(device)
         self.batch_size = batch_size
         self.preprocess = trained.preprocess
         self.labels = trained.labels or tuple(f"class {index}" for index in range(trained.model.config.classes))
-        self.model = trained.model.to(self.device).eval()
+        model = trained.model
+        if model.training or next(model.parameters()).device != self.device:
+            model = copy.deepcopy(model)  # the caller's own stays where and how it is
+        self.model = model.to(self.device).eval()
 
     def __call__(self, images: Sequence[Source], top: int = 5) -> list[list[tuple[str, float]]]:
         """For each image its `top` labels, the likeliest first, with their probabilities."""
+        if isinstance(images, str | bytes | Path | Image.Image):
+            raise UsageError("give a list of images, also for a single one: classify([image])")
+        if top < 1:
+            raise UsageError(f"top is {top}; it must be at least 1")
         answers = []
         for start in range(0, len(images), self.batch_size):
             for row in self.probabilities(images[start : start + self.batch_size]):

@@ -44,9 +44,12 @@ PATCHES = {
     "bigg": (14,),
 }
 
-IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
-INCEPTION = {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
-PREPROCESS = {"imagenet": IMAGENET, "inception": INCEPTION}
+IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+PREPROCESS: dict[str, dict[str, Any]] = {
+    "imagenet": IMAGENET | {"interpolation": "bicubic"},  # DeiT and most of timm
+    "inception": {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "interpolation": "bicubic"},  # Google, AugReg
+    "torchvision": IMAGENET | {"interpolation": "bilinear"},
+}
 
 _PRESET = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)")
 
@@ -81,14 +84,18 @@ def heads(width: int, depth: int) -> int | None:
 
 
 def preprocess(name: str, size: tuple[int, int], channels: int = 3) -> Preprocess:
-    """The usual evaluation view with `name`'s mean and std: short side at 8/7 of the crop, as 256 is to 224."""
+    """The usual evaluation view of `name`'s weights: short side at 8/7 of the crop, as 256 is to 224."""
     if name not in PREPROCESS:
         raise UsageError(f"there is no preprocessing {name!r}; choose one of {', '.join(PREPROCESS)}")
     resize = (round(size[0] * 8 / 7),) if size[0] == size[1] else size
-    mean, std = (repeat_channels(PREPROCESS[name][key], channels) for key in ("mean", "std"))
-    return Preprocess(size=size, resize=resize, mean=mean, std=std)
+    fields: dict[str, Any] = {
+        key: value if key == "interpolation" else in_turn(value, channels) for key, value in PREPROCESS[name].items()
+    }
+    return Preprocess(size=size, resize=resize, **fields)
 
 
-def repeat_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """A value a channel: the given ones where they fit, otherwise their mean for every channel."""
-    return values if len(values) == channels else (sum(values) / len(values),) * channels
+def in_turn(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    """A value for each channel: the given ones in turn, or their mean for a single channel."""
+    if channels == 1:
+        return (sum(values) / len(values),)
+    return tuple(values[channel % len(values)] for channel in range(channels))

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import making
 from vitrail.cli import main
@@ -113,7 +114,7 @@ def test_convert_names_classes_and_preprocessing(tmp_path: Path, capsys: Capture
         "convert", str(tmp_path / "bare.safetensors"), str(tmp_path / "new.safetensors"), *options, capsys=capsys
     )
     assert code == 0
-    assert json.loads(out)["changes"] == ["preprocess: imagenet, given by hand"]
+    assert json.loads(out)["changes"] == ["preprocess: imagenet, given by hand", "labels: none -> 7 names"]
     loaded = load(tmp_path / "new.safetensors")
     assert loaded.labels == tuple("abcdefg")
     assert loaded.preprocess is not None
@@ -155,6 +156,40 @@ def test_mistakes_get_one_line_the_right_code_and_no_file(
     assert message in err.replace("\n", " ")
     assert out == ""
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_errors_of_the_file_system_get_one_line(tmp_path: Path, capsys: Capture) -> None:
+    for target in ("/proc/nothing/x.safetensors", "/dev/null/x.safetensors"):
+        code, _, err = run("convert", "ti16", target, capsys=capsys)
+        assert code == 2
+        assert err.count("\n") == 2  # the model that was taken, and the error
+    code, _, err = run("info", "x" * 300, capsys=capsys)
+    assert code in (2, 4)
+    (tmp_path / "latin.txt").write_bytes(b"\xe4\n")
+    code, _, err = run(
+        "convert", "ti16", str(tmp_path / "o.safetensors"), "--labels", str(tmp_path / "latin.txt"), capsys=capsys
+    )
+    assert (code, "no UTF-8 text" in err) == (2, True)
+
+
+def test_out_of_memory_is_exit_5(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.weights import adapt
+
+    def hungry(*_: object) -> None:
+        torch.empty(2**60)
+
+    monkeypatch.setattr(adapt, "_new_grid", hungry)
+    code, _, err = run("convert", "ti16", str(tmp_path / "o.safetensors"), "--patch", "8", capsys=capsys)
+    assert (code, err.splitlines()[-1]) == (5, "vitrail: out of memory")
+
+
+def test_control_characters_in_names_are_not_printed(tmp_path: Path, capsys: Capture) -> None:
+    labels = ("\x1b[2Jgone", "two\nlines", *"cdefg")
+    save(making.trained(making.vit(), labels=labels), tmp_path / "model.safetensors")
+    code, out, _ = run("info", str(tmp_path / "model.safetensors"), capsys=capsys)
+    assert code == 0
+    assert "\x1b" not in out
+    assert "two\N{REPLACEMENT CHARACTER}lines" in out
 
 
 def test_demo_runs(capsys: Capture) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.conftest import peer
 from vitrail.config import Preprocess
 from vitrail.data.transforms import evaluation_view, normalise
+from vitrail.errors import DataError
 
 
 def noise(height: int, width: int) -> Tensor:
@@ -46,6 +47,11 @@ def test_an_image_of_the_right_size_is_not_touched() -> None:
 def test_a_thin_strip_is_cropped_where_its_long_side_is_long() -> None:
     assert evaluation_view(noise(3, 4000), Preprocess(size=(16, 16), resize=(16,))).shape == (3, 16, 16)
     assert evaluation_view(noise(1, 1), Preprocess(size=(16, 16), resize=(18,))).shape == (3, 16, 16)
+
+
+def test_an_image_too_thin_to_resize_is_refused_before_it_takes_the_memory() -> None:
+    with pytest.raises(DataError, match="20000 x 1 pixels is too thin"):
+        evaluation_view(noise(20_000, 1), Preprocess(size=(224, 224), resize=(256,)))
 
 
 def test_one_channel_stays_one() -> None:

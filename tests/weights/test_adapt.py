@@ -40,6 +40,7 @@ def test_a_new_head_is_zero_and_what_it_replaces_is_named() -> None:
         "head.weight (7, 32): removed",
         "head.bias (7,): removed",
         "head.weight (3, 32), head.bias (3): new, zeros",
+        "labels: 7 names -> none",
     )
     images = making.images(before.model.config)
     with torch.no_grad():
@@ -125,6 +126,23 @@ def test_six_channels_of_a_picture_twice_give_the_same_answer() -> None:
         torch.testing.assert_close(after.model(twice), before.model(images), atol=1e-5, rtol=1e-5)
 
 
+def test_four_channels_take_kernels_mean_and_std_in_turn() -> None:
+    view = Preprocess(size=(32, 32), resize=(32,), mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+    after = adapt(making.trained(making.vit(), preprocess=view), channels=4)
+    assert after.preprocess is not None
+    assert after.preprocess.mean == (0.1, 0.2, 0.3, 0.1)
+    assert after.preprocess.std == (0.4, 0.5, 0.6, 0.4)
+    assert "3 -> 4 input channels, kernels of [0, 1, 2, 0] times 3/4" in after.origin.changes[0]
+
+
+def test_without_a_new_size_the_preprocessing_is_left_as_it_is() -> None:
+    """DINOv2's positions are for 518 pixels and its preprocessing crops 224."""
+    view = Preprocess(size=(16, 16), resize=(20,))
+    before = making.trained(making.vit(), preprocess=view)
+    assert adapt(before).preprocess == view
+    assert adapt(before, classes=3).preprocess == view
+
+
 def test_the_preprocessing_follows_the_size() -> None:
     view = Preprocess(size=(32, 32), resize=(36,), mean=(0.4,) * 3, std=(0.3,) * 3)
     before = making.trained(making.vit(), preprocess=view)
@@ -151,3 +169,7 @@ def test_labels_are_kept_given_or_refused() -> None:
         adapt(before, labels=("a", "b", "c"))
     with pytest.raises(UsageError, match="does not divide into patches of 8 x 8; the nearest is 48 x 48"):
         adapt(before, image_size=50)
+    with pytest.raises(UsageError, match="patch is 0"):
+        adapt(before, patch=0)
+    with pytest.raises(UsageError, match="one side or height and width, not 3 numbers"):
+        adapt(before, image_size=(32, 32, 32))

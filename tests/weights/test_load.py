@@ -67,6 +67,22 @@ def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
+def test_a_folder_that_holds_anything_else_is_never_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    (folder / "a.jpg").write_text("a photograph")
+    for target, format_name in ((folder, "timm"), (folder, "transformers")):
+        with pytest.raises(UsageError, match=r"holds 'a\.jpg' and is no model to overwrite"):
+            save(making.trained(making.vit()), target, format_name, overwrite=True)
+    assert (folder / "a.jpg").read_text() == "a photograph"
+
+
+def test_a_refusal_makes_no_folders(tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        save(making.trained(making.vit()), tmp_path / "deep" / "down" / "model", "torchvision")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_names_and_formats_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     whole = making.trained(making.vit())
     with pytest.raises(UsageError, match=r"one \.safetensors file"):
@@ -79,6 +95,9 @@ def test_the_public_functions_make_a_round_trip(tmp_path: Path) -> None:
     model = vitrail.create("ti16", image_size=64, num_classes=10)
     assert model.training
     assert model.config.image_size == (64, 64)
+    special = vitrail.create("ti16", image_size=32, registers=4, channels=1, dropout=0.1, stochastic_depth=0.2)
+    assert (special.config.registers, special.pos_drop.p) == (4, 0.1)
+    assert special.blocks[11].drop_path == 0.2
     trained = vitrail.load("ti16")
     vitrail.save(trained, tmp_path / "copy.safetensors")
     assert vitrail.load(tmp_path / "copy.safetensors").origin == trained.origin

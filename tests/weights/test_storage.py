@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests import making
 from vitrail.errors import ModelError
-from vitrail.weights.load import load, save
+from vitrail.weights.load import Format, load, save
 
 WATCHED = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect", "shutil.rmtree", "os.remove")
 
@@ -95,7 +96,7 @@ def test_a_state_dict_under_the_usual_keys_is_found_and_others_are_not(tmp_path:
     torch.save([torch.ones(1)], path)
     refused(path, "expected a map of names to tensors")
     torch.save({"a": torch.eye(2).to_sparse()}, path)
-    refused(path, "sparse or quantised|layout|other than tensors|damaged")
+    refused(path, "sparse, quantised or empty")
 
 
 def test_a_tensor_that_claims_more_than_the_file_holds_is_refused(tmp_path: Path) -> None:
@@ -103,7 +104,9 @@ def test_a_tensor_that_claims_more_than_the_file_holds_is_refused(tmp_path: Path
     model = making.vit(width=64, heads=1, gelu="erf")
     huge = torch.zeros(1).expand(10**6, 10**6)
     torch.save(model.state_dict() | {"head.weight": huge}, tmp_path / "model.pth")
-    refused(tmp_path / "model.pth")
+    refused(tmp_path / "model.pth", "claims more than the file holds")
+    torch.save(model.state_dict() | {"head.weight": torch.empty(7, 64, device="meta")}, tmp_path / "model.pth")
+    refused(tmp_path / "model.pth", "sparse, quantised or empty|damaged")
 
 
 def loads(path: Path) -> bool:
@@ -146,6 +149,8 @@ def test_crafted_safetensors_headers_are_refused(tmp_path: Path) -> None:
     refused(header_file(path, {}), "no tensors")
     refused(header_file(path, {"__metadata__": {"vitrail": "{"}}), "not JSON")
     refused(header_file(path, {"__metadata__": {"vitrail": '{"version": 1}'}}), "lacks the field")
+    refused(header_file(path, {"a": tensor | {"shape": [0, 2**63], "data_offsets": [0, 0]}}), "damaged")
+    refused(header_file(path, {"__metadata__": {"vitrail": '{"labels": "\\ud800"}'}}), "not JSON")
 
 
 def test_a_thousand_flipped_or_cut_files_are_refused_or_harmless(tmp_path: Path) -> None:
@@ -187,6 +192,68 @@ def test_a_zip_that_is_no_model_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"0" * 10**7)
     refused(path)
+
+
+SHAPES = [(), (1,), (2, 3), (1, 0, 64), (3, 3, 3, 3), (64, 3, 0, 0), (1, 17, 63)]
+
+
+@pytest.mark.parametrize("format_name", ["timm", "transformers", "torchvision"])
+def test_any_tensor_of_any_shape_is_refused_or_fits(format_name: Format, tmp_path: Path) -> None:
+    """Every tensor of a foreign file in turn gets a wrong shape, another type, or is gone: one line each time."""
+    model = making.vit(width=64, heads=1, depth=1, gelu="erf")
+    target = tmp_path / ("model.pth" if format_name == "torchvision" else "model")
+    save(making.trained(model), target, format_name)
+    path = target if target.is_file() else target / "pytorch_model.bin"
+    tensors = torch.load(target, weights_only=True) if target.is_file() else load_file(target / "model.safetensors")
+    if target.is_dir():
+        (target / "model.safetensors").unlink()
+    for name in tensors:
+        rest = {other: tensor for other, tensor in tensors.items() if other != name}
+        torch.save(rest, path)
+        refused(target)
+        for shape in SHAPES:
+            torch.save(rest | {name: torch.zeros(shape)}, path)
+            refused(target)
+        torch.save(rest | {name: tensors[name].bool()}, path)
+        refused(target, "not floating-point numbers")
+
+
+def test_registers_without_their_neighbours_are_refused(tmp_path: Path) -> None:
+    from transformers import Dinov2WithRegistersConfig, Dinov2WithRegistersModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    model = Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**sizes))
+    model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    for name in ("embeddings.cls_token", "embeddings.position_embeddings", "embeddings.register_tokens"):
+        for shape in SHAPES:
+            save_file(tensors | {name: torch.zeros(shape)}, path)
+            refused(tmp_path / "model")
+    save_file({name: tensor for name, tensor in tensors.items() if "cls_token" not in name}, path)
+    refused(tmp_path / "model", "registers, but no class token")
+
+
+@pytest.mark.parametrize(
+    "key", ["hidden_act", "image_size", "num_attention_heads", "layer_norm_eps", "id2label", "pooler_act"]
+)
+@pytest.mark.parametrize("value", [[], {}, "x", -1, 10**30, None, True, 1.5])
+def test_any_value_in_a_transformers_config_is_refused_or_harmless(key: str, value: object, tmp_path: Path) -> None:
+    save(making.trained(making.vit()), tmp_path / "model", "transformers")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    loads(tmp_path / "model")
+
+
+@pytest.mark.parametrize("key", ["size", "crop_size", "resample", "image_mean", "rescale_factor", "do_resize"])
+@pytest.mark.parametrize("value", [[], {}, "x", -1, 10**30, None, True, 1.5])
+def test_any_value_in_a_preprocessor_config_leaves_it_known_or_unknown(key: str, value: object, tmp_path: Path) -> None:
+    save(making.trained(making.vit()), tmp_path / "model", "transformers")
+    path = tmp_path / "model" / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    loaded = load(tmp_path / "model")
+    known = loaded.preprocess is not None
+    assert known != any(text.startswith("preprocessing: unknown") for text in loaded.origin.assumptions)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,9 @@ from transformers import (
 from tests import making
 from tests.making import VARIANTS
 from vitrail import Classifier
+from vitrail.config import Preprocess
+from vitrail.data.decode import decode
+from vitrail.data.transforms import evaluation_view, normalise
 from vitrail.errors import ModelError, UsageError
 from vitrail.weights.load import load, save
 
@@ -132,6 +135,32 @@ def test_dinov2_without_a_head_gives_its_class_token_and_says_what_it_left_out(t
     with torch.no_grad():
         torch.testing.assert_close(loaded.model(images), model(images).pooler_output, atol=1e-5, rtol=1e-5)
     assert "embeddings.mask_token: left out" in loaded.origin.changes[0]
+
+
+def test_a_pooler_beside_a_classifier_is_left_out_and_said(tmp_path: Path) -> None:
+    """transformers' classifier does not read it."""
+    model = theirs("ViT")
+    model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    pooler = {"vit.pooler.dense.weight": torch.ones(48, 48), "vit.pooler.dense.bias": torch.ones(48)}
+    save_file(load_file(path) | pooler, path, metadata={"format": "pt"})
+    loaded, images = load(tmp_path / "model"), images_for(model)
+    with torch.no_grad():
+        assert_equal_logits(loaded.model(images), model(images).logits)
+    assert "pooler.dense.weight: left out, the classifier does not read the pooler" in loaded.origin.changes
+
+
+def test_a_crop_is_taken_where_transformers_takes_it(tmp_path: Path) -> None:
+    """Short side 40, crop 33: the corner falls on 3.5, which rounds to 4 here and to 3 there."""
+    view = Preprocess(size=(33, 33), resize=(40,), interpolation="bilinear", crop_rounding="down")
+    ours = making.trained(making.vit(patch=11, image_size=(33, 33)), preprocess=view)
+    save(ours, tmp_path / "model", "transformers")
+    assert load(tmp_path / "model").preprocess == view
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 47, 3), dtype=np.uint8))
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "model")
+    theirs_pixels = processor(picture, return_tensors="pt")["pixel_values"][0]
+    pixels = normalise(evaluation_view(decode(picture), view), view)
+    torch.testing.assert_close(pixels, theirs_pixels, atol=1e-5, rtol=1e-5)
 
 
 HELD = ("plain", "erf", "no-bias", "headless", "hidden-headless", "no-positions", "2d", "sincos", "wide", "grey",

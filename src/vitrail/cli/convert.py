@@ -8,7 +8,7 @@ import tyro
 
 from vitrail import presets
 from vitrail.cli import show
-from vitrail.config import Resample
+from vitrail.config import Resample, sides
 
 
 def convert(
@@ -21,7 +21,7 @@ def convert(
     patch: int | None = None,
     channels: int | None = None,
     resample: Resample | None = None,
-    preprocess: Literal["imagenet", "inception"] | None = None,
+    preprocess: Literal["imagenet", "inception", "torchvision"] | None = None,
     overwrite: bool = False,
     json: bool = False,
 ) -> None:
@@ -37,17 +37,14 @@ def convert(
         patch: New patch side; the embedding's kernels are resized as FlexiViT does.
         channels: New number of input channels.
         resample: Resample positions this way rather than as the weights' origin does.
-        preprocess: Mean and std for weights that do not state them.
+        preprocess: Mean, std and interpolation for weights that do not state them.
         overwrite: Replace the destination if it exists.
         json: Print JSON.
     """
-    from vitrail.errors import UsageError
     from vitrail.weights import labels as known_labels
     from vitrail.weights.adapt import adapt
     from vitrail.weights.load import load, locate, save
 
-    if image_size is not None and len(image_size) not in (1, 2):
-        raise UsageError(f"--image-size takes one side or height and width, not {len(image_size)} numbers")
     path = locate(source)
     show.note(f"model: preset {source}, random weights" if path is None else f"model: {path}")
     trained = load(source)
@@ -62,7 +59,7 @@ def convert(
         trained,
         classes=classes,
         labels=None if labels is None else known_labels.named(labels),
-        image_size=None if image_size is None else (image_size[0], image_size[-1]),
+        image_size=None if image_size is None else sides(image_size),
         patch=patch,
         channels=channels,
         operator=resample,

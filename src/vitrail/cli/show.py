@@ -13,13 +13,18 @@ def as_json(value: Any) -> None:
 
 def table(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> None:
     """Rows in columns on stdout, those listed in `right` aligned to the right."""
-    rows = [list(row) for row in rows]
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
             cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(cells).rstrip())
+
+
+def printable(text: str) -> str:
+    """The text without control characters: names in model files are anyone's."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def note(sentence: str) -> None:

@@ -26,11 +26,13 @@ def decode(source: Source, channels: int = 3) -> Tensor:
     """A path, the bytes of an image file or a Pillow image -> uint8 (C, H, W)."""
     if channels not in _CHANNELS:
         raise DataError(f"image files hold 1 or 3 channels and the model takes {channels}: give it tensors instead")
+    if not isinstance(source, str | Path | bytes | Image.Image):
+        raise DataError(f"an image is a path, the bytes of a file or a Pillow image, not {type(source).__name__}")
     name = str(source) if isinstance(source, str | Path) else "the image"
     try:
         image = source if isinstance(source, Image.Image) else _open(source)
-        if image.width * image.height > PIXEL_LIMIT:
-            raise DataError(f"{name} has {image.width} x {image.height} pixels; at most {PIXEL_LIMIT:,} are decoded")
+        if not 0 < image.width * image.height <= PIXEL_LIMIT:
+            raise DataError(f"{name} has {image.width} x {image.height} pixels; from 1 to {PIXEL_LIMIT:,} are decoded")
         pixels = np.array(_plain(image).convert(_CHANNELS[channels]))
     except Image.DecompressionBombError as error:
         raise DataError(f"{name} is too large: {error}") from error

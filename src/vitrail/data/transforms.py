@@ -6,6 +6,8 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.config import Preprocess
+from vitrail.data.decode import PIXEL_LIMIT
+from vitrail.errors import DataError
 
 RESAMPLING = {
     "bilinear": Image.Resampling.BILINEAR,
@@ -18,7 +20,7 @@ RESAMPLING = {
 def evaluation_view(image: Tensor, preprocess: Preprocess) -> Tensor:
     """uint8 (C, H, W) -> uint8 (C, S, S): resized by Pillow, which filters before it shrinks, then centre-cropped.
 
-    Sizes and the crop's corner are rounded as torchvision rounds them, with which most published weights were measured.
+    The long side is rounded down, as every project rounds it.
     """
     height, width = image.shape[1:]
     if len(preprocess.resize) == 2:
@@ -26,9 +28,12 @@ def evaluation_view(image: Tensor, preprocess: Preprocess) -> Tensor:
     else:
         short = preprocess.resize[0]
         target = (int(short * height / width), short) if width <= height else (short, int(short * width / height))
+    if target[0] * target[1] > PIXEL_LIMIT:
+        raise DataError(f"an image of {height} x {width} pixels is too thin: resized it has {target[0]} x {target[1]}")
     if target != (height, width):
         image = _resized(image, target[0], target[1], RESAMPLING[preprocess.interpolation])
-    top, left = (round((side - crop) / 2) for side, crop in zip(target, preprocess.size, strict=True))
+    middle = [(side - crop) / 2 for side, crop in zip(target, preprocess.size, strict=True)]
+    top, left = (round(corner) if preprocess.crop_rounding == "nearest" else int(corner) for corner in middle)
     return image[:, top : top + preprocess.size[0], left : left + preprocess.size[1]].contiguous()
 
 

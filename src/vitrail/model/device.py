@@ -2,11 +2,23 @@
 
 import torch
 
+from vitrail.errors import UsageError
+
 
 def best() -> torch.device:
     """CUDA where there is one, then Apple's GPU, then the CPU."""
     if torch.cuda.is_available():
-        return torch.device("cuda")
+        return torch.device("cuda", torch.cuda.current_device())
     if torch.backends.mps.is_available():
         return torch.device("mps")
     return torch.device("cpu")
+
+
+def named(name: str | torch.device | None) -> torch.device:
+    """The device of that name, or the best one."""
+    if name is None:
+        return best()
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"there is no device {name!r}; try cpu, cuda or mps") from None

@@ -43,12 +43,12 @@ def cut(images: Tensor, patch: int) -> Tensor:
 class Attention(nn.Module):
     """Multi-head self-attention, fused; `weights` computes the attention itself beside it."""
 
-    def __init__(self, config: ViTConfig, dropout: float) -> None:
+    def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.qkv_bias)
         self.proj = nn.Linear(config.width, config.width)
-        self.proj_drop = nn.Dropout(dropout)
+        self.proj_drop = nn.Dropout(0.0)
         if config.positions == "relative":  # one embedding for each raster offset between two patches
             self.offsets = nn.Parameter(torch.empty(2 * config.grid[0] * config.grid[1] - 1, config.width))
 
@@ -97,11 +97,11 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    def __init__(self, config: ViTConfig, dropout: float) -> None:
+    def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.fc1 = nn.Linear(config.width, config.mlp)
         self.act = nn.GELU(approximate="tanh" if config.gelu == "tanh" else "none")
-        self.drop = nn.Dropout(dropout)
+        self.drop = nn.Dropout(0.0)
         self.fc2 = nn.Linear(config.mlp, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,14 +120,14 @@ class LayerScale(nn.Module):
 class Block(nn.Module):
     """Equations 2 and 3: attention and MLP, each behind a LayerNorm and beside a residual."""
 
-    def __init__(self, config: ViTConfig, dropout: float, drop_path: float) -> None:
+    def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.drop_path = drop_path
+        self.drop_path = 0.0
         self.norm1 = nn.LayerNorm(config.width, eps=config.norm_eps)
-        self.attn = Attention(config, dropout)
+        self.attn = Attention(config)
         self.ls1 = LayerScale(config.width) if config.layer_scale else nn.Identity()
         self.norm2 = nn.LayerNorm(config.width, eps=config.norm_eps)
-        self.mlp = Mlp(config, dropout)
+        self.mlp = Mlp(config)
         self.ls2 = LayerScale(config.width) if config.layer_scale else nn.Identity()
 
     def forward(self, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
@@ -160,7 +160,7 @@ class AttentionPool(nn.Module):
         self.kv = nn.Linear(config.width, 2 * config.width)
         self.proj = nn.Linear(config.width, config.width)
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
-        self.mlp = Mlp(config, dropout=0.0)
+        self.mlp = Mlp(config)
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(self.latent).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (1, H, 1, K)
@@ -186,9 +186,6 @@ class ViT(nn.Module):
 
     def __init__(self, config: ViTConfig, *, dropout: float = 0.0, stochastic_depth: float = 0.0) -> None:
         super().__init__()
-        for name, rate in (("dropout", dropout), ("stochastic_depth", stochastic_depth)):
-            if not 0.0 <= rate < 1.0:
-                raise UsageError(f"{name} is {rate}; it must be at least 0 and below 1")
         self.config = config
         width = config.width
         self.patch_embed = PatchEmbed(config)
@@ -201,9 +198,8 @@ class ViT(nn.Module):
         elif config.positions == "learned-2d":
             self.pos_embed_y = nn.Parameter(torch.empty(tables, rows, width // 2))
             self.pos_embed_x = nn.Parameter(torch.empty(tables, columns, width // 2))
-        self.pos_drop = nn.Dropout(dropout)
-        rates = [stochastic_depth * i / max(config.depth - 1, 1) for i in range(config.depth)]
-        self.blocks = nn.ModuleList(Block(config, dropout, rate) for rate in rates)
+        self.pos_drop = nn.Dropout(0.0)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         norm = nn.LayerNorm(width, eps=config.norm_eps)
         self.norm = norm if config.pool != "mean-norm" else nn.Identity()
         self.fc_norm = norm if config.pool == "mean-norm" else nn.Identity()
@@ -213,6 +209,19 @@ class ViT(nn.Module):
         self.head = nn.Linear(config.features, config.classes) if config.classes else nn.Identity()
         if config.distillation_head:
             self.head_dist = nn.Linear(width, config.classes)
+        self.regularise(dropout=dropout, stochastic_depth=stochastic_depth)
+
+    def regularise(self, *, dropout: float = 0.0, stochastic_depth: float = 0.0) -> "ViT":
+        """Set what training adds: dropout where the paper has it, branches dropped at a rate that grows with depth."""
+        for name, rate in (("dropout", dropout), ("stochastic_depth", stochastic_depth)):
+            if not 0.0 <= rate < 1.0:
+                raise UsageError(f"{name} is {rate}; it must be at least 0 and below 1")
+        self.pos_drop.p = dropout
+        for i, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            block.attn.proj_drop.p = block.mlp.drop.p = dropout
+            block.drop_path = stochastic_depth * i / max(self.config.depth - 1, 1)
+        return self
 
     def prefix_tokens(self) -> list[tuple[str, int]]:
         """Name and number of the learned tokens before the patches, in their order."""

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.config import Preprocess, Resample, ViTConfig
+from vitrail.config import Preprocess, Resample, ViTConfig, sides
 from vitrail.model.positions import Grid, resample, resample_offsets
-from vitrail.presets import repeat_channels
+from vitrail.presets import in_turn
 from vitrail.weights.trained import Trained, assemble
 
 
@@ -34,7 +34,7 @@ def adapt(
     `classes` puts a zero head in place of the old one, the pre-training head's hidden layer included. `labels` names
     the classes. `operator` resamples positions in another way than the weights' origin does.
     """
-    copies = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
+    copies = {name: tensor.cpu().clone() for name, tensor in trained.model.state_dict().items()}
     step = Step(trained.model.config, copies, ())
     if operator is not None and operator != step.config.resample:
         step = step._replace(
@@ -44,13 +44,16 @@ def adapt(
     if classes is not None:
         step = _new_head(step, classes)
     if patch is not None or image_size is not None:
-        size = (image_size, image_size) if isinstance(image_size, int) else image_size
-        step = _new_grid(step, size or step.config.image_size, patch or step.config.patch)
+        size = step.config.image_size if image_size is None else sides(image_size)
+        step = _new_grid(step, size, step.config.patch if patch is None else patch)
     if channels is not None:
         step = _new_channels(step, channels)
-    preprocess, changes = _fit_preprocess(trained.preprocess, step.config)
+    preprocess, changes = _fit_preprocess(trained.preprocess, trained.model.config, step.config)
     if labels is None and classes is None:
         labels = trained.labels
+    if labels != trained.labels:
+        old, new = ("none" if names is None else f"{len(names)} names" for names in (trained.labels, labels))
+        changes.append(f"labels: {old} -> {new}")
     origin = dataclasses.replace(trained.origin, changes=(*trained.origin.changes, *step.changes, *changes))
     return Trained(model=assemble(step.config, step.tensors), preprocess=preprocess, labels=labels, origin=origin)
 
@@ -119,11 +122,11 @@ def resize_patches(kernels: Tensor, patch: int) -> Tensor:
     FlexiViT (Beyer et al. 2023): with B the bilinear resize of a patch, <B x, w'> = <x, w> for all x where the patch
     grows, and the least-squares solution w' = pinv(B^T) w where it shrinks.
     """
-    old = kernels.shape[-1]
-    basis = torch.eye(old * old, dtype=torch.float64).reshape(-1, 1, old, old)
-    resized = F.interpolate(basis, (patch, patch), mode="bilinear", align_corners=False).flatten(1)  # B^T: (P P, P' P')
-    solution = kernels.double().flatten(2) @ torch.linalg.pinv(resized).mT  # (D, C, P' P')
-    return solution.unflatten(-1, (patch, patch)).to(kernels.dtype)
+    # The resize works on rows and columns alike, B = b x b, and so does its pseudo-inverse: a small one is enough.
+    basis = torch.eye(kernels.shape[-1], dtype=torch.float64)[:, None]  # a line of P pixels, one of them lit
+    b = F.interpolate(basis, patch, mode="linear", align_corners=False)[:, 0]  # (P, P'): b^T
+    inverse = torch.linalg.pinv(b)  # (P', P)
+    return (inverse @ kernels.double() @ inverse.mT).to(kernels.dtype)
 
 
 def _new_channels(step: Step, channels: int) -> Step:
@@ -137,17 +140,20 @@ def _new_channels(step: Step, channels: int) -> Step:
     if channels == 1:
         kernels, how = kernels.sum(dim=1, keepdim=True), "summed"
     else:
-        kernels, how = kernels[:, torch.arange(channels) % old] * (old / channels), f"repeated, times {old}/{channels}"
+        order = [channel % old for channel in range(channels)]
+        kernels, how = kernels[:, order] * (old / channels), f"of {order} times {old}/{channels}"
     changes = (*step.changes, f"{name}: {old} -> {channels} input channels, kernels {how}")
     return Step(config, step.tensors | {name: kernels}, changes)
 
 
-def _fit_preprocess(preprocess: Preprocess | None, config: ViTConfig) -> tuple[Preprocess | None, list[str]]:
-    """The preprocessing for the new input, its crop fraction kept."""
+def _fit_preprocess(
+    preprocess: Preprocess | None, before: ViTConfig, config: ViTConfig
+) -> tuple[Preprocess | None, list[str]]:
+    """The preprocessing for the new input, its crop fraction kept; untouched where the input is the old one."""
     if preprocess is None:
         return None, []
     changed = preprocess
-    if changed.size != config.image_size:
+    if config.image_size != before.image_size:
         if len(changed.resize) == 1 and config.image_size[0] != config.image_size[1]:
             resize: tuple[int, ...] = config.image_size
         else:
@@ -155,7 +161,7 @@ def _fit_preprocess(preprocess: Preprocess | None, config: ViTConfig) -> tuple[P
             resize = tuple(side * new // old for side, new, old in sides)
         changed = dataclasses.replace(changed, size=config.image_size, resize=resize)
     if len(changed.mean) != config.channels:
-        mean, std = repeat_channels(changed.mean, config.channels), repeat_channels(changed.std, config.channels)
+        mean, std = in_turn(changed.mean, config.channels), in_turn(changed.std, config.channels)
         changed = dataclasses.replace(changed, mean=mean, std=std)
     fields = (field.name for field in dataclasses.fields(Preprocess))
     pairs = [(name, getattr(preprocess, name), getattr(changed, name)) for name in fields]

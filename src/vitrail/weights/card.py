@@ -1,4 +1,4 @@
-"""What a folder's model card states."""
+"""The licence in a folder's model card."""
 
 import re
 from pathlib import Path
@@ -15,3 +15,8 @@ def licence(folder: Path) -> str | None:
     front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
     stated = re.search(r"^licen[sc]e:[ \t]*(\S.*?)[ \t]*$", front[1], re.MULTILINE) if front else None
     return stated[1].strip("'\"") if stated else None
+
+
+def front_matter(stated: str) -> str:
+    """A card that says the licence and nothing else."""
+    return f"---\nlicense: {' '.join(stated.split())}\n---\n"

@@ -19,7 +19,7 @@ from vitrail import presets
 from vitrail.config import Preprocess, ViTConfig
 from vitrail.errors import ModelError
 from vitrail.model.vit import ViT
-from vitrail.weights.trained import Tensors
+from vitrail.weights.trained import Origin, Tensors
 
 DRAFT = Path("the file to be written")  # what a reader calls tensors that a writer shows it
 
@@ -45,6 +45,16 @@ class Names:
     top: dict[str, str]
     """Their prefix -> ours. Where several mean the same, the first is written."""
     block: dict[str, str]
+
+    def rename(self, tensors: Tensors) -> dict[str, Tensor]:
+        """The tensors under the model's own names."""
+        renamed: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            own = self.own(name)
+            if own in renamed:
+                raise ModelError(f"the file has two tensors for {own!r}, one of them {name!r}")
+            renamed[own] = tensor
+        return renamed
 
     def own(self, theirs: str) -> str:
         """The model's own name for a tensor of theirs."""
@@ -88,22 +98,28 @@ class Shape(NamedTuple):
     classes: int
 
 
+def dimensions(tensors: Tensors, name: str, count: int, path: Path) -> tuple[int, ...]:
+    """The shape of a tensor that must be there and have so many dimensions."""
+    if name not in tensors or tensors[name].ndim != count:
+        raise ModelError(f"{path} is no plain ViT: it has no {count}-dimensional tensor for {name!r}")
+    return tuple(tensors[name].shape)
+
+
+def tokens(tensors: Tensors, name: str, path: Path) -> int:
+    """How many tokens a table such as `reg_token` or `pos_embed` has; 0 where there is none."""
+    return dimensions(tensors, name, 3, path)[1] if name in tensors else 0
+
+
 def shape(tensors: Tensors, path: Path) -> Shape:
     """The sizes of a plain ViT, read off its tensors under timm's names."""
-
-    def dimensions(name: str, count: int) -> torch.Size:
-        if name not in tensors or tensors[name].ndim != count:
-            raise ModelError(f"{path} is no plain ViT: it has no {count}-dimensional tensor for {name!r}")
-        return tensors[name].shape
-
-    width, channels, patch, across = dimensions("patch_embed.proj.weight", 4)
-    if patch != across:
+    width, channels, patch, across = dimensions(tensors, "patch_embed.proj.weight", 4, path)
+    if patch != across or not patch:
         raise ModelError(f"{path} has patches of {patch} x {across} pixels; only square ones are supported")
     blocks = {int(found[1]) for name in tensors if (found := re.match(r"blocks\.(\d{1,4})\.", name))}
     if blocks != set(range(len(blocks))):
         raise ModelError(f"{path} is damaged: its blocks are numbered {sorted(blocks)}")
-    mlp, _ = dimensions("blocks.0.mlp.fc1.weight", 2)
-    classes = dimensions("head.weight", 2)[0] if "head.weight" in tensors else 0
+    mlp, _ = dimensions(tensors, "blocks.0.mlp.fc1.weight", 2, path)
+    classes = dimensions(tensors, "head.weight", 2, path)[0] if "head.weight" in tensors else 0
     return Shape(width=width, depth=len(blocks), mlp=mlp, patch=patch, channels=channels, classes=classes)
 
 
@@ -113,8 +129,8 @@ def guess_heads(width: int, depth: int) -> tuple[int, str]:
         return known, f"heads: {known}, as the published size of width {width} and depth {depth} has"
     if width % 64:
         raise ModelError(
-            f"the file does not say how many heads a ViT of width {width} has, and no published size tells;"
-            " give its folder with config.json"
+            f"nothing says how many heads a ViT of width {width} has, and no published size tells:"
+            " a folder whose config.json states it would"
         )
     return width // 64, f"heads: {width // 64}, assumed from width {width} / 64"
 
@@ -137,13 +153,20 @@ def split_qkv(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
 
 def fuse_qkv(tensors: Tensors) -> dict[str, Tensor]:
     """The inverse of `split_qkv`."""
-    fused = {name: tensor for name, tensor in tensors.items() if not re.search(r"\.attn\.[qkv]\.", name)}
-    for name in tensors:
-        if ".attn.q." in name:
-            parts = [name.replace(".attn.q.", f".attn.{part}.") for part in "qkv"]
-            if missing := [part for part in parts if part not in tensors]:
-                raise ModelError(f"the file has the tensor of {name!r} but not of {missing[0]!r}")
-            fused[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat([tensors[part] for part in parts])
+    fused: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        found = re.search(r"\.attn\.([qkv])\.", name)
+        if found is None:
+            fused[name] = tensor
+            continue
+        parts = [f"{name[: found.start()]}.attn.{part}.{name[found.end() :]}" for part in "qkv"]
+        if missing := [part for part in parts if part not in tensors]:
+            raise ModelError(f"the file has the tensor of {name!r} but not of {missing[0]!r}")
+        pieces = [tensors[part] for part in parts]
+        if not tensor.ndim or any(piece.shape != tensor.shape for piece in pieces):
+            raise ModelError(f"query, key and value of {name!r} have the shapes {[tuple(p.shape) for p in pieces]}")
+        if found[1] == "q":
+            fused[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat(pieces)
     return fused
 
 
@@ -170,8 +193,11 @@ def with_table(model: ViT, *, prefix: bool) -> tuple[ViTConfig, dict[str, Tensor
     return changed, tensors, [f"positions: {config.positions} were stored as one learned table, {stored}"]
 
 
-def check_held(format_name: str, wanted: ViTConfig, held: ViTConfig) -> None:
-    """Refuse to write what would be read back as another function. How to resample is not in any foreign format."""
+def check_held(format_name: str, wanted: ViTConfig, held: ViTConfig) -> list[str]:
+    """Refuse to write what would be read back as another function; a note if it would be at another size only.
+
+    No foreign format says how its positions are to be resampled.
+    """
     for field in dataclasses.fields(ViTConfig):
         mine, theirs = getattr(wanted, field.name), getattr(held, field.name)
         irrelevant = field.name == "resample" or (field.name == "prefix_positions" and not wanted.prefix)
@@ -180,3 +206,15 @@ def check_held(format_name: str, wanted: ViTConfig, held: ViTConfig) -> None:
                 f"the {format_name} format cannot hold this model: {field.name} is {mine!r}, and a reader would take it"
                 f" for {theirs!r}"
             )
+    if wanted.positions == "none" or wanted.resample == held.resample:
+        return []
+    return [
+        f"resample: at other image sizes {format_name} uses {held.resample}, where this model has {wanted.resample}"
+    ]
+
+
+def lost(format_name: str, origin: Origin) -> list[str]:
+    """Notes on what a folder, which can name the licence, cannot say of the weights' past."""
+    parts = {"assumptions": origin.assumptions, "changes": origin.changes}
+    missing = [name for name, sentences in parts.items() if sentences]
+    return [f"origin: {format_name} has no place for the {' and '.join(missing)}"] if missing else []

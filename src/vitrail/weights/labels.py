@@ -27,4 +27,7 @@ def named(source: str) -> tuple[str, ...]:
     path = Path(source)
     if not path.is_file():
         raise UsageError(f"labels {source!r} are neither 'imagenet1k' nor a text file with a name on each line")
-    return tuple(path.read_text(encoding="utf-8").splitlines())
+    try:
+        return tuple(path.read_text(encoding="utf-8").splitlines())
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is no UTF-8 text with a name on each line") from None

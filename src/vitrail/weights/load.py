@@ -10,6 +10,7 @@ from vitrail.weights.trained import Origin, Tensors, Trained, assemble, random
 
 Format = Literal["vitrail", "timm", "transformers", "torchvision"]
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+FOLDER = {*WEIGHTS, "config.json", "preprocessor_config.json", "README.md"}
 
 
 def locate(model: str | Path) -> Path | None:
@@ -18,15 +19,8 @@ def locate(model: str | Path) -> Path | None:
     A path wins over a name only when it contains a separator or exists as a file.
     """
     path = Path(model)
-    if (
-        isinstance(model, Path)
-        or len(path.parts) != 1
-        or path.is_absolute()
-        or str(model) != path.name
-        or path.is_file()
-    ):
-        return path
-    return None
+    named = isinstance(model, str) and path.name == model and len(model) < 256 and not path.is_file()
+    return None if named else path
 
 
 def load(model: str | Path) -> Trained:
@@ -62,7 +56,7 @@ def _read_file(path: Path) -> Trained:
         found = timm.read(stored.tensors, None, path)
         return _trained("timm", path, path, stored.tensors, found)
     if torchvision.recognises(stored.tensors):
-        tensors = torchvision.rename(stored.tensors)
+        tensors = torchvision.NAMES.rename(stored.tensors)
         return _trained("torchvision", path, path, tensors, torchvision.read(tensors, path))
     if transformers.recognises(stored.tensors):
         raise ModelError(f"{path} is a transformers file without its config.json; give the folder that holds both")
@@ -77,6 +71,7 @@ def _read_folder(folder: Path) -> Trained:
         raise ModelError(f"{folder} holds neither {' nor '.join(WEIGHTS)}")
     tensors = storage.read(weights).tensors
     if "model_type" in settings:
+        transformers.model_type(settings, folder)
         tensors, dropped = transformers.rename(tensors)
         processor = folder / "preprocessor_config.json"
         found = transformers.read(
@@ -119,8 +114,7 @@ def save(trained: Trained, path: str | Path, format: Format = "vitrail", *, over
     if format not in get_args(Format):
         raise UsageError(f"there is no format {format!r}; choose one of {', '.join(get_args(Format))}")
     path = Path(path)
-    if format == "vitrail" and path.suffix != ".safetensors":
-        raise UsageError(f"a vitrail model is one .safetensors file; call it {path}.safetensors")
+    _check_name(path, format)
     with files.replacing(path, overwrite=overwrite) as fresh:
         match format:
             case "vitrail":
@@ -132,3 +126,17 @@ def save(trained: Trained, path: str | Path, format: Format = "vitrail", *, over
                 return transformers.write(trained, fresh)
             case "torchvision":
                 return torchvision.write(trained, fresh)
+
+
+def _check_name(path: Path, format: Format) -> None:  # noqa: A002
+    """Refuse a name that does not suit the format, and a folder that holds anything but a model."""
+    if format == "vitrail" and path.suffix != ".safetensors":
+        raise UsageError(f"a vitrail model is one .safetensors file; call it {path}.safetensors")
+    if format == "torchvision" and path.suffix not in storage.SUFFIXES:
+        raise UsageError(f"a torchvision model is one file; call it {path}.pth or {path}.safetensors")
+    if format == "transformers" and path.suffix in storage.SUFFIXES:
+        raise UsageError(f"transformers models are folders; {path} is the name of a file")
+    if path.is_dir() and (others := sorted(entry.name for entry in path.iterdir() if entry.name not in FOLDER)):
+        raise UsageError(
+            f"{path} is a folder that holds {others[0]!r} and is no model to overwrite; choose another name"
+        )

@@ -22,6 +22,13 @@ HEADER_LIMIT = 32 * 2**20  # bytes of a safetensors header or a JSON file; 21,84
 TENSOR_LIMIT = 100_000
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
+SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
+
+
+_TORCH_ERRORS = (  # what torch.load lets through when bytes are wrong
+    RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, IndexError, zipfile.BadZipFile,
+    AssertionError, OverflowError, struct.error,
+)  # fmt: skip
 
 
 class Stored(NamedTuple):
@@ -33,12 +40,24 @@ def read(path: Path) -> Stored:
     """The tensors of a weights file, and the strings in its header."""
     if not path.is_file():
         raise ModelError(f"{path} is not a file")
-    if path.suffix in TORCH_SUFFIXES:
-        return Stored(_read_torch(path), {})
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path)
-    kinds = ", ".join((".safetensors", *TORCH_SUFFIXES))
-    raise ModelError(f"{path} has the ending {path.suffix!r}; weights are read from {kinds} files or a folder of them")
+    if path.suffix not in SUFFIXES:
+        raise ModelError(
+            f"{path} has the ending {path.suffix!r}; weights are {', '.join(SUFFIXES)} files, or folders of them"
+        )
+    stored = _read_safetensors(path) if path.suffix == ".safetensors" else Stored(_read_torch(path), {})
+    for name, tensor in stored.tensors.items():
+        _check_plain(name, tensor, path)
+    return stored
+
+
+def _check_plain(name: str, tensor: Tensor, path: Path) -> None:
+    """Refuse what is no ordinary tensor of numbers, or claims more of them than the file holds."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        raise ModelError(f"{path}: tensor {name!r:.80} is sparse, quantised or empty; plain tensors are read")
+    if tensor.dtype not in DTYPES:
+        raise ModelError(f"{path}: tensor {name!r:.80} holds {tensor.dtype}, not floating-point numbers")
+    if tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise ModelError(f"{path}: tensor {name!r:.80} of shape {tuple(tensor.shape)} claims more than the file holds")
 
 
 def metadata(path: Path) -> dict[str, str]:
@@ -62,7 +81,15 @@ def _read_safetensors(path: Path) -> Stored:
     found = metadata(path)
     try:  # the library maps the file, and refuses offsets that overlap, leave a gap or pass the end
         return Stored(safetensors.torch.load_file(path), found)
-    except (safetensors.SafetensorError, ValueError, KeyError, RuntimeError, AttributeError) as error:
+    except (
+        safetensors.SafetensorError,
+        ValueError,
+        TypeError,
+        KeyError,
+        RuntimeError,
+        AttributeError,
+        OverflowError,
+    ) as error:
         raise ModelError(f"{path} is damaged: {_first_line(error)}") from error
 
 
@@ -79,7 +106,7 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
             f"{path} holds Python objects other than tensors and was not opened further: {_first_line(error)}"
             " Ask its author for safetensors"
         ) from error
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, IndexError) as error:
+    except _TORCH_ERRORS as error:
         raise ModelError(f"{path} is damaged: {_first_line(error)}") from error
     return _state_dict(found, path)
 
@@ -94,8 +121,6 @@ def _state_dict(found: object, path: Path) -> dict[str, Tensor]:
     for name, tensor in found.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise ModelError(f"{path} holds no state dict: the entry {name!r:.60} is not a named tensor")
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            raise ModelError(f"{path}: tensor {name!r} is sparse or quantised; plain tensors are read")
     return {name.removeprefix("module."): tensor.detach() for name, tensor in found.items()}
 
 
@@ -141,6 +166,7 @@ def parse_json(text: str | bytes, path: Path) -> dict[str, Any]:
     """The object in `text`, which came from `path`."""
     try:
         found = json.loads(text)
+        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair passes as JSON and could not be printed
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is damaged: not JSON ({_first_line(error)})") from error
     if not isinstance(found, dict):

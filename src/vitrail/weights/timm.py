@@ -12,13 +12,21 @@ from typing import Any
 
 from vitrail.config import Preprocess, ViTConfig, from_json
 from vitrail.errors import ModelError, UsageError
-from vitrail.weights import foreign, labels, storage
+from vitrail.weights import foreign, storage
+from vitrail.weights.labels import named
 from vitrail.weights.trained import Tensors, Trained
 
 FORMAT = "timm"
 TANH_GELU = re.compile(  # the architectures that timm itself builds with act_layer="gelu_tanh"
     r"vit_(base_patch32_siglip|large_patch16_siglip_(gap_)?512|so400m_patch16_siglip|giantopt_patch16_siglip)"
 )
+HEADS = {  # architectures of timm whose heads neither the published sizes nor width / 64 tell
+    r"vit_giantopt_patch16_siglip": 16,
+    r"vit_base_patch16_gap_224": 16,
+    r"test_vit2?$": 2,
+    r"test_vit[34]$": 3,
+}
+INTERPOLATION = {"box": "area"}  # all others have one name
 _KNOWN_ARGUMENTS = {
     "img_size", "patch_size", "in_chans", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias",
     "init_values", "class_token", "no_embed_class", "reg_tokens", "global_pool", "fc_norm", "act_layer", "pos_embed",
@@ -37,15 +45,18 @@ def architecture(tensors: Tensors, settings: dict[str, Any] | None, path: Path) 
     arguments = storage.section(settings or {}, "model_args", path)
     name = str((settings or {}).get("architecture", ""))
     _refuse_unknown(name, arguments, path)
-    heads = arguments.get("num_heads")
+    heads = arguments.get("num_heads") or next((n for pattern, n in HEADS.items() if re.match(pattern, name)), None)
     if heads is None:
         heads, sentence = foreign.guess_heads(size.width, size.depth)
         assumptions.append(sentence)
     if settings is None:
         assumptions.append("GELU: the erf form, timm's default")
-    registers = tensors["reg_token"].shape[1] if "reg_token" in tensors else 0
+    registers = foreign.tokens(tensors, "reg_token", path)
     prefix = ("cls_token" in tensors) + ("dist_token" in tensors) + registers
-    grid, prefix_positions = _grid(tensors, prefix, _stated_grid(settings or {}, size.patch, path), path)
+    stated = _stated_grid(settings or {}, size.patch, path)
+    grid, prefix_positions = _grid(foreign.tokens(tensors, "pos_embed", path), prefix, stated, path)
+    if stated not in (None, grid):
+        assumptions.append(f"image size: from the {grid[0]} x {grid[1]} positions, config.json states another")
     stated_pool = arguments.get("global_pool") or (settings or {}).get("global_pool")
     config = size._asdict() | {
         "heads": heads,
@@ -63,14 +74,37 @@ def architecture(tensors: Tensors, settings: dict[str, Any] | None, path: Path) 
         "layer_scale": "blocks.0.ls1.gamma" in tensors,
         "gelu": _gelu(arguments.get("act_layer"), name, path),
     }
-    return foreign.Read(config=from_json(ViTConfig, config), assumptions=tuple(assumptions))
+    found = from_json(ViTConfig, config)
+    _check_stated(found, {"num_classes": (settings or {}).get("num_classes")} | arguments, path)
+    return foreign.Read(config=found, assumptions=tuple(assumptions))
+
+
+def _check_stated(config: ViTConfig, stated: dict[str, Any], path: Path) -> None:
+    """Refuse a config.json that says other than the tensors do: one of them is damaged."""
+    shown = {
+        "num_classes": config.classes,
+        "embed_dim": config.width,
+        "depth": config.depth,
+        "patch_size": config.patch,
+        "in_chans": config.channels,
+        "qkv_bias": config.qkv_bias,
+        "class_token": config.class_token,
+        "reg_tokens": config.registers,
+        "pos_embed": "none" if config.positions == "none" else "learn",
+    }
+    for name, value in shown.items():
+        if stated.get(name) not in (None, value):
+            raise ModelError(
+                f"{path} is damaged: config.json says {name} is {stated[name]!r:.40}, the tensors {value!r}"
+            )
 
 
 def _refuse_unknown(name: str, arguments: dict[str, Any], path: Path) -> None:
     if unknown := sorted(arguments.keys() - _KNOWN_ARGUMENTS):
         raise ModelError(f"{path} was built with {unknown[0]}={arguments[unknown[0]]!r}, which no plain ViT has")
-    if "quickgelu" in name:
-        raise ModelError(f"{path} is {name}, whose QuickGELU no plain ViT has")
+    for part, what in {"quickgelu": "QuickGELU", "_rpn_": "post-normalised blocks"}.items():
+        if part in name:
+            raise ModelError(f"{path} is {name} with {what}, which no plain ViT has")
 
 
 def _gelu(activation: object, name: str, path: Path) -> str:
@@ -83,28 +117,24 @@ def _gelu(activation: object, name: str, path: Path) -> str:
 
 
 def _pool(tensors: Tensors, stated: object, path: Path) -> str:
-    if "attn_pool.latent" in tensors:
-        return "map"
-    if "fc_norm.weight" in tensors:
-        return "mean-norm"
-    if stated not in (None, "token", "avg", ""):
-        raise ModelError(f"{path}: global_pool is {stated!r}; a plain ViT has 'token', 'avg' or 'map'")
-    return "norm-mean" if stated == "avg" or "cls_token" not in tensors else "class"
+    shown = "map" if "attn_pool.latent" in tensors else "avg" if "fc_norm.weight" in tensors else None
+    pool = stated or shown or ("token" if "cls_token" in tensors else "avg")
+    if pool not in ("token", "avg", "map") or shown not in (None, pool) or (pool == "map" and not shown):
+        raise ModelError(f"{path}: global_pool is {stated!r:.40}, and its tensors are those of no plain ViT with that")
+    return {"token": "class", "map": "map", "avg": "mean-norm" if shown else "norm-mean"}[str(pool)]
 
 
-def _grid(tensors: Tensors, prefix: int, stated: tuple[int, int] | None, path: Path) -> tuple[tuple[int, int], bool]:
-    """The grid the positions belong to, and whether the prefix tokens have positions."""
-    if "pos_embed" not in tensors:
+def _grid(count: int, prefix: int, stated: tuple[int, int] | None, path: Path) -> tuple[tuple[int, int], bool]:
+    """The grid that `count` positions belong to, and whether the prefix tokens have some of them."""
+    if not count:
         if stated is None:
-            raise ModelError(f"{path} has no positions and no config.json, so nothing says which image size it is for")
+            raise ModelError(f"{path} has no positions, and nothing says which image size it is for")
         return stated, True
-    if tensors["pos_embed"].ndim != 3:
-        raise ModelError(f"{path} is damaged: pos_embed has {tensors['pos_embed'].ndim} dimensions, not 3")
-    count = tensors["pos_embed"].shape[1]
     for positioned in (True, False):
-        patches = count - (prefix if positioned else 0)
-        grid = stated or foreign.square_grid(patches)
-        if grid is not None and patches == grid[0] * grid[1]:
+        if stated is not None and count - prefix * positioned == stated[0] * stated[1]:
+            return stated, positioned
+    for positioned in (True, False):
+        if grid := foreign.square_grid(count - prefix * positioned):
             return grid, positioned
     where = f"a grid of {stated[0]} x {stated[1]}" if stated else "a square grid"
     raise ModelError(f"{path}: its {count} positions fit {where} neither with nor without {prefix} prefix tokens")
@@ -112,12 +142,13 @@ def _grid(tensors: Tensors, prefix: int, stated: tuple[int, int] | None, path: P
 
 def _stated_grid(settings: dict[str, Any], patch: int, path: Path) -> tuple[int, int] | None:
     """The grid of the image size in config.json."""
-    stated = storage.section(settings, "model_args", path).get("img_size")
+    stated: Any = storage.section(settings, "model_args", path).get("img_size")
     if stated is None:
-        stated = (storage.section(settings, "pretrained_cfg", path).get("input_size") or [])[1:]
-    sides = [stated, stated] if isinstance(stated, int) else stated
-    if isinstance(sides, list) and len(sides) == 2 and all(type(side) is int and side > 0 for side in sides):
-        return sides[0] // patch, sides[1] // patch
+        stated = storage.section(settings, "pretrained_cfg", path).get("input_size")
+        stated = stated[1:] if isinstance(stated, list) else None
+    found = [stated, stated] if isinstance(stated, int) else stated
+    if isinstance(found, list) and len(found) == 2 and all(type(side) is int and side >= patch for side in found):
+        return found[0] // patch, found[1] // patch
     return None
 
 
@@ -130,10 +161,13 @@ def read(tensors: Tensors, settings: dict[str, Any] | None, path: Path) -> forei
     pretrained = storage.section(settings, "pretrained_cfg", path)
     preprocess, sentences = _preprocess(pretrained)
     licence = pretrained.get("license")
+    labels = _labels(settings, pretrained, found.config.classes)
+    if labels is None and settings.get("label_names"):
+        sentences.append("labels: unnamed, label_names in config.json is no list with a name for every class")
     return dataclasses.replace(
         found,
         preprocess=preprocess,
-        labels=_labels(settings, pretrained, found.config.classes),
+        labels=labels,
         licence=licence if isinstance(licence, str) else None,
         assumptions=(*found.assumptions, *sentences),
     )
@@ -144,23 +178,24 @@ def _preprocess(pretrained: dict[str, Any]) -> tuple[Preprocess | None, list[str
     try:
         height, width = pretrained["input_size"][1:]
         fraction, mode = float(pretrained["crop_pct"]), pretrained.get("crop_mode", "center")
-        if mode not in ("center", "squash"):
-            raise UsageError(f"crop_mode {mode!r}")
+        if mode not in ("center", "squash") or (mode == "center" and height != width):
+            raise UsageError(f"crop_mode {mode!r} for {height} x {width}")
         scaled = (math.floor(height / fraction), math.floor(width / fraction))
         fields = {name: pretrained[name] for name in ("interpolation", "mean", "std")}
-        fields |= {"size": (height, width), "resize": scaled[:1] if mode == "center" and height == width else scaled}
+        fields["interpolation"] = INTERPOLATION.get(fields["interpolation"], fields["interpolation"])
+        fields |= {"size": (height, width), "resize": scaled[:1] if mode == "center" else scaled}
         return from_json(Preprocess, fields), []
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         return None, [f"preprocessing: unknown, config.json does not state it in full ({error})"]
 
 
 def _labels(settings: dict[str, Any], pretrained: dict[str, Any], classes: int) -> tuple[str, ...] | None:
-    named = settings.get("label_names") or pretrained.get("label_names")
-    if isinstance(named, list) and len(named) == classes and all(isinstance(label, str) for label in named):
-        return tuple(named)
+    stated = settings.get("label_names") or pretrained.get("label_names")
+    if isinstance(stated, list) and len(stated) == classes and all(isinstance(label, str) for label in stated):
+        return tuple(stated)
     tag = str(pretrained.get("tag") or "")
     if classes == 1000 and re.search(r"(^|_)in1k$", tag):  # "augreg_in21k_ft_in1k": the head is ImageNet's
-        return labels.named("imagenet1k")
+        return named("imagenet1k")
     return None
 
 
@@ -169,8 +204,11 @@ def write(trained: Trained, path: Path) -> list[str]:
     config = trained.model.config
     lacks = {
         "hidden layer before the head": config.hidden_head,
+        "positions but those added at the stem": config.positions == "relative" or config.positions_at != "stem",
         "pooling of the class token and the mean together": config.pool == "class-mean",
         "distillation token without a head of its own": config.distillation_token and not config.distillation_head,
+        "registers beside a distillation token": config.distillation_token and config.registers > 0,
+        "distillation token without a position": config.distillation_token and not config.positioned_prefix,
     }
     for what, wanted in lacks.items():
         if wanted:
@@ -178,20 +216,22 @@ def write(trained: Trained, path: Path) -> list[str]:
     tensors, notes = dict(trained.model.state_dict()), list[str]()
     if config.positions != "none":
         config, tensors, notes = foreign.with_table(trained.model, prefix=config.prefix_positions)
-    if path.suffix:
-        foreign.check_held("bare timm", config, architecture(tensors, None, foreign.DRAFT).config)
+    if path.suffix in storage.SUFFIXES:
+        notes += foreign.check_held("bare timm", config, architecture(tensors, None, foreign.DRAFT).config)
         storage.write(path, tensors, {})
         return [*notes, "a bare state dict has no place for preprocessing, labels and origin: they were left out"]
     settings = _settings(config, trained)
-    foreign.check_held(FORMAT, config, architecture(tensors, settings, foreign.DRAFT).config)
+    notes += foreign.check_held(FORMAT, config, architecture(tensors, settings, foreign.DRAFT).config)
     path.mkdir()
     storage.write_json(path / "config.json", settings)
     storage.write(path / "model.safetensors", tensors, {})
-    if trained.preprocess is not None and _preprocess(settings["pretrained_cfg"])[0] != trained.preprocess:
+    if trained.preprocess is not None and (held := _preprocess(settings["pretrained_cfg"])[0]) != trained.preprocess:
+        names = [field.name for field in dataclasses.fields(Preprocess)]
+        differ = [name for name in names if getattr(held, name, None) != getattr(trained.preprocess, name)]
         notes.append(
-            f"preprocessing: timm cannot say resize {list(trained.preprocess.resize)}; the nearest was written"
+            f"preprocessing: timm cannot say {', '.join(differ)} as this model has it; the nearest was written"
         )
-    return notes
+    return notes + foreign.lost(FORMAT, trained.origin)
 
 
 def _settings(config: ViTConfig, trained: Trained) -> dict[str, Any]:
@@ -248,7 +288,7 @@ def _pretrained(preprocess: Preprocess) -> dict[str, Any]:
     if math.floor(side / fraction) != scaled:
         fraction = side / (scaled + 0.5)
     return {
-        "interpolation": preprocess.interpolation,
+        "interpolation": "box" if preprocess.interpolation == "area" else preprocess.interpolation,
         "crop_pct": fraction,
         "crop_mode": "center" if len(preprocess.resize) == 1 else "squash",
         "mean": list(preprocess.mean),

@@ -3,10 +3,8 @@
 import re
 from pathlib import Path
 
-from torch import Tensor
-
 from vitrail.config import ViTConfig, from_json
-from vitrail.errors import ModelError, UsageError
+from vitrail.errors import ModelError
 from vitrail.weights import foreign, storage
 from vitrail.weights.trained import Tensors, Trained
 
@@ -40,16 +38,11 @@ def recognises(tensors: Tensors) -> bool:
     return "conv_proj.weight" in tensors and "encoder.ln.weight" in tensors
 
 
-def rename(tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors under the model's own names."""
-    return {NAMES.own(name): tensor for name, tensor in tensors.items()}
-
-
 def read(tensors: Tensors, path: Path) -> foreign.Read:
     """What the tensors, under the model's own names, say."""
     size = foreign.shape(tensors, path)
     heads, sentence = foreign.guess_heads(size.width, size.depth)
-    positions = tensors["pos_embed"].shape[1] if "pos_embed" in tensors else 0
+    positions = foreign.tokens(tensors, "pos_embed", path)
     grid = foreign.square_grid(positions - 1)
     if grid is None:
         raise ModelError(f"{path}: its {positions} positions are not one class token and a square grid")
@@ -66,11 +59,9 @@ def read(tensors: Tensors, path: Path) -> foreign.Read:
 
 def write(trained: Trained, path: Path) -> list[str]:
     """Write the state dict that torchvision's VisionTransformer loads; the notes say what that loses."""
-    if not path.suffix:
-        raise UsageError(f"a torchvision model is one file; call it {path}.pth or {path}.safetensors")
-    if not trained.model.config.classes:
-        raise ModelError("the torchvision format cannot hold this model: torchvision's ViT always has a head")
+    if not trained.model.config.classes or trained.model.config.channels != 3:
+        raise ModelError("the torchvision format cannot hold this model: its ViT always has a head and three channels")
     config, tensors, notes = foreign.with_table(trained.model, prefix=True)
-    foreign.check_held(FORMAT, config, read(tensors, foreign.DRAFT).config)
+    notes += foreign.check_held(FORMAT, config, read(tensors, foreign.DRAFT).config)
     storage.write(path, {NAMES.theirs(name): tensor for name, tensor in tensors.items()}, {})
     return [*notes, "a torchvision file has no place for preprocessing, labels and origin: they were left out"]

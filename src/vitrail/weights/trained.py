@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitrail import presets
-from vitrail.config import Preprocess, ViTConfig
+from vitrail.config import Preprocess, ViTConfig, sides
 from vitrail.errors import ModelError, UsageError
 from vitrail.model.initialise import initialise
 from vitrail.model.vit import ViT
@@ -50,25 +50,37 @@ class Trained:
 
 
 def create(
-    name: str, *, image_size: int | tuple[int, int] | None = None, num_classes: int = 1000, seed: int = 0
+    name: str,
+    *,
+    image_size: int | tuple[int, int] | None = None,
+    num_classes: int = 1000,
+    seed: int = 0,
+    dropout: float = 0.0,
+    stochastic_depth: float = 0.0,
+    **settings: Any,
 ) -> ViT:
-    """A preset with random weights, ready to train."""
-    return random(name, image_size=image_size, num_classes=num_classes, seed=seed).model.train()
+    """A preset with random weights, ready to train; `settings` are fields of ViTConfig, such as registers=4."""
+    trained = random(name, image_size=image_size, num_classes=num_classes, seed=seed, **settings)
+    return trained.model.regularise(dropout=dropout, stochastic_depth=stochastic_depth).train()
 
 
 def random(
-    name: str, *, image_size: int | tuple[int, int] | None = None, num_classes: int = 1000, seed: int = 0
+    name: str,
+    *,
+    image_size: int | tuple[int, int] | None = None,
+    num_classes: int = 1000,
+    seed: int = 0,
+    **settings: Any,
 ) -> Trained:
     """A preset with random weights and the paper's preprocessing, at 224 x 224 unless told otherwise."""
-    changes: dict[str, Any] = {"classes": num_classes}
     if image_size is not None:
-        changes["image_size"] = (image_size, image_size) if isinstance(image_size, int) else image_size
-    config = presets.vit(name, **changes)
+        settings["image_size"] = sides(image_size)
+    config = presets.vit(name, classes=num_classes, **settings)
     with torch.device("meta"):  # torch's own initialisation would be thrown away
         model = ViT(config)
     model = initialise(model.to_empty(device="cpu"), torch.Generator().manual_seed(seed)).eval()
+    preprocess = presets.preprocess("inception", config.image_size, config.channels)
     origin = Origin(format="random", name=f"{name}, seed {seed}")
-    preprocess = presets.preprocess("inception", config.image_size)
     return Trained(model=model, preprocess=preprocess, labels=None, origin=origin)
 
 
@@ -85,8 +97,6 @@ def assemble(config: ViTConfig, tensors: Tensors) -> ViT:
         if tensor.shape != expected[name].shape:
             wanted = tuple(expected[name].shape)
             raise ModelError(f"tensor {name!r} has shape {tuple(tensor.shape)}, and this architecture needs {wanted}")
-        if not tensor.dtype.is_floating_point:
-            raise ModelError(f"tensor {name!r} holds {tensor.dtype}, not floating-point numbers")
     single = {name: tensor.to(torch.float32).contiguous() for name, tensor in tensors.items()}
     if broken := sorted(name for name, tensor in single.items() if not torch.isfinite(tensor).all()):
         raise ModelError(f"NaN or infinity in the weights of {broken[0]!r}{_more(broken)}")

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from vitrail.config import Preprocess, ViTConfig, from_json
 from vitrail.errors import ModelError, UsageError
-from vitrail.weights import foreign, storage
+from vitrail.weights import card, foreign, storage
 from vitrail.weights.trained import Tensors, Trained
 
 FORMAT = "transformers"
 KINDS = ("vit", "deit", "dinov2", "dinov2_with_registers")
 RESAMPLE = {"dinov2_with_registers": "bicubic-antialias"}  # all others: bicubic
 GELU = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
-INTERPOLATION = {1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "area"}  # Pillow's numbers
+INTERPOLATION = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 
 NAMES = foreign.Names(
     layer=re.compile(r"(?:encoder\.layer|layers)\.(\d+)\."),
@@ -68,12 +68,21 @@ def rename(tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors under the model's own names, and a sentence on each that it has no use for."""
     base = re.compile(rf"^({'|'.join(KINDS)})\.")
     inner = {base.sub("", name): tensor for name, tensor in tensors.items()}
-    dropped = [f"{name}: left out, only pre-training uses it" for name in inner if name == "embeddings.mask_token"]
-    inner.pop("embeddings.mask_token", None)
-    own = foreign.fuse_qkv({NAMES.own(name): tensor for name, tensor in inner.items()})
+    unused = {"embeddings.mask_token": "only pre-training uses it"}
+    if any(name.endswith("classifier.weight") for name in inner):
+        unused |= dict.fromkeys(("pooler.dense.weight", "pooler.dense.bias"), "the classifier does not read the pooler")
+    dropped = [f"{name}: left out, {reason}" for name, reason in unused.items() if inner.pop(name, None) is not None]
+    own = foreign.fuse_qkv(NAMES.rename(inner))
     if "reg_token" in own:  # registers have no position, the class token has: an equal class token without one
-        position = own["pos_embed"]
-        own |= {"cls_token": own["cls_token"] + position[:, :1], "pos_embed": position[:, 1:]}
+        token, position = own.get("cls_token"), own.get("pos_embed")
+        if (
+            token is None
+            or position is None
+            or not token.ndim == position.ndim == 3
+            or token.shape[2] != position.shape[2]
+        ):
+            raise ModelError("the file has registers, but no class token and positions of one width beside them")
+        own |= {"cls_token": token + position[:, :1], "pos_embed": position[:, 1:]}
     return own, dropped
 
 
@@ -81,27 +90,36 @@ def read(tensors: Tensors, settings: dict[str, Any], processor: dict[str, Any] |
     """What the folder says, for tensors under the model's own names."""
     config = architecture(tensors, settings, path)
     preprocess, sentences = _preprocess(processor)
-    return foreign.Read(
-        config=config, preprocess=preprocess, labels=_labels(settings, config.classes), assumptions=tuple(sentences)
-    )
+    labels = _labels(settings, config.classes)
+    if labels is None and config.classes and settings.get("id2label"):
+        sentences.append("labels: unnamed, id2label in config.json does not name every class")
+    if labels == _unnamed(config.classes):
+        labels = None
+    return foreign.Read(config=config, preprocess=preprocess, labels=labels, assumptions=tuple(sentences))
+
+
+def model_type(settings: dict[str, Any], path: Path) -> str:
+    """The kind of model in config.json, one of those that are read."""
+    kind = settings.get("model_type")
+    if kind not in KINDS:
+        raise ModelError(f"{path} has the model_type {kind!r:.80}; {', '.join(KINDS)} are read")
+    return str(kind)
 
 
 def architecture(tensors: Tensors, settings: dict[str, Any], path: Path) -> ViTConfig:
     """The function these weights compute, by config.json."""
-    kind = settings.get("model_type")
-    if kind not in KINDS:
-        raise ModelError(f"{path} has the model_type {kind!r}; {', '.join(KINDS)} are read")
+    kind = model_type(settings, path)
     if settings.get("use_swiglu_ffn"):
         raise ModelError(f"{path} has SwiGLU layers, which no plain ViT has")
     activation = settings.get("hidden_act", "gelu")
-    if activation not in GELU:
+    if not isinstance(activation, str) or activation not in GELU:
         raise ModelError(f"{path} uses the activation {activation!r}; a plain ViT has one of {', '.join(GELU)}")
     if "pre_logits.fc.weight" in tensors and settings.get("pooler_act", "tanh") != "tanh":
         raise ModelError(f"{path} has a pooler with {settings['pooler_act']!r}; the paper's hidden layer has tanh")
     size = foreign.shape(tensors, path)
     image = settings.get("image_size", 224)
     dino = kind.startswith("dinov2")
-    registers = tensors["reg_token"].shape[1] if dino and "reg_token" in tensors else 0
+    registers = foreign.tokens(tensors, "reg_token", path) if dino else 0
     config = size._asdict() | {
         "heads": settings.get("num_attention_heads", 12),
         "image_size": (image, image) if isinstance(image, int) else image,
@@ -112,7 +130,7 @@ def architecture(tensors: Tensors, settings: dict[str, Any], path: Path) -> ViTC
         "hidden_head": "pre_logits.fc.weight" in tensors,
         "prefix_positions": not registers,  # see rename
         "resample": RESAMPLE.get(kind, "bicubic"),
-        "qkv_bias": "blocks.0.attn.qkv.bias" in tensors,
+        "qkv_bias": settings.get("qkv_bias", True),
         "layer_scale": dino,
         "gelu": GELU[activation],
         "norm_eps": settings.get("layer_norm_eps", 1e-12 if not dino else 1e-6),
@@ -136,6 +154,7 @@ def _preprocess(processor: dict[str, Any] | None) -> tuple[Preprocess | None, li
             "size": crop if len(crop) == 2 else crop * 2,
             "resize": resize,
             "interpolation": INTERPOLATION[processor.get("resample", 2)],
+            "crop_rounding": "nearest" if crop == resize else "down",
             "mean": processor["image_mean"],
             "std": processor["image_std"],
         }
@@ -155,8 +174,7 @@ def _labels(settings: dict[str, Any], classes: int) -> tuple[str, ...] | None:
     named = settings.get("id2label")
     if not isinstance(named, dict) or named.keys() != {str(index) for index in range(classes)}:
         return None
-    found = tuple(str(named[str(index)]) for index in range(classes))
-    return None if found == _unnamed(classes) else found
+    return tuple(str(named[str(index)]) for index in range(classes)) or None
 
 
 def _unnamed(classes: int) -> tuple[str, ...]:
@@ -166,22 +184,36 @@ def _unnamed(classes: int) -> tuple[str, ...]:
 
 def write(trained: Trained, path: Path) -> list[str]:
     """Write a folder that transformers' own classes load; the notes say what that loses."""
-    if path.suffix:
-        raise UsageError(f"transformers models are folders; {path} is the name of a file")
     config, tensors, notes = foreign.with_table(trained.model, prefix=True)
     if config.classes and config.hidden_head:
         raise ModelError("the transformers format cannot hold this model: its classifiers have no hidden layer")
     settings = _settings(config, trained.labels)
-    foreign.check_held(FORMAT, config, architecture(tensors, settings, foreign.DRAFT))
+    notes += foreign.check_held(FORMAT, config, architecture(tensors, settings, foreign.DRAFT))
     renamed = {_file_name(name, config): tensor for name, tensor in foreign.split_qkv(tensors)}
     path.mkdir()
     storage.write_json(path / "config.json", settings)
     storage.write(path / "model.safetensors", renamed, {})
-    if trained.preprocess is None:
-        notes.append("preprocessing: unknown, so no preprocessor_config.json was written")
-    else:
-        storage.write_json(path / "preprocessor_config.json", _processor(trained.preprocess))
-    return notes
+    if not config.classes and not config.hidden_head:
+        notes.append("pooler: none was written, so transformers adds a random one; read last_hidden_state[:, 0]")
+    if trained.origin.licence is not None:
+        (path / "README.md").write_text(card.front_matter(trained.origin.licence), encoding="utf-8")
+    notes += foreign.lost(FORMAT, trained.origin)
+    return notes + _write_preprocess(trained.preprocess, path / "preprocessor_config.json")
+
+
+def _write_preprocess(preprocess: Preprocess | None, path: Path) -> list[str]:
+    """Write preprocessor_config.json; the notes say where transformers would prepare images in another way."""
+    if preprocess is None:
+        return [f"preprocessing: unknown, so no {path.name} was written"]
+    if preprocess.interpolation not in INTERPOLATION.values():
+        return [
+            f"preprocessing: transformers cannot resize by {preprocess.interpolation}, so no {path.name} was written"
+        ]
+    processor = _processor(preprocess)
+    storage.write_json(path, processor)
+    if preprocess.crop_rounding == "nearest" and preprocess.size != preprocess.resize:
+        return ["preprocessing: transformers rounds the crop's corner down where this model takes the nearest pixel"]
+    return []
 
 
 def _file_name(own: str, config: ViTConfig) -> str:
@@ -227,7 +259,7 @@ def _processor(preprocess: Preprocess) -> dict[str, Any]:
     height, width = preprocess.size
     processor: dict[str, Any] = {
         "do_resize": True,
-        "resample": next(number for number, name in INTERPOLATION.items() if name == preprocess.interpolation),
+        "resample": {name: number for number, name in INTERPOLATION.items()}[preprocess.interpolation],
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,
