@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,11 @@ def test_the_layers_hold() -> None:
         pytest.skip("import-linter is not installed beside this python: `make test` installs it")
     found = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
+
+
+def test_a_warning_raised_in_vitrail_is_an_error() -> None:
+    with pytest.raises(UserWarning, match="planted"):
+        warnings.warn_explicit("planted", UserWarning, "vit.py", 1, module="vitrail.model.vit")
 
 
 def test_every_module_says_what_it_is() -> None:

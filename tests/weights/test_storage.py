@@ -191,6 +191,9 @@ def test_a_zip_that_is_no_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"0" * 10**7)
+    refused(path, "holds compressed entries")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"0" * 100)
     refused(path)
 
 

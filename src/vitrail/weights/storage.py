@@ -100,6 +100,10 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
             " torch.save(state_dict, path), or as safetensors"
         )
     try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            raise ModelError(f"{path} holds compressed entries, which torch never writes; it was not opened further")
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise ModelError(
