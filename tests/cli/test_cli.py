@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import vitrail
 from tests import making
-from vitrail.cli import main
+from vitrail.cli import VERBS, main
 from vitrail.weights.load import load, save
 
 Capture = pytest.CaptureFixture[str]
@@ -39,6 +40,23 @@ def test_help_and_typos_are_answered_without_torch(arguments: list[str]) -> None
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert found.returncode == (0 if "--help" in arguments else 2), found.stderr
     assert "vitrail" in (found.stdout + found.stderr)
+
+
+def test_a_typo_gets_the_nearest_verb_and_the_version_is_told(capsys: Capture) -> None:
+    code, out, err = run("ifno", "b16", capsys=capsys)
+    assert (code, out) == (2, "")
+    assert "there is no verb 'ifno': did you mean info?" in err
+    code, out, _ = run("--version", capsys=capsys)
+    assert (code, out) == (0, f"vitrail {vitrail.__version__}\n")
+
+
+def test_every_verb_is_explained(capsys: Capture) -> None:
+    _, out, _ = run("--help", capsys=capsys)
+    for verb in VERBS:
+        assert f"\n  {verb} " in out
+        code, text, _ = run(verb, "--help", capsys=capsys)
+        assert code == 0
+        assert f"usage: vitrail {verb}" in text
 
 
 def test_python_dash_m_is_the_command() -> None:

@@ -1,39 +1,34 @@
 """The command line: `vitrail VERB what --options`.
 
-Results go to stdout, everything else to stderr. A verb's module is imported when tyro needs its signature, torch only
-when the verb runs: `--help` and a typo are answered without it.
+Results go to stdout, everything else to stderr. A verb is the function `main` of the module of its name, which is
+imported when the verb is called, and torch only when it runs: `--help` and a typo are answered at once.
 """
 
+import difflib
 import errno
+import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import tyro
-
-from vitrail.cli.convert import convert
-from vitrail.cli.demo import demo
-from vitrail.cli.info import info
-from vitrail.cli.listing import list_known
 from vitrail.errors import UsageError, VitrailError
 
-VERBS: dict[str, Callable[..., Any]] = {"convert": convert, "demo": demo, "info": info, "list": list_known}
+VERBS = {
+    "convert": "write a model in another format, or fitted to another task",
+    "demo": "build a model and let it answer",
+    "info": "show what a model is, costs, expects and where it came from",
+    "list": "show the presets and the formats",
+}
 OUT_OF_SPACE = 5
 INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            VERBS,
-            prog="vitrail",
-            description="Vision Transformers, whole.",
-            args=arguments,
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
+        _run(arguments)
         sys.stdout.flush()
     except VitrailError as error:
         print(f"vitrail: {error}", file=sys.stderr)
@@ -52,3 +47,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
+
+
+def _run(arguments: Sequence[str]) -> None:
+    if not arguments:
+        raise UsageError(f"say what to do: {', '.join(VERBS)}. `vitrail --help` explains them")
+    verb, *rest = arguments
+    if verb in ("-h", "--help", "help"):
+        print(_help())
+    elif verb == "--version":
+        from vitrail import __version__
+
+        print(f"vitrail {__version__}")
+    elif verb not in VERBS:
+        close = difflib.get_close_matches(verb, VERBS, n=1)
+        meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(VERBS)}."
+        raise UsageError(f"there is no verb {verb!r}: {meant} `vitrail --help` explains them")
+    else:
+        import tyro
+
+        function = importlib.import_module(f"vitrail.cli.{verb}").main
+        tyro.cli(function, prog=f"vitrail {verb}", args=rest, config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def _help() -> str:
+    lines = [f"  {verb:10}{text}" for verb, text in VERBS.items()]
+    return "\n".join(
+        [
+            "usage: vitrail VERB ...",
+            "",
+            "Vision Transformers, whole.",
+            "",
+            *lines,
+            "",
+            "`vitrail VERB --help` shows its options.",
+        ]
+    )

@@ -11,7 +11,7 @@ from vitrail.cli import show
 from vitrail.config import Resample, sides
 
 
-def convert(
+def main(
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
     destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
     to: Literal["vitrail", "timm", "transformers", "torchvision"] = "vitrail",

@@ -3,7 +3,7 @@
 from vitrail.cli import show
 
 
-def demo() -> None:
+def main() -> None:
     """Build the smallest preset with random weights and let it name a picture of coloured panes."""
     from vitrail.predict import Classifier
     from vitrail.weights.trained import random

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vitrail.weights.trained import Trained
 
 
-def info(model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")], json: bool = False) -> None:
+def main(model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")], json: bool = False) -> None:
     """Show what a model is: architecture, cost, preprocessing, labels, origin, warnings.
 
     Args:

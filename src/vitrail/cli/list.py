@@ -6,7 +6,7 @@ from vitrail import presets
 from vitrail.cli import show
 
 
-def list_known(json: bool = False) -> None:
+def main(json: bool = False) -> None:
     """Show the presets with their sizes and cost, and the formats that are read and written.
 
     Args:
