@@ -1,14 +1,17 @@
 """Small models with random, non-zero weights everywhere, and images for them."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from vitrail.config import Preprocess, ViTConfig
+from vitrail.config import BiTConfig, ConvConfig, Preprocess, ViTConfig
+from vitrail.model.build import Model
+from vitrail.model.resnet import BiT
 from vitrail.model.vit import ViT
 from vitrail.weights.trained import Origin, Trained
 
+STEM = ConvConfig(units=(1,), norm_eps=1e-6, standardise="std + eps", standardise_eps=1e-5)
 SMALL: dict[str, Any] = {
     "width": 32,
     "depth": 3,
@@ -43,6 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "every-layer-shared": {"positions_at": "every-layer-shared"},
     "2d-every-layer": {"positions": "learned-2d", "positions_at": "every-layer"},
     "sincos-shared": {"positions": "sincos-2d", "positions_at": "every-layer-shared"},
+    "hybrid": {"stem": STEM, "patch": 2},
     "wide": {"image_size": (24, 40)},
     "grey": {"channels": 1},
     "epsilon": {"norm_eps": 1e-3},
@@ -54,8 +58,20 @@ def config(**changes: Any) -> ViTConfig:
 
 
 def vit(seed: int = 0, **changes: Any) -> ViT:
-    """A model in which no parameter is zero, one or equal to another."""
-    model = ViT(config(**changes))
+    """A ViT in which no parameter is zero, one or equal to another."""
+    return filled(ViT(config(**changes)), seed)
+
+
+def bit(seed: int = 0, **changes: Any) -> BiT:
+    """A small BiT ResNet, likewise."""
+    conv = ConvConfig(units=(1, 2), norm_eps=1e-5, standardise="sqrt(var + eps)", standardise_eps=1e-10)
+    return filled(BiT(BiTConfig(**({"conv": conv, "classes": 7, "image_size": (32, 32)} | changes))), seed)
+
+
+M = TypeVar("M", ViT, BiT)
+
+
+def filled(model: M, seed: int) -> M:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -63,7 +79,7 @@ def vit(seed: int = 0, **changes: Any) -> ViT:
     return model.eval()
 
 
-def trained(model: ViT, **changes: Any) -> Trained:
+def trained(model: Model, **changes: Any) -> Trained:
     channels, size = model.config.channels, model.config.image_size
     view = Preprocess(size=size, resize=size, mean=(0.4,) * channels, std=(0.3,) * channels)
     labels = tuple(f"kind {index}" for index in range(model.config.classes)) if model.config.classes else None
@@ -71,5 +87,5 @@ def trained(model: ViT, **changes: Any) -> Trained:
     return Trained(**({"model": model, "preprocess": view, "labels": labels, "origin": origin} | changes))
 
 
-def images(of: ViTConfig, count: int = 2, seed: int = 1, size: tuple[int, int] | None = None) -> Tensor:
+def images(of: ViTConfig | BiTConfig, count: int = 2, seed: int = 1, size: tuple[int, int] | None = None) -> Tensor:
     return torch.randn(count, of.channels, *(size or of.image_size), generator=torch.Generator().manual_seed(seed))

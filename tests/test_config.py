@@ -54,11 +54,11 @@ def test_preprocessing_that_cannot_be_meant_is_refused(change: dict[str, Any], m
 
 
 def test_a_preset_may_have_any_patch_side() -> None:
-    assert presets.vit("b20").image_size == (220, 220)
-    assert presets.vit("h14").image_size == (224, 224)
-    assert presets.vit("bigg14").width == 1664  # not size g with a prefix
+    assert presets.config("b20").image_size == (220, 220)
+    assert presets.config("h14").image_size == (224, 224)
+    assert presets.config("bigg14").width == 1664  # not size g with a prefix
     with pytest.raises(UsageError, match="no setting 'color'"):
-        presets.vit("b16", color=1)
+        presets.config("b16", color=1)
     for name in ("b0", "b", "16", "b16x", "B16", "b-16"):
         assert not presets.exists(name)
 

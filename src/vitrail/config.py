@@ -29,7 +29,62 @@ LIMITS = {  # far above any published model; a hostile file is refused before an
     "classes": 10_000_000,
     "registers": 4_096,
     "image_size": 16_384,
+    "width_factor": 64,
+    "units": 1_024,
 }
+_MAY_BE_ZERO = ("classes", "registers")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvConfig:
+    """The convolutions of a BiT ResNet or of a hybrid's stem: bottlenecks of standardised kernels and group norm."""
+
+    units: tuple[int, ...]
+    """Bottleneck units of each stage; a hybrid's stem may have none and end with its first convolution."""
+    width_factor: int = 1
+    norm_eps: float
+    standardise: Literal["std + eps", "sqrt(var + eps)"]
+    """What a kernel's centred weights are divided by."""
+    standardise_eps: float
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        _check_choices(self)
+        if len(self.units) > 4:
+            raise UsageError(f"units is {list(self.units)}; a ResNet has at most 4 stages")
+
+    @property
+    def stride(self) -> int:
+        """Pixels from one place of the feature map to the next."""
+        return 4 * 2 ** max(len(self.units) - 1, 0)
+
+    @property
+    def features(self) -> int:
+        """Channels of the feature map."""
+        return 64 * self.width_factor * (2 ** (len(self.units) + 1) if self.units else 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BiTConfig:
+    """The function a BiT ResNet's weights compute: pre-activation units, fixed padding."""
+
+    kind: Literal["bit"] = "bit"
+    conv: ConvConfig
+    image_size: tuple[int, int] = (224, 224)
+    """The size it was trained at; it takes any."""
+    channels: int = 3
+    classes: int = 1000
+    """Outputs of the head; 0 means the model ends with its features."""
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        if not self.conv.units:
+            raise UsageError("a BiT ResNet has at least one stage")
+
+    @property
+    def features(self) -> int:
+        """Width of what the head reads."""
+        return self.conv.features
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +97,9 @@ class ViTConfig:
     mlp: int
     heads: int
     patch: int
+    """Side of a patch: in pixels, or in places of the stem's feature map."""
+    stem: ConvConfig | None = None
+    """A hybrid's convolutions, whose feature map is cut into patches in place of the image."""
     image_size: tuple[int, int] = (224, 224)
     """Height and width the stored positions belong to; other sizes resample them."""
     channels: int = 3
@@ -73,18 +131,11 @@ class ViTConfig:
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        for name, limit in LIMITS.items():
-            least = 0 if name in ("classes", "registers") else 1
-            sides = getattr(self, name) if name == "image_size" else (getattr(self, name),)
-            for value in sides:
-                if not least <= value <= limit:
-                    raise UsageError(f"{name} is {value}; it must be from {least} to {limit}")
+        _check_numbers(self)
         _check_choices(self)
         if self.width % self.heads:
             raise UsageError(f"width {self.width} is not a multiple of heads {self.heads}")
-        if not 0 < self.norm_eps < 1:
-            raise UsageError(f"norm_eps is {self.norm_eps}; it must lie between 0 and 1")
-        grid_for(self.image_size, self.patch)
+        grid_for(self.image_size, self.stride)
         self._check_tokens()
         self._check_positions()
 
@@ -109,7 +160,12 @@ class ViTConfig:
     @property
     def grid(self) -> tuple[int, int]:
         """Patches down and across at `image_size`."""
-        return grid_for(self.image_size, self.patch)
+        return grid_for(self.image_size, self.stride)
+
+    @property
+    def stride(self) -> int:
+        """Pixels from one patch to the next."""
+        return self.patch * (self.stem.stride if self.stem else 1)
 
     @property
     def prefix(self) -> int:
@@ -202,7 +258,7 @@ def _typed(name: str, hint: Any, value: object) -> Any:
         case types.UnionType:
             if value is None and type(None) in arguments:
                 return None
-            return _typed(name, arguments[0], value)
+            return _typed(name, _by_kind(arguments, value), value)
         case origin if origin is tuple and isinstance(value, list | tuple):
             kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
             if len(kinds) == len(value):
@@ -218,6 +274,26 @@ def _typed(name: str, hint: Any, value: object) -> Any:
         case None if type(value) is hint:
             return value
     raise UsageError(f"{name} is {value!r:.80}; it must be {getattr(hint, '__name__', hint)}")
+
+
+def _by_kind(options: tuple[Any, ...], value: object) -> Any:
+    """Which of several classes a JSON object is of, by its `kind`; the first where they have none."""
+    kind = value.get("kind") if isinstance(value, dict) else None
+    classes = [option for option in options if option is not type(None)]
+    return next((option for option in classes if getattr(option, "kind", None) == kind is not None), classes[0])
+
+
+def _check_numbers(config: Any) -> None:
+    """Refuse sizes outside of LIMITS and epsilons that are none."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name.endswith("_eps") and not 0 < value < 1:
+            raise UsageError(f"{field.name} is {value}; it must lie between 0 and 1")
+        if field.name in LIMITS:
+            least, limit = 0 if field.name in _MAY_BE_ZERO else 1, LIMITS[field.name]
+            for number in value if isinstance(value, tuple) else (value,):
+                if not least <= number <= limit:
+                    raise UsageError(f"{field.name} is {number}; it must be from {least} to {limit}")
 
 
 def _check_choices(config: object) -> None:

@@ -1,15 +1,16 @@
 """Models by name: the papers' size tables, and the preprocessing that weights are usually trained with.
 
-A preset is a size and a patch side, `b16`; any patch side may be written, `PATCHES` lists the published ones. Presets
-compute what the paper's own code computes (tanh GELU, LayerNorm epsilon 1e-6, positions resampled as scipy's zoom).
+`b16` is size b with patches of 16; any patch side may be written, `PATCHES` lists the published ones. `r50-b16` is a
+hybrid, `bit-r50x1` a BiT ResNet. Presets compute what the paper's own code computes: tanh GELU, LayerNorm epsilon 1e-6,
+positions resampled as scipy's zoom, Google's epsilons of group norm and weight standardisation.
 """
 
 import dataclasses
 import difflib
 import re
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from vitrail.config import Preprocess, ViTConfig
+from vitrail.config import BiTConfig, ConvConfig, Preprocess, ViTConfig
 from vitrail.errors import UsageError
 
 
@@ -51,31 +52,69 @@ PREPROCESS: dict[str, dict[str, Any]] = {
     "torchvision": IMAGENET | {"interpolation": "bilinear"},
 }
 
-_PRESET = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)")
+UNITS = {"26": (2, 2, 2, 2), "50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3), "200": (3, 24, 36, 3)}
+BIT = ("50x1", "50x2", "50x3", "101x1", "101x3", "152x1", "152x2", "152x4", "200x3")
+
+
+class Hybrid(NamedTuple):
+    size: str
+    units: tuple[int, ...]
+    patch: int
+
+
+HYBRIDS = {  # stages of the stem, patch on its feature map; /16 moves the last stage's units into the third
+    "r-ti16": Hybrid("ti", (), 8),  # the name says 16, its stride is 32
+    "r26-s32": Hybrid("s", UNITS["26"], 1),
+    "r26-b32": Hybrid("b", UNITS["26"], 1),
+    "r50-b16": Hybrid("b", (3, 4, 9), 1),
+    "r50-b32": Hybrid("b", UNITS["50"], 1),
+    "r50-l16": Hybrid("l", (3, 4, 9), 1),
+    "r50-l32": Hybrid("l", UNITS["50"], 1),
+}
+HYBRID_NUMERICS: dict[str, Any] = {"norm_eps": 1e-6, "standardise": "std + eps", "standardise_eps": 1e-5}
+BIT_NUMERICS: dict[str, Any] = {"norm_eps": 1e-5, "standardise": "sqrt(var + eps)", "standardise_eps": 1e-10}
+
+_VIT = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)")
+_BIT = re.compile(rf"bit-r({'|'.join(UNITS)})x([1-9]\d*)")
 
 
 def names() -> list[str]:
-    """The published presets, smallest first."""
-    return [f"{size}{patch}" for size in SIZES for patch in PATCHES[size]]
+    """The published presets: ViTs, hybrids, ResNets, each smallest first."""
+    plain = [f"{size}{patch}" for size in SIZES for patch in PATCHES[size]]
+    return [*plain, *HYBRIDS, *(f"bit-r{name}" for name in BIT)]
 
 
 def exists(name: str) -> bool:
-    """Whether `name` is a size with a patch side, published or not."""
-    return _PRESET.fullmatch(name) is not None
+    """Whether `name` is a preset: a hybrid, a ResNet, or a size with a patch side, published or not."""
+    return name in HYBRIDS or any(pattern.fullmatch(name) for pattern in (_VIT, _BIT))
 
 
-def vit(name: str, **changes: Any) -> ViTConfig:
+def config(name: str, **changes: Any) -> ViTConfig | BiTConfig:
     """The configuration of a preset, `changes` applied."""
-    found = _PRESET.fullmatch(name)
+    if found := _BIT.fullmatch(name):
+        conv = ConvConfig(units=UNITS[found[1]], width_factor=int(found[2]), **BIT_NUMERICS)
+        return _build(BiTConfig, {"conv": conv} | changes)
+    if name in HYBRIDS:
+        hybrid = HYBRIDS[name]
+        stem = ConvConfig(units=hybrid.units, **HYBRID_NUMERICS)
+        return _build(ViTConfig, SIZES[hybrid.size]._asdict() | {"patch": hybrid.patch, "stem": stem} | changes)
+    found = _VIT.fullmatch(name)
     if found is None:
         close = difflib.get_close_matches(name, names(), n=1)
         meant = f" Did you mean {close[0]}?" if close else ""
         raise UsageError(f"there is no preset {name!r}.{meant} `vitrail list` shows them; `b16` is size b, patch 16.")
-    if unknown := sorted(changes.keys() - {field.name for field in dataclasses.fields(ViTConfig)}):
-        raise UsageError(f"a ViT has no setting {unknown[0]!r}")
     patch = int(changes.get("patch") or found[2])
     side = max(1, round(224 / patch)) * patch  # 224 for every published patch side
-    return ViTConfig(**(SIZES[found[1]]._asdict() | {"patch": patch, "image_size": (side, side)} | changes))
+    return _build(ViTConfig, SIZES[found[1]]._asdict() | {"patch": patch, "image_size": (side, side)} | changes)
+
+
+C = TypeVar("C", ViTConfig, BiTConfig)
+
+
+def _build(kind: type[C], fields: dict[str, Any]) -> C:
+    if unknown := sorted(fields.keys() - {field.name for field in dataclasses.fields(kind)}):
+        raise UsageError(f"a {'ViT' if kind is ViTConfig else 'ResNet'} has no setting {unknown[0]!r}")
+    return kind(**fields)
 
 
 def heads(width: int, depth: int) -> int | None:

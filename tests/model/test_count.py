@@ -10,6 +10,7 @@ from tests import making
 from tests.making import VARIANTS
 from vitrail import presets
 from vitrail.model import count
+from vitrail.model.build import build
 from vitrail.model.vit import ViT
 
 EXACT = {  # counted on the authors' own code: preset, image side -> parameters with 1000 classes
@@ -20,6 +21,14 @@ EXACT = {  # counted on the authors' own code: preset, image side -> parameters 
     ("l16", 224): 304_326_632,
     ("l16", 384): 304_715_752,
     ("h14", 224): 632_045_800,
+    ("r-ti16", 224): 6_337_704,
+    ("r-ti16", 384): 6_355_944,
+    ("r26-s32", 224): 36_431_912,
+    ("r26-s32", 384): 36_468_392,
+    ("r50-b16", 224): 98_659_112,
+    ("r50-b16", 384): 98_950_952,
+    ("r50-l32", 224): 328_994_856,
+    ("r50-l32", 384): 329_092_136,
 }
 MILLIONS = {  # timm's tables
     ("s16", 224): 22.05,
@@ -29,6 +38,20 @@ MILLIONS = {  # timm's tables
     ("b32", 224): 88.22,
     ("b32", 384): 88.30,
     ("l32", 384): 306.63,
+    ("bit-r50x1", 224): 25.55,
+    ("bit-r50x3", 224): 217.32,
+    ("bit-r101x1", 224): 44.54,
+    ("bit-r101x3", 224): 387.93,
+    ("bit-r152x2", 224): 236.34,
+    ("bit-r152x4", 224): 936.53,
+}
+UNITS = {  # of each stage, by the number of layers; a hybrid /16 moves the fourth stage's into the third
+    "r": (),
+    "r26": (2, 2, 2, 2),
+    "r50": (3, 4, 6, 3),
+    "r101": (3, 4, 23, 3),
+    "r152": (3, 8, 36, 3),
+    "r200": (3, 24, 36, 3),
 }
 SIZES = {  # layers, width, MLP width: the paper's table 1 and its successors
     "ti": (12, 192, 768),
@@ -55,25 +78,86 @@ def closed_form(layers: int, d: int, mlp: int, p: int, side: int = 224, k: int =
 
 @pytest.mark.parametrize(("name", "side"), EXACT)
 def test_parameters_equal_the_authors(name: str, side: int) -> None:
-    assert count.parameters(presets.vit(name, image_size=(side, side))) == EXACT[name, side]
+    assert count.parameters(presets.config(name, image_size=(side, side))) == EXACT[name, side]
 
 
 @pytest.mark.parametrize(("name", "side"), MILLIONS)
 def test_parameters_equal_timms_tables(name: str, side: int) -> None:
-    found = count.parameters(presets.vit(name, image_size=(side, side)))
+    found = count.parameters(presets.config(name, image_size=(side, side)))
     assert round(found / 1e6, 2) == MILLIONS[name, side]
+
+
+def bottlenecks(units: tuple[int, ...], factor: int = 1, *, post_activation: bool) -> int:
+    """A ResNet's stages counted by hand; a norm has a scale and a bias."""
+    total, inputs = 0, 64 * factor
+    for stage, stage_units in enumerate(units):
+        width = 64 * factor * 2**stage
+        for unit in range(stage_units):
+            total += inputs * width + 9 * width * width + width * 4 * width  # 1 x 1, 3 x 3, 1 x 1
+            total += 2 * (width + width + (4 * width if post_activation else inputs))  # three norms
+            if unit == 0:
+                total += inputs * 4 * width + (2 * 4 * width if post_activation else 0)  # the projection
+            inputs = 4 * width
+    return total
+
+
+def hybrid_form(name: str) -> int:
+    resnet, transformer = name.split("-")
+    size = transformer.rstrip("0123456789")
+    layers, d, mlp = SIZES[size]
+    units, patch, n = UNITS[resnet], 1, 49  # 7 x 7 places at stride 32
+    if resnet == "r":
+        patch = 8
+    elif transformer.endswith("16"):
+        units, n = (3, 4, 9), 196
+    features = 256 * 2 ** (len(units) - 1) if units else 64
+    plain = closed_form(layers, d, mlp, p=16)
+    own_embedding = (patch * patch * features * d) - (3 * 16 * 16 * d) + (n - 196) * d
+    return plain + own_embedding + 49 * 3 * 64 + 2 * 64 + bottlenecks(units, post_activation=True)
+
+
+def resnet_form(name: str, k: int = 1000) -> int:
+    layers, factor = name.removeprefix("bit-").split("x")
+    width, features = 64 * int(factor), 2048 * int(factor)
+    return (
+        49 * 3 * width
+        + bottlenecks(UNITS[layers], int(factor), post_activation=False)
+        + 2 * features
+        + features * k
+        + k
+    )
 
 
 @pytest.mark.parametrize("name", presets.names())
 def test_every_preset_has_the_parameters_of_the_papers_equations(name: str) -> None:
-    """Fails with a KeyError for a preset whose size nobody wrote into the table above."""
-    size = name.rstrip("0123456789")
-    assert count.parameters(presets.vit(name)) == closed_form(*SIZES[size], p=int(name[len(size) :]))
+    """Fails with a KeyError for a preset whose size nobody wrote into the tables above."""
+    if name.startswith("bit-"):
+        expected = resnet_form(name)
+    elif "-" in name:
+        expected = hybrid_form(name)
+    else:
+        size = name.rstrip("0123456789")
+        expected = closed_form(*SIZES[size], p=int(name[len(size) :]))
+    assert count.parameters(presets.config(name)) == expected
+
+
+@pytest.mark.parametrize(("layers", "giga"), [("50", 3.8), ("101", 7.6), ("152", 11.3)])
+def test_resnets_cost_what_he_et_al_state_and_the_later_stride(layers: str, giga: float) -> None:
+    """He et al. 2016 stride in a stage's first 1 x 1 convolution, BiT in the 3 x 3 behind it.
+
+    So the first 1 x 1 of stages 2, 3 and 4 sees four times the places: 1.5 times 56 x 56 x 256 x 128, 28 x 28 x 512 x
+    256 and 14 x 14 x 1024 x 512 halved each, and the 3 x 3 stays as it was. That is the whole difference.
+    """
+    ours = count.multiply_adds(presets.config(f"bit-r{layers}x1"))
+    maps = [(56, 256, 128), (28, 512, 256), (14, 1024, 512)]
+    later = sum(side * side * inputs * width * 3 // 4 for side, inputs, width in maps)
+    assert later == 231_211_008  # 0.23 G, for all three depths
+    assert (ours - later) / 1e9 == pytest.approx(giga, rel=0.03)
 
 
 @pytest.mark.parametrize(("name", "giga"), [("b16", 17.58), ("l16", 61.6), ("h14", 167.4)])
 def test_multiply_adds_equal_the_published(name: str, giga: float) -> None:
-    assert count.multiply_adds(presets.vit(name)) / 1e9 == pytest.approx(giga, rel=0.005)
+    assert count.multiply_adds(presets.config(name)) / 1e9 == pytest.approx(giga, rel=0.005)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +165,7 @@ def test_multiply_adds_equal_the_published(name: str, giga: float) -> None:
     [("b32", 7, 55), ("b16", 7, 224), ("l32", 7, 196), ("l16", 7, 783), ("l16", 14, 1567), ("h14", 14, 4262)],
 )
 def test_training_on_jft_costs_the_papers_exaflops(name: str, epochs: int, exaflops: float) -> None:
-    found = count.training_flops(presets.vit(name), images=303_000_000 * epochs) / 1e18
+    found = count.training_flops(presets.config(name), images=303_000_000 * epochs) / 1e18
     assert found == pytest.approx(exaflops, rel=0.03)
 
 
@@ -100,3 +184,17 @@ def test_multiply_adds_equal_torchs_counter(change: dict[str, Any]) -> None:
         counted -= count.multiply_adds(making.config(**change | {"distillation_head": False, "classes": 0}))
     assert logits.shape[0] == 1
     assert counted == count.multiply_adds(config)
+
+
+@pytest.mark.parametrize("name", ["bit-r50x1", "bit-r101x3", "r50-b16", "r26-s32", "r-ti16"])
+def test_multiply_adds_of_convolutions_equal_torchs_counter(name: str) -> None:
+    config = presets.config(name)
+    with torch.device("meta"):
+        model = build(config)
+        images = torch.empty(1, 3, 224, 224)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        if isinstance(model, ViT):
+            model.head(model.pool(model.encode(images)))
+        else:
+            model(images)
+    assert counter.get_total_flops() // 2 == count.multiply_adds(config)

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from tests import making
 from tests.conftest import peer
 from tests.making import VARIANTS
-from vitrail.config import Preprocess
+from vitrail import presets
+from vitrail.config import ConvConfig, Preprocess
 from vitrail.errors import ModelError
 from vitrail.weights.load import load, save
 from vitrail.weights.trained import Origin
@@ -279,3 +280,73 @@ def test_preprocessing_that_is_not_stated_is_unknown_and_said(tmp_path: Path) ->
     loaded = load(folder)
     assert loaded.preprocess is None
     assert "preprocessing: unknown" in loaded.origin.assumptions[-1]
+
+
+HYBRIDS = ("vit_tiny_r_s16_p8_224", "vit_small_r26_s32_224", "vit_base_r50_s16_224", "vit_large_r50_s32_224")
+
+
+def fill(model: Any) -> Any:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.2)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_logits_equal_timms_hybrids_and_back(name: str, tmp_path: Path) -> None:
+    """Also on faint images, where the epsilons of group norm and standardisation show."""
+    timm = peer("timm")
+    torch.manual_seed(0)
+    arguments = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 64}
+    model = fill(timm.create_model(name, num_classes=5, **arguments))
+    (tmp_path / "model").mkdir()
+    save_file(model.state_dict(), tmp_path / "model" / "model.safetensors")
+    settings = {"architecture": name, "num_classes": 5, "model_args": arguments, "pretrained_cfg": model.pretrained_cfg}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    loaded = load(tmp_path / "model")
+    assert loaded.model.config.stem is not None
+    for scale in (1.0, 1e-3):
+        images = making.images(loaded.model.config) * scale
+        with torch.no_grad():
+            expected = model(images)
+            assert (loaded.model(images) - expected).abs().max() <= 1e-4
+    save(loaded, tmp_path / "again", "timm")
+    theirs_again = timm.create_model(f"local-dir:{tmp_path / 'again'}", pretrained=True).eval()
+    with torch.no_grad():
+        assert torch.equal(theirs_again(images), expected)
+        assert torch.equal(load(tmp_path / "again").model(images), loaded.model(images))
+
+
+def test_logits_equal_timms_bit_and_back(tmp_path: Path) -> None:
+    timm = peer("timm")
+    torch.manual_seed(0)
+    model = fill(timm.create_model("resnetv2_50x1_bit", num_classes=5))
+    (tmp_path / "model").mkdir()
+    save_file(model.state_dict(), tmp_path / "model" / "model.safetensors")
+    settings = {"architecture": "resnetv2_50x1_bit", "num_classes": 5, "pretrained_cfg": model.pretrained_cfg}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    loaded = load(tmp_path / "model")
+    assert loaded.model.config.image_size == (224, 224)
+    for size, scale in ((96, 1.0), (65, 1e-3)):
+        images = torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1)) * scale
+        with torch.no_grad():
+            expected = model(images)
+            assert (loaded.model(images) - expected).abs().max() <= 1e-4 * expected.abs().max()
+    save(loaded, tmp_path / "again", "timm")
+    theirs_again = timm.create_model(f"local-dir:{tmp_path / 'again'}", pretrained=True).eval()
+    with torch.no_grad():
+        assert torch.equal(theirs_again(images), expected)
+
+
+def test_googles_numerics_are_not_timms(tmp_path: Path) -> None:
+    """The same tensors would compute another function there."""
+    stem = ConvConfig(units=(2, 2, 2, 2), **presets.HYBRID_NUMERICS)
+    hybrid = making.vit(stem=stem, patch=1, image_size=(64, 64))
+    with pytest.raises(ModelError, match="stem is ConvConfig"):
+        save(making.trained(hybrid), tmp_path / "hybrid", "timm")
+    resnet = making.bit(conv=ConvConfig(units=(3, 4, 6, 3), **presets.BIT_NUMERICS))
+    with pytest.raises(ModelError, match="conv is ConvConfig"):
+        save(making.trained(resnet), tmp_path / "resnet", "timm")
+    with pytest.raises(ModelError, match="no name for a ResNet of units"):
+        save(making.trained(making.bit()), tmp_path / "resnet", "timm")
+    assert list(tmp_path.iterdir()) == []

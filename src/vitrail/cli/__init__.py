@@ -19,6 +19,7 @@ VERBS = {
     "demo": "build a model and let it answer",
     "info": "show what a model is, costs, expects and where it came from",
     "list": "show the presets and the formats",
+    "push": "upload a model to the Hugging Face Hub, with its card",
 }
 OUT_OF_SPACE = 5
 INTERRUPTED = 130

@@ -14,7 +14,7 @@ from vitrail.config import Resample, sides
 def main(
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
     destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
-    to: Literal["vitrail", "timm", "transformers", "torchvision"] = "vitrail",
+    to: Literal["vitrail", "google", "timm", "transformers", "torchvision"] = "vitrail",
     classes: int | None = None,
     labels: str | None = None,
     image_size: tuple[int, ...] | None = None,
@@ -28,9 +28,10 @@ def main(
     """Write a model in another format, or fitted to another task. What changes is listed.
 
     Args:
-        source: A file or folder of any known format, or a preset such as b16.
+        source: A file or folder of any known format, hf:ORG/NAME[@REVISION], timm:NAME, or a preset such as b16.
         destination: The file or folder to write.
-        to: The format. timm and transformers write folders, timm also a bare .safetensors, torchvision a .pth.
+        to: The format. timm and transformers write folders, timm also a bare .safetensors, torchvision a .pth,
+            google an .npz.
         classes: Replace the head by a zero one with so many classes.
         labels: Class names: imagenet1k, or a text file with one on each line.
         image_size: New resolution, one side or height and width; positions are resampled.
@@ -41,12 +42,13 @@ def main(
         overwrite: Replace the destination if it exists.
         json: Print JSON.
     """
+    from vitrail.weights import hub
     from vitrail.weights import labels as known_labels
     from vitrail.weights.adapt import adapt
     from vitrail.weights.load import load, locate, save
 
-    path = locate(source)
-    show.note(f"model: preset {source}, random weights" if path is None else f"model: {path}")
+    preset = locate(source) is None and not hub.is_remote(source)
+    show.note(f"model: preset {source}, random weights" if preset else f"model: {source}")
     trained = load(source)
     before = len(trained.origin.changes)
     if preprocess is not None:

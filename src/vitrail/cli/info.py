@@ -1,13 +1,14 @@
 """`vitrail info MODEL`: what a model is, costs, expects, answers, and where it came from."""
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from vitrail import presets
 from vitrail.cli import show
-from vitrail.config import ViTConfig, to_json
+from vitrail.config import BiTConfig, ViTConfig, from_json, to_json
 
 if TYPE_CHECKING:
     from vitrail.weights.trained import Trained
@@ -17,16 +18,17 @@ def main(model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODE
     """Show what a model is: architecture, cost, preprocessing, labels, origin, warnings.
 
     Args:
-        model: A file or folder of any known format, or a preset such as b16.
+        model: A file or folder of any known format, hf:ORG/NAME[@REVISION], timm:NAME, or a preset such as b16.
         json: Print JSON.
     """
+    from vitrail.weights import hub
     from vitrail.weights.load import load, locate
 
     if locate(model) is None and presets.exists(model):
-        found = {"source": f"preset {model}"} | _cost(presets.vit(model)) | _unweighted(presets.vit(model))
+        found = {"source": f"preset {model}"} | _cost(presets.config(model)) | _unweighted(presets.config(model))
     else:
         trained = load(model)
-        kind = "folder" if not str(model).endswith((".safetensors", ".pt", ".pth", ".bin")) else "file"
+        kind = "Hub:" if hub.is_remote(model) else "folder" if Path(model).is_dir() else "file"
         found = {"source": f"{kind} {model}"} | _cost(trained.model.config) | _weighted(trained)
     if json:
         show.as_json(found)
@@ -34,7 +36,7 @@ def main(model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODE
         _print(found)
 
 
-def _cost(config: ViTConfig) -> dict[str, Any]:
+def _cost(config: ViTConfig | BiTConfig) -> dict[str, Any]:
     from vitrail.model import count
 
     return {
@@ -45,14 +47,15 @@ def _cost(config: ViTConfig) -> dict[str, Any]:
     }
 
 
-def _unweighted(config: ViTConfig) -> dict[str, Any]:
+def _unweighted(config: ViTConfig | BiTConfig) -> dict[str, Any]:
     default = presets.preprocess("inception", config.image_size)
     warnings = ["a preset has random weights"]
     return {"preprocess": to_json(default), "labels": None, "origin": None, "warnings": warnings}
 
 
 def _weighted(trained: "Trained") -> dict[str, Any]:
-    head = trained.model.state_dict().get("head.weight")
+    tensors = trained.model.state_dict()
+    head = tensors.get("head.weight", tensors.get("head.fc.weight"))
     warnings = list(trained.origin.assumptions)
     if head is not None and not head.any():
         warnings.append("head: all zeros, so every class is equally likely; it was never trained or was removed")
@@ -70,15 +73,9 @@ def _weighted(trained: "Trained") -> dict[str, Any]:
 
 def _print(found: dict[str, Any]) -> None:
     a, origin, labels = found["architecture"], found["origin"], found["labels"]
-    size = " x ".join(map(str, a["image_size"]))
     rows = [
         ("model", found["source"]),
-        ("architecture", f"ViT: width {a['width']}, depth {a['depth']}, heads {a['heads']}, MLP {a['mlp']}"),
-        ("input", f"{size} pixels, {a['channels']} channels, patches of {a['patch']} x {a['patch']}"),
-        ("tokens", _tokens(a)),
-        ("positions", f"{a['positions']}, added at: {a['positions_at']}; resampled by {a['resample']}"),
-        ("head", f"{a['classes']} classes, pool {a['pool']}{', hidden layer' if a['hidden_head'] else ''}"),
-        ("numerics", f"GELU {a['gelu']}, LayerNorm epsilon {a['norm_eps']:g}"),
+        *(_vit(a) if a["kind"] == "vit" else _resnet(a)),
         ("parameters", show.count(found["parameters"])),
         ("multiply-adds", f"{show.giga(found['multiply_adds'])} an image ({show.giga(found['flops'])}FLOPs)"),
         ("preprocess", _preprocess(found["preprocess"])),
@@ -93,8 +90,44 @@ def _print(found: dict[str, Any]) -> None:
     show.table(rows)
 
 
+def _vit(a: dict[str, Any]) -> list[tuple[str, str]]:
+    """What there is to say of a ViT or hybrid."""
+    size, patch = " x ".join(map(str, a["image_size"])), f"{a['patch']} x {a['patch']}"
+    of = f" of the stem's map, {_stride(a)} pixels apart" if a["stem"] else ""
+    stem = [("stem", _conv(a["stem"]))] if a["stem"] else []
+    return [
+        ("architecture", f"ViT: width {a['width']}, depth {a['depth']}, heads {a['heads']}, MLP {a['mlp']}"),
+        *stem,
+        ("input", f"{size} pixels, {a['channels']} channels, patches of {patch}{of}"),
+        ("tokens", _tokens(a)),
+        ("positions", f"{a['positions']}, added at: {a['positions_at']}; resampled by {a['resample']}"),
+        ("head", f"{a['classes']} classes, pool {a['pool']}{', hidden layer' if a['hidden_head'] else ''}"),
+        ("numerics", f"GELU {a['gelu']}, LayerNorm epsilon {a['norm_eps']:g}"),
+    ]
+
+
+def _resnet(a: dict[str, Any]) -> list[tuple[str, str]]:
+    """What there is to say of a BiT ResNet."""
+    size = " x ".join(map(str, a["image_size"]))
+    return [
+        ("architecture", f"BiT ResNet: {_conv(a['conv'])}"),
+        ("input", f"{size} pixels, {a['channels']} channels; any other size too"),
+        ("head", f"{a['classes']} classes, global average"),
+    ]
+
+
+def _conv(c: dict[str, Any]) -> str:
+    units = "+".join(map(str, c["units"])) or "no"
+    how = f"{c['standardise'].replace('eps', format(c['standardise_eps'], 'g'))}, group norm epsilon {c['norm_eps']:g}"
+    return f"{units} units, width x{c['width_factor']}, kernels standardised by {how}"
+
+
+def _stride(a: dict[str, Any]) -> int:
+    return from_json(ViTConfig, a).stride
+
+
 def _tokens(a: dict[str, Any]) -> str:
-    grid = [side // a["patch"] for side in a["image_size"]]
+    grid = from_json(ViTConfig, a).grid
     names = [("class", a["class_token"]), ("distillation", a["distillation_token"]), ("register", a["registers"])]
     prefix = [f"{int(count)} {name}" for name, count in names if count]
     return " + ".join([*prefix, f"{grid[0]} x {grid[1]} patches"])

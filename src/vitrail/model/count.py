@@ -6,21 +6,29 @@ its exaFLOPs for every ViT of the scaling study.
 
 import torch
 
-from vitrail.config import ViTConfig
-from vitrail.model.vit import ViT
+from vitrail.config import BiTConfig, ConvConfig
+from vitrail.model.build import Config, build
 
 
-def parameters(config: ViTConfig) -> int:
+def parameters(config: Config) -> int:
     """The exact number of parameters; nothing is allocated."""
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in ViT(config).parameters())
+        return sum(parameter.numel() for parameter in build(config).parameters())
 
 
-def multiply_adds(config: ViTConfig) -> int:
-    """Multiply-adds of every matrix product in one forward pass, all tokens of the last block included."""
+def multiply_adds(config: Config) -> int:
+    """Multiply-adds of every matrix product and convolution in one forward pass.
+
+    All tokens of the last block are counted.
+    """
+    if isinstance(config, BiTConfig):
+        return _convolutions(config.conv, config.channels, config.image_size) + config.features * config.classes
     width, patches = config.width, config.grid[0] * config.grid[1]
     tokens = config.prefix + patches
     embedding = patches * config.patch**2 * config.channels * width
+    if config.stem is not None:
+        embedding = patches * config.patch**2 * config.stem.features * width
+        embedding += _convolutions(config.stem, config.channels, config.image_size)
     mlp = 2 * width * config.mlp
     block = tokens * (4 * width**2 + mlp) + 2 * tokens**2 * width
     if config.positions == "relative":
@@ -33,6 +41,28 @@ def multiply_adds(config: ViTConfig) -> int:
     return embedding + config.depth * block + head
 
 
-def training_flops(config: ViTConfig, images: int) -> int:
+def _convolutions(config: ConvConfig, channels: int, image_size: tuple[int, int]) -> int:
+    """Multiply-adds of stem and stages; a map of odd side is halved upwards."""
+
+    def half(size: tuple[int, int]) -> tuple[int, int]:
+        return -(-size[0] // 2), -(-size[1] // 2)
+
+    size = half(image_size)
+    inputs = 64 * config.width_factor
+    total = size[0] * size[1] * 7 * 7 * channels * inputs
+    size = half(size)
+    for stage, count in enumerate(config.units):
+        width = 64 * config.width_factor * 2**stage
+        for unit in range(count):
+            before, size = size, half(size) if stage and not unit else size
+            total += before[0] * before[1] * inputs * width  # 1 x 1, before the stride
+            total += size[0] * size[1] * (9 * width * width + width * 4 * width)
+            if not unit:
+                total += size[0] * size[1] * inputs * 4 * width  # the projection
+            inputs = 4 * width
+    return total
+
+
+def training_flops(config: Config, images: int) -> int:
     """FLOPs of training on that many images: forward, and backward at twice its cost."""
     return 2 * 3 * multiply_adds(config) * images

@@ -6,18 +6,50 @@ they get the small noise that tells them apart (Darcet et al. 2024).
 """
 
 import math
+from typing import TypeVar, cast
 
 import torch
 from torch import Generator, Tensor, nn
 
+from vitrail.model.resnet import BiT, HybridUnit, PooledHead, StandardisedConv
 from vitrail.model.vit import AttentionPool, Block, HiddenHead, LayerScale, Mlp, ViT
 
 LAYER_SCALE = 1e-5  # Touvron et al. 2021b for models of this depth; DINOv2
 
 
+M = TypeVar("M", bound=ViT | BiT)
+
+
 @torch.no_grad()
-def initialise(model: ViT, generator: Generator, *, head_bias: float = 0.0) -> ViT:
+def initialise(model: M, generator: Generator, *, head_bias: float = 0.0) -> M:
     """The same model with every parameter drawn from `generator`, on the CPU; -10 is the I21k recipes' head bias."""
+    _initialise_convolutions(model, generator)
+    if isinstance(model, ViT):
+        _initialise_vit(model, generator)
+    for head in (getattr(model, name, None) for name in ("head", "head_dist")):
+        head = head.fc if isinstance(head, PooledHead) else head
+        if isinstance(head, nn.Linear | nn.Conv2d):
+            nn.init.zeros_(head.weight)
+            nn.init.constant_(cast(Tensor, head.bias), head_bias)
+    return model
+
+
+def _initialise_convolutions(model: nn.Module, generator: Generator) -> None:
+    """Standardised kernels LeCun-normal (their scale does not matter), norms one and zero.
+
+    The last norm of a post-activation unit starts at zero, so that each unit starts as its shortcut.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.GroupNorm):
+            module.reset_parameters()
+        elif isinstance(module, StandardisedConv):
+            _lecun(module.weight, module.weight[0].numel(), generator)
+    for module in model.modules():
+        if isinstance(module, HybridUnit):
+            nn.init.zeros_(module.norm3.weight)
+
+
+def _initialise_vit(model: ViT, generator: Generator) -> None:
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             module.reset_parameters()
@@ -47,12 +79,6 @@ def initialise(model: ViT, generator: Generator, *, head_bias: float = 0.0) -> V
         _normal(parameter, deviation, generator)
     if projection.bias is not None:
         nn.init.zeros_(projection.bias)
-    for name in ("head", "head_dist"):
-        head = getattr(model, name, None)
-        if isinstance(head, nn.Linear):
-            nn.init.zeros_(head.weight)
-            nn.init.constant_(head.bias, head_bias)
-    return model
 
 
 def _kernel(layer: nn.Linear, generator: Generator, parts: int = 1) -> None:

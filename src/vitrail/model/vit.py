@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vitrail.config import ViTConfig, grid_for
 from vitrail.errors import UsageError
 from vitrail.model.positions import Grid, resample, resample_offsets, sincos
+from vitrail.model.resnet import Backbone
 
 
 class PatchEmbed(nn.Module):
@@ -24,9 +25,14 @@ class PatchEmbed(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.proj = nn.Conv2d(config.channels, config.width, config.patch, config.patch)
+        if config.stem is not None:
+            self.backbone = Backbone(config.stem, config.channels)
+        channels = config.channels if config.stem is None else config.stem.features
+        self.proj = nn.Conv2d(channels, config.width, config.patch, config.patch)
 
     def forward(self, images: Tensor) -> Tensor:
+        if hasattr(self, "backbone"):
+            images = self.backbone(images)  # a hybrid: patches of the feature map
         # One matrix product: a convolution does the same sums but first copies its input to another memory layout.
         patches = cut(images, self.proj.kernel_size[0])  # (B, N, C P P)
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)  # (B, N, D)
@@ -275,7 +281,7 @@ class ViT(nn.Module):
             raise UsageError(
                 f"images must have the shape (batch, {self.config.channels}, height, width), not {tuple(images.shape)}"
             )
-        grid = grid_for((images.shape[2], images.shape[3]), self.config.patch)
+        grid = grid_for((images.shape[2], images.shape[3]), self.config.stride)
         prefix = [getattr(self, name).expand(len(images), -1, -1) for name, _ in self.prefix_tokens()]
         x = torch.cat([*prefix, self.patch_embed(images)], dim=1)  # (B, N, D)
         positions = self.positions(grid)
@@ -323,8 +329,10 @@ class ViT(nn.Module):
 
 
 @torch.no_grad()
-def attention_maps(model: ViT, images: Tensor) -> Iterator[Tensor]:
+def attention_maps(model: nn.Module, images: Tensor) -> Iterator[Tensor]:
     """The attention of each layer in turn, (B, H, N, N); only one layer's map exists at a time."""
+    if not isinstance(model, ViT):
+        raise UsageError(f"a {type(model).__name__} has no attention; give a ViT or a hybrid")
     x, positions, grid = model.embed(images)
     for block, position in zip(model.blocks, positions, strict=False):
         x = x if position is None else x + position

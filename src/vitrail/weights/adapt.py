@@ -7,14 +7,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.config import Preprocess, Resample, ViTConfig, sides
+from vitrail.config import BiTConfig, Preprocess, Resample, ViTConfig, sides
+from vitrail.errors import UsageError
+from vitrail.model.build import Config
 from vitrail.model.positions import Grid, resample, resample_offsets
 from vitrail.presets import in_turn
 from vitrail.weights.trained import Trained, assemble
 
+_FIRST_KERNELS = ("stem.conv.weight", "patch_embed.backbone.stem.conv.weight", "patch_embed.proj.weight")
+
 
 class Step(NamedTuple):
-    config: ViTConfig
+    config: Config
     tensors: dict[str, Tensor]
     changes: tuple[str, ...]
 
@@ -36,16 +40,13 @@ def adapt(
     """
     copies = {name: tensor.cpu().clone() for name, tensor in trained.model.state_dict().items()}
     step = Step(trained.model.config, copies, ())
-    if operator is not None and operator != step.config.resample:
-        step = step._replace(
-            config=dataclasses.replace(step.config, resample=operator),
-            changes=(*step.changes, f"resample: {step.config.resample} -> {operator}"),
-        )
+    if operator is not None:
+        step = _new_operator(step, operator)
     if classes is not None:
         step = _new_head(step, classes)
     if patch is not None or image_size is not None:
         size = step.config.image_size if image_size is None else sides(image_size)
-        step = _new_grid(step, size, step.config.patch if patch is None else patch)
+        step = _new_grid(step, size, patch)
     if channels is not None:
         step = _new_channels(step, channels)
     preprocess, changes = _fit_preprocess(trained.preprocess, trained.model.config, step.config)
@@ -58,8 +59,19 @@ def adapt(
     return Trained(model=assemble(step.config, step.tensors), preprocess=preprocess, labels=labels, origin=origin)
 
 
+def _new_operator(step: Step, operator: Resample) -> Step:
+    if isinstance(step.config, BiTConfig):
+        raise UsageError("a ResNet has no positions to resample")
+    if operator == step.config.resample:
+        return step
+    change = f"resample: {step.config.resample} -> {operator}"
+    return Step(dataclasses.replace(step.config, resample=operator), step.tensors, (*step.changes, change))
+
+
 def _new_head(step: Step, classes: int) -> Step:
     """A zero head (the paper's, for fine-tuning) in place of the old one."""
+    if isinstance(step.config, BiTConfig):
+        return _new_pooled_head(step, step.config, classes)
     config = dataclasses.replace(
         step.config,
         classes=classes,
@@ -85,8 +97,24 @@ def _new_head(step: Step, classes: int) -> Step:
     return Step(config, tensors, tuple(changes))
 
 
-def _new_grid(step: Step, size: tuple[int, int], patch: int) -> Step:
+def _new_pooled_head(step: Step, config: BiTConfig, classes: int) -> Step:
+    tensors, changes = dict(step.tensors), list(step.changes)
+    for name in ("head.fc.weight", "head.fc.bias"):
+        if name in tensors:
+            changes.append(f"{name} {_shape(tensors.pop(name))}: removed")
+    if classes:
+        tensors |= {"head.fc.weight": torch.zeros(classes, config.features, 1, 1), "head.fc.bias": torch.zeros(classes)}
+        changes.append(f"head.fc.weight {_shape(tensors['head.fc.weight'])}, head.fc.bias ({classes}): new, zeros")
+    return Step(dataclasses.replace(config, classes=classes), tensors, tuple(changes))
+
+
+def _new_grid(step: Step, size: tuple[int, int], patch: int | None) -> Step:
     """Patch kernels resized, then every table of positions resampled to the new grid."""
+    if isinstance(step.config, BiTConfig):
+        if patch is not None:
+            raise UsageError("a ResNet has no patches")
+        return step._replace(config=dataclasses.replace(step.config, image_size=size))
+    patch = step.config.patch if patch is None else patch
     config = dataclasses.replace(step.config, image_size=size, patch=patch)
     tensors, changes = dict(step.tensors), list(step.changes)
     if patch != step.config.patch:
@@ -135,19 +163,20 @@ def _new_channels(step: Step, channels: int) -> Step:
     config = dataclasses.replace(step.config, channels=channels)
     if channels == old:
         return step
-    name = "patch_embed.proj.weight"
+    name = next(name for name in _FIRST_KERNELS if name in step.tensors)
     kernels = step.tensors[name]
     if channels == 1:
         kernels, how = kernels.sum(dim=1, keepdim=True), "summed"
     else:
         order = [channel % old for channel in range(channels)]
         kernels, how = kernels[:, order] * (old / channels), f"of {order} times {old}/{channels}"
-    changes = (*step.changes, f"{name}: {old} -> {channels} input channels, kernels {how}")
+    rescaled = "" if name == "patch_embed.proj.weight" else ", then standardised anew"
+    changes = (*step.changes, f"{name}: {old} -> {channels} input channels, kernels {how}{rescaled}")
     return Step(config, step.tensors | {name: kernels}, changes)
 
 
 def _fit_preprocess(
-    preprocess: Preprocess | None, before: ViTConfig, config: ViTConfig
+    preprocess: Preprocess | None, before: Config, config: Config
 ) -> tuple[Preprocess | None, list[str]]:
     """The preprocessing for the new input, its crop fraction kept; untouched where the input is the old one."""
     if preprocess is None:

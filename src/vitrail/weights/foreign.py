@@ -10,17 +10,19 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vitrail import presets
-from vitrail.config import Preprocess, ViTConfig
+from vitrail.config import BiTConfig, ConvConfig, Preprocess, ViTConfig
 from vitrail.errors import ModelError
+from vitrail.model.build import Config, Model
 from vitrail.model.vit import ViT
 from vitrail.weights.trained import Origin, Tensors
 
+STEM = "patch_embed.backbone.stem.conv.weight"
 DRAFT = Path("the file to be written")  # what a reader calls tensors that a writer shows it
 
 
@@ -28,7 +30,7 @@ DRAFT = Path("the file to be written")  # what a reader calls tensors that a wri
 class Read:
     """What a checkpoint says besides its tensors, and what had to be assumed."""
 
-    config: ViTConfig
+    config: Config
     preprocess: Preprocess | None = None
     labels: tuple[str, ...] | None = None
     licence: str | None = None
@@ -113,6 +115,8 @@ def tokens(tensors: Tensors, name: str, path: Path) -> int:
 def shape(tensors: Tensors, path: Path) -> Shape:
     """The sizes of a plain ViT, read off its tensors under timm's names."""
     width, channels, patch, across = dimensions(tensors, "patch_embed.proj.weight", 4, path)
+    if STEM in tensors:
+        _, channels, _, _ = dimensions(tensors, STEM, 4, path)
     if patch != across or not patch:
         raise ModelError(f"{path} has patches of {patch} x {across} pixels; only square ones are supported")
     blocks = {int(found[1]) for name in tensors if (found := re.match(r"blocks\.(\d{1,4})\.", name))}
@@ -170,6 +174,34 @@ def fuse_qkv(tensors: Tensors) -> dict[str, Tensor]:
     return fused
 
 
+def units(tensors: Tensors, prefix: str, path: Path) -> tuple[int, ...]:
+    """How many units each stage of a ResNet has whose stages are named `prefix`0, `prefix`1 and so on."""
+    pattern = re.compile(rf"{re.escape(prefix)}(\d)\.blocks\.(\d{{1,3}})\.")
+    found = {(int(match[1]), int(match[2])) for name in tensors if (match := pattern.match(name))}
+    counts = tuple(
+        sum(stage == index for stage, _ in found) for index in range(1 + max((s for s, _ in found), default=-1))
+    )
+    if found != {(stage, unit) for stage, count in enumerate(counts) for unit in range(count)}:
+        raise ModelError(f"{path} is damaged: the units of its stages are not numbered in turn")
+    return counts
+
+
+def conv(tensors: Tensors, prefix: str, numerics: dict[str, Any], path: Path) -> ConvConfig:
+    """The convolutions whose stem and stages are named behind `prefix`, with the numerics of their origin."""
+    width, _, _, _ = dimensions(tensors, f"{prefix}stem.conv.weight", 4, path)
+    if width % 64 or not width:
+        raise ModelError(f"{path}: its first convolution has {width} channels, which is no multiple of 64")
+    return ConvConfig(units=units(tensors, f"{prefix}stages.", path), width_factor=width // 64, **numerics)
+
+
+def require_vit(format_name: str, model: Model, *, hybrid: bool = False) -> ViT:
+    """The model, if it is a ViT; a hybrid only where the format knows them."""
+    if not isinstance(model, ViT) or (model.config.stem is not None and not hybrid):
+        kind = "hybrid" if isinstance(model, ViT) else "ResNet"
+        raise ModelError(f"the {format_name} format cannot hold this model: it has no place for a {kind}")
+    return model
+
+
 def with_table(model: ViT, *, prefix: bool) -> tuple[ViTConfig, dict[str, Tensor], list[str]]:
     """Configuration and tensors with positions added at the stem stored as one learned table; notes on what changed.
 
@@ -193,24 +225,33 @@ def with_table(model: ViT, *, prefix: bool) -> tuple[ViTConfig, dict[str, Tensor
     return changed, tensors, [f"positions: {config.positions} were stored as one learned table, {stored}"]
 
 
-def check_held(format_name: str, wanted: ViTConfig, held: ViTConfig) -> list[str]:
+def check_held(format_name: str, wanted: Config, held: Config) -> list[str]:
     """Refuse to write what would be read back as another function; a note if it would be at another size only.
 
     No foreign format says how its positions are to be resampled.
     """
-    for field in dataclasses.fields(ViTConfig):
-        mine, theirs = getattr(wanted, field.name), getattr(held, field.name)
-        irrelevant = field.name == "resample" or (field.name == "prefix_positions" and not wanted.prefix)
-        if mine != theirs and not irrelevant:
+    for field in dataclasses.fields(wanted):
+        mine, theirs = getattr(wanted, field.name), getattr(held, field.name, None)
+        if mine != theirs and field.name not in _irrelevant(wanted):
             raise ModelError(
                 f"the {format_name} format cannot hold this model: {field.name} is {mine!r}, and a reader would take it"
                 f" for {theirs!r}"
             )
-    if wanted.positions == "none" or wanted.resample == held.resample:
+    if isinstance(wanted, BiTConfig) or isinstance(held, BiTConfig):
+        return []
+    if wanted.positions in ("none", "sincos-2d") or wanted.resample == held.resample:
         return []
     return [
         f"resample: at other image sizes {format_name} uses {held.resample}, where this model has {wanted.resample}"
     ]
+
+
+def _irrelevant(config: Config) -> tuple[str, ...]:
+    """Fields that change nothing about the function of this configuration at its own size."""
+    if isinstance(config, BiTConfig):
+        return ("image_size",)
+    bare = not config.prefix or config.positions != "learned-1d"
+    return ("resample", "prefix_positions") if bare else ("resample",)
 
 
 def lost(format_name: str, origin: Origin) -> list[str]:

@@ -5,10 +5,10 @@ from typing import Literal, get_args
 
 from vitrail import files, presets
 from vitrail.errors import ModelError, UsageError
-from vitrail.weights import card, foreign, native, storage, timm, torchvision, transformers
-from vitrail.weights.trained import Origin, Tensors, Trained, assemble, random
+from vitrail.weights import card, foreign, google, hub, native, storage, timm, torchvision, transformers
+from vitrail.weights.trained import Origin, Tensors, Trained, assemble, fit, random
 
-Format = Literal["vitrail", "timm", "transformers", "torchvision"]
+Format = Literal["vitrail", "google", "timm", "transformers", "torchvision"]
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 FOLDER = {*WEIGHTS, "config.json", "preprocessor_config.json", "README.md"}
 
@@ -24,7 +24,14 @@ def locate(model: str | Path) -> Path | None:
 
 
 def load(model: str | Path) -> Trained:
-    """The model in a file or folder of any known format, or a preset with random weights; on the CPU, in eval mode."""
+    """The model of a MODEL, on the CPU, in eval mode.
+
+    A file or folder of any known format, hf:ORG/NAME[@REVISION] or timm:NAME from the Hub, or a preset, which has
+    random weights.
+    """
+    if isinstance(model, str) and hub.is_remote(model):
+        fetched = hub.fetch(model)
+        return hub.credit(read(fetched.path), fetched)
     path = locate(model)
     if path is not None:
         return read(path)
@@ -32,7 +39,7 @@ def load(model: str | Path) -> Trained:
     if not presets.exists(name):
         beside = f" There is a folder of that name: write ./{name} to mean it." if Path(name).is_dir() else ""
         try:
-            presets.vit(name)
+            presets.config(name)
         except UsageError as error:
             raise UsageError(f"no file is called {name!r}, and {error}{beside}") from None
     return random(name)
@@ -49,12 +56,17 @@ def read(path: Path) -> Trained:
 
 
 def _read_file(path: Path) -> Trained:
+    if path.suffix == ".npz":
+        found = google.architecture(google.rename(storage.npz_shapes(path)), path)
+        fit(found.config, google.rename(storage.npz_shapes(path)).tensors)  # before any array is unpacked
+        renamed = google.rename(storage.read_npz(path))
+        return _trained("google", path, path, renamed.tensors, found, renamed.dropped)
     stored = storage.read(path)
     if native.recognises(stored):
         return native.read(stored, path)
     if timm.recognises(stored.tensors):
-        found = timm.read(stored.tensors, None, path)
-        return _trained("timm", path, path, stored.tensors, found)
+        tensors = timm.rename(stored.tensors)
+        return _trained("timm", path, path, tensors, timm.read(tensors, None, path))
     if torchvision.recognises(stored.tensors):
         tensors = torchvision.NAMES.rename(stored.tensors)
         return _trained("torchvision", path, path, tensors, torchvision.read(tensors, path))
@@ -79,12 +91,13 @@ def _read_folder(folder: Path) -> Trained:
         )
         return _trained("transformers", folder, weights, tensors, found, tuple(dropped))
     if "architecture" in settings:
+        tensors = timm.rename(tensors)
         return _trained("timm", folder, weights, tensors, timm.read(tensors, settings, folder))
     raise ModelError(f"{folder / 'config.json'} is neither transformers' (no model_type) nor timm's (no architecture)")
 
 
 def _trained(
-    format_name: Literal["timm", "transformers", "torchvision"],
+    format_name: Literal["google", "timm", "transformers", "torchvision"],
     path: Path,
     weights: Path,
     tensors: Tensors,
@@ -120,6 +133,8 @@ def save(trained: Trained, path: str | Path, format: Format = "vitrail", *, over
             case "vitrail":
                 native.write(trained, fresh)
                 return []
+            case "google":
+                return google.write(trained, fresh)
             case "timm":
                 return timm.write(trained, fresh)
             case "transformers":
@@ -132,6 +147,8 @@ def _check_name(path: Path, format: Format) -> None:  # noqa: A002
     """Refuse a name that does not suit the format, and a folder that holds anything but a model."""
     if format == "vitrail" and path.suffix != ".safetensors":
         raise UsageError(f"a vitrail model is one .safetensors file; call it {path}.safetensors")
+    if format == "google" and path.suffix != ".npz":
+        raise UsageError(f"Google's models are .npz files; call it {path}.npz")
     if format == "torchvision" and path.suffix not in storage.SUFFIXES:
         raise UsageError(f"a torchvision model is one file; call it {path}.pth or {path}.safetensors")
     if format == "transformers" and path.suffix in storage.SUFFIXES:

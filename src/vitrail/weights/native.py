@@ -8,7 +8,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from vitrail.config import Preprocess, ViTConfig, from_json
+from vitrail.config import BiTConfig, Preprocess, ViTConfig, from_json
 from vitrail.errors import ModelError, UsageError
 from vitrail.weights import storage
 from vitrail.weights.storage import Stored
@@ -21,7 +21,7 @@ KEY = "vitrail"
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Header:
     version: int
-    architecture: ViTConfig
+    architecture: ViTConfig | BiTConfig
     preprocess: Preprocess | None
     labels: tuple[str, ...] | None
     origin: Origin

@@ -5,12 +5,15 @@ mapped rather than copied, and never by anything else. Sizes are checked against
 """
 
 import json
+import math
 import pickle
 import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import torch
@@ -58,6 +61,69 @@ def _check_plain(name: str, tensor: Tensor, path: Path) -> None:
         raise ModelError(f"{path}: tensor {name!r:.80} holds {tensor.dtype}, not floating-point numbers")
     if tensor.nbytes > tensor.untyped_storage().nbytes():
         raise ModelError(f"{path}: tensor {name!r:.80} of shape {tuple(tensor.shape)} claims more than the file holds")
+
+
+def npz_shapes(path: Path) -> dict[str, Tensor]:
+    """The arrays of an .npz as tensors without memory: names and shapes, read from their headers alone."""
+    return {name: torch.empty(shape, device="meta") for name, (shape, _) in _npz_headers(path).items()}
+
+
+def read_npz(path: Path) -> dict[str, Tensor]:
+    """The arrays of an .npz. Whoever calls this has looked at `npz_shapes` first."""
+    headers, tensors = _npz_headers(path), {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name, (_, dtype) in headers.items():
+                with archive.open(f"{name}.npy") as file:
+                    array = np.lib.format.read_array(file, allow_pickle=False)
+                halves = array.view(np.int16) if dtype == "|V2" else array  # bfloat16, which NumPy does not know
+                tensor = torch.from_numpy(np.ascontiguousarray(halves)).reshape(array.shape)
+                tensors[name] = tensor.view(torch.bfloat16) if dtype == "|V2" else tensor
+    except (*_TORCH_ERRORS, zlib.error) as error:
+        raise ModelError(f"{path} is damaged: {_first_line(error)}") from error
+    for name, tensor in tensors.items():
+        _check_plain(name, tensor, path)
+    return tensors
+
+
+def _npz_headers(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of each array: sizes that the archive states must agree with them, before anything is unpacked."""
+    headers: dict[str, tuple[tuple[int, ...], str]] = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+            if len(entries) > TENSOR_LIMIT:
+                raise ModelError(f"{path} names {len(entries)} arrays; at most {TENSOR_LIMIT} are read")
+            for entry in entries:
+                with archive.open(entry) as file:
+                    version = np.lib.format.read_magic(file)
+                    reader = (
+                        np.lib.format.read_array_header_1_0
+                        if version == (1, 0)
+                        else np.lib.format.read_array_header_2_0
+                    )
+                    shape, _, dtype = reader(file)
+                    size, start = math.prod(shape) * dtype.itemsize, file.tell()
+                if dtype.str not in ("<f2", "<f4", "<f8", "|V2") or not entry.filename.endswith(".npy"):
+                    raise ModelError(
+                        f"{path}: array {entry.filename!r:.80} holds {dtype.str}, not floating-point numbers"
+                    )
+                if size + start != entry.file_size or any(side < 0 for side in shape):
+                    raise ModelError(
+                        f"{path} is damaged: array {entry.filename!r:.80} claims {size} bytes of {entry.file_size}"
+                    )
+                headers[entry.filename.removesuffix(".npy")] = (shape, dtype.str)
+    except (*_TORCH_ERRORS, zlib.error, SyntaxError, NotImplementedError) as error:
+        raise ModelError(f"{path} is damaged: {_first_line(error)}") from error
+    return headers
+
+
+def write_npz(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write arrays as an .npz; unlike NumPy's own writer without the time, so that equal models have equal files."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in sorted(tensors):
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
+                np.lib.format.write_array(file, tensors[name].detach().cpu().float().numpy(), allow_pickle=False)
 
 
 def metadata(path: Path) -> dict[str, str]:

@@ -10,9 +10,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from vitrail.config import Preprocess, ViTConfig, from_json
 from vitrail.errors import ModelError, UsageError
-from vitrail.weights import foreign, storage
+from vitrail.model.build import Config, Model
+from vitrail.model.vit import ViT
+from vitrail.weights import foreign, storage, timm_resnet
 from vitrail.weights.labels import named
 from vitrail.weights.trained import Tensors, Trained
 
@@ -34,14 +38,35 @@ _KNOWN_ARGUMENTS = {
 }  # fmt: skip
 
 
+STEM_NUMERICS: dict[str, Any] = {"norm_eps": 1e-5, "standardise": "sqrt(var + eps)", "standardise_eps": 1e-8}
+STEMS = {  # units of a hybrid's stem -> the architecture that timm builds with it
+    (): "vit_tiny_r_s16_p8_224",
+    (2, 2, 2, 2): "vit_small_r26_s32_224",
+    (3, 4, 9): "vit_base_r50_s16_224",
+    (3, 4, 6, 3): "vit_large_r50_s32_224",
+}
+_OURS, _BARE_STEM = "patch_embed.backbone.stem.", "patch_embed.backbone."  # a stem without stages is not called stem
+
+
 def recognises(tensors: Tensors) -> bool:
     """Whether these are timm's tensor names."""
-    return "patch_embed.proj.weight" in tensors and "blocks.0.norm1.weight" in tensors
+    vit = "patch_embed.proj.weight" in tensors and "blocks.0.norm1.weight" in tensors
+    return vit or timm_resnet.recognises(tensors)
+
+
+def rename(tensors: Tensors) -> dict[str, Tensor]:
+    """The tensors under the model's own names."""
+    bare = {f"{_BARE_STEM}{part}": f"{_OURS}{part}" for part in ("conv.weight", "norm.weight", "norm.bias")}
+    return {bare.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 def architecture(tensors: Tensors, settings: dict[str, Any] | None, path: Path) -> foreign.Read:
     """The function these weights compute; `settings` is config.json where there is one."""
+    if timm_resnet.recognises(tensors):
+        return timm_resnet.architecture(tensors, settings, path)
     size, assumptions = foreign.shape(tensors, path), []
+    stem = foreign.conv(tensors, _BARE_STEM, STEM_NUMERICS, path) if foreign.STEM in tensors else None
+    stride = size.patch * (stem.stride if stem else 1)
     arguments = storage.section(settings or {}, "model_args", path)
     name = str((settings or {}).get("architecture", ""))
     _refuse_unknown(name, arguments, path)
@@ -53,14 +78,15 @@ def architecture(tensors: Tensors, settings: dict[str, Any] | None, path: Path) 
         assumptions.append("GELU: the erf form, timm's default")
     registers = foreign.tokens(tensors, "reg_token", path)
     prefix = ("cls_token" in tensors) + ("dist_token" in tensors) + registers
-    stated = _stated_grid(settings or {}, size.patch, path)
+    stated = _stated_grid(settings or {}, stride, path)
     grid, prefix_positions = _grid(foreign.tokens(tensors, "pos_embed", path), prefix, stated, path)
     if stated not in (None, grid):
         assumptions.append(f"image size: from the {grid[0]} x {grid[1]} positions, config.json states another")
     stated_pool = arguments.get("global_pool") or (settings or {}).get("global_pool")
     config = size._asdict() | {
         "heads": heads,
-        "image_size": (grid[0] * size.patch, grid[1] * size.patch),
+        "stem": None if stem is None else dataclasses.asdict(stem),
+        "image_size": (grid[0] * stride, grid[1] * stride),
         "class_token": "cls_token" in tensors,
         "distillation_token": "dist_token" in tensors,
         "distillation_head": "head_dist.weight" in tensors,
@@ -140,15 +166,15 @@ def _grid(count: int, prefix: int, stated: tuple[int, int] | None, path: Path) -
     raise ModelError(f"{path}: its {count} positions fit {where} neither with nor without {prefix} prefix tokens")
 
 
-def _stated_grid(settings: dict[str, Any], patch: int, path: Path) -> tuple[int, int] | None:
+def _stated_grid(settings: dict[str, Any], stride: int, path: Path) -> tuple[int, int] | None:
     """The grid of the image size in config.json."""
     stated: Any = storage.section(settings, "model_args", path).get("img_size")
     if stated is None:
         stated = storage.section(settings, "pretrained_cfg", path).get("input_size")
         stated = stated[1:] if isinstance(stated, list) else None
     found = [stated, stated] if isinstance(stated, int) else stated
-    if isinstance(found, list) and len(found) == 2 and all(type(side) is int and side >= patch for side in found):
-        return found[0] // patch, found[1] // patch
+    if isinstance(found, list) and len(found) == 2 and all(type(side) is int and side >= stride for side in found):
+        return found[0] // stride, found[1] // stride
     return None
 
 
@@ -201,27 +227,17 @@ def _labels(settings: dict[str, Any], pretrained: dict[str, Any], classes: int) 
 
 def write(trained: Trained, path: Path) -> list[str]:
     """Write a folder, or where `path` names a file the bare state dict; the notes say what that loses."""
-    config = trained.model.config
-    lacks = {
-        "hidden layer before the head": config.hidden_head,
-        "positions but those added at the stem": config.positions == "relative" or config.positions_at != "stem",
-        "pooling of the class token and the mean together": config.pool == "class-mean",
-        "distillation token without a head of its own": config.distillation_token and not config.distillation_head,
-        "registers beside a distillation token": config.distillation_token and config.registers > 0,
-        "distillation token without a position": config.distillation_token and not config.positioned_prefix,
-    }
-    for what, wanted in lacks.items():
-        if wanted:
-            raise ModelError(f"the timm format cannot hold this model: timm's ViT has no {what}")
-    tensors, notes = dict(trained.model.state_dict()), list[str]()
-    if config.positions != "none":
-        config, tensors, notes = foreign.with_table(trained.model, prefix=config.prefix_positions)
-    if path.suffix in storage.SUFFIXES:
-        notes += foreign.check_held("bare timm", config, architecture(tensors, None, foreign.DRAFT).config)
+    config, tensors, notes = _expressed(trained.model)
+    bare = path.suffix in storage.SUFFIXES
+    settings = None if bare else _settings(config, trained)
+    notes += foreign.check_held(
+        "bare timm" if bare else FORMAT, config, architecture(tensors, settings, foreign.DRAFT).config
+    )
+    if isinstance(config, ViTConfig) and config.stem is not None and not config.stem.units:
+        tensors = {name.replace(_OURS, _BARE_STEM): tensor for name, tensor in tensors.items()}
+    if settings is None:
         storage.write(path, tensors, {})
         return [*notes, "a bare state dict has no place for preprocessing, labels and origin: they were left out"]
-    settings = _settings(config, trained)
-    notes += foreign.check_held(FORMAT, config, architecture(tensors, settings, foreign.DRAFT).config)
     path.mkdir()
     storage.write_json(path / "config.json", settings)
     storage.write(path / "model.safetensors", tensors, {})
@@ -234,15 +250,65 @@ def write(trained: Trained, path: Path) -> list[str]:
     return notes + foreign.lost(FORMAT, trained.origin)
 
 
-def _settings(config: ViTConfig, trained: Trained) -> dict[str, Any]:
+def _expressed(model: Model) -> tuple[Config, dict[str, Tensor], list[str]]:
+    """Configuration and tensors as timm has them, and notes; or why it does not."""
+    if not isinstance(model, ViT):
+        return model.config, dict(model.state_dict()), []
+    config = model.config
+    lacks = {
+        "hidden layer before the head": config.hidden_head,
+        "positions but those added at the stem": config.positions == "relative" or config.positions_at != "stem",
+        "pooling of the class token and the mean together": config.pool == "class-mean",
+        "distillation token without a head of its own": config.distillation_token and not config.distillation_head,
+        "registers beside a distillation token": config.distillation_token and config.registers > 0,
+        "distillation token without a position": config.distillation_token and not config.positioned_prefix,
+        "distillation token in a hybrid": config.distillation_token and config.stem is not None,
+        "stem of these units and width": config.stem is not None
+        and (config.stem.units not in STEMS or config.stem.width_factor != 1),
+    }
+    for what, wanted in lacks.items():
+        if wanted:
+            raise ModelError(f"the timm format cannot hold this model: timm's ViT has no {what}")
+    if config.positions == "none":
+        return config, dict(model.state_dict()), []
+    return foreign.with_table(model, prefix=config.prefix_positions)
+
+
+def _settings(config: Config, trained: Trained) -> dict[str, Any]:
     """config.json. timm builds the named architecture with model_args in place of its own arguments."""
+    if isinstance(config, ViTConfig):
+        named, first = _vit_settings(config), "patch_embed.proj" if config.stem is None else f"{_OURS}conv"
+        classifier: Any = ["head", "head_dist"] if config.distillation_head else "head"
+    else:
+        named, first = {"architecture": timm_resnet.architecture_name(config)}, "stem.conv"
+        classifier = "head.fc"
+    settings = named | {
+        "num_classes": config.classes,
+        "num_features": config.features,
+        "pretrained_cfg": {
+            "input_size": [config.channels, *config.image_size],
+            "fixed_input_size": isinstance(config, ViTConfig),
+            "num_classes": config.classes,
+            "pool_size": None,
+            "first_conv": first,
+            "classifier": classifier,
+            **({} if trained.preprocess is None else _pretrained(trained.preprocess)),
+            **({} if trained.origin.licence is None else {"license": trained.origin.licence}),
+        },
+    }
+    if trained.labels is not None:
+        settings["label_names"] = list(trained.labels)
+    return settings
+
+
+def _vit_settings(config: ViTConfig) -> dict[str, Any]:
     ratio = config.mlp / config.width
     if int(config.width * ratio) != config.mlp:
         ratio = (config.mlp + 0.5) / config.width
-    size = list(config.image_size)
     pool = {"class": "token", "norm-mean": "avg", "mean-norm": "avg", "map": "map"}[config.pool]
+    plain = "deit_base_distilled_patch16_224" if config.distillation_token else "vit_base_patch16_224"
     arguments = {
-        "img_size": size,
+        "img_size": list(config.image_size),
         "patch_size": config.patch,
         "embed_dim": config.width,
         "depth": config.depth,
@@ -259,26 +325,8 @@ def _settings(config: ViTConfig, trained: Trained) -> dict[str, Any]:
         "pos_embed": "none" if config.positions == "none" else "learn",
         "in_chans": config.channels,
     }
-    settings: dict[str, Any] = {
-        "architecture": "deit_base_distilled_patch16_224" if config.distillation_token else "vit_base_patch16_224",
-        "num_classes": config.classes,
-        "num_features": config.width,
-        "global_pool": pool,
-        "model_args": arguments,
-        "pretrained_cfg": {
-            "input_size": [config.channels, *size],
-            "fixed_input_size": True,
-            "num_classes": config.classes,
-            "pool_size": None,
-            "first_conv": "patch_embed.proj",
-            "classifier": ["head", "head_dist"] if config.distillation_head else "head",
-            **({} if trained.preprocess is None else _pretrained(trained.preprocess)),
-            **({} if trained.origin.licence is None else {"license": trained.origin.licence}),
-        },
-    }
-    if trained.labels is not None:
-        settings["label_names"] = list(trained.labels)
-    return settings
+    name = plain if config.stem is None else STEMS[config.stem.units]
+    return {"architecture": name, "global_pool": pool, "model_args": arguments}
 
 
 def _pretrained(preprocess: Preprocess) -> dict[str, Any]:

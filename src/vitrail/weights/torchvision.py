@@ -59,9 +59,10 @@ def read(tensors: Tensors, path: Path) -> foreign.Read:
 
 def write(trained: Trained, path: Path) -> list[str]:
     """Write the state dict that torchvision's VisionTransformer loads; the notes say what that loses."""
-    if not trained.model.config.classes or trained.model.config.channels != 3:
+    model = foreign.require_vit(FORMAT, trained.model)
+    if not model.config.classes or model.config.channels != 3:
         raise ModelError("the torchvision format cannot hold this model: its ViT always has a head and three channels")
-    config, tensors, notes = foreign.with_table(trained.model, prefix=True)
+    config, tensors, notes = foreign.with_table(model, prefix=True)
     notes += foreign.check_held(FORMAT, config, read(tensors, foreign.DRAFT).config)
     storage.write(path, {NAMES.theirs(name): tensor for name, tensor in tensors.items()}, {})
     return [*notes, "a torchvision file has no place for preprocessing, labels and origin: they were left out"]

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from vitrail import presets
-from vitrail.config import Preprocess, ViTConfig, sides
+from vitrail.config import Preprocess, sides
 from vitrail.errors import ModelError, UsageError
+from vitrail.model.build import Config, Model, build
 from vitrail.model.initialise import initialise
 from vitrail.model.vit import ViT
 
@@ -20,7 +21,7 @@ Tensors = Mapping[str, Tensor]
 class Origin:
     """Where weights came from. A fact the source does not state is None, a guess is listed."""
 
-    format: Literal["random", "timm", "transformers", "torchvision"]
+    format: Literal["random", "google", "timm", "transformers", "torchvision"]
     name: str
     sha256: str | None = None
     licence: str | None = None
@@ -34,7 +35,7 @@ class Origin:
 class Trained:
     """A model, how its images are prepared, and what its outputs are called; None where that is unknown."""
 
-    model: ViT
+    model: Model
     preprocess: Preprocess | None
     labels: tuple[str, ...] | None
     origin: Origin
@@ -58,10 +59,14 @@ def create(
     dropout: float = 0.0,
     stochastic_depth: float = 0.0,
     **settings: Any,
-) -> ViT:
-    """A preset with random weights, ready to train; `settings` are fields of ViTConfig, such as registers=4."""
-    trained = random(name, image_size=image_size, num_classes=num_classes, seed=seed, **settings)
-    return trained.model.regularise(dropout=dropout, stochastic_depth=stochastic_depth).train()
+) -> Model:
+    """A preset with random weights, ready to train; `settings` are fields of its configuration, such as registers=4."""
+    model = random(name, image_size=image_size, num_classes=num_classes, seed=seed, **settings).model
+    if isinstance(model, ViT):
+        model.regularise(dropout=dropout, stochastic_depth=stochastic_depth)
+    elif dropout or stochastic_depth:
+        raise UsageError(f"{name} is a ResNet, which has neither dropout nor stochastic depth")
+    return model.train()
 
 
 def random(
@@ -75,19 +80,30 @@ def random(
     """A preset with random weights and the paper's preprocessing, at 224 x 224 unless told otherwise."""
     if image_size is not None:
         settings["image_size"] = sides(image_size)
-    config = presets.vit(name, classes=num_classes, **settings)
+    config = presets.config(name, classes=num_classes, **settings)
     with torch.device("meta"):  # torch's own initialisation would be thrown away
-        model = ViT(config)
-    model = initialise(model.to_empty(device="cpu"), torch.Generator().manual_seed(seed)).eval()
+        model = build(config)
+    model = model.to_empty(device="cpu")
+    initialise(model, torch.Generator().manual_seed(seed)).eval()
     preprocess = presets.preprocess("inception", config.image_size, config.channels)
     origin = Origin(format="random", name=f"{name}, seed {seed}")
     return Trained(model=model, preprocess=preprocess, labels=None, origin=origin)
 
 
-def assemble(config: ViTConfig, tensors: Tensors) -> ViT:
+def assemble(config: Config, tensors: Tensors) -> Model:
     """The model whose parameters are exactly `tensors`, in float32; any other name, shape or a NaN is an error."""
+    model = fit(config, tensors)
+    single = {name: tensor.to(torch.float32).contiguous() for name, tensor in tensors.items()}
+    if broken := sorted(name for name, tensor in single.items() if not torch.isfinite(tensor).all()):
+        raise ModelError(f"NaN or infinity in the weights of {broken[0]!r}{_more(broken)}")
+    model.load_state_dict(single, assign=True)
+    return model.requires_grad_(True).eval()
+
+
+def fit(config: Config, tensors: Tensors) -> Model:
+    """The network of a configuration, without memory, if its parameters have just these names and shapes."""
     with torch.device("meta"):
-        model = ViT(config)
+        model = build(config)
     expected = model.state_dict()
     if missing := sorted(expected.keys() - tensors.keys()):
         raise ModelError(f"the file lacks the tensor {missing[0]!r}{_more(missing)}")
@@ -97,11 +113,7 @@ def assemble(config: ViTConfig, tensors: Tensors) -> ViT:
         if tensor.shape != expected[name].shape:
             wanted = tuple(expected[name].shape)
             raise ModelError(f"tensor {name!r} has shape {tuple(tensor.shape)}, and this architecture needs {wanted}")
-    single = {name: tensor.to(torch.float32).contiguous() for name, tensor in tensors.items()}
-    if broken := sorted(name for name, tensor in single.items() if not torch.isfinite(tensor).all()):
-        raise ModelError(f"NaN or infinity in the weights of {broken[0]!r}{_more(broken)}")
-    model.load_state_dict(single, assign=True)
-    return model.requires_grad_(True).eval()
+    return model
 
 
 def _more(names: list[str]) -> str:

@@ -184,7 +184,7 @@ def _unnamed(classes: int) -> tuple[str, ...]:
 
 def write(trained: Trained, path: Path) -> list[str]:
     """Write a folder that transformers' own classes load; the notes say what that loses."""
-    config, tensors, notes = foreign.with_table(trained.model, prefix=True)
+    config, tensors, notes = foreign.with_table(foreign.require_vit(FORMAT, trained.model), prefix=True)
     if config.classes and config.hidden_head:
         raise ModelError("the transformers format cannot hold this model: its classifiers have no hidden layer")
     settings = _settings(config, trained.labels)

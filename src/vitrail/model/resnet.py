@@ -1,0 +1,208 @@
+"""The convolutional networks of the paper: BiT ResNets, and the stems that hybrids cut their patches from.
+
+    B batch   C channels   S image side   L classes
+
+Both are bottleneck ResNets of standardised kernels and group norm (Kolesnikov et al. 2020), and differ in all details:
+
+    hybrid stem   convolution, norm, ReLU; ReLU after the sum; TensorFlow's SAME padding; standardised by std + 1e-5
+    BiT           norm, ReLU, convolution; padding of half a kernel; standardised by sqrt(var + 1e-10)
+
+Attribute names equal timm's.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.config import BiTConfig, ConvConfig
+from vitrail.errors import UsageError
+
+GROUPS = 32
+
+
+class StandardisedConv(nn.Conv2d):
+    """A convolution whose kernels have zero mean and unit variance."""
+
+    def __init__(
+        self, config: ConvConfig, inputs: int, outputs: int, kernel: int, stride: int = 1, *, same: bool
+    ) -> None:
+        super().__init__(inputs, outputs, kernel, stride, bias=False)
+        self.config, self.same = config, same
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = self.kernel_size[0] // 2
+        x = pad_same(x, self.kernel_size[0], self.stride[0]) if self.same else F.pad(x, (half, half, half, half))
+        return F.conv2d(x, self.standardised().to(x.dtype), stride=self.stride)
+
+    def standardised(self) -> Tensor:
+        """(O, I, K, K) in float32: each output's kernel centred and scaled."""
+        kernel = self.weight.float()
+        centred = kernel - kernel.mean(dim=(1, 2, 3), keepdim=True)
+        variance = centred.square().mean(dim=(1, 2, 3), keepdim=True)
+        if self.config.standardise == "std + eps":
+            return centred / (variance.sqrt() + self.config.standardise_eps)
+        return centred / (variance + self.config.standardise_eps).sqrt()
+
+
+def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
+    """Padded so that the output has ceil(S / stride) places, the odd pixel after: TensorFlow's SAME."""
+    sides = []
+    for size in (x.shape[3], x.shape[2]):
+        total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
+        sides += [total // 2, total - total // 2]
+    return F.pad(x, sides, value=value)
+
+
+def group_norm(config: ConvConfig, channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(GROUPS, channels, eps=config.norm_eps)
+
+
+class HybridStem(nn.Module):
+    """(B, C, S, S) -> (B, 64 f, S/4, S/4)."""
+
+    def __init__(self, config: ConvConfig, channels: int) -> None:
+        super().__init__()
+        width = 64 * config.width_factor
+        self.conv = StandardisedConv(config, channels, width, 7, 2, same=True)
+        self.norm = group_norm(config, width)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.conv(images)))
+        return F.max_pool2d(pad_same(x, 3, 2, value=-torch.inf), 3, 2)
+
+
+class BiTStem(nn.Module):
+    """(B, C, S, S) -> (B, 64 f, S/4, S/4)."""
+
+    def __init__(self, config: ConvConfig, channels: int) -> None:
+        super().__init__()
+        self.conv = StandardisedConv(config, channels, 64 * config.width_factor, 7, 2, same=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.max_pool2d(F.pad(self.conv(images), (1, 1, 1, 1)), 3, 2)  # zeros, which may be the largest
+
+
+class Projection(nn.Module):
+    """The shortcut of a stage's first unit."""
+
+    def __init__(self, config: ConvConfig, inputs: int, outputs: int, stride: int, *, same: bool) -> None:
+        super().__init__()
+        self.conv = StandardisedConv(config, inputs, outputs, 1, stride, same=same)
+        self.norm = group_norm(config, outputs) if same else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(x))
+
+
+class HybridUnit(nn.Module):
+    """Post-activation bottleneck: ReLU after the sum."""
+
+    def __init__(self, config: ConvConfig, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        first = stride > 1 or inputs != outputs
+        self.downsample = Projection(config, inputs, outputs, stride, same=True) if first else nn.Identity()
+        self.conv1 = StandardisedConv(config, inputs, width, 1, same=True)
+        self.norm1 = group_norm(config, width)
+        self.conv2 = StandardisedConv(config, width, width, 3, stride, same=True)
+        self.norm2 = group_norm(config, width)
+        self.conv3 = StandardisedConv(config, width, outputs, 1, same=True)
+        self.norm3 = group_norm(config, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        y = F.relu(self.norm2(self.conv2(y)))
+        return F.relu(self.norm3(self.conv3(y)) + self.downsample(x))
+
+
+class BiTUnit(nn.Module):
+    """Pre-activation bottleneck: the projection reads what the first norm and ReLU give."""
+
+    def __init__(self, config: ConvConfig, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * width
+        first = stride > 1 or inputs != outputs
+        self.downsample = Projection(config, inputs, outputs, stride, same=False) if first else None
+        self.norm1 = group_norm(config, inputs)
+        self.conv1 = StandardisedConv(config, inputs, width, 1, same=False)
+        self.norm2 = group_norm(config, width)
+        self.conv2 = StandardisedConv(config, width, width, 3, stride, same=False)
+        self.norm3 = group_norm(config, width)
+        self.conv3 = StandardisedConv(config, width, outputs, 1, same=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        active = F.relu(self.norm1(x))
+        shortcut = x if self.downsample is None else self.downsample(active)
+        y = self.conv2(F.relu(self.norm2(self.conv1(active))))
+        return shortcut + self.conv3(F.relu(self.norm3(y)))
+
+
+class Stage(nn.Module):
+    def __init__(self, units: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*units)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def stages(config: ConvConfig, unit: type[HybridUnit] | type[BiTUnit]) -> nn.Sequential:
+    """The stages behind a stem; each but the first halves the map, and each doubles the width."""
+    built, inputs = [], 64 * config.width_factor
+    for index, count in enumerate(config.units):
+        width, units = 64 * config.width_factor * 2**index, list[nn.Module]()
+        for position in range(count):
+            units.append(unit(config, inputs, width, 2 if index and not position else 1))
+            inputs = 4 * width
+        built.append(Stage(units))
+    return nn.Sequential(*built)
+
+
+class Backbone(nn.Module):
+    """A hybrid's stem: (B, C, S, S) -> (B, features, S / stride, S / stride)."""
+
+    def __init__(self, config: ConvConfig, channels: int) -> None:
+        super().__init__()
+        self.stem = HybridStem(config, channels)
+        self.stages = stages(config, HybridUnit)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.stages(self.stem(images))
+
+
+class PooledHead(nn.Module):
+    """The linear head as BiT stores it, a convolution of one place."""
+
+    def __init__(self, features: int, classes: int) -> None:
+        super().__init__()
+        self.fc = nn.Conv2d(features, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x[:, :, None, None])[:, :, 0, 0]
+
+
+class BiT(nn.Module):
+    """A BiT ResNet. Parameters are allocated, not set: `initialise` or loaded weights set them."""
+
+    def __init__(self, config: BiTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.stem = BiTStem(config.conv, config.channels)
+        self.stages = stages(config.conv, BiTUnit)
+        self.norm = group_norm(config.conv, config.features)
+        self.head = PooledHead(config.features, config.classes) if config.classes else nn.Identity()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, C, S, S) -> logits (B, L), or the features where the model has no head."""
+        return self.head(self.features(images))
+
+    def features(self, images: Tensor) -> Tensor:
+        """(B, C, S, S) -> (B, features): what the head reads."""
+        return self.feature_map(images).mean(dim=(2, 3))
+
+    def feature_map(self, images: Tensor) -> Tensor:
+        """(B, C, S, S) -> (B, features, S/32, S/32), after the last norm and ReLU."""
+        if images.ndim != 4 or images.shape[1] != self.config.channels:
+            wanted = f"(batch, {self.config.channels}, height, width)"
+            raise UsageError(f"images must have the shape {wanted}, not {tuple(images.shape)}")
+        return F.relu(self.norm(self.stages(self.stem(images))))

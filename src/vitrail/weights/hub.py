@@ -1,0 +1,272 @@
+"""Models on the Hugging Face Hub: `hf:ORG/NAME[@REVISION]` and `timm:NAME` to files here, and folders to the Hub.
+
+huggingface_hub does the talking and keeps its own cache, so a model that another tool fetched is not fetched again.
+Only the files a model consists of are asked for, by name. No torch here: fetching needs none.
+"""
+
+import contextlib
+import dataclasses
+import glob
+import re
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
+
+from vitrail.errors import ModelError, UsageError
+from vitrail.weights import card
+
+if TYPE_CHECKING:
+    from vitrail.weights.trained import Trained
+
+CONFIG = "config.json"
+BESIDE = (CONFIG, "preprocessor_config.json", "README.md")  # what goes with the weights, where it exists
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that exists
+NATIVE = "model-vitrail.safetensors"
+SINGLE = (".safetensors", ".npz")  # a repository without config.json holds one such file
+PUSHED = {CONFIG, "preprocessor_config.json", "model.safetensors", NATIVE}  # a push replaces all of these
+_PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"
+
+
+class Fetched(NamedTuple):
+    """A model of the Hub on this machine."""
+
+    path: Path
+    """The snapshot folder with config.json and weights, or the one file of a repository that has no config.json."""
+    name: str
+    """hf:ORG/NAME@COMMIT, the commit in full."""
+    licence: str | None
+
+
+def is_remote(model: str) -> bool:
+    """Whether MODEL is a name on the Hub."""
+    return model.startswith(("hf:", "timm:"))
+
+
+def parse(model: str) -> tuple[str, str | None]:
+    """ORG/NAME and the revision, where one is given; a name that the Hub cannot have is refused."""
+    scheme, _, rest = model.partition(":")
+    name, at, revision = rest.partition("@")
+    repo = f"timm/{name}" if scheme == "timm" else name
+    legal = re.fullmatch(f"{_PART}/{_PART}", repo, re.ASCII) and len(repo) <= 96
+    if not legal or "--" in repo or ".." in repo or repo.endswith(".git"):
+        raise UsageError(f"{model!r:.200} is no name on the Hub: write hf:ORG/NAME[@REVISION] or timm:NAME")
+    if at and (not re.fullmatch(r"\w(?:[\w./-]{0,250}\w)?", revision, re.ASCII) or re.search(r"\.\.|//", revision)):
+        raise UsageError(
+            f"{model!r:.400} has the revision {revision!r:.200}, which none can be: give a branch, a tag or a commit"
+        )
+    return repo, revision or None
+
+
+def fetch(model: str) -> Fetched:
+    """The files of a model on the Hub, from the cache where the Hub cannot be reached."""
+    repo, revision = parse(model)
+    require()
+    with _explained(repo, revision):
+        folder = _snapshot(repo, revision)
+    names = [entry.name for entry in folder.iterdir() if entry.is_file()]
+    chosen = _choose(names, f"hf:{repo}")
+    path = folder if CONFIG in chosen else folder / chosen[-1]
+    return Fetched(path=path, name=f"hf:{repo}@{folder.name}", licence=card.licence(folder))
+
+
+def credit(trained: "Trained", fetched: Fetched) -> "Trained":
+    """`trained`, read from `fetched`, with the pinned name and the licence in its origin.
+
+    A native file keeps the origin it states, and the name is added to it.
+    """
+    origin = trained.origin
+    unnamed = origin.name == fetched.path.resolve().name  # the cache's own name for a file or folder
+    name = fetched.name if unnamed else f"{origin.name}, from {fetched.name}"
+    origin = dataclasses.replace(origin, name=name, licence=origin.licence or fetched.licence)
+    return dataclasses.replace(trained, origin=origin)
+
+
+def push(folder: Path, target: str, *, private: bool = False) -> str:
+    """The web address of one commit to hf:ORG/NAME that holds the files of `folder`; a missing repository is made.
+
+    Files of an earlier push that `folder` no longer has are removed, or they would be read as this model.
+    """
+    repo = parse_target(target)
+    require()
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    with _explained(repo, None, writing=True):
+        api = HfApi()
+        api.create_repo(repo, private=private or None, exist_ok=True)  # None: the organisation's own default
+        found = api.model_info(repo)
+        if private and not found.private:
+            raise UsageError(
+                f"{repo} exists and is public: make it private at {_page(repo)}/settings, or leave out --private"
+            )
+        stale = {entry.rfilename for entry in found.siblings or ()} & PUSHED - {path.name for path in files}
+        commit = api.create_commit(
+            repo,
+            operations=[
+                *(CommitOperationDelete(path_in_repo=name) for name in sorted(stale)),
+                *(CommitOperationAdd(path_in_repo=path.name, path_or_fileobj=path) for path in files),
+            ],
+            commit_message="Upload a model with vitrail",
+        )
+    return str(commit.commit_url)
+
+
+def parse_target(target: str) -> str:
+    """ORG/NAME of a repository to write to."""
+    if not target.startswith("hf:") or "@" in target:
+        raise UsageError(f"{target!r:.200} is no place to push to: write hf:ORG/NAME, without a revision")
+    return parse(target)[0]
+
+
+def require() -> ModuleType:
+    """huggingface_hub, or the line that installs it."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise UsageError("hf: and timm: names need huggingface_hub: pip install 'vitrail[hub]'") from None
+    return huggingface_hub
+
+
+def _snapshot(repo: str, revision: str | None) -> Path:
+    """The folder of the cache that holds the model's files at one commit, which is its name."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    try:
+        found = HfApi().model_info(repo, revision=revision)
+    except _failures() as error:
+        cached = _cached(repo, revision) if _is_unreachable(error) else None
+        if cached is None:
+            raise
+        return cached
+    chosen = _choose([entry.rfilename for entry in found.siblings or ()], f"hf:{repo}")
+    # By branch and not by commit, so that the cache learns which commit the branch is at and knows it offline.
+    return Path(snapshot_download(repo, revision=revision, allow_patterns=[glob.escape(name) for name in chosen]))
+
+
+def _cached(repo: str, revision: str | None) -> Path | None:
+    """The snapshot folder, if the cache has the whole model."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    with contextlib.suppress(LocalEntryNotFoundError, ModelError):
+        folder = Path(snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=list(BESIDE)))
+        _choose([entry.name for entry in folder.iterdir() if entry.is_file()], repo)
+        return folder
+    return None
+
+
+def _choose(names: Collection[str], repo: str) -> list[str]:
+    """The files of a repository that make up its model, the weights last."""
+    beside = [name for name in BESIDE if name in names]
+    if NATIVE in names:  # what we pushed: the native file loses nothing, transformers' folder beside it does
+        return [name for name in beside if name == "README.md"] + [NATIVE]
+    if CONFIG in names:
+        weights = [name for name in WEIGHTS if name in names][:1]
+        if not weights:
+            raise ModelError(f"{repo} has a {CONFIG} but neither {' nor '.join(WEIGHTS)}, so no weights that are read")
+        return beside + weights
+    single = sorted(name for name in names if name.endswith(SINGLE) and "/" not in name and "\\" not in name)
+    if len(single) != 1:
+        held = f"{len(single)} weights files ({', '.join(single[:3])})" if single else "no weights file"
+        raise ModelError(
+            f"{repo} has no {CONFIG} and {held}; one {' or '.join(SINGLE)} is read:"
+            f" `hf download {repo.removeprefix('hf:')} FILE` and give that file"
+        )
+    return [name for name in beside if name == "README.md"] + single
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What huggingface_hub raises when the Hub refuses or cannot be reached.
+
+    A failed connection is an error of the HTTP library beneath, which changed with its releases: its base is named here
+    by what huggingface_hub's own error inherits.
+    """
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, LocalTokenNotFoundError
+
+    beneath = [kind for kind in HfHubHTTPError.__mro__ if kind.__module__ != "builtins" and issubclass(kind, Exception)]
+    return *beneath, ConnectionError, LocalEntryNotFoundError, LocalTokenNotFoundError
+
+
+def _status(error: Exception) -> int | None:
+    """The Hub's HTTP status, where it answered."""
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _is_unreachable(error: Exception) -> bool:
+    status = _status(error)
+    return status is None or status == 429 or status >= 500
+
+
+@contextlib.contextmanager
+def _explained(repo: str, revision: str | None, *, writing: bool = False) -> Iterator[None]:
+    """A block whose failures at the Hub become one line that says what to do."""
+    try:
+        with _bars():
+            yield
+    except _failures() as error:
+        raise UsageError(_explanation(error, repo, revision, writing=writing)) from error
+
+
+@contextlib.contextmanager
+def _bars() -> Iterator[None]:
+    """A block in which huggingface_hub draws its progress bars on a terminal only."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    if sys.stderr.isatty() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
+
+
+def _explanation(error: Exception, repo: str, revision: str | None, *, writing: bool) -> str:
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalTokenNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    if isinstance(error, RevisionNotFoundError):
+        return f"{repo} has no revision {revision!r}: {_page(repo)}/commits lists them"
+    if isinstance(error, GatedRepoError):
+        return f"{repo} is gated: ask for access at {_page(repo)}, then `hf auth login`"
+    if (writing and _status(error) in (401, 403)) or isinstance(error, LocalTokenNotFoundError):
+        return f"the Hub does not let you write to {repo}: `hf auth login` with a token that may"
+    if isinstance(error, RepositoryNotFoundError) or _status(error) in (401, 403, 404):
+        return f"the Hub has no model {repo}, or it is private: check {_page(repo)}; `hf auth login` if it is yours"
+    reason = _reason(error)
+    if writing or not _is_unreachable(error):
+        return f"the Hub did not take the request for {repo} ({reason}): try again later"
+    wanted = repo if revision is None else f"{repo} at {revision}"
+    return (
+        f"the Hub cannot be reached ({reason}), and its cache {_cache()} does not hold {wanted}: connect and try again,"
+        f" or `hf download {repo} --local-dir FOLDER` on another machine and give that folder"
+    )
+
+
+def _reason(error: Exception) -> str:
+    """A few words on one line."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set"
+    status = _status(error)
+    if status is not None:
+        return f"it answered {status}"
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.120}"
+
+
+def _page(repo: str) -> str:
+    """The repository's web address."""
+    return f"{require().constants.ENDPOINT}/{repo}"
+
+
+def _cache() -> str:
+    """Where the Hub's own tools keep what they fetched."""
+    return str(require().constants.HF_HUB_CACHE)

@@ -1,0 +1,313 @@
+"""Google's .npz files against a NumPy reference of their semantics, and back."""
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests import google_reference as reference
+from tests import making
+from tests.making import VARIANTS
+from vitrail import presets
+from vitrail.config import BiTConfig, ConvConfig, ViTConfig
+from vitrail.errors import ModelError, UsageError
+from vitrail.weights import storage
+from vitrail.weights.load import load, save
+
+VITS: dict[str, Any] = {
+    "ViT": lambda rng: reference.make_vit(rng),
+    "ViT, pre-logits": lambda rng: reference.make_vit(rng, pre_logits=True),
+    "ViT, average pooling": lambda rng: reference.make_vit(rng, gap=True),
+    "big_vision, class token": lambda rng: reference.make_big_vision(rng, pool="tok"),
+    "big_vision, average pooling": lambda rng: reference.make_big_vision(rng, pool="gap"),
+    "big_vision, attention pooling": lambda rng: reference.make_big_vision(rng, pool="map"),
+    "big_vision, sin-cos": lambda rng: reference.make_big_vision(rng, pool="gap", positions="sincos2d"),
+    "big_vision, scanned": lambda rng: reference.make_big_vision(rng, pool="map", scanned=True),
+}
+HYBRIDS: dict[str, Any] = {
+    "hybrid, two stages": lambda rng: reference.make_hybrid(rng),
+    "hybrid, flat norms": lambda rng: reference.make_hybrid(rng, flat_norms=True, pre_logits=True),
+    "hybrid, three stages": lambda rng: reference.make_hybrid(rng, blocks=(1, 2, 1)),
+    "hybrid, stem alone": lambda rng: reference.make_hybrid(rng, blocks=(), patch=8),
+}
+RESNETS: dict[str, Any] = {
+    "BiT": lambda rng: reference.make_bit(rng),
+    "BiT, two units and double width": lambda rng: reference.make_bit(rng, blocks=(2, 1), width_factor=2),
+}
+ALL = VITS | HYBRIDS | RESNETS
+
+
+def arrays(kind: str) -> dict[str, Any]:
+    return dict(ALL[kind](np.random.default_rng(0)))
+
+
+def stored(tmp_path: Path, params: dict[str, Any], **options: Any) -> Path:
+    path = tmp_path / "model.npz"
+    np.savez(path, **params)
+    return path
+
+
+def images_for(config: ViTConfig | BiTConfig, scale: float = 1.0, side: int | None = None) -> Tensor:
+    size = config.image_size if side is None else (side, side)
+    return (torch.rand(2, 3, *size, generator=torch.Generator().manual_seed(1)) * 2 - 1) * scale
+
+
+def expected(params: dict[str, Any], images: Tensor) -> Tensor:
+    forward = reference.bit if any(name.startswith("resnet/") for name in params) else reference.vit
+    return torch.from_numpy(forward(params, images.permute(0, 2, 3, 1).double().numpy()))
+
+
+@pytest.mark.parametrize("kind", VITS)
+def test_logits_of_vits_are_googles(kind: str, tmp_path: Path) -> None:
+    params = arrays(kind)
+    if "sin-cos" in kind:
+        params = dict(
+            reference.make_big_vision(np.random.default_rng(0), image=224, patch=32, positions="sincos2d", pool="gap")
+        )
+    model = load(stored(tmp_path, params)).model
+    images = images_for(model.config)
+    with torch.no_grad():
+        assert (model(images) - expected(params, images)).abs().max() <= 1e-5
+        # and in float64, where nothing hides behind rounding
+        bound = 1e-7 if "sin-cos" in kind else 1e-9  # sin-cos positions are kept in float32
+        assert (model.double()(images.double()) - expected(params, images)).abs().max() <= bound
+
+
+@pytest.mark.parametrize("kind", HYBRIDS | RESNETS)
+@pytest.mark.parametrize("scale", [1.0, 1e-2, 1e-3], ids=["bright", "faint", "fainter"])
+def test_logits_of_convolutions_are_googles_also_on_faint_images(kind: str, scale: float, tmp_path: Path) -> None:
+    """On a faint image the epsilon of group norm decides: another one is off by 3e-4 and more."""
+    params = arrays(kind)
+    model = load(stored(tmp_path, params)).model
+    images = images_for(model.config, scale, 64)
+    with torch.no_grad():
+        assert (model(images) - expected(params, images)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("side", [63, 50])
+def test_a_resnet_pads_odd_sizes_as_googles_does(side: int, tmp_path: Path) -> None:
+    params = arrays("BiT")
+    model = load(stored(tmp_path, params)).model
+    images = images_for(model.config, side=side)
+    with torch.no_grad():
+        assert (model(images) - expected(params, images)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_what_we_write_google_computes_alike_and_reads_back_identically(kind: str, tmp_path: Path) -> None:
+    loaded = load(stored(tmp_path, arrays(kind)))
+    notes = save(loaded, tmp_path / "again.npz", "google")
+    assert "no place for preprocessing, labels and origin" in notes[-1]
+    written = dict(np.load(tmp_path / "again.npz", allow_pickle=False))
+    again = load(tmp_path / "again.npz")
+    assert again.model.config == loaded.model.config
+    images = images_for(loaded.model.config, side=64 if "sin-cos" in kind or kind in RESNETS else None)
+    with torch.no_grad():
+        assert torch.equal(again.model(images), loaded.model(images))
+        assert (loaded.model(images) - expected(written, images)).abs().max() <= 1e-4
+    if kind != "big_vision, scanned":  # which is written block by block
+        assert written.keys() == arrays(kind).keys()
+        for name, array in arrays(kind).items():
+            assert np.array_equal(written[name].reshape(array.shape), array), name
+    save(loaded, tmp_path / "third.npz", "google")
+    assert (tmp_path / "third.npz").read_bytes() == (tmp_path / "again.npz").read_bytes()
+
+
+@pytest.mark.parametrize("prefix", ["opt/target/", "params/", "params/img/"])
+def test_prefixes_of_training_code_are_taken_off_and_the_rest_is_said(prefix: str, tmp_path: Path) -> None:
+    params = arrays("ViT")
+    plain = load(stored(tmp_path, params))
+    other = {"opt/step": np.zeros((), np.float32), "txt/head/kernel": np.zeros((2, 2), np.float32)}
+    loaded = load(stored(tmp_path, {f"{prefix}{name}": array for name, array in params.items()} | other))
+    for name, tensor in plain.model.state_dict().items():
+        assert torch.equal(tensor, loaded.model.state_dict()[name])
+    assert loaded.origin.changes == (
+        "opt/step: left out, it is no part of the image model",
+        "txt/head/kernel: left out, it is no part of the image model",
+    )
+
+
+def test_bfloat16_arrays_arrive_as_void_and_are_read(tmp_path: Path) -> None:
+    params = arrays("ViT")
+    halves = {name: torch.from_numpy(array).bfloat16() for name, array in params.items()}
+    void = {name: tensor.view(torch.int16).numpy().view("V2") for name, tensor in halves.items()}
+    loaded = load(stored(tmp_path, void))
+    exact = load(stored(tmp_path, {name: tensor.float().numpy() for name, tensor in halves.items()}))
+    for name, tensor in exact.model.state_dict().items():
+        assert torch.equal(tensor, loaded.model.state_dict()[name]), name
+
+
+def test_compressed_files_and_half_precision_are_read(tmp_path: Path) -> None:
+    params = arrays("ViT")
+    np.savez_compressed(tmp_path / "model.npz", **{name: array.astype(np.float16) for name, array in params.items()})
+    loaded = load(tmp_path / "model.npz")
+    assert torch.equal(loaded.model.head.bias, torch.from_numpy(params["head/bias"].astype(np.float16)).float())
+
+
+def test_positions_before_the_class_token_equal_positions_added_to_it(tmp_path: Path) -> None:
+    """big_vision's order is vision_transformer's with the first position folded into the class token, exactly."""
+    params = arrays("ViT")
+    google = load(stored(tmp_path, params)).model
+    position = params.pop("Transformer/posembed_input/pos_embedding")
+    folded = params | {"cls": params["cls"] + position[:, :1], "pos_embedding": position[:, 1:]}
+    big_vision = load(stored(tmp_path, folded)).model
+    assert (google.config.prefix_positions, big_vision.config.prefix_positions) == (True, False)
+    images = images_for(google.config)
+    with torch.no_grad():
+        assert torch.equal(big_vision(images), google(images))
+
+
+def test_what_the_file_does_not_say_is_listed(tmp_path: Path) -> None:
+    loaded = load(stored(tmp_path, arrays("ViT") | {"head/kernel": np.zeros((32, 7), np.float32)}))
+    assert loaded.origin.format == "google"
+    assert loaded.model.config.gelu == "tanh"
+    assert loaded.model.config.resample == "bilinear-corners"
+    assert loaded.preprocess is not None
+    assert loaded.preprocess.mean == (0.5, 0.5, 0.5)
+    assert any("preprocessing: mean and std 0.5" in text for text in loaded.origin.assumptions)
+    sincos = load(stored(tmp_path, arrays("big_vision, sin-cos")))
+    assert any("positions: none are stored, so sin-cos" in text for text in sincos.origin.assumptions)
+
+
+@pytest.mark.parametrize("name", ["r50-b16", "r26-s32", "r-ti16", "bit-r50x1", "ti16"])
+def test_presets_have_the_shapes_of_googles_files(name: str, tmp_path: Path) -> None:
+    """Other depths and widths are read off the file: a preset with few classes, written and read, is itself."""
+    from vitrail.weights.trained import random
+
+    before = random(name, num_classes=2)
+    save(before, tmp_path / "model.npz", "google")
+    assert load(tmp_path / "model.npz").model.config == before.model.config
+
+
+HELD = ("plain", "hidden-head", "headless", "hidden-headless", "norm-mean", "map", "no-positions", "2d", "sincos",
+        "hybrid", "grey")  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", sorted(VARIANTS))
+def test_variants_are_held_exactly_or_refused(kind: str, tmp_path: Path) -> None:
+    change = VARIANTS[kind] | ({"image_size": (224, 224)} if kind == "sincos" else {})
+    ours = making.trained(making.vit(**change))
+    if kind not in HELD:
+        with pytest.raises(ModelError, match=r"the google format cannot hold this model|no square grid"):
+            save(ours, tmp_path / "model.npz", "google")
+        assert list(tmp_path.iterdir()) == []
+        return
+    save(ours, tmp_path / "model.npz", "google")
+    images = making.images(ours.model.config)
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "model.npz").model(images), ours.model(images))
+
+
+def test_deit_tiny_with_its_erf_gelu_is_refused(deit_tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="gelu is 'erf', and a reader would take it for 'tanh'"):
+        save(load(deit_tiny), tmp_path / "model.npz", "google")
+    with pytest.raises(UsageError, match=r"call it .*model\.npz"):
+        save(load(deit_tiny), tmp_path / "model", "google")
+
+
+def test_every_pair_of_formats_that_holds_a_model_keeps_its_logits(tmp_path: Path) -> None:
+    """A tanh ViT through google, timm and transformers; a timm hybrid through native; each to each."""
+    vit = making.trained(making.vit())
+    names = {"vitrail": "a.safetensors", "google": "a.npz", "timm": "timm", "transformers": "hf"}
+    images = making.images(vit.model.config)
+    with torch.no_grad():
+        logits = vit.model(images)
+        for first, first_name in names.items():
+            for second, second_name in names.items():
+                save(vit, tmp_path / f"1-{first_name}", first, overwrite=True)
+                middle = load(tmp_path / f"1-{first_name}")
+                save(middle, tmp_path / f"2-{second_name}", second, overwrite=True)
+                assert torch.equal(load(tmp_path / f"2-{second_name}").model(images), logits), (first, second)
+
+
+class Explosive:
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit('code ran')",)
+
+
+def test_hostile_npz_files_are_refused_before_anything_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(path: Path) -> dict[str, Tensor]:
+        raise AssertionError("an array was unpacked")
+
+    path = tmp_path / "model.npz"
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "read_npz", never)
+        np.savez(path, **{"head/kernel": np.array([Explosive()], dtype=object)})
+        refused(path, "holds |O, not floating-point")
+        np.savez(path, **arrays("ViT") | {"evil": np.zeros(3, np.float32)})
+        refused(path, "no place for: 'evil'")
+        np.savez(path, **arrays("ViT") | {"head/bias": np.zeros(7, np.int32)})
+        refused(path, "not floating-point")
+        bomb = arrays("ViT") | {"head/bias": np.zeros(50_000_000, np.float32)}
+        np.savez_compressed(path, **bomb)
+        assert path.stat().st_size < 1_000_000
+        refused(path, r"'head\.bias' has shape \(50000000,\)")
+        for name in arrays("ViT"):
+            for shape in ((), (1,), (2, 3), (1, 0, 32), (3, 3, 3, 3), (2, 2, 2, 2, 2)):
+                np.savez(path, **arrays("ViT") | {name: np.zeros(shape, np.float32)})
+                refused(path)
+        path.write_bytes(b"PK\x05\x06" + b"\0" * 18)
+        refused(path)
+        path.write_bytes(b"no zip")
+        refused(path, "damaged")
+
+
+def test_an_array_whose_header_lies_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.npz"
+    np.savez(path, **arrays("ViT"))
+    header = (
+        b"\x93NUMPY\x01\x00v\x00{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000,), }".ljust(127)
+        + b"\n"
+    )
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("huge.npy", header + b"1234")
+    refused(path, "claims 4000000000000 bytes of 132")
+
+
+def test_flipped_or_cut_npz_files_are_refused_or_harmless(tmp_path: Path) -> None:
+    path = tmp_path / "model.npz"
+    np.savez_compressed(path, **dict(reference.make_vit(np.random.default_rng(0), width=32, depth=1, mlp=8)))
+    content, generator = path.read_bytes(), np.random.default_rng(0)
+    for i in range(300):
+        broken = bytearray(content)
+        if i % 4 == 0:
+            del broken[generator.integers(len(broken)) :]
+        else:
+            broken[generator.integers(len(broken))] ^= 1 << int(generator.integers(8))
+        path.write_bytes(broken)
+        try:
+            load(path)
+        except ModelError as error:
+            if "\n" in str(error):
+                pytest.fail(f"more than one line: {error}")
+
+
+def refused(path: Path, message: str | None = None) -> None:
+    with pytest.raises(ModelError, match=message) as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_info_reads_an_npz(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from vitrail.cli import main
+
+    path = stored(tmp_path, arrays("hybrid, two stages") | {"head/kernel": np.zeros((32, 7), np.float32)})
+    assert main(["info", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["architecture"]["stem"]["units"] == [2, 2]
+    assert any("head: all zeros" in text for text in found["warnings"])
+    assert main(["info", str(path)]) == 0
+    assert "2+2 units" in capsys.readouterr().out
+
+
+def test_a_resnet_of_another_depth_and_width_loads(tmp_path: Path) -> None:
+    config = load(stored(tmp_path, arrays("BiT, two units and double width"))).model.config
+    assert isinstance(config, BiTConfig)
+    assert config.conv == ConvConfig(units=(2, 1), width_factor=2, **presets.BIT_NUMERICS)
