@@ -145,8 +145,8 @@ def test_every_preset_has_the_parameters_of_the_papers_equations(name: str) -> N
 def test_resnets_cost_what_he_et_al_state_and_the_later_stride(layers: str, giga: float) -> None:
     """He et al. 2016 stride in a stage's first 1 x 1 convolution, BiT in the 3 x 3 behind it.
 
-    So the first 1 x 1 of stages 2, 3 and 4 sees four times the places: 1.5 times 56 x 56 x 256 x 128, 28 x 28 x 512 x
-    256 and 14 x 14 x 1024 x 512 halved each, and the 3 x 3 stays as it was. That is the whole difference.
+    So in BiT the first 1 x 1 of stages 2, 3 and 4 still sees the larger map, four times the places. That is the whole
+    difference: three quarters of those three convolutions.
     """
     ours = count.multiply_adds(presets.config(f"bit-r{layers}x1"))
     maps = [(56, 256, 128), (28, 512, 256), (14, 1024, 512)]

@@ -40,7 +40,19 @@ def test_a_bf16_training_step_has_finite_gradients_for_every_parameter(change: d
         assert torch.isfinite(parameter.grad).all(), name
 
 
-@pytest.mark.parametrize("kind", ["plain", "norm-mean", "map", "distilled", "registers"])
+def test_a_resnet_computes_and_trains_there_too() -> None:
+    model = making.bit()
+    images = making.images(model.config, count=4, size=(64, 64))
+    with torch.no_grad():
+        expected = model(images)
+        torch.testing.assert_close(model.cuda()(images.cuda()).cpu(), expected, atol=1e-3, rtol=1e-3)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = model.train()(images.cuda()).float().square().mean()
+    loss.backward()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["plain", "norm-mean", "map", "distilled", "registers", "hybrid"])
 def test_a_compiled_model_computes_the_same(kind: str) -> None:
     model = making.vit(**VARIANTS[kind]).cuda()
     images = making.images(model.config, count=4).cuda()

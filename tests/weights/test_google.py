@@ -16,7 +16,7 @@ from tests.making import VARIANTS
 from vitrail import presets
 from vitrail.config import BiTConfig, ConvConfig, ViTConfig
 from vitrail.errors import ModelError, UsageError
-from vitrail.weights import storage
+from vitrail.weights import storage, timm_resnet
 from vitrail.weights.load import load, save
 
 VITS: dict[str, Any] = {
@@ -210,19 +210,46 @@ def test_deit_tiny_with_its_erf_gelu_is_refused(deit_tiny: Path, tmp_path: Path)
         save(load(deit_tiny), tmp_path / "model", "google")
 
 
-def test_every_pair_of_formats_that_holds_a_model_keeps_its_logits(tmp_path: Path) -> None:
-    """A tanh ViT through google, timm and transformers; a timm hybrid through native; each to each."""
-    vit = making.trained(making.vit())
-    names = {"vitrail": "a.safetensors", "google": "a.npz", "timm": "timm", "transformers": "hf"}
-    images = making.images(vit.model.config)
+TIMM_STEM = ConvConfig(units=(), norm_eps=1e-5, standardise="sqrt(var + eps)", standardise_eps=1e-8)
+MODELS: dict[str, tuple[Any, set[str]]] = {  # a model, and the formats that hold it beside the native one
+    "ViT, tanh": (lambda: making.vit(), {"google", "timm", "transformers"}),
+    "ViT, erf": (
+        lambda: making.vit(width=64, heads=1, gelu="erf"),
+        {"timm", "bare timm", "transformers", "torchvision"},
+    ),
+    "ViT, attention pooling": (lambda: making.vit(**VARIANTS["map"]), {"google", "timm"}),
+    "Google's hybrid": (lambda: making.vit(stem=making.STEM, patch=2), {"google"}),
+    "timm's hybrid": (lambda: making.vit(stem=TIMM_STEM, patch=2), {"timm"}),
+    "Google's BiT": (lambda: making.bit(), {"google"}),
+    "timm's BiT": (
+        lambda: making.bit(conv=ConvConfig(units=(3, 4, 6, 3), **timm_resnet.NUMERICS)),
+        {"timm", "bare timm"},
+    ),
+}
+FILES = {"vitrail": "a.safetensors", "google": "a.npz", "timm": "timm", "bare timm": "b.safetensors",
+         "transformers": "hf", "torchvision": "a.pth"}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_every_pair_of_formats_that_holds_a_model_keeps_its_logits(kind: str, tmp_path: Path) -> None:
+    make, held = MODELS[kind]
+    ours = making.trained(make())
+    images = making.images(ours.model.config)
+    found = set()
     with torch.no_grad():
-        logits = vit.model(images)
-        for first, first_name in names.items():
-            for second, second_name in names.items():
-                save(vit, tmp_path / f"1-{first_name}", first, overwrite=True)
-                middle = load(tmp_path / f"1-{first_name}")
-                save(middle, tmp_path / f"2-{second_name}", second, overwrite=True)
-                assert torch.equal(load(tmp_path / f"2-{second_name}").model(images), logits), (first, second)
+        logits = ours.model(images)
+        for first in FILES:
+            try:
+                save(ours, tmp_path / f"1-{FILES[first]}", first.removeprefix("bare "))
+            except ModelError:
+                continue
+            found.add(first)
+            middle = load(tmp_path / f"1-{FILES[first]}")
+            assert torch.equal(middle.model(images), logits), first
+            for second in held | {"vitrail"}:
+                save(middle, tmp_path / f"2-{FILES[second]}", second.removeprefix("bare "), overwrite=True)
+                assert torch.equal(load(tmp_path / f"2-{FILES[second]}").model(images), logits), (first, second)
+    assert found == held | {"vitrail"}
 
 
 class Explosive:
