@@ -109,6 +109,9 @@ def test_a_resnet_saves_loads_and_adapts(tmp_path: Path) -> None:
     for one, three in zip(kernel, whole, strict=True):  # the same pattern; its scale is what standardisation makes it
         assert F.cosine_similarity(one.flatten(), three.flatten(), dim=0) > 1 - 1e-5
     assert "head.fc.weight (7, 512, 1, 1): removed" in grey.origin.changes
+    assert "image_size: [32, 32] -> [64, 64]" in grey.origin.changes
+    with pytest.raises(UsageError, match="classes is -1"):
+        adapt(before, classes=-1)
     for change in ({"patch": 8}, {"operator": "bicubic"}):
         with pytest.raises(UsageError, match="a ResNet has no"):
             adapt(before, **change)

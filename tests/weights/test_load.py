@@ -87,6 +87,9 @@ def test_names_and_formats_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     whole = making.trained(making.vit())
     with pytest.raises(UsageError, match=r"one \.safetensors file"):
         save(whole, tmp_path / "model")
+    for format_name in ("timm", "transformers"):
+        with pytest.raises(UsageError, match="Google's kind of file"):
+            save(whole, tmp_path / "model.npz", format_name)
     with pytest.raises(UsageError, match="there is no format 'jax'"):
         save(whole, tmp_path / "model", "jax")
 

@@ -15,6 +15,7 @@ from tests.making import VARIANTS
 from vitrail import presets
 from vitrail.config import ConvConfig, Preprocess
 from vitrail.errors import ModelError
+from vitrail.weights import timm_resnet
 from vitrail.weights.load import load, save
 from vitrail.weights.trained import Origin
 
@@ -315,6 +316,11 @@ def test_logits_equal_timms_hybrids_and_back(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.equal(theirs_again(images), expected)
         assert torch.equal(load(tmp_path / "again").model(images), loaded.model(images))
+    timm.create_model(f"local-dir:{tmp_path / 'again'}", pretrained=True, in_chans=1)  # it finds the first kernels
+    settings["architecture"] = "vit_base_patch16_224"
+    (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="vit_base_patch16_224 has the stem None"):
+        load(tmp_path / "model")
 
 
 def test_logits_equal_timms_bit_and_back(tmp_path: Path) -> None:
@@ -350,3 +356,32 @@ def test_googles_numerics_are_not_timms(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no name for a ResNet of units"):
         save(making.trained(making.bit()), tmp_path / "resnet", "timm")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"global_pool": "max"}, "a BiT ResNet averages"),
+        ({"model_args": {"global_pool": "max"}}, "a BiT ResNet averages"),
+        ({"model_args": {"act_layer": "silu"}}, "built with act_layer='silu'"),
+        ({"model_args": [1]}, "not an object"),
+        ({"num_classes": 99}, "differ in the number of classes"),
+        ({"architecture": ["x_bit"]}, "those of BiT are read"),
+        ({"architecture": "resnetv2_50"}, "those of BiT are read"),
+    ],
+)
+def test_a_config_that_is_no_bit_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    conv = ConvConfig(units=(3, 4, 6, 3), **timm_resnet.NUMERICS)
+    save(making.trained(making.bit(conv=conv)), tmp_path / "model", "timm")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ModelError, match=message):
+        load(tmp_path / "model")
+
+
+def test_a_stem_under_both_its_names_is_refused(tmp_path: Path) -> None:
+    tensors = making.vit(stem=ConvConfig(units=(), **timm_resnet.NUMERICS), patch=2).state_dict()
+    double = {"patch_embed.backbone.conv.weight": tensors["patch_embed.backbone.stem.conv.weight"].clone()}
+    save_file(tensors | double, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="two tensors for"):
+        load(tmp_path / "model.safetensors")

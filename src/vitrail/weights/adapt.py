@@ -98,6 +98,7 @@ def _new_head(step: Step, classes: int) -> Step:
 
 
 def _new_pooled_head(step: Step, config: BiTConfig, classes: int) -> Step:
+    config = dataclasses.replace(config, classes=classes)
     tensors, changes = dict(step.tensors), list(step.changes)
     for name in ("head.fc.weight", "head.fc.bias"):
         if name in tensors:
@@ -105,7 +106,7 @@ def _new_pooled_head(step: Step, config: BiTConfig, classes: int) -> Step:
     if classes:
         tensors |= {"head.fc.weight": torch.zeros(classes, config.features, 1, 1), "head.fc.bias": torch.zeros(classes)}
         changes.append(f"head.fc.weight {_shape(tensors['head.fc.weight'])}, head.fc.bias ({classes}): new, zeros")
-    return Step(dataclasses.replace(config, classes=classes), tensors, tuple(changes))
+    return Step(config, tensors, tuple(changes))
 
 
 def _new_grid(step: Step, size: tuple[int, int], patch: int | None) -> Step:
@@ -113,7 +114,8 @@ def _new_grid(step: Step, size: tuple[int, int], patch: int | None) -> Step:
     if isinstance(step.config, BiTConfig):
         if patch is not None:
             raise UsageError("a ResNet has no patches")
-        return step._replace(config=dataclasses.replace(step.config, image_size=size))
+        change = f"image_size: {list(step.config.image_size)} -> {list(size)}"
+        return Step(dataclasses.replace(step.config, image_size=size), step.tensors, (*step.changes, change))
     patch = step.config.patch if patch is None else patch
     config = dataclasses.replace(step.config, image_size=size, patch=patch)
     tensors, changes = dict(step.tensors), list(step.changes)

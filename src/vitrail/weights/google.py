@@ -1,14 +1,19 @@
 """Google's .npz files: ViT and hybrids of vision_transformer, ViT of big_vision, and BiT ResNets.
 
-Names are paths, kernels are stored input first. The two projects name the same things differently, and place positions
-differently: vision_transformer adds them to class token and patches, big_vision to the patches, before the class token
-joins. Both orders are computed as they are. What the files never say is fixed by the authors' code: tanh GELU and the
-epsilons of `presets`.
+Names are paths, kernels are stored input first. The two ViT projects number a block's parts differently and place
+positions differently: vision_transformer adds them to class token and patches, big_vision to the patches, before the
+class token joins. Both orders are computed as they are. What the files never say is fixed by the authors' code: tanh
+GELU and the epsilons of `presets`.
+
+`layers` lists every layer's path and name once; reading and writing are that list, forwards and backwards.
 """
 
 import dataclasses
 import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,60 +22,158 @@ from vitrail import presets
 from vitrail.config import BiTConfig, ViTConfig, from_json
 from vitrail.errors import ModelError
 from vitrail.model.build import Config
+from vitrail.model.vit import ViT
 from vitrail.weights import foreign, storage
 from vitrail.weights.trained import Tensors, Trained
 
 FORMAT = "google"
 PREFIXES = ("opt/target/", "params/img/", "params/")
 POSITIONS, BARE_POSITIONS = "Transformer/posembed_input/pos_embedding", "pos_embedding"  # with the class token, without
+BACKBONE = "patch_embed.backbone."
+DEFAULT_SIDE = 224  # where no positions are stored, nothing tells the image size
 
-_LEAF = {"scale": "weight", "gamma": "weight", "kernel": "weight", "bias": "bias", "beta": "bias"}
-_NORM1, _ATTENTION = r"LayerNorm_0", r"MultiHeadDotProductAttention_[01]"
-_VIT = {  # a path without its leaf -> the model's own name
-    r"embedding": "patch_embed.proj",
-    r"pre_logits": "pre_logits.fc",
-    r"head": "head",
-    r"Transformer/encoder_norm": "norm",
-    rf"Transformer/encoderblock_(\d+)/{_NORM1}": r"blocks.\1.norm1",
-    rf"Transformer/encoderblock_(\d+)/{_ATTENTION}/query": r"blocks.\1.attn.q",
-    rf"Transformer/encoderblock_(\d+)/{_ATTENTION}/key": r"blocks.\1.attn.k",
-    rf"Transformer/encoderblock_(\d+)/{_ATTENTION}/value": r"blocks.\1.attn.v",
-    rf"Transformer/encoderblock_(\d+)/{_ATTENTION}/out": r"blocks.\1.attn.proj",
-    r"Transformer/encoderblock_(\d+)/LayerNorm_[12]": r"blocks.\1.norm2",
-    r"Transformer/encoderblock_(\d+)/MlpBlock_[03]/Dense_0": r"blocks.\1.mlp.fc1",
-    r"Transformer/encoderblock_(\d+)/MlpBlock_[03]/Dense_1": r"blocks.\1.mlp.fc2",
-    r"MAPHead_0/MultiHeadDotProductAttention_0/query": "attn_pool.q",
-    r"MAPHead_0/MultiHeadDotProductAttention_0/key": "attn_pool.k",
-    r"MAPHead_0/MultiHeadDotProductAttention_0/value": "attn_pool.v",
-    r"MAPHead_0/MultiHeadDotProductAttention_0/out": "attn_pool.proj",
-    r"MAPHead_0/LayerNorm_0": "attn_pool.norm",
-    r"MAPHead_0/MlpBlock_0/Dense_0": "attn_pool.mlp.fc1",
-    r"MAPHead_0/MlpBlock_0/Dense_1": "attn_pool.mlp.fc2",
+Project = Literal["vision_transformer", "big_vision", "bit"]
+Kind = Literal["dense", "conv", "norm", "gamma", "heads", "out", "whole"]
+LEAVES: dict[Kind, dict[str, str]] = {  # the last part of a path -> of a name
+    "dense": {"kernel": "weight", "bias": "bias"},
+    "conv": {"kernel": "weight", "bias": "bias"},
+    "heads": {"kernel": "weight", "bias": "bias"},  # of query, key or value: (D, H, K), (H, K)
+    "out": {"kernel": "weight", "bias": "bias"},  # of attention's output: (H, K, D), (D,)
+    "norm": {"scale": "weight", "bias": "bias"},
+    "gamma": {"gamma": "weight", "beta": "bias"},
 }
-_BACKBONE = "patch_embed.backbone."
-_HYBRID = {
-    r"conv_root": f"{_BACKBONE}stem.conv",
-    r"gn_root": f"{_BACKBONE}stem.norm",
-    r"block(\d+)/unit(\d+)/conv([123])": r"blockunit \1 \2 conv\3",
-    r"block(\d+)/unit(\d+)/gn([123])": r"blockunit \1 \2 norm\3",
-    r"block(\d+)/unit(\d+)/conv_proj": r"blockunit \1 \2 downsample.conv",
-    r"block(\d+)/unit(\d+)/gn_proj": r"blockunit \1 \2 downsample.norm",
-}
-_LETTERS = {"a": "1", "b": "2", "c": "3"}
-_BIT = {
-    r"resnet/root_block/standardized_conv2d": "stem.conv",
-    r"resnet/group_norm": "norm",
-    r"resnet/head/conv2d": "head.fc",
-    r"resnet/block(\d+)/unit(\d+)/a/proj/standardized_conv2d": r"blockunit \1 \2 downsample.conv",
-    r"resnet/block(\d+)/unit(\d+)/([abc])/standardized_conv2d": r"blockunit \1 \2 conv\3",
-    r"resnet/block(\d+)/unit(\d+)/([abc])/group_norm": r"blockunit \1 \2 norm\3",
-}
-_WHOLE = {
-    "cls": "cls_token",
-    POSITIONS: "pos_embed",
-    BARE_POSITIONS: "pos_embed",
-    "MAPHead_0/probe": "attn_pool.latent",
-}
+
+
+class Shape(NamedTuple):
+    """What the list of layers depends on."""
+
+    project: Project
+    depth: int = 0
+    units: tuple[int, ...] = ()
+    bare_positions: bool = False
+
+
+class Layer(NamedTuple):
+    path: str
+    own: str
+    kind: Kind
+
+
+def layers(shape: Shape) -> Iterator[Layer]:
+    """Every layer that a model of this shape may have, by Google's path and by the model's own name."""
+    if shape.project == "bit":
+        yield from _bit_layers(shape.units)
+        return
+    yield from (Layer("embedding", "patch_embed.proj", "conv"), Layer("cls", "cls_token", "whole"))
+    yield Layer(BARE_POSITIONS if shape.bare_positions else POSITIONS, "pos_embed", "whole")
+    yield Layer("conv_root", f"{BACKBONE}stem.conv", "conv")
+    yield Layer("gn_root", f"{BACKBONE}stem.norm", "norm")
+    for stage, unit in _each_unit(shape.units):
+        path, own = f"block{stage + 1}/unit{unit + 1}", f"{BACKBONE}stages.{stage}.blocks.{unit}"
+        for part in "123":
+            yield Layer(f"{path}/conv{part}", f"{own}.conv{part}", "conv")
+            yield Layer(f"{path}/gn{part}", f"{own}.norm{part}", "norm")
+        yield Layer(f"{path}/conv_proj", f"{own}.downsample.conv", "conv")
+        yield Layer(f"{path}/gn_proj", f"{own}.downsample.norm", "norm")
+    attention, norm, mlp = ("1", "2", "3") if shape.project == "vision_transformer" else ("0", "1", "0")
+    for index in range(shape.depth):
+        path, own = f"Transformer/encoderblock_{index}", f"blocks.{index}"
+        yield Layer(f"{path}/LayerNorm_0", f"{own}.norm1", "norm")
+        yield from _attention(f"{path}/MultiHeadDotProductAttention_{attention}", f"{own}.attn")
+        yield Layer(f"{path}/LayerNorm_{norm}", f"{own}.norm2", "norm")
+        yield from _mlp(f"{path}/MlpBlock_{mlp}", f"{own}.mlp")
+    yield Layer("Transformer/encoder_norm", "norm", "norm")
+    yield Layer("MAPHead_0/probe", "attn_pool.latent", "whole")
+    yield from _attention("MAPHead_0/MultiHeadDotProductAttention_0", "attn_pool")
+    yield Layer("MAPHead_0/LayerNorm_0", "attn_pool.norm", "norm")
+    yield from _mlp("MAPHead_0/MlpBlock_0", "attn_pool.mlp")
+    yield from (Layer("pre_logits", "pre_logits.fc", "dense"), Layer("head", "head", "dense"))
+
+
+def _attention(path: str, own: str) -> Iterator[Layer]:
+    for theirs, ours in (("query", "q"), ("key", "k"), ("value", "v")):
+        yield Layer(f"{path}/{theirs}", f"{own}.{ours}", "heads")
+    yield Layer(f"{path}/out", f"{own}.proj", "out")
+
+
+def _mlp(path: str, own: str) -> Iterator[Layer]:
+    for index, ours in enumerate(("fc1", "fc2")):
+        yield Layer(f"{path}/Dense_{index}", f"{own}.{ours}", "dense")
+
+
+def _bit_layers(units: tuple[int, ...]) -> Iterator[Layer]:
+    convolution, norm = "standardized_conv2d", "group_norm"
+    yield Layer(f"resnet/root_block/{convolution}", "stem.conv", "conv")
+    for stage, unit in _each_unit(units):
+        path, own = f"resnet/block{stage + 1}/unit{unit + 1:02d}", f"stages.{stage}.blocks.{unit}"
+        for letter, part in zip("abc", "123", strict=True):
+            yield Layer(f"{path}/{letter}/{convolution}", f"{own}.conv{part}", "conv")
+            yield Layer(f"{path}/{letter}/{norm}", f"{own}.norm{part}", "gamma")
+        yield Layer(f"{path}/a/proj/{convolution}", f"{own}.downsample.conv", "conv")
+    yield Layer(f"resnet/{norm}", "norm", "gamma")
+    yield Layer("resnet/head/conv2d", "head.fc", "conv")
+
+
+def _each_unit(units: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    return ((stage, unit) for stage, count in enumerate(units) for unit in range(count))
+
+
+def arrays(shape: Shape) -> Iterator[tuple[str, str, Kind]]:
+    """Google's name, the model's own name and the kind of every array and tensor."""
+    for layer in layers(shape):
+        if layer.kind == "whole":
+            yield layer.path, layer.own, layer.kind
+        else:
+            for theirs, ours in LEAVES[layer.kind].items():
+                yield f"{layer.path}/{theirs}", f"{layer.own}.{ours}", layer.kind
+
+
+def to_own(name: str, kind: Kind, array: Tensor) -> Tensor:
+    """Output first, heads joined, norms flat."""
+    kernel, sides = name.endswith("/kernel"), tuple(array.shape)
+    match kind:
+        case "whole":
+            return array
+        case "conv" if kernel and len(sides) == 4:
+            return array.permute(3, 2, 0, 1)  # HWIO -> OIHW
+        case "dense" if kernel and len(sides) == 2:
+            return array.mT
+        case "heads" if kernel and len(sides) == 3:
+            return array.flatten(1).mT  # (D, H, K) -> (D, D)
+        case "heads" if not kernel and len(sides) == 2:
+            return array.flatten()
+        case "out" if kernel and len(sides) == 3:
+            return array.flatten(0, 1).mT  # (H, K, D) -> (D, D)
+        case "norm" | "gamma" if sides[:-1] in ((), (1, 1, 1)) and sides:
+            return array.flatten()
+        case "conv" | "dense" | "out" if not kernel and len(sides) == 1:
+            return array
+    raise ModelError(f"array {name!r} has the shape {sides}, which is none for it")
+
+
+def from_own(name: str, kind: Kind, tensor: Tensor, heads: int) -> Tensor:
+    """The inverse of `to_own`."""
+    kernel = name.endswith("/kernel")
+    match kind:
+        case "conv" if kernel:
+            return tensor.permute(2, 3, 1, 0)
+        case "dense" if kernel:
+            return tensor.mT
+        case "heads":
+            return tensor.mT.unflatten(1, (heads, -1)) if kernel else tensor.unflatten(0, (heads, -1))
+        case "out" if kernel:
+            return tensor.mT.unflatten(0, (heads, -1))
+    return tensor
+
+
+def image_model(names: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The names of the image model's arrays, without the prefix of training code -> in full; sentences on the rest."""
+    names = list(names)
+    prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in names)), "")
+    kept = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+    others = Counter(name.split("/")[0] for name in names if not name.startswith(prefix))
+    rest = (f"{top}: {count} arrays left out, no part of the image model" for top, count in sorted(others.items()))
+    return kept, tuple(rest)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,95 +183,58 @@ class Renamed:
     tensors: dict[str, Tensor]
     heads: int | None
     prefix_positions: bool
-    dropped: tuple[str, ...]
 
 
-def rename(arrays: Tensors) -> Renamed:
-    """Google's arrays as the model's own tensors."""
-    arrays, dropped = _strip(arrays)
-    arrays = _unscan(arrays)
-    queries = [tensor for name, tensor in arrays.items() if name.endswith("/query/kernel") and tensor.ndim == 3]
-    own: dict[str, Tensor] = {}
-    for name, tensor in arrays.items():
-        ours, converted = _convert(name, tensor)
-        if ours in own:
-            raise ModelError(f"the file has two arrays for {ours!r}, one of them {name!r}")
-        own[ours] = converted
-    own = _fuse_pool(foreign.fuse_qkv(own))
-    heads = queries[0].shape[1] if queries else None
-    return Renamed(own, heads, POSITIONS in arrays, tuple(dropped))
+def rename(found: Tensors, path: Path) -> Renamed:
+    """The arrays of the image model as the model's own tensors."""
+    found = _unscanned(found, path)
+    shape = _shape(found)
+    table = {theirs: (own, kind) for theirs, own, kind in arrays(shape)}
+    if unknown := sorted(found.keys() - table.keys()):
+        raise ModelError(f"{path} has an array this model has no place for: {unknown[0]!r:.120}")
+    own = {table[name][0]: to_own(name, table[name][1], array) for name, array in found.items()}
+    heads = {array.shape[1] for name, array in found.items() if name.endswith("/query/kernel")}
+    if len(heads) > 1:
+        raise ModelError(f"{path} has blocks of {', '.join(map(str, sorted(heads)))} heads; a plain ViT has one number")
+    return Renamed(_fuse_pool(foreign.fuse_qkv(own)), next(iter(heads), None), POSITIONS in found)
 
 
-def _strip(arrays: Tensors) -> tuple[dict[str, Tensor], list[str]]:
-    """The arrays of the image model without the prefix that training code left, and a sentence on all others."""
-    prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in arrays)), "")
-    kept = {name.removeprefix(prefix): tensor for name, tensor in arrays.items() if name.startswith(prefix)}
-    others = sorted(name for name in arrays if not name.startswith(prefix))
-    return kept, [f"{name}: left out, it is no part of the image model" for name in others]
+def _shape(names: Iterable[str]) -> Shape:
+    """The shape that the paths show; a number they do not reach in turn is found missing later."""
+    names = list(names)
+    blocks = [int(m[1]) for name in names if (m := re.match(r"Transformer/encoderblock_(\d{1,4})/", name))]
+    units: dict[int, int] = {}
+    for name in names:
+        if found := re.match(r"(?:resnet/)?block([1-4])/unit(\d{1,3})/", name):
+            units[int(found[1])] = max(units.get(int(found[1]), 0), int(found[2]))
+    counts = tuple(units.get(stage, 0) for stage in range(1, max(units, default=0) + 1))
+    project: Project = "big_vision"
+    if any(name.startswith("resnet/") for name in names):
+        project = "bit"
+    elif any("/MlpBlock_3/" in name for name in names):
+        project = "vision_transformer"
+    return Shape(project, 1 + max(blocks, default=-1), counts, BARE_POSITIONS in names)
 
 
-def _unscan(arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+def _unscanned(found: Tensors, path: Path) -> dict[str, Tensor]:
     """One array a block, where big_vision stored all blocks in one with a leading axis."""
     split: dict[str, Tensor] = {}
-    for name, tensor in arrays.items():
+    for name, array in found.items():
         if not name.startswith("Transformer/encoderblock/"):
-            split[name] = tensor
+            split[name] = array
             continue
-        if not tensor.ndim or tensor.shape[0] > 1_024:
-            raise ModelError(f"array {name!r} of shape {tuple(tensor.shape)} has no axis of layers")
-        for index, layer in enumerate(tensor):
+        if not array.ndim or array.shape[0] > 1_024:
+            raise ModelError(f"{path}: array {name!r} of shape {tuple(array.shape)} has no axis of layers")
+        for index, layer in enumerate(array):
             split[name.replace("encoderblock/", f"encoderblock_{index}/", 1)] = layer
     return split
-
-
-def _convert(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    """The model's own name of an array and its tensor: output first, heads joined, norms flat."""
-    if name in _WHOLE:
-        return _WHOLE[name], tensor
-    path, _, leaf = name.rpartition("/")
-    for pattern, target in (_VIT | _HYBRID | _BIT).items():
-        found = re.fullmatch(pattern, path)
-        if found and leaf in _LEAF:
-            own = f"{_unit(found.expand(target), path)}.{_LEAF[leaf]}"
-            return own, _transposed(own, leaf, tensor)
-    raise ModelError(f"the file has an array this model has no place for: {name!r:.120}")
-
-
-def _unit(own: str, path: str) -> str:
-    """`blockunit 1 02 conva` -> `stages.0.blocks.1.conv1`, behind the hybrid's backbone unless it is BiT's."""
-    if not own.startswith("blockunit "):
-        return own
-    _, block, unit, part = own.split(" ")
-    part = part[:-1] + _LETTERS.get(part[-1], part[-1]) if part[:-1] in ("conv", "norm") else part
-    return f"{'' if path.startswith('resnet/') else _BACKBONE}stages.{int(block) - 1}.blocks.{int(unit) - 1}.{part}"
-
-
-def _transposed(own: str, leaf: str, tensor: Tensor) -> Tensor:
-    if leaf != "kernel":
-        plain = (
-            tensor.ndim == 1
-            or (tensor.ndim == 2 and re.search(r"\.[qkv]\.bias$", own))
-            or tensor.shape[:-1] == (1, 1, 1)
-        )
-        if not plain:
-            raise ModelError(f"the array of {own!r} has the shape {tuple(tensor.shape)}, which no {leaf} has")
-        return tensor.flatten()
-    if tensor.ndim == 4:
-        return tensor.permute(3, 2, 0, 1)  # HWIO -> OIHW
-    if tensor.ndim == 3 and own.endswith(".proj.weight"):
-        return tensor.flatten(0, 1).mT  # (heads, K, D) -> (D, D)
-    if tensor.ndim == 3:
-        return tensor.flatten(1).mT  # (D, heads, K) -> (D, D)
-    if tensor.ndim == 2:
-        return tensor.mT
-    raise ModelError(f"the array of {own!r} has {tensor.ndim} dimensions; a kernel has 2, 3 or 4")
 
 
 def _fuse_pool(own: dict[str, Tensor]) -> dict[str, Tensor]:
     """The attention pool's keys and values in one."""
     for leaf in ("weight", "bias"):
         key, value = (own.pop(f"attn_pool.{part}.{leaf}", None) for part in "kv")
-        if key is not None and value is not None and key.ndim and value.ndim and key.shape == value.shape:
+        if key is not None and value is not None and key.shape == value.shape:
             own[f"attn_pool.kv.{leaf}"] = torch.cat([key, value])
         elif key is not None or value is not None:
             raise ModelError("keys and values of the attention pool do not fit each other")
@@ -181,29 +247,35 @@ def architecture(renamed: Renamed, path: Path) -> foreign.Read:
     if "stem.conv.weight" in tensors:
         return _resnet(tensors, path)
     size, assumptions = foreign.shape(tensors, path), []
-    count = foreign.tokens(tensors, "pos_embed", path)
-    prefix = int("cls_token" in tensors)
-    grid = foreign.square_grid(count - prefix * renamed.prefix_positions) if count else None
-    stem = foreign.conv(tensors, _BACKBONE, presets.HYBRID_NUMERICS, path) if foreign.STEM in tensors else None
+    count, prefix = foreign.tokens(tensors, "pos_embed", path), int("cls_token" in tensors)
+    stem = foreign.conv(tensors, BACKBONE, presets.HYBRID_NUMERICS, path) if foreign.STEM in tensors else None
     stride = size.patch * (stem.stride if stem else 1)
-    if count and grid is None:
-        raise ModelError(f"{path}: its {count} positions are no square grid{' and a class token' if prefix else ''}")
+    grid = foreign.square_grid(count - prefix * renamed.prefix_positions) if count else _default_grid(stride)
     if grid is None:
-        grid = (max(1, 224 // stride), max(1, 224 // stride))
+        raise ModelError(f"{path}: its {count} positions are no square grid{' and a class token' if prefix else ''}")
+    if not count:
         assumptions.append(
             f"positions: none are stored, so sin-cos ones at {grid[0] * stride} x {grid[1] * stride} pixels"
         )
+    pool = "map" if "attn_pool.latent" in tensors else "class" if prefix else "norm-mean"
+    if pool == "map" and prefix:
+        raise ModelError(f"{path} has both a class token and attention pooling, which Google's code never has")
     config = size._asdict() | {
         "heads": renamed.heads,
         "stem": None if stem is None else dataclasses.asdict(stem),
         "image_size": (grid[0] * stride, grid[1] * stride),
         "class_token": bool(prefix),
-        "pool": "map" if "attn_pool.latent" in tensors else "class" if prefix else "norm-mean",
+        "pool": pool,
         "hidden_head": "pre_logits.fc.weight" in tensors,
         "positions": "learned-1d" if count else "sincos-2d",
         "prefix_positions": renamed.prefix_positions,
     }
     return _with_view(from_json(ViTConfig, config), assumptions)
+
+
+def _default_grid(stride: int) -> tuple[int, int]:
+    side = max(1, DEFAULT_SIDE // stride)
+    return side, side
 
 
 def _resnet(tensors: Tensors, path: Path) -> foreign.Read:
@@ -224,24 +296,43 @@ def _with_view(config: Config, assumptions: list[str]) -> foreign.Read:
 
 def write(trained: Trained, path: Path) -> list[str]:
     """Write an .npz that Google's code reads; the notes say what that loses."""
-    model = trained.model
-    config, tensors = model.config, dict(model.state_dict())
-    if isinstance(config, ViTConfig) and config.positions in ("none", "learned-2d"):
-        config, tensors, notes = foreign.with_table(
-            foreign.require_vit(FORMAT, model, hybrid=True), prefix=config.class_token
-        )
-    else:
-        notes = []
-    big_vision = isinstance(config, ViTConfig) and (
-        config.pool == "map" or config.positions == "sincos-2d" or not config.prefix_positions
+    config, tensors, notes = trained.model.config, dict(trained.model.state_dict()), list[str]()
+    if isinstance(trained.model, ViT) and _needs_table(trained.model.config):
+        config, tensors, notes = foreign.with_table(trained.model, prefix=trained.model.config.class_token)
+    shape = _shape_of(config)
+    table = {own: (theirs, kind) for theirs, own, kind in arrays(shape)}
+    tensors = _split_pool(dict(foreign.split_qkv(tensors)))
+    if unknown := sorted(tensors.keys() - table.keys()):
+        raise ModelError(f"the google format cannot hold this model: it has no place for {unknown[0]!r}")
+    heads = config.heads if isinstance(config, ViTConfig) else 0
+    stored = {table[own][0]: from_own(*table[own], tensor, heads).contiguous() for own, tensor in tensors.items()}
+    held = architecture(rename(stored, foreign.DRAFT), foreign.DRAFT).config
+    notes += foreign.check_held(FORMAT, config, held)
+    storage.write_npz(path, stored)
+    lost = (
+        "preprocessing, labels and origin"
+        if isinstance(config, ViTConfig)
+        else "preprocessing, labels, origin and image size"
     )
-    arrays = {}
-    for name, tensor in _split_pool(dict(foreign.split_qkv(tensors))).items():
-        theirs, converted = _theirs(name, tensor, config, big_vision=big_vision)
-        arrays[theirs] = converted.contiguous()
-    notes += foreign.check_held(FORMAT, config, architecture(rename(arrays), foreign.DRAFT).config)
-    storage.write_npz(path, arrays)
-    return [*notes, "an .npz has no place for preprocessing, labels and origin: they were left out"]
+    return [*notes, f"an .npz has no place for {lost}: they were left out"]
+
+
+def _needs_table(config: ViTConfig) -> bool:
+    """Whether positions must be stored as the table that vision_transformer has."""
+    if config.positions == "sincos-2d":  # big_vision stores none, so its size must be the one a reader takes
+        return config.stem is not None or config.grid != _default_grid(config.stride)
+    return config.positions in ("none", "learned-2d") or (config.stem is not None and not config.prefix_positions)
+
+
+def _shape_of(config: Config) -> Shape:
+    if isinstance(config, BiTConfig):
+        return Shape("bit", units=config.conv.units)
+    if config.stem is not None:
+        if config.pool == "map":
+            raise ModelError("the google format cannot hold this model: it has no hybrid with attention pooling")
+        return Shape("vision_transformer", config.depth, config.stem.units)
+    bare = config.pool == "map" or config.positions == "sincos-2d" or not config.prefix_positions
+    return Shape("big_vision" if bare else "vision_transformer", config.depth, bare_positions=bare)
 
 
 def _split_pool(own: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -249,74 +340,3 @@ def _split_pool(own: dict[str, Tensor]) -> dict[str, Tensor]:
         if (both := own.pop(f"attn_pool.kv.{leaf}", None)) is not None:
             own[f"attn_pool.k.{leaf}"], own[f"attn_pool.v.{leaf}"] = both.chunk(2)
     return own
-
-
-def _theirs(name: str, tensor: Tensor, config: Config, *, big_vision: bool) -> tuple[str, Tensor]:
-    """Google's name of a tensor of ours, and its array."""
-    if name == "pos_embed":
-        return (BARE_POSITIONS if big_vision else POSITIONS), tensor
-    whole = {own: theirs for theirs, own in _WHOLE.items()}
-    if name in whole:
-        return whole[name], tensor
-    stem, _, leaf = name.rpartition(".")
-    path = _their_path(stem, big_vision=big_vision, resnet=isinstance(config, BiTConfig))
-    if path is None or leaf not in ("weight", "bias"):
-        raise ModelError(f"the google format cannot hold this model: it has no place for {name!r}")
-    norm = re.search(r"norm|gn", path.rpartition("/")[2], re.IGNORECASE) is not None
-    if norm:
-        names = ("gamma", "beta") if isinstance(config, BiTConfig) else ("scale", "bias")
-        return f"{path}/{names[leaf == 'bias']}", tensor
-    if leaf == "bias":
-        split = re.search(r"/(query|key|value)$", path)
-        return f"{path}/bias", tensor.unflatten(0, (_heads(config), -1)) if split else tensor
-    return f"{path}/kernel", _stored(path, tensor, config)
-
-
-def _heads(config: Config) -> int:
-    assert isinstance(config, ViTConfig)
-    return config.heads
-
-
-def _stored(path: str, tensor: Tensor, config: Config) -> Tensor:
-    """A kernel, input first; those of attention split by heads."""
-    if tensor.ndim == 4:
-        return tensor.permute(2, 3, 1, 0)
-    if re.search(r"/(query|key|value)$", path):
-        return tensor.mT.unflatten(1, (_heads(config), -1))
-    if re.search(r"Attention_\d/out$", path):
-        return tensor.mT.unflatten(0, (_heads(config), -1))
-    return tensor.mT
-
-
-def _their_path(own: str, *, big_vision: bool, resnet: bool) -> str | None:
-    """The path in which Google's code keeps a layer of ours."""
-    unit = re.fullmatch(rf"({re.escape(_BACKBONE)})?stages\.(\d+)\.blocks\.(\d+)\.(\w+)\.?(\w*)", own)
-    if unit:
-        return _their_unit(int(unit[2]) + 1, int(unit[3]) + 1, unit[4], unit[5], hybrid=bool(unit[1]))
-    if found := re.fullmatch(r"blocks\.(\d+)\.(.+)", own):
-        attention, norm2, mlp = ("0", "1", "0") if big_vision else ("1", "2", "3")
-        parts = {
-            "norm1": "LayerNorm_0",
-            "norm2": f"LayerNorm_{norm2}",
-            "mlp.fc1": f"MlpBlock_{mlp}/Dense_0",
-            "mlp.fc2": f"MlpBlock_{mlp}/Dense_1",
-        } | {
-            f"attn.{ours}": f"MultiHeadDotProductAttention_{attention}/{theirs}"
-            for ours, theirs in (("q", "query"), ("k", "key"), ("v", "value"), ("proj", "out"))
-        }
-        return f"Transformer/encoderblock_{found[1]}/{parts[found[2]]}" if found[2] in parts else None
-    families = (_BIT,) if resnet else (_VIT, _HYBRID)
-    plain = {ours: pattern for family in families for pattern, ours in family.items() if "\\" not in pattern}
-    return plain.get(own)
-
-
-def _their_unit(block: int, unit: int, part: str, inner: str, *, hybrid: bool) -> str:
-    if hybrid:
-        name = {"downsample": {"conv": "conv_proj", "norm": "gn_proj"}.get(inner, "")}.get(
-            part, part.replace("norm", "gn")
-        )
-        return f"block{block}/unit{unit}/{name}"
-    base = f"resnet/block{block}/unit{unit:02d}"
-    if part == "downsample":
-        return f"{base}/a/proj/standardized_conv2d"
-    return f"{base}/{'abc'[int(part[-1]) - 1]}/{'standardized_conv2d' if part.startswith('conv') else 'group_norm'}"

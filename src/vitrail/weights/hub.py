@@ -246,7 +246,8 @@ def _explanation(error: Exception, repo: str, revision: str | None, *, writing: 
     wanted = repo if revision is None else f"{repo} at {revision}"
     return (
         f"the Hub cannot be reached ({reason}), and its cache {_cache()} does not hold {wanted}: connect and try again,"
-        f" or `hf download {repo} --local-dir FOLDER` on another machine and give that folder"
+        f" or on another machine `pip install huggingface_hub` and `hf download {repo} --local-dir FOLDER`, then give"
+        " that folder"
     )
 
 

@@ -9,8 +9,7 @@ from vitrail.weights import card, foreign, google, hub, native, storage, timm, t
 from vitrail.weights.trained import Origin, Tensors, Trained, assemble, fit, random
 
 Format = Literal["vitrail", "google", "timm", "transformers", "torchvision"]
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-FOLDER = {*WEIGHTS, "config.json", "preprocessor_config.json", "README.md"}
+FOLDER = {*hub.WEIGHTS, "config.json", "preprocessor_config.json", "README.md"}
 
 
 def locate(model: str | Path) -> Path | None:
@@ -57,10 +56,7 @@ def read(path: Path) -> Trained:
 
 def _read_file(path: Path) -> Trained:
     if path.suffix == ".npz":
-        found = google.architecture(google.rename(storage.npz_shapes(path)), path)
-        fit(found.config, google.rename(storage.npz_shapes(path)).tensors)  # before any array is unpacked
-        renamed = google.rename(storage.read_npz(path))
-        return _trained("google", path, path, renamed.tensors, found, renamed.dropped)
+        return _read_npz(path)
     stored = storage.read(path)
     if native.recognises(stored):
         return native.read(stored, path)
@@ -76,11 +72,24 @@ def _read_file(path: Path) -> Trained:
     raise ModelError(f"{path} is no ViT of timm, transformers or torchvision; it holds {names}, ...")
 
 
+def _read_npz(path: Path) -> Trained:
+    """The model in Google's file: its headers first, and its arrays when every name and shape fits."""
+    headers = storage.npz_headers(path)
+    names, left_out = google.image_model(headers)
+    shapes = storage.npz_shapes(headers, names.values(), path)
+    renamed = google.rename({name: shapes[full] for name, full in names.items()}, path)
+    found = google.architecture(renamed, path)
+    fit(found.config, renamed.tensors)
+    arrays = storage.read_npz(path, names.values())
+    tensors = google.rename({name: arrays[full] for name, full in names.items()}, path).tensors
+    return _trained("google", path, path, tensors, found, left_out)
+
+
 def _read_folder(folder: Path) -> Trained:
     settings = storage.read_json(folder / "config.json")
-    weights = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    weights = next((folder / name for name in hub.WEIGHTS if (folder / name).is_file()), None)
     if weights is None:
-        raise ModelError(f"{folder} holds neither {' nor '.join(WEIGHTS)}")
+        raise ModelError(f"{folder} holds neither {' nor '.join(hub.WEIGHTS)}")
     tensors = storage.read(weights).tensors
     if "model_type" in settings:
         transformers.model_type(settings, folder)
@@ -149,6 +158,8 @@ def _check_name(path: Path, format: Format) -> None:  # noqa: A002
         raise UsageError(f"a vitrail model is one .safetensors file; call it {path}.safetensors")
     if format == "google" and path.suffix != ".npz":
         raise UsageError(f"Google's models are .npz files; call it {path}.npz")
+    if format in ("timm", "transformers") and path.suffix == ".npz":
+        raise UsageError(f"{path} is the name of Google's kind of file; {format} writes a folder")
     if format == "torchvision" and path.suffix not in storage.SUFFIXES:
         raise UsageError(f"a torchvision model is one file; call it {path}.pth or {path}.safetensors")
     if format == "transformers" and path.suffix in storage.SUFFIXES:

@@ -8,8 +8,10 @@ import json
 import math
 import pickle
 import struct
+import tokenize
 import zipfile
 import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +26,8 @@ from vitrail.errors import ModelError
 HEADER_LIMIT = 32 * 2**20  # bytes of a safetensors header or a JSON file; 21,843 labels take 1 MiB
 TENSOR_LIMIT = 100_000
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+ARRAY_TYPES = ("<f2", "<f4", "<f8", "|V2")
+INFLATION = 16  # weights hardly compress; a file that grows more than this is a bomb
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 
@@ -32,6 +36,9 @@ _TORCH_ERRORS = (  # what torch.load lets through when bytes are wrong
     RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, IndexError, zipfile.BadZipFile,
     AssertionError, OverflowError, struct.error,
 )  # fmt: skip
+
+
+_NUMPY_ERRORS = (zlib.error, SyntaxError, NotImplementedError, tokenize.TokenError, RecursionError, MemoryError)
 
 
 class Stored(NamedTuple):
@@ -45,7 +52,7 @@ def read(path: Path) -> Stored:
         raise ModelError(f"{path} is not a file")
     if path.suffix not in SUFFIXES:
         raise ModelError(
-            f"{path} has the ending {path.suffix!r}; weights are {', '.join(SUFFIXES)} files, or folders of them"
+            f"{path} has the ending {path.suffix!r}; weights are {', '.join(SUFFIXES)} or .npz files, or folders"
         )
     stored = _read_safetensors(path) if path.suffix == ".safetensors" else Stored(_read_torch(path), {})
     for name, tensor in stored.tensors.items():
@@ -63,59 +70,73 @@ def _check_plain(name: str, tensor: Tensor, path: Path) -> None:
         raise ModelError(f"{path}: tensor {name!r:.80} of shape {tuple(tensor.shape)} claims more than the file holds")
 
 
-def npz_shapes(path: Path) -> dict[str, Tensor]:
-    """The arrays of an .npz as tensors without memory: names and shapes, read from their headers alone."""
-    return {name: torch.empty(shape, device="meta") for name, (shape, _) in _npz_headers(path).items()}
+class ArrayHeader(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: str
+    """NumPy's word for the type; |V2 is bfloat16, which NumPy does not know."""
 
 
-def read_npz(path: Path) -> dict[str, Tensor]:
-    """The arrays of an .npz. Whoever calls this has looked at `npz_shapes` first."""
-    headers, tensors = _npz_headers(path), {}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for name, (_, dtype) in headers.items():
-                with archive.open(f"{name}.npy") as file:
-                    array = np.lib.format.read_array(file, allow_pickle=False)
-                halves = array.view(np.int16) if dtype == "|V2" else array  # bfloat16, which NumPy does not know
-                tensor = torch.from_numpy(np.ascontiguousarray(halves)).reshape(array.shape)
-                tensors[name] = tensor.view(torch.bfloat16) if dtype == "|V2" else tensor
-    except (*_TORCH_ERRORS, zlib.error) as error:
-        raise ModelError(f"{path} is damaged: {_first_line(error)}") from error
-    for name, tensor in tensors.items():
-        _check_plain(name, tensor, path)
-    return tensors
-
-
-def _npz_headers(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type of each array: sizes that the archive states must agree with them, before anything is unpacked."""
-    headers: dict[str, tuple[tuple[int, ...], str]] = {}
+def npz_headers(path: Path) -> dict[str, ArrayHeader]:
+    """Shape and type of each array of an .npz; only headers are unpacked, and sizes that cannot be are refused."""
+    headers: dict[str, ArrayHeader] = {}
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-            if len(entries) > TENSOR_LIMIT:
-                raise ModelError(f"{path} names {len(entries)} arrays; at most {TENSOR_LIMIT} are read")
+            if len(entries) > TENSOR_LIMIT or sum(entry.compress_size for entry in entries) > path.stat().st_size:
+                raise ModelError(f"{path} is damaged: its {len(entries)} arrays claim more than the file holds")
             for entry in entries:
-                with archive.open(entry) as file:
-                    version = np.lib.format.read_magic(file)
-                    reader = (
-                        np.lib.format.read_array_header_1_0
-                        if version == (1, 0)
-                        else np.lib.format.read_array_header_2_0
-                    )
-                    shape, _, dtype = reader(file)
-                    size, start = math.prod(shape) * dtype.itemsize, file.tell()
-                if dtype.str not in ("<f2", "<f4", "<f8", "|V2") or not entry.filename.endswith(".npy"):
-                    raise ModelError(
-                        f"{path}: array {entry.filename!r:.80} holds {dtype.str}, not floating-point numbers"
-                    )
-                if size + start != entry.file_size or any(side < 0 for side in shape):
-                    raise ModelError(
-                        f"{path} is damaged: array {entry.filename!r:.80} claims {size} bytes of {entry.file_size}"
-                    )
-                headers[entry.filename.removesuffix(".npy")] = (shape, dtype.str)
-    except (*_TORCH_ERRORS, zlib.error, SyntaxError, NotImplementedError) as error:
+                name = entry.filename.removesuffix(".npy")
+                if name in headers or name == entry.filename or entry.flag_bits & 1:
+                    raise ModelError(f"{path} is damaged: {entry.filename!r:.80} is there twice, encrypted or no array")
+                headers[name] = _npz_header(archive, entry, path)
+    except (*_TORCH_ERRORS, *_NUMPY_ERRORS) as error:
         raise ModelError(f"{path} is damaged: {_first_line(error)}") from error
     return headers
+
+
+def _npz_header(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path) -> ArrayHeader:
+    """One array's header, if the size that the archive states agrees with it."""
+    stored, packed = entry.compress_type == zipfile.ZIP_STORED, entry.compress_type == zipfile.ZIP_DEFLATED
+    if not (stored and entry.file_size == entry.compress_size) and not packed:
+        raise ModelError(f"{path} is damaged: {entry.filename!r:.80} is packed in a way that NumPy never writes")
+    with archive.open(entry) as file:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+        start = file.tell()
+    plain = all(type(side) is int and 0 <= side < 2**40 for side in shape) and dtype.names is None and not dtype.shape
+    if not plain or math.prod(shape) * dtype.itemsize + start != entry.file_size:
+        raise ModelError(f"{path} is damaged: {entry.filename!r:.80} does not have the size that its header claims")
+    return ArrayHeader(shape, dtype.str)
+
+
+def npz_shapes(headers: dict[str, ArrayHeader], names: Collection[str], path: Path) -> dict[str, Tensor]:
+    """The arrays called `names` as tensors without memory: names and shapes, for a look before anything is unpacked."""
+    for name in names:
+        if headers[name].dtype not in ARRAY_TYPES:
+            raise ModelError(
+                f"{path}: array {name!r:.80} holds {headers[name].dtype}; {', '.join(ARRAY_TYPES)} are read"
+            )
+    size = sum(math.prod(headers[name].shape) * int(headers[name].dtype[-1]) for name in names)
+    if size > INFLATION * path.stat().st_size + 2**26:
+        raise ModelError(f"{path} unpacks to {size} bytes, far more than weights can: it was not unpacked")
+    return {name: torch.empty(headers[name].shape, device="meta") for name in names}
+
+
+def read_npz(path: Path, names: Collection[str]) -> dict[str, Tensor]:
+    """The arrays called `names`. Whoever calls this has looked at `npz_shapes` first."""
+    tensors: dict[str, Tensor] = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in names:
+                with archive.open(f"{name}.npy") as file:
+                    array = np.lib.format.read_array(file, allow_pickle=False)
+                void = array.dtype.str == "|V2"
+                tensor = torch.from_numpy(np.ascontiguousarray(array.view(np.int16) if void else array))
+                tensors[name] = (tensor.view(torch.bfloat16) if void else tensor).reshape(array.shape)
+    except (*_TORCH_ERRORS, *_NUMPY_ERRORS) as error:
+        raise ModelError(f"{path} is damaged: {_first_line(error)}") from error
+    return tensors
 
 
 def write_npz(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -38,7 +38,6 @@ _KNOWN_ARGUMENTS = {
 }  # fmt: skip
 
 
-STEM_NUMERICS: dict[str, Any] = {"norm_eps": 1e-5, "standardise": "sqrt(var + eps)", "standardise_eps": 1e-8}
 STEMS = {  # units of a hybrid's stem -> the architecture that timm builds with it
     (): "vit_tiny_r_s16_p8_224",
     (2, 2, 2, 2): "vit_small_r26_s32_224",
@@ -57,6 +56,8 @@ def recognises(tensors: Tensors) -> bool:
 def rename(tensors: Tensors) -> dict[str, Tensor]:
     """The tensors under the model's own names."""
     bare = {f"{_BARE_STEM}{part}": f"{_OURS}{part}" for part in ("conv.weight", "norm.weight", "norm.bias")}
+    if both := [name for name, own in bare.items() if name in tensors and own in tensors]:
+        raise ModelError(f"the file has two tensors for {bare[both[0]]!r}, one of them {both[0]!r}")
     return {bare.get(name, name): tensor for name, tensor in tensors.items()}
 
 
@@ -65,11 +66,13 @@ def architecture(tensors: Tensors, settings: dict[str, Any] | None, path: Path) 
     if timm_resnet.recognises(tensors):
         return timm_resnet.architecture(tensors, settings, path)
     size, assumptions = foreign.shape(tensors, path), []
-    stem = foreign.conv(tensors, _BARE_STEM, STEM_NUMERICS, path) if foreign.STEM in tensors else None
+    stem = foreign.conv(tensors, _BARE_STEM, timm_resnet.NUMERICS, path) if foreign.STEM in tensors else None
     stride = size.patch * (stem.stride if stem else 1)
     arguments = storage.section(settings or {}, "model_args", path)
     name = str((settings or {}).get("architecture", ""))
     _refuse_unknown(name, arguments, path)
+    if name and (named := _named_units(name)) != (None if stem is None else stem.units):
+        raise ModelError(f"{path} is damaged: {name} has the stem {named}, the tensors {stem and stem.units}")
     heads = arguments.get("num_heads") or next((n for pattern, n in HEADS.items() if re.match(pattern, name)), None)
     if heads is None:
         heads, sentence = foreign.guess_heads(size.width, size.depth)
@@ -123,6 +126,12 @@ def _check_stated(config: ViTConfig, stated: dict[str, Any], path: Path) -> None
             raise ModelError(
                 f"{path} is damaged: config.json says {name} is {stated[name]!r:.40}, the tensors {value!r}"
             )
+
+
+def _named_units(name: str) -> tuple[int, ...] | None:
+    """The units of the stem that an architecture's name speaks of; None for a plain ViT."""
+    found = re.search(r"_r(?:26|50)?_s(?:16|32)", name)
+    return next((units for units, known in STEMS.items() if found and found[0] in known), None)
 
 
 def _refuse_unknown(name: str, arguments: dict[str, Any], path: Path) -> None:
@@ -277,7 +286,9 @@ def _expressed(model: Model) -> tuple[Config, dict[str, Tensor], list[str]]:
 def _settings(config: Config, trained: Trained) -> dict[str, Any]:
     """config.json. timm builds the named architecture with model_args in place of its own arguments."""
     if isinstance(config, ViTConfig):
-        named, first = _vit_settings(config), "patch_embed.proj" if config.stem is None else f"{_OURS}conv"
+        named, first = _vit_settings(config), "patch_embed.proj"
+        if config.stem is not None:
+            first = f"{_OURS if config.stem.units else _BARE_STEM}conv"
         classifier: Any = ["head", "head_dist"] if config.distillation_head else "head"
     else:
         named, first = {"architecture": timm_resnet.architecture_name(config)}, "stem.conv"

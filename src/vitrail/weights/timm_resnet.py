@@ -1,5 +1,6 @@
 """timm's BiT ResNets: folders of `resnetv2_50x1_bit` and its like, or the bare state dict."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,7 @@ def recognises(tensors: Tensors) -> bool:
 
 def architecture(tensors: Tensors, settings: dict[str, Any] | None, path: Path) -> foreign.Read:
     """The function these weights compute."""
-    name = str((settings or {}).get("architecture", "_bit"))
-    if "_bit" not in name:
-        raise ModelError(f"{path} is {name}; of timm's ResNets those of BiT are read")
+    _check_settings(settings or {}, path)
     _, channels, _, _ = foreign.dimensions(tensors, "stem.conv.weight", 4, path)
     classes = foreign.dimensions(tensors, "head.fc.weight", 4, path)[0] if "head.fc.weight" in tensors else 0
     size: Any = storage.section(settings or {}, "pretrained_cfg", path).get("input_size")
@@ -30,9 +29,26 @@ def architecture(tensors: Tensors, settings: dict[str, Any] | None, path: Path) 
     sides = (size[1], size[2]) if stated else (224, 224)
     conv = foreign.conv(tensors, "", NUMERICS, path)
     config = BiTConfig(conv=conv, channels=channels, classes=classes, image_size=sides)
+    if (settings or {}).get("num_classes") not in (None, classes):
+        raise ModelError(f"{path} is damaged: config.json and the tensors differ in the number of classes")
     return foreign.Read(
         config=config, assumptions=() if stated else ("image size: 224 x 224, the file does not state it",)
     )
+
+
+def _check_settings(settings: dict[str, Any], path: Path) -> None:
+    """Refuse a config.json that names another network than BiT's."""
+    arguments = storage.section(settings, "model_args", path)
+    name, pools = (
+        settings.get("architecture", "resnetv2_bit"),
+        {settings.get("global_pool"), arguments.get("global_pool")},
+    )
+    if not isinstance(name, str) or not re.fullmatch(r"resnetv2_\w*bit\w*", name):
+        raise ModelError(f"{path} is {name!r:.80}; of timm's ResNets those of BiT are read")
+    if unknown := sorted(arguments.keys() - {"global_pool", "in_chans", "num_classes", "drop_rate", "drop_path_rate"}):
+        raise ModelError(f"{path} was built with {unknown[0]}={arguments[unknown[0]]!r:.40}, which no BiT ResNet has")
+    if not pools <= {None, "avg"}:
+        raise ModelError(f"{path}: global_pool is {sorted(map(str, pools))}; a BiT ResNet averages")
 
 
 def architecture_name(config: BiTConfig) -> str:
