@@ -100,12 +100,17 @@ def config(name: str, **changes: Any) -> ViTConfig | BiTConfig:
         return _build(ViTConfig, SIZES[hybrid.size]._asdict() | {"patch": hybrid.patch, "stem": stem} | changes)
     found = _VIT.fullmatch(name)
     if found is None:
-        close = difflib.get_close_matches(name, names(), n=1)
-        meant = f" Did you mean {close[0]}?" if close else ""
-        raise UsageError(f"there is no preset {name!r}.{meant} `vitrail list` shows them; `b16` is size b, patch 16.")
+        raise UsageError(unknown(name))
     patch = int(changes.get("patch") or found[2])
     side = max(1, round(224 / patch)) * patch  # 224 for every published patch side
     return _build(ViTConfig, SIZES[found[1]]._asdict() | {"patch": patch, "image_size": (side, side)} | changes)
+
+
+def unknown(name: str) -> str:
+    """What to say of a name that no preset has."""
+    close = difflib.get_close_matches(name, names(), n=1)
+    meant = f" Did you mean {close[0]}?" if close else ""
+    return f"there is no preset {name!r:.80}.{meant} `vitrail list` shows them; `b16` is size b, patch 16."
 
 
 C = TypeVar("C", ViTConfig, BiTConfig)

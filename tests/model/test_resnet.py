@@ -59,6 +59,7 @@ def test_a_hybrids_patches_are_cut_from_the_feature_map() -> None:
     model = making.vit(stem=making.STEM, patch=2)
     images = making.images(model.config)
     with torch.no_grad():
+        assert model.patch_embed.backbone is not None
         features = model.patch_embed.backbone(images)
         assert features.shape == (2, 256, 8, 8)
         expected = F.conv2d(features, model.patch_embed.proj.weight, model.patch_embed.proj.bias, stride=2)

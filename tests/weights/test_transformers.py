@@ -225,6 +225,12 @@ def test_an_old_folder_with_a_bin_file_and_an_integer_size_loads(tmp_path: Path)
     assert loaded.preprocess.resize == loaded.preprocess.size == (32, 32)
     assert loaded.preprocess.interpolation == "bilinear"
     assert loaded.origin.licence == "apache-2.0"
+    for kind, expected in (("DeiTFeatureExtractor", "bicubic"), ("ViTFeatureExtractor", "bilinear")):
+        silent = {key: value for key, value in old.items() if key != "resample"} | {"feature_extractor_type": kind}
+        (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(silent))
+        found = load(tmp_path / "model").preprocess
+        assert found is not None
+        assert found.interpolation == expected
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,12 @@ class PatchEmbed(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        if config.stem is not None:
-            self.backbone = Backbone(config.stem, config.channels)
+        self.backbone = None if config.stem is None else Backbone(config.stem, config.channels)
         channels = config.channels if config.stem is None else config.stem.features
         self.proj = nn.Conv2d(channels, config.width, config.patch, config.patch)
 
     def forward(self, images: Tensor) -> Tensor:
-        if hasattr(self, "backbone"):
+        if self.backbone is not None:
             images = self.backbone(images)  # a hybrid: patches of the feature map
         # One matrix product: a convolution does the same sums but first copies its input to another memory layout.
         patches = cut(images, self.proj.kernel_size[0])  # (B, N, C P P)

@@ -194,9 +194,9 @@ def conv(tensors: Tensors, prefix: str, numerics: dict[str, Any], path: Path) ->
     return ConvConfig(units=units(tensors, f"{prefix}stages.", path), width_factor=width // 64, **numerics)
 
 
-def require_vit(format_name: str, model: Model, *, hybrid: bool = False) -> ViT:
-    """The model, if it is a ViT; a hybrid only where the format knows them."""
-    if not isinstance(model, ViT) or (model.config.stem is not None and not hybrid):
+def require_vit(format_name: str, model: Model) -> ViT:
+    """The model, if it is a ViT and no hybrid."""
+    if not isinstance(model, ViT) or model.config.stem is not None:
         kind = "hybrid" if isinstance(model, ViT) else "ResNet"
         raise ModelError(f"the {format_name} format cannot hold this model: it has no place for a {kind}")
     return model

@@ -37,10 +37,7 @@ def load(model: str | Path) -> Trained:
     name = str(model)
     if not presets.exists(name):
         beside = f" There is a folder of that name: write ./{name} to mean it." if Path(name).is_dir() else ""
-        try:
-            presets.config(name)
-        except UsageError as error:
-            raise UsageError(f"no file is called {name!r}, and {error}{beside}") from None
+        raise UsageError(f"no file is called {name!r}, and {presets.unknown(name)}{beside}")
     return random(name)
 
 
@@ -52,6 +49,8 @@ def read(path: Path) -> Trained:
         return _read_folder(path) if path.is_dir() else _read_file(path)
     except UsageError as error:  # a setting in the file, not one of the user's
         raise ModelError(f"{path} is damaged: {error}") from error
+    except ModelError as error:
+        raise error if str(path) in str(error) else ModelError(f"{path}: {error}") from error
 
 
 def _read_file(path: Path) -> Trained:
@@ -121,10 +120,7 @@ def _trained(
         assumptions=found.assumptions,
         changes=changes,
     )
-    try:
-        model = assemble(found.config, tensors)
-    except ModelError as error:
-        raise ModelError(f"{path}: {error}") from error
+    model = assemble(found.config, tensors)
     return Trained(model=model, preprocess=found.preprocess, labels=found.labels, origin=origin)
 
 

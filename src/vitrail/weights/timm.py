@@ -36,8 +36,6 @@ _KNOWN_ARGUMENTS = {
     "init_values", "class_token", "no_embed_class", "reg_tokens", "global_pool", "fc_norm", "act_layer", "pos_embed",
     "dynamic_img_size", "drop_rate", "drop_path_rate", "weight_init",
 }  # fmt: skip
-
-
 STEMS = {  # units of a hybrid's stem -> the architecture that timm builds with it
     (): "vit_tiny_r_s16_p8_224",
     (2, 2, 2, 2): "vit_small_r26_s32_224",
@@ -71,8 +69,9 @@ def architecture(tensors: Tensors, settings: dict[str, Any] | None, path: Path) 
     arguments = storage.section(settings or {}, "model_args", path)
     name = str((settings or {}).get("architecture", ""))
     _refuse_unknown(name, arguments, path)
-    if name and (named := _named_units(name)) != (None if stem is None else stem.units):
-        raise ModelError(f"{path} is damaged: {name} has the stem {named}, the tensors {stem and stem.units}")
+    units = None if stem is None else stem.units
+    if name and _named_units(name) != units:
+        raise ModelError(f"{path} is damaged: {name} has the stem {_named_units(name)}, the tensors {units}")
     heads = arguments.get("num_heads") or next((n for pattern, n in HEADS.items() if re.match(pattern, name)), None)
     if heads is None:
         heads, sentence = foreign.guess_heads(size.width, size.depth)

@@ -75,12 +75,8 @@ def rename(tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
     own = foreign.fuse_qkv(NAMES.rename(inner))
     if "reg_token" in own:  # registers have no position, the class token has: an equal class token without one
         token, position = own.get("cls_token"), own.get("pos_embed")
-        if (
-            token is None
-            or position is None
-            or not token.ndim == position.ndim == 3
-            or token.shape[2] != position.shape[2]
-        ):
+        fit = token is not None and position is not None and token.ndim == position.ndim == 3
+        if token is None or position is None or not fit or token.shape[2] != position.shape[2]:
             raise ModelError("the file has registers, but no class token and positions of one width beside them")
         own |= {"cls_token": token + position[:, :1], "pos_embed": position[:, 1:]}
     return own, dropped
@@ -153,7 +149,7 @@ def _preprocess(processor: dict[str, Any] | None) -> tuple[Preprocess | None, li
         fields = {
             "size": crop if len(crop) == 2 else crop * 2,
             "resize": resize,
-            "interpolation": INTERPOLATION[processor.get("resample", 2)],
+            "interpolation": INTERPOLATION[processor.get("resample", _default_resample(processor))],
             "crop_rounding": "nearest" if crop == resize else "down",
             "mean": processor["image_mean"],
             "std": processor["image_std"],
@@ -161,6 +157,12 @@ def _preprocess(processor: dict[str, Any] | None) -> tuple[Preprocess | None, li
         return from_json(Preprocess, fields), []
     except (KeyError, TypeError, ValueError) as error:
         return None, [f"preprocessing: unknown, preprocessor_config.json does not state it in full ({error})"]
+
+
+def _default_resample(processor: dict[str, Any]) -> int:
+    """What transformers takes where the file does not say: bilinear for ViT, bicubic for DeiT and DINOv2."""
+    kind = processor.get("image_processor_type") or processor.get("feature_extractor_type") or "ViT"
+    return 2 if str(kind).startswith("ViT") else 3
 
 
 def _sides(size: Any) -> tuple[int, ...]:
