@@ -12,11 +12,12 @@ from torch import Tensor
 
 from tests import google_reference as reference
 from tests import making
+from tests.conftest import peer
 from tests.making import VARIANTS
 from vitrail import presets
 from vitrail.config import BiTConfig, ConvConfig, ViTConfig
 from vitrail.errors import ModelError, UsageError
-from vitrail.weights import storage, timm_resnet
+from vitrail.weights import storage, timm, timm_resnet
 from vitrail.weights.load import load, save
 
 VITS: dict[str, Any] = {
@@ -428,3 +429,44 @@ def test_a_resnet_of_another_depth_and_width_loads(tmp_path: Path) -> None:
     config = load(stored(tmp_path, arrays("BiT, two units and double width"))).model.config
     assert isinstance(config, BiTConfig)
     assert config.conv == ConvConfig(units=(2, 1), width_factor=2, **presets.BIT_NUMERICS)
+
+
+TIMM: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "ViT": (reference.make_vit, "vit_base_patch16_224", {"img_size": 32, "patch_size": 8}),
+    "attention pooling": (
+        lambda rng: reference.make_big_vision(rng, pool="map"),
+        "vit_base_patch16_siglip_224",
+        {"img_size": 32, "patch_size": 8},
+    ),
+    "average pooling": (
+        lambda rng: reference.make_big_vision(rng, pool="gap"),
+        "vit_base_patch16_224",
+        {"img_size": 32, "patch_size": 8, "class_token": False, "global_pool": "avg", "fc_norm": False},
+    ),
+    "hybrid": (
+        lambda rng: reference.make_hybrid(rng, blocks=(2, 2, 2, 2)),
+        "vit_small_r26_s32_224",
+        {"img_size": 64},
+    ),
+    "stem alone": (
+        lambda rng: reference.make_hybrid(rng, blocks=(), patch=8),
+        "vit_tiny_r_s16_p8_224",
+        {"img_size": 64},
+    ),
+    "BiT": (lambda rng: reference.make_bit(rng, blocks=(3, 4, 6, 3)), "resnetv2_50x1_bit", {}),
+}
+
+
+@pytest.mark.parametrize("kind", TIMM)
+def test_timms_own_reader_puts_every_array_where_ours_does(kind: str, tmp_path: Path) -> None:
+    """A second opinion on names and layouts; timm computes with other numerics, so its logits are no oracle here."""
+    timm_library = peer("timm")
+    make, name, change = TIMM[kind]
+    sizes = {} if kind == "BiT" else {"embed_dim": 32, "depth": 2, "num_heads": 4, "mlp_ratio": 2}
+    theirs = timm_library.create_model(name, num_classes=7, **sizes | change)
+    path = stored(tmp_path, make(np.random.default_rng(0)))
+    theirs.load_pretrained(str(path))
+    expected = timm.rename(theirs.state_dict())
+    ours = load(path).model.state_dict()
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[key], expected[key]) for key in ours)
