@@ -73,6 +73,9 @@ def test_arguments_that_cannot_be_meant_are_refused() -> None:
         classify(pictures(1), top=0)
     with pytest.raises(UsageError, match="batch_size is -1"):
         Classifier(trained, batch_size=-1)
+    if not torch.cuda.is_available():
+        with pytest.raises(UsageError, match="torch sees no cuda device here"):
+            Classifier(trained, device="cuda")
     with pytest.raises(UsageError, match="no device 'banana'"):
         Classifier(trained, device="banana")
     wrong: tuple[Any, ...] = (None, 3, np.zeros((4, 4, 3)), torch.zeros(3, 4, 4), Image.new("RGB", (0, 5)))

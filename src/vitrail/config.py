@@ -217,7 +217,7 @@ def grid_for(image_size: tuple[int, int], patch: int) -> tuple[int, int]:
     if height % patch or width % patch or not height or not width:
         near = " x ".join(str(max(1, round(side / patch)) * patch) for side in image_size)
         raise UsageError(
-            f"an image of {height} x {width} does not divide into patches of {patch} x {patch}; the nearest is {near}"
+            f"{height} x {width} does not divide into patches of {patch} x {patch} pixels; the nearest is {near}"
         )
     return height // patch, width // patch
 

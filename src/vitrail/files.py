@@ -18,10 +18,7 @@ def replacing(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     The data is on disk before the name changes, so a crash leaves a file as it was or as it should be. A folder that
     is overwritten is set aside first; a crash in that instant leaves both versions in the hidden folder beside it.
     """
-    if path.exists() and not overwrite:
-        raise UsageError(f"{path} exists already; choose another name or give --overwrite")
-    if path.is_dir() and path.is_symlink():
-        raise UsageError(f"{path} is a link to a folder; give the folder itself")
+    check_free(path, overwrite=overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     workshop = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
@@ -33,6 +30,14 @@ def replacing(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         _sync(path.parent)
     finally:
         shutil.rmtree(workshop, ignore_errors=True)
+
+
+def check_free(path: Path, *, overwrite: bool) -> None:
+    """Refuse a name that is taken, unless it may be overwritten; a link is never replaced."""
+    if path.is_symlink():
+        raise UsageError(f"{path} is a link; give the file or folder it points to")
+    if path.exists() and not overwrite:
+        raise UsageError(f"{path} exists already; choose another name or overwrite it (--overwrite, overwrite=True)")
 
 
 def sha256(path: Path) -> str:

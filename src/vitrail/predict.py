@@ -12,14 +12,15 @@ from vitrail.data.decode import Source, decode
 from vitrail.data.transforms import evaluation_view, normalise
 from vitrail.errors import UsageError
 from vitrail.model import device as devices
-from vitrail.weights.trained import Trained
+from vitrail.weights.trained import Trained, require
 
 
 class Classifier:
     """Labels for images, prepared as the model file says."""
 
     def __init__(self, trained: Trained, *, device: str | torch.device | None = None, batch_size: int = 32) -> None:
-        if trained.preprocess is None:
+        preprocess = require(trained).preprocess
+        if preprocess is None:
             raise UsageError(
                 "the weights do not say how images must be prepared. Name it once:"
                 " vitrail convert MODEL OUT.safetensors --preprocess imagenet (or inception, torchvision)"
@@ -30,7 +31,7 @@ class Classifier:
             raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
         self.device = devices.named(device)
         self.batch_size = batch_size
-        self.preprocess = trained.preprocess
+        self.preprocess = preprocess
         self.labels = trained.labels or tuple(f"class {index}" for index in range(trained.model.config.classes))
         model = trained.model
         if model.training or next(model.parameters()).device != self.device:

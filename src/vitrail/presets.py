@@ -108,7 +108,7 @@ def config(name: str, **changes: Any) -> ViTConfig | BiTConfig:
 
 def unknown(name: str) -> str:
     """What to say of a name that no preset has."""
-    close = difflib.get_close_matches(name, names(), n=1)
+    close = [name.lower()] if exists(name.lower()) else difflib.get_close_matches(name.lower(), names(), n=1)
     meant = f" Did you mean {close[0]}?" if close else ""
     return f"there is no preset {name!r:.80}.{meant} `vitrail list` shows them; `b16` is size b, patch 16."
 

@@ -147,6 +147,9 @@ def test_convert_names_classes_and_preprocessing(tmp_path: Path, capsys: Capture
         (["info", "{tmp}/text.safetensors"], 4, "damaged or no safetensors file"),
         (["convert", "ti16", "{tmp}/there.safetensors"], 2, "exists already"),
         (["convert", "ti16", "{tmp}/out", "--to", "torchvision"], 2, "call it"),
+        (["convert", "ti16", "{tmp}/out.npz"], 2, "or say --to google"),
+        (["convert", "ti16", "{tmp}/out"], 2, "or say --to timm or transformers"),
+        (["convert", "d-timm", "{tmp}/out.safetensors"], 2, "vitrail: no file or folder is called 'd-timm'"),
         (["convert", "ti16", "{tmp}/out.pth", "--to", "torchvision"], 4, "gelu is 'tanh'"),
         (
             ["convert", "ti16", "{tmp}/out.safetensors", "--labels", "nowhere.txt"],

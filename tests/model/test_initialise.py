@@ -26,6 +26,7 @@ def test_scales_are_those_of_the_papers_code() -> None:
     assert block.mlp.fc1.weight.std().item() == pytest.approx(math.sqrt(2 / (256 + 512)), rel=0.02)
     assert block.mlp.fc1.bias.std().item() == pytest.approx(1e-6, rel=0.2)
     assert model.patch_embed.proj.weight.std().item() == pytest.approx(math.sqrt(1 / (3 * 8 * 8)), rel=0.02)
+    assert model.patch_embed.proj.weight.abs().max() <= 2 * math.sqrt(1 / (3 * 8 * 8)) / 0.8796 * 1.001
     assert model.pos_embed.std().item() == pytest.approx(0.02, rel=0.05)
     assert model.get_parameter("reg_token").std().item() == pytest.approx(1e-6, rel=0.2)
     for zero in (model.get_parameter("cls_token"), model.head.weight, model.head.bias, block.attn.qkv.bias):

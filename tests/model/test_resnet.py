@@ -64,7 +64,7 @@ def test_a_hybrids_patches_are_cut_from_the_feature_map() -> None:
         assert features.shape == (2, 256, 8, 8)
         expected = F.conv2d(features, model.patch_embed.proj.weight, model.patch_embed.proj.bias, stride=2)
         torch.testing.assert_close(model.patch_embed(images), expected.flatten(2).mT, atol=1e-5, rtol=1e-5)
-    with pytest.raises(UsageError, match="patches of 8 x 8; the nearest is 32 x 32"):
+    with pytest.raises(UsageError, match="patches of 8 x 8 pixels; the nearest is 32 x 32"):
         model(torch.zeros(1, 3, 36, 32))
 
 

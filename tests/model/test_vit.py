@@ -230,7 +230,7 @@ def test_stochastic_depth_with_no_survivor_still_gives_every_parameter_a_gradien
 
 def test_a_size_that_does_not_fit_the_patch_is_refused_with_the_nearest_that_does() -> None:
     model = making.vit()
-    with pytest.raises(UsageError, match=r"33 x 47 .* patches of 8 x 8; the nearest is 32 x 48"):
+    with pytest.raises(UsageError, match=r"33 x 47 .* patches of 8 x 8 pixels; the nearest is 32 x 48"):
         model(torch.zeros(1, 3, 33, 47))
     with pytest.raises(UsageError, match=r"\(batch, 3, height, width\), not \(1, 1, 32, 32\)"):
         model(torch.zeros(1, 1, 32, 32))

@@ -167,7 +167,7 @@ def test_labels_are_kept_given_or_refused() -> None:
     assert adapt(before, classes=2, labels=("cat", "dog")).labels == ("cat", "dog")
     with pytest.raises(UsageError, match="3 labels were given for a head of 7"):
         adapt(before, labels=("a", "b", "c"))
-    with pytest.raises(UsageError, match="does not divide into patches of 8 x 8; the nearest is 48 x 48"):
+    with pytest.raises(UsageError, match="does not divide into patches of 8 x 8 pixels; the nearest is 48 x 48"):
         adapt(before, image_size=50)
     with pytest.raises(UsageError, match="patch is 0"):
         adapt(before, patch=0)

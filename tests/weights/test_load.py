@@ -7,7 +7,8 @@ import torch
 
 import vitrail
 from tests import making
-from vitrail.errors import UsageError
+from vitrail import Classifier
+from vitrail.errors import ModelError, UsageError
 from vitrail.weights import native
 from vitrail.weights.load import load, locate, save
 
@@ -37,11 +38,13 @@ def test_a_preset_is_random_and_the_same_each_time() -> None:
 
 def test_a_name_that_means_nothing_gets_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"no file is called 'so400m1x', and .* Did you mean so400m14\?"):
+    with pytest.raises(UsageError, match=r"no file or folder is called 'so400m1x', and .* Did you mean so400m14\?"):
         load("so400m1x")
-    Path("mine").mkdir()
-    with pytest.raises(UsageError, match=r"There is a folder of that name: write \./mine"):
-        load("mine")
+    with pytest.raises(UsageError, match=r"Did you mean b16\?"):
+        load("B16")
+    save(making.trained(making.vit()), "mine", "timm")
+    assert locate("mine") == Path("mine")  # a folder, where no preset has its name
+    assert load("mine").labels is not None
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +84,39 @@ def test_a_refusal_makes_no_folders(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         save(making.trained(making.vit()), tmp_path / "deep" / "down" / "model", "torchvision")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_one_model_file_is_that_model(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    save(making.trained(making.vit()), tmp_path / "one" / "best.safetensors")
+    assert load(tmp_path / "one").labels is not None
+    save(making.trained(making.vit(1)), tmp_path / "one" / "last.safetensors")
+    with pytest.raises(ModelError, match=r"2 weights files \(best\.safetensors, last\.safetensors\)"):
+        load(tmp_path / "one")
+
+
+def test_a_link_is_not_replaced(tmp_path: Path) -> None:
+    save(making.trained(making.vit()), tmp_path / "real.safetensors")
+    (tmp_path / "link.safetensors").symlink_to(tmp_path / "real.safetensors")
+    with pytest.raises(UsageError, match="is a link; give the file or folder"):
+        save(making.trained(making.vit(1)), tmp_path / "link.safetensors", overwrite=True)
+
+
+def test_a_model_made_and_trained_in_python_is_saved_in_one_line(tmp_path: Path) -> None:
+    model = vitrail.create("ti16", image_size=32, num_classes=3)
+    vitrail.save(vitrail.Trained(model, labels=("a", "b", "c")), tmp_path / "mine.safetensors")
+    assert load(tmp_path / "mine.safetensors").origin.name == "made in Python"
+    for use in (
+        lambda: save(model, tmp_path / "x.safetensors"),
+        lambda: vitrail.adapt(model),
+        lambda: Classifier(model),
+    ):
+        with pytest.raises(UsageError, match=r"give a vitrail\.Trained, not ViT: vitrail\.Trained\(model"):
+            use()
+    with pytest.raises(UsageError, match="a model of vitrail, not str"):
+        vitrail.Trained("model.safetensors")
+    with pytest.raises(UsageError, match="called num_classes"):
+        vitrail.create("ti16", classes=3)
 
 
 def test_names_and_formats_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -270,9 +270,9 @@ def test_a_folder_with_a_broken_config_is_refused(text: str, tmp_path: Path) -> 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     refused(tmp_path / "nothing.safetensors", "does not exist")
-    refused(tmp_path, r"config\.json is missing")
+    refused(tmp_path, r"has no config\.json and no weights file")
     (tmp_path / "config.json").write_text('{"architecture": "vit_base_patch16_224"}')
-    refused(tmp_path, r"holds neither model\.safetensors nor pytorch_model\.bin")
+    refused(tmp_path, r"has a config\.json but neither model\.safetensors nor pytorch_model\.bin")
     (tmp_path / "model.xyz").write_text("")
     refused(tmp_path / "model.xyz", r"has the ending '\.xyz'")
 

@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"vitrail: {'no space left on the disk: ' if full else ''}{error}", file=sys.stderr)
         return OUT_OF_SPACE if full else UsageError.exit_code
     except KeyboardInterrupt:
+        print("vitrail: interrupted", file=sys.stderr)
         return INTERRUPTED
     return 0
 
@@ -67,6 +68,8 @@ def _run(arguments: Sequence[str]) -> None:
     else:
         import tyro
 
+        if os.environ.get("NO_COLOR"):
+            os.environ["TERM"] = "dumb"  # the one switch that tyro knows
         function = importlib.import_module(f"vitrail.cli.{verb}").main
         tyro.cli(function, prog=f"vitrail {verb}", args=rest, config=(tyro.conf.FlagCreatePairsOff,))
 

@@ -35,7 +35,7 @@ def main(
         classes: Replace the head by a zero one with so many classes.
         labels: Class names: imagenet1k, or a text file with one on each line.
         image_size: New resolution, one side or height and width; positions are resampled.
-        patch: New patch side; the embedding's kernels are resized as FlexiViT does.
+        patch: New patch side (a hybrid's counts places of its feature map); kernels are resized as FlexiViT does.
         channels: New number of input channels.
         resample: Resample positions this way rather than as the weights' origin does.
         preprocess: Mean, std and interpolation for weights that do not state them.
@@ -45,11 +45,12 @@ def main(
     from vitrail.weights import hub
     from vitrail.weights import labels as known_labels
     from vitrail.weights.adapt import adapt
-    from vitrail.weights.load import load, locate, save
+    from vitrail.weights.load import check_destination, load, locate, save
 
+    check_destination(destination, to, overwrite=overwrite)  # before a large model is read or made
+    trained = load(source)
     preset = locate(source) is None and not hub.is_remote(source)
     show.note(f"model: preset {source}, random weights" if preset else f"model: {source}")
-    trained = load(source)
     before = len(trained.origin.changes)
     if preprocess is not None:
         config = trained.model.config

@@ -3,14 +3,21 @@
 from vitrail.cli import show
 
 
-def main() -> None:
-    """Build the smallest preset with random weights and let it name a picture of coloured panes."""
+def main(json: bool = False) -> None:
+    """Build the smallest preset with random weights and let it name a picture of coloured panes.
+
+    Args:
+        json: Print JSON.
+    """
     from vitrail.predict import Classifier
     from vitrail.weights.trained import random
 
     show.note("building ti16 with random weights; it has learned nothing, so every class is equally likely")
     classify = Classifier(random("ti16", num_classes=10))
     [answer] = classify([_window()], top=3)
+    if json:
+        show.as_json([{"label": label, "probability": probability} for label, probability in answer])
+        return
     for label, probability in answer:
         print(f"{label}: {probability:.1%}")
 

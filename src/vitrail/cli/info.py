@@ -98,7 +98,7 @@ def _vit(a: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("architecture", f"ViT: width {a['width']}, depth {a['depth']}, heads {a['heads']}, MLP {a['mlp']}"),
         *stem,
-        ("input", f"{size} pixels, {a['channels']} channels, patches of {patch}{of}"),
+        ("input", f"{size} pixels, {_channels(a)}, patches of {patch}{of}"),
         ("tokens", _tokens(a)),
         ("positions", f"{a['positions']}, added at: {a['positions_at']}; resampled by {a['resample']}"),
         ("head", f"{a['classes']} classes, pool {a['pool']}{', hidden layer' if a['hidden_head'] else ''}"),
@@ -111,9 +111,13 @@ def _resnet(a: dict[str, Any]) -> list[tuple[str, str]]:
     size = " x ".join(map(str, a["image_size"]))
     return [
         ("architecture", f"BiT ResNet: {_conv(a['conv'])}"),
-        ("input", f"{size} pixels, {a['channels']} channels; any other size too"),
+        ("input", f"{size} pixels, {_channels(a)}; any other size too"),
         ("head", f"{a['classes']} classes, global average"),
     ]
+
+
+def _channels(a: dict[str, Any]) -> str:
+    return "1 channel" if a["channels"] == 1 else f"{a['channels']} channels"
 
 
 def _conv(c: dict[str, Any]) -> str:

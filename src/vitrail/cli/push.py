@@ -135,7 +135,7 @@ def _front_matter(trained: "Trained", *, transformers: bool) -> str:
 def _use(repo: str, *, classes: bool, refusal: str | None) -> str:
     call = 'vitrail.Classifier(trained)(["image.jpg"])' if classes else "trained.model.features(images)  # (B, D)"
     vitrail = (
-        "With vitrail, `pip install 'vitrail[hub]'`:\n\n```python\nimport vitrail\n\n"
+        "With vitrail and huggingface_hub:\n\n```python\nimport vitrail\n\n"
         f'trained = vitrail.load("hf:{repo}")  # model, preprocess, labels, origin\n{call}\n```'
     )
     if refusal is not None:

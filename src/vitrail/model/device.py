@@ -19,6 +19,10 @@ def named(name: str | torch.device | None) -> torch.device:
     if name is None:
         return best()
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError:
         raise UsageError(f"there is no device {name!r}; try cpu, cuda or mps") from None
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not there.get(device.type, True):
+        raise UsageError(f"torch sees no {device.type} device here; try cpu")
+    return device

@@ -92,7 +92,11 @@ def _kernel(layer: nn.Linear, generator: Generator, parts: int = 1) -> None:
 def _lecun(weight: Tensor, fan_in: int, generator: Generator) -> None:
     """Normal, cut at two deviations and rescaled so that the variance left is 1 / fan_in."""
     deviation = math.sqrt(1 / fan_in) / 0.87962566103423978
-    nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation, generator=generator)
+    _normal(weight, deviation, generator)
+    while (
+        beyond := weight.abs() > 2 * deviation
+    ).any():  # drawn again: faster than torch's way over the error function
+        weight[beyond] = torch.empty(int(beyond.sum())).normal_(0.0, deviation, generator=generator)
 
 
 def _uniform(tensor: Tensor, bound: float, generator: Generator) -> None:

@@ -12,7 +12,7 @@ from vitrail.errors import UsageError
 from vitrail.model.build import Config
 from vitrail.model.positions import Grid, resample, resample_offsets
 from vitrail.presets import in_turn
-from vitrail.weights.trained import Trained, assemble
+from vitrail.weights.trained import Trained, assemble, require
 
 _FIRST_KERNELS = ("stem.conv.weight", "patch_embed.backbone.stem.conv.weight", "patch_embed.proj.weight")
 
@@ -38,7 +38,7 @@ def adapt(
     `classes` puts a zero head in place of the old one, the pre-training head's hidden layer included. `labels` names
     the classes. `operator` resamples positions in another way than the weights' origin does.
     """
-    copies = {name: tensor.cpu().clone() for name, tensor in trained.model.state_dict().items()}
+    copies = {name: tensor.cpu().clone() for name, tensor in require(trained).model.state_dict().items()}
     step = Step(trained.model.config, copies, ())
     if operator is not None:
         step = _new_operator(step, operator)

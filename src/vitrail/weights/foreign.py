@@ -230,11 +230,10 @@ def check_held(format_name: str, wanted: Config, held: Config) -> list[str]:
 
     No foreign format says how its positions are to be resampled.
     """
-    for field in dataclasses.fields(wanted):
-        mine, theirs = getattr(wanted, field.name), getattr(held, field.name, None)
-        if mine != theirs and field.name not in _irrelevant(wanted):
+    for name, mine, theirs in _differences(wanted, held):
+        if name not in _irrelevant(wanted):
             raise ModelError(
-                f"the {format_name} format cannot hold this model: {field.name} is {mine!r}, and a reader would take it"
+                f"the {format_name} format cannot hold this model: {name} is {mine!r}, and a reader would take it"
                 f" for {theirs!r}"
             )
     if isinstance(wanted, BiTConfig) or isinstance(held, BiTConfig):
@@ -244,6 +243,16 @@ def check_held(format_name: str, wanted: Config, held: Config) -> list[str]:
     return [
         f"resample: at other image sizes {format_name} uses {held.resample}, where this model has {wanted.resample}"
     ]
+
+
+def _differences(wanted: Any, held: Any, within: str = "") -> Iterator[tuple[str, object, object]]:
+    """Name and both values of every field in which two configurations differ, `stem.norm_eps` among them."""
+    for field in dataclasses.fields(wanted):
+        mine, theirs = getattr(wanted, field.name), getattr(held, field.name, None)
+        if isinstance(mine, ConvConfig) and isinstance(theirs, ConvConfig):
+            yield from _differences(mine, theirs, f"{field.name}.")
+        elif mine != theirs:
+            yield within + field.name, mine, theirs
 
 
 def _irrelevant(config: Config) -> tuple[str, ...]:

@@ -66,7 +66,7 @@ def fetch(model: str) -> Fetched:
     with _explained(repo, revision):
         folder = _snapshot(repo, revision)
     names = [entry.name for entry in folder.iterdir() if entry.is_file()]
-    chosen = _choose(names, f"hf:{repo}")
+    chosen = choose(names, f"hf:{repo}")
     path = folder if CONFIG in chosen else folder / chosen[-1]
     return Fetched(path=path, name=f"hf:{repo}@{folder.name}", licence=card.licence(folder))
 
@@ -125,7 +125,7 @@ def require() -> ModuleType:
     try:
         import huggingface_hub
     except ImportError:
-        raise UsageError("hf: and timm: names need huggingface_hub: pip install 'vitrail[hub]'") from None
+        raise UsageError("hf: and timm: names need the extra hub: pip install huggingface_hub") from None
     return huggingface_hub
 
 
@@ -140,7 +140,7 @@ def _snapshot(repo: str, revision: str | None) -> Path:
         if cached is None:
             raise
         return cached
-    chosen = _choose([entry.rfilename for entry in found.siblings or ()], f"hf:{repo}")
+    chosen = choose([entry.rfilename for entry in found.siblings or ()], f"hf:{repo}")
     # By branch and not by commit, so that the cache learns which commit the branch is at and knows it offline.
     return Path(snapshot_download(repo, revision=revision, allow_patterns=[glob.escape(name) for name in chosen]))
 
@@ -152,12 +152,12 @@ def _cached(repo: str, revision: str | None) -> Path | None:
 
     with contextlib.suppress(LocalEntryNotFoundError, ModelError):
         folder = Path(snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=list(BESIDE)))
-        _choose([entry.name for entry in folder.iterdir() if entry.is_file()], repo)
+        choose([entry.name for entry in folder.iterdir() if entry.is_file()], repo)
         return folder
     return None
 
 
-def _choose(names: Collection[str], repo: str) -> list[str]:
+def choose(names: Collection[str], repo: str) -> list[str]:
     """The files of a repository that make up its model, the weights last."""
     beside = [name for name in BESIDE if name in names]
     if NATIVE in names:  # what we pushed: the native file loses nothing, transformers' folder beside it does
@@ -171,8 +171,8 @@ def _choose(names: Collection[str], repo: str) -> list[str]:
     if len(single) != 1:
         held = f"{len(single)} weights files ({', '.join(single[:3])})" if single else "no weights file"
         raise ModelError(
-            f"{repo} has no {CONFIG} and {held}; one {' or '.join(SINGLE)} is read:"
-            f" `hf download {repo.removeprefix('hf:')} FILE` and give that file"
+            f"{repo} has no {CONFIG} and {held}; one {' or '.join(SINGLE)} is read: give the file that is meant,"
+            " fetched with `hf download` where it is on the Hub"
         )
     return [name for name in beside if name == "README.md"] + single
 

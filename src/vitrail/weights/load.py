@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from vitrail import files, presets
 from vitrail.errors import ModelError, UsageError
 from vitrail.weights import card, foreign, google, hub, native, storage, timm, torchvision, transformers
-from vitrail.weights.trained import Origin, Tensors, Trained, assemble, fit, random
+from vitrail.weights.trained import Origin, Tensors, Trained, assemble, fit, random, require
 
 Format = Literal["vitrail", "google", "timm", "transformers", "torchvision"]
 FOLDER = {*hub.WEIGHTS, "config.json", "preprocessor_config.json", "README.md"}
@@ -15,11 +15,12 @@ FOLDER = {*hub.WEIGHTS, "config.json", "preprocessor_config.json", "README.md"}
 def locate(model: str | Path) -> Path | None:
     """The file or folder that MODEL means, or None where it is a name.
 
-    A path wins over a name only when it contains a separator or exists as a file.
+    A path wins over a preset's name only when it contains a separator or exists as a file.
     """
     path = Path(model)
-    named = isinstance(model, str) and path.name == model and len(model) < 256 and not path.is_file()
-    return None if named else path
+    if not isinstance(model, str) or path.name != model or len(model) > 255 or path.is_file():
+        return path
+    return path if path.is_dir() and not presets.exists(model) else None
 
 
 def load(model: str | Path) -> Trained:
@@ -36,8 +37,7 @@ def load(model: str | Path) -> Trained:
         return read(path)
     name = str(model)
     if not presets.exists(name):
-        beside = f" There is a folder of that name: write ./{name} to mean it." if Path(name).is_dir() else ""
-        raise UsageError(f"no file is called {name!r}, and {presets.unknown(name)}{beside}")
+        raise UsageError(f"no file or folder is called {name!r}, and {presets.unknown(name)}")
     return random(name)
 
 
@@ -85,10 +85,11 @@ def _read_npz(path: Path) -> Trained:
 
 
 def _read_folder(folder: Path) -> Trained:
-    settings = storage.read_json(folder / "config.json")
-    weights = next((folder / name for name in hub.WEIGHTS if (folder / name).is_file()), None)
-    if weights is None:
-        raise ModelError(f"{folder} holds neither {' nor '.join(hub.WEIGHTS)}")
+    chosen = hub.choose([entry.name for entry in folder.iterdir() if entry.is_file()], str(folder))
+    weights = folder / chosen[-1]
+    if hub.CONFIG not in chosen:
+        return _read_file(weights)
+    settings = storage.read_json(folder / hub.CONFIG)
     tensors = storage.read(weights).tensors
     if "model_type" in settings:
         transformers.model_type(settings, folder)
@@ -101,7 +102,7 @@ def _read_folder(folder: Path) -> Trained:
     if "architecture" in settings:
         tensors = timm.rename(tensors)
         return _trained("timm", folder, weights, tensors, timm.read(tensors, settings, folder))
-    raise ModelError(f"{folder / 'config.json'} is neither transformers' (no model_type) nor timm's (no architecture)")
+    raise ModelError(f"{folder / hub.CONFIG} is neither transformers' (no model_type) nor timm's (no architecture)")
 
 
 def _trained(
@@ -129,10 +130,9 @@ def save(trained: Trained, path: str | Path, format: Format = "vitrail", *, over
 
     Returns notes on what a foreign format could not take along. A model that it cannot hold is refused.
     """
-    if format not in get_args(Format):
-        raise UsageError(f"there is no format {format!r}; choose one of {', '.join(get_args(Format))}")
     path = Path(path)
-    _check_name(path, format)
+    check_destination(path, format, overwrite=overwrite)
+    require(trained)
     with files.replacing(path, overwrite=overwrite) as fresh:
         match format:
             case "vitrail":
@@ -148,10 +148,17 @@ def save(trained: Trained, path: str | Path, format: Format = "vitrail", *, over
                 return torchvision.write(trained, fresh)
 
 
-def _check_name(path: Path, format: Format) -> None:  # noqa: A002
-    """Refuse a name that does not suit the format, and a folder that holds anything but a model."""
+def check_destination(path: Path, format: Format, *, overwrite: bool = False) -> None:  # noqa: A002
+    """Refuse a name that does not suit the format or is taken, and a folder that holds anything but a model."""
+    if format not in get_args(Format):
+        raise UsageError(f"there is no format {format!r}; choose one of {', '.join(get_args(Format))}")
+    files.check_free(path, overwrite=overwrite)
     if format == "vitrail" and path.suffix != ".safetensors":
-        raise UsageError(f"a vitrail model is one .safetensors file; call it {path}.safetensors")
+        other = {".npz": "google", ".pth": "torchvision", ".pt": "torchvision", "": "timm or transformers"}.get(
+            path.suffix
+        )
+        meant = f", or say --to {other}" if other else ""
+        raise UsageError(f"a vitrail model is one .safetensors file: call it {path.stem}.safetensors{meant}")
     if format == "google" and path.suffix != ".npz":
         raise UsageError(f"Google's models are .npz files; call it {path}.npz")
     if format in ("timm", "transformers") and path.suffix == ".npz":

@@ -21,7 +21,7 @@ Tensors = Mapping[str, Tensor]
 class Origin:
     """Where weights came from. A fact the source does not state is None, a guess is listed."""
 
-    format: Literal["random", "google", "timm", "transformers", "torchvision"]
+    format: Literal["vitrail", "random", "google", "timm", "transformers", "torchvision"]
     name: str
     sha256: str | None = None
     licence: str | None = None
@@ -31,16 +31,18 @@ class Origin:
     """What was done to the weights since, a sentence each."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Trained:
     """A model, how its images are prepared, and what its outputs are called; None where that is unknown."""
 
     model: Model
-    preprocess: Preprocess | None
-    labels: tuple[str, ...] | None
-    origin: Origin
+    preprocess: Preprocess | None = None
+    labels: tuple[str, ...] | None = None
+    origin: Origin = Origin(format="vitrail", name="made in Python")
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, Model):
+            raise UsageError(f"a Trained holds a model of vitrail, not {type(self.model).__name__}")
         config = self.model.config
         if self.labels is not None and len(self.labels) != config.classes:
             raise UsageError(f"{len(self.labels)} labels were given for a head of {config.classes} classes")
@@ -48,6 +50,14 @@ class Trained:
             raise UsageError(
                 f"the preprocessing has {len(self.preprocess.mean)} channels and the model {config.channels}"
             )
+
+
+def require(trained: Trained) -> Trained:
+    """`trained`, if it is one: a bare model says neither how its images are prepared nor what its classes are."""
+    if not isinstance(trained, Trained):
+        kind = type(trained).__name__
+        raise UsageError(f"give a vitrail.Trained, not {kind}: vitrail.Trained(model, preprocess, labels) makes one")
+    return trained
 
 
 def create(
@@ -78,6 +88,8 @@ def random(
     **settings: Any,
 ) -> Trained:
     """A preset with random weights and the paper's preprocessing, at 224 x 224 unless told otherwise."""
+    if "classes" in settings:
+        raise UsageError("the number of classes is called num_classes here")
     if image_size is not None:
         settings["image_size"] = sides(image_size)
     config = presets.config(name, classes=num_classes, **settings)
