@@ -93,10 +93,12 @@ def _lecun(weight: Tensor, fan_in: int, generator: Generator) -> None:
     """Normal, cut at two deviations and rescaled so that the variance left is 1 / fan_in."""
     deviation = math.sqrt(1 / fan_in) / 0.87962566103423978
     _normal(weight, deviation, generator)
-    while (
-        beyond := weight.abs() > 2 * deviation
-    ).any():  # drawn again: faster than torch's way over the error function
-        weight[beyond] = torch.empty(int(beyond.sum())).normal_(0.0, deviation, generator=generator)
+    flat = weight.view(-1)
+    beyond = (flat.abs() > 2 * deviation).nonzero()[:, 0]
+    while len(beyond):  # drawn again, which is quicker than torch's way over the error function
+        fresh = torch.empty(len(beyond)).normal_(0.0, deviation, generator=generator)
+        flat[beyond] = fresh
+        beyond = beyond[fresh.abs() > 2 * deviation]
 
 
 def _uniform(tensor: Tensor, bound: float, generator: Generator) -> None:
