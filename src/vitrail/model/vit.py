@@ -275,7 +275,7 @@ class ViT(nn.Module):
         return self.norm(x)
 
     def embed(self, images: Tensor) -> tuple[Tensor, Iterator[Tensor | None], Grid]:
-        """Equation 1: the tokens (B, N, D), what each block adds to its input, and the grid of patches."""
+        """Equation 1: the tokens (B, N, D), what each block adds to its input (without end), the grid of patches."""
         if images.ndim != 4 or images.shape[1] != self.config.channels:
             raise UsageError(
                 f"images must have the shape (batch, {self.config.channels}, height, width), not {tuple(images.shape)}"

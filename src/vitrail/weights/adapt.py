@@ -69,43 +69,24 @@ def _new_operator(step: Step, operator: Resample) -> Step:
 
 
 def _new_head(step: Step, classes: int) -> Step:
-    """A zero head (the paper's, for fine-tuning) in place of the old one."""
+    """A zero head (the paper's, for fine-tuning) in place of the old one, and of a hidden layer before it."""
+    config: Config
+    place: tuple[int, ...] = ()
     if isinstance(step.config, BiTConfig):
-        return _new_pooled_head(step, step.config, classes)
-    config = dataclasses.replace(
-        step.config,
-        classes=classes,
-        hidden_head=False,
-        distillation_head=step.config.distillation_head and classes > 0,
-    )
+        config = dataclasses.replace(step.config, classes=classes)
+        heads, place = ["head.fc"], (1, 1)  # a convolution of one place
+    else:
+        distilled = step.config.distillation_head and classes > 0
+        config = dataclasses.replace(step.config, classes=classes, hidden_head=False, distillation_head=distilled)
+        heads = ["head", "head_dist"] if distilled else ["head"]
     tensors, changes = dict(step.tensors), list(step.changes)
-    for name in (
-        "pre_logits.fc.weight",
-        "pre_logits.fc.bias",
-        "head.weight",
-        "head.bias",
-        "head_dist.weight",
-        "head_dist.bias",
-    ):
-        if name in tensors:
+    for name in step.tensors:
+        if name.startswith(("pre_logits.", "head.", "head_dist.")):
             changes.append(f"{name} {_shape(tensors.pop(name))}: removed")
-    heads = ("head", "head_dist") if config.distillation_head else ("head",)
     for head in heads if classes else ():
-        tensors[f"{head}.weight"] = torch.zeros(classes, config.features)
+        tensors[f"{head}.weight"] = torch.zeros(classes, config.features, *place)
         tensors[f"{head}.bias"] = torch.zeros(classes)
         changes.append(f"{head}.weight {_shape(tensors[f'{head}.weight'])}, {head}.bias ({classes}): new, zeros")
-    return Step(config, tensors, tuple(changes))
-
-
-def _new_pooled_head(step: Step, config: BiTConfig, classes: int) -> Step:
-    config = dataclasses.replace(config, classes=classes)
-    tensors, changes = dict(step.tensors), list(step.changes)
-    for name in ("head.fc.weight", "head.fc.bias"):
-        if name in tensors:
-            changes.append(f"{name} {_shape(tensors.pop(name))}: removed")
-    if classes:
-        tensors |= {"head.fc.weight": torch.zeros(classes, config.features, 1, 1), "head.fc.bias": torch.zeros(classes)}
-        changes.append(f"head.fc.weight {_shape(tensors['head.fc.weight'])}, head.fc.bias ({classes}): new, zeros")
     return Step(config, tensors, tuple(changes))
 
 
@@ -114,6 +95,8 @@ def _new_grid(step: Step, size: tuple[int, int], patch: int | None) -> Step:
     if isinstance(step.config, BiTConfig):
         if patch is not None:
             raise UsageError("a ResNet has no patches")
+        if size == step.config.image_size:
+            return step
         change = f"image_size: {list(step.config.image_size)} -> {list(size)}"
         return Step(dataclasses.replace(step.config, image_size=size), step.tensors, (*step.changes, change))
     patch = step.config.patch if patch is None else patch
@@ -126,8 +109,8 @@ def _new_grid(step: Step, size: tuple[int, int], patch: int | None) -> Step:
     if config.grid != step.config.grid:
         for name in tensors:
             if (table := _resampled(name, tensors[name], step.config, config.grid)) is not None:
-                sides = " -> ".join(f"{rows} x {columns}" for rows, columns in (step.config.grid, config.grid))
-                changes.append(f"{name} {_shape(tensors[name])} -> {_shape(table)}: grid {sides}, {config.resample}")
+                grids = " -> ".join(f"{rows} x {columns}" for rows, columns in (step.config.grid, config.grid))
+                changes.append(f"{name} {_shape(tensors[name])} -> {_shape(table)}: grid {grids}, {config.resample}")
                 tensors[name] = table
     return Step(config, tensors, tuple(changes))
 

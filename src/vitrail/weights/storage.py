@@ -31,14 +31,11 @@ INFLATION = 16  # weights hardly compress; a file that grows more than this is a
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 
-
 _TORCH_ERRORS = (  # what torch.load lets through when bytes are wrong
     RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, IndexError, zipfile.BadZipFile,
     AssertionError, OverflowError, struct.error,
 )  # fmt: skip
-
-
-_NUMPY_ERRORS = (zlib.error, SyntaxError, NotImplementedError, tokenize.TokenError, RecursionError, MemoryError)
+_NUMPY_ERRORS = (zlib.error, SyntaxError, tokenize.TokenError)  # and what reading an .npz adds to that
 
 
 class Stored(NamedTuple):
