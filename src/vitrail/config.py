@@ -211,6 +211,40 @@ class Preprocess:
             raise UsageError(f"mean {self.mean} must be finite and std {self.std} above zero")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Augment:
+    """What happens to a training image between decoding and normalisation; `Preprocess` gives its size."""
+
+    crop: Literal["inception", "window", "pad", "squash"] = "inception"
+    """inception: a part of random area and shape, resized. window: resized as for evaluation, then a random crop of the
+    final size. pad: resized to the final size, padded by an eighth of it, then a random crop. squash: resized alone."""
+    area: tuple[float, float] = (0.05, 1.0)
+    """Least and greatest share of the image in an inception crop."""
+    flip: bool = True
+    """Mirror left and right, half of the time."""
+    randaugment: tuple[int, int] | None = None
+    """Operations an image and their magnitude, on the authors' scale of 10; magnitudes above it are theirs too."""
+    jitter: float = 0.0
+    """Brightness, contrast and saturation times a factor from 1 - jitter to 1 + jitter."""
+    erase: float = 0.0
+    """How often a random rectangle becomes noise."""
+    mixup: float = 0.0
+    """Alpha of the Beta distribution that says how much of the next image is mixed in; 0 for never."""
+    cutmix: float = 0.0
+    """Alpha of the share of the next image pasted in; where mixup is set too, each takes half of the batches."""
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        least, most = self.area
+        if not 0 < least <= most <= 1:
+            raise UsageError(f"area is {self.area}; it must be two shares with 0 < least <= most <= 1")
+        for name, top in (("jitter", 1), ("erase", 1), ("mixup", 2), ("cutmix", 2)):
+            if not 0 <= getattr(self, name) <= top:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be from 0 to {top}")
+        if self.randaugment is not None and not (1 <= self.randaugment[0] <= 16 and 0 <= self.randaugment[1] <= 30):
+            raise UsageError(f"randaugment is {self.randaugment}; give 1 to 16 operations and a magnitude from 0 to 30")
+
+
 def grid_for(image_size: tuple[int, int], patch: int) -> tuple[int, int]:
     """Patches down and across an image, or an error that names the sizes that fit."""
     height, width = image_size
