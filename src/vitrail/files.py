@@ -1,4 +1,4 @@
-"""Files and folders written whole or not at all."""
+"""Files and folders written whole or not at all, and where vitrail keeps its own."""
 
 import contextlib
 import hashlib
@@ -38,6 +38,21 @@ def check_free(path: Path, *, overwrite: bool) -> None:
         raise UsageError(f"{path} is a link; give the file or folder it points to")
     if path.exists() and not overwrite:
         raise UsageError(f"{path} exists already; choose another name or overwrite it (--overwrite, overwrite=True)")
+
+
+def data_home() -> Path:
+    """Where data sets that were got are kept: the XDG base directories' rule."""
+    return _home("XDG_DATA_HOME", ".local/share")
+
+
+def cache_home() -> Path:
+    """Where what can be computed again is kept."""
+    return _home("XDG_CACHE_HOME", ".cache")
+
+
+def _home(variable: str, default: str) -> Path:
+    given = Path(os.environ.get(variable, ""))  # a relative path is to be ignored, says the specification
+    return (given if given.is_absolute() else Path.home() / default) / "vitrail"
 
 
 def sha256(path: Path) -> str:
