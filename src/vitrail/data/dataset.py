@@ -1,0 +1,124 @@
+"""A set of labelled images: its splits, its classes, and what was assumed about it."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitrail.data.table import Array, Table
+
+SPLITS = ("train", "val", "test")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+UNLABELLED = -1
+
+
+class Store(Protocol):
+    """Images by row; the columns `label`, and `label.ends` where an image has several, belong to its table."""
+
+    @property
+    def table(self) -> Table: ...
+
+    def name(self, row: int) -> str:
+        """What a person calls it: a path, or a shard and a member."""
+        ...
+
+    def read(self, row: int) -> Path | bytes | Image.Image:
+        """What `decode` takes."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Some rows of a store, by number from 0."""
+
+    store: Store
+    rows: Array | range
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def name(self, index: int) -> str:
+        """What a person calls the image."""
+        return self.store.name(int(self.rows[index]))
+
+    def read(self, index: int) -> Path | bytes | Image.Image:
+        """The image, still encoded."""
+        return self.store.read(int(self.rows[index]))
+
+    @property
+    def several(self) -> bool:
+        """Whether an image may have several labels, or none."""
+        return "label.ends" in self.store.table
+
+    def labels(self, index: int) -> tuple[int, ...]:
+        """The classes of one image."""
+        row, column = int(self.rows[index]), self.store.table["label"]
+        if not self.several:
+            return () if column[row] == UNLABELLED else (int(column[row]),)
+        ends = self.store.table["label.ends"]
+        return tuple(column[int(ends[row - 1]) if row else 0 : int(ends[row])].tolist())
+
+    def counts(self, classes: int) -> NDArray[np.int64]:
+        """Images of each class."""
+        column = self.store.table["label"]
+        if self.several:
+            ends = self.store.table["label.ends"]
+            owners = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
+            labels = column[np.isin(owners, np.asarray(self.rows))]
+        else:
+            labels = column[_index(self.rows)]
+        return np.bincount(labels[labels != UNLABELLED], minlength=classes)
+
+    def shards(self) -> tuple[int, ...]:
+        """Samples in each tar shard, in the order of the rows; empty where the images are no shards."""
+        if "shard" not in self.store.table:
+            return ()
+        column = self.store.table["shard"][_index(self.rows)]
+        return tuple(np.bincount(column, minlength=1).tolist())
+
+    def without(self, indices: Sequence[int]) -> "Split":
+        """The split less some of its images."""
+        return Split(self.store, np.delete(np.asarray(self.rows), list(indices)))
+
+
+def _index(rows: Array | range) -> Array | slice:
+    """Rows as an index that copies nothing where they are consecutive."""
+    return slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """What a DATA argument names."""
+
+    name: str
+    classes: tuple[str, ...]
+    """In the order of the model's outputs; empty for images without labels."""
+    splits: Mapping[str, Split]
+    """Those of train, val and test that there are."""
+    notes: tuple[str, ...] = ()
+    """What was taken for granted or left out, for the user to read."""
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def several(self) -> bool:
+        """Whether an image may have several labels, or none."""
+        return any(split.several for split in self.splits.values())
+
+
+def from_column(store: Store, column: Array) -> dict[str, Split]:
+    """The splits that a column of places in SPLITS describes."""
+    found = {}
+    for number, name in enumerate(SPLITS):
+        rows = np.flatnonzero(column == number)
+        if len(rows):
+            found[name] = Split(store, _compact(rows))
+    return found
+
+
+def _compact(rows: Array) -> Array | range:
+    first, last = int(rows[0]), int(rows[-1])
+    return range(first, last + 1) if last - first + 1 == len(rows) else rows

@@ -1,0 +1,43 @@
+"""The 1,797 handwritten digits of 8 x 8 pixels that scikit-learn's wheel carries (Alpaydin and Kaynak, UCI 1998)."""
+
+import dataclasses
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitrail.data import holdout
+from vitrail.data.dataset import Dataset, from_column
+from vitrail.data.table import Table
+from vitrail.errors import UsageError
+
+
+@dataclasses.dataclass(frozen=True)
+class Pictures:
+    """Grey images held in memory."""
+
+    pixels: NDArray[np.uint8]  # (n, H, W)
+    table: Table
+
+    def name(self, row: int) -> str:
+        """The number in the set, as a file would be called."""
+        return f"{row:04d}.png"
+
+    def read(self, row: int) -> Image.Image:
+        """The picture."""
+        return Image.fromarray(self.pixels[row])
+
+
+def open_digits(*, share: float = 0.1) -> Dataset:
+    """The digits, their 17 levels of grey spread over 0 to 255."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UsageError("digits come with scikit-learn: pip install 'vitrail[demo]'") from error
+    bunch = load_digits()
+    pixels = np.round(bunch.images * (255 / 16)).astype(np.uint8)
+    label = bunch.target.astype(np.int32)
+    store = Pictures(pixels, Table({"label": label}))
+    none = np.full(len(label), holdout.NO_SPLIT, dtype=np.int8)
+    split, notes = holdout.completed(none, label, store.name, identity="digits", share=share)
+    return Dataset(name="digits", classes=tuple("0123456789"), splits=from_column(store, split), notes=notes)

@@ -1,0 +1,130 @@
+"""A folder of images: one subfolder a class, with or without train, val and test above them."""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vitrail.data import holdout, index
+from vitrail.data.dataset import SUFFIXES, UNLABELLED, Dataset, from_column
+from vitrail.data.table import Array, Table, texts
+from vitrail.errors import DataError
+
+SPLIT_NAMES = {"train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "dev": 1, "test": 2, "testing": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Files:
+    """Images in files of their own."""
+
+    root: Path
+    table: Table
+
+    def name(self, row: int) -> str:
+        """The path below the set's folder."""
+        return self.table.text("path", row)
+
+    def read(self, row: int) -> Path:
+        """The file."""
+        return self.root / self.name(row)
+
+
+class _Listing(NamedTuple):
+    """What a walk has seen."""
+
+    paths: list[str]
+    others: list[str]
+    """Files that are no images by their suffix."""
+    folders: list[str]
+
+
+def open_folder(root: Path, *, share: float = 0.1) -> Dataset:
+    """The set a folder holds."""
+    root = root.resolve()
+    folders: list[str] = []
+
+    def build() -> tuple[Mapping[str, Array], dict[str, Any]]:
+        listing = _walked(root)
+        folders.extend(listing.folders)
+        return _columns(root, listing, share)
+
+    table = index.cached(f"folder {root} {share}", lambda: folders, build)
+    facts = table.facts
+    store = Files(root, table)
+    return Dataset(
+        name=str(root),
+        classes=tuple(facts["classes"]),
+        splits=from_column(store, table["split"]),
+        notes=tuple(facts["notes"]),
+    )
+
+
+def _columns(root: Path, listing: _Listing, share: float) -> tuple[dict[str, Array], dict[str, Any]]:
+    """The table's columns and facts."""
+    if not listing.paths:
+        other = f"; it holds {len(listing.others):,} other files, such as {listing.others[0]}" if listing.others else ""
+        raise DataError(f"{root} holds no image ({', '.join(SUFFIXES)}){other}")
+    parts = [path.split("/") for path in listing.paths]
+    tops = sorted({part[0] for part in parts if len(part) > 1})
+    split_by = all(top.lower() in SPLIT_NAMES for top in tops) and bool(tops)
+    if not split_by and "train" in tops:
+        beside = next(top for top in tops if top.lower() not in SPLIT_NAMES)
+        raise DataError(f"{root} holds images in train and in {beside}, which is no split: move {beside} elsewhere")
+    at = 1 if split_by else 0
+    labels = [part[at] if len(part) > at + 1 else "" for part in parts]
+    empty = _empty_classes(listing, root, at, set(labels))
+    classes = sorted((set(labels) | set(empty)) - {""})
+    stray = [path for path, label in zip(listing.paths, labels, strict=True) if not label] if classes else []
+    if stray:
+        raise DataError(f"{stray[0]} (and {len(stray) - 1:,} more) lies in no class's folder; every image needs one")
+    number = {name: place for place, name in enumerate(classes)} | {"": UNLABELLED}
+    label = np.array([number[name] for name in labels], dtype=np.int32)
+    given = [SPLIT_NAMES[part[0].lower()] if split_by else holdout.NO_SPLIT for part in parts]
+    split, sentences = holdout.completed(
+        np.array(given, dtype=np.int8), label, listing.paths.__getitem__, identity=str(root), share=share
+    )
+    facts = {"classes": classes, "notes": [*sentences, *_remarks(listing, classes, empty)]}
+    return texts("path", listing.paths) | {"label": label, "split": split}, facts
+
+
+def _empty_classes(listing: _Listing, root: Path, at: int, known: set[str]) -> list[str]:
+    """Class folders without an image: they count as classes, and are reported."""
+    depth = [Path(os.path.relpath(folder, root)).parts for folder in listing.folders[1:]]
+    return sorted({parts[at] for parts in depth if len(parts) == at + 1} - known)
+
+
+def _remarks(listing: _Listing, classes: list[str], empty: list[str]) -> Iterator[str]:
+    if listing.others:
+        yield f"{len(listing.others):,} files are no images by their suffix and were left out: {listing.others[0]} ..."
+    if empty:
+        yield f"{len(empty)} classes have no image: {', '.join(empty[:5])}{' ...' if len(empty) > 5 else ''}"
+    if not classes:
+        yield "no class folders: the images have no labels"
+
+
+def _walked(root: Path) -> _Listing:
+    """Every file below a folder, in the order of the names; links are followed, once."""
+    listing, seen = _Listing([], [], []), set()
+    waiting = [("", str(root))]
+    while waiting:
+        prefix, folder = waiting.pop()
+        status = os.stat(folder)  # noqa: PTH116, a million paths as plain text
+        if (status.st_dev, status.st_ino) in seen:
+            continue  # a link to a folder above
+        seen.add((status.st_dev, status.st_ino))
+        listing.folders.append(folder)
+        below = []
+        with os.scandir(folder) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    below.append((f"{prefix}{entry.name}/", entry.path))
+                else:
+                    kept = listing.paths if entry.name.lower().endswith(SUFFIXES) else listing.others
+                    kept.append(prefix + entry.name)
+        waiting.extend(reversed(below))
+    return listing

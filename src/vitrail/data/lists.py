@@ -1,0 +1,141 @@
+"""A CSV or JSON-lines file that lists images and their labels.
+
+Columns (or keys): `path` (also file, filename, image), relative to the list; `label` (also class), or `labels` for
+several: in CSV separated by semicolons, in JSON an array; and, if there is one, `split`: train, val or test.
+"""
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitrail.data import holdout, index
+from vitrail.data.dataset import UNLABELLED, Dataset, from_column
+from vitrail.data.folder import SPLIT_NAMES, Files
+from vitrail.data.table import Array, texts
+from vitrail.errors import DataError
+
+SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
+_PATHS = ("path", "file", "filename", "image")
+_LABELS = ("label", "class")
+
+
+def open_list(path: Path, *, share: float = 0.1) -> Dataset:
+    """The set that a list describes."""
+    path = path.resolve()
+    table = index.cached(f"list {path} {share}", lambda: [str(path)], lambda: _columns(path, share))
+    return Dataset(
+        name=str(path),
+        classes=tuple(table.facts["classes"]),
+        splits=from_column(Files(path.parent, table), table["split"]),
+        notes=tuple(table.facts["notes"]),
+    )
+
+
+def _columns(path: Path, share: float) -> tuple[Mapping[str, Array], dict[str, Any]]:
+    files: list[str] = []
+    names: list[tuple[str, ...]] = []
+    splits: list[int] = []
+    several = False
+    for line, row in _rows(path):
+        where = f"{path}, line {line}"
+        files.append(_one(row, _PATHS, where))
+        several = several or "labels" in row
+        names.append(_labels(row, where))
+        splits.append(_split(row, where))
+    if not files:
+        raise DataError(f"{path} lists no image")
+    if len(set(splits)) > 1 and holdout.NO_SPLIT in splits:
+        raise DataError(f"{path}: line {splits.index(holdout.NO_SPLIT) + 2} has no split, while others have one")
+    classes = _sorted_classes({name for row in names for name in row})
+    number = {name: place for place, name in enumerate(classes)}
+    columns: dict[str, Array] = dict(texts("path", files))
+    first = np.array([number[row[0]] if row else UNLABELLED for row in names], dtype=np.int32)
+    if several:
+        columns["label"] = np.array([number[name] for row in names for name in row], dtype=np.int32)
+        columns["label.ends"] = np.cumsum([len(row) for row in names], dtype=np.int64)
+    else:
+        columns["label"] = first
+    given = np.array(splits, dtype=np.int8)
+    columns["split"], notes = holdout.completed(given, first, files.__getitem__, identity=str(path), share=share)
+    return columns, {"classes": classes, "notes": list(notes)}
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each row with its line number."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            if path.suffix.lower() in (".csv", ".tsv"):
+                rows = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+                _check_header(path, rows.fieldnames or ())
+                for row in rows:
+                    yield rows.line_num, {key.strip().lower(): value for key, value in row.items() if key is not None}
+            else:
+                for number, line in enumerate(file, start=1):
+                    if line.strip():
+                        yield number, _object(line, f"{path}, line {number}")
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read as text in UTF-8: {error}") from error
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{where} is no JSON object")
+    return value
+
+
+def _check_header(path: Path, header: Any) -> None:
+    names = {str(name).strip().lower() for name in header}
+    if not names.intersection(_PATHS):
+        raise DataError(
+            f"{path} has the columns {', '.join(sorted(names))}; one must be named path, another label or labels"
+        )
+
+
+def _one(row: Mapping[str, Any], keys: tuple[str, ...], where: str) -> str:
+    for key in keys:
+        value = row.get(key)
+        if isinstance(value, str) and value and "\0" not in value:
+            return value
+        if value is not None and value != "":
+            raise DataError(f"{where}: {key} is {value!r:.80}; it must be text")
+    raise DataError(f"{where} has no {keys[0]}")
+
+
+def _labels(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    value = row.get("labels")
+    if value is not None:
+        items = [part.strip() for part in value.split(";")] if isinstance(value, str) else value
+        if not isinstance(items, list) or not all(isinstance(item, str | int) for item in items):
+            raise DataError(f"{where}: labels is {value!r:.80}; it must be a list of names")
+        return tuple(dict.fromkeys(str(item) for item in items if item != ""))
+    for key in _LABELS:
+        value = row.get(key)
+        if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
+            return (str(value).strip(),)
+        if key in row:
+            raise DataError(f"{where}: {key} is {value!r:.80}; every image needs a label")
+    return ()
+
+
+def _split(row: Mapping[str, Any], where: str) -> int:
+    value = row.get("split")
+    if value is None or value == "":
+        return holdout.NO_SPLIT
+    if str(value).strip().lower() not in SPLIT_NAMES:
+        raise DataError(f"{where}: split is {value!r:.80}; it must be train, val or test")
+    return SPLIT_NAMES[str(value).strip().lower()]
+
+
+def _sorted_classes(names: set[str]) -> list[str]:
+    """By name, or by value where all are whole numbers."""
+    if all(name.isascii() and name.isdigit() for name in names):
+        return sorted(names, key=lambda name: (int(name), name))
+    return sorted(names)

@@ -1,0 +1,277 @@
+"""Batches, on time: read, decoded and augmented by worker processes, in an order that none of them decides.
+
+    step s of training holds the positions  s * batch ... s * batch + batch - 1
+    a rank computes a consecutive share of them, in consecutive micro-batches
+
+Order, augmentation and mixing are functions of the position (`order`, `augment`, `mixing`), so workers, ranks,
+micro-batches and the step at which a run goes on change no sample. torch's DataLoader moves the batches.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from vitrail.config import Augment, Preprocess
+from vitrail.data import batched, mixing
+from vitrail.data.augment import training_views
+from vitrail.data.dataset import Split
+from vitrail.data.decode import decode
+from vitrail.data.draws import Draws
+from vitrail.data.order import Order
+from vitrail.data.transforms import evaluation_view, normalise
+from vitrail.errors import DataError, UsageError, VitrailError
+
+Integers = NDArray[np.int64]
+_CHUNK = 16  # decoded images held at once: a huge photo is cut down before the next chunk is read
+_TRIES = 100
+
+
+class Batch(NamedTuple):
+    """Images of consecutive positions (training) or indices (evaluation)."""
+
+    pixels: Tensor
+    """uint8 (B, C, S, S); where images are mixed, one more: the partner of the last."""
+    targets: Tensor
+    """Classes (B,), or shares (B, L) where an image may have several; -1 where it has none."""
+    positions: Tensor  # (B,)
+    left_out: tuple[str, ...] = ()
+    """Images that could not be read and were replaced by their neighbours, if that was asked for."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Which positions are computed when, and by whom."""
+
+    batch: int
+    """Images in a step, over all ranks."""
+    total: int
+    """Positions in all; the last step may be short."""
+    rank: int = 0
+    world: int = 1
+    micro_batches: int = 1
+    """Parts in which a rank computes its share of a step."""
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.total < 0 or not 0 <= self.rank < self.world or self.micro_batches < 1:
+            raise UsageError(
+                f"{self} cannot be meant: a batch has at least one image, a rank lies below the world's size"
+            )
+
+    @property
+    def steps(self) -> int:
+        """Steps in all."""
+        return -(-self.total // self.batch)
+
+    def size(self, step: int) -> int:
+        """Images in a step, over all ranks."""
+        return min(self.batch, self.total - step * self.batch)
+
+    def parts(self, step: int) -> list[range]:
+        """The positions of each of this rank's micro-batches; a part of a short step may be empty."""
+        first, size, count = step * self.batch, self.size(step), self.world * self.micro_batches
+        cuts = [first + size * part // count for part in range(count + 1)]
+        mine = range(self.rank * self.micro_batches, (self.rank + 1) * self.micro_batches)
+        return [range(cuts[part], cuts[part + 1]) for part in mine]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """What training sees, whoever computes it."""
+
+    split: Split
+    order: Order
+    augment: Augment
+    preprocess: Preprocess
+    seed: int
+    classes: int
+    skip_bad: bool = False
+    """Show an image's neighbour where it cannot be read, rather than stop."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images are mixed, so that a part needs the partner of its last image too."""
+        return bool(self.augment.mixup or self.augment.cutmix)
+
+    def positions(self, plan: Plan, step: int, part: range) -> Integers:
+        """The positions to load for a micro-batch."""
+        if self.mixes and part:
+            first = step * plan.batch
+            return mixing.partnered(first, plan.size(step), part.start - first, len(part))
+        return np.arange(part.start, part.stop)
+
+
+def training_batches(training: Training, plan: Plan, *, start: int = 0, workers: int = 0) -> Iterator[Batch]:
+    """This rank's micro-batches from step `start` on, in order."""
+    line = (
+        training.positions(plan, step, part).tolist() for step in range(start, plan.steps) for part in plan.parts(step)
+    )
+    return _loaded(partial(_training_batch, training), line, workers)
+
+
+def evaluation_batches(
+    split: Split,
+    preprocess: Preprocess,
+    *,
+    batch: int,
+    classes: int,
+    rank: int = 0,
+    world: int = 1,
+    workers: int = 0,
+    skip_bad: bool = False,
+) -> Iterator[Batch]:
+    """Each image of this rank's share once, in order; the last batch may be short."""
+    first, last = len(split) * rank // world, len(split) * (rank + 1) // world
+    line = (list(range(start, min(start + batch, last))) for start in range(first, last, batch))
+    return _loaded(partial(_evaluation_batch, split, preprocess, classes, skip_bad), line, workers)
+
+
+def prepared(batch: Batch, training: Training, plan: Plan, step: int) -> tuple[Tensor, Tensor]:
+    """Normalised images and targets of a training batch, mixed if training mixes, on the device of its pixels."""
+    images = normalise(batch.pixels, training.preprocess)
+    if not training.mixes or not len(images):
+        return images, batch.targets
+    mix = mixing.drawn_mix(training.seed, step * plan.batch, training.augment, training.preprocess.size)
+    assert mix is not None, "one of mixup and cutmix is set"
+    return mixing.mixed(images, batch.targets, mix, training.classes)
+
+
+# --- sets that live on the device ------------------------------------------------------------------------------------
+
+
+def resident(split: Split, *, channels: int, classes: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """All images of a split, uint8 (n, C, H, W), and their targets, on the device; they must have one size."""
+    batch = _stacked([_decoded(split, index, channels) for index in range(len(split))], split)
+    return batch.to(device), _targets(split, np.arange(len(split)), classes).to(device)
+
+
+def resident_batches(
+    training: Training, plan: Plan, pixels: Tensor, targets: Tensor, *, start: int = 0
+) -> Iterator[Batch]:
+    """`training_batches` of images that live on a device, augmented there, the whole batch at once."""
+    for step in range(start, plan.steps):
+        for part in plan.parts(step):
+            positions = training.positions(plan, step, part)
+            rows = torch.from_numpy(training.order.samples(positions)).to(pixels.device, non_blocking=True)
+            draws = Draws(training.seed, positions)
+            views = batched.training_views(pixels[rows], draws, training.augment, training.preprocess)
+            yield Batch(views, targets[rows], torch.from_numpy(positions))
+
+
+def _stacked(images: Sequence[Tensor], split: Split) -> Tensor:
+    for index, image in enumerate(images):
+        if image.shape != images[0].shape:
+            sizes = f"{tuple(image.shape[1:])} and {split.name(0)} {tuple(images[0].shape[1:])}"
+            raise DataError(f"{split.name(index)} has {sizes} pixels; a set on the device has one size")
+    return torch.stack(list(images))
+
+
+# --- what a worker does ----------------------------------------------------------------------------------------------
+
+
+class _Samples(Dataset[Any]):
+    """A function from a list of positions to a batch, in the form torch's DataLoader takes."""
+
+    def __init__(self, function: partial[Batch]) -> None:
+        self.function = function
+
+    def __getitems__(self, positions: list[int]) -> "Batch | _Failed":
+        try:
+            return self.function(np.array(positions, dtype=np.int64))
+        except VitrailError as error:  # DataLoader would wrap it in its own traceback
+            return _Failed(error)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failed:
+    """A worker's error on its way to the process that reports it."""
+
+    error: VitrailError
+
+
+def _loaded(function: partial[Batch], line: Iterable[list[int]], workers: int) -> Iterator[Batch]:
+    loader = DataLoader(
+        _Samples(function),
+        batch_sampler=line,
+        num_workers=workers,
+        collate_fn=_unchanged,
+        pin_memory=torch.cuda.is_available(),
+        prefetch_factor=4 if workers else None,
+    )
+    for batch in loader:
+        if isinstance(batch, _Failed):
+            raise batch.error
+        yield batch
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _training_batch(training: Training, positions: Integers) -> Batch:
+    rows = training.order.samples(positions)
+    size, channels = training.preprocess.size, len(training.preprocess.mean)
+    pixels = torch.empty((len(rows), channels, *size), dtype=torch.uint8)
+    left_out: list[str] = []
+    for start in range(0, len(rows), _CHUNK):
+        here = slice(start, start + _CHUNK)
+        images = []
+        for place, row in enumerate(rows[here].tolist(), start=start):
+            image, rows[place] = _read(training.split, row, channels, training.skip_bad, left_out)
+            images.append(image)
+        draws = Draws(training.seed, positions[here])
+        pixels[here] = training_views(images, draws, training.augment, training.preprocess)
+    targets = _targets(training.split, rows, training.classes)
+    return Batch(pixels, targets, torch.from_numpy(positions), tuple(left_out))
+
+
+def _evaluation_batch(split: Split, preprocess: Preprocess, classes: int, skip_bad: bool, indices: Integers) -> Batch:
+    left_out: list[str] = []
+    views, kept = [], []
+    for index in indices.tolist():
+        try:
+            views.append(evaluation_view(_decoded(split, index, len(preprocess.mean)), preprocess))
+            kept.append(index)
+        except DataError:
+            if not skip_bad:
+                raise
+            left_out.append(split.name(index))
+    indices = np.array(kept, dtype=np.int64)
+    shape = (0, len(preprocess.mean), *preprocess.size)
+    pixels = torch.stack(views) if views else torch.empty(shape, dtype=torch.uint8)
+    return Batch(pixels, _targets(split, indices, classes), torch.from_numpy(indices), tuple(left_out))
+
+
+def _read(split: Split, row: int, channels: int, skip_bad: bool, left_out: list[str]) -> tuple[Tensor, int]:
+    """An image and its row; with `skip_bad` those of the next row that can be read."""
+    for attempt in range(_TRIES):
+        here = (row + attempt) % len(split)
+        try:
+            return _decoded(split, here, channels), here
+        except DataError:
+            if not skip_bad:
+                raise
+            left_out.append(split.name(here))
+    raise DataError(f"{_TRIES} images after {split.name(row)} cannot be read either: vitrail data check shows why")
+
+
+def _decoded(split: Split, index: int, channels: int) -> Tensor:
+    """The image, or an error that names it as the set does."""
+    return decode(split.read(index), channels, name=split.name(index))
+
+
+def _targets(split: Split, rows: Integers, classes: int) -> Tensor:
+    """Classes (B,), or shares (B, L) where an image may have several."""
+    labels = [split.labels(row) for row in rows.tolist()]
+    if not split.several:
+        return torch.tensor([row[0] if row else -1 for row in labels], dtype=torch.int64)
+    shares = torch.zeros(len(labels), classes)
+    for place, row in enumerate(labels):
+        shares[place, list(row)] = 1
+    return shares

@@ -1,0 +1,205 @@
+"""A set as tar shards in WebDataset's naming, with an index through which they are read at random.
+
+    train-000000.tar    000000000.jpg  000000000.cls  000000001.jpg  000000001.cls ...
+    index/              for each sample its shard, where its image begins, its size, labels and name; memory-mapped
+    set.json            classes, splits, origin, and the sha256 of each shard
+
+`.cls` holds a class's number, `.json` the numbers of several. WebDataset itself reads shards as streams, which can
+neither be resumed exactly nor drawn from at random. Shards of other makers are `tars.py`'s.
+"""
+
+import dataclasses
+import json
+import os
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vitrail.data import table
+from vitrail.data.dataset import SPLITS, SUFFIXES, UNLABELLED, Dataset, from_column
+from vitrail.data.table import Array, Table, texts
+from vitrail.errors import DataError
+from vitrail.files import replacing, sha256
+
+INDEX, SET = "index", "set.json"
+SHARD_BYTES = 256 * 2**20
+_BLOCK = 512
+_OPEN_FILES = 128
+
+
+class Sample(NamedTuple):
+    """One image on its way into shards."""
+
+    split: str
+    """train, val or test."""
+    name: str
+    """Its path inside the set, with a suffix that says its format: roses/0001.jpg."""
+    image: bytes
+    """The image file's own bytes."""
+    labels: tuple[int, ...] | None
+    """Places in the list of classes; one for most sets, None where a set has no labels."""
+
+
+class Shards:
+    """Images inside tar files."""
+
+    def __init__(self, folder: Path, files: tuple[str, ...], rows: Table) -> None:
+        self.folder, self.files, self.table = folder, files, rows
+        self._descriptors: dict[int, int] = {}
+
+    def __reduce__(self) -> Any:
+        return Shards, (self.folder, self.files, self.table)
+
+    def name(self, row: int) -> str:
+        """The name inside the set, behind that of its shard."""
+        return f"{self.files[self.table['shard'][row]]}:{self.table.text('name', row)}"
+
+    def read(self, row: int) -> bytes:
+        """The image file's bytes."""
+        size, offset = int(self.table["size"][row]), int(self.table["offset"][row])
+        found = os.pread(self._descriptor(int(self.table["shard"][row])), size, offset)
+        if len(found) != size:
+            raise DataError(f"{self.name(row)}: the shard ends before the image does; check or fetch it again")
+        return found
+
+    def _descriptor(self, shard: int) -> int:
+        if shard not in self._descriptors:
+            if len(self._descriptors) >= _OPEN_FILES:
+                os.close(self._descriptors.pop(next(iter(self._descriptors))))
+            self._descriptors[shard] = os.open(self.folder / self.files[shard], os.O_RDONLY | os.O_CLOEXEC)
+        return self._descriptors[shard]
+
+    def __del__(self) -> None:
+        for descriptor in getattr(self, "_descriptors", {}).values():
+            os.close(descriptor)
+
+
+# --- writing -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """One finished shard and what the index says of its samples."""
+
+    file: str
+    split: str
+    sha256: str
+    bytes: int
+    names: list[str]
+    offsets: list[int]
+    sizes: list[int]
+    labels: list[tuple[int, ...] | None]
+
+
+def write(folder: Path, samples: Iterable[Sample], *, classes: Sequence[str], origin: Mapping[str, Any]) -> None:
+    """Write a set as tar shards with an index: `folder` appears whole or not at all."""
+    with replacing(folder) as fresh:
+        fresh.mkdir()
+        written: list[Written] = []
+        first = 0
+        for batch in _by_size(samples):
+            count = sum(shard.split == batch[0].split for shard in written)
+            written.append(write_shard(fresh, shard_name(batch[0].split, count), batch, first))
+            first += len(batch)
+        finish(fresh, written, classes=classes, origin=origin)
+
+
+def shard_name(split: str, number: int) -> str:
+    """train-000012.tar."""
+    return f"{split}-{number:06d}.tar"
+
+
+def _by_size(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
+    """Consecutive samples of one split, a shard's worth at a time."""
+    batch: list[Sample] = []
+    size = 0
+    for sample in samples:
+        if batch and (size >= SHARD_BYTES or sample.split != batch[0].split):
+            yield batch
+            batch, size = [], 0
+        batch.append(sample)
+        size += len(sample.image)
+    if batch:
+        yield batch
+
+
+def write_shard(folder: Path, file: str, samples: Iterable[Sample], first: int) -> Written:
+    """Write one shard, its samples numbered from `first`; equal samples give equal bytes."""
+    names, offsets, sizes, labels, split = [], [], [], [], ""
+    with (folder / file).open("wb") as tar:
+        for number, sample in enumerate(samples, start=first):
+            suffix = PurePosixPath(sample.name).suffix.lower()
+            if suffix not in SUFFIXES:
+                raise DataError(f"{sample.name} has the suffix {suffix!r}; an image has one of {', '.join(SUFFIXES)}")
+            offsets.append(_member(tar, f"{number:09d}{suffix}", sample.image))
+            if sample.labels is not None and len(sample.labels) == 1:
+                _member(tar, f"{number:09d}.cls", str(sample.labels[0]).encode())
+            elif sample.labels is not None:
+                _member(tar, f"{number:09d}.json", json.dumps({"labels": sample.labels}).encode())
+            names.append(sample.name)
+            sizes.append(len(sample.image))
+            labels.append(sample.labels)
+            split = sample.split
+        tar.write(bytes(2 * _BLOCK))
+    path = folder / file
+    return Written(file, split, sha256(path), path.stat().st_size, names, offsets, sizes, labels)
+
+
+def _member(tar: Any, name: str, content: bytes) -> int:
+    """Append one member and return where its content begins."""
+    header = tarfile.TarInfo(name)
+    header.size, header.mode = len(content), 0o644
+    tar.write(header.tobuf(tarfile.USTAR_FORMAT))
+    start: int = tar.tell()
+    tar.write(content)
+    tar.write(bytes(-len(content) % _BLOCK))
+    return start
+
+
+def finish(folder: Path, written: Sequence[Written], *, classes: Sequence[str], origin: Mapping[str, Any]) -> None:
+    """Write the index of finished shards, and the description that makes them a set."""
+    numbers = np.repeat(np.arange(len(written), dtype=np.int32), [len(shard.names) for shard in written])
+    labels = [(UNLABELLED,) if row is None else row for shard in written for row in shard.labels]
+    columns: dict[str, Array] = {
+        "shard": numbers,
+        "offset": np.array([offset for shard in written for offset in shard.offsets], dtype=np.int64),
+        "size": np.array([size for shard in written for size in shard.sizes], dtype=np.int64),
+        "split": np.array([SPLITS.index(shard.split) for shard in written], dtype=np.int8)[numbers],
+        "label": np.array([label for row in labels for label in row], dtype=np.int32),
+        **texts("name", (name for shard in written for name in shard.names)),
+    }
+    if any(len(row) != 1 for row in labels):
+        columns["label.ends"] = np.cumsum([len(row) for row in labels], dtype=np.int64)
+    files = {shard.file: {"bytes": shard.bytes, "sha256": shard.sha256} for shard in written}
+    table.write(folder / INDEX, columns, {"files": {name: facts["bytes"] for name, facts in files.items()}})
+    images = {split: int((columns["split"] == number).sum()) for number, split in enumerate(SPLITS)}
+    described = {"version": 1, "classes": list(classes), "images": images, "origin": dict(origin), "shards": files}
+    with replacing(folder / SET, overwrite=True) as fresh:
+        fresh.write_text(json.dumps(described, indent=1, ensure_ascii=False))
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+def open_set(folder: Path) -> Dataset:
+    """A set that was packed or got: its index lies beside the shards."""
+    try:
+        described = json.loads((folder / SET).read_text())
+        rows = table.read(folder / INDEX)
+        files = {str(name): int(size) for name, size in rows.facts["files"].items()}
+        classes = tuple(map(str, described["classes"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{folder} is no whole set of shards ({error}); pack or get it again") from error
+    for name, size in files.items():
+        path = folder / name
+        if "/" in name or not path.is_file() or path.stat().st_size != size:
+            raise DataError(f"{path} is missing or has not the {size:,} bytes it was packed with; pack or get it again")
+    return Dataset(
+        name=str(folder),
+        classes=classes,
+        splits=from_column(Shards(folder, tuple(files), rows), rows["split"]),
+        facts={"origin": described.get("origin"), "shards": described.get("shards")},
+    )

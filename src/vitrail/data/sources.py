@@ -1,0 +1,58 @@
+"""What a DATA argument names, opened: a folder, a list, shards, a set that was got, `digits`, or a Hugging Face set."""
+
+import importlib
+from pathlib import Path
+
+from vitrail.data import folder, lists, public, shards, tars
+from vitrail.data.dataset import Dataset
+from vitrail.errors import DataError, UsageError
+
+HUB = "hf:"
+DIGITS = "digits"
+
+
+def open_data(name: str, *, share: float = 0.1) -> Dataset:
+    """The set of that name; what it lacks of val and test is held out of its images, `share` of them for each.
+
+    A path wins over a known name only when it contains a separator or is a file, so `./digits` is a folder and
+    `digits` is the set.
+    """
+    if not 0 < share < 0.5:
+        raise UsageError(f"the share held out is {share}; it must lie between 0 and 0.5")
+    path = Path(name)
+    if name.startswith(HUB):
+        return importlib.import_module("vitrail.data.huggingface").open_hub(name.removeprefix(HUB), share=share)
+    if tars.is_pattern(name):
+        return tars.open_tars(name, share=share)
+    if "/" in name or path.is_file():
+        return _open_path(path, share)
+    if name == DIGITS:
+        return importlib.import_module("vitrail.data.digits").open_digits(share=share)
+    if name in public.SETS:
+        return _open_public(name)
+    return _open_path(path, share)
+
+
+def _open_public(name: str) -> Dataset:
+    stored = public.home(name)
+    if not stored.exists():
+        raise DataError(f"{name} is not here yet: vitrail data get {name}. (A folder of that name is ./{name})")
+    return shards.open_set(stored)
+
+
+def _open_path(path: Path, share: float) -> Dataset:
+    if path.is_file():
+        if path.suffix.lower() not in lists.SUFFIXES:
+            raise DataError(
+                f"{path} is a file; a set is a folder, shards (*.tar) or a list ({', '.join(lists.SUFFIXES)})"
+            )
+        return lists.open_list(path, share=share)
+    if not path.is_dir():
+        known = ", ".join((DIGITS, *public.SETS))
+        raise DataError(f"{path} does not exist. A set is a folder, a .csv or .jsonl, shards, hf:ORG/NAME, or {known}")
+    if (path / shards.SET).exists():
+        return shards.open_set(path)
+    for pattern in ("*.tar", "*/*.tar"):
+        if next(path.glob(pattern), None):
+            return tars.open_tars(str(path / pattern), share=share)
+    return folder.open_folder(path, share=share)

@@ -1,0 +1,196 @@
+"""Tar files of any origin in WebDataset's naming, read at random through an index made by one walk over their headers.
+
+A sample is what shares a name up to the first dot: an image, and beside it a .cls with a class's number or name, or a
+.json with label or labels. Members are read in place and never extracted; an archive with a link, a device or a path
+that leads outside is refused.
+"""
+
+import glob
+import json
+import os
+import re
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from vitrail.data import holdout, index
+from vitrail.data.dataset import SUFFIXES, UNLABELLED, Dataset, from_column
+from vitrail.data.folder import SPLIT_NAMES
+from vitrail.data.shards import Shards
+from vitrail.data.table import Array, texts
+from vitrail.errors import DataError
+
+_BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_CLASSES = 10_000_000
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a name stands for tar files: one, a glob, or WebDataset's {000..127}."""
+    return name.endswith(".tar")
+
+
+def open_tars(pattern: str, *, share: float = 0.1) -> Dataset:
+    """Tar files of any origin, by pattern; their index is kept in the cache."""
+    paths = sorted({found for one in expanded(pattern) for found in _existing(one)})
+    if not paths:
+        raise DataError(f"no file is named {pattern}")
+    folder = Path(os.path.commonpath([Path(path).parent.resolve() for path in paths]))
+    files = tuple(os.path.relpath(path, folder) for path in paths)
+    source = f"tars {folder} {' '.join(files)} {share}"
+    rows = index.cached(source, lambda: paths, lambda: _indexed(folder, files, share))
+    return Dataset(
+        name=pattern,
+        classes=tuple(rows.facts["classes"]),
+        splits=from_column(Shards(folder, files, rows), rows["split"]),
+        notes=tuple(rows.facts["notes"]),
+    )
+
+
+def expanded(pattern: str) -> list[str]:
+    """a{08..10}.tar -> a08.tar, a09.tar, a10.tar."""
+    found = _BRACES.search(pattern)
+    if not found:
+        return [pattern]
+    first, last = found.groups()
+    if int(last) < int(first) or int(last) - int(first) > 10_000_000:
+        raise DataError(f"{pattern}: {found.group()} must count upwards, to at most ten million")
+    numbers = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+    return [one for number in numbers for one in expanded(pattern.replace(found.group(), number, 1))]
+
+
+def _existing(path: str) -> list[str]:
+    if any(character in path for character in "*?["):
+        return glob.glob(path)  # noqa: PTH207, the pattern may be absolute
+    if not Path(path).is_file():
+        raise DataError(f"{path} does not exist")
+    return [path]
+
+
+class _Entry(NamedTuple):
+    """One sample as a foreign shard holds it."""
+
+    name: str
+    offset: int
+    size: int
+    labels: tuple[str, ...] | None
+
+
+def _indexed(folder: Path, files: Sequence[str], share: float) -> tuple[Mapping[str, Array], dict[str, Any]]:
+    """The columns of foreign shards: one walk over the headers."""
+    entries = [list(samples(folder / file)) for file in files]
+    flat = [entry for shard in entries for entry in shard]
+    if not flat:
+        raise DataError(f"{folder / files[0]} (of {len(files)}) holds no image ({', '.join(SUFFIXES)})")
+    labelled = [entry.labels is not None for entry in flat]
+    if any(labelled) != all(labelled):
+        name = flat[labelled.index(False)].name
+        raise DataError(f"{name} has neither .cls nor .json with a label beside it, while other images have")
+    names = _classes({label for entry in flat for label in entry.labels or ()})
+    place = {name: number for number, name in enumerate(names)}
+    first = np.array([place[entry.labels[0]] if entry.labels else UNLABELLED for entry in flat], dtype=np.int32)
+    columns: dict[str, Array] = {
+        "shard": np.repeat(np.arange(len(files), dtype=np.int32), [len(shard) for shard in entries]),
+        "offset": np.array([entry.offset for entry in flat], dtype=np.int64),
+        "size": np.array([entry.size for entry in flat], dtype=np.int64),
+        "label": first,
+        **texts("name", (entry.name for entry in flat)),
+    }
+    if any(entry.labels is not None and len(entry.labels) != 1 for entry in flat):
+        columns["label"] = np.array([place[label] for entry in flat for label in entry.labels or ()], dtype=np.int32)
+        columns["label.ends"] = np.cumsum([len(entry.labels or ()) for entry in flat], dtype=np.int64)
+    given = np.array([_split_of(file) for file in files], dtype=np.int8)[columns["shard"]]
+    if holdout.NO_SPLIT in given and (given != holdout.NO_SPLIT).any():
+        raise DataError(f"some shards are named after a split and some are not, such as {files[0]}: name all or none")
+    columns["split"], notes = holdout.completed(
+        given, first, lambda row: f"{files[columns['shard'][row]]}:{flat[row].name}", identity=str(folder), share=share
+    )
+    return columns, {"classes": names, "notes": list(notes)}
+
+
+def _classes(labels: set[str]) -> list[str]:
+    """Numbers are places in the head, whether all of them occur or not; names stand in their own order."""
+    if not all(label.isascii() and label.isdigit() for label in labels):
+        return sorted(labels)
+    count = max(map(int, labels), default=-1) + 1
+    if count > _CLASSES:
+        raise DataError(f"a label is {count - 1:,}; numbers are classes, and there are at most {_CLASSES:,}")
+    return [str(number) for number in range(count)]
+
+
+def _split_of(file: str) -> int:
+    """train-000.tar, x-val-3.tar and test/0.tar say their split."""
+    words = re.split(r"[^a-z]+", file.lower())
+    return next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), holdout.NO_SPLIT)
+
+
+def samples(path: Path) -> Iterator[_Entry]:
+    """The images of one tar, each with what stands beside it under the same name up to the first dot."""
+    entry: _Entry | None = None
+    labels: tuple[str, ...] | None = None
+    key = ""
+    for member, content in members(path):
+        stem, dot, suffix = member.name.rpartition("/")[2].partition(".")
+        here = member.name[: len(member.name) - len(dot + suffix)] if stem or dot else member.name
+        if here != key:
+            if entry:
+                yield entry._replace(labels=labels)
+            entry, labels, key = None, None, here
+        if f".{suffix.lower()}".endswith(SUFFIXES):
+            if entry:
+                raise DataError(f"{path} holds two images named {here}: {entry.name} and {member.name}")
+            entry = _Entry(member.name, member.offset_data, member.size, None)
+        elif suffix in ("cls", "json"):
+            labels = _labels(content(), suffix, f"{path}:{member.name}", labels)
+    if entry:
+        yield entry._replace(labels=labels)
+
+
+def members(path: Path) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
+    """The files in a tar, each with a function that reads it; anything that could lead outside is refused."""
+    length = path.stat().st_size
+    try:
+        with tarfile.open(path, "r:") as tar:
+            for member in tar:
+                if member.isdir():
+                    continue
+                parts = PurePosixPath(member.name)
+                if not member.isreg():
+                    raise DataError(f"{path} holds {member.name!r:.120}, which is a link or device and no file")
+                if parts.is_absolute() or ".." in parts.parts or "\0" in member.name:
+                    raise DataError(f"{path} holds {member.name!r:.120}, a path that leads outside of it")
+                if member.sparse is not None or member.offset_data + member.size > length:
+                    raise DataError(f"{path} is truncated or damaged at {member.name!r:.120}")
+                yield member, lambda member=member: _small(tar, member, path)  # type: ignore[misc]
+                tar.members = []  # type: ignore[attr-defined]  # or every header stays in memory
+    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
+        zipped = " (compressed? then it cannot be read at random: unpack it first)" if length else ""
+        raise DataError(f"{path} is no readable tar{zipped}: {error}") from error
+
+
+def _small(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> bytes:
+    if member.size > 2**20:
+        raise DataError(f"{path}:{member.name} has {member.size:,} bytes; labels have at most 1 MiB")
+    file = tar.extractfile(member)  # a reader; nothing is written
+    return b"" if file is None else file.read()
+
+
+def _labels(content: bytes, suffix: str, where: str, known: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """What a .cls says, or a .json under label or labels; a .json without them says nothing."""
+    try:
+        text = content.decode()
+        value: Any = json.loads(text) if suffix == "json" else text.strip()
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} cannot be read: {error}") from error
+    if isinstance(value, dict):
+        value = value.get("labels", value.get("label", value.get("cls")))
+    if value is None:
+        return known
+    items = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, str | int) and not isinstance(item, bool) and item != "" for item in items):
+        raise DataError(f"{where}: {value!r:.80} is no label")
+    return tuple(
+        dict.fromkeys(str(int(text)) if text.isascii() and text.isdigit() else text for text in map(str, items))
+    )

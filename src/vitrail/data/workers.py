@@ -1,0 +1,59 @@
+"""Work shared among processes, and what became of each part of it."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
+
+Progress = Callable[[int, int], None]
+"""Called with how much is done, and of how much."""
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def silent(done: int, total: int) -> None:
+    """Progress that nobody watches."""
+
+
+def available() -> int:
+    """Processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def finished(
+    function: Callable[[Item], Result], items: Sequence[Item], workers: int | None = None
+) -> Iterator[tuple[Item, Result | BrokenProcessPool]]:
+    """Each item with its result, in the order in which they are done; an exception of the function is raised here.
+
+    A process that dies, by a decoder's crash or for want of memory, takes the pool with it: the items whose processes
+    died are returned with that error, one by one, and the rest go on.
+    """
+    alone: list[Item] = []
+    with ProcessPoolExecutor(workers or available()) as pool:
+        futures = {pool.submit(function, item): item for item in items}
+        try:
+            for future in _completed(set(futures)):
+                error = future.exception()
+                if isinstance(error, BrokenProcessPool):
+                    alone.append(futures[future])
+                elif error is not None:
+                    raise error
+                else:
+                    yield futures[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    for item in alone:  # one of these is to blame: each gets a process of its own
+        with ProcessPoolExecutor(1) as pool:
+            future = pool.submit(function, item)
+            error = future.exception()
+            if error is not None and not isinstance(error, BrokenProcessPool):
+                raise error
+            yield item, error if isinstance(error, BrokenProcessPool) else future.result()
+
+
+def _completed(futures: set[Future[Result]]) -> Iterator[Future[Result]]:
+    while futures:
+        done, futures = wait(futures, return_when=FIRST_COMPLETED)
+        yield from done
