@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint peers clean
+.PHONY: demo test soak lint peers clean
 
 demo: .venv/.installed  ## a model from nothing to an answer
 	$(BIN)/vitrail list
@@ -11,6 +11,9 @@ demo: .venv/.installed  ## a model from nothing to an answer
 
 test: .venv/.dev lint  ## the whole suite, in parallel
 	$(BIN)/pytest --numprocesses auto
+
+soak: .venv/.dev  ## the full counts of what the suite samples; takes long
+	$(BIN)/pytest -m soak
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

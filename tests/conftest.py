@@ -38,6 +38,14 @@ def peer(name: str) -> ModuleType:
     return pytest.importorskip(name, reason=f"{name} is not installed: `make peers` installs it for comparison")
 
 
+@pytest.fixture(autouse=True)
+def _own_homes(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read from or written to the user's own caches."""
+    home = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("XDG_DATA_HOME", str(home / "data"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
+
+
 @pytest.fixture(scope="session")
 def data() -> Path:
     """The development data."""

@@ -26,7 +26,8 @@ def run(*arguments: str, capsys: Capture) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["info", "--help"], ["convert", "--help"], ["ifno", "b16"], ["info"], []]
+    "arguments",
+    [["--help"], ["info", "--help"], ["convert", "--help"], ["ifno", "b16"], ["info"], [], ["data"], ["data", "chek"]],
 )
 def test_help_and_typos_are_answered_without_torch(arguments: list[str]) -> None:
     script = (
@@ -46,6 +47,8 @@ def test_a_typo_gets_the_nearest_verb_and_the_version_is_told(capsys: Capture) -
     code, out, err = run("ifno", "b16", capsys=capsys)
     assert (code, out) == (2, "")
     assert "there is no verb 'ifno': did you mean info?" in err
+    assert "there is no verb 'data chek': did you mean data check?" in run("data", "chek", "x", capsys=capsys)[2]
+    assert "there is no verb 'data'" in run("data", capsys=capsys)[2]
     code, out, _ = run("--version", capsys=capsys)
     assert (code, out) == (0, f"vitrail {vitrail.__version__}\n")
 
@@ -54,7 +57,7 @@ def test_every_verb_is_explained(capsys: Capture) -> None:
     _, out, _ = run("--help", capsys=capsys)
     for verb in VERBS:
         assert f"\n  {verb} " in out
-        code, text, _ = run(verb, "--help", capsys=capsys)
+        code, text, _ = run(*verb.split(), "--help", capsys=capsys)
         assert code == 0
         assert f"usage: vitrail {verb}" in text
 

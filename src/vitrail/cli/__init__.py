@@ -1,7 +1,8 @@
 """The command line: `vitrail VERB what --options`.
 
-Results go to stdout, everything else to stderr. A verb is the function `main` of the module of its name, which is
-imported when the verb is called, and torch only when it runs: `--help` and a typo are answered at once.
+Results go to stdout, everything else to stderr. A verb is the function `main` of the module of its name (`data check`
+is data/check.py), which is imported when the verb is called, and torch only when it runs: `--help` and a typo are
+answered at once.
 """
 
 import difflib
@@ -10,12 +11,18 @@ import importlib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 
 from vitrail.errors import UsageError, VitrailError
 
 VERBS = {
     "convert": "write a model in another format, or fitted to another task",
+    "data check": "find bad files, copies and leaks in a set of images",
+    "data get": "fetch a public set by name",
+    "data list": "show the public sets, and those that are here",
+    "data pack": "write a set as tar shards with an index",
+    "data remove": "delete a set that was got",
     "demo": "build a model and let it answer",
     "info": "show what a model is, costs, expects and where it came from",
     "list": "show the presets and the formats",
@@ -28,6 +35,7 @@ INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    warnings.filterwarnings("ignore", module="PIL")  # of damaged files, which are named by errors of our own
     try:
         _run(arguments)
         sys.stdout.flush()
@@ -55,6 +63,8 @@ def _run(arguments: Sequence[str]) -> None:
     if not arguments:
         raise UsageError(f"say what to do: {', '.join(VERBS)}. `vitrail --help` explains them")
     verb, *rest = arguments
+    if rest and f"{verb} {rest[0]}" in VERBS:
+        verb, rest = f"{verb} {rest[0]}", rest[1:]
     if verb in ("-h", "--help", "help"):
         print(_help())
     elif verb == "--version":
@@ -62,20 +72,21 @@ def _run(arguments: Sequence[str]) -> None:
 
         print(f"vitrail {__version__}")
     elif verb not in VERBS:
-        close = difflib.get_close_matches(verb, VERBS, n=1)
+        wanted = " ".join([verb, *rest[:1]]) if any(known.startswith(f"{verb} ") for known in VERBS) else verb
+        close = difflib.get_close_matches(wanted, VERBS, n=1)
         meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(VERBS)}."
-        raise UsageError(f"there is no verb {verb!r}: {meant} `vitrail --help` explains them")
+        raise UsageError(f"there is no verb {wanted!r}: {meant} `vitrail --help` explains them")
     else:
         import tyro
 
         if os.environ.get("NO_COLOR"):
             os.environ["TERM"] = "dumb"  # the one switch that tyro knows
-        function = importlib.import_module(f"vitrail.cli.{verb}").main
+        function = importlib.import_module(f"vitrail.cli.{verb.replace(' ', '.')}").main
         tyro.cli(function, prog=f"vitrail {verb}", args=rest, config=(tyro.conf.FlagCreatePairsOff,))
 
 
 def _help() -> str:
-    lines = [f"  {verb:10}{text}" for verb, text in VERBS.items()]
+    lines = [f"  {verb:13}{text}" for verb, text in VERBS.items()]
     return "\n".join(
         [
             "usage: vitrail VERB ...",

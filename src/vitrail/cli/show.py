@@ -1,9 +1,13 @@
-"""Printing results: aligned text for people, JSON for programs."""
+"""Printing results: aligned text for people, JSON for programs; and how far a long command is."""
 
+import contextlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+_LINE_EVERY = 15.0  # seconds
 
 
 def as_json(value: Any) -> None:
@@ -32,9 +36,46 @@ def note(sentence: str) -> None:
     print(sentence, file=sys.stderr)
 
 
+@contextlib.contextmanager
+def progress(what: str, *, of_bytes: bool = False) -> Iterator[Callable[[int, int], None]]:
+    """A function to call with how much is done and of how much: a bar on a terminal, now and then a line elsewhere."""
+    if not sys.stderr.isatty():
+        yield _lines(what)
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    amount = DownloadColumn() if of_bytes else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total or None)
+
+
+def _lines(what: str) -> Callable[[int, int], None]:
+    last = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > _LINE_EVERY:
+            last = time.monotonic()
+            note(f"{what}: {done:,} of {total:,}" if total else f"{what}: {done:,}")
+
+    return tell
+
+
 def count(number: int) -> str:
     """1234567 -> 1,234,567."""
     return f"{number:,}"
+
+
+def size(number: int) -> str:
+    """1234567 -> 1.2 MB."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if number < 1000 or unit == "GB":
+            return f"{number:,.0f} {unit}" if unit == "bytes" else f"{number:,.1f} {unit}"
+        number /= 1000  # type: ignore[assignment]
+    raise AssertionError
 
 
 def giga(number: int) -> str:

@@ -1,7 +1,7 @@
 """A set of labelled images: its splits, its classes, and what was assumed about it."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -122,3 +122,13 @@ def from_column(store: Store, column: Array) -> dict[str, Split]:
 def _compact(rows: Array) -> Array | range:
     first, last = int(rows[0]), int(rows[-1])
     return range(first, last + 1) if last - first + 1 == len(rows) else rows
+
+
+def less(dataset: Dataset, names: Collection[str]) -> Dataset:
+    """The set without the images of these names."""
+    splits = {}
+    for name, split in dataset.splits.items():
+        left = split.without([index for index in range(len(split)) if split.name(index) in names])
+        if len(left):
+            splits[name] = left
+    return dataclasses.replace(dataset, splits=splits)

@@ -12,9 +12,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_FIRST = np.uint64(0xBF58476D1CE4E5B9)
-_SECOND = np.uint64(0x94D049BB133111EB)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+FIRST = np.uint64(0xBF58476D1CE4E5B9)
+SECOND = np.uint64(0x94D049BB133111EB)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Draws:
 
     def uniform(self, purpose: str, count: int) -> NDArray[np.float64]:
         """(B, count) numbers of [0, 1), independent between purposes, positions and columns."""
-        return (self.bits(purpose, count) >> np.uint64(11)) * 2.0**-53
+        return (self.bits(purpose, count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
     def integers(self, purpose: str, count: int, below: int) -> NDArray[np.int64]:
         """(B, count) whole numbers from 0 to `below` - 1."""
@@ -52,11 +52,11 @@ def hashed(start: int, *parts: ArrayLike) -> NDArray[np.uint64]:
     """64 bits that depend on every bit of `start` and of each of the parts, which broadcast."""
     state = np.full(1, start, dtype=np.uint64)
     for part in parts:
-        state = _mixed(state + (np.atleast_1d(np.asarray(part)).astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+        state = _mixed(state + (np.atleast_1d(np.asarray(part)).astype(np.uint64) + np.uint64(1)) * GOLDEN)
     return state
 
 
 def _mixed(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    state = (state ^ (state >> np.uint64(30))) * _FIRST
-    state = (state ^ (state >> np.uint64(27))) * _SECOND
+    state = (state ^ (state >> np.uint64(30))) * FIRST
+    state = (state ^ (state >> np.uint64(27))) * SECOND
     return state ^ (state >> np.uint64(31))

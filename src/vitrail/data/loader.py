@@ -60,9 +60,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.total < 0 or not 0 <= self.rank < self.world or self.micro_batches < 1:
-            raise UsageError(
-                f"{self} cannot be meant: a batch has at least one image, a rank lies below the world's size"
-            )
+            raise UsageError(f"{self} cannot be: a batch has an image at least, a rank lies below the world size")
 
     @property
     def steps(self) -> int:
@@ -103,7 +101,7 @@ class Training:
         """The positions to load for a micro-batch."""
         if self.mixes and part:
             first = step * plan.batch
-            return mixing.partnered(first, plan.size(step), part.start - first, len(part))
+            return mixing.partnered(first, plan.size(step), part.start, len(part))
         return np.arange(part.start, part.stop)
 
 
@@ -217,7 +215,7 @@ def _unchanged(batch: Any) -> Any:
 def _training_batch(training: Training, positions: Integers) -> Batch:
     rows = training.order.samples(positions)
     size, channels = training.preprocess.size, len(training.preprocess.mean)
-    pixels = torch.empty((len(rows), channels, *size), dtype=torch.uint8)
+    pixels = torch.empty((len(rows), *size, channels), dtype=torch.uint8).permute(0, 3, 1, 2)
     left_out: list[str] = []
     for start in range(0, len(rows), _CHUNK):
         here = slice(start, start + _CHUNK)

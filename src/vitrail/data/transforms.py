@@ -18,23 +18,25 @@ RESAMPLING = {
 
 
 def evaluation_view(image: Tensor, preprocess: Preprocess) -> Tensor:
-    """uint8 (C, H, W) -> uint8 (C, S, S): resized by Pillow, which filters before it shrinks, then centre-cropped.
-
-    The long side is rounded down, as every project rounds it.
-    """
+    """uint8 (C, H, W) -> uint8 (C, S, S): resized by Pillow, which filters before it shrinks, then centre-cropped."""
     height, width = image.shape[1:]
-    if len(preprocess.resize) == 2:
-        target = preprocess.resize
-    else:
-        short = preprocess.resize[0]
-        target = (int(short * height / width), short) if width <= height else (short, int(short * width / height))
-    if target[0] * target[1] > PIXEL_LIMIT:
-        raise DataError(f"an image of {height} x {width} pixels is too thin: resized it has {target[0]} x {target[1]}")
+    target = resized_size(height, width, preprocess)
     if target != (height, width):
         image = _resized(image, target[0], target[1], RESAMPLING[preprocess.interpolation])
     middle = [(side - crop) / 2 for side, crop in zip(target, preprocess.size, strict=True)]
     top, left = (round(corner) if preprocess.crop_rounding == "nearest" else int(corner) for corner in middle)
     return image[:, top : top + preprocess.size[0], left : left + preprocess.size[1]].contiguous()
+
+
+def resized_size(height: int, width: int, preprocess: Preprocess) -> tuple[int, int]:
+    """Height and width before the crop; the long side is rounded down, as every project rounds it."""
+    if len(preprocess.resize) == 2:
+        return preprocess.resize[0], preprocess.resize[1]
+    short = preprocess.resize[0]
+    target = (int(short * height / width), short) if width <= height else (short, int(short * width / height))
+    if target[0] * target[1] > PIXEL_LIMIT:
+        raise DataError(f"an image of {height} x {width} pixels is too thin: resized it has {target[0]} x {target[1]}")
+    return target
 
 
 def _resized(image: Tensor, height: int, width: int, resampling: Image.Resampling) -> Tensor:

@@ -1,0 +1,1 @@
+"""`vitrail data ...`: what can be done with sets of images."""

@@ -1,0 +1,120 @@
+"""`vitrail data check DATA`: what a set is worth, before anyone trains on it."""
+
+import json as json_module
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from vitrail.cli import show
+from vitrail.errors import DataError
+
+_SHOWN = 20
+
+
+def main(
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")],
+    against: Annotated[str | None, tyro.conf.arg(metavar="OTHER")] = None,
+    skip_bad: bool = False,
+    out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("data_report.json"),
+    json: bool = False,
+) -> None:
+    """Decode every image once; name the bad ones, count classes, find copies inside and across splits.
+
+    Up to 200,000 images are decoded whole. Of a larger set so many, drawn at random, are, and the rest are known by
+    their headers. The whole report goes to a JSON file, from which `data pack --leave-out` knows what to leave out.
+
+    Args:
+        data: A folder, a .csv or .jsonl, shards, a set that was got, or hf:ORG/NAME.
+        against: A set whose validation and test images should not occur in this one.
+        skip_bad: End with exit code 0 although some images are bad.
+        out: Where the report goes; an earlier one is replaced.
+        json: Print the report as JSON.
+    """
+    from vitrail.data.check import check
+    from vitrail.data.sources import open_data
+    from vitrail.files import replacing
+
+    dataset = open_data(data)
+    other = None if against is None else open_data(against)
+    show.note(f"data: {dataset.name}")
+    with show.progress("looking at images") as progress:
+        report = check(dataset, other, progress=progress)
+    with replacing(out, overwrite=True) as fresh:
+        fresh.write_text(json_module.dumps(report, indent=1, ensure_ascii=True))
+    if json:
+        show.as_json(report)
+    else:
+        show.table([*_rows(report), ("report", str(out))])
+    if report["bad"] and not skip_bad:
+        raise DataError(
+            f"{len(report['bad']):,} images of {data} are bad, named above and in {out}."
+            " Repair or remove them, or go on without them: --skip-bad"
+        )
+
+
+def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """The report in lines."""
+    images, sizes, colour = report["images"], report["sizes"], report["colour"]
+    yield "images", ", ".join(f"{split} {show.count(number)}" for split, number in images.items())
+    for note in report["notes"]:
+        yield "note", note
+    earlier = f", {show.count(report['from_earlier_check'])} of them before" if report["from_earlier_check"] else ""
+    headers = f"; of {show.count(report['headers_only'])} more only the header" if report["headers_only"] else ""
+    yield "decoded", f"{show.count(report['decoded'])}{earlier}{headers}"
+    yield from _classes(report)
+    yield "formats", ", ".join(f"{name} {show.count(number)}" for name, number in report["formats"].items()) or "none"
+    yield "sizes", ", ".join(f"{side} {v['least']} to {v['most']} (median {v['median']})" for side, v in sizes.items())
+    if colour["mean"]:
+        mean, std = (" ".join(f"{value:.4f}" for value in colour[name]) for name in ("mean", "std"))
+        yield "colour", f"mean {mean}, std {std} ({colour['of']}); {show.count(colour['grey'])} grey"
+    yield from _copies(report)
+    yield "bad", show.count(len(report["bad"]))
+    yield from _listed([f"{_image(row)}: {row['reason']}" for row in report["bad"]])
+
+
+def _classes(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    classes = report["classes"]
+    if not classes:
+        yield "classes", "none: the images have no labels"
+        return
+    split = "train" if "train" in report["images"] else next(iter(report["images"]))
+    by_size = sorted(classes, key=lambda row: row[split])
+    least, most = by_size[0], by_size[-1]
+    kind = "an image may have several" if report["several_labels"] else f"{split}"
+    span = f"{least[split]:,} ({least['name']}) to {most[split]:,} ({most['name']})"
+    yield "classes", f"{show.count(len(classes))}; images in a class of {kind}: {span}"
+    empty = [row["name"] for row in classes if not row[split]]
+    if empty:
+        yield "warning", f"{len(empty)} classes have no image in {split}: {', '.join(empty[:5])}"
+    elif most[split] > 10 * least[split]:
+        yield "warning", f"strong imbalance: {most['name']} has {most[split] / least[split]:.0f} times {least['name']}"
+
+
+def _copies(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    found = report["duplicates"]
+    yield "copies", f"{found['exact']:,} groups of equal files, {found['near']:,} groups that look the same"
+    if found["across_splits"]:
+        yield "warning", f"{found['across_splits']:,} of these groups reach across splits: results look too good"
+        across = [group for group in found["groups"] if len({image["split"] for image in group["images"]}) > 1]
+        yield from _listed([f"{group['kind']}: {', '.join(map(_image, group['images'][:4]))}" for group in across])
+    if found["different_labels"]:
+        yield "warning", f"{found['different_labels']:,} of these groups have different labels"
+    if "against" in report:
+        other = report["against"]
+        shown = f"{len(other['found']):,} images show what one of its {other['compared']:,} shows"
+        yield "against", f"{other['data']}: {shown}"
+        yield from _listed([f"{row['kind']}: {_image(row)} = {row['shows']}" for row in other["found"]])
+
+
+def _image(row: dict[str, Any]) -> str:
+    return f"{row['split']}: {row['name']}"
+
+
+def _listed(lines: list[str]) -> Iterator[tuple[str, str]]:
+    """The first few lines, and how many more there are."""
+    for line in lines[:_SHOWN]:
+        yield "", line
+    if len(lines) > _SHOWN:
+        yield "", f"... and {len(lines) - _SHOWN:,} more in the report"

@@ -1,0 +1,34 @@
+"""`vitrail data get NAME`: public sets by name."""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from vitrail.cli import show
+
+
+def main(
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")],
+    files: Annotated[tuple[Path, ...], tyro.conf.arg(name="from", metavar="FILE ...")] = (),
+    json: bool = False,
+) -> None:
+    """Fetch a public set, verify it and store it as tar shards; from then on its name is a DATA.
+
+    Args:
+        name: One of those that `vitrail data list` shows.
+        files: The set's own archives, where they are on this machine already.
+        json: Print JSON.
+    """
+    from vitrail.data import public
+
+    with show.progress(f"fetching {name}", of_bytes=True) as progress:
+        folder = public.get(name, files, progress=progress, note=show.note)
+    stored = next(one for one in public.stored() if one.name == name)
+    if json:
+        show.as_json({"name": name, "folder": str(folder), "images": dict(stored.images), "bytes": stored.bytes})
+        return
+    images = ", ".join(f"{split} {show.count(number)}" for split, number in stored.images.items() if number)
+    show.table(
+        [("images", images), ("terms", public.SETS[name].terms), ("stored", f"{folder} ({show.size(stored.bytes)})")]
+    )

@@ -1,0 +1,50 @@
+"""`vitrail data pack DATA OUT`: tar shards with an index."""
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from vitrail.cli import show
+
+
+def main(
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")],
+    out: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")],
+    leave_out: Annotated[Path | None, tyro.conf.arg(metavar="REPORT")] = None,
+    json: bool = False,
+) -> None:
+    """Write a set as tar shards of about 256 MB in WebDataset's naming, shuffled, with an index.
+
+    Image files keep their bytes. Interrupted, the same command goes on where it stopped.
+
+    Args:
+        data: A folder, a .csv or .jsonl, shards, a set that was got, or hf:ORG/NAME.
+        out: The folder to write, which is then a DATA too.
+        leave_out: A data_report.json: bad images and those it found in another split or set are left out.
+        json: Print JSON.
+    """
+    from vitrail.data.check import names_to_leave_out
+    from vitrail.data.dataset import less
+    from vitrail.data.pack import pack
+    from vitrail.data.sources import open_data
+
+    dataset = open_data(data)
+    show.note(f"data: {dataset.name}")
+    for note in dataset.notes:
+        show.note(f"note: {note}")
+    before = sum(map(len, dataset.splits.values()))
+    if leave_out is not None:
+        dataset = less(dataset, names_to_leave_out(leave_out))
+    with show.progress("writing shards") as progress:
+        pack(dataset, out, progress=progress)
+    images = {name: len(split) for name, split in dataset.splits.items()}
+    written = sum(path.stat().st_size for path in out.glob("*.tar"))
+    left = before - sum(images.values())
+    if json:
+        show.as_json({"written": str(out), "images": images, "left_out": left, "bytes": written})
+        return
+    rows = [("images", ", ".join(f"{split} {show.count(number)}" for split, number in images.items()))]
+    if leave_out is not None:
+        rows.append(("left out", show.count(left)))
+    show.table([*rows, ("written", f"{out} ({len(list(out.glob('*.tar')))} shards, {show.size(written)})")])

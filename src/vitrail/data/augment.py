@@ -1,0 +1,322 @@
+"""Training views: what is drawn for each position of training, and its application to single images on the CPU.
+
+    B images   C channels   S sides of the view (height and width may differ)   R operations an image
+
+Drawing is one pass of NumPy over the B positions; `batched` applies the same draws to whole batches on any device. Each
+kind of draw has a purpose of its own, so switching one on leaves the others as they were. The order is crop and resize,
+flip, RandAugment, jitter, erase. torchvision's transforms draw from global state, one image at a time; hence these.
+
+RandAugment is that of the ViT authors' code, Pillow's operations rewritten in TensorFlow; so most are Pillow's here.
+As there and not as in Pillow: contrast blends with grey 196 whatever the image (the pixels of 224 x 224 over 256, where
+a mean was meant), shears are about the corner, and pixels lie at whole coordinates. As in Pillow, and there a level or
+two off: the grey of colour, the smoothed image of sharpness, autocontrast. The authors' 100 pixels of translation and
+40 of cutout belong to views of 224 pixels, and scale with the side of others.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageEnhance, ImageOps
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitrail.config import Augment, Preprocess
+from vitrail.data.draws import Draws
+from vitrail.data.transforms import resized_size
+
+OPERATIONS = (
+    "autocontrast", "equalize", "invert", "rotate", "posterize", "solarize", "color", "contrast", "brightness",
+    "sharpness", "shear-x", "shear-y", "translate-x", "translate-y", "cutout", "solarize-add",
+)  # fmt: skip
+FILL = 128  # what a rotation, shear, translation or cutout leaves empty
+TRIES = 10
+RATIO = (3 / 4, 4 / 3)  # width over height of an inception crop
+ERASED_AREA = (0.02, 0.33)  # Zhong et al. 2017
+ERASED_RATIO = (0.3, 3.3)  # height over width
+
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class Views(NamedTuple):
+    """Which pixels a view shows: a part of the image, resized to a grid, of which a window of the final size is cut."""
+
+    part: Integers  # (B, 4) top, left, height, width
+    grid: Integers  # (B, 2) height and width the part is resized to
+    corner: Integers  # (B, 2) top and left of the window; beyond the grid its pixels are reflected
+    flip: NDArray[np.bool_]  # (B,)
+
+
+class Operations(NamedTuple):
+    """RandAugment's choices; `affine` and `cutout` are read where `kind` is such an operation."""
+
+    kind: Integers  # (B, R) index into OPERATIONS
+    affine: Integers  # (B, R, 6) pixel (x, y) shows (a x + b y + c, d x + e y + f) / 65536, rounded down
+    cutout: Integers  # (B, R, 4) top, left, height, width
+
+
+class Jitter(NamedTuple):
+    """Factors of brightness, contrast and saturation, and the order they are applied in."""
+
+    order: Integers  # (B, 3)
+    factor: Floats  # (B, 3)
+
+
+class Drawn(NamedTuple):
+    """Everything random about B training views; None for what is switched off."""
+
+    views: Views
+    operations: Operations | None
+    jitter: Jitter | None
+    erased: Integers | None  # (B, 4) top, left, height, width; no pixels for most
+
+
+def draw(draws: Draws, heights: Integers, widths: Integers, augment: Augment, preprocess: Preprocess) -> Drawn:
+    """The parameters of B training views of images of the given sizes, (B,) each."""
+    return Drawn(
+        _views(draws, heights, widths, augment, preprocess),
+        _operations(draws, augment.randaugment, preprocess.size) if augment.randaugment else None,
+        _jitter(draws, augment.jitter) if augment.jitter else None,
+        _erased(draws, augment.erase, preprocess.size) if augment.erase else None,
+    )
+
+
+def _views(draws: Draws, heights: Integers, widths: Integers, augment: Augment, preprocess: Preprocess) -> Views:
+    sizes = np.stack([heights, widths], axis=1)  # (B, 2)
+    part = np.concatenate([np.zeros_like(sizes), sizes], axis=1)
+    grid = np.broadcast_to(np.array(preprocess.size), sizes.shape)
+    corner = np.zeros_like(sizes)
+    if augment.crop == "inception":
+        part = _inception(draws, sizes, augment.area)
+    elif augment.crop == "window":
+        grid = np.array([resized_size(*size, preprocess) for size in sizes.tolist()], dtype=np.int64)
+        corner = _placed(draws.uniform("crop", 2), grid - preprocess.size)
+    elif augment.crop == "pad":
+        padding = np.array(preprocess.size) // 8
+        corner = _placed(draws.uniform("crop", 2), 2 * padding) - padding
+    return Views(part, grid, corner, (draws.uniform("flip", 1)[:, 0] < 0.5) & augment.flip)
+
+
+def _inception(draws: Draws, sizes: Integers, area: tuple[float, float]) -> Integers:
+    """(B, 4) parts of random area and shape, placed anywhere; where no try fits, the largest middle one that may be."""
+    uniform = draws.uniform("crop", 2 + 2 * TRIES)
+    shape = _first_fit(uniform[:, 2:], sizes, area, RATIO)
+    corner = _placed(uniform[:, :2], sizes - shape)
+    height, width = sizes.T
+    widest = np.stack([np.minimum(height, np.rint(width / RATIO[0])), np.minimum(width, np.rint(height * RATIO[1]))], 1)
+    unfit = shape[:, :1] == 0
+    shape = np.where(unfit, widest.astype(np.int64), shape)
+    return np.concatenate([np.where(unfit, (sizes - shape) // 2, corner), shape], axis=1)
+
+
+def _first_fit(uniform: Floats, sizes: Integers, area: tuple[float, float], ratio: tuple[float, float]) -> Integers:
+    """(B, 2) height and width of the first try that fits into `sizes`, of a uniform share of its area and a log-uniform
+    ratio of width to height; 0 where none fits."""
+    share, shape = uniform.reshape(len(sizes), -1, 2).transpose(2, 0, 1)  # (B, tries) each
+    pixels = sizes.prod(axis=1, keepdims=True) * (area[0] + (area[1] - area[0]) * share)
+    across = np.exp(math.log(ratio[0]) + math.log(ratio[1] / ratio[0]) * shape)
+    tries = np.rint(np.sqrt(np.stack([pixels / across, pixels * across], axis=2))).astype(np.int64)  # (B, tries, 2)
+    fits = ((tries > 0) & (tries <= sizes[:, None])).all(axis=2)
+    first = fits.argmax(axis=1)
+    return np.where(fits.any(axis=1)[:, None], tries[np.arange(len(sizes)), first], 0)
+
+
+def _placed(uniform: Floats, room: Integers) -> Integers:
+    """Whole numbers from 0 to `room`, both included."""
+    return (uniform * (room + 1)).astype(np.int64)
+
+
+def _operations(draws: Draws, randaugment: tuple[int, int], size: tuple[int, int]) -> Operations:
+    count, magnitude = randaugment
+    kind = draws.integers("randaugment", count, len(OPERATIONS))
+    sign = 1 - 2 * draws.integers("randaugment-sign", count, 2)
+    matrices = np.array(
+        [_matrix(name, direction * magnitude / 10, size) for name in OPERATIONS for direction in (1, -1)]
+    )
+    affine = np.floor(matrices.reshape(len(OPERATIONS), 2, 6) * 65536 + 0.5).astype(np.int64)
+    half = np.array([int(magnitude / 10 * 40 * side / 224) for side in size])
+    centre = _placed(draws.uniform("randaugment-place", 2 * count), np.tile(size, count) - 1).reshape(-1, count, 2)
+    start, end = np.maximum(centre - half, 0), np.minimum(centre + half, size)
+    return Operations(kind, affine[kind, (sign < 0).astype(np.int64)], np.concatenate([start, end - start], axis=2))
+
+
+def _matrix(name: str, level: float, size: tuple[int, int]) -> tuple[float, ...]:
+    """Where pixel (x, y) comes from: a, b, c, d, e, f of (a x + b y + c, d x + e y + f), the half that rounds added."""
+    bottom, right = size[0] - 1, size[1] - 1
+    match name:
+        case "rotate":  # about the middle, by up to 30 degrees on the scale of 10
+            cosine, sine = math.cos(math.radians(30 * level)), math.sin(math.radians(30 * level))
+            x, y = (right - cosine * right + sine * bottom) / 2, (bottom - sine * right - cosine * bottom) / 2
+            return cosine, -sine, x + 0.5, sine, cosine, y + 0.5
+        case "shear-x":
+            return 1, 0.3 * level, 0.5, 0, 1, 0.5
+        case "shear-y":
+            return 1, 0, 0.5, 0.3 * level, 1, 0.5
+        case "translate-x":
+            return 1, 0, round(100 * level * size[1] / 224) + 0.5, 0, 1, 0.5
+        case "translate-y":
+            return 1, 0, 0.5, 0, 1, round(100 * level * size[0] / 224) + 0.5
+    return 1, 0, 0.5, 0, 1, 0.5
+
+
+def _jitter(draws: Draws, strength: float) -> Jitter:
+    uniform = draws.uniform("jitter", 6)
+    return Jitter(uniform[:, :3].argsort(axis=1), 1 + strength * (2 * uniform[:, 3:] - 1))
+
+
+def _erased(draws: Draws, often: float, size: tuple[int, int]) -> Integers:
+    uniform = draws.uniform("erase", 3 + 2 * TRIES)
+    sizes = np.broadcast_to(np.array(size), (len(uniform), 2))
+    shape = _first_fit(uniform[:, 3:], sizes, ERASED_AREA, (1 / ERASED_RATIO[1], 1 / ERASED_RATIO[0]))
+    shape = np.where(uniform[:, :1] < often, shape, 0)
+    return np.concatenate([_placed(uniform[:, 1:3], sizes - shape), shape], axis=1)
+
+
+@lru_cache(maxsize=64)
+def levels(name: str, magnitude: int) -> NDArray[np.uint8] | None:
+    """(256,) what an operation makes of each level, or None where the level alone does not decide it."""
+    level, share = np.arange(256), magnitude / 10
+    table: NDArray[Any]
+    match name:
+        case "invert":
+            table = 255 - level
+        case "posterize":  # the authors' bits grow with the magnitude; one is left at least
+            shift = 8 - min(max(int(share * 4), 1), 8)
+            table = level >> shift << shift
+        case "solarize":
+            table = np.where(level < int(share * 256), level, 255 - level)
+        case "solarize-add":
+            table = np.where(level < 128, level + int(share * 110), level)
+        case "brightness":
+            table = np.float32(blend_factor(magnitude)) * level.astype(np.float32)
+        case "contrast":
+            table = 196 + np.float32(blend_factor(magnitude)) * (level - 196).astype(np.float32)
+        case _:
+            return None
+    return table.clip(0, 255).astype(np.uint8)
+
+
+def blend_factor(magnitude: int) -> float:
+    """The factor of the operations that blend: colour, contrast, brightness, sharpness."""
+    return magnitude / 10 * 1.8 + 0.1
+
+
+def training_views(images: Sequence[Tensor], draws: Draws, augment: Augment, preprocess: Preprocess) -> Tensor:
+    """B images, uint8 (C, H, W) of any sizes, at B positions -> uint8 (B, C, S, S)."""
+    sizes = np.array([image.shape[1:] for image in images], dtype=np.int64)
+    drawn = draw(draws, sizes[:, 0], sizes[:, 1], augment, preprocess)
+    views = [cropped(image, drawn.views, index, preprocess) for index, image in enumerate(images)]
+    if drawn.operations or drawn.jitter:
+        magnitude = augment.randaugment[1] if augment.randaugment else 0
+        views = [_recoloured(view, drawn, index, magnitude) for index, view in enumerate(views)]
+    # Colours stay side by side in memory, as they come: to part them here costs a sixth of the resize.
+    result = torch.from_numpy(np.stack([view.permute(1, 2, 0).numpy() for view in views])).permute(0, 3, 1, 2)
+    if drawn.erased is not None:
+        for index in np.flatnonzero(drawn.erased[:, 2:].all(axis=1)):
+            top, left, height, width = drawn.erased[index]
+            part = (slice(None), slice(top, top + height), slice(left, left + width))
+            result[index][part] = _noise(draws, index, result.shape[1:])[part]
+    return result
+
+
+def cropped(image: Tensor, views: Views, index: int, preprocess: Preprocess) -> Tensor:
+    """uint8 (C, H, W) -> uint8 (C, S, S): the part, resized with a filter that covers what a pixel shrinks from."""
+    top, left, height, width = views.part[index].tolist()
+    view = image[:, top : top + height, left : left + width]
+    grid = views.grid[index].tolist()
+    if grid != [height, width]:
+        # channels-last to torch's eyes too, which view[None] is not: a quarter less time, and no packing before Pillow
+        one = view.permute(1, 2, 0)[None].permute(0, 3, 1, 2)
+        view = F.interpolate(one, grid, mode=resize_filter(preprocess), antialias=True)[0]
+    (top, left), (height, width) = views.corner[index].tolist(), preprocess.size
+    if 0 <= top <= grid[0] - height and 0 <= left <= grid[1] - width:  # no reflection: slices are ten times cheaper
+        view = view[:, top : top + height, left : left + width]
+        return view.flip(2) if views.flip[index] else view
+    here = slice(index, index + 1)
+    rows, columns = window(views.grid[here], views.corner[here], views.flip[here], preprocess.size)
+    return torch.from_numpy(view.permute(1, 2, 0).numpy()[rows[0]][:, columns[0]]).permute(2, 0, 1)
+
+
+def resize_filter(preprocess: Preprocess) -> str:
+    """The filter of training views: of the two that torch has for bytes, the one nearer to the evaluation's."""
+    return "bicubic" if preprocess.interpolation in ("bicubic", "lanczos") else "bilinear"
+
+
+def window(
+    grid: Integers, corner: Integers, flip: NDArray[np.bool_], size: tuple[int, int]
+) -> tuple[Integers, Integers]:
+    """(B, S) the rows and (B, S) the columns of the grid that a view shows, reflected at its edges and flipped."""
+    rows, columns = (_reflected(corner[:, axis, None] + np.arange(size[axis]), grid[:, axis, None]) for axis in (0, 1))
+    return rows, np.where(flip[:, None], columns[:, ::-1], columns)
+
+
+def _reflected(place: Integers, side: Integers) -> Integers:
+    last = side - 1
+    return last - np.abs(last - np.abs(place))
+
+
+def _recoloured(view: Tensor, drawn: Drawn, index: int, magnitude: int) -> Tensor:
+    """uint8 (C, S, S) after what Pillow does: RandAugment, then jitter."""
+    pixels = view.permute(1, 2, 0).contiguous().numpy()
+    picture = Image.fromarray(pixels[..., 0] if len(view) == 1 else pixels)
+    if drawn.operations:
+        picture = operated(picture, drawn.operations, index, magnitude)
+    if drawn.jitter:
+        picture = jittered(picture, drawn.jitter, index)
+    pixels = np.array(picture)
+    return torch.from_numpy(pixels.reshape(*pixels.shape[:2], -1)).permute(2, 0, 1)
+
+
+def operated(picture: Image.Image, operations: Operations, index: int, magnitude: int) -> Image.Image:
+    """The image after its RandAugment operations."""
+    for step, kind in enumerate(operations.kind[index].tolist()):
+        name, table = OPERATIONS[kind], levels(OPERATIONS[kind], magnitude)
+        if table is not None:
+            picture = picture.point(table.tolist() * len(picture.getbands()))
+        elif name == "autocontrast":
+            picture = ImageOps.autocontrast(picture)
+        elif name == "equalize":
+            picture = ImageOps.equalize(picture)
+        elif name == "color":
+            picture = ImageEnhance.Color(picture).enhance(blend_factor(magnitude))
+        elif name == "sharpness":
+            picture = ImageEnhance.Sharpness(picture).enhance(blend_factor(magnitude))
+        elif name == "cutout":
+            top, left, height, width = operations.cutout[index, step].tolist()
+            picture.paste(_grey(picture), (left, top, left + width, top + height))
+        else:
+            picture = _moved(picture, operations.affine[index, step] / 65536)
+    return picture
+
+
+def _moved(picture: Image.Image, affine: Floats) -> Image.Image:
+    """The image with its pixels taken from elsewhere; the half pixel that Pillow adds to x and y is taken off first."""
+    a, b, c, d, e, f = affine.tolist()
+    data = (a, b, c - (a + b) / 2, d, e, f - (d + e) / 2)
+    return picture.transform(
+        picture.size, Image.Transform.AFFINE, data, Image.Resampling.NEAREST, fillcolor=_grey(picture)
+    )
+
+
+def _grey(picture: Image.Image) -> tuple[int, ...]:
+    return (FILL,) * len(picture.getbands())
+
+
+def jittered(picture: Image.Image, jitter: Jitter, index: int) -> Image.Image:
+    """The image with its brightness, contrast and saturation changed, in the order drawn."""
+    enhancers = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
+    for kind in jitter.order[index].tolist():
+        picture = enhancers[kind](picture).enhance(float(jitter.factor[index, kind]))
+    return picture
+
+
+def _noise(draws: Draws, index: np.intp, shape: torch.Size) -> Tensor:
+    """uint8 (C, S, S): the bytes an erased part of the image shows."""
+    words = -(-shape.numel() // 8)
+    bits = Draws(draws.seed, draws.positions[index : index + 1]).bits("erase-noise", words)
+    return torch.from_numpy(bits.astype("<u8").view(np.uint8).reshape(-1)[: shape.numel()]).reshape(shape)

@@ -1,0 +1,209 @@
+"""What a set is worth: its bad files, its copies, its classes and colours, before anyone trains on it.
+
+The paper removes from its pre-training sets what occurs in the test sets; `against` finds those images.
+"""
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.data import duplicates, workers
+from vitrail.data.dataset import Dataset
+from vitrail.data.decode import FORMATS
+from vitrail.data.examine import BAD, DECODED, HEADER, Examined, examine
+from vitrail.data.workers import Progress
+from vitrail.errors import DataError
+
+VERSION = 1
+
+
+def check(dataset: Dataset, against: Dataset | None = None, *, progress: Progress = workers.silent) -> dict[str, Any]:
+    """The contents of data_report.json."""
+    seen = examine(dataset, progress=progress)
+    status = seen.facts["status"]
+    groups = _groups(seen)
+    report: dict[str, Any] = {
+        "version": VERSION,
+        "data": dataset.name,
+        "notes": list(dataset.notes),
+        "images": {name: len(split) for name, split in dataset.splits.items()},
+        "decoded": int((status == DECODED).sum()),
+        "headers_only": int((status == HEADER).sum()),
+        "from_earlier_check": seen.recalled,
+        "bad": [
+            {"split": seen.split_name(image), "name": seen.name(image), "reason": seen.reasons[image]}
+            for image in np.flatnonzero(status == BAD).tolist()
+        ],
+        "classes": _classes(dataset),
+        "several_labels": dataset.several,
+        **_sizes(seen),
+        "colour": _colour(seen),
+        "duplicates": _described(seen, groups),
+    }
+    report["leave_out"] = sorted({row["name"] for row in report["bad"]} | set(_leaks(seen, groups)))
+    if against is not None:
+        report["against"] = _against(seen, examine(against, progress=progress))
+        report["leave_out"] = sorted({*report["leave_out"], *(pair["name"] for pair in report["against"]["found"])})
+    return report
+
+
+def _classes(dataset: Dataset) -> list[dict[str, Any]]:
+    counts = {name: split.counts(len(dataset.classes)) for name, split in dataset.splits.items()}
+    return [
+        {"name": name, **{split: int(column[place]) for split, column in counts.items()}}
+        for place, name in enumerate(dataset.classes)
+    ]
+
+
+def _sizes(seen: Examined) -> dict[str, Any]:
+    good = seen.facts[seen.facts["status"] != BAD]
+    sizes = {}
+    for side in ("width", "height"):
+        values = good[side] if len(good) else np.zeros(1)
+        sizes[side] = {"least": int(values.min()), "median": int(np.median(values)), "most": int(values.max())}
+    formats = Counter(FORMATS[place] for place in good["format"].tolist())
+    return {"sizes": sizes, "formats": dict(formats.most_common())}
+
+
+def _colour(seen: Examined) -> dict[str, Any]:
+    """Mean and standard deviation of the pixels of train, or of all where there is none; every image counts alike."""
+    names = list(seen.dataset.splits)
+    of = "train" if "train" in names else "all"
+    use = seen.facts["status"] == DECODED
+    if of == "train":
+        use &= seen.split == names.index("train")
+    facts = seen.facts[use]
+    if not len(facts):
+        return {"of": of, "images": 0, "mean": None, "std": None, "grey": 0}
+    mean, square = facts["mean"].mean(axis=0, dtype=np.float64), facts["square"].mean(axis=0, dtype=np.float64)
+    std = np.sqrt(np.maximum(square - mean**2, 0))
+    grey = int(facts["grey"].sum())
+    return {"of": of, "images": len(facts), "mean": mean.round(4).tolist(), "std": std.round(4).tolist(), "grey": grey}
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Images that show the same picture."""
+
+    kind: str
+    """exact: equal files. near: resized, encoded again, cropped or recoloured."""
+    images: tuple[int, ...]
+
+
+def _groups(seen: Examined) -> list[_Group]:
+    """The images that occur more than once."""
+    decoded = np.flatnonzero(seen.facts["status"] == DECODED)
+    exact = _equal(seen.facts["digest"][decoded])
+    rows, places = _prints(seen)
+    copies = np.concatenate([np.empty(0, dtype=np.int64), *(decoded[group[1:]] for group in exact)])
+    keep = ~np.isin(places, copies)  # one of each group of equals is compared
+    found = duplicates.pairs(rows[keep]).indices
+    near = _joined([(int(places[keep][one]), int(places[keep][two])) for one, two in found.tolist()])
+    groups = [_Group("exact", tuple(decoded[group].tolist())) for group in exact]
+    return groups + [_Group("near", group) for group in near]
+
+
+def _prints(seen: Examined) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """The fingerprints of the decoded images, and which images those are."""
+    good = seen.facts["status"][seen.fingerprinted] == DECODED
+    return seen.fingerprints[good], seen.fingerprinted[good]
+
+
+def _equal(digests: NDArray[Any]) -> list[NDArray[np.int64]]:
+    """Groups of places with equal digests."""
+    order = np.argsort(digests, kind="stable")
+    ordered = digests[order]
+    cuts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
+    return [np.sort(group) for group in np.split(order, cuts) if len(group) > 1]
+
+
+def _joined(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """The connected groups of a list of pairs."""
+    leader: dict[int, int] = {}
+
+    def find(image: int) -> int:
+        while leader.setdefault(image, image) != image:
+            leader[image] = leader[leader[image]]
+            image = leader[image]
+        return image
+
+    for one, two in pairs:
+        leader[find(two)] = find(one)
+    groups: dict[int, list[int]] = {}
+    for image in sorted(leader):
+        groups.setdefault(find(image), []).append(image)
+    return sorted(tuple(group) for group in groups.values())
+
+
+def _described(seen: Examined, groups: Sequence[_Group]) -> dict[str, Any]:
+    return {
+        "exact": sum(group.kind == "exact" for group in groups),
+        "near": sum(group.kind == "near" for group in groups),
+        "across_splits": sum(len({int(seen.split[image]) for image in group.images}) > 1 for group in groups),
+        "different_labels": sum(len({seen.labels(image) for image in group.images}) > 1 for group in groups),
+        "groups": [
+            {
+                "kind": group.kind,
+                "images": [
+                    {"split": seen.split_name(image), "name": seen.name(image), "labels": _names(seen, image)}
+                    for image in group.images
+                ],
+            }
+            for group in groups
+        ],
+    }
+
+
+def _names(seen: Examined, image: int) -> list[str]:
+    return [seen.dataset.classes[label] for label in seen.labels(image)]
+
+
+def _leaks(seen: Examined, groups: Sequence[_Group]) -> Iterator[str]:
+    """Training images that show what val or test shows, and validation images that show what test shows."""
+    for group in groups:
+        last = max(("train", "val", "test").index(seen.split_name(image)) for image in group.images)
+        for image in group.images:
+            if ("train", "val", "test").index(seen.split_name(image)) < last:
+                yield seen.name(image)
+
+
+def _against(seen: Examined, other: Examined) -> dict[str, Any]:
+    """The images of one set that another shows too; of the other, val and test, or all where it has neither."""
+    held = [place for place, name in enumerate(other.dataset.splits) if name != "train"]
+    mine, places = _prints(seen)
+    theirs, others = _prints(other)
+    if held:
+        use = np.isin(other.split[others], held)
+        theirs, others = theirs[use], others[use]
+    known: dict[bytes, int] = {other.facts["digest"][image].tobytes(): int(image) for image in others}
+    found = {
+        int(image): ("exact", known[key]) for image in places if (key := seen.facts["digest"][image].tobytes()) in known
+    }
+    for one, two in duplicates.pairs(mine, theirs).indices.tolist():
+        found.setdefault(int(places[one]), ("near", int(others[two])))
+    return {
+        "data": other.dataset.name,
+        "compared": len(others),
+        "found": [
+            {"kind": kind, "split": seen.split_name(image), "name": seen.name(image), "shows": other.name(shown)}
+            for image, (kind, shown) in sorted(found.items())
+        ],
+    }
+
+
+def names_to_leave_out(path: Path) -> frozenset[str]:
+    """The images that a data_report.json says a set is better without."""
+    try:
+        report = json.loads(path.read_text())
+        return frozenset(map(str, report["leave_out"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is no data_report.json ({error}): vitrail data check DATA writes one") from error

@@ -1,0 +1,198 @@
+"""`vitrail data ...` as a user calls it: tables, JSON, exit codes, and nothing left behind."""
+
+import io
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.cli.test_cli import Capture, run
+from tests.data.pictures import encoded, folder, picture
+from vitrail.data import public, shards
+from vitrail.data.sources import open_data
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def harmed(root: Path) -> Path:
+    """A set with one file of each crafted kind of harm, and some that only look harmful."""
+    folder(root, "train", "val", "test", each=6)
+    rose = root / "train" / "rose"
+    whole = encoded(picture(0, (60, 60)))
+    (rose / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    (rose / "empty.jpg").write_bytes(b"")
+    (rose / "page.jpg").write_bytes(b"<!doctype html><html>not found</html>")
+    bomb = Image.new("1", (20_000, 20_000))
+    (rose / "bomb.png").write_bytes(encoded(bomb, "PNG"))
+    fine = {
+        "wide.png": encoded(Image.new("I;16", (9, 9), 40_000), "PNG"),
+        "print.jpg": encoded(picture(901).convert("CMYK")),
+        "palette.png": encoded(picture(902).convert("RGBA").quantize(8), "PNG", transparency=0),
+        "moving.gif": encoded(picture(903), "GIF", save_all=True, append_images=[picture(904)]),
+    }
+    for name, content in fine.items():
+        (rose / name).write_bytes(content)
+    return root
+
+
+def test_check_names_each_bad_file_with_its_reason_and_ends_with_3(tmp_path: Path, capsys: Capture) -> None:
+    harmed(tmp_path / "set")
+    code, out, err = run("data", "check", "./set", capsys=capsys)
+    assert code == 3
+    reasons = {
+        "cut.jpg": "truncated",
+        "empty.jpg": "no image of a known kind",
+        "page.jpg": "no image of a known kind",
+        "bomb.png": "400000000",
+    }
+    for name, reason in reasons.items():
+        line = next(line for line in out.splitlines() if name in line)
+        assert reason in line.replace(",", ""), line
+    assert "4 images of ./set are bad" in err
+    assert "--skip-bad" in err
+    report = json.loads((tmp_path / "data_report.json").read_text())
+    assert {Path(row["name"]).name for row in report["bad"]} == set(reasons)
+    assert report["decoded"] == 36 + 4
+    assert run("data", "check", "./set", "--skip-bad", capsys=capsys)[0] == 0
+
+
+def test_a_second_check_looks_only_at_what_has_changed(tmp_path: Path, capsys: Capture) -> None:
+    harmed(tmp_path / "set")
+    first = json.loads(run("data", "check", "./set", "--skip-bad", "--json", capsys=capsys)[1])
+    assert first["from_earlier_check"] == 0
+    changed = tmp_path / "set" / "val" / "rose" / "0.jpg"
+    changed.write_bytes(encoded(picture(5000), quality=60))
+    second = json.loads(run("data", "check", "./set", "--skip-bad", "--json", capsys=capsys)[1])
+    assert second["from_earlier_check"] == 43
+    assert second["bad"] == first["bad"]
+    assert second["colour"] == first["colour"]
+
+
+def test_check_counts_classes_and_colours_by_hand(tmp_path: Path, capsys: Capture) -> None:
+    for name, value in (("black", 0), ("white", 255)):
+        place = tmp_path / "set" / "train" / name
+        place.mkdir(parents=True)
+        for number in range(3 if value else 1):
+            (place / f"{number}.png").write_bytes(encoded(Image.new("L", (4 + number, 5), value), "PNG"))
+    (tmp_path / "set" / "val" / "black").mkdir(parents=True)
+    (tmp_path / "set" / "val" / "black" / "0.png").write_bytes(encoded(Image.new("RGB", (9, 9), (1, 2, 3)), "PNG"))
+    report = json.loads(run("data", "check", "./set", "--json", capsys=capsys)[1])
+    assert report["classes"] == [{"name": "black", "train": 1, "val": 1}, {"name": "white", "train": 3, "val": 0}]
+    assert report["colour"]["mean"] == [0.75] * 3
+    assert report["colour"]["std"] == [0.433] * 3
+    assert report["colour"]["grey"] == 4
+    assert report["sizes"]["width"] == {"least": 4, "median": 5, "most": 9}
+    assert report["formats"] == {"PNG": 5}
+
+
+def photo(seed: int) -> Image.Image:
+    """A picture with detail at every scale, as photos have."""
+    import numpy as np
+
+    generator = np.random.default_rng(seed)
+    total = np.zeros((96, 128, 3))
+    for octave in (3, 6, 12, 24, 48, 96):
+        noise = generator.normal(size=(octave, octave, 3)) * 40 / octave**0.5
+        low, high = noise.min(), noise.max()
+        image = Image.fromarray(((noise - low) / (high - low) * 255).astype(np.uint8))
+        total += np.asarray(image.resize((128, 96), Image.Resampling.BICUBIC)).astype(float) / 6
+    return Image.fromarray(total.clip(0, 255).astype(np.uint8))
+
+
+def test_copies_inside_and_across_splits_and_against_another_set_are_found(tmp_path: Path, capsys: Capture) -> None:
+    seed = 0
+    for split in ("train", "val", "test"):
+        for name in ("rose", "tulip"):
+            place = tmp_path / "set" / split / name
+            place.mkdir(parents=True)
+            for number in range(4):
+                (place / f"{number}.png").write_bytes(encoded(photo(seed), "PNG"))
+                seed += 1
+    root = tmp_path / "set"
+    (root / "train" / "rose" / "twin.png").write_bytes((root / "train" / "rose" / "0.png").read_bytes())
+    leaked = Image.open(root / "test" / "tulip" / "2.png").resize((80, 60)).convert("RGB")
+    (root / "train" / "tulip" / "leak.jpg").write_bytes(encoded(leaked, quality=85))
+    other = tmp_path / "other" / "test" / "x"
+    other.mkdir(parents=True)
+    cropped = Image.open(root / "train" / "rose" / "3.png").crop((6, 4, 122, 92))
+    (other / "a.jpg").write_bytes(encoded(cropped, quality=90))
+    (other / "b.jpg").write_bytes(encoded(photo(999), quality=90))
+    code, out, _ = run("data", "check", "./set", "--against", "./other", capsys=capsys)
+    assert code == 0
+    assert "1 groups of equal files, 1 groups that look the same" in out
+    assert "1 of these groups reach across splits" in out
+    report = json.loads((tmp_path / "data_report.json").read_text())
+    exact, near = report["duplicates"]["groups"]
+    assert [image["name"] for image in exact["images"]] == ["train/rose/0.png", "train/rose/twin.png"]
+    assert {image["name"] for image in near["images"]} == {"train/tulip/leak.jpg", "test/tulip/2.png"}
+    assert [(row["name"], row["shows"]) for row in report["against"]["found"]] == [("train/rose/3.png", "test/x/a.jpg")]
+    assert report["leave_out"] == ["train/rose/3.png", "train/tulip/leak.jpg"]
+    assert run("data", "pack", "./set", "packed", "--leave-out", "data_report.json", capsys=capsys)[0] == 0
+    assert len(open_data("./packed").splits["train"]) == 8
+
+
+def test_pack_says_what_it_wrote(tmp_path: Path, capsys: Capture) -> None:
+    folder(tmp_path / "set", "train", "val", each=3)
+    code, out, err = run("data", "pack", "./set", "out", capsys=capsys)
+    assert code == 0
+    assert "train 6, val 6" in out
+    assert "out (2 shards" in out
+    assert "exists already" in run("data", "pack", "./set", "out", capsys=capsys)[2]
+    assert "data: " in err
+
+
+def test_list_get_and_remove(tmp_path: Path, capsys: Capture) -> None:
+    samples = [shards.Sample(split, "a.png", encoded(picture(0), "PNG"), (3,)) for split in ("train", "test")]
+    shards.write(public.home("cifar10"), samples, classes=[str(n) for n in range(10)], origin={})
+    code, out, _ = run("data", "list", capsys=capsys)
+    assert code == 0
+    line = next(line for line in out.splitlines() if line.startswith("cifar10 "))
+    assert "60,000" in line
+    assert "kB" in line
+    rows = json.loads(run("data", "list", "--json", capsys=capsys)[1])["sets"]
+    assert {row["name"] for row in rows if row["stored_bytes"]} == {"cifar10"}
+    assert run("data", "remove", "cifar10", capsys=capsys)[0] == 0
+    assert not public.home("cifar10").exists()
+    assert run("data", "remove", "cifar10", capsys=capsys)[0] == 2
+    code, _, err = run("data", "get", "cifar11", capsys=capsys)
+    assert code == 2
+    assert "cifar10" in err
+
+
+@pytest.mark.parametrize("data", ["nowhere", "./nothing", "hf:x", "empty"])
+def test_what_cannot_be_opened_is_one_line(tmp_path: Path, capsys: Capture, data: str) -> None:
+    (tmp_path / "empty").mkdir()
+    code, out, err = run("data", "check", data, capsys=capsys)
+    assert code in (2, 3)
+    assert out == ""
+    assert err.count("\n") == 1
+
+
+def test_a_terminal_shows_a_bar_and_a_pipe_none(tmp_path: Path) -> None:
+    folder(tmp_path / "set", "train", "val", each=3)
+    command = [sys.executable, "-m", "vitrail", "data", "check", "./set"]
+    piped = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert piped.returncode == 0, piped.stderr
+    assert "\x1b" not in piped.stderr + piped.stdout
+    master, slave = pty.openpty()
+    shown = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=slave, cwd=tmp_path)
+    os.close(slave)
+    seen = io.BytesIO()
+    while True:
+        try:
+            part = os.read(master, 4096)
+        except OSError:
+            break
+        if not part:
+            break
+        seen.write(part)
+    assert shown.wait(timeout=120) == 0
+    assert b"looking at images" in seen.getvalue()

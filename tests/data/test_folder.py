@@ -1,0 +1,187 @@
+"""A folder as a set: what is found, how it is split, and that a second look is quick and never stale."""
+
+import os
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.data.pictures import encoded, folder, names, picture
+from vitrail.data.folder import open_folder
+from vitrail.errors import DataError
+from vitrail.files import cache_home
+
+
+def test_given_splits_and_classes_are_taken(tmp_path: Path) -> None:
+    found = open_folder(folder(tmp_path, "train", "validation", "test", each=3))
+    assert {name: len(split) for name, split in found.splits.items()} == {"train": 6, "val": 6, "test": 6}
+    assert found.classes == ("rose", "tulip")
+    train = found.splits["train"]
+    assert [train.labels(number) for number in range(6)] == [(0,)] * 3 + [(1,)] * 3
+    assert train.name(4) == "train/tulip/1.jpg"
+    assert train.read(4) == tmp_path / "train/tulip/1.jpg"
+    assert found.notes == ()
+
+
+def test_without_splits_a_tenth_of_each_class_is_held_out_twice(tmp_path: Path) -> None:
+    found = open_folder(folder(tmp_path / "set", each=20))
+    assert {name: len(split) for name, split in found.splits.items()} == {"train": 32, "val": 4, "test": 4}
+    for split in found.splits.values():
+        assert len(set(split.counts(2).tolist())) == 1
+    parts = names(found)
+    assert len({name for part in parts.values() for name in part}) == 40
+    assert "10% of each class held out for each" in found.notes[0]
+
+
+def test_the_split_is_the_same_elsewhere_and_what_was_held_out_stays_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = folder(tmp_path / "set", each=20)
+    first = names(open_folder(root))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "another home"))
+    other = folder(tmp_path / "elsewhere", each=20)
+    assert names(open_folder(other)) == first
+    for number in range(20, 60):
+        (other / "rose" / f"{number}.jpg").write_bytes(encoded(picture(number)))
+    folder(other, classes=("new",), each=20, start=900)
+    grown = names(open_folder(other))
+    assert [name for name in grown["test"] if "new" not in name] == first["test"]
+    assert [name for name in grown["val"] if "new" not in name] == first["val"]
+    assert sum("new" in name for name in grown["test"]) == 2
+
+
+def test_train_without_val_gives_a_tenth_and_leaves_test_alone(tmp_path: Path) -> None:
+    found = open_folder(folder(tmp_path, "train", "test", each=10))
+    assert {name: len(split) for name, split in found.splits.items()} == {"train": 18, "val": 2, "test": 20}
+    assert all(name.startswith("train/") for name in names(found)["val"])
+
+
+def test_a_class_of_two_is_never_held_out(tmp_path: Path) -> None:
+    found = open_folder(folder(tmp_path, classes=("rare", "common"), each=2))
+    assert {name: len(split) for name, split in found.splits.items()} == {"train": 4}
+
+
+def test_files_below_a_class_belong_to_it_and_others_are_reported(tmp_path: Path) -> None:
+    folder(tmp_path, "train", "val", each=2)
+    deep = tmp_path / "train" / "rose" / "garden" / "bed"
+    deep.mkdir(parents=True)
+    (deep / "x.PNG").write_bytes(encoded(picture(1), "PNG"))
+    (tmp_path / "train" / "rose" / "notes.txt").write_text("x")
+    (tmp_path / "train" / "rose" / ".hidden.jpg").write_text("x")
+    (tmp_path / "train" / "orchid").mkdir()
+    found = open_folder(tmp_path)
+    assert "train/rose/garden/bed/x.PNG" in names(found)["train"]
+    assert len(found.splits["train"]) == 5
+    assert found.classes == ("orchid", "rose", "tulip")
+    assert found.splits["train"].counts(3).tolist() == [0, 3, 2]
+    assert any("notes.txt" in note for note in found.notes)
+    assert any("no image: orchid" in note for note in found.notes)
+
+
+def test_images_without_classes_have_no_labels(tmp_path: Path) -> None:
+    for number in range(30):
+        (tmp_path / f"{number}.jpg").write_bytes(encoded(picture(number)))
+    found = open_folder(tmp_path)
+    assert found.classes == ()
+    assert found.splits["train"].labels(0) == ()
+    assert len(found.splits["train"]) == 24
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda root: root, "holds no image"),
+        (lambda root: (root / "a.txt").write_text("x"), "1 other files, such as a.txt"),
+        (lambda root: (folder(root), (root / "x.jpg").write_bytes(b"")), "x.jpg .* lies in no class's folder"),
+        (lambda root: folder(root, "train", "extra"), "in train and in extra"),
+    ],
+)
+def test_a_folder_that_makes_no_set_says_why(tmp_path: Path, make: Callable[[Path], object], message: str) -> None:
+    make(tmp_path)
+    with pytest.raises(DataError, match=message):
+        open_folder(tmp_path)
+
+
+def test_links_are_followed_and_never_in_circles(tmp_path: Path) -> None:
+    root = folder(tmp_path / "set", "train", "val", each=2)
+    (root / "train" / "rose" / "again").symlink_to(root, target_is_directory=True)
+    elsewhere = folder(tmp_path / "elsewhere", classes=("lily",), each=3)
+    (root / "train" / "lily").symlink_to(elsewhere / "lily", target_is_directory=True)
+    found = open_folder(root)
+    assert found.splits["train"].counts(3).tolist() == [3, 2, 2]
+
+
+def aged(root: Path) -> None:
+    """Let every folder look as if it had not changed for a minute."""
+    past = time.time() - 60
+    for path in [root, *root.rglob("*")]:
+        if path.is_dir():
+            os.utime(path, (past, past))
+
+
+def test_a_settled_folder_is_listed_once_and_a_change_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = folder(tmp_path / "set", "train", "val", each=3)
+    aged(root)
+    first = names(open_folder(root))
+    with monkeypatch.context() as patched:
+        patched.setattr("vitrail.data.folder._walked", lambda _: pytest.fail("listed again"))
+        assert names(open_folder(root)) == first
+    (root / "train" / "rose" / "new.jpg").write_bytes(encoded(picture(77)))
+    assert "train/rose/new.jpg" in names(open_folder(root))["train"]
+    (root / "train" / "rose" / "new.jpg").unlink()
+    assert names(open_folder(root)) == first
+
+
+def test_a_folder_that_changed_a_moment_ago_is_not_trusted(tmp_path: Path) -> None:
+    """The clock of a file system is coarse: a second change within one tick would not show."""
+    root = folder(tmp_path / "set", "train", "val", each=3)
+    open_folder(root)
+    before = (root / "train" / "rose").stat()
+    (root / "train" / "rose" / "late.jpg").write_bytes(encoded(picture(5)))
+    os.utime(root / "train" / "rose", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert "train/rose/late.jpg" in names(open_folder(root))["train"]
+
+
+def test_a_damaged_cache_is_built_again(tmp_path: Path) -> None:
+    root = folder(tmp_path / "set", "train", "val", each=3)
+    aged(root)
+    first = names(open_folder(root))
+    [facts] = (cache_home() / "index").glob("*/facts.json")
+    for file, broken in ((facts, "{"), (facts.parent / "label.npy", "x"), (facts, '{"version": 1}')):
+        file.write_text(broken)
+        assert names(open_folder(root)) == first
+
+
+def test_a_home_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = folder(tmp_path / "set", each=10)
+    expected = names(open_folder(root))
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(blocked / "data"))
+    found = open_folder(root)
+    assert names(found) == expected
+    assert "could not be stored" in found.notes[0]
+
+
+def test_a_split_travels_to_a_process_as_a_path_and_not_as_rows(tmp_path: Path) -> None:
+    root = folder(tmp_path / "set", "train", "val", each=30)
+    aged(root)
+    split = open_folder(root).splits["train"]
+    packed = pickle.dumps(split)
+    assert len(packed) < 3000
+    again = pickle.loads(packed)
+    assert [again.name(number) for number in range(60)] == [split.name(number) for number in range(60)]
+
+
+def test_a_name_that_is_no_utf8_survives(tmp_path: Path) -> None:
+    folder(tmp_path, "train", "val", each=1)
+    odd = os.fsdecode(b"\xff\xfe.jpg")
+    try:
+        (tmp_path / "train" / "rose" / odd).write_bytes(encoded(picture(3)))
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    found = open_folder(tmp_path)
+    assert f"train/rose/{odd}" in names(found)["train"]

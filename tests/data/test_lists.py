@@ -1,0 +1,89 @@
+"""Lists of images as sets: columns, several labels, and the line that is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.data.pictures import names
+from vitrail.data.lists import open_list
+from vitrail.errors import DataError
+
+
+def written(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_csv_with_splits(tmp_path: Path) -> None:
+    lines = ("Path,label,split", "a.jpg,rose,train", "sub/b.jpg,tulip,train", "/far/c.jpg,rose,val", "d.jpg,rose,test")
+    found = open_list(written(tmp_path / "list.csv", *lines))
+    assert found.classes == ("rose", "tulip")
+    assert names(found) == {"train": ["a.jpg", "sub/b.jpg"], "val": ["/far/c.jpg"], "test": ["d.jpg"]}
+    assert found.splits["train"].labels(1) == (1,)
+    assert found.splits["train"].read(1) == tmp_path / "sub/b.jpg"
+    assert found.splits["val"].read(0) == Path("/far/c.jpg")
+    assert not found.several
+
+
+def test_several_labels_in_csv_and_json_lines_agree(tmp_path: Path) -> None:
+    rows = [("a.jpg", ["sun", "sea"], "train"), ("b.jpg", [], "train"), ("c.jpg", ["sea"], "val")]
+    csv = written(tmp_path / "l.csv", "path,labels,split", *(f"{p},{';'.join(ls)},{s}" for p, ls, s in rows))
+    jsonl = written(tmp_path / "l.jsonl", *(json.dumps({"path": p, "labels": ls, "split": s}) for p, ls, s in rows))
+    for found in (open_list(csv), open_list(jsonl)):
+        assert found.several
+        assert found.classes == ("sea", "sun")
+        assert [found.splits["train"].labels(number) for number in range(2)] == [(1, 0), ()]
+        assert found.splits["val"].labels(0) == (0,)
+        assert found.splits["train"].counts(2).tolist() == [1, 1]
+
+
+def test_without_splits_each_class_is_held_out(tmp_path: Path) -> None:
+    rows = [f"{number}.jpg,{number % 3}" for number in range(60)]
+    found = open_list(written(tmp_path / "l.csv", "path,label", *rows))
+    assert {name: split.counts(3).tolist() for name, split in found.splits.items()} == {
+        "train": [16] * 3,
+        "val": [2] * 3,
+        "test": [2] * 3,
+    }
+
+
+def test_numbers_stand_in_their_order(tmp_path: Path) -> None:
+    rows = [f"{number}.jpg,{number},train" for number in (10, 9, 2)]
+    assert open_list(written(tmp_path / "l.csv", "path,label,split", *rows)).classes == ("2", "9", "10")
+
+
+def test_images_alone_have_no_labels(tmp_path: Path) -> None:
+    found = open_list(written(tmp_path / "l.jsonl", *(json.dumps({"path": f"{number}.jpg"}) for number in range(20))))
+    assert found.classes == ()
+    assert found.splits["train"].labels(0) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("l.csv", "name,label\na,b\n", "columns label, name; one must be named path"),
+        ("l.csv", "path,label\n", "lists no image"),
+        ("l.csv", "path,label\na.jpg,x\nb.jpg,\n", "line 3: label is ''"),
+        ("l.csv", "path,label\n,x\n", "line 2 has no path"),
+        ("l.csv", "path,label,split\na.jpg,x,somewhere\n", "line 2: split is 'somewhere'"),
+        ("l.csv", "path,label,split\na.jpg,x,train\nb.jpg,x,\n", "has no split, while others"),
+        ("l.jsonl", '{"path": "a.jpg", "label": "x"}\n{"path"\n', "line 2 is no JSON"),
+        ("l.jsonl", "[1]\n", "line 1 is no JSON object"),
+        ("l.jsonl", '{"path": 3, "label": "x"}\n', "path is 3; it must be text"),
+        ("l.jsonl", '{"path": "a", "labels": "x", "split": "val"}\n{"path": "a", "labels": {}}\n', "labels is {}"),
+        ("l.jsonl", '{"path": "a", "label": null}\n', "label is None"),
+    ],
+)
+def test_the_wrong_line_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        open_list(path)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "l.csv"
+    path.write_bytes(b"path,label\n\xff\xfe,\x00\n")
+    with pytest.raises(DataError, match="UTF-8"):
+        open_list(path)

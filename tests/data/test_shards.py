@@ -1,0 +1,319 @@
+"""Shards: equal to the folder they came from, resumable, readable by anyone, and nothing hostile gets through."""
+
+import io
+import json
+import pickle
+import tarfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.pictures import content, encoded, folder, names, picture
+from vitrail.data import shards
+from vitrail.data.check import names_to_leave_out
+from vitrail.data.dataset import less
+from vitrail.data.folder import open_folder
+from vitrail.data.lists import open_list
+from vitrail.data.pack import pack
+from vitrail.data.shards import Sample, open_set, write
+from vitrail.data.tars import expanded, open_tars
+from vitrail.errors import DataError, UsageError
+from vitrail.files import sha256
+
+
+def packed(tmp_path: Path, **options: Any) -> Path:
+    pack(open_folder(folder(tmp_path / "set", "train", "val", "test", **options)), tmp_path / "out")
+    return tmp_path / "out"
+
+
+def test_shards_equal_the_folder_they_came_from(tmp_path: Path) -> None:
+    out = packed(tmp_path, each=7)
+    source, found, foreign = open_folder(tmp_path / "set"), open_set(out), open_tars(str(out / "*.tar"))
+    assert found.classes == source.classes
+    assert foreign.classes == ("0", "1")  # anyone's reader knows the numbers alone
+    for name, split in source.splits.items():
+        assert content(found.splits[name]) == content(split)
+        assert content(foreign.splits[name]) == content(split)
+        inside = {found.splits[name].name(index).split(":")[1] for index in range(len(split))}
+        assert inside == {split.name(index) for index in range(len(split))}
+
+
+def test_shards_are_plain_tars_in_webdatasets_naming(tmp_path: Path) -> None:
+    out = packed(tmp_path, each=2)
+    with tarfile.open(out / "train-000000.tar") as tar:
+        members = tar.getnames()
+        assert members == [f"{number:09d}.{suffix}" for number in range(4) for suffix in ("jpg", "cls")]
+        labels = [tar.extractfile(name).read() for name in members[1::2]]
+        assert Counter(labels) == {b"0": 2, b"1": 2}
+    described = json.loads((out / "set.json").read_text())
+    assert described["images"] == {"train": 4, "val": 4, "test": 4}
+    assert described["shards"]["val-000000.tar"]["sha256"] == sha256(out / "val-000000.tar")
+
+
+def test_classes_are_mixed_and_shards_cut_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "SHARD_BYTES", 6000)
+    out = packed(tmp_path, each=40)
+    train = open_set(out).splits["train"]
+    assert len(train.shards()) > 3
+    assert sum(train.shards()) == 80
+    first = [train.labels(index)[0] for index in range(train.shards()[0])]
+    assert len(set(first)) == 2
+
+
+def test_equal_sets_give_equal_bytes(tmp_path: Path) -> None:
+    one, two = packed(tmp_path / "a"), packed(tmp_path / "b")
+    for file in sorted(one.glob("*.tar")):
+        assert file.read_bytes() == (two / file.name).read_bytes()
+
+
+def test_several_labels_and_none_survive(tmp_path: Path) -> None:
+    root = folder(tmp_path / "set", classes=("x",), each=4)
+    rows = [("x/0.jpg", ["sun", "sea"]), ("x/1.jpg", []), ("x/2.jpg", ["sea"]), ("x/3.jpg", ["sun"])]
+    lines = [json.dumps({"path": path, "labels": labels, "split": "train"}) for path, labels in rows]
+    (root / "list.jsonl").write_text("\n".join(lines))
+    pack(open_list(root / "list.jsonl"), tmp_path / "out")
+    found, foreign = open_set(tmp_path / "out"), open_tars(str(tmp_path / "out" / "*.tar"))
+    expected = content(open_list(root / "list.jsonl").splits["train"])
+    assert found.several
+    assert found.classes == ("sea", "sun")
+    for split in (found.splits["train"], foreign.splits["train"]):
+        assert content(split) == expected
+    (root / "flat").mkdir()
+    for path in (root / "x").iterdir():
+        path.rename(root / "flat" / path.name)
+    pack(open_folder(root / "flat"), tmp_path / "unlabelled")
+    assert open_set(tmp_path / "unlabelled").splits["train"].labels(0) == ()
+    assert not open_set(tmp_path / "unlabelled").several
+
+
+def test_packing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "SHARD_BYTES", 3000)
+    dataset = open_folder(folder(tmp_path / "set", "train", "val", "test", each=10))
+
+    def interrupted(done: int, total: int) -> None:
+        if done >= total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(dataset, tmp_path / "out", progress=interrupted)
+    assert not (tmp_path / "out").exists()
+    gathering = tmp_path / "out.packing"
+    before = {path.name: path.stat().st_mtime_ns for path in gathering.glob("*.tar")}
+    assert before
+    steps: list[tuple[int, int]] = []
+    pack(dataset, tmp_path / "out", progress=lambda done, total: steps.append((done, total)))
+    assert steps[0][0] >= len(before) > 0
+    after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
+    assert all(after[name] == time for name, time in before.items())
+    assert not gathering.exists()
+    assert content(open_set(tmp_path / "out").splits["train"]) == content(dataset.splits["train"])
+
+
+def test_a_changed_set_does_not_go_on_with_another_ones_shards(tmp_path: Path) -> None:
+    dataset = open_folder(folder(tmp_path / "set", each=10))
+    with pytest.raises(KeyboardInterrupt):
+        pack(dataset, tmp_path / "out", progress=lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    (tmp_path / "set" / "rose" / "0.jpg").unlink()
+    with pytest.raises(UsageError, match="another packing"):
+        pack(open_folder(tmp_path / "set"), tmp_path / "out")
+
+
+def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
+    dataset = open_folder(folder(tmp_path / "set", each=10))
+    (tmp_path / "set" / "rose" / "3.jpg").unlink()
+    with pytest.raises(DataError, match=r"rose/3.jpg cannot be read"):
+        pack(dataset, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_report_says_is_left_out(tmp_path: Path) -> None:
+    dataset = open_folder(folder(tmp_path / "set", "train", "val", each=3))
+    report = tmp_path / "data_report.json"
+    report.write_text(json.dumps({"leave_out": ["train/rose/1.jpg", "val/tulip/0.jpg"]}))
+    left = names(less(dataset, names_to_leave_out(report)))
+    assert "train/rose/1.jpg" not in left["train"]
+    assert (len(left["train"]), len(left["val"])) == (5, 5)
+    report.write_text("{}")
+    with pytest.raises(DataError, match=r"no data_report.json"):
+        names_to_leave_out(report)
+
+
+def test_a_set_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    def samples() -> Any:
+        yield Sample("train", "a.jpg", encoded(picture(0)), (0,))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "set", samples(), classes=["x"], origin={})
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(DataError, match=r"suffix '.txt'"):
+        write(tmp_path / "set", [Sample("train", "a.txt", b"", (0,))], classes=["x"], origin={})
+
+
+@pytest.mark.parametrize("harm", ["cut", "missing", "no index", "no set", "bad json", "outside"])
+def test_a_damaged_set_is_refused(tmp_path: Path, harm: str) -> None:
+    out = packed(tmp_path, each=2)
+    tar = out / "train-000000.tar"
+    if harm == "cut":
+        tar.write_bytes(tar.read_bytes()[:-512])
+    elif harm == "missing":
+        tar.unlink()
+    elif harm == "no index":
+        (out / "index" / "facts.json").unlink()
+    elif harm == "no set":
+        (out / "set.json").write_text('{"version": 1}')
+    elif harm == "bad json":
+        (out / "set.json").write_text("{")
+    else:
+        facts = out / "index" / "facts.json"
+        facts.write_text(facts.read_text().replace("train-000000.tar", "../train-000000.tar"))
+        tar.rename(tmp_path / "train-000000.tar")
+    with pytest.raises(DataError, match="pack or get it again"):
+        open_set(out)
+
+
+def test_shards_travel_to_processes_without_their_open_files(tmp_path: Path) -> None:
+    split = open_set(packed(tmp_path, each=30)).splits["train"]
+    expected = content(split)
+    assert len(pickle.dumps(split)) < 3000
+    assert content(pickle.loads(pickle.dumps(split))) == expected
+
+
+def test_more_shards_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "SHARD_BYTES", 500)
+    monkeypatch.setattr(shards, "_OPEN_FILES", 3)
+    source = open_folder(folder(tmp_path / "set", "train", "val", each=10))
+    pack(source, tmp_path / "out")
+    train = open_set(tmp_path / "out").splits["train"]
+    assert len(train.shards()) > 10
+    assert content(train) == content(source.splits["train"])
+
+
+# --- tars of other makers --------------------------------------------------------------------------------------------
+
+
+def tar_of(path: Path, *members: tuple[str, bytes] | tarfile.TarInfo) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for member in members:
+            if isinstance(member, tarfile.TarInfo):
+                tar.addfile(member)
+            else:
+                header = tarfile.TarInfo(member[0])
+                header.size = len(member[1])
+                tar.addfile(header, io.BytesIO(member[1]))
+    return path
+
+
+IMAGE = encoded(picture(0))
+
+
+def test_names_numbers_and_json_are_labels(tmp_path: Path) -> None:
+    tar_of(
+        tmp_path / "train-0.tar",
+        ("n/a.jpg", IMAGE),
+        ("n/a.json", b'{"label": "rose", "width": 3}'),
+        ("n/b.cls", b"tulip\n"),
+        ("n/b.seg.png", encoded(picture(1), "PNG")),
+        ("n/c.txt", b"no image here"),
+    )
+    tar_of(tmp_path / "val-0.tar", ("n/a.jpg", IMAGE), ("n/a.cls", b"rose"))
+    found = open_tars(str(tmp_path / "*.tar"))
+    assert found.classes == ("rose", "tulip")
+    assert names(found) == {
+        "train": ["train-0.tar:n/a.jpg", "train-0.tar:n/b.seg.png"],
+        "val": ["val-0.tar:n/a.jpg"],
+    }
+    assert found.splits["train"].read(0) == IMAGE
+    assert found.splits["train"].labels(1) == (1,)
+
+
+def test_a_number_is_a_place_in_the_head_even_if_others_do_not_occur(tmp_path: Path) -> None:
+    tar_of(tmp_path / "train.tar", ("a.jpg", IMAGE), ("a.cls", b"7"), ("b.jpg", IMAGE), ("b.cls", b"003"))
+    tar_of(tmp_path / "val.tar", ("a.jpg", IMAGE), ("a.cls", b"0"))
+    found = open_tars(str(tmp_path / "*.tar"))
+    assert len(found.classes) == 8
+    assert [found.splits["train"].labels(index) for index in (0, 1)] == [(7,), (3,)]
+
+
+def test_braces_count(tmp_path: Path) -> None:
+    assert expanded("s/{08..11}.tar") == ["s/08.tar", "s/09.tar", "s/10.tar", "s/11.tar"]
+    assert expanded("{0..1}-{0..1}.tar") == ["0-0.tar", "0-1.tar", "1-0.tar", "1-1.tar"]
+    for number in range(3):
+        tar_of(tmp_path / f"{number:03d}.tar", (f"{number}.jpg", IMAGE), (f"{number}.cls", b"0"))
+    assert sum(map(len, open_tars(str(tmp_path / "{000..002}.tar")).splits.values())) == 3
+    with pytest.raises(DataError, match=r"003.tar does not exist"):
+        open_tars(str(tmp_path / "{000..003}.tar"))
+    with pytest.raises(DataError, match="count upwards"):
+        expanded("{5..1}.tar")
+
+
+def entry(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
+    header = tarfile.TarInfo(name)
+    header.type, header.linkname = kind, target
+    return header
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([entry("a.jpg", tarfile.SYMTYPE, "/etc/passwd")], "link or device"),
+        ([entry("a.jpg", tarfile.LNKTYPE, "b.jpg")], "link or device"),
+        ([entry("a.jpg", tarfile.CHRTYPE)], "link or device"),
+        ([entry("a.jpg", tarfile.FIFOTYPE)], "link or device"),
+        ([("../a.jpg", IMAGE)], "leads outside"),
+        ([("x/../../a.jpg", IMAGE)], "leads outside"),
+        ([("/etc/a.jpg", IMAGE)], "leads outside"),
+        ([("a.jpg", IMAGE), ("a.png", IMAGE)], "two images named a"),
+        ([("a.jpg", IMAGE), ("a.cls", b"\xff\xfe")], "a.cls cannot be read"),
+        ([("a.jpg", IMAGE), ("a.json", b'{"label": {}}')], "is no label"),
+        ([("a.jpg", IMAGE), ("a.json", b"[" * 100_000)], "a.json cannot be read"),
+        ([("a.jpg", IMAGE), ("a.cls", b"0"), ("b.jpg", IMAGE)], "b.jpg has neither"),
+        ([("a.jpg", IMAGE), ("a.cls", b"99999999999")], "at most 10,000,000"),
+        ([("a.jpg", IMAGE), ("a.json", b" " * 2**21)], "at most 1 MiB"),
+        ([("a.txt", b"x")], "holds no image"),
+    ],
+)
+def test_hostile_and_senseless_tars_are_refused(tmp_path: Path, members: list[Any], message: str) -> None:
+    path = tar_of(tmp_path / "x.tar", *members)
+    with pytest.raises(DataError, match=message):
+        open_tars(str(path))
+
+
+def test_damaged_tars_are_refused(tmp_path: Path) -> None:
+    whole = tar_of(tmp_path / "x.tar", ("a.jpg", IMAGE), ("a.cls", b"0")).read_bytes()
+    for broken in (b"", b"x" * 2000, whole[:700], whole[:100], b"\x1f\x8b" + bytes(3000)):
+        (tmp_path / "x.tar").write_bytes(broken)
+        with pytest.raises(DataError, match=r"x\.tar"):
+            open_tars(str(tmp_path / "x.tar"))
+
+
+def test_a_size_that_lies_is_refused(tmp_path: Path) -> None:
+    header = tarfile.TarInfo("a.jpg")
+    header.size = 10**12
+    (tmp_path / "x.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT) + IMAGE)
+    with pytest.raises(DataError, match="truncated or damaged"):
+        open_tars(str(tmp_path / "x.tar"))
+
+
+def test_mutated_tars_are_read_or_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    """300 tars with flipped bytes: an index or one DataError, and no new file anywhere."""
+    generator = np.random.default_rng(0)
+    path = tar_of(tmp_path / "x.tar", ("a.jpg", IMAGE), ("a.cls", b"0"), ("b.jpg", IMAGE), ("b.cls", b"1"))
+    whole = np.frombuffer(path.read_bytes(), dtype=np.uint8)
+    for _ in range(300):
+        broken = whole.copy()
+        places = generator.integers(0, len(broken), 8)
+        places[:4] %= 512  # half of the harm in the first header
+        broken[places] = generator.integers(0, 256, 8)
+        path.write_bytes(broken.tobytes())
+        try:
+            found = open_tars(str(path))
+            for split in found.splits.values():
+                for index in range(len(split)):
+                    split.read(index)
+        except DataError:
+            pass
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.tar"]

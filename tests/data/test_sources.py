@@ -1,0 +1,136 @@
+"""What a DATA argument names, and which of two meanings wins."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.pictures import content, encoded, folder, names, picture
+from vitrail.data import public, shards
+from vitrail.data.folder import open_folder
+from vitrail.data.pack import pack
+from vitrail.data.sources import open_data
+from vitrail.errors import DataError, UsageError
+
+
+def test_a_folder_a_list_a_packed_set_and_bare_tars_are_told_apart(tmp_path: Path) -> None:
+    root = folder(tmp_path / "set", "train", "val", each=4)
+    (root / "list.csv").write_text("path,label,split\ntrain/rose/0.jpg,rose,train\nval/rose/0.jpg,rose,val\n")
+    pack(open_folder(root), tmp_path / "packed")
+    (tmp_path / "bare").mkdir()
+    for tar in (tmp_path / "packed").glob("*.tar"):
+        (tmp_path / "bare" / tar.name).write_bytes(tar.read_bytes())
+    expected = content(open_data(str(root)).splits["train"])
+    assert len(expected) == 8
+    assert content(open_data(str(tmp_path / "packed")).splits["train"]) == expected
+    assert content(open_data(str(tmp_path / "bare")).splits["train"]) == expected
+    assert content(open_data(str(tmp_path / "bare" / "train-{000000..000000}.tar")).splits["train"])
+    assert names(open_data(str(root / "list.csv")))["train"] == ["train/rose/0.jpg"]
+
+
+def test_a_known_name_wins_over_a_folder_here_and_a_path_over_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder(tmp_path / "digits", each=5)
+    assert len(open_data("digits").classes) == 10
+    assert open_data("./digits").classes == ("rose", "tulip")
+    folder(tmp_path / "mine", each=5)
+    assert open_data("mine").classes == ("rose", "tulip")
+    with pytest.raises(DataError, match="vitrail data get cifar10"):
+        open_data("cifar10")
+
+
+def test_a_stored_set_is_opened_by_name() -> None:
+    samples = [shards.Sample(split, "a.png", encoded(picture(0), "PNG"), (3,)) for split in ("train", "test")]
+    shards.write(public.home("cifar10"), samples, classes=[str(n) for n in range(10)], origin={})
+    assert open_data("cifar10").splits["train"].labels(0) == (3,)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere", "does not exist. A set is"),
+        ("no/where", "does not exist"),
+        ("x.zip", "is a file; a set is"),
+        ("x.tar", "x.tar"),
+    ],
+)
+def test_what_is_no_set_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.zip").write_bytes(b"")
+    with pytest.raises(DataError, match=message):
+        open_data(name)
+    with pytest.raises(UsageError, match="share held out"):
+        open_data("digits", share=0.7)
+
+
+def test_digits_are_scikit_learns() -> None:
+    from sklearn.datasets import load_digits
+
+    found = open_data("digits")
+    assert {name: len(split) for name, split in found.splits.items()} == {"train": 1439, "val": 179, "test": 179}
+    bunch = load_digits()
+    split = found.splits["val"]
+    row = int(split.name(0).removesuffix(".png"))
+    image = split.read(0)
+    assert np.array_equal(np.asarray(image), np.round(bunch.images[row] * 255 / 16))
+    assert split.labels(0) == (int(bunch.target[row]),)
+
+
+# --- Hugging Face ----------------------------------------------------------------------------------------------------
+
+
+def made(root: Path, split: str, rows: dict[str, Any], features: object) -> None:
+    datasets = pytest.importorskip("datasets")
+    root.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(root / f"{split}-00000-of-00001.parquet")
+
+
+def test_a_hugging_face_set_is_read_through_its_own_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    features = datasets.Features({"picture": datasets.Image(), "kind": datasets.ClassLabel(names=["cat", "dog"])})
+    images = [encoded(picture(seed), "PNG") for seed in range(30)]
+    blobs = [{"bytes": image, "path": None} for image in images]
+    made(tmp_path / "org/name/data", "train", {"picture": blobs[:20], "kind": [n % 2 for n in range(20)]}, features)
+    made(tmp_path / "org/name/data", "test", {"picture": blobs[20:], "kind": [1] * 10}, features)
+    found = open_data("hf:org/name")
+    assert found.classes == ("cat", "dog")
+    assert {name: len(split) for name, split in found.splits.items()} == {"train": 18, "val": 2, "test": 10}
+    for split, start in (("train", 0), ("test", 20)):
+        rows = found.splits[split]
+        for index in (0, len(rows) - 1):
+            number = int(rows.name(index).split("/")[1]) + start
+            assert rows.read(index) == images[number]
+            assert rows.labels(index) == ((number % 2 if start == 0 else 1),)
+    pack(found, tmp_path / "packed")
+    assert content(open_data(str(tmp_path / "packed")).splits["test"]) == content(found.splits["test"])
+
+
+def test_a_hugging_face_set_with_several_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    inner = datasets.List(datasets.ClassLabel(names=["sea", "sun"]))
+    blobs = [{"bytes": encoded(picture(seed), "PNG"), "path": None} for seed in range(3)]
+    rows = {"image": blobs, "labels": [[0, 1], [], [1]]}
+    for split in ("train", "validation"):
+        made(tmp_path / "org/many/data", split, rows, datasets.Features({"image": datasets.Image(), "labels": inner}))
+    found = open_data("hf:org/many")
+    assert found.several
+    assert [found.splits["val"].labels(index) for index in range(3)] == [(0, 1), (), (1,)]
+
+
+def test_a_hugging_face_name_that_cannot_be_loaded_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UsageError, match="write hf:ORG/NAME"):
+        open_data("hf:name")
+    with pytest.raises(DataError, match="hf:org/absent cannot be loaded") as caught:
+        open_data("hf:org/absent")
+    assert "\n" not in str(caught.value)
