@@ -94,8 +94,8 @@ def _views(draws: Draws, heights: Integers, widths: Integers, augment: Augment, 
     if augment.crop == "inception":
         part = _inception(draws, sizes, augment.area)
     elif augment.crop == "window":
-        grid = np.array([resized_size(*size, preprocess) for size in sizes.tolist()], dtype=np.int64)
-        corner = _placed(draws.uniform("crop", 2), grid - preprocess.size)
+        grid = np.array([resized_size(height, width, preprocess) for height, width in sizes.tolist()], dtype=np.int64)
+        corner = _placed(draws.uniform("crop", 2), grid - np.array(preprocess.size))
     elif augment.crop == "pad":
         padding = np.array(preprocess.size) // 8
         corner = _placed(draws.uniform("crop", 2), 2 * padding) - padding
