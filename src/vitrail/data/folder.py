@@ -67,27 +67,34 @@ def _columns(root: Path, listing: _Listing, share: float) -> tuple[dict[str, Arr
     if not listing.paths:
         other = f"; it holds {len(listing.others):,} other files, such as {listing.others[0]}" if listing.others else ""
         raise DataError(f"{root} holds no image ({', '.join(SUFFIXES)}){other}")
-    parts = [path.split("/") for path in listing.paths]
-    tops = sorted({part[0] for part in parts if len(part) > 1})
+    tops = sorted({path.partition("/")[0] for path in listing.paths if "/" in path})
     split_by = all(top.lower() in SPLIT_NAMES for top in tops) and bool(tops)
     if not split_by and "train" in tops:
         beside = next(top for top in tops if top.lower() not in SPLIT_NAMES)
         raise DataError(f"{root} holds images in train and in {beside}, which is no split: move {beside} elsewhere")
     at = 1 if split_by else 0
-    labels = [part[at] if len(part) > at + 1 else "" for part in parts]
-    empty = _empty_classes(listing, root, at, set(labels))
-    classes = sorted((set(labels) | set(empty)) - {""})
-    stray = [path for path, label in zip(listing.paths, labels, strict=True) if not label] if classes else []
-    if stray:
-        raise DataError(f"{stray[0]} (and {len(stray) - 1:,} more) lies in no class's folder; every image needs one")
+    found = {_class_of(path, at) for path in listing.paths}
+    empty = _empty_classes(listing, root, at, found)
+    classes = sorted((found | set(empty)) - {""})
+    if classes and "" in found:
+        stray = next(path for path in listing.paths if not _class_of(path, at))
+        raise DataError(f"{stray} lies in no class's folder, while others do; every image needs one")
     number = {name: place for place, name in enumerate(classes)} | {"": UNLABELLED}
-    label = np.array([number[name] for name in labels], dtype=np.int32)
-    given = [SPLIT_NAMES[part[0].lower()] if split_by else holdout.NO_SPLIT for part in parts]
-    split, sentences = holdout.completed(
-        np.array(given, dtype=np.int8), label, listing.paths.__getitem__, identity=str(root), share=share
-    )
+    count = len(listing.paths)
+    label = np.fromiter((number[_class_of(path, at)] for path in listing.paths), dtype=np.int32, count=count)
+    given = np.full(count, holdout.NO_SPLIT, dtype=np.int8)
+    if split_by:
+        splits = (SPLIT_NAMES[path.partition("/")[0].lower()] for path in listing.paths)
+        given = np.fromiter(splits, dtype=np.int8, count=count)
+    split, sentences = holdout.completed(given, label, listing.paths.__getitem__, identity=str(root), share=share)
     facts = {"classes": classes, "notes": [*sentences, *_remarks(listing, classes, empty)]}
     return texts("path", listing.paths) | {"label": label, "split": split}, facts
+
+
+def _class_of(path: str, at: int) -> str:
+    """The name of the folder at that depth, or nothing where the file lies above it."""
+    parts = path.split("/", at + 1)
+    return parts[at] if len(parts) > at + 1 else ""
 
 
 def _empty_classes(listing: _Listing, root: Path, at: int, known: set[str]) -> list[str]:

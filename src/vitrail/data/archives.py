@@ -1,0 +1,91 @@
+"""Archives read member by member and never extracted: tars of any compression, zips and Debian packages."""
+
+import io
+import itertools
+import lzma
+import stat
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import IO
+
+from vitrail.errors import DataError
+
+MEMBER_LIMIT = 2**28  # bytes: the largest member of any set has 221 million
+_DAMAGE = (
+    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+    *(EOFError, OSError, ValueError, OverflowError, NotImplementedError),
+)
+
+
+def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+    """The wanted files of a tar, zip or deb with their names, in the order of the archive."""
+    try:
+        with path.open("rb") as file:
+            magic = file.read(8)
+            file.seek(0)
+            if magic.startswith(b"PK"):
+                yield from _zip_members(path, file, wanted)
+            else:
+                yield from _tar_members(path, _debian_data(file) if magic == b"!<arch>\n" else file, wanted)
+    except _DAMAGE as error:
+        raise DataError(f"{path} cannot be read as an archive: {error}") from error
+
+
+def _tar_members(path: Path, file: IO[bytes], wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+    with tarfile.open(fileobj=file, mode="r:*") as archive:
+        for member in archive:
+            name = member.name.removeprefix("./")
+            if wanted(name):
+                _check_member(path, name, is_file=member.isreg(), size=member.size)
+                content = archive.extractfile(member)  # a reader; nothing is written
+                assert content is not None
+                yield name, content.read()
+            archive.members = []  # type: ignore[attr-defined]  # or every header stays in memory
+
+
+def _zip_members(path: Path, file: IO[bytes], wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+    with zipfile.ZipFile(file) as archive:
+        for member in archive.infolist():
+            if wanted(member.filename):
+                kind = stat.S_IFMT(member.external_attr >> 16)
+                is_file = kind in (0, stat.S_IFREG) and not member.flag_bits & 1  # 1: encrypted
+                _check_member(path, member.filename, is_file=is_file, size=member.file_size)
+                yield member.filename, archive.read(member)
+
+
+def _check_member(path: Path, name: str, *, is_file: bool, size: int) -> None:
+    if not is_file:
+        raise DataError(f"{path} holds {name!r:.120} as something else than a file")
+    if name.startswith("/") or ".." in name.split("/"):
+        raise DataError(f"{path} holds {name!r:.120}, a path that leads outside of it")
+    if not 0 <= size <= MEMBER_LIMIT:
+        raise DataError(f"{path} holds {name!r:.120} with {size:,} bytes; at most {MEMBER_LIMIT:,} are read")
+
+
+def _debian_data(file: IO[bytes]) -> IO[bytes]:
+    """The tar with the files of a Debian package, which is an `ar` archive of three."""
+    file.seek(8)
+    while header := file.read(60):
+        name, size = header[:16].decode("ascii").strip(" /"), int(header[48:58])
+        if name.startswith("data.tar"):
+            return io.BytesIO(file.read(size))
+        file.seek(size + size % 2, io.SEEK_CUR)
+    raise ValueError("the Debian package has no data.tar")
+
+
+def contents(path: Path, names: Collection[str]) -> dict[str, bytes]:
+    """The named files of an archive; reading ends with the last of them."""
+    found = dict(itertools.islice(members(path, set(names).__contains__), len(names)))
+    for name in names:
+        if name not in found:
+            raise DataError(f"{path} does not hold {name} once, as it should")
+    return found
+
+
+def lines(path: Path, *names: str) -> list[list[str]]:
+    """The lines of each of the named text files of an archive, less the empty ones."""
+    texts = contents(path, names)
+    return [[line for line in texts[name].decode().splitlines() if line] for name in names]
