@@ -106,7 +106,7 @@ def main() -> None:
     exact = all(torch.equal(by_vitrail(*chunk), without_simplejpeg(*chunk)) for chunk in chunks)
     apart = torch.cat([(by_vitrail(*chunk).int() - by_pillow(*chunk).int()).abs().float() for chunk in chunks])
     print(f"pixels of simplejpeg and Pillow's decoder: {'equal to the bit' if exact else 'DIFFERENT'}")
-    print(f"pixels of the crop against Pillow's resize: {apart.mean():.3f} levels apart on average, {apart.max():.0f} at most")
+    print(f"pixels of the crop and of Pillow's: {apart.mean():.3f} levels apart on average, {apart.max():.0f} at most")
 
 
 if __name__ == "__main__":

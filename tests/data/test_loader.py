@@ -162,7 +162,7 @@ if __name__ == "__main__":
 """
     script = flowers.parent / f"spawn-{os.getpid()}.py"
     script.write_text(code)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"}
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=300)
     expected = seen(training(flowers), Plan(batch=8, total=20))
     lines = [f"{images.double().sum().item()} {targets.double().sum().item()}" for images, targets in expected]

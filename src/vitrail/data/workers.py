@@ -1,6 +1,8 @@
 """Work shared among processes, and what became of each part of it."""
 
+import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -26,11 +28,13 @@ def finished(
 ) -> Iterator[tuple[Item, Result | BrokenProcessPool]]:
     """Each item with its result, in the order in which they are done; an exception of the function is raised here.
 
-    A process that dies, by a decoder's crash or for want of memory, takes the pool with it: the items whose processes
-    died are returned with that error, one by one, and the rest go on.
+    A process that dies, by a decoder's crash or for want of memory, takes the pool with it: what was not done then is
+    done again, each item in a process of its own, and those whose process dies are returned with that error.
     """
+    if not items:
+        return
     alone: list[Item] = []
-    with ProcessPoolExecutor(workers or available()) as pool:
+    with _pool(workers or available()) as pool:
         futures = {pool.submit(function, item): item for item in items}
         try:
             for future in _completed(set(futures)):
@@ -45,12 +49,23 @@ def finished(
             pool.shutdown(wait=True, cancel_futures=True)
             raise
     for item in alone:  # one of these is to blame: each gets a process of its own
-        with ProcessPoolExecutor(1) as pool:
+        with _pool(1) as pool:
             future = pool.submit(function, item)
             error = future.exception()
             if error is not None and not isinstance(error, BrokenProcessPool):
                 raise error
             yield item, error if isinstance(error, BrokenProcessPool) else future.result()
+
+
+def _pool(workers: int) -> ProcessPoolExecutor:
+    """Processes forked from a fresh one that has our modules: this one may have threads, which a fork does not survive.
+
+    Ctrl-C is for this process to handle; the others end with it.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vitrail.data.examine", "vitrail.data.pack"])
+    ignore = (signal.SIGINT, signal.SIG_IGN)
+    return ProcessPoolExecutor(workers, mp_context=context, initializer=signal.signal, initargs=ignore)
 
 
 def _completed(futures: set[Future[Result]]) -> Iterator[Future[Result]]:
