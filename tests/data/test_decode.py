@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vitrail.data import decode as decoding
 from vitrail.data.decode import FORMATS, decode
 from vitrail.errors import DataError
 
@@ -100,3 +101,70 @@ def test_a_bomb_is_refused_before_it_is_decoded() -> None:
 def test_four_channels_are_not_read_from_a_file() -> None:
     with pytest.raises(DataError, match="1 or 3 channels and the model takes 4"):
         decode(picture(), channels=4)
+
+
+# --- the fast decoder ------------------------------------------------------------------------------------------------
+
+
+def without_simplejpeg(content: bytes, monkeypatch: pytest.MonkeyPatch) -> Any:
+    with monkeypatch.context() as patched:
+        patched.setattr(decoding, "_simplejpeg", lambda: None)
+        return decode(content)
+
+
+@pytest.mark.parametrize("quality", [30, 75, 95])
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"optimize": True}, {"restart_marker_rows": 1}])
+def test_simplejpegs_pixels_are_pillows_to_the_bit(
+    quality: int, subsampling: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("simplejpeg", reason="the extra `fast` is not installed")
+    assert decoding.decoder() == "simplejpeg, bit-equal to Pillow"
+    generator = np.random.default_rng(quality)
+    for size in [(1, 1), (7, 9), (16, 16), (61, 83)]:
+        noise = generator.integers(0, 256, (*size, 3), dtype=np.uint8)
+        for mode in ("RGB", "L"):
+            image = Image.fromarray(noise).convert(mode)
+            content = encoded(image, "JPEG", quality=quality, subsampling=subsampling, **options)
+            assert decode(content).tolist() == without_simplejpeg(content, monkeypatch).tolist()
+
+
+def test_what_simplejpeg_would_do_otherwise_pillow_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotated, CMYK and grey-wanted JPEGs, and ones with a flaw: the same pixels or the same refusal."""
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    whole = encoded(image, "JPEG")
+    flawed = [whole + b"trailing", whole[:-2], whole[:300], whole[:-200] + b"\xff" * 50 + whole[-150:]]
+    for content in [encoded(image, "JPEG", exif=exif), encoded(image.convert("CMYK"), "JPEG"), *flawed]:
+        found = [outcome(lambda content=content: decode(content)), outcome(lambda content=content: decode(content, 1))]
+        with monkeypatch.context() as patched:
+            patched.setattr(decoding, "_simplejpeg", lambda: None)
+            expected = [
+                outcome(lambda content=content: decode(content)),
+                outcome(lambda content=content: decode(content, 1)),
+            ]
+        assert found == expected
+
+
+def outcome(call: Any) -> object:
+    try:
+        return call().tolist()
+    except DataError as error:
+        return str(error)
+
+
+def test_a_decoder_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    simplejpeg = pytest.importorskip("simplejpeg", reason="the extra `fast` is not installed")
+    honest = simplejpeg.decode_jpeg
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *arguments: honest(*arguments) ^ 1)
+    decoding._simplejpeg.cache_clear()
+    try:
+        assert decoding.decoder() == "Pillow"
+    finally:
+        decoding._simplejpeg.cache_clear()
+
+
+def test_an_error_calls_the_image_by_the_name_given() -> None:
+    with pytest.raises(DataError, match=r"^train/7 is no image"):
+        decode(b"x", name="train/7")

@@ -1,0 +1,98 @@
+"""What a look at every image finds, and what it costs the second time; large sets by their headers and a sample."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.pictures import encoded, folder, picture
+from vitrail.data import examine as examining
+from vitrail.data.decode import decode
+from vitrail.data.examine import BAD, DECODED, HEADER, examine
+from vitrail.data.folder import open_folder
+from vitrail.data.pack import pack
+from vitrail.data.shards import open_set
+from vitrail.files import cache_home
+
+
+def test_facts_are_those_of_the_pixels(tmp_path: Path) -> None:
+    seen = examine(open_folder(folder(tmp_path, "train", "val", each=3)))
+    for image in range(12):
+        split = list(seen.dataset.splits.values())[seen.split[image]]
+        pixels = decode(split.read(int(seen.number[image]))).double() / 255
+        facts = seen.facts[image]
+        assert facts["status"] == DECODED
+        assert (facts["height"], facts["width"]) == pixels.shape[1:]
+        assert np.allclose(facts["mean"], pixels.mean(dim=(1, 2)), atol=1e-6)
+        assert np.allclose(facts["square"], (pixels**2).mean(dim=(1, 2)), atol=1e-6)
+    assert len({facts["digest"].tobytes() for facts in seen.facts}) == 12
+
+
+def test_of_a_large_set_a_stated_sample_is_decoded_and_the_rest_known_by_headers(tmp_path: Path) -> None:
+    root = folder(tmp_path, "train", "val", each=10)
+    (root / "train" / "rose" / "3.jpg").write_bytes(b"<html>")
+    whole = (root / "train" / "rose" / "4.jpg").read_bytes()
+    (root / "train" / "rose" / "4.jpg").write_bytes(whole[:-40])
+    seen = examine(open_folder(root), limit=15)
+    status = seen.facts["status"]
+    assert len(seen.fingerprinted) == 15
+    assert (status == DECODED).sum() + (status == BAD).sum() >= 15
+    assert (status == HEADER).sum() >= 40 - 15 - 2
+    assert seen.reasons[3] == "is no image of a known kind (JPEG, PNG, WEBP, BMP, GIF, TIFF)"  # even by its header
+    cut = 4 in seen.fingerprinted
+    assert (status[4] == BAD) == cut  # a header does not show that the rest is missing
+    again = examine(open_folder(root), limit=15)
+    assert again.recalled == 40
+    assert np.array_equal(again.facts, seen.facts)
+    assert np.array_equal(again.fingerprints, seen.fingerprints)
+    assert again.reasons == seen.reasons
+    deeper = examine(open_folder(root))
+    assert deeper.recalled == 15
+    assert deeper.facts["status"][4] == BAD
+
+
+def test_a_change_of_size_or_time_is_looked_at_again_and_shards_too(tmp_path: Path) -> None:
+    root = folder(tmp_path / "set", "train", "val", each=4)
+    path = root / "train" / "rose" / "2.jpg"
+    first = examine(open_folder(root))
+    os.utime(path, (1, 1))
+    assert examine(open_folder(root)).recalled == 15
+    path.write_bytes(encoded(picture(500)))
+    third = examine(open_folder(root))
+    assert third.recalled == 15
+    assert third.facts[2]["digest"] != first.facts[2]["digest"]
+    pack(open_folder(root), tmp_path / "packed")
+    assert examine(open_set(tmp_path / "packed")).recalled == 0
+    assert examine(open_set(tmp_path / "packed")).recalled == 16
+
+
+def test_a_damaged_cache_is_looked_past(tmp_path: Path) -> None:
+    root = folder(tmp_path / "set", "train", "val", each=2)
+    examine(open_folder(root))
+    [facts] = (cache_home() / "examined").glob("*/facts.npy")
+    facts.write_bytes(b"\x93NUMPY")
+    assert examine(open_folder(root)).recalled == 0
+    assert examine(open_folder(root)).recalled == 8
+
+
+def test_a_crash_of_the_decoder_is_pinned_on_its_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool dies with the process; the images it held are looked at one by one."""
+    root = folder(tmp_path / "set", "train", "val", each=4)
+    (root / "train" / "tulip" / "1.jpg").write_bytes(b"killer")
+    monkeypatch.setattr(examining, "_look", killed_by_one)
+    seen = examine(open_folder(root))
+    assert seen.reasons == {5: "the process that decoded it died (a crash, or out of memory)"}
+    assert (seen.facts["status"] == DECODED).sum() == 15
+
+
+LOOK = examining._look
+
+
+def killed_by_one(job: examining._Job) -> examining._Found:
+    """What a worker does, unless one image kills it."""
+    for place in range(len(job.places)):
+        source = job.images.read(place)
+        if isinstance(source, Path) and source.read_bytes() == b"killer":
+            os.abort()
+    return LOOK(job)
