@@ -245,6 +245,68 @@ class Augment:
             raise UsageError(f"randaugment is {self.randaugment}; give 1 to 16 operations and a magnitude from 0 to 30")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimiser:
+    """How gradients become steps."""
+
+    kind: Literal["adam", "sgd", "muon"] = "adam"
+    """adam: decoupled decay (AdamW). muon: orthogonalised momentum for the blocks' matrices, adam for the rest."""
+    lr: float
+    """At the top of the schedule."""
+    weight_decay: float = 0.0
+    """Of kernels alone, times the learning rate, as PyTorch's AdamW has it; the authors' 1e-4 at lr 1e-3 is 0.1.
+    Under every kind: it never enters the gradient."""
+    momentum: float = 0.9
+    """Of sgd; of muon's matrices 0.95 is usual."""
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    adam_lr: float | None = None
+    """Of muon: the learning rate of what adam trains; None for `lr`."""
+    clip: float | None = None
+    """Greatest norm of all gradients together."""
+    layer_decay: float = 1.0
+    """Each block's learning rate over that of the block above it; the head has the whole, the embedding the least."""
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        for name, least, most in (("lr", 0, math.inf), ("eps", 0, 1), ("layer_decay", 0, 1)):
+            if not least < getattr(self, name) <= most or math.isinf(getattr(self, name)):
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be above {least} and at most {most}")
+        for name in ("momentum", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be from 0 to below 1")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UsageError(f"weight_decay is {self.weight_decay}; it must be 0 or more")
+        for name in ("clip", "adam_lr"):
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0, or None")
+        if self.adam_lr is not None and self.kind != "muon":
+            raise UsageError(f"adam_lr is for muon, which leaves some parameters to adam; {self.kind} takes lr alone")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The learning rate over the steps, as a share of its top."""
+
+    decay: Literal["cosine", "linear", "rsqrt", "constant"] = "cosine"
+    warmup: int = 0
+    """Steps of a straight line from nothing to the top."""
+    final: float = 0.0
+    """Of cosine and linear: the share at the end."""
+    timescale: int = 10_000
+    """Of rsqrt: steps after warm-up in which it falls by a factor of sqrt(2)."""
+    cooldown: int = 0
+    """Of rsqrt and constant: last steps, in which the learning rate also falls to nothing in a straight line."""
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        if self.warmup < 0 or self.cooldown < 0 or self.timescale < 1 or not 0 <= self.final <= 1:
+            raise UsageError(f"{self} cannot be: steps are 0 or more, the timescale 1 or more, final from 0 to 1")
+        if self.final if self.decay in ("rsqrt", "constant") else self.cooldown:
+            raise UsageError(f"{self} cannot be: cosine and linear fall to `final`, rsqrt and constant by a cooldown")
+
+
 def grid_for(image_size: tuple[int, int], patch: int) -> tuple[int, int]:
     """Patches down and across an image, or an error that names the sizes that fit."""
     height, width = image_size

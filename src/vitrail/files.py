@@ -66,6 +66,8 @@ def _rename(fresh: Path, path: Path, aside: Path) -> None:
     if not path.is_dir():
         fresh.replace(path)
         return
+    if not fresh.is_dir():
+        raise UsageError(f"{path} is a folder, and a file is to be written; choose another name")
     path.rename(aside)
     try:
         fresh.rename(path)

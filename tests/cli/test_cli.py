@@ -48,7 +48,8 @@ def test_a_typo_gets_the_nearest_verb_and_the_version_is_told(capsys: Capture) -
     assert (code, out) == (2, "")
     assert "there is no verb 'ifno': did you mean info?" in err
     assert "there is no verb 'data chek': did you mean data check?" in run("data", "chek", "x", capsys=capsys)[2]
-    assert "there is no verb 'data'" in run("data", capsys=capsys)[2]
+    assert "say what to do: data check, data get" in run("data", capsys=capsys)[2]
+    assert "find bad files" in run("data", "--help", capsys=capsys)[1]
     code, out, _ = run("--version", capsys=capsys)
     assert (code, out) == (0, f"vitrail {vitrail.__version__}\n")
 

@@ -71,7 +71,7 @@ def test_a_second_check_looks_only_at_what_has_changed(tmp_path: Path, capsys: C
     changed = tmp_path / "set" / "val" / "rose" / "0.jpg"
     changed.write_bytes(encoded(picture(5000), quality=60))
     second = json.loads(run("data", "check", "./set", "--skip-bad", "--json", capsys=capsys)[1])
-    assert second["from_earlier_check"] == 43
+    assert second["from_earlier_check"] == 39  # the bad ones are looked at again
     assert second["bad"] == first["bad"]
     assert second["colour"] == first["colour"]
 
@@ -134,9 +134,72 @@ def test_copies_inside_and_across_splits_and_against_another_set_are_found(tmp_p
     assert [image["name"] for image in exact["images"]] == ["train/rose/0.png", "train/rose/twin.png"]
     assert {image["name"] for image in near["images"]} == {"train/tulip/leak.jpg", "test/tulip/2.png"}
     assert [(row["name"], row["shows"]) for row in report["against"]["found"]] == [("train/rose/3.png", "test/x/a.jpg")]
-    assert report["leave_out"] == ["train/rose/3.png", "train/tulip/leak.jpg"]
+    assert [row["name"] for row in report["leave_out"]] == ["train/rose/3.png", "train/tulip/leak.jpg"]
     assert run("data", "pack", "./set", "packed", "--leave-out", "data_report.json", capsys=capsys)[0] == 0
     assert len(open_data("./packed").splits["train"]) == 8
+
+
+def test_every_copy_of_a_leak_is_left_out_and_nothing_of_what_it_leaks(tmp_path: Path, capsys: Capture) -> None:
+    """A training image, its equal, and a test image that is the same encoded again."""
+    for split in ("train", "test", "val"):
+        (tmp_path / "set" / split / "a").mkdir(parents=True)
+    root = tmp_path / "set"
+    for number in range(3):
+        (root / "train" / "a" / f"{number}.png").write_bytes(encoded(photo(number), "PNG"))
+        (root / "val" / "a" / f"{number}.png").write_bytes(encoded(photo(number + 10), "PNG"))
+    (root / "train" / "a" / "twin.png").write_bytes((root / "train" / "a" / "0.png").read_bytes())
+    (root / "test" / "a" / "x.jpg").write_bytes(encoded(photo(0), quality=80))
+    report = json.loads(run("data", "check", "./set", "--json", capsys=capsys)[1])
+    assert report["leave_out"] == [
+        {"split": "train", "name": "train/a/0.png"},
+        {"split": "train", "name": "train/a/twin.png"},
+    ]
+    [group] = report["duplicates"]["groups"]
+    assert group["kind"] == "near"
+    assert len(group["images"]) == 3
+
+
+def test_the_same_path_in_two_splits_is_left_out_of_train_alone(tmp_path: Path, capsys: Capture) -> None:
+    place = tmp_path / "set"
+    place.mkdir()
+    for number in range(4):
+        (place / f"{number}.png").write_bytes(encoded(photo(number), "PNG"))
+    rows = [*((number, "train") for number in range(4)), (0, "val"), (1, "test")]
+    lines = "\n".join(f"{number}.png,x,{split}" for number, split in rows)
+    (place / "list.csv").write_text(f"path,label,split\n{lines}\n")
+    assert run("data", "check", "set/list.csv", capsys=capsys)[0] == 0
+    assert run("data", "pack", "set/list.csv", "out", "--leave-out", "data_report.json", capsys=capsys)[0] == 0
+    images = {name: len(split) for name, split in open_data("./out").splits.items()}
+    assert images == {"train": 2, "val": 1, "test": 1}
+
+
+def test_all_of_a_set_without_splits_is_compared_with(tmp_path: Path, capsys: Capture) -> None:
+    for number in range(8):
+        for place in (tmp_path / "tests" / "a", tmp_path / "mine" / "train" / "a"):
+            place.mkdir(parents=True, exist_ok=True)
+            (place / f"{number}.png").write_bytes(encoded(photo(number), "PNG"))
+    report = json.loads(run("data", "check", "./mine", "--against", "./tests", "--json", capsys=capsys)[1])
+    assert report["against"]["compared"] == 8
+    assert len(report["against"]["found"]) == 8
+
+
+def test_a_report_never_replaces_a_folder(tmp_path: Path, capsys: Capture) -> None:
+    folder(tmp_path / "set", "train", "val", each=2)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "precious.txt").write_text("x")
+    code, _, err = run("data", "check", "./set", "--out", "results", capsys=capsys)
+    assert code == 2
+    assert "is a folder" in err
+    assert (tmp_path / "results" / "precious.txt").read_text() == "x"
+
+
+def test_a_report_that_cannot_be_written_costs_the_result_nothing(tmp_path: Path, capsys: Capture) -> None:
+    folder(tmp_path / "set", "train", "val", each=2)
+    (tmp_path / "file").write_text("")
+    code, out, err = run("data", "check", "./set", "--out", "file/report.json", capsys=capsys)
+    assert code == 2
+    assert "images   train 4, val 4" in out
+    assert err.count("vitrail: ") == 1
 
 
 def test_pack_says_what_it_wrote(tmp_path: Path, capsys: Capture) -> None:

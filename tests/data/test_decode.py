@@ -165,6 +165,30 @@ def test_a_decoder_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
         decoding._simplejpeg.cache_clear()
 
 
+@pytest.mark.parametrize("size", [(1, 3000), (3000, 1), (2, 1300)])
+def test_a_line_of_pixels_is_no_picture(size: tuple[int, int]) -> None:
+    with pytest.raises(DataError, match="600 times the other"):
+        decode(encoded(picture(size)))
+
+
+def test_a_damaged_exif_block_costs_the_image_nothing() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    exif[0x010F] = "camera"
+    plain = decode(encoded(picture(), "JPEG")).tolist()
+    whole = encoded(picture(), "JPEG", exif=exif)
+    start = whole.index(b"Exif")
+    end = start - 2 + int.from_bytes(whole[start - 2 : start], "big")
+    generator = np.random.default_rng(0)
+    for _ in range(500):
+        broken = bytearray(whole)
+        for place in generator.integers(start + 6, end, 4).tolist():
+            broken[place] = int(generator.integers(0, 256))
+        pixels = decode(bytes(broken))
+        assert pixels.shape in ((3, 4, 6), (3, 6, 4))
+    assert decode(whole.replace(b"Exif", b"Nope")).tolist() == plain
+
+
 def test_an_error_calls_the_image_by_the_name_given() -> None:
     with pytest.raises(DataError, match=r"^train/7 is no image"):
         decode(b"x", name="train/7")

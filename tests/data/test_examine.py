@@ -43,7 +43,7 @@ def test_of_a_large_set_a_stated_sample_is_decoded_and_the_rest_known_by_headers
     cut = 4 in seen.fingerprinted
     assert (status[4] == BAD) == cut  # a header does not show that the rest is missing
     again = examine(open_folder(root), limit=15)
-    assert again.recalled == 40
+    assert again.recalled == 40 - len(seen.reasons)  # what was bad is looked at again
     assert np.array_equal(again.facts, seen.facts)
     assert np.array_equal(again.fingerprints, seen.fingerprints)
     assert again.reasons == seen.reasons
@@ -65,6 +65,19 @@ def test_a_change_of_size_or_time_is_looked_at_again_and_shards_too(tmp_path: Pa
     pack(open_folder(root), tmp_path / "packed")
     assert examine(open_set(tmp_path / "packed")).recalled == 0
     assert examine(open_set(tmp_path / "packed")).recalled == 16
+
+
+def test_what_was_seen_before_ctrl_c_is_not_seen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examining, "_CHUNK", 4)
+    root = folder(tmp_path / "set", "train", "val", each=10)
+
+    def interrupted(done: int, total: int) -> None:
+        if done >= total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        examine(open_folder(root), progress=interrupted)
+    assert 20 <= examine(open_folder(root)).recalled < 40
 
 
 def test_a_damaged_cache_is_looked_past(tmp_path: Path) -> None:

@@ -59,8 +59,10 @@ def test_train_without_val_gives_a_tenth_and_leaves_test_alone(tmp_path: Path) -
 
 
 def test_a_class_of_two_is_never_held_out(tmp_path: Path) -> None:
-    found = open_folder(folder(tmp_path, classes=("rare", "common"), each=2))
+    found = open_folder(folder(tmp_path / "a", classes=("rare", "common"), each=2))
     assert {name: len(split) for name, split in found.splits.items()} == {"train": 4}
+    found = open_folder(folder(tmp_path / "b", "train", "test", classes=("rare", "common"), each=2))
+    assert {name: len(split) for name, split in found.splits.items()} == {"train": 4, "test": 4}
 
 
 def test_files_below_a_class_belong_to_it_and_others_are_reported(tmp_path: Path) -> None:
@@ -80,6 +82,23 @@ def test_files_below_a_class_belong_to_it_and_others_are_reported(tmp_path: Path
     assert any("no image: orchid" in note for note in found.notes)
 
 
+def test_a_second_name_for_a_folder_is_a_folder_too(tmp_path: Path) -> None:
+    root = folder(tmp_path, "train", "val", each=3)
+    (root / "test").symlink_to(root / "val", target_is_directory=True)
+    (root / "train" / "rose" / "self").symlink_to("self")
+    found = open_folder(root)
+    assert {name: len(split) for name, split in found.splits.items()} == {"train": 6, "val": 6, "test": 6}
+    assert found.notes == ("1 files are no images by their suffix and were left out: train/rose/self ...",)
+
+
+def test_images_beside_a_folder_without_any_have_no_labels(tmp_path: Path) -> None:
+    for number in range(5):
+        (tmp_path / f"{number}.jpg").write_bytes(encoded(picture(number)))
+    (tmp_path / "labels").mkdir()
+    (tmp_path / "labels" / "0.txt").write_text("x")
+    assert open_folder(tmp_path).classes == ()
+
+
 def test_images_without_classes_have_no_labels(tmp_path: Path) -> None:
     for number in range(30):
         (tmp_path / f"{number}.jpg").write_bytes(encoded(picture(number)))
@@ -96,6 +115,13 @@ def test_images_without_classes_have_no_labels(tmp_path: Path) -> None:
         (lambda root: (root / "a.txt").write_text("x"), "1 other files, such as a.txt"),
         (lambda root: (folder(root), (root / "x.jpg").write_bytes(b"")), "x.jpg lies in no class's folder"),
         (lambda root: folder(root, "train", "extra"), "in train and in extra"),
+        (
+            lambda root: [
+                (root / place).mkdir(exist_ok=True) or (root / place / "x.png").write_bytes(b"")
+                for place in ("train", "test", ".")
+            ],
+            "x.png lies in no class's folder",
+        ),
     ],
 )
 def test_a_folder_that_makes_no_set_says_why(tmp_path: Path, make: Callable[[Path], object], message: str) -> None:

@@ -48,6 +48,15 @@ def test_without_splits_each_class_is_held_out(tmp_path: Path) -> None:
     }
 
 
+def test_a_path_listed_twice_stands_on_one_side(tmp_path: Path) -> None:
+    rows = [f"{number % 10}.jpg,x" for number in range(30)]
+    found = open_list(written(tmp_path / "l.csv", "path,label", *rows))
+    sides = [set(part) for part in names(found).values()]
+    assert len(sides) == 3
+    assert sum(map(len, sides)) == 10
+    assert names(open_list(tmp_path / "l.csv")) == names(found)
+
+
 def test_numbers_stand_in_their_order(tmp_path: Path) -> None:
     rows = [f"{number}.jpg,{number},train" for number in (10, 9, 2)]
     assert open_list(written(tmp_path / "l.csv", "path,label,split", *rows)).classes == ("2", "9", "10")
@@ -73,6 +82,8 @@ def test_images_alone_have_no_labels(tmp_path: Path) -> None:
         ("l.jsonl", '{"path": 3, "label": "x"}\n', "path is 3; it must be text"),
         ("l.jsonl", '{"path": "a", "labels": "x", "split": "val"}\n{"path": "a", "labels": {}}\n', "labels is {}"),
         ("l.jsonl", '{"path": "a", "label": null}\n', "label is None"),
+        ("l.jsonl", '{"path": "\\ud800.png", "label": "x"}\n', "is no file name"),
+        ("l.jsonl", '\n{"path": "a", "split": "val"}\n\n{"path": "b"}\n', "line 4 has no split"),
     ],
 )
 def test_the_wrong_line_is_named(tmp_path: Path, name: str, text: str, message: str) -> None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -229,6 +230,23 @@ def test_a_set_on_the_device_gives_what_the_workers_give() -> None:
         assert torch.equal(one.pixels, two.pixels)
         assert torch.equal(one.targets, two.targets)
         assert torch.equal(one.positions, two.positions)
+
+
+@pytest.mark.parametrize("crop", ["inception", "window", "pad", "squash"])
+def test_a_short_last_step_may_leave_a_rank_nothing(crop: Any) -> None:
+    split = open_digits().splits["val"]
+    pixels, targets = loader.resident(split, channels=1, classes=10, device="cpu")
+    view = Preprocess(size=(8, 8), resize=(8, 8), mean=(0.5,), std=(0.5,))
+    augment = Augment(crop=crop, mixup=0.2)
+    order = Order(seed=1, count=len(split))
+    task = Training(split=split, order=order, augment=augment, preprocess=view, seed=1, classes=10)
+    plan = Plan(batch=8, total=9, rank=0, world=2)
+    for batches in (training_batches(task, plan), loader.resident_batches(task, plan, pixels, targets)):
+        last = list(batches)[-1]
+        images, shares = prepared(last, task, plan, 1)
+        assert images.shape == (0, 1, 8, 8)
+        assert shares.shape == (0, 10)
+        assert shares.dtype == torch.float32
 
 
 def test_images_of_different_sizes_do_not_live_on_the_device(tmp_path: Path) -> None:

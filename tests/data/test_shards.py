@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import pickle
 import tarfile
 from collections import Counter
@@ -13,7 +14,7 @@ import pytest
 
 from tests.data.pictures import content, encoded, folder, names, picture
 from vitrail.data import shards
-from vitrail.data.check import names_to_leave_out
+from vitrail.data.check import to_leave_out
 from vitrail.data.dataset import less
 from vitrail.data.folder import open_folder
 from vitrail.data.lists import open_list
@@ -73,6 +74,7 @@ def test_several_labels_and_none_survive(tmp_path: Path) -> None:
     root = folder(tmp_path / "set", classes=("x",), each=4)
     rows = [("x/0.jpg", ["sun", "sea"]), ("x/1.jpg", []), ("x/2.jpg", ["sea"]), ("x/3.jpg", ["sun"])]
     lines = [json.dumps({"path": path, "labels": labels, "split": "train"}) for path, labels in rows]
+    lines.append(json.dumps({"path": "x/0.jpg", "labels": ["sea"], "split": "val"}))
     (root / "list.jsonl").write_text("\n".join(lines))
     pack(open_list(root / "list.jsonl"), tmp_path / "out")
     found, foreign = open_set(tmp_path / "out"), open_tars(str(tmp_path / "out" / "*.tar"))
@@ -121,6 +123,74 @@ def test_a_changed_set_does_not_go_on_with_another_ones_shards(tmp_path: Path) -
         pack(open_folder(tmp_path / "set"), tmp_path / "out")
 
 
+def test_changed_labels_do_not_go_on_with_the_old_ones(tmp_path: Path) -> None:
+    root = folder(tmp_path / "set", classes=("x",), each=6)
+    rows = [(f"x/{number}.jpg", "ab"[number % 2]) for number in range(6)]
+
+    def written(rows: list[tuple[str, str]]) -> Path:
+        lines = "\n".join(f"{path},{label},train" for path, label in rows)
+        (root / "list.csv").write_text(f"path,label,split\n{lines}\n")
+        return root / "list.csv"
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(open_list(written(rows)), tmp_path / "out", progress=lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    swapped = [(path, "ba"["ab".index(label)]) for path, label in rows]
+    with pytest.raises(UsageError, match="another packing"):
+        pack(open_list(written(swapped)), tmp_path / "out")
+
+
+def test_a_set_rebuilt_meanwhile_is_noticed_and_never_mislabelled(tmp_path: Path) -> None:
+    """Another process lists the folder again, grown by a class: our rows mean other images then."""
+    root = folder(tmp_path / "set", "train", "val", classes=("b", "c"), each=4)
+    before = open_folder(root)
+    folder(root, "train", "val", classes=("a",), each=4, start=500)
+    assert open_folder(root).classes == ("a", "b", "c")
+    with pytest.raises(DataError, match="has changed since it was opened"):
+        pack(before, tmp_path / "out")
+
+
+def test_the_kind_of_labels_survives(tmp_path: Path) -> None:
+    root = folder(tmp_path / "set", classes=("x",), each=3)
+    lines = [json.dumps({"path": f"x/{number}.jpg", "labels": ["a"], "split": "train"}) for number in range(3)]
+    (root / "several.jsonl").write_text("\n".join(lines))
+    pack(open_list(root / "several.jsonl"), tmp_path / "several")
+    assert open_set(tmp_path / "several").several
+    partly = [{"path": "x/0.jpg", "label": "a", "split": "train"}, {"path": "x/1.jpg", "split": "train"}]
+    (root / "partly.jsonl").write_text("\n".join(map(json.dumps, partly)))
+    pack(open_list(root / "partly.jsonl"), tmp_path / "partly")
+    found = open_set(tmp_path / "partly")
+    assert not found.several
+    assert content(found.splits["train"]) == content(open_list(root / "partly.jsonl").splits["train"])
+
+
+def test_class_names_that_are_no_utf8_survive(tmp_path: Path) -> None:
+    odd = os.fsdecode(b"caf\xe9")
+    try:
+        root = folder(tmp_path / "set", "train", "val", classes=("a", odd), each=2)
+    except OSError:
+        pytest.skip("this file system takes UTF-8 names only")
+    pack(open_folder(root), tmp_path / "out")
+    assert open_set(tmp_path / "out").classes == ("a", odd)
+
+
+def test_a_packed_set_without_val_gets_one_from_train_as_its_folder_does(tmp_path: Path) -> None:
+    samples = [
+        Sample(split, f"{split}{number}.jpg", encoded(picture(number)), (number % 2,))
+        for split in ("train", "test")
+        for number in range(20)
+    ]
+    write(tmp_path / "set", samples, classes=["a", "b"], origin={})
+    found = open_set(tmp_path / "set")
+    assert {name: split.counts(2).tolist() for name, split in found.splits.items()} == {
+        "train": [9, 9],
+        "val": [1, 1],
+        "test": [10, 10],
+    }
+    assert found.made_up == ("val",)
+    assert names(open_set(tmp_path / "set")) == names(found)
+    assert sum(found.splits["train"].shards()) == 18
+
+
 def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
     dataset = open_folder(folder(tmp_path / "set", each=10))
     (tmp_path / "set" / "rose" / "3.jpg").unlink()
@@ -132,13 +202,17 @@ def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
 def test_what_a_report_says_is_left_out(tmp_path: Path) -> None:
     dataset = open_folder(folder(tmp_path / "set", "train", "val", each=3))
     report = tmp_path / "data_report.json"
-    report.write_text(json.dumps({"leave_out": ["train/rose/1.jpg", "val/tulip/0.jpg"]}))
-    left = names(less(dataset, names_to_leave_out(report)))
+    unwanted = [{"split": "train", "name": "train/rose/1.jpg"}, {"split": "val", "name": "val/tulip/0.jpg"}]
+    report.write_text(json.dumps({"leave_out": unwanted}))
+    left = names(less(dataset, to_leave_out(report)))
     assert "train/rose/1.jpg" not in left["train"]
     assert (len(left["train"]), len(left["val"])) == (5, 5)
     report.write_text("{}")
     with pytest.raises(DataError, match=r"no data_report.json"):
-        names_to_leave_out(report)
+        to_leave_out(report)
+    every = {(key, name) for key, part in names(dataset).items() for name in part}
+    with pytest.raises(DataError, match="nothing is left"):
+        less(dataset, every)
 
 
 def test_a_set_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -287,6 +361,20 @@ def test_damaged_tars_are_refused(tmp_path: Path) -> None:
     for broken in (b"", b"x" * 2000, whole[:700], whole[:100], b"\x1f\x8b" + bytes(3000)):
         (tmp_path / "x.tar").write_bytes(broken)
         with pytest.raises(DataError, match=r"x\.tar"):
+            open_tars(str(tmp_path / "x.tar"))
+
+
+def test_damage_in_the_middle_of_a_tar_is_not_its_end(tmp_path: Path) -> None:
+    """Python's tarfile stops there without a word, and the rest of the set would be missing."""
+    members = [
+        (f"{number}.{suffix}", content) for number in range(6) for suffix, content in (("jpg", IMAGE), ("cls", b"0"))
+    ]
+    whole = tar_of(tmp_path / "x.tar", *members).read_bytes()
+    header = whole.index(b"3.jpg")
+    flipped = whole[: header + 150] + bytes([whole[header + 150] ^ 1]) + whole[header + 151 :]
+    for broken in (flipped, whole[:header], whole[: header + 200]):
+        (tmp_path / "x.tar").write_bytes(broken)
+        with pytest.raises(DataError, match="truncated or damaged at byte"):
             open_tars(str(tmp_path / "x.tar"))
 
 

@@ -1,5 +1,6 @@
 """What a DATA argument names, and which of two meanings wins."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,18 @@ def test_a_known_name_wins_over_a_folder_here_and_a_path_over_both(
         open_data("cifar10")
 
 
+def test_a_folder_of_images_that_holds_its_archive_is_a_folder(tmp_path: Path) -> None:
+    root = folder(tmp_path / "br[1]", "train", "val", each=2)
+    pack(open_folder(root), tmp_path / "out")
+    (root / "original.tar").write_bytes((tmp_path / "out" / "train-000000.tar").read_bytes())
+    found = open_data(str(root))
+    assert found.classes == ("rose", "tulip")
+    assert "original.tar" in found.notes[0]
+    shutil.rmtree(root / "train")
+    shutil.rmtree(root / "val")
+    assert len(open_data(str(root)).classes) == 2
+
+
 def test_a_stored_set_is_opened_by_name() -> None:
     samples = [shards.Sample(split, "a.png", encoded(picture(0), "PNG"), (3,)) for split in ("train", "test")]
     shards.write(public.home("cifar10"), samples, classes=[str(n) for n in range(10)], origin={})
@@ -55,6 +68,7 @@ def test_a_stored_set_is_opened_by_name() -> None:
         ("no/where", "does not exist"),
         ("x.zip", "is a file; a set is"),
         ("x.tar", "x.tar"),
+        ("./", "holds no image"),
     ],
 )
 def test_what_is_no_set_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:

@@ -66,13 +66,17 @@ def _run(arguments: Sequence[str]) -> None:
     if rest and f"{verb} {rest[0]}" in VERBS:
         verb, rest = f"{verb} {rest[0]}", rest[1:]
     if verb in ("-h", "--help", "help"):
-        print(_help())
+        print(_help(VERBS))
+    elif (group := _group(verb)) and not rest:
+        raise UsageError(f"say what to do: {', '.join(group)}. `vitrail {verb} --help` explains them")
+    elif group and rest[0] in ("-h", "--help"):
+        print(_help(group))
     elif verb == "--version":
         from vitrail import __version__
 
         print(f"vitrail {__version__}")
     elif verb not in VERBS:
-        wanted = " ".join([verb, *rest[:1]]) if any(known.startswith(f"{verb} ") for known in VERBS) else verb
+        wanted = " ".join([verb, *rest[:1]]) if _group(verb) else verb
         close = difflib.get_close_matches(wanted, VERBS, n=1)
         meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(VERBS)}."
         raise UsageError(f"there is no verb {wanted!r}: {meant} `vitrail --help` explains them")
@@ -85,8 +89,13 @@ def _run(arguments: Sequence[str]) -> None:
         tyro.cli(function, prog=f"vitrail {verb}", args=rest, config=(tyro.conf.FlagCreatePairsOff,))
 
 
-def _help() -> str:
-    lines = [f"  {verb:13}{text}" for verb, text in VERBS.items()]
+def _group(word: str) -> dict[str, str]:
+    """The verbs of two words that begin with this one."""
+    return {verb: text for verb, text in VERBS.items() if verb.startswith(f"{word} ")}
+
+
+def _help(verbs: dict[str, str]) -> str:
+    lines = [f"  {verb:13}{text}" for verb, text in verbs.items()]
     return "\n".join(
         [
             "usage: vitrail VERB ...",

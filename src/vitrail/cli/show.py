@@ -12,7 +12,7 @@ _LINE_EVERY = 15.0  # seconds
 
 def as_json(value: Any) -> None:
     """One JSON document on stdout."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(json.dumps(value, indent=2))  # in ASCII: a file's name may be no valid text
 
 
 def table(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> None:

@@ -3,18 +3,17 @@
 The paper removes from its pre-training sets what occurs in the test sets; `against` finds those images.
 """
 
-import dataclasses
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data import duplicates, workers
-from vitrail.data.dataset import Dataset
+from vitrail.data.dataset import SPLITS, Dataset
 from vitrail.data.decode import FORMATS
 from vitrail.data.examine import BAD, DECODED, HEADER, Examined, examine
 from vitrail.data.workers import Progress
@@ -46,10 +45,11 @@ def check(dataset: Dataset, against: Dataset | None = None, *, progress: Progres
         "colour": _colour(seen),
         "duplicates": _described(seen, groups),
     }
-    report["leave_out"] = sorted({row["name"] for row in report["bad"]} | set(_leaks(seen, groups)))
+    unwanted = {(row["split"], row["name"]) for row in report["bad"]} | set(_leaks(seen, groups))
     if against is not None:
         report["against"] = _against(seen, examine(against, progress=progress))
-        report["leave_out"] = sorted({*report["leave_out"], *(pair["name"] for pair in report["against"]["found"])})
+        unwanted |= {(row["split"], row["name"]) for row in report["against"]["found"]}
+    report["leave_out"] = [{"split": split, "name": name} for split, name in sorted(unwanted)]
     return report
 
 
@@ -90,26 +90,24 @@ def _colour(seen: Examined) -> dict[str, Any]:
 # --- copies ----------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Group:
+class _Group(NamedTuple):
     """Images that show the same picture."""
 
     kind: str
-    """exact: equal files. near: resized, encoded again, cropped or recoloured."""
+    """exact: equal files. near: some are resized, encoded again, cropped, mirrored or recoloured."""
     images: tuple[int, ...]
 
 
 def _groups(seen: Examined) -> list[_Group]:
-    """The images that occur more than once."""
-    decoded = np.flatnonzero(seen.facts["status"] == DECODED)
-    exact = _equal(seen.facts["digest"][decoded])
+    """The images that occur more than once, each with all of its copies."""
     rows, places = _prints(seen)
-    copies = np.concatenate([np.empty(0, dtype=np.int64), *(decoded[group[1:]] for group in exact)])
-    keep = ~np.isin(places, copies)  # one of each group of equals is compared
-    found = duplicates.pairs(rows[keep]).indices
-    near = _joined([(int(places[keep][one]), int(places[keep][two])) for one, two in found.tolist()])
-    groups = [_Group("exact", tuple(decoded[group].tolist())) for group in exact]
-    return groups + [_Group("near", group) for group in near]
+    digests = seen.facts["digest"]
+    equal = [places[group] for group in _equal(digests[places])]
+    keep = ~np.isin(places, np.concatenate([np.empty(0, dtype=np.int64), *(group[1:] for group in equal)]))
+    near = places[keep][duplicates.pairs(rows[keep]).indices]  # of equal files one is compared, and stands for all
+    pairs = [(int(group[0]), int(image)) for group in equal for image in group[1:]]
+    joined = _joined(pairs + [(one, two) for one, two in near.tolist()])
+    return [_Group("exact" if len(set(digests[list(group)].tolist())) == 1 else "near", group) for group in joined]
 
 
 def _prints(seen: Examined) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -167,18 +165,19 @@ def _names(seen: Examined, image: int) -> list[str]:
     return [seen.dataset.classes[label] for label in seen.labels(image)]
 
 
-def _leaks(seen: Examined, groups: Sequence[_Group]) -> Iterator[str]:
+def _leaks(seen: Examined, groups: Sequence[_Group]) -> Iterator[tuple[str, str]]:
     """Training images that show what val or test shows, and validation images that show what test shows."""
     for group in groups:
-        last = max(("train", "val", "test").index(seen.split_name(image)) for image in group.images)
+        last = max(SPLITS.index(seen.split_name(image)) for image in group.images)
         for image in group.images:
-            if ("train", "val", "test").index(seen.split_name(image)) < last:
-                yield seen.name(image)
+            if SPLITS.index(seen.split_name(image)) < last:
+                yield seen.split_name(image), seen.name(image)
 
 
 def _against(seen: Examined, other: Examined) -> dict[str, Any]:
-    """The images of one set that another shows too; of the other, val and test, or all where it has neither."""
-    held = [place for place, name in enumerate(other.dataset.splits) if name != "train"]
+    """The images of one set that another shows too: in its own val and test, or anywhere where it has neither."""
+    own = set(other.dataset.splits) - {"train", *other.dataset.made_up}
+    held = [place for place, name in enumerate(other.dataset.splits) if name in own]
     mine, places = _prints(seen)
     theirs, others = _prints(other)
     if held:
@@ -200,10 +199,10 @@ def _against(seen: Examined, other: Examined) -> dict[str, Any]:
     }
 
 
-def names_to_leave_out(path: Path) -> frozenset[str]:
-    """The images that a data_report.json says a set is better without."""
+def to_leave_out(path: Path) -> frozenset[tuple[str, str]]:
+    """The images that a data_report.json says a set is better without: the split and the name of each."""
     try:
         report = json.loads(path.read_text())
-        return frozenset(map(str, report["leave_out"]))
+        return frozenset((str(row["split"]), str(row["name"])) for row in report["leave_out"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is no data_report.json ({error}): vitrail data check DATA writes one") from error

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data.table import Array, Table
+from vitrail.errors import DataError
 
 SPLITS = ("train", "val", "test")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -77,8 +78,9 @@ class Split:
         """Samples in each tar shard, in the order of the rows; empty where the images are no shards."""
         if "shard" not in self.store.table:
             return ()
-        column = self.store.table["shard"][_index(self.rows)]
-        return tuple(np.bincount(column, minlength=1).tolist())
+        column = self.store.table["shard"][_index(self.rows)]  # rising, so that its steps are found without reading it
+        steps = np.searchsorted(column, np.arange(int(column[-1]) + 2))
+        return tuple(np.diff(steps).tolist())
 
     def without(self, indices: Sequence[int]) -> "Split":
         """The split less some of its images."""
@@ -99,6 +101,8 @@ class Dataset:
     """In the order of the model's outputs; empty for images without labels."""
     splits: Mapping[str, Split]
     """Those of train, val and test that there are."""
+    made_up: tuple[str, ...] = ()
+    """Splits that the set does not have itself: they were held out of its images."""
     notes: tuple[str, ...] = ()
     """What was taken for granted or left out, for the user to read."""
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -111,24 +115,29 @@ class Dataset:
 
 def from_column(store: Store, column: Array) -> dict[str, Split]:
     """The splits that a column of places in SPLITS describes."""
-    found = {}
-    for number, name in enumerate(SPLITS):
-        rows = np.flatnonzero(column == number)
-        if len(rows):
-            found[name] = Split(store, _compact(rows))
-    return found
+    found = {name: _rows(column, number) for number, name in enumerate(SPLITS)}
+    return {name: Split(store, rows) for name, rows in found.items() if len(rows)}
 
 
-def _compact(rows: Array) -> Array | range:
-    first, last = int(rows[0]), int(rows[-1])
-    return range(first, last + 1) if last - first + 1 == len(rows) else rows
+def _rows(column: Array, number: int, block: int = 2**24) -> Array | range:
+    """Where a column holds a number: a range if those places are consecutive, found without listing them."""
+    first, last, count = 0, -1, 0
+    for start in range(0, len(column), block):
+        here = np.flatnonzero(column[start : start + block] == number)
+        if len(here):
+            first = first if count else start + int(here[0])
+            last = start + int(here[-1])
+            count += len(here)
+    return range(first, last + 1) if last - first + 1 == count else np.flatnonzero(column == number)
 
 
-def less(dataset: Dataset, names: Collection[str]) -> Dataset:
-    """The set without the images of these names."""
+def less(dataset: Dataset, images: Collection[tuple[str, str]]) -> Dataset:
+    """The set without these images, each given by its split and name."""
     splits = {}
-    for name, split in dataset.splits.items():
-        left = split.without([index for index in range(len(split)) if split.name(index) in names])
+    for key, split in dataset.splits.items():
+        left = split.without([index for index in range(len(split)) if (key, split.name(index)) in images])
         if len(left):
-            splits[name] = left
+            splits[key] = left
+    if not splits:
+        raise DataError(f"{dataset.name}: nothing is left when {len(images):,} images are left out")
     return dataclasses.replace(dataset, splits=splits)

@@ -7,6 +7,7 @@ every command alike, after it has shown once a process that its pixels are Pillo
 """
 
 import io
+import struct
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,14 +15,27 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 
 from vitrail.errors import DataError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 PIXEL_LIMIT = 89_478_485  # where Pillow begins to warn; at twice that it refuses
+RATIO_LIMIT = 600  # of the sides: a line of pixels is no picture, and resized it would fill the memory
 _CHANNELS = {1: "L", 3: "RGB"}
+
+DAMAGE = (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error)
+"""What Pillow raises of files that are damaged."""
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
 Source = str | Path | bytes | Image.Image
 Pixels = NDArray[np.uint8]  # (H, W) or (H, W, 3)
@@ -42,7 +56,7 @@ def decode(source: Source, channels: int = 3, *, name: str | None = None) -> Ten
         raise DataError(f"{name} is no image of a known kind ({', '.join(FORMATS)})") from error
     except FileNotFoundError as error:
         raise DataError(f"{name} does not exist") from error
-    except (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError) as error:
+    except DAMAGE as error:
         raise DataError(f"{name} cannot be decoded: {error}") from error
     return torch.from_numpy(pixels).reshape(*pixels.shape[:2], channels).permute(2, 0, 1)
 
@@ -65,6 +79,10 @@ def _pixels(source: Source, channels: int, name: str) -> Pixels:
 def _check_size(image: Image.Image, name: str) -> None:
     if not 0 < image.width * image.height <= PIXEL_LIMIT:
         raise DataError(f"{name} has {image.width} x {image.height} pixels; from 1 to {PIXEL_LIMIT:,} are decoded")
+    if max(image.size) > RATIO_LIMIT * min(image.size):
+        raise DataError(
+            f"{name} has {image.width} x {image.height} pixels; one side is over {RATIO_LIMIT} times the other"
+        )
 
 
 def _converted(image: Image.Image, channels: int, name: str) -> Pixels:
@@ -74,7 +92,8 @@ def _converted(image: Image.Image, channels: int, name: str) -> Pixels:
 
 def _plain(image: Image.Image) -> Image.Image:
     """The image upright, with 8 bits a channel and nothing transparent."""
-    image = ImageOps.exif_transpose(image)
+    turn = _TURNS.get(_orientation(image))
+    image = image if turn is None else image.transpose(turn)
     if image.mode.startswith("I;16") or image.mode == "I":
         wide = np.asarray(image).astype(np.int64)
         image = Image.fromarray((wide.clip(0, 65535) * 255 // 65535).astype(np.uint8))
@@ -85,12 +104,20 @@ def _plain(image: Image.Image) -> Image.Image:
     return image
 
 
+def _orientation(image: Image.Image) -> int:
+    """How the camera was held, 1 to 8; a damaged EXIF block says nothing, and costs the image nothing else."""
+    try:
+        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except DAMAGE:
+        return 1
+
+
 def _fast(image: Image.Image, file: BinaryIO, channels: int) -> Pixels | None:
     """The pixels of an upright colour or grey JPEG by simplejpeg; None where Pillow is to decode."""
     if image.format != "JPEG" or image.mode not in ("RGB", "L") or channels != 3:
         return None
     module = _simplejpeg()
-    if module is None or ("exif" in image.info and image.getexif().get(ExifTags.Base.Orientation, 1) != 1):
+    if module is None or _orientation(image) != 1:
         return None
     file.seek(0)
     try:

@@ -39,5 +39,11 @@ def open_digits(*, share: float = 0.1) -> Dataset:
     label = bunch.target.astype(np.int32)
     store = Pictures(pixels, Table({"label": label}))
     none = np.full(len(label), holdout.NO_SPLIT, dtype=np.int8)
-    split, notes = holdout.completed(none, label, store.name, identity="digits", share=share)
-    return Dataset(name="digits", classes=tuple("0123456789"), splits=from_column(store, split), notes=notes)
+    split = holdout.completed(none, label, store.name, identity="digits", share=share)
+    return Dataset(
+        name="digits",
+        classes=tuple("0123456789"),
+        splits=from_column(store, split.column),
+        made_up=split.made_up,
+        notes=split.notes,
+    )

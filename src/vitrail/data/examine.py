@@ -20,18 +20,18 @@ from PIL import Image
 
 from vitrail.data import draws, duplicates, index, table, workers
 from vitrail.data.dataset import Dataset, Split
-from vitrail.data.decode import FORMATS, decode
+from vitrail.data.decode import DAMAGE, FORMATS, decode
 from vitrail.data.folder import Files
 from vitrail.data.order import permuted
 from vitrail.data.shards import Shards
-from vitrail.data.table import Array, Table, texts
+from vitrail.data.table import Array
 from vitrail.data.workers import Progress
 from vitrail.errors import DataError
 from vitrail.files import cache_home
 
 LIMIT = 200_000
 """Images decoded whole; of a larger set so many drawn at random are, and the rest are known by their headers."""
-DECODED, HEADER, BAD = range(3)
+UNSEEN, DECODED, HEADER, BAD = range(4)
 _CHUNK = 64
 _VERSION = 1
 _FACTS = np.dtype(
@@ -86,6 +86,8 @@ class Examined:
 
 def examine(dataset: Dataset, *, progress: Progress = workers.silent, limit: int = LIMIT) -> Examined:
     """The facts of every image of a set."""
+    if not dataset.splits:
+        raise DataError(f"{dataset.name} holds no image")
     parts = list(dataset.splits.values())
     split = np.repeat(np.arange(len(parts), dtype=np.int8), [len(part) for part in parts])
     number = np.concatenate([np.arange(len(part), dtype=np.int64) for part in parts])
@@ -108,11 +110,13 @@ def examine(dataset: Dataset, *, progress: Progress = workers.silent, limit: int
     progress(int(known.sum()), count)
     jobs = [_Job(_some(parts, split, number, rows), whole[rows], rows) for rows in _cut(np.flatnonzero(~known), split)]
     done = int(known.sum())
-    for job, found in _all(jobs):
-        _enter(examined, job.places, found)
-        done += len(job.places)
-        progress(done, count)
-    _remember(examined, keys)
+    try:
+        for job, found in _all(jobs):
+            _enter(examined, job.places, found)
+            done += len(job.places)
+            progress(done, count)
+    finally:  # what was seen before Ctrl-C need not be seen again
+        _remember(examined, keys)
     return dataclasses.replace(examined, recalled=int(known.sum()))
 
 
@@ -173,7 +177,8 @@ def _all(jobs: Sequence[_Job]) -> Iterator[tuple[_Job, _Found]]:
 def _look(job: _Job) -> _Found:
     """What a worker process does."""
     torch.set_num_threads(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libtiff writes of every flaw to stderr, past Python
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)  # libtiff writes of every flaw to stderr, past Python
     count = len(job.places)
     found = _Found(np.zeros(count, dtype=_FACTS), np.zeros((count, duplicates.FINGERPRINT), dtype=np.uint8), {})
     for place in range(count):
@@ -199,7 +204,7 @@ def _look_at_header(source: Path | bytes | Image.Image, name: str, facts: Any) -
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
             facts["width"], facts["height"], facts["format"] = *image.size, FORMATS.index(str(image.format))
-    except (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError):
+    except DAMAGE:
         decode(source, name=name)  # which says what is wrong, in the words of every command
         raise DataError(f"{name} cannot be opened") from None
     except Image.DecompressionBombError as error:
@@ -244,7 +249,8 @@ def _keys(part: Split, whole: NDArray[np.bool_]) -> NDArray[np.uint8]:
                 stamp = index.stamp(str(part.store.read(row)))
             else:
                 file = str(part.store.folder / part.store.files[part.store.table["shard"][row]])
-                stamps.setdefault(file, index.stamp(file))
+                if file not in stamps:
+                    stamps[file] = index.stamp(file)
                 stamp = [*stamps[file], int(part.store.table["offset"][row])]
         except OSError:
             continue  # it will be named when it is read
@@ -267,7 +273,7 @@ def _recall(examined: Examined, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
             place = places.get(key.tobytes()) if key.any() else None
             if place is None or (image in mine) != (place in prints):
                 continue
-            _copy(earlier, place, examined, image)
+            examined.facts[image] = earlier["facts"].view(_FACTS)[place]
             if image in mine:
                 examined.fingerprints[mine[image]] = earlier["fingerprint"][prints[place]]
             known[image] = True
@@ -276,20 +282,15 @@ def _recall(examined: Examined, keys: NDArray[np.uint8]) -> NDArray[np.bool_]:
     return known
 
 
-def _copy(earlier: Table, place: int, examined: Examined, image: int) -> None:
-    examined.facts[image] = earlier["facts"].view(_FACTS)[place]
-    if examined.facts[image]["status"] == BAD:
-        examined.reasons[image] = earlier.text("reason", place)
-
-
 def _remember(examined: Examined, keys: NDArray[np.uint8]) -> None:
-    reasons = (examined.reasons.get(image, "") for image in range(len(keys)))
+    """Keep what was found of good images; a bad one may be repaired, or its trouble may have been the disk's."""
+    status = examined.facts["status"]
+    good = (status == DECODED) | (status == HEADER)
     columns = {
-        "key": keys,
+        "key": keys * good[:, None],
         "facts": examined.facts.view(np.uint8),
         "fingerprint": examined.fingerprints,
         "fingerprinted": examined.fingerprinted,
-        **texts("reason", reasons),
     }
     try:
         table.write(_folder(examined.dataset), columns, {"version": _VERSION})

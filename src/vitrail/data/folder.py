@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,10 @@ class Files:
         return self.root / self.name(row)
 
 
+class NoImageError(DataError):
+    """A folder without a single image file."""
+
+
 class _Listing(NamedTuple):
     """What a walk has seen."""
 
@@ -58,6 +62,7 @@ def open_folder(root: Path, *, share: float = 0.1) -> Dataset:
         name=str(root),
         classes=tuple(facts["classes"]),
         splits=from_column(store, table["split"]),
+        made_up=tuple(facts["made_up"]),
         notes=tuple(facts["notes"]),
     )
 
@@ -66,19 +71,17 @@ def _columns(root: Path, listing: _Listing, share: float) -> tuple[dict[str, Arr
     """The table's columns and facts."""
     if not listing.paths:
         other = f"; it holds {len(listing.others):,} other files, such as {listing.others[0]}" if listing.others else ""
-        raise DataError(f"{root} holds no image ({', '.join(SUFFIXES)}){other}")
+        raise NoImageError(f"{root} holds no image ({', '.join(SUFFIXES)}){other}")
     tops = sorted({path.partition("/")[0] for path in listing.paths if "/" in path})
     split_by = all(top.lower() in SPLIT_NAMES for top in tops) and bool(tops)
     if not split_by and "train" in tops:
         beside = next(top for top in tops if top.lower() not in SPLIT_NAMES)
         raise DataError(f"{root} holds images in train and in {beside}, which is no split: move {beside} elsewhere")
     at = 1 if split_by else 0
-    found = {_class_of(path, at) for path in listing.paths}
-    empty = _empty_classes(listing, root, at, found)
-    classes = sorted((found | set(empty)) - {""})
-    if classes and "" in found:
-        stray = next(path for path in listing.paths if not _class_of(path, at))
-        raise DataError(f"{stray} lies in no class's folder, while others do; every image needs one")
+    found = {_class_of(path, at) for path in listing.paths} - {""}
+    empty = _empty_classes(listing, root, at, found) if found else []
+    classes = sorted(found | set(empty))
+    _check_strays(listing.paths, at, bool(classes))
     number = {name: place for place, name in enumerate(classes)} | {"": UNLABELLED}
     count = len(listing.paths)
     label = np.fromiter((number[_class_of(path, at)] for path in listing.paths), dtype=np.int32, count=count)
@@ -86,9 +89,17 @@ def _columns(root: Path, listing: _Listing, share: float) -> tuple[dict[str, Arr
     if split_by:
         splits = (SPLIT_NAMES[path.partition("/")[0].lower()] for path in listing.paths)
         given = np.fromiter(splits, dtype=np.int8, count=count)
-    split, sentences = holdout.completed(given, label, listing.paths.__getitem__, identity=str(root), share=share)
-    facts = {"classes": classes, "notes": [*sentences, *_remarks(listing, classes, empty)]}
-    return texts("path", listing.paths) | {"label": label, "split": split}, facts
+    split = holdout.completed(given, label, listing.paths.__getitem__, identity=str(root), share=share)
+    notes = [*split.notes, *_remarks(listing, classes, empty)]
+    facts = {"classes": classes, "made_up": split.made_up, "notes": notes}
+    return texts("path", listing.paths) | {"label": label, "split": split.column}, facts
+
+
+def _check_strays(paths: Sequence[str], at: int, labelled: bool) -> None:
+    """Every image lies in a class's folder or none does, and likewise with splits."""
+    for path in paths:
+        if path.count("/") < at or (labelled and not _class_of(path, at)):
+            raise DataError(f"{path} lies in no class's folder, while others do; every image needs one")
 
 
 def _class_of(path: str, at: int) -> str:
@@ -113,25 +124,32 @@ def _remarks(listing: _Listing, classes: list[str], empty: list[str]) -> Iterato
 
 
 def _walked(root: Path) -> _Listing:
-    """Every file below a folder, in the order of the names; links are followed, once."""
-    listing, seen = _Listing([], [], []), set()
-    waiting = [("", str(root))]
+    """Every file below a folder, in the order of the names; links are followed, but never in circles."""
+    listing = _Listing([], [], [])
+    waiting: list[tuple[str, str, tuple[tuple[int, int], ...]]] = [("", str(root), ())]
     while waiting:
-        prefix, folder = waiting.pop()
+        prefix, folder, above = waiting.pop()
         status = os.stat(folder)  # noqa: PTH116, a million paths as plain text
-        if (status.st_dev, status.st_ino) in seen:
+        here = (status.st_dev, status.st_ino)
+        if here in above:
             continue  # a link to a folder above
-        seen.add((status.st_dev, status.st_ino))
         listing.folders.append(folder)
         below = []
         with os.scandir(folder) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 if entry.name.startswith("."):
                     continue
-                if entry.is_dir():
-                    below.append((f"{prefix}{entry.name}/", entry.path))
+                if _is_folder(entry):
+                    below.append((f"{prefix}{entry.name}/", entry.path, (*above, here)))
                 else:
                     kept = listing.paths if entry.name.lower().endswith(SUFFIXES) else listing.others
                     kept.append(prefix + entry.name)
         waiting.extend(reversed(below))
     return listing
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False

@@ -8,12 +8,14 @@ import csv
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.dataset import SPLITS
 from vitrail.data.table import Array
+from vitrail.errors import DataError
 from vitrail.files import data_home, replacing
 
 NO_SPLIT = -1
@@ -21,10 +23,19 @@ _TRAIN, _VAL, _TEST = range(3)
 Column = NDArray[np.int8]
 
 
+class Completed(NamedTuple):
+    """The splits of a set, with those made up that it lacks."""
+
+    column: Column
+    made_up: tuple[str, ...]
+    """The splits that were held out here."""
+    notes: tuple[str, ...]
+
+
 def completed(
     column: Column, strata: Array, name: Callable[[int], str], *, identity: str, share: float = 0.1
-) -> tuple[Column, tuple[str, ...]]:
-    """The split column with what is missing held out, and the sentences that say so.
+) -> Completed:
+    """The split column with what is missing held out, and a sentence that says so.
 
     Without any split a `share` becomes val and as much test; with train but no val, a share of train becomes val.
     """
@@ -35,37 +46,40 @@ def completed(
     elif _TRAIN in known and _VAL not in known:
         wanted, pool = (_VAL,), column == _TRAIN
     else:
-        return column, ()
+        return Completed(column, (), ())
     stored = _stored_at(identity, share)
     rows = np.flatnonzero(pool)
     before = _read(stored) if stored.exists() else {}
     held = _held(rows, strata, name, wanted, share, before)
     out = column.copy()
     out[rows] = _TRAIN
-    for row, split in held.items():
-        out[row] = split
-    where = _write(stored, before | {name(row): split for row, split in held.items()}, before)
-    names = " and ".join(SPLITS[split] for split in sorted(wanted))
-    sentence = f"no {names} given: {share:.0%} of each class held out for {'each' if len(wanted) > 1 else 'it'}"
-    return out, (f"{sentence} ({len(held):,} images, {where})",)
+    for row in rows.tolist():
+        out[row] = held.get(name(row), _TRAIN)
+    where = _write(stored, before | held, before)
+    names = tuple(SPLITS[split] for split in sorted(wanted))
+    sentence = f"no {' and '.join(names)} given: {share:.0%} of each class held out for {'each' if names[1:] else 'it'}"
+    count = int((out[rows] != _TRAIN).sum())
+    return Completed(out, names, (f"{sentence} ({count:,} images, {where})",))
 
 
 def _held(
     rows: Array, strata: Array, name: Callable[[int], str], wanted: Sequence[int], share: float, stored: dict[str, int]
-) -> dict[int, int]:
-    """Rows to hold out: those stored, and of a class without any, those whose names have the smallest digests."""
-    held: dict[int, int] = {}
-    by_stratum: dict[int, list[int]] = {}
+) -> dict[str, int]:
+    """Names to hold out: those stored, and of a class without any, those that have the smallest digests.
+
+    A name that occurs twice goes where it went first, so that no image stands on both sides.
+    """
+    held: dict[str, int] = {}
+    by_stratum: dict[int, dict[str, None]] = {}
     for row in rows.tolist():
-        by_stratum.setdefault(int(strata[row]), []).append(row)
+        by_stratum.setdefault(int(strata[row]), {})[name(row)] = None
     for members in by_stratum.values():
-        names = {row: name(row) for row in members}
-        known = {row: stored[text] for row, text in names.items() if text in stored}
-        if not known:
-            count = max(1, round(share * len(members))) if len(members) > len(wanted) else 0
-            ranked = sorted(members, key=lambda row: _digest(names[row]))
-            known = {row: wanted[place // count] for place, row in enumerate(ranked[: count * len(wanted)])}
-        held |= known
+        known = {text: stored[text] for text in members if text in stored}
+        if not known and len(members) > 2:
+            count = min(max(1, round(share * len(members))), (len(members) - 1) // len(wanted))
+            ranked = sorted(members, key=_digest)
+            known = {text: wanted[place // count] for place, text in enumerate(ranked[: count * len(wanted)])}
+        held = known | held
     return held
 
 
@@ -80,8 +94,11 @@ def _stored_at(identity: str, share: float) -> Path:
 
 
 def _read(path: Path) -> dict[str, int]:
-    with path.open(newline="", errors="surrogateescape") as file:
-        return {row["name"]: SPLITS.index(row["split"]) for row in csv.DictReader(file)}
+    try:
+        with path.open(newline="", errors="surrogateescape") as file:
+            return {row["name"]: SPLITS.index(row["split"]) for row in csv.DictReader(file)}
+    except (ValueError, KeyError, csv.Error) as error:
+        raise DataError(f"{path}, which says what is held out, is damaged ({error}); repair or remove it") from error
 
 
 def _write(path: Path, held: dict[str, int], before: dict[str, int]) -> str:

@@ -84,10 +84,10 @@ def _dataset(name: str, parts: dict[str, Any], left: list[str], share: float) ->
     )
     given = np.array([SPLIT_NAMES[str(split).lower()] for split in parts], dtype=np.int8)[columns["part"]]
     strata = labels if ends is None else np.zeros(len(given), dtype=np.int32)
-    split, notes = holdout.completed(given, strata, store.name, identity=name, share=share)
-    if left:
-        notes = (*notes, f"splits left out: {', '.join(left)}")
-    return Dataset(name=name, classes=classes, splits=from_column(store, split), notes=notes)
+    split = holdout.completed(given, strata, store.name, identity=name, share=share)
+    notes = (*split.notes, f"splits left out: {', '.join(left)}") if left else split.notes
+    splits = from_column(store, split.column)
+    return Dataset(name=name, classes=classes, splits=splits, made_up=split.made_up, notes=notes)
 
 
 def _label_column(features: Any) -> str | None:

@@ -1,8 +1,10 @@
 """The table of a source that takes long to list, kept in the cache for as long as the source is unchanged."""
 
+import atexit
 import hashlib
-import json
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -34,7 +36,9 @@ def cached(
     try:
         return table.write(folder, columns, facts)
     except OSError:  # a cache that cannot be written costs time, not the run
-        return Table(columns, json.loads(json.dumps(facts)))
+        temporary = Path(tempfile.mkdtemp(prefix="vitrail-"))
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        return table.write(temporary / "index", columns, facts)
 
 
 def stamp(path: str) -> list[int]:
@@ -50,6 +54,6 @@ def _known(folder: Path, source: str) -> Table | None:
         if facts.get("version") != _VERSION or facts.get("source") != source or facts.get("watched") is None:
             return None
         unchanged = all(stamp(path) == values for path, values in facts["watched"].items())
-    except (OSError, ValueError, EOFError):  # absent, or damaged: it is built again
+    except (OSError, ValueError, KeyError, EOFError):  # absent, or damaged: it is built again
         return None
     return known if unchanged else None

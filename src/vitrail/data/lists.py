@@ -6,6 +6,7 @@ several: in CSV separated by semicolons, in JSON an array; and, if there is one,
 
 import csv
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def open_list(path: Path, *, share: float = 0.1) -> Dataset:
         name=str(path),
         classes=tuple(table.facts["classes"]),
         splits=from_column(Files(path.parent, table), table["split"]),
+        made_up=tuple(table.facts["made_up"]),
         notes=tuple(table.facts["notes"]),
     )
 
@@ -39,6 +41,7 @@ def _columns(path: Path, share: float) -> tuple[Mapping[str, Array], dict[str, A
     files: list[str] = []
     names: list[tuple[str, ...]] = []
     splits: list[int] = []
+    lines: list[int] = []
     several = False
     for line, row in _rows(path):
         where = f"{path}, line {line}"
@@ -46,10 +49,11 @@ def _columns(path: Path, share: float) -> tuple[Mapping[str, Array], dict[str, A
         several = several or "labels" in row
         names.append(_labels(row, where))
         splits.append(_split(row, where))
+        lines.append(line)
     if not files:
         raise DataError(f"{path} lists no image")
     if len(set(splits)) > 1 and holdout.NO_SPLIT in splits:
-        raise DataError(f"{path}: line {splits.index(holdout.NO_SPLIT) + 2} has no split, while others have one")
+        raise DataError(f"{path}, line {lines[splits.index(holdout.NO_SPLIT)]} has no split, while others have one")
     classes = _sorted_classes({name for row in names for name in row})
     number = {name: place for place, name in enumerate(classes)}
     columns: dict[str, Array] = dict(texts("path", files))
@@ -60,8 +64,10 @@ def _columns(path: Path, share: float) -> tuple[Mapping[str, Array], dict[str, A
     else:
         columns["label"] = first
     given = np.array(splits, dtype=np.int8)
-    columns["split"], notes = holdout.completed(given, first, files.__getitem__, identity=str(path), share=share)
-    return columns, {"classes": classes, "notes": list(notes)}
+    strata = np.zeros_like(first) if several else first
+    split = holdout.completed(given, strata, files.__getitem__, identity=str(path), share=share)
+    columns["split"] = split.column
+    return columns, {"classes": classes, "made_up": split.made_up, "notes": split.notes}
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -103,10 +109,18 @@ def _one(row: Mapping[str, Any], keys: tuple[str, ...], where: str) -> str:
     for key in keys:
         value = row.get(key)
         if isinstance(value, str) and value and "\0" not in value:
+            _check_encodable(value, where)
             return value
         if value is not None and value != "":
             raise DataError(f"{where}: {key} is {value!r:.80}; it must be text")
     raise DataError(f"{where} has no {keys[0]}")
+
+
+def _check_encodable(path: str, where: str) -> None:
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: {path!r:.80} is no file name: {error}") from error
 
 
 def _labels(row: Mapping[str, Any], where: str) -> tuple[str, ...]:

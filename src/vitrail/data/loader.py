@@ -133,8 +133,10 @@ def evaluation_batches(
 def prepared(batch: Batch, training: Training, plan: Plan, step: int) -> tuple[Tensor, Tensor]:
     """Normalised images and targets of a training batch, mixed if training mixes, on the device of its pixels."""
     images = normalise(batch.pixels, training.preprocess)
-    if not training.mixes or not len(images):
+    if not training.mixes:
         return images, batch.targets
+    if not len(images):
+        return images, images.new_zeros((0, training.classes))
     mix = mixing.drawn_mix(training.seed, step * plan.batch, training.augment, training.preprocess.size)
     assert mix is not None, "one of mixup and cutmix is set"
     return mixing.mixed(images, batch.targets, mix, training.classes)
@@ -156,6 +158,9 @@ def resident_batches(
     for step in range(start, plan.steps):
         for part in plan.parts(step):
             positions = training.positions(plan, step, part)
+            if not len(positions):
+                yield Batch(pixels[:0], targets[:0], torch.empty(0, dtype=torch.int64))
+                continue
             rows = torch.from_numpy(training.order.samples(positions)).to(pixels.device, non_blocking=True)
             draws = Draws(training.seed, positions)
             views = batched.training_views(pixels[rows], draws, training.augment, training.preprocess)

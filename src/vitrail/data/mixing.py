@@ -63,7 +63,7 @@ def mixed(pixels: Tensor, targets: Tensor, mix: Mix, classes: int) -> tuple[Tens
     and the shares sum to 1, so either order gives the same. Bytes come out as floats from 0 to 255, not rounded.
     """
     if targets.ndim == 1:
-        targets = F.one_hot(targets, classes)
+        targets = F.one_hot(targets.clamp(min=0), classes) * (targets >= 0)[:, None]  # no label: no share
     pixels = pixels if pixels.is_floating_point() else pixels.float()
     soft = _blended(targets.float(), mix.share)
     if mix.box is None:

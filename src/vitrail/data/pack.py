@@ -25,7 +25,7 @@ from vitrail.data.order import permuted
 from vitrail.data.shards import Sample, Written
 from vitrail.data.workers import Progress
 from vitrail.errors import DataError, UsageError
-from vitrail.files import check_free, replacing
+from vitrail.files import replacing
 
 _NOTES, _PLAN = "notes", "plan.json"
 
@@ -40,7 +40,7 @@ class _Job:
     images: Split
     indices: NDArray[np.int64]
     first: int
-    labelled: bool
+    several: bool
 
 
 def pack(dataset: Dataset, out: Path, *, progress: Progress = workers.silent) -> None:
@@ -48,15 +48,18 @@ def pack(dataset: Dataset, out: Path, *, progress: Progress = workers.silent) ->
 
     Until then they gather in a folder beside it, from which the same call goes on after an interruption.
     """
-    check_free(out, overwrite=False)
+    if out.exists() or out.is_symlink():
+        raise UsageError(f"{out} exists already; choose another name, or remove it first")
     gathering = out.with_name(f"{out.name}.packing")
     jobs = list(_jobs(dataset, gathering))
-    if not (gathering / shards.SET).exists():
-        _prepare(gathering, dataset, jobs)
-        written = _run(jobs, progress)
-        shards.finish(gathering, written, classes=dataset.classes, origin={"packed from": dataset.name})
-    shutil.rmtree(gathering / _NOTES, ignore_errors=True)
+    if not jobs:
+        raise DataError(f"{dataset.name} holds no image to pack")
+    _prepare(gathering, dataset, jobs)
+    written = _run(jobs, progress)
+    origin = {"packed from": dataset.name}
+    shards.finish(gathering, written, classes=dataset.classes, several=dataset.several, origin=origin)
     gathering.rename(out)
+    shutil.rmtree(out / _NOTES, ignore_errors=True)
 
 
 def _jobs(dataset: Dataset, folder: Path) -> Iterator[_Job]:
@@ -68,7 +71,7 @@ def _jobs(dataset: Dataset, folder: Path) -> Iterator[_Job]:
         numbers = (np.cumsum(sizes) - sizes) // shards.SHARD_BYTES
         for place, (_, group) in enumerate(itertools.groupby(range(len(order)), key=lambda at: numbers[at])):
             indices = order[list(group)]
-            yield _Job(folder, shards.shard_name(name, place), name, split, indices, first, bool(dataset.classes))
+            yield _Job(folder, shards.shard_name(name, place), name, split, indices, first, dataset.several)
             first += len(indices)
 
 
@@ -97,9 +100,11 @@ def _encoded(image: Path | bytes | Image.Image) -> bytes:
 
 def _prepare(folder: Path, dataset: Dataset, jobs: list[_Job]) -> None:
     """Begin, or go on with what the same plan began."""
-    state = hashlib.sha256(repr((dataset.name, dataset.classes)).encode(errors="surrogateescape"))
+    state = hashlib.sha256(repr((dataset.name, dataset.classes, dataset.several)).encode(errors="surrogateescape"))
     for job in jobs:
-        state.update(f"{job.file} {job.first}".encode() + job.indices.tobytes())
+        for index in job.indices.tolist():
+            sample = (job.file, job.images.name(index), job.images.labels(index), _size(job.images, index))
+            state.update(repr(sample).encode(errors="surrogateescape"))
     plan = {"plan": state.hexdigest()}
     known = folder / _NOTES / _PLAN
     if not folder.exists():
@@ -124,7 +129,7 @@ def _run(jobs: list[_Job], progress: Progress) -> list[Written]:
 def _packed(job: _Job) -> Written:
     """Write one shard, and beside it what the index will need."""
     with replacing(job.folder / job.file, overwrite=True) as fresh:
-        written = shards.write_shard(fresh.parent, fresh.name, _samples(job), job.first)
+        written = shards.write_shard(fresh.parent, fresh.name, _samples(job), job.first, several=job.several)
     with replacing(_note(job), overwrite=True) as fresh:
         fresh.write_text(json.dumps(dataclasses.asdict(written)))
     return written
@@ -137,8 +142,7 @@ def _samples(job: _Job) -> Iterator[Sample]:
             image = _encoded(job.images.read(index))
         except OSError as error:
             raise DataError(f"{name} cannot be read: {error}") from error
-        labels = job.images.labels(index) if job.labelled else None
-        yield Sample(job.split, _with_suffix(name, image), image, labels)
+        yield Sample(job.split, _with_suffix(name, image), image, job.images.labels(index))
 
 
 def _with_suffix(name: str, image: bytes) -> str:
@@ -155,8 +159,7 @@ def _with_suffix(name: str, image: bytes) -> str:
 def _finished(job: _Job) -> Written | None:
     try:
         note: dict[str, Any] = json.loads(_note(job).read_text())
-        labels = [None if row is None else tuple(row) for row in note["labels"]]
-        written = Written(**(note | {"labels": labels}))
+        written = Written(**(note | {"labels": [tuple(row) for row in note["labels"]]}))
         return written if (job.folder / job.file).stat().st_size == written.bytes else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -77,7 +77,7 @@ def get(name: str, files: Sequence[Path] = (), *, progress: fetch.Progress = _si
     note(f"storing {sum(public.splits.values()):,} images in {folder}")
     store(name, public, mirror, paths, folder)
     if not files:
-        shutil.rmtree(downloads)
+        shutil.rmtree(downloads, ignore_errors=True)  # another process may be at it too
     return folder
 
 
@@ -177,7 +177,7 @@ def _fetched(
     names = " ".join(file.name for file in public.mirrors[0].files)
     raise DataError(
         f"{name} could not be fetched: {'; '.join(failures)}. "
-        f"layouts.Files fetched elsewhere are read by `vitrail data get {name} --from {names}`"
+        f"Files fetched elsewhere are read by `vitrail data get {name} --from {names}`"
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vitrail.data import table
+from vitrail.data import holdout, index, table
 from vitrail.data.dataset import SPLITS, SUFFIXES, UNLABELLED, Dataset, from_column
 from vitrail.data.table import Array, Table, texts
 from vitrail.errors import DataError
@@ -39,8 +39,8 @@ class Sample(NamedTuple):
     """Its path inside the set, with a suffix that says its format: roses/0001.jpg."""
     image: bytes
     """The image file's own bytes."""
-    labels: tuple[int, ...] | None
-    """Places in the list of classes; one for most sets, None where a set has no labels."""
+    labels: tuple[int, ...]
+    """Places in the list of classes: one, none where the image has no label, or several."""
 
 
 class Shards:
@@ -60,7 +60,10 @@ class Shards:
     def read(self, row: int) -> bytes:
         """The image file's bytes."""
         size, offset = int(self.table["size"][row]), int(self.table["offset"][row])
-        found = os.pread(self._descriptor(int(self.table["shard"][row])), size, offset)
+        try:
+            found = os.pread(self._descriptor(int(self.table["shard"][row])), size, offset)
+        except OSError as error:
+            raise DataError(f"{self.name(row)} cannot be read: {error}") from error
         if len(found) != size:
             raise DataError(f"{self.name(row)}: the shard ends before the image does; check or fetch it again")
         return found
@@ -91,7 +94,7 @@ class Written:
     names: list[str]
     offsets: list[int]
     sizes: list[int]
-    labels: list[tuple[int, ...] | None]
+    labels: list[tuple[int, ...]]
 
 
 def write(folder: Path, samples: Iterable[Sample], *, classes: Sequence[str], origin: Mapping[str, Any]) -> None:
@@ -104,7 +107,7 @@ def write(folder: Path, samples: Iterable[Sample], *, classes: Sequence[str], or
             count = sum(shard.split == batch[0].split for shard in written)
             written.append(write_shard(fresh, shard_name(batch[0].split, count), batch, first))
             first += len(batch)
-        finish(fresh, written, classes=classes, origin=origin)
+        finish(fresh, written, classes=classes, several=False, origin=origin)
 
 
 def shard_name(split: str, number: int) -> str:
@@ -126,7 +129,7 @@ def _by_size(samples: Iterable[Sample]) -> Iterator[list[Sample]]:
         yield batch
 
 
-def write_shard(folder: Path, file: str, samples: Iterable[Sample], first: int) -> Written:
+def write_shard(folder: Path, file: str, samples: Iterable[Sample], first: int, *, several: bool = False) -> Written:
     """Write one shard, its samples numbered from `first`; equal samples give equal bytes."""
     names, offsets, sizes, labels, split = [], [], [], [], ""
     with (folder / file).open("wb") as tar:
@@ -135,10 +138,10 @@ def write_shard(folder: Path, file: str, samples: Iterable[Sample], first: int) 
             if suffix not in SUFFIXES:
                 raise DataError(f"{sample.name} has the suffix {suffix!r}; an image has one of {', '.join(SUFFIXES)}")
             offsets.append(_member(tar, f"{number:09d}{suffix}", sample.image))
-            if sample.labels is not None and len(sample.labels) == 1:
-                _member(tar, f"{number:09d}.cls", str(sample.labels[0]).encode())
-            elif sample.labels is not None:
+            if several:
                 _member(tar, f"{number:09d}.json", json.dumps({"labels": sample.labels}).encode())
+            elif sample.labels:
+                _member(tar, f"{number:09d}.cls", str(sample.labels[0]).encode())
             names.append(sample.name)
             sizes.append(len(sample.image))
             labels.append(sample.labels)
@@ -159,10 +162,12 @@ def _member(tar: Any, name: str, content: bytes) -> int:
     return start
 
 
-def finish(folder: Path, written: Sequence[Written], *, classes: Sequence[str], origin: Mapping[str, Any]) -> None:
+def finish(
+    folder: Path, written: Sequence[Written], *, classes: Sequence[str], several: bool, origin: Mapping[str, Any]
+) -> None:
     """Write the index of finished shards, and the description that makes them a set."""
     numbers = np.repeat(np.arange(len(written), dtype=np.int32), [len(shard.names) for shard in written])
-    labels = [(UNLABELLED,) if row is None else row for shard in written for row in shard.labels]
+    labels = [row if row or several else (UNLABELLED,) for shard in written for row in shard.labels]
     columns: dict[str, Array] = {
         "shard": numbers,
         "offset": np.array([offset for shard in written for offset in shard.offsets], dtype=np.int64),
@@ -171,35 +176,56 @@ def finish(folder: Path, written: Sequence[Written], *, classes: Sequence[str], 
         "label": np.array([label for row in labels for label in row], dtype=np.int32),
         **texts("name", (name for shard in written for name in shard.names)),
     }
-    if any(len(row) != 1 for row in labels):
+    if several:
         columns["label.ends"] = np.cumsum([len(row) for row in labels], dtype=np.int64)
     files = {shard.file: {"bytes": shard.bytes, "sha256": shard.sha256} for shard in written}
     table.write(folder / INDEX, columns, {"files": {name: facts["bytes"] for name, facts in files.items()}})
     images = {split: int((columns["split"] == number).sum()) for number, split in enumerate(SPLITS)}
     described = {"version": 1, "classes": list(classes), "images": images, "origin": dict(origin), "shards": files}
     with replacing(folder / SET, overwrite=True) as fresh:
-        fresh.write_text(json.dumps(described, indent=1, ensure_ascii=False))
+        fresh.write_text(json.dumps(described, indent=1))
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def open_set(folder: Path) -> Dataset:
+def open_set(folder: Path, *, share: float = 0.1) -> Dataset:
     """A set that was packed or got: its index lies beside the shards."""
     try:
         described = json.loads((folder / SET).read_text())
         rows = table.read(folder / INDEX)
         files = {str(name): int(size) for name, size in rows.facts["files"].items()}
         classes = tuple(map(str, described["classes"]))
+        column = rows["split"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{folder} is no whole set of shards ({error}); pack or get it again") from error
     for name, size in files.items():
         path = folder / name
         if "/" in name or not path.is_file() or path.stat().st_size != size:
             raise DataError(f"{path} is missing or has not the {size:,} bytes it was packed with; pack or get it again")
+    split = _completed(folder, rows, share)
     return Dataset(
         name=str(folder),
         classes=classes,
-        splits=from_column(Shards(folder, tuple(files), rows), rows["split"]),
+        splits=from_column(Shards(folder, tuple(files), rows), column if split is None else split["split"]),
+        made_up=() if split is None else tuple(split.facts["made_up"]),
+        notes=() if split is None else tuple(split.facts["notes"]),
         facts={"origin": described.get("origin"), "shards": described.get("shards")},
     )
+
+
+def _completed(folder: Path, rows: Table, share: float) -> Table | None:
+    """The split column with a val held out of train, if the set has train and no val."""
+    place = str((folder / SET).resolve())
+
+    def build() -> tuple[dict[str, Array], dict[str, Any]]:
+        strata = np.zeros(len(rows["split"])) if "label.ends" in rows else rows["label"]
+        found = holdout.completed(
+            rows["split"], strata, lambda row: rows.text("name", row), identity=str(folder.resolve()), share=share
+        )
+        return {"split": found.column}, {"made_up": found.made_up, "notes": found.notes}
+
+    images = json.loads((folder / SET).read_text())["images"]
+    if not images.get("train") or images.get("val"):
+        return None
+    return index.cached(f"set {place} {share}", lambda: [place], build)

@@ -1,5 +1,6 @@
 """What a DATA argument names, opened: a folder, a list, shards, a set that was got, `digits`, or a Hugging Face set."""
 
+import glob
 import importlib
 from pathlib import Path
 
@@ -19,6 +20,8 @@ def open_data(name: str, *, share: float = 0.1) -> Dataset:
     """
     if not 0 < share < 0.5:
         raise UsageError(f"the share held out is {share}; it must lie between 0 and 0.5")
+    if not name:
+        raise UsageError("the name of the data is empty; '.' is the folder you are in")
     path = Path(name)
     if name.startswith(HUB):
         return importlib.import_module("vitrail.data.huggingface").open_hub(name.removeprefix(HUB), share=share)
@@ -29,15 +32,15 @@ def open_data(name: str, *, share: float = 0.1) -> Dataset:
     if name == DIGITS:
         return importlib.import_module("vitrail.data.digits").open_digits(share=share)
     if name in public.SETS:
-        return _open_public(name)
+        return _open_public(name, share)
     return _open_path(path, share)
 
 
-def _open_public(name: str) -> Dataset:
+def _open_public(name: str, share: float) -> Dataset:
     stored = public.home(name)
     if not stored.exists():
         raise DataError(f"{name} is not here yet: vitrail data get {name}. (A folder of that name is ./{name})")
-    return shards.open_set(stored)
+    return shards.open_set(stored, share=share)
 
 
 def _open_path(path: Path, share: float) -> Dataset:
@@ -51,8 +54,11 @@ def _open_path(path: Path, share: float) -> Dataset:
         known = ", ".join((DIGITS, *public.SETS))
         raise DataError(f"{path} does not exist. A set is a folder, a .csv or .jsonl, shards, hf:ORG/NAME, or {known}")
     if (path / shards.SET).exists():
-        return shards.open_set(path)
-    for pattern in ("*.tar", "*/*.tar"):
-        if next(path.glob(pattern), None):
-            return tars.open_tars(str(path / pattern), share=share)
-    return folder.open_folder(path, share=share)
+        return shards.open_set(path, share=share)
+    try:
+        return folder.open_folder(path, share=share)
+    except folder.NoImageError:
+        for pattern in ("*.tar", "*/*.tar"):
+            if next(path.glob(pattern), None):
+                return tars.open_tars(f"{glob.escape(str(path))}/{pattern}", share=share)
+        raise

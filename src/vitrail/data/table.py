@@ -4,30 +4,29 @@ A table on disk is a folder of NumPy's own .npy files beside a JSON of facts: re
 Text is stored as its bytes joined and where each ends.
 """
 
-import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vitrail.errors import DataError
 from vitrail.files import replacing
 
 _FACTS = "facts.json"
 Array = NDArray[Any]
 
 
-@dataclasses.dataclass(frozen=True)
 class Table:
-    """Columns of equal length, and facts about them."""
+    """Columns of equal length, and facts about them; in memory, or in a folder."""
 
-    columns: Mapping[str, Array]
-    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    folder: Path | None = None
-    """Where it lies, if it does: a process that gets the table maps the same files."""
+    def __init__(self, columns: Mapping[str, Array], facts: Mapping[str, Any] | None = None) -> None:
+        self.columns, self.facts = columns, facts or {}
 
     def __getitem__(self, column: str) -> Array:
         return self.columns[column]
@@ -41,10 +40,35 @@ class Table:
         start = int(ends[row - 1]) if row else 0
         return os.fsdecode(self.columns[f"{column}.bytes"][start : int(ends[row])].tobytes())
 
+
+class StoredTable(Table):
+    """A table of which a process gets the folder's name; it maps the same files when it first looks at them."""
+
+    def __init__(self, folder: Path, identity: str) -> None:
+        self.folder, self.identity = folder, identity
+
     def __reduce__(self) -> Any:
-        if self.folder is not None:
-            return read, (self.folder,)
-        return Table, (dict(self.columns), dict(self.facts))
+        return StoredTable, (self.folder, self.identity)
+
+    @cached_property
+    def _content(self) -> tuple[Mapping[str, Array], Mapping[str, Any]]:
+        try:
+            columns, facts = _read(self.folder)
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"{self.folder} can no longer be read ({error}); run the command again") from error
+        if facts.get("identity") != self.identity:
+            raise DataError(f"the set in {self.folder} has changed since it was opened; run the command again")
+        return columns, facts
+
+    @property
+    def columns(self) -> Mapping[str, Array]:  # type: ignore[override]
+        """The columns, as memory maps."""
+        return self._content[0]
+
+    @property
+    def facts(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """The facts."""
+        return self._content[1]
 
 
 def texts(column: str, values: Iterable[str]) -> dict[str, Array]:
@@ -56,19 +80,31 @@ def texts(column: str, values: Iterable[str]) -> dict[str, Array]:
 
 def write(folder: Path, columns: Mapping[str, Array], facts: Mapping[str, Any]) -> Table:
     """Write a table whole or not at all, and open it."""
+    identity = hashlib.blake2b(json.dumps(facts.get("classes")).encode(), digest_size=16)
+    for name in sorted(columns):
+        identity.update(name.encode() + np.ascontiguousarray(columns[name]).tobytes())
     with replacing(folder, overwrite=True) as fresh:
         fresh.mkdir()
         for name, values in columns.items():
             np.save(fresh / f"{name}.npy", values, allow_pickle=False)
-        (fresh / _FACTS).write_text(json.dumps(facts, ensure_ascii=True))
-    return read(folder)
+        known = {"columns": sorted(columns), "identity": identity.hexdigest()}
+        (fresh / _FACTS).write_text(json.dumps({**facts, **known}))
+    return StoredTable(folder, identity.hexdigest())
 
 
 def read(folder: Path) -> Table:
-    """The table of a folder, its columns as memory maps."""
+    """The table of a folder; OSError, ValueError or KeyError where there is none, or it is damaged."""
+    columns, facts = _read(folder)
+    found = StoredTable(folder, facts["identity"])
+    found.__dict__["_content"] = (columns, facts)
+    return found
+
+
+def _read(folder: Path) -> tuple[dict[str, Array], dict[str, Any]]:
     facts = json.loads((folder / _FACTS).read_text())
-    columns = {path.stem: _mapped(path) for path in sorted(folder.glob("*.npy"))}
-    return Table(columns, facts, folder)
+    if not isinstance(facts, dict):
+        raise ValueError(f"{folder / _FACTS} holds no object")
+    return {name: _mapped(folder / f"{name}.npy") for name in facts["columns"]}, facts
 
 
 def _mapped(path: Path) -> Array:

@@ -25,6 +25,7 @@ from vitrail.errors import DataError
 
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _CLASSES = 10_000_000
+_BLOCK = 512
 
 
 def is_pattern(name: str) -> bool:
@@ -45,6 +46,7 @@ def open_tars(pattern: str, *, share: float = 0.1) -> Dataset:
         name=pattern,
         classes=tuple(rows.facts["classes"]),
         splits=from_column(Shards(folder, files, rows), rows["split"]),
+        made_up=tuple(rows.facts["made_up"]),
         notes=tuple(rows.facts["notes"]),
     )
 
@@ -104,10 +106,15 @@ def _indexed(folder: Path, files: Sequence[str], share: float) -> tuple[Mapping[
     given = np.array([_split_of(file) for file in files], dtype=np.int8)[columns["shard"]]
     if holdout.NO_SPLIT in given and (given != holdout.NO_SPLIT).any():
         raise DataError(f"some shards are named after a split and some are not, such as {files[0]}: name all or none")
-    columns["split"], notes = holdout.completed(
-        given, first, lambda row: f"{files[columns['shard'][row]]}:{flat[row].name}", identity=str(folder), share=share
+    split = holdout.completed(
+        given,
+        np.zeros_like(first) if "label.ends" in columns else first,
+        lambda row: f"{files[columns['shard'][row]]}:{flat[row].name}",
+        identity=str(folder),
+        share=share,
     )
-    return columns, {"classes": names, "notes": list(notes)}
+    columns["split"] = split.column
+    return columns, {"classes": names, "made_up": split.made_up, "notes": split.notes}
 
 
 def _classes(labels: set[str]) -> list[str]:
@@ -165,9 +172,14 @@ def members(path: Path) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]
                     raise DataError(f"{path} is truncated or damaged at {member.name!r:.120}")
                 yield member, lambda member=member: _small(tar, member, path)  # type: ignore[misc]
                 tar.members = []  # type: ignore[attr-defined]  # or every header stays in memory
+            end = tar.offset
     except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
         zipped = " (compressed? then it cannot be read at random: unpack it first)" if length else ""
         raise DataError(f"{path} is no readable tar{zipped}: {error}") from error
+    with path.open("rb") as file:  # tarfile stops without a word at a header that is damaged or missing
+        file.seek(end)
+        if file.read(_BLOCK) != bytes(_BLOCK):
+            raise DataError(f"{path} is truncated or damaged at byte {end:,}")
 
 
 def _small(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> bytes:

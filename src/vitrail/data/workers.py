@@ -4,8 +4,9 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import forkserver
 from typing import TypeVar
 
 Progress = Callable[[int, int], None]
@@ -37,14 +38,14 @@ def finished(
     with _pool(workers or available()) as pool:
         futures = {pool.submit(function, item): item for item in items}
         try:
-            for future in _completed(set(futures)):
-                error = future.exception()
+            for future in as_completed(list(futures)):
+                item, error = futures.pop(future), future.exception()
                 if isinstance(error, BrokenProcessPool):
-                    alone.append(futures[future])
+                    alone.append(item)
                 elif error is not None:
                     raise error
                 else:
-                    yield futures[future], future.result()
+                    yield item, future.result()
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
@@ -60,15 +61,13 @@ def finished(
 def _pool(workers: int) -> ProcessPoolExecutor:
     """Processes forked from a fresh one that has our modules: this one may have threads, which a fork does not survive.
 
-    Ctrl-C is for this process to handle; the others end with it.
+    Ctrl-C is for this process to handle; the others begin deaf to it, and end with this one.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vitrail.data.examine", "vitrail.data.pack"])
-    ignore = (signal.SIGINT, signal.SIG_IGN)
-    return ProcessPoolExecutor(workers, mp_context=context, initializer=signal.signal, initargs=ignore)
-
-
-def _completed(futures: set[Future[Result]]) -> Iterator[Future[Result]]:
-    while futures:
-        done, futures = wait(futures, return_when=FIRST_COMPLETED)
-        yield from done
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return ProcessPoolExecutor(workers, mp_context=context)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import tyro
 
 from vitrail.cli import show
-from vitrail.errors import DataError
+from vitrail.errors import DataError, UsageError
 
 _SHOWN = 20
 
@@ -36,17 +36,19 @@ def main(
     from vitrail.data.sources import open_data
     from vitrail.files import replacing
 
+    if out.is_dir():
+        raise UsageError(f"--out {out} is a folder; name a file for the report")
     dataset = open_data(data)
     other = None if against is None else open_data(against)
     show.note(f"data: {dataset.name}")
     with show.progress("looking at images") as progress:
         report = check(dataset, other, progress=progress)
-    with replacing(out, overwrite=True) as fresh:
-        fresh.write_text(json_module.dumps(report, indent=1, ensure_ascii=True))
     if json:
         show.as_json(report)
     else:
         show.table([*_rows(report), ("report", str(out))])
+    with replacing(out, overwrite=True) as fresh:  # last: where it cannot be written, the result was shown
+        fresh.write_text(json_module.dumps(report, indent=1))
     if report["bad"] and not skip_bad:
         raise DataError(
             f"{len(report['bad']):,} images of {data} are bad, named above and in {out}."

@@ -24,7 +24,7 @@ def main(
         leave_out: A data_report.json: bad images and those it found in another split or set are left out.
         json: Print JSON.
     """
-    from vitrail.data.check import names_to_leave_out
+    from vitrail.data.check import to_leave_out
     from vitrail.data.dataset import less
     from vitrail.data.pack import pack
     from vitrail.data.sources import open_data
@@ -35,7 +35,7 @@ def main(
         show.note(f"note: {note}")
     before = sum(map(len, dataset.splits.values()))
     if leave_out is not None:
-        dataset = less(dataset, names_to_leave_out(leave_out))
+        dataset = less(dataset, to_leave_out(leave_out))
     with show.progress("writing shards") as progress:
         pack(dataset, out, progress=progress)
     images = {name: len(split) for name, split in dataset.splits.items()}
