@@ -24,7 +24,7 @@ from vitrail.data import augment as augmenting
 from vitrail.data import decode as decoding
 from vitrail.data.draws import Draws
 
-COUNT, SIZE, CHUNK = 64, (500, 375), 16
+COUNT, SIZE, CHUNK = 64, (500, 375), 64
 VIEW = Preprocess(size=(224, 224), resize=(256,), interpolation="bilinear")
 CROP = Augment(area=(0.08, 1.0), flip=False)
 
@@ -65,7 +65,13 @@ def by_pillow(images: list[bytes], draws: Draws) -> Tensor:
 
 def by_vitrail(images: list[bytes], draws: Draws) -> Tensor:
     """What a loader's worker does."""
-    return augmenting.training_views([decoding.decode(content) for content in images], draws, CROP, VIEW)
+    encoded = [decoding.opened(content) for content in images]
+    sizes = np.array([(image.height, image.width) for image in encoded])
+
+    def load(index: int, rows: int) -> Tensor:
+        return encoded[index].pixels(3, rows)
+
+    return augmenting.training_views(load, sizes, draws, CROP, VIEW)
 
 
 def without_simplejpeg(images: list[bytes], draws: Draws) -> Tensor:

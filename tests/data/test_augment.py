@@ -1,6 +1,7 @@
 """Training views: the laws of what is drawn, and each operation by hand, by formula, by Pillow or by torchvision."""
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -20,6 +21,18 @@ from vitrail.errors import DataError
 
 VIEW = Preprocess(size=(32, 32), resize=(36,))
 LARGE = Preprocess(size=(224, 224), resize=(256,))
+
+
+def views_of(images: Sequence[Tensor], draws: Draws, augment: Augment, preprocess: Preprocess) -> Tensor:
+    """The training views of images that are there already; what lies below a crop must not matter, so it is spoilt."""
+
+    def load(index: int, rows: int) -> Tensor:
+        image = images[index].clone()
+        image[:, rows:] = 255 - image[:, rows:]
+        return image
+
+    sizes = np.array([image.shape[1:] for image in images], dtype=np.int64)
+    return training_views(load, sizes, draws, augment, preprocess)
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -111,7 +124,7 @@ def test_a_tiny_image_has_a_crop(size: tuple[int, int]) -> None:
     assert (part[:, :2] >= 0).all()
     assert (part[:, 2:] >= 1).all()
     assert (part[:, :2] + part[:, 2:] <= size).all()
-    assert training_views([noise(3, *size)], positions(1), Augment(), VIEW).shape == (1, 3, 32, 32)
+    assert views_of([noise(3, *size)], positions(1), Augment(), VIEW).shape == (1, 3, 32, 32)
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
@@ -121,7 +134,7 @@ def test_a_crop_is_resized_as_by_pillow(interpolation: Literal["bilinear", "bicu
     images = [noise(3, 60 + 7 * index, 90 - 5 * index, seed=index) for index in range(8)]
     sizes = np.array([image.shape[1:] for image in images])
     parts = draw(positions(8), sizes[:, 0], sizes[:, 1], Augment(flip=False), view).views.part
-    views = training_views(images, positions(8), Augment(flip=False), view)
+    views = views_of(images, positions(8), Augment(flip=False), view)
     for image, (top, left, height, width), ours in zip(images, parts, views, strict=True):
         cut, resampling = picture(image).crop((left, top, left + width, top + height)), Image.Resampling[filtering]
         theirs = np.array(cut.resize((40, int(height)), resampling).resize((40, 24), resampling)).transpose(2, 0, 1)
@@ -133,7 +146,7 @@ def test_a_crop_is_resized_as_by_pillow(interpolation: Literal["bilinear", "bicu
 def test_overshoot_at_an_edge_is_clamped() -> None:
     edge = torch.zeros(3, 8, 8, dtype=torch.uint8)
     edge[:, :, 4:] = 255
-    row = training_views([edge], positions(1), Augment(crop="squash", flip=False), VIEW)[0, 0, 16].int()
+    row = views_of([edge], positions(1), Augment(crop="squash", flip=False), VIEW)[0, 0, 16].int()
     assert (row.diff() >= 0).all()
     assert row[0] == 0
     assert row[-1] == 255
@@ -142,7 +155,7 @@ def test_overshoot_at_an_edge_is_clamped() -> None:
 def test_a_window_is_one_of_the_image_resized_as_for_evaluation() -> None:
     image = noise(3, 80, 50)
     whole = evaluation_view(image, Preprocess(size=(57, 36), resize=(57, 36))).int()
-    views = training_views([image] * 300, positions(300), Augment(crop="window", flip=False), VIEW).int()
+    views = views_of([image] * 300, positions(300), Augment(crop="window", flip=False), VIEW).int()
     corners = drawn(300, Augment(crop="window"), height=80, width=50).views.corner
     assert set(corners[:, 0]) == set(range(26))
     assert set(corners[:, 1]) == set(range(5))
@@ -152,7 +165,7 @@ def test_a_window_is_one_of_the_image_resized_as_for_evaluation() -> None:
 
 def test_an_image_too_thin_for_a_window_is_refused_before_it_takes_the_memory() -> None:
     with pytest.raises(DataError, match="20000 x 1 pixels is too thin: resized it has 5120000 x 256"):
-        training_views([noise(3, 20_000, 1)], positions(1), Augment(crop="window"), LARGE)
+        views_of([noise(3, 20_000, 1)], positions(1), Augment(crop="window"), LARGE)
 
 
 def test_padding_reflects_an_eighth_and_shifts_by_up_to_as_much() -> None:
@@ -160,7 +173,7 @@ def test_padding_reflects_an_eighth_and_shifts_by_up_to_as_much() -> None:
     padded = np.pad(image.numpy(), ((0, 0), (4, 4), (4, 4)), mode="reflect")
     corners = drawn(400, Augment(crop="pad"), height=32, width=32).views.corner
     assert set(corners[:, 0]) == set(corners[:, 1]) == set(range(-4, 5))
-    views = training_views([image] * 400, positions(400), Augment(crop="pad", flip=False), VIEW)
+    views = views_of([image] * 400, positions(400), Augment(crop="pad", flip=False), VIEW)
     for pixels, (top, left) in zip(views.numpy(), corners + 4, strict=True):
         assert np.array_equal(pixels, padded[:, top : top + 32, left : left + 32])
 
@@ -169,8 +182,8 @@ def test_half_of_the_views_are_mirrored_and_the_rest_of_them_is_as_before() -> N
     images, flipped = [noise(3, 40, 50)] * 200, drawn(200, Augment(), height=40, width=50).views.flip
     assert 70 < flipped.sum() < 130
     for crop in ("inception", "window", "pad", "squash"):
-        plain = training_views(images, positions(200), Augment(crop=crop, flip=False), VIEW)
-        mirrored = training_views(images, positions(200), Augment(crop=crop), VIEW)
+        plain = views_of(images, positions(200), Augment(crop=crop, flip=False), VIEW)
+        mirrored = views_of(images, positions(200), Augment(crop=crop), VIEW)
         chosen = torch.from_numpy(flipped)
         assert torch.equal(mirrored[~chosen], plain[~chosen])
         assert torch.equal(mirrored[chosen], plain[chosen].flip(3))
@@ -196,11 +209,11 @@ def test_switching_one_on_changes_no_other() -> None:
 def test_a_view_does_not_depend_on_the_chunk_it_is_made_in() -> None:
     augment = Augment(randaugment=(2, 15), jitter=0.4, erase=0.5)
     images = [noise(3, 40 + index, 60 - index, seed=index) for index in range(12)]
-    whole = training_views(images, Draws(1, np.arange(100, 112)), augment, VIEW)
+    whole = views_of(images, Draws(1, np.arange(100, 112)), augment, VIEW)
     for index in torch.randperm(12, generator=torch.Generator().manual_seed(0)).tolist():
-        single = training_views([images[index]], Draws.at(1, 100 + index), augment, VIEW)
+        single = views_of([images[index]], Draws.at(1, 100 + index), augment, VIEW)
         assert torch.equal(single[0], whole[index])
-    assert not torch.equal(training_views(images, Draws(2, np.arange(100, 112)), augment, VIEW), whole)
+    assert not torch.equal(views_of(images, Draws(2, np.arange(100, 112)), augment, VIEW), whole)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -209,7 +222,7 @@ def test_the_images_given_stay_as_they_are(channels: int) -> None:
     before = [image.clone() for image in images]
     view = Preprocess(size=(32, 32), resize=(32,), mean=(0.5,) * channels, std=(0.5,) * channels)
     augment = Augment(crop="squash", randaugment=(3, 10), jitter=0.4, erase=1.0)
-    views = training_views(images, positions(40), augment, view)
+    views = views_of(images, positions(40), augment, view)
     assert views.shape == (40, channels, 32, 32)
     assert all(torch.equal(image, old) for image, old in zip(images, before, strict=True))
 
@@ -347,7 +360,7 @@ def test_jitter_is_torchvisions_at_the_same_factors() -> None:
     images = [noise(3, 20, 20, seed=index) for index in range(10)]
     jitter = drawn(10, augment).jitter
     assert jitter is not None
-    for index, ours in enumerate(training_views(images, positions(10), augment, view)):
+    for index, ours in enumerate(views_of(images, positions(10), augment, view)):
         theirs = picture(images[index])
         for kind in jitter.order[index]:
             theirs = steps[kind](theirs, float(jitter.factor[index, kind]))
@@ -368,7 +381,7 @@ def test_erased_rectangles_follow_their_law() -> None:
 def test_an_erased_part_shows_the_bytes_of_its_position_and_the_rest_is_untouched() -> None:
     image, view = noise(3, 32, 32), Preprocess(size=(32, 32), resize=(32,))
     augment = Augment(crop="squash", flip=False, erase=1.0)
-    views = training_views([image] * 50, positions(50), augment, view)
+    views = views_of([image] * 50, positions(50), augment, view)
     boxes = drawn(50, augment, view, 32, 32).erased
     assert boxes is not None
     content = []

@@ -9,6 +9,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.data.test_augment import views_of
 from vitrail.config import Augment, Preprocess
 from vitrail.data import augment as single
 from vitrail.data import batched
@@ -46,7 +47,7 @@ def with_channels(view: Preprocess, channels: int) -> Preprocess:
 
 def singly(pixels: Tensor, augment: Augment, view: Preprocess) -> Tensor:
     images = [image.permute(1, 2, 0).contiguous().permute(2, 0, 1) for image in pixels]  # as `decode` lays them out
-    return single.training_views(images, draws(len(pixels)), augment, view)
+    return views_of(images, draws(len(pixels)), augment, view)
 
 
 @pytest.mark.parametrize("magnitude", [0, 3, 10, 15, 30])

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from tests.data.test_mutations import originals
 from vitrail.data import decode as decoding
-from vitrail.data.decode import FORMATS, decode
+from vitrail.data.decode import FORMATS, decode, opened
 from vitrail.errors import DataError
 
 RED = (200, 30, 40)
@@ -127,6 +129,40 @@ def test_simplejpegs_pixels_are_pillows_to_the_bit(
             image = Image.fromarray(noise).convert(mode)
             content = encoded(image, "JPEG", quality=quality, subsampling=subsampling, **options)
             assert decode(content).tolist() == without_simplejpeg(content, monkeypatch).tolist()
+
+
+@pytest.mark.parametrize("subsampling", [0, 1, 2])
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"restart_marker_rows": 1}])
+def test_the_first_rows_alone_are_those_of_the_whole(subsampling: int, options: dict[str, Any]) -> None:
+    generator = np.random.default_rng(7)
+    noise = Image.fromarray(generator.integers(0, 256, (157, 83, 3), dtype=np.uint8))
+    content = encoded(noise, "JPEG", quality=85, subsampling=subsampling, **options)
+    whole = decode(content)
+    for rows in range(1, 158):
+        part = opened(content).pixels(3, rows)
+        assert part.shape[1] >= rows
+        assert torch.equal(part[:, :rows], whole[:, :rows])
+    if not options and decoding.decoder() != "Pillow":
+        assert opened(content).pixels(3, 10).shape[1] == 32  # the rest was not decoded
+    assert opened(content)[1:3] == (157, 83)
+
+
+def test_a_file_cut_short_is_refused_even_where_its_first_rows_are_whole() -> None:
+    noise = Image.fromarray(np.random.default_rng(7).integers(0, 256, (157, 83, 3), dtype=np.uint8))
+    content = encoded(noise, "JPEG")
+    for broken in (content[:-2], content[:-1000], content[: len(content) // 2]):
+        with pytest.raises(DataError, match="truncated"):
+            opened(broken).pixels(3, 10)
+
+
+def test_sizes_are_those_of_the_pixels_for_every_kind() -> None:
+    for content in originals():
+        assert opened(content)[1:3] == tuple(decode(content).shape[1:])
+    assert opened(picture((5, 9)))[1:3] == (9, 5)
+    with pytest.raises(DataError, match=r"^thing is no image"):
+        opened(b"x", name="thing")
+    with pytest.raises(DataError, match="600 times"):
+        opened(encoded(picture((1, 3000)), "JPEG"))
 
 
 def test_what_simplejpeg_would_do_otherwise_pillow_does(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from PIL import Image
 from tests.data.pictures import encoded, folder, picture
 from vitrail.data.check import check
 from vitrail.data.decode import FORMATS, decode
+from vitrail.data.examine import examine
 from vitrail.data.folder import open_folder
 from vitrail.errors import DataError
 
@@ -118,7 +119,7 @@ def checked_mutants(root: Path, count: int) -> None:
             decode(content)
         except DataError:
             bad.add(f"train/rose/m{number:05d}.jpg")
-    report = check(open_folder(root))
+    report = check(examine(open_folder(root)))
     assert {row["name"] for row in report["bad"]} == bad
     assert all(row["reason"] for row in report["bad"])
     assert report["decoded"] == count + 4 - len(bad)

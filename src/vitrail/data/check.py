@@ -12,20 +12,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data import duplicates, workers
+from vitrail.data import duplicates
 from vitrail.data.dataset import SPLITS, Dataset
 from vitrail.data.decode import FORMATS
-from vitrail.data.examine import BAD, DECODED, HEADER, Examined, examine
-from vitrail.data.workers import Progress
+from vitrail.data.examine import BAD, DECODED, HEADER, Examined
 from vitrail.errors import DataError
 
 VERSION = 1
 
 
-def check(dataset: Dataset, against: Dataset | None = None, *, progress: Progress = workers.silent) -> dict[str, Any]:
-    """The contents of data_report.json."""
-    seen = examine(dataset, progress=progress)
-    status = seen.facts["status"]
+def check(seen: Examined, against: Examined | None = None) -> dict[str, Any]:
+    """The contents of data_report.json, of what was seen of a set, and of one that it should not show."""
+    dataset, status = seen.dataset, seen.facts["status"]
     groups = _groups(seen)
     report: dict[str, Any] = {
         "version": VERSION,
@@ -47,7 +45,7 @@ def check(dataset: Dataset, against: Dataset | None = None, *, progress: Progres
     }
     unwanted = {(row["split"], row["name"]) for row in report["bad"]} | set(_leaks(seen, groups))
     if against is not None:
-        report["against"] = _against(seen, examine(against, progress=progress))
+        report["against"] = _against(seen, against)
         unwanted |= {(row["split"], row["name"]) for row in report["against"]["found"]}
     report["leave_out"] = [{"split": split, "name": name} for split, name in sorted(unwanted)]
     return report

@@ -6,11 +6,13 @@ counts. Pillow does this. Where simplejpeg is installed (the extra `fast`) it de
 every command alike, after it has shown once a process that its pixels are Pillow's to the bit.
 """
 
+import contextlib
 import io
 import struct
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,12 +23,12 @@ from torch import Tensor
 from vitrail.errors import DataError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+FILE_LIMIT = 2**30  # bytes
 PIXEL_LIMIT = 89_478_485  # where Pillow begins to warn; at twice that it refuses
 RATIO_LIMIT = 600  # of the sides: a line of pixels is no picture, and resized it would fill the memory
-_CHANNELS = {1: "L", 3: "RGB"}
-
 DAMAGE = (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error)
 """What Pillow raises of files that are damaged."""
+_CHANNELS = {1: "L", 3: "RGB"}
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -43,13 +45,60 @@ Pixels = NDArray[np.uint8]  # (H, W) or (H, W, 3)
 
 def decode(source: Source, channels: int = 3, *, name: str | None = None) -> Tensor:
     """A path, the bytes of an image file or a Pillow image -> uint8 (C, H, W). Errors call it `name`."""
-    if channels not in _CHANNELS:
-        raise DataError(f"image files hold 1 or 3 channels and the model takes {channels}: give it tensors instead")
+    return opened(source, name=name).pixels(channels)
+
+
+class Encoded(NamedTuple):
+    """An image whose header was read: its size is known, and its pixels can be had."""
+
+    name: str
+    height: int
+    width: int
+    jpeg: bytes | None
+    """The file, where simplejpeg can decode it."""
+    image: Image.Image | None
+    """All others."""
+
+    def pixels(self, channels: int = 3, rows: int | None = None) -> Tensor:
+        """uint8 (C, H, W). With `rows`, at least so many: what lies below may be left out where that saves time."""
+        if channels not in _CHANNELS:
+            raise DataError(f"image files hold 1 or 3 channels and the model takes {channels}: give it tensors instead")
+        with _named(self.name):
+            found = None
+            if self.jpeg is not None and channels == 3:
+                found = _by_simplejpeg(self.jpeg, self.height, self.width, rows)
+            if found is None:
+                image = _image(self.jpeg) if self.image is None else self.image
+                found = np.array(_plain(image).convert(_CHANNELS[channels]))
+        return torch.from_numpy(found).reshape(*found.shape[:2], channels).permute(2, 0, 1)
+
+
+def opened(source: Source, *, name: str | None = None) -> Encoded:
+    """The image of a source, its header read and its size found acceptable."""
     if not isinstance(source, str | Path | bytes | Image.Image):
         raise DataError(f"an image is a path, the bytes of a file or a Pillow image, not {type(source).__name__}")
     name = name or (str(source) if isinstance(source, str | Path) else "the image")
+    with _named(name):
+        if isinstance(source, Image.Image):
+            return _checked(name, source)
+        content = source if isinstance(source, bytes) else _content(Path(source), name)
+        size = _plain_jpeg_size(content)
+        if size is None:
+            return _checked(name, _image(content))
+        _check_size(*size, name)
+        return Encoded(name, *size, content, None)
+
+
+def decoder() -> str:
+    """What decodes JPEGs in this process, for a run's records."""
+    return "Pillow" if _simplejpeg() is None else "simplejpeg, bit-equal to Pillow"
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Whatever goes wrong with an image is said in one line that begins with its name."""
     try:
-        pixels = _pixels(source, channels, name)
+        yield
     except Image.DecompressionBombError as error:
         raise DataError(f"{name} is too large: {error}") from error
     except UnidentifiedImageError as error:
@@ -58,36 +107,34 @@ def decode(source: Source, channels: int = 3, *, name: str | None = None) -> Ten
         raise DataError(f"{name} does not exist") from error
     except DAMAGE as error:
         raise DataError(f"{name} cannot be decoded: {error}") from error
-    return torch.from_numpy(pixels).reshape(*pixels.shape[:2], channels).permute(2, 0, 1)
 
 
-def decoder() -> str:
-    """What decodes JPEGs in this process, for a run's records."""
-    return "Pillow" if _simplejpeg() is None else "simplejpeg, bit-equal to Pillow"
+def _content(path: Path, name: str) -> bytes:
+    size = path.stat().st_size
+    if size > FILE_LIMIT:
+        raise DataError(f"{name} has {size:,} bytes; images of at most {FILE_LIMIT:,} are read")
+    return path.read_bytes()
 
 
-def _pixels(source: Source, channels: int, name: str) -> Pixels:
-    if isinstance(source, Image.Image):
-        return _converted(source, channels, name)
-    with io.BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb") as file:
-        image = Image.open(file, formats=FORMATS)
-        _check_size(image, name)
-        fast = _fast(image, file, channels)
-        return _converted(image, channels, name) if fast is None else fast
+# --- Pillow ----------------------------------------------------------------------------------------------------------
 
 
-def _check_size(image: Image.Image, name: str) -> None:
-    if not 0 < image.width * image.height <= PIXEL_LIMIT:
-        raise DataError(f"{name} has {image.width} x {image.height} pixels; from 1 to {PIXEL_LIMIT:,} are decoded")
-    if max(image.size) > RATIO_LIMIT * min(image.size):
-        raise DataError(
-            f"{name} has {image.width} x {image.height} pixels; one side is over {RATIO_LIMIT} times the other"
-        )
+def _image(content: bytes | None) -> Image.Image:
+    assert content is not None, "an image is a file or Pillow's"
+    return Image.open(io.BytesIO(content), formats=FORMATS)
 
 
-def _converted(image: Image.Image, channels: int, name: str) -> Pixels:
-    _check_size(image, name)
-    return np.array(_plain(image).convert(_CHANNELS[channels]))
+def _checked(name: str, image: Image.Image) -> Encoded:
+    height, width = image.height, image.width
+    _check_size(height, width, name)
+    return Encoded(name, *((width, height) if _orientation(image) >= 5 else (height, width)), None, image)
+
+
+def _check_size(height: int, width: int, name: str) -> None:
+    if not 0 < width * height <= PIXEL_LIMIT:
+        raise DataError(f"{name} has {width} x {height} pixels; from 1 to {PIXEL_LIMIT:,} are decoded")
+    if max(width, height) > RATIO_LIMIT * min(width, height):
+        raise DataError(f"{name} has {width} x {height} pixels; one side is over {RATIO_LIMIT} times the other")
 
 
 def _plain(image: Image.Image) -> Image.Image:
@@ -112,23 +159,60 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _fast(image: Image.Image, file: BinaryIO, channels: int) -> Pixels | None:
-    """The pixels of an upright colour or grey JPEG by simplejpeg; None where Pillow is to decode."""
-    if image.format != "JPEG" or image.mode not in ("RGB", "L") or channels != 3:
+# --- simplejpeg ------------------------------------------------------------------------------------------------------
+
+
+def _plain_jpeg_size(content: bytes) -> tuple[int, int] | None:
+    """Height and width of an upright colour or grey JPEG, if simplejpeg is there to decode it."""
+    if content[:2] != b"\xff\xd8" or _simplejpeg() is None:
         return None
-    module = _simplejpeg()
-    if module is None or _orientation(image) != 1:
-        return None
-    file.seek(0)
     try:
-        return module.decode_jpeg(file.read(), "RGB")
-    except ValueError:  # a file with a flaw: whether it is one to Pillow decides
-        file.seek(0)
+        height, width, colours, _ = _simplejpeg().decode_jpeg_header(content)
+    except ValueError:
         return None
+    return (height, width) if colours in ("YCbCr", "Gray", "RGB") and not _may_be_turned(content) else None
+
+
+def _may_be_turned(content: bytes) -> bool:
+    """Whether metadata say that the camera was not held upright; most files hold none, which is quickly seen."""
+    head = content[: content.find(b"\xff\xda")]  # metadata stand before the scan, or the first of them does
+    if b"Exif\0\0" not in head and b"http://ns.adobe.com/xap" not in head:
+        return False
+    return _orientation(_image(content)) != 1
+
+
+def _by_simplejpeg(content: bytes, height: int, width: int, rows: int | None) -> Pixels | None:
+    """The pixels of a JPEG, or its first rows and some more; None of a file with a flaw, which Pillow is to judge."""
+    kept = height if rows is None else (rows + 31) // 16 * 16  # whole blocks, and one more: colours blend downwards
+    place = _height_field(content) if kept < height else None
+    if place is None:
+        with contextlib.suppress(ValueError):
+            return _simplejpeg().decode_jpeg(content, "RGB")
+        return None
+    shorter = b"".join((content[:place], kept.to_bytes(2, "big"), content[place + 2 :]))
+    pixels = np.empty((kept, width, 3), dtype=np.uint8)
+    try:
+        _simplejpeg().decode_jpeg(shorter, "RGB", buffer=pixels)
+    except ValueError as error:  # of a whole file it says that data are left, up to the mark that ends the image
+        return pixels if str(error).endswith("extraneous bytes before marker 0xd9") else None
+    return None
+
+
+def _height_field(content: bytes) -> int | None:
+    """Where a JPEG states its height, if it is one that is decoded from top to bottom."""
+    place = 2
+    while content[place : place + 1] == b"\xff" and place + 9 < len(content):
+        kind = content[place + 1]
+        if kind in (0xC0, 0xC1):
+            return place + 5
+        if kind == 0xDA or kind in (0xC2, *range(0xC5, 0xC8), *range(0xC9, 0xD0)):
+            return None  # the scan begins, or the image comes in several passes
+        place += 2 + int.from_bytes(content[place + 2 : place + 4], "big")
+    return None
 
 
 @lru_cache(maxsize=1)
-def _simplejpeg() -> Any | None:
+def _simplejpeg() -> Any:
     """The module, if it is installed and its pixels are Pillow's on noise in every usual kind of JPEG."""
     try:
         import simplejpeg

@@ -22,14 +22,13 @@ from vitrail.config import Augment, Preprocess
 from vitrail.data import batched, mixing
 from vitrail.data.augment import training_views
 from vitrail.data.dataset import Split
-from vitrail.data.decode import decode
+from vitrail.data.decode import decode, opened
 from vitrail.data.draws import Draws
 from vitrail.data.order import Order
 from vitrail.data.transforms import evaluation_view, normalise
 from vitrail.errors import DataError, UsageError, VitrailError
 
 Integers = NDArray[np.int64]
-_CHUNK = 16  # decoded images held at once: a huge photo is cut down before the next chunk is read
 _TRIES = 100
 
 
@@ -219,19 +218,30 @@ def _unchanged(batch: Any) -> Any:
 
 def _training_batch(training: Training, positions: Integers) -> Batch:
     rows = training.order.samples(positions)
-    size, channels = training.preprocess.size, len(training.preprocess.mean)
-    pixels = torch.empty((len(rows), *size, channels), dtype=torch.uint8).permute(0, 3, 1, 2)
     left_out: list[str] = []
-    for start in range(0, len(rows), _CHUNK):
-        here = slice(start, start + _CHUNK)
-        images = []
-        for place, row in enumerate(rows[here].tolist(), start=start):
-            image, rows[place] = _read(training.split, row, channels, training.skip_bad, left_out)
-            images.append(image)
-        draws = Draws(training.seed, positions[here])
-        pixels[here] = training_views(images, draws, training.augment, training.preprocess)
+    try:
+        pixels = _views(training, positions, rows)
+    except DataError:
+        if not training.skip_bad:
+            raise
+        rows = np.array([_readable(training, row, left_out) for row in rows.tolist()], dtype=np.int64)
+        pixels = _views(training, positions, rows)
     targets = _targets(training.split, rows, training.classes)
     return Batch(pixels, targets, torch.from_numpy(positions), tuple(left_out))
+
+
+def _views(training: Training, positions: Integers, rows: Integers) -> Tensor:
+    """The augmented images of these rows at these positions."""
+    split, preprocess, channels = training.split, training.preprocess, len(training.preprocess.mean)
+    if not len(rows):
+        return torch.empty((0, channels, *preprocess.size), dtype=torch.uint8)
+    images = {index: opened(split.read(row), name=split.name(row)) for index, row in enumerate(rows.tolist())}
+    sizes = np.array([(image.height, image.width) for image in images.values()], dtype=np.int64)
+
+    def load(index: int, rows: int) -> Tensor:
+        return images.pop(index).pixels(channels, rows)  # Pillow keeps what it decoded for as long as it is kept
+
+    return training_views(load, sizes, Draws(training.seed, positions), training.augment, preprocess)
 
 
 def _evaluation_batch(split: Split, preprocess: Preprocess, classes: int, skip_bad: bool, indices: Integers) -> Batch:
@@ -251,16 +261,17 @@ def _evaluation_batch(split: Split, preprocess: Preprocess, classes: int, skip_b
     return Batch(pixels, _targets(split, indices, classes), torch.from_numpy(indices), tuple(left_out))
 
 
-def _read(split: Split, row: int, channels: int, skip_bad: bool, left_out: list[str]) -> tuple[Tensor, int]:
-    """An image and its row; with `skip_bad` those of the next row that can be read."""
+def _readable(training: Training, row: int, left_out: list[str]) -> int:
+    """The row, or the next one that can be read."""
+    split = training.split
     for attempt in range(_TRIES):
         here = (row + attempt) % len(split)
         try:
-            return _decoded(split, here, channels), here
+            _views(training, np.zeros(1, dtype=np.int64), np.array([here]))
         except DataError:
-            if not skip_bad:
-                raise
             left_out.append(split.name(here))
+        else:
+            return here
     raise DataError(f"{_TRIES} images after {split.name(row)} cannot be read either: vitrail data check shows why")
 
 

@@ -11,6 +11,7 @@ from vitrail.cli import show
 from vitrail.errors import DataError, UsageError
 
 _SHOWN = 20
+_LONG = 20_000  # images
 
 
 def main(
@@ -33,6 +34,7 @@ def main(
         json: Print the report as JSON.
     """
     from vitrail.data.check import check
+    from vitrail.data.examine import examine
     from vitrail.data.sources import open_data
     from vitrail.files import replacing
 
@@ -42,7 +44,11 @@ def main(
     other = None if against is None else open_data(against)
     show.note(f"data: {dataset.name}")
     with show.progress("looking at images") as progress:
-        report = check(dataset, other, progress=progress)
+        seen = examine(dataset, progress=progress)
+        against_seen = None if other is None else examine(other, progress=progress)
+    if len(seen.fingerprinted) > _LONG:
+        show.note("looking for copies (two minutes for 100,000 images)")
+    report = check(seen, against_seen)
     if json:
         show.as_json(report)
     else:
