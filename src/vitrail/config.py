@@ -307,6 +307,47 @@ class Schedule:
             raise UsageError(f"{self} cannot be: cosine and linear fall to `final`, rsqrt and constant by a cooldown")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A training run from random weights, but for its data, seed and machine."""
+
+    model: str
+    """A preset."""
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of the preset's configuration that are otherwise, such as pool."""
+    image_size: int = 224
+    batch: int = 4096
+    """Images in a step, whatever the number of GPUs."""
+    epochs: float
+    optimiser: Optimiser
+    schedule: Schedule
+    augment: Augment = dataclasses.field(default_factory=Augment)
+    loss: Literal["softmax", "sigmoid"] = "softmax"
+    label_smoothing: float = 0.0
+    head_bias: float = 0.0
+    """What the head's bias begins with: log(1 / classes) and the like for sigmoid."""
+    dropout: float = 0.0
+    stochastic_depth: float = 0.0
+    ema: float = 0.0
+    """Decay of the average of the weights that is evaluated and kept; 0 for the weights themselves."""
+    source: str
+    """Where the numbers come from."""
+    result: str | None = None
+    """What was published or measured with it."""
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        if self.batch < 1 or not 0 < self.epochs < math.inf:
+            raise UsageError(f"batch is {self.batch} and epochs {self.epochs}; both must be above 0")
+        for name in ("label_smoothing", "dropout", "stochastic_depth", "ema"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be from 0 to below 1")
+
+    def steps(self, images: int) -> int:
+        """Steps of a run over so many training images; the last may be short."""
+        return max(1, math.ceil(images * self.epochs / self.batch))
+
+
 def grid_for(image_size: tuple[int, int], patch: int) -> tuple[int, int]:
     """Patches down and across an image, or an error that names the sizes that fit."""
     height, width = image_size

@@ -217,13 +217,6 @@ def test_control_characters_in_names_are_not_printed(tmp_path: Path, capsys: Cap
     assert "two\N{REPLACEMENT CHARACTER}lines" in out
 
 
-def test_demo_runs(capsys: Capture) -> None:
-    code, out, err = run("demo", capsys=capsys)
-    assert code == 0
-    assert out.count("10.0%") == 3
-    assert "random weights" in err
-
-
 def test_a_full_disk_is_exit_5(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.weights import storage
 

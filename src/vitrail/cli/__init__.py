@@ -23,10 +23,11 @@ VERBS = {
     "data list": "show the public sets, and those that are here",
     "data pack": "write a set as tar shards with an index",
     "data remove": "delete a set that was got",
-    "demo": "build a model and let it answer",
+    "demo": "let a small model learn to read digits, here and now",
     "info": "show what a model is, costs, expects and where it came from",
-    "list": "show the presets and the formats",
+    "list": "show the presets and the formats, or the recipes",
     "push": "upload a model to the Hugging Face Hub, with its card",
+    "train": "train a model from random weights by a named recipe",
 }
 OUT_OF_SPACE = 5
 INTERRUPTED = 130

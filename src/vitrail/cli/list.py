@@ -1,18 +1,27 @@
 """`vitrail list`: what there is to name."""
 
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from vitrail import presets
+import tyro
+
+from vitrail import presets, recipes
 from vitrail.cli import show
 from vitrail.config import BiTConfig, to_json
 
 
-def main(json: bool = False) -> None:
-    """Show the presets with their sizes and cost, and the formats that are read and written.
+def main(
+    what: Annotated[Literal["models", "recipes"], tyro.conf.Positional] = "models",
+    json: bool = False,
+) -> None:
+    """Show the presets with their sizes and cost, and the formats that are read and written; or the recipes.
 
     Args:
+        what: models or recipes.
         json: Print JSON.
     """
+    if what == "recipes":
+        _recipes(json)
+        return
     from vitrail.weights.load import Format
 
     models = [_described(name) for name in presets.names()]
@@ -24,6 +33,28 @@ def main(json: bool = False) -> None:
     rows = [(m["name"], show.count(m["parameters"]), show.giga(m["multiply_adds"]), m["what"]) for m in models]
     show.table([header, *rows], right=(1, 2))
     print(f"\nFormats, read and written: {', '.join(get_args(Format))}")
+
+
+def _recipes(json: bool) -> None:
+    """The training runs by name."""
+    if json:
+        show.as_json({name: to_json(recipe) for name, recipe in recipes.RECIPES.items()})
+        return
+    rows = [
+        (
+            name,
+            recipe.model,
+            f"{recipe.epochs:g}",
+            show.count(recipe.batch),
+            f"{recipe.optimiser.kind} {recipe.optimiser.lr:g}",
+            recipe.source,
+            recipe.result or "",
+        )
+        for name, recipe in recipes.RECIPES.items()
+    ]
+    header = ("name", "model", "epochs", "batch", "optimiser", "from", "result")
+    show.table([header, *rows], right=(2, 3))
+    print("\nvitrail train NAME --data DATA trains one; --epochs, --batch and --lr change it.")
 
 
 def _described(name: str) -> dict[str, Any]:

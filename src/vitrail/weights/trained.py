@@ -85,6 +85,7 @@ def random(
     image_size: int | tuple[int, int] | None = None,
     num_classes: int = 1000,
     seed: int = 0,
+    head_bias: float = 0.0,
     **settings: Any,
 ) -> Trained:
     """A preset with random weights and the paper's preprocessing, at 224 x 224 unless told otherwise."""
@@ -96,7 +97,7 @@ def random(
     with torch.device("meta"):  # torch's own initialisation would be thrown away
         model = build(config)
     model = model.to_empty(device="cpu")
-    initialise(model, torch.Generator().manual_seed(seed)).eval()
+    initialise(model, torch.Generator().manual_seed(seed), head_bias=head_bias).eval()
     preprocess = presets.preprocess("inception", config.image_size, config.channels)
     origin = Origin(format="random", name=f"{name}, seed {seed}")
     return Trained(model=model, preprocess=preprocess, labels=None, origin=origin)

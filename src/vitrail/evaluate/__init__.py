@@ -1,0 +1,1 @@
+"""Model and batches in, numbers out."""

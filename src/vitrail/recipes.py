@@ -1,0 +1,157 @@
+"""Training runs by name: the paper's tables, the same authors' later recipes, and small ones for a single machine.
+
+Weight decay is PyTorch's, which the learning rate multiplies: the authors' 1e-4 at a rate of 1e-3 is 0.1 here.
+"""
+
+import difflib
+from typing import Any
+
+from vitrail.config import Augment, Optimiser, Recipe, Schedule
+from vitrail.errors import UsageError
+
+_PAPER = "Dosovitskiy et al. 2021, table 3"
+_WARMUP = 10_000
+
+
+def _paper(
+    model: str,
+    *,
+    epochs: float,
+    lr: float,
+    weight_decay: float,
+    dropout: float = 0.0,
+    clip: float | None = None,
+    **more: Any,
+) -> Recipe:
+    """A row of the paper's table of pre-training: Adam, batch 4096, 224 pixels, 10,000 steps of warm-up."""
+    return Recipe(
+        model=model,
+        epochs=epochs,
+        optimiser=Optimiser(lr=lr, weight_decay=weight_decay, clip=clip),
+        schedule=Schedule(decay=more.pop("decay", "linear"), warmup=_WARMUP),
+        dropout=dropout,
+        source=_PAPER,
+        **more,
+    )
+
+
+def _jft(model: str, epochs: float, lr: float) -> Recipe:
+    return _paper(model, epochs=epochs, lr=lr, weight_decay=0.1, loss="sigmoid")
+
+
+def _i21k(model: str, epochs: float) -> Recipe:
+    return _paper(model, epochs=epochs, lr=1e-3, weight_decay=0.03, dropout=0.1, loss="sigmoid", head_bias=-10.0)
+
+
+def _imagenet(model: str) -> Recipe:
+    return _paper(model, epochs=300, lr=3e-3, weight_decay=0.3, dropout=0.1, clip=1.0, decay="cosine")
+
+
+LEVELS = {  # of Steiner et al. 2022: mixup's alpha; RandAugment's operations and magnitude
+    "none": Augment(),
+    "light1": Augment(randaugment=(2, 0)),
+    "light2": Augment(randaugment=(2, 10), mixup=0.2),
+    "medium1": Augment(randaugment=(2, 15), mixup=0.2),
+    "medium2": Augment(randaugment=(2, 15), mixup=0.5),
+    "strong1": Augment(randaugment=(2, 20), mixup=0.5),
+    "strong2": Augment(randaugment=(2, 20), mixup=0.8),
+}
+
+
+def _augreg(model: str, level: str, *, epochs: float, head_bias: float) -> Recipe:
+    return Recipe(
+        model=model,
+        epochs=epochs,
+        optimiser=Optimiser(lr=1e-3, weight_decay=0.1, clip=1.0),
+        schedule=Schedule(decay="cosine", warmup=_WARMUP),
+        augment=LEVELS[level],
+        loss="sigmoid",
+        head_bias=head_bias,
+        source=f"Steiner et al. 2022, {level}",
+    )
+
+
+_AUGREG_I21K = {"ti16": "none", "s32": "none", "s16": "light1", "b32": "light2", "b16": "light2", "l16": "medium2"}
+_AUGREG_IMAGENET = {
+    "ti16": "light1",
+    "s32": "medium1",
+    "s16": "medium2",
+    "b32": "medium2",
+    "b16": "medium2",
+    "l16": "medium2",
+}
+
+RECIPES: dict[str, Recipe] = {
+    "digits": Recipe(
+        model="ti2",
+        settings={"width": 96, "depth": 4, "mlp": 192, "heads": 3, "channels": 1},
+        image_size=8,
+        batch=64,
+        epochs=60,
+        optimiser=Optimiser(kind="muon", lr=1e-2, weight_decay=0.05, momentum=0.95, clip=1.0),
+        schedule=Schedule(warmup=50),
+        augment=Augment(crop="pad", flip=False, mixup=0.2),
+        label_smoothing=0.1,
+        source="vitrail, chosen among 12 on the validation digits",
+        result="97.2 % of 179 test digits, seed 0, where the nearest neighbour gets 97.8 %",
+    ),
+    "vit-b16-jft": _jft("b16", 7, 8e-4),
+    "vit-b32-jft": _jft("b32", 7, 8e-4),
+    "vit-l32-jft": _jft("l32", 7, 6e-4),
+    "vit-l16-jft": _jft("l16", 7, 4e-4),
+    "vit-l16-jft-14": _jft("l16", 14, 4e-4),
+    "vit-h14-jft": _jft("h14", 14, 3e-4),
+    "bit-r50x1-jft": _jft("bit-r50x1", 7, 1e-3),
+    "bit-r50x2-jft": _jft("bit-r50x2", 7, 1e-3),
+    "bit-r101x1-jft": _jft("bit-r101x1", 7, 8e-4),
+    "bit-r152x1-jft": _jft("bit-r152x1", 7, 6e-4),
+    "bit-r152x2-jft": _jft("bit-r152x2", 7, 6e-4),
+    "r50-b16-jft": _jft("r50-b16", 7, 8e-4),
+    "r50-b32-jft": _jft("r50-b32", 7, 8e-4),
+    "r50-l32-jft": _jft("r50-l32", 7, 2e-4),
+    "r50-l16-jft": _jft("r50-l16", 7, 4e-4),
+    "r50-l16-jft-14": _jft("r50-l16", 14, 4e-4),
+    "vit-b16-i21k": _i21k("b16", 90),
+    "vit-b32-i21k": _i21k("b32", 90),
+    "vit-l16-i21k": _i21k("l16", 30),
+    "vit-l16-i21k-90": _i21k("l16", 90),
+    "vit-l32-i21k": _i21k("l32", 30),
+    "vit-l32-i21k-90": _i21k("l32", 90),
+    "vit-b16-imagenet": _imagenet("b16"),
+    "vit-b32-imagenet": _imagenet("b32"),
+    "vit-l16-imagenet": _imagenet("l16"),
+    "vit-l32-imagenet": _imagenet("l32"),
+    **{
+        f"augreg-{model}-i21k": _augreg(model, level, epochs=300, head_bias=-10.0)
+        for model, level in _AUGREG_I21K.items()
+    },
+    **{
+        f"augreg-{model}-imagenet": _augreg(model, level, epochs=300, head_bias=-6.9)
+        for model, level in _AUGREG_IMAGENET.items()
+    },
+    "plain-s16-imagenet": Recipe(
+        model="s16",
+        settings={
+            "pool": "norm-mean",
+            "class_token": False,
+            "positions": "sincos-2d",
+            "hidden_head": True,
+        },
+        batch=1024,
+        epochs=90,
+        optimiser=Optimiser(lr=1e-3, weight_decay=0.1, clip=1.0),
+        schedule=Schedule(decay="cosine", warmup=_WARMUP),
+        augment=Augment(randaugment=(2, 10), mixup=0.2),
+        source="Beyer et al. 2022",
+        result="76.5 % on ImageNet, published",
+    ),
+}
+
+
+def named(name: str) -> Recipe:
+    """The recipe of a name, or an error that gives the nearest."""
+    if name in RECIPES:
+        return RECIPES[name]
+    close = difflib.get_close_matches(name, RECIPES, n=1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    raise UsageError(f"there is no recipe {name!r:.80}: {meant}`vitrail list recipes` shows them")

@@ -1,0 +1,1 @@
+"""Models that learn: losses, optimizers, the learning rate over the steps, averages of weights."""

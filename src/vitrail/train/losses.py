@@ -1,0 +1,49 @@
+"""What a batch costs, as the sum over its images.
+
+    B batch   L classes
+
+Sums add up however a batch is cut into micro-batches and ranks; whoever steps divides by the images of the step.
+All is computed in float32: bf16 logits hold no more than three digits, and a sum over 21,843 classes needs them all.
+
+Targets are class indices, int64 (B,), or rows of shares (B, L): mixed images, or a 1 for each of several labels.
+An index of -1 is an image without a label. It adds nothing to the loss or to any gradient, and the caller, who knows
+the batch, decides whether it may be there at all: to ask the device here would cost a wait in every step. Any other
+index outside of the classes is torch's error. A row of zeros is known to be of no class: softmax has nothing to raise
+then and gives 0, sigmoid lowers every class.
+
+Smoothing moves that share of an image's labels evenly to all classes (Szegedy et al. 2016), for both losses alike.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitrail.data.dataset import UNLABELLED
+
+
+def softmax_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    """(B, L) -> (): minus the log probability of the targets, summed over images; k labels count k times."""
+    logits = logits.float()
+    if targets.ndim == 1:
+        return F.cross_entropy(logits, targets, ignore_index=UNLABELLED, reduction="sum", label_smoothing=smoothing)
+    return -(smoothed(targets, smoothing) * logits.log_softmax(dim=-1)).sum()
+
+
+def sigmoid_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    """(B, L) -> (): each class a question of its own, summed over classes and images, as for ImageNet-21k."""
+    logits = logits.float()
+    if targets.ndim == 2:
+        return F.binary_cross_entropy_with_logits(logits, smoothed(targets, smoothing), reduction="sum")
+    # log(1 + e^x) - t x for each class, without a (B, L) tensor of t, which is 0 but for one class
+    labelled = targets != UNLABELLED
+    true = logits.gather(1, torch.where(labelled, targets, 0)[:, None])[:, 0]
+    each = F.softplus(logits).sum(dim=1) - (1 - smoothing) * true
+    if smoothing:
+        each = each - smoothing * logits.mean(dim=1)
+    return torch.where(labelled, each, 0.0).sum()
+
+
+def smoothed(shares: Tensor, smoothing: float) -> Tensor:
+    """(B, L) float32: of each row's shares, `smoothing` spread evenly; its sum stays."""
+    shares = shares.float()
+    return (1 - smoothing) * shares + smoothing * shares.mean(dim=-1, keepdim=True) if smoothing else shares

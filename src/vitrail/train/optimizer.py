@@ -1,0 +1,230 @@
+"""Gradients to steps: which parameters decay, which of them learn slower, and by what rule they move.
+
+Kernels alone decay: of linear layers and convolutions, standardised ones included. Biases, norms, tokens, positions,
+offsets and layer scales do not. The decay of a step is its learning rate times `weight_decay`, under every rule.
+
+Muon (Jordan et al. 2024) is written here, because torch.optim.Muon orthogonalises one matrix after the other, takes no
+parameters but matrices, and rounds to bf16 on the CPU too. Here all matrices of one shape go through one chain of
+batched products, and AdamW moves the rest within the same object.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import SGD, AdamW, Optimizer
+
+from vitrail.config import Optimiser
+from vitrail.errors import ModelError, UsageError
+from vitrail.model.build import Model
+from vitrail.model.vit import ViT
+
+FUSED = ("cpu", "cuda", "mps")  # devices on which torch has one kernel for a whole group's step
+BOTTOM = ("patch_embed", "cls_token", "dist_token", "reg_token", "pos_embed", "pos_embed_y", "pos_embed_x", "stem")
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steepest at 0, so that five iterations are enough
+ITERATIONS = 5
+MATCHED_RMS = 0.2  # Liu et al. 2025: a Muon step as large as AdamW's, so that one learning rate and decay serve both
+
+Group = dict[str, Any]
+
+
+def build(model: Model, optimiser: Optimiser) -> Optimizer:
+    """The optimizer of all parameters that are not frozen, its learning rates at their top."""
+    groups = parameter_groups(model, optimiser)
+    if not groups:
+        raise UsageError("every parameter is frozen; leave one to train")
+    fused = groups[0]["params"][0][1].device.type in FUSED
+    betas = (optimiser.beta1, optimiser.beta2)
+    if optimiser.kind == "adam":
+        return AdamW(groups, betas=betas, eps=optimiser.eps, fused=fused)
+    if optimiser.kind == "muon":
+        if not any(group["matrices"] for group in groups):
+            raise UsageError(
+                "muon moves the matrices of a Transformer's blocks, and none is left to train; choose adam"
+            )
+        return Muon(groups, momentum=optimiser.momentum, betas=betas, eps=optimiser.eps, fused=fused)
+    for group in groups:  # torch's SGD would add its weight decay to the gradient, and so to the momentum
+        group["decoupled"] = group.pop("weight_decay")
+    optimizer = SGD(groups, momentum=optimiser.momentum, fused=fused)
+    optimizer.register_step_pre_hook(_decay_groups)
+    return optimizer
+
+
+def parameter_groups(model: Model, optimiser: Optimiser) -> list[Group]:
+    """Parameters by name, together where decay, learning rate and rule are the same; frozen ones in none."""
+    groups: dict[tuple[bool, int, int], Group] = {}
+    for owner, module in model.named_modules():
+        for name, parameter in module.named_parameters(owner, recurse=False):
+            if not parameter.requires_grad:
+                continue
+            kernel = name.endswith(".weight") and isinstance(module, nn.Linear | nn.Conv2d)
+            # Query, key and value are three maps that only lie in one matrix: each is orthogonalised by itself.
+            stacked = 3 if name.endswith(".qkv.weight") else 1
+            matrices = stacked if optimiser.kind == "muon" and kernel and name.startswith("blocks.") else 0
+            level = height(model, name) if optimiser.layer_decay != 1 else 0
+            top = optimiser.lr if matrices or optimiser.adam_lr is None else optimiser.adam_lr
+            top = top * optimiser.layer_decay**level
+            fresh = {
+                "params": [],
+                "top": top,
+                "lr": top,
+                "weight_decay": optimiser.weight_decay if kernel else 0.0,
+                "matrices": matrices,
+            }
+            groups.setdefault((kernel, matrices, level), fresh)["params"].append((name, parameter))
+    return list(groups.values())
+
+
+def height(model: Model, name: str) -> int:
+    """Layers from a parameter up to the head: 0 for the head, 1 for the last block, most for embedding and positions.
+
+    The blocks of a BiT ResNet are its units; a hybrid's convolutions belong to its embedding.
+    """
+    place = name.split(".")
+    units = (model.config.depth,) if isinstance(model, ViT) else model.config.conv.units
+    if place[0] in BOTTOM:
+        return sum(units) + 1
+    if place[0] == "blocks":
+        return sum(units) - int(place[1])
+    if place[0] == "stages":
+        return sum(units[int(place[1]) :]) - int(place[3])
+    return 0
+
+
+def set_lr(optimizer: Optimizer, share: float) -> None:
+    """Set every group's learning rate to this share of its top."""
+    for group in optimizer.param_groups:
+        group["lr"] = share * group["top"]
+
+
+@torch.no_grad()
+def clip(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
+    """The norm of all gradients together, which are then scaled down to `limit` where it is above.
+
+    It stays on the device: nothing waits for it here. Where it is not finite, neither are the gradients any more, so
+    whoever must survive that looks before the step.
+    """
+    parameters = list(parameters)
+    norm = get_total_norm(_gradients(parameters))
+    if limit is not None:
+        clip_grads_with_norm_(parameters, limit, norm)
+    return norm
+
+
+def state(optimizer: Optimizer) -> dict[str, Tensor]:
+    """What the steps so far left in the optimizer: `PARAMETER/momentum_buffer` and the like, ready for a file."""
+    return {
+        f"{name}/{kind}": value
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["param_names"], group["params"], strict=True)
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_state(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Go on from a copy of what `state` gave: the next steps are the same to the bit."""
+    fresh = optimizer.state_dict()
+    numbers = {
+        name: number
+        for group in fresh["param_groups"]
+        for name, number in zip(group["param_names"], group["params"], strict=True)
+    }
+    states: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, _, kind = key.rpartition("/")
+        if name not in numbers:
+            raise ModelError(f"the training state holds {key!r:.80}, but no such parameter is trained here")
+        states.setdefault(numbers[name], {})[kind] = tensor.clone()
+    if states and (missing := [name for name, number in numbers.items() if number not in states]):
+        raise ModelError(f"the training state lacks {missing[0]!r}, which is trained here")
+    optimizer.load_state_dict(fresh | {"state": states})
+
+
+class Muon(Optimizer):
+    """Orthogonalised momentum for groups whose `matrices` says how many lie in each parameter; AdamW where it is 0."""
+
+    def __init__(
+        self, groups: list[Group], *, momentum: float, betas: tuple[float, float], eps: float, fused: bool
+    ) -> None:
+        self.adam = AdamW(groups, betas=betas, eps=eps, fused=fused)  # it completes the groups, which both then share
+        super().__init__(groups, {"momentum": momentum})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]  # there is no closure to evaluate anything again
+        """Move every parameter that has a gradient."""
+        matrices: list[Tensor] = []
+        moved: list[Tensor] = []
+        rates: list[float] = []
+        for group in self.param_groups:
+            if group["matrices"] and (trained := _with_gradient(group["params"])):
+                _decay(trained, group["lr"] * group["weight_decay"])
+                for parameter, direction in zip(trained, self._momentum(trained, group["momentum"]), strict=True):
+                    matrices += parameter.chunk(group["matrices"])
+                    moved += direction.chunk(group["matrices"])
+                    rates += [group["lr"]] * group["matrices"]
+        for matrix, direction, lr in zip(matrices, orthogonalised(moved), rates, strict=True):
+            matrix.add_(direction, alpha=-lr * MATCHED_RMS * max(matrix.shape) ** 0.5)
+        # Loading a state makes new groups and a new state, so they are handed over in each step.
+        self.adam.state = self.state
+        self.adam.param_groups = [group for group in self.param_groups if not group["matrices"]]
+        self.adam.step()
+
+    def _momentum(self, trained: list[Tensor], momentum: float) -> Iterable[Tensor]:
+        """The direction of each parameter: the average of its gradients, leaning to the last one (Nesterov's form)."""
+        gradients = _gradients(trained)
+        for parameter in trained:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        averages = [self.state[parameter]["momentum_buffer"] for parameter in trained]
+        torch._foreach_lerp_(averages, gradients, 1 - momentum)
+        return torch._foreach_lerp(gradients, averages, momentum)
+
+
+def orthogonalised(matrices: list[Tensor]) -> list[Tensor]:
+    """Each matrix with its singular values brought near 1; those of one shape, upright or lying, in one batch."""
+    lying = [matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT for matrix in matrices]
+    results = list(lying)
+    for shape in dict.fromkeys(matrix.shape for matrix in lying):
+        places = [place for place, matrix in enumerate(lying) if matrix.shape == shape]
+        batch = newton_schulz(torch.stack([lying[place] for place in places]))
+        for place, result in zip(places, batch, strict=True):
+            results[place] = result
+    return [
+        result if result.shape == matrix.shape else result.mT for result, matrix in zip(results, matrices, strict=True)
+    ]
+
+
+def newton_schulz(matrices: Tensor) -> Tensor:
+    """(M, R, C), R <= C, to singular values near 1: those above 0.3 % of a matrix's norm lie from 0.68 to 1.21 then.
+
+    On CUDA it is bf16, for tensor cores; what that rounds away is far less than the width of the band.
+    """
+    a, b, c = COEFFICIENTS
+    x = matrices.bfloat16() if matrices.is_cuda else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value is above the norm
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT  # (M, R, R)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # a x + (b g + c g g) x
+    return x
+
+
+def _with_gradient(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter for parameter in parameters if parameter.grad is not None]
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+@torch.no_grad()
+def _decay_groups(optimizer: Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        _decay(_with_gradient(group["params"]), group["lr"] * group["decoupled"])
+
+
+def _decay(parameters: list[Tensor], rate: float) -> None:
+    if parameters and rate:
+        torch._foreach_mul_(parameters, 1 - rate)

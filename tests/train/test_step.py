@@ -1,0 +1,93 @@
+"""One step: however it is divided it is the same step, dropout depends on the step alone, and a NaN moves nothing."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import making
+from vitrail.config import Augment, Optimiser, Recipe, Schedule
+from vitrail.train.step import DivergedError, State, advance, begin
+
+RECIPE = Recipe(
+    model="ti8",
+    batch=8,
+    epochs=1,
+    optimiser=Optimiser(lr=1e-2, clip=1.0),
+    schedule=Schedule(decay="constant"),
+    augment=Augment(),
+    source="test",
+)
+
+
+def data(count: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 3, 32, 32, generator=generator), torch.arange(count) % 7
+
+
+def after(parts: list[tuple[Tensor, Tensor]], recipe: Recipe = RECIPE, steps: int = 1, **changes: Any) -> State:
+    model = making.vit()
+    model.regularise(dropout=recipe.dropout, stochastic_depth=recipe.stochastic_depth)
+    state = begin(model, recipe)
+    for _ in range(steps):
+        advance(state, parts, recipe, **({"size": 8, "steps": 10, "seed": 0} | changes))
+    return state
+
+
+def weights(state: State) -> list[Tensor]:
+    return [parameter.detach() for parameter in state.model.parameters()]
+
+
+@pytest.mark.parametrize("cut", [(8,), (4, 4), (2, 2, 2, 2), (1, 7), (3, 0, 5)])
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+def test_micro_batches_make_one_batch(cut: tuple[int, ...], loss: Any) -> None:
+    """Gradients of any division agree with the whole's to 1e-6; SGD, which shows gradients as they are."""
+    images, targets = data()
+    recipe = dataclasses.replace(RECIPE, loss=loss, optimiser=Optimiser(kind="sgd", lr=0.1))
+    whole = weights(after([(images, targets)], recipe))
+    parts = list(zip(images.split(list(cut)), targets.split(list(cut)), strict=True))
+    for one, two in zip(whole, weights(after(parts, recipe)), strict=True):
+        assert torch.allclose(one, two, atol=1e-6, rtol=0)
+
+
+def test_dropout_depends_on_seed_and_step_and_on_nothing_left_over() -> None:
+    images, targets = data()
+    recipe = dataclasses.replace(RECIPE, dropout=0.3, stochastic_depth=0.3)
+    torch.manual_seed(1)
+    one = weights(after([(images, targets)], recipe, steps=3))
+    torch.manual_seed(99)
+    torch.rand(1000)
+    two = weights(after([(images, targets)], recipe, steps=3))
+    other = weights(after([(images, targets)], recipe, steps=3, seed=1))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_number_that_is_none_stops_before_anything_moves(bad: float) -> None:
+    images, targets = data()
+    images[3, 0, 0, 0] = bad
+    state = begin(making.vit(), RECIPE)
+    before = [tensor.clone() for tensor in weights(state)]
+    with pytest.raises(DivergedError, match="step 0: the loss is nan") as caught:
+        advance(state, [(images, targets)], RECIPE, size=8, steps=10, seed=0)
+    assert caught.value.exit_code == 6
+    assert state.step == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(state), strict=True))
+
+
+def test_the_learning_rate_is_the_schedules() -> None:
+    recipe = dataclasses.replace(RECIPE, schedule=Schedule(decay="linear", warmup=2))
+    state = begin(making.vit(), recipe)
+    rates = [advance(state, [data()], recipe, size=8, steps=6, seed=0).lr for _ in range(6)]
+    assert rates == pytest.approx([0, 0.005, 0.01, 0.0075, 0.005, 0.0025])
+
+
+def test_the_average_follows() -> None:
+    recipe = dataclasses.replace(RECIPE, ema=0.5)
+    state = after([data()], recipe, steps=2)
+    assert state.average is not None
+    moved = [not torch.equal(state.average.tensors[name], value) for name, value in state.model.named_parameters()]
+    assert any(moved)
