@@ -86,6 +86,11 @@ def test_the_command_trains_and_a_dry_run_does_not(
     assert code == 0
     assert "of 179 images right (runs/train/weights/best.safetensors)" in out
     assert "epoch 1: loss" in err
+    code, _, err = vitrail("train", "vit-b16-i21k", "--data", "digits", "--dry-run", capsys=capsys)
+    assert code == 2
+    assert "a warm-up of 10000 steps and a cooldown of 0 do not fit into 32 steps; shorten them (--warmup)" in err
+    code, out, _ = vitrail("train", "vit-b16-i21k", "--data", "digits", "--dry-run", "--warmup", "3", capsys=capsys)
+    assert json.loads(out)["recipe"]["schedule"]["warmup"] == 3
     code, _, err = vitrail("train", "digit", "--data", "digits", capsys=capsys)
     assert code == 2
     assert "did you mean digits?" in err

@@ -23,6 +23,7 @@ def main(
     epochs: Annotated[float | None, tyro.conf.arg(metavar="N")] = None,
     batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     lr: Annotated[float | None, tyro.conf.arg(metavar="RATE")] = None,
+    warmup: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None,
     seed: int = 0,
     device: str | None = None,
     workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
@@ -39,6 +40,7 @@ def main(
         epochs: Passes over the training images, in place of the recipe's.
         batch: Images in a step, in place of the recipe's.
         lr: Learning rate at its top, in place of the recipe's.
+        warmup: Steps until it is there, in place of the recipe's; a run made shorter has a shorter one of its own.
         seed: Of weights, order, augmentation and dropout.
         device: cpu, cuda or mps; the best there is unless told otherwise.
         workers: Processes that prepare images; one for each core but one unless told otherwise.
@@ -51,7 +53,7 @@ def main(
     from vitrail.model import device as devices
     from vitrail.train.run import Task, described
 
-    chosen = changed(recipes.named(recipe), epochs=epochs, batch=batch, lr=lr)
+    chosen = changed(recipes.named(recipe), epochs=epochs, batch=batch, lr=lr, warmup=warmup)
     dataset = open_data(data)
     task = Task(
         recipe=chosen,
@@ -75,14 +77,15 @@ def main(
     print(f"{split}: {result.top1:.1%} of {result.images:,} images right ({folder / 'weights' / 'best.safetensors'})")
 
 
-def changed(recipe: Recipe, *, epochs: float | None, batch: int | None, lr: float | None) -> Recipe:
+def changed(recipe: Recipe, *, epochs: float | None, batch: int | None, lr: float | None, warmup: int | None) -> Recipe:
     """The recipe with what was given in its place; a shorter run has a shorter warm-up."""
     given: dict[str, Any] = {name: value for name, value in (("epochs", epochs), ("batch", batch)) if value is not None}
     if lr is not None:
         given["optimiser"] = dataclasses.replace(recipe.optimiser, lr=lr)
     new = dataclasses.replace(recipe, **given)
     length = min(1.0, new.epochs / new.batch * recipe.batch / recipe.epochs)
-    warmup = round(recipe.schedule.warmup * length)
+    if warmup is None:
+        warmup = round(recipe.schedule.warmup * length)
     return dataclasses.replace(new, schedule=dataclasses.replace(recipe.schedule, warmup=warmup))
 
 

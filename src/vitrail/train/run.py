@@ -25,7 +25,7 @@ from vitrail.errors import DataError, UsageError
 from vitrail.evaluate.classify import Counts, classify
 from vitrail.model.build import Model
 from vitrail.model.vit import ViT
-from vitrail.train import loop
+from vitrail.train import loop, schedule
 from vitrail.train.loop import Moment
 from vitrail.train.step import State, begin
 from vitrail.weights.load import load, save
@@ -66,6 +66,7 @@ class Task:
         empty = [name for name, count in zip(self.dataset.classes, self.counts, strict=True) if not count]
         if empty:
             raise DataError(f"{len(empty)} classes have no training image, such as {empty[0]}: add some or remove them")
+        schedule.share(self.recipe.schedule, 0, self.plan.steps)  # refuses a warm-up longer than the run
 
     @property
     def counts(self) -> list[int]:
