@@ -19,7 +19,8 @@ def share(schedule: Schedule, step: int, steps: int) -> float:
     warmup, cooldown = schedule.warmup, schedule.cooldown
     if warmup + cooldown > steps:
         raise UsageError(
-            f"a warm-up of {warmup} steps and a cooldown of {cooldown} do not fit into {steps} steps; shorten them (--warmup)"
+            f"a warm-up of {warmup} steps and a cooldown of {cooldown} do not fit into {steps} steps;"
+            " shorten them (--warmup)"
         )
     if step < warmup:
         return step / warmup
