@@ -51,13 +51,13 @@ def test_check_names_each_bad_file_with_its_reason_and_ends_with_3(tmp_path: Pat
         "cut.jpg": "truncated",
         "empty.jpg": "no image of a known kind",
         "page.jpg": "no image of a known kind",
-        "bomb.png": "400000000",
+        "bomb.png": "too many pixels: at most 89478485",
     }
     for name, reason in reasons.items():
         line = next(line for line in out.splitlines() if name in line)
         assert reason in line.replace(",", ""), line
     assert "4 images of ./set are bad" in err
-    assert "--skip-bad" in err
+    assert "--leave-out data_report.json" in err
     report = json.loads((tmp_path / "data_report.json").read_text())
     assert {Path(row["name"]).name for row in report["bad"]} == set(reasons)
     assert report["decoded"] == 36 + 4

@@ -73,7 +73,7 @@ def test_images_alone_have_no_labels(tmp_path: Path) -> None:
     [
         ("l.csv", "name,label\na,b\n", "columns label, name; one must be named path"),
         ("l.csv", "path,label\n", "lists no image"),
-        ("l.csv", "path,label\na.jpg,x\nb.jpg,\n", "line 3: label is ''"),
+        ("l.csv", "path,label\na.jpg,x\nb.jpg,\n", "line 3: label is ''; it must be one name"),
         ("l.csv", "path,label\n,x\n", "line 2 has no path"),
         ("l.csv", "path,label,split\na.jpg,x,somewhere\n", "line 2: split is 'somewhere'"),
         ("l.csv", "path,label,split\na.jpg,x,train\nb.jpg,x,\n", "has no split, while others"),

@@ -203,13 +203,18 @@ def test_what_a_report_says_is_left_out(tmp_path: Path) -> None:
     dataset = open_folder(folder(tmp_path / "set", "train", "val", each=3))
     report = tmp_path / "data_report.json"
     unwanted = [{"split": "train", "name": "train/rose/1.jpg"}, {"split": "val", "name": "val/tulip/0.jpg"}]
-    report.write_text(json.dumps({"leave_out": unwanted}))
-    left = names(less(dataset, to_leave_out(report)))
+    report.write_text(json.dumps({"data": dataset.name, "leave_out": unwanted}))
+    left = names(less(dataset, to_leave_out(report, dataset)))
     assert "train/rose/1.jpg" not in left["train"]
     assert (len(left["train"]), len(left["val"])) == (5, 5)
     report.write_text("{}")
     with pytest.raises(DataError, match=r"no data_report.json"):
-        to_leave_out(report)
+        to_leave_out(report, dataset)
+    report.write_text(json.dumps({"data": "/another", "leave_out": []}))
+    with pytest.raises(UsageError, match="is the report of /another"):
+        to_leave_out(report, dataset)
+    with pytest.raises(UsageError, match="which would then hold itself"):
+        pack(dataset, tmp_path / "set" / "out")
     every = {(key, name) for key, part in names(dataset).items() for name in part}
     with pytest.raises(DataError, match="nothing is left"):
         less(dataset, every)

@@ -96,6 +96,34 @@ def test_the_command_trains_and_a_dry_run_does_not(
     assert "did you mean digits?" in err
 
 
+def test_a_bad_image_ends_a_run_with_advice_and_without_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    root = folder(tmp_path / "set", "train", "val", each=3)
+    (root / "train" / "rose" / "1.jpg").write_bytes(b"<html>")
+    arguments = (
+        "train",
+        "digits",
+        "--data",
+        "./set",
+        "--batch",
+        "4",
+        "--epochs",
+        "2",
+        "--workers",
+        "0",
+        "--device",
+        "cpu",
+    )
+    arguments = (*arguments, "--warmup", "1")
+    code, _, err = vitrail(*arguments, capsys=capsys)
+    assert code == 3
+    assert "train/rose/1.jpg is no image" in err
+    assert "vitrail data check ./set" in err
+    assert not (tmp_path / "runs" / "train").exists()
+
+
 def test_a_learning_rate_that_diverges_ends_with_6(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

@@ -9,7 +9,7 @@ import tyro
 from vitrail import recipes
 from vitrail.cli import show
 from vitrail.config import Recipe
-from vitrail.errors import UsageError
+from vitrail.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from vitrail.evaluate.classify import Counts
@@ -69,7 +69,12 @@ def main(
         show.as_json(described(task))
         return
     folder = out or next_folder("train")
-    result = trained(task, folder)
+    try:
+        result = trained(task, folder)
+    except DataError as error:
+        raise DataError(
+            f"{error}. `vitrail data check {data}` names every bad image, and how to leave them out"
+        ) from error
     if json:
         show.as_json({"folder": str(folder), "images": result.images, "right": result.right, "top1": result.top1})
         return

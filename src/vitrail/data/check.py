@@ -16,7 +16,7 @@ from vitrail.data import duplicates
 from vitrail.data.dataset import SPLITS, Dataset
 from vitrail.data.decode import FORMATS
 from vitrail.data.examine import BAD, DECODED, HEADER, Examined
-from vitrail.errors import DataError
+from vitrail.errors import DataError, UsageError
 
 VERSION = 1
 
@@ -197,10 +197,14 @@ def _against(seen: Examined, other: Examined) -> dict[str, Any]:
     }
 
 
-def to_leave_out(path: Path) -> frozenset[tuple[str, str]]:
-    """The images that a data_report.json says a set is better without: the split and the name of each."""
+def to_leave_out(path: Path, dataset: Dataset) -> frozenset[tuple[str, str]]:
+    """The images that a set's data_report.json says it is better without: the split and the name of each."""
     try:
         report = json.loads(path.read_text())
-        return frozenset((str(row["split"]), str(row["name"])) for row in report["leave_out"])
+        named = str(report["data"])
+        found = frozenset((str(row["split"]), str(row["name"])) for row in report["leave_out"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is no data_report.json ({error}): vitrail data check DATA writes one") from error
+    if named != dataset.name:
+        raise UsageError(f"{path} is the report of {named}, not of {dataset.name}: vitrail data check writes its own")
+    return found

@@ -100,7 +100,7 @@ def _named(name: str) -> Iterator[None]:
     try:
         yield
     except Image.DecompressionBombError as error:
-        raise DataError(f"{name} is too large: {error}") from error
+        raise DataError(f"{name} has too many pixels: at most {PIXEL_LIMIT:,} are decoded") from error
     except UnidentifiedImageError as error:
         raise DataError(f"{name} is no image of a known kind ({', '.join(FORMATS)})") from error
     except FileNotFoundError as error:

@@ -20,7 +20,7 @@ from PIL import Image
 
 from vitrail.data import draws, duplicates, index, table, workers
 from vitrail.data.dataset import Dataset, Split
-from vitrail.data.decode import DAMAGE, FORMATS, decode
+from vitrail.data.decode import DAMAGE, FORMATS, PIXEL_LIMIT, decode
 from vitrail.data.folder import Files
 from vitrail.data.order import permuted
 from vitrail.data.shards import Shards
@@ -208,7 +208,7 @@ def _look_at_header(source: Path | bytes | Image.Image, name: str, facts: Any) -
         decode(source, name=name)  # which says what is wrong, in the words of every command
         raise DataError(f"{name} cannot be opened") from None
     except Image.DecompressionBombError as error:
-        raise DataError(f"{name} is too large: {error}") from error
+        raise DataError(f"{name} has too many pixels: at most {PIXEL_LIMIT:,} are decoded") from error
 
 
 def _look_at_pixels(source: Path | bytes | Image.Image, name: str, found: _Found, place: int) -> None:

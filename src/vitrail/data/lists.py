@@ -67,7 +67,8 @@ def _columns(path: Path, share: float) -> tuple[Mapping[str, Array], dict[str, A
     strata = np.zeros_like(first) if several else first
     split = holdout.completed(given, strata, files.__getitem__, identity=str(path), share=share)
     columns["split"] = split.column
-    return columns, {"classes": classes, "made_up": split.made_up, "notes": split.notes}
+    notes = split.notes if classes else (*split.notes, "no label or labels is given: the images have no labels")
+    return columns, {"classes": classes, "made_up": split.made_up, "notes": notes}
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -135,7 +136,7 @@ def _labels(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
         if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
             return (str(value).strip(),)
         if key in row:
-            raise DataError(f"{where}: {key} is {value!r:.80}; every image needs a label")
+            raise DataError(f"{where}: {key} is {value!r:.80}; it must be one name (several stand under labels)")
     return ()
 
 

@@ -50,6 +50,8 @@ def pack(dataset: Dataset, out: Path, *, progress: Progress = workers.silent) ->
     """
     if out.exists() or out.is_symlink():
         raise UsageError(f"{out} exists already; choose another name, or remove it first")
+    if Path(dataset.name) in out.resolve().parents:
+        raise UsageError(f"{out} lies inside {dataset.name}, which would then hold itself; choose a place beside it")
     gathering = out.with_name(f"{out.name}.packing")
     jobs = list(_jobs(dataset, gathering))
     if not jobs:

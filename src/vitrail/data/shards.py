@@ -205,7 +205,7 @@ def open_set(folder: Path, *, share: float = 0.1) -> Dataset:
             raise DataError(f"{path} is missing or has not the {size:,} bytes it was packed with; pack or get it again")
     split = _completed(folder, rows, share)
     return Dataset(
-        name=str(folder),
+        name=str(folder.resolve()),
         classes=classes,
         splits=from_column(Shards(folder, tuple(files), rows), column if split is None else split["split"]),
         made_up=() if split is None else tuple(split.facts["made_up"]),

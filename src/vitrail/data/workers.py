@@ -1,12 +1,14 @@
 """Work shared among processes, and what became of each part of it."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from typing import TypeVar
 
 Progress = Callable[[int, int], None]
@@ -36,7 +38,8 @@ def finished(
         return
     alone: list[Item] = []
     with _pool(workers or available()) as pool:
-        futures = {pool.submit(function, item): item for item in items}
+        with _ctrl_c_later():
+            futures = {pool.submit(function, item): item for item in items}  # which starts the processes
         try:
             for future in as_completed(list(futures)):
                 item, error = futures.pop(future), future.exception()
@@ -65,9 +68,25 @@ def _pool(workers: int) -> ProcessPoolExecutor:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vitrail.data.examine", "vitrail.data.pack"])
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
+    resource_tracker.ensure_running()  # by itself: it would undo what follows
+    with _ctrl_c_later():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         forkserver.ensure_running()
-    finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return ProcessPoolExecutor(workers, mp_context=context)
+
+
+@contextlib.contextmanager
+def _ctrl_c_later() -> Iterator[None]:
+    """What cannot be stopped in the middle: Ctrl-C takes effect at its end."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt

@@ -10,6 +10,7 @@ import csv
 import dataclasses
 import json
 import platform
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -160,7 +161,12 @@ def run(
         book.enter(found)
         after_epoch(found)
 
-    loop.run(state, task.training, task.plan, task.recipe, workers=task.workers, after_step=stepped)
+    try:
+        loop.run(state, task.training, task.plan, task.recipe, workers=task.workers, after_step=stepped)
+    except BaseException:
+        if best is None:  # nothing was learned yet that could be lost, and the name is free again
+            shutil.rmtree(folder)
+        raise
     return _finish(task, folder, book)
 
 

@@ -28,7 +28,7 @@ def main(
 
     Args:
         data: A folder, a .csv or .jsonl, shards, a set that was got, or hf:ORG/NAME.
-        against: A set whose validation and test images should not occur in this one.
+        against: A set whose validation and test images should not occur in this one; without such, all of its images.
         skip_bad: End with exit code 0 although some images are bad.
         out: Where the report goes; an earlier one is replaced.
         json: Print the report as JSON.
@@ -57,8 +57,8 @@ def main(
         fresh.write_text(json_module.dumps(report, indent=1))
     if report["bad"] and not skip_bad:
         raise DataError(
-            f"{len(report['bad']):,} images of {data} are bad, named above and in {out}."
-            " Repair or remove them, or go on without them: --skip-bad"
+            f"{len(report['bad']):,} images of {data} are bad, named in {out}. Repair, remove or leave them out:"
+            f" vitrail data pack {data} OUT --leave-out {out} (--skip-bad ends this command with 0 all the same)"
         )
 
 
@@ -90,9 +90,9 @@ def _classes(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     split = "train" if "train" in report["images"] else next(iter(report["images"]))
     by_size = sorted(classes, key=lambda row: row[split])
     least, most = by_size[0], by_size[-1]
-    kind = "an image may have several" if report["several_labels"] else f"{split}"
+    kind = ", of which an image may have several" if report["several_labels"] else ""
     span = f"{least[split]:,} ({least['name']}) to {most[split]:,} ({most['name']})"
-    yield "classes", f"{show.count(len(classes))}; images in a class of {kind}: {span}"
+    yield "classes", f"{show.count(len(classes))}{kind}; images in a class of {split}: {span}"
     empty = [row["name"] for row in classes if not row[split]]
     if empty:
         yield "warning", f"{len(empty)} classes have no image in {split}: {', '.join(empty[:5])}"

@@ -1,11 +1,15 @@
 """`vitrail data pack DATA OUT`: tar shards with an index."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from vitrail.cli import show
+
+if TYPE_CHECKING:
+    from vitrail.data.dataset import Dataset
 
 
 def main(
@@ -35,9 +39,15 @@ def main(
         show.note(f"note: {note}")
     before = sum(map(len, dataset.splits.values()))
     if leave_out is not None:
-        dataset = less(dataset, to_leave_out(leave_out))
-    with show.progress("writing shards") as progress:
-        pack(dataset, out, progress=progress)
+        dataset = less(dataset, to_leave_out(leave_out, dataset))
+        for sentence in _emptied(dataset):
+            show.note(f"warning: {sentence}")
+    try:
+        with show.progress("writing shards") as progress:
+            pack(dataset, out, progress=progress)
+    except KeyboardInterrupt:
+        show.note("the same command goes on where this one stopped")
+        raise
     images = {name: len(split) for name, split in dataset.splits.items()}
     written = sum(path.stat().st_size for path in out.glob("*.tar"))
     left = before - sum(images.values())
@@ -48,3 +58,12 @@ def main(
     if leave_out is not None:
         rows.append(("left out", show.count(left)))
     show.table([*rows, ("written", f"{out} ({len(list(out.glob('*.tar')))} shards, {show.size(written)})")])
+
+
+def _emptied(dataset: "Dataset") -> Iterator[str]:
+    """The splits in which a class has no image any more."""
+    for name, split in dataset.splits.items():
+        counts = split.counts(len(dataset.classes))
+        empty = [label for label, count in zip(dataset.classes, counts, strict=True) if not count]
+        if empty:
+            yield f"{name} has no image of {', '.join(empty[:5])}{' ...' if len(empty) > 5 else ''}"
