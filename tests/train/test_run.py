@@ -116,8 +116,7 @@ def test_a_bad_image_ends_a_run_with_advice_and_without_a_folder(
         "--device",
         "cpu",
     )
-    arguments = (*arguments, "--warmup", "1")
-    code, _, err = vitrail(*arguments, capsys=capsys)
+    code, _, err = vitrail(*arguments, "--warmup", "1", capsys=capsys)
     assert code == 3
     assert "train/rose/1.jpg is no image" in err
     assert "vitrail data check ./set" in err
