@@ -53,4 +53,3 @@ def test_the_table_holds_every_row_and_nothing_unnamed() -> None:
 def test_every_recipe_names_a_model_that_can_be_built(name: str) -> None:
     recipe = RECIPES[name]
     presets.config(recipe.model, image_size=(recipe.image_size, recipe.image_size), **recipe.settings)
-    assert recipe.steps(1_281_167) > 0

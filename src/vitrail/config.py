@@ -343,10 +343,6 @@ class Recipe:
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be from 0 to below 1")
 
-    def steps(self, images: int) -> int:
-        """Steps of a run over so many training images; the last may be short."""
-        return max(1, math.ceil(images * self.epochs / self.batch))
-
 
 def grid_for(image_size: tuple[int, int], patch: int) -> tuple[int, int]:
     """Patches down and across an image, or an error that names the sizes that fit."""

@@ -40,6 +40,7 @@ def test_a_run_leaves_its_story_and_its_weights(tmp_path: Path) -> None:
     assert [float(row["epoch"]) for row in rows] == pytest.approx([1.0007, 2.0], abs=0.05)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["steps"] == 45
+    assert "Pillow" in config["jpeg_decoder"]
     assert config["recipe"]["optimiser"]["kind"] == "muon"
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["epoch", "epoch", "end"]

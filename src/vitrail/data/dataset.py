@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,7 +105,6 @@ class Dataset:
     """Splits that the set does not have itself: they were held out of its images."""
     notes: tuple[str, ...] = ()
     """What was taken for granted or left out, for the user to read."""
-    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def several(self) -> bool:

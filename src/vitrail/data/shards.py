@@ -210,7 +210,6 @@ def open_set(folder: Path, *, share: float = 0.1) -> Dataset:
         splits=from_column(Shards(folder, tuple(files), rows), column if split is None else split["split"]),
         made_up=() if split is None else tuple(split.facts["made_up"]),
         notes=() if split is None else tuple(split.facts["notes"]),
-        facts={"origin": described.get("origin"), "shards": described.get("shards")},
     )
 
 

@@ -20,6 +20,7 @@ import torch
 
 from vitrail.config import Preprocess, Recipe, sides, to_json
 from vitrail.data.dataset import Dataset
+from vitrail.data.decode import decoder
 from vitrail.data.loader import Plan, Training, evaluation_batches
 from vitrail.data.order import Order
 from vitrail.errors import DataError, UsageError
@@ -193,6 +194,7 @@ def described(task: Task) -> dict[str, Any]:
         "micro_batches": plan.micro_batches,
         "device": str(task.device),
         "threads": torch.get_num_threads(),
+        "jpeg_decoder": decoder(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
 
