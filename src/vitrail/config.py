@@ -261,6 +261,8 @@ class Optimiser:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
+    head_lr: float | None = None
+    """Of a head that begins with zeros; None for `lr`."""
     adam_lr: float | None = None
     """Of muon: the learning rate of what adam trains; None for `lr`."""
     clip: float | None = None
@@ -278,7 +280,7 @@ class Optimiser:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be from 0 to below 1")
         if not 0 <= self.weight_decay < math.inf:
             raise UsageError(f"weight_decay is {self.weight_decay}; it must be 0 or more")
-        for name in ("clip", "adam_lr"):
+        for name in ("clip", "adam_lr", "head_lr"):
             if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0, or None")
         if self.adam_lr is not None and self.kind != "muon":
@@ -309,13 +311,16 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A training run from random weights, but for its data, seed and machine."""
+    """A training run, but for its data, seed and machine."""
 
-    model: str
-    """A preset."""
+    model: str | None
+    """A preset, its weights random; None for fine-tuning, which is given a model."""
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of the preset's configuration that are otherwise, such as pool."""
-    image_size: int = 224
+    image_size: int | None = 224
+    """None for that of the model to fine-tune."""
+    resize: float | None = None
+    """The short side before the crop, in sides of the crop; None for that of the model to fine-tune."""
     batch: int = 4096
     """Images in a step, whatever the number of GPUs."""
     epochs: float
@@ -326,10 +331,18 @@ class Recipe:
     label_smoothing: float = 0.0
     head_bias: float = 0.0
     """What the head's bias begins with: log(1 / classes) and the like for sigmoid."""
+    mimetic: bool = False
+    """Whether attention begins as trained models have it (Trockman and Kolter 2023)."""
     dropout: float = 0.0
     stochastic_depth: float = 0.0
     ema: float = 0.0
     """Decay of the average of the weights that is evaluated and kept; 0 for the weights themselves."""
+    ema_warmup: bool = True
+    """Whether the average follows closely at first, as it must from random weights; the paper's does not."""
+    layers: int | None = None
+    """How many layers below the head learn; 0 for the head alone, None for all."""
+    balanced: bool = False
+    """Whether every class counts alike, however many images it has."""
     source: str
     """Where the numbers come from."""
     result: str | None = None
@@ -337,6 +350,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _check_choices(self)
+        if self.resize is not None and not 1 <= self.resize <= 4:
+            raise UsageError(f"resize is {self.resize}; it must be from 1 to 4 sides of the crop")
+        if self.layers is not None and self.layers < 0:
+            raise UsageError(f"layers is {self.layers}; it must be 0 (the head alone) or more")
         if self.batch < 1 or not 0 < self.epochs < math.inf:
             raise UsageError(f"batch is {self.batch} and epochs {self.epochs}; both must be above 0")
         for name in ("label_smoothing", "dropout", "stochastic_depth", "ema"):

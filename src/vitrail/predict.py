@@ -32,6 +32,7 @@ class Classifier:
         self.device = devices.named(device)
         self.batch_size = batch_size
         self.preprocess = preprocess
+        self.temperature = trained.temperature
         self.labels = trained.labels or tuple(f"class {index}" for index in range(trained.model.config.classes))
         model = trained.model
         if model.training or next(model.parameters()).device != self.device:
@@ -58,4 +59,5 @@ class Classifier:
         channels = self.model.config.channels
         views = [evaluation_view(decode(image, channels), self.preprocess) for image in images]
         pixels = torch.stack(views).to(self.device)  # uint8 travels, four times lighter than float32
-        return self.model(normalise(pixels, self.preprocess)).float().softmax(dim=-1).cpu()
+        logits = self.model(normalise(pixels, self.preprocess)).float()
+        return (logits / self.temperature).softmax(dim=-1).cpu()

@@ -1,10 +1,12 @@
 """Training runs by name: the paper's tables, the same authors' later recipes, and small ones for a single machine.
 
+`finetuning` makes the recipes for a model that has learned before, which depend on how many images there are.
+
 Weight decay is PyTorch's, which the learning rate multiplies: the authors' 1e-4 at a rate of 1e-3 is 0.1 here.
 """
 
 import difflib
-from typing import Any
+from typing import Any, Literal
 
 from vitrail.config import Augment, Optimiser, Recipe, Schedule
 from vitrail.errors import UsageError
@@ -146,6 +148,50 @@ RECIPES: dict[str, Recipe] = {
         result="76.5 % on ImageNet, published",
     ),
 }
+
+
+def finetuning(kind: Literal["default", "paper"], images: int, patch: int) -> Recipe:
+    """The recipe to fine-tune a model with so many training images; `patch` is the stride of its patches."""
+    return _paper_finetuning(images, patch) if kind == "paper" else _default_finetuning(images)
+
+
+def _default_finetuning(images: int) -> Recipe:
+    """What did best on splits of training images: docs/experiments/finetuning.md."""
+    batch = 64 if images < 20_000 else 256
+    steps = max(500, 20 * images // batch)
+    return Recipe(
+        model=None,
+        image_size=None,
+        batch=batch,
+        epochs=steps * batch / images,
+        optimiser=Optimiser(lr=5e-4, weight_decay=0.05, clip=1.0, layer_decay=0.75),
+        schedule=Schedule(warmup=steps // 10),
+        augment=Augment(area=(0.25, 1.0)),
+        label_smoothing=0.1,
+        source="vitrail",
+    )
+
+
+def _paper_finetuning(images: int, patch: int) -> Recipe:
+    """SGD, batch 512, 384 pixels; steps by the size of the set, as for the paper's own sets.
+
+    The paper chose the rate from a grid for each set; these are the authors' later choices for sets of such sizes.
+    """
+    small, large = images < 20_000, images >= 500_000
+    steps, warmup = (500, 100) if small else (20_000, 500) if large else (10_000, 500)
+    return Recipe(
+        model=None,
+        image_size=round(384 / patch) * patch,
+        resize=None if large else 7 / 6,
+        batch=512,
+        epochs=steps * 512 / images,
+        optimiser=Optimiser(kind="sgd", lr=0.03 if large else 0.003, momentum=0.9, clip=1.0),
+        schedule=Schedule(warmup=warmup),
+        augment=Augment(crop="inception" if large else "window"),
+        ema=0.9999 if large else 0.0,
+        ema_warmup=False,
+        source="Dosovitskiy et al. 2021, table 4",
+    )
 
 
 def named(name: str) -> Recipe:

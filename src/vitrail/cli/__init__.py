@@ -24,6 +24,7 @@ VERBS = {
     "data pack": "write a set as tar shards with an index",
     "data remove": "delete a set that was got",
     "demo": "let a small model learn to read digits, here and now",
+    "finetune": "fit a model that has learned before to images of your own",
     "info": "show what a model is, costs, expects and where it came from",
     "list": "show the presets and the formats, or the recipes",
     "push": "upload a model to the Hugging Face Hub, with its card",

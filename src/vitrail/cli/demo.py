@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vitrail import recipes
-from vitrail.cli import show
-from vitrail.cli.train import next_folder, trained
+from vitrail.cli import runs, show
 
 if TYPE_CHECKING:
     from vitrail.data.dataset import Dataset
@@ -22,16 +21,17 @@ def main(out: Path | None = None, json: bool = False) -> None:
     import torch
 
     from vitrail.data.sources import open_data
-    from vitrail.train.run import Task
+    from vitrail.train.task import Task
 
     dataset = open_data("digits")
-    folder = out or next_folder("demo")
+    folder = out or runs.next_folder("demo")
     recipe = recipes.named("digits")
     show.note(f"training {recipe.model} on {len(dataset.splits['train']):,} digits for {recipe.epochs} epochs")
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a model gains nothing by a second thread, and loses much on a busy machine
     try:
-        result = trained(Task(recipe=recipe, dataset=dataset, device=torch.device("cpu")), folder)
+        task = Task(recipe=recipe, dataset=dataset, device=torch.device("cpu"))
+        result = runs.trained(task, folder, data="digits").counts
     finally:
         torch.set_num_threads(before)
     nearest = _nearest_neighbour(dataset)
@@ -64,7 +64,7 @@ def _nearest_neighbour(dataset: "Dataset") -> int:
 
     from vitrail.data.loader import resident
 
-    train, labels = resident(dataset.splits["train"], channels=1, classes=10, device="cpu")
-    test, truth = resident(dataset.splits["test"], channels=1, classes=10, device="cpu")
+    splits = (resident(dataset.splits[name], channels=1, classes=10, device="cpu") for name in ("train", "test"))
+    (train, labels), (test, truth) = (found for found in splits if found is not None)
     nearest = torch.cdist(test.flatten(1).float(), train.flatten(1).float()).argmin(dim=1)
     return int((labels[nearest] == truth).sum())

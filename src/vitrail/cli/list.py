@@ -43,7 +43,7 @@ def _recipes(json: bool) -> None:
     rows = [
         (
             name,
-            recipe.model,
+            recipe.model or "",
             f"{recipe.epochs:g}",
             show.count(recipe.batch),
             f"{recipe.optimiser.kind} {recipe.optimiser.lr:g}",

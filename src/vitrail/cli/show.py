@@ -37,8 +37,11 @@ def note(sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(what: str, *, of_bytes: bool = False) -> Iterator[Callable[[int, int], None]]:
-    """A function to call with how much is done and of how much: a bar on a terminal, now and then a line elsewhere."""
+def progress(what: str, *, of_bytes: bool = False) -> Iterator[Callable[..., None]]:
+    """A function to call with how much is done, of how much, and what else there is to say (optional).
+
+    It shows a bar on a terminal, and elsewhere now and then a line.
+    """
     if not sys.stderr.isatty():
         yield _lines(what)
         return
@@ -46,20 +49,31 @@ def progress(what: str, *, of_bytes: bool = False) -> Iterator[Callable[[int, in
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     amount = DownloadColumn() if of_bytes else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        amount,
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[words]}"),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total or None)
+        task = bar.add_task(what, total=None, words="")
+
+        def tell(done: int, total: int, words: str = "") -> None:
+            bar.update(task, completed=done, total=total or None, words=words)
+
+        yield tell
 
 
-def _lines(what: str) -> Callable[[int, int], None]:
+def _lines(what: str) -> Callable[..., None]:
     last = time.monotonic()
 
-    def tell(done: int, total: int) -> None:
+    def tell(done: int, total: int, words: str = "") -> None:
         nonlocal last
         if time.monotonic() - last > _LINE_EVERY:
             last = time.monotonic()
-            note(f"{what}: {done:,} of {total:,}" if total else f"{what}: {done:,}")
+            so_far = f"{what}: {done:,} of {total:,}" if total else f"{what}: {done:,}"
+            note(f"{so_far}, {words}" if words else so_far)
 
     return tell
 

@@ -82,6 +82,12 @@ class Split:
         steps = np.searchsorted(column, np.arange(int(column[-1]) + 2))
         return tuple(np.diff(steps).tolist())
 
+    def joined(self, other: "Split") -> "Split":
+        """The images of both, in the order of their store."""
+        if self.store is not other.store:
+            raise DataError("the splits lie in two stores and cannot be joined")
+        return Split(self.store, np.sort(np.concatenate([np.asarray(self.rows), np.asarray(other.rows)])))
+
     def without(self, indices: Sequence[int]) -> "Split":
         """The split less some of its images."""
         return Split(self.store, np.delete(np.asarray(self.rows), list(indices)))

@@ -8,7 +8,8 @@ micro-batches and the step at which a run goes on change no sample. torch's Data
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +31,10 @@ from vitrail.errors import DataError, UsageError, VitrailError
 
 Integers = NDArray[np.int64]
 _TRIES = 100
+_SMALL = 128 * 128  # pixels; larger ones are mostly photos, of all sizes
+_RESIDENT_BYTES = 4 * 2**30
+_CHUNK = 512
+_VIEW_BYTES = 2**26  # of views that are made together
 
 
 class Batch(NamedTuple):
@@ -144,34 +149,51 @@ def prepared(batch: Batch, training: Training, plan: Plan, step: int) -> tuple[T
 # --- sets that live on the device ------------------------------------------------------------------------------------
 
 
-def resident(split: Split, *, channels: int, classes: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-    """All images of a split, uint8 (n, C, H, W), and their targets, on the device; they must have one size."""
-    batch = _stacked([_decoded(split, index, channels) for index in range(len(split))], split)
-    return batch.to(device), _targets(split, np.arange(len(split)), classes).to(device)
+def resident(
+    split: Split, *, channels: int, classes: int, device: torch.device | str, workers: int = 0
+) -> tuple[Tensor, Tensor] | None:
+    """All images of a split, uint8 (n, C, H, W), and their targets, on the device; None if that is not for them.
+
+    It is for images that are small, all of one size, and no more than a few gigabytes together.
+    """
+    shape = _decoded(split, 0, channels).shape
+    if shape[1] * shape[2] > _SMALL or len(split) * shape.numel() > _RESIDENT_BYTES:
+        return None
+    pixels = torch.empty((len(split), *shape), dtype=torch.uint8)
+    line = (list(range(start, min(start + _CHUNK, len(split)))) for start in range(0, len(split), _CHUNK))
+    for batch in _loaded(partial(_whole_images, split, shape, classes), line, workers):
+        if not len(batch.pixels):
+            return None
+        pixels[batch.positions] = batch.pixels
+    return pixels.to(device), _targets(split, np.arange(len(split)), classes).to(device)
 
 
 def resident_batches(
     training: Training, plan: Plan, pixels: Tensor, targets: Tensor, *, start: int = 0
 ) -> Iterator[Batch]:
-    """`training_batches` of images that live on a device, augmented there, the whole batch at once."""
-    for step in range(start, plan.steps):
-        for part in plan.parts(step):
-            positions = training.positions(plan, step, part)
-            if not len(positions):
-                yield Batch(pixels[:0], targets[:0], torch.empty(0, dtype=torch.int64))
-                continue
-            rows = torch.from_numpy(training.order.samples(positions)).to(pixels.device, non_blocking=True)
-            draws = Draws(training.seed, positions)
-            views = batched.training_views(pixels[rows], draws, training.augment, training.preprocess)
-            yield Batch(views, targets[rows], torch.from_numpy(positions))
+    """`training_batches` of images that live on a device, augmented there, those of several batches at once.
+
+    What an operation costs the host does not depend on how many images it is for, and small batches do not fill a GPU.
+    """
+    size = training.preprocess.size
+    together = max(1, _VIEW_BYTES // (pixels.shape[1] * size[0] * size[1] * plan.batch)) * plan.micro_batches
+    parts = (training.positions(plan, step, part) for step in range(start, plan.steps) for part in plan.parts(step))
+    while some := list(itertools.islice(parts, together)):
+        positions = np.concatenate(some)
+        rows = torch.from_numpy(training.order.samples(positions)).to(pixels.device, non_blocking=True)
+        draws = Draws(training.seed, positions)
+        views = batched.training_views(pixels[rows], draws, training.augment, training.preprocess)
+        cuts = [len(part) for part in some]
+        columns = (views.split(cuts), targets[rows].split(cuts), torch.from_numpy(positions).split(cuts))
+        yield from map(Batch, *columns)
 
 
-def _stacked(images: Sequence[Tensor], split: Split) -> Tensor:
-    for index, image in enumerate(images):
-        if image.shape != images[0].shape:
-            sizes = f"{tuple(image.shape[1:])} and {split.name(0)} {tuple(images[0].shape[1:])}"
-            raise DataError(f"{split.name(index)} has {sizes} pixels; a set on the device has one size")
-    return torch.stack(list(images))
+def _whole_images(split: Split, shape: torch.Size, classes: int, indices: Integers) -> Batch:
+    """The images as they are, or none where one has another shape."""
+    images = [_decoded(split, index, shape[0]) for index in indices.tolist()]
+    alike = all(image.shape == shape for image in images)
+    pixels = torch.stack(images) if alike else torch.empty((0, *shape), dtype=torch.uint8)
+    return Batch(pixels, _targets(split, indices, classes), torch.from_numpy(indices))
 
 
 # --- what a worker does ----------------------------------------------------------------------------------------------

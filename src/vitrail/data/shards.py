@@ -12,7 +12,7 @@ import dataclasses
 import json
 import os
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -75,9 +75,9 @@ class Shards:
             self._descriptors[shard] = os.open(self.folder / self.files[shard], os.O_RDONLY | os.O_CLOEXEC)
         return self._descriptors[shard]
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit the module may be gone already
         for descriptor in getattr(self, "_descriptors", {}).values():
-            os.close(descriptor)
+            close(descriptor)
 
 
 # --- writing -------------------------------------------------------------------------------------------------------

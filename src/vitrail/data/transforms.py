@@ -1,5 +1,7 @@
 """Pixels to a model's input."""
 
+import functools
+
 import numpy as np
 import torch
 from PIL import Image
@@ -48,5 +50,12 @@ def _resized(image: Tensor, height: int, width: int, resampling: Image.Resamplin
 
 def normalise(pixels: Tensor, preprocess: Preprocess) -> Tensor:
     """uint8 (..., C, S, S) -> float32: to [0, 1], minus mean, over std."""
-    mean, std = (torch.tensor(v, device=pixels.device).reshape(-1, 1, 1) for v in (preprocess.mean, preprocess.std))
+    mean, std = (_on(pixels.device, values) for values in (preprocess.mean, preprocess.std))
     return (pixels.float() / 255 - mean) / std
+
+
+@functools.lru_cache(maxsize=64)
+def _on(device: torch.device, values: tuple[float, ...]) -> Tensor:
+    """(C, 1, 1), kept: to send it anew would make the host wait for a GPU at every batch."""
+    with torch.inference_mode(False):  # it is used in training too
+        return torch.tensor(values, device=device).reshape(-1, 1, 1)

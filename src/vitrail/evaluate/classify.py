@@ -1,11 +1,17 @@
-"""How often a model is right. Counts are summed, never averages averaged, so batches of any sizes and ranks add up."""
+"""How often a model is right. Counts are summed, never averages averaged, so batches of any sizes and ranks add up.
+
+    n images   B images of a batch   L classes
+
+Where images may have several labels, an answer is right if it is one of them, and images without a label do not count.
+"""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Self
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from vitrail.config import Preprocess
 from vitrail.data.loader import Batch
@@ -16,15 +22,15 @@ from vitrail.model.build import Model
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Sums over labelled images, each of one class."""
+    """Sums over labelled images."""
 
     images: int
     right: int
     right_in_five: int
     loss: float
-    """Minus the log probability of the true class, summed."""
+    """Minus the log probability of the true class, summed; of several labels, of each class's yes or no."""
     confusion: Tensor
-    """int64 (L, L): rows are true classes, columns what the model said."""
+    """int64 (L, L): rows are true classes, columns what the model said; zeros where images have several labels."""
 
     def __add__(self, other: Self) -> "Counts":
         return Counts(
@@ -46,41 +52,96 @@ class Counts:
         return self.right_in_five / self.images
 
     @property
+    def macro(self) -> float:
+        """The share that is right of each class, averaged over the classes that have images."""
+        each = self.confusion.sum(dim=1)
+        return float((self.confusion.diagonal() / each)[each > 0].mean())
+
+    @property
     def mean_loss(self) -> float:
         """The loss of an image on average."""
         return self.loss / self.images
 
 
+class Answers(NamedTuple):
+    """What a model said of each image, the likeliest five first, and how wrong it was."""
+
+    classes: Tensor  # int64 (n, 5)
+    probabilities: Tensor  # float32 (n, 5)
+    losses: Tensor  # float32 (n,)
+    right: Tensor  # bool (n,)
+    images: Tensor  # int64 (n,): which of the split's images
+
+
 def count(logits: Tensor, targets: Tensor) -> Counts:
-    """The counts of one batch: logits (B, L), classes (B,)."""
-    logits, classes = logits.float(), logits.shape[1]
-    five = logits.topk(min(5, classes), dim=1).indices  # (B, 5)
-    said = five[:, 0]
-    confusion = torch.bincount(targets * classes + said, minlength=classes * classes).reshape(classes, classes)
-    loss = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
-    return Counts(
-        len(targets),
-        int((said == targets).sum()),
-        int((five == targets[:, None]).any(dim=1).sum()),
-        float(loss),
-        confusion.cpu(),
-    )
+    """The counts of one batch: logits (B, L), classes (B,) or shares (B, L)."""
+    return _counted(logits.float(), targets, _said(logits.float(), targets, 1.0))
+
+
+def _counted(logits: Tensor, targets: Tensor, said: Answers) -> Counts:
+    classes = logits.shape[1]
+    if targets.ndim == 1:
+        pairs = targets * classes + said.classes[:, 0]
+        confusion = torch.bincount(pairs, minlength=classes * classes).reshape(classes, classes)
+        five = said.classes == targets[:, None]
+    else:
+        confusion = torch.zeros(classes, classes, dtype=torch.int64)
+        five = targets.gather(1, said.classes) > 0
+    in_five = int(five.any(dim=1).sum())
+    return Counts(len(targets), int(said.right.sum()), in_five, float(said.losses.sum()), confusion.cpu())
+
+
+def _said(logits: Tensor, targets: Tensor, temperature: float) -> Answers:
+    if targets.ndim == 1:
+        probabilities = (logits / temperature).softmax(dim=1)
+        losses = F.cross_entropy(logits, targets, reduction="none")
+    else:
+        probabilities = (logits / temperature).sigmoid()
+        losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=1)
+    best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (B, 5)
+    first = best[:, :1]
+    right = targets == first[:, 0] if targets.ndim == 1 else targets.gather(1, first)[:, 0] > 0
+    return Answers(best, probabilities.gather(1, best), losses, right, torch.arange(len(logits)))
+
+
+def classify(model: Model, batches: Iterable[Batch], preprocess: Preprocess) -> Counts:
+    """The counts of a model over labelled images; the model is left in eval mode."""
+    total: Counts | None = None
+    for logits, targets, _ in outputs(model, batches, preprocess):
+        total = count(logits, targets) if total is None else total + count(logits, targets)
+    if total is None:
+        raise DataError("there is no labelled image to evaluate on")
+    return total
+
+
+def answers(
+    model: Model, batches: Iterable[Batch], preprocess: Preprocess, *, temperature: float
+) -> tuple[Counts, Answers]:
+    """The counts of a model over labelled images, and what it said of each, on the CPU."""
+    total: Counts | None = None
+    kept: list[Answers] = []
+    for logits, targets, images in outputs(model, batches, preprocess):
+        said = _said(logits, targets, temperature)
+        counts = _counted(logits, targets, said)
+        total = counts if total is None else total + counts
+        kept.append(said._replace(images=images))
+    if total is None:
+        raise DataError("there is no labelled image to evaluate on")
+    return total, Answers(*(torch.cat(columns).cpu() for columns in zip(*kept, strict=True)))
 
 
 @torch.inference_mode()
-def classify(model: Model, batches: Iterable[Batch], preprocess: Preprocess) -> Counts:
-    """The counts of a model over labelled images; the model is left in eval mode."""
+def outputs(model: Model, batches: Iterable[Batch], preprocess: Preprocess) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Logits (B, L), float32, and targets of the labelled images, on the model's device; and which images they are."""
     device = next(model.parameters()).device
     model.eval()
-    total: Counts | None = None
     for batch in batches:
-        if batch.targets.ndim != 1 or (batch.targets < 0).any():
-            raise DataError("accuracy is of images with one label each; some of these have none or several")
-        if not len(batch.targets):
+        targets = batch.targets
+        labelled = targets.sum(dim=1) > 0 if targets.ndim == 2 else targets >= 0
+        if targets.ndim == 1 and not labelled.all():
+            raise DataError("accuracy is of images with a label; some of these have none")
+        if not labelled.any():
             continue
-        logits = model(normalise(batch.pixels.to(device, non_blocking=True), preprocess))
-        counts = count(logits, batch.targets.to(device))
-        total = counts if total is None else total + counts
-    if total is None:
-        raise DataError("there is no image to evaluate on")
-    return total
+        logits = model(normalise(batch.pixels.to(device, non_blocking=True), preprocess)).float()
+        kept = labelled.to(device)
+        yield logits[kept], targets.to(device)[kept], batch.positions[labelled.to(batch.positions.device)]

@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from vitrail.model.resnet import BiT, HybridUnit, PooledHead, StandardisedConv
-from vitrail.model.vit import AttentionPool, Block, HiddenHead, LayerScale, Mlp, ViT
+from vitrail.model.vit import Attention, AttentionPool, Block, HiddenHead, LayerScale, Mlp, ViT
 
 LAYER_SCALE = 1e-5  # Touvron et al. 2021b for models of this depth; DINOv2
 
@@ -21,11 +21,16 @@ M = TypeVar("M", bound=ViT | BiT)
 
 
 @torch.no_grad()
-def initialise(model: M, generator: Generator, *, head_bias: float = 0.0) -> M:
-    """The same model with every parameter drawn from `generator`, on the CPU; -10 is the I21k recipes' head bias."""
+def initialise(model: M, generator: Generator, *, head_bias: float = 0.0, mimetic: bool = False) -> M:
+    """The same model with every parameter drawn from `generator`, on the CPU; -10 is the I21k recipes' head bias.
+
+    `mimetic` (Trockman and Kolter 2023) starts attention as trained models have it, which small sets alone teach late.
+    """
     _initialise_convolutions(model, generator)
     if isinstance(model, ViT):
         _initialise_vit(model, generator)
+        for block in model.blocks if mimetic else ():
+            _mimic(cast(Block, block).attn, generator)
     for head in (getattr(model, name, None) for name in ("head", "head_dist")):
         head = head.fc if isinstance(head, PooledHead) else head
         if isinstance(head, nn.Linear | nn.Conv2d):
@@ -79,6 +84,29 @@ def _initialise_vit(model: ViT, generator: Generator) -> None:
         _normal(parameter, deviation, generator)
     if projection.bias is not None:
         nn.init.zeros_(projection.bias)
+
+
+def _mimic(attention: Attention, generator: Generator) -> None:
+    """Tokens attend to those like themselves, and what a token is told of itself is taken away from it.
+
+    With Z normal of variance 1/D, each head's W_q W_k^T is nearest to 0.7 Z + 0.7 I, and W_v W_proj is 0.4 Z - 0.4 I.
+    """
+    width, heads = attention.config.width, attention.config.heads
+    each = width // heads
+
+    def halves(scale: float, sign: float) -> tuple[Tensor, Tensor]:
+        noise = torch.empty(width, width).normal_(0.0, width**-0.5, generator=generator)
+        left, values, right = torch.linalg.svd(scale * (noise + sign * torch.eye(width)))
+        return left * values.sqrt(), right.mT * values.sqrt()
+
+    query, key, value = attention.qkv.weight.chunk(3)
+    for head in range(heads):
+        rows = slice(head * each, (head + 1) * each)
+        left, right = halves(0.7, 1.0)
+        query[rows], key[rows] = left[:, :each].mT, right[:, :each].mT
+    left, right = halves(0.4, -1.0)
+    value.copy_(left.mT)
+    attention.proj.weight.copy_(right)
 
 
 def _kernel(layer: nn.Linear, generator: Generator, parts: int = 1) -> None:

@@ -71,11 +71,11 @@ def _raster_offsets(grid: Grid) -> Tensor:
 
 
 @functools.lru_cache(maxsize=16)
-def sincos(grid: Grid, width: int) -> Tensor:
+def sincos(grid: Grid, width: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
     """(n, D) fixed positions (Chen et al. 2021, as big_vision computes them): sin x, cos x, sin y, cos y."""
-    with torch.device("cpu"):  # whatever device is current: the result is kept for all of them
+    with torch.device("cpu"), torch.inference_mode(False):  # whatever is current: the result is kept
         rows, columns = (side.flatten() for side in torch.meshgrid(*map(torch.arange, grid), indexing="ij"))
         quarter = width // 4
         frequencies = 10_000.0 ** -(torch.arange(quarter, dtype=torch.float64) / (quarter - 1))
         x, y = (torch.outer(side.double(), frequencies) for side in (columns, rows))
-        return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1).float()
+        return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1).float().to(device, dtype)

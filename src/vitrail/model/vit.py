@@ -13,6 +13,7 @@ from itertools import repeat
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vitrail.config import ViTConfig, grid_for
 from vitrail.errors import UsageError
@@ -204,6 +205,9 @@ class ViT(nn.Module):
             self.pos_embed_y = nn.Parameter(torch.empty(tables, rows, width // 2))
             self.pos_embed_x = nn.Parameter(torch.empty(tables, columns, width // 2))
         self.pos_drop = nn.Dropout(0.0)
+        self.recompute = False
+        """Whether training computes each block again in the backward pass rather than keep what it needs."""
+        self.compiled = False
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         norm = nn.LayerNorm(width, eps=config.norm_eps)
         self.norm = norm if config.pool != "mean-norm" else nn.Identity()
@@ -227,6 +231,14 @@ class ViT(nn.Module):
             block.attn.proj_drop.p = block.mlp.drop.p = dropout
             block.drop_path = stochastic_depth * i / max(self.config.depth - 1, 1)
         return self
+
+    def compile_blocks(self) -> None:
+        """Let torch compile the blocks, in place: one after the other is compiled once, and copies are not."""
+        self.compiled = True
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            for part in (block.attn, block.mlp) if block.drop_path else (block,):
+                part.compile()
 
     def prefix_tokens(self) -> list[tuple[str, int]]:
         """Name and number of the learned tokens before the patches, in their order."""
@@ -271,7 +283,11 @@ class ViT(nn.Module):
         last = len(self.blocks) - 1
         for i, (block, position) in enumerate(zip(self.blocks, positions, strict=False)):
             x = x if position is None else x + position
-            x = block(x, grid, queries if i == last else None)
+            wanted = queries if i == last else None
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, grid, wanted, use_reentrant=False)
+            else:
+                x = block(x, grid, wanted)
         return self.norm(x)
 
     def embed(self, images: Tensor) -> tuple[Tensor, Iterator[Tensor | None], Grid]:
@@ -307,7 +323,8 @@ class ViT(nn.Module):
             y, x = y[:, :, None].expand(-1, -1, grid[1], -1), x[:, None].expand(-1, grid[0], -1, -1)
             table = torch.cat([x, y], dim=-1).flatten(1, 2)  # (tables, n, D)
         elif config.positions == "sincos-2d":
-            table = sincos(grid, config.width)[None].to(self.patch_embed.proj.weight)
+            weight = self.patch_embed.proj.weight
+            table = sincos(grid, config.width, weight.device, weight.dtype)[None]
         else:
             return None
         return F.pad(table, (0, 0, config.prefix - config.positioned_prefix, 0))

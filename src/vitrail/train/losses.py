@@ -43,6 +43,15 @@ def sigmoid_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.
     return torch.where(labelled, each, 0.0).sum()
 
 
+def offsets(counts: Tensor, loss: str) -> Tensor:
+    """(L,) float32: the logits that images a class alone explain; added in training, they leave none of it to learn.
+
+    Logit adjustment (Menon et al. 2021): the best answer of a model so trained is the best for classes of equal size.
+    """
+    share = counts / counts.sum()
+    return (share.log() if loss == "softmax" else share.logit(eps=1e-6)).float()
+
+
 def smoothed(shares: Tensor, smoothing: float) -> Tensor:
     """(B, L) float32: of each row's shares, `smoothing` spread evenly; its sum stays."""
     shares = shares.float()

@@ -31,21 +31,28 @@ MATCHED_RMS = 0.2  # Liu et al. 2025: a Muon step as large as AdamW's, so that o
 Group = dict[str, Any]
 
 
-def build(model: Model, optimiser: Optimiser) -> Optimizer:
-    """The optimizer of all parameters that are not frozen, its learning rates at their top."""
+def build(model: Model, optimiser: Optimiser, *, recorded: bool = False) -> Optimizer:
+    """The optimizer of all parameters that are not frozen, its learning rates at their top.
+
+    With `recorded` its step may become part of a CUDA graph: learning rates then lie on the device. Not for sgd.
+    """
     groups = parameter_groups(model, optimiser)
     if not groups:
         raise UsageError("every parameter is frozen; leave one to train")
-    fused = groups[0]["params"][0][1].device.type in FUSED
+    device = groups[0]["params"][0][1].device
+    fused = device.type in FUSED
     betas = (optimiser.beta1, optimiser.beta2)
+    if recorded:
+        for group in groups:
+            group["lr"] = torch.tensor(group["lr"], device=device)
     if optimiser.kind == "adam":
-        return AdamW(groups, betas=betas, eps=optimiser.eps, fused=fused)
+        return AdamW(groups, betas=betas, eps=optimiser.eps, fused=fused, capturable=recorded)
     if optimiser.kind == "muon":
         if not any(group["matrices"] for group in groups):
             raise UsageError(
                 "muon moves the matrices of a Transformer's blocks, and none is left to train; choose adam"
             )
-        return Muon(groups, momentum=optimiser.momentum, betas=betas, eps=optimiser.eps, fused=fused)
+        return Muon(groups, momentum=optimiser.momentum, betas=betas, eps=optimiser.eps, fused=fused, recorded=recorded)
     for group in groups:  # torch's SGD would add its weight decay to the gradient, and so to the momentum
         group["decoupled"] = group.pop("weight_decay")
     optimizer = SGD(groups, momentum=optimiser.momentum, fused=fused)
@@ -67,6 +74,8 @@ def parameter_groups(model: Model, optimiser: Optimiser) -> list[Group]:
             level = height(model, name) if optimiser.layer_decay != 1 else 0
             top = optimiser.lr if matrices or optimiser.adam_lr is None else optimiser.adam_lr
             top = top * optimiser.layer_decay**level
+            if optimiser.head_lr is not None and name.startswith(("head.", "head_dist.")):
+                top, level = optimiser.head_lr, -1
             fresh = {
                 "params": [],
                 "top": top,
@@ -97,7 +106,10 @@ def height(model: Model, name: str) -> int:
 def set_lr(optimizer: Optimizer, share: float) -> None:
     """Set every group's learning rate to this share of its top."""
     for group in optimizer.param_groups:
-        group["lr"] = share * group["top"]
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(share * group["top"])
+        else:
+            group["lr"] = share * group["top"]
 
 
 @torch.no_grad()
@@ -147,9 +159,17 @@ class Muon(Optimizer):
     """Orthogonalised momentum for groups whose `matrices` says how many lie in each parameter; AdamW where it is 0."""
 
     def __init__(
-        self, groups: list[Group], *, momentum: float, betas: tuple[float, float], eps: float, fused: bool
+        self,
+        groups: list[Group],
+        *,
+        momentum: float,
+        betas: tuple[float, float],
+        eps: float,
+        fused: bool,
+        recorded: bool = False,
     ) -> None:
-        self.adam = AdamW(groups, betas=betas, eps=eps, fused=fused)  # it completes the groups, which both then share
+        # it completes the groups, which both then share
+        self.adam = AdamW(groups, betas=betas, eps=eps, fused=fused, capturable=recorded)
         super().__init__(groups, {"momentum": momentum})
 
     @torch.no_grad()
@@ -157,7 +177,7 @@ class Muon(Optimizer):
         """Move every parameter that has a gradient."""
         matrices: list[Tensor] = []
         moved: list[Tensor] = []
-        rates: list[float] = []
+        rates: list[float | Tensor] = []
         for group in self.param_groups:
             if group["matrices"] and (trained := _with_gradient(group["params"])):
                 _decay(trained, group["lr"] * group["weight_decay"])
@@ -166,7 +186,11 @@ class Muon(Optimizer):
                     moved += direction.chunk(group["matrices"])
                     rates += [group["lr"]] * group["matrices"]
         for matrix, direction, lr in zip(matrices, orthogonalised(moved), rates, strict=True):
-            matrix.add_(direction, alpha=-lr * MATCHED_RMS * max(matrix.shape) ** 0.5)
+            rate = lr * MATCHED_RMS * max(matrix.shape) ** 0.5
+            if isinstance(rate, Tensor):
+                matrix.sub_(direction.float() * rate)
+            else:
+                matrix.add_(direction, alpha=-rate)
         # Loading a state makes new groups and a new state, so they are handed over in each step.
         self.adam.state = self.state
         self.adam.param_groups = [group for group in self.param_groups if not group["matrices"]]
@@ -225,6 +249,6 @@ def _decay_groups(optimizer: Optimizer, *_: object) -> None:
         _decay(_with_gradient(group["params"]), group["lr"] * group["decoupled"])
 
 
-def _decay(parameters: list[Tensor], rate: float) -> None:
-    if parameters and rate:
+def _decay(parameters: list[Tensor], rate: float | Tensor) -> None:
+    if parameters and (isinstance(rate, Tensor) or rate):
         torch._foreach_mul_(parameters, 1 - rate)

@@ -1,206 +1,262 @@
-"""A whole run in its folder: what was to be done, how it went, and the weights.
+"""A whole run in its folder: what was to be done, how it went, the weights, and what they do on images held out.
 
-    runs/NAME/  config.json  results.csv  events.jsonl  weights/best.safetensors  weights/last.safetensors
+    runs/NAME/  config.json  results.csv  events.jsonl  run.log  weights/best.safetensors  weights/last.safetensors
+                per_class.csv  predictions.csv
 
-Columns of results.csv and names of files are those people's scripts already know.
+Columns and names of files are those people's scripts already know. Drawing is left to whoever has figures.
 """
 
 import copy
 import csv
 import dataclasses
 import json
-import platform
 import shutil
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
-from vitrail.config import Preprocess, Recipe, sides, to_json
-from vitrail.data.dataset import Dataset
-from vitrail.data.decode import decoder
-from vitrail.data.loader import Plan, Training, evaluation_batches
-from vitrail.data.order import Order
-from vitrail.errors import DataError, UsageError
-from vitrail.evaluate.classify import Counts, classify
+from vitrail.data import loader
+from vitrail.data.loader import Batch
+from vitrail.errors import UsageError, VitrailError
+from vitrail.evaluate import calibrate
+from vitrail.evaluate.classify import Answers, Counts, answers, classify, outputs
 from vitrail.model.build import Model
-from vitrail.model.vit import ViT
-from vitrail.train import loop, schedule
+from vitrail.train import loop
+from vitrail.train.log import Book, Logger
 from vitrail.train.loop import Moment
-from vitrail.train.step import State, begin
+from vitrail.train.step import State, begin, precision, uncompiled
+from vitrail.train.task import Task, described
 from vitrail.weights.load import load, save
-from vitrail.weights.trained import Origin, Trained, random
+from vitrail.weights.trained import Origin, Trained
 
-COLUMNS = (
-    "epoch",
-    "time",
-    "train/loss",
-    "metrics/accuracy_top1",
-    "metrics/accuracy_top5",
-    "val/loss",
-    "lr/pg0",
-)
 _EVALUATION_BATCH = 256
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Task:
-    """What a run is: with the same versions and threads it gives the same weights."""
-
-    recipe: Recipe
-    dataset: Dataset
-    seed: int = 0
-    device: torch.device
-    workers: int = 0
-    micro_batches: int = 1
-
-    def __post_init__(self) -> None:
-        if "train" not in self.dataset.splits or "val" not in self.dataset.splits:
-            raise DataError(
-                f"{self.dataset.name} has the splits {', '.join(self.dataset.splits)}; train and val are needed"
-            )
-        if self.dataset.several:
-            raise UsageError("training with several labels an image is not there yet; give each image one")
-        if not self.dataset.classes:
-            raise DataError(f"{self.dataset.name} has no labels to learn")
-        empty = [name for name, count in zip(self.dataset.classes, self.counts, strict=True) if not count]
-        if empty:
-            raise DataError(f"{len(empty)} classes have no training image, such as {empty[0]}: add some or remove them")
-        schedule.share(self.recipe.schedule, 0, self.plan.steps)  # refuses a warm-up longer than the run
-
-    @property
-    def counts(self) -> list[int]:
-        """Training images of each class."""
-        return self.dataset.splits["train"].counts(len(self.dataset.classes)).tolist()
-
-    @property
-    def plan(self) -> Plan:
-        """Which positions are computed when."""
-        images = len(self.dataset.splits["train"])
-        total = max(1, round(images * self.recipe.epochs))
-        return Plan(batch=self.recipe.batch, total=total, micro_batches=self.micro_batches)
-
-    @property
-    def preprocess(self) -> Preprocess:
-        """The view that training's evaluation, and every later command, takes of an image."""
-        size = sides(self.recipe.image_size)
-        channels = int(self.recipe.settings.get("channels", 3))
-        whole = self.recipe.augment.crop in ("pad", "squash")  # training sees whole images, so evaluation does too
-        resize = size if whole else (round(size[0] * 8 / 7),)
-        return Preprocess(size=size, resize=resize, mean=(0.5,) * channels, std=(0.5,) * channels)
-
-    @property
-    def training(self) -> Training:
-        """What training sees."""
-        split = self.dataset.splits["train"]
-        return Training(
-            split=split,
-            order=Order(seed=self.seed, count=len(split), shards=split.shards()),
-            augment=self.recipe.augment,
-            preprocess=self.preprocess,
-            seed=self.seed,
-            classes=len(self.dataset.classes),
-        )
-
-    def model(self) -> Model:
-        """The network before its first step."""
-        recipe = self.recipe
-        made = random(
-            recipe.model,
-            image_size=recipe.image_size,
-            num_classes=len(self.dataset.classes),
-            seed=self.seed,
-            head_bias=recipe.head_bias,
-            **recipe.settings,
-        ).model
-        if isinstance(made, ViT):
-            made.regularise(dropout=recipe.dropout, stochastic_depth=recipe.stochastic_depth)
-        return made.to(self.device)
+_KEPT_VIEWS = 2**30  # bytes of evaluation images that are kept from one evaluation to the next
+_CALIBRATION = 2**27  # logits that a temperature is fitted to, at most
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluated:
-    """The state of a run after an epoch."""
+    """The state of a run after an evaluation."""
 
     moment: Moment
     train_loss: float
     val: Counts
+    images_per_second: float
+
+    def __str__(self) -> str:
+        moment = self.moment
+        left = moment.seconds / moment.step * (moment.steps - moment.step)
+        return (
+            f"epoch {moment.epoch:.4g}: loss {self.train_loss:.3f}, validation {self.val.top1:.1%},"
+            f" {self.images_per_second:,.0f} images/s, {left:,.0f} s left"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a run came to."""
+
+    split: str
+    """Where it was measured: test, or val where there is no test."""
+    counts: Counts
+    answers: Answers
+    temperature: float
+    calibration_error: float
+    """Of the answers, with that temperature."""
+    seconds: float
+    """Of training, its evaluations included."""
+    epochs: float
 
 
 def run(
-    task: Task, folder: Path, *, after_step: Callable[[Moment], None], after_epoch: Callable[[Evaluated], None]
-) -> Counts:
-    """Train, keep the best and the last weights in a new folder, and count how the best do on test, or else on val."""
+    task: Task,
+    folder: Path,
+    *,
+    after_step: Callable[[Moment], None],
+    after_epoch: Callable[[Evaluated], None],
+    loggers: Callable[[Path], Sequence[Logger]] = lambda _: (),
+) -> Result:
+    """Train, keep the best and the last weights in a new folder, and measure the best on test, or else on val."""
     if folder.exists():
         raise UsageError(f"{folder} exists already; choose another name with --out")
-    state = begin(task.model(), task.recipe)
+    model = task.model()
     (folder / "weights").mkdir(parents=True)
-    _write_json(folder / "config.json", described(task))
-    book = _Book(folder)
-    best: float | None = None
-    losses: list[tuple[float, int]] = []
-    counted = 0
-
-    def stepped(moment: Moment) -> None:
-        nonlocal best, counted
-        losses.append((moment.outcome.loss * moment.outcome.images, moment.outcome.images))
-        after_step(moment)
-        if int(moment.epoch) == counted and moment.step < moment.steps:
-            return
-        counted = int(moment.epoch)
-        found = Evaluated(
-            moment, sum(loss for loss, _ in losses) / sum(n for _, n in losses), _measured(task, state, "val")
-        )
-        losses.clear()
-        trained = _trained(task, state, moment)
-        save(trained, folder / "weights" / "last.safetensors", overwrite=True)
-        if best is None or found.val.top1 > best:
-            best = found.val.top1
-            save(trained, folder / "weights" / "best.safetensors", overwrite=True)
-        book.enter(found)
-        after_epoch(found)
-
+    (folder / "config.json").write_text(json.dumps(described(task), indent=1) + "\n")
+    book = Book(folder, loggers(folder))
+    keeper = _Keeper(
+        task, folder, book, begin(model, task.recipe, task.counts, recorded=task.recorded), after_step, after_epoch
+    )
     try:
-        loop.run(state, task.training, task.plan, task.recipe, workers=task.workers, after_step=stepped)
-    except BaseException:
-        if best is None:  # nothing was learned yet that could be lost, and the name is free again
+        loop.run(keeper.state, feed(task), task.training, task.plan, task.recipe, after_step=keeper.stepped)
+        assert keeper.last is not None, "the last step is always evaluated"
+        return _finished(task, folder, book, keeper.last)
+    except BaseException as error:
+        if keeper.best is None:  # nothing was learned yet that could be lost, and the name is free again
+            book.close()
             shutil.rmtree(folder)
+        else:
+            reason = str(error) if isinstance(error, VitrailError) else type(error).__name__
+            book.event("stopped", reason=reason)
+            book.say(f"stopped: {reason}")
         raise
-    return _finish(task, folder, book)
+    finally:
+        book.close()
 
 
-def _finish(task: Task, folder: Path, book: "_Book") -> Counts:
+@dataclasses.dataclass
+class _Keeper:
+    """What happens between the steps of a run: evaluation, weights, words."""
+
+    task: Task
+    folder: Path
+    book: Book
+    state: State
+    after_step: Callable[[Moment], None]
+    after_epoch: Callable[[Evaluated], None]
+    best: tuple[float, float] | None = None
+    last: Evaluated | None = None
+    losses: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+    counted: int = 0
+    since: float = 0.0
+    views: list[Batch] = dataclasses.field(default_factory=list)
+
+    def stepped(self, moment: Moment) -> None:
+        """Take note of a step, and evaluate where an epoch that is due ends, or the run."""
+        outcome = moment.outcome
+        self.losses.append((outcome.loss * outcome.images, outcome.images))
+        self.book.step(moment.step, {"train/step_loss": outcome.loss, "train/gradient": outcome.norm, "lr": outcome.lr})
+        self.after_step(moment)
+        period = int(moment.epoch) // self.task.every
+        if period > self.counted or moment.step == moment.steps:
+            self.counted = period
+            self.evaluate(moment)
+
+    def evaluate(self, moment: Moment) -> None:
+        """Measure, write, and keep the weights if they are the best so far."""
+        images = sum(number for _, number in self.losses)
+        loss = sum(value for value, _ in self.losses) / images
+        rate = images / max(moment.seconds - self.since, 1e-9)
+        model, device = _evaluated_model(self.state), self.task.device
+        with uncompiled(model), precision(device):
+            val = classify(model, self.val(), self.task.preprocess)
+        found = Evaluated(moment, loss, val, rate)
+        self.losses.clear()
+        trained = self.trained(model, moment)
+        save(trained, self.folder / "weights" / "last.safetensors", overwrite=True)
+        right = val.macro if self.task.recipe.balanced and not self.task.dataset.several else val.top1
+        score = (right, -val.mean_loss)  # few images soon are all right, and only the loss tells better from good
+        if self.best is None or score > self.best or self.task.everything:
+            self.best = score
+            save(trained, self.folder / "weights" / "best.safetensors", overwrite=True)
+        row = (moment.epoch, moment.seconds, loss, val.top1, val.top5, val.mean_loss, moment.outcome.lr)
+        self.book.row(moment.step, row)
+        self.book.say(str(found))
+        self.last = found
+        self.after_epoch(found)
+        self.since = moment.seconds
+
+    def val(self) -> Iterator[Batch]:
+        """The validation images, from memory after the first time where they are not too many."""
+        if self.views:
+            yield from self.views
+            return
+        size = self.task.preprocess.size
+        total = len(self.task.dataset.splits["val"]) * len(self.task.preprocess.mean) * size[0] * size[1]
+        for batch in _batches(self.task, "val"):
+            if total <= _KEPT_VIEWS:
+                self.views.append(batch._replace(pixels=batch.pixels.to(self.task.device)))
+            yield batch
+
+    def trained(self, model: Model, moment: Moment) -> Trained:
+        """The weights with all that is needed to use them."""
+        task, what = self.task, "trained"
+        changes: tuple[str, ...] = ()
+        if task.start is not None:
+            what = f"{task.start.origin.name}, fine-tuned"
+            changes = task.start.origin.changes
+        name = f"{what} on {task.dataset.name}, step {moment.step} of {moment.steps}"
+        licence = task.start.origin.licence if task.start else None
+        origin = Origin(format="vitrail", name=name, licence=licence, changes=changes)
+        return Trained(copy.deepcopy(model).cpu().eval(), task.preprocess, task.dataset.classes, origin)
+
+
+def feed(task: Task, start: int = 0) -> Iterator[Batch]:
+    """The run's micro-batches: of images that live on the GPU where they are small, else from worker processes."""
+    training = task.training
+    if task.device.type == "cuda":
+        found = loader.resident(
+            training.split,
+            channels=len(task.preprocess.mean),
+            classes=training.classes,
+            device=task.device,
+            workers=task.workers,
+        )
+        if found is not None:
+            return loader.resident_batches(training, task.plan, *found, start=start)
+    return loader.training_batches(training, task.plan, start=start, workers=task.workers)
+
+
+def _finished(task: Task, folder: Path, book: Book, last: Evaluated) -> Result:
+    """The best weights calibrated on val, and measured on test."""
     split = "test" if "test" in task.dataset.splits else "val"
-    kept = load(folder / "weights" / "best.safetensors").model.to(task.device)
-    counts = classify(kept, _batches(task, split), task.preprocess)
-    book.note({"event": "end", "split": split, "images": counts.images, "right": counts.right, "top1": counts.top1})
-    return counts
+    path = folder / "weights" / "best.safetensors"
+    best = load(path)
+    model = best.model.to(task.device)
+    temperature = 1.0 if task.everything else calibrate.temperature(*_kept_logits(task, model))
+    save(dataclasses.replace(best, temperature=temperature), path, overwrite=True)
+    counts, said = answers(model, _batches(task, split), task.preprocess, temperature=temperature)
+    error = calibrate.expected_calibration_error(said.probabilities[:, 0], said.right)
+    result = Result(split, counts, said, temperature, error, last.moment.seconds, last.moment.epoch)
+    facts = {"images": counts.images, "right": counts.right, "top1": counts.top1, "top5": counts.top5}
+    calibration = {"loss": counts.mean_loss, "temperature": temperature, "calibration_error": error}
+    book.event("end", split=split, **facts, **calibration, seconds=result.seconds)
+    book.say(f"{split}: {counts.top1:.2%} of {counts.images:,} images right; temperature {temperature:.3f}")
+    write_predictions(task, result, folder / "predictions.csv")
+    if not task.dataset.several:
+        write_classes(task, counts, folder / "per_class.csv")
+    return result
 
 
-def described(task: Task) -> dict[str, Any]:
-    """config.json: everything that decides the result."""
-    plan = task.plan
-    return {
-        "recipe": to_json(task.recipe),
-        "data": task.dataset.name,
-        "images": {name: len(split) for name, split in task.dataset.splits.items()},
-        "classes": list(task.dataset.classes),
-        "notes": list(task.dataset.notes),
-        "preprocess": to_json(task.preprocess),
-        "seed": task.seed,
-        "steps": plan.steps,
-        "micro_batches": plan.micro_batches,
-        "device": str(task.device),
-        "threads": torch.get_num_threads(),
-        "jpeg_decoder": decoder(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-    }
+def _kept_logits(task: Task, model: Model) -> tuple[Tensor, Tensor]:
+    """Logits and targets of as many validation images as a temperature needs, on the CPU."""
+    limit = max(1, _CALIBRATION // len(task.dataset.classes))
+    logits, targets, count = [], [], 0
+    for some, true, _ in outputs(model, _batches(task, "val"), task.preprocess):
+        logits.append(some.cpu())
+        targets.append(true.cpu())
+        count += len(some)
+        if count >= limit:
+            break
+    return torch.cat(logits), torch.cat(targets)
 
 
-def _measured(task: Task, state: State, split: str) -> Counts:
-    return classify(_evaluated_model(state), _batches(task, split), task.preprocess)
+def write_predictions(task: Task, result: Result, path: Path) -> None:
+    """A row for each image: its name, labels, what the model said, how sure it was and how wrong."""
+    split, names = task.dataset.splits[result.split], task.dataset.classes
+    said = result.answers
+    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        writer = csv.writer(file)
+        writer.writerow(("image", "label", "predicted", "probability", "loss", "right"))
+        columns = (said.images, said.classes[:, 0], said.probabilities[:, 0], said.losses, said.right)
+        for image, first, probability, loss, right in zip(*(column.tolist() for column in columns), strict=True):
+            label = " | ".join(names[index] for index in split.labels(image))
+            row = (split.name(image), label, names[first], f"{probability:.6f}", f"{loss:.6f}", int(right))
+            writer.writerow(row)
+
+
+def write_classes(task: Task, counts: Counts, path: Path) -> None:
+    """A row for each class: how many of its images were found, and how many answers of that name were true."""
+    confusion = counts.confusion
+    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        writer = csv.writer(file)
+        writer.writerow(("class", "train_images", "images", "right", "recall", "precision"))
+        for index, name in enumerate(task.dataset.classes):
+            images, right = int(confusion[index].sum()), int(confusion[index, index])
+            said = int(confusion[:, index].sum())
+            shares = (f"{right / total:.6f}" if total else "" for total in (images, said))
+            writer.writerow((name, task.counts[index], images, right, *shares))
 
 
 def _evaluated_model(state: State) -> Model:
@@ -212,43 +268,11 @@ def _evaluated_model(state: State) -> Model:
     return averaged
 
 
-def _batches(task: Task, split: str) -> Any:
-    return evaluation_batches(
+def _batches(task: Task, split: str) -> Iterator[Batch]:
+    return loader.evaluation_batches(
         task.dataset.splits[split],
         task.preprocess,
         batch=_EVALUATION_BATCH,
         classes=len(task.dataset.classes),
         workers=task.workers,
     )
-
-
-def _trained(task: Task, state: State, moment: Moment) -> Trained:
-    origin = Origin(format="vitrail", name=f"trained on {task.dataset.name}, step {moment.step} of {moment.steps}")
-    model = copy.deepcopy(_evaluated_model(state)).cpu().eval()
-    return Trained(model, task.preprocess, task.dataset.classes, origin)
-
-
-class _Book:
-    """results.csv and events.jsonl."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        with (folder / "results.csv").open("w", newline="") as file:
-            csv.writer(file).writerow(COLUMNS)
-
-    def enter(self, found: Evaluated) -> None:
-        """A row for an epoch."""
-        moment, val = found.moment, found.val
-        row = (moment.epoch, moment.seconds, found.train_loss, val.top1, val.top5, val.mean_loss, moment.outcome.lr)
-        with (self.folder / "results.csv").open("a", newline="") as file:
-            csv.writer(file).writerow(f"{value:.6g}" for value in row)
-        self.note({"event": "epoch", "step": moment.step, **dict(zip(COLUMNS, row, strict=True))})
-
-    def note(self, event: dict[str, Any]) -> None:
-        """A line for anything."""
-        with (self.folder / "events.jsonl").open("a") as file:
-            file.write(json.dumps({"at": time.time(), **event}) + "\n")
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n")

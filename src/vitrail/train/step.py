@@ -4,8 +4,9 @@ Nothing here knows files, data sets or time. Dropout and stochastic depth draw f
 from (seed, step, rank, micro-batch) before each forward pass, so that no state is left over from the steps before.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from vitrail.config import Recipe
 from vitrail.data import draws
 from vitrail.errors import VitrailError
 from vitrail.model.build import Model
+from vitrail.model.vit import ViT
 from vitrail.train import ema, losses, optimizer, schedule
 
 LOSSES = {"softmax": losses.softmax_cross_entropy, "sigmoid": losses.sigmoid_cross_entropy}
@@ -33,6 +35,10 @@ class State:
     model: Model
     optimizer: Optimizer
     average: ema.Average | None
+    recording: "Recording | None" = None
+    """Whether, and then how, steps are recorded and replayed."""
+    offsets: Tensor | None = None
+    """(L,): added to the logits in training alone, where classes shall count alike."""
     step: int = 0
     """The next step."""
 
@@ -49,10 +55,18 @@ class Outcome:
     lr: float
 
 
-def begin(model: Model, recipe: Recipe) -> State:
-    """The state before the first step."""
+def begin(model: Model, recipe: Recipe, counts: Sequence[int] = (), *, recorded: bool = False) -> State:
+    """The state before the first step; a balanced recipe needs the training images of each class.
+
+    With `recorded` the steps of a GPU are replayed (`Recording`); the loop then gives each as one part.
+    """
     average = ema.Average(model) if recipe.ema else None
-    return State(model, optimizer.build(model, recipe.optimiser), average)
+    offsets = None
+    if recipe.balanced:
+        device = next(model.parameters()).device
+        offsets = losses.offsets(torch.tensor(counts, dtype=torch.float64), recipe.loss).to(device)
+    built = optimizer.build(model, recipe.optimiser, recorded=recorded)
+    return State(model, built, average, Recording() if recorded else None, offsets)
 
 
 def advance(
@@ -70,33 +84,119 @@ def advance(
     `size` counts the step's images over all ranks: gradients are of the mean over them, however they are divided.
     """
     state.model.train()
-    state.optimizer.zero_grad(set_to_none=True)
-    total, images = torch.zeros(()), 0
-    for number, (pixels, targets) in enumerate(parts):
-        if not len(pixels):
-            continue
-        torch.manual_seed(draws.key(seed, f"dropout {state.step} {rank} {number}") >> 1)
-        loss = LOSSES[recipe.loss](_logits(state.model, pixels), targets, recipe.label_smoothing)
-        (loss / size).backward()
-        total, images = total.to(loss.device) + loss.detach(), images + len(pixels)
-    norm = optimizer.clip(state.model.parameters(), recipe.optimiser.clip)
+    if state.recording is not None and size == recipe.batch:
+        ((pixels, targets),) = parts
+        torch.manual_seed(_dropout_seed(seed, state.step, rank, 0))
+        total, norm = state.recording.gradients(state, pixels, targets, recipe)
+        images = len(pixels)
+    else:
+        total, norm, images = _gradients(
+            state, parts, recipe, size, lambda part: _dropout_seed(seed, state.step, rank, part)
+        )
     found = Outcome(float(total) / max(images, 1), images, float(norm), _set_lr(state, recipe, steps))
     if not (abs(found.loss) < float("inf") and found.norm < float("inf")):
         raise DivergedError(
             f"step {state.step}: the loss is {found.loss} and the gradient's norm {found.norm}; nothing was updated."
             f" Try a lower learning rate than {recipe.optimiser.lr}, or a longer warm-up"
         )
-    state.optimizer.step()
+    if state.recording is not None and size == recipe.batch:
+        state.recording.update(state)
+    else:
+        state.optimizer.step()
     state.step += 1
     if state.average is not None:
-        state.average.update(ema.warmed(recipe.ema, state.step))
+        state.average.update(ema.warmed(recipe.ema, state.step) if recipe.ema_warmup else recipe.ema)
     return found
 
 
-def _logits(model: Model, pixels: Tensor) -> Tensor:
-    """The forward pass: in bf16 on a GPU, whose weights stay float32; in float32 elsewhere."""
-    with torch.autocast(pixels.device.type, torch.bfloat16, enabled=pixels.device.type == "cuda"):
+def _gradients(
+    state: State, parts: Iterable[tuple[Tensor, Tensor]], recipe: Recipe, size: int, seed: Callable[[int], int] | None
+) -> tuple[Tensor, Tensor, int]:
+    """The loss summed over these images, the norm of all gradients, and how many images there were."""
+    state.optimizer.zero_grad(set_to_none=True)
+    total: Tensor | None = None
+    images = 0
+    for number, (pixels, targets) in enumerate(parts):
+        if not len(pixels):
+            continue
+        if seed is not None:
+            torch.manual_seed(seed(number))
+        logits = _logits(state.model, pixels, whole=size == recipe.batch)
+        if state.offsets is not None:
+            logits = logits.float() + state.offsets
+        loss = LOSSES[recipe.loss](logits, targets, recipe.label_smoothing)
+        (loss / size).backward()
+        total = loss.detach() if total is None else total + loss.detach()
+        images += len(pixels)
+    norm = optimizer.clip(state.model.parameters(), recipe.optimiser.clip)
+    return torch.zeros(()) if total is None else total, norm, images
+
+
+class Recording:
+    """A step as two CUDA graphs, gradients and update, between which the host may look at the loss.
+
+    Kernels of a small model or batch are over before Python has launched the next; a replay launches all at once. The
+    first steps are computed as they are, which leaves in place what must not be made while recording.
+    """
+
+    def __init__(self) -> None:
+        self.left = 3
+        self.graphs: list[torch.cuda.CUDAGraph] = []
+        self.inputs: tuple[Tensor, Tensor]
+        self.outputs: tuple[Tensor, Tensor]
+
+    def gradients(self, state: State, pixels: Tensor, targets: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+        """The loss summed over the images and the norm of all gradients, which are in place."""
+        if self.left:
+            total, norm, _ = _gradients(state, [(pixels, targets)], recipe, recipe.batch, None)
+            return total, norm
+        if not self.graphs:
+            self.inputs = (pixels.clone(), targets.clone())
+            state.optimizer.zero_grad(set_to_none=True)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads prepare batches
+                total, norm, _ = _gradients(state, [self.inputs], recipe, recipe.batch, None)
+            self.outputs = (total, norm)
+            self.graphs.append(graph)
+        else:
+            for place, value in zip(self.inputs, (pixels, targets), strict=True):
+                place.copy_(value)
+        self.graphs[0].replay()
+        return self.outputs
+
+    def update(self, state: State) -> None:
+        """Move the weights."""
+        if self.left:
+            self.left -= 1
+            state.optimizer.step()
+            return
+        if len(self.graphs) == 1:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                state.optimizer.step()
+            self.graphs.append(graph)
+        self.graphs[1].replay()
+
+
+def _dropout_seed(seed: int, step: int, rank: int, part: int) -> int:
+    return draws.key(seed, f"dropout {step} {rank} {part}") >> 1
+
+
+def precision(device: torch.device) -> torch.autocast:
+    """The forward pass of training: in bf16 on a GPU, whose weights stay float32; in float32 elsewhere."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
+def _logits(model: Model, pixels: Tensor, *, whole: bool) -> Tensor:
+    """(B, L); what is compiled is compiled for whole steps, and a run's last, short one is not worth another time."""
+    with contextlib.nullcontext() if whole else uncompiled(model), precision(pixels.device):
         return model(pixels)
+
+
+def uncompiled(model: Model) -> contextlib.AbstractContextManager[object]:
+    """Where a model that was compiled for training's batches computes others, as it is written."""
+    compiled = isinstance(model, ViT) and model.compiled
+    return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
 def _set_lr(state: State, recipe: Recipe, steps: int) -> float:

@@ -55,8 +55,36 @@ def adapt(
     if labels != trained.labels:
         old, new = ("none" if names is None else f"{len(names)} names" for names in (trained.labels, labels))
         changes.append(f"labels: {old} -> {new}")
+    temperature = trained.temperature
+    if (step.changes or changes) and temperature != 1:  # it was fitted to what the model said before
+        changes.append(f"temperature: {temperature:g} -> 1")
+        temperature = 1.0
     origin = dataclasses.replace(trained.origin, changes=(*trained.origin.changes, *step.changes, *changes))
-    return Trained(model=assemble(step.config, step.tensors), preprocess=preprocess, labels=labels, origin=origin)
+    return Trained(assemble(step.config, step.tensors), preprocess, labels, origin, temperature)
+
+
+def reordered(trained: Trained, labels: tuple[str, ...]) -> Trained:
+    """The same model with its outputs in the order of `labels`, which must be its own."""
+    own = require(trained).labels
+    if own is None:
+        raise UsageError("the model's classes have no names, so its head cannot be kept: leave --keep-head away")
+    if unknown := sorted(set(labels) ^ set(own)):
+        where = "data" if unknown[0] in labels else "model"
+        raise UsageError(
+            f"the head cannot be kept: {len(unknown)} classes are in one of model and data alone,"
+            f" such as {unknown[0]!r} of the {where}. Leave --keep-head away for a new head"
+        )
+    if own == labels:
+        return trained
+    rows = torch.tensor([own.index(label) for label in labels])
+    tensors = {
+        name: tensor[rows] if name.startswith(("head.", "head_dist.")) else tensor
+        for name, tensor in trained.model.state_dict().items()
+    }
+    change = "head: rows put into another order of the same classes"
+    origin = dataclasses.replace(trained.origin, changes=(*trained.origin.changes, change))
+    model = assemble(trained.model.config, tensors)
+    return dataclasses.replace(trained, model=model, labels=labels, origin=origin)
 
 
 def _new_operator(step: Step, operator: Resample) -> Step:

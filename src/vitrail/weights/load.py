@@ -139,13 +139,18 @@ def save(trained: Trained, path: str | Path, format: Format = "vitrail", *, over
                 native.write(trained, fresh)
                 return []
             case "google":
-                return google.write(trained, fresh)
+                notes = google.write(trained, fresh)
             case "timm":
-                return timm.write(trained, fresh)
+                notes = timm.write(trained, fresh)
             case "transformers":
-                return transformers.write(trained, fresh)
+                notes = transformers.write(trained, fresh)
             case "torchvision":
-                return torchvision.write(trained, fresh)
+                notes = torchvision.write(trained, fresh)
+    if trained.temperature != 1:
+        notes.append(
+            f"temperature: {format} divides logits by 1 and not by {trained.temperature:g}, as this model does"
+        )
+    return notes
 
 
 def check_destination(path: Path, format: Format, *, overwrite: bool = False) -> None:  # noqa: A002

@@ -25,6 +25,7 @@ class Header:
     preprocess: Preprocess | None
     labels: tuple[str, ...] | None
     origin: Origin
+    temperature: float = 1.0
 
 
 def recognises(stored: Stored) -> bool:
@@ -40,6 +41,7 @@ def write(trained: Trained, path: Path) -> None:
         preprocess=trained.preprocess,
         labels=trained.labels,
         origin=trained.origin,
+        temperature=trained.temperature,
     )
     text = json.dumps(dataclasses.asdict(header), ensure_ascii=False, sort_keys=True)
     storage.write(path, trained.model.state_dict(), {KEY: text})
@@ -58,6 +60,6 @@ def read(stored: Stored, path: Path) -> Trained:
     try:
         header = from_json(Header, found)
         model = assemble(header.architecture, stored.tensors)
-        return Trained(model=model, preprocess=header.preprocess, labels=header.labels, origin=header.origin)
+        return Trained(model, header.preprocess, header.labels, header.origin, header.temperature)
     except (UsageError, ModelError) as error:
         raise ModelError(f"{path} is damaged: {error}") from error

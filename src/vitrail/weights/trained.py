@@ -1,6 +1,7 @@
 """A model with all that is needed to use it: preprocessing, labels, and where it came from."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -39,10 +40,14 @@ class Trained:
     preprocess: Preprocess | None = None
     labels: tuple[str, ...] | None = None
     origin: Origin = Origin(format="vitrail", name="made in Python")
+    temperature: float = 1.0
+    """What logits are divided by before they become probabilities, fitted on validation images (Guo et al. 2017)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, Model):
             raise UsageError(f"a Trained holds a model of vitrail, not {type(self.model).__name__}")
+        if not 0 < self.temperature < math.inf:
+            raise UsageError(f"temperature is {self.temperature}; it must be above 0")
         config = self.model.config
         if self.labels is not None and len(self.labels) != config.classes:
             raise UsageError(f"{len(self.labels)} labels were given for a head of {config.classes} classes")
@@ -86,6 +91,7 @@ def random(
     num_classes: int = 1000,
     seed: int = 0,
     head_bias: float = 0.0,
+    mimetic: bool = False,
     **settings: Any,
 ) -> Trained:
     """A preset with random weights and the paper's preprocessing, at 224 x 224 unless told otherwise."""
@@ -97,7 +103,7 @@ def random(
     with torch.device("meta"):  # torch's own initialisation would be thrown away
         model = build(config)
     model = model.to_empty(device="cpu")
-    initialise(model, torch.Generator().manual_seed(seed), head_bias=head_bias).eval()
+    initialise(model, torch.Generator().manual_seed(seed), head_bias=head_bias, mimetic=mimetic).eval()
     preprocess = presets.preprocess("inception", config.image_size, config.channels)
     origin = Origin(format="random", name=f"{name}, seed {seed}")
     return Trained(model=model, preprocess=preprocess, labels=None, origin=origin)

@@ -1,0 +1,161 @@
+"""`vitrail finetune DATA --model M`: a model that has learned before, on images of your own."""
+
+import dataclasses
+import statistics
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from vitrail import presets, recipes
+from vitrail.cli import runs, show
+from vitrail.config import ViTConfig
+from vitrail.errors import UsageError
+
+if TYPE_CHECKING:
+    from vitrail.train.task import Task
+    from vitrail.weights.trained import Trained
+
+
+def main(
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")],
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")],
+    recipe: Literal["default", "paper"] = "default",
+    image_size: Annotated[int | None, tyro.conf.arg(metavar="SIDE")] = None,
+    minutes: Annotated[float | None, tyro.conf.arg(metavar="N")] = None,
+    epochs: Annotated[float | None, tyro.conf.arg(metavar="N")] = None,
+    batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    lr: Annotated[float | None, tyro.conf.arg(metavar="RATE")] = None,
+    warmup: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None,
+    layers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    keep_head: bool = False,
+    preprocess: Literal["imagenet", "inception", "torchvision"] | None = None,
+    balanced: bool = False,
+    everything: bool = False,
+    number_of_runs: Annotated[int, tyro.conf.arg(name="runs", metavar="N")] = 1,
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    seed: int = 0,
+    device: str | None = None,
+    workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    micro_batches: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
+    recompute: bool = False,
+    track: runs.Track | None = None,
+    dry_run: bool = False,
+    json: bool = False,
+) -> None:
+    """Fit a model to new images and classes: a zero head in place of its own, and all of it trained on.
+
+    Args:
+        data: A folder, a .csv or .jsonl, shards, a set that was got, digits, or hf:ORG/NAME.
+        model: A file or folder of any known format, hf:ORG/NAME or timm:NAME.
+        recipe: default is what works best for most sets, paper is the paper's: SGD at 384 pixels.
+        image_size: Resolution in place of the model's (the paper's: 384); positions are resampled.
+        minutes: Make the run as long as fits into so many, evaluations included.
+        epochs: Passes over the training images, in place of the recipe's.
+        batch: Images in a step, in place of the recipe's.
+        lr: Learning rate at its top, in place of the recipe's.
+        warmup: Steps until it is there, in place of the recipe's.
+        layers: How many layers below the head learn; 0 for the head alone.
+        keep_head: Go on with the model's own head, which must have the data's classes, in any order.
+        preprocess: Mean, std and interpolation for weights that do not state them.
+        balanced: Let every class count alike, however many images it has.
+        everything: Train on the validation images too, once all choices are made; the last weights are kept then.
+        number_of_runs: Repeat with the next seeds, and give mean and standard deviation.
+        out: The run's folder; runs/finetune, runs/finetune-2, ... unless told otherwise.
+        seed: Of order, augmentation and dropout.
+        device: cpu, cuda or mps; the best there is unless told otherwise.
+        workers: Processes that prepare images; one for each core but one unless told otherwise.
+        micro_batches: Parts in which a step is computed, where all of it does not fit in memory.
+        recompute: Compute activations again in the backward pass rather than keep them: less memory, a third slower.
+        track: Send the numbers of every step to tensorboard too (extra `track`), in the run's folder.
+        dry_run: Show what would be done, what it would take and the first batch, and train nothing.
+        json: Print the result as JSON.
+    """
+    from vitrail.data.sources import open_data
+    from vitrail.data.workers import available
+    from vitrail.model import device as devices
+    from vitrail.train.task import Task, fitted
+    from vitrail.weights.load import load
+
+    if number_of_runs < 1:
+        raise UsageError(f"--runs is {number_of_runs}; it must be at least 1")
+    if minutes is not None and (epochs is not None or minutes <= 0):
+        raise UsageError("--minutes decides the epochs and must be above 0; give --minutes or --epochs")
+    folder = out or runs.next_folder("finetune")
+    if folder.exists():
+        raise UsageError(f"{folder} exists already; choose another name with --out")
+    dataset = open_data(data)
+    start = prepared(load(model), preprocess)
+    config = start.model.config
+    chosen = recipes.finetuning(
+        recipe, len(dataset.splits.get("train", ())) or 1, config.stride if isinstance(config, ViTConfig) else 1
+    )
+    if image_size is not None:
+        chosen = dataclasses.replace(chosen, image_size=image_size)
+    chosen = dataclasses.replace(chosen, layers=layers)
+    chosen = runs.changed(chosen, epochs=epochs, batch=batch, lr=lr, warmup=warmup)
+    chosen = runs.fitting(chosen, dataset, balanced=balanced)
+    task = Task(
+        recipe=chosen,
+        dataset=dataset,
+        start=fitted(start, dataset, chosen, keep_head=keep_head),
+        seed=seed,
+        device=devices.named(device),
+        workers=max(0, available() - 1) if workers is None else workers,
+        micro_batches=micro_batches,
+        recompute=recompute,
+        everything=everything,
+    )
+    if minutes is not None:
+        task = _within(task, minutes)
+    if dry_run:
+        runs.dry_run(task, json=json)
+    elif number_of_runs == 1:
+        result = runs.trained(task, folder, data=data, track=track)
+        show.as_json(runs.facts(task, result, folder)) if json else print(runs.sentence(task, result, folder))
+    else:
+        _several(task, folder, number_of_runs, data=data, track=track, json=json)
+
+
+def prepared(trained: "Trained", preprocess: str | None) -> "Trained":
+    """The model with the preprocessing that was named, which must not contradict the one it states."""
+    if preprocess is None:
+        return trained
+    config, own = trained.model.config, trained.preprocess
+    named = presets.preprocess(preprocess, config.image_size, config.channels)
+    if own is not None and (own.mean, own.std) != (named.mean, named.std):
+        raise UsageError(
+            f"these weights were trained with mean {own.mean} and std {own.std}, and --preprocess {preprocess} has"
+            f" {named.mean} and {named.std}: leave it away. (vitrail convert overrules a file that is wrong)"
+        )
+    return trained if own is not None else dataclasses.replace(trained, preprocess=named)
+
+
+def _within(task: "Task", minutes: float) -> "Task":
+    """The same run, as long as fits into so many minutes."""
+    from vitrail.train.estimate import fit_epochs
+
+    show.note("timing a few steps")
+    epochs = float(f"{fit_epochs(task, minutes * 60):.4g}")
+    recipe = runs.changed(task.recipe, epochs=epochs, batch=None, lr=None, warmup=None)
+    fitted = dataclasses.replace(task, recipe=recipe)
+    show.note(f"{minutes:g} minutes are {fitted.plan.steps:,} steps; --epochs {epochs:g} repeats the run")
+    return fitted
+
+
+def _several(task: "Task", folder: Path, number: int, *, data: str, track: runs.Track | None, json: bool) -> None:
+    """The same run with several seeds, each in its folder, and what they have in common."""
+    found: list[dict[str, Any]] = []
+    for seed in range(task.seed, task.seed + number):
+        show.note(f"run {len(found) + 1} of {number}: seed {seed}")
+        one, place = dataclasses.replace(task, seed=seed), folder / f"seed-{seed}"
+        result = runs.trained(one, place, data=data, track=track)
+        found.append(runs.facts(one, result, place))
+        if not json:
+            print(runs.sentence(one, result, place))
+    top1 = [run["top1"] for run in found]
+    mean, deviation = statistics.mean(top1), statistics.stdev(top1)
+    if json:
+        show.as_json({"mean": mean, "std": deviation, "n": number, "runs": found})
+    else:
+        print(f"{found[0]['split']}: {mean:.2%} ± {deviation:.2%} (mean and standard deviation of {number} runs)")

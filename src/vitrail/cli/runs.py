@@ -1,0 +1,264 @@
+"""What `train`, `finetune` and `demo` share: a run's folder, its progress, its pictures, and what it will take."""
+
+import csv
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from vitrail.cli import show
+from vitrail.config import Recipe
+from vitrail.errors import DataError
+
+if TYPE_CHECKING:
+    from vitrail.data.dataset import Dataset, Split
+    from vitrail.train.log import Logger
+    from vitrail.train.loop import Moment
+    from vitrail.train.run import Evaluated, Result
+    from vitrail.train.task import Task
+
+Track = Literal["tensorboard"]
+_SHOWN = 16  # images in the picture of a batch
+_WORST = 24  # images in the picture of the greatest losses
+
+
+def next_folder(name: str) -> Path:
+    """runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ... that is free."""
+    for number in itertools.count(1):
+        folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        if not folder.exists():
+            return folder
+    raise AssertionError
+
+
+def changed(recipe: Recipe, *, epochs: float | None, batch: int | None, lr: float | None, warmup: int | None) -> Recipe:
+    """The recipe with what was given in its place; a shorter run has a shorter warm-up."""
+    given: dict[str, Any] = {name: value for name, value in (("epochs", epochs), ("batch", batch)) if value is not None}
+    if lr is not None:
+        scale = lr / recipe.optimiser.lr
+        others = {
+            name: getattr(recipe.optimiser, name) * scale
+            for name in ("head_lr", "adam_lr")
+            if getattr(recipe.optimiser, name) is not None
+        }
+        given["optimiser"] = dataclasses.replace(recipe.optimiser, lr=lr, **others)
+    new = dataclasses.replace(recipe, **given)
+    length = min(1.0, new.epochs / new.batch * recipe.batch / recipe.epochs)
+    if warmup is None:
+        warmup = round(recipe.schedule.warmup * length)
+    return dataclasses.replace(new, schedule=dataclasses.replace(recipe.schedule, warmup=warmup))
+
+
+def fitting(recipe: Recipe, dataset: "Dataset", *, balanced: bool) -> Recipe:
+    """The recipe as the data asks for it, and what is worth knowing of the data before it is learned."""
+    for note in dataset.notes:
+        show.note(f"note: {note}")
+    if dataset.several and recipe.loss != "sigmoid":
+        show.note("note: images may have several labels, so each class is a question of its own (loss sigmoid)")
+        recipe = dataclasses.replace(recipe, loss="sigmoid")
+    return dataclasses.replace(recipe, balanced=balanced)
+
+
+def warn_of_imbalance(task: "Task") -> None:
+    """Say where accuracy alone would mislead."""
+    from vitrail.train.task import IMBALANCE
+
+    if task.imbalance >= IMBALANCE and not task.dataset.several:
+        names, counts = task.dataset.classes, task.counts
+        most, least = max(range(len(counts)), key=counts.__getitem__), min(range(len(counts)), key=counts.__getitem__)
+        advice = "" if task.recipe.balanced else "; --balanced lets every class count alike"
+        show.note(
+            f"warning: {names[most]} has {counts[most]:,} training images and {names[least]} {counts[least]:,}, so look"
+            f" at the average over classes beside the accuracy{advice}"
+        )
+
+
+def trained(task: "Task", folder: Path, *, data: str, track: Track | None = None) -> "Result":
+    """Train and show how far it is: a bar on a terminal, a line an evaluation everywhere; then draw what it came to."""
+    from vitrail.train.run import run
+
+    warn_of_imbalance(task)
+    accuracy = ""
+
+    def stepped(moment: "Moment") -> None:
+        rate = moment.step * task.recipe.batch / max(moment.seconds, 1e-9)
+        progress(moment.step, moment.steps, f"loss {moment.outcome.loss:.3f}{accuracy}, {rate:,.0f} images/s")
+
+    def evaluated(found: "Evaluated") -> None:
+        nonlocal accuracy
+        accuracy = f", validation {found.val.top1:.1%}"
+        show.note(str(found))
+
+    with show.progress("training") as progress:
+        try:
+            result = run(task, folder, after_step=stepped, after_epoch=evaluated, loggers=_loggers(track))
+        except DataError as error:
+            advice = f"`vitrail data check {data}` names every bad image, and how to leave them out"
+            raise DataError(f"{error}. {advice}") from error
+    draw(task, result, folder)
+    return result
+
+
+def _loggers(track: Track | None) -> Any:
+    def made(folder: Path) -> Sequence["Logger"]:
+        from vitrail.train.log import TensorBoard
+
+        return [TensorBoard(folder / "tensorboard")]
+
+    return made if track == "tensorboard" else lambda _: ()
+
+
+def sentence(task: "Task", result: "Result", folder: Path) -> str:
+    """What a run came to, in a line."""
+    counts = result.counts
+    text = f"{result.split}: {counts.top1:.1%} of {counts.images:,} images right"
+    if not task.dataset.several and (task.recipe.balanced or counts.macro < counts.top1 - 0.02):
+        text += f", {counts.macro:.1%} of a class on average"
+    return f"{text} ({folder / 'weights' / 'best.safetensors'})"
+
+
+def facts(task: "Task", result: "Result", folder: Path) -> dict[str, Any]:
+    """What a run came to, for programs."""
+    counts = result.counts
+    return {
+        "folder": str(folder),
+        "split": result.split,
+        "images": counts.images,
+        "right": counts.right,
+        "top1": counts.top1,
+        "top5": counts.top5,
+        "macro": None if task.dataset.several else counts.macro,
+        "loss": counts.mean_loss,
+        "temperature": result.temperature,
+        "calibration_error": result.calibration_error,
+        "epochs": result.epochs,
+        "trained": task.plan.total,
+        "seconds": result.seconds,
+        "seed": task.seed,
+    }
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+def draw(task: "Task", result: "Result", folder: Path) -> None:
+    """The pictures of a run's folder."""
+    from vitrail.figures import draw as drawing
+
+    with (folder / "results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    drawing.results({name: [float(row[name]) for row in rows] for name in rows[0]}, folder / "results.png")
+    said = result.answers
+    if not task.dataset.several:
+        confusion, names = result.counts.confusion.numpy(), task.dataset.classes
+        drawing.confusion(confusion, names, folder / "confusion_matrix.png")
+        drawing.confusion(confusion, names, folder / "confusion_matrix_normalized.png", normalised=True)
+    drawing.reliability(
+        said.probabilities[:, 0].numpy(), said.right.numpy(), folder / "reliability.png", error=result.calibration_error
+    )
+    first_batch(task, folder / "train_batch0.jpg")
+    order = said.losses.argsort(descending=True)[:_WORST].tolist()
+    _answered(task, result, range(min(_SHOWN, len(said.images))), folder / "val_batch0_pred.jpg", answers=True)
+    _answered(task, result, range(min(_SHOWN, len(said.images))), folder / "val_batch0_labels.jpg", answers=False)
+    _answered(task, result, order, folder / "top_losses.jpg", answers=True)
+
+
+def first_batch(task: "Task", path: Path) -> None:
+    """The first training images as the model sees them, before they are mixed."""
+    from vitrail.data.loader import Plan, training_batches
+    from vitrail.figures import pictures
+
+    training = task.training
+    count = min(_SHOWN, task.plan.size(0))
+    batch = next(training_batches(training, Plan(batch=count, total=count)))
+    rows = training.order.samples(batch.positions.numpy()).tolist()[:count]
+    pictures.grid(batch.pixels[:count], [_label(task, training.split, row) for row in rows], path)
+
+
+def _answered(task: "Task", result: "Result", places: Sequence[int], path: Path, *, answers: bool) -> None:
+    """Images of the split that was measured, with their labels, or what the model said and whether that is right."""
+    import torch
+
+    from vitrail.data.decode import decode
+    from vitrail.data.transforms import evaluation_view
+    from vitrail.figures import pictures
+
+    split, said, names = task.dataset.splits[result.split], result.answers, task.dataset.classes
+    channels, captions, views = len(task.preprocess.mean), [], []
+    for place in places:
+        row = int(said.images[place])
+        views.append(evaluation_view(decode(split.read(row), channels, name=split.name(row)), task.preprocess))
+        truth = _label(task, split, row)
+        answer = f"{names[int(said.classes[place, 0])]} {float(said.probabilities[place, 0]):.0%}"
+        right = bool(said.right[place])
+        captions.append(truth if not answers else answer if right else f"{answer}, is {truth}")
+    marks = [bool(said.right[place]) for place in places] if answers else None
+    pictures.grid(torch.stack(views), captions, path, marks=marks)
+
+
+def _label(task: "Task", split: "Split", row: int) -> str:
+    return ", ".join(task.dataset.classes[index] for index in split.labels(row)) or "no label"
+
+
+# --- what a run will take --------------------------------------------------------------------------------------------
+
+
+def dry_run(task: "Task", *, json: bool) -> None:
+    """Show what would be done and what it would take, and draw the first batch."""
+    from vitrail.train.estimate import estimate
+    from vitrail.train.task import described
+
+    show.note("timing a few steps")
+    found = estimate(task)
+    picture = Path("runs") / "dry-run" / "train_batch0.jpg"
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    first_batch(task, picture)
+    if json:
+        show.as_json(described(task) | {"estimate": dataclasses.asdict(found), "picture": str(picture)})
+        return
+    recipe, plan, view = task.recipe, task.plan, task.preprocess
+    optimiser, schedule = recipe.optimiser, recipe.schedule
+    show.table(
+        [
+            ("data", f"{task.dataset.name}: " + ", ".join(f"{k} {len(v):,}" for k, v in task.dataset.splits.items())),
+            ("classes", f"{len(task.dataset.classes):,}, with {min(task.counts):,} to {max(task.counts):,} images"),
+            ("model", task.start.origin.name if task.start else f"{recipe.model}, random weights"),
+            ("input", f"{view.size[0]} x {view.size[1]} pixels, mean {view.mean}, std {view.std}"),
+            ("steps", f"{plan.steps:,} of {plan.batch:,} images, {recipe.epochs:.4g} epochs"),
+            ("optimiser", f"{optimiser.kind}, learning rate {optimiser.lr:g}, weight decay {optimiser.weight_decay:g}"),
+            ("schedule", f"{schedule.warmup:,} steps of warm-up, then {schedule.decay}"),
+            ("augmentation", _augmentation(recipe)),
+            ("device", f"{task.device}, {plan.micro_batches} micro-batches{', compiled' if task.compiles else ''}"),
+            ("time", f"about {duration(found.seconds)} at {found.images_per_second:,.0f} images/s"),
+            ("memory", f"about {show.size(found.memory)} of {show.size(found.available)}{_advice(task, found)}"),
+            ("first batch", str(picture)),
+        ]
+    )
+    print("\n--json shows the whole configuration. Nothing was trained.")
+
+
+def _augmentation(recipe: Recipe) -> str:
+    default = {field.name: field.default for field in dataclasses.fields(recipe.augment)}
+    parts = [recipe.augment.crop + " crop"]
+    for name, value in dataclasses.asdict(recipe.augment).items():
+        if name != "crop" and value != default[name]:
+            parts.append(f"{name} {value}")
+    return ", ".join(parts)
+
+
+def _advice(task: "Task", found: Any) -> str:
+    if found.memory <= found.available * 0.9:
+        return ""
+    parts = -(-found.memory * task.micro_batches * 10 // (found.available * 8))
+    return f": too much. --micro-batches {parts} computes a step in parts"
+
+
+def duration(seconds: float) -> str:
+    """93784 -> 26 h 3 min."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    return f"{minutes // 60:,} h {minutes % 60} min" if minutes < 48 * 60 else f"{minutes / 1440:,.1f} days"

@@ -1,0 +1,1 @@
+"""Pictures of a run: curves, confusions and calibration as PNG, grids of images as JPEG."""

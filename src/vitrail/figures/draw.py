@@ -1,0 +1,300 @@
+"""Figures of numbers: how training went, what is taken for what, how far a probability can be trusted.
+
+The only module that imports matplotlib, and only where something is drawn: importing it costs more than many a command.
+Figures are objects of their own, without pyplot, so they need no display; a user's styles neither change them nor are
+changed. Equal numbers give equal bytes.
+"""
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from vitrail.errors import DataError
+from vitrail.files import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PAPER, FAINT, LIGHT, GREY, INK = "#ffffff", "#e6e6e6", "#b8b8b8", "#8c8c8c", "#333333"
+BLUE, SKY, ORANGE = "#0072b2", "#56b4e9", "#d55e00"  # told apart by colour-blind eyes (Okabe and Ito, 2008)
+
+BINS = 15
+"""Of equal width, in a reliability diagram."""
+NUMBERED, NAMED = 30, 120
+"""The most classes of a confusion whose cells are numbered, and the most that are all drawn."""
+
+_INCH = 100  # pixels
+_LETTERS = 24  # the most of a class's name
+_LOOK = {
+    "figure.dpi": _INCH,
+    "savefig.dpi": _INCH,
+    "font.size": 9,
+    "text.parse_math": False,  # a class may be called "$5 or $10"
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GREY,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.titlepad": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4,
+    "figure.constrained_layout.w_pad": 0.12,
+    "figure.constrained_layout.h_pad": 0.12,
+}
+
+
+def results(columns: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Draw the columns of results.csv over the epochs: losses, accuracies with the best epoch, the learning rate."""
+    from matplotlib.ticker import PercentFormatter
+
+    finite = {name: _finite(values) for name, values in columns.items()}
+    if not len(finite["epoch"]):
+        raise DataError(f"there is no epoch to draw {path.name} of; wait until the first has ended")
+    with _figure(path, (12, 3.8)) as figure:
+        losses, accuracies, rates = figure.subplots(1, 3)
+        _curves(losses, finite, {"train/loss": ("training", GREY), "val/loss": ("validation", BLUE)}, span=1)
+        top = {"metrics/accuracy_top5": ("top-5", SKY), "metrics/accuracy_top1": ("top-1", BLUE)}
+        _curves(accuracies, finite, top, span=0.1)
+        _curves(rates, finite, {"lr/pg0": ("", BLUE)}, span=1)
+        losses.set_title("Loss")
+        accuracies.set_title("Validation accuracy")
+        rates.set_title("Learning rate")
+        accuracies.yaxis.set_major_formatter(PercentFormatter(1))
+        rates.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        _mark_best(accuracies, finite["epoch"], finite["metrics/accuracy_top1"])
+
+
+def confusion(counts: ArrayLike, labels: Sequence[str], path: Path, *, normalised: bool = False) -> None:
+    """Draw how often each class (rows) was taken for each (columns): `counts` are whole numbers (L, L).
+
+    Normalised, a row is divided by its sum, and a class without images is blank. Of more classes than can be named
+    those in the pairs confused most are drawn: a thousand rows of dots would name nothing one could act on.
+    """
+    whole = np.asarray(counts, dtype=np.int64)
+    classes = list(range(len(whole))) if len(whole) <= NAMED else most_confused(whole, NUMBERED)
+    shown = whole[np.ix_(classes, classes)]
+    images = whole.sum(axis=1)[classes, None]
+    values = np.where(images > 0, shown / np.maximum(images, 1), np.nan) if normalised else shown.astype(float)
+    most = 1 if normalised else max(1, shown.max())
+    numbered = len(classes) <= NUMBERED
+    side = max(0.34, min(1, 6 / len(classes))) if numbered else max(0.115, 10 / len(classes))  # of a cell, in inches
+    with _figure(path, (side * len(classes), side * len(classes)), tight=True) as figure:
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set_title("\n".join(_confusion_title(whole, shown, normalised)), linespacing=1.5)
+        _shade(axes, values / most)
+        _name_cells(axes, _shortened([labels[number] for number in classes]), side)
+        if numbered:
+            _number_cells(axes, values, values / most, side, _percent if normalised else _compact)
+
+
+def reliability(confidences: ArrayLike, right: ArrayLike, path: Path, *, error: float) -> None:
+    """Draw how often an answer is right against the probability it was given, and how many answers were given it.
+
+    `error` is the expected calibration error, for the title.
+    """
+    from matplotlib.ticker import PercentFormatter
+
+    probabilities, hits = np.asarray(confidences, dtype=float), np.asarray(right, dtype=float)
+    numbers = np.clip(np.ceil(probabilities * BINS).astype(int) - 1, 0, BINS - 1)  # a bin holds its upper edge
+    images = np.bincount(numbers, minlength=BINS)
+    shares = np.bincount(numbers, weights=hits, minlength=BINS) / np.maximum(images, 1)
+    middles = (np.arange(BINS) + 0.5) / BINS
+    with _figure(path, (6, 6.4)) as figure:
+        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+        upper.bar(middles, shares, width=0.92 / BINS, color=BLUE)
+        upper.plot([0, 1], [0, 1], color=ORANGE, linestyle="--", label="as often right as promised")
+        upper.set(xlim=(0, 1), ylim=(0, 1), ylabel="right answers")
+        upper.legend(loc="upper left")
+        upper.set_title(f"How far a probability can be trusted: expected calibration error {error:.1%}")
+        bars = lower.bar(middles, images, width=0.92 / BINS, color=GREY)
+        lower.bar_label(bars, [_compact(count) if count else "" for count in images], fontsize=7, padding=2)
+        lower.set(xlabel="probability of the answer", ylabel="images", yticks=[])
+        lower.margins(y=0.2)
+        lower.grid(visible=False)
+        for axis in (upper.xaxis, upper.yaxis):
+            axis.set_major_formatter(PercentFormatter(1))
+
+
+def most_confused(counts: NDArray[Any], most: int) -> list[int]:
+    """`most` classes: those of the pair confused most, either way, then of the next pair, partners side by side."""
+    mutual = np.triu(counts + counts.T, k=1)
+    pairs = np.argwhere(mutual)
+    order = np.argsort(-mutual[tuple(pairs.T)], kind="stable")
+    chosen: list[int] = []
+    for one, other in pairs[order].tolist():
+        if len(chosen) == most:
+            break
+        if one in chosen and other not in chosen:
+            chosen.insert(chosen.index(one) + 1, other)
+        elif other in chosen and one not in chosen:
+            chosen.insert(chosen.index(other) + 1, one)
+        elif one not in chosen and len(chosen) + 2 <= most:
+            chosen += [one, other]
+    others = (number for number in range(len(counts)) if number not in chosen)  # where hardly anything is confused
+    return chosen + list(itertools.islice(others, most - len(chosen)))
+
+
+def legible(name: str) -> str:
+    """The name in one line, with a question mark for bytes of a file's name that are no text."""
+    return " ".join(name.split()).encode(errors="replace").decode()
+
+
+def font_file() -> Path:
+    """The font of all figures, which comes with matplotlib: Latin, Greek, Cyrillic, Arabic; boxes for the others."""
+    import matplotlib
+
+    return Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+
+
+@contextlib.contextmanager
+def _figure(path: Path, inches: tuple[float, float], *, tight: bool = False) -> Iterator["Figure"]:
+    """An empty figure in the house's look, written to `path` when the block ends well.
+
+    `tight` fits the paper to what is drawn, which may then lie outside the figure: so names of any length find room.
+    """
+    import matplotlib.style
+    from matplotlib.figure import Figure
+
+    with matplotlib.style.context(["default", _LOOK]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # it is drawn as a box
+        figure = Figure(figsize=inches, layout=None if tight else "constrained")
+        yield figure
+        with replacing(path, overwrite=True) as fresh:
+            box = "tight" if tight else None
+            figure.savefig(fresh, format="png", metadata={"Software": None}, bbox_inches=box, pad_inches=0.15)
+
+
+def _finite(values: Sequence[float]) -> NDArray[np.float64]:
+    """The values, with NaN for what cannot be drawn: curves have gaps there."""
+    numbers = np.asarray(values, dtype=float)
+    return np.where(np.isfinite(numbers), numbers, np.nan)
+
+
+def _curves(
+    axes: "Axes", columns: Mapping[str, NDArray[np.float64]], drawn: dict[str, tuple[str, str]], *, span: float
+) -> None:
+    """The columns as lines over the epochs, and an axis that shows at least the share `span` below the largest value.
+
+    With 1 it begins at zero; with less, one row or a flat curve still does not fill it with noise.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    epochs = columns["epoch"]
+    for name, (label, colour) in drawn.items():
+        known = np.isfinite(np.pad(columns[name], 1, constant_values=np.nan))
+        alone = known[1:-1] & ~known[:-2] & ~known[2:]  # without a neighbour there is no line
+        dots = np.flatnonzero(alone | (len(epochs) <= 30)).tolist()
+        axes.plot(epochs, columns[name], color=colour, label=label, marker="o", markevery=dots, clip_on=False)
+    values = np.concatenate([columns[name] for name in drawn])
+    most = np.nanmax(values, initial=0) or 1
+    least = min(np.nanmin(values, initial=most), most * (1 - span))
+    axes.set_ylim(least - 0.06 * (most - least) * (least > 0), most + 0.06 * (most - least))
+    room = max(0.5, 0.03 * np.ptp(epochs))
+    axes.set_xlim(epochs.min() - room, epochs.max() + room)
+    axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+    if len(drawn) > 1:
+        axes.legend()
+
+
+def _mark_best(axes: "Axes", epochs: NDArray[np.float64], accuracies: NDArray[np.float64]) -> None:
+    """The first epoch of the highest accuracy, whose weights a run keeps."""
+    if np.isnan(accuracies).all():
+        return
+    best = int(np.nanargmax(accuracies))
+    axes.plot(epochs[best], accuracies[best], "o", color=ORANGE, markersize=9, fillstyle="none", markeredgewidth=2)
+    axes.set_title(f"best {accuracies[best]:.2%}, epoch {epochs[best].round(1):g}", loc="right", color=ORANGE)
+
+
+def _confusion_title(whole: NDArray[Any], shown: NDArray[Any], normalised: bool) -> Iterator[str]:
+    images, right = int(whole.sum()), int(whole.trace())
+    summary = f"{images:,} images, {right / max(1, images):.1%} right"
+    if len(shown) < len(whole):
+        yield f"Confusion matrix of the {len(shown)} classes, of {len(whole):,}, in the pairs confused most"
+        yield f"{summary}; {shown.sum() - shown.trace():,} of {images - right:,} mistakes are here"
+    else:
+        yield "Confusion matrix"
+        yield summary
+    if len(shown) > NUMBERED:
+        yield f"white: none, full colour: {'all of a true class' if normalised else f'{shown.max():,} images'}"
+    elif normalised:
+        yield "in % of the images of each true class"
+
+
+def _shade(axes: "Axes", shades: NDArray[np.float64]) -> None:
+    """Cells from white to full colour as their numbers go from 0 to 1: right answers blue, mistakes orange.
+
+    The shade is the number's square root, since what matters, the mistakes, is rare. No images: grey.
+    """
+    from matplotlib.colors import to_rgb
+
+    full = np.where(np.eye(len(shades), dtype=bool)[..., None], to_rgb(BLUE), to_rgb(ORANGE))  # (L, L, 3)
+    cells = 1 - (1 - full) * shades[..., None] ** 0.5
+    cells[np.isnan(shades)] = to_rgb(FAINT)
+    axes.imshow(cells, interpolation="nearest")
+
+
+def _name_cells(axes: "Axes", names: Sequence[str], side: float) -> None:
+    places, size = range(len(names)), min(9, 72 * 0.8 * side)
+    flat = max(map(len, names)) * size * 0.65 < 72 * 0.85 * side  # do the names fit side by side
+    axes.set_xticks(places, names, fontsize=size, rotation=0 if flat else 90)
+    axes.set_yticks(places, names, fontsize=size)
+    axes.set(xlabel="what the model said", ylabel="true class")
+    axes.tick_params(length=0)
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(True)
+
+
+def _number_cells(
+    axes: "Axes",
+    values: NDArray[np.float64],
+    shades: NDArray[np.float64],
+    side: float,
+    written: Callable[[float], str],
+) -> None:
+    texts = {place: written(value) for place, value in np.ndenumerate(values) if not np.isnan(value)}
+    size = min(9, 72 * 0.8 * side / (0.64 * max(map(len, texts.values()), default=1)))
+    for (row, column), text in texts.items():
+        shade = shades[row, column]
+        colour = PAPER if shade > 0.6 else INK if shade else LIGHT
+        axes.text(column, row, text, color=colour, fontsize=size, ha="center", va="center", in_layout=False)
+
+
+def _percent(share: float) -> str:
+    """Whole percents; what is not nothing or everything does not look like it."""
+    if 0 < share < 0.005:
+        return "<1"
+    return ">99" if 0.995 <= share < 1 else f"{100 * share:.0f}"
+
+
+def _compact(count: float) -> str:
+    """The count in about five letters."""
+    return f"{count:.0f}" if count < 1e5 else f"{count / 1e3:.0f}k" if count < 1e7 else f"{count / 1e6:.0f}M"
+
+
+def _shortened(names: Sequence[str]) -> list[str]:
+    """The names, the end of long ones cut off, or their middle where several begin alike."""
+    texts = [legible(name) for name in names]
+    cut = [text if len(text) <= _LETTERS else text[: _LETTERS - 1].rstrip() + "…" for text in texts]
+    half = _LETTERS // 2
+    return [
+        short if text == short or cut.count(short) == 1 else f"{text[:half].rstrip()}…{text[1 - half :].lstrip()}"
+        for text, short in zip(texts, cut, strict=True)
+    ]

@@ -1,0 +1,98 @@
+"""What a run writes down as it goes, and where else it may be sent.
+
+    results.csv   a row for each evaluation, with the columns that people's scripts already know
+    events.jsonl  a line for each thing that happened
+    run.log       the same for people
+
+Anything else is a `Logger`: two functions. TensorBoard is one; Weights & Biases or MLflow are as short.
+"""
+
+import csv
+import importlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from vitrail.errors import UsageError
+
+COLUMNS = (
+    "epoch",
+    "time",
+    "train/loss",
+    "metrics/accuracy_top1",
+    "metrics/accuracy_top5",
+    "val/loss",
+    "lr/pg0",
+)
+
+
+class Logger(Protocol):
+    """Where numbers of a run may be sent, beside its folder."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers by name, as they are after so many steps."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left: the run has ended, well or not."""
+        ...
+
+
+class TensorBoard:
+    """A logger that writes TensorBoard's event files (extra `track`)."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            writing = importlib.import_module("torch.utils.tensorboard")
+        except ImportError:
+            raise UsageError("TensorBoard is not installed: pip install 'vitrail[track]'") from None
+        self.writer = writing.SummaryWriter(str(folder))
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers by name, as they are after so many steps."""
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.writer.close()
+
+
+class Book:
+    """The text files of a run's folder, and the loggers beside it."""
+
+    def __init__(self, folder: Path, loggers: Sequence[Logger] = ()) -> None:
+        self.folder = folder
+        self.loggers = loggers
+        with (folder / "results.csv").open("w", newline="") as file:
+            csv.writer(file).writerow(COLUMNS)
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """The numbers of a step, which are too many for a file of text."""
+        for logger in self.loggers:
+            logger.scalars(step, values)
+
+    def row(self, step: int, values: Sequence[float]) -> None:
+        """A row of results.csv."""
+        with (self.folder / "results.csv").open("a", newline="") as file:
+            csv.writer(file).writerow(f"{value:.6g}" for value in values)
+        named = dict(zip(COLUMNS, values, strict=True))
+        self.event("epoch", step=step, **named)
+        self.step(step, {name: value for name, value in named.items() if name not in ("epoch", "time")})
+
+    def event(self, event: str, **facts: Any) -> None:
+        """A line of events.jsonl."""
+        with (self.folder / "events.jsonl").open("a") as file:
+            file.write(json.dumps({"at": time.time(), "event": event, **facts}) + "\n")
+
+    def say(self, sentence: str) -> None:
+        """A line of run.log."""
+        with (self.folder / "run.log").open("a") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}\n")
+
+    def close(self) -> None:
+        """Nothing more will come."""
+        for logger in self.loggers:
+            logger.close()

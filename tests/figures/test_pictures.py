@@ -1,0 +1,126 @@
+"""Grids of images, read back from their pixels."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageColor
+
+from vitrail.figures.draw import BLUE, ORANGE
+from vitrail.figures.pictures import grid
+
+TILE, GAP = 144, 14
+COLOURS = [(255, 0, 0), (0, 200, 0), (0, 0, 255), (250, 250, 0), (90, 90, 90)]
+
+
+def flat(side: int, colours: list[tuple[int, int, int]] = COLOURS) -> torch.Tensor:
+    """(B, 3, S, S): one colour each."""
+    return torch.tensor(colours, dtype=torch.uint8)[:, :, None, None].expand(-1, -1, side, side)
+
+
+def pixels(path: Path) -> NDArray[np.int64]:
+    with Image.open(path) as picture:
+        assert picture.format == "JPEG"
+        return np.array(picture, dtype=np.int64)  # (H, W, 3)
+
+
+def near(found: NDArray[np.int64], wanted: Any) -> bool:
+    return bool((abs(found - np.array(wanted)) <= 8).all())  # JPEG's error
+
+
+@pytest.mark.parametrize("side", [8, 32, 144, 224])
+def test_images_stand_in_rows_with_their_colours(tmp_path: Path, side: int) -> None:
+    grid(flat(side), [""] * 5, tmp_path / "g.jpg", columns=3)
+    picture = pixels(tmp_path / "g.jpg")
+    shown = {8: 144, 32: 128, 144: 144, 224: 144}[side]  # enlarged 18 and 4 times, kept, reduced
+    height = shown + 40
+    assert picture.shape == (2 * height + GAP, 3 * (TILE + GAP) + GAP, 3)
+    for place, colour in enumerate(COLOURS):
+        top, left = GAP + place // 3 * height, GAP + place % 3 * (TILE + GAP) + (TILE - shown) // 2
+        assert near(picture[top + 8 : top + shown - 8, left + 8 : left + shown - 8], colour)
+        for inside, outside in [(top, top - 1), (top + shown - 1, top + shown)]:
+            assert abs(picture[inside, left + 50] - colour).max() < 60
+            assert picture[outside, left + 50].min() > 195
+        for inside, outside in [(left, left - 1), (left + shown - 1, left + shown)]:
+            assert abs(picture[top + 50, inside] - colour).max() < 60
+            assert picture[top + 50, outside].min() > 195
+
+
+def test_small_images_are_enlarged_without_smoothing(tmp_path: Path) -> None:
+    board = np.indices((8, 8)).sum(axis=0) % 2 * 255  # black and white
+    grid(board[None, None].astype(np.uint8), ["board"], tmp_path / "g.jpg")
+    shown = pixels(tmp_path / "g.jpg")[GAP : GAP + TILE, GAP : GAP + TILE, 0].reshape(8, 18, 8, 18)
+    assert (abs(shown - board[:, None, :, None])[:, 1:-1, :, 1:-1] < 90).all()  # JPEG rings; smooth would be 127
+    assert abs(shown - board[:, None, :, None]).mean() < 5
+
+
+@pytest.mark.parametrize(("channels", "wanted"), [(1, (10, 10, 10)), (2, (10, 10, 10)), (4, (10, 120, 230))])
+def test_other_channels_than_three(tmp_path: Path, channels: int, wanted: tuple[int, int, int]) -> None:
+    values = np.array([10, 120, 230, 77], dtype=np.uint8)[:channels]
+    grid(np.tile(values[None, :, None, None], (1, 1, 16, 16)), ["x"], tmp_path / "g.jpg")
+    assert near(pixels(tmp_path / "g.jpg")[GAP + 10 : GAP + 100, GAP + 10 : GAP + 100], wanted)
+
+
+def test_a_wrong_answer_has_a_strong_frame_and_a_right_one_a_calm(tmp_path: Path) -> None:
+    grid(flat(144), [""] * 5, tmp_path / "g.jpg", marks=[True, False, True, True, False])
+    picture = pixels(tmp_path / "g.jpg")
+    for place, right in enumerate([True, False, True, True, False]):
+        left = GAP + place * (TILE + GAP)
+        wanted = np.array(ImageColor.getrgb(BLUE if right else ORANGE))
+        assert abs(picture[60:100, left - 1].mean(axis=0) - wanted).max() < 40  # beside the picture's own colour
+        assert (abs(picture[60:100, left - 4] - wanted).max() < 40) != right  # only the strong one is that wide
+        assert near(picture[60:100, left + 8], COLOURS[place])  # nothing of the image is covered
+
+
+def test_no_more_than_sixty_four_are_shown(tmp_path: Path) -> None:
+    images = np.zeros((70, 1, 8, 8), dtype=np.uint8)
+    images[64:] = 255
+    grid(images, [str(number) for number in range(70)], tmp_path / "all.jpg", marks=[True] * 70)
+    grid(images[:64], [str(number) for number in range(64)], tmp_path / "first.jpg", marks=[True] * 64)
+    assert (tmp_path / "all.jpg").read_bytes() == (tmp_path / "first.jpg").read_bytes()
+
+
+def test_a_caption_too_few_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="shorter"):
+        grid(flat(8), ["a", "b"], tmp_path / "g.jpg")
+    assert not list(tmp_path.iterdir())
+
+
+def test_captions_stay_under_their_own_image(tmp_path: Path) -> None:
+    grid(flat(8), ["W" * 300, "a name that goes on " * 9, "猫" * 50, "", "short"], tmp_path / "g.jpg")
+    captions = pixels(tmp_path / "g.jpg")[GAP + TILE + 4 :]
+    for place in range(6):
+        assert near(captions[:, place * (TILE + GAP) + 2 : place * (TILE + GAP) + GAP - 2], (255, 255, 255))
+    written = [(captions[:, GAP + place * (TILE + GAP) :][:, :TILE] < 128).any() for place in range(5)]
+    assert written == [True, True, True, False, True]
+    assert near(captions[-8:], (255, 255, 255))
+
+
+def test_letters_of_other_languages_are_letters_not_boxes(tmp_path: Path) -> None:
+    found = set()
+    for number, name in enumerate(["é", "è", "ß", "ж", "λ", "→"]):
+        grid(flat(8)[:1], [name], tmp_path / f"{number}.jpg")
+        found.add((tmp_path / f"{number}.jpg").read_bytes())
+    assert len(found) == 6
+
+
+@pytest.mark.parametrize("caption", ["猫", "\udc80", "a\nb", "\x00\x07", "قطة", "👩‍🚀"])
+def test_no_caption_breaks_a_picture(tmp_path: Path, caption: str) -> None:
+    for name in ("one.jpg", "two.jpg"):
+        grid(flat(8)[:1], [caption], tmp_path / name)
+    assert (tmp_path / "one.jpg").read_bytes() == (tmp_path / "two.jpg").read_bytes()
+    assert pixels(tmp_path / "one.jpg").shape == (TILE + 40 + GAP, TILE + 2 * GAP, 3)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(picture: Image.Image, path: Path, *arguments: Any, **options: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Image.Image, "save", full)
+    with pytest.raises(OSError, match="no space"):
+        grid(flat(8), [""] * 5, tmp_path / "g.jpg")
+    assert not list(tmp_path.iterdir())
