@@ -118,7 +118,7 @@ def by_vitrail(job: Job, model: Path) -> Run:
     """The command line, with its own defaults."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["finetune", job.data, "--model", model, "--minutes", job.minutes, "--seed", job.seed]
-        command += ["--device", job.device, "--out", Path(folder) / "run", "--json"]
+        command += ["--device", job.device, "--workers", job.workers, "--out", Path(folder) / "run", "--json"]
         done = subprocess.run([sys.executable, "-m", "vitrail", *map(str, command)], stdout=subprocess.PIPE, check=True)
     found = json.loads(done.stdout)
     return {key: found.get(key) for key in ("top1", "right", "images", "seconds", "epochs", "trained")}

@@ -12,6 +12,8 @@ from vitrail.cli import runs, show
 from vitrail.config import ViTConfig
 from vitrail.errors import UsageError
 
+MOST_EPOCHS = 100  # what --minutes makes of a run, unless the recipe has more
+
 if TYPE_CHECKING:
     from vitrail.train.task import Task
     from vitrail.weights.trained import Trained
@@ -50,7 +52,7 @@ def main(
         model: A file or folder of any known format, hf:ORG/NAME or timm:NAME.
         recipe: default is what works best for most sets, paper is the paper's: SGD at 384 pixels.
         image_size: Resolution in place of the model's (the paper's: 384); positions are resampled.
-        minutes: Make the run as long as fits into so many, evaluations included.
+        minutes: Make the run as long as fits into so many, evaluations included, up to 100 epochs.
         epochs: Passes over the training images, in place of the recipe's.
         batch: Images in a step, in place of the recipe's.
         lr: Learning rate at its top, in place of the recipe's.
@@ -136,10 +138,12 @@ def _within(task: "Task", minutes: float) -> "Task":
     from vitrail.train.estimate import fit_epochs
 
     show.note("timing a few steps")
-    epochs = float(f"{fit_epochs(task, minutes * 60):.4g}")
+    most = max(MOST_EPOCHS, task.recipe.epochs)
+    epochs = float(f"{min(fit_epochs(task, minutes * 60), most):.4g}")
     recipe = runs.changed(task.recipe, epochs=epochs, batch=None, lr=None, warmup=None)
     fitted = dataclasses.replace(task, recipe=recipe)
-    show.note(f"{minutes:g} minutes are {fitted.plan.steps:,} steps; --epochs {epochs:g} repeats the run")
+    less = ", which take less: more would not help" if epochs >= most else ""
+    show.note(f"{minutes:g} minutes: {fitted.plan.steps:,} steps{less}; --epochs {epochs:g} repeats the run")
     return fitted
 
 

@@ -10,6 +10,7 @@ import copy
 import csv
 import dataclasses
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -91,7 +92,7 @@ def run(
     try:
         loop.run(keeper.state, feed(task), task.training, task.plan, task.recipe, after_step=keeper.stepped)
         assert keeper.last is not None, "the last step is always evaluated"
-        return _finished(task, folder, book, keeper.last)
+        return keeper.finished(keeper.last)
     except BaseException as error:
         if keeper.best is None:  # nothing was learned yet that could be lost, and the name is free again
             book.close()
@@ -115,7 +116,8 @@ class _Keeper:
     state: State
     after_step: Callable[[Moment], None]
     after_epoch: Callable[[Evaluated], None]
-    best: tuple[float, float] | None = None
+    best: float | None = None
+    """The highest accuracy on val so far."""
     last: Evaluated | None = None
     losses: list[tuple[float, int]] = dataclasses.field(default_factory=list)
     counted: int = 0
@@ -145,10 +147,9 @@ class _Keeper:
         self.losses.clear()
         trained = self.trained(model, moment)
         save(trained, self.folder / "weights" / "last.safetensors", overwrite=True)
-        right = val.macro if self.task.recipe.balanced and not self.task.dataset.several else val.top1
-        score = (right, -val.mean_loss)  # few images soon are all right, and only the loss tells better from good
-        if self.best is None or score > self.best or self.task.everything:
-            self.best = score
+        score = val.macro if self.task.recipe.balanced and not self.task.dataset.several else val.top1
+        self.best = score if self.best is None else max(score, self.best)
+        if score >= self.best - _doubt(self.best, val.images) or self.task.everything:
             save(trained, self.folder / "weights" / "best.safetensors", overwrite=True)
         row = (moment.epoch, moment.seconds, loss, val.top1, val.top5, val.mean_loss, moment.outcome.lr)
         self.book.row(moment.step, row)
@@ -156,6 +157,39 @@ class _Keeper:
         self.last = found
         self.after_epoch(found)
         self.since = moment.seconds
+
+    def finished(self, last: Evaluated) -> Result:
+        """The best weights calibrated on val, and measured on test."""
+        task, path = self.task, self.folder / "weights" / "best.safetensors"
+        split = "test" if "test" in task.dataset.splits else "val"
+        best = load(path)
+        model = best.model.to(task.device)
+        temperature = 1.0 if task.everything else calibrate.temperature(*self.logits(model))
+        save(dataclasses.replace(best, temperature=temperature), path, overwrite=True)
+        images = self.val() if split == "val" else _batches(task, split)
+        counts, said = answers(model, images, task.preprocess, temperature=temperature)
+        error = calibrate.expected_calibration_error(said.probabilities[:, 0], said.right)
+        result = Result(split, counts, said, temperature, error, last.moment.seconds, last.moment.epoch)
+        facts = {"images": counts.images, "right": counts.right, "top1": counts.top1, "top5": counts.top5}
+        calibration = {"loss": counts.mean_loss, "temperature": temperature, "calibration_error": error}
+        self.book.event("end", split=split, **facts, **calibration, seconds=result.seconds)
+        self.book.say(f"{split}: {counts.top1:.2%} of {counts.images:,} images right; temperature {temperature:.3f}")
+        write_predictions(task, result, self.folder / "predictions.csv")
+        if not task.dataset.several:
+            write_classes(task, counts, self.folder / "per_class.csv")
+        return result
+
+    def logits(self, model: Model) -> tuple[Tensor, Tensor]:
+        """Logits and targets of as many validation images as a temperature needs, on the CPU."""
+        limit = max(1, _CALIBRATION // len(self.task.dataset.classes))
+        logits, targets, count = [], [], 0
+        for some, true, _ in outputs(model, self.val(), self.task.preprocess):
+            logits.append(some.cpu())
+            targets.append(true.cpu())
+            count += len(some)
+            if count >= limit:
+                break
+        return torch.cat(logits), torch.cat(targets)
 
     def val(self) -> Iterator[Batch]:
         """The validation images, from memory after the first time where they are not too many."""
@@ -182,6 +216,15 @@ class _Keeper:
         return Trained(copy.deepcopy(model).cpu().eval(), task.preprocess, task.dataset.classes, origin)
 
 
+def _doubt(share: float, images: int) -> float:
+    """The standard error of a share of so many images.
+
+    Within it one accuracy is as good as another, and the later weights, learned longer and at a lower rate, are the
+    better guess: with ten images to choose by, chance would choose.
+    """
+    return math.sqrt(share * (1 - share) / images)
+
+
 def feed(task: Task, start: int = 0) -> Iterator[Batch]:
     """The run's micro-batches: of images that live on the GPU where they are small, else from worker processes."""
     training = task.training
@@ -196,40 +239,6 @@ def feed(task: Task, start: int = 0) -> Iterator[Batch]:
         if found is not None:
             return loader.resident_batches(training, task.plan, *found, start=start)
     return loader.training_batches(training, task.plan, start=start, workers=task.workers)
-
-
-def _finished(task: Task, folder: Path, book: Book, last: Evaluated) -> Result:
-    """The best weights calibrated on val, and measured on test."""
-    split = "test" if "test" in task.dataset.splits else "val"
-    path = folder / "weights" / "best.safetensors"
-    best = load(path)
-    model = best.model.to(task.device)
-    temperature = 1.0 if task.everything else calibrate.temperature(*_kept_logits(task, model))
-    save(dataclasses.replace(best, temperature=temperature), path, overwrite=True)
-    counts, said = answers(model, _batches(task, split), task.preprocess, temperature=temperature)
-    error = calibrate.expected_calibration_error(said.probabilities[:, 0], said.right)
-    result = Result(split, counts, said, temperature, error, last.moment.seconds, last.moment.epoch)
-    facts = {"images": counts.images, "right": counts.right, "top1": counts.top1, "top5": counts.top5}
-    calibration = {"loss": counts.mean_loss, "temperature": temperature, "calibration_error": error}
-    book.event("end", split=split, **facts, **calibration, seconds=result.seconds)
-    book.say(f"{split}: {counts.top1:.2%} of {counts.images:,} images right; temperature {temperature:.3f}")
-    write_predictions(task, result, folder / "predictions.csv")
-    if not task.dataset.several:
-        write_classes(task, counts, folder / "per_class.csv")
-    return result
-
-
-def _kept_logits(task: Task, model: Model) -> tuple[Tensor, Tensor]:
-    """Logits and targets of as many validation images as a temperature needs, on the CPU."""
-    limit = max(1, _CALIBRATION // len(task.dataset.classes))
-    logits, targets, count = [], [], 0
-    for some, true, _ in outputs(model, _batches(task, "val"), task.preprocess):
-        logits.append(some.cpu())
-        targets.append(true.cpu())
-        count += len(some)
-        if count >= limit:
-            break
-    return torch.cat(logits), torch.cat(targets)
 
 
 def write_predictions(task: Task, result: Result, path: Path) -> None:
