@@ -117,19 +117,21 @@ def _seconds_per_image(state: State, trial: Task, parts: list[tuple[Tensor, Tens
 def _kept_bytes(model: Model, images: Tensor) -> int:
     """Bytes that the forward pass keeps for the backward pass, weights left out."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
+    kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no address is given twice
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+            kept[storage.data_ptr()] = storage
+
+    def never(_: object) -> Tensor:
+        raise AssertionError("there is no backward pass")
 
     model.train()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), precision(images.device):
-        logits = model(images)  # alive until all is counted, so that no address is given twice
-    del logits
-    return sum(kept.values()) + images.nbytes
+    # What is kept must not be the tensor itself, which knows the graph that would then keep it: a cycle.
+    with torch.autograd.graph.saved_tensors_hooks(keep, never), precision(images.device):
+        model(images)
+    return sum(storage.nbytes() for storage in kept.values()) + images.nbytes
 
 
 def _state_bytes(state: State, recipe: Recipe) -> int:

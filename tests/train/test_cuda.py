@@ -1,0 +1,98 @@
+"""Training on a GPU: recorded steps are the same steps, small sets live there, and what a run needs is foreseen."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vitrail import recipes
+from vitrail.config import Augment, Optimiser, Recipe, Schedule
+from vitrail.data.sources import open_data
+from vitrail.train import loop
+from vitrail.train.estimate import estimate
+from vitrail.train.run import feed, run
+from vitrail.train.step import begin
+from vitrail.train.task import Task, fitted
+from vitrail.weights.load import load
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+
+
+def recipe(kind: str = "adam", **changes: Any) -> Recipe:
+    fields: dict[str, Any] = {
+        "model": "ti2",
+        "settings": {"width": 64, "depth": 3, "mlp": 128, "heads": 2, "channels": 1},
+        "image_size": 8,
+        "batch": 64,
+        "epochs": 1.0,
+        "optimiser": Optimiser(kind=kind, lr=1e-3, weight_decay=0.05, clip=1.0),
+        "schedule": Schedule(warmup=4),
+        "augment": Augment(crop="pad", mixup=0.2),
+        "dropout": 0.1,
+        "source": "test",
+    }
+    return Recipe(**(fields | changes))
+
+
+def trained(task: Task, *, recorded: bool) -> tuple[list[float], torch.Tensor]:
+    """The losses of all steps, and the weights after them."""
+    torch.backends.cudnn.deterministic = True
+    losses: list[float] = []
+    state = begin(task.model(), task.recipe, task.counts, recorded=recorded)
+    loop.run(
+        state, feed(task), task.training, task.plan, task.recipe, after_step=lambda m: losses.append(m.outcome.loss)
+    )
+    return losses, torch.cat([parameter.detach().flatten().cpu() for parameter in state.model.parameters()])
+
+
+@pytest.mark.parametrize("kind", ["adam", "muon"])
+def test_recorded_steps_are_the_steps_that_were_not(kind: str) -> None:
+    """Dropout, schedule and the short last step included."""
+    task = Task(recipe=recipe(kind), dataset=open_data("digits"), device=torch.device("cuda"))
+    assert task.recorded
+    assert task.plan.size(task.plan.steps - 1) < 64
+    plain, expected = trained(task, recorded=False)
+    losses, weights = trained(task, recorded=True)
+    assert losses == pytest.approx(plain, rel=2e-3)
+    torch.testing.assert_close(weights, expected, atol=2e-3, rtol=0)
+    assert plain[-1] < plain[0]
+
+
+def test_what_waits_for_the_host_is_not_recorded() -> None:
+    dataset, device = open_data("digits"), torch.device("cuda")
+    for changes in ({"stochastic_depth": 0.1}, {"optimiser": Optimiser(kind="sgd", lr=0.1)}):
+        assert not Task(recipe=recipe(**changes), dataset=dataset, device=device).recorded
+    assert not Task(recipe=recipe(), dataset=dataset, device=device, micro_batches=2).recorded
+
+
+def test_an_estimate_leaves_a_run_as_it_is_and_foresees_its_memory(tmp_path: Path) -> None:
+    task = Task(recipe=recipe(batch=1024), dataset=open_data("digits"), device=torch.device("cuda"))
+    found = estimate(task)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run(task, tmp_path / "run", after_step=lambda _: None, after_epoch=lambda _: None)
+    used = torch.cuda.max_memory_allocated() - before
+    assert found.memory == pytest.approx(used, rel=0.6)
+    assert 0 < found.seconds < 120
+
+
+def test_a_compiled_run_learns_as_one_that_is_not(tmp_path: Path) -> None:
+    tasks = [
+        Task(recipe=recipe(), dataset=open_data("digits"), device=torch.device("cuda"), compiled=c) for c in (0, 1)
+    ]
+    losses = [trained(dataclasses.replace(task), recorded=True)[0] for task in tasks]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+
+
+def test_a_real_vit_is_fine_tuned_at_another_resolution(deit_tiny: Path, tmp_path: Path) -> None:
+    dataset, model = open_data("digits"), load(deit_tiny)
+    made = dataclasses.replace(recipes.finetuning("default", len(dataset.splits["train"]), 16), image_size=64, epochs=3)
+    made = dataclasses.replace(made, schedule=Schedule(warmup=6))
+    start = fitted(model, dataset, made)
+    task = Task(recipe=made, dataset=dataset, start=start, device=torch.device("cuda"))
+    estimate(task)
+    result = run(task, tmp_path / "run", after_step=lambda _: None, after_epoch=lambda _: None)
+    assert result.counts.top1 > 0.8
