@@ -20,9 +20,11 @@ lint: .venv/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache > .venv/imports.log || { cat .venv/imports.log; exit 1; }
 
-# timm and torchvision are compared with, never depended on: without their dependencies, or they would replace torch.
+# Compared with, never depended on: timm and torchvision without their dependencies, or they would replace torch;
+# accelerate for transformers' Trainer, which bench/ measures.
 peers: .venv/.dev
 	$(PIP) --no-deps timm torchvision
+	$(PIP) accelerate
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -343,6 +343,8 @@ class Recipe:
     """How many layers below the head learn; 0 for the head alone, None for all."""
     balanced: bool = False
     """Whether every class counts alike, however many images it has."""
+    data: str | None = None
+    """The set it is for."""
     source: str
     """Where the numbers come from."""
     result: str | None = None

@@ -2,8 +2,9 @@
 
 import dataclasses
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
@@ -111,12 +112,24 @@ def main(
     if minutes is not None:
         task = _within(task, minutes)
     if dry_run:
-        runs.dry_run(task, json=json)
-    elif number_of_runs == 1:
-        result = runs.trained(task, folder, data=data, track=track)
-        show.as_json(runs.facts(task, result, folder)) if json else print(runs.sentence(task, result, folder))
-    else:
-        _several(task, folder, number_of_runs, data=data, track=track, json=json)
+        runs.dry_run(task, as_json=json)
+        return
+    report = runs.checked(dataset, data)
+    results = [
+        runs.facts(one, runs.trained(one, place, data=data, track=track, report=report), place)
+        for one, place in _repeated(task, folder, number_of_runs)
+    ]
+    top1 = [found["top1"] for found in results]
+    deviation = statistics.stdev(top1) if number_of_runs > 1 else None
+    if json:
+        summary = {"mean": statistics.mean(top1), "std": deviation, "n": number_of_runs, "runs": results}
+        show.as_json(results[0] if deviation is None else summary)
+        return
+    for found in results:
+        print(runs.sentence(found))
+    if deviation is not None:
+        mean = f"{statistics.mean(top1):.2%} ± {deviation:.2%}"
+        print(f"{results[0]['split']}: {mean} (mean and standard deviation of {number_of_runs} runs)")
 
 
 def prepared(trained: "Trained", preprocess: str | None) -> "Trained":
@@ -147,19 +160,11 @@ def _within(task: "Task", minutes: float) -> "Task":
     return fitted
 
 
-def _several(task: "Task", folder: Path, number: int, *, data: str, track: runs.Track | None, json: bool) -> None:
-    """The same run with several seeds, each in its folder, and what they have in common."""
-    found: list[dict[str, Any]] = []
+def _repeated(task: "Task", folder: Path, number: int) -> Iterator[tuple["Task", Path]]:
+    """The same run with several seeds, each in a folder of its own."""
+    if number == 1:
+        yield task, folder
+        return
     for seed in range(task.seed, task.seed + number):
-        show.note(f"run {len(found) + 1} of {number}: seed {seed}")
-        one, place = dataclasses.replace(task, seed=seed), folder / f"seed-{seed}"
-        result = runs.trained(one, place, data=data, track=track)
-        found.append(runs.facts(one, result, place))
-        if not json:
-            print(runs.sentence(one, result, place))
-    top1 = [run["top1"] for run in found]
-    mean, deviation = statistics.mean(top1), statistics.stdev(top1)
-    if json:
-        show.as_json({"mean": mean, "std": deviation, "n": number, "runs": found})
-    else:
-        print(f"{found[0]['split']}: {mean:.2%} ± {deviation:.2%} (mean and standard deviation of {number} runs)")
+        show.note(f"seed {seed}, the last is {task.seed + number - 1}")
+        yield dataclasses.replace(task, seed=seed), folder / f"seed-{seed}"

@@ -5,8 +5,10 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 
 from vitrail import presets, recipes
-from vitrail.cli import show
-from vitrail.config import BiTConfig, to_json
+from vitrail.cli import runs, show
+from vitrail.config import BiTConfig, Recipe, to_json
+
+H200 = 3e14  # FLOP/s of training a ViT in bf16, about two fifths of what its matrix products reach
 
 
 def main(
@@ -38,23 +40,46 @@ def main(
 def _recipes(json: bool) -> None:
     """The training runs by name."""
     if json:
-        show.as_json({name: to_json(recipe) for name, recipe in recipes.RECIPES.items()})
+        found = recipes.RECIPES.items()
+        show.as_json({name: to_json(recipe) | {"cost_flops": _flops(recipe)} for name, recipe in found})
         return
     rows = [
         (
-            name,
+            f"vitrail train {name} --data {_data(recipe)}",
             recipe.model or "",
             f"{recipe.epochs:g}",
             show.count(recipe.batch),
             f"{recipe.optimiser.kind} {recipe.optimiser.lr:g}",
+            runs.duration(_flops(recipe) / H200) if _flops(recipe) > 60 * H200 else "under 1 min",
             recipe.source,
             recipe.result or "",
         )
         for name, recipe in recipes.RECIPES.items()
     ]
-    header = ("name", "model", "epochs", "batch", "optimiser", "from", "result")
-    show.table([header, *rows], right=(2, 3))
-    print("\nvitrail train NAME --data DATA trains one; --epochs, --batch and --lr change it.")
+    header = ("command", "model", "epochs", "batch", "optimiser", "cost", "from", "result")
+    show.table([header, *rows], right=(2, 3, 5))
+    print(
+        f"\ncost: of its own set, on one H200 at {H200 / 1e12:.0f} TFLOP/s, an estimate; --dry-run times a run here."
+        "\n--epochs, --batch and --lr change a recipe. DATA: a set that is not public is yours to bring."
+    )
+
+
+def _data(recipe: Recipe) -> str:
+    """The name of the recipe's set where `vitrail data get` or the package has it."""
+    from vitrail.data import public
+
+    return recipe.data if recipe.data in (*public.SETS, "digits") else "DATA"
+
+
+def _flops(recipe: Recipe) -> float:
+    """FLOPs of the whole run on its own set."""
+    from vitrail.model import count
+
+    assert recipe.model is not None
+    assert recipe.data is not None
+    size = {} if recipe.image_size is None else {"image_size": (recipe.image_size, recipe.image_size)}
+    config = presets.config(recipe.model, **size, **recipe.settings)
+    return count.training_flops(config, round(recipe.epochs * recipes.IMAGES[recipe.data]))
 
 
 def _described(name: str) -> dict[str, Any]:

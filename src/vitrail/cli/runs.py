@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from vitrail.train.task import Task
 
 Track = Literal["tensorboard"]
+_CHECKED = 20_000  # images that are looked at before a run: a minute at most
 _SHOWN = 16  # images in the picture of a batch
 _WORST = 24  # images in the picture of the greatest losses
 
@@ -54,6 +56,10 @@ def fitting(recipe: Recipe, dataset: "Dataset", *, balanced: bool) -> Recipe:
     """The recipe as the data asks for it, and what is worth knowing of the data before it is learned."""
     for note in dataset.notes:
         show.note(f"note: {note}")
+    numbers = [int(name) for name in dataset.classes if name.isdecimal()]
+    if len(numbers) == len(dataset.classes) and numbers != sorted(numbers):
+        first = ", ".join(dataset.classes[:4])
+        show.note(f"warning: classes are in the order of their names ({first}, ...), so output 2 is not class 2")
     if dataset.several and recipe.loss != "sigmoid":
         show.note("note: images may have several labels, so each class is a question of its own (loss sigmoid)")
         recipe = dataclasses.replace(recipe, loss="sigmoid")
@@ -74,7 +80,33 @@ def warn_of_imbalance(task: "Task") -> None:
         )
 
 
-def trained(task: "Task", folder: Path, *, data: str, track: Track | None = None) -> "Result":
+def checked(dataset: "Dataset", data: str) -> dict[str, Any] | None:
+    """What there is to know of the images before they are trained on; None for so many that it would take long."""
+    from vitrail.data.check import check
+    from vitrail.data.examine import examine
+
+    images = sum(len(split) for split in dataset.splits.values())
+    if images > _CHECKED:
+        show.note(f"note: {images:,} images are not looked at one by one before training: vitrail data check {data}")
+        return None
+    with show.progress("looking at images") as progress:
+        report = check(examine(dataset, progress=progress))
+    if bad := report["bad"]:
+        raise DataError(
+            f"{len(bad):,} images are bad, such as {bad[0]['name']}: {bad[0]['reason']}."
+            f" `vitrail data check {data}` names every bad image, and how to leave them out"
+        )
+    if across := report["duplicates"]["across_splits"]:
+        show.note(
+            f"warning: {across:,} groups of copies reach across splits, so results look too good:"
+            f" vitrail data check {data}"
+        )
+    return report
+
+
+def trained(
+    task: "Task", folder: Path, *, data: str, track: Track | None = None, report: dict[str, Any] | None = None
+) -> "Result":
     """Train and show how far it is: a bar on a terminal, a line an evaluation everywhere; then draw what it came to."""
     from vitrail.train.run import run
 
@@ -96,6 +128,8 @@ def trained(task: "Task", folder: Path, *, data: str, track: Track | None = None
         except DataError as error:
             advice = f"`vitrail data check {data}` names every bad image, and how to leave them out"
             raise DataError(f"{error}. {advice}") from error
+    if report is not None:
+        (folder / "data_report.json").write_text(json.dumps(report, indent=1) + "\n")
     draw(task, result, folder)
     return result
 
@@ -109,13 +143,12 @@ def _loggers(track: Track | None) -> Any:
     return made if track == "tensorboard" else lambda _: ()
 
 
-def sentence(task: "Task", result: "Result", folder: Path) -> str:
+def sentence(found: dict[str, Any]) -> str:
     """What a run came to, in a line."""
-    counts = result.counts
-    text = f"{result.split}: {counts.top1:.1%} of {counts.images:,} images right"
-    if not task.dataset.several and (task.recipe.balanced or counts.macro < counts.top1 - 0.02):
-        text += f", {counts.macro:.1%} of a class on average"
-    return f"{text} ({folder / 'weights' / 'best.safetensors'})"
+    text = f"{found['split']}: {found['top1']:.1%} of {found['images']:,} images right"
+    if found["macro"] is not None and found["macro"] < found["top1"] - 0.02:
+        text += f", {found['macro']:.1%} of a class on average"
+    return f"{text} ({found['folder']}/weights/best.safetensors)"
 
 
 def facts(task: "Task", result: "Result", folder: Path) -> dict[str, Any]:
@@ -204,7 +237,7 @@ def _label(task: "Task", split: "Split", row: int) -> str:
 # --- what a run will take --------------------------------------------------------------------------------------------
 
 
-def dry_run(task: "Task", *, json: bool) -> None:
+def dry_run(task: "Task", *, as_json: bool) -> None:
     """Show what would be done and what it would take, and draw the first batch."""
     from vitrail.train.estimate import estimate
     from vitrail.train.task import described
@@ -214,7 +247,7 @@ def dry_run(task: "Task", *, json: bool) -> None:
     picture = Path("runs") / "dry-run" / "train_batch0.jpg"
     picture.parent.mkdir(parents=True, exist_ok=True)
     first_batch(task, picture)
-    if json:
+    if as_json:
         show.as_json(described(task) | {"estimate": dataclasses.asdict(found), "picture": str(picture)})
         return
     recipe, plan, view = task.recipe, task.plan, task.preprocess

@@ -67,11 +67,11 @@ def main(
         everything=everything,
     )
     if dry_run:
-        runs.dry_run(task, json=json)
+        runs.dry_run(task, as_json=json)
         return
     folder = out or runs.next_folder("train")
-    result = runs.trained(task, folder, data=data, track=track)
+    found = runs.facts(task, runs.trained(task, folder, data=data, track=track), folder)
     if json:
-        show.as_json(runs.facts(task, result, folder))
+        show.as_json(found)
     else:
-        print(runs.sentence(task, result, folder))
+        print(runs.sentence(found))
