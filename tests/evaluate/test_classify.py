@@ -1,13 +1,24 @@
-"""Counts by hand, and that batches of any sizes add up to the same."""
+"""Counts by hand, that batches of any sizes add up to the same, and what was said of each image."""
+
+import math
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from tests import making
 from vitrail.config import Preprocess
 from vitrail.data.loader import Batch
+from vitrail.data.transforms import normalise
 from vitrail.errors import DataError
-from vitrail.evaluate.classify import classify, count
+from vitrail.evaluate.classify import Counts, answers, classify, count
+
+VIEW = Preprocess(size=(32, 32), resize=(32, 32))
+
+
+def pictures(number: int) -> Tensor:
+    return torch.randint(0, 256, (number, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
 def test_counts_by_hand() -> None:
@@ -26,25 +37,112 @@ def test_five_likeliest() -> None:
     assert count(logits, torch.tensor([7, 3, 2])).right_in_five == 2
 
 
+def test_the_average_over_classes_by_hand() -> None:
+    """Nine tenths of one class, a quarter of another, and a third that has no image."""
+    confusion = torch.tensor([[9, 1, 0], [0, 1, 3], [0, 0, 0]])
+    counts = Counts(images=14, right=10, right_in_five=14, loss=0.0, confusion=confusion)
+    assert counts.macro == pytest.approx((9 / 10 + 1 / 4) / 2)
+    assert counts.top1 == pytest.approx(10 / 14)
+
+
+def test_counts_of_several_labels_by_hand() -> None:
+    """Right where the answer is one of the labels; each class's yes or no costs. At logit 0 it costs log 2."""
+    logits = torch.zeros(3, 7)
+    logits[:, 6] = math.log(3)  # said with probability 3/4; of the others 0, 1, 2 and 3 come before 4 and 5
+    targets = torch.zeros(3, 7)
+    targets[0, [1, 6]] = 1  # right
+    targets[1, [0, 5]] = 1  # found among five alone
+    targets[2, [4, 5]] = 1  # wrong
+    found = count(logits, targets)
+    best = logits.topk(5, dim=1).indices
+    assert (found.images, found.right) == (3, 1)
+    assert found.right_in_five == int(targets.gather(1, best).any(dim=1).sum()) >= 2
+    expected = 18 * math.log(2) + math.log(4 / 3) + 2 * math.log(4)
+    assert found.loss == pytest.approx(expected)
+    assert found.confusion.tolist() == torch.zeros(7, 7).tolist()
+
+
 @pytest.mark.parametrize("sizes", [(7,), (3, 4), (1, 5, 1), (2, 0, 5)])
 def test_batches_of_any_sizes_add_up(sizes: tuple[int, ...]) -> None:
     model = making.vit()
-    view = Preprocess(size=(32, 32), resize=(32, 32))
-    pixels = torch.randint(0, 256, (7, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    targets = torch.arange(7)
-    whole = classify(model, [Batch(pixels, targets, targets)], view)
+    pixels, targets = pictures(7), torch.arange(7)
+    whole = classify(model, [Batch(pixels, targets, targets)], VIEW)
     cuts = zip(pixels.split(list(sizes)), targets.split(list(sizes)), strict=True)
-    found = classify(model, [Batch(images, labels, labels) for images, labels in cuts], view)
+    found = classify(model, [Batch(images, labels, labels) for images, labels in cuts], VIEW)
     assert (found.images, found.right, found.right_in_five) == (whole.images, whole.right, whole.right_in_five)
     assert torch.equal(found.confusion, whole.confusion)
     assert found.loss == pytest.approx(whole.loss, rel=1e-5)
 
 
-def test_images_without_one_label_each_are_refused() -> None:
-    view = Preprocess(size=(32, 32), resize=(32, 32))
+def test_of_several_labels_images_without_one_do_not_count() -> None:
+    model, pixels = making.vit(), pictures(5)
+    targets = torch.zeros(5, 7)
+    targets[[0, 2, 3], [1, 2, 3]] = 1
+    targets[3, 0] = 1
+    batches = [Batch(pixels[cut], targets[cut], torch.arange(10, 15)[cut]) for cut in (slice(4), slice(4, 5))]
+    kept = [0, 2, 3]
+    with torch.no_grad():
+        expected = count(model(normalise(pixels, VIEW))[kept], targets[kept])
+    counts, said = answers(model, batches, VIEW, temperature=1.0)
+    for found in (classify(model, batches, VIEW), counts):
+        assert (found.images, found.right, found.right_in_five) == (3, expected.right, expected.right_in_five)
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+    assert said.images.tolist() == [10, 12, 13]
+
+
+def test_one_label_is_needed_where_images_have_one_and_some_image_always() -> None:
     pixels = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
-    for targets in (torch.tensor([0, -1]), torch.zeros(2, 7)):
-        with pytest.raises(DataError, match="one label each"):
-            classify(making.vit(), [Batch(pixels, targets, torch.arange(2))], view)
-    with pytest.raises(DataError, match="no image"):
-        classify(making.vit(), [], view)
+    for function in (lambda batches: classify(making.vit(), batches, VIEW),
+                     lambda batches: answers(making.vit(), batches, VIEW, temperature=1.0)):  # fmt: skip
+        with pytest.raises(DataError, match="images with a label; some of these have none"):
+            function([Batch(pixels, torch.tensor([0, -1]), torch.arange(2))])
+        for batches in ([], [Batch(pixels, torch.zeros(2, 7), torch.arange(2))]):
+            with pytest.raises(DataError, match="no labelled image"):
+                function(batches)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["softmax", "several"])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_what_was_said_of_each_image_by_formula(temperature: float, several: bool) -> None:
+    model, pixels = making.vit(), pictures(6)
+    with torch.no_grad():
+        logits = model(normalise(pixels, VIEW)).double()
+    classes = torch.tensor([0, 1, 2, 3, 4, 5])
+    classes[0] = logits[0].argmax()  # one is right at least
+    targets = F.one_hot(classes, 7).float() if several else classes
+    places = torch.tensor([9, 3, 4, 0, 7, 1])
+    batches = [Batch(pixels[cut], targets[cut], places[cut]) for cut in (slice(4), slice(4, 6))]
+    counts, said = answers(model, batches, VIEW, temperature=temperature)
+    plain = classify(model, batches, VIEW)
+    assert (counts.images, counts.right, counts.right_in_five) == (6, plain.right, plain.right_in_five)
+    assert counts.loss == pytest.approx(plain.loss)
+    assert torch.equal(counts.confusion, plain.confusion)
+
+    assert said.images.tolist() == places.tolist()
+    assert said.right.sum() == counts.right > 0
+    for index, row in enumerate(logits.tolist()):
+        order = sorted(range(7), key=lambda each: -row[each])[:5]
+        assert said.classes[index].tolist() == order
+        assert said.right[index].item() == (order[0] == classes[index])
+        if several:
+            chances = [1 / (1 + math.exp(-row[each] / temperature)) for each in order]
+            yes = sum(math.log1p(math.exp(-value)) for each, value in enumerate(row) if each == classes[index])
+            no = sum(math.log1p(math.exp(value)) for each, value in enumerate(row) if each != classes[index])
+            loss = yes + no
+        else:
+            total = sum(math.exp(value / temperature) for value in row)
+            chances = [math.exp(row[each] / temperature) / total for each in order]
+            loss = math.log(sum(map(math.exp, row))) - row[int(classes[index])]
+        assert said.probabilities[index].tolist() == pytest.approx(chances, abs=1e-5)
+        assert said.losses[index].item() == pytest.approx(loss, abs=1e-4)
+
+
+def test_a_temperature_changes_probabilities_and_nothing_else() -> None:
+    batches = [Batch(pictures(6), torch.arange(6), torch.arange(6))]
+    (cold_counts, cold), (hot_counts, hot) = (
+        answers(making.vit(), batches, VIEW, temperature=temperature) for temperature in (1.0, 3.0)
+    )
+    assert (cold_counts.right, cold_counts.loss) == (hot_counts.right, hot_counts.loss)
+    for name in ("classes", "losses", "right", "images"):
+        assert torch.equal(getattr(cold, name), getattr(hot, name)), name
+    assert (hot.probabilities[:, 0] < cold.probabilities[:, 0]).all()  # the hotter, the less sure

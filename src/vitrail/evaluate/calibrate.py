@@ -41,7 +41,8 @@ def _slope(logits: Tensor, targets: Tensor, scale: float) -> float:
 
 def expected_calibration_error(confidences: Tensor, right: Tensor, bins: int = 15) -> float:
     """The gap between how sure answers were and how often they were right, over bins of equal width."""
-    places = (confidences * bins).long().clamp(0, bins - 1)
-    sure = torch.zeros(bins, dtype=torch.float64).index_add_(0, places, confidences.double())
+    confidences = confidences.double()
+    places = ((confidences * bins).ceil().long() - 1).clamp(0, bins - 1)  # a bin holds its upper edge
+    sure = torch.zeros(bins, dtype=torch.float64).index_add_(0, places, confidences)
     true = torch.zeros(bins, dtype=torch.float64).index_add_(0, places, right.double())
     return float((sure - true).abs().sum() / len(confidences))
