@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import math
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,19 @@ def test_answers_are_sorted_complete_and_do_not_depend_on_the_batch() -> None:
     for together, alone in zip(answers, one_by_one, strict=True):
         assert [label for label, _ in together] == [label for label, _ in alone]
         assert [p for _, p in together] == pytest.approx([p for _, p in alone], abs=1e-6)
+
+
+def test_logits_are_divided_by_the_temperature_by_hand() -> None:
+    """A head that says log 1, 2, 4 ... 64 of any image; at a temperature of 2 those are the roots of these odds."""
+    model = making.vit()
+    with torch.no_grad():
+        model.head.weight.zero_()
+        model.head.bias.copy_(math.log(2) * torch.arange(7))
+    for temperature in (1.0, 2.0, 0.5):
+        [answer] = Classifier(making.trained(model, temperature=temperature), device="cpu")(pictures(1), top=7)
+        odds = [2 ** (index / temperature) for index in range(7)]
+        assert [label for label, _ in answer] == [f"kind {index}" for index in reversed(range(7))]
+        assert [p for _, p in answer] == pytest.approx([each / sum(odds) for each in reversed(odds)], rel=1e-5)
 
 
 def test_bytes_and_pillow_images_get_the_same_answer() -> None:

@@ -147,3 +147,11 @@ def test_a_view_does_not_depend_on_the_batch_it_is_in() -> None:
         for start, end in ((0, 1), (1, 14), (14, 32))
     ]
     assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("crop", ["inception", "window", "pad", "squash"])
+def test_no_images_give_no_views(crop: Literal["inception", "window", "pad", "squash"]) -> None:
+    augment = Augment(crop=crop, randaugment=(2, 15), jitter=0.5, erase=0.5)
+    found = batched.training_views(photos(4)[:0], draws(0), augment, Preprocess(size=(32, 36), resize=(36, 40)))
+    assert found.shape == (0, 3, 32, 36)
+    assert found.dtype == torch.uint8

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.data.pictures import folder
+from tests.data.pictures import encoded, folder, picture
 from vitrail.config import Augment, Preprocess
-from vitrail.data import loader
+from vitrail.data import batched, loader
 from vitrail.data.decode import decode
 from vitrail.data.digits import open_digits
 from vitrail.data.folder import open_folder
@@ -215,46 +216,136 @@ def test_several_labels_become_shares(flowers: Path) -> None:
     assert len(by_name) >= 2
 
 
-def test_a_set_on_the_device_gives_what_the_workers_give() -> None:
-    split = open_digits().splits["train"]
-    pixels, targets = loader.resident(split, channels=1, classes=10, device="cpu")
+def digits(augment: Augment, split: str = "train") -> tuple[Training, tuple[Tensor, Tensor]]:
+    """A task that resizes nothing, and its images on the device."""
+    images = open_digits().splits[split]
     view = Preprocess(size=(8, 8), resize=(8, 8), mean=(0.5,), std=(0.5,))
-    order = Order(seed=1, count=len(split))
-    task = Training(
-        split=split, order=order, augment=Augment(crop="pad", mixup=0.2), preprocess=view, seed=1, classes=10
-    )
-    plan = Plan(batch=32, total=100, rank=1, world=2)
-    by_workers = training_batches(task, plan, workers=0)
-    on_device = loader.resident_batches(task, plan, pixels, targets)
-    for one, two in zip(by_workers, on_device, strict=True):
-        assert torch.equal(one.pixels, two.pixels)
-        assert torch.equal(one.targets, two.targets)
-        assert torch.equal(one.positions, two.positions)
+    order = Order(seed=1, count=len(images))
+    task = Training(split=images, order=order, augment=augment, preprocess=view, seed=1, classes=10)
+    found = loader.resident(images, channels=1, classes=10, device="cpu")
+    assert found is not None
+    return task, found
 
 
+def same(one: Iterable[Batch], two: Iterable[Batch]) -> bool:
+    pairs = list(zip(one, two, strict=True))
+    return all(torch.equal(a, b) for batches in pairs for a, b in zip(*(batch[:3] for batch in batches), strict=True))
+
+
+PLANS = {
+    "whole": Plan(batch=32, total=96),
+    "rank": Plan(batch=32, total=100, rank=1, world=2),
+    "short": Plan(batch=16, total=101),
+    "micro": Plan(batch=16, total=101, micro_batches=3),
+    "micro-rank": Plan(batch=8, total=33, rank=0, world=2, micro_batches=2),  # the last step has one image for four
+    "epochs": Plan(batch=500, total=1700, micro_batches=2),
+}
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize(
+    "augment",
+    [
+        Augment(crop="pad"),
+        Augment(crop="pad", mixup=0.2),
+        Augment(crop="squash", randaugment=(2, 15), jitter=0.5, erase=0.5, cutmix=1.0),
+    ],
+    ids=["plain", "mixed", "everything"],
+)
+def test_a_set_on_the_device_gives_what_the_workers_give(
+    monkeypatch: pytest.MonkeyPatch, augment: Augment, plan: Plan
+) -> None:
+    """However many batches are made at once, and from whichever step on; without a resize, to the bit."""
+    task, found = digits(augment)
+    for start in (0, plan.steps // 2, plan.steps - 1, plan.steps):
+        by_workers = list(training_batches(task, plan, start=start))
+        for room in (1, 5000, 2**26):
+            monkeypatch.setattr(loader, "_VIEW_BYTES", room)
+            assert same(by_workers, loader.resident_batches(task, plan, *found, start=start)), (start, room)
+
+
+def test_as_many_batches_are_made_at_once_as_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views of 8 x 8 bytes, 16 a step: two steps in 2048 to 3071 bytes, in halves that count together."""
+    task, found = digits(Augment(crop="pad"))
+    made, views = list[int](), batched.training_views
+
+    def noted(pixels: Tensor, *rest: Any) -> Tensor:
+        made.append(len(pixels))
+        return views(pixels, *rest)
+
+    monkeypatch.setattr(batched, "training_views", noted)
+    for room, expected in ((1, [16, 16, 16, 16, 6]), (2047, [16, 16, 16, 16, 6]), (2048, [32, 32, 6]), (2**26, [70])):
+        monkeypatch.setattr(loader, "_VIEW_BYTES", room)
+        made.clear()
+        batches = loader.resident_batches(task, Plan(batch=16, total=70, micro_batches=2), *found)
+        next(batches)
+        assert made == expected[:1]  # the others not before they are wanted
+        assert sum(1 for _ in batches) == 2 * 5 - 1
+        assert made == expected
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.5])
 @pytest.mark.parametrize("crop", ["inception", "window", "pad", "squash"])
-def test_a_short_last_step_may_leave_a_rank_nothing(crop: Any) -> None:
-    split = open_digits().splits["val"]
-    pixels, targets = loader.resident(split, channels=1, classes=10, device="cpu")
-    view = Preprocess(size=(8, 8), resize=(8, 8), mean=(0.5,), std=(0.5,))
-    augment = Augment(crop=crop, mixup=0.2)
-    order = Order(seed=1, count=len(split))
-    task = Training(split=split, order=order, augment=augment, preprocess=view, seed=1, classes=10)
+def test_a_short_last_step_may_leave_a_rank_nothing(crop: Any, jitter: float) -> None:
+    task, found = digits(Augment(crop=crop, mixup=0.2, jitter=jitter, randaugment=(2, 10), erase=0.5), "val")
     plan = Plan(batch=8, total=9, rank=0, world=2)
-    for batches in (training_batches(task, plan), loader.resident_batches(task, plan, pixels, targets)):
-        last = list(batches)[-1]
-        images, shares = prepared(last, task, plan, 1)
-        assert images.shape == (0, 1, 8, 8)
-        assert shares.shape == (0, 10)
-        assert shares.dtype == torch.float32
+    for start in (0, 1):  # beside others, and alone
+        for batches in (
+            training_batches(task, plan, start=start),
+            loader.resident_batches(task, plan, *found, start=start),
+        ):
+            last = list(batches)[-1]
+            images, shares = prepared(last, task, plan, 1)
+            assert images.shape == (0, 1, 8, 8)
+            assert shares.shape == (0, 10)
+            assert shares.dtype == torch.float32
 
 
-def test_images_of_different_sizes_do_not_live_on_the_device(tmp_path: Path) -> None:
-    from tests.data.pictures import encoded, picture
+def test_a_set_on_the_device_holds_every_image_and_target(flowers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_CHUNK", 4)  # four full chunks and a short one
+    split = open_folder(flowers).splits["train"]
+    for workers in (0, 2):
+        found = loader.resident(split, channels=3, classes=2, device="cpu", workers=workers)
+        assert found is not None
+        pixels, targets = found
+        assert torch.equal(pixels, torch.stack([decode(split.read(index)) for index in range(18)]))
+        assert targets.tolist() == [split.labels(index)[0] for index in range(18)]
 
-    root = folder(tmp_path, "train", "val", each=2)
-    (root / "train" / "rose" / "2.jpg").write_bytes(encoded(picture(0, (30, 30))))
-    with pytest.raises(DataError, match="one size"):
+
+@pytest.mark.parametrize("odd", ["rose/0.jpg", "tulip/3.jpg"])
+@pytest.mark.parametrize("size", [(30, 30), (24, 20)])
+def test_images_of_different_sizes_do_not_live_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], odd: str
+) -> None:
+    """Wherever the odd one is, in the first chunk or in the last, and where it has as many pixels."""
+    monkeypatch.setattr(loader, "_CHUNK", 2)
+    root = folder(tmp_path, "train", "val", each=4)
+    (root / "train" / odd).write_bytes(encoded(picture(0, size)))
+    splits = open_folder(root).splits
+    assert loader.resident(splits["train"], channels=3, classes=2, device="cpu") is None
+    assert loader.resident(splits["val"], channels=3, classes=2, device="cpu") is not None
+
+
+def test_large_images_or_too_many_do_not_live_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size, lives in (("limit", (128, 128), True), ("above", (128, 129), False)):
+        place = tmp_path / name / "train" / "rose"
+        place.mkdir(parents=True)
+        for number in range(2):
+            (place / f"{number}.jpg").write_bytes(encoded(picture(number, size)))
+        split = open_folder(tmp_path / name).splits["train"]
+        found = loader.resident(split, channels=3, classes=1, device="cpu")
+        assert (found is not None) == lives, name
+    split = open_folder(tmp_path / "limit").splits["train"]
+    bytes_together = len(split) * 3 * 128 * 128
+    for room, lives in ((bytes_together, True), (bytes_together - 1, False)):
+        monkeypatch.setattr(loader, "_RESIDENT_BYTES", room)
+        assert (loader.resident(split, channels=3, classes=1, device="cpu") is not None) == lives
+
+
+def test_a_bad_image_of_a_set_for_the_device_is_named(tmp_path: Path) -> None:
+    root = folder(tmp_path, "train", "val", each=3)
+    (root / "train" / "rose" / "2.jpg").write_bytes(b"<html>")
+    with pytest.raises(DataError, match=r"^train/rose/2.jpg is no image"):
         loader.resident(open_folder(root).splits["train"], channels=3, classes=2, device="cpu")
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests import making
 from vitrail.model.initialise import initialise
@@ -65,6 +65,51 @@ def test_a_fresh_head_says_nothing_and_its_bias_can_be_set() -> None:
     biased = initialise(ViT(making.config()), torch.Generator().manual_seed(0), head_bias=-10.0)
     assert isinstance(biased.head, nn.Linear)
     assert (biased.head.bias == -10).all()
+
+
+def test_mimetic_products_are_those_stated_of_every_head() -> None:
+    """0.7 Z + 0.7 I to the rank of a head, nearest by Eckart and Young, and 0.4 Z - 0.4 I whole; Z drawn here again.
+
+    The normal matrices are the last that are drawn: a head's for its queries and keys each, then the block's other.
+    """
+    config, width, rank = making.config(), 32, 8
+    generator = torch.Generator().manual_seed(0)
+    plain = initialise(ViT(config), generator)
+    model = initialise(ViT(config), torch.Generator().manual_seed(0), mimetic=True)
+
+    def noise() -> Tensor:
+        return torch.empty(width, width).normal_(0.0, width**-0.5, generator=generator)
+
+    for block in model.blocks:
+        query, key, value = block.attn.qkv.weight.detach().chunk(3)  # (D, D) each, rows are outputs
+        for head in range(config.heads):
+            rows = slice(head * rank, (head + 1) * rank)
+            product = query[rows].mT @ key[rows]  # W_q W_k^T of this head, (D, D)
+            wanted = 0.7 * noise() + 0.7 * torch.eye(width)
+            assert torch.linalg.matrix_rank(product.double(), rtol=1e-5) == rank
+            values = torch.linalg.svdvals(wanted.double())
+            distance = torch.linalg.matrix_norm((product - wanted).double()).item()
+            assert distance == pytest.approx(values[rank:].square().sum().sqrt().item(), rel=1e-5)
+            torch.testing.assert_close(torch.linalg.svdvals(product.double())[:rank], values[:rank], rtol=1e-5, atol=0)
+        product = value.mT @ block.attn.proj.weight.detach().mT  # W_v W_proj
+        torch.testing.assert_close(product, 0.4 * noise() - 0.4 * torch.eye(width), rtol=0, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        mimicked = name.endswith(("attn.qkv.weight", "attn.proj.weight"))
+        assert torch.equal(parameter, plain.get_parameter(name)) != mimicked, name
+
+
+def test_mimetic_tokens_attend_to_those_like_themselves() -> None:
+    """Whatever was drawn: queries and keys of a token agree, and its value is taken away from it."""
+    model = initialise(ViT(making.config(width=256, heads=4)), torch.Generator().manual_seed(1), mimetic=True)
+    for block in model.blocks:
+        query, key, value = block.attn.qkv.weight.detach().chunk(3)
+        for head in range(4):
+            rows = slice(64 * head, 64 * head + 64)
+            trace = (query[rows] * key[rows]).sum().item()  # of W_q W_k^T
+            assert trace > 0.7 * 64  # that of 0.7 I cut down to the head's rank
+        told = block.attn.proj.weight.detach() @ value
+        assert told.diagonal().mean().item() == pytest.approx(-0.4, abs=0.01)
+        assert (told - torch.diag(told.diagonal())).std().item() == pytest.approx(0.4 / 16, rel=0.02)
 
 
 def test_the_hidden_head_and_attention_pool_follow_flax_defaults() -> None:

@@ -148,6 +148,30 @@ def test_sincos_by_hand() -> None:
     assert table.shape == (12, 8)
 
 
+def test_sincos_comes_on_the_device_and_in_the_numbers_asked_for() -> None:
+    """Computed on the CPU in float64 whatever the default device is, and only then rounded."""
+    plain = sincos((3, 5), 8)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        found = sincos((3, 5), 8, "cpu", dtype)
+        assert found.dtype == dtype
+        assert torch.equal(found, plain.to(dtype))
+    assert sincos((3, 5), 8, torch.device("meta"), torch.bfloat16).device.type == "meta"
+    with torch.device("meta"):
+        under = sincos((5, 3), 8)
+    assert under.device.type == "cpu"
+    assert torch.equal(under, sincos.__wrapped__((5, 3), 8))
+
+
+def test_sincos_kept_from_inference_serves_training() -> None:
+    """A tensor made in inference mode could not be saved for a backward pass."""
+    with torch.inference_mode():
+        table = sincos((7, 3), 8)
+    assert sincos((7, 3), 8) is table
+    scale = torch.ones((), requires_grad=True)
+    (scale * table).sum().backward()
+    torch.testing.assert_close(scale.grad, table.sum())
+
+
 def test_resampling_is_the_same_for_any_lead_and_dtype() -> None:
     table = torch.cat([grid_of(4, 4), grid_of(4, 4) * 2])
     both = resample(table, (4, 4), (6, 5), "bicubic-antialias")

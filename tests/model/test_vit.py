@@ -1,5 +1,8 @@
 """The forward pass, by its properties and against itself."""
 
+import copy
+from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -226,6 +229,60 @@ def test_stochastic_depth_with_no_survivor_still_gives_every_parameter_a_gradien
         model.zero_grad(set_to_none=True)
         model.train()(making.images(model.config, count=1)).sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["plain", "norm-mean", "map", "distilled", "relative", "every-layer", "layer-scale"])
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_blocks_computed_again_give_the_same_loss_and_gradients(kind: str, noise: float) -> None:
+    """With dropout and stochastic depth too, whose draws are made again."""
+    model = making.vit(**VARIANTS[kind]).regularise(dropout=noise, stochastic_depth=noise).train()
+    images = making.images(model.config, count=4)
+    runs = list[int]()
+    model.blocks[1].register_forward_pre_hook(lambda *_: runs.append(1))
+    found = []
+    for recompute in (False, True):
+        model.recompute = recompute
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(3)
+        loss = model(images).square().sum()
+        loss.backward()
+        after = torch.rand(3)  # whoever draws next is not disturbed either
+        found.append([loss.detach(), after, *(parameter.grad for parameter in model.parameters())])
+    assert len(runs) == 1 + 2
+    assert all(map(torch.equal, *found))
+    with torch.no_grad():
+        model(images)
+    assert len(runs) == 1 + 2 + 1
+
+
+@pytest.mark.parametrize(
+    ("stochastic_depth", "parts"), [(0.0, ["Block"] * 3), (0.5, ["Block", *["Attention", "Mlp"] * 2])]
+)
+def test_compiled_blocks_belong_to_the_model_and_not_to_its_copies(
+    monkeypatch: pytest.MonkeyPatch, stochastic_depth: float, parts: list[str]
+) -> None:
+    """What torch compiles is counted and run as it is; the first block's stochastic depth is 0."""
+    compiled = list[str]()
+
+    def noted(function: MethodType) -> Callable[..., Tensor]:
+        def run(*arguments: Any) -> Tensor:
+            compiled.append(type(function.__self__).__name__)
+            return function(*arguments)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", noted)
+    model = making.vit().regularise(stochastic_depth=stochastic_depth)
+    images = making.images(model.config)
+    with torch.no_grad():
+        expected = model(images)
+        assert not model.compiled
+        model.compile_blocks()
+        assert model.compiled
+        assert torch.equal(copy.deepcopy(model)(images), expected)
+        assert compiled == []
+        assert torch.equal(model(images), expected)
+    assert compiled == parts
 
 
 def test_a_size_that_does_not_fit_the_patch_is_refused_with_the_nearest_that_does() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests import making
-from vitrail.train.losses import sigmoid_cross_entropy, smoothed, softmax_cross_entropy
+from vitrail.train.losses import offsets, sigmoid_cross_entropy, smoothed, softmax_cross_entropy
 
 Loss = Callable[..., Tensor]
 LOSSES = [softmax_cross_entropy, sigmoid_cross_entropy]
@@ -131,3 +131,48 @@ def test_parts_of_a_batch_give_the_loss_and_gradients_of_the_whole(loss: Loss, c
     assert total == pytest.approx(whole.item(), rel=1e-6)
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-6)
+
+
+def test_offsets_by_hand() -> None:
+    """90 and 10 of 100: logarithms of the shares for softmax, of the odds for sigmoids."""
+    counts = torch.tensor([90, 10])
+    for found, expected in (
+        (offsets(counts, "softmax"), [math.log(0.9), math.log(0.1)]),
+        (offsets(counts, "sigmoid"), [math.log(9), -math.log(9)]),
+    ):
+        assert found.dtype is torch.float32
+        assert found.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("name", "loss"), [("softmax", softmax_cross_entropy), ("sigmoid", sigmoid_cross_entropy)])
+def test_with_offsets_nothing_is_learned_from_how_many_images_a_class_has(name: str, loss: Loss) -> None:
+    """90 images of one class and 10 of another, all alike: the logits become equal, which they do not without."""
+    targets = torch.tensor([0] * 90 + [1] * 10)
+    learned = []
+    for added in (offsets(torch.tensor([90, 10]), name), torch.zeros(2)):
+        free = torch.tensor([1.0, -2.0], requires_grad=True)
+        optimizer = torch.optim.LBFGS([free], max_iter=100, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
+
+        def closure(free: Tensor = free, added: Tensor = added, optimizer: torch.optim.LBFGS = optimizer) -> float:
+            optimizer.zero_grad()
+            total = loss((free + added).expand(100, 2), targets) / 100
+            total.backward()
+            return total.item()
+
+        optimizer.step(closure)
+        learned.append((free[0] - free[1]).item())
+    assert learned[0] == pytest.approx(0, abs=1e-3)
+    assert learned[1] == pytest.approx(math.log(9) if name == "softmax" else 2 * math.log(9), abs=1e-3)
+
+
+def test_with_offsets_an_informative_input_is_answered_as_if_classes_were_of_equal_size() -> None:
+    """Bayes: a sign seen in 3/5 of a class of 90 and in 4/5 of one of 10 speaks for the second, by 3 to 4."""
+    seen, unseen = torch.tensor([54, 8]), torch.tensor([36, 2])
+    logits = torch.stack([seen / (seen + unseen), unseen / (seen + unseen)]).log().requires_grad_()  # of equal classes
+    targets = torch.tensor([0] * 54 + [1] * 8 + [0] * 36 + [1] * 2)
+    inputs = torch.tensor([0] * 62 + [1] * 38)
+    softmax_cross_entropy(logits[inputs] + offsets(torch.tensor([90, 10]), "softmax"), targets).backward()
+    assert logits.grad is not None
+    assert logits.grad.abs().max() < 1e-4  # the loss is convex: this is its optimum
+    assert logits[0].argmax() == 1
+    assert logits[0].diff().exp().item() == pytest.approx(4 / 3)

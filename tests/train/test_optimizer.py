@@ -1,6 +1,7 @@
 """Which parameter moves by which rule and rate, steps by hand and against references, and states that come back."""
 
 import copy
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -123,6 +124,45 @@ def test_a_learning_rate_for_adam_is_that_of_what_muon_leaves() -> None:
     for wrong in ({"kind": "adam", "adam_lr": 0.1}, {"kind": "muon", "adam_lr": 0.0}):
         with pytest.raises(UsageError, match="adam_lr"):
             Optimiser(lr=0.1, **wrong)
+
+
+@pytest.mark.parametrize("layer_decay", [1.0, 0.5])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["plain", "hidden-head", "distilled", "map", "headless", "bit"])
+def test_the_head_has_its_own_learning_rate_and_nothing_else_changes(name: str, kind: Any, layer_decay: float) -> None:
+    """The hidden layer before it and what pools tokens are not part of it."""
+    if kind == "muon" and name == "bit":
+        return  # refused, above
+    model = MODELS[name]
+    chosen = Optimiser(kind=kind, lr=0.5, weight_decay=0.25, layer_decay=layer_decay)
+    plain = by_name(build(model, chosen))
+    groups = by_name(build(model, dataclasses.replace(chosen, head_lr=3.0)))
+    assert groups.keys() == plain.keys()
+    heads = [each for each in groups if re.fullmatch(r"(head|head_dist|head\.fc)\.(weight|bias)", each)]
+    assert len(heads) == {"distilled": 4, "headless": 0}.get(name, 2)
+    for each, group in groups.items():
+        assert group["lr"] == group["top"] == (3.0 if each in heads else plain[each]["top"]), each
+        same = group.keys() - {"params", "param_names", "lr", "top", "initial_lr"}
+        assert all(group[key] == plain[each][key] for key in same), each
+    if kind == "muon":
+        both = by_name(build(model, dataclasses.replace(chosen, head_lr=3.0, adam_lr=0.125)))
+        assert all(both[each]["top"] == 3.0 for each in heads)
+        assert both["blocks.2.norm1.bias"]["top"] == 0.125 * layer_decay
+
+
+def test_a_learning_rate_of_the_head_that_is_none_is_refused() -> None:
+    for wrong in (0.0, -1.0, math.inf):
+        with pytest.raises(UsageError, match="head_lr is"):
+            Optimiser(lr=0.1, head_lr=wrong)
+
+
+def test_the_schedule_scales_the_heads_learning_rate_too() -> None:
+    optimizer = build(making.vit(), Optimiser(lr=0.5, head_lr=3.0))
+    set_lr(optimizer, 0.25)
+    assert {name: group["lr"] for name, group in by_name(optimizer).items() if name.startswith("head")} == {
+        "head.weight": 0.75, "head.bias": 0.75,
+    }  # fmt: skip
+    assert by_name(optimizer)["cls_token"]["lr"] == 0.125
 
 
 def two(device: str, kind: Any, **changes: Any) -> tuple[Tensor, Tensor, Optimizer]:

@@ -1,6 +1,7 @@
 """One step: however it is divided it is the same step, dropout depends on the step alone, and a NaN moves nothing."""
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from tests import making
 from vitrail.config import Augment, Optimiser, Recipe, Schedule
+from vitrail.train.losses import offsets
 from vitrail.train.step import DivergedError, State, advance, begin
 
 RECIPE = Recipe(
@@ -91,3 +93,57 @@ def test_the_average_follows() -> None:
     assert state.average is not None
     moved = [not torch.equal(state.average.tensors[name], value) for name, value in state.model.named_parameters()]
     assert any(moved)
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_the_average_by_its_recursion(warmup: bool) -> None:
+    """Without a warm-up 0.75 is kept in every step; with one (1 + t) / (10 + t) of the t-th, while that is less."""
+    recipe = dataclasses.replace(RECIPE, ema=0.75, ema_warmup=warmup)
+    model = making.vit()
+    state = begin(model, recipe)
+    assert state.average is not None
+    expected = {name: value.detach().double() for name, value in model.named_parameters()}
+    for step in range(1, 4):
+        advance(state, [data()], recipe, size=8, steps=10, seed=0)
+        kept = (1 + step) / (10 + step) if warmup else 0.75
+        for name, value in model.named_parameters():
+            expected[name] = kept * expected[name] + (1 - kept) * value.detach().double()
+            torch.testing.assert_close(state.average.tensors[name].double(), expected[name], atol=1e-6, rtol=0)
+
+
+COUNTS = (50, 1, 2, 3, 20, 10, 4)
+
+
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+def test_a_balanced_step_is_that_of_a_model_whose_head_says_the_classes_sizes(loss: Any) -> None:
+    """Offsets added to the logits are a bias that does not learn: they shift the head's bias and nothing else."""
+    recipe = dataclasses.replace(RECIPE, loss=loss, optimiser=Optimiser(kind="sgd", lr=0.1))
+    balanced = dataclasses.replace(recipe, balanced=True)
+    state, shifted = begin(making.vit(), balanced, COUNTS), begin(making.vit(), recipe, COUNTS)
+    assert shifted.offsets is None
+    added = offsets(torch.tensor(COUNTS), loss)
+    with torch.no_grad():
+        shifted.model.head.bias += added
+    cut = [3, 5]  # micro-batches have them each
+    parts = list(zip(*(each.split(cut) for each in data()), strict=True))
+    for _ in range(2):
+        one = advance(state, parts, balanced, size=8, steps=10, seed=0)
+        two = advance(shifted, parts, recipe, size=8, steps=10, seed=0)
+        assert (one.loss, one.norm) == pytest.approx((two.loss, two.norm), rel=1e-5)
+    with torch.no_grad():
+        shifted.model.head.bias -= added
+    for ours, theirs in zip(weights(state), weights(shifted), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_the_offsets_are_no_part_of_the_model() -> None:
+    """Neither its answers nor its tensors know them."""
+    recipe = dataclasses.replace(RECIPE, balanced=True)
+    state = begin(making.vit(), recipe, COUNTS)
+    assert state.offsets is not None
+    assert state.offsets.tolist() == pytest.approx([math.log(count / 90) for count in COUNTS])
+    plain, images = making.vit(), data()[0]
+    assert state.model.state_dict().keys() == plain.state_dict().keys()
+    with torch.no_grad():
+        assert torch.equal(state.model.eval()(images), plain(images))
+    assert begin(making.vit(), RECIPE, COUNTS).offsets is None

@@ -1,5 +1,6 @@
 """Weights fitted to another task: what must stay equal stays equal, and every change is named."""
 
+import math
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from tests import making
 from tests.making import VARIANTS
 from vitrail.config import Preprocess
 from vitrail.errors import UsageError
+from vitrail.model.build import Model
 from vitrail.model.vit import cut
-from vitrail.weights.adapt import adapt, resize_patches
+from vitrail.weights.adapt import adapt, reordered, resize_patches
 
 
 @pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
@@ -173,3 +175,64 @@ def test_labels_are_kept_given_or_refused() -> None:
         adapt(before, patch=0)
     with pytest.raises(UsageError, match="one side or height and width, not 3 numbers"):
         adapt(before, image_size=(32, 32, 32))
+
+
+def test_a_temperature_is_kept_until_something_changes_and_then_it_is_one_and_named() -> None:
+    before = making.trained(making.vit(), temperature=1.75)
+    assert adapt(before).temperature == 1.75
+    assert adapt(before).origin.changes == ()
+    for change in ({"classes": 3}, {"image_size": 48}, {"channels": 1}, {"operator": "bicubic"}):
+        after = adapt(before, **change)
+        assert after.temperature == 1.0
+        assert after.origin.changes[-1] == "temperature: 1.75 -> 1"
+    cold = adapt(making.trained(making.vit()), image_size=48)
+    assert not any(text.startswith("temperature") for text in cold.origin.changes)
+
+
+def test_a_temperature_that_is_none_is_refused() -> None:
+    for wrong in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(UsageError, match=r"temperature is .* it must be above 0"):
+            making.trained(making.vit(), temperature=wrong)
+
+
+REORDERED = {
+    "plain": making.vit(),
+    "hidden-head": making.vit(hidden_head=True),
+    "distilled": making.vit(**VARIANTS["distilled"]),
+    "bit": making.bit(),
+}
+
+
+@pytest.mark.parametrize("model", REORDERED.values(), ids=REORDERED)
+def test_a_head_in_another_order_gives_the_same_logits_in_that_order(model: Model) -> None:
+    order = [3, 0, 6, 1, 5, 2, 4]
+    before = making.trained(model, temperature=1.75)
+    assert before.labels is not None
+    labels = tuple(before.labels[index] for index in order)
+    after = reordered(before, labels)
+    assert (after.labels, after.preprocess, after.temperature) == (labels, before.preprocess, 1.75)
+    assert after.origin.changes == ("head: rows put into another order of the same classes",)
+    images = making.images(model.config)
+    with torch.no_grad():
+        torch.testing.assert_close(after.model(images), model(images)[:, order], atol=1e-6, rtol=1e-6)
+        again = reordered(after, before.labels)
+    assert all(map(torch.equal, again.model.parameters(), model.parameters()))
+    assert reordered(before, before.labels) is before
+
+
+def test_a_head_of_other_classes_cannot_be_put_in_order() -> None:
+    before = making.trained(making.vit())
+    assert before.labels is not None
+    with pytest.raises(
+        UsageError, match=r"2 classes are in one of model and data alone, such as 'kind 6' of the model"
+    ):
+        reordered(before, (*before.labels[:6], "new kind"))
+    with pytest.raises(UsageError, match=r"1 classes .* such as 'a kind' of the data"):
+        reordered(before, (*before.labels, "a kind"))
+    with pytest.raises(UsageError, match=r"1 classes .* such as 'kind 6' of the model"):
+        reordered(before, before.labels[:6])
+    with pytest.raises(UsageError, match="no names, so its head cannot be kept"):
+        reordered(making.trained(making.vit(), labels=None), before.labels)
+    twins = making.trained(making.vit(classes=3), labels=("crane", "crane", "dog"))
+    with pytest.raises(UsageError, match="several of its classes are called 'crane'"):
+        reordered(twins, ("dog", "crane"))

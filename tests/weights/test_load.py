@@ -10,7 +10,7 @@ from tests import making
 from vitrail import Classifier
 from vitrail.errors import ModelError, UsageError
 from vitrail.weights import native
-from vitrail.weights.load import load, locate, save
+from vitrail.weights.load import Format, load, locate, save
 
 
 def test_a_path_wins_over_a_name_only_with_a_separator_or_as_a_file(
@@ -128,6 +128,21 @@ def test_names_and_formats_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             save(whole, tmp_path / "model.npz", format_name)
     with pytest.raises(UsageError, match="there is no format 'jax'"):
         save(whole, tmp_path / "model", "jax")
+
+
+@pytest.mark.parametrize(
+    ("format_name", "file"),
+    [("google", "model.npz"), ("timm", "model"), ("transformers", "model"), ("torchvision", "model.pth")],
+)
+def test_other_formats_have_no_place_for_a_temperature_and_it_is_noted(
+    format_name: Format, file: str, tmp_path: Path
+) -> None:
+    change = {"width": 64, "heads": 1} if format_name == "torchvision" else {}  # it knows heads of 64 alone
+    model = making.vit(gelu="tanh" if format_name == "google" else "erf", **change)
+    plain = save(making.trained(model), tmp_path / file, format_name)
+    hot = save(making.trained(model, temperature=1.25), tmp_path / file, format_name, overwrite=True)
+    assert hot == [*plain, f"temperature: {format_name} divides logits by 1 and not by 1.25, as this model does"]
+    assert load(tmp_path / file).temperature == 1.0
 
 
 def test_the_public_functions_make_a_round_trip(tmp_path: Path) -> None:

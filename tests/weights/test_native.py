@@ -61,6 +61,14 @@ def test_any_words_and_numbers_survive(
     assert (after.preprocess, after.labels, after.origin) == (view, labels, origin)
 
 
+@given(temperature=st.floats(1e-3, 1e3))
+@settings(max_examples=20, deadline=None)
+def test_any_temperature_survives(tmp_path_factory: pytest.TempPathFactory, temperature: float) -> None:
+    path = tmp_path_factory.mktemp("native") / "model.safetensors"
+    save(making.trained(making.vit(), temperature=temperature), path)
+    assert load(path).temperature == temperature
+
+
 def test_two_saves_are_equal_byte_for_byte(tmp_path: Path) -> None:
     for name in ("a", "b"):
         save(making.trained(making.vit()), tmp_path / f"{name}.safetensors")
@@ -75,7 +83,7 @@ def test_the_header_is_one_json_value_beside_format_pt(tmp_path: Path) -> None:
     assert metadata.keys() == {"format", "vitrail"}
     assert metadata["format"] == "pt"
     header = json.loads(metadata["vitrail"])
-    assert header.keys() == {"version", "architecture", "preprocess", "labels", "origin"}
+    assert header.keys() == {"version", "architecture", "preprocess", "labels", "origin", "temperature"}
     assert header["version"] == 1
     assert header["architecture"]["gelu"] == "tanh"
 
@@ -101,6 +109,13 @@ def rewritten(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> Pat
     change(header)
     save_file(load_file(path), path, metadata={"format": "pt", "vitrail": json.dumps(header)})
     return path
+
+
+def test_a_file_from_before_temperatures_has_that_of_one(tmp_path: Path) -> None:
+    path = rewritten(tmp_path, lambda header: header.pop("temperature"))
+    with safe_open(path, "pt") as file:
+        assert "temperature" not in json.loads(file.metadata()["vitrail"])
+    assert load(path).temperature == 1.0
 
 
 @pytest.mark.parametrize(
@@ -134,6 +149,9 @@ def rewritten(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> Pat
         (lambda h: h.update(labels=[1] * 7), "labels is 1"),
         (lambda h: h.update(labels="seven"), "labels is 'seven'"),
         (lambda h: h.update(origin=None), "must be an object"),
+        (lambda h: h.update(temperature=0), "temperature is 0.0; it must be above 0"),
+        (lambda h: h.update(temperature=float("nan")), "temperature is nan"),
+        (lambda h: h.update(temperature="warm"), "temperature is 'warm'"),
     ],
 )
 def test_a_header_that_lies_is_refused_in_one_line(

@@ -1,6 +1,7 @@
 """`vitrail finetune DATA --model M`: a model that has learned before, on images of your own."""
 
 import dataclasses
+import json as json_module
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,10 @@ def main(
     workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     micro_batches: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
     recompute: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+    save_every: Annotated[float, tyro.conf.arg(metavar="MINUTES")] = 10,
+    deterministic: bool = False,
     track: runs.Track | None = None,
     dry_run: bool = False,
     json: bool = False,
@@ -70,6 +75,10 @@ def main(
         workers: Processes that prepare images; one for each core but one unless told otherwise.
         micro_batches: Parts in which a step is computed, where all of it does not fit in memory.
         recompute: Compute activations again in the backward pass rather than keep them: less memory, a third slower.
+        resume: Go on with a run that was interrupted, from its newest whole checkpoint: the same command again.
+        overwrite: Replace the run of that name.
+        save_every: How often the whole state is written to the run's folder, in the background.
+        deterministic: Let a GPU compute the same bits in every run; somewhat slower.
         track: Send the numbers of every step to tensorboard too (extra `track`), in the run's folder.
         dry_run: Show what would be done, what it would take and the first batch, and train nothing.
         json: Print the result as JSON.
@@ -84,9 +93,9 @@ def main(
         raise UsageError(f"--runs is {number_of_runs}; it must be at least 1")
     if minutes is not None and (epochs is not None or minutes <= 0):
         raise UsageError("--minutes decides the epochs and must be above 0; give --minutes or --epochs")
-    folder = out or runs.next_folder("finetune")
-    if folder.exists():
-        raise UsageError(f"{folder} exists already; choose another name with --out")
+    if deterministic:
+        runs.be_deterministic()
+    folder = runs.place("finetune", out, resume=resume, overwrite=overwrite and not dry_run)
     dataset = open_data(data)
     start = prepared(load(model), preprocess)
     config = start.model.config
@@ -110,13 +119,18 @@ def main(
         everything=everything,
     )
     if minutes is not None:
-        task = _within(task, minutes)
+        begun = next(folder.glob("**/config.json"), None) if resume else None
+        task = _within(task, minutes) if begun is None else _as_long_as(task, begun)
     if dry_run:
         runs.dry_run(task, as_json=json)
         return
     report = runs.checked(dataset, data)
     results = [
-        runs.facts(one, runs.trained(one, place, data=data, track=track, report=report), place)
+        runs.facts(
+            one,
+            runs.trained(one, place, data=data, track=track, report=report, resume=resume, save_every=save_every),
+            place,
+        )
         for one, place in _repeated(task, folder, number_of_runs)
     ]
     top1 = [found["top1"] for found in results]
@@ -158,6 +172,13 @@ def _within(task: "Task", minutes: float) -> "Task":
     less = ", which take less: more would not help" if epochs >= most else ""
     show.note(f"{minutes:g} minutes: {fitted.plan.steps:,} steps{less}; --epochs {epochs:g} repeats the run")
     return fitted
+
+
+def _as_long_as(task: "Task", begun: Path) -> "Task":
+    """The same run, as long as it was to be when it was begun."""
+    epochs = float(json_module.loads(begun.read_text())["recipe"]["epochs"])
+    recipe = runs.changed(task.recipe, epochs=epochs, batch=None, lr=None, warmup=None)
+    return dataclasses.replace(task, recipe=recipe)
 
 
 def _repeated(task: "Task", folder: Path, number: int) -> Iterator[tuple["Task", Path]]:

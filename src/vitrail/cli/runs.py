@@ -4,19 +4,23 @@ import csv
 import dataclasses
 import itertools
 import json
+import os
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vitrail.cli import show
 from vitrail.config import Recipe
-from vitrail.errors import DataError
+from vitrail.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from vitrail.data.dataset import Dataset, Split
+    from vitrail.train.keeper import Evaluated
     from vitrail.train.log import Logger
     from vitrail.train.loop import Moment
-    from vitrail.train.run import Evaluated, Result
+    from vitrail.train.run import Result
     from vitrail.train.task import Task
 
 Track = Literal["tensorboard"]
@@ -32,6 +36,37 @@ def next_folder(name: str) -> Path:
         if not folder.exists():
             return folder
     raise AssertionError
+
+
+def place(name: str, out: Path | None, *, resume: bool, overwrite: bool) -> Path:
+    """The folder of a run: the one given, the last of its name where it is to go on, else the next that is free."""
+    if resume and overwrite:
+        raise UsageError("--resume goes on with a run and --overwrite removes it; give one of them")
+    folder = out
+    if folder is None:
+        taken = [path for path in Path("runs").glob(f"{name}*") if re.fullmatch(rf"{name}(-\d+)?", path.name)]
+        last = max(taken, key=lambda path: path.stat().st_mtime, default=None)
+        folder = last if resume and last is not None else next_folder(name)
+    if resume and not folder.exists():
+        show.note(f"{folder} is not there yet, so there is nothing to resume: a new run")
+    if overwrite and folder.exists():
+        if not any(folder.glob("**/config.json")) or folder.is_symlink():
+            raise UsageError(f"{folder} is no run to overwrite: it holds no config.json")
+        shutil.rmtree(folder)
+    if folder.exists() and not resume:
+        raise UsageError(
+            f"{folder} exists already; go on with it (--resume), replace it (--overwrite) or choose another (--out)"
+        )
+    return folder
+
+
+def be_deterministic() -> None:
+    """Let a GPU add in one order, for which some of torch's kernels are slower."""
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def changed(recipe: Recipe, *, epochs: float | None, batch: int | None, lr: float | None, warmup: int | None) -> Recipe:
@@ -105,7 +140,14 @@ def checked(dataset: "Dataset", data: str) -> dict[str, Any] | None:
 
 
 def trained(
-    task: "Task", folder: Path, *, data: str, track: Track | None = None, report: dict[str, Any] | None = None
+    task: "Task",
+    folder: Path,
+    *,
+    data: str,
+    track: Track | None = None,
+    report: dict[str, Any] | None = None,
+    resume: bool = False,
+    save_every: float = 10,
 ) -> "Result":
     """Train and show how far it is: a bar on a terminal, a line an evaluation everywhere; then draw what it came to."""
     from vitrail.train.run import run
@@ -124,7 +166,16 @@ def trained(
 
     with show.progress("training") as progress:
         try:
-            result = run(task, folder, after_step=stepped, after_epoch=evaluated, loggers=_loggers(track))
+            result = run(
+                task,
+                folder,
+                after_step=stepped,
+                after_epoch=evaluated,
+                loggers=_loggers(track),
+                resume=resume,
+                save_every=save_every * 60,
+                tell=show.note,
+            )
         except DataError as error:
             advice = f"`vitrail data check {data}` names every bad image, and how to leave them out"
             raise DataError(f"{error}. {advice}") from error

@@ -24,6 +24,10 @@ def main(
     workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     micro_batches: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
     recompute: bool = False,
+    resume: bool = False,
+    overwrite: bool = False,
+    save_every: Annotated[float, tyro.conf.arg(metavar="MINUTES")] = 10,
+    deterministic: bool = False,
     track: runs.Track | None = None,
     dry_run: bool = False,
     json: bool = False,
@@ -45,6 +49,10 @@ def main(
         workers: Processes that prepare images; one for each core but one unless told otherwise.
         micro_batches: Parts in which a step is computed, where all of it does not fit in memory.
         recompute: Compute activations again in the backward pass rather than keep them: less memory, a third slower.
+        resume: Go on with a run that was interrupted, from its newest whole checkpoint: the same command again.
+        overwrite: Replace the run of that name.
+        save_every: How often the whole state is written to the run's folder, in the background.
+        deterministic: Let a GPU compute the same bits in every run; somewhat slower.
         track: Send the numbers of every step to tensorboard too (extra `track`), in the run's folder.
         dry_run: Show what would be done, what it would take and the first batch, and train nothing.
         json: Print the result as JSON.
@@ -54,6 +62,8 @@ def main(
     from vitrail.model import device as devices
     from vitrail.train.task import Task
 
+    if deterministic:
+        runs.be_deterministic()
     chosen = runs.changed(recipes.named(recipe), epochs=epochs, batch=batch, lr=lr, warmup=warmup)
     dataset = open_data(data)
     task = Task(
@@ -69,8 +79,9 @@ def main(
     if dry_run:
         runs.dry_run(task, as_json=json)
         return
-    folder = out or runs.next_folder("train")
-    found = runs.facts(task, runs.trained(task, folder, data=data, track=track), folder)
+    folder = runs.place("train", out, resume=resume, overwrite=overwrite)
+    result = runs.trained(task, folder, data=data, track=track, resume=resume, save_every=save_every)
+    found = runs.facts(task, result, folder)
     if json:
         show.as_json(found)
     else:

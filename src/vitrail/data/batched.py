@@ -37,6 +37,8 @@ _GROUPS = np.array(["move" if name in _MOVES else name if name in _ALONE else "l
 
 def training_views(pixels: Tensor, draws: Draws, augment: Augment, preprocess: Preprocess) -> Tensor:
     """uint8 (B, C, H, W) at B positions -> uint8 (B, C, S, S), a new tensor on the same device."""
+    if not len(pixels):
+        return pixels.new_empty((0, pixels.shape[1], *preprocess.size))
     heights, widths = (np.full(len(pixels), side) for side in pixels.shape[2:])
     drawn = draw(draws, heights, widths, augment, preprocess)
     result = cropped(pixels, drawn.views, preprocess)

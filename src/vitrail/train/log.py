@@ -28,6 +28,9 @@ COLUMNS = (
 )
 
 
+_CUT = ("results.csv", "events.jsonl")
+
+
 class Logger(Protocol):
     """Where numbers of a run may be sent, beside its folder."""
 
@@ -66,8 +69,19 @@ class Book:
     def __init__(self, folder: Path, loggers: Sequence[Logger] = ()) -> None:
         self.folder = folder
         self.loggers = loggers
-        with (folder / "results.csv").open("w", newline="") as file:
-            csv.writer(file).writerow(COLUMNS)
+        if not (folder / "results.csv").exists():
+            with (folder / "results.csv").open("w", newline="") as file:
+                csv.writer(file).writerow(COLUMNS)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the files that a resumed run cuts back to."""
+        return {name: path.stat().st_size if (path := self.folder / name).exists() else 0 for name in _CUT}
+
+    def cut(self, sizes: Mapping[str, int]) -> None:
+        """Forget what was written after a checkpoint: it will be written again."""
+        for name in _CUT:
+            with (self.folder / name).open("ab") as file:
+                file.truncate(sizes[name])
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """The numbers of a step, which are too many for a file of text."""

@@ -76,6 +76,10 @@ def reordered(trained: Trained, labels: tuple[str, ...]) -> Trained:
         )
     if own == labels:
         return trained
+    if twice := next((label for label in own if own.count(label) > 1), None):
+        raise UsageError(
+            f"the head cannot be kept: several of its classes are called {twice!r}. Leave --keep-head away"
+        )
     rows = torch.tensor([own.index(label) for label in labels])
     tensors = {
         name: tensor[rows] if name.startswith(("head.", "head_dist.")) else tensor

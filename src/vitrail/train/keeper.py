@@ -1,0 +1,204 @@
+"""What happens between the steps of a run: evaluation, the weights that are kept, checkpoints, and words about it."""
+
+import copy
+import dataclasses
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitrail.data import loader
+from vitrail.data.loader import Batch
+from vitrail.evaluate.classify import Counts, classify
+from vitrail.model.build import Model
+from vitrail.train import state as states
+from vitrail.train.log import Book
+from vitrail.train.loop import Moment
+from vitrail.train.signals import Requests, StoppedError
+from vitrail.train.step import State, precision, uncompiled
+from vitrail.train.task import Task
+from vitrail.weights.load import save
+from vitrail.weights.trained import Origin, Trained
+
+_EVALUATION_BATCH = 256
+_KEPT_VIEWS = 2**30  # bytes of evaluation images that are kept from one evaluation to the next
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """The state of a run after an evaluation."""
+
+    moment: Moment
+    train_loss: float
+    val: Counts
+    images_per_second: float
+
+    def __str__(self) -> str:
+        moment = self.moment
+        left = moment.seconds / moment.step * (moment.steps - moment.step)
+        return (
+            f"epoch {moment.epoch:.4g}: loss {self.train_loss:.3f}, validation {self.val.top1:.1%},"
+            f" {self.images_per_second:,.0f} images/s, {left:,.0f} s left"
+        )
+
+
+@dataclasses.dataclass
+class Keeper:
+    """The course of one run."""
+
+    task: Task
+    folder: Path
+    book: Book
+    state: State
+    after_step: Callable[[Moment], None]
+    after_epoch: Callable[[Evaluated], None]
+    writer: states.Writer
+    asked: Requests
+    save_every: float
+    """Seconds from one checkpoint to the next."""
+
+    best: float | None = None
+    """The highest accuracy on val so far."""
+    loss: float = 0.0
+    """Summed over the images since the last evaluation."""
+    images: int = 0
+    period: int = 0
+    """Evaluations that the epochs so far have called for."""
+    seconds: float = 0.0
+    """Of training so far, that before an interruption included."""
+    before: float = 0.0
+    """Of it, before the interruption."""
+    evaluated: float = 0.0
+    """The time of the last evaluation."""
+    saved: float = dataclasses.field(default_factory=time.monotonic)
+    """When the last checkpoint was taken."""
+    views: list[Batch] = dataclasses.field(default_factory=list)
+
+    def stepped(self, moment: Moment) -> None:
+        """Take note of a step; evaluate where an epoch that is due ends, or the run; save where it is time."""
+        outcome, self.seconds = moment.outcome, self.before + moment.seconds
+        moment = moment._replace(seconds=self.seconds)
+        self.loss += outcome.loss * outcome.images
+        self.images += outcome.images
+        self.book.step(moment.step, {"train/step_loss": outcome.loss, "train/gradient": outcome.norm, "lr": outcome.lr})
+        self.after_step(moment)
+        period = int(moment.epoch) // self.task.every
+        if period > self.period or moment.step == moment.steps:
+            self.period = period
+            self.evaluate(moment)
+        self.writer.check()
+        due = time.monotonic() - self.saved >= self.save_every
+        ends = moment.step == moment.steps and self.seconds > self.save_every
+        if due or ends or self.asked.signal is not None:
+            self.checkpoint(moment)
+        if self.asked.signal is not None:
+            self.writer.wait()
+            raise StoppedError(
+                f"{self.asked.signal.name}: stopped after step {moment.step:,} of {moment.steps:,}, the state is saved;"
+                f" the same command with --resume goes on"
+            )
+
+    def evaluate(self, moment: Moment) -> None:
+        """Measure, write, and keep the weights if they are the best so far."""
+        loss, rate = self.loss / self.images, self.images / max(moment.seconds - self.evaluated, 1e-9)
+        model, device = evaluated_model(self.state), self.task.device
+        with uncompiled(model), precision(device):
+            val = classify(model, self.val(), self.task.preprocess)
+        found = Evaluated(moment, loss, val, rate)
+        self.loss, self.images = 0.0, 0
+        trained = self.trained(model, moment)
+        save(trained, self.folder / "weights" / "last.safetensors", overwrite=True)
+        score = val.macro if self.task.recipe.balanced and not self.task.dataset.several else val.top1
+        self.best = score if self.best is None else max(score, self.best)
+        if score >= self.best - doubt(self.best, val.images) or self.task.everything:
+            save(trained, self.folder / "weights" / "best.safetensors", overwrite=True)
+        row = (moment.epoch, moment.seconds, loss, val.top1, val.top5, val.mean_loss, moment.outcome.lr)
+        self.book.row(moment.step, row)
+        self.book.say(str(found))
+        self.after_epoch(found)
+        self.evaluated = moment.seconds
+
+    def checkpoint(self, moment: Moment) -> None:
+        """Take a snapshot of everything and hand it to the thread that writes it."""
+        digest = states.digest(self.state.model.state_dict())
+        self.book.event("checkpoint", step=moment.step, loss=moment.outcome.loss, weights=digest)
+        facts = {name: getattr(self, name) for name in _REMEMBERED}
+        self.writer.give(states.taken(self.state, facts | {"files": self.book.sizes(), "machine": machine(self.task)}))
+        self.saved = time.monotonic()
+
+    def resume(self, snapshot: states.Snapshot) -> None:
+        """Go back to where a snapshot was taken, the run's files too."""
+        states.restore(self.state, snapshot)
+        for name in _REMEMBERED:
+            setattr(self, name, snapshot.facts[name])
+        self.before = self.seconds
+        self.book.cut(snapshot.facts["files"])
+
+    def val(self) -> Iterator[Batch]:
+        """The validation images, from memory after the first time where they are not too many."""
+        if self.views:
+            yield from self.views
+            return
+        size = self.task.preprocess.size
+        total = len(self.task.dataset.splits["val"]) * len(self.task.preprocess.mean) * size[0] * size[1]
+        for batch in evaluation_batches(self.task, "val"):
+            if total <= _KEPT_VIEWS:
+                self.views.append(batch._replace(pixels=batch.pixels.to(self.task.device)))
+            yield batch
+
+    def trained(self, model: Model, moment: Moment) -> Trained:
+        """The weights with all that is needed to use them."""
+        task, what = self.task, "trained"
+        changes: tuple[str, ...] = ()
+        if task.start is not None:
+            what = f"{task.start.origin.name}, fine-tuned"
+            changes = task.start.origin.changes
+        name = f"{what} on {task.dataset.name}, step {moment.step} of {moment.steps}"
+        licence = task.start.origin.licence if task.start else None
+        origin = Origin(format="vitrail", name=name, licence=licence, changes=changes)
+        return Trained(copy.deepcopy(model).cpu().eval(), task.preprocess, task.dataset.classes, origin)
+
+
+_REMEMBERED = ("best", "loss", "images", "period", "seconds", "evaluated")
+
+
+def machine(task: Task) -> dict[str, Any]:
+    """What the bits of a run depend on beside its configuration."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(task.device) if task.device.type == "cuda" else task.device.type,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def doubt(share: float, images: int) -> float:
+    """The standard error of a share of so many images.
+
+    Within it one accuracy is as good as another, and the later weights, learned longer and at a lower rate, are the
+    better guess: with ten images to choose by, chance would choose.
+    """
+    return math.sqrt(share * (1 - share) / images)
+
+
+def evaluated_model(state: State) -> Model:
+    """The average's model where there is one, else the model itself."""
+    if state.average is None:
+        return state.model
+    averaged = copy.deepcopy(state.model)
+    averaged.load_state_dict(state.average.tensors)
+    return averaged
+
+
+def evaluation_batches(task: Task, split: str) -> Iterator[Batch]:
+    return loader.evaluation_batches(
+        task.dataset.splits[split],
+        task.preprocess,
+        batch=_EVALUATION_BATCH,
+        classes=len(task.dataset.classes),
+        workers=task.workers,
+    )

@@ -1,0 +1,45 @@
+"""Requests to stop, which a run answers between two steps instead of dying of them."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+from vitrail.errors import VitrailError
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
+
+
+class StoppedError(VitrailError):
+    """A run that was asked to stop and saved its state."""
+
+    exit_code = 75
+
+
+class Requests:
+    """The first signal that asked for an end, if one did."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def receive(self, number: int, _: FrameType | None) -> None:
+        """Remember the signal; Ctrl-C for the second time does not wait any longer."""
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = self.signal or signal.Signals(number)
+
+
+@contextlib.contextmanager
+def requests() -> Iterator[Requests]:
+    """What asks the run to stop while the block lasts; only the main thread can be asked."""
+    received = Requests()
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {number: signal.signal(number, received.receive) for number in SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

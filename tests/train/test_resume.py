@@ -1,0 +1,363 @@
+"""A run that is killed, stopped, damaged or out of space goes on to the same weights."""
+
+import dataclasses
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.test_cli import Capture
+from tests.cli.test_cli import run as vitrail
+from vitrail import files, recipes
+from vitrail.config import Schedule
+from vitrail.data.sources import open_data
+from vitrail.errors import ModelError, UsageError
+from vitrail.files import sha256
+from vitrail.train import state as states
+from vitrail.train.run import run
+from vitrail.train.signals import StoppedError
+from vitrail.train.step import DivergedError
+from vitrail.train.task import Task
+from vitrail.weights import storage
+
+WEIGHTS = ("weights/last.safetensors", "weights/best.safetensors")
+
+
+def task(**changes: Any) -> Task:
+    """Everything that draws or remembers is on: dropout, stochastic depth, mixup, an average of weights."""
+    named = recipes.named("digits")
+    augment = dataclasses.replace(named.augment, mixup=0.5, cutmix=0.5, randaugment=(1, 5))
+    settings = named.settings | {"width": 48, "mlp": 96, "depth": 3}
+    recipe = dataclasses.replace(
+        named,
+        settings=settings,
+        epochs=2,
+        schedule=Schedule(warmup=5),
+        dropout=0.1,
+        stochastic_depth=0.2,
+        ema=0.9,
+        augment=augment,
+    )
+    return Task(**({"recipe": recipe, "dataset": open_data("digits"), "device": torch.device("cpu")} | changes))
+
+
+def trained(task: Task, folder: Path, after_step: Callable[[Any], None] = lambda _: None, **options: Any) -> Any:
+    return run(task, folder, after_step=after_step, after_epoch=lambda _: None, **({"save_every": 0.0} | options))
+
+
+def story(folder: Path) -> list[dict[str, Any]]:
+    """What happened, without when."""
+    lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [{key: line[key] for key in line if key not in ("at", "time", "seconds")} for line in lines]
+
+
+def sums(folder: Path) -> list[str]:
+    return [sha256(folder / name) for name in WEIGHTS]
+
+
+def killed(task: Task, folder: Path, seconds: float, number: int = signal.SIGKILL) -> int:
+    """Run in a child process, which gets a signal after so many seconds; its wait status."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            trained(task, folder, resume=True)
+            code = 0
+        except StoppedError as error:
+            code = error.exit_code
+        finally:
+            os._exit(code)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.002)
+    os.kill(child, number)
+    return os.waitpid(child, 0)[1]
+
+
+def interrupted(count: int, root: Path, workers: int, seed: int) -> None:
+    """Kill a run so many times, let it end, and compare it with one that was left alone."""
+    whole = task(workers=workers)
+    trained(whole, root / "whole")
+    draws, kills = random.Random(seed), 0
+    while kills < count:
+        status = killed(whole, root / "killed", draws.uniform(0.05, 0.8))
+        if os.WIFEXITED(status):  # it came to its end: once more from a checkpoint, so that there is something to kill
+            assert os.waitstatus_to_exitcode(status) == 0
+            assert sums(root / "killed") == sums(root / "whole")
+            shutil.rmtree(root / "killed")
+        kills += 1
+    trained(whole, root / "killed", resume=True)
+    assert sums(root / "killed") == sums(root / "whole")
+    assert story(root / "killed") == story(root / "whole")
+    rows = [(root / name / "results.csv").read_text().splitlines() for name in ("whole", "killed")]
+    assert [len(row) for row in rows] == [3, 3]
+
+
+def test_a_run_killed_ten_times_ends_with_the_same_weights(tmp_path: Path) -> None:
+    interrupted(10, tmp_path, workers=0, seed=0)
+
+
+@pytest.mark.soak
+def test_a_run_killed_a_hundred_times_with_workers_ends_with_the_same_weights(tmp_path: Path) -> None:
+    interrupted(100, tmp_path, workers=2, seed=1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_stops_a_run_after_its_step_and_loses_nothing(tmp_path: Path, number: int) -> None:
+    trained(task(), tmp_path / "whole", save_every=600.0)
+    seen: list[int] = []
+
+    def ask(moment: Any) -> None:
+        seen.append(moment.step)
+        if moment.step == 7:
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(StoppedError, match="stopped after step 7 of 45, the state is saved"):
+        trained(task(), tmp_path / "run", ask, save_every=600.0)
+    assert seen[-1] == 7
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    told: list[str] = []
+    trained(task(), tmp_path / "run", save_every=600.0, resume=True, tell=told.append)
+    assert "after step 7. Its weights will be those of a run without interruption, to the bit" in told[0]
+    assert sums(tmp_path / "run") == sums(tmp_path / "whole")
+
+
+def test_ctrl_c_for_the_second_time_does_not_wait(tmp_path: Path) -> None:
+    def insist(moment: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(task(), tmp_path / "run", insist)
+
+
+def test_the_command_ends_with_75_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ("train", "digits", "--data", "digits", "--epochs", "1", "--workers", "0", "--device", "cpu")
+    monkeypatch.setattr("vitrail.cli.runs.show.progress", asking_for_an_end)
+    code, _, err = vitrail(*command, capsys=capsys)
+    assert code == 75
+    assert "the same command with --resume goes on" in err
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    code, out, err = vitrail(*command, "--resume", capsys=capsys)
+    assert code == 0
+    assert "resuming runs/train after step 1." in err
+    assert "runs/train/weights/best.safetensors" in out
+    code, _, err = vitrail(*command, "--out", "runs/train", capsys=capsys)
+    assert code == 2
+    assert "go on with it (--resume), replace it (--overwrite)" in err
+    code, _, err = vitrail(*command, "--out", "runs/train", "--resume", "--lr", "0.5", capsys=capsys)
+    assert code == 2
+    assert "was begun with another recipe.optimiser.lr: 0.01, not 0.5" in err
+
+
+class asking_for_an_end:  # noqa: N801  # it stands in for a function
+    """A progress bar that sends SIGTERM after the first step."""
+
+    def __init__(self, what: str) -> None:
+        pass
+
+    def __enter__(self) -> Callable[..., None]:
+        return lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def checkpointed(folder: Path) -> Path:
+    """A run that was stopped after step 9, with checkpoints of steps 8 and 9."""
+
+    def ask(moment: Any) -> None:
+        if moment.step == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(StoppedError):
+        trained(task(), folder, ask)
+    assert [path.name for path in states.found(folder / "checkpoints")] == ["step-00000009", "step-00000008"]
+    return folder / "checkpoints"
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path) -> None:
+    trained(task(), tmp_path / "whole")
+    checkpoints = checkpointed(tmp_path / "run")
+    path = checkpoints / "step-00000009" / "optimizer.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    told: list[str] = []
+    trained(task(), tmp_path / "run", resume=True, tell=told.append)
+    assert "step-00000009 is damaged: optimizer.safetensors is not what its manifest.json says" in told[0]
+    assert "after step 8." in told[1]
+    assert sums(tmp_path / "run") == sums(tmp_path / "whole")
+
+
+def test_every_flip_and_cut_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    mutated(tmp_path, 60)
+
+
+@pytest.mark.soak
+def test_a_thousand_flips_and_cuts_of_a_checkpoint_are_refused(tmp_path: Path) -> None:
+    mutated(tmp_path, 1000)
+
+
+def mutated(root: Path, count: int) -> None:
+    checkpoint = checkpointed(root / "run") / "step-00000009"
+    kept = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    draws = random.Random(0)
+    for _ in range(count):
+        name = draws.choice(sorted(kept))
+        content = bytearray(kept[name])
+        place = draws.randrange(len(content))
+        if draws.random() < 0.5:
+            content[place] ^= 1 << draws.randrange(8)
+        else:
+            del content[place:]
+        (checkpoint / name).write_bytes(content)
+        try:
+            same = states.read(checkpoint)
+        except ModelError as error:
+            assert str(checkpoint) in str(error)  # noqa: PT017  # a mutant may also be harmless
+        else:  # a space or a name in the manifest's JSON; the files are all as they were
+            assert name == states.MANIFEST
+            assert same.step == 9
+        (checkpoint / name).write_bytes(kept[name])
+    assert states.read(checkpoint).step == 9
+
+
+def test_where_no_checkpoint_is_whole_nothing_is_trained(tmp_path: Path) -> None:
+    checkpoints = checkpointed(tmp_path / "run")
+    for path in states.found(checkpoints):
+        (path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"none of the 2 checkpoints .* is whole; --overwrite begins anew"):
+        trained(task(), tmp_path / "run", resume=True)
+
+
+def test_a_full_disk_keeps_the_last_checkpoint_and_names_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(task(), tmp_path / "whole")
+    write, left = storage.write, [3 * 4]  # files of four checkpoints
+
+    def until_full(*arguments: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*arguments)
+
+    monkeypatch.setattr(storage, "write", until_full)
+    with pytest.raises(states.DiskFullError, match=r"it takes [\d,]+ bytes and [\d,]+ are free") as caught:
+        trained(task(), tmp_path / "run")
+    assert caught.value.exit_code == 5
+    assert states.found(tmp_path / "run" / "checkpoints")[0].name == "step-00000004"
+    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+    monkeypatch.undo()
+    trained(task(), tmp_path / "run", resume=True)
+    assert sums(tmp_path / "run") == sums(tmp_path / "whole")
+
+
+def test_a_bad_number_stops_the_run_and_names_the_batch(tmp_path: Path) -> None:
+    def poison(moment: Any) -> None:
+        if moment.step == 30:
+            torch.Tensor.fill_(parameters[0].data, float("nan"))
+
+    parameters: list[torch.nn.Parameter] = []
+    one = task()
+    model = one.model()
+
+    class Poisoned(Task):
+        def model(self) -> Any:
+            parameters.append(next(model.parameters()))
+            return model
+
+    bad = Poisoned(**{field.name: getattr(one, field.name) for field in dataclasses.fields(one)})
+    with pytest.raises(DivergedError, match="step 30: the loss is nan"):
+        trained(bad, tmp_path / "run", poison)
+    end = story(tmp_path / "run")[-1]
+    assert end["event"] == "stopped"
+    assert end["step"] == 30
+    assert len(end["batch"]) == 64
+    assert end["batch"][0].endswith(".png")
+    assert states.newest(tmp_path / "run" / "checkpoints", print) is not None
+
+
+def test_what_is_no_run_or_another_run_is_not_resumed(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    with pytest.raises(UsageError, match=r"is no run: it has no config\.json"):
+        trained(task(), tmp_path / "other", resume=True)
+    checkpointed(tmp_path / "run")
+    with pytest.raises(UsageError, match="was begun with another seed: 0, not 1"):
+        trained(task(seed=1), tmp_path / "run", resume=True)
+
+
+def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
+    trained(task(), tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    told: list[str] = []
+    trained(task(), tmp_path / "run", resume=True, tell=told.append)
+    assert "has no checkpoint yet" in told[0]
+    assert sums(tmp_path / "run") == sums(tmp_path / "whole")
+    assert story(tmp_path / "run") == story(tmp_path / "whole")
+
+
+def test_other_threads_are_said_to_change_the_bits(tmp_path: Path) -> None:
+    checkpoints = checkpointed(tmp_path / "run")
+    for path in states.found(checkpoints):
+        snapshot = states.read(path)
+        snapshot.facts["machine"]["threads"] = 7
+        states.write(checkpoints, snapshot)
+    told: list[str] = []
+    trained(task(), tmp_path / "run", resume=True, tell=told.append)
+    assert "Not to the bit what it would have been: threads 7 -> 1" in told[0]
+
+
+def test_a_save_cut_off_at_any_call_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step of a save fails in turn, as a crash there would leave it; the newest whole checkpoint always loads."""
+    checkpoints = checkpointed(tmp_path / "run")
+    snapshot = states.read(checkpoints / "step-00000009")
+    names = ("_sync", "_rename", "sha256")
+    for stop in range(1, 40):
+        calls = [0]
+
+        def counted(function: Callable[..., Any], calls: list[int] = calls, stop: int = stop) -> Callable[..., Any]:
+            def wrapped(*arguments: Any, **options: Any) -> Any:
+                calls[0] += 1
+                if calls[0] == stop:
+                    raise Cut
+                return function(*arguments, **options)
+
+            return wrapped
+
+        with monkeypatch.context() as patch:
+            for name in names:
+                patch.setattr(files, name, counted(getattr(files, name)))
+            try:
+                states.write(checkpoints, dataclasses.replace(snapshot, step=10))
+                whole = True
+            except Cut:
+                whole = False
+        found = states.newest(checkpoints, print)
+        assert found is not None
+        assert found.step == (10 if (checkpoints / "step-00000010").exists() else 9)
+        if whole:
+            assert calls[0] > 8
+            return
+        shutil.rmtree(checkpoints / "step-00000010", ignore_errors=True)
+    raise AssertionError("the save never came to its end")
+
+
+class Cut(BaseException):
+    """A crash."""
