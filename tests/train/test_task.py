@@ -1,0 +1,279 @@
+"""What a run is: which images it learns from, when it is evaluated, what learns, and what is refused before it."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests import making
+from tests.data.pictures import folder
+from vitrail.config import Augment, Optimiser, Recipe, Schedule
+from vitrail.data.dataset import Dataset
+from vitrail.data.sources import open_data
+from vitrail.errors import DataError, ModelError, UsageError
+from vitrail.train import loop
+from vitrail.train.run import feed
+from vitrail.train.step import State, begin
+from vitrail.train.task import Task, described, fitted
+from vitrail.weights.trained import Trained
+
+CPU = torch.device("cpu")
+
+
+def recipe(**changes: Any) -> Recipe:
+    """A run of seconds: a ViT of 0.02 M parameters on 8 x 8 grey pixels."""
+    fields: dict[str, Any] = {
+        "model": "ti2",
+        "settings": {"width": 32, "depth": 2, "mlp": 64, "heads": 2, "channels": 1},
+        "image_size": 8,
+        "batch": 64,
+        "epochs": 1.0,
+        "optimiser": Optimiser(lr=3e-3, clip=1.0),
+        "schedule": Schedule(warmup=2),
+        "augment": Augment(crop="pad", flip=False),
+        "source": "test",
+    }
+    return Recipe(**(fields | changes))
+
+
+def tuning(**changes: Any) -> Recipe:
+    """The same for a model that is given."""
+    fields = {"model": None, "settings": {}, "image_size": None, "batch": 4, "schedule": Schedule()}
+    return recipe(**(fields | changes))
+
+
+def learning(changes: dict[str, Any], **more: Any) -> Task:
+    """The task of a recipe for digits."""
+    fields: dict[str, Any] = {"recipe": recipe(**changes), "dataset": open_data("digits"), "device": CPU}
+    return Task(**(fields | more))
+
+
+def pictures(root: Path, **options: Any) -> Dataset:
+    """A set of two classes, rose and tulip."""
+    return open_data(str(folder(root / "set", "train", "val", "test", **({"each": 4} | options))))
+
+
+def known(**changes: Any) -> Trained:
+    """A small model to fine-tune."""
+    return making.trained(making.vit(**changes))
+
+
+def after(task: Task, steps: int | None = None) -> tuple[dict[str, Tensor], State, list[float]]:
+    """The weights before, the state after all (or so many) steps, and the losses."""
+    state, losses = begin(task.model(), task.recipe, task.counts), []
+    before = {name: value.detach().clone() for name, value in state.model.named_parameters()}
+    plan = task.plan if steps is None else dataclasses.replace(task.plan, total=steps * task.plan.batch)
+    batches = feed(task)
+    loop.run(state, batches, task.training, plan, task.recipe, after_step=lambda m: losses.append(m.outcome.loss))
+    return before, state, losses
+
+
+# --- what is trained on, and when it is evaluated --------------------------------------------------------------------
+
+
+def test_everything_is_train_and_val_and_never_test(tmp_path: Path) -> None:
+    dataset = pictures(tmp_path)
+    task = Task(recipe=tuning(epochs=3), dataset=dataset, start=fitted(known(), dataset, tuning()), device=CPU)
+    both = dataclasses.replace(task, everything=True)
+    names = {kind: {split.name(row) for row in range(len(split))} for kind, split in dataset.splits.items()}
+    assert {task.split.name(row) for row in range(len(task.split))} == names["train"]
+    assert {both.split.name(row) for row in range(len(both.split))} == names["train"] | names["val"]
+    assert (task.counts, both.counts) == ([4, 4], [8, 8])
+    assert (task.plan.steps, both.plan.steps) == (6, 12)
+    assert both.training.order.count == 16
+    assert described(both)["everything"] is True
+
+
+@pytest.mark.parametrize(
+    ("each", "epochs", "every"),
+    [
+        ((10, 3), 5, 1),  # evaluation costs a tenth of training: 3 / (3 * 0.1 * 10)
+        ((10, 4), 5, 2),  # 4 / 3 of it, so every second epoch
+        ((4, 4), 5, 4),  # 10 / 3
+        ((2, 20), 5, 34),  # 100 / 3
+        ((10, 1), 100, 1),
+        ((10, 1), 101, 2),  # no more than 100 evaluations
+        ((10, 1), 4000.5, 41),
+        ((4, 4), 300, 4),
+        ((4, 4), 500, 5),
+    ],
+)
+def test_evaluations_are_rare_where_they_would_take_long(
+    tmp_path: Path, each: tuple[int, int], epochs: float, every: int
+) -> None:
+    folder(tmp_path / "set", "train", each=each[0])
+    folder(tmp_path / "set", "val", each=each[1], start=1000)
+    dataset = open_data(str(tmp_path / "set"))
+    task = Task(recipe=tuning(epochs=epochs), dataset=dataset, start=fitted(known(), dataset, tuning()), device=CPU)
+    assert task.every == every
+
+
+def test_images_are_counted_by_class(tmp_path: Path) -> None:
+    folder(tmp_path / "set", "train", classes=("rose",), each=9)
+    folder(tmp_path / "set", "train", classes=("tulip",), each=2, start=100)
+    folder(tmp_path / "set", "val", each=1, start=200)
+    dataset = open_data(str(tmp_path / "set"))
+    task = Task(recipe=tuning(), dataset=dataset, start=fitted(known(), dataset, tuning()), device=CPU)
+    assert (task.counts, task.imbalance) == ([9, 2], 4.5)
+
+
+# --- what learns -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "places"),
+    [(0, {"head"}), (1, {"head", "norm", "blocks.2"}), (2, {"head", "norm", "blocks.2", "blocks.1"}), (None, None)],
+)
+def test_so_many_layers_below_the_head_move(tmp_path: Path, layers: int | None, places: set[str] | None) -> None:
+    """Weights before and after three steps of a model whose head is kept, so that gradients reach everything at once."""
+    dataset = pictures(tmp_path)
+    model = known(classes=2)
+    model = dataclasses.replace(model, labels=dataset.classes)
+    chosen = tuning(layers=layers, epochs=1.5)
+    task = Task(
+        recipe=chosen, dataset=dataset, start=fitted(model, dataset, chosen, keep_head=True), device=CPU
+    )
+    before, state, _ = after(task)
+    moved = {name for name, value in state.model.named_parameters() if not torch.equal(before[name], value)}
+    expected = {
+        name
+        for name in before
+        if places is None or ".".join(name.split(".")[: 2 if name.startswith("blocks") else 1]) in places
+    }
+    assert moved == expected
+    assert state.step == 3
+
+
+@pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
+def test_a_balanced_run_begins_with_the_surprise_of_the_classes_sizes(tmp_path: Path, loss: Any) -> None:
+    """A zero head says nothing, so the first loss is that of the offsets alone: by hand, 6 roses and 2 tulips."""
+    folder(tmp_path / "set", "train", classes=("rose",), each=6)
+    folder(tmp_path / "set", "train", classes=("tulip",), each=2, start=100)
+    folder(tmp_path / "set", "val", each=1, start=200)
+    dataset = open_data(str(tmp_path / "set"))
+    chosen = tuning(balanced=True, loss=loss, batch=8)
+    task = Task(recipe=chosen, dataset=dataset, start=fitted(known(), dataset, chosen), device=CPU)
+    _, _, losses = after(task)
+    rose, tulip = 6 / 8, 2 / 8
+    by_hand = -(6 * math.log(rose) + 2 * math.log(tulip)) / 8  # of a softmax whose logits are log(share)
+    if loss == "sigmoid":  # a yes or no of each class, whose shares are 3/4 and 1/4
+        by_hand *= 2
+    assert losses == [pytest.approx(by_hand, abs=1e-6)]
+    _, _, plain = after(dataclasses.replace(task, recipe=dataclasses.replace(chosen, balanced=False)))
+    assert plain == [pytest.approx(math.log(2) * (1 if loss == "softmax" else 2), abs=1e-6)]
+
+
+GOLDEN = [0.0]
+
+
+def test_the_losses_are_those_that_were_written_down() -> None:
+    """Twenty steps on the CPU, with mixing, smoothing, clipping, warm-up and decay: any change of them shows here."""
+    augment = Augment(crop="pad", flip=False, mixup=0.2, cutmix=1.0)
+    optimiser = Optimiser(lr=3e-3, weight_decay=0.05, clip=1.0)
+    changes = {"augment": augment, "optimiser": optimiser, "label_smoothing": 0.1, "ema": 0.9}
+    _, _, losses = after(learning(changes), steps=20)
+    assert losses == pytest.approx(GOLDEN, abs=1e-3)
+
+
+# --- a model made to fit ---------------------------------------------------------------------------------------------
+
+
+def test_a_fitted_model_has_a_zero_head_and_the_classes_of_the_data(tmp_path: Path) -> None:
+    dataset, model = pictures(tmp_path), known()
+    fresh = fitted(model, dataset, tuning())
+    assert fresh.labels == ("rose", "tulip")
+    assert fresh.model.head.weight.shape == (2, 32)
+    assert not fresh.model.head.weight.any()
+    assert not fresh.model.head.bias.any()
+    assert fresh.preprocess == model.preprocess
+    assert fresh.temperature == 1
+    old = model.model.state_dict()
+    assert all(torch.equal(old[name], value) for name, value in fresh.model.state_dict().items() if "head" not in name)
+    assert not model.model.head.weight.shape[0] == 2  # the caller's own stays
+
+
+def test_a_fitted_model_takes_the_recipes_image_size(tmp_path: Path) -> None:
+    """Positions are stretched corner to corner; of the preprocessing only sizes change, their ratio kept."""
+    dataset, model = pictures(tmp_path), known()
+    view = dataclasses.replace(model.preprocess, resize=(40,), interpolation="bilinear")  # a crop of 4/5
+    model = dataclasses.replace(model, preprocess=view)
+    fresh = fitted(model, dataset, tuning(image_size=48))
+    assert fresh.model.config.image_size == (48, 48)
+    prefix, patches = model.model.pos_embed[:, :1], model.model.pos_embed[:, 1:]
+    square = patches.reshape(1, 4, 4, 32).permute(0, 3, 1, 2)
+    stretched = F.interpolate(square, (6, 6), mode="bilinear", align_corners=True).flatten(2).mT
+    torch.testing.assert_close(fresh.model.pos_embed, torch.cat([prefix, stretched], dim=1))
+    assert fresh.preprocess == dataclasses.replace(view, size=(48, 48), resize=(60,))
+
+
+def test_a_recipe_may_say_how_large_the_short_side_is_before_the_crop(tmp_path: Path) -> None:
+    fresh = fitted(known(), pictures(tmp_path), tuning(image_size=48, resize=7 / 6))
+    assert fresh.preprocess is not None
+    assert (fresh.preprocess.size, fresh.preprocess.resize) == ((48, 48), (56,))
+
+
+def test_a_kept_head_is_put_into_the_order_of_the_data(tmp_path: Path) -> None:
+    dataset = pictures(tmp_path, classes=("aster", "rose", "tulip"))
+    model = dataclasses.replace(known(classes=3), labels=("tulip", "aster", "rose"), temperature=2.0)
+    fresh = fitted(model, dataset, tuning(), keep_head=True)
+    assert fresh.labels == ("aster", "rose", "tulip")
+    images = making.images(model.model.config)
+    torch.testing.assert_close(fresh.model(images), model.model(images)[:, [1, 2, 0]], atol=1e-6, rtol=0)
+    same = dataclasses.replace(model, labels=dataset.classes)
+    assert torch.equal(fitted(same, dataset, tuning(), keep_head=True).model(images), model.model(images))
+
+
+def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    dataset = pictures(tmp_path)
+    with pytest.raises(ModelError, match="do not say how images must be prepared: name it with --preprocess imagenet"):
+        fitted(dataclasses.replace(known(), preprocess=None), dataset, tuning())
+    with pytest.raises(UsageError, match="9 classes are in one of model and data alone, such as 'kind 0' of the model"):
+        fitted(known(), dataset, tuning(), keep_head=True)
+    with pytest.raises(UsageError, match="have no names, so its head cannot be kept"):
+        fitted(dataclasses.replace(known(), labels=None), dataset, tuning(), keep_head=True)
+    with pytest.raises(UsageError, match=r"49 x 49 does not divide into patches of 8 x 8 pixels; the nearest is 48"):
+        fitted(known(), dataset, tuning(image_size=49))
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_what_contradicts_itself_is_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    dataset = pictures(tmp_path)
+    start = fitted(known(), dataset, tuning())
+    with pytest.raises(UsageError, match="the model's classes are not those of the data"):
+        Task(recipe=tuning(), dataset=dataset, start=known(classes=2), device=CPU)
+    one_of_both = "a recipe names a preset, or is for fine-tuning and is given a model: one of both"
+    with pytest.raises(UsageError, match=one_of_both):
+        Task(recipe=tuning(), dataset=dataset, device=CPU)
+    with pytest.raises(UsageError, match=one_of_both):
+        Task(recipe=recipe(schedule=Schedule()), dataset=dataset, start=start, device=CPU)
+    with pytest.raises(UsageError, match="a warm-up of 3 steps and a cooldown of 0 do not fit into 2 steps"):
+        Task(recipe=tuning(schedule=Schedule(warmup=3)), dataset=dataset, start=start, device=CPU)
+    bit = fitted(making.trained(making.bit()), dataset, tuning())
+    task = Task(recipe=tuning(dropout=0.1), dataset=dataset, start=bit, device=CPU)
+    with pytest.raises(UsageError, match="a ResNet has neither dropout nor stochastic depth"):
+        task.model()
+
+
+def test_data_that_cannot_be_learned_from_is_refused(tmp_path: Path) -> None:
+    root = folder(tmp_path / "set", "train", "val", each=3)
+    (root / "train" / "orchid").mkdir()
+    with pytest.raises(DataError, match="1 classes have no training image, such as orchid"):
+        learning({}, dataset=open_data(str(root)))
+    with pytest.raises(DataError, match="has the splits test; train and val are needed"):
+        learning({}, dataset=open_data(str(folder(tmp_path / "only", "test", each=3))))
+    listed = tmp_path / "set" / "several.csv"
+    rows = [f"{top}/rose/{number}.jpg,a;b,{top}" for top in ("train", "val") for number in range(3)]
+    listed.write_text("path,labels,split\n" + "\n".join(rows) + "\n")
+    with pytest.raises(UsageError, match="several labels are learned with the loss sigmoid, and this recipe has soft"):
+        learning({}, dataset=open_data(str(listed)))
+    learning({"loss": "sigmoid", "epochs": 64}, dataset=open_data(str(listed)))
+    listed.write_text("path,split\n" + "\n".join(row.replace("a;b,", "") for row in rows) + "\n")
+    with pytest.raises(DataError, match="has no labels to learn"):
+        learning({}, dataset=open_data(str(listed)))
