@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import vitrail
+from tests.data.pictures import folder
+from vitrail.config import Preprocess
+
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
@@ -28,3 +32,44 @@ def test_the_readmes_commands_print_what_it_says_and_its_python_runs(tmp_path: P
 def test_the_readme_has_commands_to_test() -> None:
     assert sum(block.count("$ vitrail") for block in blocks("console")) >= 5
     assert len(blocks("python")) == 1
+
+
+ELSEWHERE = {  # what needs a network runs in these, against one on loopback where there is one
+    "vitrail data get cifar10": "data/test_public.py::test_cifar10_is_the_same_from_its_binary_archive_and_from_npm",
+    "vitrail data check photos --against cifar10": "cli/test_data.py::test_copies_inside_and_across_splits",
+    "vitrail info timm:vit_tiny_patch16_224.augreg_in21k": "weights/test_hub.py::test_folders_and_single_files_come",
+    "vitrail convert hf:google/vit-base-patch16-224 b16.safetensors": "weights/test_hub.py::test_a_pushed_run",
+    "vitrail push b16.safetensors hf:ORG/NAME --dry-run": "weights/test_hub.py::test_a_dry_run_needs_neither",
+}
+SMALLER = {  # the same commands, in seconds
+    "timm:vit_small_patch16_224.augreg_in21k": "b16.safetensors",
+    "--minutes 10": "--minutes 0.02 --batch 4",
+    "--recipe paper --runs 3": "--recipe paper --runs 2 --image-size 32 --batch 4 --epochs 1 --warmup 1",
+    "train digits --data digits": "train digits --data digits --epochs 0.2 --warmup 1",
+    "--data /data/imagenet --dry-run": "--data photos --dry-run --batch 4 --warmup 1",
+}
+
+
+def indented() -> list[str]:
+    """The commands outside of the blocks above, without their comments."""
+    return [line.partition("#")[0].strip() for line in re.findall(r"^    (vitrail .*)$", README, re.MULTILINE)]
+
+
+def test_the_readmes_other_commands_run(tmp_path: Path) -> None:
+    model = vitrail.create("ti16", image_size=32, num_classes=3, depth=1, width=32, heads=1, mlp=64)
+    view = Preprocess(size=(32, 32), resize=(36,))
+    vitrail.save(vitrail.Trained(model, view), tmp_path / "b16.safetensors")
+    folder(tmp_path / "photos", "train", "val", "test", each=4)
+    ran = 0
+    for command in indented():
+        if command in ELSEWHERE:
+            file, _, test = ELSEWHERE[command].partition("::")
+            assert f"def {test}" in (Path(__file__).parent / file).read_text(encoding="utf-8")
+            continue
+        for full, small in SMALLER.items():
+            command = command.replace(full, small)
+        arguments = [sys.executable, "-m", *shlex.split(command)]
+        found = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
+        assert found.returncode == 0, (command, found.stderr)
+        ran += 1
+    assert ran >= 5

@@ -1,147 +1,330 @@
-"""A whole run: its folder, its repeatability, and that it learns."""
+"""A whole run: what lies in its folder agrees, the right weights are kept, it can be repeated, and it learns."""
 
 import csv
 import dataclasses
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
-from tests.cli.test_cli import Capture
-from tests.cli.test_cli import run as vitrail
-from tests.data.pictures import folder
-from vitrail import recipes
-from vitrail.config import Schedule
+from tests import making
+from tests.train.test_task import CPU, known, learning, pictures, recipe, tuning
+from vitrail.config import Augment, Optimiser, Schedule
+from vitrail.data.dataset import Dataset
 from vitrail.data.sources import open_data
-from vitrail.errors import DataError, UsageError
+from vitrail.data.transforms import normalise
+from vitrail.errors import UsageError
+from vitrail.evaluate.classify import Counts
 from vitrail.files import sha256
 from vitrail.predict import Classifier
-from vitrail.train.run import COLUMNS, Task, run
+from vitrail.train import keeper
+from vitrail.train.log import COLUMNS
+from vitrail.train.run import Result, run
+from vitrail.train.step import DivergedError
+from vitrail.train.task import Task, fitted
 from vitrail.weights.load import load
 
 
-def task(**changes: Any) -> Task:
-    schedule = Schedule(warmup=5)
-    recipe = dataclasses.replace(recipes.named("digits"), epochs=2, schedule=schedule, dropout=0.1, ema=0.9)
-    fields = {"recipe": recipe, "dataset": open_data("digits"), "device": torch.device("cpu")}
-    return Task(**(fields | changes))
+def trained(task: Task, folder: Path, **options: Any) -> Result:
+    return run(task, folder, **({"after_step": lambda _: None, "after_epoch": lambda _: None} | options))
 
 
-def trained(task: Task, folder: Path) -> Any:
-    return run(task, folder, after_step=lambda _: None, after_epoch=lambda _: None)
+def tuned(root: Path, dataset: Dataset | None = None, model: Any = None, changes: Any = None, **more: Any) -> Task:
+    """A run of fine-tuning on a few pictures; a step is an epoch."""
+    dataset = dataset or pictures(root)
+    chosen = tuning(**({"batch": len(dataset.splits["train"])} | (changes or {})))
+    return Task(recipe=chosen, dataset=dataset, start=fitted(model or known(), dataset, chosen), device=CPU, **more)
 
 
-def test_a_run_leaves_its_story_and_its_weights(tmp_path: Path) -> None:
-    counts = trained(task(), tmp_path / "run")
-    rows = list(csv.DictReader((tmp_path / "run" / "results.csv").open()))
-    assert tuple(rows[0]) == COLUMNS
-    assert [float(row["epoch"]) for row in rows] == pytest.approx([1.0007, 2.0], abs=0.05)
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["steps"] == 45
-    assert "Pillow" in config["jpeg_decoder"]
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def kept_step(path: Path) -> int:
+    """The step that a file of weights was written after, by its own words."""
+    name = load(path).origin.name
+    return int(name.split("step ")[1].split(" of ")[0])
+
+
+# --- the folder ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Task, Path, Result]:
+    """A run of four epochs over the digits, with an average of the weights."""
+    task = learning({"epochs": 4, "ema": 0.9, "optimiser": Optimiser(kind="muon", lr=1e-2, clip=1.0)})
+    path = tmp_path_factory.mktemp("whole") / "run"
+    return task, path, trained(task, path)
+
+
+def test_results_and_events_tell_the_same_story(whole: tuple[Task, Path, Result]) -> None:
+    _, path, result = whole
+    table, told = rows(path / "results.csv"), events(path)
+    assert tuple(table[0]) == COLUMNS
+    assert [event["event"] for event in told] == ["epoch"] * 4 + ["end"]
+    steps = [event["step"] for event in told[:-1]]
+    assert steps == [math.ceil(epoch * 1439 / 64) for epoch in (1, 2, 3, 4)]
+    for row, event in zip(table, told, strict=False):
+        for name in COLUMNS:
+            assert float(row[name]) == pytest.approx(event[name], rel=1e-5)
+        assert event["epoch"] == pytest.approx(min(event["step"] * 64, 4 * 1439) / 1439)
+    assert float(table[-1]["train/loss"]) < float(table[0]["train/loss"])
+    end = told[-1]
+    counts = result.counts
+    assert (end["split"], end["images"], end["right"]) == (result.split, counts.images, counts.right)
+    assert (end["top1"], end["loss"]) == (counts.top1, counts.mean_loss)
+    assert end["temperature"] == load(path / "weights" / "best.safetensors").temperature == result.temperature
+    log = (path / "run.log").read_text().splitlines()
+    assert len(log) == 5
+    assert log[-1].endswith(f"test: {counts.top1:.2%} of 179 images right; temperature {result.temperature:.3f}")
+    config = json.loads((path / "config.json").read_text())
+    assert (config["steps"], config["seed"], config["images"]) == (90, 0, {"train": 1439, "val": 179, "test": 179})
     assert config["recipe"]["optimiser"]["kind"] == "muon"
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events] == ["epoch", "epoch", "end"]
-    assert events[-1]["right"] == counts.right
-    kept = load(tmp_path / "run" / "weights" / "best.safetensors")
-    assert kept.labels == tuple("0123456789")
-    split = open_data("digits").splits["test"]
-    answers = Classifier(kept, device="cpu")([split.read(index) for index in range(len(split))], top=1)
-    right = sum(answer[0][0] == kept.labels[split.labels(index)[0]] for index, answer in enumerate(answers))
-    assert right == counts.right  # what predict sees is what the run measured
+    assert config["classes"] == list("0123456789")
+
+
+def test_the_accuracy_can_be_counted_again_from_the_tables(whole: tuple[Task, Path, Result]) -> None:
+    task, path, result = whole
+    said = rows(path / "predictions.csv")
+    counts = result.counts
+    right = [row["label"] == row["predicted"] for row in said]
+    assert [row["right"] == "1" for row in said] == right
+    assert (len(said), sum(right)) == (counts.images, counts.right)
+    assert sum(float(row["loss"]) for row in said) / len(said) == pytest.approx(counts.mean_loss, abs=1e-5)
+    split = task.dataset.splits["test"]
+    assert [row["image"] for row in said] == [split.name(index) for index in range(len(split))]
+    for row in rows(path / "per_class.csv"):
+        name = row["class"]
+        own = [line for line in said if line["label"] == name]
+        called = [line for line in said if line["predicted"] == name]
+        true = sum(line["predicted"] == name for line in own)
+        assert (int(row["images"]), int(row["right"])) == (len(own), true)
+        assert int(row["train_images"]) == task.counts[int(name)]
+        assert float(row["recall"]) == pytest.approx(true / len(own), abs=1e-6)
+        assert row["precision"] == (f"{true / len(called):.6f}" if called else "")
+
+
+def test_what_predict_says_is_what_the_run_wrote_down(whole: tuple[Task, Path, Result]) -> None:
+    """The probabilities too: the temperature that was fitted is the one that is used."""
+    task, path, result = whole
+    best = load(path / "weights" / "best.safetensors")
+    assert best.labels == tuple("0123456789")
+    assert result.temperature != 1
+    split = task.dataset.splits["test"]
+    answers = Classifier(best, device="cpu")([split.read(index) for index in range(len(split))], top=1)
+    for row, ((label, probability),) in zip(rows(path / "predictions.csv"), answers, strict=True):
+        assert label == row["predicted"]
+        assert probability == pytest.approx(float(row["probability"]), abs=2e-6)
+    raw = Classifier(dataclasses.replace(best, temperature=1.0), device="cpu").probabilities([split.read(0)]).max()
+    assert float(raw) != pytest.approx(answers[0][0][1], abs=1e-4)
 
 
 def test_the_same_run_gives_the_same_bytes_with_workers_too(tmp_path: Path) -> None:
     sums = []
-    for number, changes in enumerate(({}, {"workers": 2}, {"seed": 1})):
-        trained(task(**changes), tmp_path / str(number))
+    changes = {"dropout": 0.1, "ema": 0.9, "augment": Augment(crop="pad", flip=False, mixup=0.2)}
+    for number, more in enumerate(({}, {"workers": 2}, {"seed": 1})):
+        trained(learning(changes, **more), tmp_path / str(number))
         sums.append(sha256(tmp_path / str(number) / "weights" / "last.safetensors"))
     assert sums[0] == sums[1] != sums[2]
 
 
-def test_what_cannot_be_trained_on_is_said_before(tmp_path: Path) -> None:
-    root = folder(tmp_path / "set", "train", "val", each=3)
-    (root / "train" / "orchid").mkdir()
-    with pytest.raises(DataError, match="1 classes have no training image, such as orchid"):
-        task(dataset=open_data(str(root)))
-    only = folder(tmp_path / "only", "test", each=3)
-    with pytest.raises(DataError, match="has the splits test; train and val are needed"):
-        task(dataset=open_data(str(only)))
-    (tmp_path / "run").mkdir()
-    with pytest.raises(UsageError, match="exists already"):
-        trained(task(), tmp_path / "run")
+def test_what_is_fine_tuned_remembers_where_it_came_from(tmp_path: Path) -> None:
+    task = tuned(tmp_path, changes={"epochs": 2, "image_size": 16})
+    result = trained(task, tmp_path / "run")
+    assert result.split == "test"
+    last = load(tmp_path / "run" / "weights" / "last.safetensors")
+    assert last.origin.name == f"test, fine-tuned on {task.dataset.name}, step 2 of 2"
+    assert any(change.startswith("pos_embed") for change in last.origin.changes)
+    assert last.preprocess == task.preprocess
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["name"] == "test"
 
 
-def test_the_command_trains_and_a_dry_run_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments = ("train", "digits", "--data", "digits", "--epochs", "1", "--workers", "0", "--device", "cpu")
-    code, out, _ = vitrail(*arguments, "--dry-run", capsys=capsys)
-    assert code == 0
-    assert json.loads(out)["steps"] == 23
-    assert list(tmp_path.iterdir()) == []
-    code, out, err = vitrail(*arguments, capsys=capsys)
-    assert code == 0
-    assert "of 179 images right (runs/train/weights/best.safetensors)" in out
-    assert "epoch 1: loss" in err
-    code, _, err = vitrail("train", "vit-b16-i21k", "--data", "digits", "--dry-run", capsys=capsys)
-    assert code == 2
-    assert "a warm-up of 10000 steps and a cooldown of 0 do not fit into 32 steps; shorten them (--warmup)" in err
-    code, out, _ = vitrail("train", "vit-b16-i21k", "--data", "digits", "--dry-run", "--warmup", "3", capsys=capsys)
-    assert json.loads(out)["recipe"]["schedule"]["warmup"] == 3
-    code, _, err = vitrail("train", "digit", "--data", "digits", capsys=capsys)
-    assert code == 2
-    assert "did you mean digits?" in err
-
-
-def test_a_bad_image_ends_a_run_with_advice_and_without_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    root = folder(tmp_path / "set", "train", "val", each=3)
-    (root / "train" / "rose" / "1.jpg").write_bytes(b"<html>")
-    arguments = (
-        "train",
-        "digits",
-        "--data",
-        "./set",
-        "--batch",
-        "4",
-        "--epochs",
-        "2",
-        "--workers",
-        "0",
-        "--device",
-        "cpu",
+def test_a_resnet_is_fine_tuned_too(tmp_path: Path) -> None:
+    task = tuned(tmp_path, model=making.trained(making.bit()), changes={"epochs": 3, "layers": 1})
+    trained(task, tmp_path / "run")
+    assert task.start is not None
+    before, after = (
+        trained.model.state_dict() for trained in (task.start, load(tmp_path / "run" / "weights" / "last.safetensors"))
     )
-    code, _, err = vitrail(*arguments, "--warmup", "1", capsys=capsys)
-    assert code == 3
-    assert "train/rose/1.jpg is no image" in err
-    assert "vitrail data check ./set" in err
-    assert not (tmp_path / "runs" / "train").exists()
+    moved = {name.partition(".blocks.")[0] for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {"stages.1", "norm.weight", "norm.bias", "head.fc.weight", "head.fc.bias"}
 
 
-def test_a_learning_rate_that_diverges_ends_with_6(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+def test_without_test_images_the_validation_images_are_measured(tmp_path: Path) -> None:
+    dataset = pictures(tmp_path)
+    dataset = dataclasses.replace(dataset, splits={name: dataset.splits[name] for name in ("train", "val")})
+    result = trained(tuned(tmp_path, dataset, changes={"epochs": 2}), tmp_path / "run")
+    assert (result.split, result.counts.images) == ("val", 8)
+    assert {Path(row["image"]).parts[-3] for row in rows(tmp_path / "run" / "predictions.csv")} == {"val"}
+
+
+# --- which weights are kept ------------------------------------------------------------------------------------------
+
+
+def test_the_standard_error_of_a_share_by_hand() -> None:
+    assert keeper.doubt(0.5, 100) == pytest.approx(0.05)
+    assert keeper.doubt(0.9, 100) == pytest.approx(0.03)
+    assert keeper.doubt(0.9, 10) == pytest.approx(0.0948683)
+    assert (keeper.doubt(0.0, 10), keeper.doubt(1.0, 10)) == (0, 0)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, found: Iterator[Counts]) -> None:
+    """Let the evaluations of a run find these counts, whatever its weights are."""
+    monkeypatch.setattr(keeper, "classify", lambda *_: next(found))
+
+
+@pytest.mark.parametrize(
+    ("right", "kept"),
+    [
+        ((50, 90, 85, 80), 2),  # the standard error of 90 of 100 is 3
+        ((50, 90, 88, 80), 3),
+        ((90, 50, 93, 91, 89), 4),  # of 93 it is 2.55
+        ((93, 91, 92, 80), 3),
+        ((100, 100, 99), 2),  # there is no doubt about all
+        ((0, 0, 0), 3),
+        ((60, 70, 80), 3),
+        ((80, 70, 60), 1),
+    ],
+)
+def test_the_latest_weights_within_a_standard_error_of_the_best_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: tuple[int, ...], kept: int
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments = ("train", "digits", "--data", "digits", "--epochs", "3", "--workers", "0", "--device", "cpu")
-    code, _, err = vitrail(*arguments, "--lr", "1e30", capsys=capsys)
-    assert code == 6
-    assert "nothing was updated" in err
+    none = torch.zeros(2, 2, dtype=torch.int64)
+    measured(monkeypatch, (Counts(100, number, 100, 1.0, none) for number in right))
+    trained(tuned(tmp_path, changes={"epochs": len(right) * 4}), tmp_path / "run")  # evaluated every fourth epoch
+    assert kept_step(tmp_path / "run" / "weights" / "best.safetensors") == kept * 4
+    assert kept_step(tmp_path / "run" / "weights" / "last.safetensors") == len(right) * 4
 
 
-@pytest.mark.slow
-def test_digits_are_learned_within_two_points_of_the_nearest_neighbour(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+def test_a_balanced_run_is_judged_by_the_average_over_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First 95 of 100 are right, but none of the 5 tulips; then 80, four tulips among them."""
+    found = [torch.tensor([[95, 0], [5, 0]]), torch.tensor([[76, 19], [1, 4]])]
+    for balanced, kept in ((False, 4), (True, 8)):
+        counts = [Counts(100, int(table.diagonal().sum()), 100, 1.0, table) for table in found]
+        measured(monkeypatch, iter(counts))
+        path = tmp_path / f"run {balanced}"
+        trained(tuned(tmp_path, changes={"epochs": 8, "balanced": balanced}), path)
+        assert kept_step(path / "weights" / "best.safetensors") == kept
+
+
+def test_a_run_on_everything_keeps_the_last_weights_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The demo as a user runs it: seed 0, 179 test digits."""
-    monkeypatch.chdir(tmp_path)
-    code, out, _ = vitrail("demo", "--json", capsys=capsys)
-    assert code == 0
-    found = json.loads(out)
-    assert found["nearest_neighbour"] == 175
-    assert found["right"] >= found["nearest_neighbour"] - 0.02 * 179
+    none = torch.zeros(2, 2, dtype=torch.int64)
+    measured(monkeypatch, (Counts(100, number, 100, 1.0, none) for number in (90, 50, 40)))
+    result = trained(tuned(tmp_path, changes={"epochs": 6}, everything=True), tmp_path / "run")
+    assert result.temperature == 1
+    best, last = (load(tmp_path / "run" / "weights" / f"{name}.safetensors") for name in ("best", "last"))
+    assert best.temperature == 1
+    assert kept_step(tmp_path / "run" / "weights" / "best.safetensors") == 12  # two steps an epoch: 16 images
+    tensors = last.model.state_dict()
+    assert all(torch.equal(tensors[name], value) for name, value in best.model.state_dict().items())
+
+
+# --- several labels --------------------------------------------------------------------------------------------------
+
+
+def coloured(root: Path) -> Dataset:
+    """Pictures that are red, green and blue or not, each with the names of those that it is; black has none."""
+    root.mkdir()
+    lines = []
+    for number in range(8 * 24):
+        parts = [(number >> place) & 1 for place in range(3)]
+        shade = 160 + 8 * (number // 16)
+        Image.new("RGB", (8, 8), tuple(part * shade for part in parts)).save(root / f"{number}.png")
+        labels = [name for name, part in zip(("red", "green", "blue"), parts, strict=True) if part]
+        split = "val" if number < 32 else "test" if number < 64 else "train"
+        lines.append(json.dumps({"path": f"{number}.png", "labels": labels, "split": split}))
+    (root / "list.jsonl").write_text("\n".join(lines) + "\n")
+    return open_data(str(root / "list.jsonl"))
+
+
+def test_several_labels_are_learned_as_questions_of_their_own(tmp_path: Path) -> None:
+    dataset = coloured(tmp_path / "set")
+    assert dataset.classes == ("blue", "green", "red")
+    settings = {"width": 32, "depth": 1, "mlp": 64, "heads": 2}
+    chosen = recipe(
+        model="ti4",
+        settings=settings,
+        batch=32,
+        epochs=15,
+        loss="sigmoid",
+        optimiser=Optimiser(lr=1e-2, clip=1.0),
+        augment=Augment(crop="squash"),
+    )
+    result = trained(Task(recipe=chosen, dataset=dataset, device=CPU), tmp_path / "run")
+    said = rows(tmp_path / "run" / "predictions.csv")
+    assert result.counts.images == len(said) == 28  # of 32, four are black and count for nothing
+    assert result.counts.right == sum(row["predicted"] in row["label"].split(" | ") for row in said)
+    assert result.counts.top1 > 0.95
+    assert not (tmp_path / "run" / "per_class.csv").exists()
+    best = load(tmp_path / "run" / "weights" / "best.safetensors")
+    split = dataset.splits["test"]
+    pixels = torch.stack([torch.tensor(list(Image.open(split.read(row)).getpixel((0, 0)))) for row in range(32)])
+    views = pixels[:, :, None, None].expand(32, 3, 8, 8).to(torch.uint8)
+    assert best.preprocess is not None
+    with torch.inference_mode():
+        logits = best.model(normalise(views, best.preprocess))
+    truth = torch.tensor([[place in split.labels(row) for place in range(3)] for row in range(32)])
+    assert ((logits > 0) == truth).float().mean() > 0.95  # all of an image's labels, not its likeliest alone
+    likeliest = (logits[truth.any(dim=1)] / best.temperature).sigmoid().max(dim=1).values
+    assert likeliest.tolist() == pytest.approx([float(row["probability"]) for row in said], abs=1e-5)
+
+
+# --- runs that end early ---------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with pytest.raises(UsageError, match=r"exists already; .* --out"):
+        trained(tuned(tmp_path), tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_run_that_fails_before_its_first_evaluation_leaves_no_folder(tmp_path: Path) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        trained(tuned(tmp_path, changes={"epochs": 8}), tmp_path / "run", after_step=fail)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    muon = {"layers": 0, "optimiser": Optimiser(kind="muon", lr=1e-3)}
+    with pytest.raises(UsageError, match="muon moves the matrices of a Transformer's blocks, and none is left"):
+        trained(tuned(tmp_path, changes=muon), tmp_path / "run")
+    with pytest.raises(UsageError, match="a ResNet has neither dropout nor stochastic depth"):
+        trained(tuned(tmp_path, model=making.trained(making.bit()), changes={"dropout": 0.1}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_diverges_later_keeps_what_it_learned_and_says_why(tmp_path: Path) -> None:
+    """The rate is 0 in step 0, which is evaluated, and then far too high."""
+    optimiser, schedule = Optimiser(kind="sgd", lr=1e25, clip=None), Schedule(decay="constant", warmup=5)
+    dataset = pictures(tmp_path, each=6)
+    dataset = dataclasses.replace(dataset, splits=dataset.splits | {"val": dataset.splits["val"].without(range(9))})
+    task = tuned(tmp_path, dataset, changes={"epochs": 9, "optimiser": optimiser, "schedule": schedule})
+    assert task.every == 1
+    with pytest.raises(DivergedError, match="nothing was updated"):
+        trained(task, tmp_path / "run")
+    stopped = events(tmp_path / "run")[-1]
+    assert stopped["event"] == "stopped"
+    assert "the loss is" in stopped["reason"]
+    names = [task.split.name(row) for row in range(len(task.split))]
+    assert sorted(stopped["batch"]) == sorted(names)  # of that step: here all
+    last = (tmp_path / "run" / "run.log").read_text().splitlines()[-1]
+    assert last.endswith(f"stopped: {stopped['reason']}")
+    assert len(rows(tmp_path / "run" / "results.csv")) >= 1
+    assert load(tmp_path / "run" / "weights" / "best.safetensors").labels == dataset.classes
+    assert not (tmp_path / "run" / "predictions.csv").exists()

@@ -70,12 +70,12 @@ def run(
 
     The folder is new, or with `resume` one in which the same run was begun: it goes on from its newest checkpoint.
     """
+    state = begin(task.model(), task.recipe, task.counts, recorded=task.recorded)  # what it refuses needs no folder
     snapshot = _opened(task, folder, resume=resume, tell=tell)
     with contextlib.ExitStack() as stack:
         asked = stack.enter_context(signals.requests())
         book = stack.enter_context(contextlib.closing(Book(folder, loggers(folder))))
         writer = stack.enter_context(contextlib.closing(states.Writer(folder / "checkpoints")))
-        state = begin(task.model(), task.recipe, task.counts, recorded=task.recorded)
         keeper = Keeper(task, folder, book, state, after_step, after_epoch, writer, asked, save_every)
         if snapshot is not None:
             keeper.resume(snapshot)

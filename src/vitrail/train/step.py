@@ -139,8 +139,10 @@ class Recording:
     first steps are computed as they are, which leaves in place what must not be made while recording.
     """
 
+    STEPS_BEFORE = 3
+
     def __init__(self) -> None:
-        self.left = 3
+        self.left = self.STEPS_BEFORE
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.inputs: tuple[Tensor, Tensor]
         self.outputs: tuple[Tensor, Tensor]

@@ -147,8 +147,8 @@ class Task:
             raise UsageError("a ResNet has neither dropout nor stochastic depth, and keeps its activations")
         if recipe.layers is not None:
             for name, parameter in made.named_parameters():
-                below = recipe.layers > 0 or name.startswith(("head.", "head_dist.", "pre_logits."))  # norms are no head
-                parameter.requires_grad_(below and optimizer.height(made, name) <= recipe.layers)
+                head = name.startswith(("head.", "head_dist.", "pre_logits."))  # the norm before it is none
+                parameter.requires_grad_(optimizer.height(made, name) <= recipe.layers if recipe.layers else head)
         made = made.to(self.device)
         if isinstance(made, ViT) and self.compiles:
             made.compile_blocks()

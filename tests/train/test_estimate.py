@@ -1,0 +1,118 @@
+"""What a run will take: memory by hand, time in proportion, and nothing of the trial left."""
+
+import dataclasses
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.test_run import tuned
+from tests.train.test_task import learning
+from vitrail.config import Augment, Optimiser
+from vitrail.model.build import Model
+from vitrail.train import estimate as estimating
+from vitrail.train.estimate import Estimate, estimate, fit_epochs
+from vitrail.train.task import Task
+
+
+def state_bytes(task: Task, moments: int, average: bool = False) -> int:
+    """Weights, gradients and moments, and an average of the weights, four bytes each."""
+    parameters = sum(parameter.numel() for parameter in task.model().parameters())
+    return 4 * parameters * (2 + moments + average)
+
+
+@pytest.mark.parametrize(
+    ("changes", "moments", "average"),
+    [
+        ({}, 2, False),
+        ({"ema": 0.9}, 2, True),
+        ({"optimiser": Optimiser(kind="sgd", lr=0.1)}, 1, False),
+    ],
+)
+def test_memory_is_the_state_and_what_each_image_keeps(changes: dict[str, Any], moments: int, average: bool) -> None:
+    """Twice the images of a step keep twice as much, and half of the step in memory half as much."""
+    task = learning(changes)
+    state = state_bytes(task, moments, average)
+    kept = estimate(task).memory - state
+    config = task.config
+    inputs = 64 * 4 * 17 * config.width * config.depth  # at least what enters each block: 16 patches and a class token
+    assert kept > 4 * inputs
+    assert kept < 100 * inputs
+    double = learning(changes | {"batch": 128})
+    assert estimate(double).memory - state == pytest.approx(2 * kept, rel=0.01)
+    assert estimate(dataclasses.replace(double, micro_batches=2)).memory - state == pytest.approx(kept, rel=0.01)
+    assert estimate(dataclasses.replace(task, micro_batches=4)).memory - state == pytest.approx(kept / 4, rel=0.01)
+
+
+def test_what_does_not_learn_has_no_gradient_and_no_moments(tmp_path: Path) -> None:
+    whole = tuned(tmp_path, changes={"layers": None})
+    head = tuned(tmp_path, changes={"layers": 0})
+    parameters = sum(parameter.numel() for parameter in head.model().parameters())
+    images = 8 * 3 * 32 * 32 * 4
+    assert estimate(head).memory < 4 * (parameters + 3 * (32 * 2 + 2)) + 2 * images
+    assert estimate(whole).memory > state_bytes(whole, 2)
+
+
+def test_activations_that_are_computed_again_are_not_counted() -> None:
+    task = learning({"settings": {"width": 32, "depth": 6, "mlp": 64, "heads": 2, "channels": 1}})
+    state = state_bytes(task, 2)
+    kept, recomputed = (estimate(one).memory - state for one in (task, dataclasses.replace(task, recompute=True)))
+    config = task.config
+    entering = 64 * 4 * 17 * config.width * (config.depth - 1)  # what enters each block is kept, of the first at least
+    assert entering <= recomputed < kept / 2
+
+
+def test_time_adds_up_and_is_of_this_machine() -> None:
+    task = learning({"epochs": 10, "augment": Augment(crop="pad", mixup=0.2)})
+    found = estimate(task)
+    assert found.available > found.memory > 0
+    assert found.evaluations == 10
+    training = task.plan.total / found.images_per_second
+    assert training < found.seconds < 2 * training + 11 * found.evaluation
+    assert 50 < found.images_per_second < 1e6
+    assert 179 / 1e6 < found.evaluation < 179 / 50
+
+
+def test_nothing_of_a_trial_lives_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the model nor a graph that would keep its activations; the cycle collector is not needed for it."""
+    made: list[weakref.ref[Model]] = []
+    real = Task.model
+
+    def remembered(task: Task) -> Model:
+        model = real(task)
+        made.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(Task, "model", remembered)
+    task = learning({})
+    estimate(task)
+    gc.collect()
+    before = sum(isinstance(thing, torch.Tensor) and thing.grad_fn is not None for thing in gc.get_objects())
+    estimate(task)
+    after = sum(isinstance(thing, torch.Tensor) and thing.grad_fn is not None for thing in gc.get_objects())
+    assert after == before
+    gc.collect()
+    assert len(made) == 2
+    assert [model() for model in made] == [None, None]
+
+
+def test_an_estimate_changes_nothing_of_a_run() -> None:
+    task = learning({})
+    before = [parameter.clone() for parameter in task.model().parameters()]
+    first = next(iter(task.split.name(row) for row in range(1)))
+    estimate(task)
+    assert all(torch.equal(one, two) for one, two in zip(before, task.model().parameters(), strict=True))
+    assert task.split.name(0) == first
+
+
+def test_the_epochs_that_fit_are_in_proportion_to_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of 10 epochs takes 100 seconds here; a step is the least."""
+    monkeypatch.setattr(estimating, "estimate", lambda _: Estimate(1.0, 1.0, 10, 100.0, 1, 1))
+    task = learning({"epochs": 10})
+    assert fit_epochs(task, 100) == 10
+    assert fit_epochs(task, 50) == 5
+    assert fit_epochs(task, 3600) == 360
+    assert fit_epochs(task, 1e-6) == 64 / 1439
