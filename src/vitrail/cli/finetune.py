@@ -11,7 +11,7 @@ import tyro
 
 from vitrail import presets, recipes
 from vitrail.cli import runs, show
-from vitrail.config import ViTConfig
+from vitrail.config import Recipe, ViTConfig
 from vitrail.errors import UsageError
 
 MOST_EPOCHS = 100  # what --minutes makes of a run, unless the recipe has more
@@ -99,14 +99,16 @@ def main(
     dataset = open_data(data)
     start = prepared(load(model), preprocess)
     config = start.model.config
-    chosen = recipes.finetuning(
-        recipe, len(dataset.splits.get("train", ())) or 1, config.stride if isinstance(config, ViTConfig) else 1
-    )
-    if image_size is not None:
-        chosen = dataclasses.replace(chosen, image_size=image_size)
-    chosen = dataclasses.replace(chosen, layers=layers)
-    chosen = runs.changed(chosen, epochs=epochs, batch=batch, lr=lr, warmup=warmup)
-    chosen = runs.fitting(chosen, dataset, balanced=balanced)
+    stride = config.stride if isinstance(config, ViTConfig) else 1
+
+    def lasting(epochs: float | None) -> Recipe:
+        made = recipes.finetuning(recipe, len(dataset.splits.get("train", "?")), stride, epochs=epochs)
+        size = made.image_size if image_size is None else image_size
+        made = dataclasses.replace(made, layers=layers, balanced=balanced, image_size=size)
+        return runs.fitting(runs.changed(made, epochs=None, batch=batch, lr=lr, warmup=warmup), dataset)
+
+    runs.tell_of(dataset)
+    chosen = lasting(epochs)
     task = Task(
         recipe=chosen,
         dataset=dataset,
@@ -120,7 +122,8 @@ def main(
     )
     if minutes is not None:
         begun = next(folder.glob("**/config.json"), None) if resume else None
-        task = _within(task, minutes) if begun is None else _as_long_as(task, begun)
+        length = _fitting(task, minutes) if begun is None else _length(begun)
+        task = dataclasses.replace(task, recipe=lasting(length))
     if dry_run:
         runs.dry_run(task, as_json=json)
         return
@@ -160,25 +163,21 @@ def prepared(trained: "Trained", preprocess: str | None) -> "Trained":
     return trained if own is not None else dataclasses.replace(trained, preprocess=named)
 
 
-def _within(task: "Task", minutes: float) -> "Task":
-    """The same run, as long as fits into so many minutes."""
+def _fitting(task: "Task", minutes: float) -> float:
+    """The epochs that fit into so many minutes, but no more than help."""
     from vitrail.train.estimate import fit_epochs
 
     show.note("timing a few steps")
     most = max(MOST_EPOCHS, task.recipe.epochs)
     epochs = float(f"{min(fit_epochs(task, minutes * 60), most):.4g}")
-    recipe = runs.changed(task.recipe, epochs=epochs, batch=None, lr=None, warmup=None)
-    fitted = dataclasses.replace(task, recipe=recipe)
     less = ", which take less: more would not help" if epochs >= most else ""
-    show.note(f"{minutes:g} minutes: {fitted.plan.steps:,} steps{less}; --epochs {epochs:g} repeats the run")
-    return fitted
+    show.note(f"{minutes:g} minutes: {epochs:g} epochs{less}; --epochs {epochs:g} repeats the run")
+    return epochs
 
 
-def _as_long_as(task: "Task", begun: Path) -> "Task":
-    """The same run, as long as it was to be when it was begun."""
-    epochs = float(json_module.loads(begun.read_text())["recipe"]["epochs"])
-    recipe = runs.changed(task.recipe, epochs=epochs, batch=None, lr=None, warmup=None)
-    return dataclasses.replace(task, recipe=recipe)
+def _length(begun: Path) -> float:
+    """The epochs of a run that was begun, by its config.json."""
+    return float(json_module.loads(begun.read_text())["recipe"]["epochs"])
 
 
 def _repeated(task: "Task", folder: Path, number: int) -> Iterator[tuple["Task", Path]]:

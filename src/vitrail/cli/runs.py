@@ -87,18 +87,21 @@ def changed(recipe: Recipe, *, epochs: float | None, batch: int | None, lr: floa
     return dataclasses.replace(new, schedule=dataclasses.replace(recipe.schedule, warmup=warmup))
 
 
-def fitting(recipe: Recipe, dataset: "Dataset", *, balanced: bool) -> Recipe:
-    """The recipe as the data asks for it, and what is worth knowing of the data before it is learned."""
+def tell_of(dataset: "Dataset") -> None:
+    """What is worth knowing of the data before it is learned."""
     for note in dataset.notes:
         show.note(f"note: {note}")
+    if dataset.several:
+        show.note("note: images may have several labels, so each class is a question of its own (loss sigmoid)")
     numbers = [int(name) for name in dataset.classes if name.isdecimal()]
     if len(numbers) == len(dataset.classes) and numbers != sorted(numbers):
         first = ", ".join(dataset.classes[:4])
         show.note(f"warning: classes are in the order of their names ({first}, ...), so output 2 is not class 2")
-    if dataset.several and recipe.loss != "sigmoid":
-        show.note("note: images may have several labels, so each class is a question of its own (loss sigmoid)")
-        recipe = dataclasses.replace(recipe, loss="sigmoid")
-    return dataclasses.replace(recipe, balanced=balanced)
+
+
+def fitting(recipe: Recipe, dataset: "Dataset") -> Recipe:
+    """The recipe with the loss that the data asks for."""
+    return dataclasses.replace(recipe, loss="sigmoid") if dataset.several else recipe
 
 
 def warn_of_imbalance(task: "Task") -> None:

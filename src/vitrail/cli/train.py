@@ -1,5 +1,6 @@
 """`vitrail train RECIPE --data DATA`: a model from nothing."""
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -66,8 +67,9 @@ def main(
         runs.be_deterministic()
     chosen = runs.changed(recipes.named(recipe), epochs=epochs, batch=batch, lr=lr, warmup=warmup)
     dataset = open_data(data)
+    runs.tell_of(dataset)
     task = Task(
-        recipe=runs.fitting(chosen, dataset, balanced=balanced),
+        recipe=runs.fitting(dataclasses.replace(chosen, balanced=balanced), dataset),
         dataset=dataset,
         seed=seed,
         device=devices.named(device),
