@@ -1,9 +1,12 @@
-"""The recipes against the paper's tables, row by row."""
+"""The recipes against the paper's tables, row by row, and what fine-tuning makes of the number of images."""
+
+from typing import Any
 
 import pytest
 
 from vitrail import presets
-from vitrail.recipes import RECIPES, named
+from vitrail.config import Recipe
+from vitrail.recipes import RECIPES, finetuning, named
 
 ROWS = {  # epochs, learning rate, decay, weight decay, dropout (Dosovitskiy et al. 2021, table 3)
     "vit-b16-jft": (7, 8e-4, "linear", 0.1, 0.0),
@@ -53,3 +56,85 @@ def test_the_table_holds_every_row_and_nothing_unnamed() -> None:
 def test_every_recipe_names_a_model_that_can_be_built(name: str) -> None:
     recipe = RECIPES[name]
     presets.config(recipe.model, image_size=(recipe.image_size, recipe.image_size), **recipe.settings)
+
+
+# --- fine-tuning -----------------------------------------------------------------------------------------------------
+
+
+def steps(recipe: Recipe, images: int) -> int:
+    """Whole batches in all epochs; a part of a batch would be a mistake of rounding."""
+    count = recipe.epochs * images / recipe.batch
+    assert count == pytest.approx(round(count), abs=1e-6)
+    return round(count)
+
+
+@pytest.mark.parametrize(
+    ("images", "length", "warmup"),
+    [
+        (1, 500, 100),
+        (1_000, 500, 100),  # VTAB
+        (6_149, 500, 100),  # Flowers
+        (19_999, 500, 100),
+        (20_000, 10_000, 500),
+        (50_000, 10_000, 500),  # CIFAR: Dosovitskiy et al. 2021, table 4
+        (499_999, 10_000, 500),
+        (500_000, 20_000, 500),
+        (1_281_167, 20_000, 500),  # ImageNet
+    ],
+)
+def test_the_papers_fine_tuning(images: int, length: int, warmup: int) -> None:
+    recipe = finetuning("paper", images, 16)
+    optimiser = recipe.optimiser
+    assert steps(recipe, images) == length
+    assert (optimiser.kind, optimiser.momentum, optimiser.weight_decay, optimiser.clip) == ("sgd", 0.9, 0, 1)
+    assert (optimiser.head_lr, optimiser.layer_decay) == (None, 1)
+    assert (recipe.batch, recipe.image_size, recipe.schedule.decay) == (512, 384, "cosine")
+    assert (recipe.schedule.warmup, recipe.schedule.final) == (warmup, 0)
+    assert (recipe.dropout, recipe.stochastic_depth, recipe.label_smoothing, recipe.loss) == (0, 0, 0, "softmax")
+    assert (recipe.augment.mixup, recipe.augment.cutmix, recipe.augment.randaugment) == (0, 0, None)
+    assert recipe.ema == (0.9999 if images >= 500_000 else 0)
+    assert not recipe.ema_warmup
+
+
+@pytest.mark.parametrize(("patch", "side"), [(8, 384), (14, 378), (16, 384), (32, 384), (1, 384)])
+def test_the_papers_resolution_is_the_nearest_that_the_patch_divides(patch: int, side: int) -> None:
+    assert finetuning("paper", 1000, patch).image_size == side
+
+
+@pytest.mark.parametrize(
+    ("images", "batch", "length", "warmup"),
+    [
+        (1, 64, 500, 50),
+        (499, 64, 500, 50),
+        (1_000, 64, 500, 50),
+        (1_600, 64, 500, 50),  # twenty epochs are 500 steps here
+        (3_200, 64, 1_000, 100),
+        (19_999, 64, 6_249, 624),
+        (20_000, 256, 1_562, 156),
+        (100_000, 256, 7_812, 781),
+    ],
+)
+def test_the_default_takes_500_steps_or_20_epochs(images: int, batch: int, length: int, warmup: int) -> None:
+    recipe = finetuning("default", images, 16)
+    assert (recipe.batch, steps(recipe, images), recipe.schedule.warmup) == (batch, length, warmup)
+    assert (recipe.model, recipe.image_size, recipe.optimiser.kind) == (None, None, "adam")
+
+
+def test_few_images_or_epochs_are_varied_little() -> None:
+    def mixes(images: int, epochs: float | None = None) -> bool:
+        augment = finetuning("default", images, 16, epochs=epochs).augment
+        assert bool(augment.mixup) == bool(augment.cutmix) == bool(augment.randaugment)
+        return bool(augment.mixup)
+
+    assert [mixes(images) for images in (10, 499, 500, 50_000)] == [False, False, True, True]
+    assert [mixes(5_000, epochs) for epochs in (1, 14.9, 15, 100)] == [False, False, True, True]
+    assert not mixes(100, 100)
+
+
+@pytest.mark.parametrize("kind", ["default", "paper"])
+def test_a_shorter_fine_tuning_has_a_shorter_warm_up(kind: Any) -> None:
+    whole = finetuning(kind, 6_400, 16)
+    for share, rest in ((0.5, 0.5), (0.1, 0.1), (1, 1), (3, 1)):
+        recipe = finetuning(kind, 6_400, 16, epochs=share * whole.epochs)
+        assert recipe.epochs == share * whole.epochs
+        assert recipe.schedule.warmup == round(rest * whole.schedule.warmup)

@@ -31,7 +31,9 @@ from vitrail.weights.load import load
 
 
 def trained(task: Task, folder: Path, **options: Any) -> Result:
-    return run(task, folder, **({"after_step": lambda _: None, "after_epoch": lambda _: None} | options))
+    result = run(task, folder, **({"after_step": lambda _: None, "after_epoch": lambda _: None} | options))
+    assert result is not None
+    return result
 
 
 def tuned(root: Path, dataset: Dataset | None = None, model: Any = None, changes: Any = None, **more: Any) -> Task:
@@ -180,7 +182,7 @@ def test_the_standard_error_of_a_share_by_hand() -> None:
 
 def measured(monkeypatch: pytest.MonkeyPatch, found: Iterator[Counts]) -> None:
     """Let the evaluations of a run find these counts, whatever its weights are."""
-    monkeypatch.setattr(keeper, "classify", lambda *_: next(found))
+    monkeypatch.setattr(keeper, "classify", lambda *_, **__: next(found))
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def recipe(**changes: Any) -> Recipe:
 
 def tuning(**changes: Any) -> Recipe:
     """The same for a model that is given."""
-    fields = {"model": None, "settings": {}, "image_size": None, "batch": 4, "schedule": Schedule()}
+    fields: dict[str, Any] = {"model": None, "settings": {}, "image_size": None, "batch": 4, "schedule": Schedule()}
     return recipe(**(fields | changes))
 
 
@@ -209,6 +209,7 @@ def test_a_fitted_model_has_a_zero_head_and_the_classes_of_the_data(tmp_path: Pa
 def test_a_fitted_model_takes_the_recipes_image_size(tmp_path: Path) -> None:
     """Positions are stretched corner to corner; of the preprocessing only sizes change, their ratio kept."""
     dataset, model = pictures(tmp_path), known()
+    assert model.preprocess is not None
     view = dataclasses.replace(model.preprocess, resize=(40,), interpolation="bilinear")  # a crop of 4/5
     model = dataclasses.replace(model, preprocess=view)
     fresh = fitted(model, dataset, tuning(image_size=48))

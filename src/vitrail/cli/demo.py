@@ -31,10 +31,11 @@ def main(out: Path | None = None, json: bool = False) -> None:
     torch.set_num_threads(1)  # so small a model gains nothing by a second thread, and loses much on a busy machine
     try:
         task = Task(recipe=recipe, dataset=dataset, device=torch.device("cpu"))
-        result = runs.trained(task, folder, data="digits").counts
+        trained = runs.trained(task, folder, data="digits")
     finally:
         torch.set_num_threads(before)
-    nearest = _nearest_neighbour(dataset)
+    assert trained is not None, "the demo is one process"
+    result, nearest = trained.counts, _nearest_neighbour(dataset)
     if json:
         facts = {"folder": str(folder), "images": result.images, "right": result.right, "nearest_neighbour": nearest}
         show.as_json(facts)

@@ -4,8 +4,9 @@ import dataclasses
 import json as json_module
 import statistics
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -85,7 +86,7 @@ def main(
     """
     from vitrail.data.sources import open_data
     from vitrail.data.workers import available
-    from vitrail.model import device as devices
+    from vitrail.train import distributed
     from vitrail.train.task import Task, fitted
     from vitrail.weights.load import load
 
@@ -95,58 +96,65 @@ def main(
         raise UsageError("--minutes decides the epochs and must be above 0; give --minutes or --epochs")
     if deterministic:
         runs.be_deterministic()
-    folder = runs.place("finetune", out, resume=resume, overwrite=overwrite and not dry_run)
-    dataset = open_data(data)
-    start = prepared(load(model), preprocess)
-    config = start.model.config
-    stride = config.stride if isinstance(config, ViTConfig) else 1
+    trained = partial(runs.trained, data=data, track=track, save_every=save_every)
+    with runs.process(device) as (group, found):
+        resume = resume or group.restarts > 0
+        folder = runs.place("finetune", out, group, resume=resume, overwrite=overwrite and not dry_run)
+        dataset = open_data(data)
+        start = prepared(load(model), preprocess)
+        config = start.model.config
+        stride = config.stride if isinstance(config, ViTConfig) else 1
 
-    def lasting(epochs: float | None) -> Recipe:
-        made = recipes.finetuning(recipe, len(dataset.splits.get("train", "?")), stride, epochs=epochs)
-        size = made.image_size if image_size is None else image_size
-        made = dataclasses.replace(made, layers=layers, balanced=balanced, image_size=size)
-        return runs.fitting(runs.changed(made, epochs=None, batch=batch, lr=lr, warmup=warmup), dataset)
+        def lasting(epochs: float | None) -> Recipe:
+            made = recipes.finetuning(recipe, len(dataset.splits.get("train", "?")), stride, epochs=epochs)
+            size = made.image_size if image_size is None else image_size
+            made = dataclasses.replace(made, layers=layers, balanced=balanced, image_size=size)
+            return runs.fitting(runs.changed(made, epochs=None, batch=batch, lr=lr, warmup=warmup), dataset)
 
-    runs.tell_of(dataset)
-    chosen = lasting(epochs)
-    task = Task(
-        recipe=chosen,
-        dataset=dataset,
-        start=fitted(start, dataset, chosen, keep_head=keep_head),
-        seed=seed,
-        device=devices.named(device),
-        workers=max(0, available() - 1) if workers is None else workers,
-        micro_batches=micro_batches,
-        recompute=recompute,
-        everything=everything,
-    )
-    if minutes is not None:
-        begun = next(folder.glob("**/config.json"), None) if resume else None
-        length = _fitting(task, minutes) if begun is None else _length(begun)
-        task = dataclasses.replace(task, recipe=lasting(length))
-    if dry_run:
-        runs.dry_run(task, as_json=json)
-        return
-    report = runs.checked(dataset, data)
-    results = [
-        runs.facts(
-            one,
-            runs.trained(one, place, data=data, track=track, report=report, resume=resume, save_every=save_every),
-            place,
+        runs.tell_of(dataset)
+        chosen = lasting(epochs)
+        task = Task(
+            recipe=chosen,
+            dataset=dataset,
+            start=fitted(start, dataset, chosen, keep_head=keep_head),
+            seed=seed,
+            group=group,
+            device=found,
+            workers=max(0, available() - 1) if workers is None else workers,
+            micro_batches=micro_batches,
+            recompute=recompute,
+            everything=everything,
         )
-        for one, place in _repeated(task, folder, number_of_runs)
-    ]
+        if minutes is not None:
+            begun = next(folder.glob("**/config.json"), None) if resume else None
+            length = _fitting(task, minutes) if begun is None else _length(begun)
+            task = dataclasses.replace(task, recipe=lasting(float(distributed.told(str(length)))))
+        if dry_run:
+            runs.dry_run(task, as_json=json)
+            return
+        report = runs.checked(dataset, data) if group.leads else None
+        results = [
+            runs.facts(one, result, place)
+            for one, place in _repeated(task, folder, number_of_runs)
+            if (result := trained(one, place, report=report, resume=resume)) is not None
+        ]
+        if results:
+            _tell(results, as_json=json)
+
+
+def _tell(results: list[dict[str, Any]], *, as_json: bool) -> None:
+    """What the runs came to, each and together."""
     top1 = [found["top1"] for found in results]
-    deviation = statistics.stdev(top1) if number_of_runs > 1 else None
-    if json:
-        summary = {"mean": statistics.mean(top1), "std": deviation, "n": number_of_runs, "runs": results}
+    deviation = statistics.stdev(top1) if len(results) > 1 else None
+    if as_json:
+        summary = {"mean": statistics.mean(top1), "std": deviation, "n": len(results), "runs": results}
         show.as_json(results[0] if deviation is None else summary)
         return
     for found in results:
         print(runs.sentence(found))
     if deviation is not None:
         mean = f"{statistics.mean(top1):.2%} ± {deviation:.2%}"
-        print(f"{results[0]['split']}: {mean} (mean and standard deviation of {number_of_runs} runs)")
+        print(f"{results[0]['split']}: {mean} (mean and standard deviation of {len(results)} runs)")
 
 
 def prepared(trained: "Trained", preprocess: str | None) -> "Trained":

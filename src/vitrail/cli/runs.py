@@ -1,5 +1,6 @@
 """What `train`, `finetune` and `demo` share: a run's folder, its progress, its pictures, and what it will take."""
 
+import contextlib
 import csv
 import dataclasses
 import itertools
@@ -7,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +17,10 @@ from vitrail.config import Recipe
 from vitrail.errors import DataError, UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from vitrail.data.dataset import Dataset, Split
+    from vitrail.train.distributed import Group
     from vitrail.train.keeper import Evaluated
     from vitrail.train.log import Logger
     from vitrail.train.loop import Moment
@@ -38,8 +42,16 @@ def next_folder(name: str) -> Path:
     raise AssertionError
 
 
-def place(name: str, out: Path | None, *, resume: bool, overwrite: bool) -> Path:
-    """The folder of a run: the one given, the last of its name where it is to go on, else the next that is free."""
+def place(name: str, out: Path | None, group: "Group", *, resume: bool, overwrite: bool) -> Path:
+    """The folder of a run, the same for all processes."""
+    from vitrail.train import distributed
+
+    chosen = _place(name, out, resume=resume, overwrite=overwrite) if group.leads else Path()
+    return Path(distributed.told(str(chosen)))
+
+
+def _place(name: str, out: Path | None, *, resume: bool, overwrite: bool) -> Path:
+    """The folder that was given, the last of its name where it is to go on, else the next that is free."""
     if resume and overwrite:
         raise UsageError("--resume goes on with a run and --overwrite removes it; give one of them")
     folder = out
@@ -58,6 +70,19 @@ def place(name: str, out: Path | None, *, resume: bool, overwrite: bool) -> Path
             f"{folder} exists already; go on with it (--resume), replace it (--overwrite) or choose another (--out)"
         )
     return folder
+
+
+@contextlib.contextmanager
+def process(device: str | None) -> Iterator[tuple["Group", "torch.device"]]:
+    """This process's place among those that torchrun started, and its device; only the first one is heard."""
+    from vitrail.train import distributed
+
+    with distributed.joined(device) as (group, found), contextlib.ExitStack() as stack:
+        if not group.leads:
+            silence = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(contextlib.redirect_stdout(silence))
+            stack.enter_context(contextlib.redirect_stderr(silence))
+        yield group, found
 
 
 def be_deterministic() -> None:
@@ -151,8 +176,11 @@ def trained(
     report: dict[str, Any] | None = None,
     resume: bool = False,
     save_every: float = 10,
-) -> "Result":
-    """Train and show how far it is: a bar on a terminal, a line an evaluation everywhere; then draw what it came to."""
+) -> "Result | None":
+    """Train and show how far it is: a bar on a terminal, a line an evaluation everywhere; then draw what it came to.
+
+    Of several processes the first has the result, and does all this.
+    """
     from vitrail.train.run import run
 
     warn_of_imbalance(task)
@@ -182,6 +210,8 @@ def trained(
         except DataError as error:
             advice = f"`vitrail data check {data}` names every bad image, and how to leave them out"
             raise DataError(f"{error}. {advice}") from error
+    if result is None:
+        return None
     if report is not None:
         (folder / "data_report.json").write_text(json.dumps(report, indent=1) + "\n")
     draw(task, result, folder)

@@ -60,31 +60,32 @@ def main(
     """
     from vitrail.data.sources import open_data
     from vitrail.data.workers import available
-    from vitrail.model import device as devices
     from vitrail.train.task import Task
 
     if deterministic:
         runs.be_deterministic()
     chosen = runs.changed(recipes.named(recipe), epochs=epochs, batch=batch, lr=lr, warmup=warmup)
-    dataset = open_data(data)
-    runs.tell_of(dataset)
-    task = Task(
-        recipe=runs.fitting(dataclasses.replace(chosen, balanced=balanced), dataset),
-        dataset=dataset,
-        seed=seed,
-        device=devices.named(device),
-        workers=max(0, available() - 1) if workers is None else workers,
-        micro_batches=micro_batches,
-        recompute=recompute,
-        everything=everything,
-    )
-    if dry_run:
-        runs.dry_run(task, as_json=json)
-        return
-    folder = runs.place("train", out, resume=resume, overwrite=overwrite)
-    result = runs.trained(task, folder, data=data, track=track, resume=resume, save_every=save_every)
-    found = runs.facts(task, result, folder)
-    if json:
-        show.as_json(found)
-    else:
-        print(runs.sentence(found))
+    with runs.process(device) as (group, found):
+        dataset = open_data(data)
+        runs.tell_of(dataset)
+        task = Task(
+            recipe=runs.fitting(dataclasses.replace(chosen, balanced=balanced), dataset),
+            dataset=dataset,
+            seed=seed,
+            group=group,
+            device=found,
+            workers=max(0, available() - 1) if workers is None else workers,
+            micro_batches=micro_batches,
+            recompute=recompute,
+            everything=everything,
+        )
+        if dry_run:
+            runs.dry_run(task, as_json=json)
+            return
+        resume = resume or group.restarts > 0
+        folder = runs.place("train", out, group, resume=resume, overwrite=overwrite)
+        result = runs.trained(task, folder, data=data, track=track, resume=resume, save_every=save_every)
+        if result is None:
+            return
+        facts = runs.facts(task, result, folder)
+        show.as_json(facts) if json else print(runs.sentence(facts))

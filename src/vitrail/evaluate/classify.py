@@ -6,7 +6,7 @@ Where images may have several labels, an answer is right if it is one of them, a
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Self
 
 import torch
@@ -104,12 +104,23 @@ def _said(logits: Tensor, targets: Tensor, temperature: float) -> Answers:
     return Answers(best, probabilities.gather(1, best), losses, right, torch.arange(len(logits)))
 
 
-def classify(model: Model, batches: Iterable[Batch], preprocess: Preprocess) -> Counts:
-    """The counts of a model over labelled images; the model is left in eval mode."""
-    total: Counts | None = None
+def classify(
+    model: Model,
+    batches: Iterable[Batch],
+    preprocess: Preprocess,
+    *,
+    over_ranks: Callable[[Counts], Counts] = lambda counts: counts,
+) -> Counts:
+    """The counts of a model over labelled images, those of other processes included by `over_ranks`.
+
+    The model is left in eval mode.
+    """
+    classes = model.config.classes
+    total = Counts(0, 0, 0, 0.0, torch.zeros(classes, classes, dtype=torch.int64))
     for logits, targets, _ in outputs(model, batches, preprocess):
-        total = count(logits, targets) if total is None else total + count(logits, targets)
-    if total is None:
+        total = total + count(logits, targets)
+    total = over_ranks(total)
+    if not total.images:
         raise DataError("there is no labelled image to evaluate on")
     return total
 

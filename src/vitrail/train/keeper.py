@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 import platform
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,9 @@ from vitrail.data import loader
 from vitrail.data.loader import Batch
 from vitrail.evaluate.classify import Counts, classify
 from vitrail.model.build import Model
+from vitrail.train import distributed
 from vitrail.train import state as states
+from vitrail.train.distributed import ALONE, Group
 from vitrail.train.log import Book
 from vitrail.train.loop import Moment
 from vitrail.train.signals import Requests, StoppedError
@@ -91,15 +94,16 @@ class Keeper:
             self.period = period
             self.evaluate(moment)
         self.writer.check()
+        asked = distributed.agreed(self.asked.signal or 0, self.task.device)
         due = time.monotonic() - self.saved >= self.save_every
         ends = moment.step == moment.steps and self.seconds > self.save_every
-        if due or ends or self.asked.signal is not None:
+        if self.task.group.leads and (due or ends or asked):
             self.checkpoint(moment)
-        if self.asked.signal is not None:
+        if asked:
             self.writer.wait()
             raise StoppedError(
-                f"{self.asked.signal.name}: stopped after step {moment.step:,} of {moment.steps:,}, the state is saved;"
-                f" the same command with --resume goes on"
+                f"{signal.Signals(asked).name}: stopped after step {moment.step:,} of {moment.steps:,}, the state is"
+                " saved; the same command with --resume goes on"
             )
 
     def evaluate(self, moment: Moment) -> None:
@@ -107,20 +111,25 @@ class Keeper:
         loss, rate = self.loss / self.images, self.images / max(moment.seconds - self.evaluated, 1e-9)
         model, device = evaluated_model(self.state), self.task.device
         with uncompiled(model), precision(device):
-            val = classify(model, self.val(), self.task.preprocess)
+            val = classify(model, self.val(), self.task.preprocess, over_ranks=self.over_ranks)
         found = Evaluated(moment, loss, val, rate)
         self.loss, self.images = 0.0, 0
-        trained = self.trained(model, moment)
-        save(trained, self.folder / "weights" / "last.safetensors", overwrite=True)
         score = val.macro if self.task.recipe.balanced and not self.task.dataset.several else val.top1
         self.best = score if self.best is None else max(score, self.best)
-        if score >= self.best - doubt(self.best, val.images) or self.task.everything:
-            save(trained, self.folder / "weights" / "best.safetensors", overwrite=True)
+        if self.task.group.leads:
+            trained = self.trained(model, moment)
+            save(trained, self.folder / "weights" / "last.safetensors", overwrite=True)
+            if score >= self.best - doubt(self.best, val.images) or self.task.everything:
+                save(trained, self.folder / "weights" / "best.safetensors", overwrite=True)
         row = (moment.epoch, moment.seconds, loss, val.top1, val.top5, val.mean_loss, moment.outcome.lr)
         self.book.row(moment.step, row)
         self.book.say(str(found))
         self.after_epoch(found)
         self.evaluated = moment.seconds
+
+    def over_ranks(self, counts: Counts) -> Counts:
+        """The counts of all ranks' images."""
+        return distributed.counted(counts, self.task.device)
 
     def checkpoint(self, moment: Moment) -> None:
         """Take a snapshot of everything and hand it to the thread that writes it."""
@@ -139,13 +148,13 @@ class Keeper:
         self.book.cut(snapshot.facts["files"])
 
     def val(self) -> Iterator[Batch]:
-        """The validation images, from memory after the first time where they are not too many."""
+        """This rank's validation images, from memory after the first time where they are not too many."""
         if self.views:
             yield from self.views
             return
         size = self.task.preprocess.size
         total = len(self.task.dataset.splits["val"]) * len(self.task.preprocess.mean) * size[0] * size[1]
-        for batch in evaluation_batches(self.task, "val"):
+        for batch in evaluation_batches(self.task, "val", self.task.group):
             if total <= _KEPT_VIEWS:
                 self.views.append(batch._replace(pixels=batch.pixels.to(self.task.device)))
             yield batch
@@ -194,11 +203,14 @@ def evaluated_model(state: State) -> Model:
     return averaged
 
 
-def evaluation_batches(task: Task, split: str) -> Iterator[Batch]:
+def evaluation_batches(task: Task, split: str, group: Group = ALONE) -> Iterator[Batch]:
+    """The images of a split, or a rank's share of them."""
     return loader.evaluation_batches(
         task.dataset.splits[split],
         task.preprocess,
         batch=_EVALUATION_BATCH,
         classes=len(task.dataset.classes),
+        rank=group.rank,
+        world=group.world,
         workers=task.workers,
     )

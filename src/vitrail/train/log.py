@@ -64,21 +64,25 @@ class TensorBoard:
 
 
 class Book:
-    """The text files of a run's folder, and the loggers beside it."""
+    """The text files of a run's folder, and the loggers beside it; without a folder it writes nothing."""
 
-    def __init__(self, folder: Path, loggers: Sequence[Logger] = ()) -> None:
+    def __init__(self, folder: Path | None, loggers: Sequence[Logger] = ()) -> None:
         self.folder = folder
         self.loggers = loggers
-        if not (folder / "results.csv").exists():
+        if folder is not None and not (folder / "results.csv").exists():
             with (folder / "results.csv").open("w", newline="") as file:
                 csv.writer(file).writerow(COLUMNS)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the files that a resumed run cuts back to."""
+        if self.folder is None:
+            return {}
         return {name: path.stat().st_size if (path := self.folder / name).exists() else 0 for name in _CUT}
 
     def cut(self, sizes: Mapping[str, int]) -> None:
         """Forget what was written after a checkpoint: it will be written again."""
+        if self.folder is None:
+            return
         for name in _CUT:
             with (self.folder / name).open("ab") as file:
                 file.truncate(sizes[name])
@@ -90,6 +94,8 @@ class Book:
 
     def row(self, step: int, values: Sequence[float]) -> None:
         """A row of results.csv."""
+        if self.folder is None:
+            return
         with (self.folder / "results.csv").open("a", newline="") as file:
             csv.writer(file).writerow(f"{value:.6g}" for value in values)
         named = dict(zip(COLUMNS, values, strict=True))
@@ -98,11 +104,15 @@ class Book:
 
     def event(self, event: str, **facts: Any) -> None:
         """A line of events.jsonl."""
+        if self.folder is None:
+            return
         with (self.folder / "events.jsonl").open("a") as file:
             file.write(json.dumps({"at": time.time(), "event": event, **facts}) + "\n")
 
     def say(self, sentence: str) -> None:
         """A line of run.log."""
+        if self.folder is None:
+            return
         with (self.folder / "run.log").open("a") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}\n")
 

@@ -25,16 +25,18 @@ from vitrail.errors import UsageError, VitrailError
 from vitrail.evaluate import calibrate
 from vitrail.evaluate.classify import Answers, Counts, answers, outputs
 from vitrail.model.build import Model
-from vitrail.train import loop, signals
+from vitrail.train import distributed, loop, signals
 from vitrail.train import state as states
 from vitrail.train.keeper import Evaluated, Keeper, evaluation_batches, machine
 from vitrail.train.log import Book, Logger
 from vitrail.train.loop import Moment
+from vitrail.train.signals import StoppedError
 from vitrail.train.step import DivergedError, begin
 from vitrail.train.task import Task, described
 from vitrail.weights.load import load, save
 
 SAVE_EVERY = 600.0  # seconds
+STOPPED = "stopped"
 _CALIBRATION = 2**27  # logits that a temperature is fitted to, at most
 _SAME = ("recipe", "model", "data", "images", "classes", "preprocess", "everything", "seed", "steps", "micro_batches")
 
@@ -65,16 +67,18 @@ def run(
     resume: bool = False,
     save_every: float = SAVE_EVERY,
     tell: Callable[[str], None] = lambda _: None,
-) -> Result:
+) -> Result | None:
     """Train, keep the best and the last weights in the folder, and measure the best on test, or else on val.
 
-    The folder is new, or with `resume` one in which the same run was begun: it goes on from its newest checkpoint.
+    The folder is new, or with `resume` one in which the same run was begun: it goes on from its newest checkpoint. Of
+    several processes the first one writes the files and has the result, the others have None.
     """
+    leads = task.group.leads
     state = begin(task.model(), task.recipe, task.counts, recorded=task.recorded)  # what it refuses needs no folder
     snapshot = _opened(task, folder, resume=resume, tell=tell)
     with contextlib.ExitStack() as stack:
         asked = stack.enter_context(signals.requests())
-        book = stack.enter_context(contextlib.closing(Book(folder, loggers(folder))))
+        book = stack.enter_context(contextlib.closing(Book(folder, loggers(folder)) if leads else Book(None)))
         writer = stack.enter_context(contextlib.closing(states.Writer(folder / "checkpoints")))
         keeper = Keeper(task, folder, book, state, after_step, after_epoch, writer, asked, save_every)
         if snapshot is not None:
@@ -84,14 +88,28 @@ def run(
             batches = feed(task, state.step)
             loop.run(state, batches, task.training, task.plan, task.recipe, after_step=keeper.stepped)
             writer.wait()
-            return _finished(keeper)
+            result = _finished(keeper) if leads else None
+            distributed.wait()
         except BaseException as error:
-            _ended(keeper, error)
+            if leads:
+                _ended(keeper, error)
             raise
+        return result
 
 
 def _opened(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], None]) -> states.Snapshot | None:
-    """The checkpoint to go on from, or None and a folder that is ready for a new run."""
+    """The checkpoint to go on from, the same on every rank, or None and a folder that is ready for a new run."""
+    if task.group.restarts and (folder / STOPPED).exists():
+        raise StoppedError(f"{folder} was stopped and its state is saved; the same command with --resume goes on")
+    snapshot = _prepared(task, folder, resume=resume, tell=tell) if task.group.leads else None
+    step = distributed.told("" if snapshot is None else str(snapshot.step))
+    if step and snapshot is None:
+        snapshot = states.read(folder / "checkpoints" / states.name(int(step)))
+    return snapshot
+
+
+def _prepared(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], None]) -> states.Snapshot | None:
+    """The same, as the process that leads sees to it."""
     config, wanted = folder / "config.json", json.loads(json.dumps(described(task)))
     if folder.exists() and not resume:
         raise UsageError(f"{folder} exists already; go on with it (--resume), or choose another name with --out")
@@ -102,6 +120,7 @@ def _opened(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], Non
         for key in _SAME:
             if before.get(key) != wanted[key]:
                 raise UsageError(f"{folder} was begun with another {_difference(key, before.get(key), wanted[key])}")
+        (folder / STOPPED).unlink(missing_ok=True)
         snapshot = states.newest(folder / "checkpoints", lambda reason: tell(f"warning: {reason}"))
         if snapshot is not None:
             tell(f"resuming {folder} after step {snapshot.step:,}. {_promise(task, snapshot)}")
@@ -144,6 +163,8 @@ def _ended(keeper: Keeper, error: BaseException) -> None:
         parts = task.plan.parts(step)
         rows = task.training.order.samples(np.arange(parts[0].start, parts[-1].stop))
         facts = {"step": step, "batch": [task.split.name(row) for row in rows.tolist()]}
+    if isinstance(error, StoppedError):
+        (folder / STOPPED).write_text(f"{reason}\n")  # where torchrun starts the group again, it leaves at once
     book.event("stopped", reason=reason, **facts)
     book.say(f"stopped: {reason}")
 
@@ -173,7 +194,7 @@ def _finished(keeper: Keeper) -> Result:
     model = best.model.to(task.device)
     temperature = 1.0 if task.everything else calibrate.temperature(*_logits(keeper, model))
     save(dataclasses.replace(best, temperature=temperature), path, overwrite=True)
-    images = keeper.val() if split == "val" else evaluation_batches(task, split)
+    images = _val(keeper) if split == "val" else evaluation_batches(task, split)
     counts, said = answers(model, images, task.preprocess, temperature=temperature)
     error = calibrate.expected_calibration_error(said.probabilities[:, 0], said.right)
     result = Result(split, counts, said, temperature, error, keeper.seconds, task.plan.total / len(task.split))
@@ -187,11 +208,16 @@ def _finished(keeper: Keeper) -> Result:
     return result
 
 
+def _val(keeper: Keeper) -> Iterator[Batch]:
+    """All validation images, not only this rank's."""
+    return keeper.val() if keeper.task.group.world == 1 else evaluation_batches(keeper.task, "val")
+
+
 def _logits(keeper: Keeper, model: Model) -> tuple[Tensor, Tensor]:
     """Logits and targets of as many validation images as a temperature needs, on the CPU."""
     limit = max(1, _CALIBRATION // len(keeper.task.dataset.classes))
     logits, targets, count = [], [], 0
-    for some, true, _ in outputs(model, keeper.val(), keeper.task.preprocess):
+    for some, true, _ in outputs(model, _val(keeper), keeper.task.preprocess):
         logits.append(some.cpu())
         targets.append(true.cpu())
         count += len(some)

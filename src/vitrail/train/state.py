@@ -78,7 +78,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 def write(folder: Path, snapshot: Snapshot) -> Path:
     """Write `folder`/step-N, and remove all but the newest two."""
-    path = folder / f"step-{snapshot.step:08d}"
+    path = folder / name(snapshot.step)
     try:
         with files.replacing(path, overwrite=True) as fresh:
             fresh.mkdir()
@@ -103,6 +103,11 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
         (old / MANIFEST).unlink()  # first: without it, half a folder is no checkpoint
         shutil.rmtree(old)
     return path
+
+
+def name(step: int) -> str:
+    """What the checkpoint after so many steps is called."""
+    return f"step-{step:08d}"
 
 
 def found(folder: Path) -> list[Path]:

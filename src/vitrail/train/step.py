@@ -6,10 +6,12 @@ from (seed, step, rank, micro-batch) before each forward pass, so that no state 
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from vitrail.config import Recipe
@@ -17,7 +19,7 @@ from vitrail.data import draws
 from vitrail.errors import VitrailError
 from vitrail.model.build import Model
 from vitrail.model.vit import ViT
-from vitrail.train import ema, losses, optimizer, schedule
+from vitrail.train import distributed, ema, losses, optimizer, schedule
 
 LOSSES = {"softmax": losses.softmax_cross_entropy, "sigmoid": losses.sigmoid_cross_entropy}
 
@@ -33,6 +35,8 @@ class State:
     """What training changes."""
 
     model: Model
+    network: nn.Module
+    """What computes the model: itself, or its wrapper that adds up gradients over ranks."""
     optimizer: Optimizer
     average: ema.Average | None
     recording: "Recording | None" = None
@@ -48,8 +52,9 @@ class Outcome:
     """What a step showed."""
 
     loss: float
-    """Of an image on average, of this rank's share of the step."""
+    """Of an image on average, over all ranks."""
     images: int
+    """Of all ranks."""
     norm: float
     """Of all gradients together, before clipping."""
     lr: float
@@ -66,7 +71,15 @@ def begin(model: Model, recipe: Recipe, counts: Sequence[int] = (), *, recorded:
         device = next(model.parameters()).device
         offsets = losses.offsets(torch.tensor(counts, dtype=torch.float64), recipe.loss).to(device)
     built = optimizer.build(model, recipe.optimiser, recorded=recorded)
-    return State(model, built, average, Recording() if recorded else None, offsets)
+    return State(model, _wrapped(model), built, average, Recording() if recorded else None, offsets)
+
+
+def _wrapped(model: Model) -> nn.Module:
+    """The model, or where there are other ranks torch's wrapper, which sends gradients while others are computed."""
+    if not distributed.together():
+        return model
+    device = next(model.parameters()).device
+    return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
 
 
 def advance(
@@ -93,7 +106,8 @@ def advance(
         total, norm, images = _gradients(
             state, parts, recipe, size, lambda part: _dropout_seed(seed, state.step, rank, part)
         )
-    found = Outcome(float(total) / max(images, 1), images, float(norm), _set_lr(state, recipe, steps))
+    loss, images = _over_ranks(total, images)
+    found = Outcome(loss / max(images, 1), images, float(norm), _set_lr(state, recipe, steps))
     if not (abs(found.loss) < float("inf") and found.norm < float("inf")):
         raise DivergedError(
             f"step {state.step}: the loss is {found.loss} and the gradient's norm {found.norm}; nothing was updated."
@@ -116,20 +130,51 @@ def _gradients(
     state.optimizer.zero_grad(set_to_none=True)
     total: Tensor | None = None
     images = 0
-    for number, (pixels, targets) in enumerate(parts):
-        if not len(pixels):
-            continue
+    for number, (pixels, targets), last in _counted(parts):
         if seed is not None:
             torch.manual_seed(seed(number))
-        logits = _logits(state.model, pixels, whole=size == recipe.batch)
-        if state.offsets is not None:
-            logits = logits.float() + state.offsets
-        loss = LOSSES[recipe.loss](logits, targets, recipe.label_smoothing)
-        (loss / size).backward()
-        total = loss.detach() if total is None else total + loss.detach()
-        images += len(pixels)
+        with _sent(state.network, now=last):
+            if len(pixels):
+                logits = _logits(state, pixels, whole=size == recipe.batch)
+                loss = LOSSES[recipe.loss](logits, targets, recipe.label_smoothing)
+                # torch's wrapper takes the mean over ranks, and what is wanted is the sum
+                (loss * (distributed.world() / size)).backward()
+                total = loss.detach() if total is None else total + loss.detach()
+                images += len(pixels)
+            elif last and distributed.together():  # the others wait for this rank's gradients, which are nothing
+                nothing = state.network(pixels.new_zeros(1, *pixels.shape[1:]))
+                (nothing.sum() * 0).backward()
     norm = optimizer.clip(state.model.parameters(), recipe.optimiser.clip)
-    return torch.zeros(()) if total is None else total, norm, images
+    return torch.zeros((), device=norm.device) if total is None else total, norm, images
+
+
+def _counted(
+    parts: Iterable[tuple[Tensor, Tensor]],
+) -> Iterator[tuple[int, tuple[Tensor, Tensor], bool]]:
+    """Each part with its number and whether it is the last."""
+    parts = iter(parts)
+    part = next(parts, None)
+    for number in itertools.count():
+        if part is None:
+            return
+        following = next(parts, None)
+        yield number, part, following is None
+        part = following
+
+
+def _sent(network: nn.Module, *, now: bool) -> contextlib.AbstractContextManager[None]:
+    """Where gradients go to the other ranks, or are kept to be sent with those of the step's last part."""
+    if now or not isinstance(network, DistributedDataParallel):
+        return contextlib.nullcontext()
+    return network.no_sync()
+
+
+def _over_ranks(total: Tensor, images: int) -> tuple[float, int]:
+    """The loss summed over all ranks' images, and how many there are."""
+    if not distributed.together():
+        return float(total), images
+    loss, count = distributed.summed(torch.stack([total.double(), total.new_tensor(images).double()])).tolist()
+    return loss, int(count)
 
 
 class Recording:
@@ -189,10 +234,11 @@ def precision(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def _logits(model: Model, pixels: Tensor, *, whole: bool) -> Tensor:
+def _logits(state: State, pixels: Tensor, *, whole: bool) -> Tensor:
     """(B, L); what is compiled is compiled for whole steps, and a run's last, short one is not worth another time."""
-    with contextlib.nullcontext() if whole else uncompiled(model), precision(pixels.device):
-        return model(pixels)
+    with contextlib.nullcontext() if whole else uncompiled(state.model), precision(pixels.device):
+        logits = state.network(pixels)
+    return logits if state.offsets is None else logits.float() + state.offsets
 
 
 def uncompiled(model: Model) -> contextlib.AbstractContextManager[object]:

@@ -20,6 +20,7 @@ from vitrail.model import count
 from vitrail.model.build import Config, Model
 from vitrail.model.vit import ViT
 from vitrail.train import optimizer, schedule
+from vitrail.train.distributed import ALONE, Group
 from vitrail.weights.adapt import adapt, reordered
 from vitrail.weights.trained import Trained, random
 
@@ -38,6 +39,8 @@ class Task:
     start: Trained | None = None
     """The weights to begin with, made to fit the data (`fitted`); None for random ones of the recipe's preset."""
     seed: int = 0
+    group: Group = ALONE
+    """Which of how many processes computes it; not what is computed."""
     device: torch.device
     workers: int = 0
     micro_batches: int = 1
@@ -77,7 +80,8 @@ class Task:
     def plan(self) -> Plan:
         """The steps."""
         total = round(self.recipe.epochs * len(self.split))
-        return Plan(batch=self.recipe.batch, total=total, micro_batches=self.micro_batches)
+        rank, world = self.group.rank, self.group.world
+        return Plan(batch=self.recipe.batch, total=total, rank=rank, world=world, micro_batches=self.micro_batches)
 
     @functools.cached_property
     def split(self) -> Split:
@@ -166,7 +170,7 @@ class Task:
         """Whether a step is recorded once and replayed: on a GPU, where nothing in it waits for the host."""
         recipe = self.recipe
         waits = self.recompute or recipe.stochastic_depth or recipe.optimiser.kind == "sgd"
-        whole = self.micro_batches == 1 and isinstance(self.config, ViTConfig)
+        whole = self.micro_batches == 1 and self.group.world == 1 and isinstance(self.config, ViTConfig)
         return self.device.type == "cuda" and whole and not waits
 
     @property
@@ -222,6 +226,7 @@ def described(task: Task) -> dict[str, Any]:
         "seed": task.seed,
         "steps": plan.steps,
         "micro_batches": plan.micro_batches,
+        "world": plan.world,
         "recompute": task.recompute,
         "compiled": task.compiles,
         "device": str(task.device),

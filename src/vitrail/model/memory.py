@@ -1,0 +1,223 @@
+"""How many bytes training holds on a device, by part and without building the model.
+
+Weights, gradients and what the optimizer keeps follow from the number of parameters. What the forward pass keeps for the
+backward pass is counted here operation by operation, as autograd saves it in eager mode with fused attention:
+
+    LayerNorm      its input in float32, a mean and a deviation     linear, convolution   its input
+    attention      queries, keys, values, output, one number a row  GELU                  its input
+    group norm     its input, and the ReLU behind it its output     dropout               its mask
+
+Under autocast the inputs of matrix products are bf16 and the residual stream stays float32. Not counted: the gradients of
+activations, of which a few exist at a time, the loss, and what the device's libraries and allocator take for themselves.
+"""
+
+import dataclasses
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from vitrail.config import BiTConfig, ConvConfig, ViTConfig
+from vitrail.errors import UsageError
+from vitrail.model.build import Config, build
+from vitrail.model.count import parameters
+from vitrail.model.resnet import StandardisedConv
+from vitrail.model.vit import Block
+
+FLOAT = 4  # bytes of weights, gradients, averages and the residual stream
+INDEX = 8  # bytes of a place, which max pooling remembers
+
+
+class Sizes(NamedTuple):
+    """Bytes of a number by what needs it."""
+
+    product: int
+    """In a matrix product or convolution, and in GELU."""
+    norm: int
+    """In group norm and softmax."""
+    mask: int
+    """In dropout."""
+
+
+AUTOCAST = Sizes(product=2, norm=4, mask=1)  # bf16 training on a GPU
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Bytes on one device."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    average: int
+    """Of the weights, where the recipe has one."""
+    copies: int
+    """Of weights: in bf16 until the backward pass, and where they are sharded also two blocks put together."""
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(dataclasses.astuple(self))
+
+
+def parts(
+    config: Config,
+    *,
+    optimiser: Literal["adam", "sgd", "muon"],
+    average: bool,
+    images: int,
+    dropout: float = 0.0,
+    stochastic_depth: float = 0.0,
+    recompute: bool = False,
+    shards: int = 1,
+) -> Parts:
+    """What training takes on a device that computes so many images at once, its state divided over `shards` devices."""
+    weights = FLOAT * parameters(config)
+    moments = 2 if optimiser == "adam" else 1  # muon leaves little to adam
+    each = kept(config, dropout=dropout, stochastic_depth=stochastic_depth, recompute=recompute)
+    return Parts(
+        weights=-(-weights // shards),
+        gradients=-(-weights // shards),
+        optimizer=-(-moments * weights // shards),
+        average=-(-weights // shards) if average else 0,
+        copies=copies(config) + (2 * _block_bytes(config) if shards > 1 else 0),
+        activations=images * each,
+    )
+
+
+def copies(config: Config, sizes: Sizes = AUTOCAST) -> int:
+    """Bytes of the weights' copies that the backward pass needs: in bf16, and of kernels also centred in float32."""
+    total = 0
+    with torch.device("meta"):
+        model = build(config)
+    for name, module in model.named_modules():
+        if isinstance(module, StandardisedConv):
+            total += module.weight.numel() * (FLOAT + sizes.product)
+        elif sizes.product == FLOAT or not isinstance(module, nn.Linear | nn.Conv2d):
+            continue
+        elif name != "patch_embed.proj" or (isinstance(config, ViTConfig) and config.stem):
+            total += module.weight.numel() * sizes.product  # pixels need no gradient, so nor their embedding's weight
+    return total
+
+
+def _block_bytes(config: Config) -> int:
+    """Bytes of the weights that are put together at a time where they are sharded; of a ResNet all."""
+    if isinstance(config, BiTConfig):
+        return FLOAT * parameters(config)
+    with torch.device("meta"):
+        return FLOAT * sum(parameter.numel() for parameter in Block(config).parameters())
+
+
+def kept(
+    config: Config,
+    *,
+    dropout: float = 0.0,
+    stochastic_depth: float = 0.0,
+    recompute: bool = False,
+    sizes: Sizes = AUTOCAST,
+) -> int:
+    """Bytes that one image's forward pass keeps for the backward pass, its pixels included."""
+    pixels = FLOAT * config.channels * config.image_size[0] * config.image_size[1]
+    if isinstance(config, BiTConfig):
+        if dropout or stochastic_depth or recompute:
+            raise UsageError("a ResNet has neither dropout nor stochastic depth, and keeps its activations")
+        last = math.prod(-(-side // config.conv.stride) for side in config.image_size)
+        top = config.features * (2 * last * sizes.norm + sizes.product)
+        return pixels + _convolutions(config.conv, config.channels, config.image_size, sizes, stem=False) + top
+    wanted = dropout > 0
+    class_alone = config.pool == "class" and config.positions != "relative"  # ViT.head_tokens
+    last = 1 + config.distillation_token if class_alone else _tokens(config)
+    whole, short = _block(config, None, wanted, sizes), _block(config, last if class_alone else None, wanted, sizes)
+    if recompute:
+        blocks = config.depth * FLOAT * _tokens(config) * config.width + max(whole if config.depth > 1 else 0, short)
+    else:
+        rates = [stochastic_depth * i / max(config.depth - 1, 1) for i in range(config.depth)]
+        by_block = [whole] * (config.depth - 1) + [short]
+        blocks = round(sum(block * (1 - rate) for block, rate in zip(by_block, rates, strict=True)))
+    return pixels + _embedding(config, wanted, sizes) + blocks + _top(config, last, sizes)
+
+
+def _tokens(config: ViTConfig) -> int:
+    return config.prefix + config.grid[0] * config.grid[1]
+
+
+def _norm(config: ViTConfig, tokens: int) -> int:
+    return tokens * (FLOAT * config.width + 2 * FLOAT)
+
+
+def _embedding(config: ViTConfig, dropout: bool, sizes: Sizes) -> int:
+    """Stem, flattened patches, the mask of dropout."""
+    channels, stem = config.channels, 0
+    if config.stem is not None:
+        channels = config.stem.features
+        stem = _convolutions(config.stem, config.channels, config.image_size, sizes, stem=True)
+    patches = config.grid[0] * config.grid[1] * config.patch**2 * channels * sizes.product
+    mask = FLOAT if sizes.mask == FLOAT or sizes.mask == 2 else sizes.mask
+    return stem + patches + (_tokens(config) * config.width * mask if dropout else 0)
+
+
+def _block(config: ViTConfig, queries: int | None, dropout: bool, sizes: Sizes) -> int:
+    """A block of which all tokens, or only so many queries, go on."""
+    width, tokens = config.width, _tokens(config)
+    patches, fused = tokens - config.prefix, queries is None and config.positions != "relative"
+    queries = tokens if queries is None else queries
+    numbers = tokens * width + (queries + 2 * tokens) * width + queries * width  # input; q, k and v; output
+    if config.positions == "relative":
+        numbers += patches * width  # the queries once more, against the offsets
+    numbers += queries * (width + 2 * config.mlp)  # the MLP's input, GELU's and the second layer's
+    if config.layer_scale:
+        numbers += 2 * queries * width
+    # Softmax keeps its output; where that is not what products take, they keep a copy.
+    row = FLOAT if fused else tokens * sum({sizes.norm, sizes.product})
+    masks = queries * (2 * width + config.mlp) * sizes.mask if dropout else 0
+    norms = _norm(config, tokens) + _norm(config, queries)
+    return numbers * sizes.product + config.heads * queries * row + masks + norms
+
+
+def _top(config: ViTConfig, tokens: int, sizes: Sizes) -> int:
+    """The last norm, the pool, the head."""
+    width, patches = config.width, config.grid[0] * config.grid[1]
+    norm = _norm(config, 1 if config.pool == "mean-norm" else tokens)
+    numbers = config.features * (1 + config.distillation_head) + (width if config.hidden_head else 0)
+    if config.pool != "map":
+        return norm + numbers * sizes.product
+    numbers += 3 * patches * width + 2 * width + 2 * config.mlp  # input, k and v; output and the MLP of one token
+    row = patches * sum({sizes.norm, sizes.product})
+    return norm + numbers * sizes.product + config.heads * row + _norm(config, 1)
+
+
+def _convolutions(
+    config: ConvConfig, channels: int, image_size: tuple[int, int], sizes: Sizes, *, stem: bool
+) -> int:
+    """What a BiT ResNet's convolutions keep, or those of a hybrid's stem; convolutions keep their padded input."""
+    product, active = sizes.product, 2 * sizes.norm  # a norm's input and the ReLU's output
+    inputs = 64 * config.width_factor
+    size = _half(image_size)
+    total = channels * _places(image_size, 3) * product
+    total += inputs * (_places(size) * active + _places(size, 1) * sizes.norm if stem else _places(size, 1) * product)
+    size = _half(size)
+    total += inputs * _places(size) * INDEX
+    for stage, count in enumerate(config.units):
+        width = 64 * config.width_factor * 2**stage
+        for unit in range(count):
+            before, size = size, _half(size) if stage and not unit else size
+            total += inputs * _places(before) * product * (1 if unit else 2)  # also the projection's
+            total += width * (_places(before) * active + _places(before, 1) * product)
+            total += width * _places(size) * (active + product)
+            if stem:  # the third norm, that of the projection, and the ReLU after the sum
+                total += 4 * width * _places(size) * sizes.norm * (2 if unit else 3)
+            else:
+                total += inputs * _places(before) * active
+            inputs = 4 * width
+    return total
+
+
+def _half(size: tuple[int, int]) -> tuple[int, int]:
+    """A map of odd side is halved upwards."""
+    return -(-size[0] // 2), -(-size[1] // 2)
+
+
+def _places(size: tuple[int, int], padding: int = 0) -> int:
+    return (size[0] + 2 * padding) * (size[1] + 2 * padding)

@@ -1,0 +1,264 @@
+"""`vitrail finetune` as a user calls it: what it prints and leaves, and what it refuses before anything is trained."""
+
+import csv
+import dataclasses
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests import making
+from tests.cli.test_cli import Capture
+from tests.cli.test_cli import run as vitrail
+from tests.cli.test_train import HERE, PICTURES
+from tests.data.pictures import encoded, folder, picture
+from vitrail.files import sha256
+from vitrail.weights.load import load, save
+
+MODEL = "model.safetensors"
+SHORT = ("--epochs", "4", "--batch", "4", *HERE)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a set of 24 pictures in two classes and a small model."""
+    monkeypatch.chdir(tmp_path)
+    folder(tmp_path / "set", "train", "val", "test", each=4)
+    save(making.trained(making.vit()), tmp_path / MODEL)
+
+
+def finetune(*options: str, capsys: Capture, data: str = "./set", model: str = MODEL) -> tuple[int, str, str]:
+    return vitrail("finetune", data, "--model", model, *options, capsys=capsys)
+
+
+def refused(*options: str, capsys: Capture, **where: str) -> tuple[int, str]:
+    """The exit code and the one line of a command that trained nothing."""
+    code, out, err = finetune(*options, *HERE, capsys=capsys, **where)
+    assert out == ""
+    assert not Path("runs").exists()
+    return code, err.splitlines()[-1]
+
+
+def weights(run: str) -> list[str]:
+    return [sha256(Path(run) / "weights" / f"{name}.safetensors") for name in ("best", "last")]
+
+
+# --- what it does ----------------------------------------------------------------------------------------------------
+
+
+def test_the_whole_command_leaves_weights_tables_and_pictures(tmp_path: Path, capsys: Capture) -> None:
+    code, out, err = finetune(*SHORT, capsys=capsys)
+    assert code == 0
+    run = tmp_path / "runs" / "finetune"
+    with (run / "predictions.csv").open(newline="") as file:
+        right = [row["label"] == row["predicted"] for row in csv.DictReader(file)]
+    share = f"{sum(right) / 8:.1%}"
+    assert re.fullmatch(rf"test: {share} of 8 images right.* \(runs/finetune/weights/best.safetensors\)\n", out)
+    assert "epoch 4: loss" in err
+    for name in PICTURES:
+        with Image.open(run / name) as shown:
+            assert min(shown.size) > 10
+    fine = load(run / "weights" / "best.safetensors")
+    assert fine.labels == ("rose", "tulip")
+    assert fine.origin.name == f"test, fine-tuned on {tmp_path / 'set'}, step 8 of 8"
+    assert json.loads((run / "data_report.json").read_text())["decoded"] == 24
+
+
+def test_the_facts_are_there_for_programs(tmp_path: Path, capsys: Capture) -> None:
+    code, out, _ = finetune(*SHORT, "--out", "mine", "--seed", "5", "--json", capsys=capsys)
+    assert code == 0
+    found = json.loads(out)
+    end = json.loads((tmp_path / "mine" / "events.jsonl").read_text().splitlines()[-1])
+    for name in ("split", "images", "right", "top1", "top5", "loss", "temperature", "calibration_error", "seconds"):
+        assert found[name] == end[name], name
+    assert (found["folder"], found["seed"], found["epochs"], found["trained"]) == ("mine", 5, 4, 32)
+
+
+def test_several_runs_give_mean_and_deviation(tmp_path: Path, capsys: Capture) -> None:
+    code, out, _ = finetune(*SHORT, "--runs", "2", "--seed", "1", capsys=capsys)
+    assert code == 0
+    ends = [
+        json.loads((tmp_path / "runs" / "finetune" / f"seed-{seed}" / "events.jsonl").read_text().splitlines()[-1])
+        for seed in (1, 2)
+    ]
+    top1 = [end["top1"] for end in ends]
+    said = f"test: {statistics.mean(top1):.2%} ± {statistics.stdev(top1):.2%} (mean and standard deviation of 2 runs)"
+    assert out.splitlines()[-1] == said
+    assert len(out.splitlines()) == 3
+    one, two = (weights(f"runs/finetune/seed-{seed}") for seed in (1, 2))
+    assert one != two
+    code, out, _ = finetune(*SHORT, "--seed", "2", "--json", capsys=capsys)  # each is the run of that seed alone
+    assert weights(json.loads(out)["folder"]) == two
+
+
+@pytest.mark.parametrize("options", [(), ("--batch", "4"), ("--batch", "4", "--warmup", "2")])
+def test_the_epochs_that_minutes_made_repeat_the_run(capsys: Capture, options: tuple[str, ...]) -> None:
+    code, _, err = finetune("--minutes", "0.01", "--out", "timed", *options, *HERE, capsys=capsys)
+    assert code == 0
+    said = re.search(r"0.01 minutes: (\S+) epochs.*; --epochs (\S+) repeats the run", err)
+    assert said is not None
+    epochs = said[2]
+    code, _, _ = finetune("--epochs", epochs, "--out", "again", *options, *HERE, capsys=capsys)
+    assert code == 0
+    timed, again = (json.loads((Path(run) / "config.json").read_text()) for run in ("timed", "again"))
+    assert timed == again
+    assert timed["recipe"]["epochs"] == float(said[1]) == float(epochs)
+    assert weights("timed") == weights("again")
+
+
+def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: Capture) -> None:
+    code, out, _ = finetune(*SHORT, "--dry-run", capsys=capsys)
+    assert code == 0
+    assert re.search(r"^time +about \d+ s at [\d,]+ images/s$", out, re.MULTILINE)
+    assert re.search(r"^memory +about [\d.]+ [kM]B of [\d.,]+ GB$", out, re.MULTILINE)
+    assert "steps         8 of 4 images, 4 epochs" in out
+    assert [path.name for path in (tmp_path / "runs").rglob("*.*")] == ["train_batch0.jpg"]
+    code, out, _ = finetune(*SHORT, "--dry-run", "--json", capsys=capsys)
+    found = json.loads(out)
+    assert (found["steps"], found["recipe"]["epochs"], found["model"]["name"]) == (8, 4, "test")
+    assert {"images_per_second", "seconds", "memory", "available"} <= found["estimate"].keys()
+    assert found["picture"] == "runs/dry-run/train_batch0.jpg"
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["dry-run"]
+
+
+def test_the_papers_recipe_is_the_papers(capsys: Capture) -> None:
+    options = ("--recipe", "paper", "--image-size", "32", "--dry-run", "--json", *HERE)
+    found = json.loads(finetune(*options, capsys=capsys)[1])
+    optimiser = found["recipe"]["optimiser"]
+    assert (optimiser["kind"], optimiser["momentum"], optimiser["weight_decay"]) == ("sgd", 0.9, 0)
+    assert (found["recipe"]["batch"], found["steps"]) == (512, 500)
+    assert found["preprocess"]["resize"] == [37]  # 7/6 of the crop
+
+
+def test_layers_balance_and_everything_are_taken_to_the_run(tmp_path: Path, capsys: Capture) -> None:
+    options = ("--layers", "0", "--balanced", "--everything", "--image-size", "48")
+    assert finetune(*SHORT, *options, capsys=capsys)[0] == 0
+    config = json.loads((tmp_path / "runs" / "finetune" / "config.json").read_text())
+    assert (config["recipe"]["layers"], config["recipe"]["balanced"], config["everything"]) == (0, True, True)
+    assert config["steps"] == 16  # 16 images, four epochs, four in a step
+    fine = load(tmp_path / "runs" / "finetune" / "weights" / "best.safetensors")
+    assert (fine.model.config.image_size, fine.temperature) == ((48, 48), 1)
+
+
+def test_a_head_that_knows_the_classes_is_kept_in_any_order(tmp_path: Path, capsys: Capture) -> None:
+    known = making.trained(making.vit(classes=2), labels=("tulip", "rose"))
+    save(known, tmp_path / "known.safetensors")
+    options = ("--keep-head", "--lr", "1e-12", *SHORT)
+    code, _, _ = finetune(*options, capsys=capsys, model="known.safetensors")
+    assert code == 0
+    fine = load(tmp_path / "runs" / "finetune" / "weights" / "last.safetensors")
+    assert fine.labels == ("rose", "tulip")
+    assert fine.model.head.weight.tolist() == [pytest.approx(known.model.head.weight[row].tolist()) for row in (1, 0)]
+
+
+def test_tensorboard_is_written_into_the_runs_folder(tmp_path: Path, capsys: Capture) -> None:
+    pytest.importorskip("tensorboard")
+    assert finetune(*SHORT, "--track", "tensorboard", capsys=capsys)[0] == 0
+    assert list((tmp_path / "runs" / "finetune" / "tensorboard").glob("events.*"))
+
+
+# --- what it refuses and warns of ------------------------------------------------------------------------------------
+
+
+def test_preprocessing_must_be_known_and_may_not_be_contradicted(tmp_path: Path, capsys: Capture) -> None:
+    code, line = refused("--preprocess", "imagenet", capsys=capsys)
+    assert code == 2
+    assert "were trained with mean (0.4, 0.4, 0.4)" in line
+    assert "leave it away" in line
+    bare = dataclasses.replace(making.trained(making.vit()), preprocess=None)
+    save(bare, tmp_path / "bare.safetensors")
+    code, line = refused(capsys=capsys, model="bare.safetensors")
+    assert code == 4
+    assert "do not say how images must be prepared: name it with --preprocess imagenet" in line
+    options = ("--preprocess", "imagenet", "--dry-run", "--json", *SHORT)
+    found = json.loads(finetune(*options, capsys=capsys, model="bare.safetensors")[1])
+    assert found["preprocess"]["mean"] == [0.485, 0.456, 0.406]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--image-size", "30"), "30 x 30 does not divide into patches of 8 x 8 pixels; the nearest is 32 x 32"),
+        (("--keep-head",), "9 classes are in one of model and data alone, such as 'kind 0' of the model"),
+        (("--minutes", "5", "--epochs", "3"), "give --minutes or --epochs"),
+        (("--minutes", "0"), "must be above 0"),
+        (("--runs", "0"), "--runs is 0; it must be at least 1"),
+        (("--layers", "-1"), "layers is -1; it must be 0 (the head alone) or more"),
+        (("--epochs", "0"), "epochs 0.0; both must be above 0"),
+        (("--warmup", "9", "--epochs", "4", "--batch", "4"), "do not fit into 8 steps; shorten them (--warmup)"),
+        (("--out", "set"), "set exists already"),
+        (("--resume", "--overwrite"), "give one of them"),
+        (("--overwrite", "--out", "set"), "set is no run to overwrite"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(capsys: Capture, options: tuple[str, ...], message: str) -> None:
+    code, line = refused(*options, capsys=capsys)
+    assert code == 2
+    assert message in line
+    assert len(list(Path("set").rglob("*.jpg"))) == 24
+
+
+def test_a_class_without_images_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "set" / "train" / "orchid").mkdir()
+    code, line = refused(capsys=capsys)
+    assert code == 3
+    assert "1 classes have no training image, such as orchid: add some or remove them" in line
+
+
+def test_a_bad_image_is_named_before_anything_is_trained(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "set" / "test" / "rose" / "2.jpg").write_bytes(b"<html>")
+    code, line = refused(capsys=capsys)
+    assert code == 3
+    assert "1 images are bad, such as" in line
+    assert "vitrail data check ./set" in line
+
+
+def test_copies_across_splits_are_warned_of(tmp_path: Path, capsys: Capture) -> None:
+    twin = encoded(picture(4711, (60, 60)))
+    for split in ("train", "test"):
+        (tmp_path / "set" / split / "rose" / "twin.jpg").write_bytes(twin)
+    code, _, err = finetune(*SHORT, capsys=capsys)
+    assert code == 0
+    assert "warning: 1 groups of copies reach across splits" in err
+
+
+def test_strong_imbalance_is_warned_of_and_can_be_answered(tmp_path: Path, capsys: Capture) -> None:
+    folder(tmp_path / "set", "train", classes=("rose",), each=40, start=500)
+    code, _, err = finetune(*SHORT, capsys=capsys)
+    assert code == 0
+    warning = "warning: rose has 40 training images and tulip 4, so look at the average over classes"
+    assert f"{warning} beside the accuracy; --balanced lets every class count alike\n" in err
+    code, _, err = finetune(*SHORT, "--balanced", capsys=capsys)
+    assert code == 0
+    assert f"{warning} beside the accuracy\n" in err
+
+
+def test_several_labels_change_the_loss_and_are_said(tmp_path: Path, capsys: Capture) -> None:
+    rows = [
+        f"{split}/{kind}/{number}.jpg,{kind};plant,{split}"
+        for split in ("train", "val", "test")
+        for kind in ("rose", "tulip")
+        for number in range(4)
+    ]
+    (tmp_path / "set" / "list.csv").write_text("\n".join(["path,labels,split", *rows]) + "\n")
+    code, out, err = finetune(*SHORT, "--json", capsys=capsys, data="set/list.csv")
+    assert code == 0
+    assert "note: images may have several labels, so each class is a question of its own (loss sigmoid)" in err
+    found: dict[str, Any] = json.loads(out)
+    assert found["macro"] is None
+    run = tmp_path / "runs" / "finetune"
+    assert json.loads((run / "config.json").read_text())["recipe"]["loss"] == "sigmoid"
+    assert {path.name for path in run.iterdir()} & PICTURES == PICTURES - {
+        "confusion_matrix.png",
+        "confusion_matrix_normalized.png",
+    }
+
+
+def test_a_learning_rate_that_diverges_ends_with_6(capsys: Capture) -> None:
+    code, out, err = finetune("--lr", "1e30", "--epochs", "30", "--batch", "4", *HERE, capsys=capsys)
+    assert (code, out) == (6, "")
+    assert "nothing was updated. Try a lower learning rate than 1e+30" in err

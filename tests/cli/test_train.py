@@ -1,0 +1,149 @@
+"""`vitrail train` and `demo` as a user calls them, and what all runs of the command line share."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.test_cli import Capture
+from tests.cli.test_cli import run as vitrail
+from tests.data.pictures import folder
+from vitrail import recipes
+from vitrail.cli import runs
+from vitrail.config import Optimiser, Schedule
+
+HERE = ("--workers", "0", "--device", "cpu")
+DIGITS = ("train", "digits", "--data", "digits", *HERE)
+PICTURES = {
+    *("results.png", "confusion_matrix.png", "confusion_matrix_normalized.png", "reliability.png"),
+    *("train_batch0.jpg", "val_batch0_labels.jpg", "val_batch0_pred.jpg", "top_losses.jpg"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_command_trains_and_says_where_the_weights_are(tmp_path: Path, capsys: Capture) -> None:
+    code, out, err = vitrail(*DIGITS, "--epochs", "1", capsys=capsys)
+    assert code == 0
+    assert "of 179 images right" in out
+    assert out.endswith("(runs/train/weights/best.safetensors)\n")
+    assert "epoch 1: loss" in err
+    assert {path.name for path in (tmp_path / "runs" / "train").iterdir()} >= PICTURES
+    code, out, _ = vitrail(*DIGITS, "--epochs", "1", "--seed", "3", "--json", capsys=capsys)
+    found = json.loads(out)
+    assert (found["folder"], found["seed"], found["split"], found["images"]) == ("runs/train-2", 3, "test", 179)
+    assert found["top1"] == found["right"] / 179
+    end = json.loads((tmp_path / "runs" / "train-2" / "events.jsonl").read_text().splitlines()[-1])
+    assert all(found[name] == end[name] for name in ("top1", "top5", "loss", "temperature", "calibration_error"))
+
+
+def test_a_dry_run_shows_what_would_be_done_and_trains_nothing(tmp_path: Path, capsys: Capture) -> None:
+    code, out, _ = vitrail(*DIGITS, "--epochs", "1", "--dry-run", capsys=capsys)
+    assert code == 0
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines() if line)
+    assert lines["data"] == "digits: train 1,439, val 179, test 179"
+    assert lines["steps"] == "23 of 64 images, 1 epochs"
+    assert lines["optimiser"] == "muon, learning rate 0.01, weight decay 0.05"
+    assert lines["augmentation"] == "pad crop, flip False, mixup 0.2"
+    assert out.endswith("Nothing was trained.\n")
+    code, out, _ = vitrail(*DIGITS, "--epochs", "1", "--dry-run", "--json", capsys=capsys)
+    found = json.loads(out)
+    assert found["steps"] == 23
+    assert found["recipe"]["schedule"]["warmup"] == 1  # 50 steps of 1,350, so 0.85 of 23
+    assert found["estimate"]["seconds"] > 0
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == [found["picture"]]
+
+
+def test_a_recipe_that_does_not_fit_is_said_at_once(capsys: Capture) -> None:
+    code, _, err = vitrail("train", "vit-b16-i21k", "--data", "digits", "--dry-run", "--warmup", "100", capsys=capsys)
+    assert code == 2
+    assert "a warm-up of 100 steps and a cooldown of 0 do not fit into 32 steps; shorten them (--warmup)" in err
+    code, _, err = vitrail("train", "digit", "--data", "digits", capsys=capsys)
+    assert code == 2
+    assert "did you mean digits?" in err
+
+
+def test_a_bad_image_ends_a_run_with_advice_and_without_a_folder(tmp_path: Path, capsys: Capture) -> None:
+    root = folder(tmp_path / "set", "train", "val", each=3)
+    (root / "train" / "rose" / "1.jpg").write_bytes(b"<html>")
+    sizes = ("--batch", "4", "--epochs", "2", "--warmup", "1")
+    code, _, err = vitrail("train", "digits", "--data", "./set", *sizes, *HERE, capsys=capsys)
+    assert code == 3
+    assert "train/rose/1.jpg is no image" in err
+    assert "vitrail data check ./set" in err
+    assert not (tmp_path / "runs" / "train").exists()
+
+
+def test_a_learning_rate_that_diverges_ends_with_6(tmp_path: Path, capsys: Capture) -> None:
+    code, _, err = vitrail(*DIGITS, "--epochs", "3", "--lr", "1e30", capsys=capsys)
+    assert code == 6
+    assert "nothing was updated" in err
+    assert not (tmp_path / "runs" / "train").exists()
+
+
+def test_the_next_folder_is_the_first_that_is_free(tmp_path: Path) -> None:
+    names = []
+    for _ in range(3):
+        names.append(str(runs.next_folder("train")))
+        (tmp_path / names[-1]).mkdir(parents=True)
+    assert names == ["runs/train", "runs/train-2", "runs/train-3"]
+
+
+def test_the_average_over_classes_is_said_where_the_accuracy_flatters() -> None:
+    found = {"split": "test", "top1": 0.95, "images": 1200, "macro": 0.94, "folder": "runs/train"}
+    where = "(runs/train/weights/best.safetensors)"
+    assert runs.sentence(found) == f"test: 95.0% of 1,200 images right {where}"
+    flattered = runs.sentence(found | {"macro": 0.5})
+    assert flattered == f"test: 95.0% of 1,200 images right, 50.0% of a class on average {where}"
+    assert runs.sentence(found | {"macro": None}) == runs.sentence(found)  # several labels: there is no such average
+
+
+def changed(**given: Any) -> Any:
+    """A recipe of 100 epochs, batch 64 and 40 steps of warm-up, with these in their place."""
+    recipe = dataclasses.replace(
+        recipes.named("digits"),
+        batch=64,
+        epochs=100,
+        schedule=Schedule(warmup=40),
+        optimiser=Optimiser(kind="muon", lr=1e-2, head_lr=2e-2, adam_lr=1e-3),
+    )
+    return runs.changed(recipe, **({"epochs": None, "batch": None, "lr": None, "warmup": None} | given))
+
+
+def test_a_shorter_run_has_a_shorter_warm_up_and_a_given_one_stays() -> None:
+    assert changed().schedule.warmup == 40
+    assert changed(epochs=25).schedule.warmup == 10
+    assert changed(epochs=200).schedule.warmup == 40
+    assert changed(batch=128).schedule.warmup == 20  # half of the steps
+    assert changed(batch=32).schedule.warmup == 40
+    assert changed(batch=128, epochs=200).schedule.warmup == 40
+    assert changed(epochs=25, warmup=33).schedule.warmup == 33
+    assert (changed(epochs=25, batch=8).epochs, changed(batch=8).batch) == (25, 8)
+
+
+def test_a_learning_rate_takes_those_of_head_and_adam_with_it() -> None:
+    optimiser = changed(lr=2e-2).optimiser
+    assert (optimiser.lr, optimiser.head_lr, optimiser.adam_lr) == (2e-2, pytest.approx(4e-2), pytest.approx(2e-3))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.4, "0 s"), (89, "89 s"), (91, "2 min"), (3600, "60 min"), (93_784, "26 h 3 min"), (432_000, "5.0 days")],
+)
+def test_a_duration_is_said_as_people_do(seconds: float, said: str) -> None:
+    assert runs.duration(seconds) == said
+
+
+@pytest.mark.slow
+def test_digits_are_learned_within_two_points_of_the_nearest_neighbour(tmp_path: Path, capsys: Capture) -> None:
+    """The demo as a user runs it: seed 0, 179 test digits."""
+    code, out, _ = vitrail("demo", "--json", capsys=capsys)
+    assert code == 0
+    found = json.loads(out)
+    assert found["nearest_neighbour"] == 175
+    assert found["right"] >= found["nearest_neighbour"] - 0.02 * 179
