@@ -50,6 +50,9 @@ SMALLER = {  # the same commands, in seconds
 }
 
 
+# torchrun itself runs in train/test_distributed.py.
+
+
 def indented() -> list[str]:
     """The commands outside of the blocks above, without their comments."""
     return [line.partition("#")[0].strip() for line in re.findall(r"^    (vitrail .*)$", README, re.MULTILINE)]

@@ -1,5 +1,6 @@
 """What training keeps in memory against what autograd saves, and against figures by hand."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -42,9 +43,9 @@ def saved(model: Model, images: Tensor, *, bf16: bool) -> int:
 @pytest.mark.parametrize("change", making.VARIANTS.values(), ids=making.VARIANTS)
 def test_a_vit_keeps_what_autograd_saves(change: dict[str, Any], precision: str) -> None:
     model = making.vit(**(LARGER | change))
-    images = making.images(model.config, 3)
-    found = memory.copies(model.config, ON_CPU[precision]) + 3 * memory.kept(model.config, sizes=ON_CPU[precision])
-    assert found == pytest.approx(saved(model, images, bf16=precision == "bf16"), rel=0.02)
+    images = making.images(model.config, 8)
+    found = memory.copies(model.config, ON_CPU[precision]) + 8 * memory.kept(model.config, sizes=ON_CPU[precision])
+    assert found == pytest.approx(saved(model, images, bf16=precision == "bf16"), rel=0.03)
 
 
 @pytest.mark.parametrize("precision", ON_CPU)
@@ -52,4 +53,80 @@ def test_a_resnet_keeps_what_autograd_saves(precision: str) -> None:
     model = making.bit(image_size=(64, 64))
     images = making.images(model.config, 8)
     found = memory.copies(model.config, ON_CPU[precision]) + 8 * memory.kept(model.config, sizes=ON_CPU[precision])
-    assert found == pytest.approx(saved(model, images, bf16=precision == "bf16"), rel=0.02)
+    assert found == pytest.approx(saved(model, images, bf16=precision == "bf16"), rel=0.03)
+
+
+@pytest.mark.parametrize("precision", ON_CPU)
+def test_a_hybrid_of_several_stages_keeps_what_autograd_saves(precision: str) -> None:
+    stem = dataclasses.replace(making.STEM, units=(1, 2))
+    model = making.vit(stem=stem, patch=1, image_size=(64, 64))
+    images = making.images(model.config, 8)
+    found = memory.copies(model.config, ON_CPU[precision]) + 8 * memory.kept(model.config, sizes=ON_CPU[precision])
+    assert found == pytest.approx(saved(model, images, bf16=precision == "bf16"), rel=0.03)
+
+
+@pytest.mark.parametrize("precision", ON_CPU)
+def test_dropout_keeps_its_masks(precision: str) -> None:
+    model = making.vit(**LARGER | {"depth": 6}).regularise(dropout=0.1)
+    images = making.images(model.config, 8)
+    found = 8 * memory.kept(model.config, dropout=0.1, sizes=ON_CPU[precision])
+    found += memory.copies(model.config, ON_CPU[precision])
+    assert found == pytest.approx(saved(model, images, bf16=precision == "bf16"), rel=0.03)
+
+
+def test_branches_that_are_dropped_keep_nothing() -> None:
+    """At 8 images the rates 0, 1/4 and 1/2 leave whole numbers of them, so nothing is left to chance."""
+    model = making.vit(**LARGER | {"pool": "norm-mean"}).regularise(stochastic_depth=0.5)
+    found = 8 * memory.kept(model.config, stochastic_depth=0.5, sizes=ON_CPU["float32"])
+    assert found == pytest.approx(saved(model, making.images(model.config, 8), bf16=False), rel=0.03)
+
+
+def test_b16_keeps_what_the_derivation_says() -> None:
+    """By hand, in bf16 on a GPU: 20 D + 4 M + 4 H + 16 bytes a token and block, the last of which has one query."""
+    n, d, m, h = 197, 768, 3072, 12
+    block = n * (20 * d + 4 * m + 4 * h + 16)
+    one = n * (4 * d + 8 + 2 * d + 4 * d) + 2 * d + 6 * h * n + 2 * d  # norm, input, k, v; q; softmax; output
+    one += 4 * d + 8 + 2 * d + 4 * m  # norm and MLP of the class token
+    embedding = 3 * 224 * 224 * 4 + 196 * 768 * 2
+    head = 4 * d + 8 + 2 * d
+    assert memory.kept(presets.config("b16")) == embedding + 11 * block + one + head == 62_508_384
+
+
+def test_recomputing_keeps_each_blocks_input_and_one_block() -> None:
+    config = presets.config("b16", pool="norm-mean", class_token=False)
+    tokens, d, depth = 196, 768, 12
+    block = tokens * (20 * d + 4 * 3072 + 4 * 12 + 16)
+    saved_bytes = memory.kept(config) - memory.kept(config, recompute=True)
+    assert saved_bytes == (depth - 1) * block - depth * tokens * d * 4
+
+
+def test_the_parts_of_b16_by_hand() -> None:
+    parameters = 86_567_656
+    found = memory.parts(presets.config("b16"), optimiser="adam", average=True, images=64)
+    assert (found.weights, found.gradients, found.optimizer, found.average) == (
+        4 * parameters,
+        4 * parameters,
+        8 * parameters,
+        4 * parameters,
+    )
+    assert found.copies == 2 * (12 * (4 * 768**2 + 2 * 768 * 3072) + 768 * 1000)
+    assert found.activations == 64 * 62_508_384
+    assert found.total == 20 * parameters + found.copies + found.activations
+    plain = memory.parts(presets.config("b16"), optimiser="sgd", average=False, images=64)
+    assert (plain.optimizer, plain.average) == (4 * parameters, 0)
+
+
+def test_sharding_divides_the_state_and_puts_two_blocks_together() -> None:
+    settings: dict[str, Any] = {"optimiser": "adam", "average": True, "images": 64}
+    whole = memory.parts(presets.config("b16"), **settings)
+    shard = memory.parts(presets.config("b16"), **settings, shards=8)
+    block = 4 * (768**2 + 768) + 2 * 768 * 3072 + 3072 + 768 + 4 * 768
+    assert shard.weights == whole.weights // 8
+    assert shard.optimizer == whole.optimizer // 8
+    assert shard.copies - whole.copies == 2 * 4 * block
+    assert shard.activations == whole.activations
+
+
+def test_a_resnet_has_nothing_to_recompute() -> None:
+    with pytest.raises(UsageError, match="keeps its activations"):
+        memory.kept(presets.config("bit-r50x1"), recompute=True)

@@ -27,6 +27,7 @@ VERBS = {
     "finetune": "fit a model that has learned before to images of your own",
     "info": "show what a model is, costs, expects and where it came from",
     "list": "show the presets and the formats, or the recipes",
+    "plan": "say what a run will take before it runs",
     "push": "upload a model to the Hugging Face Hub, with its card",
     "train": "train a model from random weights by a named recipe",
 }

@@ -126,17 +126,8 @@ def kept(
         last = math.prod(-(-side // config.conv.stride) for side in config.image_size)
         top = config.features * (2 * last * sizes.norm + sizes.product)
         return pixels + _convolutions(config.conv, config.channels, config.image_size, sizes, stem=False) + top
-    wanted = dropout > 0
-    class_alone = config.pool == "class" and config.positions != "relative"  # ViT.head_tokens
-    last = 1 + config.distillation_token if class_alone else _tokens(config)
-    whole, short = _block(config, None, wanted, sizes), _block(config, last if class_alone else None, wanted, sizes)
-    if recompute:
-        blocks = config.depth * FLOAT * _tokens(config) * config.width + max(whole if config.depth > 1 else 0, short)
-    else:
-        rates = [stochastic_depth * i / max(config.depth - 1, 1) for i in range(config.depth)]
-        by_block = [whole] * (config.depth - 1) + [short]
-        blocks = round(sum(block * (1 - rate) for block, rate in zip(by_block, rates, strict=True)))
-    return pixels + _embedding(config, wanted, sizes) + blocks + _top(config, last, sizes)
+    blocks = _blocks(config, dropout > 0, stochastic_depth, recompute, sizes)
+    return pixels + _embedding(config, dropout > 0, sizes) + blocks + _top(config, sizes)
 
 
 def _tokens(config: ViTConfig) -> int:
@@ -154,18 +145,37 @@ def _embedding(config: ViTConfig, dropout: bool, sizes: Sizes) -> int:
         channels = config.stem.features
         stem = _convolutions(config.stem, config.channels, config.image_size, sizes, stem=True)
     patches = config.grid[0] * config.grid[1] * config.patch**2 * channels * sizes.product
-    mask = FLOAT if sizes.mask == FLOAT or sizes.mask == 2 else sizes.mask
-    return stem + patches + (_tokens(config) * config.width * mask if dropout else 0)
+    return stem + patches + (_tokens(config) * config.width * sizes.mask if dropout else 0)
 
 
-def _block(config: ViTConfig, queries: int | None, dropout: bool, sizes: Sizes) -> int:
-    """A block of which all tokens, or only so many queries, go on."""
-    width, tokens = config.width, _tokens(config)
-    patches, fused = tokens - config.prefix, queries is None and config.positions != "relative"
-    queries = tokens if queries is None else queries
+def _read(config: ViTConfig) -> int:
+    """How many tokens the last block computes, as ViT.head_tokens has it."""
+    class_alone = config.pool == "class" and config.positions != "relative"
+    return 1 + config.distillation_token if class_alone else _tokens(config)
+
+
+def _blocks(config: ViTConfig, dropout: bool, stochastic_depth: float, recompute: bool, sizes: Sizes) -> int:
+    """All blocks; where they are computed again, their inputs and what the one that is needs."""
+    computed = [_tokens(config)] * (config.depth - 1) + [_read(config)]
+    if recompute:
+        inputs = config.depth * FLOAT * _tokens(config) * config.width
+        return inputs + max(_block(config, queries, dropout, sizes) for queries in computed)
+    total = 0.0
+    for index, queries in enumerate(computed):
+        rate = stochastic_depth * index / max(config.depth - 1, 1)
+        branches = 2 * FLOAT * queries * config.width if rate else 0  # kept where they are added to some images only
+        total += (1 - rate) * (_block(config, queries, dropout, sizes) + branches)
+    return round(total)
+
+
+def _block(config: ViTConfig, queries: int, dropout: bool, sizes: Sizes) -> int:
+    """A block that computes so many tokens: all, or those that the head reads."""
+    width, tokens, patches = config.width, _tokens(config), config.grid[0] * config.grid[1]
+    fused = queries == tokens and config.positions != "relative"
     numbers = tokens * width + (queries + 2 * tokens) * width + queries * width  # input; q, k and v; output
     if config.positions == "relative":
-        numbers += patches * width  # the queries once more, against the offsets
+        offsets = 2 * patches - 1
+        numbers += (patches + offsets) * width + config.heads * patches * offsets  # queries by offsets, the products
     numbers += queries * (width + 2 * config.mlp)  # the MLP's input, GELU's and the second layer's
     if config.layer_scale:
         numbers += 2 * queries * width
@@ -176,10 +186,10 @@ def _block(config: ViTConfig, queries: int | None, dropout: bool, sizes: Sizes) 
     return numbers * sizes.product + config.heads * queries * row + masks + norms
 
 
-def _top(config: ViTConfig, tokens: int, sizes: Sizes) -> int:
+def _top(config: ViTConfig, sizes: Sizes) -> int:
     """The last norm, the pool, the head."""
     width, patches = config.width, config.grid[0] * config.grid[1]
-    norm = _norm(config, 1 if config.pool == "mean-norm" else tokens)
+    norm = _norm(config, 1 if config.pool == "mean-norm" else _read(config))
     numbers = config.features * (1 + config.distillation_head) + (width if config.hidden_head else 0)
     if config.pool != "map":
         return norm + numbers * sizes.product
@@ -188,9 +198,7 @@ def _top(config: ViTConfig, tokens: int, sizes: Sizes) -> int:
     return norm + numbers * sizes.product + config.heads * row + _norm(config, 1)
 
 
-def _convolutions(
-    config: ConvConfig, channels: int, image_size: tuple[int, int], sizes: Sizes, *, stem: bool
-) -> int:
+def _convolutions(config: ConvConfig, channels: int, image_size: tuple[int, int], sizes: Sizes, *, stem: bool) -> int:
     """What a BiT ResNet's convolutions keep, or those of a hybrid's stem; convolutions keep their padded input."""
     product, active = sizes.product, 2 * sizes.norm  # a norm's input and the ReLU's output
     inputs = 64 * config.width_factor

@@ -15,6 +15,7 @@ from vitrail.config import Recipe
 from vitrail.data import loader
 from vitrail.model import count
 from vitrail.model.build import Model
+from vitrail.train import distributed
 from vitrail.train.run import feed
 from vitrail.train.step import State, advance, begin, precision
 from vitrail.train.task import Task
@@ -109,8 +110,8 @@ def _seconds_per_image(state: State, trial: Task, parts: list[tuple[Tensor, Tens
             torch.cuda.synchronize(trial.device)
         if number or len(parts) == 1:
             fastest = min(fastest, (time.perf_counter() - before) / len(part[0]))
-        if number and time.perf_counter() - begun > _SECONDS:
-            break
+        if number and time.perf_counter() - begun > _SECONDS and not distributed.together():
+            break  # several ranks make equally many steps, or one would wait for the others without end
     return fastest
 
 
