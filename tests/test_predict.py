@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from PIL import Image
 
 from tests import making
-from vitrail import Classifier
+from vitrail import Classifier, load, save
 from vitrail.errors import DataError, UsageError
 from vitrail.weights.adapt import adapt
 
@@ -108,3 +109,13 @@ def test_a_model_in_training_stays_in_training() -> None:
 def test_the_device_is_chosen_by_itself() -> None:
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     assert Classifier(making.trained(making.vit())).device.type == best
+
+
+def test_where_several_labels_are_right_each_class_has_a_probability_of_its_own(tmp_path: Path) -> None:
+    trained, images = making.trained(making.vit()), pictures(2)
+    save(dataclasses.replace(trained, several=True, temperature=2.0), tmp_path / "model.safetensors")
+    odds = Classifier(trained, device="cpu").probabilities(images).log()  # logits, but for a constant of each image
+    found = Classifier(load(tmp_path / "model.safetensors"), device="cpu").probabilities(images)
+    logits = found.logit() * 2
+    torch.testing.assert_close(logits - logits[:, :1], odds - odds[:, :1], atol=1e-4, rtol=0)
+    assert float(found[0].sum()) != pytest.approx(1.0, abs=1e-3)

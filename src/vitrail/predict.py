@@ -33,6 +33,7 @@ class Classifier:
         self.batch_size = batch_size
         self.preprocess = preprocess
         self.temperature = trained.temperature
+        self.several = trained.several
         self.labels = trained.labels or tuple(f"class {index}" for index in range(trained.model.config.classes))
         model = trained.model
         if model.training or next(model.parameters()).device != self.device:
@@ -60,4 +61,5 @@ class Classifier:
         views = [evaluation_view(decode(image, channels), self.preprocess) for image in images]
         pixels = torch.stack(views).to(self.device)  # uint8 travels, four times lighter than float32
         logits = self.model(normalise(pixels, self.preprocess)).float()
-        return (logits / self.temperature).softmax(dim=-1).cpu()
+        logits = logits / self.temperature
+        return (logits.sigmoid() if self.several else logits.softmax(dim=-1)).cpu()

@@ -58,7 +58,8 @@ def test_an_error_is_raised_where_the_item_would_be_taken(count: int) -> None:
 
 def test_who_leaves_early_stops_the_thread_and_closes_the_source() -> None:
     source = Source(1_000_000)
-    parts = _ahead(source.items())
+    items = source.items()  # held, so that it is not closed by being forgotten
+    parts = _ahead(items)
     assert [next(parts) for _ in range(3)] == [0, 1, 2]
     assert threads() == [NAME]
     parts.close()

@@ -286,11 +286,12 @@ def test_several_labels_are_learned_as_questions_of_their_own(tmp_path: Path) ->
 # --- runs that end early ---------------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "letter.txt").write_text("dear")
     with pytest.raises(UsageError, match=r"exists already; .* --out"):
         trained(tuned(tmp_path), tmp_path / "run")
-    assert list((tmp_path / "run").iterdir()) == []
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["letter.txt"]
 
 
 def test_a_run_that_fails_before_its_first_evaluation_leaves_no_folder(tmp_path: Path) -> None:

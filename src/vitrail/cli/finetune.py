@@ -178,7 +178,7 @@ def _fitting(task: "Task", minutes: float) -> float:
     show.note("timing a few steps")
     most = max(MOST_EPOCHS, task.recipe.epochs)
     epochs = float(f"{min(fit_epochs(task, minutes * 60), most):.4g}")
-    less = ", which take less: more would not help" if epochs >= most else ""
+    less = ", which take less: more would not help" if epochs >= 0.999 * most else ""
     show.note(f"{minutes:g} minutes: {epochs:g} epochs{less}; --epochs {epochs:g} repeats the run")
     return epochs
 

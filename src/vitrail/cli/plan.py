@@ -102,7 +102,7 @@ def main(
     micro_batches: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
     recompute: bool = False,
     shard: bool = False,
-    efficiency: Annotated[float, tyro.conf.arg(metavar="SHARE")] = round(EFFICIENCY, 3),
+    efficiency: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None,
     sbatch: bool = False,
     json: bool = False,
 ) -> None:
@@ -121,7 +121,7 @@ def main(
         micro_batches: Parts in which a GPU computes its share of a step.
         recompute: Compute activations again in the backward pass rather than keep them.
         shard: Divide weights, gradients and averages over the GPUs.
-        efficiency: What the run reaches of the GPU's peak: an assumption, until `--dry-run` has timed it there.
+        efficiency: What the run reaches of the GPU's peak; 0.3 is assumed, 300 TFLOP/s of an H200.
         sbatch: Print a SLURM script instead, which goes on where its time limit stopped it.
         json: Print JSON.
     """
@@ -132,20 +132,20 @@ def main(
         micro_batches=micro_batches,
         recompute=recompute,
         shard=shard,
-        efficiency=efficiency,
+        efficiency=EFFICIENCY if efficiency is None else efficiency,
     )
     recipe, images = chosen(what, epochs=epochs, steps=steps, batch=batch, data_images=data_images)
-    found = planned(recipe, images, machine, classes=classes)
-    if recipe == recipes.RECIPES.get(what) and images == recipes.IMAGES[recipe.data or ""] and what in PAPER:
+    text = script(what, recipe, machine) if sbatch else None
+    if text is not None and not json:
+        print(text, end="")
+        return
+    found = {"what": what} | planned(recipe, images, machine, classes=classes) | {"paper": None, "sbatch": text}
+    if what in PAPER and recipe == recipes.RECIPES[what] and data_images is None:
         found["paper"] = PAPER[what]._asdict()
-    if sbatch:
-        found["sbatch"] = script(what, recipe, machine)
     if json:
-        show.as_json({"what": what} | found)
-    elif sbatch:
-        print(found["sbatch"])
+        show.as_json(found)
     else:
-        _print(what, found)
+        _print(found)
 
 
 def chosen(
@@ -215,7 +215,6 @@ def planned(recipe: Recipe, images: int, machine: Machine, *, classes: int = 100
         "micro_batch": part,
         "steps": -(-total // recipe.batch),
         "exaflops": flops / 1e18,
-        "paper": None,
         "seconds": seconds,
         "gpu_days": seconds * devices / 86_400,
         "memory": {
@@ -224,54 +223,51 @@ def planned(recipe: Recipe, images: int, machine: Machine, *, classes: int = 100
             "available": round(GPUS[machine.gpu].memory),
         },
         "disk": {"checkpoint": weights + whole.optimizer + whole.average, "weights": weights},
-        "traffic": traffic(weights, devices, machine),
+        "traffic": traffic(weights, machine),
     }
 
 
-def traffic(weights: int, devices: int, machine: Machine) -> int:
-    """Bytes that a GPU sends in a step over rings: gradients summed, or where sharded, weights gathered before use.
+def traffic(weights: int, machine: Machine) -> int:
+    """Bytes that each GPU sends in a step, in rings: gradients are summed and handed round.
 
-    Summing takes two rounds. Sharded weights are gathered for each forward and each backward pass, gradients go out once.
+    Sharded weights are gathered before each forward and each backward pass, and gradients summed where they belong.
     """
     rounds = 2 * machine.micro_batches + 1 if machine.shard else 2
-    return round(rounds * weights * (devices - 1) / devices)
+    return round(rounds * weights * (machine.devices - 1) / machine.devices)
 
 
 # --- as text ---------------------------------------------------------------------------------------------------------
 
 
-def _print(what: str, found: dict[str, Any]) -> None:
-    machine, paper = found["machine"], found["paper"]
-    exaflops = f"{found['exaflops']:,.3g}" if found["exaflops"] < 1000 else f"{found['exaflops']:,.0f}"
-    tpus = ""
+def _print(found: dict[str, Any]) -> None:
+    machine, paper, disk = found["machine"], found["paper"], found["disk"]
+    exaflops, days = f"{_number(found['exaflops'])} exaFLOPs", f"{_number(found['gpu_days'])} GPU-days"
     if paper is not None:
-        exaflops += f", the paper's {paper['exaflops']:,}"
-        tpus = f"; the paper's took {paper['core_days']:,} TPUv3-core-days" if paper["core_days"] else ""
-    length = f"{found['steps']:,} of {found['batch']:,} images, {found['epochs']:.4g} epochs"
-    share = f"{machine['efficiency']:.1%} of {machine['peak'] / 1e12:,.0f} TFLOP/s, which is an assumption"
-    show.table(
-        [
-            ("run", what if what == found["model"] else f"{what}: {found['model']}"),
-            ("machine", f"{machine['devices']} x {machine['gpu']}, {machine['nodes']} nodes; {share}"),
-            ("parameters", show.count(found["parameters"])),
-            ("FLOPs", f"{found['flops_per_image'] / 1e9:,.1f} G to train on an image; in all {exaflops} exaFLOPs"),
-            ("steps", length),
-            ("time", f"{runs.duration(found['seconds'])}; {found['gpu_days']:,.3g} GPU-days{tpus}"),
-            (
-                "disk",
-                f"{show.size(found['disk']['checkpoint'])} a checkpoint, {show.size(found['disk']['weights'])} the weights",
-            ),
-            ("traffic", f"{show.size(found['traffic'])} from each GPU in a step"),
-        ]
-    )
-    print(f"\nMemory of a GPU, {found['micro_batch']:,} images at once:\n")
+        exaflops += f" (the paper: {paper['exaflops']:,})"
+        days += f" (the paper: {paper['core_days']:,} TPUv3-core-days)" if paper["core_days"] else ""
+    nodes = f"{machine['nodes']} nodes of " if machine["nodes"] > 1 else ""
+    share = f"{machine['efficiency']:.0%} of {machine['peak'] / 1e12:,.0f} TFLOP/s each, an assumption"
+    rows = [
+        ("run", found["what"] if found["what"] == found["model"] else f"{found['what']}: {found['model']}"),
+        ("machine", f"{nodes}{machine['gpus']} x {machine['gpu']} at {share}"),
+        ("parameters", show.count(found["parameters"])),
+        ("FLOPs", f"{found['flops_per_image'] / 1e9:,.1f} G to train on an image, {exaflops}"),
+        ("steps", f"{found['steps']:,} of {found['batch']:,} images, {found['epochs']:.4g} epochs"),
+        ("time", f"{runs.duration(found['seconds'])}, {days}"),
+        ("disk", f"{show.size(disk['checkpoint'])} a checkpoint, {show.size(disk['weights'])} the weights"),
+    ]
+    if machine["devices"] > 1:
+        rows.append(("traffic", f"{show.size(found['traffic'])} from each GPU in a step"))
+    show.table(rows)
     _print_memory(found)
 
 
 def _print_memory(found: dict[str, Any]) -> None:
     whole, sharded = found["memory"]["whole"], found["memory"]["sharded"]
-    rows = [(part, show.size(whole[part]), show.size(sharded[part])) for part in whole]
-    show.table([("part", "whole", "--shard"), *rows], right=(1, 2))
+    rows = [(part, show.size(whole[part]), show.size(sharded[part])) for part in whole if whole[part]]
+    header, columns = ("memory", "whole", "--shard"), 3 if found["machine"]["devices"] > 1 else 2
+    print()
+    show.table([row[:columns] for row in (header, *rows)], right=range(1, columns))
     print(f"\n{_fitting(found)}")
 
 
@@ -280,15 +276,20 @@ def _fitting(found: dict[str, Any]) -> str:
     machine, memory = found["machine"], found["memory"]
     parts = memory["sharded" if machine["shard"] else "whole"]
     room = USABLE * memory["available"] - (parts["total"] - parts["activations"])
-    of = f"of {show.size(memory['available'])}"
+    at_once = f"{found['micro_batch']:,} images at once take {show.size(parts['total'])}"
+    available = f"a GPU of {show.size(memory['available'])}"
     if parts["activations"] <= room:
-        return f"It fits: {show.size(parts['total'])} {of}."
-    each = parts["activations"] / found["micro_batch"]
+        return f"{at_once} of {available}."
+    each = parts["activations"] // found["micro_batch"]
     if room < each:
-        advice = "--recompute" if machine["shard"] else "--shard"
-        return f"It does not fit {of}, however small the micro-batch: {advice} takes less, or choose a larger GPU."
+        return f"{at_once}, and not even one fits {available}: --recompute, or --shard on several, takes less."
     share = -(-found["batch"] // machine["devices"])
-    return f"It does not fit {of}: --micro-batches {-(-share // int(room / each))} computes a step in parts."
+    return f"{at_once}, too much for {available}: --micro-batches {-(-share // int(room / each))} fits."
+
+
+def _number(value: float) -> str:
+    """Three digits, or all before the point where there are more."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 # --- as a script -----------------------------------------------------------------------------------------------------
@@ -324,20 +325,23 @@ srun --kill-on-bad-exit=0 bash -c '
 if [ "$code" -eq 75 ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
-exit "$code\""""
+exit "$code"
+"""
 
 
 def script(name: str, recipe: Recipe, machine: Machine) -> str:
     """A SLURM script that trains by the recipe, and goes on after its time limit."""
     if name not in recipes.RECIPES:
         raise UsageError(f"--sbatch is for a recipe, and {name} is a preset: `vitrail list recipes` shows them")
+    if machine.shard:
+        raise UsageError("--sbatch with --shard: `vitrail train` does not shard models yet; leave --shard away")
     own = recipes.RECIPES[name]
     command = ["vitrail", "train", name, "--out", f"runs/{name}", "--resume"]
     if recipe.epochs != own.epochs:
-        command += ["--epochs", f"{recipe.epochs:g}"]
+        command += ["--epochs", str(recipe.epochs)]
     if recipe.batch != own.batch:
         command += ["--batch", str(recipe.batch)]
     if machine.micro_batches > 1:
         command += ["--micro-batches", str(machine.micro_batches)]
-    command += ["--recompute"] * machine.recompute + ["--shard"] * machine.shard
+    command += ["--recompute"] * machine.recompute
     return _SCRIPT.format(name=name, nodes=machine.nodes, gpus=machine.gpus, command=shlex.join(command))

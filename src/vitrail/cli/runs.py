@@ -65,7 +65,7 @@ def _place(name: str, out: Path | None, *, resume: bool, overwrite: bool) -> Pat
         if not any(folder.glob("**/config.json")) or folder.is_symlink():
             raise UsageError(f"{folder} is no run to overwrite: it holds no config.json")
         shutil.rmtree(folder)
-    if folder.exists() and not resume:
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not resume):
         raise UsageError(
             f"{folder} exists already; go on with it (--resume), replace it (--overwrite) or choose another (--out)"
         )

@@ -1,14 +1,14 @@
-"""How many bytes training holds on a device, by part and without building the model.
+"""How many bytes training holds on a device, by part and without allocating any of it.
 
-Weights, gradients and what the optimizer keeps follow from the number of parameters. What the forward pass keeps for the
-backward pass is counted here operation by operation, as autograd saves it in eager mode with fused attention:
+Weights, gradients and what the optimizer keeps follow from the number of parameters. What the forward pass keeps for
+the backward pass is counted operation by operation, as autograd saves it in eager mode with fused attention:
 
     LayerNorm      its input in float32, a mean and a deviation     linear, convolution   its input
     attention      queries, keys, values, output, one number a row  GELU                  its input
     group norm     its input, and the ReLU behind it its output     dropout               its mask
 
-Under autocast the inputs of matrix products are bf16 and the residual stream stays float32. Not counted: the gradients of
-activations, of which a few exist at a time, the loss, and what the device's libraries and allocator take for themselves.
+Under autocast the inputs of matrix products are bf16, and the residual stream stays float32. Not counted: gradients of
+activations, of which a few exist at a time; the loss; what the device's libraries and allocator take for themselves.
 """
 
 import dataclasses
@@ -122,7 +122,9 @@ def kept(
     pixels = FLOAT * config.channels * config.image_size[0] * config.image_size[1]
     if isinstance(config, BiTConfig):
         if dropout or stochastic_depth or recompute:
-            raise UsageError("a ResNet has neither dropout nor stochastic depth, and keeps its activations")
+            raise UsageError(
+                "a ResNet has neither dropout nor stochastic depth, and keeps its activations: not with --recompute"
+            )
         last = math.prod(-(-side // config.conv.stride) for side in config.image_size)
         top = config.features * (2 * last * sizes.norm + sizes.product)
         return pixels + _convolutions(config.conv, config.channels, config.image_size, sizes, stem=False) + top

@@ -20,7 +20,7 @@ from vitrail.train.run import feed
 from vitrail.train.step import State, advance, begin, precision
 from vitrail.train.task import Task
 
-_TRIAL_FLOPS = {"cpu": 4e11, "cuda": 2e14, "mps": 2e13}  # of a trial step: seconds on a CPU, less on a GPU
+_TRIAL_FLOPS = {"cpu": 1e11, "cuda": 2e14, "mps": 2e13}  # of a trial step: seconds on a CPU, less on a GPU
 _TRIAL_IMAGES = 512
 _SECONDS = 3.0  # of timing, at most, for each of computing and loading
 _STEPS = 8  # of them the first few are slower on a GPU

@@ -22,7 +22,7 @@ from vitrail.train.distributed import ALONE, Group
 from vitrail.train.log import Book
 from vitrail.train.loop import Moment
 from vitrail.train.signals import Requests, StoppedError
-from vitrail.train.step import State, precision, uncompiled
+from vitrail.train.step import DivergedError, State, precision, uncompiled
 from vitrail.train.task import Task
 from vitrail.weights.load import save
 from vitrail.weights.trained import Origin, Trained
@@ -112,6 +112,11 @@ class Keeper:
         model, device = evaluated_model(self.state), self.task.device
         with uncompiled(model), precision(device):
             val = classify(model, self.val(), self.task.preprocess, over_ranks=self.over_ranks)
+        if not math.isfinite(val.mean_loss):  # the next step would see it, but the last has none
+            raise DivergedError(
+                f"after step {moment.step:,} the loss of the validation images is {val.mean_loss}; the weights before"
+                f" are kept. Try a lower learning rate than {self.task.recipe.optimiser.lr}, or a longer warm-up"
+            )
         found = Evaluated(moment, loss, val, rate)
         self.loss, self.images = 0.0, 0
         score = val.macro if self.task.recipe.balanced and not self.task.dataset.several else val.top1
@@ -169,7 +174,8 @@ class Keeper:
         name = f"{what} on {task.dataset.name}, step {moment.step} of {moment.steps}"
         licence = task.start.origin.licence if task.start else None
         origin = Origin(format="vitrail", name=name, licence=licence, changes=changes)
-        return Trained(copy.deepcopy(model).cpu().eval(), task.preprocess, task.dataset.classes, origin)
+        copied, several = copy.deepcopy(model).cpu().eval(), task.dataset.several
+        return Trained(copied, task.preprocess, task.dataset.classes, origin, several=several)
 
 
 _REMEMBERED = ("best", "loss", "images", "period", "seconds", "evaluated")

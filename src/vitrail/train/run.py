@@ -12,6 +12,7 @@ import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ def run(
     state = begin(task.model(), task.recipe, task.counts, recorded=task.recorded)  # what it refuses needs no folder
     snapshot = _opened(task, folder, resume=resume, tell=tell)
     with contextlib.ExitStack() as stack:
+        if leads:
+            stack.push(partial(_freed, folder))
         asked = stack.enter_context(signals.requests())
         book = stack.enter_context(contextlib.closing(Book(folder, loggers(folder)) if leads else Book(None)))
         writer = stack.enter_context(contextlib.closing(states.Writer(folder / "checkpoints")))
@@ -111,9 +114,10 @@ def _opened(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], Non
 def _prepared(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], None]) -> states.Snapshot | None:
     """The same, as the process that leads sees to it."""
     config, wanted = folder / "config.json", json.loads(json.dumps(described(task)))
-    if folder.exists() and not resume:
+    begun = folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
+    if begun and not resume:
         raise UsageError(f"{folder} exists already; go on with it (--resume), or choose another name with --out")
-    if folder.exists():
+    if begun:
         if not config.is_file():
             raise UsageError(f"{folder} is no run: it has no config.json. Choose another name with --out")
         before = json.loads(config.read_text())
@@ -127,7 +131,7 @@ def _prepared(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], N
             return snapshot
         tell(f"{folder} has no checkpoint yet, so the run begins anew")
         shutil.rmtree(folder)
-    (folder / "weights").mkdir(parents=True)
+    (folder / "weights").mkdir(parents=True, exist_ok=True)
     config.write_text(json.dumps(wanted, indent=1) + "\n")
     return None
 
@@ -150,12 +154,16 @@ def _promise(task: Task, snapshot: states.Snapshot) -> str:
     return "Not to the bit: a GPU adds in any order (--deterministic)"
 
 
+def _freed(folder: Path, error: type[BaseException] | None, *_: object) -> None:
+    """Leave the name of a run free again that ended before there was anything to lose."""
+    learned = (folder / "weights" / "last.safetensors").exists() or states.found(folder / "checkpoints")
+    if error is not None and not learned:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _ended(keeper: Keeper, error: BaseException) -> None:
-    """Write down why a run ended early; one that has nothing to lose leaves its name free again."""
+    """Write down why a run ended early."""
     folder, book = keeper.folder, keeper.book
-    if keeper.best is None and not states.found(folder / "checkpoints"):
-        shutil.rmtree(folder)
-        return
     reason = str(error) if isinstance(error, VitrailError) else type(error).__name__
     facts: dict[str, Any] = {}
     if isinstance(error, DivergedError):

@@ -79,7 +79,8 @@ def _wrapped(model: Model) -> nn.Module:
     if not distributed.together():
         return model
     device = next(model.parameters()).device
-    return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+    ids = [device] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
 
 def advance(

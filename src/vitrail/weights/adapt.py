@@ -60,7 +60,8 @@ def adapt(
         changes.append(f"temperature: {temperature:g} -> 1")
         temperature = 1.0
     origin = dataclasses.replace(trained.origin, changes=(*trained.origin.changes, *step.changes, *changes))
-    return Trained(assemble(step.config, step.tensors), preprocess, labels, origin, temperature)
+    several = trained.several and classes is None
+    return Trained(assemble(step.config, step.tensors), preprocess, labels, origin, temperature, several)
 
 
 def reordered(trained: Trained, labels: tuple[str, ...]) -> Trained:

@@ -146,6 +146,8 @@ def save(trained: Trained, path: str | Path, format: Format = "vitrail", *, over
                 notes = transformers.write(trained, fresh)
             case "torchvision":
                 notes = torchvision.write(trained, fresh)
+    if trained.several:
+        notes.append(f"several labels: {format} takes the classes as one question, and this model each as its own")
     if trained.temperature != 1:
         notes.append(
             f"temperature: {format} divides logits by 1 and not by {trained.temperature:g}, as this model does"

@@ -26,6 +26,7 @@ class Header:
     labels: tuple[str, ...] | None
     origin: Origin
     temperature: float = 1.0
+    several: bool = False
 
 
 def recognises(stored: Stored) -> bool:
@@ -42,6 +43,7 @@ def write(trained: Trained, path: Path) -> None:
         labels=trained.labels,
         origin=trained.origin,
         temperature=trained.temperature,
+        several=trained.several,
     )
     text = json.dumps(dataclasses.asdict(header), ensure_ascii=False, sort_keys=True)
     storage.write(path, trained.model.state_dict(), {KEY: text})
@@ -60,6 +62,6 @@ def read(stored: Stored, path: Path) -> Trained:
     try:
         header = from_json(Header, found)
         model = assemble(header.architecture, stored.tensors)
-        return Trained(model, header.preprocess, header.labels, header.origin, header.temperature)
+        return Trained(model, header.preprocess, header.labels, header.origin, header.temperature, header.several)
     except (UsageError, ModelError) as error:
         raise ModelError(f"{path} is damaged: {error}") from error

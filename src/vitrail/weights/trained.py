@@ -42,6 +42,8 @@ class Trained:
     origin: Origin = Origin(format="vitrail", name="made in Python")
     temperature: float = 1.0
     """What logits are divided by before they become probabilities, fitted on validation images (Guo et al. 2017)."""
+    several: bool = False
+    """Whether an image may have several labels: each class then has a probability of its own."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, Model):
