@@ -99,7 +99,7 @@ def main(
     trained = partial(runs.trained, data=data, track=track, save_every=save_every)
     with runs.process(device) as (group, found):
         resume = resume or group.restarts > 0
-        folder = runs.place("finetune", out, group, resume=resume, overwrite=overwrite and not dry_run)
+        folder = runs.place("finetune", None if dry_run else out, group, resume=resume, overwrite=overwrite)
         dataset = open_data(data)
         start = prepared(load(model), preprocess)
         config = start.model.config
@@ -109,6 +109,8 @@ def main(
             made = recipes.finetuning(recipe, len(dataset.splits.get("train", "?")), stride, epochs=epochs)
             size = made.image_size if image_size is None else image_size
             made = dataclasses.replace(made, layers=layers, balanced=balanced, image_size=size)
+            if keep_head:  # it has learned before, like the rest
+                made = dataclasses.replace(made, optimiser=dataclasses.replace(made.optimiser, head_lr=None))
             return runs.fitting(runs.changed(made, epochs=None, batch=batch, lr=lr, warmup=warmup), dataset)
 
         runs.tell_of(dataset)
@@ -136,7 +138,7 @@ def main(
         results = [
             runs.facts(one, result, place)
             for one, place in _repeated(task, folder, number_of_runs)
-            if (result := trained(one, place, report=report, resume=resume)) is not None
+            if (result := trained(one, place, report=report, resume=resume, overwrite=overwrite)) is not None
         ]
         if results:
             _tell(results, as_json=json)

@@ -5,6 +5,7 @@ import csv
 import dataclasses
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -58,18 +59,31 @@ def _place(name: str, out: Path | None, *, resume: bool, overwrite: bool) -> Pat
     if folder is None:
         taken = [path for path in Path("runs").glob(f"{name}*") if re.fullmatch(rf"{name}(-\d+)?", path.name)]
         last = max(taken, key=lambda path: path.stat().st_mtime, default=None)
-        folder = last if resume and last is not None else next_folder(name)
+        folder = last if resume and last is not None else Path("runs") / name if overwrite else next_folder(name)
     if resume and not folder.exists():
         show.note(f"{folder} is not there yet, so there is nothing to resume: a new run")
-    if overwrite and folder.exists():
-        if not any(folder.glob("**/config.json")) or folder.is_symlink():
-            raise UsageError(f"{folder} is no run to overwrite: it holds no config.json")
-        shutil.rmtree(folder)
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not resume):
+    if overwrite and folder.is_dir() and not all(is_run(run) for run in _runs(folder)):
+        raise UsageError(f"{folder} is no run to overwrite: choose another name with --out")
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not resume and not overwrite):
         raise UsageError(
             f"{folder} exists already; go on with it (--resume), replace it (--overwrite) or choose another (--out)"
         )
     return folder
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is one that `train` or `finetune` wrote."""
+    try:
+        found = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and {"recipe", "steps", "preprocess"} <= found.keys() and not folder.is_symlink()
+
+
+def _runs(folder: Path) -> list[Path]:
+    """The folder, or all that it holds where that are the runs of several seeds."""
+    inside = list(folder.iterdir())
+    return inside if inside and all(path.name.startswith("seed-") for path in inside) else [folder] if inside else []
 
 
 @contextlib.contextmanager
@@ -175,6 +189,7 @@ def trained(
     track: Track | None = None,
     report: dict[str, Any] | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     save_every: float = 10,
 ) -> "Result | None":
     """Train and show how far it is: a bar on a terminal, a line an evaluation everywhere; then draw what it came to.
@@ -183,7 +198,11 @@ def trained(
     """
     from vitrail.train.run import run
 
+    if not 0 <= save_every < math.inf:
+        raise UsageError(f"--save-every is {save_every}; give minutes, 0 for every step")
     warn_of_imbalance(task)
+    if overwrite and task.group.leads and is_run(folder):
+        shutil.rmtree(folder)  # not before: all that could be refused has been
     accuracy = ""
 
     def stepped(moment: "Moment") -> None:
@@ -229,7 +248,8 @@ def _loggers(track: Track | None) -> Any:
 
 def sentence(found: dict[str, Any]) -> str:
     """What a run came to, in a line."""
-    text = f"{found['split']}: {found['top1']:.1%} of {found['images']:,} images right"
+    seen = ", which was trained on" if found["trained_on"] else ""
+    text = f"{found['split']}{seen}: {found['top1']:.1%} of {found['images']:,} images right"
     if found["macro"] is not None and found["macro"] < found["top1"] - 0.02:
         text += f", {found['macro']:.1%} of a class on average"
     return f"{text} ({found['folder']}/weights/best.safetensors)"
@@ -245,7 +265,8 @@ def facts(task: "Task", result: "Result", folder: Path) -> dict[str, Any]:
         "right": counts.right,
         "top1": counts.top1,
         "top5": counts.top5,
-        "macro": None if task.dataset.several else counts.macro,
+        "macro": counts.macro if counts.by_class else None,
+        "trained_on": task.everything and result.split == "val",
         "loss": counts.mean_loss,
         "temperature": result.temperature,
         "calibration_error": result.calibration_error,
@@ -267,7 +288,7 @@ def draw(task: "Task", result: "Result", folder: Path) -> None:
         rows = list(csv.DictReader(file))
     drawing.results({name: [float(row[name]) for row in rows] for name in rows[0]}, folder / "results.png")
     said = result.answers
-    if not task.dataset.several:
+    if result.counts.by_class:
         confusion, names = result.counts.confusion.numpy(), task.dataset.classes
         drawing.confusion(confusion, names, folder / "confusion_matrix.png")
         drawing.confusion(confusion, names, folder / "confusion_matrix_normalized.png", normalised=True)

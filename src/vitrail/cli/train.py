@@ -84,7 +84,9 @@ def main(
             return
         resume = resume or group.restarts > 0
         folder = runs.place("train", out, group, resume=resume, overwrite=overwrite)
-        result = runs.trained(task, folder, data=data, track=track, resume=resume, save_every=save_every)
+        result = runs.trained(
+            task, folder, data=data, track=track, resume=resume, overwrite=overwrite, save_every=save_every
+        )
         if result is None:
             return
         facts = runs.facts(task, result, folder)

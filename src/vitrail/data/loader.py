@@ -9,6 +9,7 @@ micro-batches and the step at which a run goes on change no sample. torch's Data
 
 import dataclasses
 import itertools
+import signal
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -227,11 +228,19 @@ def _loaded(function: partial[Batch], line: Iterable[list[int]], workers: int) -
         collate_fn=_unchanged,
         pin_memory=torch.cuda.is_available(),
         prefetch_factor=4 if workers else None,
+        worker_init_fn=_deaf,
     )
     for batch in loader:
         if isinstance(batch, _Failed):
             raise batch.error
         yield batch
+
+
+def _deaf(_: int) -> None:
+    """Leave requests to stop to the process that can save: they often go to a whole group, its workers too."""
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 def _unchanged(batch: Any) -> Any:

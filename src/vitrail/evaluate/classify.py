@@ -19,6 +19,8 @@ from vitrail.data.transforms import normalise
 from vitrail.errors import DataError
 from vitrail.model.build import Model
 
+CONFUSED = 4096  # classes: a matrix of 134 MB
+
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
@@ -30,7 +32,8 @@ class Counts:
     loss: float
     """Minus the log probability of the true class, summed; of several labels, of each class's yes or no."""
     confusion: Tensor
-    """int64 (L, L): rows are true classes, columns what the model said; zeros where images have several labels."""
+    """int64 (L, L): rows are true classes, columns what the model said; zeros where images have several labels, and
+    (0, 0) above CONFUSED classes."""
 
     def __add__(self, other: Self) -> "Counts":
         return Counts(
@@ -50,6 +53,11 @@ class Counts:
     def top5(self) -> float:
         """The share whose class is among the five likeliest."""
         return self.right_in_five / self.images
+
+    @property
+    def by_class(self) -> bool:
+        """Whether it is known of which class the images are that are right."""
+        return bool(self.confusion.any())
 
     @property
     def macro(self) -> float:
@@ -80,23 +88,31 @@ def count(logits: Tensor, targets: Tensor) -> Counts:
 
 def _counted(logits: Tensor, targets: Tensor, said: Answers) -> Counts:
     classes = logits.shape[1]
+    confusion = _nothing(classes)
     if targets.ndim == 1:
-        pairs = targets * classes + said.classes[:, 0]
-        confusion = torch.bincount(pairs, minlength=classes * classes).reshape(classes, classes)
+        if len(confusion):
+            pairs = targets * classes + said.classes[:, 0]
+            confusion = torch.bincount(pairs, minlength=classes * classes).reshape(classes, classes)
         five = said.classes == targets[:, None]
     else:
-        confusion = torch.zeros(classes, classes, dtype=torch.int64)
         five = targets.gather(1, said.classes) > 0
     in_five = int(five.any(dim=1).sum())
     return Counts(len(targets), int(said.right.sum()), in_five, float(said.losses.sum()), confusion.cpu())
 
 
+def _nothing(classes: int) -> Tensor:
+    """A confusion of no image; of so many classes that it would take gigabytes, none at all."""
+    side = classes if classes <= CONFUSED else 0
+    return torch.zeros(side, side, dtype=torch.int64)
+
+
 def _said(logits: Tensor, targets: Tensor, temperature: float) -> Answers:
+    logits = logits / temperature
     if targets.ndim == 1:
-        probabilities = (logits / temperature).softmax(dim=1)
+        probabilities = logits.softmax(dim=1)
         losses = F.cross_entropy(logits, targets, reduction="none")
     else:
-        probabilities = (logits / temperature).sigmoid()
+        probabilities = logits.sigmoid()
         losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=1)
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (B, 5)
     first = best[:, :1]
@@ -116,7 +132,7 @@ def classify(
     The model is left in eval mode.
     """
     classes = model.config.classes
-    total = Counts(0, 0, 0, 0.0, torch.zeros(classes, classes, dtype=torch.int64))
+    total = Counts(0, 0, 0, 0.0, _nothing(classes))
     for logits, targets, _ in outputs(model, batches, preprocess):
         total = total + count(logits, targets)
     total = over_ranks(total)

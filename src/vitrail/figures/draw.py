@@ -215,7 +215,7 @@ def _curves(
 
 
 def _mark_best(axes: "Axes", epochs: NDArray[np.float64], accuracies: NDArray[np.float64]) -> None:
-    """The first epoch of the highest accuracy, whose weights a run keeps."""
+    """The first epoch of the highest accuracy; the weights that are kept may be later ones that are as good."""
     if np.isnan(accuracies).all():
         return
     best = int(np.nanargmax(accuracies))

@@ -56,12 +56,13 @@ def joined(name: str | None) -> Iterator[tuple[Group, torch.device]]:
     """This process's place in the group and its device; while the block lasts, it may talk to the others."""
     found = group()
     device = devices.named(name)
+    if device.type == "cuda":
+        if found.world > 1:
+            device = torch.device("cuda", found.local)
+        torch.cuda.set_device(device)  # graphs are recorded on the current device
     if found.world == 1:
         yield found, device
         return
-    if device.type == "cuda":
-        device = torch.device("cuda", found.local)
-        torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     distributed.init_process_group(backend, timeout=_PATIENCE)
     try:

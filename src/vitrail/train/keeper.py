@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import math
 import platform
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vitrail import files
 from vitrail.data import loader
 from vitrail.data.loader import Batch
 from vitrail.evaluate.classify import Counts, classify
@@ -60,9 +62,9 @@ class Keeper:
     after_step: Callable[[Moment], None]
     after_epoch: Callable[[Evaluated], None]
     writer: states.Writer
-    asked: Requests
     save_every: float
-    """Seconds from one checkpoint to the next."""
+    """Seconds from one checkpoint to the next; there is one after the last step too."""
+    asked: Requests = dataclasses.field(default_factory=Requests)
 
     best: float | None = None
     """The highest accuracy on val so far."""
@@ -96,8 +98,7 @@ class Keeper:
         self.writer.check()
         asked = distributed.agreed(self.asked.signal or 0, self.task.device)
         due = time.monotonic() - self.saved >= self.save_every
-        ends = moment.step == moment.steps and self.seconds > self.save_every
-        if self.task.group.leads and (due or ends or asked):
+        if self.task.group.leads and (due or asked or moment.step == moment.steps):
             self.checkpoint(moment)
         if asked:
             self.writer.wait()
@@ -108,6 +109,7 @@ class Keeper:
 
     def evaluate(self, moment: Moment) -> None:
         """Measure, write, and keep the weights if they are the best so far."""
+        begun = time.perf_counter()
         loss, rate = self.loss / self.images, self.images / max(moment.seconds - self.evaluated, 1e-9)
         model, device = evaluated_model(self.state), self.task.device
         with uncompiled(model), precision(device):
@@ -119,18 +121,19 @@ class Keeper:
             )
         found = Evaluated(moment, loss, val, rate)
         self.loss, self.images = 0.0, 0
-        score = val.macro if self.task.recipe.balanced and not self.task.dataset.several else val.top1
+        score = val.macro if self.task.recipe.balanced and val.by_class else val.top1
         self.best = score if self.best is None else max(score, self.best)
         if self.task.group.leads:
-            trained = self.trained(model, moment)
-            save(trained, self.folder / "weights" / "last.safetensors", overwrite=True)
+            last = self.folder / "weights" / "last.safetensors"
+            save(self.trained(model, moment), last, overwrite=True)
             if score >= self.best - doubt(self.best, val.images) or self.task.everything:
-                save(trained, self.folder / "weights" / "best.safetensors", overwrite=True)
+                with files.replacing(last.with_name("best.safetensors"), overwrite=True) as fresh:
+                    shutil.copyfile(last, fresh)
         row = (moment.epoch, moment.seconds, loss, val.top1, val.top5, val.mean_loss, moment.outcome.lr)
         self.book.row(moment.step, row)
         self.book.say(str(found))
         self.after_epoch(found)
-        self.evaluated = moment.seconds
+        self.evaluated = moment.seconds + time.perf_counter() - begun
 
     def over_ranks(self, counts: Counts) -> Counts:
         """The counts of all ranks' images."""
@@ -159,21 +162,24 @@ class Keeper:
             return
         size = self.task.preprocess.size
         total = len(self.task.dataset.splits["val"]) * len(self.task.preprocess.mean) * size[0] * size[1]
+        views = []
         for batch in evaluation_batches(self.task, "val", self.task.group):
             if total <= _KEPT_VIEWS:
-                self.views.append(batch._replace(pixels=batch.pixels.to(self.task.device)))
+                views.append(batch._replace(pixels=batch.pixels.to(self.task.device)))
             yield batch
+        self.views = views  # whoever stops before the end has not seen all
 
     def trained(self, model: Model, moment: Moment) -> Trained:
         """The weights with all that is needed to use them."""
         task, what = self.task, "trained"
+        assumptions: tuple[str, ...] = ()
         changes: tuple[str, ...] = ()
         if task.start is not None:
             what = f"{task.start.origin.name}, fine-tuned"
-            changes = task.start.origin.changes
+            assumptions, changes = task.start.origin.assumptions, task.start.origin.changes
         name = f"{what} on {task.dataset.name}, step {moment.step} of {moment.steps}"
         licence = task.start.origin.licence if task.start else None
-        origin = Origin(format="vitrail", name=name, licence=licence, changes=changes)
+        origin = Origin(format="vitrail", name=name, licence=licence, assumptions=assumptions, changes=changes)
         copied, several = copy.deepcopy(model).cpu().eval(), task.dataset.several
         return Trained(copied, task.preprocess, task.dataset.classes, origin, several=several)
 

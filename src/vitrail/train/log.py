@@ -113,7 +113,7 @@ class Book:
         """A line of run.log."""
         if self.folder is None:
             return
-        with (self.folder / "run.log").open("a") as file:
+        with (self.folder / "run.log").open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}\n")
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vitrail import files
 from vitrail.data import loader
 from vitrail.data.loader import Batch
 from vitrail.errors import UsageError, VitrailError
@@ -80,16 +81,17 @@ def run(
     with contextlib.ExitStack() as stack:
         if leads:
             stack.push(partial(_freed, folder))
-        asked = stack.enter_context(signals.requests())
         book = stack.enter_context(contextlib.closing(Book(folder, loggers(folder)) if leads else Book(None)))
         writer = stack.enter_context(contextlib.closing(states.Writer(folder / "checkpoints")))
-        keeper = Keeper(task, folder, book, state, after_step, after_epoch, writer, asked, save_every)
+        keeper = Keeper(task, folder, book, state, after_step, after_epoch, writer, save_every)
         if snapshot is not None:
             keeper.resume(snapshot)
             book.say(f"resumed after step {snapshot.step:,}")
         try:
-            batches = feed(task, state.step)
-            loop.run(state, batches, task.training, task.plan, task.recipe, after_step=keeper.stepped)
+            with signals.requests() as keeper.asked:  # after the last step there is nothing left to save
+                steps = feed(task, state.step)
+                loop.run(state, steps, task.training, task.plan, task.recipe, after_step=keeper.stepped)
+                del steps  # its processes, or the images that live on the GPU
             writer.wait()
             result = _finished(keeper) if leads else None
             distributed.wait()
@@ -120,7 +122,7 @@ def _prepared(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], N
     if begun:
         if not config.is_file():
             raise UsageError(f"{folder} is no run: it has no config.json. Choose another name with --out")
-        before = json.loads(config.read_text())
+        before = _configuration(config)
         for key in _SAME:
             if before.get(key) != wanted[key]:
                 raise UsageError(f"{folder} was begun with another {_difference(key, before.get(key), wanted[key])}")
@@ -130,10 +132,23 @@ def _prepared(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], N
             tell(f"resuming {folder} after step {snapshot.step:,}. {_promise(task, snapshot)}")
             return snapshot
         tell(f"{folder} has no checkpoint yet, so the run begins anew")
-        shutil.rmtree(folder)
+        for name in ("results.csv", "events.jsonl"):
+            (folder / name).unlink(missing_ok=True)
     (folder / "weights").mkdir(parents=True, exist_ok=True)
-    config.write_text(json.dumps(wanted, indent=1) + "\n")
+    with files.replacing(config, overwrite=True) as fresh:
+        fresh.write_text(json.dumps(wanted, indent=1) + "\n")
     return None
+
+
+def _configuration(config: Path) -> dict[str, Any]:
+    """The configuration that a run was begun with."""
+    try:
+        found = json.loads(config.read_text())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or "recipe" not in found:
+        raise UsageError(f"{config} is damaged or of no run; --overwrite begins anew, --out names another folder")
+    return found
 
 
 def _difference(key: str, before: Any, now: Any) -> str:
@@ -211,7 +226,7 @@ def _finished(keeper: Keeper) -> Result:
     keeper.book.event("end", split=split, **facts, **calibration, seconds=result.seconds)
     keeper.book.say(f"{split}: {counts.top1:.2%} of {counts.images:,} images right; temperature {temperature:.3f}")
     write_predictions(task, result, folder / "predictions.csv")
-    if not task.dataset.several:
+    if counts.by_class:
         write_classes(task, counts, folder / "per_class.csv")
     return result
 

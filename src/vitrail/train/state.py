@@ -99,8 +99,9 @@ def write(folder: Path, snapshot: Snapshot) -> Path:
             f"no room for a checkpoint in {folder}: it takes {snapshot.bytes:,} bytes and {free:,} are free."
             " The one before is whole: make room, and give the same command with --resume"
         ) from error
-    for old in found(folder)[KEPT:]:
-        (old / MANIFEST).unlink()  # first: without it, half a folder is no checkpoint
+    later = [old for old in found(folder) if old.name > path.name]  # of a run that went on from before them
+    for old in later + found(folder)[len(later) + KEPT :]:
+        (old / MANIFEST).unlink(missing_ok=True)  # first: without it, half a folder is no checkpoint
         shutil.rmtree(old)
     return path
 

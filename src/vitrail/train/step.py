@@ -98,7 +98,9 @@ def advance(
     `size` counts the step's images over all ranks: gradients are of the mean over them, however they are divided.
     """
     state.model.train()
-    if state.recording is not None and size == recipe.batch:
+    if size != recipe.batch:
+        state.recording = None  # the last step is short; what was recorded would hold its memory beside it
+    if state.recording is not None:
         ((pixels, targets),) = parts
         torch.manual_seed(_dropout_seed(seed, state.step, rank, 0))
         total, norm = state.recording.gradients(state, pixels, targets, recipe)
@@ -114,7 +116,7 @@ def advance(
             f"step {state.step}: the loss is {found.loss} and the gradient's norm {found.norm}; nothing was updated."
             f" Try a lower learning rate than {recipe.optimiser.lr}, or a longer warm-up"
         )
-    if state.recording is not None and size == recipe.batch:
+    if state.recording is not None:
         state.recording.update(state)
     else:
         state.optimizer.step()

@@ -54,7 +54,10 @@ class Task:
     def __post_init__(self) -> None:
         dataset = self.dataset
         if "train" not in dataset.splits or "val" not in dataset.splits:
-            raise DataError(f"{dataset.name} has the splits {', '.join(dataset.splits)}; train and val are needed")
+            raise DataError(
+                f"{dataset.name} has the splits {', '.join(dataset.splits)}; train and val are needed. Add a val, or"
+                " images: of classes with three and more, some are held out for it"
+            )
         if not dataset.classes:
             raise DataError(f"{dataset.name} has no labels to learn")
         if dataset.several and self.recipe.loss != "sigmoid":
@@ -64,6 +67,15 @@ class Task:
         empty = [name for name, number in zip(dataset.classes, self.counts, strict=True) if not number]
         if empty:
             raise DataError(f"{len(empty)} classes have no training image, such as {empty[0]}: add some or remove them")
+        if self.plan.steps < 1:
+            raise UsageError(f"{self.recipe.epochs:g} epochs of {len(self.split):,} images make no step; give more")
+        if self.workers < 0:
+            raise UsageError(f"workers is {self.workers}; it must be 0 or more")
+        if self.recipe.balanced and dataset.several:
+            raise UsageError("--balanced is for images of one label each, and these may have several")
+        for name in dataset.classes:
+            if not name.isascii() and name.encode(errors="replace").decode() != name:
+                raise DataError(f"the class {name!r} has no valid name in UTF-8: rename its folder")
         schedule.share(self.recipe.schedule, 0, self.plan.steps)  # refuses a warm-up longer than the run
         if (self.start is None) == (self.recipe.model is None):
             raise UsageError("a recipe names a preset, or is for fine-tuning and is given a model: one of both")
