@@ -366,15 +366,17 @@ class Cut(BaseException):
 
 def test_a_signal_to_the_whole_group_does_not_kill_the_workers_first(tmp_path: Path) -> None:
     """As `timeout`, systemd and batch systems send it."""
+
+    def ask(moment: Any) -> None:
+        if moment.step == 5:
+            os.killpg(0, signal.SIGTERM)
+
     child = os.fork()
     if not child:
         code = 1
         try:
             os.setpgid(0, 0)
-            one = task(workers=2)
-            trained(
-                one, tmp_path / "run", lambda moment: [os.killpg(0, signal.SIGTERM) for _ in range(moment.step == 5)]
-            )
+            trained(task(workers=2), tmp_path / "run", ask)
         except StoppedError as error:
             code = error.exit_code
         finally:
