@@ -11,27 +11,29 @@ if TYPE_CHECKING:
     from vitrail.evaluate.classify import Counts
 
 
-def main(out: Path | None = None, json: bool = False) -> None:
+def main(out: Path | None = None, resume: bool = False, json: bool = False) -> None:
     """Train a small ViT on 1,439 real digits of 8 x 8 pixels, and let it read 179 others. Takes two minutes.
 
     Args:
         out: The run's folder; runs/demo, runs/demo-2, ... unless told otherwise.
+        resume: Go on with a demo that was interrupted.
         json: Print JSON.
     """
     import torch
 
     from vitrail.data.sources import open_data
+    from vitrail.train.distributed import ALONE
     from vitrail.train.task import Task
 
     dataset = open_data("digits")
-    folder = out or runs.next_folder("demo")
+    folder = runs.place("demo", out, ALONE, resume=resume, overwrite=False)
     recipe = recipes.named("digits")
     show.note(f"training {recipe.model} on {len(dataset.splits['train']):,} digits for {recipe.epochs} epochs")
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a model gains nothing by a second thread, and loses much on a busy machine
     try:
         task = Task(recipe=recipe, dataset=dataset, device=torch.device("cpu"))
-        trained = runs.trained(task, folder, data="digits")
+        trained = runs.trained(task, folder, data="digits", resume=resume)
     finally:
         torch.set_num_threads(before)
     assert trained is not None, "the demo is one process"
