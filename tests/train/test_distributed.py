@@ -133,20 +133,13 @@ def test_what_one_rank_is_asked_all_do_and_the_state_goes_on_at_another_size(tmp
 
 def test_a_lost_rank_starts_the_group_again_from_its_checkpoint(tmp_path: Path) -> None:
     """With torchrun itself: a worker is killed once it has saved, and the run ends as if nothing had been."""
-    for attempt in range(3):
-        folder = tmp_path / str(attempt)
-        folder.mkdir()
-        code, err = bereaved(folder)
-        if code and "connectFullMesh failed" in err:  # gloo's own connection, refused by some sandboxes' networks
-            continue
-        assert code == 0, err
-        events = [json.loads(line) for line in (folder / "run" / "events.jsonl").read_text().splitlines()]
-        steps = [event["step"] for event in events if event["event"] == "checkpoint"]
-        assert steps == list(range(1, 46))  # every step once in the final history
-        assert "resumed after step" in (folder / "run" / "run.log").read_text()
-        assert events[-1]["event"] == "end"
-        return
-    pytest.skip("gloo could not connect the ranks that were started again, three times")
+    code, err = bereaved(tmp_path)
+    assert code == 0, err
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    steps = [event["step"] for event in events if event["event"] == "checkpoint"]
+    assert steps == list(range(1, 46))  # every step once in the final history
+    assert "resumed after step" in (tmp_path / "run" / "run.log").read_text()
+    assert events[-1]["event"] == "end"
 
 
 def bereaved(folder: Path) -> tuple[int, str]:

@@ -7,8 +7,9 @@ function here is the identity where there is one rank, so the code that trains d
 import contextlib
 import datetime
 import os
+import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -64,11 +65,27 @@ def joined(name: str | None) -> Iterator[tuple[Group, torch.device]]:
         yield found, device
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
-    distributed.init_process_group(backend, timeout=_PATIENCE)
+    distributed.init_process_group(
+        backend, store=_store(found), rank=found.rank, world_size=found.world, timeout=_PATIENCE
+    )
     try:
         yield found, device
     finally:
+        # gloo's thread may still hold the tensors of the last sum, and needs Python's lock to let them go, which the
+        # end of the group keeps while it waits for that thread
+        time.sleep(0.3)
         distributed.destroy_process_group()
+
+
+def _store(group: Group) -> Any:
+    """Where ranks find each other. torchrun's own lives on when it starts a group again, and would give the new ranks
+    the addresses of the dead: each start has its own names in it.
+    """
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
+    leads = group.leads and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    stores: Any = distributed  # it has them, but exports no types of them
+    store = stores.TCPStore(address, port, is_master=leads, timeout=_PATIENCE, wait_for_workers=False)
+    return stores.PrefixStore(f"vitrail {group.restarts}", store)
 
 
 def world() -> int:
