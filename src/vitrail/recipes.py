@@ -102,7 +102,7 @@ _AUGREG_IMAGENET = {
 }
 
 
-def _small(model: str, image_size: int, *, epochs: float, data: str, mixup: float = 0.2, cutmix: float = 0.0) -> Recipe:
+def _small(model: str, image_size: int, *, epochs: float, data: str) -> Recipe:
     """For small pictures and one GPU, of 64 patches: docs/experiments/cifar10.md."""
     steps = round(epochs * IMAGES[data] / 256)
     return Recipe(
@@ -113,7 +113,7 @@ def _small(model: str, image_size: int, *, epochs: float, data: str, mixup: floa
         epochs=epochs,
         optimiser=Optimiser(kind="muon", lr=2e-3, weight_decay=0.2, momentum=0.95, beta2=0.99, clip=1.0),
         schedule=Schedule(warmup=steps // 20),
-        augment=Augment(crop="pad", randaugment=(2, 10), mixup=mixup, cutmix=cutmix),
+        augment=Augment(crop="pad", randaugment=(2, 4), mixup=0.2, cutmix=1.0),
         label_smoothing=0.1,
         mimetic=True,
         ema=0.9995,
@@ -137,8 +137,11 @@ RECIPES: dict[str, Recipe] = {
         source="vitrail, chosen among 12 on the validation digits",
         result="97.8 % of 179 test digits, seed 0, as many as the nearest neighbour",
     ),
-    "cifar10": _small("s4", 32, epochs=200, data="cifar10"),
-    "tiny-imagenet": _small("s8", 64, epochs=100, data="tiny-imagenet", mixup=0.8, cutmix=1.0),
+    "cifar10": dataclasses.replace(
+        _small("s4", 32, epochs=160, data="cifar10"),
+        result="96.50 ± 0.09 % of 10,000 test images at the last epoch, n = 3, with --everything",
+    ),
+    "tiny-imagenet": _small("s8", 64, epochs=100, data="tiny-imagenet"),
     "vit-b16-jft": _jft("b16", 7, 8e-4),
     "vit-b32-jft": _jft("b32", 7, 8e-4),
     "vit-l32-jft": _jft("l32", 7, 6e-4),

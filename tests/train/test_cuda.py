@@ -1,6 +1,10 @@
 """Training on a GPU: recorded steps are the same steps, small sets live there, and what a run needs is foreseen."""
 
 import dataclasses
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +14,11 @@ import torch
 from vitrail import recipes
 from vitrail.config import Augment, Optimiser, Recipe, Schedule
 from vitrail.data.sources import open_data
+from vitrail.files import sha256
 from vitrail.train import loop
 from vitrail.train.estimate import estimate
 from vitrail.train.run import feed, run
+from vitrail.train.state import found
 from vitrail.train.step import Recording, begin
 from vitrail.train.task import Task, fitted
 from vitrail.weights.load import load
@@ -61,6 +67,23 @@ def test_recorded_steps_are_the_steps_that_were_not(kind: str, monkeypatch: pyte
     assert plain[-1] < plain[0]
 
 
+def test_sharp_attention_has_a_finite_gradient() -> None:
+    """cuDNN's kernel, torch's choice, gives NaN here."""
+    made = recipe(settings={"width": 256, "depth": 2, "mlp": 512, "heads": 4, "channels": 1}, model="ti1")
+    task = Task(recipe=made, dataset=open_data("digits"), device=torch.device("cuda"))
+    model = task.model()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.qkv.weight[:512] *= 12
+        model.head.weight.normal_()
+    state = begin(model, made, task.counts)
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model(torch.rand(64, 1, 8, 8, device="cuda") * 2 - 1).square().sum()
+    loss.backward()
+    assert state.step == 0
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+
+
 def test_what_waits_for_the_host_is_not_recorded() -> None:
     dataset, device = open_data("digits"), torch.device("cuda")
     for changes in ({"stochastic_depth": 0.1}, {"optimiser": Optimiser(kind="sgd", lr=0.1)}):
@@ -87,6 +110,29 @@ def test_a_compiled_run_learns_as_one_that_is_not(tmp_path: Path) -> None:
     ]
     losses = [trained(dataclasses.replace(task), recorded=True)[0] for task in tasks]
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+
+
+def test_a_deterministic_run_that_was_stopped_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """In processes of their own: determinism is set before a GPU is touched."""
+
+    def train(name: str, *options: str, after: int | None = None) -> int:
+        command = [sys.executable, "-m", "vitrail", "train", "digits", "--data", "digits", "--epochs", "6"]
+        command += ["--deterministic", "--save-every", "0", "--workers", "0", "--out", str(tmp_path / name), *options]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        checkpoints = tmp_path / name / "checkpoints"
+        while after is not None and process.poll() is None and len(found(checkpoints)) < 2:
+            time.sleep(0.01)
+        if after is not None:
+            process.send_signal(after)
+        return process.wait()
+
+    assert train("whole") == 0
+    assert train("stopped", after=signal.SIGTERM) == 75
+    assert train("stopped", "--resume", after=signal.SIGKILL) == -signal.SIGKILL
+    assert train("stopped", "--resume") == 0
+    for name in ("last", "best"):
+        sums = {sha256(tmp_path / run / "weights" / f"{name}.safetensors") for run in ("whole", "stopped")}
+        assert len(sums) == 1
 
 
 def test_a_real_vit_is_fine_tuned_at_another_resolution(deit_tiny: Path, tmp_path: Path) -> None:
