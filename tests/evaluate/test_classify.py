@@ -1,6 +1,5 @@
 """Counts by hand, that batches of any sizes add up to the same, and what was said of each image."""
 
-import functools
 import math
 
 import pytest
@@ -13,7 +12,8 @@ from vitrail.config import Preprocess
 from vitrail.data.loader import Batch
 from vitrail.data.transforms import normalise
 from vitrail.errors import DataError
-from vitrail.evaluate.classify import Counts, answers, classify, count
+from vitrail.evaluate.classify import Counts, asked, classify, count, total
+from vitrail.model.vit import ViT
 
 VIEW = Preprocess(size=(32, 32), resize=(32, 32))
 
@@ -80,7 +80,8 @@ def test_of_several_labels_images_without_one_do_not_count() -> None:
     kept = [0, 2, 3]
     with torch.no_grad():
         expected = count(model(normalise(pixels, VIEW))[kept], targets[kept])
-    counts, said = answers(model, batches, VIEW, temperature=1.0)
+    said = asked(model, batches, VIEW, temperature=1.0)
+    counts = total(said, model.config.classes)
     for found in (classify(model, batches, VIEW), counts):
         assert (found.images, found.right, found.right_in_five) == (3, expected.right, expected.right_in_five)
         assert found.loss == pytest.approx(expected.loss, rel=1e-5)
@@ -89,7 +90,11 @@ def test_of_several_labels_images_without_one_do_not_count() -> None:
 
 def test_images_without_a_label_are_refused_where_each_has_one_and_nothing_is_no_evaluation() -> None:
     pixels = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
-    for function in (classify, functools.partial(answers, temperature=1.0)):
+
+    def counted(model: ViT, batches: list[Batch], view: Preprocess) -> Counts:
+        return total(asked(model, batches, view, temperature=1.0), 7)
+
+    for function in (classify, counted):
         with pytest.raises(DataError, match="images with a label; some of these have none"):
             function(making.vit(), [Batch(pixels, torch.tensor([0, -1]), torch.arange(2))], VIEW)
         for batches in ([], [Batch(pixels, torch.zeros(2, 7), torch.arange(2))]):
@@ -108,7 +113,8 @@ def test_what_was_said_of_each_image_by_formula(temperature: float, several: boo
     targets = F.one_hot(classes, 7).float() if several else classes
     places = torch.tensor([9, 3, 4, 0, 7, 1])
     batches = [Batch(pixels[cut], targets[cut], places[cut]) for cut in (slice(4), slice(4, 6))]
-    counts, said = answers(model, batches, VIEW, temperature=temperature)
+    said = asked(model, batches, VIEW, temperature=temperature)
+    counts = total(said, model.config.classes)
     plain = classify(model, batches, VIEW)
     assert (counts.images, counts.right, counts.right_in_five) == (6, plain.right, plain.right_in_five)
     assert counts.loss == pytest.approx(float(said.losses.sum()))
@@ -126,19 +132,16 @@ def test_what_was_said_of_each_image_by_formula(temperature: float, several: boo
             no = sum(math.log1p(math.exp(value)) for each, value in enumerate(row) if each != classes[index])
             loss = yes + no
         else:
-            total = sum(map(math.exp, row))
-            chances = [math.exp(row[each]) / total for each in order]
-            loss = math.log(total) - row[int(classes[index])]
+            whole = sum(map(math.exp, row))
+            chances = [math.exp(row[each]) / whole for each in order]
+            loss = math.log(whole) - row[int(classes[index])]
         assert said.probabilities[index].tolist() == pytest.approx(chances, abs=1e-5)
         assert said.losses[index].item() == pytest.approx(loss, abs=1e-4)
 
 
 def test_a_temperature_changes_how_sure_the_answers_are_and_no_answer() -> None:
     batches = [Batch(pictures(6), torch.arange(6), torch.arange(6))]
-    (cold_counts, cold), (hot_counts, hot) = (
-        answers(making.vit(), batches, VIEW, temperature=temperature) for temperature in (1.0, 3.0)
-    )
-    assert cold_counts.right == hot_counts.right
+    cold, hot = (asked(making.vit(), batches, VIEW, temperature=temperature) for temperature in (1.0, 3.0))
     for name in ("classes", "right", "images"):
         assert torch.equal(getattr(cold, name), getattr(hot, name)), name
     assert (hot.probabilities[:, 0] < cold.probabilities[:, 0]).all()  # the hotter, the less sure

@@ -5,10 +5,8 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,14 @@ import pytest
 import torch
 
 from vitrail import recipes
+from vitrail.cli import runs
 from vitrail.config import Optimiser, Schedule
 from vitrail.data.sources import open_data
 from vitrail.errors import UsageError
 from vitrail.train import distributed
+from vitrail.train import state as states
 from vitrail.train.run import run
-from vitrail.train.signals import StoppedError
+from vitrail.train.signals import Requests, StoppedError
 from vitrail.train.step import begin
 from vitrail.train.task import Task
 from vitrail.weights.load import load
@@ -47,9 +47,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def started(world: int, work: Callable[[distributed.Group], None]) -> list[int]:
-    """Fork so many ranks, each of which does the work in one group; their process numbers."""
-    port, children = free_port(), []
+def started(
+    world: int, work: Callable[[distributed.Group], None], restarts: Sequence[int] = (), **environment: str
+) -> list[int]:
+    """Fork so many ranks, each of which does the work in one group; their process numbers.
+
+    Where restarts are given, it is as torchrun starts them that counts so many, one on each of as many nodes.
+    """
+    port, children = str(free_port()), []
     for rank in range(world):
         child = os.fork()
         if child:
@@ -57,8 +62,11 @@ def started(world: int, work: Callable[[distributed.Group], None]) -> list[int]:
             continue
         code = 1
         try:
-            place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+            place = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            if restarts:
+                place |= {"TORCHELASTIC_RESTART_COUNT": str(restarts[rank]), "TORCHELASTIC_RUN_ID": "test"}
+            os.environ.update(place | environment)
             with distributed.joined("cpu") as (group, _):
                 work(group)
             code = 0
@@ -69,8 +77,19 @@ def started(world: int, work: Callable[[distributed.Group], None]) -> list[int]:
     return children
 
 
-def ended(children: list[int]) -> list[int]:
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+def ended(children: list[int], seconds: float = 60) -> list[int]:
+    """The exit codes of processes, of which those that take too long are killed."""
+    codes: dict[int, int] = {}
+    end = time.monotonic() + seconds
+    while len(codes) < len(children):
+        for child in set(children) - codes.keys():
+            if time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                codes[child] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    return [codes[child] for child in children]
 
 
 def trained(task: Task, folder: Path, after_step: Callable[[Any], None] = lambda _: None, **options: Any) -> Any:
@@ -109,63 +128,112 @@ def test_a_rank_without_an_image_in_the_last_step_does_not_keep_the_others_waiti
     torch.testing.assert_close(weights(tmp_path / "two"), weights(tmp_path / "one"), atol=1e-5, rtol=0)
 
 
+def at_step(step: int, rank: int, *numbers: int) -> Callable[[distributed.Group], Callable[[Any], None]]:
+    """Something that sends a rank's own process signals after a step."""
+
+    def of(group: distributed.Group) -> Callable[[Any], None]:
+        def send(moment: Any) -> None:
+            if moment.step == step and group.rank == rank:
+                for number in numbers:
+                    os.kill(os.getpid(), number)
+
+        return send
+
+    return of
+
+
 def test_what_one_rank_is_asked_all_do_and_the_state_goes_on_at_another_size(tmp_path: Path) -> None:
     trained(task(), tmp_path / "one")
-
-    def work(group: distributed.Group) -> None:
-        def ask(moment: Any) -> None:
-            if moment.step == 5 and group.rank == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        trained(task(group), tmp_path / "run", ask)
-
-    assert ended(started(2, work)) == [75, 75]
-    assert (tmp_path / "run" / "stopped").read_text().startswith("SIGTERM: stopped after step 5 of 14")
+    ask = at_step(5, 1, signal.SIGUSR1)
+    assert ended(started(2, lambda group: trained(task(group), tmp_path / "run", ask(group)))) == [75, 75]
+    assert (tmp_path / "run" / "stopped").read_text().startswith("SIGUSR1: stopped after step 5 of 14")
+    with pytest.raises(StoppedError):  # a group that torchrun starts again leaves at once where it was stopped
+        trained(task(distributed.Group(restarts=1)), tmp_path / "run", resume=True)
     told: list[str] = []
     trained(task(), tmp_path / "run", resume=True, tell=told.append)
     assert "after step 5." in told[0]
     assert not (tmp_path / "run" / "stopped").exists()
     torch.testing.assert_close(weights(tmp_path / "run"), weights(tmp_path / "one"), atol=1e-5, rtol=0)
-    (tmp_path / "run" / "stopped").write_text("")
-    with pytest.raises(StoppedError):  # a group that torchrun starts again leaves at once where it was stopped
-        trained(task(distributed.Group(restarts=1)), tmp_path / "run", resume=True)
 
 
-def test_a_lost_rank_starts_the_group_again_from_its_checkpoint(tmp_path: Path) -> None:
-    """With torchrun itself: a worker is killed once it has saved, and the run ends as if nothing had been."""
-    code, err = bereaved(tmp_path)
-    assert code == 0, err
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    steps = [event["step"] for event in events if event["event"] == "checkpoint"]
-    assert steps == list(range(1, 46))  # every step once in the final history
-    assert "resumed after step" in (tmp_path / "run" / "run.log").read_text()
-    assert events[-1]["event"] == "end"
+def test_a_group_of_another_size_goes_on_where_torchrun_ended_the_one_before(tmp_path: Path) -> None:
+    """As nodes come and go: torchrun sends SIGTERM, and gives the command that began the run to other ranks."""
+    trained(task(), tmp_path / "one", save_every=0.0)
+    story = []
+    for world, last in ((2, 5), (1, 9), (2, 99)):
+        ask = at_step(last, world - 1, signal.SIGTERM)
+        children = started(
+            world,
+            lambda group: trained(task(group), tmp_path / "run", ask(group), save_every=0.0),  # noqa: B023
+            restarts=[0] * world,
+        )
+        story.append(ended(children))
+    assert story == [[75, 75], [75], [0, 0]]
+    both = [steps(tmp_path / name) for name in ("run", "one")]
+    assert [step for step, _ in both[0]] == list(range(1, 15))  # each once in the final history
+    assert [loss for _, loss in both[0]] == pytest.approx([loss for _, loss in both[1]], abs=1e-5)
+    with pytest.raises(UsageError, match="exists already"):  # whoever did not begin the run is not let in
+        trained(task(distributed.Group(agents=("test elsewhere 1",))), tmp_path / "run")
 
 
-def bereaved(folder: Path) -> tuple[int, str]:
-    """Start two ranks by torchrun and kill one after its third checkpoint; how it ended, and what was said."""
-    recipe = ("train", "digits", "--data", "digits", "--epochs", "2", "--warmup", "5", "--workers", "0")
-    command = [*recipe, "--device", "cpu", "--out", "run", "--save-every", "0"]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = [*launcher, "--max-restarts", "3", "-m", "vitrail", *command]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    group = subprocess.Popen(arguments, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    end = time.monotonic() + 120
-    while not list(folder.glob("run/checkpoints/step-0000000[3-9]")) and time.monotonic() < end:
-        time.sleep(0.05)
-    workers = [int(line) for line in children(group.pid) if b"vitrail" in Path(f"/proc/{line}/cmdline").read_bytes()]
-    os.kill(workers[-1], signal.SIGKILL)
-    _, err = group.communicate(timeout=240)
-    return group.returncode, err.decode()
+def steps(folder: Path) -> list[tuple[int, float]]:
+    """The number and loss of each step in the final history of a run that saved them all."""
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [(event["step"], event["loss"]) for event in events if event["event"] == "checkpoint"]
 
 
-def children(parent: int) -> list[str]:
-    """The processes that a process started, and those that they started."""
-    found: list[str] = []
-    for path in Path(f"/proc/{parent}/task").glob("*/children"):
-        for child in path.read_text().split():
-            found += [child, *children(int(child))]
-    return found
+def test_a_rank_whose_peer_is_dead_ends_soon_and_saves_nothing(tmp_path: Path) -> None:
+    """Even where it is asked to stop and save, as torchrun asks the others when it has found one dead."""
+
+    def work(group: distributed.Group) -> None:
+        def fail(moment: Any) -> None:
+            if moment.step == 5:
+                time.sleep(0.5 * (1 - group.rank))
+                os.kill(os.getpid(), signal.SIGKILL if group.rank else signal.SIGTERM)
+
+        trained(task(group), tmp_path / "run", fail, save_every=0.0)
+
+    assert ended(started(2, work), seconds=20) == [1, -signal.SIGKILL]
+    newest = states.newest(tmp_path / "run" / "checkpoints", print)
+    assert newest is not None
+    assert newest.step == 4
+    assert not (tmp_path / "run" / "stopped").exists()
+
+
+def test_ranks_find_each_other_among_what_the_dead_have_left(tmp_path: Path) -> None:
+    """In the store of a torchrun, which outlives its groups, and with torchruns that count restarts differently."""
+    stores: Any = torch.distributed
+    store = stores.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("vitrail 1", "of one that died before it was answered")
+    place = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+    def work(group: distributed.Group) -> None:
+        assert group.restarts == 3  # what any of them counts
+        assert distributed.summed(torch.tensor(group.rank)) == 3
+
+    for _ in range(2):
+        assert ended(started(3, work, restarts=[1, 0, 3], **place)) == [0, 0, 0]
+
+
+def test_a_command_that_torchrun_gives_again_neither_refuses_nor_removes_its_run(tmp_path: Path) -> None:
+    ours, others = distributed.Group(agents=("a", "b")), distributed.Group(agents=("c",))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "torchrun").write_text("b\nd\n")
+    for options in ({"resume": False, "overwrite": False}, {"resume": False, "overwrite": True}):
+        assert runs.place("train", tmp_path / "run", ours, **options) == (tmp_path / "run", True)
+        with pytest.raises(UsageError, match=r"run exists already|run is no run to overwrite"):
+            runs.place("train", tmp_path / "run", others, **options)
+
+
+def test_a_ctrl_c_that_torchrun_passes_on_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    asked = Requests()
+    for _ in range(2):
+        asked.receive(signal.SIGINT, None)
+    assert asked.signal == signal.SIGINT
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    with pytest.raises(KeyboardInterrupt):
+        asked.receive(signal.SIGINT, None)
 
 
 def test_alone_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:

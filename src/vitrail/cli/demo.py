@@ -26,7 +26,7 @@ def main(out: Path | None = None, resume: bool = False, json: bool = False) -> N
     from vitrail.train.task import Task
 
     dataset = open_data("digits")
-    folder = runs.place("demo", out, ALONE, resume=resume, overwrite=False)
+    folder, resume = runs.place("demo", out, ALONE, resume=resume, overwrite=False)
     recipe = recipes.named("digits")
     show.note(f"training {recipe.model} on {len(dataset.splits['train']):,} digits for {recipe.epochs} epochs")
     before = torch.get_num_threads()

@@ -38,12 +38,13 @@ def main(
     balanced: bool = False,
     everything: bool = False,
     number_of_runs: Annotated[int, tyro.conf.arg(name="runs", metavar="N")] = 1,
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
     seed: int = 0,
     device: str | None = None,
     workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     micro_batches: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
     recompute: bool = False,
+    shard: bool = False,
     resume: bool = False,
     overwrite: bool = False,
     save_every: Annotated[float, tyro.conf.arg(metavar="MINUTES")] = 10,
@@ -70,12 +71,13 @@ def main(
         balanced: Let every class count alike, however many images it has.
         everything: Train on the validation images too, once all choices are made; the last weights are kept then.
         number_of_runs: Repeat with the next seeds, and give mean and standard deviation.
-        out: The run's folder; runs/finetune, runs/finetune-2, ... unless told otherwise.
+        out: The run's folder; runs/finetune, runs/finetune-2, ... by default. s3://bucket/NAME: runs/NAME, copied.
         seed: Of order, augmentation and dropout.
         device: cpu, cuda or mps; the best there is unless told otherwise.
         workers: Processes that prepare images; one for each core but one unless told otherwise.
         micro_batches: Parts in which a step is computed, where all of it does not fit in memory.
         recompute: Compute activations again in the backward pass rather than keep them: less memory, a third slower.
+        shard: Divide the model over the processes that torchrun starts, rather than copy it to each (FSDP).
         resume: Go on with a run that was interrupted, from its newest whole checkpoint: the same command again.
         overwrite: Replace the run of that name.
         save_every: How often the whole state is written to the run's folder, in the background.
@@ -96,10 +98,9 @@ def main(
         raise UsageError("--minutes decides the epochs and must be above 0; give --minutes or --epochs")
     if deterministic:
         runs.be_deterministic()
-    trained = partial(runs.trained, data=data, track=track, save_every=save_every)
+    trained = partial(runs.trained, out=out, data=data, track=track, save_every=save_every)
     with runs.process(device) as (group, found):
-        resume = resume or group.restarts > 0
-        folder = runs.place("finetune", None if dry_run else out, group, resume=resume, overwrite=overwrite)
+        folder, resume = runs.place("finetune", None if dry_run else out, group, resume=resume, overwrite=overwrite)
         dataset = open_data(data)
         start = prepared(load(model), preprocess)
         config = start.model.config
@@ -125,6 +126,7 @@ def main(
             workers=max(0, available() - 1) if workers is None else workers,
             micro_batches=micro_batches,
             recompute=recompute,
+            shard=shard,
             everything=everything,
         )
         if minutes is not None:

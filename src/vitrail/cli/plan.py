@@ -200,6 +200,8 @@ def planned(recipe: Recipe, images: int, machine: Machine, *, classes: int = 100
     }
     whole = memory.parts(config, images=part, **settings)
     sharded = memory.parts(config, images=part, shards=devices, **settings)
+    if machine.micro_batches > 1:  # gradients of parts are kept whole until the last part's are sent
+        sharded = dataclasses.replace(sharded, gradients=whole.gradients)
     flops = count.training_flops(config, total)
     rate = devices * machine.efficiency * GPUS[machine.gpu].peak
     seconds = flops * (4 / 3 if machine.recompute else 1) / rate  # one more forward pass beside three
@@ -230,9 +232,10 @@ def planned(recipe: Recipe, images: int, machine: Machine, *, classes: int = 100
 def traffic(weights: int, machine: Machine) -> int:
     """Bytes that each GPU sends in a step, in rings: gradients are summed and handed round.
 
-    Sharded weights are gathered before each forward and each backward pass, and gradients summed where they belong.
+    Sharded weights are gathered before each forward and each backward pass, in bf16 and so half as large, and gradients
+    summed where they belong.
     """
-    rounds = 2 * machine.micro_batches + 1 if machine.shard else 2
+    rounds = machine.micro_batches + 1 if machine.shard else 2
     return round(rounds * weights * (machine.devices - 1) / machine.devices)
 
 
@@ -333,8 +336,6 @@ def script(name: str, recipe: Recipe, machine: Machine) -> str:
     """A SLURM script that trains by the recipe, and goes on after its time limit."""
     if name not in recipes.RECIPES:
         raise UsageError(f"--sbatch is for a recipe, and {name} is a preset: `vitrail list recipes` shows them")
-    if machine.shard:
-        raise UsageError("--sbatch with --shard: `vitrail train` does not shard models yet; leave --shard away")
     own = recipes.RECIPES[name]
     command = ["vitrail", "train", name, "--out", f"runs/{name}", "--resume"]
     if recipe.epochs != own.epochs:
@@ -343,5 +344,5 @@ def script(name: str, recipe: Recipe, machine: Machine) -> str:
         command += ["--batch", str(recipe.batch)]
     if machine.micro_batches > 1:
         command += ["--micro-batches", str(machine.micro_batches)]
-    command += ["--recompute"] * machine.recompute
+    command += ["--recompute"] * machine.recompute + ["--shard"] * machine.shard
     return _SCRIPT.format(name=name, nodes=machine.nodes, gpus=machine.gpus, command=shlex.join(command))

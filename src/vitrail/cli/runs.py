@@ -9,18 +9,20 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from vitrail.cli import show
+from vitrail import remote
+from vitrail.cli import sheets, show
 from vitrail.config import Recipe
 from vitrail.errors import DataError, UsageError
+from vitrail.remote import RemoteError
 
 if TYPE_CHECKING:
     import torch
 
-    from vitrail.data.dataset import Dataset, Split
+    from vitrail.data.dataset import Dataset
     from vitrail.train.distributed import Group
     from vitrail.train.keeper import Evaluated
     from vitrail.train.log import Logger
@@ -43,22 +45,45 @@ def next_folder(name: str) -> Path:
     raise AssertionError
 
 
-def place(name: str, out: Path | None, group: "Group", *, resume: bool, overwrite: bool) -> Path:
-    """The folder of a run, the same for all processes."""
+def place(name: str, out: str | Path | None, group: "Group", *, resume: bool, overwrite: bool) -> tuple[Path, bool]:
+    """The folder of a run and whether it is gone on with, the same for all processes."""
     from vitrail.train import distributed
+    from vitrail.train.run import started_again
 
-    chosen = _place(name, out, resume=resume, overwrite=overwrite) if group.leads else Path()
-    return Path(distributed.told(str(chosen)))
+    if resume and overwrite:
+        raise UsageError("--resume goes on with a run and --overwrite removes it; give one of them")
+    given = None if out is None else _here(str(out))
+    folder, again = given or _last(name), False
+    if group.leads:
+        again = folder is not None and started_again(folder, group)
+        if given and isinstance(out, str) and remote.is_remote(out) and not again:
+            _look_there(out.rstrip("/"), given, resume=resume, overwrite=overwrite)
+        folder = folder if again else _place(name, given, resume=resume, overwrite=overwrite)
+    return Path(distributed.told(str(folder))), bool(distributed.told("again" if again or resume else ""))
+
+
+def _look_there(url: str, folder: Path, *, resume: bool, overwrite: bool) -> None:
+    """Fetch what a run goes on from, or refuse a URL that is taken."""
+    from vitrail.train import mirror
+
+    if resume:
+        mirror.fetch(url, folder, show.note)
+    else:
+        mirror.check_free(url, overwrite=overwrite)
+    show.note(f"the run works in {folder} and is copied to {url}")
+
+
+def _last(name: str) -> Path | None:
+    """The youngest of runs/NAME, runs/NAME-2, ..."""
+    taken = [path for path in Path("runs").glob(f"{name}*") if re.fullmatch(rf"{name}(-\d+)?", path.name)]
+    return max(taken, key=lambda path: path.stat().st_mtime, default=None)
 
 
 def _place(name: str, out: Path | None, *, resume: bool, overwrite: bool) -> Path:
     """The folder that was given, the last of its name where it is to go on, else the next that is free."""
-    if resume and overwrite:
-        raise UsageError("--resume goes on with a run and --overwrite removes it; give one of them")
     folder = out
     if folder is None:
-        taken = [path for path in Path("runs").glob(f"{name}*") if re.fullmatch(rf"{name}(-\d+)?", path.name)]
-        last = max(taken, key=lambda path: path.stat().st_mtime, default=None)
+        last = _last(name)
         folder = last if resume and last is not None else Path("runs") / name if overwrite else next_folder(name)
     if resume and not folder.exists():
         show.note(f"{folder} is not there yet, so there is nothing to resume: a new run")
@@ -186,6 +211,7 @@ def trained(
     folder: Path,
     *,
     data: str,
+    out: str | None = None,
     track: Track | None = None,
     report: dict[str, Any] | None = None,
     resume: bool = False,
@@ -201,7 +227,11 @@ def trained(
     if not 0 <= save_every < math.inf:
         raise UsageError(f"--save-every is {save_every}; give minutes, 0 for every step")
     warn_of_imbalance(task)
-    if overwrite and task.group.leads and is_run(folder):
+    if task.shard and not task.sharded:
+        show.note(
+            "note: --shard changes nothing in one process, which has to hold the whole model; torchrun starts more"
+        )
+    if overwrite and not resume and task.group.leads and is_run(folder):
         shutil.rmtree(folder)  # not before: all that could be refused has been
     accuracy = ""
 
@@ -214,27 +244,60 @@ def trained(
         accuracy = f", validation {found.val.top1:.1%}"
         show.note(str(found))
 
-    with show.progress("training") as progress:
-        try:
-            result = run(
-                task,
-                folder,
-                after_step=stepped,
-                after_epoch=evaluated,
-                loggers=_loggers(track),
-                resume=resume,
-                save_every=save_every * 60,
-                tell=show.note,
-            )
-        except DataError as error:
-            advice = f"`vitrail data check {data}` names every bad image, and how to leave them out"
-            raise DataError(f"{error}. {advice}") from error
-    if result is None:
-        return None
-    if report is not None:
-        (folder / "data_report.json").write_text(json.dumps(report, indent=1) + "\n")
-    draw(task, result, folder)
-    return result
+    with copied(folder, out, task.group, anew=overwrite and not resume) as saved:
+        with show.progress("training") as progress:
+            try:
+                result = run(
+                    task,
+                    folder,
+                    after_step=stepped,
+                    after_epoch=evaluated,
+                    loggers=_loggers(track),
+                    resume=resume,
+                    save_every=save_every * 60,
+                    saved=saved,
+                    tell=show.note,
+                )
+            except RemoteError:
+                raise
+            except DataError as error:
+                advice = f"`vitrail data check {data}` names every bad image, and how to leave them out"
+                raise DataError(f"{error}. {advice}") from error
+        if result is None:
+            return None
+        if report is not None:
+            (folder / "data_report.json").write_text(json.dumps(report, indent=1) + "\n")
+        draw(task, result, folder)
+        return result
+
+
+@contextlib.contextmanager
+def copied(folder: Path, out: str | None, group: "Group", *, anew: bool) -> Iterator[Callable[[Path], None]]:
+    """What is to be called with each finished checkpoint: of an --out that is a URL it copies it there.
+
+    At the end all of the run's folder is copied.
+    """
+    from vitrail.train import mirror
+
+    if out is None or not remote.is_remote(out) or not group.leads:
+        yield lambda _: None
+        return
+    url = _url(folder, out)
+    if anew:
+        mirror.clear(url)
+    with contextlib.closing(mirror.Mirror(folder, url, show.note)) as copy:
+        yield copy.give
+        copy.finish()
+
+
+def _url(folder: Path, out: str) -> str:
+    """Where the copy of a run is, or of one of several seeds."""
+    return "/".join([out.rstrip("/"), *folder.relative_to(_here(out)).parts])
+
+
+def _here(out: str) -> Path:
+    """The folder that a run works in: the one given, or of a URL that of the same name below runs."""
+    return Path("runs", out.rstrip("/").rpartition("/")[2]) if remote.is_remote(out) else Path(out)
 
 
 def _loggers(track: Track | None) -> Any:
@@ -296,10 +359,12 @@ def draw(task: "Task", result: "Result", folder: Path) -> None:
         said.probabilities[:, 0].numpy(), said.right.numpy(), folder / "reliability.png", error=result.calibration_error
     )
     first_batch(task, folder / "train_batch0.jpg")
-    order = said.losses.argsort(descending=True)[:_WORST].tolist()
-    _answered(task, result, range(min(_SHOWN, len(said.images))), folder / "val_batch0_pred.jpg", answers=True)
-    _answered(task, result, range(min(_SHOWN, len(said.images))), folder / "val_batch0_labels.jpg", answers=False)
-    _answered(task, result, order, folder / "top_losses.jpg", answers=True)
+    split, some = task.dataset.splits[result.split], range(min(_SHOWN, len(said.images)))
+    classes, preprocess = task.dataset.classes, task.preprocess
+    worst = said.losses.argsort(descending=True)[:_WORST].tolist()
+    sheets.answered(split, classes, preprocess, said, some, folder / "val_batch0_pred.jpg")
+    sheets.labelled(split, classes, preprocess, said.images[list(some)].tolist(), folder / "val_batch0_labels.jpg")
+    sheets.answered(split, classes, preprocess, said, worst, folder / "top_losses.jpg")
 
 
 def first_batch(task: "Task", path: Path) -> None:
@@ -311,32 +376,7 @@ def first_batch(task: "Task", path: Path) -> None:
     count = min(_SHOWN, task.plan.size(0))
     batch = next(training_batches(training, Plan(batch=count, total=count)))
     rows = training.order.samples(batch.positions.numpy()).tolist()[:count]
-    pictures.grid(batch.pixels[:count], [_label(task, training.split, row) for row in rows], path)
-
-
-def _answered(task: "Task", result: "Result", places: Sequence[int], path: Path, *, answers: bool) -> None:
-    """Images of the split that was measured, with their labels, or what the model said and whether that is right."""
-    import torch
-
-    from vitrail.data.decode import decode
-    from vitrail.data.transforms import evaluation_view
-    from vitrail.figures import pictures
-
-    split, said, names = task.dataset.splits[result.split], result.answers, task.dataset.classes
-    channels, captions, views = len(task.preprocess.mean), [], []
-    for place in places:
-        row = int(said.images[place])
-        views.append(evaluation_view(decode(split.read(row), channels, name=split.name(row)), task.preprocess))
-        truth = _label(task, split, row)
-        answer = f"{names[int(said.classes[place, 0])]} {float(said.probabilities[place, 0]):.0%}"
-        right = bool(said.right[place])
-        captions.append(truth if not answers else answer if right else f"{answer}, is {truth}")
-    marks = [bool(said.right[place]) for place in places] if answers else None
-    pictures.grid(torch.stack(views), captions, path, marks=marks)
-
-
-def _label(task: "Task", split: "Split", row: int) -> str:
-    return ", ".join(task.dataset.classes[index] for index in split.labels(row)) or "no label"
+    pictures.grid(batch.pixels[:count], [sheets.label(training.split, task.dataset.classes, row) for row in rows], path)
 
 
 # --- what a run will take --------------------------------------------------------------------------------------------
@@ -357,6 +397,7 @@ def dry_run(task: "Task", *, as_json: bool) -> None:
         return
     recipe, plan, view = task.recipe, task.plan, task.preprocess
     optimiser, schedule = recipe.optimiser, recipe.schedule
+    how = ["sharded"] * task.sharded + ["compiled"] * task.compiles
     show.table(
         [
             ("data", f"{task.dataset.name}: " + ", ".join(f"{k} {len(v):,}" for k, v in task.dataset.splits.items())),
@@ -367,7 +408,7 @@ def dry_run(task: "Task", *, as_json: bool) -> None:
             ("optimiser", f"{optimiser.kind}, learning rate {optimiser.lr:g}, weight decay {optimiser.weight_decay:g}"),
             ("schedule", f"{schedule.warmup:,} steps of warm-up, then {schedule.decay}"),
             ("augmentation", _augmentation(recipe)),
-            ("device", f"{task.device}, {plan.micro_batches} micro-batches{', compiled' if task.compiles else ''}"),
+            ("device", ", ".join([str(task.device), f"{plan.micro_batches} micro-batches", *how])),
             ("time", f"about {duration(found.seconds)} at {found.images_per_second:,.0f} images/s"),
             ("memory", f"about {show.size(found.memory)} of {show.size(found.available)}{_advice(task, found)}"),
             ("first batch", str(picture)),

@@ -1,7 +1,6 @@
 """`vitrail train RECIPE --data DATA`: a model from nothing."""
 
 import dataclasses
-from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -13,7 +12,7 @@ from vitrail.cli import runs, show
 def main(
     recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")],
     data: Annotated[str, tyro.conf.arg(metavar="DATA")],
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
     epochs: Annotated[float | None, tyro.conf.arg(metavar="N")] = None,
     batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     lr: Annotated[float | None, tyro.conf.arg(metavar="RATE")] = None,
@@ -25,6 +24,7 @@ def main(
     workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     micro_batches: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
     recompute: bool = False,
+    shard: bool = False,
     resume: bool = False,
     overwrite: bool = False,
     save_every: Annotated[float, tyro.conf.arg(metavar="MINUTES")] = 10,
@@ -38,7 +38,7 @@ def main(
     Args:
         recipe: One of those that `vitrail list recipes` shows.
         data: A folder, a .csv or .jsonl, shards, a set that was got, digits, or hf:ORG/NAME.
-        out: The run's folder; runs/train, runs/train-2, ... unless told otherwise.
+        out: The run's folder; runs/train, runs/train-2, ... by default. s3://bucket/NAME: runs/NAME, copied.
         epochs: Passes over the training images, in place of the recipe's.
         batch: Images in a step, in place of the recipe's.
         lr: Learning rate at its top, in place of the recipe's.
@@ -50,6 +50,7 @@ def main(
         workers: Processes that prepare images; one for each core but one unless told otherwise.
         micro_batches: Parts in which a step is computed, where all of it does not fit in memory.
         recompute: Compute activations again in the backward pass rather than keep them: less memory, a third slower.
+        shard: Divide the model over the processes that torchrun starts, rather than copy it to each (FSDP).
         resume: Go on with a run that was interrupted, from its newest whole checkpoint: the same command again.
         overwrite: Replace the run of that name.
         save_every: How often the whole state is written to the run's folder, in the background.
@@ -77,15 +78,15 @@ def main(
             workers=max(0, available() - 1) if workers is None else workers,
             micro_batches=micro_batches,
             recompute=recompute,
+            shard=shard,
             everything=everything,
         )
         if dry_run:
             runs.dry_run(task, as_json=json)
             return
-        resume = resume or group.restarts > 0
-        folder = runs.place("train", out, group, resume=resume, overwrite=overwrite)
+        folder, resume = runs.place("train", out, group, resume=resume, overwrite=overwrite)
         result = runs.trained(
-            task, folder, data=data, track=track, resume=resume, overwrite=overwrite, save_every=save_every
+            task, folder, out=out, data=data, track=track, resume=resume, overwrite=overwrite, save_every=save_every
         )
         if result is None:
             return

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitrail.config import Preprocess
@@ -79,25 +79,13 @@ class Answers(NamedTuple):
     losses: Tensor  # float32 (n,)
     right: Tensor  # bool (n,)
     images: Tensor  # int64 (n,): which of the split's images
+    labels: Tensor  # int64 (n,): the true class; -1 where there may be several
+    in_five: Tensor  # bool (n,): whether a true class is among the five
 
 
 def count(logits: Tensor, targets: Tensor) -> Counts:
     """The counts of one batch: logits (B, L), classes (B,) or shares (B, L)."""
-    return _counted(logits.float(), targets, _said(logits.float(), targets, 1.0))
-
-
-def _counted(logits: Tensor, targets: Tensor, said: Answers) -> Counts:
-    classes = logits.shape[1]
-    confusion = _nothing(classes)
-    if targets.ndim == 1:
-        if len(confusion):
-            pairs = targets * classes + said.classes[:, 0]
-            confusion = torch.bincount(pairs, minlength=classes * classes).reshape(classes, classes)
-        five = said.classes == targets[:, None]
-    else:
-        five = targets.gather(1, said.classes) > 0
-    in_five = int(five.any(dim=1).sum())
-    return Counts(len(targets), int(said.right.sum()), in_five, float(said.losses.sum()), confusion.cpu())
+    return total(_said(logits.float(), targets, 1.0), logits.shape[1])
 
 
 def _nothing(classes: int) -> Tensor:
@@ -117,7 +105,11 @@ def _said(logits: Tensor, targets: Tensor, temperature: float) -> Answers:
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (B, 5)
     first = best[:, :1]
     right = targets == first[:, 0] if targets.ndim == 1 else targets.gather(1, first)[:, 0] > 0
-    return Answers(best, probabilities.gather(1, best), losses, right, torch.arange(len(logits)))
+    if targets.ndim == 1:
+        labels, in_five = targets, (best == targets[:, None]).any(dim=1)
+    else:
+        labels, in_five = torch.full_like(first[:, 0], -1), (targets.gather(1, best) > 0).any(dim=1)
+    return Answers(best, probabilities.gather(1, best), losses, right, torch.arange(len(logits)), labels, in_five)
 
 
 def classify(
@@ -141,24 +133,32 @@ def classify(
     return total
 
 
-def answers(
-    model: Model, batches: Iterable[Batch], preprocess: Preprocess, *, temperature: float
-) -> tuple[Counts, Answers]:
-    """The counts of a model over labelled images, and what it said of each, on the CPU."""
-    total: Counts | None = None
+def asked(model: nn.Module, batches: Iterable[Batch], preprocess: Preprocess, *, temperature: float) -> Answers:
+    """What a model says of each labelled image, on the CPU; no rows where there is none."""
     kept: list[Answers] = []
     for logits, targets, images in outputs(model, batches, preprocess):
-        said = _said(logits, targets, temperature)
-        counts = _counted(logits, targets, said)
-        total = counts if total is None else total + counts
-        kept.append(said._replace(images=images))
-    if total is None:
+        kept.append(_said(logits, targets, temperature)._replace(images=images))
+    if not kept:
+        kept.append(_said(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64), temperature))
+    return Answers(*(torch.cat(columns).cpu() for columns in zip(*kept, strict=True)))
+
+
+def total(said: Answers, classes: int) -> Counts:
+    """The counts of all that was said, by a model of so many classes."""
+    if not len(said.images):
         raise DataError("there is no labelled image to evaluate on")
-    return total, Answers(*(torch.cat(columns).cpu() for columns in zip(*kept, strict=True)))
+    confusion = _nothing(classes)
+    if len(confusion) and bool((said.labels >= 0).all()):
+        pairs = said.labels * classes + said.classes[:, 0]
+        confusion = torch.bincount(pairs, minlength=classes * classes).reshape(classes, classes)
+    loss = float(said.losses.cpu().double().sum())
+    return Counts(len(said.images), int(said.right.sum()), int(said.in_five.sum()), loss, confusion.cpu())
 
 
 @torch.inference_mode()
-def outputs(model: Model, batches: Iterable[Batch], preprocess: Preprocess) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def outputs(
+    model: nn.Module, batches: Iterable[Batch], preprocess: Preprocess
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Logits (B, L), float32, and targets of the labelled images, on the model's device; and which images they are."""
     device = next(model.parameters()).device
     model.eval()

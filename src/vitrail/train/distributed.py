@@ -7,8 +7,10 @@ function here is the identity where there is one rank, so the code that trains d
 import contextlib
 import datetime
 import os
+import secrets
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +31,9 @@ class Group(NamedTuple):
     local: int = 0
     """Its number on this machine."""
     restarts: int = 0
-    """How often torchrun has started the group again."""
+    """How often torchrun has started the group again because a process failed."""
+    agents: tuple[str, ...] = ()
+    """The torchruns of all ranks, by names that stay the same when they start the group again."""
 
     @property
     def leads(self) -> bool:
@@ -44,11 +48,14 @@ def group() -> Group:
     """What torchrun, or a SLURM script like it, says in the environment."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
     try:
-        found = Group(*(int(os.environ.get(name, default)) for name, default in zip(names, (0, 1, 0, 0), strict=True)))
+        numbers = [int(os.environ.get(name, default)) for name, default in zip(names, (0, 1, 0, 0), strict=True)]
     except ValueError as error:
         raise UsageError(f"{', '.join(names)} in the environment are numbers: {error}") from None
+    found = Group(numbers[0], numbers[1], numbers[2], numbers[3])
     if not 0 <= found.rank < found.world:
         raise UsageError(f"RANK is {found.rank} and WORLD_SIZE {found.world}; a rank lies from 0 to below the size")
+    if run := os.environ.get("TORCHELASTIC_RUN_ID"):
+        found = found._replace(agents=(f"{run} {socket.gethostname()} {os.getppid()}",))
     return found
 
 
@@ -58,8 +65,7 @@ def joined(name: str | None) -> Iterator[tuple[Group, torch.device]]:
     found = group()
     device = devices.named(name)
     if device.type == "cuda":
-        if found.world > 1:
-            device = torch.device("cuda", found.local)
+        device = torch.device("cuda", found.local if found.world > 1 else device.index or 0)
         torch.cuda.set_device(device)  # graphs are recorded on the current device
     if found.world == 1:
         yield found, device
@@ -69,7 +75,7 @@ def joined(name: str | None) -> Iterator[tuple[Group, torch.device]]:
         backend, store=_store(found), rank=found.rank, world_size=found.world, timeout=_PATIENCE
     )
     try:
-        yield found, device
+        yield _merged(found), device
     finally:
         # gloo's thread may still hold the tensors of the last sum, and needs Python's lock to let them go, which the
         # end of the group keeps while it waits for that thread
@@ -77,15 +83,42 @@ def joined(name: str | None) -> Iterator[tuple[Group, torch.device]]:
         distributed.destroy_process_group()
 
 
+def _merged(group: Group) -> Group:
+    """The group with what only some of its ranks know: a torchrun counts its own restarts, and one may be new."""
+    found: list[Any] = [None] * group.world
+    distributed.all_gather_object(found, (group.restarts, group.agents))
+    agents = {agent for _, some in found for agent in some}
+    return group._replace(restarts=max(restarts for restarts, _ in found), agents=tuple(sorted(agents)))
+
+
 def _store(group: Group) -> Any:
-    """Where ranks find each other. torchrun's own lives on when it starts a group again, and would give the new ranks
-    the addresses of the dead: each start has its own names in it.
-    """
+    """Where ranks find each other: torchrun's own, which lives on when it starts a group again, or else rank 0's."""
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
     leads = group.leads and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     stores: Any = distributed  # it has them, but exports no types of them
     store = stores.TCPStore(address, port, is_master=leads, timeout=_PATIENCE, wait_for_workers=False)
-    return stores.PrefixStore(f"vitrail {group.restarts}", store)
+    return stores.PrefixStore(_start(store, group), store)
+
+
+def _start(store: Any, group: Group) -> str:
+    """A name for this start of the group, the same on every rank, under which the addresses of the dead do not stand.
+
+    Nothing in the environment is one: torchruns count restarts each for itself, and none where a node comes or goes.
+    So every rank leaves a mark of its own, and rank 0 answers the marks until those that stand there have all thanked.
+    """
+    mine = secrets.token_hex(8)
+    if not group.leads:
+        store.set(f"vitrail {group.rank}", mine)
+        start = str(store.get(f"vitrail answer {mine}").decode())
+        store.set(f"vitrail thanks {mine} {start}", "")
+        return start
+    while True:
+        marks = [store.get(f"vitrail {rank}").decode() for rank in range(1, group.world)]
+        for mark in marks:  # a dead rank's may be among them, until its successor writes over it
+            store.set(f"vitrail answer {mark}", mine)
+        if store.check([f"vitrail thanks {mark} {mine}" for mark in marks]):
+            return mine
+        time.sleep(0.05)
 
 
 def world() -> int:
@@ -134,7 +167,42 @@ def counted(counts: Counts, device: torch.device) -> Counts:
     return Counts(images, right, five, loss, summed(counts.confusion.to(device)).cpu())
 
 
+def gathered(rows: Tensor, device: torch.device) -> Tensor:
+    """The rows of all ranks' tensors, in the order of the ranks and on the CPU; each may have its own number."""
+    if not together():
+        return rows
+    mine = rows.to(device)
+    counts = [int(count) for count in summed(_one_hot(len(rows), device))]
+    padded = mine.new_zeros(max(counts), *mine.shape[1:])
+    padded[: len(mine)] = mine
+    found = [torch.empty_like(padded) for _ in counts]
+    distributed.all_gather(found, padded)
+    return torch.cat([some[:count] for some, count in zip(found, counts, strict=True)]).cpu()
+
+
+def _one_hot(number: int, device: torch.device) -> Tensor:
+    """A place for every rank, and the number in this rank's."""
+    places = torch.zeros(world(), dtype=torch.int64, device=device)
+    places[distributed.get_rank()] = number
+    return places
+
+
 def wait() -> None:
     """Return when every rank is here."""
     if together():
         distributed.barrier()
+
+
+def exchange() -> Callable[[Any], list[Any]]:
+    """A function that gives what each rank has to say to all of them, in their order.
+
+    One thread a rank may call it while others compute: it speaks through a group of its own, on the CPU.
+    """
+    apart = distributed.new_group(backend="gloo", timeout=_PATIENCE)
+
+    def exchanged(mine: Any) -> list[Any]:
+        found = [None] * world()
+        distributed.all_gather_object(found, mine, group=apart)
+        return found
+
+    return exchanged

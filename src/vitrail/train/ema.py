@@ -4,12 +4,14 @@ The paper's ImageNet results use it with a decay of 0.9999, as Polyak averaging.
 module and a counter in its buffers; this keeps tensors under the model's own names, which is all that a file stores.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from vitrail.errors import ModelError
+from vitrail.train.sharding import local
 
 
 class Average:
@@ -29,11 +31,24 @@ class Average:
     @torch.no_grad()
     def update(self, decay: float) -> None:
         """Keep `decay` of the average and take the rest from the model as it is now."""
-        averages = [self.tensors[name] for name in self.parameters]
-        current = [parameter.float() for parameter in self.parameters.values()]  # no copy where it is float32
+        averages = [local(self.tensors[name]) for name in self.parameters]
+        current = [local(parameter).float() for parameter in self.parameters.values()]  # no copy where it is float32
         torch._foreach_lerp_(averages, current, 1 - decay)
         for name, buffer in self.buffers.items():
             self.tensors[name].copy_(buffer)
+
+    @contextlib.contextmanager
+    @torch.no_grad()
+    def in_place(self) -> Iterator[None]:
+        """While the block lasts, the model computes with the average."""
+        kept = {name: parameter.clone() for name, parameter in self.parameters.items()}
+        try:
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self.tensors[name])
+            yield
+        finally:
+            for name, parameter in self.parameters.items():
+                parameter.copy_(kept[name])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from averages stored before."""

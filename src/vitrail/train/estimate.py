@@ -6,6 +6,7 @@ Nothing of it stays: the weights that a trial moves are thrown away.
 import dataclasses
 import itertools
 import os
+import statistics
 import time
 
 import torch
@@ -17,6 +18,7 @@ from vitrail.model import count
 from vitrail.model.build import Model
 from vitrail.train import distributed
 from vitrail.train.run import feed
+from vitrail.train.sharding import local
 from vitrail.train.step import State, advance, begin, precision
 from vitrail.train.task import Task
 
@@ -45,12 +47,12 @@ class Estimate:
 def estimate(task: Task) -> Estimate:
     """Time a few steps of the run and count what they keep."""
     trial = _trial(task)
-    model = trial.model()
-    state = begin(model, trial.recipe, trial.counts, recorded=trial.recorded)
-    parts, loading = _loaded(trial)
+    parts, loading, aside = _loaded(trial)
+    model = dataclasses.replace(trial, shard=False).model()
     kept = _kept_bytes(model, parts[0][0])
+    state = begin(trial.model() if trial.sharded else model, trial.recipe, trial.counts, recorded=trial.recorded)
     computing = _seconds_per_image(state, trial, parts)
-    each = max(computing, loading) if task.workers else computing + loading
+    each = max(computing, loading) if aside else computing + loading
     images, val = task.plan.total, len(task.dataset.splits["val"])
     evaluations = max(1, int(task.recipe.epochs) // task.every)
     evaluation = val * max(computing / 3, loading)
@@ -77,42 +79,51 @@ def _trial(task: Task) -> Task:
     return dataclasses.replace(task, recipe=recipe, micro_batches=1, compiled=False)
 
 
-def _loaded(trial: Task) -> tuple[list[tuple[Tensor, Tensor]], float]:
-    """A few prepared batches, and the seconds that loading an image takes."""
+def _loaded(trial: Task) -> tuple[list[tuple[Tensor, Tensor]], float, bool]:
+    """A few prepared batches, the seconds that loading an image takes, and whether that is done beside computing.
+
+    Images that live on a GPU are not: it makes their views, which take from the time that it has for the steps.
+    """
     training, plan = trial.training, trial.plan
     parts: list[tuple[Tensor, Tensor]] = []
-    images = 0
+    images, aside = 0, trial.workers > 0
     begun = 0.0
     for step, batch in enumerate(itertools.islice(feed(trial), 4 * _STEPS)):
         if len(batch.pixels) == 0:
             break
+        aside = aside and batch.pixels.device.type == "cpu"
         there = batch._replace(pixels=batch.pixels.to(trial.device), targets=batch.targets.to(trial.device))
         if len(parts) < _STEPS:
             parts.append(loader.prepared(there, training, plan, step))
         if not step:  # the first waits for processes to start
-            begun = time.perf_counter()
+            begun = _now(trial)
             continue
         images += len(batch.positions)
         if time.perf_counter() - begun > _SECONDS:
             break
-    return parts, (time.perf_counter() - begun) / max(images, 1)
+    return parts, (_now(trial) - begun) / max(images, 1), aside
+
+
+def _now(trial: Task) -> float:
+    """The time, when the device has done all that it was given."""
+    if trial.device.type == "cuda":
+        torch.cuda.synchronize(trial.device)
+    return time.perf_counter()
 
 
 def _seconds_per_image(state: State, trial: Task, parts: list[tuple[Tensor, Tensor]]) -> float:
-    """Seconds of computing a training image: the fastest of a few steps after the first."""
-    fastest = float("inf")
+    """Seconds of computing a training image: the median of a few steps after the first."""
+    seconds: list[float] = []
     begun = time.perf_counter()
     for number in range(_STEPS + 1):
         part = parts[number % len(parts)]
         before = time.perf_counter()
         advance(state, [part], trial.recipe, size=len(part[0]), steps=trial.plan.steps, seed=trial.seed)
-        if trial.device.type == "cuda":
-            torch.cuda.synchronize(trial.device)
         if number or len(parts) == 1:
-            fastest = min(fastest, (time.perf_counter() - before) / len(part[0]))
+            seconds.append((_now(trial) - before) / len(part[0]))
         if number and time.perf_counter() - begun > _SECONDS and not distributed.together():
             break  # several ranks make equally many steps, or one would wait for the others without end
-    return fastest
+    return statistics.median(seconds)
 
 
 def _kept_bytes(model: Model, images: Tensor) -> int:
@@ -137,8 +148,8 @@ def _kept_bytes(model: Model, images: Tensor) -> int:
 
 def _state_bytes(state: State, recipe: Recipe) -> int:
     """Bytes of weights, gradients, the optimizer's averages and the average of the weights."""
-    weights = sum(parameter.nbytes for parameter in state.model.parameters())
-    trained = sum(parameter.nbytes for parameter in state.model.parameters() if parameter.requires_grad)
+    weights = sum(local(parameter).nbytes for parameter in state.model.parameters())
+    trained = sum(local(parameter).nbytes for parameter in state.model.parameters() if parameter.requires_grad)
     moments = 2 if recipe.optimiser.kind == "adam" else 1  # muon leaves little to adam
     return weights + trained * (1 + moments) + (weights if state.average else 0)
 

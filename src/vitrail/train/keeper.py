@@ -1,6 +1,6 @@
 """What happens between the steps of a run: evaluation, the weights that are kept, checkpoints, and words about it."""
 
-import copy
+import contextlib
 import dataclasses
 import math
 import platform
@@ -18,7 +18,7 @@ from vitrail.data import loader
 from vitrail.data.loader import Batch
 from vitrail.evaluate.classify import Counts, classify
 from vitrail.model.build import Model
-from vitrail.train import distributed
+from vitrail.train import distributed, sharding
 from vitrail.train import state as states
 from vitrail.train.distributed import ALONE, Group
 from vitrail.train.log import Book
@@ -96,48 +96,64 @@ class Keeper:
             self.period = period
             self.evaluate(moment)
         self.writer.check()
-        asked = distributed.agreed(self.asked.signal or 0, self.task.device)
-        due = time.monotonic() - self.saved >= self.save_every
-        if self.task.group.leads and (due or asked or moment.step == moment.steps):
+        late = self.task.group.leads and time.monotonic() - self.saved >= self.save_every
+        asked, due = divmod(distributed.agreed(2 * (self.asked.signal or 0) + late, self.task.device), 2)
+        if (self.task.group.leads or self.task.sharded) and (due or asked or moment.step == moment.steps):
             self.checkpoint(moment)
         if asked:
             self.writer.wait()
+            distributed.wait()  # or the first to end would have torchrun end those that still write
             raise StoppedError(
                 f"{signal.Signals(asked).name}: stopped after step {moment.step:,} of {moment.steps:,}, the state is"
-                " saved; the same command with --resume goes on"
+                " saved; the same command with --resume goes on",
+                asked,
             )
 
     def evaluate(self, moment: Moment) -> None:
         """Measure, write, and keep the weights if they are the best so far."""
         begun = time.perf_counter()
         loss, rate = self.loss / self.images, self.images / max(moment.seconds - self.evaluated, 1e-9)
-        model, device = evaluated_model(self.state), self.task.device
-        with uncompiled(model), precision(device):
-            val = classify(model, self.val(), self.task.preprocess, over_ranks=self.over_ranks)
-        if not math.isfinite(val.mean_loss):  # the next step would see it, but the last has none
-            raise DivergedError(
-                f"after step {moment.step:,} the loss of the validation images is {val.mean_loss}; the weights before"
-                f" are kept. Try a lower learning rate than {self.task.recipe.optimiser.lr}, or a longer warm-up"
-            )
+        with averaged(self.state) as model:
+            val = self.measured(model)
+            if not math.isfinite(val.mean_loss):  # the next step would see it, but the last has none
+                raise DivergedError(
+                    f"after step {moment.step:,} the loss of the validation images is {val.mean_loss}; the weights"
+                    f" before are kept. Try a lower learning rate than {self.task.recipe.optimiser.lr}, or a longer"
+                    " warm-up"
+                )
+            score = val.macro if self.task.recipe.balanced and val.by_class else val.top1
+            self.best = score if self.best is None else max(score, self.best)
+            good = score >= self.best - doubt(self.best, val.images) or self.task.everything
+            self.keep(model, moment, good=good)
         found = Evaluated(moment, loss, val, rate)
         self.loss, self.images = 0.0, 0
-        score = val.macro if self.task.recipe.balanced and val.by_class else val.top1
-        self.best = score if self.best is None else max(score, self.best)
-        if self.task.group.leads:
-            last = self.folder / "weights" / "last.safetensors"
-            save(self.trained(model, moment), last, overwrite=True)
-            if score >= self.best - doubt(self.best, val.images) or self.task.everything:
-                with files.replacing(last.with_name("best.safetensors"), overwrite=True) as fresh:
-                    shutil.copyfile(last, fresh)
         row = (moment.epoch, moment.seconds, loss, val.top1, val.top5, val.mean_loss, moment.outcome.lr)
         self.book.row(moment.step, row)
         self.book.say(str(found))
         self.after_epoch(found)
         self.evaluated = moment.seconds + time.perf_counter() - begun
 
-    def over_ranks(self, counts: Counts) -> Counts:
-        """The counts of all ranks' images."""
-        return distributed.counted(counts, self.task.device)
+    def measured(self, model: Model) -> Counts:
+        """The counts of the validation images, those of other ranks included."""
+        task = self.task
+        batches = in_step(model, self.val(), task) if task.sharded else self.val()
+        with uncompiled(model), precision(task.device):
+            return classify(
+                model, batches, task.preprocess, over_ranks=lambda counts: distributed.counted(counts, task.device)
+            )
+
+    def keep(self, model: Model, moment: Moment, *, good: bool) -> None:
+        """Write the last weights, and where they are good the best."""
+        if not (self.task.group.leads or self.task.sharded):
+            return
+        copied = sharding.copied(model)
+        if copied is None:
+            return
+        last = self.folder / "weights" / "last.safetensors"
+        save(self.trained(copied, moment), last, overwrite=True)
+        if good:
+            with files.replacing(last.with_name("best.safetensors"), overwrite=True) as fresh:
+                shutil.copyfile(last, fresh)
 
     def checkpoint(self, moment: Moment) -> None:
         """Take a snapshot of everything and hand it to the thread that writes it."""
@@ -180,8 +196,7 @@ class Keeper:
         name = f"{what} on {task.dataset.name}, step {moment.step} of {moment.steps}"
         licence = task.start.origin.licence if task.start else None
         origin = Origin(format="vitrail", name=name, licence=licence, assumptions=assumptions, changes=changes)
-        copied, several = copy.deepcopy(model).cpu().eval(), task.dataset.several
-        return Trained(copied, task.preprocess, task.dataset.classes, origin, several=several)
+        return Trained(model, task.preprocess, task.dataset.classes, origin, several=task.dataset.several)
 
 
 _REMEMBERED = ("best", "loss", "images", "period", "seconds", "evaluated")
@@ -194,6 +209,8 @@ def machine(task: Task) -> dict[str, Any]:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(task.device) if task.device.type == "cuda" else task.device.type,
         "threads": torch.get_num_threads(),
+        "processes": task.group.world,
+        "sharded": task.sharded,
     }
 
 
@@ -206,13 +223,25 @@ def doubt(share: float, images: int) -> float:
     return math.sqrt(share * (1 - share) / images)
 
 
-def evaluated_model(state: State) -> Model:
-    """The average's model where there is one, else the model itself."""
-    if state.average is None:
-        return state.model
-    averaged = copy.deepcopy(state.model)
-    averaged.load_state_dict(state.average.tensors)
-    return averaged
+@contextlib.contextmanager
+def averaged(state: State) -> Iterator[Model]:
+    """The model; where there is an average, it has those weights while the block lasts."""
+    with contextlib.nullcontext() if state.average is None else state.average.in_place():
+        yield state.model
+
+
+def in_step(model: Model, batches: Iterator[Batch], task: Task) -> Iterator[Batch]:
+    """The batches, and then forward passes of nothing for as long as another rank has batches left.
+
+    Each pass of a model that is sharded needs all ranks, and their shares of the images may differ.
+    """
+    for batch in batches:
+        if batch.targets.ndim == 1 or batch.targets.any():  # without a label it is not computed
+            distributed.agreed(1, task.device)
+            yield batch
+    nothing = torch.zeros(1, len(task.preprocess.mean), *task.preprocess.size, device=task.device)
+    while distributed.agreed(0, task.device):
+        model(nothing)
 
 
 def evaluation_batches(task: Task, split: str, group: Group = ALONE) -> Iterator[Batch]:

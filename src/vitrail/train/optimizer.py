@@ -8,7 +8,7 @@ parameters but matrices, and rounds to bf16 on the CPU too. Here all matrices of
 batched products, and AdamW moves the rest within the same object.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from vitrail.config import Optimiser
 from vitrail.errors import ModelError, UsageError
 from vitrail.model.build import Model
 from vitrail.model.vit import ViT
+from vitrail.train import sharding
+from vitrail.train.sharding import local
 
 FUSED = ("cpu", "cuda", "mps")  # devices on which torch has one kernel for a whole group's step
 BOTTOM = ("patch_embed", "cls_token", "dist_token", "reg_token", "pos_embed", "pos_embed_y", "pos_embed_x", "stem")
@@ -55,7 +57,8 @@ def build(model: Model, optimiser: Optimiser, *, recorded: bool = False) -> Opti
         return Muon(groups, momentum=optimiser.momentum, betas=betas, eps=optimiser.eps, fused=fused, recorded=recorded)
     for group in groups:  # torch's SGD would add its weight decay to the gradient, and so to the momentum
         group["decoupled"] = group.pop("weight_decay")
-    optimizer = SGD(groups, momentum=optimiser.momentum, fused=fused)
+    sharded = sharding.is_sharded(model)  # there is no fused SGD for tensors that are
+    optimizer = SGD(groups, momentum=optimiser.momentum, fused=fused and not sharded, foreach=sharded or None)
     optimizer.register_step_pre_hook(_decay_groups)
     return optimizer
 
@@ -120,7 +123,8 @@ def clip(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
     whoever must survive that looks before the step.
     """
     parameters = list(parameters)
-    norm = get_total_norm(_gradients(parameters))
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = sharding.whole(get_total_norm(gradients))
     if limit is not None:
         clip_grads_with_norm_(parameters, limit, norm)
     return norm
@@ -175,36 +179,48 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]  # there is no closure to evaluate anything again
         """Move every parameter that has a gradient."""
-        matrices: list[Tensor] = []
-        moved: list[Tensor] = []
+        matrices: list[tuple[Tensor, slice]] = []
+        moved: list[Tensor] = []  # whole: where they are sharded, every rank computes with all of them
         rates: list[float | Tensor] = []
         for group in self.param_groups:
             if group["matrices"] and (trained := _with_gradient(group["params"])):
                 _decay(trained, group["lr"] * group["weight_decay"])
                 for parameter, direction in zip(trained, self._momentum(trained, group["momentum"]), strict=True):
-                    matrices += parameter.chunk(group["matrices"])
-                    moved += direction.chunk(group["matrices"])
+                    matrices += _matrices(parameter, group["matrices"])
+                    moved += sharding.whole(sharding.divided(direction, parameter)).chunk(group["matrices"])
                     rates += [group["lr"]] * group["matrices"]
-        for matrix, direction, lr in zip(matrices, orthogonalised(moved), rates, strict=True):
-            rate = lr * MATCHED_RMS * max(matrix.shape) ** 0.5
+        for (matrix, rows), direction, lr in zip(matrices, orthogonalised(moved), rates, strict=True):
+            rate = lr * MATCHED_RMS * max(direction.shape) ** 0.5
             if isinstance(rate, Tensor):
-                matrix.sub_(direction.float() * rate)
+                matrix.sub_(direction[rows].float() * rate)
             else:
-                matrix.add_(direction, alpha=-rate)
+                matrix.add_(direction[rows], alpha=-rate)
         # Loading a state makes new groups and a new state, so they are handed over in each step.
         self.adam.state = self.state
         self.adam.param_groups = [group for group in self.param_groups if not group["matrices"]]
         self.adam.step()
 
     def _momentum(self, trained: list[Tensor], momentum: float) -> Iterable[Tensor]:
-        """The direction of each parameter: the average of its gradients, leaning to the last one (Nesterov's form)."""
+        """The direction of each parameter: the average of its gradients, leaning to the last one (Nesterov's form).
+
+        Of parameters that are sharded, the rows of this rank.
+        """
         gradients = _gradients(trained)
         for parameter in trained:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        averages = [self.state[parameter]["momentum_buffer"] for parameter in trained]
+        averages = [local(self.state[parameter]["momentum_buffer"]) for parameter in trained]
         torch._foreach_lerp_(averages, gradients, 1 - momentum)
         return torch._foreach_lerp(gradients, averages, momentum)
+
+
+def _matrices(parameter: Tensor, count: int) -> Iterator[tuple[Tensor, slice]]:
+    """Of each matrix in a parameter the rows that this rank holds, maybe none, and which of the matrix's they are."""
+    mine, here, height = local(parameter), sharding.rows(parameter), len(parameter) // count
+    for top in range(0, len(parameter), height):
+        first = max(here.start, top)
+        last = max(first, min(here.stop, top + height))
+        yield mine[first - here.start : last - here.start], slice(first - top, last - top)
 
 
 def orthogonalised(matrices: list[Tensor]) -> list[Tensor]:
@@ -240,7 +256,8 @@ def _with_gradient(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    """The rows of gradients that this rank holds."""
+    return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 @torch.no_grad()
@@ -251,4 +268,4 @@ def _decay_groups(optimizer: Optimizer, *_: object) -> None:
 
 def _decay(parameters: list[Tensor], rate: float | Tensor) -> None:
     if parameters and (isinstance(rate, Tensor) or rate):
-        torch._foreach_mul_(parameters, 1 - rate)
+        torch._foreach_mul_([local(parameter) for parameter in parameters], 1 - rate)

@@ -7,7 +7,6 @@ Columns and names of files are those people's scripts already know. Drawing is l
 """
 
 import contextlib
-import csv
 import dataclasses
 import json
 import shutil
@@ -24,11 +23,12 @@ from vitrail import files
 from vitrail.data import loader
 from vitrail.data.loader import Batch
 from vitrail.errors import UsageError, VitrailError
-from vitrail.evaluate import calibrate
-from vitrail.evaluate.classify import Answers, Counts, answers, outputs
+from vitrail.evaluate import calibrate, tables
+from vitrail.evaluate.classify import Answers, Counts, asked, outputs, total
 from vitrail.model.build import Model
 from vitrail.train import distributed, loop, signals
 from vitrail.train import state as states
+from vitrail.train.distributed import Group
 from vitrail.train.keeper import Evaluated, Keeper, evaluation_batches, machine
 from vitrail.train.log import Book, Logger
 from vitrail.train.loop import Moment
@@ -39,8 +39,12 @@ from vitrail.weights.load import load, save
 
 SAVE_EVERY = 600.0  # seconds
 STOPPED = "stopped"
+STARTED_BY = "torchrun"
 _CALIBRATION = 2**27  # logits that a temperature is fitted to, at most
-_SAME = ("recipe", "model", "data", "images", "classes", "preprocess", "everything", "seed", "steps", "micro_batches")
+_SAME = (
+    "recipe", "model", "data", "images", "classes", "preprocess", "view", "everything", "measured", "seed", "steps",
+    "micro_batches",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,21 +72,25 @@ def run(
     loggers: Callable[[Path], Sequence[Logger]] = lambda _: (),
     resume: bool = False,
     save_every: float = SAVE_EVERY,
+    saved: Callable[[Path], None] = lambda _: None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Result | None:
     """Train, keep the best and the last weights in the folder, and measure the best on test, or else on val.
 
-    The folder is new, or with `resume` one in which the same run was begun: it goes on from its newest checkpoint. Of
-    several processes the first one writes the files and has the result, the others have None.
+    The folder is new, or with `resume` one in which the same run was begun: it goes on from its newest checkpoint, as
+    it does where torchrun starts the processes again. Of several processes the first one writes the files and has the
+    result, the others have None.
     """
     leads = task.group.leads
     state = begin(task.model(), task.recipe, task.counts, recorded=task.recorded)  # what it refuses needs no folder
-    snapshot = _opened(task, folder, resume=resume, tell=tell)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(states.room(folder, lambda: states.size(state)))
+        snapshot = _opened(task, folder, resume=resume, tell=tell)
         if leads:
             stack.push(partial(_freed, folder))
         book = stack.enter_context(contextlib.closing(Book(folder, loggers(folder)) if leads else Book(None)))
-        writer = stack.enter_context(contextlib.closing(states.Writer(folder / "checkpoints")))
+        exchange = distributed.exchange() if task.sharded else states.alone
+        writer = stack.enter_context(contextlib.closing(states.Writer(folder / "checkpoints", exchange, written=saved)))
         keeper = Keeper(task, folder, book, state, after_step, after_epoch, writer, save_every)
         if snapshot is not None:
             keeper.resume(snapshot)
@@ -97,7 +105,8 @@ def run(
             distributed.wait()
         except BaseException as error:
             if leads:
-                _ended(keeper, error)
+                with contextlib.suppress(OSError):  # a full disk has no room for words, and its own error is to be seen
+                    _ended(keeper, error)
             raise
         return result
 
@@ -109,23 +118,29 @@ def _opened(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], Non
     snapshot = _prepared(task, folder, resume=resume, tell=tell) if task.group.leads else None
     step = distributed.told("" if snapshot is None else str(snapshot.step))
     if step and snapshot is None:
-        snapshot = states.read(folder / "checkpoints" / states.name(int(step)))
+        snapshot = states.read(folder / "checkpoints" / states.name(int(step)), checked=False)
     return snapshot
 
 
 def _prepared(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], None]) -> states.Snapshot | None:
     """The same, as the process that leads sees to it."""
     config, wanted = folder / "config.json", json.loads(json.dumps(described(task)))
-    begun = folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
-    if begun and not resume:
+    begun = _begun(folder)
+    again = started_again(folder, task.group)
+    if begun and not (resume or again):
         raise UsageError(f"{folder} exists already; go on with it (--resume), or choose another name with --out")
-    if begun:
-        if not config.is_file():
-            raise UsageError(f"{folder} is no run: it has no config.json. Choose another name with --out")
-        before = _configuration(config)
-        for key in _SAME:
-            if before.get(key) != wanted[key]:
-                raise UsageError(f"{folder} was begun with another {_difference(key, before.get(key), wanted[key])}")
+    if begun and not (again or config.is_file()):
+        raise UsageError(f"{folder} is no run: it has no config.json. Choose another name with --out")
+    if config.is_file():
+        _check_same(config, wanted)
+    files.make(folder)
+    for hidden in (".config.json.*", "weights/.*.safetensors.*", "checkpoints/.step-*"):  # left by a process killed there
+        for left in folder.glob(hidden):
+            shutil.rmtree(left)
+    if task.group.agents:  # before there is anything else: a group that is lost here is started again
+        with (folder / STARTED_BY).open("a") as file:
+            file.write("".join(f"{agent}\n" for agent in task.group.agents))
+    if config.is_file():
         (folder / STOPPED).unlink(missing_ok=True)
         snapshot = states.newest(folder / "checkpoints", lambda reason: tell(f"warning: {reason}"))
         if snapshot is not None:
@@ -134,10 +149,33 @@ def _prepared(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], N
         tell(f"{folder} has no checkpoint yet, so the run begins anew")
         for name in ("results.csv", "events.jsonl"):
             (folder / name).unlink(missing_ok=True)
-    (folder / "weights").mkdir(parents=True, exist_ok=True)
     with files.replacing(config, overwrite=True) as fresh:
         fresh.write_text(json.dumps(wanted, indent=1) + "\n")
     return None
+
+
+def _begun(folder: Path) -> bool:
+    """Whether there is more than a run leaves that was killed before its configuration was written."""
+    if not folder.is_dir():
+        return folder.exists()
+    return any(not path.name.startswith((".config.json.", STARTED_BY)) for path in folder.iterdir())
+
+
+def started_again(folder: Path, group: Group) -> bool:
+    """Whether a torchrun of this group has worked on the folder's run, or its runs, before: it lost a process or node,
+    or got one, and has started all of them again with the command that began the run.
+    """
+    before = [*folder.glob(STARTED_BY), *folder.glob(f"*/{STARTED_BY}")]
+    return any(agent in path.read_text().splitlines() for path in before for agent in group.agents)
+
+
+def _check_same(config: Path, wanted: dict[str, Any]) -> None:
+    """Refuse to go on with a run by another configuration than it was begun with."""
+    before = _configuration(config)
+    for key in _SAME:
+        if before.get(key) != wanted[key]:
+            difference = _difference(key, before.get(key), wanted[key])
+            raise UsageError(f"{config.parent} was begun with another {difference}")
 
 
 def _configuration(config: Path) -> dict[str, Any]:
@@ -162,7 +200,9 @@ def _difference(key: str, before: Any, now: Any) -> str:
 def _promise(task: Task, snapshot: states.Snapshot) -> str:
     """Whether the run will be the one it would have been, to the bit."""
     before, now = snapshot.facts["machine"], machine(task)
-    if different := [f"{name} {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]:
+    if different := [
+        f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]
+    ]:
         return f"Not to the bit what it would have been: {', '.join(different)}"
     if task.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
         return "Its weights will be those of a run without interruption, to the bit"
@@ -186,7 +226,7 @@ def _ended(keeper: Keeper, error: BaseException) -> None:
         parts = task.plan.parts(step)
         rows = task.training.order.samples(np.arange(parts[0].start, parts[-1].stop))
         facts = {"step": step, "batch": [task.split.name(row) for row in rows.tolist()]}
-    if isinstance(error, StoppedError):
+    if isinstance(error, StoppedError) and error.for_good:
         (folder / STOPPED).write_text(f"{reason}\n")  # where torchrun starts the group again, it leaves at once
     book.event("stopped", reason=reason, **facts)
     book.say(f"stopped: {reason}")
@@ -212,22 +252,24 @@ def _finished(keeper: Keeper) -> Result:
     """The best weights calibrated on val, and measured on test."""
     task, folder = keeper.task, keeper.folder
     path = folder / "weights" / "best.safetensors"
-    split = "test" if "test" in task.dataset.splits else "val"
+    split = task.measured or ("test" if "test" in task.dataset.splits else "val")
     best = load(path)
     model = best.model.to(task.device)
     temperature = 1.0 if task.everything else calibrate.temperature(*_logits(keeper, model))
     save(dataclasses.replace(best, temperature=temperature), path, overwrite=True)
     images = _val(keeper) if split == "val" else evaluation_batches(task, split)
-    counts, said = answers(model, images, task.preprocess, temperature=temperature)
+    said = asked(model, images, task.preprocess, temperature=temperature)
+    counts = total(said, len(task.dataset.classes))
     error = calibrate.expected_calibration_error(said.probabilities[:, 0], said.right)
     result = Result(split, counts, said, temperature, error, keeper.seconds, task.plan.total / len(task.split))
     facts = {"images": counts.images, "right": counts.right, "top1": counts.top1, "top5": counts.top5}
     calibration = {"loss": counts.mean_loss, "temperature": temperature, "calibration_error": error}
     keeper.book.event("end", split=split, **facts, **calibration, seconds=result.seconds)
     keeper.book.say(f"{split}: {counts.top1:.2%} of {counts.images:,} images right; temperature {temperature:.3f}")
-    write_predictions(task, result, folder / "predictions.csv")
+    names = task.dataset.classes
+    tables.write_predictions(task.dataset.splits[split], names, names, said, folder / "predictions.csv")
     if counts.by_class:
-        write_classes(task, counts, folder / "per_class.csv")
+        tables.write_classes(counts, names, folder / "per_class.csv", task.counts)
     return result
 
 
@@ -247,30 +289,3 @@ def _logits(keeper: Keeper, model: Model) -> tuple[Tensor, Tensor]:
         if count >= limit:
             break
     return torch.cat(logits), torch.cat(targets)
-
-
-def write_predictions(task: Task, result: Result, path: Path) -> None:
-    """A row for each image: its name, labels, what the model said, how sure it was and how wrong."""
-    split, names = task.dataset.splits[result.split], task.dataset.classes
-    said = result.answers
-    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        writer = csv.writer(file)
-        writer.writerow(("image", "label", "predicted", "probability", "loss", "right"))
-        columns = (said.images, said.classes[:, 0], said.probabilities[:, 0], said.losses, said.right)
-        for image, first, probability, loss, right in zip(*(column.tolist() for column in columns), strict=True):
-            label = " | ".join(names[index] for index in split.labels(image))
-            row = (split.name(image), label, names[first], f"{probability:.6f}", f"{loss:.6f}", int(right))
-            writer.writerow(row)
-
-
-def write_classes(task: Task, counts: Counts, path: Path) -> None:
-    """A row for each class: how many of its images were found, and how many answers of that name were true."""
-    confusion = counts.confusion
-    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        writer = csv.writer(file)
-        writer.writerow(("class", "train_images", "images", "right", "recall", "precision"))
-        for index, name in enumerate(task.dataset.classes):
-            images, right = int(confusion[index].sum()), int(confusion[index, index])
-            said = int(confusion[:, index].sum())
-            shares = (f"{right / total:.6f}" if total else "" for total in (images, said))
-            writer.writerow((name, task.counts[index], images, right, *shares))

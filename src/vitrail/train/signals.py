@@ -1,6 +1,7 @@
 """Requests to stop, which a run answers between two steps instead of dying of them."""
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,9 +13,15 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1
 
 
 class StoppedError(VitrailError):
-    """A run that was asked to stop and saved its state."""
+    """A run that was asked to stop, by a signal, and saved its state."""
 
     exit_code = 75
+
+    def __init__(self, message: str, number: int = signal.SIGTERM) -> None:
+        super().__init__(message)
+        self.for_good = number != signal.SIGTERM
+        """Whether it stays stopped where torchrun starts it again. SIGTERM is what torchrun itself sends to processes
+        that it is about to start again, as when a node joins, so it never says that."""
 
 
 class Requests:
@@ -24,8 +31,11 @@ class Requests:
         self.signal: signal.Signals | None = None
 
     def receive(self, number: int, _: FrameType | None) -> None:
-        """Remember the signal; Ctrl-C for the second time does not wait any longer."""
-        if self.signal is not None and number == signal.SIGINT:
+        """Remember the signal; Ctrl-C for the second time does not wait any longer.
+
+        Under torchrun one Ctrl-C comes twice: from the terminal, and passed on.
+        """
+        if self.signal is not None and number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
             raise KeyboardInterrupt
         self.signal = self.signal or signal.Signals(number)
 

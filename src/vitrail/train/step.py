@@ -19,7 +19,7 @@ from vitrail.data import draws
 from vitrail.errors import VitrailError
 from vitrail.model.build import Model
 from vitrail.model.vit import ViT
-from vitrail.train import distributed, ema, losses, optimizer, schedule
+from vitrail.train import distributed, ema, losses, optimizer, schedule, sharding
 
 LOSSES = {"softmax": losses.softmax_cross_entropy, "sigmoid": losses.sigmoid_cross_entropy}
 
@@ -36,7 +36,7 @@ class State:
 
     model: Model
     network: nn.Module
-    """What computes the model: itself, or its wrapper that adds up gradients over ranks."""
+    """What computes the model: itself, sharded or not, or its wrapper that adds up gradients over ranks."""
     optimizer: Optimizer
     average: ema.Average | None
     recording: "Recording | None" = None
@@ -63,8 +63,11 @@ class Outcome:
 def begin(model: Model, recipe: Recipe, counts: Sequence[int] = (), *, recorded: bool = False) -> State:
     """The state before the first step; a balanced recipe needs the training images of each class.
 
-    With `recorded` the steps of a GPU are replayed (`Recording`); the loop then gives each as one part.
+    With `recorded` the steps of a GPU are replayed (`Recording`); the loop then gives each as one part. From here on
+    the process does without cuDNN's attention, torch's first choice on some GPUs: its backward pass gives NaN once
+    logits pass about 100, where the loss and every other kernel's gradient are fine (H200, torch 2.11).
     """
+    torch.backends.cuda.enable_cudnn_sdp(False)
     average = ema.Average(model) if recipe.ema else None
     offsets = None
     if recipe.balanced:
@@ -75,8 +78,8 @@ def begin(model: Model, recipe: Recipe, counts: Sequence[int] = (), *, recorded:
 
 
 def _wrapped(model: Model) -> nn.Module:
-    """The model, or where there are other ranks torch's wrapper, which sends gradients while others are computed."""
-    if not distributed.together():
+    """The model, or where each of several ranks has all of it torch's wrapper, which sends gradients as they come."""
+    if not distributed.together() or sharding.is_sharded(model):
         return model
     device = next(model.parameters()).device
     ids = [device] if device.type == "cuda" else None
@@ -144,8 +147,9 @@ def _gradients(
                 (loss * (distributed.world() / size)).backward()
                 total = loss.detach() if total is None else total + loss.detach()
                 images += len(pixels)
-            elif last and distributed.together():  # the others wait for this rank's gradients, which are nothing
-                nothing = state.network(pixels.new_zeros(1, *pixels.shape[1:]))
+            elif sharding.is_sharded(state.network) or (last and distributed.together()):
+                # the others wait for this rank's gradients, which are nothing, and where it is sharded for its weights
+                nothing = _logits(state, pixels.new_zeros(1, *pixels.shape[1:]), whole=False)
                 (nothing.sum() * 0).backward()
     norm = optimizer.clip(state.model.parameters(), recipe.optimiser.clip)
     return torch.zeros((), device=norm.device) if total is None else total, norm, images
@@ -167,6 +171,8 @@ def _counted(
 
 def _sent(network: nn.Module, *, now: bool) -> contextlib.AbstractContextManager[None]:
     """Where gradients go to the other ranks, or are kept to be sent with those of the step's last part."""
+    if sharding.is_sharded(network):
+        sharding.send_gradients(network, now=now)
     if now or not isinstance(network, DistributedDataParallel):
         return contextlib.nullcontext()
     return network.no_sync()

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import platform
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -19,7 +19,7 @@ from vitrail.errors import DataError, ModelError, UsageError
 from vitrail.model import count
 from vitrail.model.build import Config, Model
 from vitrail.model.vit import ViT
-from vitrail.train import optimizer, schedule
+from vitrail.train import optimizer, schedule, sharding
 from vitrail.train.distributed import ALONE, Group
 from vitrail.weights.adapt import adapt, reordered
 from vitrail.weights.trained import Trained, random
@@ -48,8 +48,16 @@ class Task:
     """Whether val is trained on too, once all choices are made: then the last weights are kept, as they are."""
     recompute: bool = False
     """Whether activations are computed again in the backward pass rather than kept."""
+    shard: bool = False
+    """Whether several processes divide the model among them, rather than have all of it each."""
     compiled: bool | None = None
     """Whether blocks are compiled; None to decide by the length of the run."""
+    measured: Literal["test", "val"] | None = None
+    """The split that the result is of; None for test where there is one. With val, test is not read at all."""
+    view: Preprocess | None = None
+    """What training's crops are cut from, where that is not evaluation's view; of the same size, mean and std."""
+    sparse: bool = False
+    """Whether a class may be without a training image, as in a benchmark's draw of few images from many classes."""
 
     def __post_init__(self) -> None:
         dataset = self.dataset
@@ -65,12 +73,14 @@ class Task:
                 "images with several labels are learned with the loss sigmoid, and this recipe has softmax"
             )
         empty = [name for name, number in zip(dataset.classes, self.counts, strict=True) if not number]
-        if empty:
+        if empty and not self.sparse:
             raise DataError(f"{len(empty)} classes have no training image, such as {empty[0]}: add some or remove them")
         if self.plan.steps < 1:
             raise UsageError(f"{self.recipe.epochs:g} epochs of {len(self.split):,} images make no step; give more")
         if self.workers < 0:
             raise UsageError(f"workers is {self.workers}; it must be 0 or more")
+        if self.measured is not None and self.measured not in dataset.splits:
+            raise DataError(f"{dataset.name} has no {self.measured} to measure on; it has {', '.join(dataset.splits)}")
         if self.recipe.balanced and dataset.several:
             raise UsageError("--balanced is for images of one label each, and these may have several")
         for name in dataset.classes:
@@ -128,7 +138,7 @@ class Task:
             split=self.split,
             order=Order(seed=self.seed, count=len(self.split), shards=self.split.shards()),
             augment=self.recipe.augment,
-            preprocess=self.preprocess,
+            preprocess=self.view or self.preprocess,
             seed=self.seed,
             classes=len(self.dataset.classes),
         )
@@ -165,10 +175,18 @@ class Task:
             for name, parameter in made.named_parameters():
                 head = name.startswith(("head.", "head_dist.", "pre_logits."))  # the norm before it is none
                 parameter.requires_grad_(optimizer.height(made, name) <= recipe.layers if recipe.layers else head)
-        made = made.to(self.device)
+        if not self.sharded:
+            made = made.to(self.device)
         if isinstance(made, ViT) and self.compiles:
             made.compile_blocks()
+        if self.sharded:
+            sharding.shard(made, self.device)
         return made
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the model is divided: one process has nobody to share it with."""
+        return self.shard and self.group.world > 1
 
     @property
     def compiles(self) -> bool:
@@ -234,11 +252,14 @@ def described(task: Task) -> dict[str, Any]:
         "classes": list(task.dataset.classes),
         "notes": list(task.dataset.notes),
         "preprocess": to_json(task.preprocess),
+        "view": None if task.view is None else to_json(task.view),
         "everything": task.everything,
+        "measured": task.measured,
         "seed": task.seed,
         "steps": plan.steps,
         "micro_batches": plan.micro_batches,
         "world": plan.world,
+        "sharded": task.sharded,
         "recompute": task.recompute,
         "compiled": task.compiles,
         "device": str(task.device),

@@ -1,0 +1,41 @@
+"""What a model said, as files: a row for each image, a row for each class."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+from vitrail.data.dataset import Split
+from vitrail.evaluate.classify import Answers, Counts
+
+
+def write_predictions(split: Split, classes: Sequence[str], outputs: Sequence[str], said: Answers, path: Path) -> None:
+    """A row for each image: its name, labels, what the model said, how sure it was and how wrong.
+
+    `classes` are the data's names and `outputs` the model's.
+    """
+    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        writer = csv.writer(file)
+        writer.writerow(("image", "label", "predicted", "probability", "loss", "right"))
+        columns = (said.images, said.classes[:, 0], said.probabilities[:, 0], said.losses, said.right)
+        for image, first, probability, loss, right in zip(*(column.tolist() for column in columns), strict=True):
+            label = " | ".join(classes[index] for index in split.labels(image))
+            row = (split.name(image), label, outputs[first], f"{probability:.6f}", f"{loss:.6f}", int(right))
+            writer.writerow(row)
+
+
+def write_classes(counts: Counts, outputs: Sequence[str], path: Path, trained: Sequence[int] | None = None) -> None:
+    """A row for each class that has images or was an answer: how many were found, and how many answers were true.
+
+    `trained` are the training images of each class, where they are known.
+    """
+    confusion = counts.confusion
+    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        writer = csv.writer(file)
+        writer.writerow(("class", *(("train_images",) if trained else ()), "images", "right", "recall", "precision"))
+        for index, name in enumerate(outputs):
+            images, right = int(confusion[index].sum()), int(confusion[index, index])
+            said = int(confusion[:, index].sum())
+            if not (images or said or trained):
+                continue
+            shares = (f"{right / total:.6f}" if total else "" for total in (images, said))
+            writer.writerow((name, *((trained[index],) if trained else ()), images, right, *shares))

@@ -1,0 +1,234 @@
+"""A run's copy elsewhere: --out s3://bucket/runs/NAME.
+
+The run works in a folder here. Every checkpoint that is finished is copied in the background, its manifest last, with
+the run's tables as they were then and its best weights; two are kept there as here. Whatever the store does, the run
+goes on: a copy that fails is tried again with the next checkpoint, and at the end everything is copied once more.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from vitrail import files, remote
+from vitrail.errors import DataError, ModelError, UsageError
+from vitrail.remote import RemoteError
+from vitrail.train import state as states
+
+CHECKPOINTS = "checkpoints"
+_BESIDE = {
+    *("config.json", "results.csv", "events.jsonl", "run.log"),
+    *("weights/best.safetensors", "weights/last.safetensors"),
+}
+_RUN = re.compile(r"(seed-\d+/|)config\.json")  # a run, or the runs of several seeds
+_PART = re.compile(r"step-(\d{8,})/([\w-]+\.(?:safetensors|json))")  # of a checkpoint
+_STAGE = ".copying"
+
+Tell = Callable[[str], None]
+
+
+# --- from there to here ----------------------------------------------------------------------------------------------
+
+
+def check_free(url: str, *, overwrite: bool) -> None:
+    """Refuse a name that is taken, unless it is that of a run that may be overwritten."""
+    there = remote.find(url)
+    if there and not overwrite:
+        raise UsageError(
+            f"{url} exists already; go on with it (--resume), replace it (--overwrite) or choose another (--out)"
+        )
+    if there and not any(_RUN.fullmatch(name) for name in there):
+        raise UsageError(f"{url} is no run to overwrite: choose another name with --out")
+
+
+def clear(url: str) -> None:
+    """Remove a run's copy, if there is one."""
+    if remote.find(url):
+        remote.remove(url)
+
+
+def fetch(url: str, folder: Path, tell: Tell) -> None:
+    """Bring here what a run needs to go on from its newest whole checkpoint there, unless one here is as new."""
+    for name in remote.find(url):
+        if match := _RUN.fullmatch(name):
+            _fetch_run(remote.joined(url, match[1]).rstrip("/"), folder / match[1], tell)
+
+
+def _fetch_run(url: str, folder: Path, tell: Tell) -> None:
+    there, here = _checkpoints(url), _newest_here(folder)
+    newer = [step for step, parts in there.items() if step > here and states.MANIFEST in parts]
+    for step in newer:
+        try:
+            _fetch_checkpoint(url, folder, step, there[step])
+        except ModelError as error:
+            tell(f"warning: {error}")
+        else:
+            tell(f"{_place(url, step)} is fetched into {folder}")
+            return
+    if newer and here < 0:
+        raise ModelError(
+            f"none of the {len(newer)} checkpoints in {url}/{CHECKPOINTS} is whole; --overwrite begins anew"
+        )
+
+
+def _fetch_checkpoint(url: str, folder: Path, step: int, parts: set[str]) -> None:
+    """Bring one checkpoint here, and once it is found whole the run's other files; the folder appears last."""
+    far = _place(url, step)
+    with files.replacing(folder / CHECKPOINTS / states.name(step), overwrite=True) as fresh:
+        fresh.mkdir()
+        for part in sorted(parts):
+            remote.fetch(f"{far}/{part}", fresh / part)
+        try:
+            states.read(fresh)
+        except ModelError as error:
+            raise ModelError(str(error).replace(str(fresh), far)) from error
+        for beside in _BESIDE & remote.find(url).keys():
+            with files.replacing(folder / beside, overwrite=True) as written:
+                remote.fetch(f"{url}/{beside}", written)
+
+
+def _newest_here(folder: Path) -> int:
+    """The step of the newest checkpoint here that is whole, or -1."""
+    for path in states.found(folder / CHECKPOINTS):
+        with contextlib.suppress(ModelError):
+            return states.read(path).step
+    return -1
+
+
+def _checkpoints(url: str) -> dict[int, set[str]]:
+    """The steps of the checkpoints there, the newest first, with the names of their files."""
+    found: dict[int, set[str]] = {}
+    for name in remote.find(remote.joined(url, CHECKPOINTS)):
+        if match := _PART.fullmatch(name):
+            found.setdefault(int(match[1]), set()).add(match[2])
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _place(url: str, step: int) -> str:
+    return f"{url}/{CHECKPOINTS}/{states.name(step)}"
+
+
+# --- from here to there ----------------------------------------------------------------------------------------------
+
+
+class Mirror:
+    """Keeps a run's copy up to date."""
+
+    def __init__(self, folder: Path, url: str, tell: Tell) -> None:
+        self.folder, self.url, self.tell = folder, url, tell
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
+        self._lock = threading.Lock()
+        self._waiting: Path | None = None
+        self._copying: Future[None] | None = None
+        self._sent: set[Path] = set()
+
+    def give(self, checkpoint: Path) -> None:
+        """Copy a finished checkpoint when the one before is copied; of several that wait, the newest."""
+        staged = _staged(self.folder, checkpoint)
+        with self._lock:
+            passed, self._waiting = self._waiting, staged
+        if passed is not None:
+            shutil.rmtree(passed)
+        self._copying = self._thread.submit(self._copy)
+
+    def wait(self) -> None:
+        """Return when all that was given is there, or has failed."""
+        if self._copying is not None:
+            self._copying.result()
+
+    def finish(self) -> None:
+        """Copy everything that the run's folder holds, or raise an error that says what is where."""
+        self.wait()
+        try:
+            for path in _manifest_last(self.folder):
+                if path.parent not in self._sent:
+                    remote.send(path, f"{self.url}/{path.relative_to(self.folder).as_posix()}")
+            _prune(self.url)
+        except DataError as error:
+            raise RemoteError(
+                f"the run is whole in {self.folder}, but its copy in {self.url} is not: {error}."
+                " The same command with --resume copies it"
+            ) from error
+
+    def close(self) -> None:
+        """End the thread, when what waits is copied: a run that was stopped may go on elsewhere."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown(wait=True)
+            shutil.rmtree(self.folder / _STAGE, ignore_errors=True)
+
+    def _copy(self) -> None:
+        with self._lock:
+            staged, self._waiting = self._waiting, None
+        if staged is None:
+            return  # a newer one was copied in its place
+        try:
+            _send_checkpoint(staged, self.url)
+            self._sent.add(self.folder / CHECKPOINTS / staged.name)
+        except DataError as error:
+            self.tell(f"warning: {staged.name} is not copied, the run goes on and tries with the next: {error}")
+        finally:
+            shutil.rmtree(staged)
+
+
+def _staged(folder: Path, checkpoint: Path) -> Path:
+    """A folder with links to all that is to be copied, laid out as there: what is written meanwhile changes none of it.
+
+    The tables grow, so of them it holds copies, as long as the checkpoint says they were.
+    """
+    stage = folder / _STAGE / checkpoint.name
+    shutil.rmtree(stage, ignore_errors=True)  # of a process that was killed
+    state = json.loads((checkpoint / "state.json").read_text())
+    for path in (*checkpoint.iterdir(), folder / "config.json", folder / "weights" / "best.safetensors"):
+        if path.exists():
+            _link(path, stage / path.relative_to(folder))
+    for name, size in state["files"].items():
+        with (folder / name).open("rb") as table:
+            (stage / name).write_bytes(table.read(size))
+    return stage
+
+
+def _link(path: Path, place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(path, place)
+    except OSError:  # a file system without links
+        shutil.copyfile(path, place)
+
+
+def _send_checkpoint(staged: Path, url: str) -> None:
+    """Copy a checkpoint; without its manifest, half of it is none. Then remove those that it makes needless."""
+    step = int(staged.name.removeprefix("step-"))
+    for later in [old for old in _checkpoints(url) if old >= step]:  # of a run that went on from before them
+        _remove(url, later)
+    for path in _manifest_last(staged):
+        remote.send(path, f"{url}/{path.relative_to(staged).as_posix()}")
+    _prune(url)
+
+
+def _manifest_last(folder: Path) -> Iterator[Path]:
+    """All files below a folder but hidden ones."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    shown = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    yield from sorted(shown, key=lambda path: (path.name == states.MANIFEST, path))
+
+
+def _prune(url: str) -> None:
+    """Remove all checkpoints there but the newest two that are whole."""
+    there = _checkpoints(url)
+    kept = [step for step, parts in there.items() if states.MANIFEST in parts][: states.KEPT]
+    for step in there.keys() - set(kept):
+        _remove(url, step)
+
+
+def _remove(url: str, step: int) -> None:
+    far = _place(url, step)
+    if remote.is_file(f"{far}/{states.MANIFEST}"):  # first: without it, half a folder is no checkpoint
+        remote.remove(f"{far}/{states.MANIFEST}")
+    remote.remove(far)
