@@ -14,6 +14,8 @@ from vitrail.errors import UsageError
 from vitrail.model import device as devices
 from vitrail.weights.trained import Trained, require
 
+UNSURE = "unsure"
+
 
 class Classifier:
     """Labels for images, prepared as the model file says."""
@@ -34,6 +36,7 @@ class Classifier:
         self.preprocess = preprocess
         self.temperature = trained.temperature
         self.several = trained.several
+        self.threshold = trained.threshold
         self.labels = trained.labels or tuple(f"class {index}" for index in range(trained.model.config.classes))
         model = trained.model
         if model.training or next(model.parameters()).device != self.device:
@@ -41,7 +44,10 @@ class Classifier:
         self.model = model.to(self.device).eval()
 
     def __call__(self, images: Sequence[Source], top: int = 5) -> list[list[tuple[str, float]]]:
-        """For each image its `top` labels, the likeliest first, with their probabilities."""
+        """For each image its `top` labels, the likeliest first, with their probabilities.
+
+        Where the likeliest is below the file's threshold, "unsure" stands before them with its probability.
+        """
         if isinstance(images, str | bytes | Path | Image.Image):
             raise UsageError("give a list of images, also for a single one: classify([image])")
         if top < 1:
@@ -51,7 +57,8 @@ class Classifier:
             for row in self.probabilities(images[start : start + self.batch_size]):
                 best = row.topk(min(top, len(row)))
                 pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-                answers.append([(self.labels[index], value) for value, index in pairs])
+                answer = [(self.labels[index], value) for value, index in pairs]
+                answers.append([(UNSURE, answer[0][1]), *answer] if answer[0][1] < self.threshold else answer)
         return answers
 
     @torch.inference_mode()

@@ -24,10 +24,12 @@ VERBS = {
     "data pack": "write a set as tar shards with an index",
     "data remove": "delete a set that was got",
     "demo": "let a small model learn to read digits, here and now",
+    "evaluate": "measure how often models are right, how sure that is and where they are wrong",
     "finetune": "fit a model that has learned before to images of your own",
     "info": "show what a model is, costs, expects and where it came from",
     "list": "show the presets and the formats, or the recipes",
     "plan": "say what a run will take before it runs",
+    "probe": "measure a model's features by few-shot, kNN and linear classifiers",
     "push": "upload a model to the Hugging Face Hub, with its card",
     "train": "train a model from random weights by a named recipe",
 }

@@ -132,6 +132,25 @@ def reliability(confidences: ArrayLike, right: ArrayLike, path: Path, *, error: 
             axis.set_major_formatter(PercentFormatter(1))
 
 
+def risk_coverage(curves: Mapping[str, tuple[ArrayLike, ArrayLike]], path: Path) -> None:
+    """Draw the share of right answers against the share of images that get one, the surest first, of each model."""
+    from matplotlib.ticker import PercentFormatter
+
+    colours = itertools.cycle((BLUE, ORANGE, SKY, GREY))
+    with _figure(path, (6, 4.4)) as figure:
+        axes = figure.subplots()
+        for (name, (coverage, accuracy)), colour in zip(curves.items(), colours, strict=False):
+            axes.plot(np.asarray(coverage), np.asarray(accuracy), color=colour, label=_shortened([name])[0])
+        least = min(float(np.asarray(accuracy).min()) for _, accuracy in curves.values())
+        axes.set(xlim=(0, 1), ylim=(max(0, least - 0.05), 1.005), xlabel="images that get an answer, the surest first")
+        axes.set(ylabel="right answers")
+        axes.set_title("What abstaining buys")
+        if len(curves) > 1:
+            axes.legend(loc="lower left")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(PercentFormatter(1))
+
+
 def most_confused(counts: NDArray[Any], most: int) -> list[int]:
     """`most` classes: those of the pair confused most, either way, then of the next pair, partners side by side."""
     mutual = np.triu(counts + counts.T, k=1)

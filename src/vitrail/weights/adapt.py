@@ -55,13 +55,16 @@ def adapt(
     if labels != trained.labels:
         old, new = ("none" if names is None else f"{len(names)} names" for names in (trained.labels, labels))
         changes.append(f"labels: {old} -> {new}")
-    temperature = trained.temperature
-    if (step.changes or changes) and temperature != 1:  # it was fitted to what the model said before
-        changes.append(f"temperature: {temperature:g} -> 1")
-        temperature = 1.0
+    temperature, threshold = trained.temperature, trained.threshold
+    if step.changes or changes:  # these were fitted to what the model said before
+        if temperature != 1:
+            changes.append(f"temperature: {temperature:g} -> 1")
+        if threshold:
+            changes.append(f"threshold: {threshold:g} -> none")
+        temperature, threshold = 1.0, 0.0
     origin = dataclasses.replace(trained.origin, changes=(*trained.origin.changes, *step.changes, *changes))
     several = trained.several and classes is None
-    return Trained(assemble(step.config, step.tensors), preprocess, labels, origin, temperature, several)
+    return Trained(assemble(step.config, step.tensors), preprocess, labels, origin, temperature, several, threshold)
 
 
 def reordered(trained: Trained, labels: tuple[str, ...]) -> Trained:

@@ -53,6 +53,11 @@ def read(path: Path) -> Trained:
         raise error if str(path) in str(error) else ModelError(f"{path}: {error}") from error
 
 
+def is_own(path: Path) -> bool:
+    """Whether a path is a file of vitrail's own format, which has room for everything that is known of a model."""
+    return path.is_file() and path.suffix == ".safetensors" and native.recognises(storage.read(path))
+
+
 def _read_file(path: Path) -> Trained:
     if path.suffix == ".npz":
         return _read_npz(path)
@@ -151,6 +156,10 @@ def save(trained: Trained, path: str | Path, format: Format = "vitrail", *, over
     if trained.temperature != 1:
         notes.append(
             f"temperature: {format} divides logits by 1 and not by {trained.temperature:g}, as this model does"
+        )
+    if trained.threshold:
+        notes.append(
+            f"threshold: {format} has no place for that of {trained.threshold:g}, below which this model is unsure"
         )
     return notes
 

@@ -27,6 +27,7 @@ class Header:
     origin: Origin
     temperature: float = 1.0
     several: bool = False
+    threshold: float = 0.0
 
 
 def recognises(stored: Stored) -> bool:
@@ -44,6 +45,7 @@ def write(trained: Trained, path: Path) -> None:
         origin=trained.origin,
         temperature=trained.temperature,
         several=trained.several,
+        threshold=trained.threshold,
     )
     text = json.dumps(dataclasses.asdict(header), ensure_ascii=False, sort_keys=True)
     storage.write(path, trained.model.state_dict(), {KEY: text})
@@ -62,6 +64,14 @@ def read(stored: Stored, path: Path) -> Trained:
     try:
         header = from_json(Header, found)
         model = assemble(header.architecture, stored.tensors)
-        return Trained(model, header.preprocess, header.labels, header.origin, header.temperature, header.several)
+        return Trained(
+            model,
+            header.preprocess,
+            header.labels,
+            header.origin,
+            header.temperature,
+            header.several,
+            header.threshold,
+        )
     except (UsageError, ModelError) as error:
         raise ModelError(f"{path} is damaged: {error}") from error

@@ -193,9 +193,9 @@ def read(tensors: Tensors, settings: dict[str, Any] | None, path: Path) -> forei
         unknown = "preprocessing: unknown, the file does not state it"
         return dataclasses.replace(found, assumptions=(*found.assumptions, unknown))
     pretrained = storage.section(settings, "pretrained_cfg", path)
-    preprocess, sentences = _preprocess(pretrained)
+    preprocess, sentences = preprocessing(pretrained)
     licence = pretrained.get("license")
-    labels = _labels(settings, pretrained, found.config.classes)
+    labels = labels_of(settings, pretrained, found.config.classes)
     if labels is None and settings.get("label_names"):
         sentences.append("labels: unnamed, label_names in config.json is no list with a name for every class")
     return dataclasses.replace(
@@ -207,7 +207,7 @@ def read(tensors: Tensors, settings: dict[str, Any] | None, path: Path) -> forei
     )
 
 
-def _preprocess(pretrained: dict[str, Any]) -> tuple[Preprocess | None, list[str]]:
+def preprocessing(pretrained: dict[str, Any]) -> tuple[Preprocess | None, list[str]]:
     """The preprocessing, or why it is unknown."""
     try:
         height, width = pretrained["input_size"][1:]
@@ -223,7 +223,7 @@ def _preprocess(pretrained: dict[str, Any]) -> tuple[Preprocess | None, list[str
         return None, [f"preprocessing: unknown, config.json does not state it in full ({error})"]
 
 
-def _labels(settings: dict[str, Any], pretrained: dict[str, Any], classes: int) -> tuple[str, ...] | None:
+def labels_of(settings: dict[str, Any], pretrained: dict[str, Any], classes: int) -> tuple[str, ...] | None:
     stated = settings.get("label_names") or pretrained.get("label_names")
     if isinstance(stated, list) and len(stated) == classes and all(isinstance(label, str) for label in stated):
         return tuple(stated)
@@ -249,7 +249,7 @@ def write(trained: Trained, path: Path) -> list[str]:
     path.mkdir()
     storage.write_json(path / "config.json", settings)
     storage.write(path / "model.safetensors", tensors, {})
-    if trained.preprocess is not None and (held := _preprocess(settings["pretrained_cfg"])[0]) != trained.preprocess:
+    if trained.preprocess is not None and (held := preprocessing(settings["pretrained_cfg"])[0]) != trained.preprocess:
         names = [field.name for field in dataclasses.fields(Preprocess)]
         differ = [name for name in names if getattr(held, name, None) != getattr(trained.preprocess, name)]
         notes.append(

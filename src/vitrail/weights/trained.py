@@ -44,12 +44,16 @@ class Trained:
     """What logits are divided by before they become probabilities, fitted on validation images (Guo et al. 2017)."""
     several: bool = False
     """Whether an image may have several labels: each class then has a probability of its own."""
+    threshold: float = 0.0
+    """The probability below which an answer is "unsure", chosen on validation images; 0 for never."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, Model):
             raise UsageError(f"a Trained holds a model of vitrail, not {type(self.model).__name__}")
         if not 0 < self.temperature < math.inf:
             raise UsageError(f"temperature is {self.temperature}; it must be above 0")
+        if not 0 <= self.threshold <= 1:
+            raise UsageError(f"threshold is {self.threshold}; it must be a probability")
         config = self.model.config
         if self.labels is not None and len(self.labels) != config.classes:
             raise UsageError(f"{len(self.labels)} labels were given for a head of {config.classes} classes")

@@ -1,0 +1,292 @@
+"""`vitrail evaluate MODEL DATA`: how often a model is right, how sure one can be of that, and where it is wrong."""
+
+import dataclasses
+import json as codec
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from vitrail.cli import runs, sheets, show
+from vitrail.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from vitrail.data.dataset import Dataset, Split
+    from vitrail.evaluate.measure import Measured
+    from vitrail.evaluate.subject import Examined, Subject
+    from vitrail.train.distributed import Group
+
+Part = Literal["test", "val", "train", "all"]
+_SHEET = 64
+
+
+def main(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")],
+    against: Annotated[tuple[str, ...], tyro.conf.arg(metavar="MODEL...")] = (),
+    split: Part | None = None,
+    real: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+    classes: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+    tta: bool = False,
+    abstain: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None,
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    batch: Annotated[int, tyro.conf.arg(metavar="N")] = 64,
+    device: str | None = None,
+    workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    json: bool = False,
+) -> None:
+    """Measure models on labelled images, and write what they said, image by image and class by class.
+
+    Args:
+        model: A file or folder of any known format, hf:ORG/NAME, timm:NAME, a preset, or timm-model:NAME.
+        data: A folder, a .csv or .jsonl, shards, a set that was got, digits, or hf:ORG/NAME.
+        against: Other models, side by side with the first and each compared with it, on the same images.
+        split: What to measure on: test unless told otherwise, or val where there is no test.
+        real: A ReaL file: of each image all labels that are right.
+        classes: A file with the only classes the model may answer with, one a line: for ImageNet-A, -R and the like.
+        tta: Average the answers to an image and to its mirror image.
+        abstain: Find the probability from which on this share of the answers is right, on val, and store it in MODEL.
+        out: Where tables and pictures go; runs/evaluate, runs/evaluate-2, ... unless told otherwise.
+        batch: Images at once.
+        device: cpu, cuda or mps; the best there is unless told otherwise.
+        workers: Processes that prepare images; one for each core but one unless told otherwise.
+        json: Print the result as JSON.
+    """
+    if batch < 1:
+        raise UsageError(f"--batch is {batch}; it must be at least 1")
+    if abstain is not None and not 0 < abstain < 1:
+        raise UsageError(f"--abstain is {abstain}; it is the share of answers to be right, such as 0.95")
+    with runs.process(device) as (group, there):
+        from vitrail.data.sources import open_data
+        from vitrail.data.workers import available
+        from vitrail.evaluate.subject import subject
+
+        dataset = open_data(data)
+        at = At(group, there, batch, max(0, available() - 1) if workers is None else workers, tta, classes)
+        images = _part(dataset, split)
+        runs.tell_of(dataset)
+        subjects = [subject(name) for name in dict.fromkeys((model, *against))]
+        results = [_measured(subject, dataset, images, at, real) for subject in subjects]
+        threshold = None if abstain is None else _threshold(model, dataset, at, abstain)
+        if group.leads:
+            folder = runs.next_folder("evaluate") if out is None else out
+            found = _facts(dataset, results, at) | ({} if threshold is None else {"threshold": threshold})
+            _write(dataset, images, results, found, folder)
+            _tell(found, folder, as_json=json)
+
+
+@dataclasses.dataclass(frozen=True)
+class At:
+    """Where and how models are asked."""
+
+    group: "Group"
+    device: "torch.device"
+    batch: int
+    workers: int
+    mirrored: bool
+    classes: Path | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A model and what came of it."""
+
+    subject: "Subject"
+    names: tuple[str, ...]
+    """Of the outputs it could answer with."""
+    examined: "Examined"
+    measured: "Measured"
+
+
+def _part(dataset: "Dataset", wanted: Part | None) -> "Split":
+    """The images to measure on."""
+    splits = dataset.splits
+    if not dataset.classes:
+        raise DataError(f"{dataset.name} has no labels to measure by")
+    if wanted == "all":
+        whole, *others = splits.values()
+        for other in others:
+            whole = whole.joined(other)
+        return whole
+    name = wanted or ("test" if "test" in splits else "val" if "val" in splits else "train")
+    if name not in splits:
+        raise DataError(f"{dataset.name} has no {name}; it has {', '.join(splits)}")
+    held = " (held out of its images)" if name in dataset.made_up else ""
+    show.note(f"measuring on {name}{held}: {len(splits[name]):,} images")
+    return splits[name]
+
+
+def _measured(subject: "Subject", dataset: "Dataset", images: "Split", at: At, real: Path | None) -> Result:
+    from vitrail.evaluate import match
+    from vitrail.evaluate.measure import measured
+
+    places = match.outputs_of(dataset.classes, subject.labels, subject.outputs)
+    among = None if at.classes is None else match.subset(at.classes, subject.labels, subject.outputs)
+    if among is not None and (left := set(places) - set(among)):
+        name = dataset.classes[places.index(min(left))]
+        raise DataError(f"{at.classes} leaves out {name!r}, which images of {dataset.name} show")
+    sets = None if real is None else match.real_labels(real, images)
+    if sets is not None and among is not None:
+        raise UsageError("--real counts by all of ImageNet's classes: leave --classes away")
+    examined = _examined(subject, images, places, at, among)
+    labels = subject.labels or dataset.classes
+    names = labels if among is None else tuple(labels[place] for place in among)
+    return Result(subject, names, examined, measured(examined.counts, examined.answers, sets))
+
+
+def _examined(
+    subject: "Subject", images: "Split", places: Sequence[int], at: At, among: Sequence[int] | None
+) -> "Examined":
+    from vitrail.evaluate.subject import examined
+    from vitrail.train import distributed
+
+    with show.progress(f"asking {subject.name}") as report:
+        return examined(
+            subject,
+            images,
+            places,
+            device=at.device,
+            batch=at.batch,
+            workers=at.workers,
+            rank=at.group.rank,
+            world=at.group.world,
+            mirrored=at.mirrored,
+            among=among,
+            gathered=lambda rows: distributed.gathered(rows, at.device),
+            seen=lambda count: report(count, -(-len(images) // at.group.world)),
+        )
+
+
+def _threshold(name: str, dataset: "Dataset", at: At, share: float) -> float:
+    """The probability that keeps so many answers right on val, stored in the model's file."""
+    from vitrail.evaluate import abstain, match
+    from vitrail.evaluate.subject import measurable
+    from vitrail.weights.load import is_own, load, locate, save
+
+    path = locate(name)
+    if path is None or not is_own(path):
+        raise UsageError(
+            f"{name} has no place for a threshold; a file of vitrail's own has: vitrail convert {name} OUT.safetensors"
+        )
+    trained = load(path)
+    if "val" not in dataset.splits:
+        raise DataError(f"{dataset.name} has no val, on which a threshold is chosen")
+    subject = measurable(trained, name)
+    places = match.outputs_of(dataset.classes, subject.labels, subject.outputs)
+    said = _examined(subject, dataset.splits["val"], places, at, None).answers
+    found = abstain.threshold(said.probabilities[:, 0], said.right, share)
+    if at.group.leads:
+        save(dataclasses.replace(trained, threshold=found), path, overwrite=True)
+        answered = float((said.probabilities[:, 0] >= found).double().mean())
+        show.note(f"{path}: below a probability of {found:.4f} an answer is unsure; on val {answered:.1%} are sure")
+    return found
+
+
+def _facts(dataset: "Dataset", results: Sequence[Result], at: At) -> dict[str, Any]:
+    from vitrail.evaluate.compare import compared
+
+    models = [
+        {"model": result.subject.name}
+        | result.measured.facts()
+        | {"images_per_second": result.examined.images_per_second, "temperature": result.subject.temperature}
+        for result in results
+    ]
+    first = results[0]
+    pairs = [
+        {"model": first.subject.name, "against": other.subject.name}
+        | compared(first.examined.answers.right, other.examined.answers.right)._asdict()
+        for other in results[1:]
+    ]
+    how = {"data": dataset.name, "mirrored": at.mirrored, "device": str(at.device), "ranks": at.group.world}
+    return how | {"models": models, "compared": pairs}
+
+
+def _write(dataset: "Dataset", images: "Split", results: Sequence[Result], found: dict[str, Any], folder: Path) -> None:
+    """Tables and pictures: of one model in the folder itself, of several in a folder each."""
+    from vitrail.evaluate import abstain
+    from vitrail.figures import draw
+
+    for number, result in enumerate(results):
+        place = folder if len(results) == 1 else folder / f"model-{number}"
+        place.mkdir(parents=True, exist_ok=True)
+        _write_one(dataset, images, result, place)
+    (folder / "evaluate.json").write_text(codec.dumps(found, indent=2) + "\n")
+    curves = {}
+    for result in results:
+        said = result.examined.answers
+        curve = abstain.curve(said.probabilities[:, 0], said.right)
+        curves[result.subject.name] = (curve.coverage.numpy(), curve.accuracy.numpy())
+    draw.risk_coverage(curves, folder / "risk_coverage.png")
+    for number, other in enumerate(results[1:], 1):
+        _differences(images, results[0], other, folder / f"differences-{number}.jpg")
+
+
+def _write_one(dataset: "Dataset", images: "Split", result: Result, folder: Path) -> None:
+    from vitrail.evaluate import tables
+    from vitrail.figures import draw
+
+    counts, said = result.examined.counts, result.examined.answers
+    tables.write_predictions(images, dataset.classes, result.names, said, folder / "predictions.csv")
+    if counts.by_class:
+        tables.write_classes(counts, result.names, folder / "per_class.csv")
+        there = ((counts.confusion.sum(dim=0) + counts.confusion.sum(dim=1)) > 0).nonzero()[:, 0]
+        confusion = counts.confusion[there][:, there].numpy()
+        names = [result.names[place] for place in there.tolist()]
+        draw.confusion(confusion, names, folder / "confusion_matrix.png")
+        draw.confusion(confusion, names, folder / "confusion_matrix_normalized.png", normalised=True)
+    sure = said.probabilities[:, 0].numpy()
+    error = result.measured.calibration_error
+    draw.reliability(sure, said.right.numpy(), folder / "reliability.png", error=error)
+    worst = said.losses.argsort(descending=True)[:_SHEET].tolist()
+    preprocess, path = result.subject.preprocess, folder / "top_losses.jpg"
+    sheets.answered(images, dataset.classes, preprocess, said, worst, path, outputs=result.names)
+
+
+def _differences(images: "Split", one: Result, other: Result, path: Path) -> None:
+    """The images that one model knows and the other does not, with what each said."""
+    from vitrail.figures import pictures
+
+    first, second = one.examined.answers, other.examined.answers
+    places = (first.right != second.right).nonzero()[:, 0].tolist()[:_SHEET]
+    if not places:
+        return
+    captions = [
+        " / ".join(result.names[int(result.examined.answers.classes[place, 0])] for result in (one, other))
+        for place in places
+    ]
+    rows = [int(first.images[place]) for place in places]
+    marks = [bool(first.right[place]) for place in places]
+    pictures.grid(sheets.views(images, rows, one.subject.preprocess), captions, path, marks=marks)
+
+
+def _tell(found: dict[str, Any], folder: Path, *, as_json: bool) -> None:
+    if as_json:
+        show.as_json(found | {"folder": str(folder)})
+        return
+    heads = ["model", "images", "top-1", "top-5", "per class", "loss", "calibration", "images/s"]
+    reals = any("real" in model for model in found["models"])
+    rows = [heads[:4] + (["ReaL"] if reals else []) + heads[4:]]
+    for model in found["models"]:
+        share = {
+            name: f"{model[name]:.2%} ({model[f'{name}_interval'][0]:.1%} to {model[f'{name}_interval'][1]:.1%})"
+            for name in ("top1", "top5", "macro", "calibration_error", "real")
+            if name in model
+        }
+        low, high = model["loss_interval"]
+        row = [model["model"], f"{model['images']:,}", share["top1"], share["top5"]]
+        row += [share.get("real", "-")] if reals else []
+        row += [share.get("macro", "-"), f"{model['loss']:.3f} ({low:.3f} to {high:.3f})", share["calibration_error"]]
+        rows.append([*row, f"{model['images_per_second']:,.0f}"])
+    if len(rows) == 2:
+        show.table(list(zip(*rows, strict=True)))
+    else:
+        show.table(rows)
+    for pair in found["compared"]:
+        print(
+            f"{pair['model']} alone is right on {pair['first']:,} images, {pair['against']} alone on"
+            f" {pair['second']:,}: between equals that happens with a chance of {pair['chance']:.2g} (McNemar)"
+        )
+    show.note(f"written: {folder}")

@@ -1,0 +1,48 @@
+"""How far a measured number may be from the true one: 95 % intervals over the choice of images.
+
+n images   R resamples
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Z = 1.959963984540054  # of the normal distribution 95 % lie within so many deviations
+RESAMPLES = 400
+
+Interval = tuple[float, float]
+
+
+def wilson(right: int, images: int) -> Interval:
+    """Of a share (Wilson 1927): it stays between 0 and 1, and is right for few images and shares near the ends too."""
+    share, spread = right / images, Z * Z / images
+    middle = (share + spread / 2) / (1 + spread)
+    half = Z * math.sqrt(share * (1 - share) / images + spread / (4 * images)) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def mean(values: NDArray[np.floating]) -> Interval:
+    """Of an average, by its standard error."""
+    middle = float(values.mean())
+    half = Z * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return middle - half, middle + half
+
+
+def bootstrap(measure: Callable[[NDArray[np.int64]], float], images: int, *, seed: int = 0) -> Interval:
+    """Of what no formula fits (Efron 1979): `measure` of images drawn with replacement, by their places, many times."""
+    draws = np.random.default_rng(seed)
+    return middle(np.array([measure(draws.integers(0, images, images)) for _ in range(RESAMPLES)]))
+
+
+def redrawn(counts: NDArray[np.int64], *, seed: int = 0) -> NDArray[np.int64]:
+    """(R, kinds): how many images of each kind a bootstrap draws, for measures that know images by their kind alone."""
+    images = counts.sum()
+    return np.random.default_rng(seed).multinomial(images, counts / images, size=RESAMPLES)
+
+
+def middle(values: NDArray[np.float64]) -> Interval:
+    """Where the middle 95 % of the resamples lie."""
+    low, high = np.quantile(values, (0.025, 0.975))
+    return float(low), float(high)

@@ -1,0 +1,83 @@
+"""Which of a model's outputs are the classes of a set: by name, by WordNet id, or by their order.
+
+L outputs of the model   K classes of the data
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from vitrail.data.dataset import Split
+from vitrail.errors import DataError
+from vitrail.weights.labels import imagenet1k
+
+_IMAGENET_VAL = re.compile(r"ILSVRC2012_val_(\d{8})")
+
+
+def outputs_of(classes: Sequence[str], labels: Sequence[str] | None, outputs: int) -> list[int]:
+    """The output of each class, (K,). Without labels the classes must be as many as the outputs, in their order."""
+    if labels is None:
+        if len(classes) != outputs:
+            raise DataError(
+                f"the model has {outputs} outputs without names, and the data {len(classes)} classes: name them with"
+                " `vitrail convert MODEL OUT --labels FILE`"
+            )
+        return list(range(outputs))
+    places = _places(labels)
+    for name in classes:
+        if name not in places:
+            close = difflib.get_close_matches(name, places, n=1)
+            meant = f"; the nearest it knows is {close[0]!r}" if close else ""
+            raise DataError(f"the model has no class {name!r:.80}{meant}")
+    return [places[name] for name in classes]
+
+
+def _places(labels: Sequence[str]) -> dict[str, int]:
+    """The output of each name; of ImageNet's classes also by their WordNet id."""
+    places = {name: place for place, name in enumerate(labels)}
+    known = imagenet1k()
+    if tuple(labels) == tuple(entry.name for entry in known):
+        places |= {entry.wordnet_id: place for place, entry in enumerate(known)}
+    return places
+
+
+def subset(path: Path, labels: Sequence[str] | None, outputs: int) -> list[int]:
+    """The outputs that a file names, a line each: a label, a WordNet id, or a number from 0."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError):
+        raise DataError(f"{path} cannot be read as a text with a class on each line") from None
+    places = _places(labels or ())
+    numbers = {str(place): place for place in range(outputs)}
+    for line in lines:
+        if line not in places and line not in numbers:
+            raise DataError(f"{path}: the model has no class {line!r:.80}; give labels, WordNet ids or numbers from 0")
+    found = [places.get(line, numbers.get(line, 0)) for line in lines]
+    if not found or len(set(found)) < len(found):
+        raise DataError(f"{path} must name at least one class, and each once")
+    return found
+
+
+def real_labels(path: Path, split: Split) -> list[frozenset[int]]:
+    """The sets of labels of a ReaL file (Beyer et al. 2020) for the images of a split, in their order.
+
+    The file has a list of labels for each image of ImageNet's validation part, which names like
+    ILSVRC2012_val_00000001.JPEG number; of other images it must have as many lists as there are images.
+    """
+    try:
+        lists = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise DataError(f"{path} cannot be read as JSON: a list of labels for each image") from None
+    if not (
+        isinstance(lists, list) and all(isinstance(row, list) and all(type(n) is int for n in row) for row in lists)
+    ):
+        raise DataError(f"{path} must hold a list of labels, whole numbers, for each image")
+    matches = [_IMAGENET_VAL.search(split.name(row)) for row in range(len(split))]
+    places = [int(match[1]) - 1 if match else row for row, match in enumerate(matches)]
+    numbered = all(matches)
+    if (max(places, default=-1) >= len(lists)) if numbered else len(lists) != len(split):
+        whose = f"number {max(places) + 1:,} is among the images" if numbered else f"there are {len(split):,} images"
+        raise DataError(f"{path} has labels of {len(lists):,} images, and {whose}")
+    return [frozenset(lists[place]) for place in places]

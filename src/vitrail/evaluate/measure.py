@@ -1,0 +1,130 @@
+"""Everything that is measured of a model's answers, each number with its interval.
+
+n images   B images of a batch   L outputs
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vitrail.data.loader import Batch
+from vitrail.evaluate import abstain, calibrate, intervals
+from vitrail.evaluate.classify import Answers, Counts
+from vitrail.evaluate.intervals import Interval
+
+
+class Seen(nn.Module):
+    """A model as it is measured: of an image and its mirror image the mean, of all outputs some."""
+
+    def __init__(self, model: nn.Module, *, mirrored: bool = False, outputs: Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.model, self.mirrored = model, mirrored
+        self.outputs = None if outputs is None else torch.tensor(outputs)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits = self.model(images)
+        if self.mirrored:
+            logits = (logits + self.model(images.flip(-1))) / 2
+        return logits if self.outputs is None else logits[:, self.outputs.to(logits.device)]
+
+
+def relabelled(batches: Iterable[Batch], outputs: Sequence[int], total: int) -> Iterator[Batch]:
+    """The batches with the model's outputs, `total` of them, in place of the data's classes."""
+    places = torch.tensor(outputs)
+    for batch in batches:
+        targets = batch.targets
+        if targets.ndim == 1:
+            fresh = torch.where(targets >= 0, places[targets], targets)
+        else:
+            fresh = targets.new_zeros(len(targets), total).index_copy_(1, places, targets)
+        yield batch._replace(targets=fresh)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The numbers of one model on one set."""
+
+    images: int
+    right: int
+    top1: float
+    top1_interval: Interval
+    top5: float
+    top5_interval: Interval
+    macro: float | None
+    """None where images have several labels."""
+    macro_interval: Interval | None
+    loss: float
+    """Minus the log probability of the true class: the negative log-likelihood."""
+    loss_interval: Interval
+    calibration_error: float
+    calibration_error_interval: Interval
+    risk_area: float
+    """Wrong answers on average over all coverages, where the least sure are left out first."""
+    real: float | None = None
+    """The share of answers in the image's set of ReaL labels, of images that have any."""
+    real_interval: Interval | None = None
+    real_images: int | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """For JSON."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+
+
+def measured(counts: Counts, said: Answers, real: Sequence[frozenset[int]] | None = None) -> Measured:
+    """Of the counts and what was said of each image; `real` by the images' numbers in their split."""
+    losses, right = said.losses.double().numpy(), said.right.numpy()
+    sure = said.probabilities[:, 0]
+    macro = interval = None
+    if counts.by_class:
+        macro, interval = counts.macro, _macro_interval(counts.confusion)
+    more: dict[str, Any] = {} if real is None else _real(said, real)
+    return Measured(
+        images=counts.images,
+        right=counts.right,
+        top1=counts.top1,
+        top1_interval=intervals.wilson(counts.right, counts.images),
+        top5=counts.top5,
+        top5_interval=intervals.wilson(counts.right_in_five, counts.images),
+        macro=macro,
+        macro_interval=interval,
+        loss=counts.mean_loss,
+        loss_interval=intervals.mean(losses),
+        calibration_error=calibrate.expected_calibration_error(sure, said.right),
+        calibration_error_interval=_calibration_interval(sure.double().numpy(), right),
+        risk_area=abstain.area(abstain.curve(sure, said.right)),
+        **more,
+    )
+
+
+def _macro_interval(confusion: Tensor) -> Interval:
+    hits = confusion.diagonal().numpy()
+    counts = np.concatenate([hits, confusion.sum(dim=1).numpy() - hits])
+    right, wrong = np.split(intervals.redrawn(counts), 2, axis=1)  # (R, L) each
+    images = right + wrong
+    shares = np.divide(right, images, out=np.full(images.shape, np.nan), where=images > 0)
+    return intervals.middle(np.nanmean(shares, axis=1))
+
+
+def _calibration_interval(sure: np.ndarray[Any, Any], right: np.ndarray[Any, Any], bins: int = 15) -> Interval:
+    bin_of = np.clip(np.ceil(sure * bins).astype(np.int64) - 1, 0, bins - 1)
+    gap = sure - right
+
+    def error(places: np.ndarray[Any, np.dtype[np.int64]]) -> float:
+        return float(np.abs(np.bincount(bin_of[places], weights=gap[places], minlength=bins)).sum() / len(places))
+
+    return intervals.bootstrap(error, len(sure))
+
+
+def _real(said: Answers, sets: Sequence[frozenset[int]]) -> dict[str, Any]:
+    first = said.classes[:, 0].tolist()
+    counted = [(answer, sets[image]) for answer, image in zip(first, said.images.tolist(), strict=True) if sets[image]]
+    right = sum(answer in labels for answer, labels in counted)
+    return {
+        "real": right / len(counted) if counted else None,
+        "real_interval": intervals.wilson(right, len(counted)) if counted else None,
+        "real_images": len(counted),
+    }

@@ -1,0 +1,196 @@
+"""`vitrail evaluate` on made-up pictures, by one process and by two."""
+
+import csv
+import itertools
+import json
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import making
+from tests.cli.test_cli import Capture
+from tests.cli.test_cli import run as vitrail
+from tests.data.pictures import folder, picture
+from vitrail import Classifier, load, save
+from vitrail.data.loader import evaluation_batches
+from vitrail.data.sources import open_data
+from vitrail.evaluate.classify import asked, total
+from vitrail.weights.labels import imagenet1k
+
+CLASSES = ("rose", "tulip", "daisy")
+
+
+@pytest.fixture
+def flowers(tmp_path: Path) -> Path:
+    return folder(tmp_path / "flowers", "train", "val", "test", classes=CLASSES, each=5)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    made = making.trained(making.vit(classes=4), labels=("tulip", "moss", "rose", "daisy"))
+    path = tmp_path / "model.safetensors"
+    save(made, path)
+    return path
+
+
+def evaluated(*arguments: object, capsys: Capture) -> dict[str, Any]:
+    code, out, error = vitrail("evaluate", *map(str, arguments), "--workers", "0", "--json", capsys=capsys)
+    assert code == 0, error
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_numbers_and_files_are_those_of_the_models_answers(
+    flowers: Path, model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "out"
+    found = evaluated(model, flowers, "--out", out, "--batch", 4, capsys=capsys)["models"][0]
+    trained, split = load(model), open_data(str(flowers)).splits["test"]
+    assert trained.preprocess is not None
+    answers = Classifier(trained)([split.read(row) for row in range(len(split))], top=1)
+    names = open_data(str(flowers)).classes
+    right = [answer[0][0] == names[split.labels(row)[0]] for row, answer in enumerate(answers)]
+    assert (found["images"], found["right"]) == (15, sum(right))
+    with (out / "predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["predicted"] for row in rows] == [answer[0][0] for answer in answers]
+    assert [row["right"] for row in rows] == [str(int(hit)) for hit in right]
+    for name in ("per_class.csv", "confusion_matrix.png", "reliability.png", "risk_coverage.png", "top_losses.jpg"):
+        assert (out / name).stat().st_size > 0
+
+
+def test_two_processes_say_what_one_says(flowers: Path, model: Path, tmp_path: Path) -> None:
+    """15 images are no multiple of 2, and the last batch is short."""
+    results = []
+    for name, starter in (
+        ("one", [sys.executable, "-m"]),
+        ("two", [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]),
+    ):
+        command = [*starter, "vitrail", "evaluate", str(model), str(flowers), "--device", "cpu", "--workers", "0"]
+        command += ["--batch", "4", "--json", "--out", str(tmp_path / name)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        results.append(json.loads(done.stdout))
+        results[-1]["models"][0].pop("images_per_second")
+    assert [result.pop("ranks") for result in results] == [1, 2]
+    for result in results:
+        result.pop("folder")
+    assert results[0] == results[1]
+    assert (tmp_path / "one" / "predictions.csv").read_text() == (tmp_path / "two" / "predictions.csv").read_text()
+
+
+def test_models_stand_side_by_side_and_are_compared_image_by_image(
+    flowers: Path, model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    other = tmp_path / "other.safetensors"
+    save(making.trained(making.vit(seed=5, classes=3), labels=CLASSES), other)
+    found = evaluated(model, flowers, "--against", other, "--out", tmp_path / "out", capsys=capsys)
+    pair = found["compared"][0]
+    rights = [model["right"] for model in found["models"]]
+    assert pair["both"] + pair["first"] == rights[0]
+    assert pair["both"] + pair["second"] == rights[1]
+    assert pair["both"] + pair["first"] + pair["second"] + pair["neither"] == 15
+    assert (tmp_path / "out" / "differences-1.jpg").exists() == bool(pair["first"] + pair["second"])
+    assert (tmp_path / "out" / "model-1" / "predictions.csv").exists()
+
+
+def test_a_subset_is_all_the_model_may_answer_with(flowers: Path, model: Path, tmp_path: Path, capsys: Capture) -> None:
+    subset = tmp_path / "subset.txt"
+    subset.write_text("rose\ndaisy\ntulip\n")
+    evaluated(model, flowers, "--classes", subset, "--out", tmp_path / "out", capsys=capsys)
+    with (tmp_path / "out" / "predictions.csv").open(newline="") as file:
+        assert "moss" not in {row["predicted"] for row in csv.DictReader(file)}
+    subset.write_text("rose\n")
+    code, _, error = vitrail("evaluate", str(model), str(flowers), "--classes", str(subset), capsys=capsys)
+    assert code == 3
+    assert "leaves out" in error
+
+
+def test_abstaining_stores_the_threshold_that_keeps_the_accuracy_on_val(
+    model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """Of 20 images the 12 surest answers are right, the others wrong: 95 % need the probability of the twelfth."""
+    images = [picture(seed) for seed in range(20)]
+    answers = [answer[0] for answer in Classifier(load(model))(images, top=1)]
+    labels = load(model).labels
+    assert labels is not None
+    order = sorted(range(20), key=lambda place: -answers[place][1])
+    for rank, place in enumerate(order):
+        said = labels.index(answers[place][0])
+        to = tmp_path / "data" / "val" / labels[said if rank < 12 else (said + 1) % 4]
+        to.mkdir(parents=True, exist_ok=True)
+        images[place].save(to / f"{place:02}.png")
+    found = evaluated(model, tmp_path / "data", "--abstain", 0.95, "--out", tmp_path / "out", capsys=capsys)
+    assert found["threshold"] == pytest.approx(answers[order[11]][1], rel=1e-5)
+    stored = load(model)
+    assert stored.threshold == found["threshold"]
+    heard = Classifier(stored)(images)
+    assert [place for place in order if heard[place][0][0] != "unsure"] == order[:12]
+    assert heard[order[-1]][1] == pytest.approx(answers[order[-1]])
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--split", "train", "--batch", "0"), 2, "--batch is 0"),
+        (("--abstain", "95"), 2, "--abstain is 95"),
+        (("--real", "nowhere.json"), 3, "cannot be read as JSON"),
+    ],
+)
+def test_mistakes_get_one_line(
+    flowers: Path, model: Path, capsys: Capture, options: tuple[str, ...], code: int, message: str
+) -> None:
+    found, _, error = vitrail("evaluate", str(model), str(flowers), *options, capsys=capsys)
+    assert (found, error.count("\n") - error.count("measuring on")) == (code, 1)
+    assert message in error
+
+
+def test_an_unknown_label_is_refused(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    other = folder(tmp_path / "others", "test", classes=("rose", "whale"))
+    code, _, error = vitrail("evaluate", str(model), str(other), capsys=capsys)
+    assert code == 3
+    assert "no class 'whale'" in error
+
+
+def test_timms_own_network_says_what_ours_says(deit_tiny: Path, tmp_path: Path, capsys: Capture) -> None:
+    timm = pytest.importorskip("timm", reason="timm is not installed: make peers", exc_type=ImportError)
+    assert timm is not None
+    data = folder(tmp_path / "images", "test", classes=("n01440764", "n01443537"), each=3)
+    name = f"timm-model:local-dir:{deit_tiny}"
+    found = evaluated(deit_tiny, data, "--against", name, "--out", tmp_path / "out", capsys=capsys)
+    ours, theirs = found["models"]
+    assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-4)
+
+
+def test_a_real_vit_knows_real_images_by_the_wordnet_ids_of_their_folders(
+    data: Path, deit_tiny: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    with tarfile.open(data / "imagenet_samples.tar.xz") as archive:
+        for member in itertools.islice((member for member in archive if member.isfile()), 40):
+            file = archive.extractfile(member)
+            assert file is not None
+            to = tmp_path / "images" / Path(member.name).parent.name / Path(member.name).name
+            to.parent.mkdir(parents=True)
+            to.write_bytes(file.read())
+    found = evaluated(deit_tiny, tmp_path / "images", "--split", "all", "--out", tmp_path / "out", capsys=capsys)
+    names = {entry.wordnet_id: entry.name for entry in imagenet1k()}
+    paths = sorted((tmp_path / "images").rglob("*.jpg"))
+    answers = Classifier(load(deit_tiny))(paths, top=1)
+    right = sum(answer[0][0] == names[path.parent.name] for path, answer in zip(paths, answers, strict=True))
+    assert (found["models"][0]["right"], found["models"][0]["images"]) == (right, 40)
+    assert right > 25
+
+
+def test_what_is_asked_adds_up_to_the_counts(flowers: Path, model: Path) -> None:
+    trained, split = load(model), open_data(str(flowers)).splits["test"]
+    assert trained.preprocess is not None
+    batches = [list(evaluation_batches(split, trained.preprocess, batch=size, classes=4)) for size in (15, 4)]
+    whole, parts = (asked(trained.model, some, trained.preprocess, temperature=2.0) for some in batches)
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other)
+    assert total(parts, 4).images == 15
