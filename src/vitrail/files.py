@@ -19,17 +19,25 @@ def replacing(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     is overwritten is set aside first; a crash in that instant leaves both versions in the hidden folder beside it.
     """
     check_free(path, overwrite=overwrite)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make(path.parent)
     workshop = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
         fresh = workshop / path.name
         yield fresh
         for written in [fresh, *fresh.rglob("*")] if fresh.is_dir() else [fresh]:
-            _sync(written)
+            sync(written)
         _rename(fresh, path, aside=workshop / "previous")
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         shutil.rmtree(workshop, ignore_errors=True)
+
+
+def make(folder: Path) -> None:
+    """Make a folder and those above it that are missing; their names are on disk when this returns."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync(each.parent)
 
 
 def check_free(path: Path, *, overwrite: bool) -> None:
@@ -76,7 +84,8 @@ def _rename(fresh: Path, path: Path, aside: Path) -> None:
         raise
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Return when a file's bytes, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
 """A set of labelled images: its splits, its classes, and what was assumed about it."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from vitrail import remote
 from vitrail.data.table import Array, Table
 from vitrail.errors import DataError
 
@@ -22,6 +23,11 @@ class Store(Protocol):
 
     @property
     def table(self) -> Table: ...
+
+    @property
+    def far(self) -> bool:
+        """Whether a read is a request to a store, so that several should be on their way at once."""
+        ...
 
     def name(self, row: int) -> str:
         """What a person calls it: a path, or a shard and a member."""
@@ -49,6 +55,10 @@ class Split:
     def read(self, index: int) -> Path | bytes | Image.Image:
         """The image, still encoded."""
         return self.store.read(int(self.rows[index]))
+
+    def read_all(self, indices: Sequence[int]) -> Iterator[Path | bytes | Image.Image]:
+        """Several images, still encoded, in order."""
+        return remote.at_once(self.read, indices) if self.store.far else map(self.read, indices)
 
     @property
     def several(self) -> bool:

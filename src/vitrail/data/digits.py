@@ -18,6 +18,7 @@ class Pictures:
 
     pixels: NDArray[np.uint8]  # (n, H, W)
     table: Table
+    far = False
 
     def name(self, row: int) -> str:
         """The number in the set, as a file would be called."""

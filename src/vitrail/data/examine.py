@@ -10,6 +10,7 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from vitrail import remote
 from vitrail.data import draws, duplicates, index, table, workers
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.decode import DAMAGE, FORMATS, PIXEL_LIMIT, decode
@@ -28,6 +30,7 @@ from vitrail.data.table import Array
 from vitrail.data.workers import Progress
 from vitrail.errors import DataError
 from vitrail.files import cache_home
+from vitrail.remote import RemoteError
 
 LIMIT = 200_000
 """Images decoded whole; of a larger set so many drawn at random are, and the rest are known by their headers."""
@@ -181,10 +184,12 @@ def _look(job: _Job) -> _Found:
         os.dup2(nowhere.fileno(), 2)  # libtiff writes of every flaw to stderr, past Python
     count = len(job.places)
     found = _Found(np.zeros(count, dtype=_FACTS), np.zeros((count, duplicates.FINGERPRINT), dtype=np.uint8), {})
-    for place in range(count):
+    each = remote.at_once if job.images.store.far else map
+    for place, source in enumerate(each(partial(_source, job.images), range(count))):
         name = job.images.name(place)
         try:
-            source = job.images.read(place)
+            if isinstance(source, DataError | OSError):
+                raise source
             content = source.read_bytes() if isinstance(source, Path) and job.whole[place] else source
             _look_at_header(content, name, found.facts[place])
             if job.whole[place]:
@@ -194,6 +199,16 @@ def _look(job: _Job) -> _Found:
             found.facts[place]["status"] = BAD
             found.reasons[place] = str(error).removeprefix(f"{name} ")
     return found
+
+
+def _source(images: Split, place: int) -> Path | bytes | Image.Image | DataError | OSError:
+    """An image, still encoded, or what is wrong with it; a store that does not answer is no fault of the image."""
+    try:
+        return images.read(place)
+    except RemoteError:
+        raise
+    except (DataError, OSError) as error:
+        return error
 
 
 def _look_at_header(source: Path | bytes | Image.Image, name: str, facts: Any) -> None:
@@ -239,7 +254,7 @@ def _enter(examined: Examined, places: NDArray[np.int64], found: _Found) -> None
 def _keys(part: Split, whole: NDArray[np.bool_]) -> NDArray[np.uint8]:
     """(n, 16): 128 bits for each image that change when it does, or the depth of the look; zeros where unknown."""
     keys = np.zeros((len(part), 16), dtype=np.uint8)
-    if not isinstance(part.store, Files | Shards):
+    if not isinstance(part.store, Files | Shards) or (isinstance(part.store, Files) and part.store.far):
         return keys
     stamps: dict[str, list[int]] = {}
     for place in range(len(part)):
@@ -248,7 +263,7 @@ def _keys(part: Split, whole: NDArray[np.bool_]) -> NDArray[np.uint8]:
             if isinstance(part.store, Files):
                 stamp = index.stamp(str(part.store.read(row)))
             else:
-                file = str(part.store.folder / part.store.files[part.store.table["shard"][row]])
+                file = f"{part.store.folder}/{part.store.files[part.store.table['shard'][row]]}"
                 if file not in stamps:
                     stamps[file] = index.stamp(file)
                 stamp = [*stamps[file], int(part.store.table["offset"][row])]

@@ -3,11 +3,12 @@
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from vitrail import remote
 from vitrail.data import holdout, index
 from vitrail.data.dataset import SUFFIXES, UNLABELLED, Dataset, from_column
 from vitrail.data.table import Array, Table, texts
@@ -20,16 +21,24 @@ SPLIT_NAMES = {"train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1,
 class Files:
     """Images in files of their own."""
 
-    root: Path
+    root: Path | str
+    """A folder, here or, by its URL, elsewhere."""
     table: Table
+
+    @property
+    def far(self) -> bool:
+        """Whether a read is a request to a store."""
+        return isinstance(self.root, str)
 
     def name(self, row: int) -> str:
         """The path below the set's folder."""
         return self.table.text("path", row)
 
-    def read(self, row: int) -> Path:
-        """The file."""
-        return self.root / self.name(row)
+    def read(self, row: int) -> Path | bytes:
+        """The file, or its bytes where it is elsewhere."""
+        if isinstance(self.root, Path):
+            return self.root / self.name(row)
+        return remote.read(remote.joined(self.root, self.name(row)))
 
 
 class NoImageError(DataError):
@@ -43,19 +52,21 @@ class _Listing(NamedTuple):
     others: list[str]
     """Files that are no images by their suffix."""
     folders: list[str]
+    sizes: list[int]
+    """Of the images, where the store says them."""
 
 
-def open_folder(root: Path, *, share: float = 0.1) -> Dataset:
-    """The set a folder holds."""
-    root = root.resolve()
+def open_folder(root: Path | str, *, share: float = 0.1) -> Dataset:
+    """The set a folder holds, given by its path or its URL."""
+    root = root.resolve() if isinstance(root, Path) else root
     folders: list[str] = []
 
     def build() -> tuple[Mapping[str, Array], dict[str, Any]]:
-        listing = _walked(root)
+        listing = _walked(root) if isinstance(root, Path) else _listed(root)
         folders.extend(listing.folders)
         return _columns(root, listing, share)
 
-    table = index.cached(f"folder {root} {share}", lambda: folders, build)
+    table = index.cached(f"folder {root} {share}", lambda: folders if isinstance(root, Path) else [root], build)
     facts = table.facts
     store = Files(root, table)
     return Dataset(
@@ -67,7 +78,7 @@ def open_folder(root: Path, *, share: float = 0.1) -> Dataset:
     )
 
 
-def _columns(root: Path, listing: _Listing, share: float) -> tuple[dict[str, Array], dict[str, Any]]:
+def _columns(root: Path | str, listing: _Listing, share: float) -> tuple[dict[str, Array], dict[str, Any]]:
     """The table's columns and facts."""
     if not listing.paths:
         other = f"; it holds {len(listing.others):,} other files, such as {listing.others[0]}" if listing.others else ""
@@ -92,7 +103,8 @@ def _columns(root: Path, listing: _Listing, share: float) -> tuple[dict[str, Arr
     split = holdout.completed(given, label, listing.paths.__getitem__, identity=str(root), share=share)
     notes = [*split.notes, *_remarks(listing, classes, empty)]
     facts = {"classes": classes, "made_up": split.made_up, "notes": notes}
-    return texts("path", listing.paths) | {"label": label, "split": split.column}, facts
+    sizes = {"size": np.array(listing.sizes, dtype=np.int64)} if listing.sizes else {}
+    return texts("path", listing.paths) | {"label": label, "split": split.column} | sizes, facts
 
 
 def _check_strays(paths: Sequence[str], at: int, labelled: bool) -> None:
@@ -108,7 +120,7 @@ def _class_of(path: str, at: int) -> str:
     return parts[at] if len(parts) > at + 1 else ""
 
 
-def _empty_classes(listing: _Listing, root: Path, at: int, known: set[str]) -> list[str]:
+def _empty_classes(listing: _Listing, root: Path | str, at: int, known: set[str]) -> list[str]:
     """Class folders without an image: they count as classes, and are reported."""
     depth = [Path(os.path.relpath(folder, root)).parts for folder in listing.folders[1:]]
     return sorted({parts[at] for parts in depth if len(parts) == at + 1} - known)
@@ -125,7 +137,7 @@ def _remarks(listing: _Listing, classes: list[str], empty: list[str]) -> Iterato
 
 def _walked(root: Path) -> _Listing:
     """Every file below a folder, in the order of the names; links are followed, but never in circles."""
-    listing = _Listing([], [], [])
+    listing = _Listing([], [], [], [])
     waiting: list[tuple[str, str, tuple[tuple[int, int], ...]]] = [("", str(root), ())]
     while waiting:
         prefix, folder, above = waiting.pop()
@@ -146,6 +158,28 @@ def _walked(root: Path) -> _Listing:
                     kept.append(prefix + entry.name)
         waiting.extend(reversed(below))
     return listing
+
+
+def _listed(url: str) -> _Listing:
+    """Every file below a folder that lies elsewhere, in the order of a walk; without files there are no folders."""
+    files = remote.find(url)
+    shown = [path for path in files if "/." not in f"/{path}"]
+    inner = {PurePosixPath(path.rpartition("/")[0]) for path in shown}
+    folders = {str(above) for folder in inner for above in (folder, *folder.parents)} - {"."}
+    listing = _Listing([], [], [url, *(remote.joined(url, folder) for folder in sorted(folders))], [])
+    for path in sorted(shown, key=_walk_order):
+        if path.lower().endswith(SUFFIXES):
+            listing.paths.append(path)
+            listing.sizes.append(files[path].size)
+        else:
+            listing.others.append(path)
+    return listing
+
+
+def _walk_order(path: str) -> list[tuple[bool, str]]:
+    """A folder's own files come before those of the folders in it."""
+    *folders, name = path.split("/")
+    return [*((True, folder) for folder in folders), (False, name)]
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

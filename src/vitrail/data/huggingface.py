@@ -25,6 +25,7 @@ class Rows:
     names: tuple[str, ...]
     column: str
     table: Table
+    far = False
 
     def name(self, row: int) -> str:
         """The split and the number in it."""

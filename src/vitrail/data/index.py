@@ -6,10 +6,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vitrail import remote
 from vitrail.data import table
 from vitrail.data.table import Array, Table
 from vitrail.files import cache_home
@@ -29,7 +30,8 @@ def cached(
         return known
     started = time.time_ns()
     columns, facts = build()
-    stamps = {path: stamp(path) for path in watched()}
+    paths = list(watched())
+    stamps = dict(zip(paths, _stamps(paths), strict=True))
     youngest = max((values[0] for values in stamps.values()), default=0)
     settled = youngest < started - _SETTLED
     facts |= {"version": _VERSION, "source": source, "watched": stamps if settled else None}
@@ -42,9 +44,16 @@ def cached(
 
 
 def stamp(path: str) -> list[int]:
-    """When a file or folder changed last, in nanoseconds, and its size."""
+    """When a file or folder changed last, in nanoseconds, and its size; elsewhere, what the store says of it."""
+    if remote.is_remote(path):
+        return remote.stamp(path)
     status = os.stat(path)  # noqa: PTH116, a path from the file system as it is
     return [status.st_mtime_ns, status.st_size]
+
+
+def _stamps(paths: Sequence[str]) -> Iterator[list[int]]:
+    """The stamps of all paths, which lie here or elsewhere together."""
+    return remote.at_once(stamp, paths) if paths and remote.is_remote(paths[0]) else map(stamp, paths)
 
 
 def _known(folder: Path, source: str) -> Table | None:
@@ -53,7 +62,8 @@ def _known(folder: Path, source: str) -> Table | None:
         facts = known.facts
         if facts.get("version") != _VERSION or facts.get("source") != source or facts.get("watched") is None:
             return None
-        unchanged = all(stamp(path) == values for path, values in facts["watched"].items())
+        watched = facts["watched"]
+        unchanged = all(now == before for now, before in zip(_stamps([*watched]), watched.values(), strict=True))
     except (OSError, ValueError, KeyError, EOFError):  # absent, or damaged: it is built again
         return None
     return known if unchanged else None

@@ -5,14 +5,16 @@ several: in CSV separated by semicolons, in JSON an array; and, if there is one,
 """
 
 import csv
+import io
 import json
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
 
 import numpy as np
 
+from vitrail import remote
 from vitrail.data import holdout, index
 from vitrail.data.dataset import UNLABELLED, Dataset, from_column
 from vitrail.data.folder import SPLIT_NAMES, Files
@@ -24,20 +26,21 @@ _PATHS = ("path", "file", "filename", "image")
 _LABELS = ("label", "class")
 
 
-def open_list(path: Path, *, share: float = 0.1) -> Dataset:
-    """The set that a list describes."""
-    path = path.resolve()
+def open_list(path: Path | str, *, share: float = 0.1) -> Dataset:
+    """The set that a list describes, given by its path or its URL; the images lie where the list does."""
+    path = path.resolve() if isinstance(path, Path) else path
+    folder = path.parent if isinstance(path, Path) else path.rpartition("/")[0]
     table = index.cached(f"list {path} {share}", lambda: [str(path)], lambda: _columns(path, share))
     return Dataset(
         name=str(path),
         classes=tuple(table.facts["classes"]),
-        splits=from_column(Files(path.parent, table), table["split"]),
+        splits=from_column(Files(folder, table), table["split"]),
         made_up=tuple(table.facts["made_up"]),
         notes=tuple(table.facts["notes"]),
     )
 
 
-def _columns(path: Path, share: float) -> tuple[Mapping[str, Array], dict[str, Any]]:
+def _columns(path: Path | str, share: float) -> tuple[Mapping[str, Array], dict[str, Any]]:
     files: list[str] = []
     names: list[tuple[str, ...]] = []
     splits: list[int] = []
@@ -71,12 +74,13 @@ def _columns(path: Path, share: float) -> tuple[Mapping[str, Array], dict[str, A
     return columns, {"classes": classes, "made_up": split.made_up, "notes": notes}
 
 
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(path: Path | str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Each row with its line number."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            if path.suffix.lower() in (".csv", ".tsv"):
-                rows = csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+        suffix = PurePosixPath(path).suffix.lower()
+        with _text(path) as file:
+            if suffix in (".csv", ".tsv"):
+                rows = csv.DictReader(file, delimiter="\t" if suffix == ".tsv" else ",")
                 _check_header(path, rows.fieldnames or ())
                 for row in rows:
                     yield rows.line_num, {key.strip().lower(): value for key, value in row.items() if key is not None}
@@ -86,6 +90,12 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                         yield number, _object(line, f"{path}, line {number}")
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as text in UTF-8: {error}") from error
+
+
+def _text(path: Path | str) -> IO[str]:
+    if isinstance(path, Path):
+        return path.open(newline="", encoding="utf-8-sig")
+    return io.StringIO(remote.read(path).decode("utf-8-sig"), newline="")
 
 
 def _object(line: str, where: str) -> dict[str, Any]:
@@ -98,7 +108,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
     return value
 
 
-def _check_header(path: Path, header: Any) -> None:
+def _check_header(path: Path | str, header: Any) -> None:
     names = {str(name).strip().lower() for name in header}
     if not names.intersection(_PATHS):
         raise DataError(

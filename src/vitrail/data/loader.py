@@ -191,7 +191,8 @@ def resident_batches(
 
 def _whole_images(split: Split, shape: torch.Size, classes: int, indices: Integers) -> Batch:
     """The images as they are, or none where one has another shape."""
-    images = [_decoded(split, index, shape[0]) for index in indices.tolist()]
+    found = zip(indices.tolist(), split.read_all(indices.tolist()), strict=True)
+    images = [decode(source, shape[0], name=split.name(index)) for index, source in found]
     alike = all(image.shape == shape for image in images)
     pixels = torch.stack(images) if alike else torch.empty((0, *shape), dtype=torch.uint8)
     return Batch(pixels, _targets(split, indices, classes), torch.from_numpy(indices))
@@ -266,7 +267,8 @@ def _views(training: Training, positions: Integers, rows: Integers) -> Tensor:
     split, preprocess, channels = training.split, training.preprocess, len(training.preprocess.mean)
     if not len(rows):
         return torch.empty((0, channels, *preprocess.size), dtype=torch.uint8)
-    images = {index: opened(split.read(row), name=split.name(row)) for index, row in enumerate(rows.tolist())}
+    found = zip(rows.tolist(), split.read_all(rows.tolist()), strict=True)
+    images = {index: opened(source, name=split.name(row)) for index, (row, source) in enumerate(found)}
     sizes = np.array([(image.height, image.width) for image in images.values()], dtype=np.int64)
 
     def load(index: int, rows: int) -> Tensor:
@@ -277,19 +279,29 @@ def _views(training: Training, positions: Integers, rows: Integers) -> Tensor:
 
 def _evaluation_batch(split: Split, preprocess: Preprocess, classes: int, skip_bad: bool, indices: Integers) -> Batch:
     left_out: list[str] = []
-    views, kept = [], []
-    for index in indices.tolist():
-        try:
-            views.append(evaluation_view(_decoded(split, index, len(preprocess.mean)), preprocess))
-            kept.append(index)
-        except DataError:
-            if not skip_bad:
-                raise
-            left_out.append(split.name(index))
-    indices = np.array(kept, dtype=np.int64)
+    views: list[Tensor] = []
+    try:
+        views = _evaluation_views(split, preprocess, indices.tolist())
+    except DataError:
+        if not skip_bad:
+            raise
+        kept = []
+        for index in indices.tolist():
+            try:
+                views += _evaluation_views(split, preprocess, [index])
+                kept.append(index)
+            except DataError:
+                left_out.append(split.name(index))
+        indices = np.array(kept, dtype=np.int64)
     shape = (0, len(preprocess.mean), *preprocess.size)
     pixels = torch.stack(views) if views else torch.empty(shape, dtype=torch.uint8)
     return Batch(pixels, _targets(split, indices, classes), torch.from_numpy(indices), tuple(left_out))
+
+
+def _evaluation_views(split: Split, preprocess: Preprocess, indices: list[int]) -> list[Tensor]:
+    found = zip(indices, split.read_all(indices), strict=True)
+    channels = len(preprocess.mean)
+    return [evaluation_view(decode(source, channels, name=split.name(row)), preprocess) for row, source in found]
 
 
 def _readable(training: Training, row: int, left_out: list[str]) -> int:

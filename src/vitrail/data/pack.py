@@ -50,6 +50,8 @@ def pack(dataset: Dataset, out: Path, *, progress: Progress = workers.silent) ->
     """
     if out.exists() or out.is_symlink():
         raise UsageError(f"{out} exists already; choose another name, or remove it first")
+    if out.parts[:1] and out.parts[0].endswith(":"):  # a path spells s3://bucket so
+        raise UsageError(f"{out} is no folder here: pack into one, and copy all that it then holds to the store")
     if Path(dataset.name) in out.resolve().parents:
         raise UsageError(f"{out} lies inside {dataset.name}, which would then hold itself; choose a place beside it")
     gathering = out.with_name(f"{out.name}.packing")

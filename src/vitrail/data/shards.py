@@ -5,12 +5,16 @@
     set.json            classes, splits, origin, and the sha256 of each shard
 
 `.cls` holds a class's number, `.json` the numbers of several. WebDataset itself reads shards as streams, which can
-neither be resumed exactly nor drawn from at random. Shards of other makers are `tars.py`'s.
+neither be resumed exactly nor drawn from at random. Shards of other makers are `tars.py`'s. Where a set lies on an
+object store, its index is fetched once and each image is one request for a range of its shard.
 """
 
 import dataclasses
+import fcntl
+import hashlib
 import json
 import os
+import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -18,11 +22,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vitrail import remote
 from vitrail.data import holdout, index, table
 from vitrail.data.dataset import SPLITS, SUFFIXES, UNLABELLED, Dataset, from_column
 from vitrail.data.table import Array, Table, texts
 from vitrail.errors import DataError
-from vitrail.files import replacing, sha256
+from vitrail.files import cache_home, replacing, sha256
 
 INDEX, SET = "index", "set.json"
 SHARD_BYTES = 256 * 2**20
@@ -46,12 +51,17 @@ class Sample(NamedTuple):
 class Shards:
     """Images inside tar files."""
 
-    def __init__(self, folder: Path, files: tuple[str, ...], rows: Table) -> None:
-        self.folder, self.files, self.table = folder, files, rows
+    def __init__(self, folder: Path | str, files: tuple[str, ...], rows: Table) -> None:
+        self.folder, self.files, self.table = folder, files, rows  # a folder that is elsewhere is a URL
         self._descriptors: dict[int, int] = {}
 
     def __reduce__(self) -> Any:
         return Shards, (self.folder, self.files, self.table)
+
+    @property
+    def far(self) -> bool:
+        """Whether a read is a request to a store."""
+        return isinstance(self.folder, str)
 
     def name(self, row: int) -> str:
         """The name inside the set, behind that of its shard."""
@@ -60,19 +70,23 @@ class Shards:
     def read(self, row: int) -> bytes:
         """The image file's bytes."""
         size, offset = int(self.table["size"][row]), int(self.table["offset"][row])
+        shard = int(self.table["shard"][row])
         try:
-            found = os.pread(self._descriptor(int(self.table["shard"][row])), size, offset)
+            if isinstance(self.folder, Path):
+                found = os.pread(self._descriptor(self.folder / self.files[shard], shard), size, offset)
+            else:
+                found = remote.read(remote.joined(self.folder, self.files[shard]), offset, size)
         except OSError as error:
             raise DataError(f"{self.name(row)} cannot be read: {error}") from error
         if len(found) != size:
             raise DataError(f"{self.name(row)}: the shard ends before the image does; check or fetch it again")
         return found
 
-    def _descriptor(self, shard: int) -> int:
+    def _descriptor(self, path: Path, shard: int) -> int:
         if shard not in self._descriptors:
             if len(self._descriptors) >= _OPEN_FILES:
                 os.close(self._descriptors.pop(next(iter(self._descriptors))))
-            self._descriptors[shard] = os.open(self.folder / self.files[shard], os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptors[shard] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return self._descriptors[shard]
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit the module may be gone already
@@ -189,23 +203,28 @@ def finish(
 # --- reading -------------------------------------------------------------------------------------------------------
 
 
-def open_set(folder: Path, *, share: float = 0.1) -> Dataset:
-    """A set that was packed or got: its index lies beside the shards."""
+def open_set(folder: Path | str, *, share: float = 0.1) -> Dataset:
+    """A set that was packed or got, given by its path or its URL: its index lies beside the shards."""
+    listed = None if isinstance(folder, Path) else remote.find(folder)
+    here = folder if isinstance(folder, Path) else _fetched(folder, listed or {})
     try:
-        described = json.loads((folder / SET).read_text())
-        rows = table.read(folder / INDEX)
+        described = json.loads((here / SET).read_text())
+        rows = table.read(here / INDEX)
         files = {str(name): int(size) for name, size in rows.facts["files"].items()}
         classes = tuple(map(str, described["classes"]))
+        images = dict(described["images"])
         column = rows["split"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{folder} is no whole set of shards ({error}); pack or get it again") from error
     for name, size in files.items():
-        path = folder / name
-        if "/" in name or not path.is_file() or path.stat().st_size != size:
-            raise DataError(f"{path} is missing or has not the {size:,} bytes it was packed with; pack or get it again")
-    split = _completed(folder, rows, share)
+        if "/" in name or (_size(here / name) if listed is None else listed.get(name, _ABSENT).size) != size:
+            raise DataError(
+                f"{folder}/{name} is missing or has not the {size:,} bytes it was packed with; pack or get it again"
+            )
+    identity = str(folder.resolve()) if isinstance(folder, Path) else folder
+    split = None if not images.get("train") or images.get("val") else _completed(identity, rows, share)
     return Dataset(
-        name=str(folder.resolve()),
+        name=identity,
         classes=classes,
         splits=from_column(Shards(folder, tuple(files), rows), column if split is None else split["split"]),
         made_up=() if split is None else tuple(split.facts["made_up"]),
@@ -213,18 +232,39 @@ def open_set(folder: Path, *, share: float = 0.1) -> Dataset:
     )
 
 
-def _completed(folder: Path, rows: Table, share: float) -> Table | None:
-    """The split column with a val held out of train, if the set has train and no val."""
-    place = str((folder / SET).resolve())
+_ABSENT = remote.File(-1, "")
+_NEAR = re.compile(rf"{re.escape(SET)}|{INDEX}/\w[\w.-]*")  # and nothing that a store's keys could lead outside with
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
+
+
+def _fetched(url: str, listed: Mapping[str, remote.File]) -> Path:
+    """A folder of the cache with the description and the index of a set that lies elsewhere, as they are there now."""
+    wanted = {name: file for name, file in listed.items() if _NEAR.fullmatch(name)}
+    version = hashlib.sha256(repr((url, sorted(wanted.items()))).encode(errors="surrogateescape")).hexdigest()[:24]
+    place = cache_home() / "remote" / version
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several ranks on a machine one fetches, and the others wait
+        if not place.exists():
+            with replacing(place) as fresh:
+                (fresh / INDEX).mkdir(parents=True)
+                for name in wanted:
+                    remote.fetch(remote.joined(url, name), fresh / name)
+    return place
+
+
+def _completed(identity: str, rows: Table, share: float) -> Table:
+    """The split column with a val held out of train."""
 
     def build() -> tuple[dict[str, Array], dict[str, Any]]:
         strata = np.zeros(len(rows["split"])) if "label.ends" in rows else rows["label"]
         found = holdout.completed(
-            rows["split"], strata, lambda row: rows.text("name", row), identity=str(folder.resolve()), share=share
+            rows["split"], strata, lambda row: rows.text("name", row), identity=identity, share=share
         )
         return {"split": found.column}, {"made_up": found.made_up, "notes": found.notes}
 
-    images = json.loads((folder / SET).read_text())["images"]
-    if not images.get("train") or images.get("val"):
-        return None
+    place = f"{identity}/{SET}"
     return index.cached(f"set {place} {share}", lambda: [place], build)

@@ -1,9 +1,13 @@
-"""What a DATA argument names, opened: a folder, a list, shards, a set that was got, `digits`, or a Hugging Face set."""
+"""What a DATA argument names, opened: a folder, a list, shards, a set that was got, `digits`, or a Hugging Face set.
+
+Folders, lists and shards may lie elsewhere: s3://bucket/name. Only such a name, or hf:, opens a connection.
+"""
 
 import glob
 import importlib
 from pathlib import Path
 
+from vitrail import remote
 from vitrail.data import folder, lists, public, shards, tars
 from vitrail.data.dataset import Dataset
 from vitrail.errors import DataError, UsageError
@@ -25,6 +29,8 @@ def open_data(name: str, *, share: float = 0.1) -> Dataset:
     path = Path(name)
     if name.startswith(HUB):
         return importlib.import_module("vitrail.data.huggingface").open_hub(name.removeprefix(HUB), share=share)
+    if remote.is_remote(name) and not tars.is_pattern(name):
+        return _open_remote(name.rstrip("/"), share)
     if tars.is_pattern(name):
         return tars.open_tars(name, share=share)
     if "/" in name or path.is_file():
@@ -61,4 +67,21 @@ def _open_path(path: Path, share: float) -> Dataset:
         for pattern in ("*.tar", "*/*.tar"):
             if next(path.glob(pattern), None):
                 return tars.open_tars(f"{glob.escape(str(path))}/{pattern}", share=share)
+        raise
+
+
+def _open_remote(url: str, share: float) -> Dataset:
+    """The same of a name with a scheme, less those kinds of sets that are only read here."""
+    if url.lower().endswith(lists.SUFFIXES):
+        return lists.open_list(url, share=share)
+    if remote.is_file(url):
+        raise DataError(f"{url} is a file; a set is a folder, shards (*.tar) or a list ({', '.join(lists.SUFFIXES)})")
+    if remote.is_file(remote.joined(url, shards.SET)):
+        return shards.open_set(url, share=share)
+    try:
+        return folder.open_folder(url, share=share)
+    except folder.NoImageError:
+        for pattern in ("*.tar", "*/*.tar"):
+            if remote.glob(remote.joined(url, pattern)):
+                return tars.open_tars(remote.joined(url, pattern), share=share)
         raise

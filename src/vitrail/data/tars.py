@@ -5,6 +5,7 @@ A sample is what shares a name up to the first dot: an image, and beside it a .c
 that leads outside is refused.
 """
 
+import contextlib
 import glob
 import json
 import os
@@ -12,10 +13,11 @@ import re
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from vitrail import remote
 from vitrail.data import holdout, index
 from vitrail.data.dataset import SUFFIXES, UNLABELLED, Dataset, from_column
 from vitrail.data.folder import SPLIT_NAMES
@@ -38,8 +40,7 @@ def open_tars(pattern: str, *, share: float = 0.1) -> Dataset:
     paths = sorted({found for one in expanded(pattern) for found in _existing(one)})
     if not paths:
         raise DataError(f"no file is named {pattern}")
-    folder = Path(os.path.commonpath([Path(path).parent.resolve() for path in paths]))
-    files = tuple(os.path.relpath(path, folder) for path in paths)
+    folder, files = _common(paths)
     source = f"tars {folder} {' '.join(files)} {share}"
     rows = index.cached(source, lambda: paths, lambda: _indexed(folder, files, share))
     return Dataset(
@@ -49,6 +50,17 @@ def open_tars(pattern: str, *, share: float = 0.1) -> Dataset:
         made_up=tuple(rows.facts["made_up"]),
         notes=tuple(rows.facts["notes"]),
     )
+
+
+def _common(paths: Sequence[str]) -> tuple[Path | str, tuple[str, ...]]:
+    """The folder that all paths or URLs lie in, and what they are called there."""
+    if not remote.is_remote(paths[0]):
+        folder = Path(os.path.commonpath([Path(path).parent.resolve() for path in paths]))
+        return folder, tuple(os.path.relpath(path, folder) for path in paths)
+    scheme, _, _ = paths[0].partition("://")
+    inside = [path.removeprefix(f"{scheme}://") for path in paths]
+    shared = os.path.commonpath([path.rpartition("/")[0] for path in inside])
+    return f"{scheme}://{shared}", tuple(os.path.relpath(path, shared) for path in inside)
 
 
 def expanded(pattern: str) -> list[str]:
@@ -64,9 +76,10 @@ def expanded(pattern: str) -> list[str]:
 
 
 def _existing(path: str) -> list[str]:
+    far = remote.is_remote(path)
     if any(character in path for character in "*?["):
-        return glob.glob(path)  # noqa: PTH207, the pattern may be absolute
-    if not Path(path).is_file():
+        return remote.glob(path) if far else glob.glob(path)  # noqa: PTH207, the pattern may be absolute
+    if not far and not Path(path).is_file():  # a store says so when it is asked for the file
         raise DataError(f"{path} does not exist")
     return [path]
 
@@ -80,12 +93,15 @@ class _Entry(NamedTuple):
     labels: tuple[str, ...] | None
 
 
-def _indexed(folder: Path, files: Sequence[str], share: float) -> tuple[Mapping[str, Array], dict[str, Any]]:
+def _indexed(folder: Path | str, files: Sequence[str], share: float) -> tuple[Mapping[str, Array], dict[str, Any]]:
     """The columns of foreign shards: one walk over the headers."""
-    entries = [list(samples(folder / file)) for file in files]
+    if isinstance(folder, Path):
+        entries = [list(samples(folder / file)) for file in files]
+    else:
+        entries = list(remote.at_once(lambda file: list(samples(remote.joined(folder, file))), files))
     flat = [entry for shard in entries for entry in shard]
     if not flat:
-        raise DataError(f"{folder / files[0]} (of {len(files)}) holds no image ({', '.join(SUFFIXES)})")
+        raise DataError(f"{folder}/{files[0]} (of {len(files)}) holds no image ({', '.join(SUFFIXES)})")
     labelled = [entry.labels is not None for entry in flat]
     if any(labelled) != all(labelled):
         name = flat[labelled.index(False)].name
@@ -133,7 +149,7 @@ def _split_of(file: str) -> int:
     return next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), holdout.NO_SPLIT)
 
 
-def samples(path: Path) -> Iterator[_Entry]:
+def samples(path: Path | str) -> Iterator[_Entry]:
     """The images of one tar, each with what stands beside it under the same name up to the first dot."""
     entry: _Entry | None = None
     labels: tuple[str, ...] | None = None
@@ -155,34 +171,48 @@ def samples(path: Path) -> Iterator[_Entry]:
         yield entry._replace(labels=labels)
 
 
-def members(path: Path) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
+def members(path: Path | str) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
     """The files in a tar, each with a function that reads it; anything that could lead outside is refused."""
-    length = path.stat().st_size
-    try:
-        with tarfile.open(path, "r:") as tar:
-            for member in tar:
-                if member.isdir():
-                    continue
-                parts = PurePosixPath(member.name)
-                if not member.isreg():
-                    raise DataError(f"{path} holds {member.name!r:.120}, which is a link or device and no file")
-                if parts.is_absolute() or ".." in parts.parts or "\0" in member.name:
-                    raise DataError(f"{path} holds {member.name!r:.120}, a path that leads outside of it")
-                if member.sparse is not None or member.offset_data + member.size > length:
-                    raise DataError(f"{path} is truncated or damaged at {member.name!r:.120}")
-                yield member, lambda member=member: _small(tar, member, path)  # type: ignore[misc]
-                tar.members = []  # type: ignore[attr-defined]  # or every header stays in memory
-            end = tar.offset
-    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
-        zipped = " (compressed? then it cannot be read at random: unpack it first)" if length else ""
-        raise DataError(f"{path} is no readable tar{zipped}: {error}") from error
-    with path.open("rb") as file:  # tarfile stops without a word at a header that is damaged or missing
-        file.seek(end)
+    with _opened(path) as (file, length):
+        try:
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                for member in tar:
+                    if member.isdir():
+                        continue
+                    _check(member, path, length)
+                    yield member, lambda member=member: _small(tar, member, path)  # type: ignore[misc]
+                    tar.members = []  # type: ignore[attr-defined]  # or every header stays in memory
+                end = tar.offset
+        except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
+            zipped = " (compressed? then it cannot be read at random: unpack it first)" if length else ""
+            raise DataError(f"{path} is no readable tar{zipped}: {error}") from error
+        file.seek(end)  # tarfile stops without a word at a header that is damaged or missing
         if file.read(_BLOCK) != bytes(_BLOCK):
             raise DataError(f"{path} is truncated or damaged at byte {end:,}")
 
 
-def _small(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> bytes:
+@contextlib.contextmanager
+def _opened(path: Path | str) -> Iterator[tuple[IO[bytes], int]]:
+    """A file, here or elsewhere, and its size."""
+    if isinstance(path, Path):
+        with path.open("rb") as file:
+            yield file, path.stat().st_size
+    else:
+        with remote.reading(path) as found:
+            yield found
+
+
+def _check(member: tarfile.TarInfo, path: Path | str, length: int) -> None:
+    parts = PurePosixPath(member.name)
+    if not member.isreg():
+        raise DataError(f"{path} holds {member.name!r:.120}, which is a link or device and no file")
+    if parts.is_absolute() or ".." in parts.parts or "\0" in member.name:
+        raise DataError(f"{path} holds {member.name!r:.120}, a path that leads outside of it")
+    if member.sparse is not None or member.offset_data + member.size > length:
+        raise DataError(f"{path} is truncated or damaged at {member.name!r:.120}")
+
+
+def _small(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path | str) -> bytes:
     if member.size > 2**20:
         raise DataError(f"{path}:{member.name} has {member.size:,} bytes; labels have at most 1 MiB")
     file = tar.extractfile(member)  # a reader; nothing is written

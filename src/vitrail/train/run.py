@@ -134,8 +134,8 @@ def _prepared(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], N
     if config.is_file():
         _check_same(config, wanted)
     files.make(folder)
-    for hidden in (".config.json.*", "weights/.*.safetensors.*", "checkpoints/.step-*"):  # left by a process killed there
-        for left in folder.glob(hidden):
+    for hidden in (".config.json.*", "weights/.*.safetensors.*", "checkpoints/.step-*"):
+        for left in folder.glob(hidden):  # by a process that was killed as it wrote
             shutil.rmtree(left)
     if task.group.agents:  # before there is anything else: a group that is lost here is started again
         with (folder / STARTED_BY).open("a") as file:
