@@ -30,7 +30,11 @@ VERBS = {
     "list": "show the presets and the formats, or the recipes",
     "plan": "say what a run will take before it runs",
     "probe": "measure a model's features by few-shot, kNN and linear classifiers",
+    "predict": "label images, a row for each",
     "push": "upload a model to the Hugging Face Hub, with its card",
+    "study sweep": "transfer a model to a set as the paper did: the rate chosen on val, then test",
+    "study table": "put finished studies beside the paper's headline table",
+    "study vtab": "fine-tune a model on the 19 tasks of VTAB-1k",
     "train": "train a model from random weights by a named recipe",
 }
 OUT_OF_SPACE = 5
