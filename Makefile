@@ -11,7 +11,7 @@ demo: .venv/.installed  ## a small Vision Transformer learns to read digits, in 
 test: .venv/.dev lint  ## the whole suite, in parallel
 	$(BIN)/pytest --numprocesses auto
 
-soak: .venv/.dev  ## the full counts of what the suite samples; takes long
+soak: .venv/.dev  ## the full counts of what the suite samples, and a table of what they reached; takes long
 	$(BIN)/pytest -m soak
 
 lint: .venv/.dev

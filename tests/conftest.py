@@ -1,7 +1,17 @@
-"""What all tests share: one thread, the development data where it exists, and the peer libraries where they do."""
+"""What all tests share: one thread, the development data where it exists, the peer libraries where they do, and the
+table of `make soak`.
+
+A test that measures a promise under faults (docs/reliability.md) asks for the fixture `soaked` and ends with
+
+    soaked(row, promise, asked, reached)   # soaked(1, "a killed run resumes to the same weights", "100 kills", "100")
+
+`make soak` runs every test that asks for it, those of the suite too, and prints a table of their rows at the end. What
+takes too long for the suite is marked `soak` besides.
+"""
 
 import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -31,6 +41,44 @@ def _allow_torchvision() -> None:
 
 
 _allow_torchvision()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let `pytest -m soak` run the suite's own measurements of promises too; the expression is applied after this."""
+    if config.option.markexpr == "soak":
+        for item in items:
+            if "soaked" in getattr(item, "fixturenames", ()):
+                item.add_marker("soak")
+
+
+@pytest.fixture
+def soaked(request: pytest.FixtureRequest) -> Callable[[int, str, str, str], None]:
+    """Put down a row for the table of `make soak`: number of the promise, its words, figure asked, figure reached."""
+
+    def put_down(row: int, promise: str, asked: str, reached: str) -> None:
+        request.node.user_properties.append(("soaked", (row, promise, asked, reached)))
+
+    return put_down
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the rows that tests put down, where the soak was asked for."""
+    if config.option.markexpr != "soak":
+        return
+    rows = [("#", "promise", "asked", "reached", "seconds")]
+    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
+    found = [
+        (*values, report.duration, "" if report.passed else "  FAILED")
+        for report in reports
+        for name, values in report.user_properties
+        if report.when == "call" and name == "soaked"
+    ]
+    for row, promise, asked, reached, seconds, failed in sorted(found):
+        rows.append((str(row), promise, asked, reached + failed, f"{seconds:.0f}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    terminalreporter.section("promises under faults")
+    for cells in rows:
+        terminalreporter.line("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
 def peer(name: str) -> ModuleType:

@@ -1,6 +1,7 @@
 """Damaged images of every format: each is decoded or refused with one reason, none crashes or hangs the process."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -92,15 +93,18 @@ def test_six_hundred_mutants_are_decoded_or_refused() -> None:
 
 
 @pytest.mark.soak
-def test_ten_thousand_mutants_are_decoded_or_refused() -> None:
+def test_ten_thousand_mutants_are_decoded_or_refused(soaked: Callable[[int, str, str, str], None]) -> None:
     decoded, refused = survives(10_000, seed=2)
     assert decoded + refused == 10_000
-    print(f"10,000 mutants: {decoded} decoded, {refused} refused")
+    soaked(11, "bad images are refused, none crashes", "10,000 mutants", f"{refused:,} refused, {decoded:,} decoded")
 
 
 @pytest.mark.soak
-def test_a_check_names_each_of_ten_thousand_mutants_or_decodes_it(tmp_path: Path) -> None:
+def test_a_check_names_each_of_ten_thousand_mutants_or_decodes_it(
+    tmp_path: Path, soaked: Callable[[int, str, str, str], None]
+) -> None:
     checked_mutants(tmp_path, 10_000)
+    soaked(11, "bad images are named before training", "10,000 mutants", "each bad one named, with its reason")
 
 
 def test_a_check_names_each_of_two_hundred_mutants_or_decodes_it(tmp_path: Path) -> None:

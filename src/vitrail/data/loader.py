@@ -9,6 +9,8 @@ micro-batches and the step at which a run goes on change no sample. torch's Data
 
 import dataclasses
 import itertools
+import multiprocessing
+import os
 import signal
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -229,7 +231,7 @@ def _loaded(function: partial[Batch], line: Iterable[list[int]], workers: int) -
         collate_fn=_unchanged,
         pin_memory=torch.cuda.is_available(),
         prefetch_factor=4 if workers else None,
-        worker_init_fn=_deaf,
+        worker_init_fn=partial(_begin_work, os.getpid()),
     )
     for batch in loader:
         if isinstance(batch, _Failed):
@@ -237,8 +239,13 @@ def _loaded(function: partial[Batch], line: Iterable[list[int]], workers: int) -
         yield batch
 
 
-def _deaf(_: int) -> None:
-    """Leave requests to stop to the process that can save: they often go to a whole group, its workers too."""
+def _begin_work(parent: int, _: int) -> None:
+    """Leave requests to stop to the process that can save: they often go to a whole group, its workers too.
+
+    A worker notices its parent's death, but not one from before it began to look, and would then live for ever.
+    """
+    if multiprocessing.get_start_method() == "fork" and os.getppid() != parent:
+        os._exit(1)
     for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
