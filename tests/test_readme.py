@@ -40,6 +40,8 @@ ELSEWHERE = {  # what needs a network runs in these, against one on loopback whe
     "vitrail info timm:vit_tiny_patch16_224.augreg_in21k": "weights/test_hub.py::test_folders_and_single_files_come",
     "vitrail convert hf:google/vit-base-patch16-224 b16.safetensors": "weights/test_hub.py::test_a_pushed_run",
     "vitrail push b16.safetensors hf:ORG/NAME --dry-run": "weights/test_hub.py::test_a_dry_run_needs_neither",
+    "vitrail evaluate b16.safetensors /data/imagenet-val --against timm-model:tf_efficientnet_l2.ns_jft_in1k"
+    " --real real.json": "cli/test_evaluate.py::test_timms_own_network_says_what_ours_says",
 }
 SMALLER = {  # the same commands, in seconds
     "timm:vit_small_patch16_224.augreg_in21k": "b16.safetensors",
