@@ -190,7 +190,7 @@ def test_what_is_asked_adds_up_to_the_counts(flowers: Path, model: Path) -> None
     trained, split = load(model), open_data(str(flowers)).splits["test"]
     assert trained.preprocess is not None
     batches = [list(evaluation_batches(split, trained.preprocess, batch=size, classes=4)) for size in (15, 4)]
-    whole, parts = (asked(trained.model, some, trained.preprocess, temperature=2.0) for some in batches)
+    whole, parts = (asked(trained.model, some, trained.preprocess, temperature=2.0, classes=4) for some in batches)
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other)
     assert total(parts, 4).images == 15

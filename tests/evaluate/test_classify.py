@@ -80,7 +80,7 @@ def test_of_several_labels_images_without_one_do_not_count() -> None:
     kept = [0, 2, 3]
     with torch.no_grad():
         expected = count(model(normalise(pixels, VIEW))[kept], targets[kept])
-    said = asked(model, batches, VIEW, temperature=1.0)
+    said = asked(model, batches, VIEW, temperature=1.0, classes=7)
     counts = total(said, model.config.classes)
     for found in (classify(model, batches, VIEW), counts):
         assert (found.images, found.right, found.right_in_five) == (3, expected.right, expected.right_in_five)
@@ -92,7 +92,7 @@ def test_images_without_a_label_are_refused_where_each_has_one_and_nothing_is_no
     pixels = torch.zeros(2, 3, 32, 32, dtype=torch.uint8)
 
     def counted(model: ViT, batches: list[Batch], view: Preprocess) -> Counts:
-        return total(asked(model, batches, view, temperature=1.0), 7)
+        return total(asked(model, batches, view, temperature=1.0, classes=7), 7)
 
     for function in (classify, counted):
         with pytest.raises(DataError, match="images with a label; some of these have none"):
@@ -113,7 +113,7 @@ def test_what_was_said_of_each_image_by_formula(temperature: float, several: boo
     targets = F.one_hot(classes, 7).float() if several else classes
     places = torch.tensor([9, 3, 4, 0, 7, 1])
     batches = [Batch(pixels[cut], targets[cut], places[cut]) for cut in (slice(4), slice(4, 6))]
-    said = asked(model, batches, VIEW, temperature=temperature)
+    said = asked(model, batches, VIEW, temperature=temperature, classes=7)
     counts = total(said, model.config.classes)
     plain = classify(model, batches, VIEW)
     assert (counts.images, counts.right, counts.right_in_five) == (6, plain.right, plain.right_in_five)
@@ -141,7 +141,7 @@ def test_what_was_said_of_each_image_by_formula(temperature: float, several: boo
 
 def test_a_temperature_changes_how_sure_the_answers_are_and_no_answer() -> None:
     batches = [Batch(pictures(6), torch.arange(6), torch.arange(6))]
-    cold, hot = (asked(making.vit(), batches, VIEW, temperature=temperature) for temperature in (1.0, 3.0))
+    cold, hot = (asked(making.vit(), batches, VIEW, temperature=temperature, classes=7) for temperature in (1.0, 3.0))
     for name in ("classes", "right", "images"):
         assert torch.equal(getattr(cold, name), getattr(hot, name)), name
     assert (hot.probabilities[:, 0] < cold.probabilities[:, 0]).all()  # the hotter, the less sure

@@ -22,6 +22,12 @@ def test_imagenets_classes_are_found_by_their_wordnet_ids() -> None:
     assert match.outputs_of(("n01443537", "n01440764"), IMAGENET, 1000) == [1, 0]
 
 
+def test_classes_called_by_numbers_are_places_and_names_that_occur_twice_are_refused() -> None:
+    assert match.outputs_of(("2", "0"), ("rose", "lily", "tulip"), 3) == [2, 0]
+    with pytest.raises(DataError, match="several classes called 'crane'"):
+        match.outputs_of(("crane",), ("crane", "lily", "crane"), 3)
+
+
 def test_without_names_the_order_counts() -> None:
     assert match.outputs_of(("a", "b"), None, 2) == [0, 1]
     with pytest.raises(DataError, match="3 outputs without names, and the data 2 classes"):

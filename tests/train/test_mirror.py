@@ -46,10 +46,13 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
         yield found
 
 
+CONFIG = json.dumps({"recipe": {}, "steps": 1, "preprocess": {}})
+
+
 def begun(folder: Path) -> Path:
     """A run's folder before its first checkpoint."""
     (folder / "weights").mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text(CONFIG)
     (folder / "results.csv").write_text("epoch\n")
     (folder / "events.jsonl").write_text("")
     return folder
@@ -99,7 +102,7 @@ def test_the_newest_two_checkpoints_are_there_with_the_tables_of_that_moment(tmp
     lines = ['{"step": 1}', '{"after": 1}', '{"step": 2}', '{"after": 2}', '{"step": 3}']
     assert remote.read(f"{url}/events.jsonl").decode().splitlines() == lines
     assert remote.read(f"{url}/weights/best.safetensors") == b"best of 3"
-    assert remote.read(f"{url}/config.json") == b"{}"
+    assert remote.read(f"{url}/config.json") == CONFIG.encode()
     assert not list(folder.glob(".*"))
 
 
@@ -212,7 +215,7 @@ def test_the_runs_of_several_seeds_are_fetched_each_into_its_folder(tmp_path: Pa
     mirror.fetch(url, tmp_path / "other", lambda _: None)
     found = [path.name for seed in (0, 1) for path in states.found(tmp_path / "other" / f"seed-{seed}" / "checkpoints")]
     assert found == ["step-00000001", "step-00000002"]
-    assert runs._url(Path("runs/run/seed-1"), url) == f"{url}/seed-1"
+    assert runs._url(runs._here(url) / "seed-1", url) == f"{url}/seed-1"
 
 
 @pytest.mark.parametrize("part", ["model.safetensors", "state.json", "manifest.json"])
@@ -272,8 +275,21 @@ def test_a_url_that_is_taken_is_refused_and_only_a_run_may_be_overwritten(tmp_pa
         mirror.check_free(url, overwrite=False)
     with pytest.raises(UsageError, match=f"{url} is no run to overwrite"):
         mirror.check_free(url, overwrite=True)
+    (tmp_path / "config.json").write_text('{"architectures": ["ViT"]}')  # of a model, not of a run
+    remote.send(tmp_path / "config.json", f"{url}/config.json")
+    with pytest.raises(UsageError, match=f"{url} is no run to overwrite"):
+        mirror.check_free(url, overwrite=True)
+    mirror.clear(url)
     copied(begun(tmp_path / "run"), url, 1)
     mirror.check_free(url, overwrite=True)
+
+
+def test_a_url_has_a_folder_of_its_own_below_runs() -> None:
+    assert runs._here("s3://bucket/one/b16/") == Path("runs/bucket/one/b16")
+    assert runs._here("s3://bucket/two/b16") == Path("runs/bucket/two/b16")
+    for bad in ("s3://", "s3://bucket/../../etc"):
+        with pytest.raises(UsageError, match="names no folder"):
+            runs._here(bad)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -300,9 +316,9 @@ def test_a_finished_run_is_there_whole_and_its_name_is_taken(
     monkeypatch.chdir(tmp_path)
     code, out, err = vitrail(*SHORT, "--out", f"{url}/", capsys=capsys)
     assert code == 0, err
-    assert f"the run works in runs/run and is copied to {url}\n" in err
-    assert "(runs/run/weights/best.safetensors)" in out
-    folder = tmp_path / "runs" / "run"
+    assert f"the run works in {runs._here(url)} and is copied to {url}\n" in err
+    assert f"({runs._here(url)}/weights/best.safetensors)" in out
+    folder = tmp_path / runs._here(url)
     here = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     assert remote.find(url).keys() == here.keys()
     assert all(remote.read(f"{url}/{name}") == path.read_bytes() for name, path in here.items())
@@ -338,7 +354,7 @@ def test_a_run_that_is_stopped_ends_when_its_last_checkpoint_is_there(
     monkeypatch.setattr(Mirror, "give", given)
     monkeypatch.setattr(remote, "send", slow)
     assert vitrail(*SHORT, "--out", url, capsys=capsys)[0] == StoppedError.exit_code
-    newest = states.found(tmp_path / "runs" / "run" / "checkpoints")[0]
+    newest = states.found(tmp_path / runs._here(url) / "checkpoints")[0]
     assert there(url)[newest.name] == {path.name for path in newest.iterdir()}
 
 
@@ -365,11 +381,11 @@ def test_a_run_killed_on_one_machine_goes_on_to_the_same_weights_on_another(
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "two" / "data"))
     code, _, err = vitrail(*TRAIN, "--epochs", "0.6", "--out", out, "--resume", capsys=capsys)
     assert code == 0, err
-    assert "is fetched into runs/night" in err
+    assert f"is fetched into {runs._here(out)}" in err
     assert "Its weights will be those of a run without interruption, to the bit" in err
-    assert same(tmp_path / "whole" / "runs" / "train", tmp_path / "two" / "runs" / "night")
+    assert same(tmp_path / "whole" / "runs" / "train", tmp_path / "two" / runs._here(out))
     copy = store.below(f"{out[5:]}/weights/")["last.safetensors"]
-    assert copy == (tmp_path / "two" / "runs" / "night" / "weights" / "last.safetensors").read_bytes()
+    assert copy == (tmp_path / "two" / runs._here(out) / "weights" / "last.safetensors").read_bytes()
 
 
 @pytest.mark.usefixtures("_undrawn")
@@ -388,12 +404,12 @@ def test_a_store_that_goes_away_in_the_middle_costs_the_copy_and_not_the_run(
     assert code == DataError.exit_code
     assert "is not copied, the run goes on and tries with the next" in err
     assert err.splitlines()[-1].startswith(
-        f"vitrail: the run is whole in runs/run, but its copy in {out} is not: s3://"
+        f"vitrail: the run is whole in {runs._here(out)}, but its copy in {out} is not: s3://"
     )
     store.failing = 0
     code, _, err = vitrail(*SHORT, "--out", out, "--resume", capsys=capsys)
     assert code == 0, err
-    folder = tmp_path / "runs" / "run"
+    folder = tmp_path / runs._here(out)
     assert store.below(f"{out[5:]}/") == {
         str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()
     }

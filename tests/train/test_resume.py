@@ -110,6 +110,22 @@ def interrupted(count: int, root: Path, workers: int, seed: int) -> int:
     return ends + 1
 
 
+def test_a_signal_during_the_last_save_loses_nothing(tmp_path: Path) -> None:
+    whole = task()
+    trained(whole, tmp_path / "whole")
+    last = states.name(whole.plan.steps)
+
+    def saved(path: Path) -> None:
+        if path.name == last:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(StoppedError, match="stopped after the last step, the state is saved"):
+        trained(whole, tmp_path / "stopped", saved=saved)
+    assert (tmp_path / "stopped" / "checkpoints" / last / "manifest.json").exists()
+    assert trained(whole, tmp_path / "stopped", resume=True).counts.images == 179
+    assert sums(tmp_path / "stopped") == sums(tmp_path / "whole")
+
+
 def test_a_run_killed_ten_times_ends_with_the_same_weights(tmp_path: Path) -> None:
     interrupted(10, tmp_path, workers=0, seed=0)
 

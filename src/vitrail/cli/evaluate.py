@@ -2,12 +2,14 @@
 
 import dataclasses
 import json as codec
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from vitrail import remote
 from vitrail.cli import runs, sheets, show
 from vitrail.errors import DataError, UsageError
 
@@ -64,17 +66,23 @@ def main(
         from vitrail.data.workers import available
         from vitrail.evaluate.subject import subject
 
+        if out is not None and (remote.is_remote(str(out)) or (out.exists() and any(out.iterdir()))):
+            raise UsageError(f"--out {out} must be a folder here that is new or empty")
         dataset = open_data(data)
+        if abstain is not None:
+            _check_threshold(model, dataset)
         at = At(group, there, batch, max(0, available() - 1) if workers is None else workers, tta, classes)
         images = _part(dataset, split)
         runs.tell_of(dataset)
         subjects = [subject(name) for name in dict.fromkeys((model, *against))]
         results = [_measured(subject, dataset, images, at, real) for subject in subjects]
-        threshold = None if abstain is None else _threshold(model, dataset, at, abstain)
+        found = _facts(dataset, results, at)
+        folder = runs.next_folder("evaluate") if out is None else out
         if group.leads:
-            folder = runs.next_folder("evaluate") if out is None else out
-            found = _facts(dataset, results, at) | ({} if threshold is None else {"threshold": threshold})
             _write(dataset, images, results, found, folder)
+        if abstain is not None:
+            found["threshold"] = _threshold(model, dataset, dataclasses.replace(at, mirrored=False), abstain)
+        if group.leads:
             _tell(found, folder, as_json=json)
 
 
@@ -160,20 +168,26 @@ def _examined(
         )
 
 
-def _threshold(name: str, dataset: "Dataset", at: At, share: float) -> float:
-    """The probability that keeps so many answers right on val, stored in the model's file."""
-    from vitrail.evaluate import abstain, match
-    from vitrail.evaluate.subject import measurable
-    from vitrail.weights.load import is_own, load, locate, save
+def _check_threshold(name: str, dataset: "Dataset") -> None:
+    """Refuse a model or a set of which no threshold can be kept, before anything is computed."""
+    from vitrail.weights.load import is_own, locate
 
     path = locate(name)
     if path is None or not is_own(path):
         raise UsageError(
             f"{name} has no place for a threshold; a file of vitrail's own has: vitrail convert {name} OUT.safetensors"
         )
-    trained = load(path)
     if "val" not in dataset.splits:
         raise DataError(f"{dataset.name} has no val, on which a threshold is chosen")
+
+
+def _threshold(name: str, dataset: "Dataset", at: At, share: float) -> float:
+    """The probability that keeps so many answers right on val, stored in the model's file."""
+    from vitrail.evaluate import abstain, match
+    from vitrail.evaluate.subject import measurable
+    from vitrail.weights.load import load, save
+
+    path, trained = Path(name), load(name)
     subject = measurable(trained, name)
     places = match.outputs_of(dataset.classes, subject.labels, subject.outputs)
     said = _examined(subject, dataset.splits["val"], places, at, None).answers
@@ -275,7 +289,7 @@ def _tell(found: dict[str, Any], folder: Path, *, as_json: bool) -> None:
             for name in ("top1", "top5", "macro", "calibration_error", "real")
             if name in model
         }
-        low, high = model["loss_interval"]
+        low, high = model.get("loss_interval", (math.nan, math.nan))
         row = [model["model"], f"{model['images']:,}", share["top1"], share["top5"]]
         row += [share.get("real", "-")] if reals else []
         row += [share.get("macro", "-"), f"{model['loss']:.3f} ({low:.3f} to {high:.3f})", share["calibration_error"]]

@@ -2,15 +2,17 @@
 
 import contextlib
 import csv
+import io
 import itertools
 import json as codec
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import tyro
 
+from vitrail import files, remote
 from vitrail.cli import runs, show
 from vitrail.errors import DataError, UsageError
 
@@ -18,18 +20,16 @@ if TYPE_CHECKING:
     from vitrail.predict import Answer, Classifier
     from vitrail.train.distributed import Group
 
-Form = Literal["csv", "jsonl"]
-
 
 def main(
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     paths: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATHS")],
     top: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
-    to: Form = "csv",
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     batch: Annotated[int, tyro.conf.arg(metavar="N")] = 64,
     device: str | None = None,
     workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    json: bool = False,
 ) -> None:
     """Label images. One that cannot be read is named in its row, the others go on, and the exit code is then 3.
 
@@ -37,24 +37,29 @@ def main(
         model: A file or folder of any known format, hf:ORG/NAME, timm:NAME, or a preset.
         paths: Images, folders of images, or - for a list of paths on standard input, one a line.
         top: Labels for each image.
-        to: Rows as csv, or an object for each image as jsonl.
         out: A file for the rows; standard output unless told otherwise.
         batch: Images at once.
         device: cpu, cuda or mps; the best there is unless told otherwise.
         workers: Threads that read images; one for each core unless told otherwise.
+        json: An object for each image, one a line, in place of CSV.
     """
     if top < 1 or batch < 1:
         raise UsageError(f"--top is {top} and --batch {batch}; both must be at least 1")
+    if not paths:
+        raise UsageError("say which images: files, folders, or - for a list on standard input")
+    if out is not None and (remote.is_remote(str(out)) or out.exists()):
+        raise UsageError(f"--out {out} must be a file here that does not exist yet")
     with runs.process(device) as (group, there):
         from vitrail.data.workers import available
         from vitrail.predict import Classifier
+        from vitrail.train import distributed
         from vitrail.weights.load import load
 
         classifier = Classifier(load(model), device=there, batch_size=batch)
         threads = max(1, available() if workers is None else workers)
-        images = list(_images(paths))
+        images = distributed.led(lambda: list(_images(paths)))
         rows = _answered(classifier, images, group, top, threads)
-        failed = _write(rows, len(images), to, out) if group.leads else sum(1 for _ in rows)
+        failed = _write(rows, len(images), out, as_json=json) if group.leads else sum(1 for _ in rows)
     if group.leads and failed:
         raise DataError(f"{failed:,} of {len(images):,} images cannot be read; their rows say why")
 
@@ -63,8 +68,10 @@ def _images(paths: Sequence[str]) -> Iterator[str]:
     """The images that are meant, those of a folder in the order of their names."""
     from vitrail.data.dataset import SUFFIXES
 
-    given = itertools.chain.from_iterable(sys.stdin.read().splitlines() if path == "-" else (path,) for path in paths)
+    given = itertools.chain.from_iterable(sys.stdin.read().split("\n") if path == "-" else (path,) for path in paths)
     for name in given:
+        if not name.strip():
+            continue
         path = Path(name)
         if not path.is_dir():
             yield name  # where it does not exist, its row will say so
@@ -90,7 +97,7 @@ def _answered(
         yield from zip(images[start : start + size * group.world], answers, strict=True)
 
 
-def _write(rows: Iterator[tuple[str, "Answer | DataError"]], total: int, form: Form, out: Path | None) -> int:
+def _write(rows: Iterator[tuple[str, "Answer | DataError"]], total: int, out: Path | None, *, as_json: bool) -> int:
     """How many images could not be read, after all rows are written."""
     from vitrail.predict import UNSURE
 
@@ -98,14 +105,17 @@ def _write(rows: Iterator[tuple[str, "Answer | DataError"]], total: int, form: F
     with contextlib.ExitStack() as stack:
         file: TextIO = sys.stdout
         if out is not None:
-            file = stack.enter_context(out.open("w", newline="", encoding="utf-8", errors="surrogateescape"))
+            fresh = stack.enter_context(files.replacing(out))
+            file = stack.enter_context(fresh.open("w", newline="", encoding="utf-8", errors="surrogateescape"))
+        elif isinstance(file, io.TextIOWrapper):
+            file.reconfigure(errors="surrogateescape")  # a file's name may be no valid text
         report = stack.enter_context(show.progress("predicting"))
         table = csv.writer(file)
-        if form == "csv":
+        if not as_json:
             table.writerow(("image", "rank", "label", "probability", "error"))
         for number, (image, answer) in enumerate(rows, 1):
             failed += isinstance(answer, DataError)
-            if form == "jsonl":
+            if as_json:
                 row: dict[str, Any] = {"image": image}
                 row |= {"error": str(answer)} if isinstance(answer, DataError) else {"labels": answer}
                 file.write(codec.dumps(row) + "\n")

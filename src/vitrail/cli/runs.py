@@ -53,13 +53,16 @@ def place(name: str, out: str | Path | None, group: "Group", *, resume: bool, ov
     if resume and overwrite:
         raise UsageError("--resume goes on with a run and --overwrite removes it; give one of them")
     given = None if out is None else _here(str(out))
-    folder, again = given or _last(name), False
-    if group.leads:
-        again = folder is not None and started_again(folder, group)
-        if given and isinstance(out, str) and remote.is_remote(out) and not again:
+
+    def found() -> tuple[Path, bool]:
+        folder = given or _last(name)
+        if folder is not None and started_again(folder, group):
+            return folder, True
+        if given and isinstance(out, str) and remote.is_remote(out):
             _look_there(out.rstrip("/"), given, resume=resume, overwrite=overwrite)
-        folder = folder if again else _place(name, given, resume=resume, overwrite=overwrite)
-    return Path(distributed.told(str(folder))), bool(distributed.told("again" if again or resume else ""))
+        return _place(name, given, resume=resume, overwrite=overwrite), resume
+
+    return distributed.led(found)
 
 
 def _look_there(url: str, folder: Path, *, resume: bool, overwrite: bool) -> None:
@@ -98,11 +101,12 @@ def _place(name: str, out: Path | None, *, resume: bool, overwrite: bool) -> Pat
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is one that `train` or `finetune` wrote."""
+    from vitrail.train.state import is_configuration
+
     try:
-        found = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+        return not folder.is_symlink() and is_configuration((folder / "config.json").read_bytes())
+    except OSError:
         return False
-    return isinstance(found, dict) and {"recipe", "steps", "preprocess"} <= found.keys() and not folder.is_symlink()
 
 
 def _runs(folder: Path) -> list[Path]:
@@ -277,17 +281,25 @@ def copied(folder: Path, out: str | None, group: "Group", *, anew: bool) -> Iter
 
     At the end all of the run's folder is copied.
     """
-    from vitrail.train import mirror
+    from vitrail.train import distributed, mirror
+    from vitrail.train.signals import StoppedError
 
-    if out is None or not remote.is_remote(out) or not group.leads:
+    if out is None or not remote.is_remote(out):
         yield lambda _: None
         return
-    url = _url(folder, out)
-    if anew:
-        mirror.clear(url)
-    with contextlib.closing(mirror.Mirror(folder, url, show.note)) as copy:
-        yield copy.give
-        copy.finish()
+    try:
+        if not group.leads:
+            yield lambda _: None
+            return
+        url = _url(folder, out)
+        if anew:
+            mirror.clear(url)
+        with contextlib.closing(mirror.Mirror(folder, url, show.note)) as copy:
+            yield copy.give
+            copy.finish()
+    except StoppedError:
+        distributed.wait()  # the first that ends would have torchrun end the one that still copies
+        raise
 
 
 def _url(folder: Path, out: str) -> str:
@@ -296,8 +308,13 @@ def _url(folder: Path, out: str) -> str:
 
 
 def _here(out: str) -> Path:
-    """The folder that a run works in: the one given, or of a URL that of the same name below runs."""
-    return Path("runs", out.rstrip("/").rpartition("/")[2]) if remote.is_remote(out) else Path(out)
+    """The folder that a run works in: the one given, or of a URL that of the same path below runs."""
+    if not remote.is_remote(out):
+        return Path(out)
+    parts = [part for part in out.partition("://")[2].split("/") if part]
+    if not parts or {".", ".."} & set(parts):
+        raise UsageError(f"{out!r:.200} names no folder: give a path below it, such as {out.rstrip('/')}/runs/NAME")
+    return Path("runs", *parts)
 
 
 def _loggers(track: Track | None) -> Any:

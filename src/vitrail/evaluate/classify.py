@@ -85,7 +85,7 @@ class Answers(NamedTuple):
 
 def count(logits: Tensor, targets: Tensor) -> Counts:
     """The counts of one batch: logits (B, L), classes (B,) or shares (B, L)."""
-    return total(_said(logits.float(), targets, 1.0), logits.shape[1])
+    return total(_said(logits.float(), targets, 1.0, several=targets.ndim == 2), logits.shape[1])
 
 
 def _nothing(classes: int) -> Tensor:
@@ -94,13 +94,12 @@ def _nothing(classes: int) -> Tensor:
     return torch.zeros(side, side, dtype=torch.int64)
 
 
-def _said(logits: Tensor, targets: Tensor, temperature: float) -> Answers:
+def _said(logits: Tensor, targets: Tensor, temperature: float, *, several: bool) -> Answers:
     logits = logits / temperature
+    probabilities = logits.sigmoid() if several else logits.softmax(dim=1)
     if targets.ndim == 1:
-        probabilities = logits.softmax(dim=1)
         losses = F.cross_entropy(logits, targets, reduction="none")
     else:
-        probabilities = logits.sigmoid()
         losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=1)
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (B, 5)
     first = best[:, :1]
@@ -133,14 +132,25 @@ def classify(
     return total
 
 
-def asked(model: nn.Module, batches: Iterable[Batch], preprocess: Preprocess, *, temperature: float) -> Answers:
-    """What a model says of each labelled image, on the CPU; no rows where there is none."""
-    kept: list[Answers] = []
+def asked(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    preprocess: Preprocess,
+    *,
+    temperature: float,
+    classes: int,
+    several: bool = False,
+) -> Answers:
+    """What a model of so many classes says of each labelled image, on the CPU; no rows where there is none.
+
+    With `several` each class has a probability of its own.
+    """
+    nothing = torch.zeros(0, classes), torch.zeros(0, dtype=torch.int64)
+    kept = [_said(*nothing, temperature, several=several)]
     for logits, targets, images in outputs(model, batches, preprocess):
-        kept.append(_said(logits, targets, temperature)._replace(images=images))
-    if not kept:
-        kept.append(_said(torch.zeros(0, 5), torch.zeros(0, dtype=torch.int64), temperature))
-    return Answers(*(torch.cat(columns).cpu() for columns in zip(*kept, strict=True)))
+        said = _said(logits, targets, temperature, several=several or targets.ndim == 2)._replace(images=images)
+        kept.append(Answers(*(column.cpu() for column in said)))
+    return Answers(*(torch.cat(columns) for columns in zip(*kept, strict=True)))
 
 
 def total(said: Answers, classes: int) -> Counts:

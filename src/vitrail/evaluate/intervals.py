@@ -23,17 +23,24 @@ def wilson(right: int, images: int) -> Interval:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def mean(values: NDArray[np.floating]) -> Interval:
-    """Of an average, by its standard error."""
+def mean(values: NDArray[np.floating]) -> Interval | None:
+    """Of an average, by its standard error; one value alone says nothing of it."""
+    if len(values) < 2:
+        return None
     middle = float(values.mean())
-    half = Z * float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    half = Z * float(values.std(ddof=1)) / math.sqrt(len(values))
     return middle - half, middle + half
 
 
 def bootstrap(measure: Callable[[NDArray[np.int64]], float], images: int, *, seed: int = 0) -> Interval:
-    """Of what no formula fits (Efron 1979): `measure` of images drawn with replacement, by their places, many times."""
+    """Of what no formula fits (Efron 1979): `measure` of images drawn with replacement, by their places, many times.
+
+    What noise adds to the resamples' mean it has added to the measure itself, and is taken away.
+    """
     draws = np.random.default_rng(seed)
-    return middle(np.array([measure(draws.integers(0, images, images)) for _ in range(RESAMPLES)]))
+    found = np.array([measure(draws.integers(0, images, images)) for _ in range(RESAMPLES)])
+    centre, half = 2 * measure(np.arange(images)) - float(found.mean()), Z * float(found.std())
+    return centre - half, centre + half
 
 
 def redrawn(counts: NDArray[np.int64], *, seed: int = 0) -> NDArray[np.int64]:

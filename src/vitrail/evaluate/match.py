@@ -17,7 +17,10 @@ _IMAGENET_VAL = re.compile(r"ILSVRC2012_val_(\d{8})")
 
 
 def outputs_of(classes: Sequence[str], labels: Sequence[str] | None, outputs: int) -> list[int]:
-    """The output of each class, (K,). Without labels the classes must be as many as the outputs, in their order."""
+    """The output of each class, (K,), by its label, or by its number where the classes are called by numbers.
+
+    Without labels the classes must be as many as the outputs, in their order.
+    """
     if labels is None:
         if len(classes) != outputs:
             raise DataError(
@@ -26,7 +29,13 @@ def outputs_of(classes: Sequence[str], labels: Sequence[str] | None, outputs: in
             )
         return list(range(outputs))
     places = _places(labels)
+    if not places.keys() & set(classes) and all(name.isdecimal() and int(name) < outputs for name in classes):
+        return [int(name) for name in classes]  # shards whose labels are numbers
     for name in classes:
+        if labels.count(name) > 1:
+            raise DataError(
+                f"the model has several classes called {name!r:.80}; ImageNet's have WordNet ids to tell them"
+            )
         if name not in places:
             close = difflib.get_close_matches(name, places, n=1)
             meant = f"; the nearest it knows is {close[0]!r}" if close else ""

@@ -59,7 +59,7 @@ class Measured:
     macro_interval: Interval | None
     loss: float
     """Minus the log probability of the true class: the negative log-likelihood."""
-    loss_interval: Interval
+    loss_interval: Interval | None
     calibration_error: float
     calibration_error_interval: Interval
     risk_area: float
@@ -116,7 +116,8 @@ def _calibration_interval(sure: np.ndarray[Any, Any], right: np.ndarray[Any, Any
     def error(places: np.ndarray[Any, np.dtype[np.int64]]) -> float:
         return float(np.abs(np.bincount(bin_of[places], weights=gap[places], minlength=bins)).sum() / len(places))
 
-    return intervals.bootstrap(error, len(sure))
+    low, high = intervals.bootstrap(error, len(sure))
+    return max(0.0, low), max(0.0, high)
 
 
 def _real(said: Answers, sets: Sequence[frozenset[int]]) -> dict[str, Any]:

@@ -36,6 +36,8 @@ class Subject:
     preprocess: Preprocess
     labels: tuple[str, ...] | None
     temperature: float = 1.0
+    several: bool = False
+    """Whether each class has a probability of its own."""
 
 
 def subject(name: str) -> Subject:
@@ -53,7 +55,9 @@ def measurable(trained: Trained, name: str) -> Subject:
             f"{name} does not say how images must be prepared. Name it once:"
             " vitrail convert MODEL OUT.safetensors --preprocess imagenet (or inception, torchvision)"
         )
-    return Subject(name, trained.model, outputs, trained.preprocess, trained.labels, trained.temperature)
+    return Subject(
+        name, trained.model, outputs, trained.preprocess, trained.labels, trained.temperature, trained.several
+    )
 
 
 def _timm_network(name: str) -> Subject:
@@ -112,7 +116,15 @@ def examined(
     )
     begun = time.perf_counter()
     batches = relabelled(_told(batches, seen), places, total)
-    mine = asked(network, batches, subject.preprocess, temperature=subject.temperature)
+    mine = asked(
+        network,
+        batches,
+        subject.preprocess,
+        temperature=subject.temperature,
+        classes=total,
+        several=subject.several,
+    )
+    subject.network.cpu()  # the next may need the room
     said = Answers(*(gathered(column) for column in mine))
     seconds = time.perf_counter() - begun
     return Examined(classify.total(said, total), said, len(said.images) / seconds)

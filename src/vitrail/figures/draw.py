@@ -151,6 +151,31 @@ def risk_coverage(curves: Mapping[str, tuple[ArrayLike, ArrayLike]], path: Path)
             axis.set_major_formatter(PercentFormatter(1))
 
 
+def bars(groups: Mapping[str, Mapping[str, tuple[float, float | None]]], path: Path, *, title: str) -> None:
+    """Draw shares as bars, those of a group together and in one colour; a deviation is a line."""
+    from matplotlib.ticker import PercentFormatter
+
+    number = sum(map(len, groups.values()))
+    with _figure(path, (max(5, 0.55 * number + 1.5), 4.2)) as figure:
+        axes = figure.subplots()
+        first, names = 0, list[str]()
+        for (group, values), colour in zip(groups.items(), itertools.cycle((BLUE, ORANGE, SKY, GREY)), strict=False):
+            here = list(range(first, first + len(values)))
+            shares = [mean for mean, _ in values.values()]
+            spread = [deviation or 0 for _, deviation in values.values()]
+            drawn = axes.bar(here, shares, yerr=spread, ecolor=INK, width=0.72, color=colour, label=group)
+            axes.bar_label(drawn, [f"{100 * share:.1f}" for share in shares], fontsize=7, padding=3)
+            names, first = names + _shortened(list(values)), first + len(values)
+        axes.set_xticks(
+            range(number), names, rotation=0 if number <= 6 else 60, ha="center" if number <= 6 else "right"
+        )
+        axes.set(ylim=(0, 1.22), yticks=np.linspace(0, 1, 6), ylabel="right answers")
+        axes.grid(visible=False, axis="x")
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.set_title(legible(title))
+        axes.legend(loc="upper left", ncols=len(groups), fontsize=8)
+
+
 def most_confused(counts: NDArray[Any], most: int) -> list[int]:
     """`most` classes: those of the pair confused most, either way, then of the next pair, partners side by side."""
     mutual = np.triu(counts + counts.T, k=1)

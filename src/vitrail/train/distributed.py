@@ -11,15 +11,17 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, distributed
 
-from vitrail.errors import UsageError
+from vitrail.errors import UsageError, VitrailError
 from vitrail.evaluate.classify import Counts
 from vitrail.model import device as devices
 
+T = TypeVar("T")
 _PATIENCE = datetime.timedelta(minutes=30)  # rank 0 measures alone at the end, while the others wait
 
 
@@ -55,8 +57,18 @@ def group() -> Group:
     if not 0 <= found.rank < found.world:
         raise UsageError(f"RANK is {found.rank} and WORLD_SIZE {found.world}; a rank lies from 0 to below the size")
     if run := os.environ.get("TORCHELASTIC_RUN_ID"):
-        found = found._replace(agents=(f"{run} {socket.gethostname()} {os.getppid()}",))
+        found = found._replace(agents=(f"{run} {socket.gethostname()} {_parent()}",))
     return found
+
+
+def _parent() -> str:
+    """The process that started this one; where it can be known, also when it began, since numbers are used again."""
+    number = os.getppid()
+    try:
+        began = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return str(number)
+    return f"{number}@{began}"
 
 
 @contextlib.contextmanager
@@ -155,6 +167,23 @@ def told(text: str) -> str:
     shared = [text]
     distributed.broadcast_object_list(shared)
     return shared[0]
+
+
+def led(work: Callable[[], T]) -> T:
+    """What rank 0's work gives, on every rank. What it refuses is raised on all: nobody waits for the one that left."""
+    if not together():
+        return work()
+    shared: list[Any] = [None]
+    if distributed.get_rank() == 0:
+        try:
+            shared = [work()]
+        except (VitrailError, OSError) as error:
+            shared = [error]
+    distributed.broadcast_object_list(shared)
+    if isinstance(shared[0], VitrailError | OSError):
+        raise shared[0]
+    found: T = shared[0]
+    return found
 
 
 def counted(counts: Counts, device: torch.device) -> Counts:

@@ -72,7 +72,7 @@ def _trial(task: Task) -> Task:
     """The same run with so few images in a step that one takes seconds at most; not compiled, which takes longer."""
     flops = count.training_flops(task.config, 1)
     part = -(-task.recipe.batch // task.micro_batches)
-    few = max(2, min(part, _TRIAL_IMAGES, int(_TRIAL_FLOPS.get(task.device.type, 4e11) / flops)))
+    few = max(2, task.group.world, min(part, _TRIAL_IMAGES, int(_TRIAL_FLOPS.get(task.device.type, 4e11) / flops)))
     schedule = dataclasses.replace(task.recipe.schedule, warmup=0, cooldown=0)
     epochs = max(task.recipe.epochs, few * (_STEPS + 1) / len(task.split))
     recipe = dataclasses.replace(task.recipe, batch=few, schedule=schedule, epochs=epochs)

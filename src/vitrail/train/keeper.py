@@ -109,6 +109,17 @@ class Keeper:
                 asked,
             )
 
+    def heeding(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches of what is measured after the last step, until a signal asks for an end."""
+        for batch in batches:
+            if self.asked.signal is not None:
+                raise StoppedError(
+                    f"{self.asked.signal.name}: stopped after the last step, the state is saved; the same command with"
+                    " --resume measures the weights",
+                    self.asked.signal,
+                )
+            yield batch
+
     def evaluate(self, moment: Moment) -> None:
         """Measure, write, and keep the weights if they are the best so far."""
         begun = time.perf_counter()

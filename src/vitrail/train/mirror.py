@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,8 +42,17 @@ def check_free(url: str, *, overwrite: bool) -> None:
         raise UsageError(
             f"{url} exists already; go on with it (--resume), replace it (--overwrite) or choose another (--out)"
         )
-    if there and not any(_RUN.fullmatch(name) for name in there):
+    if there and not _is_run(url, there):
         raise UsageError(f"{url} is no run to overwrite: choose another name with --out")
+
+
+def _is_run(url: str, there: Collection[str]) -> bool:
+    """Whether all that is there is a run, or the runs of several seeds, by what their configurations say."""
+    configs = [name for name in there if _RUN.fullmatch(name)]
+    seeds = {name.partition("/")[0] for name in configs if "/" in name}
+    if not configs or (seeds and any(name.partition("/")[0] not in seeds for name in there)):
+        return False
+    return all(states.is_configuration(remote.read(remote.joined(url, name))) for name in configs)
 
 
 def clear(url: str) -> None:
@@ -121,6 +130,7 @@ class Mirror:
 
     def __init__(self, folder: Path, url: str, tell: Tell) -> None:
         self.folder, self.url, self.tell = folder, url, tell
+        shutil.rmtree(folder / _STAGE, ignore_errors=True)  # of a process that was killed
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mirror")
         self._lock = threading.Lock()
         self._waiting: Path | None = None

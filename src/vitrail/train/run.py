@@ -95,31 +95,38 @@ def run(
         if snapshot is not None:
             keeper.resume(snapshot)
             book.say(f"resumed after step {snapshot.step:,}")
+            del snapshot  # it maps files that are soon to be removed
         try:
-            with signals.requests() as keeper.asked:  # after the last step there is nothing left to save
+            with signals.requests() as keeper.asked:
                 steps = feed(task, state.step)
                 loop.run(state, steps, task.training, task.plan, task.recipe, after_step=keeper.stepped)
                 del steps  # its processes, or the images that live on the GPU
-            writer.wait()
-            result = _finished(keeper) if leads else None
-            distributed.wait()
+                writer.wait()
+                results: list[Result] = []
+                distributed.led(lambda: results.append(_finished(keeper)))
         except BaseException as error:
             if leads:
                 with contextlib.suppress(OSError):  # a full disk has no room for words, and its own error is to be seen
                     _ended(keeper, error)
             raise
-        return result
+        return results[0] if results else None
 
 
 def _opened(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], None]) -> states.Snapshot | None:
     """The checkpoint to go on from, the same on every rank, or None and a folder that is ready for a new run."""
     if task.group.restarts and (folder / STOPPED).exists():
         raise StoppedError(f"{folder} was stopped and its state is saved; the same command with --resume goes on")
-    snapshot = _prepared(task, folder, resume=resume, tell=tell) if task.group.leads else None
-    step = distributed.told("" if snapshot is None else str(snapshot.step))
-    if step and snapshot is None:
-        snapshot = states.read(folder / "checkpoints" / states.name(int(step)), checked=False)
-    return snapshot
+    found: list[states.Snapshot] = []
+
+    def prepared() -> int | None:
+        snapshot = _prepared(task, folder, resume=resume, tell=tell)
+        found.extend([] if snapshot is None else [snapshot])
+        return None if snapshot is None else snapshot.step
+
+    step = distributed.led(prepared)
+    if step is not None and not found:
+        found.append(states.read(folder / "checkpoints" / states.name(step), checked=False))
+    return found[0] if found else None
 
 
 def _prepared(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], None]) -> states.Snapshot | None:
@@ -258,7 +265,14 @@ def _finished(keeper: Keeper) -> Result:
     temperature = 1.0 if task.everything else calibrate.temperature(*_logits(keeper, model))
     save(dataclasses.replace(best, temperature=temperature), path, overwrite=True)
     images = _val(keeper) if split == "val" else evaluation_batches(task, split)
-    said = asked(model, images, task.preprocess, temperature=temperature)
+    said = asked(
+        model,
+        keeper.heeding(images),
+        task.preprocess,
+        temperature=temperature,
+        classes=len(task.dataset.classes),
+        several=task.dataset.several,
+    )
     counts = total(said, len(task.dataset.classes))
     error = calibrate.expected_calibration_error(said.probabilities[:, 0], said.right)
     result = Result(split, counts, said, temperature, error, keeper.seconds, task.plan.total / len(task.split))
@@ -282,7 +296,7 @@ def _logits(keeper: Keeper, model: Model) -> tuple[Tensor, Tensor]:
     """Logits and targets of as many validation images as a temperature needs, on the CPU."""
     limit = max(1, _CALIBRATION // len(keeper.task.dataset.classes))
     logits, targets, count = [], [], 0
-    for some, true, _ in outputs(model, _val(keeper), keeper.task.preprocess):
+    for some, true, _ in outputs(model, keeper.heeding(_val(keeper)), keeper.task.preprocess):
         logits.append(some.cpu())
         targets.append(true.cpu())
         count += len(some)

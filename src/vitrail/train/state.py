@@ -176,11 +176,11 @@ def _together(work: Callable[[], Any], exchange: Exchange) -> list[Any]:
     """What the work gives on each rank, or the error that one of them had."""
     try:
         mine = work()
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001  # raised on all ranks, which would wait for this one
         mine = error
     found = exchange(mine)
     for one in found:
-        if isinstance(one, OSError):
+        if isinstance(one, Exception):
             raise one
     return found
 
@@ -219,6 +219,15 @@ def _prune(folder: Path, path: Path) -> None:
     for old in later + found(folder)[len(later) + KEPT :]:
         (old / MANIFEST).unlink(missing_ok=True)  # first: without it, half a folder is no checkpoint
         shutil.rmtree(old)
+
+
+def is_configuration(text: str | bytes) -> bool:
+    """Whether a config.json is that of a run."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(found, dict) and {"recipe", "steps", "preprocess"} <= found.keys()
 
 
 def name(step: int) -> str:

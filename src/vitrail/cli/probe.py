@@ -1,0 +1,340 @@
+"""`vitrail probe MODEL DATA`: what a model's features are worth on a set of images, without training the model."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from vitrail.cli import runs, show
+from vitrail.cli.finetune import prepared
+from vitrail.errors import DataError, ModelError, UsageError
+from vitrail.remote import RemoteError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from vitrail.data.dataset import Dataset
+    from vitrail.evaluate.probe import Fitted, Parts, Score
+    from vitrail.train.distributed import Group
+    from vitrail.weights.trained import Trained
+
+Method = Literal["few-shot", "knn", "linear", "logistic"]
+_SUMMED = 2**16  # rows that ranks sum at once
+
+
+def main(
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")],
+    methods: tuple[Method, ...] = ("few-shot", "knn", "linear", "logistic"),
+    shots: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N...")] = (),
+    seeds: Annotated[int, tyro.conf.arg(metavar="N")] = 3,
+    penalty: Annotated[float | Literal["auto"], tyro.conf.arg(name="lambda", metavar="NUMBER|auto")] = 1024.0,
+    k: Annotated[int, tyro.conf.arg(metavar="N")] = 20,
+    everything: bool = False,
+    save: Annotated[Path | None, tyro.conf.arg(metavar="OUT.safetensors")] = None,
+    overwrite: bool = False,
+    preprocess: Literal["imagenet", "inception", "torchvision"] | None = None,
+    batch: Annotated[int, tyro.conf.arg(metavar="N")] = 64,
+    device: str | None = None,
+    workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    json: bool = False,
+) -> None:
+    """Measure a model's features by simple classifiers that learn from them: the paper's few-shot, kNN and others.
+
+    Args:
+        model: A file or folder of any known format, hf:ORG/NAME, timm:NAME, or a preset, whose weights are random.
+        data: A folder, a .csv or .jsonl, shards, a set that was got, digits, or hf:ORG/NAME.
+        methods: Ridge regression from a few images a class, nearest neighbours, ridge regression, logistic regression.
+        shots: Images a class for few-shot; 1, 5, 10 and 25 as far as every class has them, unless told otherwise.
+        seeds: Draws of these images, for mean and standard deviation.
+        penalty: Of the ridge regressions; auto chooses it, on images that are not measured.
+        k: Neighbours that vote.
+        everything: Learn from the validation images too, once settings are chosen.
+        save: Write the model with the better of linear and logistic as its head, and its temperature fitted.
+        overwrite: Replace a file of that name.
+        preprocess: Mean, std and interpolation for weights that do not state them.
+        batch: Images at once.
+        device: cpu, cuda or mps; the best there is unless told otherwise.
+        workers: Processes that prepare images; one for each core but one unless told otherwise.
+        json: Print the result as JSON.
+    """
+    import torch
+
+    from vitrail.data.sources import open_data
+    from vitrail.data.workers import available
+    from vitrail.evaluate import probe
+    from vitrail.weights.load import load
+
+    _check_options(methods, save, overwrite=overwrite, batch=batch, seeds=seeds, k=k, shots=min(shots, default=1))
+    if penalty != "auto" and not penalty > 0:
+        raise UsageError(f"--lambda is {penalty:g}; it must be above 0, or auto")
+    with runs.process(device) as (group, there):
+        dataset = open_data(data)
+        trained = prepared(load(model), preprocess)
+        for note in dataset.notes:
+            show.note(f"note: {note}")
+        targets = _targets(dataset, everything=everything)
+        shots = _shots(shots, targets, dataset, everything=everything) if "few-shot" in methods else ()
+        processes = max(0, available() - 1) if workers is None else workers
+        begun = time.monotonic()
+        values, cached = _features(trained, dataset, data, group, there, batch=batch, workers=processes)
+        if not group.leads:
+            return
+        facts = {"model": model, "cached": cached, "seconds": time.monotonic() - begun}
+        solver = there if there.type == "cuda" else torch.device("cpu")  # Apple's GPUs have no float64
+        images = {name: probe.Features(values[name].to(solver), targets[name].to(solver)) for name in values}
+        of = probe.parts(images, everything=everything)
+        number = None if penalty == "auto" else penalty
+        scores, fitted = _probed(of, dataset.classes, methods, shots, seeds=seeds, penalty=number, k=k)
+        facts |= _facts(dataset, of, scores, everything=everything)
+        facts["saved"] = None if save is None else _saved(trained, fitted, dataset, of, save, overwrite=overwrite)
+        if json:
+            show.as_json(facts)
+        else:
+            _print(facts)
+
+
+# --- before anything is computed -------------------------------------------------------------------------------------
+
+
+def _check_options(methods: tuple[Method, ...], save: Path | None, *, overwrite: bool, **numbers: int) -> None:
+    """Refuse what cannot be meant."""
+    from vitrail.weights.load import check_destination
+
+    for name, number in numbers.items():
+        if number < 1:
+            raise UsageError(f"--{name} is {number}; it must be at least 1")
+    if not methods:
+        raise UsageError("--methods names none: give few-shot, knn, linear or logistic")
+    if save is not None:
+        check_destination(save, "vitrail", overwrite=overwrite)
+        if not {"linear", "logistic"} & set(methods):
+            raise UsageError("--save writes a linear head: let --methods name linear or logistic")
+
+
+def _targets(dataset: "Dataset", *, everything: bool) -> dict[str, "Tensor"]:
+    """The classes of the images of each split, if they can be learned."""
+    from vitrail.evaluate import features
+
+    if not dataset.classes:
+        raise DataError(f"{dataset.name} has no labels to learn")
+    there = ", ".join(dataset.splits)
+    if "train" not in dataset.splits or len(dataset.splits) < 2:
+        raise DataError(f"{dataset.name} has the splits {there}; a probe needs train, and test or val to measure on")
+    if everything and len(dataset.splits) < 3:
+        raise UsageError(f"--everything learns from val and measures on test, and {dataset.name} has {there}")
+    targets = {name: features.labels(split) for name, split in dataset.splits.items()}
+    counts = targets["train"].bincount(minlength=len(dataset.classes)).tolist()
+    if empty := [name for name, number in zip(dataset.classes, counts, strict=True) if not number]:
+        raise DataError(f"{len(empty)} classes have no training image, such as {empty[0]}: add some or remove them")
+    for name in dataset.classes:
+        if not name.isascii() and name.encode(errors="replace").decode() != name:
+            raise DataError(f"the class {name!r} has no valid name in UTF-8: rename its folder")
+    return targets
+
+
+def _shots(
+    asked: tuple[int, ...], targets: dict[str, "Tensor"], dataset: "Dataset", *, everything: bool
+) -> tuple[int, ...]:
+    """Those that were asked for, or those of the paper that every class has the images for."""
+    import torch
+
+    from vitrail.evaluate import probe
+
+    learned = torch.cat([targets["train"], targets["val"]]) if everything else targets["train"]
+    if asked:
+        probe.check_shots(learned, dataset.classes, max(asked))
+        return asked
+    counts = learned.bincount()
+    least = int(counts.argmin())
+    kept = tuple(shots for shots in probe.SHOTS if shots <= counts[least])
+    if left := [f"{shots}-shot" for shots in probe.SHOTS if shots not in kept]:
+        show.note(f"note: without {', '.join(left)}: {dataset.classes[least]} has {counts[least]} training images")
+    return kept
+
+
+# --- features --------------------------------------------------------------------------------------------------------
+
+
+def _features(
+    trained: "Trained",
+    dataset: "Dataset",
+    data: str,
+    group: "Group",
+    device: "torch.device",
+    *,
+    batch: int,
+    workers: int,
+) -> tuple[dict[str, "Tensor"], list[str]]:
+    """The features of each split's images, all of them on the first rank, and which splits' were in the cache."""
+    from vitrail.data.loader import evaluation_batches
+    from vitrail.evaluate import features
+    from vitrail.train import distributed
+
+    view = trained.preprocess
+    if view is None:
+        raise ModelError(
+            "the weights do not say how images must be prepared: name it with --preprocess imagenet"
+            " (or inception, torchvision)"
+        )
+    digest = features.of_model(trained.model) if group.leads else ""
+    network = trained.model.to(device)
+    values: dict[str, Tensor] = {}
+    cached: list[str] = []
+    for name, split in dataset.splits.items():
+        place = features.place(digest, features.of_images(split), view) if group.leads else Path()
+        known = features.recall(place) if group.leads else None
+        if known is not None:
+            values[name] = known
+            cached.append(name)
+        if distributed.told("" if known is None else "known"):
+            continue
+        batches = evaluation_batches(
+            split, view, batch=batch, classes=0, rank=group.rank, world=group.world, workers=workers
+        )
+        with show.progress(f"features of {name}") as progress:
+            try:
+                values[name] = features.extract(
+                    network,
+                    batches,
+                    view,
+                    images=len(split),
+                    over_ranks=lambda rows: _summed(rows, device),
+                    progress=partial(_told, progress, group.world),
+                )
+            except RemoteError:
+                raise
+            except DataError as error:
+                advice = f"`vitrail data check {data}` names every bad image, and how to leave them out"
+                raise DataError(f"{error}. {advice}") from error
+        if group.leads:
+            features.keep(place, values[name])
+    if cached:
+        show.note(f"features of {', '.join(cached)}: from the cache")
+    return values, cached
+
+
+def _told(progress: Callable[[int, int], None], world: int, done: int, total: int) -> None:
+    """Show how far all ranks are by how far this one is with its share."""
+    progress(min(done * world, total), total)
+
+
+def _summed(rows: "Tensor", device: "torch.device") -> "Tensor":
+    """The rows of all ranks, each of which has zeros in place of the others'."""
+    from vitrail.train import distributed
+
+    if distributed.together():
+        for some in rows.split(_SUMMED):
+            some.copy_(distributed.summed(some.to(device)))
+    return rows
+
+
+# --- classifiers -----------------------------------------------------------------------------------------------------
+
+
+def _probed(
+    of: "Parts",
+    names: tuple[str, ...],
+    methods: tuple[Method, ...],
+    shots: tuple[int, ...],
+    *,
+    seeds: int,
+    penalty: float | None,
+    k: int,
+) -> tuple[list["Score"], list["Fitted"]]:
+    """The scores of all that was asked for, and those classifiers that can be a model's head."""
+    from vitrail.evaluate import probe
+
+    scores: list[Score] = []
+    fitted: list[Fitted] = []
+    with show.progress("classifiers") as progress:
+        for done, method in enumerate(methods):
+            progress(done, len(methods))
+            match method:
+                case "few-shot":
+                    scores += [
+                        probe.score_few_shot(of, names, number, seeds=seeds, penalty=penalty) for number in shots
+                    ]
+                case "knn":
+                    scores.append(probe.score_neighbours(of, len(names), k))
+                case "linear":
+                    fitted.append(probe.fit_linear(of, len(names), penalty))
+                case "logistic":
+                    fitted.append(probe.fit_logistic(of, len(names)))
+    return [*scores, *(one.score for one in fitted)], fitted
+
+
+def _saved(
+    trained: "Trained", fitted: list["Fitted"], dataset: "Dataset", of: "Parts", path: Path, *, overwrite: bool
+) -> dict[str, Any]:
+    """Write the model with the best of the heads, and say which that is."""
+    from vitrail.evaluate import probe
+    from vitrail.weights.load import save
+
+    best = max(fitted, key=lambda one: one.right)
+    name, number = best.score.setting
+    change = f"head: {best.score.method} probe of {dataset.name}, {name} {number:g}, {best.score.learned:,} images"
+    made = probe.with_head(trained, best.head, dataset.classes, best.temperature, change)
+    save(made, path, overwrite=overwrite)
+    choice = len(of.choice.targets)
+    return {
+        "path": str(path),
+        "method": best.score.method,
+        "chosen": best.right / choice if choice else None,
+        "temperature": best.temperature,
+    }
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def _facts(dataset: "Dataset", of: "Parts", scores: list["Score"], *, everything: bool) -> dict[str, Any]:
+    """What was found, for programs."""
+    tested = "test" in dataset.splits
+    return {
+        "data": dataset.name,
+        "classes": len(dataset.classes),
+        "features": of.final.values.shape[1],
+        "split": "test" if tested else "val",
+        "images": len(of.measured.targets),
+        "chosen_on": "val" if tested and "val" in dataset.splits else "a fifth of train",
+        "everything": everything,
+        "scores": [
+            {
+                "method": score.method,
+                "shots": score.shots,
+                "learned": score.learned,
+                score.setting[0]: score.setting[1],
+                "top1": score.top1,
+                "std": score.std,
+                "interval": score.interval,
+                "seeds": len(score.right),
+                "right": list(score.right),
+            }
+            for score in scores
+        ],
+    }
+
+
+def _print(found: dict[str, Any]) -> None:
+    """What was found, for people."""
+    chosen = f"settings chosen on {found['chosen_on']}{', then learned from too' if found['everything'] else ''}"
+    print(f"{found['split']}: {found['images']:,} images, {found['classes']:,} classes; {chosen}")
+    rows = [("method", "learned from", "setting", "right", "")]
+    for score in found["scores"]:
+        method = f"{score['shots']}-shot" if score["shots"] else score["method"]
+        setting = next(f"{name} {score[name]:.4g}" for name in ("lambda", "k", "L2") if name in score)
+        if score["std"] is None:
+            low, high = score["interval"]
+            doubt = f"95 %: {low:.1%} to {high:.1%}"
+        else:
+            doubt = f"± {score['std']:.1%}, {score['seeds']} draws"
+        rows.append((method, f"{score['learned']:,} images", setting, f"{score['top1']:.1%}", doubt))
+    show.table(rows, right=(1, 3))
+    if saved := found["saved"]:
+        why = "" if saved["chosen"] is None else f", {saved['chosen']:.1%} right of {found['chosen_on']}"
+        print(f"{saved['path']}: {saved['method']}{why}, temperature {saved['temperature']:.3f}")

@@ -1,0 +1,100 @@
+"""`vitrail study sweep DATA --model M`: a row of the paper's headline table, for one model and one set."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from vitrail.cli import runs, show, study
+from vitrail.cli.finetune import prepared
+
+if TYPE_CHECKING:
+    from vitrail.studies.sweep import Sweep
+
+
+def main(
+    data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")],
+    model: Annotated[str, tyro.conf.arg(metavar="MODEL")],
+    rates: Annotated[tuple[float, ...], tyro.conf.arg(metavar="RATE...")] = (),
+    steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    image_size: Annotated[int | None, tyro.conf.arg(metavar="SIDE")] = None,
+    number_of_runs: Annotated[int, tyro.conf.arg(name="runs", metavar="N")] = 3,
+    preprocess: Literal["imagenet", "inception", "torchvision"] | None = None,
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    seed: int = 0,
+    device: str | None = None,
+    workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    micro_batches: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
+    json: bool = False,
+) -> None:
+    """Choose the learning rate on val, train on all of train over several seeds, and measure on test.
+
+    Interrupted, the same command goes on; what has ended is not run again. Every GPU takes a run at a time.
+
+    Args:
+        data: A folder, a .csv or .jsonl, shards, a set that was got, digits, or hf:ORG/NAME; with a test.
+        model: A file or folder of any known format, hf:ORG/NAME or timm:NAME.
+        rates: Learning rates to try, in place of the paper's four for a set of this size.
+        steps: Of each run, in place of the paper's; a shorter run has a shorter warm-up.
+        batch: Images in a step, in place of 512.
+        image_size: Resolution, in place of 384.
+        number_of_runs: Seeds at the chosen rate, for mean and standard deviation.
+        preprocess: Mean, std and interpolation for weights that do not state them.
+        out: The study's folder; runs/sweep-DATA-MODEL by default.
+        seed: The first one, and that of the runs at different rates.
+        device: cpu, cuda:1 or the like; all GPUs there are unless told otherwise.
+        workers: Processes of each run that prepare images; the cores shared out unless told otherwise.
+        micro_batches: Parts in which a step is computed, where all of it does not fit in memory.
+        json: Print the result as JSON.
+    """
+    from vitrail.config import to_json
+    from vitrail.studies import grid, sweep
+    from vitrail.weights.load import load
+
+    dataset, share = sweep.opened(data)
+    runs.tell_of(dataset)
+    planned = sweep.planned(
+        *(data, dataset, share, model, prepared(load(model), preprocess)),
+        rates=rates,
+        steps=steps,
+        batch=batch,
+        image_size=image_size,
+        runs=number_of_runs,
+        seed=seed,
+        micro_batches=micro_batches,
+        preprocess=preprocess,
+    )
+    folder = study.place(out, "sweep", data, model)
+    with grid.opened(folder, to_json(planned)) as lock:
+        run = study.runner(folder, lock, device, workers)
+        tried = run(sweep.choosing(planned))
+        grid.check(tried, folder)
+        lr = sweep.chosen(tried)
+        show.note(f"val chose the learning rate {lr:g}; test is looked at from here on")
+        found = tried + run(sweep.testing(planned, lr))
+        summary = sweep.summary(to_json(planned), found)
+        draw(planned, summary, folder)
+        show.as_json(summary | {"folder": str(folder)}) if json else _tell(summary, folder)
+        grid.check(found, folder)
+
+
+def draw(planned: "Sweep", summary: dict[str, Any], folder: Path) -> None:
+    """The accuracies by rate and on test, as a picture."""
+    from vitrail.figures import draw as drawing
+
+    groups = {"validation": {lr: (top1, None) for lr, top1 in summary["validation"].items() if top1 is not None}}
+    if summary["mean"] is not None:
+        groups["test"] = {f"{summary['lr']:g}, n = {summary['n']}": (summary["mean"], summary["std"])}
+    model, data = (name.rstrip("/").rpartition("/")[2] for name in (planned.model, planned.data))
+    drawing.bars(groups, folder / "study.png", title=f"{model} on {data} by learning rate")
+
+
+def _tell(summary: dict[str, Any], folder: Path) -> None:
+    rows = [("learning rate", "validation")]
+    for lr, top1 in summary["validation"].items():
+        mark = " (chosen)" if summary["lr"] is not None and float(lr) == summary["lr"] else ""
+        rows.append((lr, "diverged" if top1 is None else f"{top1:.2%}{mark}"))
+    show.table(rows)
+    if summary["mean"] is not None:
+        print(f"test: {study.accuracy(summary)}, of {summary['images']:,} images ({folder}/study.png)")

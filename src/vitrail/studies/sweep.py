@@ -1,0 +1,213 @@
+"""The paper's transfer to one set: the learning rate chosen on val, then all of train over several seeds, then test.
+
+Test is not read before the rate is chosen.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vitrail import recipes
+from vitrail.config import Recipe, ViTConfig, to_json
+from vitrail.data.dataset import Dataset
+from vitrail.data.sources import open_data
+from vitrail.errors import DataError, UsageError
+from vitrail.studies.grid import Cell, CellsError, Result
+from vitrail.train.step import DivergedError
+from vitrail.weights.trained import Trained
+
+# Dosovitskiy et al. 2021, table 4: from so many training images on, the rates tried and the share of train held out
+_LARGE = (500_000, (0.003, 0.01, 0.03, 0.06), 0.01)
+_MIDDLE = (20_000, (0.001, 0.003, 0.01, 0.03), 0.02)
+_SMALL = (0, (0.001, 0.003, 0.01, 0.03), 0.1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """A transfer of one model to one set."""
+
+    study: str = "sweep"
+    data: str
+    dataset: str
+    """The set's own name."""
+    share: float
+    """Of train that becomes val where the set has none."""
+    images: dict[str, int]
+    model: str
+    origin: dict[str, Any]
+    preprocess: str | None
+    recipe: Recipe
+    """Of all of train; its learning rate is not used."""
+    steps: int
+    rates: tuple[float, ...]
+    runs: int
+    seed: int
+    micro_batches: int
+
+    def __post_init__(self) -> None:
+        if not self.rates or len(set(self.rates)) < len(self.rates) or min(self.rates) <= 0:
+            raise UsageError(f"--rates is {list(self.rates)}; give learning rates above 0, each once")
+        if self.runs < 1 or self.steps < 1 or self.micro_batches < 1:
+            raise UsageError(f"runs {self.runs}, steps {self.steps} and micro-batches {self.micro_batches}: 1 at least")
+
+
+def opened(data: str) -> tuple[Dataset, float]:
+    """The set, and the share of train that becomes val where it has none: the paper's, by the set's size."""
+    share = _SMALL[2]
+    dataset = open_data(data, share=share)
+    missing = {"train", "val", "test"} - dataset.splits.keys()
+    if missing:
+        raise DataError(f"{dataset.name} has no {min(missing)}; a sweep chooses on val and measures on test")
+    wanted = _by_size(_all_of_train(dataset))[2]
+    if "val" in dataset.made_up and wanted != share:
+        share, dataset = wanted, open_data(data, share=wanted)
+    return dataset, share
+
+
+def planned(
+    data: str,
+    dataset: Dataset,
+    share: float,
+    model: str,
+    start: Trained,
+    *,
+    rates: Sequence[float],
+    steps: int | None,
+    batch: int | None,
+    image_size: int | None,
+    runs: int,
+    seed: int,
+    micro_batches: int,
+    preprocess: str | None,
+) -> Sweep:
+    """The study of a model and a set: the paper's, but for what is given."""
+    images = _all_of_train(dataset)
+    config = start.model.config
+    recipe = recipes.finetuning("paper", images, config.stride if isinstance(config, ViTConfig) else 1)
+    usual = round(recipe.epochs * images / recipe.batch)
+    return Sweep(
+        data=data,
+        dataset=dataset.name,
+        share=share,
+        images={name: len(split) for name, split in dataset.splits.items()},
+        model=model,
+        origin=to_json(start.origin),
+        preprocess=preprocess,
+        recipe=dataclasses.replace(
+            shortened(recipe, usual, steps=steps, batch=batch, image_size=image_size),
+            loss="sigmoid" if dataset.several else "softmax",
+        ),
+        steps=usual if steps is None else steps,
+        rates=tuple(rates) or _by_size(images)[1],
+        runs=runs,
+        seed=seed,
+        micro_batches=micro_batches,
+    )
+
+
+def shortened(recipe: Recipe, usual: int, *, steps: int | None, batch: int | None, image_size: int | None) -> Recipe:
+    """The recipe with what was given in its place; a shorter run has a shorter warm-up."""
+    part = 1.0 if steps is None else min(1.0, steps / usual)
+    return dataclasses.replace(
+        recipe,
+        batch=recipe.batch if batch is None else batch,
+        image_size=recipe.image_size if image_size is None else image_size,
+        schedule=dataclasses.replace(recipe.schedule, warmup=round(recipe.schedule.warmup * part)),
+    )
+
+
+def lasting(recipe: Recipe, steps: int, images: int, lr: float) -> Recipe:
+    """The recipe of so many steps over a set of so many images, at a learning rate."""
+    optimiser = dataclasses.replace(recipe.optimiser, lr=lr)
+    return dataclasses.replace(recipe, epochs=steps * recipe.batch / images, optimiser=optimiser)
+
+
+def choosing(sweep: Sweep) -> list[Cell]:
+    """A run at each rate, on train alone, measured on val."""
+    images = sweep.images["train"]
+    return [
+        _cell(
+            sweep,
+            name=f"rate-{lr}",
+            about={"stage": "rate", "lr": lr, "seed": sweep.seed},
+            recipe=lasting(sweep.recipe, sweep.steps, images, lr),
+            seed=sweep.seed,
+            measured="val",
+        )
+        for lr in sweep.rates
+    ]
+
+
+def testing(sweep: Sweep, lr: float) -> list[Cell]:
+    """A run with each seed at the chosen rate, on all of train, measured on test."""
+    images = sweep.images["train"] + sweep.images["val"]
+    return [
+        _cell(
+            sweep,
+            name=f"test-{lr}-seed-{seed}",
+            about={"stage": "test", "lr": lr, "seed": seed},
+            recipe=lasting(sweep.recipe, sweep.steps, images, lr),
+            seed=seed,
+            everything=True,
+            measured="test",
+            keeps=True,
+        )
+        for seed in range(sweep.seed, sweep.seed + sweep.runs)
+    ]
+
+
+def _cell(sweep: Sweep, **fields: Any) -> Cell:
+    return Cell(
+        model=sweep.model,
+        preprocess=sweep.preprocess,
+        data={"name": sweep.data, "share": sweep.share},
+        micro_batches=sweep.micro_batches,
+        **fields,
+    )
+
+
+def chosen(records: Sequence[Result]) -> float:
+    """The rate with the most right answers on val; of equals that of the lowest loss."""
+    done = [record for record in records if record["stage"] == "rate" and record["status"] == "done"]
+    if not done:
+        raise CellsError("the runs diverged at every rate: give lower ones with --rates", DivergedError.exit_code)
+    best = max(done, key=lambda record: (record["right"], -record["loss"]))
+    return float(best["lr"])
+
+
+def summary(study: Mapping[str, Any], records: Sequence[Result]) -> dict[str, Any]:
+    """What a sweep came to, as far as it is."""
+    rates = [record for record in records if record["stage"] == "rate"]
+    by_rate = {str(record["lr"]): record.get("top1") for record in rates}
+    whole = sum(record["status"] in ("done", "diverged") for record in rates) == len(study["rates"])
+    lr = chosen(rates) if whole and any(found is not None for found in by_rate.values()) else None
+    done = [r for r in records if r["stage"] == "test" and r["status"] == "done" and r["lr"] == lr]
+    return {
+        "study": "sweep",
+        "set": study["dataset"],
+        "model": study["model"],
+        "validation": by_rate,
+        "lr": lr,
+        "test": [record["top1"] for record in done],
+        "images": done[0]["images"] if done else study["images"]["test"],
+        **mean_and_deviation([record["top1"] for record in done]),
+    }
+
+
+def mean_and_deviation(values: Sequence[float]) -> dict[str, Any]:
+    """Mean, standard deviation (of two and more) and number."""
+    return {
+        "mean": statistics.mean(values) if values else None,
+        "std": statistics.stdev(values) if len(values) > 1 else None,
+        "n": len(values),
+    }
+
+
+def _all_of_train(dataset: Dataset) -> int:
+    """Training images, those held out of them for val included."""
+    return len(dataset.splits["train"]) + len(dataset.splits["val"])
+
+
+def _by_size(images: int) -> tuple[int, tuple[float, ...], float]:
+    return next(row for row in (_LARGE, _MIDDLE, _SMALL) if images >= row[0])

@@ -1,0 +1,277 @@
+"""`vitrail probe` as a user calls it: its table, its cache, the model it writes, many processes, what it refuses."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests import making
+from tests.cli.test_cli import Capture
+from tests.cli.test_cli import run as vitrail
+from tests.cli.test_train import HERE
+from tests.data.pictures import encoded, folder, picture
+from tests.train.test_distributed import ended, free_port
+from vitrail.cli import main
+from vitrail.data.loader import evaluation_batches
+from vitrail.data.sources import open_data
+from vitrail.evaluate.classify import classify
+from vitrail.evaluate.intervals import wilson
+from vitrail.files import cache_home
+from vitrail.predict import Classifier
+from vitrail.weights import storage
+from vitrail.weights.load import load, save
+
+MODEL = "model.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a set of 36 pictures in two classes and a small model."""
+    monkeypatch.chdir(tmp_path)
+    folder(tmp_path / "set", "train", "val", "test", each=6)
+    save(making.trained(making.vit()), tmp_path / MODEL)
+
+
+def probe(*options: str, capsys: Capture, model: str = MODEL, data: str = "./set") -> tuple[int, str, str]:
+    return vitrail("probe", model, data, *HERE, *options, capsys=capsys)
+
+
+def facts(*options: str, capsys: Capture, **where: str) -> dict[str, Any]:
+    code, out, err = probe(*options, "--json", capsys=capsys, **where)
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def refused(*options: str, capsys: Capture, **where: str) -> tuple[int, str]:
+    code, out, err = probe(*options, capsys=capsys, **where)
+    assert out == ""
+    return code, err.splitlines()[-1]
+
+
+# --- what it says ----------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_a_row_for_each_method(capsys: Capture) -> None:
+    code, out, err = probe(capsys=capsys)
+    assert code == 0
+    assert "note: without 10-shot, 25-shot: rose has 6 training images" in err
+    lines = out.splitlines()
+    assert lines[0] == "test: 12 images, 2 classes; settings chosen on val"
+    assert [line.split()[0] for line in lines[1:]] == ["method", "1-shot", "5-shot", "kNN", "linear", "logistic"]
+    assert re.fullmatch(r"5-shot +10 images +lambda 1024 +\d+\.\d% +± \d+\.\d%, 3 draws", lines[3])
+    assert re.fullmatch(r"kNN +12 images +k 12 +\d+\.\d% +95 %: \d+\.\d% to \d+\.\d%", lines[4])
+    found = facts(capsys=capsys)
+    assert (found["split"], found["images"], found["features"], found["chosen_on"]) == ("test", 12, 32, "val")
+    for score, line in zip(found["scores"], lines[2:], strict=True):
+        assert f"{score['top1']:.1%}" in line
+        assert score["top1"] == pytest.approx(sum(score["right"]) / len(score["right"]) / 12)
+        if score["seeds"] == 1:
+            assert score["interval"] == list(wilson(score["right"][0], 12))
+    assert [score["seeds"] for score in found["scores"]] == [3, 3, 1, 1, 1]
+
+
+def test_options_choose_what_is_tried(capsys: Capture) -> None:
+    options = ("--methods", "few-shot", "knn", "--shots", "2", "--seeds", "2", "--lambda", "auto", "--k", "3")
+    shots, neighbours = facts(*options, capsys=capsys)["scores"]
+    assert (shots["shots"], shots["seeds"], shots["learned"]) == (2, 2, 4)
+    assert shots["lambda"] in [2.0**power for power in range(-10, 21, 2)]
+    assert (neighbours["method"], neighbours["k"]) == ("kNN", 3)
+    (linear,) = facts("--methods", "linear", "--everything", capsys=capsys)["scores"]
+    assert linear["learned"] == 24
+
+
+def test_without_a_test_split_val_is_measured_and_does_not_choose(tmp_path: Path, capsys: Capture) -> None:
+    folder(tmp_path / "two", "train", "val", each=6)
+    code, out, _ = probe(capsys=capsys, data="./two")
+    assert code == 0
+    assert out.startswith("val: 12 images, 2 classes; settings chosen on a fifth of train\n")
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def test_features_are_computed_once_for_the_same_weights_images_and_preprocessing(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    first = facts(capsys=capsys)
+    assert first["cached"] == []
+    again = facts(capsys=capsys)
+    assert again["cached"] == ["train", "val", "test"]
+    assert again["scores"] == first["scores"]
+    assert "features of train, val, test: from the cache" in probe(capsys=capsys)[2]
+    (tmp_path / "set" / "val" / "rose" / "0.jpg").write_bytes(encoded(picture(77), quality=40))
+    assert facts(capsys=capsys)["cached"] == ["train", "test"]
+    save(making.trained(making.vit(seed=1)), tmp_path / "other.safetensors")
+    assert facts(capsys=capsys, model="other.safetensors")["cached"] == []
+    same = load(MODEL)
+    assert same.preprocess is not None
+    wider = dataclasses.replace(same.preprocess, resize=(40,))
+    save(dataclasses.replace(same, preprocess=wider), tmp_path / "view.safetensors")
+    assert facts(capsys=capsys, model="view.safetensors")["cached"] == []
+    assert facts(capsys=capsys)["cached"] == ["train", "val", "test"]
+
+
+# --- the model it writes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["linear", "logistic"])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_the_saved_model_answers_as_the_probe_did(tmp_path: Path, capsys: Capture, method: str, hidden: bool) -> None:
+    save(making.trained(making.vit(hidden_head=hidden)), tmp_path / MODEL, overwrite=True)
+    found = facts("--methods", method, "--save", "made.safetensors", capsys=capsys)
+    made = load("made.safetensors")
+    assert made.preprocess is not None
+    split = open_data("./set").splits["test"]
+    counts = classify(made.model, evaluation_batches(split, made.preprocess, batch=5, classes=2), made.preprocess)
+    assert [counts.right] == found["scores"][0]["right"]
+    assert made.labels == ("rose", "tulip")
+    assert made.temperature == found["saved"]["temperature"]
+    assert made.origin.changes[-1].startswith(f"head: {method} probe of {tmp_path / 'set'}, ")
+    answer = Classifier(made, device="cpu")([tmp_path / "set" / "test" / "rose" / "0.jpg"])[0]
+    assert {label for label, _ in answer} == {"rose", "tulip"}
+    assert sum(share for _, share in answer) == pytest.approx(1)
+
+
+def test_the_better_of_the_heads_by_val_is_saved(capsys: Capture) -> None:
+    code, out, _ = probe("--save", "made.safetensors", capsys=capsys)
+    assert code == 0
+    said = re.fullmatch(r"made\.safetensors: (\w+), (.*)% right of val, temperature [\d.]+", out.splitlines()[-1])
+    assert said is not None
+    each = [
+        facts("--methods", method, "--save", f"{method}.safetensors", capsys=capsys)["saved"]["chosen"]
+        for method in ("linear", "logistic")
+    ]
+    assert f"{max(each):.1%}" == f"{said[2]}%"
+    assert each[("linear", "logistic").index(said[1])] == max(each)
+    assert refused("--save", "made.safetensors", capsys=capsys)[0] == 2
+    assert probe("--save", "made.safetensors", "--overwrite", capsys=capsys)[0] == 0
+
+
+# --- several processes -----------------------------------------------------------------------------------------------
+
+
+def test_two_processes_say_what_one_says(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "set" / "test" / "tulip" / "5.jpg").unlink()  # shares of 5 and 6
+    one = facts(capsys=capsys)
+    kept = cache_home() / "features"
+    kept.rename(tmp_path / "kept by one")
+    arguments = ("probe", MODEL, "./set", *HERE, "--json", "--save", "two.safetensors")
+    port = free_port()
+    assert ended([_forked(rank, port, arguments) for rank in range(2)]) == [0, 0]
+    two = json.loads(Path("said by 0").read_text())
+    assert Path("said by 1").read_text() == ""
+    assert two["cached"] == []
+    assert two["scores"] == one["scores"]
+    assert Path("two.safetensors").exists()
+    for path in (tmp_path / "kept by one").iterdir():
+        features = [storage.read(folder / path.name).tensors["features"] for folder in (path.parent, kept)]
+        torch.testing.assert_close(*features, atol=1e-5, rtol=0)
+
+
+def _forked(rank: int, port: int, arguments: tuple[str, ...]) -> int:
+    """A process that runs the command as torchrun would start it, and writes what it says to a file."""
+    if child := os.fork():
+        return child
+    code = 1
+    try:
+        place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in place.items()})
+        with Path(f"said by {rank}").open("w") as file, contextlib.redirect_stdout(file):
+            code = main(arguments)
+    finally:
+        os._exit(code)
+
+
+# --- what it refuses -------------------------------------------------------------------------------------------------
+
+
+def test_more_shots_than_images_name_the_class_and_its_count(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "set" / "train" / "tulip" / "3.jpg").unlink()
+    code, line = refused("--shots", "2", "6", capsys=capsys)
+    assert code == 3
+    assert "6-shot takes 6 training images of each class, and tulip has 5" in line
+
+
+def test_an_empty_class_is_named(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "set" / "train" / "daisy").mkdir()
+    (tmp_path / "set" / "test" / "daisy").mkdir()
+    code, line = refused(capsys=capsys)
+    assert (code, "1 classes have no training image, such as daisy" in line) == (3, True)
+
+
+def test_images_without_labels_and_with_several_are_refused(tmp_path: Path, capsys: Capture) -> None:
+    for split in ("train", "val"):
+        (tmp_path / "bare" / split).mkdir(parents=True)
+        (tmp_path / "bare" / split / "0.jpg").write_bytes(encoded(picture(0)))
+    code, line = refused(capsys=capsys, data="./bare")
+    assert (code, "has no labels to learn" in line) == (3, True)
+    rows = [
+        {"path": f"set/{split}/rose/{n}.jpg", "labels": ["a", "b"], "split": split}
+        for split in ("train", "val")
+        for n in range(3)
+    ]
+    (tmp_path / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, line = refused(capsys=capsys, data="list.jsonl")
+    assert (code, "one label each, and these may have several" in line) == (3, True)
+
+
+def test_a_bad_image_is_named_with_what_to_do(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "set" / "test" / "rose" / "2.jpg").write_bytes(b"nothing")
+    code, line = refused(capsys=capsys)
+    assert code == 3
+    assert "test/rose/2.jpg" in line
+    assert "`vitrail data check ./set` names every bad image" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--lambda", "0"), "--lambda is 0; it must be above 0"),
+        (("--k", "0"), "--k is 0; it must be at least 1"),
+        (("--seeds", "0"), "--seeds is 0; it must be at least 1"),
+        (("--shots", "0"), "--shots is 0; it must be at least 1"),
+        (("--methods", "knn", "--save", "x.safetensors"), "--save writes a linear head"),
+        (("--save", "x.npz"), "call it x.safetensors"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(capsys: Capture, options: tuple[str, ...], words: str) -> None:
+    code, line = refused(*options, capsys=capsys)
+    assert code == 2
+    assert words in line
+
+
+def test_weights_that_do_not_state_their_preprocessing_need_it_named(tmp_path: Path, capsys: Capture) -> None:
+    save(making.trained(making.vit(), preprocess=None), tmp_path / "bare.safetensors")
+    code, line = refused(capsys=capsys, model="bare.safetensors")
+    assert (code, "--preprocess imagenet" in line) == (4, True)
+    assert probe("--preprocess", "imagenet", capsys=capsys, model="bare.safetensors")[0] == 0
+
+
+# --- a real model ----------------------------------------------------------------------------------------------------
+
+
+def test_features_of_a_real_model_tell_two_photographs_by_small_pieces_of_them(
+    tmp_path: Path, deit_tiny: Path, capsys: Capture
+) -> None:
+    from sklearn.datasets import load_sample_images
+
+    generator = np.random.default_rng(0)
+    for name, photo in zip(("temple", "flower"), load_sample_images().images, strict=True):
+        for split, count in (("train", 4), ("val", 2), ("test", 4)):
+            place = tmp_path / "pieces" / split / name
+            place.mkdir(parents=True)
+            for number in range(count):
+                top, left = generator.integers(0, (photo.shape[0] - 160, photo.shape[1] - 160))
+                Image.fromarray(photo[top : top + 160, left : left + 160]).save(place / f"{number}.png")
+    found = facts("--shots", "4", capsys=capsys, model=str(deit_tiny), data="./pieces")
+    assert found["features"] == 192
+    assert all(score["top1"] == 1 for score in found["scores"])

@@ -1,0 +1,194 @@
+"""`vitrail study sweep`: the rate is chosen without a look at test, then test is measured once for each seed."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests import making
+from tests.cli.test_cli import Capture
+from tests.cli.test_cli import run as vitrail
+from tests.data.pictures import folder
+from vitrail.data.sources import open_data
+from vitrail.errors import DataError, UsageError
+from vitrail.studies import sweep
+from vitrail.studies.grid import CellsError, results
+from vitrail.weights.load import load, save
+
+OPTIONS = ("--rates", "0.01", "--steps", "4", "--batch", "8", "--image-size", "32", "--runs", "1")
+HERE = ("--workers", "0", "--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a set of pictures in two classes and a small model."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    folder(tmp_path / "set", "train", "val", "test", each=4)
+    save(making.trained(making.vit()), tmp_path / "model.safetensors")
+
+
+def study(*options: str, capsys: Capture) -> tuple[int, str, str]:
+    return vitrail("study", "sweep", "./set", "--model", "model.safetensors", *options, *HERE, capsys=capsys)
+
+
+def planned(rates: tuple[float, ...] = (), **changes: int | None) -> sweep.Sweep:
+    dataset, share = sweep.opened("./set")
+    given = {"steps": None, "batch": None, "image_size": None, "runs": 3, "seed": 0, "micro_batches": 1} | changes
+    start = load("model.safetensors")
+    return sweep.planned("./set", dataset, share, "model.safetensors", start, rates=rates, preprocess=None, **given)
+
+
+def test_test_is_not_read_before_the_rate_is_chosen(tmp_path: Path, capsys: Capture) -> None:
+    """With test images that cannot even be opened, the choice is made; the run that measures on test is what fails."""
+    images = sorted((tmp_path / "set" / "test").rglob("*.jpg"))
+    aside = {path: path.read_bytes() for path in images}
+    for path in images:
+        path.unlink()
+        path.symlink_to(tmp_path / "gone" / path.name)
+    code, out, err = study(*OPTIONS, capsys=capsys)
+    place = tmp_path / "runs" / "sweep-set-model.safetensors"
+    found = results(place)
+    assert code == 3
+    first, name = found
+    assert (first, found[first]["status"], found[first]["split"], found[first]["images"]) == (
+        "rate-0.01",
+        "done",
+        "val",
+        8,
+    )
+    assert name == "test-0.01-seed-0"
+    assert found[name]["status"] == "failed"
+    assert found[name]["error"].startswith("test/rose/0.jpg does not exist")
+    assert err.splitlines()[-1].startswith("vitrail: 1 of 2 cells failed; test-")
+    assert "(chosen)" in out
+
+    for path, content in aside.items():
+        path.unlink()
+        path.write_bytes(content)
+    code, out, err = study(*OPTIONS, "--json", capsys=capsys)
+    assert code == 0
+    assert "rate-" not in err  # nothing that had ended was run again
+    summary = json.loads(out)
+    with (place / "cells" / name / "run" / "predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 8
+    right = sum(row["label"] == row["predicted"] for row in rows)
+    assert (summary["test"], summary["mean"], summary["std"], summary["n"]) == ([right / 8], right / 8, None, 1)
+    config = json.loads((place / "cells" / name / "run" / "config.json").read_text())
+    assert config["everything"]
+    assert (config["steps"], config["recipe"]["optimiser"]["lr"]) == (4, summary["lr"])
+    assert (place / "cells" / name / "run" / "weights" / "best.safetensors").is_file()
+    with Image.open(place / "study.png") as picture:
+        assert min(picture.size) > 100
+
+    code, _, err = study(*OPTIONS[:-1], "2", capsys=capsys)
+    assert code == 2
+    assert "is another study, with runs 1 and not 2" in err
+
+
+def test_help_is_answered_without_torch() -> None:
+    script = (
+        "import sys; from vitrail.cli import main\n"
+        "for verb in ('sweep', 'vtab', 'table'):\n"
+        "    try: main(['study', verb, '--help'])\n"
+        "    except SystemExit as stop: assert not stop.code\n"
+        "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL).returncode == 0
+
+
+# --- what is planned -------------------------------------------------------------------------------------------------
+
+
+def test_the_study_is_the_papers_for_a_small_set() -> None:
+    found = planned()
+    assert found.rates == (0.001, 0.003, 0.01, 0.03)
+    assert (found.steps, found.recipe.batch, found.recipe.image_size, found.recipe.schedule.warmup) == (
+        500,
+        512,
+        384,
+        100,
+    )
+    assert (found.recipe.optimiser.kind, found.recipe.optimiser.clip, found.recipe.optimiser.weight_decay) == (
+        "sgd",
+        1,
+        0,
+    )
+    choosing, testing = sweep.choosing(found), sweep.testing(found, 0.003)
+    assert [cell.recipe.optimiser.lr for cell in choosing] == [0.001, 0.003, 0.01, 0.03]
+    assert {(cell.measured, cell.everything, cell.seed) for cell in choosing} == {("val", False, 0)}
+    assert [(cell.measured, cell.everything, cell.seed) for cell in testing] == [("test", True, s) for s in (0, 1, 2)]
+    for cell, images in ((choosing[0], 8), (testing[0], 16)):  # as many steps, whether val is trained on or not
+        assert cell.recipe.epochs * images == 500 * 512
+
+
+def test_a_shorter_run_has_a_shorter_warm_up() -> None:
+    found = planned(steps=50, batch=8, image_size=64)
+    assert (found.steps, found.recipe.batch, found.recipe.image_size, found.recipe.schedule.warmup) == (50, 8, 64, 10)
+
+
+@pytest.mark.parametrize(
+    ("images", "rates", "share"),
+    [
+        (19_999, (0.001, 0.003, 0.01, 0.03), 0.1),
+        (20_000, (0.001, 0.003, 0.01, 0.03), 0.02),
+        (499_999, (0.001, 0.003, 0.01, 0.03), 0.02),
+        (500_000, (0.003, 0.01, 0.03, 0.06), 0.01),
+    ],
+)
+def test_rates_and_the_share_held_out_go_by_the_size_of_the_set(
+    images: int, rates: tuple[float, ...], share: float
+) -> None:
+    assert sweep._by_size(images)[1:] == (rates, share)
+
+
+def test_what_makes_no_study_is_refused(tmp_path: Path) -> None:
+    for rates in ((0.1, 0.1), (0.0,), (-1.0, 0.1)):
+        with pytest.raises(UsageError, match="--rates is"):
+            planned(rates=rates)
+    with pytest.raises(UsageError, match="1 at least"):
+        planned(runs=0)
+    folder(tmp_path / "two", "train", "val", each=4)
+    assert "test" not in open_data("./two").splits
+    with pytest.raises(DataError, match="has no test"):
+        sweep.opened("./two")
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+
+def tried(lr: float, right: int | None, loss: float = 1.0) -> dict[str, object]:
+    status = (
+        {"status": "diverged"}
+        if right is None
+        else {"status": "done", "right": right, "loss": loss, "top1": right / 10}
+    )
+    return {"cell": f"rate-{lr}", "stage": "rate", "lr": lr} | status
+
+
+def test_the_rate_with_the_most_right_answers_is_chosen_and_of_equals_that_of_the_lowest_loss() -> None:
+    assert sweep.chosen([tried(0.1, 5), tried(0.2, 7), tried(0.3, None)]) == 0.2
+    assert sweep.chosen([tried(0.1, 7, 0.4), tried(0.2, 7, 0.3), tried(0.3, 7, 0.5)]) == 0.2
+    with pytest.raises(CellsError, match="diverged at every rate") as failed:
+        sweep.chosen([tried(0.1, None)])
+    assert failed.value.exit_code == 6
+
+
+def test_the_summary_is_the_mean_and_deviation_at_the_chosen_rate() -> None:
+    study = {"dataset": "s", "model": "m", "rates": [0.1, 0.2], "images": {"test": 10}}
+    tests = [
+        {"stage": "test", "lr": lr, "status": "done", "top1": top1, "images": 10}
+        for lr, top1 in ((0.2, 0.5), (0.2, 0.7), (0.2, 0.9), (0.1, 0.0))
+    ]
+    found = sweep.summary(study, [tried(0.1, 5), tried(0.2, 7), *tests])
+    assert (found["lr"], found["n"]) == (0.2, 3)
+    assert found["mean"] == pytest.approx(0.7)
+    assert found["std"] == pytest.approx(0.2)
+    assert found["validation"] == {"0.1": 0.5, "0.2": 0.7}
+    unfinished = sweep.summary(study, [tried(0.1, 5)])
+    assert (unfinished["lr"], unfinished["mean"]) == (None, None)

@@ -1,0 +1,112 @@
+"""The headline table: studies beside the paper's numbers, and what was done otherwise said below."""
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.test_cli import Capture
+from tests.cli.test_cli import run as vitrail
+from vitrail.errors import UsageError
+from vitrail.studies import table
+
+
+def study(folder: Path, described: dict[str, Any], records: list[dict[str, Any]]) -> Path:
+    folder.mkdir()
+    (folder / "study.json").write_text(json.dumps(described))
+    lines = [json.dumps({"cell": str(number), **record}) for number, record in enumerate(records)]
+    (folder / "results.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return folder
+
+
+def swept(folder: Path, dataset: str, shares: list[float], tested: int = 6149, **changes: Any) -> Path:
+    recipe = {"batch": 512, "image_size": 384}
+    images = {"train": 1000, "val": 100, "test": tested}
+    described = {"study": "sweep", "dataset": dataset, "model": "/m/b16.npz", "rates": [0.01], "runs": len(shares)}
+    tried = {"stage": "rate", "lr": 0.01, "status": "done", "right": 9, "loss": 1, "top1": 0.9}
+    tests = [{"stage": "test", "lr": 0.01, "status": "done", "top1": share, "images": tested} for share in shares]
+    full = described | {"recipe": recipe, "images": images, "steps": 500} | changes
+    return study(folder, full, [tried, *tests])
+
+
+def benchmarked(folder: Path, shares: dict[str, float], draw: str = "VTAB") -> Path:
+    described = {"study": "vtab", "model": "/m/b16.npz", "tasks": {name: {} for name in shares}, "steps": 2500}
+    records = [{"task": n, "seed": 0, "status": "done", "top1": share, "draw": draw} for n, share in shares.items()]
+    return study(folder, described | {"recipe": {"batch": 512, "image_size": 384}}, records)
+
+
+def test_rows_columns_and_notes_by_hand(tmp_path: Path, capsys: Capture) -> None:
+    flowers = swept(tmp_path / "a", "/data/flowers102", [0.99, 0.98, 0.97])
+    own = swept(tmp_path / "b", "./photos", [0.5], steps=20, recipe={"batch": 64, "image_size": 224})
+    half = benchmarked(tmp_path / "c", {"dtd": 0.6, "kitti": 0.8}, draw="own")
+    code, out, _ = vitrail("study", "table", *map(str, (flowers, own, half)), capsys=capsys)
+    assert code == 0
+    lines = out.splitlines()
+    cells = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in lines if "|" in line}
+    heads = lines[0].strip("|").split("|")
+    assert heads[1].strip() == "b16.npz"
+    assert sum("weights never published" in head for head in heads) == 3
+    assert "weights never published" not in next(head for head in heads if "I21k" in head)
+    assert cells["Oxford Flowers-102"][:4] == ["98.00 ± 1.00", "99.68 ± 0.02", "99.74 ± 0.00", "99.61 ± 0.02"]
+    assert cells["photos"] == ["50.00 [1]", "-", "-", "-", "-", "-"]
+    assert cells["VTAB (19 tasks)"][:2] == ["70.00 [2]", "77.63 ± 0.23"]
+    assert cells["CIFAR-10"][:2] == ["-", "99.50 ± 0.06"]
+    assert cells["TPUv3-core-days"] == ["-", "2.5k", "0.68k", "0.23k", "9.9k", "12.3k"]
+    assert "[1] 20 steps of 64 images at 224 pixels" in lines
+    assert "[2] 2 of 19 tasks; 2 tasks on draws of vitrail's own" in lines
+
+    path = tmp_path / "table.csv"
+    code, out, _ = vitrail("study", "table", str(flowers), "--csv", str(path), "--json", capsys=capsys)
+    assert code == 0
+    found = json.loads(out)
+    assert found["table"]["Oxford Flowers-102"]["b16.npz"] == "98.00 ± 1.00"
+    assert found["studies"][0]["mean"] == pytest.approx(0.98)
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    assert rows[6][:2] == ["Oxford Flowers-102", "98.00 ± 1.00"]
+    assert {len(row) for row in rows} == {7}
+
+
+def test_the_papers_table_alone_has_every_number(capsys: Capture) -> None:
+    code, out, _ = vitrail("study", "table", capsys=capsys)
+    assert code == 0
+    assert out.count("\n|") == 9
+    assert all(len(each.cells) == len(table.ROWS) for each in table.PAPER)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("cifar10", "CIFAR-10"),
+        ("/home/x/.local/share/vitrail/data/cifar100", "CIFAR-100"),
+        ("/data/oxford_iiit_pet", "Oxford-IIIT Pets"),
+        ("pets", "Oxford-IIIT Pets"),
+        ("/d/imagenet/", "ImageNet"),
+        ("tiny-imagenet", "tiny-imagenet"),
+        ("/d/flowers", "Oxford Flowers-102"),
+    ],
+)
+def test_a_set_is_known_by_its_name(name: str, row: str) -> None:
+    assert table._row(name) == row
+
+
+def test_what_has_no_place_in_the_table_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    first, second = (swept(tmp_path / name, "flowers", [0.9]) for name in "ab")
+    with pytest.raises(UsageError, match=r"two studies are of b16.npz on Oxford Flowers-102"):
+        table.assembled([table.measured(first), table.measured(second)])
+    empty = swept(tmp_path / "c", "flowers", [])
+    with pytest.raises(UsageError, match="has no result on test yet"):
+        table.measured(empty)
+    code, _, err = vitrail("study", "table", str(tmp_path / "nowhere"), capsys=capsys)
+    assert code == 3
+    assert "is no study" in err
+    fewer = swept(tmp_path / "d", "flowers", [0.9, 0.9], runs=3)
+    assert table.measured(fewer).note == "2 of 3 runs"
+
+
+def test_a_set_of_another_size_than_the_papers_is_marked(tmp_path: Path) -> None:
+    assert table.measured(swept(tmp_path / "a", "flowers", [0.9])).note == ""
+    other = swept(tmp_path / "b", "flowers", [0.9], tested=816)
+    assert table.measured(other).note == "816 test images, not 6,149"
