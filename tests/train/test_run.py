@@ -18,8 +18,9 @@ from vitrail.config import Augment, Optimiser, Schedule
 from vitrail.data.dataset import Dataset
 from vitrail.data.sources import open_data
 from vitrail.data.transforms import normalise
-from vitrail.errors import UsageError
+from vitrail.errors import DataError, UsageError
 from vitrail.evaluate.classify import Counts
+from vitrail.evaluate.probe import few_shot
 from vitrail.files import sha256
 from vitrail.predict import Classifier
 from vitrail.train import keeper
@@ -138,6 +139,23 @@ def test_the_same_run_gives_the_same_bytes_with_workers_too(tmp_path: Path) -> N
         trained(learning(changes, **more), tmp_path / str(number))
         sums.append(sha256(tmp_path / str(number) / "weights" / "last.safetensors"))
     assert sums[0] == sums[1] != sums[2]
+
+
+def test_a_probe_at_each_evaluation_tells_what_features_are_worth_and_changes_nothing(tmp_path: Path) -> None:
+    plain = learning({"epochs": 2.0})
+    trained(plain, tmp_path / "plain")
+    probed = dataclasses.replace(plain, probe=3)
+    trained(probed, tmp_path / "probed")
+    found = [event for event in events(tmp_path / "probed") if event["event"] == "probe"]
+    evaluations = [event["step"] for event in events(tmp_path / "probed") if event["event"] == "epoch"]
+    assert [event["step"] for event in found] == evaluations
+    last, splits = load(tmp_path / "probed" / "weights" / "last.safetensors"), probed.dataset.splits
+    again = few_shot(last.model, splits["train"], splits["val"], probed.preprocess, probed.dataset.classes, shots=3)
+    assert (found[-1]["shots"], found[-1]["top1"]) == (3, pytest.approx(again.top1))
+    same = {sha256(tmp_path / name / "weights" / "last.safetensors") for name in ("plain", "probed")}
+    assert len(same) == 1
+    with pytest.raises(DataError, match="training images of each class"):
+        dataclasses.replace(plain, probe=10**6)
 
 
 def test_what_is_fine_tuned_remembers_where_it_came_from(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from vitrail.weights.trained import Trained
 
 Method = Literal["few-shot", "knn", "linear", "logistic"]
-_SUMMED = 2**16  # rows that ranks sum at once
 
 
 def main(
@@ -203,7 +202,7 @@ def _features(
                     batches,
                     view,
                     images=len(split),
-                    over_ranks=lambda rows: _summed(rows, device),
+                    over_ranks=lambda rows: distributed.completed(rows, device),
                     progress=partial(_told, progress, group.world),
                 )
             except RemoteError:
@@ -221,16 +220,6 @@ def _features(
 def _told(progress: Callable[[int, int], None], world: int, done: int, total: int) -> None:
     """Show how far all ranks are by how far this one is with its share."""
     progress(min(done * world, total), total)
-
-
-def _summed(rows: "Tensor", device: "torch.device") -> "Tensor":
-    """The rows of all ranks, each of which has zeros in place of the others'."""
-    from vitrail.train import distributed
-
-    if distributed.together():
-        for some in rows.split(_SUMMED):
-            some.copy_(distributed.summed(some.to(device)))
-    return rows
 
 
 # --- classifiers -----------------------------------------------------------------------------------------------------

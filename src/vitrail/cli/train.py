@@ -19,6 +19,7 @@ def main(
     warmup: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None,
     balanced: bool = False,
     everything: bool = False,
+    probe: Annotated[int, tyro.conf.arg(metavar="SHOTS")] = 0,
     seed: int = 0,
     device: str | None = None,
     workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
@@ -45,6 +46,7 @@ def main(
         warmup: Steps until it is there, in place of the recipe's; a run made shorter has a shorter one of its own.
         balanced: Let every class count alike, however many images it has.
         everything: Train on the validation images too, once all choices are made; the last weights are kept then.
+        probe: Also tell at each evaluation how well a linear classifier learns from so many images a class.
         seed: Of weights, order, augmentation and dropout.
         device: cpu, cuda or mps; the best there is unless told otherwise.
         workers: Processes that prepare images; one for each core but one unless told otherwise.
@@ -80,6 +82,7 @@ def main(
             recompute=recompute,
             shard=shard,
             everything=everything,
+            probe=probe,
         )
         if dry_run:
             runs.dry_run(task, as_json=json)

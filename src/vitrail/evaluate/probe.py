@@ -198,7 +198,7 @@ def check_shots(targets: Tensor, names: Sequence[str], shots: int) -> None:
     if counts[least] < shots:
         raise DataError(
             f"{shots}-shot takes {shots} training images of each class, and {names[least]} has {int(counts[least])}:"
-            " give fewer --shots, or add images"
+            " give fewer shots, or add images"
         )
 
 

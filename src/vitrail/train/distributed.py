@@ -22,6 +22,7 @@ from vitrail.evaluate.classify import Counts
 from vitrail.model import device as devices
 
 T = TypeVar("T")
+_ROWS = 2**16  # at a time, so that a device need not hold all
 _PATIENCE = datetime.timedelta(minutes=30)  # rank 0 measures alone at the end, while the others wait
 
 
@@ -207,6 +208,14 @@ def gathered(rows: Tensor, device: torch.device) -> Tensor:
     found = [torch.empty_like(padded) for _ in counts]
     distributed.all_gather(found, padded)
     return torch.cat([some[:count] for some, count in zip(found, counts, strict=True)]).cpu()
+
+
+def completed(rows: Tensor, device: torch.device) -> Tensor:
+    """The rows of all ranks, each of which has zeros in place of the others'; in place."""
+    if together():
+        for some in rows.split(_ROWS):
+            some.copy_(summed(some.to(device)))
+    return rows
 
 
 def _one_hot(number: int, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from vitrail import files
 from vitrail.data import loader
 from vitrail.data.loader import Batch
+from vitrail.evaluate import probe
 from vitrail.evaluate.classify import Counts, classify
 from vitrail.model.build import Model
 from vitrail.train import distributed, sharding
@@ -136,6 +137,8 @@ class Keeper:
             self.best = score if self.best is None else max(score, self.best)
             good = score >= self.best - doubt(self.best, val.images) or self.task.everything
             self.keep(model, moment, good=good)
+            if self.task.probe:
+                self.probed(model, moment)
         found = Evaluated(moment, loss, val, rate)
         self.loss, self.images = 0.0, 0
         row = (moment.epoch, moment.seconds, loss, val.top1, val.top5, val.mean_loss, moment.outcome.lr)
@@ -152,6 +155,26 @@ class Keeper:
             return classify(
                 model, batches, task.preprocess, over_ranks=lambda counts: distributed.counted(counts, task.device)
             )
+
+    def probed(self, model: Model, moment: Moment) -> None:
+        """Tell what the features are worth to a classifier that learns from few images."""
+        task = self.task
+        with uncompiled(model):
+            score = probe.few_shot(
+                model,
+                task.dataset.splits["train"],
+                task.dataset.splits["val"],
+                task.preprocess,
+                task.dataset.classes,
+                shots=task.probe,
+                workers=task.workers,
+                rank=task.group.rank,
+                world=task.group.world,
+                over_ranks=lambda rows: distributed.completed(rows, task.device),
+            )
+        self.book.event("probe", step=moment.step, shots=task.probe, top1=score.top1, std=score.std)
+        self.book.step(moment.step, {f"metrics/accuracy_{task.probe}_shot": score.top1})
+        self.book.say(f"{task.probe}-shot: {score.top1:.2%} ± {score.std:.2%}")
 
     def keep(self, model: Model, moment: Moment, *, good: bool) -> None:
         """Write the last weights, and where they are good the best."""

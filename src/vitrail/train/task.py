@@ -16,6 +16,7 @@ from vitrail.data.decode import decoder
 from vitrail.data.loader import Plan, Training
 from vitrail.data.order import Order
 from vitrail.errors import DataError, ModelError, UsageError
+from vitrail.evaluate import features, probe
 from vitrail.model import count
 from vitrail.model.build import Config, Model
 from vitrail.model.vit import ViT
@@ -56,6 +57,8 @@ class Task:
     """The split that the result is of; None for test where there is one. With val, test is not read at all."""
     view: Preprocess | None = None
     """What training's crops are cut from, where that is not evaluation's view; of the same size, mean and std."""
+    probe: int = 0
+    """Images a class from which each evaluation also tells what the features are worth (few-shot); 0 for not at all."""
     sparse: bool = False
     """Whether a class may be without a training image, as in a benchmark's draw of few images from many classes."""
 
@@ -81,6 +84,10 @@ class Task:
             raise UsageError(f"workers is {self.workers}; it must be 0 or more")
         if self.measured is not None and self.measured not in dataset.splits:
             raise DataError(f"{dataset.name} has no {self.measured} to measure on; it has {', '.join(dataset.splits)}")
+        if self.probe and self.shard:
+            raise UsageError("--probe needs the whole model in each process: leave it away, or --shard")
+        if self.probe:
+            probe.check_shots(features.labels(dataset.splits["train"]), dataset.classes, self.probe)
         if self.recipe.balanced and dataset.several:
             raise UsageError("--balanced is for images of one label each, and these may have several")
         for name in dataset.classes:
