@@ -42,11 +42,14 @@ ELSEWHERE = {  # what needs a network runs in these, against one on loopback whe
     "vitrail push b16.safetensors hf:ORG/NAME --dry-run": "weights/test_hub.py::test_a_dry_run_needs_neither",
     "vitrail evaluate b16.safetensors /data/imagenet-val --against timm-model:tf_efficientnet_l2.ns_jft_in1k"
     " --real real.json": "cli/test_evaluate.py::test_timms_own_network_says_what_ours_says",
+    "vitrail study vtab b16.safetensors --data-root /data/vtab-1k": "studies/test_vtab.py::test_the_whole_command_runs",
 }
 SMALLER = {  # the same commands, in seconds
     "timm:vit_small_patch16_224.augreg_in21k": "b16.safetensors",
     "--minutes 10": "--minutes 0.02 --batch 4",
     "--recipe paper --runs 3": "--recipe paper --runs 2 --image-size 32 --batch 4 --epochs 1 --warmup 1",
+    "study sweep photos --model b16.safetensors": "study sweep photos --model b16.safetensors --rates 0.01 --steps 2"
+    " --batch 4 --image-size 32 --runs 2",
     "train digits --data digits": "train digits --data digits --epochs 0.2 --warmup 1",
     "--data /data/imagenet --dry-run": "--data photos --dry-run --batch 4 --warmup 1",
 }
