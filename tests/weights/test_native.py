@@ -83,7 +83,16 @@ def test_the_header_is_one_json_value_beside_format_pt(tmp_path: Path) -> None:
     assert metadata.keys() == {"format", "vitrail"}
     assert metadata["format"] == "pt"
     header = json.loads(metadata["vitrail"])
-    assert header.keys() == {"version", "architecture", "preprocess", "labels", "origin", "temperature", "several"}
+    assert header.keys() == {
+        "version",
+        "architecture",
+        "preprocess",
+        "labels",
+        "origin",
+        "temperature",
+        "several",
+        "threshold",
+    }
     assert header["version"] == 1
     assert header["architecture"]["gelu"] == "tanh"
 
