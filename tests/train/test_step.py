@@ -42,6 +42,13 @@ def weights(state: State) -> list[Tensor]:
     return [parameter.detach() for parameter in state.model.parameters()]
 
 
+def test_training_does_without_the_attention_whose_gradient_may_be_no_number() -> None:
+    """cuDNN's, torch's first choice on some GPUs: docs/experiments."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    begin(making.vit(), RECIPE)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 @pytest.mark.parametrize("cut", [(8,), (4, 4), (2, 2, 2, 2), (1, 7), (3, 0, 5)])
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
 def test_micro_batches_make_one_batch(cut: tuple[int, ...], loss: Any) -> None:
