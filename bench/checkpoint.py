@@ -137,8 +137,8 @@ def parts(keeper: Keeper, folder: Path) -> dict[str, float]:
 
     snapshot, steps = states.taken(state, {}), itertools.count(10**7)
     return {
-        "stops the steps: digest of the weights": timed(lambda: states.digest(state.model.state_dict())),
-        "stops the steps: copy of the state": timed(lambda: states.taken(state, {})),
+        "stops the steps: digest of the weights": timed(lambda: states.digest(snapshot.tensors["model"])),
+        "stops the steps: copy of the state": timed(lambda: keeper.writer.take(state)),
         "beside the steps: write, hash, sync": timed(
             lambda: states.write(folder, dataclasses.replace(snapshot, step=next(steps)))
         ),

@@ -11,6 +11,7 @@ of every file. A checkpoint that does not fit its manifest is refused by name, a
 kept.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -35,6 +36,7 @@ from vitrail.weights import storage
 VERSION = 1
 KEPT = 2
 MANIFEST = "manifest.json"
+_HASHING = 8  # threads
 _NAME = re.compile(r"step-(\d{8,})")
 
 Tensors = dict[str, dict[str, Tensor]]
@@ -82,9 +84,14 @@ class Snapshot:
         return found
 
 
-def taken(state: State, facts: dict[str, Any]) -> Snapshot:
-    """A copy of the state as it is now; of a sharded one, of what this rank has of it."""
+def taken(state: State, facts: dict[str, Any], memory: dict[str, Tensor] | None = None) -> Snapshot:
+    """A copy of the state as it is now; of a sharded one, of what this rank has of it.
+
+    It lies in the memory of the snapshot before, which must not be used any more: to ask the system for pages takes
+    longer than to fill them.
+    """
     kinds = _kinds(state)
+    memory = {} if memory is None else memory
     rank, suffix = 0, ""
     if sharding.is_sharded(state.model):
         rank = torch.distributed.get_rank()
@@ -93,9 +100,18 @@ def taken(state: State, facts: dict[str, Any]) -> Snapshot:
     first: dict[str, dict[str, int]] = {}
     for kind, group in kinds.items():
         mine = {name: tensor.detach() for name, tensor in group.items() if rank == 0 or sharding.is_divided(tensor)}
-        tensors[kind + suffix] = {name: sharding.local(mine[name]).to("cpu", copy=True) for name in mine}
+        tensors[kind + suffix] = {
+            name: _copied(sharding.local(tensor), memory, f"{kind} {name}") for name, tensor in mine.items()
+        }
         first[kind + suffix] = {name: sharding.rows(tensor).start for name, tensor in mine.items() if rank}
     return Snapshot(state.step, tensors, facts, first, rank)
+
+
+def _copied(tensor: Tensor, memory: dict[str, Tensor], key: str) -> Tensor:
+    """The tensor in the CPU memory of that key, which is made where it is missing."""
+    if key not in memory:
+        memory[key] = torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format)
+    return memory[key].copy_(tensor)
 
 
 def size(state: State) -> int:
@@ -112,13 +128,23 @@ def _kinds(state: State) -> Tensors:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """The sha256 of tensors' bytes in the order of their names: equal weights have equal digests, sharded or not."""
-    found = hashlib.sha256()
-    for name in sorted(tensors):
-        found.update(name.encode())
-        found.update(
-            sharding.whole(tensors[name].detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        )
+    """The sha256 of names and of tensors' sha256: equal weights have equal digests, sharded or not.
+
+    Several threads, since the steps wait for it; of what is sharded, no more is put together than they work on.
+    """
+
+    def hashed(name: str, tensor: Tensor) -> bytes:
+        values = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return name.encode() + hashlib.sha256(values.data).digest()
+
+    found, pending = hashlib.sha256(), collections.deque[concurrent.futures.Future[bytes]]()
+    with concurrent.futures.ThreadPoolExecutor(_HASHING) as pool:
+        for name in sorted(tensors):
+            if len(pending) == _HASHING:
+                found.update(pending.popleft().result())
+            pending.append(pool.submit(hashed, name, sharding.whole(tensors[name].detach())))
+        for last in pending:
+            found.update(last.result())
     return found.hexdigest()
 
 
@@ -325,6 +351,12 @@ class Writer:
         self.folder, self.exchange, self.written = folder, exchange, written
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: concurrent.futures.Future[None] | None = None
+        self._memory: dict[str, Tensor] = {}
+
+    def take(self, state: State) -> Snapshot:
+        """A copy of the state, when the one before, whose memory it takes, is written."""
+        self.wait()
+        return taken(state, {}, self._memory)
 
     def give(self, snapshot: Snapshot) -> None:
         """Write it, when the one before is written."""
