@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test soak lint peers clean
+.PHONY: demo test soak lint peers browser clean
 
 demo: .venv/.installed  ## a small Vision Transformer learns to read digits, in two minutes
 	$(BIN)/vitrail demo
@@ -25,6 +25,10 @@ lint: .venv/.dev
 peers: .venv/.dev
 	$(PIP) --no-deps timm torchvision
 	$(PIP) accelerate
+
+# For the tests of pages, which skip without it: Debian's, as root.
+browser:
+	command -v chromium > /dev/null || { apt-get update -qq && apt-get install --yes --no-install-recommends -qq chromium fonts-dejavu-core; }
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
