@@ -1,4 +1,4 @@
-"""Grids of images, read back from their pixels."""
+"""Grids and overlays of images, read back from their pixels."""
 
 from pathlib import Path
 from typing import Any
@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageColor
 
-from vitrail.figures.draw import BLUE, ORANGE
-from vitrail.figures.pictures import grid
+from vitrail.figures.boxes import Box
+from vitrail.figures.draw import BLUE, ORANGE, heat
+from vitrail.figures.pictures import grid, overlaid, panels, scaled, tinted
 
 TILE, GAP = 144, 14
 COLOURS = [(255, 0, 0), (0, 200, 0), (0, 0, 255), (250, 250, 0), (90, 90, 90)]
@@ -124,3 +125,75 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OSError, match="no space"):
         grid(flat(8), [""] * 5, tmp_path / "g.jpg")
     assert not list(tmp_path.iterdir())
+
+
+def photo(height: int = 60, width: int = 80) -> NDArray[np.uint8]:
+    """(3, H, W): grey, lighter to the right."""
+    return np.broadcast_to(np.linspace(40, 200, width).astype(np.uint8), (3, height, width))
+
+
+def test_attention_is_laid_where_the_model_looked_and_the_rest_is_dim() -> None:
+    image = photo()
+    attention = np.zeros((4, 4), dtype=np.float32)
+    attention[1, 2] = 0.7
+    shown = overlaid(image, attention, Box(10, 0, 70, 60)).astype(int)
+    assert shown.shape == (60, 80, 3)
+    outside = np.concatenate([shown[:, :10], shown[:, 70:]], axis=1)
+    before = np.concatenate([image[0, :, :10], image[0, :, 70:]], axis=1)[..., None]
+    assert (abs(outside - 0.4 * before) <= 1).all()
+    middle = shown[22, 47]  # of the patch, whose rows are 15 to 30 and columns 40 to 55
+    assert (abs(middle - 0.3 * image[:, 22, 47] - 0.7 * heat()[255]) < 12).all()
+    least = shown[52, 15]
+    assert (abs(least - 0.7 * image[:, 52, 15] - 0.3 * heat()[0]) <= 1).all()
+    row, column = divmod(int(shown[..., 0][:, 10:70].argmax()), 60)
+    assert (15 <= row < 30, 40 <= column + 10 < 55) == (True, True)
+
+
+def test_the_object_can_still_be_seen_under_the_greatest_attention() -> None:
+    board = np.broadcast_to((np.indices((32, 32)).sum(axis=0) % 2 * 255).astype(np.uint8), (3, 32, 32))
+    shown = overlaid(board, np.eye(2, dtype=np.float32)).astype(int)
+    assert np.ptp(shown[4:8, 4:8].mean(axis=2)) > 60  # of 255 between black and white
+
+
+def test_attention_without_differences_is_one_colour() -> None:
+    shown = overlaid(np.full((1, 8, 8), 100, dtype=np.uint8), np.full((2, 2), 0.25, dtype=np.float32))
+    assert (shown == shown[0, 0]).all()
+
+
+def test_a_part_that_rounds_to_nothing_keeps_a_pixel() -> None:
+    assert overlaid(photo(3, 600), np.ones((2, 2), dtype=np.float32), Box(299.6, 0, 300.1, 3)).shape == (3, 600, 3)
+
+
+def test_colours_stand_in_the_places_of_their_patches() -> None:
+    colours = np.array([[[1, 0, 0], [0, 1, 0]], [[0, 0, 1], [1, 1, 1]]], dtype=np.float32)
+    shown = tinted(photo(20, 30), colours, Box(5, 0, 25, 20))
+    for row, column in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        part = shown[10 * row : 10 * row + 10, 5 + 10 * column : 15 + 10 * column]
+        assert (part == (255 * colours[row, column]).astype(int)).all()
+    assert (abs(shown[:, :5].astype(int) - 0.4 * photo(20, 30)[0, :, :5, None]) <= 1).all()
+
+
+@pytest.mark.parametrize(("factor", "size"), [(1, (60, 80)), (4, (240, 320)), (0.5, (30, 40)), (0.001, (1, 1))])
+def test_scaled_images_keep_their_shape_and_squares_stay_squares(factor: float, size: tuple[int, int]) -> None:
+    image = photo()
+    found = scaled(image, factor)
+    assert found.shape == (3, *size)
+    if factor >= 1:
+        assert np.array_equal(found, image.repeat(int(factor), axis=1).repeat(int(factor), axis=2))
+
+
+def test_panels_are_unscaled_pixels_with_captions(tmp_path: Path) -> None:
+    """PNG for print: five pictures in rows of three, each with its exact pixels and something written under it."""
+    shown = [np.full((50, 70, 3), colour, dtype=np.uint8) for colour in COLOURS]
+    panels(shown, ["one", "a caption far too long for its picture", "", "кот", "$x"], tmp_path / "p.png", columns=3)
+    with Image.open(tmp_path / "p.png") as picture:
+        assert picture.format == "PNG"
+        assert min(picture.info["dpi"]) > 299
+        found = np.array(picture)
+    assert found.shape == (2 * (50 + 36) + 12, 3 * (70 + 12) + 12, 3)
+    for place, colour in enumerate(COLOURS):
+        top, left = 12 + place // 3 * 86, 12 + place % 3 * 82
+        assert (found[top : top + 50, left : left + 70] == colour).all()
+        caption = found[top + 50 : top + 74, left : left + 70]
+        assert ((caption < 200).any()) == (place != 2)
+        assert (found[:, left + 70 : left + 82] == 255).all() or place % 3 == 2

@@ -1,1 +1,1 @@
-"""Pictures of a run: curves, confusions and calibration as PNG, grids of images as JPEG."""
+"""Pictures of runs and models: curves and confusions, grids of images, filters, positions, and where a model looks."""

@@ -1,6 +1,7 @@
 """Figures of numbers: how training went, what is taken for what, how far a probability can be trusted.
 
-The only module that imports matplotlib, and only where something is drawn: importing it costs more than many a command.
+With plates.py the only module that imports matplotlib, and only where something is drawn: importing it costs more than
+many a command.
 Figures are objects of their own, without pyplot, so they need no display; a user's styles neither change them nor are
 changed. Equal numbers give equal bytes.
 """
@@ -34,7 +35,6 @@ _INCH = 100  # pixels
 _LETTERS = 24  # the most of a class's name
 _LOOK = {
     "figure.dpi": _INCH,
-    "savefig.dpi": _INCH,
     "font.size": 9,
     "text.parse_math": False,  # a class may be called "$5 or $10"
     "text.color": INK,
@@ -67,7 +67,7 @@ def results(columns: Mapping[str, Sequence[float]], path: Path) -> None:
     finite = {name: _finite(values) for name, values in columns.items()}
     if not len(finite["epoch"]):
         raise DataError(f"there is no epoch to draw {path.name} of; wait until the first has ended")
-    with _figure(path, (12, 3.8)) as figure:
+    with drawing(path, (12, 3.8)) as figure:
         losses, accuracies, rates = figure.subplots(1, 3)
         _curves(losses, finite, {"train/loss": ("training", GREY), "val/loss": ("validation", BLUE)}, span=1)
         top = {"metrics/accuracy_top5": ("top-5", SKY), "metrics/accuracy_top1": ("top-1", BLUE)}
@@ -95,11 +95,11 @@ def confusion(counts: ArrayLike, labels: Sequence[str], path: Path, *, normalise
     most = 1 if normalised else max(1, shown.max())
     numbered = len(classes) <= NUMBERED
     side = max(0.34, min(1, 6 / len(classes))) if numbered else max(0.115, 10 / len(classes))  # of a cell, in inches
-    with _figure(path, (side * len(classes), side * len(classes)), tight=True) as figure:
+    with drawing(path, (side * len(classes), side * len(classes)), tight=True) as figure:
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set_title("\n".join(_confusion_title(whole, shown, normalised)), linespacing=1.5)
         _shade(axes, values / most)
-        _name_cells(axes, _shortened([labels[number] for number in classes]), side)
+        _name_cells(axes, shortened([labels[number] for number in classes]), side)
         if numbered:
             _number_cells(axes, values, values / most, side, _percent if normalised else _compact)
 
@@ -116,7 +116,7 @@ def reliability(confidences: ArrayLike, right: ArrayLike, path: Path, *, error: 
     images = np.bincount(numbers, minlength=BINS)
     shares = np.bincount(numbers, weights=hits, minlength=BINS) / np.maximum(images, 1)
     middles = (np.arange(BINS) + 0.5) / BINS
-    with _figure(path, (6, 6.4)) as figure:
+    with drawing(path, (6, 6.4)) as figure:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
         upper.bar(middles, shares, width=0.92 / BINS, color=BLUE)
         upper.plot([0, 1], [0, 1], color=ORANGE, linestyle="--", label="as often right as promised")
@@ -137,10 +137,10 @@ def risk_coverage(curves: Mapping[str, tuple[ArrayLike, ArrayLike]], path: Path)
     from matplotlib.ticker import PercentFormatter
 
     colours = itertools.cycle((BLUE, ORANGE, SKY, GREY))
-    with _figure(path, (6, 4.4)) as figure:
+    with drawing(path, (6, 4.4)) as figure:
         axes = figure.subplots()
         for (name, (coverage, accuracy)), colour in zip(curves.items(), colours, strict=False):
-            axes.plot(np.asarray(coverage), np.asarray(accuracy), color=colour, label=_shortened([name])[0])
+            axes.plot(np.asarray(coverage), np.asarray(accuracy), color=colour, label=shortened([name])[0])
         least = min(float(np.asarray(accuracy).min()) for _, accuracy in curves.values())
         axes.set(xlim=(0, 1), ylim=(max(0, least - 0.05), 1.005), xlabel="images that get an answer, the surest first")
         axes.set(ylabel="right answers")
@@ -156,7 +156,7 @@ def bars(groups: Mapping[str, Mapping[str, tuple[float, float | None]]], path: P
     from matplotlib.ticker import PercentFormatter
 
     number = sum(map(len, groups.values()))
-    with _figure(path, (max(5, 0.55 * number + 1.5), 4.2)) as figure:
+    with drawing(path, (max(5, 0.55 * number + 1.5), 4.2)) as figure:
         axes = figure.subplots()
         first, names = 0, list[str]()
         for (group, values), colour in zip(groups.items(), itertools.cycle((BLUE, ORANGE, SKY, GREY)), strict=False):
@@ -165,7 +165,7 @@ def bars(groups: Mapping[str, Mapping[str, tuple[float, float | None]]], path: P
             spread = [deviation or 0 for _, deviation in values.values()]
             drawn = axes.bar(here, shares, yerr=spread, ecolor=INK, width=0.72, color=colour, label=group)
             axes.bar_label(drawn, [f"{100 * share:.1f}" for share in shares], fontsize=7, padding=3)
-            names, first = names + _shortened(list(values)), first + len(values)
+            names, first = names + shortened(list(values)), first + len(values)
         axes.set_xticks(
             range(number), names, rotation=0 if number <= 6 else 60, ha="center" if number <= 6 else "right"
         )
@@ -200,6 +200,13 @@ def legible(name: str) -> str:
     return " ".join(name.split()).encode(errors="replace").decode()
 
 
+def heat() -> NDArray[np.uint8]:
+    """(256, 3): colours whose equal steps look equal, from black over red to nearly white."""
+    import matplotlib
+
+    return matplotlib.colormaps["magma"](np.arange(256), bytes=True)[:, :3]
+
+
 def font_file() -> Path:
     """The font of all figures, which comes with matplotlib: Latin, Greek, Cyrillic, Arabic; boxes for the others."""
     import matplotlib
@@ -208,7 +215,7 @@ def font_file() -> Path:
 
 
 @contextlib.contextmanager
-def _figure(path: Path, inches: tuple[float, float], *, tight: bool = False) -> Iterator["Figure"]:
+def drawing(path: Path, inches: tuple[float, float], *, tight: bool = False, dpi: int = _INCH) -> Iterator["Figure"]:
     """An empty figure in the house's look, written to `path` when the block ends well.
 
     `tight` fits the paper to what is drawn, which may then lie outside the figure: so names of any length find room.
@@ -222,7 +229,8 @@ def _figure(path: Path, inches: tuple[float, float], *, tight: bool = False) -> 
         yield figure
         with replacing(path, overwrite=True) as fresh:
             box = "tight" if tight else None
-            figure.savefig(fresh, format="png", metadata={"Software": None}, bbox_inches=box, pad_inches=0.15)
+            nameless = {"Software": None}  # its version would change the bytes
+            figure.savefig(fresh, format="png", dpi=dpi, metadata=nameless, bbox_inches=box, pad_inches=0.15)
 
 
 def _finite(values: Sequence[float]) -> NDArray[np.float64]:
@@ -333,11 +341,11 @@ def _compact(count: float) -> str:
     return f"{count:.0f}" if count < 1e5 else f"{count / 1e3:.0f}k" if count < 1e7 else f"{count / 1e6:.0f}M"
 
 
-def _shortened(names: Sequence[str]) -> list[str]:
+def shortened(names: Sequence[str], letters: int = _LETTERS) -> list[str]:
     """The names, the end of long ones cut off, or their middle where several begin alike."""
     texts = [legible(name) for name in names]
-    cut = [text if len(text) <= _LETTERS else text[: _LETTERS - 1].rstrip() + "…" for text in texts]
-    half = _LETTERS // 2
+    cut = [text if len(text) <= letters else text[: letters - 1].rstrip() + "…" for text in texts]
+    half = letters // 2
     return [
         short if text == short or cut.count(short) == 1 else f"{text[:half].rstrip()}…{text[1 - half :].lstrip()}"
         for text, short in zip(texts, cut, strict=True)

@@ -1,6 +1,6 @@
-"""Grids of images with captions.
+"""Pictures of images: grids with captions, attention laid over an image, panels side by side.
 
-B images   C channels   S image side
+B images   C channels   S image side   H, W height and width of an image   R, K rows and columns of patches
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from vitrail.figures.draw import BLUE, INK, ORANGE, PAPER, font_file, legible
+from vitrail.figures.boxes import Box
+from vitrail.figures.draw import BLUE, INK, ORANGE, PAPER, font_file, heat, legible
 from vitrail.files import replacing
 
 MOST = 64
 _TILE = 144  # pixels: eight in a row fit a screen
 _GAP = 14
 _LETTER = 12
+_DIM = 0.4  # of the light of what a model does not see
+_VEIL = (0.3, 0.7)  # opacity of attention's colours, where it is least and where it is greatest
+_TINY = 1e-30
+_PRINT = (300, 300)  # dots per inch
 _FRAMES = {True: (BLUE, 2), False: (ORANGE, 5)}  # a wrong answer is known by the width, too
 
 
@@ -43,27 +48,108 @@ def grid(
             box = (inset - thick, top - thick, inset + tile.width + thick - 1, bottom + thick - 1)
             pen.rectangle(box, fill=colour)
         sheet.paste(tile, (inset, top))
-        pen.text((left + _TILE / 2, bottom + 7), _fitted(caption, font), fill=INK, font=font, anchor="ma")
+        pen.text((left + _TILE / 2, bottom + 7), _fitted(caption, font, _TILE), fill=INK, font=font, anchor="ma")
     with replacing(path, overwrite=True) as fresh:
         sheet.save(fresh, "JPEG", quality=90, subsampling=0)  # colours whole: thin frames would fade
 
 
+def overlaid(image: Any, attention: NDArray[np.float32], within: Box | None = None) -> NDArray[np.uint8]:
+    """uint8 (C, H, W) and a map (R, K) -> uint8 (H, W, 3): the image in grey, and over it the map in colour.
+
+    The map covers the part `within` of the image, the whole unless told otherwise. Colours go from its least value to
+    its greatest and hide less of the image where there is less; what lies outside is dim.
+    """
+    grey = _picture(image).convert("L")
+    box = _pixels(grey, within)
+    smooth = Image.fromarray(attention.astype(np.float32)).resize(_size(box), Image.Resampling.BICUBIC)
+    least, most = float(attention.min()), float(attention.max())
+    shares = ((np.asarray(smooth) - least) / max(most - least, _TINY)).clip(0, 1)
+    colours = Image.fromarray(heat()[(255 * shares).round().astype(np.uint8)])
+    opacity = Image.fromarray((255 * (_VEIL[0] + (_VEIL[1] - _VEIL[0]) * shares)).round().astype(np.uint8))
+    return _within(grey, Image.composite(colours, grey.crop(box).convert("RGB"), opacity), box)
+
+
+def tinted(image: Any, colours: NDArray[np.float32], within: Box | None = None) -> NDArray[np.uint8]:
+    """uint8 (C, H, W) and colours (R, K, 3) from 0 to 1 -> uint8 (H, W, 3): patches in place of what the model sees."""
+    grey = _picture(image).convert("L")
+    box = _pixels(grey, within)
+    cells = Image.fromarray((255 * colours).round().astype(np.uint8))
+    return _within(grey, cells.resize(_size(box), Image.Resampling.NEAREST), box)
+
+
+def panels(shown: Sequence[NDArray[np.uint8]], captions: Sequence[str], path: Path, *, columns: int) -> None:
+    """Write pictures uint8 (H, W, 3) of one size in rows of `columns`, unscaled, as PNG with a caption under each."""
+    height, width = shown[0].shape[:2]
+    letter = max(_LETTER, width // 24)
+    font = ImageFont.truetype(font_file(), letter)
+    columns = min(columns, len(shown))
+    across, down = width + letter, height + 3 * letter
+    sheet = Image.new("RGB", (columns * across + letter, -(-len(shown) // columns) * down + letter), PAPER)
+    pen = ImageDraw.Draw(sheet)
+    for place, (panel, caption) in enumerate(zip(shown, captions, strict=True)):
+        left, top = place % columns * across + letter, place // columns * down + letter
+        sheet.paste(Image.fromarray(panel), (left, top))
+        text = _fitted(caption, font, width)
+        pen.text((left + width / 2, top + height + letter // 2), text, fill=INK, font=font, anchor="ma")
+    with replacing(path, overwrite=True) as fresh:
+        sheet.save(fresh, "PNG", dpi=_PRINT)
+
+
+def plain(image: Any) -> NDArray[np.uint8]:
+    """uint8 (C, H, W) -> uint8 (H, W, 3)."""
+    return np.asarray(_picture(image))
+
+
+def _picture(image: Any) -> Image.Image:
+    """(C, H, W) in its first three channels, or in grey."""
+    planes = np.asarray(image)
+    shown = planes[:3] if len(planes) >= 3 else planes[:1].repeat(3, axis=0)
+    return Image.fromarray(np.ascontiguousarray(shown.transpose(1, 2, 0)))
+
+
+def scaled(image: Any, factor: float) -> NDArray[np.uint8]:
+    """uint8 (C, H, W) -> uint8 (3, H', W'): reduced smoothly, or enlarged so that pixels stay squares."""
+    shown = _picture(image)
+    size = max(1, round(shown.width * factor)), max(1, round(shown.height * factor))
+    way = Image.Resampling.LANCZOS if factor < 1 else Image.Resampling.NEAREST
+    return np.asarray(shown.resize(size, way)).transpose(2, 0, 1)
+
+
+def _pixels(image: Image.Image, within: Box | None) -> tuple[int, int, int, int]:
+    """Left, top, right and bottom of the part, in whole pixels of the image and at least one."""
+    if within is None:
+        return 0, 0, image.width, image.height
+    left, top = min(round(within.left), image.width - 1), min(round(within.top), image.height - 1)
+    right, bottom = min(round(within.right), image.width), min(round(within.bottom), image.height)
+    return left, top, max(left + 1, right), max(top + 1, bottom)
+
+
+def _size(box: tuple[int, int, int, int]) -> tuple[int, int]:
+    return box[2] - box[0], box[3] - box[1]
+
+
+def _within(grey: Image.Image, part: Image.Image, box: tuple[int, int, int, int]) -> NDArray[np.uint8]:
+    """The part in its place, and the rest of the image dim."""
+    whole = Image.blend(Image.new("L", grey.size), grey, _DIM).convert("RGB")
+    whole.paste(part, box)
+    return np.asarray(whole)
+
+
 def _tile(image: NDArray[np.uint8]) -> Image.Image:
     """(C, S, S) -> a picture no larger than a tile: enlarged by a whole factor, pixels sharp, or reduced smoothly."""
-    shown = image[:3] if len(image) >= 3 else image[:1].repeat(3, axis=0)
-    picture = Image.fromarray(np.ascontiguousarray(shown.transpose(1, 2, 0)))
-    side = max(picture.size)
+    shown = _picture(image)
+    side = max(shown.size)
     if side > _TILE:
-        picture.thumbnail((_TILE, _TILE), Image.Resampling.LANCZOS)
-        return picture
+        shown.thumbnail((_TILE, _TILE), Image.Resampling.LANCZOS)
+        return shown
     factor = _TILE // side
-    return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
+    return shown.resize((shown.width * factor, shown.height * factor), Image.Resampling.NEAREST)
 
 
-def _fitted(caption: str, font: ImageFont.FreeTypeFont) -> str:
-    """The caption in one line, its end replaced by an ellipsis where it is wider than a tile."""
+def _fitted(caption: str, font: ImageFont.FreeTypeFont, width: int) -> str:
+    """The caption in one line, its end replaced by an ellipsis where it is wider than so many pixels."""
     text = legible(caption)
-    if font.getlength(text) <= _TILE:
+    if font.getlength(text) <= width:
         return text
-    ends = range(min(len(text), _TILE), -1, -1)  # no letter is narrower than a pixel
-    return next(cut for end in ends if font.getlength(cut := text[:end].rstrip() + "…") <= _TILE)
+    ends = range(min(len(text), width), -1, -1)  # no letter is narrower than a pixel
+    return next((cut for end in ends if font.getlength(cut := text[:end].rstrip() + "…") <= width), "")

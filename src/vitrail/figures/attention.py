@@ -1,0 +1,203 @@
+"""Where a model looks: attention distance and entropy, rollout, what the head's token attends to, tokens as colours.
+
+    B images   H heads   N tokens   n = R C patches in R rows and C columns
+
+Models run with their fused attention; the maps are computed beside it (`attention_maps`), one layer of a few images at
+a time, so memory does not grow with the number of images. One pass gives all that `Attended` holds. Class,
+distillation and register tokens take part in the model's work and are left out of what is shown: maps are of patches,
+and sum to 1 over them.
+
+The token that reads the image is the head's: the class token, or with two heads the mean of class and distillation
+token; where patches are averaged the mean of all patches; under attention pooling (MAP) what its query attends to.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitrail.config import grid_for
+from vitrail.errors import DataError, ModelError, UsageError
+from vitrail.figures.embeddings import upright
+from vitrail.model.build import Model
+from vitrail.model.positions import Grid
+from vitrail.model.vit import AttentionPool, ViT, attention_maps
+
+Array = NDArray[np.float32]
+
+_MAPS = 2**27  # bytes of one layer's maps; a few times that is in use while they are measured
+_CHUNK = 32  # images at most: a hybrid's convolutions need more than its maps do
+_DEVIATIONS = 2.5  # of a component, from grey to full colour
+
+
+class Attended(NamedTuple):
+    """What one pass over images shows, image by image."""
+
+    distance: Array  # (B, layers, H): in pixels of the model's input
+    entropy: Array  # (B, layers, H): in bits
+    rollout: Array  # (B, R, C)
+    heads: Array  # (B, H, R, C): the last attention before the head
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionDistance:
+    """How far heads look, averaged over images and patches."""
+
+    distance: Array
+    """(layers, H): pixels of the model's input between a patch and what it attends to, weighted by attention."""
+    entropy: Array
+    """(layers, H), in bits: of 7, it is as if 128 patches were attended to alike."""
+    uniform_distance: float
+    """What attention to all patches alike would have."""
+    uniform_entropy: float
+    images: int
+
+
+def attention_distance(model: Model, batches: Iterable[Tensor]) -> AttentionDistance:
+    """Distance and entropy over all images of normalised batches (B, C, S, S).
+
+    Rows and columns of tokens that are no patches are dropped, and rows divided by their sums. The distance of two
+    patches is that of their centres on the grid, times the total stride; a patch is at distance 0 from itself.
+    """
+    return averaged(model, (attended(model, batch) for batch in batches))
+
+
+def averaged(model: Model, parts: Iterable[Attended]) -> AttentionDistance:
+    """The same of images that were attended to already."""
+    config = _attentive(model).config
+    images, sums, uniform = 0, np.zeros((2, config.depth, config.heads)), np.zeros(2)
+    for part in parts:
+        number, grid = len(part.rollout), (part.rollout.shape[1], part.rollout.shape[2])
+        images += number
+        sums += np.stack([part.distance, part.entropy]).sum(axis=1, dtype=np.float64)
+        uniform += number * np.array([float(_distances(grid, config.stride).mean()), math.log2(grid[0] * grid[1])])
+    if not images:
+        raise DataError("attention is measured on images, and there is none")
+    (distance, entropy), (far, even) = (sums / images).astype(np.float32), uniform / images
+    return AttentionDistance(distance, entropy, float(far), float(even), images)
+
+
+def rollout(model: Model, images: Tensor) -> Array:
+    """(B, R, C): what reaches the head's token from each patch over all layers (Abnar and Zuidema, 2020).
+
+    Heads are averaged, half of each token is its own (the residual), and the layers' matrices are multiplied.
+    """
+    return attended(model, images).rollout
+
+
+def class_attention(model: Model, images: Tensor) -> Array:
+    """(B, H, R, C): what the head's token attends to in the last layer, or in attention pooling."""
+    return attended(model, images).heads
+
+
+def attended(model: Model, images: Tensor) -> Attended:
+    """All of it of normalised images (B, C, S, S), in one pass. The model is left in eval mode."""
+    parts = [_attended(chunk, vit) for vit, chunk in _chunks(model, images)]
+    found = Attended(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    if not all(np.isfinite(values).all() for values in found):
+        raise ModelError("the attention is not all finite: the weights, or the mean and std of the images, are wrong")
+    return found
+
+
+@torch.no_grad()
+def token_colours(model: Model, images: Tensor) -> Array:
+    """(B, R, C, 3) from 0 to 1: each image's patch tokens along their first three principal components.
+
+    The components are the image's own, of the encoder's output, so colours compare places of one image and nothing
+    else. The score of greatest magnitude is positive, and 2.5 standard deviations from grey is full colour.
+    """
+    return np.concatenate([_colours(chunk, vit) for vit, chunk in _chunks(model, images)])
+
+
+def _attentive(model: Model) -> ViT:
+    if not isinstance(model, ViT):
+        raise UsageError(f"a {type(model).__name__} ResNet has no attention; give a ViT or a hybrid")
+    return model
+
+
+def _chunks(model: Model, images: Tensor) -> Iterator[tuple[ViT, Tensor]]:
+    """The model, in eval mode, and as many images at a time as their maps may take memory."""
+    vit = _attentive(model).eval()
+    if not len(images):
+        raise DataError("attention is measured on images, and there is none")
+    rows, columns = grid_for((images.shape[2], images.shape[3]), vit.config.stride)
+    each = 4 * vit.config.heads * (vit.config.prefix + rows * columns) ** 2
+    device = next(vit.parameters()).device
+    for chunk in images.split(max(1, min(_CHUNK, _MAPS // each))):
+        yield vit, chunk.to(device)
+
+
+@torch.no_grad()
+def _attended(images: Tensor, model: ViT) -> tuple[Array, ...]:
+    grid, prefix = grid_for((images.shape[2], images.shape[3]), model.config.stride), model.config.prefix
+    number = grid[0] * grid[1]
+    pixels = _distances(grid, model.config.stride).to(images).flatten()  # (n n)
+    distances, entropies = [], []
+    rolled = torch.eye(prefix + number, device=images.device)  # (N, N), with the first layer (B, N, N)
+    for maps in attention_maps(model, images):  # (B, H, N, N)
+        patches = _shares(maps[..., prefix:, prefix:])  # (B, H, n, n)
+        distances.append(patches.flatten(2) @ pixels / number)  # (B, H)
+        entropies.append(torch.special.entr(patches).sum(dim=(2, 3)) / (number * math.log(2)))
+        rolled = _onward(rolled, maps)
+    reader, heads = _reader(model, images, maps)
+    rollout = torch.einsum("bn,bnm->bm", reader, rolled)[:, prefix:]
+    by_layer = (torch.stack(values, dim=1) for values in (distances, entropies))
+    by_place = (_shares(values).unflatten(-1, grid) for values in (rollout, heads))
+    return tuple(values.float().cpu().numpy() for values in (*by_layer, *by_place))
+
+
+def _onward(rolled: Tensor, maps: Tensor) -> Tensor:
+    """(B, N, N): (A + I) / 2 of a layer's maps (B, H, N, N), heads averaged, times that of the layers before."""
+    return rolled.lerp(maps.mean(dim=1) @ rolled, 0.5)
+
+
+def _distances(grid: Grid, stride: int) -> Tensor:
+    """(n, n): pixels between the centres of two patches."""
+    rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
+    places = torch.stack([rows.flatten(), columns.flatten()], dim=1).float()  # (n, 2)
+    return stride * (places[:, None] - places[None]).norm(dim=2)
+
+
+def _shares(values: Tensor) -> Tensor:
+    """Each row divided by its sum; one of zeros, all of whose attention is elsewhere, stays so."""
+    return values / values.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny)
+
+
+def _reader(model: ViT, images: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+    """How much of each token the head reads, (B, N), and the last attention by which it got it, (B, H, n)."""
+    config = model.config
+    tokens, prefix = last.shape[-1], config.prefix
+    if config.pool == "map":
+        pooling = _pooling(model.attn_pool, model.encode(images)[:, prefix:])
+        return F.pad(pooling.mean(dim=1), (prefix, 0)), pooling
+    reader = torch.zeros(tokens, device=last.device)
+    if config.pool in ("class", "class-mean"):
+        reader[: 1 + config.distillation_head] = 1 / (1 + config.distillation_head)
+    if config.pool != "class":
+        patches = F.pad(torch.ones(tokens - prefix), (prefix, 0)).to(reader) / (tokens - prefix)
+        reader = (reader + patches) / (reader + patches).sum()
+    return reader.expand(len(images), -1), torch.einsum("n,bhnm->bhm", reader, last)[..., prefix:]
+
+
+def _pooling(pool: AttentionPool, patches: Tensor) -> Tensor:
+    """(B, H, n): what the query of attention pooling attends to."""
+    query = pool.q(pool.latent).unflatten(-1, (pool.heads, -1)).transpose(1, 2)  # (1, H, 1, K)
+    keys = pool.kv(patches).chunk(2, dim=-1)[0].unflatten(-1, (pool.heads, -1)).transpose(1, 2)  # (B, H, n, K)
+    return (query @ keys.mT * query.shape[-1] ** -0.5).softmax(dim=-1)[:, :, 0]
+
+
+def _colours(images: Tensor, model: ViT) -> Array:
+    grid = grid_for((images.shape[2], images.shape[3]), model.config.stride)
+    patches = model.encode(images)[:, model.config.prefix :].cpu().double()  # (B, n, D)
+    left, values, _ = torch.linalg.svd(patches - patches.mean(dim=1, keepdim=True), full_matrices=False)
+    scores = upright((left * values[:, None])[..., :3].mT)  # (B, 3, n); their mean is 0
+    scores = F.pad(scores, (0, 0, 0, 3 - scores.shape[1]))  # fewer than three patches have fewer components
+    deviations = scores.square().mean(dim=2, keepdim=True).sqrt().clamp(min=torch.finfo(scores.dtype).tiny)
+    colours = (0.5 + scores / (2 * _DEVIATIONS * deviations)).clamp(0, 1)
+    return colours.mT.unflatten(1, grid).float().numpy()

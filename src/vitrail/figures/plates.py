@@ -1,0 +1,166 @@
+"""The paper's inspection figures, drawn: filters, positions, attention distance; of one model or of two side by side.
+
+Each function takes what `embeddings` and `attention` computed, by the name of the model, and writes a PNG for print.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail.figures.attention import AttentionDistance
+from vitrail.figures.draw import BLUE, GREY, INK, ORANGE, drawing, shortened
+from vitrail.figures.embeddings import Filters, PositionSimilarity
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
+
+_DPI = 200
+_ACROSS = 7  # tiles in a row of filters, as in the paper
+_TILE = 0.62  # inches
+_TILES = 16  # the most position maps along a side; of a larger grid some are drawn, evenly spread
+_MOSAIC = 3.3  # inches, about
+_LETTERS = 40  # of a model's name
+_QUANTITIES = ("mean attention distance (pixels)", "attention entropy (bits)")
+
+
+def filters(found: Mapping[str, Filters], path: Path) -> None:
+    """Draw the components as tiles in reading order, each with the share of the variance that it explains."""
+    rows = max(-(-len(each.tiles) // _ACROSS) for each in found.values())
+    width, height = _ACROSS * 1.14 * _TILE, rows * 1.36 * _TILE
+    gap = 0.35
+    with drawing(path, (len(found) * (width + gap), height), tight=True, dpi=_DPI) as figure:
+        for place, (name, each) in enumerate(found.items()):
+            axes = _placed(figure, place * (width + gap), 0, width, height)
+            axes.set_axis_off()
+            share = float(each.explained.sum())
+            what = f"{len(each.tiles)} principal components of the {each.layer}, {share:.0%} of its variance"
+            axes.set_title(f"{_named(name)}\n{what}" if name else what, fontsize=9)
+            for number, (tile, share) in enumerate(zip(each.tiles, each.explained, strict=True)):
+                left, upper = number % _ACROSS * 1.14, number // _ACROSS * 1.36
+                shades = tile[..., :3] if tile.shape[-1] >= 3 else tile[..., :1].repeat(3, axis=-1)
+                axes.imshow(shades, extent=(left, left + 1, upper + 1, upper), interpolation="nearest")
+                axes.text(left + 0.5, upper + 1.06, f"{share:.1%}", fontsize=6, color=GREY, ha="center", va="top")
+            axes.set(xlim=(0, _ACROSS * 1.14), ylim=(rows * 1.36, 0))
+
+
+def positions(
+    found: Mapping[str, PositionSimilarity], path: Path, *, initial: Mapping[str, PositionSimilarity] | None = None
+) -> None:
+    """Draw a map of cosines for each patch, a row of the figure for each model, and the profiles beside them.
+
+    `initial` are the same networks before training.
+    """
+    beginnings = initial or {}
+    step, line = _MOSAIC + 0.75, _MOSAIC + 1.0
+    right = (1 + bool(beginnings)) * step - 0.55  # where the maps end
+    with drawing(path, (right + 4, len(found) * line), tight=True, dpi=_DPI) as figure:
+        for place, (name, each) in enumerate(found.items()):
+            top = (len(found) - place) * line
+            drawn = _mosaic(figure, 0, top, each.maps, _named(name) if name else "trained")
+            height = max(_MOSAIC / 2, drawn.axes.get_position().height * figure.get_figheight())
+            if name in beginnings:
+                _mosaic(figure, step, top, beginnings[name].maps, "at initialisation")
+            bar = figure.colorbar(drawn, cax=_placed(figure, right, top - height, 0.09, height))
+            bar.set_ticks([-1, -0.5, 0, 0.5, 1])
+            bar.set_label("cosine similarity", labelpad=2)
+            bar.outline.set_visible(False)
+            _profiles(_placed(figure, right + 1.35, top - height, 2.8, height), each, beginnings.get(name))
+
+
+def _mosaic(figure: "Figure", left: float, top: float, maps: NDArray[np.float32], title: str) -> "AxesImage":
+    """The maps in the places of their patches, a white line between them; of a large grid every second or so."""
+    step = -(-max(maps.shape) // _TILES)
+    rows, columns = (range((side - 1) % step // 2, side, step) for side in maps.shape[:2])
+    lined = np.pad(maps[np.ix_(rows, columns)], ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=np.nan)
+    picture = lined.transpose(0, 2, 1, 3).reshape(len(rows) * lined.shape[2], -1)[:-1, :-1]
+    dots = max(1, _MOSAIC * _DPI // max(picture.shape))  # of a cell: a whole number, or some would be wider than others
+    height, width = (side * dots / _DPI for side in picture.shape)
+    axes = _placed(figure, left, top - height, width, height)
+    high, wide = (_ends(cells, side) for cells, side in zip(picture.shape, maps.shape[2:], strict=True))
+    extent = (wide[0], wide[1], high[1], high[0])
+    drawn = axes.imshow(picture, cmap="viridis", vmin=-1, vmax=1, extent=extent, interpolation="nearest", aspect="auto")
+    for axis, places, inches in ((axes.xaxis, columns, width), (axes.yaxis, rows, height)):
+        every = max(-(-len(places) // 8), round(0.3 * len(places) / inches))  # numbers that do not touch
+        axis.set_ticks(range(1, len(places) + 1, every), [str(place + 1) for place in places[::every]])
+    axes.set(xlabel="input patch column", ylabel="input patch row")
+    axes.set_title(title)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.grid(visible=False)
+    return drawn
+
+
+def _ends(cells: int, side: int) -> tuple[float, float]:
+    """Where an axis of so many cells begins and ends if maps of `side` cells have their middles at 1, 2, ..."""
+    first = 1 - side / 2 / (side + 1)
+    return first, first + cells / (side + 1)
+
+
+def _profiles(axes: "Axes", trained: PositionSimilarity, initial: PositionSimilarity | None) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for each, style, when in ((trained, "-", ""), (initial, ":", ", at initialisation")):
+        if each is not None:
+            look: dict[str, Any] = {"linestyle": style, "marker": "o", "markersize": 2.5}
+            axes.plot(each.by_row, color=BLUE, label=f"rows apart{when}", **look)
+            axes.plot(each.by_column, color=ORANGE, label=f"columns apart{when}", **look)
+    axes.set(xlabel="patches apart, in one column or one row", ylabel="mean cosine similarity")
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
+    axes.legend(fontsize=8)
+
+
+def distance(
+    found: Mapping[str, AttentionDistance], path: Path, *, initial: Mapping[str, AttentionDistance] | None = None
+) -> None:
+    """Draw each head's mean attention distance and entropy over the depth, a column of the figure for each model.
+
+    `initial` are the same networks before training.
+    """
+    beginnings = initial or {}
+    rows, columns = (1, 2) if len(found) == 1 else (2, len(found))
+    with drawing(path, (4.8 * columns, 0.2 + 3.5 * rows), dpi=_DPI) as figure:
+        panels = figure.subplots(rows, columns).reshape(2, len(found))
+        for field, label, line in zip(("distance", "entropy"), _QUANTITIES, panels, strict=True):
+            top = max(_highest(each, field) for each in (*found.values(), *beginnings.values()))
+            for (name, each), axes in zip(found.items(), line, strict=True):
+                _heads(axes, each, beginnings.get(name), field)
+                axes.set(ylim=(0, 1.08 * top or 1), ylabel=label)
+        for (name, each), axes in zip(found.items(), panels[0], strict=True):
+            images = f"{each.images:,} image{'s' * (each.images > 1)}"
+            axes.set_title(f"{_named(name)}, {images}" if name else images)
+        panels[0, 0].legend(fontsize=8, loc="lower right")
+
+
+def _heads(axes: "Axes", trained: AttentionDistance, initial: AttentionDistance | None, field: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    values = getattr(trained, field)  # (layers, H)
+    layers = np.arange(1, len(values) + 1)
+    if initial is not None:
+        means = getattr(initial, field).mean(axis=1)
+        axes.plot(layers, means, color=GREY, linestyle="--", linewidth=1.2, label="at initialisation, mean")
+    axes.plot(np.repeat(layers, values.shape[1]), values.ravel(), "o", color=BLUE, alpha=0.65, mew=0, label="a head")
+    axes.plot(layers, values.mean(axis=1), color=ORANGE, label="mean of the heads")
+    even = getattr(trained, f"uniform_{field}")
+    axes.axhline(even, color=INK, linestyle=":", linewidth=1, label="attention to all patches alike")
+    axes.set(xlabel="network depth (layer)", xlim=(0.4, len(layers) + 0.6))
+    axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+
+
+def _highest(found: AttentionDistance, field: str) -> float:
+    return max(float(getattr(found, field).max()), getattr(found, f"uniform_{field}"))
+
+
+def _named(model: str) -> str:
+    return shortened([model], _LETTERS)[0]
+
+
+def _placed(figure: "Figure", left: float, bottom: float, width: float, height: float) -> "Axes":
+    """Axes at a place in inches."""
+    across, down = figure.get_size_inches()
+    return figure.add_axes((left / across, bottom / down, width / across, height / down))

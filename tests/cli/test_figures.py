@@ -1,0 +1,284 @@
+"""`vitrail figures` on small models and made-up pictures: the files, the numbers in them, and what is said."""
+
+import hashlib
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests import making
+from tests.cli.test_cli import Capture
+from tests.cli.test_cli import run as vitrail
+from tests.data.pictures import encoded, folder, picture
+from vitrail import Preprocess, load, save
+from vitrail.cli import VERBS
+from vitrail.data.decode import decode
+from vitrail.data.transforms import evaluation_view, normalise
+from vitrail.figures import plates
+from vitrail.figures.attention import attention_distance, class_attention, rollout, token_colours
+from vitrail.figures.embeddings import filters, position_similarity, untrained
+
+CROPPED = Preprocess(size=(32, 32), resize=(40,), mean=(0.4,) * 3, std=(0.3,) * 3)
+
+
+@pytest.fixture(autouse=True)
+def _verb(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(VERBS, "figures", VERBS.get("figures", ""))
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plates that are empty files, for tests of all the rest: to draw them takes a second each time."""
+    for name in ("filters", "positions", "distance"):
+        monkeypatch.setattr(plates, name, lambda _, path, **__: path.write_bytes(b""))
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save(making.trained(making.vit(), preprocess=CROPPED), path)
+    return path
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    return folder(tmp_path / "pictures", each=2)
+
+
+def files(out: Path) -> list[str]:
+    return sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
+
+
+def views(paths: list[Path]) -> torch.Tensor:
+    return normalise(torch.stack([evaluation_view(decode(path), CROPPED) for path in paths]), CROPPED)
+
+
+def test_every_figure_is_a_png_and_the_arrays_are_the_functions(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "out"
+    code, text, error = vitrail("figures", str(model), str(pictures), "--out", str(out), capsys=capsys)
+    assert code == 0, error
+    names = ["0", "1", "0-2", "1-2"]  # rose/0.jpg, rose/1.jpg, tulip/0.jpg, tulip/1.jpg
+    each = [f"{kind}/{name}.png" for kind in ("heads", "rollout", "tokens") for name in names]
+    figures = [f"{name}.{end}" for name in ("distance", "filters", "positions") for end in ("npz", "png")]
+    assert files(out) == sorted([*each, *figures, "figures.json", "images.npz"])
+    for line in ("filters.png", "positions.png", "distance.png", "rollout/       4 images"):
+        assert line in text
+    assert "averaged over 4 images, the paper's over 128" in error
+    for name in (*each, "filters.png", "positions.png", "distance.png"):
+        with Image.open(out / name) as shown:
+            assert shown.format == "PNG"
+            assert min(shown.info["dpi"]) > 199
+
+    network, paths = load(model).model, sorted(pictures.rglob("*.jpg"))
+    images = views(paths)
+    stored = {name: dict(np.load(out / f"{name}.npz")) for name in ("filters", "positions", "distance", "images")}
+    assert np.array_equal(stored["filters"]["tiles"], filters(network).tiles)
+    assert np.array_equal(stored["positions"]["maps"], position_similarity(network).maps)
+    assert np.array_equal(stored["positions"]["initial_maps"], position_similarity(untrained(network)).maps)
+    np.testing.assert_allclose(
+        stored["distance"]["distance"], attention_distance(network, [images]).distance, rtol=1e-5
+    )
+    before = attention_distance(untrained(network), [images])
+    np.testing.assert_allclose(stored["distance"]["initial_entropy"], before.entropy, rtol=1e-5)
+    assert list(stored["images"]["images"]) == list(map(str, paths))
+    np.testing.assert_allclose(stored["images"]["rollouts"], rollout(network, images), rtol=1e-5)
+    np.testing.assert_allclose(stored["images"]["heads"], class_attention(network, images), rtol=1e-5)
+    np.testing.assert_allclose(stored["images"]["tokens"], token_colours(network, images), atol=1e-4)
+    # 20 x 24 pixels, resized to 40 x 48, of which the middle 32 x 32 are seen
+    assert np.array_equal(stored["images"]["within"], [[4, 2, 20, 18]] * 4)
+
+
+def test_the_same_command_writes_the_same_bytes_and_nothing_old_stays(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "out"
+    written: list[dict[str, str]] = []
+    for given in (pictures / "tulip" / "1.jpg", pictures / "rose" / "0.jpg", pictures / "rose" / "0.jpg"):
+        assert vitrail("figures", str(model), str(given), "--out", str(out), capsys=capsys)[0] == 0
+        written.append({name: hashlib.sha256((out / name).read_bytes()).hexdigest() for name in files(out)})
+    assert written[1] == written[2]
+    assert "rollout/1.png" in written[0]
+    assert "rollout/1.png" not in written[1]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_without_images_there_are_the_weights_and_a_word_about_the_rest(
+    model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, text, error = vitrail("figures", str(model), "--json", capsys=capsys)
+    assert code == 0
+    assert "no attention: that takes images: vitrail figures" in error
+    found = json.loads(text)
+    assert found["folder"] == "runs/figures"
+    assert list(found["files"]) == ["filters.png", "filters.npz", "positions.png", "positions.npz"]
+    assert found["skipped"][0]["figure"] == "attention"
+    assert found == json.loads(Path("runs/figures/figures.json").read_text())
+    assert vitrail("figures", str(model), capsys=capsys)[0] == 0
+    assert (tmp_path / "runs" / "figures-2" / "filters.png").exists()
+
+
+def test_two_models_stand_side_by_side_and_one_without_attention_is_named(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """A ViT beside a hybrid of more heads, then beside a ResNet, of which filters are all there is.
+
+    The second model may be a folder of weights; a folder of images with weights beside them is images.
+    """
+    other, resnet, out = tmp_path / "other" / "model.safetensors", tmp_path / "resnet.safetensors", tmp_path / "out"
+    save(making.trained(making.vit(**making.VARIANTS["hybrid"], heads=8)), other)
+    shutil.copy(other, pictures / "rose")
+    (pictures / "rose" / "1.jpg").unlink()
+    save(making.trained(making.bit()), resnet)
+    image = str(pictures / "rose")
+    code, _, error = vitrail("figures", str(model), str(other.parent), image, "--out", str(out), capsys=capsys)
+    assert code == 0, error
+    stored = dict(np.load(out / "filters.npz"))
+    assert np.array_equal(stored["tiles"], filters(load(model).model).tiles)
+    assert np.array_equal(stored["second_tiles"], filters(load(other).model).tiles)
+    arrays = np.load(out / "images.npz")
+    assert arrays["heads"].shape == (1, 4, 4, 4)
+    assert arrays["second_heads"].shape == (1, 8, 4, 4)
+    with Image.open(out / "rollout" / "0.png") as wide:
+        assert wide.width > 3 * 288  # 24 pixels enlarged twelve times, three times side by side
+    code, _, error = vitrail("figures", str(resnet), str(model), image, "--out", str(out), capsys=capsys)
+    assert code == 0
+    assert "no attention: resnet: a BiT ResNet has no attention" in error
+    assert "no positions: resnet: a BiT ResNet has no position" in error
+    assert np.load(out / "images.npz")["second_heads"].shape == (1, 4, 4, 4)
+    code, _, error = vitrail("figures", str(resnet), image, "--out", str(out), capsys=capsys)
+    assert code == 0
+    assert files(out) == ["figures.json", "filters.npz", "filters.png"]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_bad_image_is_named_the_others_are_drawn_and_the_exit_code_says_so(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    (pictures / "rose" / "broken.jpg").write_bytes(b"<html>")
+    given = [str(pictures), str(tmp_path / "nowhere.jpg"), "--out", str(tmp_path / "out")]
+    code, _, error = vitrail("figures", str(model), *given, capsys=capsys)
+    assert code == 3
+    assert "broken.jpg is no image of a known kind" in error
+    assert "nowhere.jpg does not exist" in error
+    assert "2 of 6 images cannot be read" in error
+    assert len(np.load(tmp_path / "out" / "images.npz")["rollouts"]) == 4
+    alone = [str(pictures / "rose" / "broken.jpg"), "--out", str(tmp_path / "out")]
+    code, _, error = vitrail("figures", str(model), *alone, capsys=capsys)
+    assert code == 3
+    assert "no attention: attention is measured on images, and there is none" in error
+    assert (tmp_path / "out" / "filters.png").exists()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_weights_that_do_not_say_how_images_are_prepared_still_show_themselves(
+    pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "bare.safetensors"
+    save(making.trained(making.vit(), preprocess=None), path)
+    code, _, error = vitrail("figures", str(path), str(pictures), "--out", str(tmp_path / "out"), capsys=capsys)
+    assert code == 0
+    assert "no attention: the weights do not say how images must be prepared" in error
+    assert (tmp_path / "out" / "positions.png").exists()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_boxes_say_how_much_of_the_rollout_is_on_the_object(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """0.jpg's box is all that is seen, 1.jpg's the left half of it; 2.jpg's is cut off by the crop."""
+    (pictures / "rose" / "2.jpg").write_bytes(encoded(picture(9)))
+    boxes = tmp_path / "boxes.txt"
+    boxes.write_text("0.jpg\trose\t0\t0\t23\t19\n1.jpg\trose\t0\t0\t11\t19\n2.jpg\trose\t22\t0\t23\t19\n")
+    out = tmp_path / "out"
+    given = [str(pictures / "rose"), "--boxes", str(boxes), "--out", str(out), "--json"]
+    code, text, error = vitrail("figures", str(model), *given, capsys=capsys)
+    assert code == 0, error
+    found = json.loads((out / "boxes.json").read_text())
+    whole, half, cut = found["images"]
+    assert (whole["energy"], whole["area"]) == (pytest.approx(1), pytest.approx(1))
+    maps = np.load(out / "images.npz")["rollouts"]
+    assert half["area"] == pytest.approx(0.5)
+    assert half["energy"] == pytest.approx(float(maps[1, :, :2].sum()), rel=1e-5)
+    assert cut["area"] == 0
+    means = found["means"]["model"]
+    assert (means["images"], means["cut_off"]) == (2, 1)
+    assert means["energy"] == pytest.approx((1 + half["energy"]) / 2)
+    assert json.loads(text)["numbers"]["boxes"] == found["means"]
+    boxes.write_text("other.jpg\trose\t0\t0\t23\t19\n")
+    code, _, error = vitrail("figures", str(model), *given, capsys=capsys)
+    assert "no boxes: of what model sees of the images, nothing has a box" in error
+    assert not (out / "boxes.json").exists()
+    code, _, error = vitrail("figures", str(model), "--boxes", str(boxes), capsys=capsys)
+    assert (code, "give the images too" in error) == (2, True)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_another_resolution_resamples_positions_and_sees_more_patches(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "out"
+    given = [str(model), str(pictures / "rose"), "--image-size", "48", "64", "--out", str(out)]
+    code, _, error = vitrail("figures", *given, capsys=capsys)
+    assert code == 0, error
+    assert np.load(out / "images.npz")["rollouts"].shape == (2, 6, 8)
+    maps = position_similarity(load(model).model, (48, 64)).maps
+    np.testing.assert_allclose(np.load(out / "positions.npz")["maps"], maps, atol=1e-5)
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(
+    ("given", "drawn"), [(["*/0.jpg"], 2), (["-"], 3), (["digits"], 128), (["list.csv"], 1), (["rose/0.jpg"] * 2, 1)]
+)
+def test_images_are_named_in_every_way(
+    given: list[str], drawn: int, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(making.trained(making.vit(depth=1)), tmp_path / "m.safetensors")
+    folder(tmp_path, each=2)
+    (tmp_path / "list.csv").write_text("path,label\nrose/1.jpg,rose\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("rose/0.jpg\nrose/1.jpg\ntulip/1.jpg\n"))
+    code, text, error = vitrail("figures", "m.safetensors", *given, "--pictures", "1", "--json", capsys=capsys)
+    assert code == 0, error
+    found: dict[str, Any] = json.loads(text)
+    assert found["numbers"]["attention"]["m"]["images"] == drawn
+    assert sum(name.startswith("rollout/") for name in found["files"]) == 1
+    assert ("--pictures" in error) == (drawn > 1)
+
+
+@pytest.mark.parametrize("kind", ["other", "file"])
+def test_a_folder_of_others_is_not_written_to(kind: str, model: Path, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "out"
+    if kind == "file":
+        out.write_text("mine")
+    else:
+        out.mkdir()
+        (out / "filters.png").write_text("mine")
+    code, _, error = vitrail("figures", str(model), "--out", str(out), capsys=capsys)
+    assert code == 2
+    assert "must be a folder here that is new, empty or written by this command" in error
+    assert (out if kind == "file" else out / "filters.png").read_text() == "mine"
+
+
+def test_mistakes_are_answered_before_anything_is_computed(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "boxes.txt").write_text("no box")
+    for given, code, sentence in (
+        ([str(model)] * 3, 2, "are 3 models"),
+        ([str(model), "--pictures", "-1"], 2, "--pictures is -1"),
+        ([str(model), "x/*.jpg"], 3, "no file is named x/*.jpg"),
+        ([str(model), "image.jpg", "--boxes", str(tmp_path / "boxes.txt")], 3, "line 1"),
+        ([str(tmp_path / "none.safetensors")], 4, "does not exist"),
+        ([str(model), "--image-size", "30"], 2, "does not divide into patches"),
+    ):
+        found, _, error = vitrail("figures", *given, "--out", str(tmp_path / "out"), capsys=capsys)
+        assert (found, sentence in error) == (code, True), error
+        assert not (tmp_path / "out").exists()
