@@ -14,6 +14,7 @@ from tests import making
 from tests.hub_server import Hub, serving
 from vitrail.cli import push as verb
 from vitrail.errors import UsageError
+from vitrail.report import card
 from vitrail.weights import hub
 from vitrail.weights.load import Format, read, save
 from vitrail.weights.trained import Origin, Trained
@@ -278,13 +279,14 @@ def test_a_dry_run_needs_neither_the_network_nor_the_extra(server: Hub, tmp_path
 def test_a_card_says_what_is_known_and_unknown_where_it_is_not() -> None:
     model = making.vit()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    text = verb.card(making.trained(model, preprocess=None, labels=None), "org/mine")
+    trained = making.trained(model, preprocess=None, labels=None)
+    text = card.addressed(card.card(trained).markdown(), trained, card.Address("org/mine"))
     front, _, body = text.removeprefix("---\n").partition("\n---\n")
     assert front.splitlines() == [
         "library_name: transformers", "pipeline_tag: image-classification", "tags:", "- vitrail", "- pytorch",
     ]  # fmt: skip
     for line in (
-        f"| parameters | {parameters:,} |", "| architecture: width | 32 |", "| architecture: image_size | [32, 32] |",
+        f"| parameters | {parameters:,} |", "| architecture: width | 32 |", "| architecture: image_size | 32, 32 |",
         "| preprocessing | unknown |", "| labels | unknown |", "- sha256 of the original file: unknown",
         "- licence: unknown", "- name: test",
         'trained = vitrail.load("hf:org/mine")  # model, preprocess, labels, origin',
@@ -302,7 +304,9 @@ def test_a_card_cannot_be_forged_by_names_in_a_file() -> None:
         assumptions=("heads: 3, assumed",),
         changes=("head: removed",),
     )
-    text = verb.card(making.trained(making.vit(classes=0), origin=origin), "org/mine", refusal="it cannot `hold`")
+    trained = making.trained(making.vit(classes=0), origin=origin)
+    address = card.Address("org/mine", refusal="it cannot `hold`")
+    text = card.addressed(card.card(trained).markdown(), trained, address)
     front, _, body = text.removeprefix("---\n").partition("\n---\n")
     assert front.splitlines()[:4] == [
         "license: other", 'license_name: "my-own-licence"', "library_name: vitrail",
@@ -318,7 +322,7 @@ def test_a_card_cannot_be_forged_by_names_in_a_file() -> None:
     ):
         assert part in body
     known = making.trained(making.vit(), origin=Origin(format="timm", name="x", licence="Apache-2.0"))
-    assert verb.card(known, "org/mine").startswith("---\nlicense: apache-2.0\n")
+    assert card.card(known).markdown().startswith("---\nlicense: apache-2.0\n")
 
 
 def test_a_target_is_a_repository_and_no_revision() -> None:

@@ -23,6 +23,7 @@ def main(out: Path | None = None, resume: bool = False, json: bool = False) -> N
 
     from vitrail.data.sources import open_data
     from vitrail.train.distributed import ALONE
+    from vitrail.train.run import Result
     from vitrail.train.task import Task
 
     dataset = open_data("digits")
@@ -33,11 +34,13 @@ def main(out: Path | None = None, resume: bool = False, json: bool = False) -> N
     torch.set_num_threads(1)  # so small a model gains nothing by a second thread, and loses much on a busy machine
     try:
         task = Task(recipe=recipe, dataset=dataset, device=torch.device("cpu"))
-        trained = runs.trained(task, folder, data="digits", resume=resume)
+        nearest, report = _nearest_neighbour(dataset), runs.checked(dataset, "digits")
+        others = {"nearest neighbour by pixels": nearest}
+        trained = runs.trained(task, folder, data="digits", resume=resume, report=report, baselines=others)
     finally:
         torch.set_num_threads(before)
-    assert trained is not None, "the demo is one process"
-    result, nearest = trained.counts, _nearest_neighbour(dataset)
+    assert isinstance(trained, Result), "the demo is one process, and has labels"
+    result = trained.counts
     if json:
         facts = {"folder": str(folder), "images": result.images, "right": result.right, "nearest_neighbour": nearest}
         show.as_json(facts)
@@ -48,6 +51,7 @@ def main(out: Path | None = None, resume: bool = False, json: bool = False) -> N
             ("nearest neighbour", f"{nearest} of {result.images} ({nearest / result.images:.1%}), by pixels"),
             ("mistakes", "; ".join(_mistakes(result)) or "none"),
             ("run", str(folder)),
+            ("report", f"{folder}/report.html"),
         ]
     )
 

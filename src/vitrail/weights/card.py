@@ -1,9 +1,16 @@
-"""The licence in a folder's model card."""
+"""The licence in a model card: read from a folder's, and written as the Hub has it."""
 
+import json
 import re
 from pathlib import Path
 
 LIMIT = 2**20
+# Identifiers of the Hub's list that vision models use; any other name is written as its "other", with the name beside.
+LICENCES = {
+    "agpl-3.0", "apache-2.0", "bsd", "bsd-2-clause", "bsd-3-clause", "cc", "cc-by-4.0", "cc-by-nc-4.0",
+    "cc-by-nc-nd-4.0", "cc-by-nc-sa-4.0", "cc-by-sa-4.0", "cc0-1.0", "gpl-2.0", "gpl-3.0", "isc", "lgpl-3.0", "mit",
+    "mpl-2.0", "openrail", "other", "unknown", "unlicense",
+}  # fmt: skip
 
 
 def licence(folder: Path) -> str | None:
@@ -20,3 +27,13 @@ def licence(folder: Path) -> str | None:
 def front_matter(stated: str) -> str:
     """A card that says the licence and nothing else."""
     return f"---\nlicense: {' '.join(stated.split())}\n---\n"
+
+
+def licence_lines(stated: str | None) -> list[str]:
+    """The lines of a card's front matter that say the licence in the Hub's terms; none where it is unknown."""
+    if stated is None:
+        return []
+    if stated.lower() in LICENCES:
+        return [f"license: {stated.lower()}"]
+    slug = re.sub(r"[^a-z0-9.]+", "-", stated.lower()).strip("-.") or "unnamed"
+    return ["license: other", f"license_name: {json.dumps(slug[:96])}"]

@@ -1,0 +1,318 @@
+"""A run's folder as plain values: what was trained on what, how it went and what it came to.
+
+Nothing is computed here that the folder already has, and nothing of it needs the images or the weights.
+"""
+
+import csv
+import dataclasses
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from vitrail.errors import DataError, UsageError
+from vitrail.evaluate import intervals
+from vitrail.evaluate.classify import CONFUSED
+from vitrail.evaluate.intervals import Interval
+from vitrail.train.state import is_configuration
+
+
+class Answer(NamedTuple):
+    """What the model said of an image: a row of predictions.csv."""
+
+    image: str
+    label: str
+    said: str
+    probability: float
+    right: bool
+
+
+class Baseline(NamedTuple):
+    """What something much simpler gets right, on the same images."""
+
+    name: str
+    right: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What the kept weights came to."""
+
+    split: str
+    images: int
+    right: int
+    top5: float
+    loss: float
+    temperature: float
+    calibration_error: float
+    seconds: float
+    """Of training, its evaluations included."""
+
+    @property
+    def top1(self) -> float:
+        """The share that is right."""
+        return self.right / self.images
+
+    @property
+    def interval(self) -> Interval:
+        """Where that share lies for other images of the same kind, in 95 of 100 cases."""
+        return intervals.wilson(self.right, self.images)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pretrained:
+    """What the kept weights of a run without labels came to."""
+
+    split: str
+    images: int
+    patches: int
+    """Hidden ones, whose looks were to be told."""
+    loss: float
+    top1: float | None
+    """The share of colours that is right, where colours were to be told."""
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+    """A run."""
+
+    name: str
+    """Of its folder."""
+    config: Mapping[str, Any]
+    """config.json as it is."""
+    epochs: Mapping[str, tuple[float, ...]]
+    """The columns of results.csv."""
+    result: Result | None
+    """None while the run has not ended, and where it learned without labels."""
+    pretrained: Pretrained | None
+    """What it came to without labels."""
+    reconstruction: Path | None
+    """The picture of hidden patches and what was told of them."""
+    answers: tuple[Answer, ...]
+    baselines: tuple[Baseline, ...]
+    """The simplest first."""
+    trained_images: Mapping[str, int]
+    """Training images of each class, where per_class.csv counts them."""
+    data_report: Mapping[str, Any] | None
+    command: tuple[str, ...] | None
+    """What was typed behind `vitrail`; None where no event says it."""
+    given_in: str | None
+    """The folder it was typed in."""
+    ended: float | None
+    """Seconds since 1970 at the last event."""
+    missing: tuple[str, ...]
+    """What is not there and why, a sentence each."""
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether there is a result of either kind."""
+        return self.result is not None or self.pretrained is not None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of training, its evaluations included."""
+        found = self.result or self.pretrained
+        return None if found is None else found.seconds
+
+    @property
+    def masked(self) -> Mapping[str, Any] | None:
+        """What was hidden of images, where the run learned without labels."""
+        return self.config["recipe"].get("masked")
+
+    @property
+    def data(self) -> str:
+        """What the set is called, without the folders it lies in."""
+        return called(self.config["data"])
+
+    @property
+    def model(self) -> str:
+        """What the model is called: a preset, or the weights that were begun with."""
+        start = self.config["model"]
+        return str(self.config["recipe"]["model"]) if start is None else self.plain(start["name"])
+
+    @property
+    def measured_on_training(self) -> bool:
+        """Whether the result is of images that were trained on."""
+        return bool(self.config["everything"]) and self.result is not None and self.result.split == "val"
+
+    @property
+    def chosen_on_measured(self) -> bool:
+        """Whether the weights that are kept were chosen by the images that the result is of."""
+        return self.result is not None and self.result.split == "val" and not self.config["everything"]
+
+    @property
+    def one_label(self) -> bool:
+        """Whether images have one class each, so that it is known what is taken for what.
+
+        A run counts by class then, unless the classes are too many for that.
+        """
+        return bool(self.answers) and (bool(self.trained_images) or len(self.config["classes"]) > CONFUSED)
+
+    @property
+    def macro(self) -> float | None:
+        """The share that is right of each class, averaged over the classes that have images."""
+        if not self.one_label:
+            return None
+        images = Counter(answer.label for answer in self.answers)
+        right = Counter(answer.label for answer in self.answers if answer.right)
+        return sum(right[label] / count for label, count in images.items()) / len(images)
+
+    def mistakes(self) -> list[Answer]:
+        """The wrong answers, the surest first."""
+        return sorted((answer for answer in self.answers if not answer.right), key=lambda answer: -answer.probability)
+
+    def plain(self, sentence: str) -> str:
+        """A sentence of the run without the folders of the machine it ran on."""
+        data = str(self.config["data"])
+        return without_folders(sentence.replace(data, called(data)))
+
+
+_FOLDERS = re.compile(r"(?<![\w:/.~-])~?/(?:[^\s/,;:'\"()]+/)+")
+
+
+def without_folders(sentence: str) -> str:
+    """A sentence in which paths are the names of their files: where those lie on a machine is nobody's business."""
+    return _FOLDERS.sub("", sentence)
+
+
+def called(name: str) -> str:
+    """What a set or file is called: the last part of a path, two of shards; a name with a scheme stays whole."""
+    if ":" in name:
+        return name
+    parts = [part for part in Path(name).parts if part != "/"]
+    return "/".join(parts[-2 if name.endswith(".tar") else -1 :]) or name
+
+
+def gather(folder: Path) -> Facts:
+    """The facts of a run, ended or not."""
+    config = configuration(folder)
+    events = _events(folder / "events.jsonl")
+    end, pretrained, command = (_last(events, kind) for kind in ("end", "pretrained", "command"))
+    answers = () if end is None else tuple(_answers(folder / "predictions.csv"))
+    trained_images = {} if end is None else _trained_images(folder / "per_class.csv")
+    picture = folder / "reconstruction.jpg"
+    return Facts(
+        name=folder.resolve().name,
+        config=config,
+        epochs=_columns(folder / "results.csv"),
+        result=None if end is None else _filled(Result, end),
+        pretrained=None if pretrained is None else _filled(Pretrained, pretrained),
+        reconstruction=picture if picture.is_file() else None,
+        answers=answers,
+        baselines=tuple(_baselines(answers, trained_images, events)),
+        trained_images=trained_images,
+        data_report=_report(folder / "data_report.json"),
+        command=None if command is None else tuple(command["arguments"]),
+        given_in=None if command is None else command["folder"],
+        ended=events[-1]["at"] if events else None,
+        missing=tuple(_missing(folder, config, events)),
+    )
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    """The config.json of a run."""
+    path = folder / "config.json"
+    if not path.is_file() or not is_configuration(path.read_bytes()):
+        seeds = sorted(each.parent.name for each in folder.glob("seed-*/config.json"))
+        if seeds:
+            raise UsageError(f"{folder} holds the runs of several seeds; give one: vitrail report {folder / seeds[0]}")
+        raise UsageError(f"{folder} is no run: it has no config.json that train, finetune or demo wrote")
+    found: dict[str, Any] = json.loads(path.read_bytes())
+    return found
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """What happened, a dictionary each; the last line of a run that was killed may be half of one."""
+    if not path.is_file():
+        return []
+    lines = path.read_text().splitlines()
+    events = []
+    for number, line in enumerate(lines, 1):
+        try:
+            events.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise DataError(f"{path}, line {number} is damaged ({error}): repair or remove the line") from error
+    return events
+
+
+def _last(events: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:
+    return next((event for event in reversed(events) if event["event"] == kind), None)
+
+
+T = TypeVar("T", Result, Pretrained)
+
+
+def _filled(kind: type[T], event: Mapping[str, Any]) -> T:
+    """The fields of an event that a dataclass has."""
+    return kind(**{field.name: event[field.name] for field in dataclasses.fields(kind)})
+
+
+def _answers(path: Path) -> Iterator[Answer]:
+    for line, row in enumerate(_rows(path), 2):
+        try:
+            sure, right = float(row["probability"]), bool(int(row["right"]))
+            yield Answer(row["image"], row["label"], row["predicted"], sure, right)
+        except (KeyError, TypeError, ValueError) as error:  # a cell that is not there is None
+            raise DataError(f"{path}, line {line} is damaged ({error}): --resume measures the run again") from error
+
+
+def _trained_images(path: Path) -> dict[str, int]:
+    return {row["class"]: int(row["train_images"]) for row in _rows(path) if row.get("train_images")}
+
+
+def _columns(path: Path) -> dict[str, tuple[float, ...]]:
+    rows = list(_rows(path))
+    return {name: tuple(float(row[name] or "nan") for row in rows) for name in rows[0]} if rows else {}
+
+
+def _rows(path: Path) -> Iterator[dict[str, str]]:
+    if path.is_file():
+        with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
+            yield from csv.DictReader(file)
+
+
+def _report(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise DataError(
+            f"{path} is damaged ({error}): `vitrail data check DATA --out {path}` writes it anew"
+        ) from error
+    return dict(found)
+
+
+def _baselines(
+    answers: tuple[Answer, ...], trained_images: Mapping[str, int], events: list[dict[str, Any]]
+) -> Iterator[Baseline]:
+    """The commonest class for every image, and what the run's events tell of others."""
+    images: Counter[str] = Counter()
+    for answer in answers:
+        images.update(answer.label.split(" | ") if answer.label not in trained_images else [answer.label])
+    if images:
+        learned = max(trained_images, key=trained_images.__getitem__, default=None)
+        commonest = images.most_common(1)[0][0] if learned is None else learned
+        where = "here" if learned is None else "in training"
+        yield Baseline(f"always “{commonest}”: no class is commoner {where}", images[commonest])
+    told = {event["name"]: event["right"] for event in events if event["event"] == "baseline"}
+    yield from (Baseline(name, right) for name, right in told.items())
+
+
+def _missing(folder: Path, config: Mapping[str, Any], events: list[dict[str, Any]]) -> Iterator[str]:
+    if not (_last(events, "end") or _last(events, "pretrained")):
+        reached = max((event["step"] for event in events if "step" in event), default=0)
+        stopped = _last(events, "stopped")
+        why = "" if stopped is None else f" ({str(stopped['reason']).split(';')[0]})"
+        yield (
+            f"The run has not ended: it was seen after step {reached:,} of {config['steps']:,}{why}. There is no result"
+            " yet; the same command with --resume goes on."
+        )
+    elif _last(events, "end") and not (folder / "predictions.csv").is_file():
+        yield "There is no predictions.csv, so no answer is shown; the same command with --resume measures again."
+    if not (folder / "weights" / "best.safetensors").is_file():
+        yield "There are no weights, so nothing is shown of the model."

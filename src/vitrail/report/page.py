@@ -1,0 +1,269 @@
+"""A run's facts as one HTML file that needs no other: style, charts and pictures are inside, and no script."""
+
+import datetime
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import jinja2
+import numpy as np
+from markupsafe import Markup
+
+from vitrail.figures.draw import legible
+from vitrail.report import charts, embedded, words
+from vitrail.report.card import Card
+from vitrail.report.charts import Curve
+from vitrail.report.gather import Facts
+from vitrail.report.inside import Inside
+from vitrail.weights.trained import Trained
+
+PAIRS = 10
+"""Rows of the table of what is confused most."""
+CLASSES = 100
+"""Rows of the table of classes, the worst first."""
+_FEWER = 20  # classes of a confusion where there are too many to show all
+_ONCE = ("--resume", "--overwrite")  # of the command, not of the run
+_OTHERWISE = ("--minutes", "--runs", "--seed", "--out")  # with a value; epochs and seed are known to the digit
+
+
+def page(facts: Facts, trained: Trained | None, inside: Inside | str, card: Card | None) -> str:
+    """The whole page; `inside` may be the sentence that says why nothing of the model is shown."""
+    return _template().render(
+        facts=facts,
+        result=facts.result,
+        title=words.title(facts),
+        lead=words.lead(facts, trained),
+        date=_date(facts.ended),
+        cautions=list(words.cautions(facts)),
+        shares=_shares(facts),
+        pretrained=[] if facts.pretrained is None else list(words.pretrained_rows(facts.pretrained)),
+        reconstruction=None if facts.reconstruction is None else embedded.file(facts.reconstruction, 1000),
+        tables=_tables(facts, trained),
+        curves=_curves(facts),
+        confused=_confused(facts) if facts.one_label else None,
+        classes=_classes(facts) if facts.one_label else None,
+        reliability=_reliability(facts),
+        sizes=_sizes(facts),
+        data_rows=list(_data_rows(facts)),
+        inside=inside,
+        added=_added(inside),
+        rerun=rerun(facts),
+        card=card,
+    )
+
+
+@lru_cache(maxsize=1)
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "percent": words.percent,
+        "between": words.between,
+        "shape": lambda sides: words.shape(*sides),
+        "signed": words.signed,
+        "legible": legible,
+        "kind": lambda block: type(block).__name__,
+    }
+    return environment.get_template("template.html")
+
+
+def _date(seconds: float | None) -> str | None:
+    if seconds is None:
+        return None
+    day = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return f"{day.day} {day:%B %Y}"
+
+
+class Share(NamedTuple):
+    """A bar of the comparison."""
+
+    name: str
+    value: float
+    own: bool
+
+
+def _shares(facts: Facts) -> list[Share]:
+    result = facts.result
+    if result is None:
+        return []
+    others = [Share(baseline.name, baseline.right / result.images, False) for baseline in facts.baselines]
+    return [Share("this model", result.top1, True), *others]
+
+
+def _tables(facts: Facts, trained: Trained | None) -> dict[str, list[words.Row]]:
+    return {
+        "Model": [] if trained is None else list(words.model_rows(trained)),
+        "Data": list(words.data_rows(facts)),
+        "Training": list(words.training_rows(facts)),
+        "Preprocessing": list(words.preprocess_rows(facts.config)),
+    }
+
+
+# --- curves and answers ----------------------------------------------------------------------------------------------
+
+
+def _curves(facts: Facts) -> list[tuple[str, Sequence[tuple[str, str]], Markup]]:
+    """Title, key and chart of loss, accuracy and learning rate over the epochs."""
+    found = facts.epochs
+    if not found:
+        return []
+    epochs = found["epoch"]
+
+    def lines(*names: tuple[str, str]) -> list[Curve]:
+        return [Curve(name, epochs, found[column]) for name, column in names]
+
+    losses = lines(("validation", "val/loss"), ("training", "train/loss"))
+    right = lines(("top-1", "metrics/accuracy_top1"), ("top-5", "metrics/accuracy_top5"))
+    right = right if len(facts.config["classes"]) > 5 or facts.masked else right[:1]
+    rate = lines(("learning rate", "lr/pg0"))
+    if not words.finite(right[0].y):  # pixels were to be told: there is nothing to be right or wrong about
+        right = []
+    told = "Validation accuracy of colours" if facts.masked else "Validation accuracy"
+    drawn = [
+        ("Loss", losses, charts.curves(losses, label=_ends("loss", losses), across="epoch")),
+        (told, right, charts.curves(right, label=_ends(told, right), across="epoch", percent=True)),
+        ("Learning rate", rate, charts.curves(rate, label="learning rate over the epochs", across="epoch")),
+    ]
+    return [(name, _key(of), chart) for name, of, chart in drawn if of]
+
+
+def _key(lines: Sequence[Curve]) -> list[tuple[str, str]]:
+    return [(kind, line.name) for kind, line in zip("abc", lines, strict=False)] if len(lines) > 1 else []
+
+
+def _ends(what: str, lines: Sequence[Curve]) -> str:
+    """What a chart shows, for those who do not see it."""
+    told = [
+        f"{line.name} from {values[0]:.3g} to {values[-1]:.3g}" for line in lines if (values := words.finite(line.y))
+    ]
+    return f"{what} over the epochs: {', '.join(told) or 'nothing yet'}"
+
+
+class Confused(NamedTuple):
+    """What is taken for what."""
+
+    chart: Markup
+    of: int
+    """Classes in it."""
+    pairs: list[tuple[str, str, int, float]]
+    """True class, answer, how often, and of how large a share of that class; the most frequent first."""
+
+
+def _confused(facts: Facts) -> Confused:
+    taken = Counter((answer.label, answer.said) for answer in facts.answers)
+    images = Counter(answer.label for answer in facts.answers)
+    wrong = sorted(((pair, number) for pair, number in taken.items() if pair[0] != pair[1]), key=lambda each: -each[1])
+    names = _confused_classes(facts.config["classes"], [pair for pair, _ in wrong])
+    counts = np.array([[taken[true, said] for said in names] for true in names], dtype=np.int64)
+    label = f"confusion matrix of {len(names)} classes, {counts.trace():,} of {counts.sum():,} answers on the diagonal"
+    pairs = [(true, said, number, number / images[true]) for (true, said), number in wrong[:PAIRS]]
+    return Confused(charts.confusion(counts, names, label=label), len(names), pairs)
+
+
+def _confused_classes(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """All classes, or where they are too many those of the pairs confused most, partners beside each other."""
+    if len(classes) <= charts.NAMED:
+        return list(classes)
+    chosen = dict.fromkeys(name for pair in pairs for name in pair)
+    chosen |= dict.fromkeys(classes[:_FEWER])  # where hardly anything is confused
+    return list(chosen)[:_FEWER]
+
+
+def _classes(facts: Facts) -> list[tuple[str, int | None, int, int]]:
+    """Class, training images, images and right answers, the worst class first."""
+    images = Counter(answer.label for answer in facts.answers)
+    right = Counter(answer.label for answer in facts.answers if answer.right)
+    order = sorted(images, key=lambda name: (right[name] / images[name], name))
+    return [(name, facts.trained_images.get(name), images[name], right[name]) for name in order]
+
+
+def _reliability(facts: Facts) -> Markup | None:
+    if facts.result is None:
+        return None
+    sure = [answer.probability for answer in facts.answers]
+    label = f"reliability diagram, expected calibration error {facts.result.calibration_error:.1%}"
+    return charts.reliability(sure, [answer.right for answer in facts.answers], label=label)
+
+
+# --- data ------------------------------------------------------------------------------------------------------------
+
+
+def _class_sizes(facts: Facts) -> Mapping[str, int]:
+    """Training images of each class, by whichever file counts them."""
+    if facts.trained_images or facts.data_report is None:
+        return facts.trained_images
+    return {row["name"]: row.get("train", 0) for row in facts.data_report["classes"]}
+
+
+def _sizes(facts: Facts) -> Markup | None:
+    sizes = sorted(_class_sizes(facts).values(), reverse=True)
+    if not sizes:
+        return None
+    label = f"training images of {len(sizes)} classes, from {sizes[0]:,} down to {sizes[-1]:,}"
+    return charts.columns(_thinned(sizes), label=label, across=f"{len(sizes):,} classes, the largest first")
+
+
+def _thinned(values: Sequence[int], most: int = 290) -> list[float]:
+    """As many of the values as a chart has pixels for."""
+    places = np.linspace(0, len(values) - 1, min(most, len(values))).round().astype(int)
+    return [float(values[place]) for place in places]
+
+
+def _data_rows(facts: Facts) -> Iterator[words.Row]:
+    """The data report in lines."""
+    report = facts.data_report
+    if report is None:
+        return
+    headers = f"; of {report['headers_only']:,} more only the header" if report["headers_only"] else ""
+    yield "decoded", f"{report['decoded']:,} images{headers}"
+    yield "unreadable", f"{len(report['bad']):,}"
+    yield "formats", ", ".join(f"{name} {number:,}" for name, number in report["formats"].items()) or "none"
+    for side, found in report["sizes"].items():
+        yield side, f"{found['least']:,} to {found['most']:,} pixels, median {found['median']:,}"
+    colour = report["colour"]
+    if colour["mean"]:
+        mean, std = (" ".join(f"{value:.3f}" for value in colour[name]) for name in ("mean", "std"))
+        yield "colour", f"mean {mean}, std {std} (of {colour['of']}); {colour['grey']:,} images are grey"
+    copies = report["duplicates"]
+    yield "copies", f"{copies['exact']:,} groups of equal files, {copies['near']:,} groups that look the same"
+    yield "copies across splits", f"{copies['across_splits']:,} groups"
+    yield "copies with different labels", f"{copies['different_labels']:,} groups"
+
+
+# --- the walk, and the run again -------------------------------------------------------------------------------------
+
+
+def _added(inside: Inside | str) -> Markup | None:
+    if isinstance(inside, str) or isinstance(inside.walk, str):
+        return None
+    way = inside.walk.walk
+    return charts.pairs(way.attention_added, way.mlp_added, label="what each layer adds to a token", across="layer")
+
+
+def rerun(facts: Facts) -> str | None:
+    """The command that makes this run again, with the epochs and the seed that it had; None where it is unknown."""
+    if facts.command is None:
+        return None
+    kept, given = [], iter(facts.command)
+    timed = seeded = False
+    for word in given:
+        name, equals, _ = word.partition("=")
+        if name in _OTHERWISE:
+            timed, seeded = timed or name == "--minutes", seeded or name in ("--runs", "--seed")
+            if not equals:
+                next(given, None)
+        elif word not in _ONCE:
+            kept.append(word)
+    kept += ["--epochs", f"{facts.config['recipe']['epochs']:g}"] * timed
+    kept += ["--seed", str(facts.config["seed"])] * seeded
+    world = facts.config["world"]
+    command = "vitrail" if world == 1 else f"torchrun --nproc-per-node {world} -m vitrail"
+    return f"{command} {shlex.join(kept)}"

@@ -1,0 +1,91 @@
+"""Charts: where marks stand, checked against numbers; and that a name is never markup."""
+
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitrail.report import charts
+from vitrail.report.charts import Curve
+
+NAN = float("nan")
+
+
+def points(path: str) -> list[tuple[float, float]]:
+    return [(float(x), float(y)) for x, y in re.findall(r"([\d.]+) ([\d.]+)", path)]
+
+
+def lines(chart: str, kind: str) -> list[list[tuple[float, float]]]:
+    return [points(path) for path in re.findall(rf'<path class="{kind}" d="([^"]*)"', chart)]
+
+
+def test_a_curve_rises_where_its_numbers_do_and_keeps_their_ratios() -> None:
+    chart = charts.curves([Curve("loss", (1, 2, 4), (4.0, 2.0, 1.0))], label="x", across="epoch")
+    [[first, second, third]] = lines(chart, "line s0")
+    assert (third[0] - second[0]) == pytest.approx(2 * (second[0] - first[0]), abs=0.3)
+    assert (second[1] - first[1]) == pytest.approx(2 * (third[1] - second[1]), abs=0.3)
+    assert first[1] < second[1] < third[1]  # down the page
+
+
+def test_numbers_that_are_none_are_left_out_and_one_alone_is_a_dot() -> None:
+    chart = charts.curves([Curve("loss", (1, 2, 3), (1.0, NAN, 2.0))], label="x", across="epoch")
+    assert [len(line) for line in lines(chart, "line s0")] == [2]
+    alone = charts.curves([Curve("loss", (3,), (0.5,))], label="x", across="epoch", percent=True)
+    assert alone.count("<circle") == 1
+    assert "nothing to draw" in charts.curves([Curve("loss", (1,), (NAN,))], label="x", across="epoch")
+
+
+def test_a_reliability_bar_is_as_high_as_its_share_of_right_answers() -> None:
+    chart = charts.reliability([0.95, 0.99, 0.97, 0.94, 0.5, 0.5], [True, True, True, False, True, False], label="x")
+    heights = [float(height) for height in re.findall(r'<rect class="bar a"[^>]* height="([\d.]+)"', chart)]
+    assert len(heights) == 2
+    assert heights[0] / heights[1] == pytest.approx(0.5 / 0.75, abs=0.01)
+    assert "2 answers, 50.0% right" in chart
+    assert "4 answers, 75.0% right" in chart
+
+
+def test_a_confusion_shows_every_count_that_is_not_zero_and_right_ones_in_another_colour() -> None:
+    chart = charts.confusion(np.array([[5, 0, 2], [0, 7, 0], [1, 0, 0]]), ["a", "b", "c"], label="x")
+    assert chart.count('class="bar a"') == 2
+    assert chart.count('class="bar b"') == 2
+    assert chart.count('class="none"') == 5
+    assert re.findall(r">(\d+)</text>", chart) == ["5", "2", "7", "1"]
+
+
+@pytest.mark.parametrize(
+    "chart",
+    [
+        charts.confusion(np.eye(2, dtype=np.int64), ["<script>alert(1)</script>", 'a"b & c'], label='"><script>'),
+        charts.curves([Curve("x", (1, 2), (1, 2))], label="<b>", across="<i>"),
+        charts.columns([3, 2, 1], label="&", across="a < b"),
+        charts.pairs([0.5, 0.2], [0.1, 0.9], label="x", across="layer"),
+        charts.heads(np.array([[1.0, 2.0], [3.0, 4.0]]), label="x", up="pixels"),
+        charts.reliability([1.0], [True], label="x"),
+    ],
+)
+def test_charts_are_well_formed_and_names_are_no_markup(chart: str) -> None:
+    root = ElementTree.fromstring(chart)
+    assert root.get("aria-label")
+    assert not {each.tag for each in root.iter()} & {"script", "b", "i"}
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
+def test_ticks_are_round_even_and_few(low: float, width: float) -> None:
+    high = low + width
+    found = charts._ticks(low, high)
+    assert 1 <= len(found) <= 6
+    assert low - 1e-6 * width <= min(found) <= max(found) <= high + 1e-6 * width
+    steps = np.diff(found)
+    assert np.allclose(steps, steps[:1])
+
+
+def test_heads_are_dots_and_their_means_a_line() -> None:
+    chart = charts.heads(np.array([[1.0, 3.0], [4.0, 8.0]]), label="x", up="pixels")
+    dots = [float(y) for y in re.findall(r'cy="([\d.]+)"', chart)]
+    [[first, second]] = lines(chart, "line s1")
+    assert len(dots) == 4
+    assert first[1] == pytest.approx((dots[0] + dots[1]) / 2, abs=0.1)
+    assert second[1] == pytest.approx((dots[2] + dots[3]) / 2, abs=0.1)

@@ -1,0 +1,127 @@
+"""A run's folder to facts: numbers by hand, runs that were interrupted, folders that are none."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.report.folders import written
+from vitrail.errors import DataError, UsageError
+from vitrail.evaluate.intervals import wilson
+from vitrail.report.gather import called, gather, without_folders
+
+
+def test_numbers_are_those_of_the_folder(tmp_path: Path) -> None:
+    facts = gather(written(tmp_path / "run"))
+    assert facts.result is not None
+    assert (facts.name, facts.result.right, facts.result.images, facts.result.top1) == ("run", 7, 10, 0.7)
+    assert facts.result.interval == wilson(7, 10)
+    assert facts.macro == pytest.approx((2 / 4 + 4 / 5 + 1) / 3)
+    assert facts.epochs["train/loss"] == (1.5, 1.0)
+    assert [(answer.image, answer.said) for answer in facts.mistakes()] == [
+        ("test/2.jpg", "dog"), ("test/6.jpg", "cat"), ("test/3.jpg", "dog"),
+    ]  # fmt: skip
+    assert (facts.ended_well, facts.one_label) == (True, True)
+
+
+def test_the_baseline_is_the_class_that_training_saw_most_and_what_events_tell(tmp_path: Path) -> None:
+    folder = written(tmp_path / "run")  # 25 dogs were trained on, and five of ten images are dogs
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"at": 1, "event": "baseline", "name": "nearest neighbour", "right": 6}) + "\n")
+    first, second = gather(folder).baselines
+    assert ("dog" in first.name, first.right) == (True, 5)
+    assert second == ("nearest neighbour", 6)
+
+
+def test_with_several_labels_each_counts_and_none_is_taken_for_another(tmp_path: Path) -> None:
+    answers = (("cat | dog", "cat", 0.9), ("dog", "dog", 0.8), ("dog | <b>eel</b>", "cat", 0.7))
+    facts = gather(written(tmp_path / "run", answers=answers))
+    assert (facts.one_label, facts.macro) == (False, None)
+    [baseline] = facts.baselines
+    assert ("dog" in baseline.name, baseline.right) == (True, 3)
+
+
+def test_an_interrupted_run_says_how_far_it_came(tmp_path: Path) -> None:
+    folder = written(tmp_path / "run", ended=False)
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"at": 9, "event": "stopped", "reason": "SIGTERM: stopped after step 12; saved"}) + "\n")
+        file.write('{"at": 10, "eve')  # killed as it wrote
+    facts = gather(folder)
+    assert (facts.result, facts.answers, facts.baselines, facts.ended_well) == (None, (), (), False)
+    first, second = facts.missing
+    assert "after step 10 of 20 (SIGTERM: stopped after step 12)" in first
+    assert "--resume" in first
+    assert "There are no weights" in second
+
+
+def test_a_run_without_labels_has_a_result_of_its_own(tmp_path: Path) -> None:
+    masked = {"kind": "mpp", "share": 0.5, "target": "mean-colour"}
+    folder = written(tmp_path / "run", ended=False, recipe={"masked": masked, "model": "ti16"}, model=None, classes=[])
+    told = {"split": "val", "images": 6, "patches": 48, "loss": 4.5, "top1": 0.25, "top5": 0.5, "seconds": 3.0}
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"at": 9, "event": "pretrained", **told}) + "\n")
+    facts = gather(folder)
+    assert facts.pretrained is not None
+    assert (facts.pretrained.loss, facts.pretrained.top1, facts.seconds) == (4.5, 0.25, 3.0)
+    assert (facts.ended_well, facts.result) == (True, None)
+    assert not any("not ended" in sentence for sentence in facts.missing)
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    folder = written(tmp_path / "run")
+    (folder / "events.jsonl").write_text('{"at": 1\n{"at": 2, "event": "end"}\n')
+    with pytest.raises(DataError, match=r"events.jsonl, line 1 is damaged"):
+        gather(folder)
+
+
+def test_a_table_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
+    folder = written(tmp_path / "run")
+    rows = (folder / "predictions.csv").read_text().splitlines()
+    (folder / "predictions.csv").write_text("\n".join([*rows[:3], rows[3][:12]]))
+    with pytest.raises(DataError, match=r"predictions.csv, line 4 is damaged"):
+        gather(folder)
+    (folder / "predictions.csv").unlink()
+    facts = gather(folder)
+    assert (facts.answers, facts.ended_well) == ((), True)
+    assert "There is no predictions.csv" in facts.missing[0]
+
+
+def test_a_folder_that_is_no_run_is_refused_and_seeds_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"is no run: it has no config\.json"):
+        gather(tmp_path)
+    for seed in (4, 5):
+        written(tmp_path / "runs" / f"seed-{seed}")
+    with pytest.raises(UsageError, match=r"several seeds; give one: vitrail report .*runs/seed-4"):
+        gather(tmp_path / "runs")
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("/data/photos", "photos"), ("digits", "digits"), ("hf:org/set", "hf:org/set"), ("photos.csv", "photos.csv"),
+        ("s3://bucket/photos", "s3://bucket/photos"), ("/data/jft/{000..127}.tar", "jft/{000..127}.tar"), ("/", "/"),
+    ],
+)  # fmt: skip
+def test_a_set_is_called_by_its_last_name(name: str, short: str) -> None:
+    assert called(name) == short
+
+
+@pytest.mark.parametrize(
+    ("sentence", "plain"),
+    [
+        ("listed in /home/me/.local/share/x.csv)", "listed in x.csv)"),
+        ("tiny, fine-tuned on /data/my-set/photos, step 3 of 4", "tiny, fine-tuned on photos, step 3 of 4"),
+        ("hf:org/name@abc and s3://bucket/a/b", "hf:org/name@abc and s3://bucket/a/b"),
+        ("train/cat/1.jpg of 3/4", "train/cat/1.jpg of 3/4"),
+        ("~/photos/x.png", "x.png"),
+    ],
+)
+def test_folders_of_a_machine_are_left_out_of_sentences(sentence: str, plain: str) -> None:
+    assert without_folders(sentence) == plain
+
+
+def test_the_sets_own_folder_is_left_out_even_with_spaces(tmp_path: Path) -> None:
+    facts = gather(written(tmp_path / "run", data="/home/some one/my photos"))
+    assert (
+        facts.plain("tiny, fine-tuned on /home/some one/my photos, step 3") == "tiny, fine-tuned on my photos, step 3"
+    )
