@@ -7,7 +7,7 @@ import pytest
 from tests import making
 from tests.making import VARIANTS
 from vitrail import presets
-from vitrail.config import Preprocess, ViTConfig, from_json, to_json
+from vitrail.config import Masked, Preprocess, ViTConfig, from_json, to_json
 from vitrail.errors import UsageError
 
 
@@ -51,6 +51,20 @@ def test_what_cannot_be_meant_is_refused(change: dict[str, Any], message: str) -
 def test_preprocessing_that_cannot_be_meant_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Preprocess(**({"size": (32, 32), "resize": (36,)} | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"share": 0.0}, "share is 0.0; it must lie between 0 and 1"),
+        ({"share": 1.0}, "share is 1.0"),
+        ({"kind": "bert"}, "kind is 'bert'; choose one of mpp, mae"),
+        ({"target": "words"}, "target is 'words'; choose one of mean-colour, 4x4-colours, pixels, normalised-pixels"),
+    ],
+)
+def test_hiding_that_cannot_be_meant_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Masked(**({"kind": "mpp", "share": 0.5, "target": "pixels"} | change))
 
 
 def test_a_preset_may_have_any_patch_side() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from vitrail import presets
-from vitrail.config import Recipe
-from vitrail.recipes import RECIPES, finetuning, named
+from vitrail.config import Masked, Recipe
+from vitrail.recipes import IMAGES, RECIPES, finetuning, named
 
 ROWS = {  # epochs, learning rate, decay, weight decay, dropout (Dosovitskiy et al. 2021, table 3)
     "vit-b16-jft": (7, 8e-4, "linear", 0.1, 0.0),
@@ -49,7 +49,43 @@ def test_a_row_of_the_paper(name: str) -> None:
 
 
 def test_the_table_holds_every_row_and_nothing_unnamed() -> None:
-    assert set(ROWS) == {name for name, recipe in RECIPES.items() if recipe.source.startswith("Dosovitskiy")}
+    assert set(ROWS) == {name for name, recipe in RECIPES.items() if recipe.source.endswith("2021, table 3")}
+
+
+@pytest.mark.parametrize(("name", "steps"), [("mpp-b16-jft", 1_000_000), ("mpp-b16-jft-100k", 100_000)])
+def test_the_papers_self_supervision(name: str, steps: int) -> None:
+    """Dosovitskiy et al. 2021, B.1.2."""
+    recipe = named(name)
+    assert recipe.masked == Masked(kind="mpp", share=0.5, target="mean-colour")
+    assert recipe.epochs * IMAGES["jft"] / recipe.batch == pytest.approx(steps)
+    optimiser, schedule = recipe.optimiser, recipe.schedule
+    assert (recipe.model, recipe.batch, recipe.image_size) == ("b16", 4096, 224)
+    assert (optimiser.kind, optimiser.lr, optimiser.beta1, optimiser.beta2) == ("adam", 2e-4, 0.9, 0.999)
+    assert (schedule.decay, schedule.warmup) == ("cosine", 10_000)
+
+
+def test_the_masked_autoencoders_pre_training() -> None:
+    """He et al. 2022, table 8."""
+    recipe = named("mae-b16-imagenet")
+    assert recipe.masked == Masked(kind="mae", share=0.75, target="normalised-pixels")
+    optimiser, schedule = recipe.optimiser, recipe.schedule
+    assert (optimiser.kind, optimiser.beta1, optimiser.beta2, optimiser.weight_decay) == ("adam", 0.9, 0.95, 0.05)
+    assert optimiser.lr == pytest.approx(1.5e-4 * recipe.batch / 256)
+    assert (recipe.batch, recipe.epochs, schedule.decay) == (4096, 800, "cosine")
+    assert schedule.warmup * recipe.batch / IMAGES["imagenet"] == pytest.approx(40, abs=0.01)
+    assert (recipe.augment.crop, recipe.augment.area, recipe.augment.flip) == ("inception", (0.2, 1.0), True)
+    assert recipe.augment.randaugment is None
+
+
+@pytest.mark.parametrize("name", ["cifar10", "tiny-imagenet"])
+def test_small_recipes_without_labels_train_the_model_of_the_one_with_labels(name: str) -> None:
+    supervised = named(name)
+    for kind in ("mpp", "mae"):
+        recipe = named(f"{kind}-{name}")
+        assert recipe.masked is not None
+        assert recipe.masked.kind == kind
+        for field in ("model", "settings", "image_size", "batch", "data", "mimetic"):
+            assert getattr(recipe, field) == getattr(supervised, field)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -18,6 +18,7 @@ PositionsAt = Literal["stem", "every-layer", "every-layer-shared"]
 Resample = Literal["bilinear-corners", "bilinear", "bicubic-antialias", "bicubic", "bicubic-corners", "bicubic-offset"]
 Interpolation = Literal["bilinear", "bicubic", "area", "lanczos"]
 CropRounding = Literal["nearest", "down"]
+Target = Literal["mean-colour", "4x4-colours", "pixels", "normalised-pixels"]
 
 LIMITS = {  # far above any published model; a hostile file is refused before anything is built from it
     "width": 65_536,
@@ -309,6 +310,35 @@ class Schedule:
             raise UsageError(f"{self} cannot be: cosine and linear fall to `final`, rsqrt and constant by a cooldown")
 
 
+MASK, OWN = -1, -2  # what stands in a patch's place: the [mask], or itself; from 0 on, a patch of the next image
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Masked:
+    """Learning without labels: some patches of an image are hidden, and what they show is to be told."""
+
+    kind: Literal["mpp", "mae"]
+    """mpp: their embeddings are replaced, and their own output tokens tell (Dosovitskiy et al. 2021). mae: the encoder
+    gets the other patches alone, and a light decoder tells (He et al. 2022)."""
+    share: float
+    """Of an image's patches that are hidden."""
+    target: Target
+    """mean-colour: at 3 bits a channel, of 512. 4x4-colours: the patch downsized, each place likewise. pixels: by the
+    squared error. normalised-pixels: likewise, less the patch's mean and over its deviation."""
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        if not 0 < self.share < 1:
+            raise UsageError(f"share is {self.share}; it must lie between 0 and 1")
+
+    def hidden(self, patches: int) -> int:
+        """How many of so many patches are hidden; every image has as many, so that shapes never change."""
+        count = round(self.share * patches)
+        if not 1 <= count < patches:
+            raise UsageError(f"{self.share:.0%} of {patches} patches hide {count}; of each image some must, not all")
+        return count
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A training run, but for its data, seed and machine."""
@@ -327,6 +357,8 @@ class Recipe:
     optimiser: Optimiser
     schedule: Schedule
     augment: Augment = dataclasses.field(default_factory=Augment)
+    masked: Masked | None = None
+    """What is hidden and to be told, where there is nothing else to learn; None for labels."""
     loss: Literal["softmax", "sigmoid"] = "softmax"
     label_smoothing: float = 0.0
     head_bias: float = 0.0
@@ -361,6 +393,22 @@ class Recipe:
         for name in ("label_smoothing", "dropout", "stochastic_depth", "ema"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be from 0 to below 1")
+        if self.masked is not None:
+            self._check_unlabelled()
+
+    def _check_unlabelled(self) -> None:
+        """Refuse what needs labels, or a model that has learned before."""
+        of = {
+            "mixup": self.augment.mixup,
+            "cutmix": self.augment.cutmix,
+            "layer_decay": self.optimiser.layer_decay != 1,
+        }
+        of |= {name: getattr(self, name) for name in ("balanced", "label_smoothing", "head_bias")}
+        of["layers"] = self.layers is not None
+        if unfit := [name for name, value in of.items() if value]:
+            raise UsageError(f"{unfit[0]} is for learning from labels, and this recipe is masked: leave it away")
+        if self.model is None:
+            raise UsageError("a masked recipe begins with random weights and names its preset")
 
 
 def grid_for(image_size: tuple[int, int], patch: int) -> tuple[int, int]:

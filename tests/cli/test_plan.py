@@ -56,6 +56,20 @@ def test_every_system_of_the_paper_takes_its_exaflops(name: str, capsys: Capture
     assert found["exaflops"] == pytest.approx(plan.PAPER[name].exaflops, rel=0.05)
 
 
+def test_a_masked_run_is_planned_with_its_heads_and_without_classes(capsys: Capture) -> None:
+    """mpp costs its head's products on half of the patches; mae a fourth of the encoder, and a decoder for all."""
+    plain = facts("vit-b16-jft", "--classes", "1", capsys=capsys)
+    mpp, mae = facts("mpp-b16-jft", capsys=capsys), facts("mae-b16-imagenet", capsys=capsys)
+    assert mpp["steps"] == 1_000_000
+    assert mpp["parameters"] == plain["parameters"] - 769 + 512 * 769 + 768  # another head, and the [mask]
+    assert mpp["flops_per_image"] - plain["flops_per_image"] == 6 * (98 * 768 * 512 - 768)
+    blocks = 12 * (50 * 12 * 768**2 + 2 * 50**2 * 768) + 8 * (197 * 12 * 512**2 + 2 * 197**2 * 512)
+    ends = 196 * 768 * 768 + 50 * 768 * 512 + 147 * 512 * 768
+    assert mae["flops_per_image"] == 6 * (blocks + ends)
+    assert mae["memory"]["whole"]["activations"] < mpp["memory"]["whole"]["activations"]
+    assert mpp["disk"]["weights"] == mae["disk"]["weights"] + 4 * 197 * 768 == plain["disk"]["weights"] - 4 * 769
+
+
 def test_another_length_or_set_is_no_system_of_the_paper(capsys: Capture) -> None:
     assert facts("vit-h14-jft", capsys=capsys)["paper"]["core_days"] == 2500
     assert facts("vit-h14-jft", "--epochs", "7", capsys=capsys)["paper"] is None

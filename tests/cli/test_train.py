@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
-from tests.data.pictures import folder
+from tests.data.pictures import encoded, folder, picture
 from vitrail import recipes
 from vitrail.cli import runs
 from vitrail.config import Optimiser, Schedule
@@ -57,6 +58,61 @@ def test_a_dry_run_shows_what_would_be_done_and_trains_nothing(tmp_path: Path, c
     assert found["recipe"]["schedule"]["warmup"] == 1  # 50 steps of 1,350, so 0.85 of 23
     assert found["estimate"]["seconds"] > 0
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == [found["picture"]]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes without labels that take seconds: mpp-small and mae-small, of 16 patches of 4 x 4 pixels."""
+    for kind in ("mpp", "mae"):
+        named = recipes.named(f"{kind}-cifar10")
+        settings = named.settings | {"width": 32, "depth": 1, "mlp": 64, "heads": 2}
+        made = dataclasses.replace(named, settings=settings, image_size=16, batch=8, epochs=2, schedule=Schedule())
+        monkeypatch.setitem(recipes.RECIPES, f"{kind}-small", made)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("kind", ["mpp", "mae"])
+def test_images_without_labels_make_a_model_that_every_command_takes(
+    tmp_path: Path, capsys: Capture, kind: str
+) -> None:
+    (tmp_path / "photos").mkdir()
+    for number in range(40):
+        (tmp_path / "photos" / f"{number}.jpg").write_bytes(encoded(picture(number)))
+    code, out, err = vitrail("train", f"{kind}-small", "--data", "./photos", "--out", "run", *HERE, capsys=capsys)
+    assert code == 0
+    hidden = {"mpp": 8, "mae": 12}[kind]
+    colours = r", \d+\.\d% of the colours right" if kind == "mpp" else ""
+    assert re.fullmatch(
+        rf"val: loss \d+\.\d+ of {4 * hidden} hidden patches{colours} \(run/weights/best.safetensors\)\n", out
+    )
+    assert "epoch 2: loss" in err
+    found = {path.name for path in (tmp_path / "run").iterdir()}
+    assert found >= {"results.png", "train_batch0.jpg", "reconstruction.jpg"}
+    assert not found & {"confusion_matrix.png", "predictions.csv"}
+    folder(tmp_path / "set", "train", "val", "test", each=4)
+    model = ("--model", "run/weights/best.safetensors")
+    code, out, _ = vitrail("finetune", "./set", *model, "--epochs", "2", "--out", "tuned", *HERE, capsys=capsys)
+    assert (code, "of 8 images right" in out) == (0, True)
+    code, out, _ = vitrail("probe", model[1], "./set", "--methods", "few-shot", "--shots", "1", *HERE, capsys=capsys)
+    assert code == 0
+    assert "head: none, the model ends with its features" in vitrail("info", model[1], capsys=capsys)[1]
+    code, _, err = vitrail("predict", model[1], "photos/0.jpg", "--device", "cpu", capsys=capsys)
+    assert (code, "the model has no head" in err) == (2, True)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_masked_run_is_planned_dry_and_has_another_target_if_that_is_asked_for(capsys: Capture) -> None:
+    command = ("train", "mpp-small", "--data", "digits", "--dry-run", *HERE)
+    code, out, _ = vitrail(*command, capsys=capsys)
+    assert code == 0
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines() if line)
+    assert lines["hidden"] == "8 of 16 patches (mpp), to tell: mean-colour"
+    found = json.loads(vitrail(*command, "--target", "4x4-colours", "--json", capsys=capsys)[1])
+    assert found["recipe"]["masked"] == {"kind": "mpp", "share": 0.5, "target": "4x4-colours"}
+    code, _, err = vitrail(*DIGITS, "--target", "pixels", capsys=capsys)
+    assert (code, "--target pixels is for recipes that hide patches" in err) == (2, True)
+    code, _, err = vitrail(*command, "--balanced", capsys=capsys)
+    assert (code, "balanced is for learning from labels, and this recipe is masked" in err) == (2, True)
 
 
 def test_a_recipe_that_does_not_fit_is_said_at_once(capsys: Capture) -> None:

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.data.pictures import encoded, folder, picture
-from vitrail.config import Augment, Preprocess
+from vitrail.config import Augment, Masked, Preprocess
 from vitrail.data import batched, loader
 from vitrail.data.decode import decode
 from vitrail.data.digits import open_digits
 from vitrail.data.folder import open_folder
 from vitrail.data.lists import open_list
-from vitrail.data.loader import Batch, Plan, Training, evaluation_batches, prepared, training_batches
+from vitrail.data.loader import Batch, Plan, Training, evaluation_batches, masked_batches, prepared, training_batches
 from vitrail.data.order import Order
 from vitrail.data.pack import pack
 from vitrail.data.shards import open_set
@@ -183,6 +183,75 @@ def test_evaluation_sees_every_image_once_as_the_classifier_does(flowers: Path, 
         pixels = torch.cat([batch.pixels for batch in found])
         for index in range(18):
             assert torch.equal(pixels[index], evaluation_view(decode(split.read(index)), VIEW))
+
+
+MASKED = {
+    "mpp": Masked(kind="mpp", share=0.5, target="mean-colour"),
+    "mae": Masked(kind="mae", share=0.75, target="pixels"),
+}
+
+
+@pytest.mark.parametrize("masked", MASKED.values(), ids=MASKED)
+def test_every_part_of_a_masked_step_has_its_images_what_is_hidden_and_the_next_image(
+    flowers: Path, masked: Masked
+) -> None:
+    """However a step is cut, each image stands beside the same one, its partner, and the same is hidden of it."""
+    task = training(flowers, Augment(), masked=masked, patches=16)
+    [(images, hiding)] = [prepared(next(training_batches(task, plan := Plan(batch=18, total=18))), task, plan, 0)]
+    assert hiding.shape == (18, 2, 16)
+    partners = 1 if masked.kind == "mpp" else 0
+    assert len(images) == 18 + partners
+    whole = torch.cat([images[:18], images[:1]])  # the last one's partner is the first
+    if partners:
+        assert torch.equal(images, whole)
+    for world, micro in ((1, 5), (3, 2)):
+        first = 0
+        for rank in range(world):
+            plan = Plan(batch=18, total=18, rank=rank, world=world, micro_batches=micro)
+            for batch in training_batches(task, plan, workers=rank % 2):
+                some, hidden = prepared(batch, task, plan, 0)
+                assert len(some) == len(hidden) + partners
+                assert torch.equal(hidden, hiding[first : first + len(hidden)])
+                assert torch.equal(some, whole[first : first + len(some)])
+                first += len(hidden)
+        assert first == 18
+
+
+@pytest.mark.parametrize("masked", MASKED.values(), ids=MASKED)
+def test_a_masked_set_on_the_device_gives_what_the_workers_give(masked: Masked) -> None:
+    split = open_digits().splits["train"]
+    order, view = Order(seed=1, count=len(split)), Preprocess(size=(8, 8), resize=(8, 8), mean=(0.5,), std=(0.5,))
+    fields: dict[str, Any] = {"augment": Augment(crop="pad", flip=False), "preprocess": view, "seed": 1, "classes": 10}
+    task = Training(split=split, order=order, masked=masked, patches=16, **fields)
+    plan = Plan(batch=50, total=170, micro_batches=3)
+    found = loader.resident(split, channels=1, classes=10, device="cpu")
+    assert found is not None
+    there = list(loader.resident_batches(task, plan, *found, start=1))
+    for number, (one, two) in enumerate(zip(there, training_batches(task, plan, start=1), strict=True)):
+        for ours, theirs in zip(
+            prepared(one, task, plan, 1 + number // 3), prepared(two, task, plan, 1 + number // 3), strict=True
+        ):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("masked", MASKED.values(), ids=MASKED)
+def test_masked_evaluation_hides_the_same_in_batches_and_ranks_of_any_size(flowers: Path, masked: Masked) -> None:
+    split = open_folder(flowers).splits["val"]
+    [whole] = masked_batches(split, VIEW, masked, 16, batch=100)
+    [plain] = evaluation_batches(split, VIEW, batch=100, classes=2)
+    partners = 1 if masked.kind == "mpp" else 0
+    around = torch.cat([plain.pixels, plain.pixels[:1]])
+    assert torch.equal(whole.pixels, around[: 18 + partners])
+    assert torch.equal(whole.positions, plain.positions)
+    for world, batch in ((1, 5), (2, 4), (5, 2)):
+        first = 0
+        for rank in range(world):
+            for part in masked_batches(split, VIEW, masked, 16, batch=batch, rank=rank, world=world):
+                count = len(part.targets)
+                assert torch.equal(part.targets, whole.targets[first : first + count])
+                assert torch.equal(part.pixels, around[first : first + count + partners])
+                first += count
+        assert first == 18
 
 
 @pytest.mark.parametrize("workers", [0, 2])

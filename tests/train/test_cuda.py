@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vitrail import recipes
-from vitrail.config import Augment, Optimiser, Recipe, Schedule
+from vitrail.config import Augment, Masked, Optimiser, Recipe, Schedule
 from vitrail.data.sources import open_data
 from vitrail.files import sha256
 from vitrail.train import loop
@@ -65,6 +65,35 @@ def test_recorded_steps_are_the_steps_that_were_not(kind: str, monkeypatch: pyte
     assert losses == pytest.approx(plain, rel=1e-4)
     torch.testing.assert_close(weights, expected, atol=1e-4, rtol=0)
     assert plain[-1] < plain[0]
+
+
+@pytest.mark.parametrize("target", ["mean-colour", "pixels"])
+@pytest.mark.parametrize("kind", ["mpp", "mae"])
+def test_recorded_masked_steps_are_the_steps_that_were_not(
+    kind: Any, target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    masked = Masked(kind=kind, share=0.5, target=target)
+    made = recipe(masked=masked, augment=Augment(crop="pad"))
+    task = Task(recipe=made, dataset=open_data("digits"), device=torch.device("cuda"))
+    assert task.recorded
+    losses, weights = trained(task, recorded=True)
+    monkeypatch.setattr(Recording, "STEPS_BEFORE", 10**9)
+    expected = trained(task, recorded=True)
+    assert losses == pytest.approx(expected[0], rel=1e-4)
+    torch.testing.assert_close(weights, expected[1], atol=1e-4, rtol=0)
+    assert losses[-1] < losses[0]
+
+
+def test_a_masked_run_on_a_gpu_leaves_a_model_and_what_was_told(tmp_path: Path) -> None:
+    masked = Masked(kind="mpp", share=0.5, target="mean-colour")
+    made = recipe(masked=masked, augment=Augment(crop="pad"), epochs=3.0)
+    for compiled in (False, True):
+        seen: list[Any] = []
+        task = Task(recipe=made, dataset=open_data("digits"), device=torch.device("cuda"), compiled=compiled)
+        run(task, tmp_path / str(compiled), after_step=lambda _: None, after_epoch=seen.append)
+        assert load(tmp_path / str(compiled) / "weights" / "best.safetensors").model.config.classes == 0
+        assert all(found.shown.told.device.type == "cpu" for found in seen)
+        assert seen[-1].val.mean_loss < seen[0].val.mean_loss
 
 
 def test_what_waits_for_the_host_is_not_recorded() -> None:

@@ -33,7 +33,7 @@ from vitrail.weights.load import load
 
 def trained(task: Task, folder: Path, **options: Any) -> Result:
     result = run(task, folder, **({"after_step": lambda _: None, "after_epoch": lambda _: None} | options))
-    assert result is not None
+    assert isinstance(result, Result)
     return result
 
 

@@ -6,7 +6,7 @@ import tyro
 
 from vitrail import presets, recipes
 from vitrail.cli import runs, show
-from vitrail.config import BiTConfig, Recipe, to_json
+from vitrail.config import BiTConfig, Recipe, ViTConfig, to_json
 
 H200 = 3e14  # FLOP/s of training a ViT in bf16, about two fifths of what its matrix products reach
 
@@ -73,13 +73,17 @@ def _data(recipe: Recipe) -> str:
 
 def _flops(recipe: Recipe) -> float:
     """FLOPs of the whole run on its own set."""
-    from vitrail.model import count
+    from vitrail.model import count, masked
 
     assert recipe.model is not None
     assert recipe.data is not None
     size = {} if recipe.image_size is None else {"image_size": (recipe.image_size, recipe.image_size)}
     config = presets.config(recipe.model, **size, **recipe.settings)
-    return count.training_flops(config, round(recipe.epochs * recipes.IMAGES[recipe.data]))
+    images = round(recipe.epochs * recipes.IMAGES[recipe.data])
+    if recipe.masked is None:
+        return count.training_flops(config, images)
+    assert isinstance(config, ViTConfig)
+    return masked.training_flops(config, recipe.masked, images)
 
 
 def _described(name: str) -> dict[str, Any]:

@@ -3,15 +3,20 @@
 import dataclasses
 import difflib
 import shlex
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import tyro
 
 from vitrail import presets, recipes
 from vitrail.cli import runs, show
 from vitrail.cli.list import H200
-from vitrail.config import Optimiser, Recipe, Schedule, sides
+from vitrail.config import Masked, Optimiser, Recipe, Schedule, ViTConfig, sides
 from vitrail.errors import UsageError
+
+if TYPE_CHECKING:
+    from vitrail.model.build import Config
+    from vitrail.model.memory import Parts
 
 
 class Gpu(NamedTuple):
@@ -188,7 +193,8 @@ def planned(recipe: Recipe, images: int, machine: Machine, *, classes: int = 100
 
     assert recipe.model is not None
     size = {} if recipe.image_size is None else {"image_size": sides(recipe.image_size)}
-    config = presets.config(recipe.model, classes=classes, **size, **recipe.settings)
+    config = presets.config(recipe.model, classes=classes if recipe.masked is None else 0, **size, **recipe.settings)
+    models, parameters, each = _trained(config, recipe.masked)
     devices, total = machine.devices, round(recipe.epochs * images)
     part = -(-recipe.batch // (devices * machine.micro_batches))
     settings: dict[str, Any] = {
@@ -198,19 +204,21 @@ def planned(recipe: Recipe, images: int, machine: Machine, *, classes: int = 100
         "stochastic_depth": recipe.stochastic_depth,
         "recompute": machine.recompute,
     }
-    whole = memory.parts(config, images=part, **settings)
-    sharded = memory.parts(config, images=part, shards=devices, **settings)
+    whole, sharded = (
+        _added([memory.parts(model, images=part, shards=shards, **settings) for model in models])
+        for shards in (1, devices)
+    )
     if machine.micro_batches > 1:  # gradients of parts are kept whole until the last part's are sent
         sharded = dataclasses.replace(sharded, gradients=whole.gradients)
-    flops = count.training_flops(config, total)
+    flops = each * total
     rate = devices * machine.efficiency * GPUS[machine.gpu].peak
     seconds = flops * (4 / 3 if machine.recompute else 1) / rate  # one more forward pass beside three
     weights = whole.weights
     return {
         "model": recipe.model,
         "machine": dataclasses.asdict(machine) | {"devices": devices, "peak": GPUS[machine.gpu].peak},
-        "parameters": count.parameters(config),
-        "flops_per_image": count.training_flops(config, 1),
+        "parameters": parameters,
+        "flops_per_image": each,
         "images": total,
         "epochs": recipe.epochs,
         "batch": recipe.batch,
@@ -224,9 +232,27 @@ def planned(recipe: Recipe, images: int, machine: Machine, *, classes: int = 100
             "sharded": dataclasses.asdict(sharded) | {"total": sharded.total},
             "available": round(GPUS[machine.gpu].memory),
         },
-        "disk": {"checkpoint": weights + whole.optimizer + whole.average, "weights": weights},
+        "disk": {"checkpoint": weights + whole.optimizer + whole.average, "weights": 4 * count.parameters(config)},
         "traffic": traffic(weights, machine),
     }
+
+
+def _trained(config: "Config", masked: Masked | None) -> tuple[tuple["Config", ...], int, int]:
+    """Models that together hold what is held in training, their parameters, the FLOPs of training on an image."""
+    from vitrail.model import count
+    from vitrail.model import masked as masking
+
+    if masked is None:
+        return (config,), count.parameters(config), count.training_flops(config, 1)
+    assert isinstance(config, ViTConfig)
+    models, parameters = masking.stand_ins(config, masked), masking.parameters(config, masked)
+    return models, parameters, masking.training_flops(config, masked, 1)
+
+
+def _added(parts: Sequence["Parts"]) -> "Parts":
+    """What several models hold on one device."""
+    names = [field.name for field in dataclasses.fields(parts[0])]
+    return dataclasses.replace(parts[0], **{name: sum(getattr(part, name) for part in parts) for name in names})
 
 
 def traffic(weights: int, machine: Machine) -> int:

@@ -9,14 +9,15 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vitrail import remote
 from vitrail.cli import sheets, show
 from vitrail.config import Recipe
-from vitrail.errors import DataError, UsageError
+from vitrail.errors import DataError, UsageError, VitrailError
 from vitrail.remote import RemoteError
 
 if TYPE_CHECKING:
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
     from vitrail.train.keeper import Evaluated
     from vitrail.train.log import Logger
     from vitrail.train.loop import Moment
-    from vitrail.train.run import Result
+    from vitrail.train.run import Pretrained, Result
     from vitrail.train.task import Task
 
 Track = Literal["tensorboard"]
+_TRAINING = ("demo", "finetune", "train")  # the verbs that make a run
 _CHECKED = 20_000  # images that are looked at before a run: a minute at most
 _SHOWN = 16  # images in the picture of a batch
 _WORST = 24  # images in the picture of the greatest losses
@@ -221,11 +223,13 @@ def trained(
     resume: bool = False,
     overwrite: bool = False,
     save_every: float = 10,
-) -> "Result | None":
+    baselines: Mapping[str, int] | None = None,
+) -> "Result | Pretrained | None":
     """Train and show how far it is: a bar on a terminal, a line an evaluation everywhere; then draw what it came to.
 
-    Of several processes the first has the result, and does all this.
+    Of several processes the first has the result, and does all this. `baselines` say what simpler ways get right.
     """
+    from vitrail.figures import reconstruction
     from vitrail.train.run import run
 
     if not 0 <= save_every < math.inf:
@@ -237,16 +241,22 @@ def trained(
         )
     if overwrite and not resume and task.group.leads and is_run(folder):
         shutil.rmtree(folder)  # not before: all that could be refused has been
-    accuracy = ""
+    accuracy, remembered = "", False
 
     def stepped(moment: "Moment") -> None:
+        nonlocal remembered
+        if not remembered and task.group.leads:
+            remember(folder)
+        remembered = True
         rate = moment.step * task.recipe.batch / max(moment.seconds, 1e-9)
         progress(moment.step, moment.steps, f"loss {moment.outcome.loss:.3f}{accuracy}, {rate:,.0f} images/s")
 
     def evaluated(found: "Evaluated") -> None:
         nonlocal accuracy
-        accuracy = f", validation {found.val.top1:.1%}"
+        accuracy = f", {found.validation}"
         show.note(str(found))
+        if found.shown is not None and task.group.leads:
+            reconstruction.draw(*found.shown, folder / "reconstruction.jpg")
 
     with copied(folder, out, task.group, anew=overwrite and not resume) as saved:
         with show.progress("training") as progress:
@@ -272,7 +282,32 @@ def trained(
         if report is not None:
             (folder / "data_report.json").write_text(json.dumps(report, indent=1) + "\n")
         draw(task, result, folder)
+        page(task, folder, baselines or {})
         return result
+
+
+def remember(folder: Path) -> None:
+    """Write down the command that a run goes by, for whoever wants it again."""
+    from vitrail.train.log import Book
+
+    if sys.argv[1:2] and sys.argv[1] in _TRAINING:  # not where main is called from Python
+        Book(folder).event("command", arguments=sys.argv[1:], folder=str(Path.cwd()))
+
+
+def page(task: "Task", folder: Path, baselines: Mapping[str, int]) -> None:
+    """Write the run's report and card. The run has ended well: what goes wrong here is said and costs it nothing."""
+    from torch import OutOfMemoryError
+
+    from vitrail.report.write import PAGE, write
+    from vitrail.train.log import Book
+
+    try:
+        for name, right in baselines.items():
+            Book(folder).event("baseline", name=name, right=right)
+        write(folder, task.dataset, task.device)
+        show.note(f"report: {folder / PAGE}")
+    except (VitrailError, OSError, MemoryError, OutOfMemoryError) as error:
+        show.note(f"warning: the report is not written ({error}); `vitrail report {folder}` does it")
 
 
 @contextlib.contextmanager
@@ -328,6 +363,10 @@ def _loggers(track: Track | None) -> Any:
 
 def sentence(found: dict[str, Any]) -> str:
     """What a run came to, in a line."""
+    if "patches" in found:
+        right = "" if found["top1"] is None else f", {found['top1']:.1%} of the colours right"
+        text = f"{found['split']}: loss {found['loss']:.3f} of {found['patches']:,} hidden patches{right}"
+        return f"{text} ({found['folder']}/weights/best.safetensors)"
     seen = ", which was trained on" if found["trained_on"] else ""
     text = f"{found['split']}{seen}: {found['top1']:.1%} of {found['images']:,} images right"
     if found["macro"] is not None and found["macro"] < found["top1"] - 0.02:
@@ -335,8 +374,13 @@ def sentence(found: dict[str, Any]) -> str:
     return f"{text} ({found['folder']}/weights/best.safetensors)"
 
 
-def facts(task: "Task", result: "Result", folder: Path) -> dict[str, Any]:
+def facts(task: "Task", result: "Result | Pretrained", folder: Path) -> dict[str, Any]:
     """What a run came to, for programs."""
+    from vitrail.train.run import Pretrained
+
+    if isinstance(result, Pretrained):
+        found = {"folder": str(folder), "split": "val", **dataclasses.asdict(result)}
+        return found | {"trained": task.plan.total, "seed": task.seed}
     counts = result.counts
     return {
         "folder": str(folder),
@@ -360,13 +404,18 @@ def facts(task: "Task", result: "Result", folder: Path) -> dict[str, Any]:
 # --- pictures --------------------------------------------------------------------------------------------------------
 
 
-def draw(task: "Task", result: "Result", folder: Path) -> None:
+def draw(task: "Task", result: "Result | Pretrained", folder: Path) -> None:
     """The pictures of a run's folder."""
     from vitrail.figures import draw as drawing
+    from vitrail.train.run import Pretrained
 
     with (folder / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    drawing.results({name: [float(row[name]) for row in rows] for name in rows[0]}, folder / "results.png")
+    columns = {name: [float(row[name] or "nan") for row in rows] for name in rows[0]}
+    drawing.results(columns, folder / "results.png")
+    first_batch(task, folder / "train_batch0.jpg")
+    if isinstance(result, Pretrained):
+        return
     said = result.answers
     if result.counts.by_class:
         confusion, names = result.counts.confusion.numpy(), task.dataset.classes
@@ -375,7 +424,6 @@ def draw(task: "Task", result: "Result", folder: Path) -> None:
     drawing.reliability(
         said.probabilities[:, 0].numpy(), said.right.numpy(), folder / "reliability.png", error=result.calibration_error
     )
-    first_batch(task, folder / "train_batch0.jpg")
     split, some = task.dataset.splits[result.split], range(min(_SHOWN, len(said.images)))
     classes, preprocess = task.dataset.classes, task.preprocess
     worst = said.losses.argsort(descending=True)[:_WORST].tolist()
@@ -418,7 +466,7 @@ def dry_run(task: "Task", *, as_json: bool) -> None:
     show.table(
         [
             ("data", f"{task.dataset.name}: " + ", ".join(f"{k} {len(v):,}" for k, v in task.dataset.splits.items())),
-            ("classes", f"{len(task.dataset.classes):,}, with {min(task.counts):,} to {max(task.counts):,} images"),
+            _learned(task),
             ("model", task.start.origin.name if task.start else f"{recipe.model}, random weights"),
             ("input", f"{view.size[0]} x {view.size[1]} pixels, mean {view.mean}, std {view.std}"),
             ("steps", f"{plan.steps:,} of {plan.batch:,} images, {recipe.epochs:.4g} epochs"),
@@ -432,6 +480,15 @@ def dry_run(task: "Task", *, as_json: bool) -> None:
         ]
     )
     print("\n--json shows the whole configuration. Nothing was trained.")
+
+
+def _learned(task: "Task") -> tuple[str, str]:
+    """What there is to learn."""
+    masked, counts = task.recipe.masked, task.counts
+    if masked is None:
+        return "classes", f"{len(task.dataset.classes):,}, with {min(counts):,} to {max(counts):,} images"
+    hidden = masked.hidden(task.patches)
+    return "hidden", f"{hidden} of {task.patches} patches ({masked.kind}), to tell: {masked.target}"
 
 
 def _augmentation(recipe: Recipe) -> str:

@@ -7,6 +7,8 @@ import tyro
 
 from vitrail import recipes
 from vitrail.cli import runs, show
+from vitrail.config import Recipe, Target
+from vitrail.errors import UsageError
 
 
 def main(
@@ -17,6 +19,7 @@ def main(
     batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     lr: Annotated[float | None, tyro.conf.arg(metavar="RATE")] = None,
     warmup: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None,
+    target: Target | None = None,
     balanced: bool = False,
     everything: bool = False,
     probe: Annotated[int, tyro.conf.arg(metavar="SHOTS")] = 0,
@@ -36,6 +39,9 @@ def main(
 ) -> None:
     """Train a model from random weights by a named recipe, and keep the best weights by validation accuracy.
 
+    Recipes called mpp and mae learn without labels, from any folder of images: their weights have no head, and
+    `finetune` and `probe` take them. The best are those of the lowest validation loss.
+
     Args:
         recipe: One of those that `vitrail list recipes` shows.
         data: A folder, a .csv or .jsonl, shards, a set that was got, digits, or hf:ORG/NAME.
@@ -44,6 +50,7 @@ def main(
         batch: Images in a step, in place of the recipe's.
         lr: Learning rate at its top, in place of the recipe's.
         warmup: Steps until it is there, in place of the recipe's; a run made shorter has a shorter one of its own.
+        target: What is to be told of hidden patches, in place of the recipe's (mpp and mae).
         balanced: Let every class count alike, however many images it has.
         everything: Train on the validation images too, once all choices are made; the last weights are kept then.
         probe: Also tell at each evaluation how well a linear classifier learns from so many images a class.
@@ -67,7 +74,7 @@ def main(
 
     if deterministic:
         runs.be_deterministic()
-    chosen = runs.changed(recipes.named(recipe), epochs=epochs, batch=batch, lr=lr, warmup=warmup)
+    chosen = runs.changed(_telling(recipes.named(recipe), target), epochs=epochs, batch=batch, lr=lr, warmup=warmup)
     with runs.process(device) as (group, found):
         dataset = open_data(data)
         runs.tell_of(dataset)
@@ -95,3 +102,12 @@ def main(
             return
         facts = runs.facts(task, result, folder)
         show.as_json(facts) if json else print(runs.sentence(facts))
+
+
+def _telling(recipe: Recipe, target: Target | None) -> Recipe:
+    """The recipe with another target of its hidden patches, if one is given."""
+    if target is None:
+        return recipe
+    if recipe.masked is None:
+        raise UsageError(f"--target {target} is for recipes that hide patches, such as mpp-cifar10: leave it away")
+    return dataclasses.replace(recipe, masked=dataclasses.replace(recipe.masked, target=target))

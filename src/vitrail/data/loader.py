@@ -3,8 +3,8 @@
     step s of training holds the positions  s * batch ... s * batch + batch - 1
     a rank computes a consecutive share of them, in consecutive micro-batches
 
-Order, augmentation and mixing are functions of the position (`order`, `augment`, `mixing`), so workers, ranks,
-micro-batches and the step at which a run goes on change no sample. torch's DataLoader moves the batches.
+Order, augmentation, mixing and masking are functions of the position (`order`, `augment`, `mixing`, `masking`), so
+workers, ranks, micro-batches and the step at which a run goes on change no sample. torch's DataLoader moves them.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from vitrail.config import Augment, Preprocess
-from vitrail.data import batched, mixing
+from vitrail.config import Augment, Masked, Preprocess
+from vitrail.data import batched, masking, mixing
 from vitrail.data.augment import training_views
 from vitrail.data.dataset import Split
 from vitrail.data.decode import decode, opened
@@ -44,9 +44,10 @@ class Batch(NamedTuple):
     """Images of consecutive positions (training) or indices (evaluation)."""
 
     pixels: Tensor
-    """uint8 (B, C, S, S); where images are mixed, one more: the partner of the last."""
+    """uint8 (B, C, S, S); where images need their neighbour, one more: the partner of the last."""
     targets: Tensor
-    """Classes (B,), or shares (B, L) where an image may have several; -1 where it has none."""
+    """Classes (B,), or shares (B, L) where an image may have several; -1 where it has none. Of masked training what is
+    hidden, (B, 2, N): `masking.drawn`."""
     positions: Tensor  # (B,)
     left_out: tuple[str, ...] = ()
     """Images that could not be read and were replaced by their neighbours, if that was asked for."""
@@ -96,17 +97,26 @@ class Training:
     preprocess: Preprocess
     seed: int
     classes: int
+    masked: Masked | None = None
+    """What is hidden of an image and to be told, in place of its classes."""
+    patches: int = 0
+    """Of an image, where some are hidden."""
     skip_bad: bool = False
     """Show an image's neighbour where it cannot be read, rather than stop."""
 
     @property
     def mixes(self) -> bool:
-        """Whether images are mixed, so that a part needs the partner of its last image too."""
+        """Whether images are mixed."""
         return bool(self.augment.mixup or self.augment.cutmix)
+
+    @property
+    def partnered(self) -> bool:
+        """Whether a part needs the partner of its last image too: to mix it in, or to take patches of."""
+        return self.mixes or _takes_patches(self.masked)
 
     def positions(self, plan: Plan, step: int, part: range) -> Integers:
         """The positions to load for a micro-batch."""
-        if self.mixes and part:
+        if self.partnered and part:
             first = step * plan.batch
             return mixing.partnered(first, plan.size(step), part.start, len(part))
         return np.arange(part.start, part.stop)
@@ -137,9 +147,41 @@ def evaluation_batches(
     return _loaded(partial(_evaluation_batch, split, preprocess, classes, skip_bad), line, workers)
 
 
+def masked_batches(
+    split: Split,
+    preprocess: Preprocess,
+    masked: Masked,
+    patches: int,
+    *,
+    batch: int,
+    rank: int = 0,
+    world: int = 1,
+    workers: int = 0,
+) -> Iterator[Batch]:
+    """The same with what is hidden of each image, always the same patches, and with the partner of each batch's last.
+
+    An image's partner is the next of the split, so batches and ranks change nothing.
+    """
+    first, last = len(split) * rank // world, len(split) * (rank + 1) // world
+    partner = 1 if _takes_patches(masked) else 0
+    ends = ((start, min(start + batch, last)) for start in range(first, last, batch))
+    line = ([index % len(split) for index in range(start, end + partner)] for start, end in ends)
+    return _loaded(partial(_masked_batch, split, preprocess, masked, patches), line, workers)
+
+
+def _takes_patches(masked: Masked | None) -> bool:
+    """Whether hidden patches may be replaced by those of the next image."""
+    return masked is not None and masked.kind == "mpp"
+
+
 def prepared(batch: Batch, training: Training, plan: Plan, step: int) -> tuple[Tensor, Tensor]:
-    """Normalised images and targets of a training batch, mixed if training mixes, on the device of its pixels."""
+    """Normalised images and targets of a training batch, mixed if training mixes, on the device of its pixels.
+
+    Where patches of a partner may be taken, there is one image more than targets.
+    """
     images = normalise(batch.pixels, training.preprocess)
+    if training.masked is not None:
+        return images, batch.targets[: len(images) - 1] if training.partnered else batch.targets
     if not training.mixes:
         return images, batch.targets
     if not len(images):
@@ -187,7 +229,8 @@ def resident_batches(
         draws = Draws(training.seed, positions)
         views = batched.training_views(pixels[rows], draws, training.augment, training.preprocess)
         cuts = [len(part) for part in some]
-        columns = (views.split(cuts), targets[rows].split(cuts), torch.from_numpy(positions).split(cuts))
+        told = targets[rows] if training.masked is None else _hidden(training, positions).to(pixels.device)
+        columns = (views.split(cuts), told.split(cuts), torch.from_numpy(positions).split(cuts))
         yield from map(Batch, *columns)
 
 
@@ -265,8 +308,22 @@ def _training_batch(training: Training, positions: Integers) -> Batch:
             raise
         rows = np.array([_readable(training, row, left_out) for row in rows.tolist()], dtype=np.int64)
         pixels = _views(training, positions, rows)
-    targets = _targets(training.split, rows, training.classes)
+    known = training.masked is None
+    targets = _targets(training.split, rows, training.classes) if known else _hidden(training, positions)
     return Batch(pixels, targets, torch.from_numpy(positions), tuple(left_out))
+
+
+def _hidden(training: Training, positions: Integers) -> Tensor:
+    """What is hidden of the images at these positions."""
+    assert training.masked is not None
+    return torch.from_numpy(masking.drawn(Draws(training.seed, positions), training.masked, training.patches))
+
+
+def _masked_batch(split: Split, preprocess: Preprocess, masked: Masked, patches: int, indices: Integers) -> Batch:
+    views = torch.stack(_evaluation_views(split, preprocess, indices.tolist()))
+    own = indices[:-1] if _takes_patches(masked) else indices
+    hidden = masking.drawn(Draws(masking.EVALUATION_SEED, own), masked, patches)
+    return Batch(views, torch.from_numpy(hidden), torch.from_numpy(own))
 
 
 def _views(training: Training, positions: Integers, rows: Integers) -> Tensor:

@@ -279,7 +279,12 @@ class ViT(nn.Module):
 
     def tokens(self, images: Tensor, queries: int | None = None) -> Tensor:
         """The encoder's output (B, N, D), or (B, T, D): the last block then computes only `queries` leading ones."""
-        x, positions, grid = self.embed(images)
+        return self.norm(self.through_blocks(*self.embed(images), queries))
+
+    def through_blocks(
+        self, x: Tensor, positions: Iterator[Tensor | None], grid: Grid, queries: int | None = None
+    ) -> Tensor:
+        """Equations 2 and 3 in every layer: (B, N, D) -> (B, N, D), or (B, T, D), before the last norm."""
         last = len(self.blocks) - 1
         for i, (block, position) in enumerate(zip(self.blocks, positions, strict=False)):
             x = x if position is None else x + position
@@ -288,7 +293,7 @@ class ViT(nn.Module):
                 x = checkpoint(block, x, grid, wanted, use_reentrant=False)
             else:
                 x = block(x, grid, wanted)
-        return self.norm(x)
+        return x
 
     def embed(self, images: Tensor) -> tuple[Tensor, Iterator[Tensor | None], Grid]:
         """Equation 1: the tokens (B, N, D), what each block adds to its input (without end), the grid of patches."""
@@ -297,8 +302,12 @@ class ViT(nn.Module):
                 f"images must have the shape (batch, {self.config.channels}, height, width), not {tuple(images.shape)}"
             )
         grid = grid_for((images.shape[2], images.shape[3]), self.config.stride)
-        prefix = [getattr(self, name).expand(len(images), -1, -1) for name, _ in self.prefix_tokens()]
-        x = torch.cat([*prefix, self.patch_embed(images)], dim=1)  # (B, N, D)
+        return self.place(self.patch_embed(images), grid)
+
+    def place(self, patches: Tensor, grid: Grid) -> tuple[Tensor, Iterator[Tensor | None], Grid]:
+        """Equation 1 of embedded patches: prefix tokens put before them, and positions added or left to the blocks."""
+        prefix = [getattr(self, name).expand(len(patches), -1, -1) for name, _ in self.prefix_tokens()]
+        x = torch.cat([*prefix, patches], dim=1)  # (B, N, D)
         positions = self.positions(grid)
         if positions is None:
             return self.pos_drop(x), repeat(None), grid

@@ -70,7 +70,7 @@ def computed(cell: Cell, folder: Path, device: str, workers: int) -> dict[str, A
         result = run(
             task, folder, after_step=_now_and_then(), after_epoch=lambda now: _say(str(now)), resume=True, tell=_say
         )
-        assert result is not None, "a cell is alone in its group"
+        assert isinstance(result, Result), "a cell is alone in its group, and has labels"
         return facts(task, result)
 
 

@@ -19,13 +19,15 @@ from vitrail.data.loader import Batch
 from vitrail.evaluate import probe
 from vitrail.evaluate.classify import Counts, classify
 from vitrail.model.build import Model
+from vitrail.model.masked import MaskedViT, encoder
 from vitrail.train import distributed, sharding
 from vitrail.train import state as states
 from vitrail.train.distributed import ALONE, Group
 from vitrail.train.log import Book
 from vitrail.train.loop import Moment
+from vitrail.train.reconstruction import Reconstruction, Shown, reconstruct
 from vitrail.train.signals import Requests, StoppedError
-from vitrail.train.step import DivergedError, State, precision, uncompiled
+from vitrail.train.step import DivergedError, Learner, State, inputs, precision, uncompiled
 from vitrail.train.task import Task
 from vitrail.weights.load import save
 from vitrail.weights.trained import Origin, Trained
@@ -40,14 +42,27 @@ class Evaluated:
 
     moment: Moment
     train_loss: float
-    val: Counts
+    val: Counts | Reconstruction
     images_per_second: float
+
+    @property
+    def shown(self) -> Shown | None:
+        """A few images of a masked run, and what was told of them."""
+        return self.val.shown if isinstance(self.val, Reconstruction) else None
+
+    @property
+    def validation(self) -> str:
+        """What the images held out say, in a few words."""
+        if isinstance(self.val, Counts):
+            return f"validation {self.val.top1:.1%}"
+        right = "" if self.val.top1 is None else f", {self.val.top1:.1%} of the colours"
+        return f"validation {self.val.mean_loss:.3f}{right}"
 
     def __str__(self) -> str:
         moment = self.moment
         left = moment.seconds / moment.step * (moment.steps - moment.step)
         return (
-            f"epoch {moment.epoch:.4g}: loss {self.train_loss:.3f}, validation {self.val.top1:.1%},"
+            f"epoch {moment.epoch:.4g}: loss {self.train_loss:.3f}, {self.validation},"
             f" {self.images_per_second:,.0f} images/s, {left:,.0f} s left"
         )
 
@@ -69,6 +84,8 @@ class Keeper:
 
     best: float | None = None
     """The highest accuracy on val so far."""
+    kept: dict[str, Any] | None = None
+    """What val said of the best weights of a masked model: their file has no heads that could be asked again."""
     loss: float = 0.0
     """Summed over the images since the last evaluation."""
     images: int = 0
@@ -133,10 +150,7 @@ class Keeper:
                     f" before are kept. Try a lower learning rate than {self.task.recipe.optimiser.lr}, or a longer"
                     " warm-up"
                 )
-            score = val.macro if self.task.recipe.balanced and val.by_class else val.top1
-            self.best = score if self.best is None else max(score, self.best)
-            good = score >= self.best - doubt(self.best, val.images) or self.task.everything
-            self.keep(model, moment, good=good)
+            self.keep(model, moment, good=self.good(val))
             if self.task.probe:
                 self.probed(model, moment)
         found = Evaluated(moment, loss, val, rate)
@@ -147,21 +161,36 @@ class Keeper:
         self.after_epoch(found)
         self.evaluated = moment.seconds + time.perf_counter() - begun
 
-    def measured(self, model: Model) -> Counts:
-        """The counts of the validation images, those of other ranks included."""
+    def good(self, val: Counts | Reconstruction) -> bool:
+        """Whether the weights of which val says this are the best so far; then it is remembered."""
+        last = self.task.everything  # with val trained on, there is nothing to choose by
+        if isinstance(val, Counts):
+            score = val.macro if self.task.recipe.balanced and val.by_class else val.top1
+            self.best = score if self.best is None else max(score, self.best)
+            return last or score >= self.best - doubt(self.best, val.images)
+        found = last or self.kept is None or val.mean_loss <= self.kept["loss"]
+        if found:
+            self.kept = {"images": val.images, "patches": val.patches, "loss": val.mean_loss}
+            self.kept |= {"top1": val.top1, "top5": val.top5}
+        return found
+
+    def measured(self, model: Learner) -> Counts | Reconstruction:
+        """What the validation images say, those of other ranks included."""
         task = self.task
         batches = in_step(model, self.val(), task) if task.sharded else self.val()
         with uncompiled(model), precision(task.device):
+            if isinstance(model, MaskedViT):
+                return reconstruct(model, batches, task.preprocess, over_ranks=distributed.summed)
             return classify(
                 model, batches, task.preprocess, over_ranks=lambda counts: distributed.counted(counts, task.device)
             )
 
-    def probed(self, model: Model, moment: Moment) -> None:
+    def probed(self, model: Learner, moment: Moment) -> None:
         """Tell what the features are worth to a classifier that learns from few images."""
         task = self.task
         with uncompiled(model):
             score = probe.few_shot(
-                model,
+                encoder(model),
                 task.dataset.splits["train"],
                 task.dataset.splits["val"],
                 task.preprocess,
@@ -176,7 +205,7 @@ class Keeper:
         self.book.step(moment.step, {f"metrics/accuracy_{task.probe}_shot": score.top1})
         self.book.say(f"{task.probe}-shot: {score.top1:.2%} ± {score.std:.2%}")
 
-    def keep(self, model: Model, moment: Moment, *, good: bool) -> None:
+    def keep(self, model: Learner, moment: Moment, *, good: bool) -> None:
         """Write the last weights, and where they are good the best."""
         if not (self.task.group.leads or self.task.sharded):
             return
@@ -191,17 +220,19 @@ class Keeper:
 
     def checkpoint(self, moment: Moment) -> None:
         """Take a snapshot of everything and hand it to the thread that writes it."""
-        digest = states.digest(self.state.model.state_dict())
-        self.book.event("checkpoint", step=moment.step, loss=moment.outcome.loss, weights=digest)
+        snapshot = self.writer.take(self.state)
+        weights = self.state.model.state_dict() if self.task.sharded else snapshot.tensors["model"]
+        self.book.event("checkpoint", step=moment.step, loss=moment.outcome.loss, weights=states.digest(weights))
         facts = {name: getattr(self, name) for name in _REMEMBERED}
-        self.writer.give(states.taken(self.state, facts | {"files": self.book.sizes(), "machine": machine(self.task)}))
+        facts |= {"files": self.book.sizes(), "machine": machine(self.task)}
+        self.writer.give(dataclasses.replace(snapshot, facts=facts))
         self.saved = time.monotonic()
 
     def resume(self, snapshot: states.Snapshot) -> None:
         """Go back to where a snapshot was taken, the run's files too."""
         states.restore(self.state, snapshot)
         for name in _REMEMBERED:
-            setattr(self, name, snapshot.facts[name])
+            setattr(self, name, snapshot.facts.get(name))  # an older version knew nothing of `kept`
         self.before = self.seconds
         self.book.cut(snapshot.facts["files"])
 
@@ -221,7 +252,9 @@ class Keeper:
 
     def trained(self, model: Model, moment: Moment) -> Trained:
         """The weights with all that is needed to use them."""
-        task, what = self.task, "trained"
+        task, what, how = self.task, "trained", self.task.recipe.masked
+        if how is not None:
+            what = f"pre-trained without labels ({how.kind}, {how.target})"
         assumptions: tuple[str, ...] = ()
         changes: tuple[str, ...] = ()
         if task.start is not None:
@@ -230,10 +263,12 @@ class Keeper:
         name = f"{what} on {task.dataset.name}, step {moment.step} of {moment.steps}"
         licence = task.start.origin.licence if task.start else None
         origin = Origin(format="vitrail", name=name, licence=licence, assumptions=assumptions, changes=changes)
+        if how is not None:
+            return Trained(model, task.preprocess, None, origin)
         return Trained(model, task.preprocess, task.dataset.classes, origin, several=task.dataset.several)
 
 
-_REMEMBERED = ("best", "loss", "images", "period", "seconds", "evaluated")
+_REMEMBERED = ("best", "kept", "loss", "images", "period", "seconds", "evaluated")
 
 
 def machine(task: Task) -> dict[str, Any]:
@@ -258,13 +293,13 @@ def doubt(share: float, images: int) -> float:
 
 
 @contextlib.contextmanager
-def averaged(state: State) -> Iterator[Model]:
+def averaged(state: State) -> Iterator[Learner]:
     """The model; where there is an average, it has those weights while the block lasts."""
     with contextlib.nullcontext() if state.average is None else state.average.in_place():
         yield state.model
 
 
-def in_step(model: Model, batches: Iterator[Batch], task: Task) -> Iterator[Batch]:
+def in_step(model: Learner, batches: Iterator[Batch], task: Task) -> Iterator[Batch]:
     """The batches, and then forward passes of nothing for as long as another rank has batches left.
 
     Each pass of a model that is sharded needs all ranks, and their shares of the images may differ.
@@ -273,13 +308,25 @@ def in_step(model: Model, batches: Iterator[Batch], task: Task) -> Iterator[Batc
         if batch.targets.ndim == 1 or batch.targets.any():  # without a label it is not computed
             distributed.agreed(1, task.device)
             yield batch
-    nothing = torch.zeros(1, len(task.preprocess.mean), *task.preprocess.size, device=task.device)
+    pixels = torch.zeros(1, len(task.preprocess.mean), *task.preprocess.size, device=task.device)
+    hiding = torch.zeros(1, 2, task.patches, dtype=torch.int64, device=task.device)
     while distributed.agreed(0, task.device):
-        model(nothing)
+        model(*inputs(model, pixels, hiding))
 
 
 def evaluation_batches(task: Task, split: str, group: Group = ALONE) -> Iterator[Batch]:
-    """The images of a split, or a rank's share of them."""
+    """The images of a split, or a rank's share of them; of a masked run with what is hidden of them."""
+    if task.recipe.masked is not None:
+        return loader.masked_batches(
+            task.dataset.splits[split],
+            task.preprocess,
+            task.recipe.masked,
+            task.patches,
+            batch=_EVALUATION_BATCH,
+            rank=group.rank,
+            world=group.world,
+            workers=task.workers,
+        )
     return loader.evaluation_batches(
         task.dataset.splits[split],
         task.preprocess,

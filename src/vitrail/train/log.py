@@ -92,15 +92,16 @@ class Book:
         for logger in self.loggers:
             logger.scalars(step, values)
 
-    def row(self, step: int, values: Sequence[float]) -> None:
-        """A row of results.csv."""
+    def row(self, step: int, values: Sequence[float | None]) -> None:
+        """A row of results.csv; a number that there is none of is an empty cell."""
         if self.folder is None:
             return
         with (self.folder / "results.csv").open("a", newline="") as file:
-            csv.writer(file).writerow(f"{value:.6g}" for value in values)
+            csv.writer(file).writerow("" if value is None else f"{value:.6g}" for value in values)
         named = dict(zip(COLUMNS, values, strict=True))
         self.event("epoch", step=step, **named)
-        self.step(step, {name: value for name, value in named.items() if name not in ("epoch", "time")})
+        known = {name: value for name, value in named.items() if value is not None}
+        self.step(step, {name: value for name, value in known.items() if name not in ("epoch", "time")})
 
     def event(self, event: str, **facts: Any) -> None:
         """A line of events.jsonl."""

@@ -19,11 +19,13 @@ from torch.optim import SGD, AdamW, Optimizer
 from vitrail.config import Optimiser
 from vitrail.errors import ModelError, UsageError
 from vitrail.model.build import Model
+from vitrail.model.masked import MaskedViT
 from vitrail.model.vit import ViT
 from vitrail.train import sharding
 from vitrail.train.sharding import local
 
 FUSED = ("cpu", "cuda", "mps")  # devices on which torch has one kernel for a whole group's step
+BLOCKS = ("blocks.", "vit.blocks.", "decoder.blocks.")  # of a ViT, or of one that is masked
 BOTTOM = ("patch_embed", "cls_token", "dist_token", "reg_token", "pos_embed", "pos_embed_y", "pos_embed_x", "stem")
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steepest at 0, so that five iterations are enough
@@ -33,7 +35,7 @@ MATCHED_RMS = 0.2  # Liu et al. 2025: a Muon step as large as AdamW's, so that o
 Group = dict[str, Any]
 
 
-def build(model: Model, optimiser: Optimiser, *, recorded: bool = False) -> Optimizer:
+def build(model: Model | MaskedViT, optimiser: Optimiser, *, recorded: bool = False) -> Optimizer:
     """The optimizer of all parameters that are not frozen, its learning rates at their top.
 
     With `recorded` its step may become part of a CUDA graph: learning rates then lie on the device. Not for sgd.
@@ -63,7 +65,7 @@ def build(model: Model, optimiser: Optimiser, *, recorded: bool = False) -> Opti
     return optimizer
 
 
-def parameter_groups(model: Model, optimiser: Optimiser) -> list[Group]:
+def parameter_groups(model: Model | MaskedViT, optimiser: Optimiser) -> list[Group]:
     """Parameters by name, together where decay, learning rate and rule are the same; frozen ones in none."""
     groups: dict[tuple[bool, int, int], Group] = {}
     for owner, module in model.named_modules():
@@ -73,8 +75,9 @@ def parameter_groups(model: Model, optimiser: Optimiser) -> list[Group]:
             kernel = name.endswith(".weight") and isinstance(module, nn.Linear | nn.Conv2d)
             # Query, key and value are three maps that only lie in one matrix: each is orthogonalised by itself.
             stacked = 3 if name.endswith(".qkv.weight") else 1
-            matrices = stacked if optimiser.kind == "muon" and kernel and name.startswith("blocks.") else 0
-            level = height(model, name) if optimiser.layer_decay != 1 else 0
+            matrices = stacked if optimiser.kind == "muon" and kernel and name.startswith(BLOCKS) else 0
+            # a masked recipe refuses to have layers learn at different rates
+            level = 0 if optimiser.layer_decay == 1 or isinstance(model, MaskedViT) else height(model, name)
             top = optimiser.lr if matrices or optimiser.adam_lr is None else optimiser.adam_lr
             top = top * optimiser.layer_decay**level
             if optimiser.head_lr is not None and name.startswith(("head.", "head_dist.")):

@@ -3,6 +3,7 @@
     runs/NAME/  config.json  results.csv  events.jsonl  run.log  weights/best.safetensors  weights/last.safetensors
                 per_class.csv  predictions.csv  checkpoints/step-00001234/
 
+A masked run, which learns without labels, has no tables of answers, and weights without a head.
 Columns and names of files are those people's scripts already know. Drawing is left to whoever has figures.
 """
 
@@ -63,6 +64,22 @@ class Result:
     epochs: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """What a masked run came to: of its best weights, on val."""
+
+    images: int
+    patches: int
+    """Hidden ones."""
+    loss: float
+    top1: float | None
+    """Of the colours to tell, where the target is colours."""
+    top5: float | None
+    seconds: float
+    """Of training, its evaluations included."""
+    epochs: float
+
+
 def run(
     task: Task,
     folder: Path,
@@ -74,7 +91,7 @@ def run(
     save_every: float = SAVE_EVERY,
     saved: Callable[[Path], None] = lambda _: None,
     tell: Callable[[str], None] = lambda _: None,
-) -> Result | None:
+) -> Result | Pretrained | None:
     """Train, keep the best and the last weights in the folder, and measure the best on test, or else on val.
 
     The folder is new, or with `resume` one in which the same run was begun: it goes on from its newest checkpoint, as
@@ -102,8 +119,9 @@ def run(
                 loop.run(state, steps, task.training, task.plan, task.recipe, after_step=keeper.stepped)
                 del steps  # its processes, or the images that live on the GPU
                 writer.wait()
-                results: list[Result] = []
-                distributed.led(lambda: results.append(_finished(keeper)))
+                results: list[Result | Pretrained] = []
+                finished = _finished if task.recipe.masked is None else _pretrained
+                distributed.led(lambda: results.append(finished(keeper)))
         except BaseException as error:
             if leads:
                 with contextlib.suppress(OSError):  # a full disk has no room for words, and its own error is to be seen
@@ -178,11 +196,18 @@ def started_again(folder: Path, group: Group) -> bool:
 
 def _check_same(config: Path, wanted: dict[str, Any]) -> None:
     """Refuse to go on with a run by another configuration than it was begun with."""
-    before = _configuration(config)
+    before, now = _stated(_configuration(config)), _stated(wanted)
     for key in _SAME:
-        if before.get(key) != wanted[key]:
-            difference = _difference(key, before.get(key), wanted[key])
+        if before.get(key) != now.get(key):
+            difference = _difference(key, before.get(key), now.get(key))
             raise UsageError(f"{config.parent} was begun with another {difference}")
+
+
+def _stated(value: Any) -> Any:
+    """The fields of a configuration that are set: a version that does not know a field yet leaves it away."""
+    if not isinstance(value, dict):
+        return value
+    return {name: _stated(field) for name, field in value.items() if field is not None}
 
 
 def _configuration(config: Path) -> dict[str, Any]:
@@ -284,6 +309,17 @@ def _finished(keeper: Keeper) -> Result:
     tables.write_predictions(task.dataset.splits[split], names, names, said, folder / "predictions.csv")
     if counts.by_class:
         tables.write_classes(counts, names, folder / "per_class.csv", task.counts)
+    return result
+
+
+def _pretrained(keeper: Keeper) -> Pretrained:
+    """What val said of the best weights; they have no head that could be calibrated."""
+    task, kept = keeper.task, keeper.kept
+    assert kept is not None, "there is an evaluation after the last step"
+    result = Pretrained(**kept, seconds=keeper.seconds, epochs=task.plan.total / len(task.split))
+    keeper.book.event("pretrained", split="val", **kept, seconds=result.seconds)
+    right = "" if result.top1 is None else f", {result.top1:.2%} of the colours right"
+    keeper.book.say(f"val: loss {result.loss:.4f} of {result.patches:,} hidden patches{right}")
     return result
 
 

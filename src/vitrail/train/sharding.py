@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.model.build import Model, build
+from vitrail.model.masked import MaskedViT, encoder
 from vitrail.model.resnet import BiTUnit, HybridUnit
 from vitrail.model.vit import Block
 from vitrail.train import distributed
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 UNITS = (Block, BiTUnit, HybridUnit)  # what is put together at a time; a stage of a ResNet can be most of it
 
 
-def shard(model: Model, device: torch.device) -> None:
+def shard(model: Model | MaskedViT, device: torch.device) -> None:
     """Divide the model over all ranks, in place and unit by unit, so that a device never holds all of it.
 
     On a GPU units are sent in bf16, the kind in which autocast multiplies, and gradients are added up in float32. What
@@ -105,19 +106,23 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_divided(tensor) else tensor
 
 
-def copied(model: Model) -> Model | None:
-    """A whole copy of the model on the CPU, in eval mode; of a model that is sharded rank 0 has it, the others None."""
+def copied(model: Model | MaskedViT) -> Model | None:
+    """A whole copy of the model on the CPU, in eval mode; of a model that is sharded rank 0 has it, the others None.
+
+    Of a masked one it is the ViT alone.
+    """
+    kept = encoder(model)
     if not is_sharded(model):
-        return copy.deepcopy(model).cpu().eval()
+        return copy.deepcopy(kept).cpu().eval()
     leads = torch.distributed.get_rank() == 0
     tensors: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in kept.state_dict().items():
         put_together = whole(tensor)  # one at a time: a device may not hold all
         if leads:
             tensors[name] = put_together.cpu()
     if not leads:
         return None
     with torch.device("meta"):
-        made = build(model.config)
+        made = build(kept.config)
     made.load_state_dict(tensors, assign=True)
     return made.eval()

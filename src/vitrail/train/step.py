@@ -17,11 +17,14 @@ from torch.optim import Optimizer
 from vitrail.config import Recipe
 from vitrail.data import draws
 from vitrail.errors import VitrailError
+from vitrail.model import masked
 from vitrail.model.build import Model
+from vitrail.model.masked import MaskedViT
 from vitrail.model.vit import ViT
 from vitrail.train import distributed, ema, losses, optimizer, schedule, sharding
 
 LOSSES = {"softmax": losses.softmax_cross_entropy, "sigmoid": losses.sigmoid_cross_entropy}
+Learner = Model | MaskedViT
 
 
 class DivergedError(VitrailError):
@@ -34,7 +37,7 @@ class DivergedError(VitrailError):
 class State:
     """What training changes."""
 
-    model: Model
+    model: Learner
     network: nn.Module
     """What computes the model: itself, sharded or not, or its wrapper that adds up gradients over ranks."""
     optimizer: Optimizer
@@ -60,7 +63,7 @@ class Outcome:
     lr: float
 
 
-def begin(model: Model, recipe: Recipe, counts: Sequence[int] = (), *, recorded: bool = False) -> State:
+def begin(model: Learner, recipe: Recipe, counts: Sequence[int] = (), *, recorded: bool = False) -> State:
     """The state before the first step; a balanced recipe needs the training images of each class.
 
     With `recorded` the steps of a GPU are replayed (`Recording`); the loop then gives each as one part. From here on
@@ -77,7 +80,7 @@ def begin(model: Model, recipe: Recipe, counts: Sequence[int] = (), *, recorded:
     return State(model, _wrapped(model), built, average, Recording() if recorded else None, offsets)
 
 
-def _wrapped(model: Model) -> nn.Module:
+def _wrapped(model: Learner) -> nn.Module:
     """The model, or where each of several ranks has all of it torch's wrapper, which sends gradients as they come."""
     if not distributed.together() or sharding.is_sharded(model):
         return model
@@ -98,6 +101,7 @@ def advance(
 ) -> Outcome:
     """Compute the step's micro-batches, (images, targets) each, and move the weights by their gradient.
 
+    Targets of a masked model are what is hidden, and there may be one image more (`loader.prepared`).
     `size` counts the step's images over all ranks: gradients are of the mean over them, however they are divided.
     """
     state.model.train()
@@ -107,7 +111,7 @@ def advance(
         ((pixels, targets),) = parts
         torch.manual_seed(_dropout_seed(seed, state.step, rank, 0))
         total, norm = state.recording.gradients(state, pixels, targets, recipe)
-        images = len(pixels)
+        images = len(targets)
     else:
         total, norm, images = _gradients(
             state, parts, recipe, size, lambda part: _dropout_seed(seed, state.step, rank, part)
@@ -141,16 +145,14 @@ def _gradients(
             torch.manual_seed(seed(number))
         with _sent(state.network, now=last):
             if len(pixels):
-                logits = _logits(state, pixels, whole=size == recipe.batch)
-                loss = LOSSES[recipe.loss](logits, targets, recipe.label_smoothing)
+                loss = _loss(state, pixels, targets, recipe, whole=size == recipe.batch)
                 # torch's wrapper takes the mean over ranks, and what is wanted is the sum
                 (loss * (distributed.world() / size)).backward()
                 total = loss.detach() if total is None else total + loss.detach()
-                images += len(pixels)
+                images += len(targets)
             elif sharding.is_sharded(state.network) or (last and distributed.together()):
                 # the others wait for this rank's gradients, which are nothing, and where it is sharded for its weights
-                nothing = _logits(state, pixels.new_zeros(1, *pixels.shape[1:]), whole=False)
-                (nothing.sum() * 0).backward()
+                (_said(state, *nothing(pixels, targets), whole=False).sum() * 0).backward()
     norm = optimizer.clip(state.model.parameters(), recipe.optimiser.clip)
     return torch.zeros((), device=norm.device) if total is None else total, norm, images
 
@@ -243,16 +245,34 @@ def precision(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def _logits(state: State, pixels: Tensor, *, whole: bool) -> Tensor:
-    """(B, L); what is compiled is compiled for whole steps, and a run's last, short one is not worth another time."""
+def _loss(state: State, pixels: Tensor, targets: Tensor, recipe: Recipe, *, whole: bool) -> Tensor:
+    """Summed over the images."""
+    said = _said(state, pixels, targets, whole=whole)
+    if isinstance(state.model, MaskedViT):
+        return masked.losses(said, state.model.targets(pixels, targets)).sum()
+    logits = said if state.offsets is None else said.float() + state.offsets
+    return LOSSES[recipe.loss](logits, targets, recipe.label_smoothing)
+
+
+def _said(state: State, pixels: Tensor, targets: Tensor, *, whole: bool) -> Tensor:
+    """What the network says; compiled for whole steps, and a run's last, short one is not worth another time."""
     with contextlib.nullcontext() if whole else uncompiled(state.model), precision(pixels.device):
-        logits = state.network(pixels)
-    return logits if state.offsets is None else logits.float() + state.offsets
+        return state.network(*inputs(state.model, pixels, targets))
 
 
-def uncompiled(model: Model) -> contextlib.AbstractContextManager[object]:
+def inputs(model: Learner, pixels: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """What the forward pass takes of a micro-batch: the images, and of a masked model also what is hidden of them."""
+    return (pixels, targets) if isinstance(model, MaskedViT) else (pixels,)
+
+
+def nothing(pixels: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """A black image in place of none, for a pass that others wait for."""
+    return pixels.new_zeros(1, *pixels.shape[1:]), targets.new_zeros(1, *targets.shape[1:])
+
+
+def uncompiled(model: Learner) -> contextlib.AbstractContextManager[object]:
     """Where a model that was compiled for training's batches computes others, as it is written."""
-    compiled = isinstance(model, ViT) and model.compiled
+    compiled = isinstance(model, ViT | MaskedViT) and model.compiled
     return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 

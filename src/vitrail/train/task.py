@@ -10,18 +10,21 @@ from typing import Any, Literal
 import torch
 
 from vitrail import presets
-from vitrail.config import Preprocess, Recipe, ViTConfig, sides, to_json
+from vitrail.config import Masked, Preprocess, Recipe, ViTConfig, sides, to_json
+from vitrail.data import draws
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.decode import decoder
 from vitrail.data.loader import Plan, Training
 from vitrail.data.order import Order
 from vitrail.errors import DataError, ModelError, UsageError
 from vitrail.evaluate import features, probe
-from vitrail.model import count
+from vitrail.model import count, masked
 from vitrail.model.build import Config, Model
+from vitrail.model.masked import MaskedViT
 from vitrail.model.vit import ViT
 from vitrail.train import optimizer, schedule, sharding
 from vitrail.train.distributed import ALONE, Group
+from vitrail.train.step import Learner
 from vitrail.weights.adapt import adapt, reordered
 from vitrail.weights.trained import Trained, random
 
@@ -69,6 +72,31 @@ class Task:
                 f"{dataset.name} has the splits {', '.join(dataset.splits)}; train and val are needed. Add a val, or"
                 " images: of classes with three and more, some are held out for it"
             )
+        if self.recipe.masked is None:
+            self._check_labels()
+        if self.plan.steps < 1:
+            raise UsageError(f"{self.recipe.epochs:g} epochs of {len(self.split):,} images make no step; give more")
+        if self.workers < 0:
+            raise UsageError(f"workers is {self.workers}; it must be 0 or more")
+        if self.measured is not None and self.measured not in dataset.splits:
+            raise DataError(f"{dataset.name} has no {self.measured} to measure on; it has {', '.join(dataset.splits)}")
+        if self.probe and self.shard:
+            raise UsageError("--probe needs the whole model in each process: leave it away, or --shard")
+        if self.probe and not dataset.classes:
+            raise DataError(f"{dataset.name} has no labels for --probe to learn from: leave it away")
+        if self.probe:
+            probe.check_shots(features.labels(dataset.splits["train"]), dataset.classes, self.probe)
+        schedule.share(self.recipe.schedule, 0, self.plan.steps)  # refuses a warm-up longer than the run
+        if (self.start is None) == (self.recipe.model is None):
+            raise UsageError("a recipe names a preset, or is for fine-tuning and is given a model: one of both")
+        if self.start is not None and self.start.labels != dataset.classes:
+            raise UsageError("the model's classes are not those of the data; train.task.fitted makes them so")
+        if self.recipe.masked is not None:
+            masked.outputs(self.config, self.recipe.masked)  # refuses a model that cannot be taught so
+
+    def _check_labels(self) -> None:
+        """Refuse what cannot be learned from, or stored with the weights."""
+        dataset = self.dataset
         if not dataset.classes:
             raise DataError(f"{dataset.name} has no labels to learn")
         if dataset.several and self.recipe.loss != "sigmoid":
@@ -78,26 +106,11 @@ class Task:
         empty = [name for name, number in zip(dataset.classes, self.counts, strict=True) if not number]
         if empty and not self.sparse:
             raise DataError(f"{len(empty)} classes have no training image, such as {empty[0]}: add some or remove them")
-        if self.plan.steps < 1:
-            raise UsageError(f"{self.recipe.epochs:g} epochs of {len(self.split):,} images make no step; give more")
-        if self.workers < 0:
-            raise UsageError(f"workers is {self.workers}; it must be 0 or more")
-        if self.measured is not None and self.measured not in dataset.splits:
-            raise DataError(f"{dataset.name} has no {self.measured} to measure on; it has {', '.join(dataset.splits)}")
-        if self.probe and self.shard:
-            raise UsageError("--probe needs the whole model in each process: leave it away, or --shard")
-        if self.probe:
-            probe.check_shots(features.labels(dataset.splits["train"]), dataset.classes, self.probe)
         if self.recipe.balanced and dataset.several:
             raise UsageError("--balanced is for images of one label each, and these may have several")
         for name in dataset.classes:
             if not name.isascii() and name.encode(errors="replace").decode() != name:
                 raise DataError(f"the class {name!r} has no valid name in UTF-8: rename its folder")
-        schedule.share(self.recipe.schedule, 0, self.plan.steps)  # refuses a warm-up longer than the run
-        if (self.start is None) == (self.recipe.model is None):
-            raise UsageError("a recipe names a preset, or is for fine-tuning and is given a model: one of both")
-        if self.start is not None and self.start.labels != dataset.classes:
-            raise UsageError("the model's classes are not those of the data; train.task.fitted makes them so")
 
     @functools.cached_property
     def counts(self) -> list[int]:
@@ -148,16 +161,28 @@ class Task:
             preprocess=self.view or self.preprocess,
             seed=self.seed,
             classes=len(self.dataset.classes),
+            masked=self.recipe.masked,
+            patches=self.patches,
         )
+
+    @property
+    def classes(self) -> int:
+        """Outputs of the model's head; none where it learns without labels."""
+        return len(self.dataset.classes) if self.recipe.masked is None else 0
+
+    @property
+    def patches(self) -> int:
+        """Of an image, where the model cuts it into some."""
+        return math.prod(self.config.grid) if isinstance(self.config, ViTConfig) else 0
 
     def preset(self) -> Config:
         """The configuration of the recipe's preset, for this data."""
         recipe = self.recipe
         assert recipe.model is not None
         size = {} if recipe.image_size is None else {"image_size": sides(recipe.image_size)}
-        return presets.config(recipe.model, classes=len(self.dataset.classes), **size, **recipe.settings)
+        return presets.config(recipe.model, classes=self.classes, **size, **recipe.settings)
 
-    def model(self) -> Model:
+    def model(self) -> Learner:
         """The network before its first step, on the device."""
         recipe = self.recipe
         if self.start is not None:
@@ -167,7 +192,7 @@ class Task:
             made = random(
                 recipe.model,
                 image_size=recipe.image_size,
-                num_classes=len(self.dataset.classes),
+                num_classes=self.classes,
                 seed=self.seed,
                 head_bias=recipe.head_bias,
                 mimetic=recipe.mimetic,
@@ -182,9 +207,19 @@ class Task:
             for name, parameter in made.named_parameters():
                 head = name.startswith(("head.", "head_dist.", "pre_logits."))  # the norm before it is none
                 parameter.requires_grad_(optimizer.height(made, name) <= recipe.layers if recipe.layers else head)
+        return self._placed(made if recipe.masked is None else self._masked(made, recipe.masked))
+
+    def _masked(self, made: Model, how: Masked) -> MaskedViT:
+        """The model with all that it is taught with."""
+        assert isinstance(made, ViT), "another is refused before anything is computed"
+        generator = torch.Generator().manual_seed(draws.key(self.seed, "masked heads") >> 1)
+        return masked.initialise_heads(MaskedViT(made, how, self.preprocess), generator)
+
+    def _placed(self, made: Learner) -> Learner:
+        """The model on the device, or this process's part of it, compiled if that is worth the while."""
         if not self.sharded:
             made = made.to(self.device)
-        if isinstance(made, ViT) and self.compiles:
+        if isinstance(made, ViT | MaskedViT) and self.compiles:
             made.compile_blocks()
         if self.sharded:
             sharding.shard(made, self.device)
@@ -218,12 +253,16 @@ class Task:
     @property
     def flops(self) -> int:
         """Of the whole run's forward and backward passes."""
-        return count.training_flops(self.config, self.plan.total)
+        config, how = self.config, self.recipe.masked
+        if how is None:
+            return count.training_flops(config, self.plan.total)
+        assert isinstance(config, ViTConfig)
+        return masked.training_flops(config, how, self.plan.total)
 
     @property
     def imbalance(self) -> float:
-        """Images of the largest class for each of the smallest."""
-        return max(self.counts) / min(self.counts)
+        """Images of the largest class for each of the smallest, where that matters."""
+        return max(self.counts) / min(self.counts) if self.recipe.masked is None else 1.0
 
 
 def fitted(trained: Trained, dataset: Dataset, recipe: Recipe, *, keep_head: bool = False) -> Trained:

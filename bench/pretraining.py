@@ -1,0 +1,306 @@
+"""What pre-training is worth where labels are few: from scratch, masked patch prediction, MAE, supervised.
+
+    python bench/pretraining.py DATA --recipe tiny-imagenet --work FOLDER [--minutes 9]
+        [--pretraining-steps 20000] [--steps 3000] [--seeds 3] [--rates 5e-4 2e-3] [--shares 0.01 0.1 1]
+        [--arms scratch mpp-mean-colour mpp-4x4-colours mpp-pixels mae supervised] [--device cuda] [--workers 4]
+
+The classes of DATA are divided, every second one to either half. The recipe's model is pre-trained on the training
+images of one half: without labels (mpp with each of its targets, mae) or with them; from scratch it is not. Then each
+arm learns the other half from a share of its labels, with the recipe's own augmentation and the same number of steps at
+each rate. Held-out images of these classes are divided again: by one part the weights of a run and the rate of an arm
+are chosen, the other is what the table is of. Means and deviations are over seeds, which draw the labels too.
+
+A process takes one run after the other that is neither done nor taken, so any number of them may work on one FOLDER,
+and any of them may be ended at any time: a run goes on from its checkpoint. After --minutes a process saves and ends.
+Each finished run is a line of FOLDER/results.jsonl, and every process ends with the table of those that are done.
+"""
+
+import argparse
+import contextlib
+import csv
+import dataclasses
+import fcntl
+import json
+import os
+import shutil
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vitrail import recipes
+from vitrail.config import Masked, Recipe, Schedule
+from vitrail.data.dataset import Dataset, Split
+from vitrail.data.sources import open_data
+from vitrail.model.device import named
+from vitrail.train.run import Result, run
+from vitrail.train.signals import StoppedError
+from vitrail.train.step import DivergedError
+from vitrail.train.task import Task, fitted
+from vitrail.weights.load import load
+
+ARMS = {
+    "scratch": None,
+    "mpp-mean-colour": recipes.MPP,
+    "mpp-4x4-colours": dataclasses.replace(recipes.MPP, target="4x4-colours"),
+    "mpp-pixels": dataclasses.replace(recipes.MPP, target="pixels"),
+    "mae": recipes.MAE,
+    "supervised": None,
+}
+_PATIENCE = 5.0  # seconds until a process looks again for a run that it can take
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A run: pre-training of an arm, or what it learns then from a share of the labels."""
+
+    arm: str
+    share: float | None = None
+    rate: float = 0.0
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of its folder and lock."""
+        return self.arm if self.share is None else f"{self.arm}-{self.share:g}-{self.rate:g}-seed{self.seed}"
+
+    @property
+    def needs(self) -> str | None:
+        """The run whose weights it begins with."""
+        return None if self.share is None or self.arm == "scratch" else self.arm
+
+
+def jobs(options: argparse.Namespace) -> list[Job]:
+    """All runs, those that others wait for first."""
+    before = [Job(arm) for arm in options.arms if arm != "scratch"]
+    grid = [
+        Job(arm, share, rate, seed)
+        for seed in range(options.seeds)
+        for share in options.shares
+        for arm in options.arms
+        for rate in options.rates
+    ]
+    return before + grid
+
+
+# --- the images ------------------------------------------------------------------------------------------------------
+
+
+def half(dataset: Dataset, split: str, which: int) -> Split:
+    """The images of a split that show every second class, from the first or the second on."""
+    found = dataset.splits[split]
+    rows = np.asarray(found.rows)
+    return Split(found.store, rows[found.store.table["label"][rows] % 2 == which])
+
+
+def upstream(dataset: Dataset) -> Dataset:
+    """What is pre-trained on: one half of the classes."""
+    held = "test" if "test" in dataset.splits else "val"
+    splits = {"train": half(dataset, "train", 0), "val": half(dataset, held, 0)}
+    return dataclasses.replace(dataset, splits=splits)
+
+
+def downstream(dataset: Dataset, share: float, seed: int) -> Dataset:
+    """The other half: a share of each class's training images, and two parts of those held out."""
+    train = half(dataset, "train", 1)
+    labels = train.store.table["label"][train.rows]
+    generator = np.random.default_rng([seed, round(share * 1e6)])
+    kept = [
+        generator.permutation(train.rows[labels == label])[: max(1, round(share * int((labels == label).sum())))]
+        for label in np.unique(labels)
+    ]
+    held = half(dataset, "test" if "test" in dataset.splits else "val", 1)
+    parts = {"train": np.sort(np.concatenate(kept)), "val": held.rows[0::2], "test": held.rows[1::2]}
+    return dataclasses.replace(dataset, splits={name: Split(train.store, rows) for name, rows in parts.items()})
+
+
+# --- the runs --------------------------------------------------------------------------------------------------------
+
+
+def lasting(recipe: Recipe, steps: int, images: int) -> Recipe:
+    """The recipe for so many steps."""
+    return dataclasses.replace(recipe, epochs=steps * recipe.batch / images, schedule=Schedule(warmup=steps // 20))
+
+
+def pretraining(job: Job, dataset: Dataset, options: argparse.Namespace) -> Task:
+    """An arm's run on the first half of the classes."""
+    some, base = upstream(dataset), recipes.named(options.recipe)
+    masked: Masked | None = ARMS[job.arm]
+    if masked is not None:
+        base = recipes.without_labels(base, masked, images=len(some.splits["train"]), epochs=1)
+    recipe = lasting(base, options.pretraining_steps, len(some.splits["train"]))
+    return Task(recipe=recipe, dataset=some, device=named(options.device), workers=options.workers, sparse=True)
+
+
+def learning(job: Job, dataset: Dataset, options: argparse.Namespace) -> Task:
+    """What an arm learns of the second half."""
+    assert job.share is not None
+    some, base = downstream(dataset, job.share, job.seed), recipes.named(options.recipe)
+    base = dataclasses.replace(base, optimiser=dataclasses.replace(base.optimiser, lr=job.rate))
+    recipe, start = lasting(base, options.steps, len(some.splits["train"])), None
+    if job.needs is not None:
+        recipe = dataclasses.replace(recipe, model=None, settings={}, image_size=None, mimetic=False)
+        start = fitted(load(options.work / "runs" / job.needs / "weights" / "best.safetensors"), some, recipe)
+    return Task(
+        recipe=recipe,
+        dataset=some,
+        start=start,
+        seed=job.seed,
+        device=named(options.device),
+        workers=options.workers,
+        measured="test",
+        sparse=True,
+    )
+
+
+def computed(job: Job, dataset: Dataset, options: argparse.Namespace) -> dict[str, Any]:
+    """What a run came to; of those that learn, only that is kept."""
+    task = (pretraining if job.share is None else learning)(job, dataset, options)
+    folder = options.work / "runs" / job.name
+    facts = {"job": job.name, **dataclasses.asdict(job), "steps": task.plan.steps, "images": len(task.split)}
+    try:
+        result = run(task, folder, after_step=lambda _: None, after_epoch=lambda now: say(job, str(now)), resume=True)
+    except DivergedError as error:
+        return facts | {"val": 0.0, "test": 0.0, "diverged": str(error)}
+    assert result is not None
+    facts |= {"seconds": result.seconds, "device": str(task.device)}
+    if isinstance(result, Result):
+        facts |= {"val": chosen_by(folder), "test": result.counts.top1, "tested": result.counts.images}
+    shutil.rmtree(folder / "checkpoints")
+    if job.share is not None:
+        shutil.rmtree(folder)
+    return facts
+
+
+def chosen_by(folder: Path) -> float:
+    """The best accuracy on the images to choose by."""
+    with (folder / "results.csv").open(newline="") as file:
+        return max(float(row["metrics/accuracy_top1"]) for row in csv.DictReader(file))
+
+
+def say(job: Job, sentence: str) -> None:
+    """A line of progress."""
+    print(f"{job.name}: {sentence}", file=sys.stderr, flush=True)
+
+
+# --- many processes --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def taken(path: Path) -> Iterator[bool]:
+    """Whether nobody else has it; then nobody else gets it while the block lasts."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def done(work: Path) -> dict[str, dict[str, Any]]:
+    """The finished runs by name."""
+    path = work / "results.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {record["job"]: record for record in map(json.loads, lines)}
+
+
+def put_down(work: Path, record: dict[str, Any]) -> None:
+    """One more finished run."""
+    with (work / "results.jsonl").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write(json.dumps(record) + "\n")
+
+
+def worked(dataset: Dataset, options: argparse.Namespace) -> None:
+    """Take one run after the other until all are done."""
+    everything = jobs(options)
+    while left := [job for job in everything if job.name not in done(options.work)]:
+        for job in left:
+            if job.needs is not None and job.needs not in done(options.work):
+                continue
+            with taken(options.work / "locks" / job.name) as mine:
+                if mine and job.name not in done(options.work):
+                    put_down(options.work, computed(job, dataset, options))
+                    break
+        else:
+            time.sleep(_PATIENCE)  # all that is left is being worked on, or waits for it
+
+
+def table(options: argparse.Namespace) -> None:
+    """Print the accuracy of each arm and share, at the rate that did best on the images to choose by."""
+    records = [record for record in done(options.work).values() if record["share"] is not None]
+    print(f"{'':18}" + "".join(f"{share:>26.0%}" for share in options.shares))
+    for arm in options.arms:
+        cells = []
+        for share in options.shares:
+            own = [record for record in records if (record["arm"], record["share"]) == (arm, share)]
+            rates = {rate: [record for record in own if record["rate"] == rate] for rate in options.rates}
+            if not all(rates.values()):
+                cells.append("")
+                continue
+            best = max(rates, key=lambda rate: statistics.mean(record["val"] for record in rates[rate]))
+            found = [100 * record["test"] for record in rates[best]]
+            spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
+            cells.append(f"{statistics.mean(found):.2f}{spread} (n={len(found)}, {best:g})")
+        print(f"{arm:18}" + "".join(f"{cell:>26}" for cell in cells))
+
+
+def parsed() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data")
+    parser.add_argument("--recipe", required=True)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--minutes", type=float)
+    parser.add_argument("--pretraining-steps", type=int, default=20_000)
+    parser.add_argument("--steps", type=int, default=3_000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 2e-3])
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.01, 0.1, 1.0])
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=4)
+    return parser.parse_args()
+
+
+def begun(options: argparse.Namespace) -> None:
+    """See to it that a folder holds runs of one study alone."""
+    (options.work / "locks").mkdir(parents=True, exist_ok=True)
+    study = {name: getattr(options, name) for name in ("data", "recipe", "pretraining_steps", "steps")}
+    path = options.work / "study.json"
+    with taken(options.work / "locks" / "study"):
+        if not path.exists():
+            path.write_text(json.dumps(study) + "\n")
+    if json.loads(path.read_text()) != study:
+        raise SystemExit(f"{options.work} holds another study, of {path.read_text().strip()}; choose another --work")
+
+
+def main() -> int:
+    """Work for as long as is allowed, and print the table."""
+    options = parsed()
+    begun(options)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(StoppedError.exit_code))  # a run has a handler of its own
+    if options.minutes is not None:
+        end = threading.Timer(60 * options.minutes, os.kill, (os.getpid(), signal.SIGTERM))
+        end.daemon = True
+        end.start()
+    try:
+        worked(open_data(options.data), options)
+    except StoppedError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    finally:
+        table(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

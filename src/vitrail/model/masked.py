@@ -1,0 +1,304 @@
+"""A ViT that learns from images alone: some patches are hidden, and what they show is told from the others.
+
+    B images   C channels   S image side   P pixels from one patch to the next   n = rows x columns of patches
+    M hidden patches of an image   V = n - M   D width   E width of the decoder   Q numbers told of a patch
+
+Masked patch prediction (Dosovitskiy et al. 2021, B.1.2) replaces the embeddings of hidden patches and reads each one's
+own output token. A masked autoencoder (He et al. 2022) gives the encoder the other patches alone, and a light decoder
+the [mask] in their places. Which patches are hidden, and by what, is given with the images: (B, 2, n), as
+`data.masking.drawn` has it. A hybrid's patch is the P x P pixels around which its stem looks.
+"""
+
+import dataclasses
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from vitrail.config import MASK, Masked, Preprocess, ViTConfig
+from vitrail.errors import UsageError
+from vitrail.model import count
+from vitrail.model.build import Config, Model
+from vitrail.model.positions import sincos
+from vitrail.model.vit import Block, ViT, cut
+from vitrail.presets import preprocess
+
+LEVELS = 8  # of a channel, at 3 bits
+STEP = 256 // LEVELS  # brightness from one level to the next
+SMALL = 4  # places along a side of a downsized patch
+VARIANCE_EPS = 1e-6  # He et al. 2022
+
+
+class MaskedViT(nn.Module):
+    """A ViT and what it is taught with; its parameters are allocated, and `initialise_heads` sets those outside of it.
+
+    Names of the ViT's parameters begin with `vit.`; without the others it is an ordinary model.
+    """
+
+    def __init__(self, vit: ViT, masked: Masked, preprocess: Preprocess) -> None:
+        super().__init__()
+        self.vit = vit
+        self.masked = masked
+        self.hidden = masked.hidden(vit.config.grid[0] * vit.config.grid[1])
+        self.decoder = Decoder(vit.config) if masked.kind == "mae" else None
+        width = vit.config.width if self.decoder is None else self.decoder.config.width
+        self.mask_token = nn.Parameter(torch.empty(1, 1, width))
+        self.head = nn.Linear(width, outputs(vit.config, masked))
+        self.mean, self.std = preprocess.mean, preprocess.std  # no buffers: ranks would send them in every step
+        for name, parameter in vit.named_parameters():  # nothing here reads what pools: it waits for labels
+            if name.startswith(("attn_pool.", "pre_logits.", "head.", "head_dist.")):
+                parameter.requires_grad_(False)
+
+    def forward(self, images: Tensor, hiding: Tensor) -> Tensor:
+        """(B, C, S, S) -> (B, M, Q): what is told of each hidden patch. One image more is the partner of the last."""
+        order, stands = hiding.unbind(dim=1)  # each (B, n)
+        hidden, visible = order.tensor_split([self.hidden], dim=1)
+        vit, grid, prefix = self.vit, self.vit.config.grid, self.vit.config.prefix
+        patches = vit.patch_embed(images)  # (B, n, D), or one more
+        if self.decoder is None:
+            replaced = corrupted(patches, stands, self.mask_token)
+            x = vit.through_blocks(*vit.place(replaced, grid))[:, prefix:]
+            return self.head(self.normed(taken(x, hidden)))
+        x, positions, _ = vit.place(patches, grid)
+        seen = torch.cat([x[:, :prefix], taken(x[:, prefix:], visible)], dim=1)  # (B, prefix + V, D)
+        encoded = self.normed(vit.through_blocks(seen, positions, grid))
+        return self.head(self.decoder(encoded, self.mask_token, hidden, visible))
+
+    def normed(self, x: Tensor) -> Tensor:
+        """(B, N, D) behind the last norm, whichever of the two the pool gave the model."""
+        return self.vit.fc_norm(self.vit.norm(x))
+
+    def targets(self, images: Tensor, hiding: Tensor) -> Tensor:
+        """What is to be told of each hidden patch: classes (B, M, 1) or (B, M, 16), int64, or pixels (B, M, Q)."""
+        order = hiding[:, 0]
+        levels = self.levels(images[: len(order)])
+        return taken(_told(levels, self.masked, self.vit.config.stride), order[:, : self.hidden])
+
+    def levels(self, images: Tensor) -> Tensor:
+        """Normalised images as the brightness they were decoded to: whole numbers from 0 to 255, exact in float32."""
+        mean, std = (_on(images.device, values) for values in (self.mean, self.std))
+        return ((images.float() * std + mean) * 255).round()
+
+    def painted(self, told: Tensor, images: Tensor, hiding: Tensor) -> Tensor:
+        """(B, M, Q), or targets -> uint8 (B, M, C, p, p): hidden patches as pictures of p = 1, 4 or P pixels a side."""
+        channels, stride = self.vit.config.channels, self.vit.config.stride
+        if self.masked.target in ("pixels", "normalised-pixels"):
+            if self.masked.target == "normalised-pixels":  # the mean and deviation were never to be told
+                true = taken(cut(self.levels(images[: len(told)]) / 255, stride), hiding[:, 0, : self.hidden])
+                told = told * (true.var(dim=-1, keepdim=True) + VARIANCE_EPS).sqrt() + true.mean(dim=-1, keepdim=True)
+            return (told * 255).round().clamp(0, 255).to(torch.uint8).unflatten(-1, (channels, stride, stride))
+        side = 1 if self.masked.target == "mean-colour" else SMALL
+        if told.is_floating_point():
+            told = told.unflatten(-1, (side * side, -1)).argmax(dim=-1)
+        digits = [told // LEVELS**place % LEVELS for place in reversed(range(channels))]
+        middle = torch.stack(digits, dim=2) * STEP + STEP // 2  # (B, M, C, p p)
+        return middle.to(torch.uint8).unflatten(-1, (side, side))
+
+    @property
+    def compiled(self) -> bool:
+        """Whether torch compiles the blocks."""
+        return self.vit.compiled
+
+    def compile_blocks(self) -> None:
+        """Let torch compile the blocks of encoder and decoder, in place."""
+        self.vit.compile_blocks()
+        for block in self.decoder.blocks if self.decoder is not None else ():
+            block.compile()
+
+
+class Decoder(nn.Module):
+    """From what the encoder made of the visible patches to what is read at the hidden ones."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.config = lighter(config)
+        self.embed = nn.Linear(config.width, self.config.width)
+        self.blocks = nn.ModuleList(Block(self.config) for _ in range(self.config.depth))
+        self.norm = nn.LayerNorm(self.config.width, eps=self.config.norm_eps)
+
+    def forward(self, encoded: Tensor, mask_token: Tensor, hidden: Tensor, visible: Tensor) -> Tensor:
+        """(B, prefix + V, D) -> (B, M, E)."""
+        grid, width = self.config.grid, self.config.width
+        first, seen = self.embed(encoded).tensor_split([encoded.shape[1] - visible.shape[1]], dim=1)
+        everywhere = mask_token.to(seen.dtype).expand(len(seen), grid[0] * grid[1], -1)
+        patches = everywhere.scatter(1, visible[..., None].expand_as(seen), seen)  # (B, n, E)
+        positions = sincos(grid, width, self.embed.weight.device, self.embed.weight.dtype)
+        x = torch.cat([first, patches + positions], dim=1)
+        for block in self.blocks:
+            x = block(x, grid)
+        return self.norm(taken(x[:, first.shape[1] :], hidden))
+
+
+# --- hiding ----------------------------------------------------------------------------------------------------------
+
+
+def corrupted(patches: Tensor, stands: Tensor, mask_token: Tensor) -> Tensor:
+    """(B, n, D), or one more -> (B, n, D): the embeddings with what stands in their places, some of the next image's.
+
+    The last image's next is the one more, or else the first. Written with `where`: gathering rows of [mask] would add
+    up their gradient one by one.
+    """
+    own = patches[: len(stands)]
+    following = patches[1:] if len(patches) > len(stands) else patches.roll(-1, dims=0)
+    others = taken(following, stands.clamp(min=0))  # of all patches, that shapes never change; a twentieth are used
+    replaced = torch.where((stands == MASK)[..., None], mask_token.to(own.dtype), own)
+    return torch.where((stands >= 0)[..., None], others, replaced)
+
+
+def taken(rows: Tensor, places: Tensor) -> Tensor:
+    """(B, n, ...) at (B, m) -> (B, m, ...)."""
+    return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[-1]))
+
+
+# --- what is told ----------------------------------------------------------------------------------------------------
+
+
+def outputs(config: Config, masked: Masked) -> int:
+    """Q: how many numbers are told of a patch. A model that cannot be taught so is refused."""
+    if not isinstance(config, ViTConfig):
+        raise UsageError("patches are hidden of a ViT or a hybrid, and this recipe's model is a ResNet")
+    masked.hidden(config.grid[0] * config.grid[1])
+    if masked.kind == "mae" and config.stem is not None:
+        raise UsageError("mae leaves patches out, and a hybrid's stem sees across them: choose mpp, or a model without")
+    if masked.kind == "mae" and (config.positions == "relative" or config.positions_at != "stem"):
+        raise UsageError("mae leaves patches out, which needs positions that are added once, at the stem")
+    if masked.target in ("pixels", "normalised-pixels"):
+        return config.channels * config.stride**2
+    if config.channels > 4:
+        raise UsageError(f"{config.channels} channels at 3 bits are too many colours; choose the target pixels")
+    if masked.target == "4x4-colours" and config.stride % SMALL:
+        raise UsageError(f"patches of {config.stride} pixels do not divide into 4 x 4 places; choose mean-colour")
+    return LEVELS**config.channels * (1 if masked.target == "mean-colour" else SMALL**2)
+
+
+def colours(levels: Tensor, side: int) -> Tensor:
+    """(B, C, S, S) from 0 to 255 -> int64 (B, S/side, S/side): the mean of each square, its top 3 bits a channel."""
+    digits = (F.avg_pool2d(levels, side) / STEP).floor().long()  # of 0 to 7; sums of so few bytes are exact
+    total = digits[:, 0]
+    for channel in range(1, digits.shape[1]):
+        total = total * LEVELS + digits[:, channel]
+    return total
+
+
+def _told(levels: Tensor, masked: Masked, stride: int) -> Tensor:
+    """What there is to tell of every patch: (B, n, 1 or 16) classes, or (B, n, C P P) pixels."""
+    match masked.target:
+        case "mean-colour":
+            return colours(levels, stride).flatten(1)[..., None]
+        case "4x4-colours":
+            return cut(colours(levels, stride // SMALL)[:, None], SMALL)
+        case "pixels":
+            return cut(levels / 255, stride)
+        case "normalised-pixels":
+            patches = cut(levels / 255, stride)
+            variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
+            return (patches - mean) / (variance + VARIANCE_EPS).sqrt()
+
+
+def losses(told: Tensor, targets: Tensor) -> Tensor:
+    """(B, M, Q) and targets -> (B,): the mean over an image's hidden patches, in float32.
+
+    Of classes the cross-entropy in nats, of pixels the squared error.
+    """
+    told = told.float()
+    if targets.is_floating_point():
+        return (told - targets).square().mean(dim=(1, 2))
+    logits = told.unflatten(-1, (targets.shape[-1], -1))
+    each = F.cross_entropy(logits.flatten(0, 2), targets.flatten(), reduction="none")
+    return each.unflatten(0, (len(told), -1)).mean(dim=1)
+
+
+@functools.lru_cache(maxsize=64)
+def _on(device: torch.device, values: tuple[float, ...]) -> Tensor:
+    """(C, 1, 1), kept: to send it anew would make the host wait for a GPU at every step."""
+    with torch.inference_mode(False):  # whatever is current
+        return torch.tensor(values, device=device).reshape(-1, 1, 1)
+
+
+# --- around it -------------------------------------------------------------------------------------------------------
+
+
+def encoder(model: "Model | MaskedViT") -> Model:
+    """What is kept of a model that was taught: itself, or the ViT of a masked one."""
+    return model.vit if isinstance(model, MaskedViT) else model
+
+
+def lighter(config: ViTConfig) -> ViTConfig:
+    """The decoder for an encoder: two thirds of its width and depth, at most 512 and 8, in heads of 32.
+
+    That is He et al.'s for the sizes b, l and h. Positions are sin-cos, as theirs are.
+    """
+    width = max(32, min(512, config.width * 2 // 3 // 32 * 32))
+    return ViTConfig(
+        width=width,
+        depth=max(1, min(8, config.depth * 2 // 3)),
+        mlp=4 * width,
+        heads=width // 32,
+        patch=config.stride,
+        image_size=config.image_size,
+        channels=config.channels,
+        classes=0,
+        class_token=False,
+        pool="norm-mean",
+        positions="sincos-2d",
+        gelu=config.gelu,
+        norm_eps=config.norm_eps,
+    )
+
+
+@torch.no_grad()
+def initialise_heads(model: MaskedViT, generator: Generator) -> MaskedViT:
+    """The same model with what is outside of its ViT drawn: kernels Xavier-uniform, [mask] normal, the head zero."""
+    for module in model.decoder.modules() if model.decoder is not None else ():
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        elif isinstance(module, nn.Linear):
+            # query, key and value lie in one matrix, and each is drawn on its own
+            for part in module.weight.chunk(3 if module.out_features == 3 * module.in_features else 1):
+                nn.init.xavier_uniform_(part, generator=generator)
+            nn.init.zeros_(module.bias)
+    model.mask_token.normal_(0.0, 0.02, generator=generator)
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+    return model
+
+
+def parameters(config: ViTConfig, masked: Masked) -> int:
+    """The exact number of parameters in training; nothing is allocated."""
+    view = preprocess("inception", config.image_size, config.channels)
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in MaskedViT(ViT(config), masked, view).parameters())
+
+
+def multiply_adds(config: ViTConfig, masked: Masked) -> int:
+    """Multiply-adds of one image's forward pass, heads included; `count.multiply_adds` of what is trained with."""
+    patches = config.grid[0] * config.grid[1]
+    hidden = masked.hidden(patches)
+    if masked.kind == "mpp":
+        bare = dataclasses.replace(config, classes=0, hidden_head=False, distillation_head=False, pool="norm-mean")
+        return count.multiply_adds(bare) + hidden * config.width * outputs(config, masked)
+    light, seen = lighter(config), config.prefix + patches - hidden
+    embedding = patches * config.patch**2 * config.channels * config.width + seen * config.width * light.width
+    blocks = _block(config, seen) * config.depth + _block(light, config.prefix + patches) * light.depth
+    return embedding + blocks + hidden * light.width * outputs(config, masked)
+
+
+def training_flops(config: ViTConfig, masked: Masked, images: int) -> int:
+    """FLOPs of training on that many images, as `count.training_flops` counts them."""
+    return 2 * 3 * multiply_adds(config, masked) * images
+
+
+def _block(config: ViTConfig, tokens: int) -> int:
+    return tokens * (4 * config.width**2 + 2 * config.width * config.mlp) + 2 * tokens**2 * config.width
+
+
+def stand_ins(config: ViTConfig, masked: Masked) -> tuple[ViTConfig, ...]:
+    """ViTs that together hold about as much in training as this does: one with the head, or encoder and decoder."""
+    told = outputs(config, masked)
+    bare = dataclasses.replace(config, hidden_head=False, distillation_head=False, pool="norm-mean")
+    if masked.kind == "mpp":
+        return (dataclasses.replace(bare, classes=told),)
+    patches = config.grid[0] * config.grid[1]
+    strip = ((patches - masked.hidden(patches)) * config.stride, config.stride)  # an image of the visible patches alone
+    return dataclasses.replace(bare, classes=0, image_size=strip), dataclasses.replace(lighter(config), classes=told)

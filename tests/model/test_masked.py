@@ -1,0 +1,331 @@
+"""Corruption, targets, gradients and cost of masked models, by hand, by planted images and by torch's own counter."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests import making
+from tests.making import STEM, VARIANTS
+from vitrail import presets
+from vitrail.config import MASK, OWN, Masked, Preprocess, Target, ViTConfig
+from vitrail.data.draws import Draws
+from vitrail.data.masking import drawn
+from vitrail.data.transforms import normalise
+from vitrail.errors import UsageError
+from vitrail.model import masked as masking
+from vitrail.model.masked import MaskedViT, colours, corrupted, initialise_heads, losses
+from vitrail.model.vit import ViT, cut
+
+TARGETS: tuple[Target, ...] = ("mean-colour", "4x4-colours", "pixels", "normalised-pixels")
+HIDEABLE = {name: change for name, change in VARIANTS.items() if name not in ("grey", "distilled")}
+STRANGE = ("relative", "every-layer", "every-layer-shared", "2d-every-layer", "sincos-shared", "hybrid")  # for mae
+
+
+def how(kind: Any = "mpp", target: Target = "mean-colour") -> Masked:
+    return Masked(kind=kind, share=0.5 if kind == "mpp" else 0.75, target=target)
+
+
+def view(config: ViTConfig) -> Preprocess:
+    values = (0.4, 0.5, 0.6)[: config.channels]
+    return Preprocess(
+        size=config.image_size, resize=config.image_size, mean=values, std=(0.3, 0.2, 0.25)[: len(values)]
+    )
+
+
+def taught(masked: Masked | None = None, seed: int = 0, **changes: Any) -> MaskedViT:
+    """A small masked model; its head is not zero, so that gradients reach everything."""
+    vit = making.vit(seed, **({"classes": 0} | changes))
+    made = initialise_heads(MaskedViT(vit, masked or how(), view(vit.config)), torch.Generator().manual_seed(seed))
+    torch.nn.init.normal_(made.head.weight, generator=torch.Generator().manual_seed(seed + 1))
+    return made.eval()
+
+
+def bytes_of(config: ViTConfig, count: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count, config.channels, *config.image_size), dtype=torch.uint8, generator=generator)
+
+
+def batch(model: MaskedViT, count: int = 3) -> tuple[Tensor, Tensor]:
+    """Images, of mpp one more, and what is hidden of them."""
+    config = model.vit.config
+    pixels = bytes_of(config, count + (model.decoder is None))
+    hiding = drawn(Draws(0, np.arange(count)), model.masked, math.prod(config.grid))
+    return normalise(pixels, view(config)), torch.from_numpy(hiding)
+
+
+# --- hiding ----------------------------------------------------------------------------------------------------------
+
+
+def test_corruption_by_hand() -> None:
+    """Three patches of width 2: masked, replaced by the next image's patch 0, itself."""
+    patches = torch.arange(3 * 3 * 2.0).reshape(3, 3, 2)
+    token = torch.tensor([[[-1.0, -2.0]]])
+    stands = torch.tensor([[MASK, 0, OWN], [2, MASK, OWN]])
+    expected = torch.tensor([[[-1, -2], [6, 7], [4, 5]], [[16, 17], [-1, -2], [10, 11]]])
+    assert torch.equal(corrupted(patches, stands, token), expected.float())
+    alone = corrupted(patches[:2], stands, token)  # without a partner, the last image's next is the first
+    assert torch.equal(alone[0], expected[0].float())
+    assert alone[1].tolist() == [[4, 5], [-1, -2], [10, 11]]
+
+
+@pytest.mark.parametrize("change", HIDEABLE.values(), ids=HIDEABLE)
+def test_what_is_masked_is_not_seen_and_what_is_kept_is(change: dict[str, Any]) -> None:
+    """Pixels of a masked patch change no prediction (but through a hybrid's stem); those of a kept one change all."""
+    model = taught(**change)
+    images, hiding = batch(model)
+    stands = hiding[0, 1]
+    side = model.vit.config.stride
+    across = model.vit.config.grid[1]
+
+    def changed(patch: int) -> Tensor:
+        row, column = divmod(patch, across)
+        other = images.clone()
+        other[0, :, row * side : (row + 1) * side, column * side : (column + 1) * side] += 1.0
+        return model(other, hiding)[0]
+
+    with torch.no_grad():
+        before = model(images, hiding)[0]
+        if model.vit.config.stem is None:
+            assert torch.equal(changed(int((stands == MASK).nonzero()[0])), before)
+        assert not torch.allclose(changed(int((stands == OWN).nonzero()[0])), before, atol=1e-4)
+
+
+@pytest.mark.parametrize("change", [{}, {"pool": "norm-mean", "class_token": False, "positions": "sincos-2d"}])
+def test_an_autoencoder_tells_what_is_hidden_from_the_visible_patches_alone(change: dict[str, Any]) -> None:
+    model = taught(how("mae", "pixels"), **change)
+    images, hiding = batch(model)
+    seen = cut(images, 8).clone()
+    order = hiding[:, 0]
+    for index in range(len(images)):
+        seen[index, order[index, : model.hidden]] = torch.randn(model.hidden, seen.shape[-1])
+    grid, side = model.vit.config.grid, 8
+    other = seen.reshape(-1, *grid, 3, side, side).permute(0, 3, 1, 4, 2, 5).reshape(images.shape)
+    with torch.no_grad():
+        before = model(images, hiding)
+        assert torch.allclose(model(other, hiding), before, atol=1e-5)
+        other[:, :, :, :] += 1.0
+        assert not torch.allclose(model(other, hiding), before, atol=1e-2)
+
+
+def test_an_autoencoders_order_does_not_matter() -> None:
+    """Predictions follow the order in which hidden patches are named, and the visible ones' order changes nothing."""
+    model = taught(how("mae", "pixels"))
+    images, hiding = batch(model)
+    hidden, visible = hiding[:, 0].tensor_split([model.hidden], dim=1)
+    turned = torch.stack([torch.cat([hidden.flip(1), visible.flip(1)], dim=1), hiding[:, 1]], dim=1)
+    with torch.no_grad():
+        torch.testing.assert_close(model(images, turned).flip(1), model(images, hiding), atol=1e-5, rtol=1e-5)
+
+
+# --- targets ---------------------------------------------------------------------------------------------------------
+
+
+def planted(squares: Tensor, side: int) -> Tensor:
+    """uint8 (B, C, R, K) -> pictures of squares of so many pixels."""
+    return squares.repeat_interleave(side, dim=-2).repeat_interleave(side, dim=-1)
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"stem": STEM, "patch": 2}, {"patch": 16}], ids=["patch 8", "hybrid", "patch 16"]
+)
+def test_mean_colours_of_planted_images_are_exact(change: dict[str, Any]) -> None:
+    """Squares of one colour each, every brightness among them: the top three bits of red, green and blue."""
+    model = taught(**change)
+    config = model.vit.config
+    shape = (3, *config.grid)
+    squares = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (40, *shape), dtype=np.uint8))
+    squares[:8, 0, 0, 0] = torch.tensor([0, 31, 32, 63, 64, 223, 224, 255], dtype=torch.uint8)
+    hiding = torch.from_numpy(drawn(Draws(0, np.arange(40)), model.masked, math.prod(config.grid)))
+    found = model.targets(normalise(planted(squares, config.stride), view(config)), hiding)
+    red, green, blue = (squares[:, channel].flatten(1).long() // 32 for channel in range(3))
+    expected = (64 * red + 8 * green + blue).gather(1, hiding[:, 0, : model.hidden])
+    assert found.shape == (40, model.hidden, 1)
+    assert torch.equal(found[..., 0], expected)
+
+
+def test_a_mean_on_the_edge_of_two_colours_belongs_to_the_brighter() -> None:
+    """Half of the pixels at 31 and half at 33 make 32, the first of the second level; one pixel less does not."""
+    for side in (4, 14, 16):
+        levels = torch.full((1, 1, side, side), 31.0)
+        levels[..., : side // 2, :] = 33.0
+        assert colours(levels, side).item() == 1
+        levels[..., 0, 0] = 32.0
+        assert colours(levels, side).item() == 0
+
+
+def test_small_colours_are_those_of_a_sixteenth_of_a_patch_in_raster_order() -> None:
+    model = taught(how(target="4x4-colours"))
+    squares = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (2, 3, 16, 16), dtype=np.uint8))
+    _, hiding = batch(model, 2)
+    found = model.targets(normalise(planted(squares, 2), view(model.vit.config)), hiding)
+    digits = squares.long() // 32
+    whole = digits[:, 0] * 64 + digits[:, 1] * 8 + digits[:, 2]  # (2, 16, 16): four places a patch, four patches a side
+    for image in range(2):
+        for place, patch in enumerate(hiding[image, 0, : model.hidden].tolist()):
+            row, column = divmod(patch, 4)
+            own = whole[image, row * 4 : row * 4 + 4, column * 4 : column * 4 + 4]
+            assert found[image, place].tolist() == own.flatten().tolist()
+
+
+def test_pixels_are_those_that_were_decoded_whatever_the_normalisation() -> None:
+    plain, normal = taught(how(target="pixels")), taught(how(target="normalised-pixels"))
+    pixels = bytes_of(plain.vit.config, 2)
+    hiding = batch(plain, 2)[1]
+    images = normalise(pixels, view(plain.vit.config))
+    assert torch.equal(plain.levels(images), pixels.float())
+    wanted = cut(pixels.float() / 255, 8)[torch.arange(2)[:, None], hiding[:, 0, :8]]
+    assert torch.equal(plain.targets(images, hiding), wanted)
+    found = normal.targets(images, hiding)
+    torch.testing.assert_close(found.mean(dim=-1), torch.zeros(2, 8), atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.std(dim=-1), torch.ones(2, 8), atol=1e-4, rtol=0)
+    assert torch.equal(found.argsort(dim=-1), wanted.argsort(dim=-1))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_painted_targets_are_the_picture_again(target: Target) -> None:
+    """A picture whose colours lie in the middle of their levels comes back from its targets to the level."""
+    model = taught(how(target=target))
+    side = {"mean-colour": 8, "4x4-colours": 2}.get(target, 1)
+    levels = np.random.default_rng(2).integers(0, 8, (2, 3, 32 // side, 32 // side))
+    pixels = planted(torch.from_numpy((levels * 32 + 16).astype(np.uint8)), side)
+    images, hiding = normalise(pixels, view(model.vit.config)), batch(model, 2)[1]
+    painted = model.painted(model.targets(images, hiding), images, hiding)
+    assert painted.shape[3:] == ({"mean-colour": 1, "4x4-colours": 4}.get(target, 8),) * 2
+    whole = painted.repeat_interleave(8 // painted.shape[-1], dim=-1).repeat_interleave(8 // painted.shape[-1], dim=-2)
+    own = cut(pixels, 8)[torch.arange(2)[:, None], hiding[:, 0, :8]].unflatten(-1, (3, 8, 8))
+    assert torch.equal(whole, own)
+
+
+def test_a_prediction_is_painted_as_its_likeliest_colour() -> None:
+    model = taught()
+    images, hiding = batch(model, 2)
+    targets = model.targets(images, hiding)
+    told = torch.zeros(2, model.hidden, 512).scatter(2, targets, 1.0)
+    assert torch.equal(model.painted(told, images, hiding), model.painted(targets, images, hiding))
+
+
+# --- loss and gradients ----------------------------------------------------------------------------------------------
+
+
+def test_losses_by_hand() -> None:
+    """Equal logits cost log 512; a squared error is averaged over patches and pixels; each image by itself."""
+    classes = torch.tensor([[[3], [500]], [[0], [1]]])
+    assert losses(torch.zeros(2, 2, 512), classes).tolist() == pytest.approx([math.log(512)] * 2)
+    sure = torch.zeros(2, 2, 512)
+    sure[0, 0, 3] = sure[0, 1, 500] = 100.0
+    assert losses(sure, classes).tolist() == pytest.approx([0, math.log(512)], abs=1e-5)
+    assert losses(torch.zeros(1, 1, 32), torch.zeros(1, 1, 4, dtype=torch.int64)).item() == pytest.approx(math.log(8))
+    pixels = torch.tensor([[[1.0, 3.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 2.0]]])
+    assert losses(torch.zeros(2, 2, 2), pixels).tolist() == [2.5, 1.0]
+
+
+@pytest.mark.parametrize("change", HIDEABLE.values(), ids=HIDEABLE)
+def test_only_output_tokens_of_hidden_patches_get_a_gradient(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of kept patches among them; none reaches a prefix token or a patch that was left alone."""
+    model = taught(**change)
+    images, hiding = batch(model)
+    found: list[Tensor] = []
+    through = ViT.through_blocks
+
+    def watched(*arguments: Any) -> Tensor:
+        found.append(through(*arguments))
+        found[0].retain_grad()
+        return found[0]
+
+    monkeypatch.setattr(ViT, "through_blocks", watched)
+    losses(model(images, hiding), model.targets(images, hiding)).sum().backward()
+    assert found[0].grad is not None
+    reached = found[0].grad.abs().sum(dim=-1) > 0  # (B, N)
+    expected = torch.zeros_like(reached)
+    expected.scatter_(1, hiding[:, 0, : model.hidden] + model.vit.config.prefix, True)
+    assert torch.equal(reached, expected)
+    kept = hiding[:, 1].gather(1, hiding[:, 0, : model.hidden]) == OWN
+    assert kept.any()
+
+
+@pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("kind", ["mpp", "mae"])
+def test_every_kind_of_vit_learns_in_every_parameter(kind: str, change: dict[str, Any]) -> None:
+    """All but what pools, which waits for labels: a parameter without a gradient would stop several processes."""
+    name = next(name for name, each in VARIANTS.items() if each is change)
+    change = change | {"classes": 0, "distillation_head": False}
+    if kind == "mae" and name in STRANGE:
+        with pytest.raises(UsageError, match="mae leaves patches out"):
+            taught(how(kind), **change)
+        return
+    model = taught(how(kind), **change).train()
+    images, hiding = batch(model)
+    losses(model(images, hiding), model.targets(images, hiding)).sum().backward()
+    for place, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, place
+        assert parameter.requires_grad == (not place.startswith(("vit.attn_pool.", "vit.pre_logits."))), place
+
+
+@pytest.mark.parametrize(("kind", "target"), [*(("mpp", target) for target in TARGETS), ("mae", "normalised-pixels")])
+def test_every_target_is_learned(kind: str, target: Target) -> None:
+    """Two images by heart: the loss falls to two thirds of what it is at the start."""
+    model = taught(how(kind, target)).train()
+    torch.nn.init.zeros_(model.head.weight)
+    images, hiding = batch(model, 2)
+    wanted = model.targets(images, hiding)
+    optimizer, first = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0), 0.0
+    for step in range(50):
+        loss = losses(model(images, hiding), wanted).mean()
+        first = float(loss.detach()) if not step else first
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    if target in ("mean-colour", "4x4-colours"):
+        assert first == pytest.approx(math.log(512))
+    assert float(loss.detach()) < first * 2 / 3
+
+
+# --- sizes and refusals ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["b16", "l16", "h14"])
+def test_the_decoder_is_that_of_the_paper(name: str) -> None:
+    config = presets.config(name)
+    assert isinstance(config, ViTConfig)
+    light = masking.lighter(config)
+    assert (light.width, light.depth, light.heads, light.mlp) == (512, 8, 16, 2048)
+    small = masking.lighter(making.config())
+    assert (small.width, small.depth, small.heads) == (32, 2, 1)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kind", ["mpp", "mae"])
+@pytest.mark.parametrize("change", [{}, {"class_token": False, "pool": "norm-mean"}, {"registers": 4}])
+def test_multiply_adds_equal_torchs_counter(kind: str, target: Target, change: dict[str, Any]) -> None:
+    model = taught(how(kind, target), **change).to("meta")
+    config, partner = model.vit.config, int(kind == "mpp")
+    images = torch.empty(1, 3, *config.image_size, device="meta")
+    hiding = torch.zeros(1, 2, math.prod(config.grid), dtype=torch.int64, device="meta")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(images, hiding)
+    assert counter.get_total_flops() // 2 == masking.multiply_adds(config, how(kind, target))
+    assert masking.parameters(config, how(kind, target)) == sum(each.numel() for each in model.parameters())
+    held = masking.stand_ins(config, how(kind, target))
+    assert len(held) == 2 - partner
+
+
+def test_what_cannot_be_taught_so_is_refused() -> None:
+    vit = making.config(classes=0)
+    for config, masked, reason in (
+        (making.bit().config, how(), "this recipe's model is a ResNet"),
+        (making.config(patch=14, image_size=(28, 28)), how(target="4x4-colours"), "14 pixels do not divide into 4 x 4"),
+        (dataclasses.replace(vit, channels=5), how(), "5 channels at 3 bits are too many colours"),
+        (making.config(patch=32), how(), "of each image some must, not all"),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            masking.outputs(config, masked)
+    assert masking.outputs(dataclasses.replace(vit, channels=1), how()) == 8
+    assert [masking.outputs(vit, how(target=target)) for target in TARGETS] == [512, 16 * 512, 192, 192]
