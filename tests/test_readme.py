@@ -51,6 +51,7 @@ SMALLER = {  # the same commands, in seconds
     "study sweep photos --model b16.safetensors": "study sweep photos --model b16.safetensors --rates 0.01 --steps 2"
     " --batch 4 --image-size 32 --runs 2",
     "train digits --data digits": "train digits --data digits --epochs 0.2 --warmup 1",
+    "train mpp-cifar10 --data photos": "train mpp-cifar10 --data photos --epochs 0.5 --batch 4 --warmup 1",
     "--data /data/imagenet --dry-run": "--data photos --dry-run --batch 4 --warmup 1",
 }
 

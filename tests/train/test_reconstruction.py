@@ -44,8 +44,8 @@ SGD = Optimiser(kind="sgd", lr=0.1, weight_decay=0.01, clip=1.0)
 
 
 def task(masked: Masked = MPP, *, group: Group = ALONE, changes: dict[str, Any] | None = None, **more: Any) -> Task:
-    """14 steps of 103 digits, of which the last has 100; 16 patches each."""
-    fields: dict[str, Any] = {"batch": 103, "masked": masked, "schedule": Schedule(warmup=3)}
+    """Six steps of 103 digits, of which the last has 85; 16 patches each."""
+    fields: dict[str, Any] = {"batch": 103, "epochs": 600 / 1439, "masked": masked, "schedule": Schedule(warmup=3)}
     made = recipe(**(fields | (changes or {})))
     return Task(**({"recipe": made, "dataset": open_data("digits"), "device": CPU, "group": group} | more))
 
@@ -76,11 +76,11 @@ def test_a_run_that_is_stopped_or_has_workers_ends_with_the_same_bits(tmp_path: 
     whole = trained(task(masked, changes=changes), tmp_path / "whole", save_every=0.0)
 
     def ask(moment: Any) -> None:
-        if moment.step in (1, 7):
+        if moment.step in (1, 4):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    for step in (1, 7):
-        with pytest.raises(StoppedError, match=f"stopped after step {step} of 14"):
+    for step in (1, 4):
+        with pytest.raises(StoppedError, match=f"stopped after step {step} of 6"):
             trained(task(masked, changes=changes), tmp_path / "stopped", after_step=ask, resume=True)
     again = trained(task(masked, changes=changes, workers=1), tmp_path / "stopped", resume=True)
     assert sums(tmp_path / "stopped") == sums(tmp_path / "whole")
@@ -90,9 +90,9 @@ def test_a_run_that_is_stopped_or_has_workers_ends_with_the_same_bits(tmp_path: 
 
 
 def test_a_masked_run_that_is_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
-    made = task(changes={"epochs": 2.0, "dropout": 0.1})
+    made = task(changes={"epochs": 1.0, "dropout": 0.1})
     trained(made, tmp_path / "whole", save_every=0.0)
-    statuses = [killed(made, tmp_path / "killed", seconds) for seconds in (0.2, 0.3, 0.4)]
+    statuses = [killed(made, tmp_path / "killed", seconds) for seconds in (0.15, 0.25, 0.35)]
     assert any(os.WIFSIGNALED(status) for status in statuses)
     trained(made, tmp_path / "killed", save_every=0.0, resume=True)
     assert sums(tmp_path / "killed") == sums(tmp_path / "whole")
@@ -176,7 +176,8 @@ def test_the_tables_tell_what_was_measured_and_the_lowest_loss_is_kept(
 
     monkeypatch.setattr(keeper, "reconstruct", with_loss)
     seen: list[Evaluated] = []
-    result = trained(task(masked, changes={"epochs": 3.0}), tmp_path / "run", after_epoch=seen.append)
+    changes = {"epochs": 3.0, "batch": 480}
+    result = trained(task(masked, changes=changes), tmp_path / "run", after_epoch=seen.append)
     assert [found.val.mean_loss for found in seen] == [2.0, 1.0, 1.5]
     lines = [line.split(",") for line in (tmp_path / "run" / "results.csv").read_text().splitlines()]
     colours = masked.target == "mean-colour"
@@ -194,7 +195,7 @@ def test_the_tables_tell_what_was_measured_and_the_lowest_loss_is_kept(
     hidden = {"mpp": 8, "mae": 12}[masked.kind]
     assert (result.images, result.patches) == (179, 179 * hidden)
     best, last = (load(tmp_path / "run" / "weights" / f"{name}.safetensors") for name in ("best", "last"))
-    assert ("step 28 of 42" in best.origin.name, "step 42 of 42" in last.origin.name) == (True, True)
+    assert ("step 6 of 9" in best.origin.name, "step 9 of 9" in last.origin.name) == (True, True)
     assert best.origin.name.startswith(f"pre-trained without labels ({masked.kind}, {masked.target}) on digits")
     assert (best.labels, best.model.config.classes) == (None, 0)
     assert not (tmp_path / "run" / "predictions.csv").exists()
@@ -212,7 +213,9 @@ def test_a_run_begun_before_recipes_could_be_masked_goes_on(tmp_path: Path) -> N
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     assert run(made, tmp_path / "run", after_step=lambda _: None, after_epoch=lambda _: None, resume=True) is not None
     with pytest.raises(UsageError, match=r"was begun with another recipe\.masked: None, not \{'kind': 'mpp'"):
-        trained(task(changes={"batch": 64, "schedule": Schedule(warmup=2)}), tmp_path / "run", resume=True)
+        trained(
+            task(changes={"batch": 64, "epochs": 1.0, "schedule": Schedule(warmup=2)}), tmp_path / "run", resume=True
+        )
 
 
 # --- what it is worth ------------------------------------------------------------------------------------------------
@@ -333,7 +336,7 @@ def test_images_without_labels_are_enough_and_what_needs_labels_is_refused(tmp_p
         (tmp_path / "photos" / f"{number}.jpg").write_bytes(encoded(picture(number)))
     dataset = open_data(str(tmp_path / "photos"))
     settings = {"width": 32, "depth": 1, "mlp": 64, "heads": 2}
-    small = {"model": "ti4", "settings": settings, "image_size": 8, "batch": 8, "schedule": Schedule()}
+    small = {"model": "ti4", "settings": settings, "image_size": 8, "batch": 8, "epochs": 1.0, "schedule": Schedule()}
     found = trained(task(changes=small, dataset=dataset), tmp_path / "run")
     assert found.images == len(dataset.splits["val"])
     with pytest.raises(DataError, match="has no labels for --probe to learn from"):
