@@ -18,19 +18,14 @@ from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.data.pictures import encoded, folder, picture
 from vitrail import Preprocess, load, save
-from vitrail.cli import VERBS
 from vitrail.data.decode import decode
+from vitrail.data.sources import open_data
 from vitrail.data.transforms import evaluation_view, normalise
 from vitrail.figures import plates
 from vitrail.figures.attention import attention_distance, class_attention, rollout, token_colours
 from vitrail.figures.embeddings import filters, position_similarity, untrained
 
 CROPPED = Preprocess(size=(32, 32), resize=(40,), mean=(0.4,) * 3, std=(0.3,) * 3)
-
-
-@pytest.fixture(autouse=True)
-def _verb(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(VERBS, "figures", VERBS.get("figures", ""))
 
 
 @pytest.fixture
@@ -72,7 +67,7 @@ def test_every_figure_is_a_png_and_the_arrays_are_the_functions(
     assert files(out) == sorted([*each, *figures, "figures.json", "images.npz"])
     for line in ("filters.png", "positions.png", "distance.png", "rollout/       4 images"):
         assert line in text
-    assert "averaged over 4 images, the paper's over 128" in error
+    assert "averaged over 4 of the paper's 128 images" in error
     for name in (*each, "filters.png", "positions.png", "distance.png"):
         with Image.open(out / name) as shown:
             assert shown.format == "PNG"
@@ -165,12 +160,16 @@ def test_a_bad_image_is_named_the_others_are_drawn_and_the_exit_code_says_so(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     (pictures / "rose" / "broken.jpg").write_bytes(b"<html>")
-    given = [str(pictures), str(tmp_path / "nowhere.jpg"), "--out", str(tmp_path / "out")]
+    (tmp_path / "empty").mkdir()
+    others = [str(tmp_path / name) for name in ("nowhere.jpg", "empty", "*.gif")]
+    given = [str(pictures), *others, "--out", str(tmp_path / "out")]
     code, _, error = vitrail("figures", str(model), *given, capsys=capsys)
     assert code == 3
     assert "broken.jpg is no image of a known kind" in error
     assert "nowhere.jpg does not exist" in error
-    assert "2 of 6 images cannot be read" in error
+    assert "empty holds no image" in error
+    assert "no file is named" in error
+    assert "4 of 8 images cannot be read" in error
     assert len(np.load(tmp_path / "out" / "images.npz")["rollouts"]) == 4
     alone = [str(pictures / "rose" / "broken.jpg"), "--out", str(tmp_path / "out")]
     code, _, error = vitrail("figures", str(model), *alone, capsys=capsys)
@@ -255,6 +254,32 @@ def test_images_are_named_in_every_way(
     assert ("--pictures" in error) == (drawn > 1)
 
 
+@pytest.mark.usefixtures("undrawn")
+def test_of_a_set_images_from_all_of_it_are_looked_at(tmp_path: Path, capsys: Capture) -> None:
+    """The 179 test digits are more than 128 and less than twice as many."""
+    save(making.trained(making.vit(depth=1)), tmp_path / "m.safetensors")
+    given = ["digits", "--out", str(tmp_path / "out"), "--pictures", "0"]
+    code, _, error = vitrail("figures", str(tmp_path / "m.safetensors"), *given, capsys=capsys)
+    assert code == 0, error
+    names = np.load(tmp_path / "out" / "images.npz")["images"]
+    split = open_data("digits").splits["test"]
+    assert len(names) == 128
+    assert names[-1] == split.name(127 * 179 // 128)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_an_image_thin_as_a_thread_takes_no_more_room_than_another(
+    model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    Image.new("RGB", (1, 599)).save(tmp_path / "thread.png")
+    code, _, error = vitrail(
+        "figures", str(model), str(tmp_path / "thread.png"), "--out", str(tmp_path / "out"), capsys=capsys
+    )
+    assert code == 0, error
+    with Image.open(tmp_path / "out" / "rollout" / "thread.png") as drawn:
+        assert max(drawn.size) < 3000
+
+
 @pytest.mark.parametrize("kind", ["other", "file"])
 def test_a_folder_of_others_is_not_written_to(kind: str, model: Path, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "out"
@@ -274,7 +299,6 @@ def test_mistakes_are_answered_before_anything_is_computed(model: Path, tmp_path
     for given, code, sentence in (
         ([str(model)] * 3, 2, "are 3 models"),
         ([str(model), "--pictures", "-1"], 2, "--pictures is -1"),
-        ([str(model), "x/*.jpg"], 3, "no file is named x/*.jpg"),
         ([str(model), "image.jpg", "--boxes", str(tmp_path / "boxes.txt")], 3, "line 1"),
         ([str(tmp_path / "none.safetensors")], 4, "does not exist"),
         ([str(model), "--image-size", "30"], 2, "does not divide into patches"),

@@ -29,6 +29,15 @@ def test_a_path_wins_over_a_name_only_with_a_separator_or_as_a_file(
     assert locate("ti16") == Path("ti16")
 
 
+def test_a_runs_folder_means_its_best_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(making.trained(making.vit()), "run/weights/best.safetensors")
+    Path("run/config.json").write_text("{}")
+    assert locate("run") == locate(tmp_path / "run").relative_to(tmp_path) == Path("run/weights/best.safetensors")
+    assert load("run").model.config == making.vit().config
+    assert locate("a" * 300) == Path("a" * 300)
+
+
 def test_a_preset_is_random_and_the_same_each_time() -> None:
     first, second = load("ti16"), load("ti16")
     assert first.origin.format == "random"

@@ -24,6 +24,7 @@ from vitrail.model.build import Model
 
 BATCH = 16
 _SMALL = 224  # pixels: an image with a shorter side is enlarged
+_LARGE = 2048  # but none to more than that
 _HEAD = 256  # pixels along a head's picture
 _COLUMNS = (6, 5, 4, 3)  # of heads, the first that fills its rows
 
@@ -32,7 +33,7 @@ class Shown(NamedTuple):
     """An image to look at."""
 
     name: str
-    source: Source
+    read: Callable[[], Source]
 
 
 class Views(NamedTuple):
@@ -64,7 +65,7 @@ def views(
         found = []
         for image in images[start : start + BATCH]:
             try:
-                whole = decode(image.source, channels, name=image.name)
+                whole = decode(image.read(), channels, name=image.name)
                 view = evaluation_view(whole, preprocess)
             except DataError as error:
                 refuse(image.name, str(error))
@@ -106,8 +107,8 @@ def draw(image: Shown, looks: Mapping[str, Looked], places: Mapping[str, Path]) 
 
     Rollout and tokens are at the image's own size, or at a multiple where it is small.
     """
-    whole = decode(image.source, name=image.name)
-    large = math.ceil(max(1, _SMALL / min(whole.shape[1:])))
+    whole = decode(image.read(), name=image.name)
+    large = max(1, min(math.ceil(_SMALL / min(whole.shape[1:])), _LARGE // max(whole.shape[1:])))
     small = _HEAD / max(whole.shape[1:])
     enlarged, reduced = pictures.scaled(whole, large), pictures.scaled(whole, small)
     several, title = len(looks) > 1, Path(image.name).name

@@ -80,7 +80,7 @@ def tinted(image: Any, colours: NDArray[np.float32], within: Box | None = None) 
 def panels(shown: Sequence[NDArray[np.uint8]], captions: Sequence[str], path: Path, *, columns: int) -> None:
     """Write pictures uint8 (H, W, 3) of one size in rows of `columns`, unscaled, as PNG with a caption under each."""
     height, width = shown[0].shape[:2]
-    letter = max(_LETTER, width // 24)
+    letter = max(_LETTER, min(width, height) // 24)
     font = ImageFont.truetype(font_file(), letter)
     columns = min(columns, len(shown))
     across, down = width + letter, height + 3 * letter

@@ -1,5 +1,6 @@
 """Any MODEL to a `Trained`, and back to any format: a preset name, a file or a folder."""
 
+import os
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -15,12 +16,15 @@ FOLDER = {*hub.WEIGHTS, "config.json", "preprocessor_config.json", "README.md"}
 def locate(model: str | Path) -> Path | None:
     """The file or folder that MODEL means, or None where it is a name.
 
-    A path wins over a preset's name only when it contains a separator or exists as a file.
+    A path wins over a preset's name only when it contains a separator or exists as a file. A run's folder means its
+    best weights.
     """
     path = Path(model)
-    if not isinstance(model, str) or path.name != model or len(model) > 255 or path.is_file():
-        return path
-    return path if path.is_dir() and not presets.exists(model) else None
+    named = isinstance(model, str) and path.name == model and len(model) <= 255
+    if named and not path.is_file() and (presets.exists(str(model)) or not path.is_dir()):
+        return None
+    best = path / "weights" / "best.safetensors"
+    return best if os.path.isfile(best) else path  # noqa: PTH113, of a name too long for a path it says no
 
 
 def load(model: str | Path) -> Trained:
