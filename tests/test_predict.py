@@ -1,8 +1,8 @@
 """A model in use."""
 
 import dataclasses
-import io
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from PIL import Image
 
 from tests import making
 from vitrail import Classifier, load, save
+from vitrail.data.transforms import normalise
 from vitrail.errors import DataError, UsageError
 from vitrail.weights.adapt import adapt
 
@@ -50,17 +51,62 @@ def test_logits_are_divided_by_the_temperature_by_hand() -> None:
         assert [p for _, p in answer] == pytest.approx([each / sum(odds) for each in reversed(odds)], rel=1e-5)
 
 
-def test_bytes_and_pillow_images_get_the_same_answer() -> None:
-    [image], file = pictures(1), io.BytesIO()
-    image.save(file, "PNG")
+def test_paths_bytes_pillow_images_and_arrays_get_the_same_answer(tmp_path: Path) -> None:
+    [image] = pictures(1)
+    path = tmp_path / "image.png"
+    image.save(path)
     classify = Classifier(making.trained(making.vit()), device="cpu")
-    first, second = classify([image, file.getvalue()])
-    assert first == second
+    view = classify.view(image)
+    (first, *others) = classify([image, path, str(path), path.read_bytes(), np.asarray(image), view])
+    assert others == [first] * 5
+
+
+def test_arrays_may_be_grey_or_transparent() -> None:
+    """Grey is the three colours alike, and what is transparent is white, as in files."""
+    classify = Classifier(making.trained(making.vit()), device="cpu")
+    grey = np.asarray(pictures(1)[0])[..., 0]
+    colours = classify.view(np.stack([grey] * 3, axis=2))
+    assert torch.equal(classify.view(grey), colours)
+    assert torch.equal(classify.view(grey[..., None]), colours)
+    clear = np.zeros((40, 50, 4), dtype=np.uint8)
+    assert classify.view(clear).eq(255).all()
+    turned = np.asarray(pictures(1)[0])[::-1, ::2]  # neither contiguous nor in order
+    assert torch.equal(classify.view(turned), classify.view(turned.copy()))
+
+
+def test_threads_share_a_classifier_and_get_the_same_answers() -> None:
+    classify, images = Classifier(making.trained(making.vit()), device="cpu", batch_size=3), pictures(12)
+    expected = [(classify(images[part::4], top=3), classify.features(images[part::4])) for part in range(4)]
+
+    def asked(call: int) -> bool:
+        answers, features = expected[call % 4]
+        same = torch.equal(classify.features(images[call % 4 :: 4]), features)
+        return same and classify(images[call % 4 :: 4], top=3) == answers
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(asked, range(64)))
+
+
+def test_views_may_be_made_apart_and_put_together() -> None:
+    """What a server does: threads prepare, one batch is computed."""
+    trained, images = making.trained(making.vit()), pictures(5)
+    classify = Classifier(trained, device="cpu")
+    views = [classify.view(image) for image in images]
+    assert {(view.dtype, tuple(view.shape)) for view in views} == {(torch.uint8, (3, 32, 32))}
+    assert classify.answers(views, 2) == classify(images, top=2)
+    assert torch.equal(classify.probabilities(views), classify.probabilities(images))
+    with torch.no_grad():
+        expected = trained.model.features(normalise(torch.stack(views), classify.preprocess))
+    assert torch.equal(classify.features(views), expected)
+    for wrong in (views[0].float(), views[0][:1], views[0][:, :31], torch.stack(views)):
+        with pytest.raises(DataError, match=r"a tensor is a view, uint8 \(3, 32, 32\)"):
+            classify.features([wrong])
 
 
 def test_no_images_no_answers_and_a_bad_one_is_an_error() -> None:
     classify = Classifier(making.trained(making.vit()), device="cpu")
-    assert classify([]) == []
+    assert classify([]) == classify.answers([]) == []
+    assert classify.features([]).shape == (0, 32)
     with pytest.raises(DataError):
         classify([b"text"])
 
@@ -75,8 +121,11 @@ def test_a_model_that_cannot_classify_says_why() -> None:
     trained = making.trained(making.vit())
     with pytest.raises(UsageError, match=r"vitrail convert MODEL OUT\.safetensors --preprocess imagenet"):
         Classifier(dataclasses.replace(trained, preprocess=None))
-    with pytest.raises(UsageError, match="no head"):
-        Classifier(adapt(trained, classes=0))
+    headless = Classifier(adapt(trained, classes=0), device="cpu")
+    assert torch.equal(headless.features(pictures(2)), Classifier(trained, device="cpu").features(pictures(2)))
+    for ask in (headless, headless.answers, headless.probabilities):
+        with pytest.raises(UsageError, match="the model has no head, so it gives features and no labels"):
+            ask(pictures(1))
 
 
 def test_arguments_that_cannot_be_meant_are_refused() -> None:
@@ -93,7 +142,10 @@ def test_arguments_that_cannot_be_meant_are_refused() -> None:
             Classifier(trained, device="cuda")
     with pytest.raises(UsageError, match="no device 'banana'"):
         Classifier(trained, device="banana")
-    wrong: tuple[Any, ...] = (None, 3, np.zeros((4, 4, 3)), torch.zeros(3, 4, 4), Image.new("RGB", (0, 5)))
+    with pytest.raises(UsageError, match="give a list of images"):
+        classify(np.zeros((4, 4, 3), dtype=np.uint8))
+    arrays = (np.zeros((4, 4, 3)), np.zeros((4, 4, 2), np.uint8), np.zeros(4, np.uint8), np.zeros((0, 4), np.uint8))
+    wrong: tuple[Any, ...] = (None, 3, torch.zeros(3, 4, 4), Image.new("RGB", (0, 5)), *arrays)
     for item in wrong:
         with pytest.raises(DataError):
             classify([item])

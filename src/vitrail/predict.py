@@ -1,10 +1,13 @@
-"""A model in use: images in, labels and probabilities out. What the command line and others call."""
+"""A model in use: images in; labels, probabilities or features out. What the command line, the server and others call.
+
+B images of a batch   C channels   S image side   L classes   D features
+"""
 
 import copy
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -21,7 +24,11 @@ Answer = list[tuple[str, float]]
 
 
 class Classifier:
-    """Labels for images, prepared as the model file says."""
+    """What a model says of images, which are prepared as its file says.
+
+    An image is a path, the bytes of a file, a Pillow image, an array uint8 (H, W) or (H, W, C), or a view that was made
+    of one by `view`. Any number of threads may call one classifier: nothing in it changes once it is made.
+    """
 
     def __init__(self, trained: Trained, *, device: str | torch.device | None = None, batch_size: int = 32) -> None:
         preprocess = require(trained).preprocess
@@ -30,8 +37,6 @@ class Classifier:
                 "the weights do not say how images must be prepared. Name it once:"
                 " vitrail convert MODEL OUT.safetensors --preprocess imagenet (or inception, torchvision)"
             )
-        if not trained.model.config.classes:
-            raise UsageError("the model has no head, so it gives features and no labels")
         if batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
         self.device = devices.named(device)
@@ -46,55 +51,59 @@ class Classifier:
             model = copy.deepcopy(model)  # the caller's own stays where and how it is
         self.model = model.to(self.device).eval()
 
-    def __call__(self, images: Sequence[Source], top: int = 5) -> list[Answer]:
-        """For each image its `top` labels, the likeliest first, with their probabilities.
+    def __call__(self, images: Sequence[Source | Tensor], top: int = 5) -> list[Answer]:
+        """For each image its `top` labels, the likeliest first, with their probabilities; computed in batches.
 
         Where the likeliest is below the file's threshold, "unsure" stands before them with its probability.
         """
-        if isinstance(images, str | bytes | Path | Image.Image):
+        if isinstance(images, str | bytes | Path | Image.Image | np.ndarray):
             raise UsageError("give a list of images, also for a single one: classify([image])")
-        if top < 1:
-            raise UsageError(f"top is {top}; it must be at least 1")
+        self._check_asked(top)
         starts = range(0, len(images), self.batch_size)
-        batches = (map(self.view, images[start : start + self.batch_size]) for start in starts)
-        return [answer for views in batches for answer in self._said(list(views), top)]
+        batches = (images[start : start + self.batch_size] for start in starts)
+        return [answer for batch in batches for answer in self.answers(batch, top)]
 
-    def each(self, images: Sequence[Source], top: int = 5, *, threads: int = 1) -> list[Answer | DataError]:
-        """The same for images of which some may be unreadable: of those the reason. Threads decode the images."""
+    def view(self, image: Source | Tensor, *, name: str | None = None) -> Tensor:
+        """What the model sees of an image, uint8 (C, S, S); a view stays as it is. Errors call the image `name`."""
+        if not isinstance(image, Tensor):
+            return evaluation_view(decode(image, self.model.config.channels, name=name), self.preprocess)
+        shape = (self.model.config.channels, *self.preprocess.size)
+        if image.dtype != torch.uint8 or tuple(image.shape) != shape:
+            raise DataError(f"a tensor is a view, uint8 {shape}, not {image.dtype} {tuple(image.shape)}")
+        return image
 
-        def view(image: Source) -> Tensor | DataError:
-            try:
-                return self.view(image)
-            except DataError as error:
-                return error
-
-        with ThreadPoolExecutor(threads) as pool:
-            views = list(pool.map(view, images))
-        readable = [each for each in views if isinstance(each, Tensor)]
-        said = iter(self._said(readable, top) if readable else [])
-        return [next(said) if isinstance(each, Tensor) else each for each in views]
-
-    def view(self, image: Source) -> Tensor:
-        """What the model sees of an image, uint8 (C, S, S)."""
-        return evaluation_view(decode(image, self.model.config.channels), self.preprocess)
-
-    def _said(self, views: Sequence[Tensor], top: int) -> list[Answer]:
-        """The labels of one batch of views."""
-        answers = []
-        for row in self._computed(views):
-            best = row.topk(min(top, len(row)))
-            pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-            answer = [(self.labels[index], value) for value, index in pairs]
-            answers.append([(UNSURE, answer[0][1]), *answer] if answer[0][1] < self.threshold else answer)
-        return answers
-
-    def probabilities(self, images: Sequence[Source]) -> Tensor:
-        """One batch of images -> (B, L) on the CPU."""
-        return self._computed([self.view(image) for image in images])
+    def answers(self, images: Sequence[Source | Tensor], top: int = 5) -> list[Answer]:
+        """The same as a call, for one batch of any size."""
+        self._check_asked(top)
+        best = self.probabilities(images).topk(min(top, len(self.labels)), dim=1)
+        found = []
+        for probabilities, classes in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            answer = [(self.labels[index], value) for index, value in zip(classes, probabilities, strict=True)]
+            found.append([(UNSURE, answer[0][1]), *answer] if answer[0][1] < self.threshold else answer)
+        return found
 
     @torch.inference_mode()
-    def _computed(self, views: Sequence[Tensor]) -> Tensor:
-        pixels = torch.stack(list(views)).to(self.device)  # uint8 travels, four times lighter than float32
-        logits = self.model(normalise(pixels, self.preprocess)).float()
-        logits = logits / self.temperature
+    def probabilities(self, images: Sequence[Source | Tensor]) -> Tensor:
+        """One batch of images -> (B, L) on the CPU; where several labels may be right, each has one of its own."""
+        self._check_asked()
+        logits = self.model(self._prepared(images)).float() / self.temperature
         return (logits.sigmoid() if self.several else logits.softmax(dim=-1)).cpu()
+
+    @torch.inference_mode()
+    def features(self, images: Sequence[Source | Tensor]) -> Tensor:
+        """One batch of images -> what the head reads of them, float32 (B, D) on the CPU."""
+        found: Tensor = self.model.features(self._prepared(images)).float().cpu()
+        return found
+
+    def _prepared(self, images: Sequence[Source | Tensor]) -> Tensor:
+        """(B, C, S, S), normalised, on the device."""
+        views = [self.view(image) for image in images]
+        shape = (0, self.model.config.channels, *self.preprocess.size)
+        pixels = torch.stack(views) if views else torch.empty(shape, dtype=torch.uint8)
+        return normalise(pixels.to(self.device), self.preprocess)  # uint8 travels, four times lighter than float32
+
+    def _check_asked(self, top: int = 1) -> None:
+        if not self.labels:
+            raise UsageError("the model has no head, so it gives features and no labels")
+        if top < 1:
+            raise UsageError(f"top is {top}; it must be at least 1")

@@ -1,19 +1,45 @@
-"""`vitrail predict` on made-up pictures, by one process and by two."""
+"""`vitrail predict` on made-up pictures: what is written, how it goes on, and what it costs."""
 
 import csv
+import dataclasses
+import fcntl
 import io
 import json
+import os
+import random
+import signal
 import subprocess
 import sys
+import tarfile
+import tracemalloc
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
+from torch import Tensor
 
 from tests import making
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
-from tests.data.pictures import folder
+from tests.data.pictures import encoded, folder, picture
 from vitrail import Classifier, load, save
+from vitrail.cli import main
+from vitrail.cli import predict as command
+from vitrail.config import Preprocess
+from vitrail.data.loader import evaluation_batches
+from vitrail.data.sources import open_data
+from vitrail.data.transforms import normalise
+from vitrail.evaluate import classify
+from vitrail.evaluate.subject import examined, measurable
+from vitrail.figures import attention, boxes
+from vitrail.figures import pictures as overlays
+from vitrail.weights.adapt import adapt
+
+Soaked = Callable[[int, str, str, str], None]
 
 
 @pytest.fixture
@@ -30,8 +56,16 @@ def pictures(tmp_path: Path) -> Path:
     return root
 
 
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
+        return list(csv.DictReader(file))
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
 def test_rows_are_the_classifiers_answers_in_order_and_a_bad_file_is_named_in_its_own(
-    model: Path, pictures: Path, tmp_path: Path, capsys: Capture
+    model: Path, pictures: Path, capsys: Capture
 ) -> None:
     code, out, error = vitrail("predict", str(model), str(pictures), "--top", "2", "--batch", "3", capsys=capsys)
     assert code == 3
@@ -49,23 +83,26 @@ def test_rows_are_the_classifiers_answers_in_order_and_a_bad_file_is_named_in_it
         assert probability == pytest.approx(value, abs=1e-5)
 
 
-def test_two_processes_write_what_one_writes(model: Path, pictures: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_two_processes_write_the_bytes_that_one_writes(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
     """9 images in batches of 2 are no whole number of rounds for two processes."""
-    written = []
-    for starter in (
-        [sys.executable, "-m"],
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"],
-    ):
-        command = [*starter, "vitrail", "predict", str(model), str(pictures), "--device", "cpu", "--batch", "2"]
-        done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=240)
-        assert done.returncode == (1 if "torch.distributed.run" in starter else 3)  # torchrun has codes of its own
-        written.append([json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")])
-    assert [row["image"] for row in written[0]] == [row["image"] for row in written[1]]
-    assert len(written[0]) == 9
-    for one, two in zip(*written, strict=True):
-        assert one.get("error") == two.get("error")
-        labels = [[label for label, _ in row.get("labels", [])] for row in (one, two)]
-        assert labels[0] == labels[1]
+    given = ["predict", str(model), str(pictures), "--device", "cpu", "--batch", "2", "--attention"]
+    code, _, _ = vitrail(*given, str(tmp_path / "looks"), "--out", str(tmp_path / "one.jsonl"), capsys=capsys)
+    assert code == 3
+    (tmp_path / "looks").rename(tmp_path / "alone")
+    starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vitrail"]
+    rest = [str(tmp_path / "looks"), "--out", str(tmp_path / "two.jsonl")]
+    done = subprocess.run([*starter, *given, *rest], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1  # torchrun has codes of its own
+    assert "1 of 9 images cannot be read" in done.stderr
+    assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "two.jsonl").read_bytes()
+    assert contents(tmp_path / "alone") == contents(tmp_path / "looks")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_list_on_standard_input_and_a_file_for_the_rows(
@@ -75,14 +112,416 @@ def test_a_list_on_standard_input_and_a_file_for_the_rows(
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*some, "", "nowhere.jpg", ""])))
     code, out, _ = vitrail("predict", str(model), "-", "--out", str(tmp_path / "rows.csv"), capsys=capsys)
     assert (code, out) == (3, "")
-    with (tmp_path / "rows.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = table(tmp_path / "rows.csv")
     assert [row["image"] for row in rows] == [*some, "nowhere.jpg"]
     assert "nowhere.jpg" in rows[-1]["error"]
 
 
-def test_an_empty_folder_is_refused(model: Path, tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "empty").mkdir()
-    code, _, error = vitrail("predict", str(model), str(tmp_path / "empty"), capsys=capsys)
+def test_formats_say_the_same(model: Path, pictures: Path, capsys: Capture) -> None:
+    given = ("predict", str(model), str(pictures / "rose"), str(pictures / "nothing"), "--top", "3")
+    objects = [json.loads(line) for line in vitrail(*given, "--json", capsys=capsys)[1].splitlines()]
+    assert objects == [json.loads(line) for line in vitrail(*given, "--format", "jsonl", capsys=capsys)[1].splitlines()]
+    rows = list(csv.DictReader(io.StringIO(vitrail(*given, capsys=capsys)[1])))
+    lines = vitrail(*given, "--format", "table", capsys=capsys)[1].splitlines()
+    labels = [(each["image"], *pair) for each in objects if "labels" in each for pair in each["labels"]]
+    assert [(row["image"], row["label"]) for row in rows if row["rank"]] == [(name, label) for name, label, _ in labels]
+    assert [line.split(maxsplit=3) for line in lines if line[0].isdigit()] == [
+        [f"{probability:.4f}", *label.split(), name] for name, label, probability in labels
+    ]
+    errors = [each["error"] for each in objects if "error" in each]
+    assert len(errors) == 2
+    assert [row["error"] for row in rows if row["error"]] == errors
+    assert [line.split(maxsplit=1)[1] for line in lines if not line[0].isdigit()] == errors
+
+
+def test_a_shard_and_a_folder_give_the_same_answers(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    with tarfile.open(tmp_path / "s-0.tar", "w") as file:
+        file.add(pictures, "pictures", filter=lambda member: member)
+    (tmp_path / "list.csv").write_text("path\n" + "".join(f"{path}\n" for path in sorted(pictures.rglob("*.jpg"))))
+
+    def said(argument: str) -> dict[str, Any]:
+        _, out, _ = vitrail("predict", str(model), argument, "--json", "--batch", "1", capsys=capsys)
+        rows = [json.loads(line) for line in out.splitlines()]
+        return {"/".join(row["image"].split("/")[-2:]): row.get("labels") for row in rows}
+
+    assert said(str(tmp_path / "s-{0..0}.tar")) == said(str(pictures)) == said(str(tmp_path / "list.csv"))
+
+
+def test_unsure_stands_before_the_labels(model: Path, pictures: Path, capsys: Capture) -> None:
+    save(dataclasses.replace(load(model), threshold=0.999), model, overwrite=True)
+    given = ("predict", str(model), str(pictures / "tulip" / "0.jpg"), "--top", "2")
+    rows = list(csv.DictReader(io.StringIO(vitrail(*given, capsys=capsys)[1])))
+    assert [(row["rank"], row["label"] == "unsure") for row in rows] == [("0", True), ("1", False), ("2", False)]
+    assert rows[0]["probability"] == rows[1]["probability"]
+
+
+def test_a_class_may_itself_be_called_unsure(model: Path, pictures: Path, capsys: Capture) -> None:
+    save(dataclasses.replace(load(model), labels=("unsure", *"abcdef")), model, overwrite=True)
+    given = ("predict", str(model), str(pictures / "tulip"), "--top", "7")
+    rows = list(csv.DictReader(io.StringIO(vitrail(*given, capsys=capsys)[1])))
+    assert [row["rank"] for row in rows] == [*"1234567"] * 4
+
+
+def test_features_are_a_matrix_with_names_beside_it_or_lines(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    save(adapt(load(model), classes=0), tmp_path / "headless.safetensors")
+    given = ("predict", str(tmp_path / "headless.safetensors"), str(pictures), "--embed", "--batch", "4")
+    code, out, _ = vitrail(*given, "--out", str(tmp_path / "features.npy"), capsys=capsys)
+    assert (code, out) == (3, "")
+    matrix, rows = np.load(tmp_path / "features.npy"), table(tmp_path / "features.csv")
+    assert (matrix.shape, matrix.dtype) == ((9, 32), np.float32)
+    bad = [bool(row["error"]) for row in rows]
+    assert [row["image"] for row in rows] == sorted(str(path) for path in pictures.rglob("*.jpg"))
+    assert np.isnan(matrix).all(axis=1).tolist() == bad
+    good = [row["image"] for row in rows if not row["error"]]
+    expected = Classifier(load(model), device="cpu").features(good)
+    torch.testing.assert_close(torch.from_numpy(matrix[~np.array(bad)]), expected, atol=1e-5, rtol=1e-5)
+    objects = [json.loads(line) for line in vitrail(*given, capsys=capsys)[1].splitlines()]
+    for row, each, values in zip(rows, objects, matrix, strict=True):
+        assert each["image"] == row["image"]
+        assert row["error"] == each.get("error", "")
+        assert row["error"] or np.array_equal(np.float32(each["features"]), values)
+
+
+def test_overlays_show_the_rollout_one_picture_for_each_image(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    looks, trained = tmp_path / "looks", load(model)
+    given = ("predict", str(model), str(pictures), "--attention", str(looks))
+    code, out, _ = vitrail(*given, capsys=capsys)
     assert code == 3
-    assert "holds no image" in error
+    rows = list(csv.DictReader(io.StringIO(out)))
+    assert {path.name for path in looks.iterdir()} == {f"{n}{end}.png" for n in range(4) for end in ("", "-2")}
+    for row in rows:
+        assert bool(row["attention"]) != bool(row["error"])
+    row = rows[-1]
+    view = Classifier(trained, device="cpu").view(row["image"])
+    assert trained.preprocess is not None
+    rollout = attention.rollout(trained.model, normalise(view[None], trained.preprocess))[0]
+    with Image.open(row["image"]) as image:
+        whole = overlays.scaled(np.asarray(image).transpose(2, 0, 1), 12)  # 20 pixels become 240
+    within = boxes.seen(20, 24, trained.preprocess).scaled(12)
+    with Image.open(row["attention"]) as drawn:
+        assert np.array_equal(np.asarray(drawn), overlays.overlaid(whole, rollout, within))
+    code, _, error = vitrail(*given, capsys=capsys)
+    assert (code, "--attention" in error, "must be a folder that is new or empty" in error) == (2, True, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--top", "0"], "--top is 0"),
+        (["--out", "rows.txt"], "--out rows.txt has no known ending"),
+        (["--out", "rows.npy"], "it takes --embed and no --format"),
+        (["--out", "x.csv", "--format", "table"], "a table is for a terminal"),
+        (["--json", "--format", "csv"], "leave one away"),
+        (["--embed", "--format", "csv"], "too many for csv: jsonl, or --out FILE.npy"),
+        (["--out", "s3://bucket/x.csv"], "must be here"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_the_model_is_read(
+    options: list[str], reason: str, capsys: Capture
+) -> None:
+    code, out, error = vitrail("predict", "nowhere.safetensors", "a.jpg", *options, capsys=capsys)
+    assert (code, out) == (2, "")
+    assert reason in error
+
+
+def test_what_a_model_does_not_have_is_said_in_a_sentence(
+    model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(adapt(load(model), classes=0), tmp_path / "headless.safetensors")
+    save(making.trained(making.bit()), tmp_path / "resnet.safetensors")
+    code, _, error = vitrail("predict", "headless.safetensors", "a.jpg", "--out", "a.csv", capsys=capsys)
+    assert (code, error) == (2, "vitrail: the model has no head, so it gives features and no labels: --embed\n")
+    code, _, error = vitrail("predict", "resnet.safetensors", "a.jpg", "--attention", "looks", capsys=capsys)
+    assert (code, "a BiT ResNet has no attention" in error) == (2, True)
+    assert {path.name for path in tmp_path.iterdir()} == {f"{n}.safetensors" for n in ("model", "headless", "resnet")}
+
+
+# --- going on --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def odd_names(tmp_path: Path) -> Path:
+    """Pictures whose names try a table: commas, quotes, line ends, and bytes that are no text."""
+    root = folder(tmp_path / "odd", classes=("",), each=8)
+    for number, name in enumerate((b'a,"b".jpg', b"two\nlines.jpg", b"\r.jpg", b"\xff\xfe.jpg", "é ü.jpg".encode())):
+        (root / os.fsdecode(name)).write_bytes(encoded(picture(number)))
+    (root / "3.jpg").write_bytes(b"<html>")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("rows.csv", ["--top", "3"]), ("rows.jsonl", []), ("features.npy", ["--embed"])],
+)
+def test_cut_anywhere_a_file_is_completed_to_the_same_bytes(
+    name: str, options: list[str], model: Path, odd_names: Path, tmp_path: Path, capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Every file that the command writes is cut at places that a kill or a full disk could leave it at."""
+    monkeypatch.chdir(tmp_path)
+    save(dataclasses.replace(load(model), threshold=0.35), model, overwrite=True)  # some answers are unsure
+    given = ("predict", str(model), str(odd_names), *options, "--batch", "4", "--out", name, "--device", "cpu")
+    assert vitrail(*given, capsys=capsys)[0] == 3
+    parts = [path for path in (tmp_path / name, tmp_path / "features.csv") if path.exists()]
+    whole = [path.read_bytes() for path in parts]
+    assert vitrail(*given, capsys=capsys)[0] == 3  # a file that is whole stays so
+    assert [path.read_bytes() for path in parts] == whole
+    generator = random.Random(0)
+    for _ in range(12):
+        for path, content in zip(parts, whole, strict=True):
+            path.write_bytes(content[: generator.randrange(len(content) + 1)])
+        code, _, error = vitrail(*given, capsys=capsys)
+        assert (code, "1 of 13 images cannot be read" in error) == (3, True)
+        assert [path.read_bytes() for path in parts] == whole
+
+
+@pytest.mark.parametrize(("asked", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_leaves_whole_batches_and_the_rest_alone_is_computed_then(
+    asked: signal.Signals, code: int, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = folder(tmp_path / "set", each=10)
+    given = ("predict", str(model), str(root), "--batch", "4", "--device", "cpu", "--out")
+    assert vitrail(*given, str(tmp_path / "whole.csv"), capsys=capsys)[0] == 0
+    answers, sizes = Classifier.answers, list[int]()
+
+    def answered(self: Classifier, images: Sequence[Any], top: int = 5) -> Any:
+        sizes.append(len(images))
+        if len(sizes) == 2:
+            os.kill(os.getpid(), asked)
+        return answers(self, images, top)
+
+    monkeypatch.setattr(Classifier, "answers", answered)
+    found, _, error = vitrail(*given, str(tmp_path / "rows.csv"), capsys=capsys)
+    assert (found, f"stopped by {asked.name} after 8 images" in error) == (code, True)
+    assert len(table(tmp_path / "rows.csv")) == 8
+    code, _, error = vitrail(*given, str(tmp_path / "rows.csv"), capsys=capsys)
+    assert (code, "has 8 images; going on after them" in error) == (0, True)
+    assert (tmp_path / "rows.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
+    assert sizes == [4, 4, 4, 4, 4]
+
+
+def killed_at(batch: int, *arguments: str) -> int:
+    """How a process that runs the command ends, when it is killed while it computes that batch."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    signal.alarm(60)
+    rows, batches = command._rows, [0]
+
+    def dying(*given: Any) -> Any:
+        batches[0] += 1
+        if batches[0] == batch:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rows(*given)
+
+    pytest.MonkeyPatch().setattr(command, "_rows", dying)
+    os._exit(main(arguments))
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.soak)])
+def test_killed_again_and_again_it_writes_what_it_writes_undisturbed(
+    kills: int, model: Path, tmp_path: Path, capsys: Capture, soaked: Soaked
+) -> None:
+    with tarfile.open(tmp_path / "s.tar", "w") as file:
+        for number in range(2 * kills + 3):
+            content = encoded(picture(number))
+            member = tarfile.TarInfo(f"{number}.jpg")
+            member.size = len(content)
+            file.addfile(member, io.BytesIO(content))
+    given = ["predict", str(model), str(tmp_path / "s.tar"), "--batch", "2", "--device", "cpu"]
+    given += ["--attention", str(tmp_path / "looks"), "--out"]
+    assert vitrail(*given, str(tmp_path / "whole.jsonl"), capsys=capsys)[0] == 0
+    (tmp_path / "looks").rename(tmp_path / "undisturbed")
+    for _ in range(kills):
+        assert killed_at(2, *given, str(tmp_path / "rows.jsonl")) == -signal.SIGKILL
+    assert vitrail(*given, str(tmp_path / "rows.jsonl"), capsys=capsys)[0] == 0
+    assert (tmp_path / "rows.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+    assert contents(tmp_path / "looks") == contents(tmp_path / "undisturbed")
+    soaked(14, "a killed prediction goes on to the same file", f"{kills} kills", f"{kills}")
+
+
+def test_another_model_option_or_input_is_refused_and_the_file_stays(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "rows.csv"
+    given = ["predict", str(model), str(pictures / "tulip"), "--out", str(out)]
+    assert vitrail(*given, capsys=capsys)[0] == 0
+    before = out.read_bytes()
+    save(making.trained(making.vit(seed=1)), tmp_path / "other.safetensors")
+    save(dataclasses.replace(load(model), temperature=2.0), tmp_path / "warmer.safetensors")
+    rose = str(pictures / "rose")
+    for changed, reason in (
+        (["predict", str(tmp_path / "other.safetensors"), *given[2:]], "was begun with another model"),
+        (["predict", str(tmp_path / "warmer.safetensors"), *given[2:]], "was begun with another model"),
+        ([*given, "--top", "2"], "was begun with --top 1, not 2"),
+        ([*given, "--batch", "2"], "was begun with --batch 64, not 2"),
+        ([*given[:2], rose, *given[3:]], f"image 1 of {out} is {pictures}/tulip/0.jpg, and now {rose}/0.jpg stands"),
+        ([*given[:2], f"{pictures}/tulip/0.jpg", *given[3:]], "and now there are fewer images"),
+    ):
+        code, _, error = vitrail(*changed, capsys=capsys)
+        assert (code, reason in error) == (2, True), error
+        assert out.read_bytes() == before
+    (tmp_path / "rows.csv.json").write_text("[1, 2]")
+    code, _, error = vitrail(*given, capsys=capsys)
+    assert (code, "no rows.csv.json beside it says what made it" in error) == (2, True)
+    assert out.read_bytes() == before
+
+
+def test_a_file_that_another_process_writes_is_left_to_it(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "rows.csv"
+    given = ("predict", str(model), str(pictures / "tulip"), "--batch", "2", "--out", str(out))
+    assert vitrail(*given, capsys=capsys)[0] == 0
+    before = out.read_bytes()
+    with out.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        code, _, error = vitrail(*given, capsys=capsys)
+    assert (code, f"{out} is being written by another process" in error) == (2, True)
+    assert out.read_bytes() == before
+
+
+def test_images_that_came_after_the_last_are_appended(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "rows.csv"
+    given = ("predict", str(model), str(pictures / "tulip"), "--batch", "2", "--out", str(out))
+    assert vitrail(*given, capsys=capsys)[0] == 0
+    before = out.read_bytes()
+    (pictures / "tulip" / "9.jpg").write_bytes(encoded(picture(99)))
+    assert vitrail(*given, capsys=capsys)[0] == 0
+    assert out.read_bytes().startswith(before)
+    assert len(table(out)) == 5
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_does_not_grow_with_the_number_of_images(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    """What Python holds at most, for 100 images and for 500: were rows or names kept, it would be 100 kB more."""
+    image = tmp_path / "a.png"
+    picture(0, (8, 8)).save(image)
+    peaks = list[int]()
+    for count in (100, 100, 500):  # the first fills caches
+        (tmp_path / "list.csv").write_text("path\n" + "a.png\n" * count)
+        given = ("predict", str(model), str(tmp_path / "list.csv"), "--batch", "8", "--workers", "1", "--device", "cpu")
+        tracemalloc.start()
+        assert vitrail(*given, "--out", str(tmp_path / f"{len(peaks)}.csv"), capsys=capsys)[0] == 0
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[2] < peaks[1] + 30_000
+
+
+@pytest.mark.soak
+def test_memory_stays_the_same_over_20_000_images(
+    model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, soaked: Soaked
+) -> None:
+    content = encoded(picture(0, (8, 8)), "PNG")
+    with tarfile.open(tmp_path / "s.tar", "w") as file:
+        for number in range(20_000):
+            member = tarfile.TarInfo(f"{number}.png")
+            member.size = len(content)
+            file.addfile(member, io.BytesIO(content))
+    resident, answers = list[int](), Classifier.answers
+
+    def answered(self: Classifier, images: Sequence[Any], top: int = 5) -> Any:
+        resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+        return answers(self, images, top)
+
+    monkeypatch.setattr(Classifier, "answers", answered)
+    given = ("predict", str(model), str(tmp_path / "s.tar"), "--device", "cpu", "--out", str(tmp_path / "rows.csv"))
+    assert vitrail(*given, capsys=capsys)[0] == 0
+    assert len(table(tmp_path / "rows.csv")) == 20_000
+    grown = max(resident) - resident[len(resident) // 10]
+    assert grown < 10 * 2**20
+    soaked(14, "prediction in constant memory", "20,000 images, under 10 MB", f"{grown / 2**20:.1f} MB more")
+
+
+# --- one preprocessing -----------------------------------------------------------------------------------------------
+
+
+def odd_image(generator: np.random.Generator) -> tuple[str, bytes]:
+    """The ending and content of a file as cameras, scanners and the web make them, of a size that may be odd too."""
+    height, width = (int(side) for side in generator.integers(1, 90, 2))
+    if generator.random() < 0.2:  # a line, or almost
+        height, width = (int(generator.integers(1, 4)), int(generator.integers(100, 500)))[:: generator.choice([-1, 1])]
+    noise = generator.integers(0, 256, (height, width, 4), dtype=np.uint8)
+    colour, clear = Image.fromarray(noise[..., :3]), Image.fromarray(noise)
+    wide = Image.fromarray(noise[..., 0].astype(np.uint16) * 257)
+    exif = Image.Exif()
+    exif[0x0112] = int(generator.integers(1, 9))
+    quality = int(generator.integers(20, 100))
+    frames = [Image.fromarray(noise[..., :3] // part) for part in (2, 3)]
+    kinds: list[Callable[[], tuple[str, bytes]]] = [
+        lambda: (".jpg", encoded(colour, "JPEG", exif=exif, quality=quality)),
+        lambda: (".jpg", encoded(colour, "JPEG", progressive=True, subsampling=int(generator.integers(3)))),
+        lambda: (".jpeg", encoded(colour.convert("L"), "JPEG", exif=exif)),
+        lambda: (".JPG", encoded(colour.convert("CMYK"), "JPEG", exif=exif)),
+        lambda: (".png", encoded(wide, "PNG")),
+        lambda: (".tif", encoded(wide, "TIFF")),
+        lambda: (".png", encoded(clear, "PNG", exif=exif)),
+        lambda: (".png", encoded(clear.convert("LA"), "PNG")),
+        lambda: (".png", encoded(colour.quantize(16), "PNG", transparency=int(generator.integers(16)))),
+        lambda: (".gif", encoded(colour.quantize(16), "GIF", transparency=3)),
+        lambda: (".gif", encoded(colour, "GIF", save_all=True, append_images=frames, duration=50)),
+        lambda: (".webp", encoded(clear, "WEBP", lossless=True)),
+        lambda: (".webp", encoded(colour, "WEBP", save_all=True, append_images=frames, exif=exif)),
+        lambda: (".bmp", encoded(colour.convert("1"), "BMP")),
+        lambda: (".png", encoded(colour.convert("1"), "PNG")),
+        lambda: (".bmp", encoded(colour.quantize(7), "BMP")),
+        lambda: (".tiff", encoded(colour.convert("CMYK"), "TIFF")),
+    ]
+    return kinds[generator.integers(len(kinds))]()
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, where: str) -> list[Tensor]:
+    """The pixels that come to be normalised there, image by image."""
+    seen = list[Tensor]()
+
+    def noted(pixels: Tensor, preprocess: Preprocess) -> Tensor:
+        seen.extend(pixels)
+        return normalise(pixels, preprocess)
+
+    monkeypatch.setattr(where, noted)
+    return seen
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.soak)])
+def test_odd_images_have_the_same_pixels_in_training_evaluate_predict_and_serve(
+    count: int, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, soaked: Soaked
+) -> None:
+    generator, root = np.random.default_rng(0), tmp_path / "set"
+    (root / "kind 0").mkdir(parents=True)
+    (root / "kind 1").mkdir()
+    for number in range(count):
+        suffix, content = odd_image(generator)
+        (root / f"kind {number % 2}" / f"{number:04}{suffix}").write_bytes(content)
+    paths, trained = sorted(root.rglob("*.*")), load(model)
+    assert trained.preprocess is not None
+    served = [Classifier(trained, device="cpu").view(path.read_bytes()) for path in paths]
+    splits = open_data(str(root)).splits
+    whole = splits["train"].joined(splits["val"]).joined(splits["test"])
+    asked = recorded(monkeypatch, "vitrail.evaluate.classify.normalise")
+    classify.classify(
+        trained.model, evaluation_batches(whole, trained.preprocess, batch=16, classes=7), trained.preprocess
+    )
+    examined(measurable(trained, "model"), whole, range(7), device=torch.device("cpu"), batch=7)
+    predicted = recorded(monkeypatch, "vitrail.predict.normalise")
+    given = ("predict", str(model), str(root), "--device", "cpu", "--batch", "5", "--workers", "2")
+    assert vitrail(*given, capsys=capsys)[0] == 0
+    assert [whole.name(row) for row in range(count)] == [str(path.relative_to(root)) for path in paths]
+    assert len({view.numpy().tobytes() for view in served}) > 0.9 * count
+    for name, pixels in (("training", asked[:count]), ("evaluate", asked[count:]), ("predict", predicted)):
+        assert len(pixels) == count
+        different = [
+            path for path, here, there in zip(paths, pixels, served, strict=True) if not torch.equal(here, there)
+        ]
+        assert not different, (name, different)
+    soaked(14, "one preprocessing: bit-equal pixels", f"{count:,} odd images", f"{count:,}")

@@ -1,11 +1,13 @@
-"""Work in other processes: results, errors, and a process that dies takes only its own item with it."""
+"""Work in other processes and threads: results, errors, and a process that dies takes only its own item with it."""
 
 import os
+import threading
+from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
-from vitrail.data.workers import finished
+from vitrail.data.workers import ahead, finished
 from vitrail.errors import DataError
 
 
@@ -31,3 +33,30 @@ def test_a_process_that_dies_is_named_and_the_rest_goes_on() -> None:
     found = dict(finished(worked, list(range(6)), workers=2))
     assert isinstance(found.pop(3), BrokenProcessPool)
     assert found == {0: 0, 1: 1, 2: 4, 4: 16, 5: 25}
+
+
+def test_threads_work_one_batch_ahead_and_no_further() -> None:
+    """While a batch is used, the next is computed already, and the one after it has not been asked for."""
+    begun, listed = [threading.Event() for _ in range(5)], list[int]()
+
+    def work(item: int) -> int:
+        begun[item].set()
+        return -item
+
+    def batches() -> Iterator[list[int]]:
+        for batch in ([0, 1], [2], [], [3, 4]):
+            listed.extend(batch)
+            yield batch
+
+    results = ahead(work, batches(), threads=2)
+    assert next(results) == [(0, 0), (1, -1)]
+    assert begun[2].wait(10)
+    assert listed == [0, 1, 2]
+    assert list(results) == [[(2, -2)], [], [(3, -3), (4, -4)]]
+
+
+def test_an_error_in_a_thread_is_raised_in_its_batchs_turn() -> None:
+    results = ahead(lambda item: 1 // item, [[1], [0], [1]], threads=1)
+    assert next(results) == [(1, 1)]
+    with pytest.raises(ZeroDivisionError):
+        next(results)

@@ -1,18 +1,18 @@
 """`vitrail figures MODEL [MODEL] [IMAGES...]`: what a model has learned and where it looks, as pictures and arrays."""
 
 import dataclasses
-import glob
 import itertools
 import json as codec
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 import tyro
 
 from vitrail import files, remote
-from vitrail.cli import predict, runs, show
+from vitrail.cli import runs, show
 from vitrail.config import sides
 from vitrail.errors import DataError, UsageError
 
@@ -96,7 +96,7 @@ class Made:
     files: dict[str, str] = dataclasses.field(default_factory=dict)
     """By name what is in them."""
     numbers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    """By model."""
+    """By figure and model."""
     skipped: list[dict[str, str]] = dataclasses.field(default_factory=list)
     unreadable: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -194,7 +194,7 @@ def _title(argument: str) -> str:
 
 def _images(given: Sequence[str]) -> "Iterator[Shown]":
     """The images that are meant, in the order they were given."""
-    from vitrail.data import lists, public, tars
+    from vitrail.data import lists, paths, public, tars
     from vitrail.data.sources import DIGITS, open_data
     from vitrail.figures.looks import Shown
 
@@ -203,15 +203,11 @@ def _images(given: Sequence[str]) -> "Iterator[Shown]":
         if known or Path(argument).suffix.lower() in lists.SUFFIXES:
             splits = open_data(argument).splits
             split = next(splits[name] for name in ("test", "val", "train") if name in splits)
-            rows = range(0, len(split), max(1, len(split) // PAPER))[:PAPER]
-            yield from (Shown(split.name(row), split.read(row)) for row in rows)
+            number = min(len(split), PAPER)
+            for row in (place * len(split) // number for place in range(number)):
+                yield Shown(split.name(row), partial(split.read, row))
             continue
-        paths = [argument]
-        if glob.has_magic(argument) and not Path(argument).exists():
-            paths = sorted(glob.glob(argument))  # noqa: PTH207, the pattern may be absolute
-        if not paths:
-            raise DataError(f"no file is named {argument}")
-        yield from (Shown(path, path) for path in predict._images(paths))
+        yield from (Shown(image.name, image.read) for image in paths.found([argument]))
 
 
 def _claimed(out: Path) -> Path:
@@ -333,7 +329,7 @@ def _distances(
     plates.distance(found, path, initial=initial)
     made.arrays("distance.npz", _beside(found, initial))
     if (fewest := min(each.images for each in found.values())) < PAPER:
-        show.note(f"attention distance is averaged over {fewest} images, the paper's over {PAPER}")
+        show.note(f"attention distance is averaged over {fewest} of the paper's {PAPER} images")
 
 
 def _pictures(images: "Sequence[Shown]", looked: "Mapping[str, Looked]", made: Made) -> None:

@@ -39,12 +39,12 @@ _TURNS = {
     8: Image.Transpose.ROTATE_90,
 }
 
-Source = str | Path | bytes | Image.Image
-Pixels = NDArray[np.uint8]  # (H, W) or (H, W, 3)
+Pixels = NDArray[np.uint8]  # (H, W) or (H, W, C)
+Source = str | Path | bytes | Image.Image | Pixels
 
 
 def decode(source: Source, channels: int = 3, *, name: str | None = None) -> Tensor:
-    """A path, the bytes of an image file or a Pillow image -> uint8 (C, H, W). Errors call it `name`."""
+    """A path, the bytes of an image file, a Pillow image or an array -> uint8 (C, H, W). Errors call it `name`."""
     return opened(source, name=name).pixels(channels)
 
 
@@ -75,10 +75,13 @@ class Encoded(NamedTuple):
 
 def opened(source: Source, *, name: str | None = None) -> Encoded:
     """The image of a source, its header read and its size found acceptable."""
-    if not isinstance(source, str | Path | bytes | Image.Image):
-        raise DataError(f"an image is a path, the bytes of a file or a Pillow image, not {type(source).__name__}")
+    if not isinstance(source, str | Path | bytes | Image.Image | np.ndarray):
+        kind = type(source).__name__
+        raise DataError(f"an image is a path, the bytes of a file, a Pillow image or a NumPy array, not {kind}")
     name = name or (str(source) if isinstance(source, str | Path) else "the image")
     with _named(name):
+        if isinstance(source, np.ndarray):
+            source = _from_array(source, name)
         if isinstance(source, Image.Image):
             return _checked(name, source)
         content = source if isinstance(source, bytes) else _content(Path(source), name)
@@ -107,6 +110,18 @@ def _named(name: str) -> Iterator[None]:
         raise DataError(f"{name} does not exist") from error
     except DAMAGE as error:
         raise DataError(f"{name} cannot be decoded: {error}") from error
+
+
+def _from_array(array: Pixels, name: str) -> Image.Image:
+    """The image of an array (H, W) or (H, W, C): grey, RGB, or RGB with transparency."""
+    if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3, 4))):
+        raise DataError(
+            f"{name} is an array of {array.dtype}, {array.shape}; an image is uint8, (H, W) or (H, W, C) with 1, 3 or 4"
+        )
+    if not array.size:
+        raise DataError(f"{name} is an array of {array.shape}, which has no pixel")
+    flat = array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array
+    return Image.fromarray(np.ascontiguousarray(flat))
 
 
 def _content(path: Path, name: str) -> bytes:

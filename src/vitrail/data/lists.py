@@ -40,6 +40,13 @@ def open_list(path: Path | str, *, share: float = 0.1) -> Dataset:
     )
 
 
+def images(path: Path | str) -> Iterator[str]:
+    """The paths or URLs of the images that a list names, in its order and line by line; labels do not matter."""
+    for line, row in _rows(path):
+        name = _one(row, _PATHS, f"{path}, line {line}")
+        yield str(path.parent / name) if isinstance(path, Path) else remote.joined(path.rpartition("/")[0], name)
+
+
 def _columns(path: Path | str, share: float) -> tuple[Mapping[str, Array], dict[str, Any]]:
     files: list[str] = []
     names: list[tuple[str, ...]] = []

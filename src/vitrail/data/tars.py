@@ -37,9 +37,7 @@ def is_pattern(name: str) -> bool:
 
 def open_tars(pattern: str, *, share: float = 0.1) -> Dataset:
     """Tar files of any origin, by pattern; their index is kept in the cache."""
-    paths = sorted({found for one in expanded(pattern) for found in _existing(one)})
-    if not paths:
-        raise DataError(f"no file is named {pattern}")
+    paths = matching(pattern)
     folder, files = _common(paths)
     source = f"tars {folder} {' '.join(files)} {share}"
     rows = index.cached(source, lambda: paths, lambda: _indexed(folder, files, share))
@@ -50,6 +48,14 @@ def open_tars(pattern: str, *, share: float = 0.1) -> Dataset:
         made_up=tuple(rows.facts["made_up"]),
         notes=tuple(rows.facts["notes"]),
     )
+
+
+def matching(pattern: str) -> list[str]:
+    """The tar files of a pattern, sorted: paths or URLs."""
+    paths = sorted({found for one in expanded(pattern) for found in _existing(one)})
+    if not paths:
+        raise DataError(f"no file is named {pattern}")
+    return paths
 
 
 def _common(paths: Sequence[str]) -> tuple[Path | str, tuple[str, ...]]:

@@ -5,8 +5,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver, resource_tracker
 from typing import TypeVar
@@ -24,6 +24,24 @@ def silent(done: int, total: int) -> None:
 def available() -> int:
     """Processor cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def ahead(
+    function: Callable[[Item], Result], batches: Iterable[Sequence[Item]], threads: int
+) -> Iterator[list[tuple[Item, Result]]]:
+    """Each batch's items with their results, in order; while one is used, threads work on the next, and no further."""
+    pool = ThreadPoolExecutor(threads)
+    before: list[tuple[Item, Future[Result]]] | None = None
+    try:
+        for batch in batches:
+            coming = [(item, pool.submit(function, item)) for item in batch]
+            if before is not None:
+                yield [(item, future.result()) for item, future in before]
+            before = coming
+        if before is not None:
+            yield [(item, future.result()) for item, future in before]
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def finished(

@@ -1,0 +1,181 @@
+"""The images that arguments on a command line mean, one after the other and always in the same order.
+
+An argument is a file, a folder, a glob, tar shards by pattern, a list (.csv, .jsonl), or - for one of these a line on
+standard input; all but the last may lie elsewhere (s3://bucket/name). Only names are read here, and no more of them are
+held than one folder or one glob has. What cannot be listed becomes an image that cannot be read, and the rest goes on.
+"""
+
+import glob
+import io
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+from vitrail import remote
+from vitrail.data import lists, tars
+from vitrail.data.dataset import SUFFIXES
+from vitrail.data.decode import FILE_LIMIT
+from vitrail.errors import DataError
+
+STDIN = "-"
+
+
+class Found(NamedTuple):
+    """An image that was named and not yet read."""
+
+    name: str
+    """What its row is called: its path, or that of its shard and its name there."""
+    file: str
+    """A path or URL."""
+    start: int = 0
+    size: int | None = None
+    """Bytes from `start` on, where it is part of a shard."""
+    error: str = ""
+    """Why it cannot be read, where that is known already."""
+
+    def read(self) -> Path | bytes:
+        """What `decode` takes."""
+        if self.error:
+            raise DataError(self.error)
+        if (self.size or 0) > FILE_LIMIT:
+            raise DataError(f"{self.name} has {self.size:,} bytes; images of at most {FILE_LIMIT:,} are read")
+        if remote.is_remote(self.file):
+            return remote.read(self.file, self.start, self.size)
+        return Path(self.file) if self.size is None else self._part(self.size)
+
+    def _part(self, size: int) -> bytes:
+        try:
+            with Path(self.file).open("rb", buffering=0) as file:
+                file.seek(self.start)
+                content = file.read(size)
+        except OSError as error:
+            raise DataError(f"{self.name} cannot be read: {error}") from error
+        if len(content) != size:
+            raise DataError(f"{self.name}: the shard ends before the image does; check or fetch it again")
+        return content
+
+
+def found(arguments: Iterable[str]) -> Iterator[Found]:
+    """The images that are meant, those of a folder in the order of their paths."""
+    for argument in arguments:
+        for name in _lines(sys.stdin) if argument == STDIN else (argument,):
+            try:
+                yield from _meant(name)
+            except (DataError, OSError) as error:
+                yield Found(name, name, error=str(error))
+
+
+def countable(arguments: Iterable[str]) -> bool:
+    """Whether the images may be listed twice, to know their number beforehand, without a request or a lost line."""
+    return not any(argument == STDIN or remote.is_remote(argument) for argument in arguments)
+
+
+def _lines(file: TextIO) -> Iterator[str]:
+    if isinstance(file, io.TextIOWrapper):
+        file.reconfigure(errors="surrogateescape")  # a file's name may be no valid text
+    return (name for line in file if (name := line.rstrip("\r\n")).strip())
+
+
+def _meant(name: str) -> Iterator[Found]:
+    if remote.is_remote(name):
+        yield from _elsewhere(name)
+    elif os.path.isdir(name):  # noqa: PTH112, of a name too long for a path it says no
+        yield from _in_folder(name)
+    elif tars.is_pattern(name):
+        for path in tars.matching(name):
+            yield from _in_tar(path)
+    elif glob.has_magic(name) and not os.path.lexists(name):
+        yield from _matching(name)
+    elif name.lower().endswith(lists.SUFFIXES):
+        yield from (Found(image, image) for image in lists.images(Path(name)))
+    else:
+        yield Found(name, name)  # where it does not exist, its row will say so
+
+
+def _matching(pattern: str) -> Iterator[Found]:
+    names = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207, the pattern may be absolute
+    if "**" in pattern:  # it names what is in a folder besides the folder
+        names = [name for name in names if not os.path.isdir(name)]  # noqa: PTH112, as text
+    if not names:
+        raise DataError(f"no file is named {pattern}")
+    for name in names:
+        yield from found([name] if name != STDIN else [f"./{name}"])
+
+
+def _in_folder(root: str) -> Iterator[Found]:
+    empty = True
+    for image in _walked(root, ()):
+        empty = False
+        yield image
+    if empty:
+        shards = f"; its shards are {root}/*.tar" if any(Path(root).glob("*.tar")) else ""
+        raise DataError(f"{root} holds no image: {', '.join(SUFFIXES)} are known{shards}")
+
+
+def _walked(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[Found]:
+    """Images below a folder, sorted by their paths; links are followed, but never in circles."""
+    try:
+        status = os.stat(folder)  # noqa: PTH116, a million paths as plain text
+        here = (status.st_dev, status.st_ino)
+        if here in above:
+            return  # a link to a folder above
+        with os.scandir(folder) as entries:
+            names = sorted(name for entry in entries if (name := _shown(entry)))
+    except OSError as error:
+        yield Found(folder, folder, error=f"{folder} cannot be listed: {error.strerror}")
+        return
+    for name in names:
+        path = os.path.join(folder, name)  # noqa: PTH118
+        if name.endswith("/"):
+            yield from _walked(path[:-1], (*above, here))
+        else:
+            yield Found(path, path)
+
+
+def _shown(entry: os.DirEntry[str]) -> str:
+    """The name of an image, or of a folder with a slash, which sorts names as paths; nothing of what else there is."""
+    if entry.name.startswith("."):
+        return ""
+    try:
+        if entry.is_dir():
+            return f"{entry.name}/"
+    except OSError:  # a link to itself
+        pass
+    return entry.name if entry.name.lower().endswith(SUFFIXES) else ""
+
+
+def _in_tar(path: str) -> Iterator[Found]:
+    """The images in a tar in its order, found by its headers alone; where it is damaged, what stands before that."""
+    empty = True
+    try:
+        for member, _ in tars.members(path if remote.is_remote(path) else Path(path)):
+            name = member.name
+            if name.lower().endswith(SUFFIXES) and not name.rpartition("/")[2].startswith("."):
+                empty = False
+                yield Found(f"{path}:{name}", path, member.offset_data, member.size)
+        if empty:
+            raise DataError(f"{path} holds no image: {', '.join(SUFFIXES)} are known")
+    except (DataError, OSError) as error:
+        yield Found(path, path, error=str(error))
+
+
+def _elsewhere(url: str) -> Iterator[Found]:
+    if tars.is_pattern(url):
+        for path in tars.matching(url):
+            yield from _in_tar(path)
+    elif glob.has_magic(url):
+        names = remote.glob(url)
+        if not names:
+            raise DataError(f"no file is named {url}")
+        yield from (Found(name, name) for name in names)
+    elif url.lower().endswith(lists.SUFFIXES):
+        yield from (Found(image, image) for image in lists.images(url))
+    elif url.lower().endswith(SUFFIXES):
+        yield Found(url, url)
+    else:
+        names = [remote.joined(url, name) for name in sorted(remote.find(url)) if name.lower().endswith(SUFFIXES)]
+        if not names:
+            raise DataError(f"{url} holds no image: {', '.join(SUFFIXES)} are known")
+        yield from (Found(name, name) for name in names)
