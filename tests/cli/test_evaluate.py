@@ -150,6 +150,17 @@ def test_mistakes_get_one_line(
     assert message in error
 
 
+@pytest.mark.parametrize("out", ["s3://bucket/evaluated", "taken", "model.safetensors"])
+def test_what_is_elsewhere_or_taken_is_not_written_to(
+    out: str, flowers: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine").write_text("")
+    code, _, error = vitrail("evaluate", str(model), str(flowers), "--out", out, capsys=capsys)
+    assert (code, f"--out {out} must be a folder here that is new or empty" in error) == (2, True)
+
+
 def test_an_unknown_label_is_refused(model: Path, tmp_path: Path, capsys: Capture) -> None:
     other = folder(tmp_path / "others", "test", classes=("rose", "whale"))
     code, _, error = vitrail("evaluate", str(model), str(other), capsys=capsys)

@@ -292,6 +292,8 @@ def test_a_folder_of_others_is_not_written_to(kind: str, model: Path, tmp_path: 
     assert code == 2
     assert "must be a folder here that is new, empty or written by this command" in error
     assert (out if kind == "file" else out / "filters.png").read_text() == "mine"
+    code, _, error = vitrail("figures", str(model), "--out", "s3://bucket/figures", capsys=capsys)
+    assert (code, "--out s3://bucket/figures must be a folder here" in error) == (2, True)
 
 
 def test_mistakes_are_answered_before_anything_is_computed(model: Path, tmp_path: Path, capsys: Capture) -> None:

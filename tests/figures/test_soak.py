@@ -13,9 +13,8 @@ from tests.data.pictures import encoded, picture
 
 DRAWN = """
 import resource, sys
-from pathlib import Path
 from vitrail.cli.figures import main
-main("l16", (sys.argv[1],), out=Path(sys.argv[2]), image_size=(384,), pictures=2, device="cpu", json=True)
+main("l16", (sys.argv[1],), out=sys.argv[2], image_size=(384,), pictures=2, device="cpu", json=True)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)
 """
 

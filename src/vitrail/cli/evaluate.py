@@ -34,7 +34,7 @@ def main(
     classes: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     tta: bool = False,
     abstain: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None,
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
     batch: Annotated[int, tyro.conf.arg(metavar="N")] = 64,
     device: str | None = None,
     workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
@@ -66,7 +66,7 @@ def main(
         from vitrail.data.workers import available
         from vitrail.evaluate.subject import subject
 
-        if out is not None and (remote.is_remote(str(out)) or (out.exists() and any(out.iterdir()))):
+        if out is not None and not _free(out):
             raise UsageError(f"--out {out} must be a folder here that is new or empty")
         dataset = open_data(data)
         if abstain is not None:
@@ -77,7 +77,7 @@ def main(
         subjects = [subject(name) for name in dict.fromkeys((model, *against))]
         results = [_measured(subject, dataset, images, at, real) for subject in subjects]
         found = _facts(dataset, results, at)
-        folder = runs.next_folder("evaluate") if out is None else out
+        folder = runs.next_folder("evaluate") if out is None else Path(out)
         if group.leads:
             _write(dataset, images, results, found, folder)
         if abstain is not None:
@@ -107,6 +107,12 @@ class Result:
     """Of the outputs it could answer with."""
     examined: "Examined"
     measured: "Measured"
+
+
+def _free(out: str) -> bool:
+    """Whether a folder here is new or empty."""
+    folder = Path(out)
+    return not remote.is_remote(out) and not folder.is_file() and not (folder.is_dir() and any(folder.iterdir()))
 
 
 def _part(dataset: "Dataset", wanted: Part | None) -> "Split":

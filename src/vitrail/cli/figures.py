@@ -31,7 +31,7 @@ T = TypeVar("T")
 def main(
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     images: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[MODEL] [IMAGES...]")] = (),
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
+    out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
     boxes: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     image_size: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="HEIGHT [WIDTH]")] = None,
     pictures: Annotated[int, tyro.conf.arg(metavar="N")] = 64,
@@ -210,11 +210,12 @@ def _images(given: Sequence[str]) -> "Iterator[Shown]":
         yield from (Shown(image.name, image.read) for image in paths.found([argument]))
 
 
-def _claimed(out: Path) -> Path:
+def _claimed(given: str) -> Path:
     """The folder, if nobody else's files are in it."""
+    out = Path(given)
     others = out.is_file() or (out.is_dir() and any(out.iterdir()) and not (out / RECORD).is_file())
-    if remote.is_remote(str(out)) or others:
-        raise UsageError(f"--out {out} must be a folder here that is new, empty or written by this command")
+    if remote.is_remote(given) or others:
+        raise UsageError(f"--out {given} must be a folder here that is new, empty or written by this command")
     return out
 
 
