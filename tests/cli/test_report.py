@@ -4,13 +4,16 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.report.folders import alone, written
-from vitrail.cli import main
+from vitrail.cli import main, runs
 from vitrail.report import write as writing
 from vitrail.report.gather import gather
 
@@ -108,3 +111,36 @@ def test_a_report_that_fails_does_not_lose_the_run(
     monkeypatch.chdir(tmp_path)
     assert vitrail("report", "run", capsys=capsys)[0] == 0
     assert (tmp_path / "run" / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("decoded"), ZeroDivisionError("by zero"), RuntimeError("CUDA error:\nout of luck"), TypeError("none"),
+        UnicodeEncodeError("utf-8", "a\udcff", 1, 2, "surrogates"), TemplateError("undefined"),
+    ],
+)  # fmt: skip
+def test_whatever_a_report_meets_is_a_warning_of_one_line(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(writing, "write", fails)
+    task: Any = SimpleNamespace(dataset=None, device=None)
+    runs.page(task, tmp_path / "my run", {})
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.startswith("warning: the report is not written (")
+    assert f"`vitrail report '{tmp_path}/my run'` does it" in said
+
+
+def test_a_run_begun_before_it_was_written_down_whether_images_have_several_labels_goes_on(
+    digits: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    shutil.copytree(digits, tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config.pop("several") is False
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    code, _, err = vitrail(*DIGITS, "--out", "run", "--resume", capsys=capsys)
+    assert (code, "resuming run after step" in err) == (0, True)

@@ -1,6 +1,7 @@
 """The model card: read by the Hub's own library, true to the run, and silent on nothing."""
 
 import dataclasses
+import html
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from tests import making
 from tests.report.folders import TRAINED, written
 from vitrail.cli import push
+from vitrail.errors import DataError
 from vitrail.report.card import Address, addressed, card
 from vitrail.report.gather import gather
 from vitrail.weights.trained import Origin, Trained
@@ -75,6 +77,18 @@ def test_names_of_classes_and_sets_stay_words(tmp_path: Path) -> None:
     assert "<script>" not in text.partition("\n---\n")[2]
 
 
+def test_a_name_in_the_card_renders_as_itself(tmp_path: Path) -> None:
+    name = r"\<img src=x onerror=alert(1)> \|*a*_b_ __c__ d_e ~~f~~ `g` [h](i) \\"
+    facts = gather(written(tmp_path / "run", classes=[name, "dog", "cat"]))
+    text = card(trained(), facts).markdown().partition("\n---\n")[2]
+    renderer = pytest.importorskip("markdown_it").MarkdownIt(
+        "gfm-like", {"linkify": False}
+    )  # a reader of the Hub's kind
+    rendered = renderer.render(text)
+    assert "<img" not in rendered
+    assert f"<td>3: {html.escape(name)}, dog, cat</td>" in rendered
+
+
 def test_a_run_without_a_head_or_a_result_has_a_card_too(tmp_path: Path) -> None:
     facts = gather(written(tmp_path / "run", ended=False))
     text = card(making.trained(making.vit(classes=0)), facts).markdown()
@@ -97,6 +111,23 @@ def test_a_card_that_was_edited_is_what_is_pushed_with_the_address_put_in(tmp_pa
     assert hub.ModelCard(pushed).data.library_name == "transformers"
     before, after = (each.partition("## Result")[2] for each in (edited, pushed))
     assert before == after  # the rest is as it was
+
+
+def test_what_looks_like_a_heading_in_code_is_none(tmp_path: Path) -> None:
+    text = "# Mine\n\n~~~\n## Use\n~~~\n\n## Use\n\n````sh\n## setup\n```\n## more\n````\n\n## Result\n\nGood.\n"
+    model = trained()
+    before, _, after = addressed(text, model, Address("org/mine")).partition("\n## Use\n\nAn image model")
+    assert before == "# Mine\n\n~~~\n## Use\n~~~\n"
+    assert 'vitrail.load("hf:org/mine")' in after
+    assert "setup" not in after
+    assert after.endswith("```\n\n## Result\n\nGood.\n")
+
+
+def test_a_card_in_another_encoding_is_refused_in_a_line(tmp_path: Path) -> None:
+    folder = written(tmp_path / "run")
+    (folder / "README.md").write_bytes("# Cats and dogs of Köln\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"README\.md is no text in UTF-8 .*: save it as such, or remove it"):
+        push.prepare(trained(), tmp_path / "model", "org/mine", folder)
 
 
 def test_a_card_whose_section_was_removed_stays_without(tmp_path: Path) -> None:

@@ -48,17 +48,25 @@ def test_a_reliability_bar_is_as_high_as_its_share_of_right_answers() -> None:
 
 
 def test_a_confusion_shows_every_count_that_is_not_zero_and_right_ones_in_another_colour() -> None:
-    chart = charts.confusion(np.array([[5, 0, 2], [0, 7, 0], [1, 0, 0]]), ["a", "b", "c"], label="x")
+    chart = charts.confusion(np.array([[5, 0, 2], [0, 7, 0], [1, 0, 0]]), ["a", "b", "c"], [7, 7, 1], label="x")
     assert chart.count('class="bar a"') == 2
     assert chart.count('class="bar b"') == 2
     assert chart.count('class="none"') == 5
     assert re.findall(r">(\d+)</text>", chart) == ["5", "2", "7", "1"]
 
 
+def test_a_confusion_is_shaded_by_the_share_of_all_images_of_a_class() -> None:
+    """Of 16 images of a, 4 were taken for a and 1 for b; the others for classes that have no column."""
+    chart = charts.confusion(np.array([[4, 1], [0, 0]]), ["a", "b"], [16, 0], label="x")
+    assert re.findall(r'opacity="([\d.]+)"', chart) == ["0.50", "0.25"]  # the roots of 4/16 and 1/16
+
+
 @pytest.mark.parametrize(
     "chart",
     [
-        charts.confusion(np.eye(2, dtype=np.int64), ["<script>alert(1)</script>", 'a"b & c'], label='"><script>'),
+        charts.confusion(
+            np.eye(2, dtype=np.int64), ["<script>alert(1)</script>", 'a"b & c'], [1, 1], label='"><script>'
+        ),
         charts.curves([Curve("x", (1, 2), (1, 2))], label="<b>", across="<i>"),
         charts.columns([3, 2, 1], label="&", across="a < b"),
         charts.pairs([0.5, 0.2], [0.1, 0.9], label="x", across="layer"),

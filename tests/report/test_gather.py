@@ -7,8 +7,10 @@ import pytest
 
 from tests.report.folders import written
 from vitrail.errors import DataError, UsageError
+from vitrail.evaluate.classify import CONFUSED
 from vitrail.evaluate.intervals import wilson
-from vitrail.report.gather import called, gather, without_folders
+from vitrail.report.gather import called, called_in_set, gather, without_folders
+from vitrail.train.log import COLUMNS
 
 
 def test_numbers_are_those_of_the_folder(tmp_path: Path) -> None:
@@ -41,15 +43,28 @@ def test_with_several_labels_each_counts_and_none_is_taken_for_another(tmp_path:
     assert ("dog" in baseline.name, baseline.right) == (True, 3)
 
 
+@pytest.mark.parametrize("several", [False, True])
+def test_whether_there_may_be_several_labels_is_what_the_run_says(tmp_path: Path, several: bool) -> None:
+    """The files alone would tell otherwise: no per_class.csv of few classes, or more classes than are counted by."""
+    classes = [f"class {number}" for number in range(CONFUSED + 1 if several else 3)]
+    answers = [("class 0 | class 1", "class 0", 0.9), ("class 1", "class 1", 0.8)]
+    folder = written(tmp_path / "run", answers=answers, classes=classes, several=several)
+    assert not (folder / "per_class.csv").exists()
+    facts = gather(folder)
+    assert (facts.one_label, facts.baselines[0].right) == (not several, 2 if several else 1)
+
+
 def test_an_interrupted_run_says_how_far_it_came(tmp_path: Path) -> None:
     folder = written(tmp_path / "run", ended=False)
     with (folder / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"at": 9, "event": "stopped", "reason": "SIGTERM: stopped after step 12; saved"}) + "\n")
+        file.write(
+            json.dumps({"at": 9, "event": "stopped", "reason": "SIGTERM: stopped after /home/me/a; saved"}) + "\n"
+        )
         file.write('{"at": 10, "eve')  # killed as it wrote
     facts = gather(folder)
     assert (facts.result, facts.answers, facts.baselines, facts.ended_well) == (None, (), (), False)
     first, second = facts.missing
-    assert "after step 10 of 20 (SIGTERM: stopped after step 12)" in first
+    assert "after step 10 of 20 (SIGTERM: stopped after a)" in first
     assert "--resume" in first
     assert "There are no weights" in second
 
@@ -86,6 +101,46 @@ def test_a_table_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     assert "There is no predictions.csv" in facts.missing[0]
 
 
+def test_the_last_row_of_a_run_that_was_killed_as_it_wrote_is_left_out(tmp_path: Path) -> None:
+    folder = written(tmp_path / "run")
+    with (folder / "results.csv").open("a") as file:
+        file.write("3,15,0.")
+    assert gather(folder).epochs["train/loss"] == (1.5, 1.0)
+
+
+END = {"at": 1, "event": "end", "images": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        (
+            "results.csv",
+            "epoch,time\n1,5\n",
+            r"column train/loss of .*results\.csv is damaged .*: repair it, or remove",
+        ),
+        (
+            "results.csv",
+            f"{','.join(COLUMNS)}\n1,5,x,,,,\n",
+            r"train/loss of .*results\.csv is damaged \(could not conv",
+        ),
+        ("results.csv", f"{','.join(COLUMNS)}\n1,5\n", r"train/loss of .*results\.csv is damaged"),
+        ("per_class.csv", "class,train_images\ncat,many\n", r"per_class\.csv is damaged .*--resume measures it again"),
+        ("per_class.csv", "train_images\n5\n", r"per_class\.csv is damaged \('class'\)"),
+        ("data_report.json", "{}", r"data_report\.json is damaged .*`vitrail data check DATA --out .*` writes it anew"),
+        ("data_report.json", "[1]", r"data_report\.json is damaged"),
+        ("events.jsonl", json.dumps(END) + "\n", r"the event 'end' in .*events\.jsonl is damaged \('split'\)"),
+        ("events.jsonl", '{"at": 1}\n', r"events\.jsonl, line 1 is damaged \('event'\): repair or remove"),
+        ("events.jsonl", "7\n", r"events\.jsonl, line 1 is damaged"),
+    ],
+)
+def test_a_small_file_that_is_damaged_is_named_with_what_to_do(tmp_path: Path, name: str, text: str, said: str) -> None:
+    folder = written(tmp_path / "run")
+    (folder / name).write_text(text)
+    with pytest.raises(DataError, match=said):
+        gather(folder)
+
+
 def test_a_folder_that_is_no_run_is_refused_and_seeds_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"is no run: it has no config\.json"):
         gather(tmp_path)
@@ -100,6 +155,8 @@ def test_a_folder_that_is_no_run_is_refused_and_seeds_are_named(tmp_path: Path) 
     [
         ("/data/photos", "photos"), ("digits", "digits"), ("hf:org/set", "hf:org/set"), ("photos.csv", "photos.csv"),
         ("s3://bucket/photos", "s3://bucket/photos"), ("/data/jft/{000..127}.tar", "jft/{000..127}.tar"), ("/", "/"),
+        ("/data/a: b/photos", "photos"), ("timm:vit", "timm:vit"), ("file:///home/me/photos", "photos"),
+        (r"C:\Users\me\photos", "photos"), ("photos: mine", "photos: mine"),
     ],
 )  # fmt: skip
 def test_a_set_is_called_by_its_last_name(name: str, short: str) -> None:
@@ -114,10 +171,26 @@ def test_a_set_is_called_by_its_last_name(name: str, short: str) -> None:
         ("hf:org/name@abc and s3://bucket/a/b", "hf:org/name@abc and s3://bucket/a/b"),
         ("train/cat/1.jpg of 3/4", "train/cat/1.jpg of 3/4"),
         ("~/photos/x.png", "x.png"),
+        ("in /data/a,b(c)/x.csv, and file:///home/me/y.csv", "in x.csv, and y.csv"),
+        (r"in C:\Users\me\x.csv and \\server\share\y.csv", "in x.csv and y.csv"),
+        ("/home/some one/my set/x.jpg: truncated in a/b", "x.jpg: truncated in a/b"),
+        ("cannot open '/home/some one/x.jpg'", "cannot open 'x.jpg'"),
+        ("and/or 3/4 of a:b", "and/or 3/4 of a:b"),
     ],
 )
 def test_folders_of_a_machine_are_left_out_of_sentences(sentence: str, plain: str) -> None:
     assert without_folders(sentence) == plain
+
+
+@pytest.mark.parametrize(
+    ("image", "short"),
+    [
+        ("test/a cat/1.jpg", "test/a cat/1.jpg"), ("/home/some one/cats, dogs/1.jpg", "1.jpg"),
+        ("s3://bucket/a/1.jpg", "s3://bucket/a/1.jpg"), ("file:///home/me/1.jpg", "1.jpg"),
+    ],
+)  # fmt: skip
+def test_an_image_is_called_by_its_place_in_the_set(image: str, short: str) -> None:
+    assert called_in_set(image) == short
 
 
 def test_the_sets_own_folder_is_left_out_even_with_spaces(tmp_path: Path) -> None:

@@ -2,14 +2,16 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from tests.report.folders import CONFIG, written
 from tests.report.reading import Reading
+from vitrail.report.card import Card, Section
 from vitrail.report.gather import Facts, gather
-from vitrail.report.page import page, rerun
+from vitrail.report.page import again, page, rerun
 
 NOTHING = "No weights have been kept yet."
 
@@ -84,7 +86,26 @@ def test_thousands_of_classes_and_answers_stay_a_page(tmp_path: Path) -> None:
     text = page(facts, None, NOTHING, None)
     assert len(text) < 300_000
     assert "Of 5,000 classes the 20 in the pairs confused most" in text
-    assert "4,900 more are in per_class.csv" in text
+    assert not (tmp_path / "run" / "per_class.csv").exists()
+    assert "The answers to 4,900 more are in predictions.csv" in text
+
+
+def test_of_many_classes_the_table_of_all_is_named(tmp_path: Path) -> None:
+    classes = [f"class {number}" for number in range(150)]
+    facts = gather(written(tmp_path / "run", answers=[(name, name, 0.5) for name in classes], classes=classes))
+    assert "50 more are in per_class.csv." in read(facts).parts["confusion"]
+
+
+def test_bytes_that_are_no_text_do_not_keep_a_page_from_being_written(tmp_path: Path) -> None:
+    folder = written(tmp_path / "run", ended=False, data="/data/a\udcff  b")
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"at": 9, "event": "stopped", "reason": "c\udcff.jpg is no image"}) + "\n")
+    facts = gather(folder)
+    described = Card("d\udcff", (), (Section("Use", ("e\udcff",)),))
+    text = page(facts, None, "f\udcff cannot be shown", described).encode().decode()
+    assert again(gather(written(tmp_path / "whole", data="/data/a\udcff  b")))[0].endswith("'/data/a?  b'")
+    for name in ("c?.jpg is no image", "e?", "f? cannot be shown"):
+        assert name in text
 
 
 def test_one_class_is_a_page_too(tmp_path: Path) -> None:
@@ -101,6 +122,7 @@ def test_one_class_is_a_page_too(tmp_path: Path) -> None:
         (["finetune", "x", "--minutes", "5", "--out", "y"], "vitrail finetune x --epochs 2"),
         (["finetune", "x", "--minutes=5", "--overwrite"], "vitrail finetune x --epochs 2"),
         (["finetune", "x", "--runs", "3", "--seed", "1"], "vitrail finetune x --seed 3"),
+        (["finetune", "x", "--json"], "vitrail finetune x"),
         (["demo"], "vitrail demo"),
     ],
 )
@@ -109,6 +131,16 @@ def test_the_command_given_again_makes_this_very_run(tmp_path: Path, given: list
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps({"at": 1, "event": "command", "arguments": given, "folder": "/x"}) + "\n")
     assert rerun(gather(folder)) == again
+
+
+def test_the_data_is_measured_again_by_its_own_name_where_it_was_measured(tmp_path: Path) -> None:
+    data = "/data/my  'best' photos"
+    measured, report = again(gather(written(tmp_path / "run", data=data)))
+    assert shlex.split(measured) == ["vitrail", "evaluate", "RUN/weights/best.safetensors", data]
+    assert report == "vitrail report RUN"
+    facts = gather(written(tmp_path / "half", data=data, ended=False))
+    assert again(facts) == ["vitrail report RUN"]
+    assert "evaluate" not in read(facts).parts["again"]
 
 
 def test_a_command_that_nobody_wrote_down_is_unknown(tmp_path: Path) -> None:

@@ -13,16 +13,17 @@ import torch
 
 from tests import making
 from tests.cli.test_train import HERE
-from tests.data.pictures import folder as pictures
+from tests.data.pictures import folder as photographs
 from tests.data.pictures import picture
 from tests.report.folders import alone
 from tests.report.reading import Reading
 from vitrail.cli import main
 from vitrail.data.sources import open_data
+from vitrail.figures import pictures
 from vitrail.model.build import Model
 from vitrail.report import embedded
 from vitrail.report.gather import gather
-from vitrail.report.inside import MISTAKES, ROLLOUTS
+from vitrail.report.inside import MISTAKES, ROLLOUTS, Plate, look
 from vitrail.report.write import write
 from vitrail.weights.load import save
 
@@ -97,7 +98,7 @@ def test_without_its_images_a_page_shows_all_that_needs_none(run: Path, tmp_path
 
 
 def test_a_set_that_changed_is_not_mistaken_for_the_runs(run: Path, tmp_path: Path) -> None:
-    pictures(tmp_path / "other", "train", "val", "test", each=2)
+    photographs(tmp_path / "other", "train", "val", "test", each=2)
     with alone(tmp_path):
         write(run, open_data(str(tmp_path / "other")), CPU, tmp_path / "page.html")
     assert "is not what it was: 4 of 8 measured images are not there" in read(tmp_path / "page.html").parts["mistakes"]
@@ -155,7 +156,46 @@ def test_a_resnet_has_sentences_in_place_of_what_it_has_not(run: Path, tmp_path:
 def test_every_kind_of_model_has_a_page(run: Path, tmp_path: Path, name: str) -> None:
     found = remade(run, tmp_path, making.vit(classes=2, **making.VARIANTS[name]))
     assert ("there is no position embedding" in found.parts["inside"].lower()) == (name in ("no-positions", "relative"))
-    assert "4. The answer" in found.parts["walk"]
+    walk = found.parts["walk"]
+    assert "4. The answer" in walk
+    assert ("A position is added to each patch." in walk) == (name in ("registers", "2d", "sincos"))
+    assert ("what the stem makes of the framed patch" in walk) == (name == "hybrid")
+    config = making.config(**making.VARIANTS[name])
+    assert ("of it stays with itself" in walk) == (config.class_token and config.prefix == 1)
+
+
+def test_a_patch_that_reads_beside_one_register_does_not_call_it_itself(run: Path, tmp_path: Path) -> None:
+    model = making.vit(classes=2, class_token=False, registers=1, pool="norm-mean")
+    walk = " ".join(remade(run, tmp_path, model).parts["walk"].split())
+    assert re.search(
+        r"What the patch that is followed attends to in layer 1 \(\d+ % of it goes to the token before", walk
+    )
+    assert "itself (" not in walk
+
+
+def test_images_listed_by_their_whole_paths_are_called_by_their_names(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    home = tmp_path / "some one (here)"
+    shutil.copytree(run.parent / "set", home / "set")
+    rows = [f'"{path}",{path.parts[-2]},{path.parts[-3]}\n' for path in (home / "set").glob("*/*/*.jpg")]
+    (home / "list.csv").write_text("path,label,split\n" + "".join(sorted(rows)))
+    predictions = (copy / "predictions.csv").read_text()
+    (copy / "predictions.csv").write_text(re.sub(r"(test/[^,]*)", rf'"{home}/set/\1"', predictions))
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"data": str(home / "list.csv")}))
+    with alone(tmp_path):
+        write(copy, open_data(str(home / "list.csv")), CPU)
+    found = read(copy / "report.html")
+    for part in ("mistakes", "inside", "walk"):
+        assert re.search(r"\d\.jpg", found.parts[part])
+        assert "some one" not in found.parts[part]
+    for path in (home / "set" / "test").glob("*/*.jpg"):
+        path.write_bytes(b"no picture")
+    with alone(tmp_path):
+        write(copy, open_data(str(home / "list.csv")), CPU)
+    told = read(copy / "report.html").parts["walk"]
+    assert re.search(r"The images cannot be shown: \d\.jpg", told)
 
 
 def test_a_run_without_labels_has_a_page(run: Path, tmp_path: Path) -> None:
@@ -180,7 +220,7 @@ def test_a_run_without_labels_has_a_page(run: Path, tmp_path: Path) -> None:
 
 
 def test_several_labels_have_a_page(tmp_path: Path) -> None:
-    root = pictures(tmp_path / "set", each=12)
+    root = photographs(tmp_path / "set", each=12)
     rows = [
         {"path": f"{name}/{number}.jpg", "labels": [name, "flower"] if number % 2 else [name]}
         for name in ("rose", "tulip")
@@ -191,13 +231,19 @@ def test_several_labels_have_a_page(tmp_path: Path) -> None:
     with alone(tmp_path / "home"):
         given = ["--model", str(tmp_path / "model.safetensors"), "--out", str(tmp_path / "run"), *HERE]
         assert main(["finetune", str(root / "list.jsonl"), *given, "--epochs", "2", "--batch", "4"]) == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["several"] is True
     found = read(tmp_path / "run" / "report.html")
     assert "several labels" in found.parts["confusion"]
     assert "each alone through a sigmoid" in found.parts["walk"]
 
 
-def test_the_worst_pictures_leave_room_below_five_megabytes() -> None:
-    """Noise is what compresses least: all pictures of images that a page may have, as noise."""
+def test_the_worst_pictures_leave_room_below_five_megabytes(run: Path) -> None:
+    """Noise is what compresses least: all pictures of images that a page may have, and of many positions, as noise."""
+    facts = gather(run)
     noise = np.random.default_rng(0).integers(0, 256, (3, 512, 512), dtype=np.uint8)
-    one = len(embedded.photo(embedded.coloured(embedded.sized(noise, 192))))
-    assert 2 * (MISTAKES + ROLLOUTS + 2) * one < 2_500_000
+    one = len(embedded.photo(pictures.plain(pictures.scaled(noise, 192 / 512))))
+    images = 2 * (MISTAKES + ROLLOUTS + 2) * one
+    places = look(facts, making.trained(making.vit(patch=1, image_size=(64, 64))), GONE, CPU).positions
+    assert isinstance(places, Plate)
+    assert "16 × 16 patches of 64 × 64, one in 4 each way" in places.caption
+    assert images + len(places.picture) < 3_000_000

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from vitrail.cli import runs, show
+from vitrail.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from vitrail.weights.trained import Trained
@@ -67,7 +68,6 @@ def prepare(trained: "Trained", folder: Path, repo: str, run: Path | None = None
 
     Of a run the card is its README.md, as it was written at its end or edited since.
     """
-    from vitrail.errors import ModelError
     from vitrail.report import card
     from vitrail.report.gather import gather
     from vitrail.weights import hub
@@ -84,9 +84,18 @@ def prepare(trained: "Trained", folder: Path, repo: str, run: Path | None = None
     address = card.Address(repo, refusal, () if refusal else tuple(notes))
     written = None if run is None else run / "README.md"
     if written is not None and written.is_file():
-        text = written.read_text(encoding="utf-8")
+        text = _read(written)
     else:
         facts = gather(run) if run is not None and runs.is_run(run) else None
         text = card.card(trained, facts).markdown()
     (folder / "README.md").write_text(card.addressed(text, trained, address), encoding="utf-8")
     return notes
+
+
+def _read(card: Path) -> str:
+    try:
+        return card.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{card} is no text in UTF-8 ({error}): save it as such, or remove it and push again, with a card made anew"
+        ) from error

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 Track = Literal["tensorboard"]
 _TRAINING = ("demo", "finetune", "train")  # the verbs that make a run
 _CHECKED = 20_000  # images that are looked at before a run: a minute at most
+_ODD = (ArithmeticError, LookupError, TypeError, ValueError)  # what a file may lead to that no check knows
 _SHOWN = 16  # images in the picture of a batch
 _WORST = 24  # images in the picture of the greatest losses
 
@@ -296,7 +298,7 @@ def remember(folder: Path) -> None:
 
 def page(task: "Task", folder: Path, baselines: Mapping[str, int]) -> None:
     """Write the run's report and card. The run has ended well: what goes wrong here is said and costs it nothing."""
-    from torch import OutOfMemoryError
+    from jinja2 import TemplateError
 
     from vitrail.report.write import PAGE, write
     from vitrail.train.log import Book
@@ -306,8 +308,9 @@ def page(task: "Task", folder: Path, baselines: Mapping[str, int]) -> None:
             Book(folder).event("baseline", name=name, right=right)
         write(folder, task.dataset, task.device)
         show.note(f"report: {folder / PAGE}")
-    except (VitrailError, OSError, MemoryError, OutOfMemoryError) as error:
-        show.note(f"warning: the report is not written ({error}); `vitrail report {folder}` does it")
+    except (VitrailError, OSError, MemoryError, RuntimeError, TemplateError, *_ODD) as error:
+        command = shlex.join(["vitrail", "report", str(folder)])
+        show.note(f"warning: the report is not written ({' '.join(str(error).split())}); `{command}` does it")
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ loaded, now that it has an address.
 """
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -104,7 +105,25 @@ def addressed(text: str, trained: Trained, address: Address) -> str:
     use = "\n\n".join([f"## {USE}", *map(_markdown, _use_address(trained, address))])
     library = "vitrail" if address.refusal is not None else "transformers"
     text = re.sub(r"^library_name: .*$", f"library_name: {library}", text, count=1, flags=re.MULTILINE)
-    return re.sub(rf"^## {USE}\n.*?(?=^## |\Z)", lambda _: f"{use}\n\n", text, count=1, flags=re.MULTILINE | re.DOTALL)
+    for (start, title), (end, _) in itertools.pairwise([*_headings(text), (len(text), "")]):
+        if title == f"## {USE}":
+            return f"{text[:start]}{use}\n\n{text[end:]}"
+    return text
+
+
+def _headings(text: str) -> Iterator[tuple[int, str]]:
+    """Where each section of a card in Markdown begins, and its heading; what looks like one in code is none."""
+    place, fence = 0, ""
+    for line in text.splitlines(keepends=True):
+        marks = re.match(r" {0,3}(`{3,}|~{3,})", line)
+        if fence:
+            closed = marks is not None and marks[1].startswith(fence) and line.strip() == marks[1]
+            fence = "" if closed else fence
+        elif marks is not None:
+            fence = marks[1]
+        elif line.startswith("## "):
+            yield place, line.rstrip()
+        place += len(line)
 
 
 # --- the Hub's front matter ------------------------------------------------------------------------------------------
@@ -298,11 +317,10 @@ def _markdown(block: Block) -> str:
 
 
 def _line(cells: Sequence[str]) -> str:
-    escaped = [_plain(cell).replace("|", "\\|") for cell in cells]
-    return f"| {' | '.join(escaped)} |" if any(cells) else "| " * len(cells) + "|"
+    return f"| {' | '.join(map(_plain, cells))} |" if any(cells) else "| " * len(cells) + "|"
 
 
 def _plain(text: str) -> str:
     """Text that is no markup and stays on its line: names in files are anyone's."""
     shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in legible(text))
-    return re.sub(r"([<>\[\]`])", r"\\\1", shown)
+    return re.sub(r"([\\`*{}\[\]<>|~]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", shown)  # image_size is no markup

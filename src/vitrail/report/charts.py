@@ -67,10 +67,11 @@ def curves(lines: Sequence[Curve], *, label: str, across: str, percent: bool = F
     return _svg(label, parts)
 
 
-def confusion(counts: NDArray[np.int64], names: Sequence[str], *, label: str) -> Markup:
+def confusion(counts: NDArray[np.int64], names: Sequence[str], images: Sequence[int], *, label: str) -> Markup:
     """How often each class (rows) was taken for each (columns), for at most NAMED classes.
 
-    The shade is the square root of the share of a row's images, since what matters, the mistakes, is rare.
+    The shade is the square root of the share of a class's images, since what matters, the mistakes, is rare; `images`
+    are those of each class, also those that were taken for a class which is not shown.
     """
     texts = [_cut(name, 18) for name in names]
     longest = max(map(len, texts))
@@ -78,7 +79,6 @@ def confusion(counts: NDArray[np.int64], names: Sequence[str], *, label: str) ->
     left = 26 + longest * _LETTER + 8
     flat = longest * _LETTER < cell
     top = 40.0 if flat else 26 + longest * _LETTER + 6
-    images = np.maximum(counts.sum(axis=1), 1)
     parts = [
         _text(left + cell * len(names) / 2, 13, "what the model said", "quiet"),
         f'<text class="quiet" text-anchor="middle" transform="translate(11 {top + cell * len(names) / 2:.1f})'
@@ -94,7 +94,7 @@ def confusion(counts: NDArray[np.int64], names: Sequence[str], *, label: str) ->
         for column in range(len(names)):
             number = int(counts[row, column])
             corner = (left + cell * column, top + cell * row)
-            parts.append(_cell(corner, cell, number, number / float(images[row]), right=row == column))
+            parts.append(_cell(corner, cell, number, number / max(1, images[row]), right=row == column))
     side = cell * len(names)
     return _svg(label, parts, left + side + 4, top + side + 4)
 

@@ -37,21 +37,6 @@ def _uri(pixels: Pixels, kind: str, **options: object) -> str:
     return f"data:image/{kind.lower()};base64,{base64.b64encode(content.getvalue()).decode()}"
 
 
-def sized(image: Pixels, side: int) -> Pixels:
-    """(C, H, W) -> (3, H', W') with a longer side of `side`: reduced smoothly, or enlarged with pixels as squares."""
-    picture = Image.fromarray(coloured(image))
-    factor = side / max(picture.size)
-    size = max(1, round(picture.width * factor)), max(1, round(picture.height * factor))
-    way = Image.Resampling.LANCZOS if factor < 1 else Image.Resampling.NEAREST
-    return np.asarray(picture.resize(size, way)).transpose(2, 0, 1)
-
-
-def coloured(image: Pixels) -> Pixels:
-    """(C, H, W) -> (H, W, 3): one or two channels are grey, and of more than three the first three are shown."""
-    shown = image[:3] if len(image) >= 3 else image[:1].repeat(3, axis=0)
-    return np.ascontiguousarray(shown.transpose(1, 2, 0))
-
-
 def heat(values: NDArray[np.floating], low: float, high: float, side: int) -> Pixels:
     """(..., R, C) -> (..., H, W, 3): dark at `low`, bright at `high`, a longer side of about `side` pixels."""
     shares = np.clip((values - low) / (high - low if high > low else 1.0), 0, 1)

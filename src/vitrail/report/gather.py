@@ -3,19 +3,23 @@
 Nothing is computed here that the folder already has, and nothing of it needs the images or the weights.
 """
 
+import contextlib
 import csv
 import dataclasses
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from vitrail import remote
 from vitrail.errors import DataError, UsageError
 from vitrail.evaluate import intervals
 from vitrail.evaluate.classify import CONFUSED
 from vitrail.evaluate.intervals import Interval
+from vitrail.train.log import COLUMNS
 from vitrail.train.state import is_configuration
 
 
@@ -145,11 +149,8 @@ class Facts:
 
     @property
     def one_label(self) -> bool:
-        """Whether images have one class each, so that it is known what is taken for what.
-
-        A run counts by class then, unless the classes are too many for that.
-        """
-        return bool(self.answers) and (bool(self.trained_images) or len(self.config["classes"]) > CONFUSED)
+        """Whether images have one class each, so that it is known what is taken for what."""
+        return bool(self.answers) and not _several(self.config, self.trained_images)
 
     @property
     def macro(self) -> float | None:
@@ -166,24 +167,40 @@ class Facts:
 
     def plain(self, sentence: str) -> str:
         """A sentence of the run without the folders of the machine it ran on."""
-        data = str(self.config["data"])
-        return without_folders(sentence.replace(data, called(data)))
+        return _plain(self.config, sentence)
 
 
-_FOLDERS = re.compile(r"(?<![\w:/.~-])~?/(?:[^\s/,;:'\"()]+/)+")
+_ROOT = r"(?:(?:file://[\w.-]*|~)?/|[A-Za-z]:[\\/]|\\\\)"
+_FOLDERS = re.compile(
+    rf"(?:^|(?<=['\"])){_ROOT}(?:(?:[^\\/:;,'\"]+|[^\s\\/]+)[\\/])+"  # where a path begins for certain: with spaces
+    rf"|(?<![\w:/.~-]){_ROOT}(?:[^\s\\/]+[\\/])+"
+)
 
 
 def without_folders(sentence: str) -> str:
-    """A sentence in which paths are the names of their files: where those lie on a machine is nobody's business."""
+    """A sentence in which paths are the names of their files: where those lie on a machine is nobody's business.
+
+    Of a path with spaces a part stays, unless the sentence begins with it or it stands in quotes.
+    """
     return _FOLDERS.sub("", sentence)
 
 
+def _plain(config: Mapping[str, Any], sentence: str) -> str:
+    data = str(config["data"])
+    return without_folders(sentence.replace(data, called(data)))
+
+
 def called(name: str) -> str:
-    """What a set or file is called: the last part of a path, two of shards; a name with a scheme stays whole."""
-    if ":" in name:
+    """What a set or file is called: the last part of a path, two of shards; what is elsewhere keeps its whole name."""
+    if name.startswith(("hf:", "timm:")) or (remote.is_remote(name) and not name.startswith("file:")):
         return name
-    parts = [part for part in Path(name).parts if part != "/"]
+    parts = [part for part in re.split(r"[\\/]", name) if part]
     return "/".join(parts[-2 if name.endswith(".tar") else -1 :]) or name
+
+
+def called_in_set(image: str) -> str:
+    """What an image is called: its place in the set, or the last part of a path of its own."""
+    return called(image) if re.match(_ROOT, image) else image
 
 
 def gather(folder: Path) -> Facts:
@@ -193,16 +210,17 @@ def gather(folder: Path) -> Facts:
     end, pretrained, command = (_last(events, kind) for kind in ("end", "pretrained", "command"))
     answers = () if end is None else tuple(_answers(folder / "predictions.csv"))
     trained_images = {} if end is None else _trained_images(folder / "per_class.csv")
+    several = _several(config, trained_images)
     picture = folder / "reconstruction.jpg"
     return Facts(
         name=folder.resolve().name,
         config=config,
         epochs=_columns(folder / "results.csv"),
-        result=None if end is None else _filled(Result, end),
-        pretrained=None if pretrained is None else _filled(Pretrained, pretrained),
+        result=None if end is None else _filled(Result, end, folder),
+        pretrained=None if pretrained is None else _filled(Pretrained, pretrained, folder),
         reconstruction=picture if picture.is_file() else None,
         answers=answers,
-        baselines=tuple(_baselines(answers, trained_images, events)),
+        baselines=tuple(_baselines(answers, trained_images, events, several=several)),
         trained_images=trained_images,
         data_report=_report(folder / "data_report.json"),
         command=None if command is None else tuple(command["arguments"]),
@@ -224,18 +242,36 @@ def configuration(folder: Path) -> dict[str, Any]:
     return found
 
 
+def _several(config: Mapping[str, Any], trained_images: Mapping[str, int]) -> bool:
+    """Whether images may have several labels. Runs of earlier versions do not say: those of one label count by class,
+    unless the classes are too many for that.
+    """
+    guess = not trained_images and len(config["classes"]) <= CONFUSED
+    return bool(config.get("several", guess))
+
+
+@contextlib.contextmanager
+def _sound(where: str, advice: str) -> Iterator[None]:
+    """Say which file is damaged, and what to do."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError, csv.Error) as error:  # a cell that is not there is None
+        raise DataError(f"{where} is damaged ({error}): {advice}") from error
+
+
+_AGAIN = "the run's command with --resume measures it again"
+
+
 def _events(path: Path) -> list[dict[str, Any]]:
     """What happened, a dictionary each; the last line of a run that was killed may be half of one."""
     if not path.is_file():
         return []
-    lines = path.read_text().splitlines()
+    text = path.read_text(errors="replace")
     events = []
-    for number, line in enumerate(lines, 1):
-        try:
-            events.append(json.loads(line))
-        except ValueError as error:
-            if number < len(lines):
-                raise DataError(f"{path}, line {number} is damaged ({error}): repair or remove the line") from error
+    for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
+        with _sound(f"{path}, line {number}", "repair or remove the line"):
+            event = json.loads(line)
+            events.append({"at": event["at"], "event": event["event"], **event})
     return events
 
 
@@ -246,54 +282,59 @@ def _last(events: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:
 T = TypeVar("T", Result, Pretrained)
 
 
-def _filled(kind: type[T], event: Mapping[str, Any]) -> T:
+def _filled(kind: type[T], event: Mapping[str, Any], folder: Path) -> T:
     """The fields of an event that a dataclass has."""
-    return kind(**{field.name: event[field.name] for field in dataclasses.fields(kind)})
+    with _sound(f"the event {event['event']!r} in {folder / 'events.jsonl'}", _AGAIN):
+        return kind(**{field.name: event[field.name] for field in dataclasses.fields(kind)})
 
 
 def _answers(path: Path) -> Iterator[Answer]:
     for line, row in enumerate(_rows(path), 2):
-        try:
+        with _sound(f"{path}, line {line}", _AGAIN):
             sure, right = float(row["probability"]), bool(int(row["right"]))
             yield Answer(row["image"], row["label"], row["predicted"], sure, right)
-        except (KeyError, TypeError, ValueError) as error:  # a cell that is not there is None
-            raise DataError(f"{path}, line {line} is damaged ({error}): --resume measures the run again") from error
 
 
 def _trained_images(path: Path) -> dict[str, int]:
-    return {row["class"]: int(row["train_images"]) for row in _rows(path) if row.get("train_images")}
+    with _sound(str(path), _AGAIN):
+        return {row["class"]: int(row["train_images"]) for row in _rows(path) if "train_images" in row}
 
 
 def _columns(path: Path) -> dict[str, tuple[float, ...]]:
     rows = list(_rows(path))
-    return {name: tuple(float(row[name] or "nan") for row in rows) for name in rows[0]} if rows else {}
+    if rows and not path.read_bytes().endswith(b"\n"):
+        rows.pop()  # the run was killed as it wrote
+    columns: dict[str, tuple[float, ...]] = {}
+    for name in COLUMNS if rows else ():
+        with _sound(f"the column {name} of {path}", "repair it, or remove the file: the report goes without curves"):
+            columns[name] = tuple(math.nan if row[name] == "" else float(row[name]) for row in rows)
+    return columns
 
 
 def _rows(path: Path) -> Iterator[dict[str, str]]:
     if path.is_file():
-        with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
+        with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file, _sound(str(path), "remove it"):
             yield from csv.DictReader(file)
+
+
+_REPORTED = ("decoded", "headers_only", "bad", "classes", "sizes", "formats", "colour", "duplicates")
 
 
 def _report(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
-    try:
+    with _sound(str(path), f"`vitrail data check DATA --out {path}` writes it anew"):
         found = json.loads(path.read_text())
-    except ValueError as error:
-        raise DataError(
-            f"{path} is damaged ({error}): `vitrail data check DATA --out {path}` writes it anew"
-        ) from error
-    return dict(found)
+        return {name: found[name] for name in _REPORTED}
 
 
 def _baselines(
-    answers: tuple[Answer, ...], trained_images: Mapping[str, int], events: list[dict[str, Any]]
+    answers: tuple[Answer, ...], trained_images: Mapping[str, int], events: list[dict[str, Any]], *, several: bool
 ) -> Iterator[Baseline]:
     """The commonest class for every image, and what the run's events tell of others."""
     images: Counter[str] = Counter()
     for answer in answers:
-        images.update(answer.label.split(" | ") if answer.label not in trained_images else [answer.label])
+        images.update(answer.label.split(" | ") if several else [answer.label])
     if images:
         learned = max(trained_images, key=trained_images.__getitem__, default=None)
         commonest = images.most_common(1)[0][0] if learned is None else learned
@@ -307,7 +348,7 @@ def _missing(folder: Path, config: Mapping[str, Any], events: list[dict[str, Any
     if not (_last(events, "end") or _last(events, "pretrained")):
         reached = max((event["step"] for event in events if "step" in event), default=0)
         stopped = _last(events, "stopped")
-        why = "" if stopped is None else f" ({str(stopped['reason']).split(';')[0]})"
+        why = "" if stopped is None else f" ({_plain(config, str(stopped['reason']).split(';')[0])})"
         yield (
             f"The run has not ended: it was seen after step {reached:,} of {config['steps']:,}{why}. There is no result"
             " yet; the same command with --resume goes on."

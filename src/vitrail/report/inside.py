@@ -24,7 +24,7 @@ from vitrail.figures import attention, embeddings, pictures
 from vitrail.model import count
 from vitrail.model.vit import ViT
 from vitrail.report import charts, embedded
-from vitrail.report.gather import Answer, Facts
+from vitrail.report.gather import Answer, Facts, called_in_set
 from vitrail.report.walk import Walk, walk
 from vitrail.weights.trained import Trained
 
@@ -35,6 +35,7 @@ _CPU_MOST = 32
 _CPU_BUDGET = 2 * 10**11  # multiply-adds: some seconds of two cores
 _BATCH = 32
 _SIDE = 192  # pixels of a picture: on a phone two of them stand side by side
+_TILES = 16  # along a side of the position similarity, and cells of a tile: all of them would be megabytes
 _HEADS = 12  # whose attention is shown
 _FRAME = (213, 94, 0)
 
@@ -90,7 +91,7 @@ def look(facts: Facts, trained: Trained, images: "Images | str", device: torch.d
         gone = dict.fromkeys(("distance", "entropy", "rollouts", "mistakes", "walk"), images)
         return Inside(filters=filters, positions=positions, **gone)
     right = [answer.image for answer in facts.answers if answer.right]
-    some = _spread(right or list(images.rows), ROLLOUTS)
+    some = spread(right or list(images.rows), ROLLOUTS)
     distance, entropy = _distance(trained, images)
     return Inside(
         filters=filters,
@@ -126,7 +127,7 @@ def found(facts: Facts, dataset: Dataset) -> Images:
     answers = {answer.image: answer for answer in facts.answers}
     if not answers:
         return Images(
-            split, {split.name(row): row for row in _spread(range(len(split)), MOST)}, {}, len(dataset.classes)
+            split, {split.name(row): row for row in spread(range(len(split)), MOST)}, {}, len(dataset.classes)
         )
     rows = {name: row for row in range(len(split)) if (name := split.name(row)) in answers}
     if left := len(answers) - len(rows):
@@ -162,15 +163,19 @@ def _shown(trained: Trained, images: Images, names: Sequence[str], *, attentive:
 
 
 def _one(name: str, answer: Answer | None, view: NDArray[np.uint8], rollout: NDArray[np.float32] | None) -> Shown:
-    image = embedded.sized(view, _SIDE)
+    image = _small(view)
     over = None if rollout is None else embedded.photo(pictures.overlaid(image, rollout))
-    return Shown(name, answer, embedded.photo(embedded.coloured(image)), over)
+    return Shown(called_in_set(name), answer, embedded.photo(pictures.plain(image)), over)
+
+
+def _small(view: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return pictures.scaled(view, _SIDE / max(view.shape[1:]))
 
 
 T = TypeVar("T")
 
 
-def _spread(values: Sequence[T], number: int) -> list[T]:
+def spread(values: Sequence[T], number: int) -> list[T]:
     """So many of the values, evenly from first to last."""
     places = np.linspace(0, len(values) - 1, min(number, len(values))).round().astype(int)
     return [values[place] for place in places.tolist()]
@@ -200,19 +205,23 @@ def _filters(trained: Trained) -> Plate:
 
 
 def _positions(trained: Trained) -> Plate:
-    similar = embeddings.position_similarity(trained.model)
-    rows, columns = similar.maps.shape[:2]
-    low = float(similar.maps.min())
-    tiles = embedded.heat(similar.maps.reshape(-1, rows, columns), low, 1.0, 448 // max(rows, columns))
+    maps = embeddings.position_similarity(trained.model).maps  # (R, C, R, C)
+    step = -(-max(maps.shape) // _TILES)
+    some = [range((side - 1) % step // 2, side, step) for side in maps.shape]
+    seen = maps[np.ix_(*some)]
+    rows, columns = seen.shape[:2]
+    low = float(seen.min())
+    tiles = embedded.heat(seen.reshape(-1, rows, columns), low, 1.0, 448 // max(rows, columns))
+    every = "" if step == 1 else f" of {maps.shape[0]} × {maps.shape[1]}, one in {step} each way"
     caption = (
-        f"How alike the position embedding of a patch is to every other's: one tile for each of the {rows} × {columns}"
-        f" patches, in its place. Cosines from {low:.2f} (dark) to 1 (bright)."
+        f"How alike the position embedding of a patch is to every other's: one tile for each of {rows} × {columns}"
+        f" patches{every}, in its place. Cosines from {low:.2f} (dark) to 1 (bright)."
     )
     return Plate(embedded.exact(embedded.tiled(tiles, columns, max(1, tiles.shape[2] // 8))), caption)
 
 
 def _distance(trained: Trained, images: Images) -> tuple[Plate | str, Plate | str]:
-    chosen = _spread(list(images.rows), _affordable(trained))
+    chosen = spread(list(images.rows), _affordable(trained))
     views = _views(trained, images, chosen)
     batches = (_normalised(trained, part) for part in views.split(_BATCH))
     seen = _or_reason(lambda: attention.attention_distance(trained.model, batches))
@@ -244,12 +253,12 @@ def _walked(trained: Trained, images: Images, name: str) -> Walked:
     way, view = walk(trained, pixels), pixels.numpy()
     stride = way.config.stride
     top, left = (stride * place for place in way.followed)
-    patch = embedded.coloured(view[:, top : top + stride, left : left + stride])
+    patch = pictures.plain(view[:, top : top + stride, left : left + stride])
     heads = tuple((each.layer, tuple(map(_head, each.heads[:_HEADS]))) for each in way.attending)
     return Walked(
         way,
-        name,
-        embedded.photo(embedded.coloured(embedded.sized(view, _SIDE))),
+        called_in_set(name),
+        embedded.photo(pictures.plain(_small(view))),
         embedded.photo(_cut_up(view, way)),
         embedded.exact(embedded.enlarged(patch, 96)),
         heads,
@@ -264,7 +273,7 @@ def _cut_up(view: NDArray[np.uint8], way: Walk) -> NDArray[np.uint8]:
     """(C, S, S) -> (H, W, 4): the patches apart from each other, the one that is followed framed."""
     rows, columns = way.grid
     side = max(6, 240 // max(rows, columns))  # pixels of a patch here
-    picture = Image.fromarray(embedded.coloured(view)).resize((columns * side, rows * side), Image.Resampling.BOX)
+    picture = Image.fromarray(pictures.plain(view)).resize((columns * side, rows * side), Image.Resampling.BOX)
     patches = np.array(picture).reshape(rows, side, columns, side, 3).swapaxes(1, 2)  # (R, C, side, side, 3)
     gap = max(2, side // 6)
     sheet = embedded.tiled(patches.reshape(-1, side, side, 3), columns, gap)

@@ -17,15 +17,16 @@ from vitrail.report import charts, embedded, words
 from vitrail.report.card import Card
 from vitrail.report.charts import Curve
 from vitrail.report.gather import Facts
-from vitrail.report.inside import Inside
+from vitrail.report.inside import Inside, spread
 from vitrail.weights.trained import Trained
 
 PAIRS = 10
 """Rows of the table of what is confused most."""
 CLASSES = 100
 """Rows of the table of classes, the worst first."""
+_COLUMNS = 290  # as many as a chart has pixels for
 _FEWER = 20  # classes of a confusion where there are too many to show all
-_ONCE = ("--resume", "--overwrite")  # of the command, not of the run
+_ONCE = ("--resume", "--overwrite", "--json")  # of the command, not of the run
 _OTHERWISE = ("--minutes", "--runs", "--seed", "--out")  # with a value; epochs and seed are known to the digit
 
 
@@ -45,12 +46,14 @@ def page(facts: Facts, trained: Trained | None, inside: Inside | str, card: Card
         curves=_curves(facts),
         confused=_confused(facts) if facts.one_label else None,
         classes=_classes(facts) if facts.one_label else None,
+        most=CLASSES,
         reliability=_reliability(facts),
         sizes=_sizes(facts),
         data_rows=list(_data_rows(facts)),
         inside=inside,
         added=_added(inside),
         rerun=rerun(facts),
+        again=again(facts),
         card=card,
     )
 
@@ -165,7 +168,7 @@ def _confused(facts: Facts) -> Confused:
     counts = np.array([[taken[true, said] for said in names] for true in names], dtype=np.int64)
     label = f"confusion matrix of {len(names)} classes, {counts.trace():,} of {counts.sum():,} answers on the diagonal"
     pairs = [(true, said, number, number / images[true]) for (true, said), number in wrong[:PAIRS]]
-    return Confused(charts.confusion(counts, names, label=label), len(names), pairs)
+    return Confused(charts.confusion(counts, names, [images[name] for name in names], label=label), len(names), pairs)
 
 
 def _confused_classes(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
@@ -208,13 +211,7 @@ def _sizes(facts: Facts) -> Markup | None:
     if not sizes:
         return None
     label = f"training images of {len(sizes)} classes, from {sizes[0]:,} down to {sizes[-1]:,}"
-    return charts.columns(_thinned(sizes), label=label, across=f"{len(sizes):,} classes, the largest first")
-
-
-def _thinned(values: Sequence[int], most: int = 290) -> list[float]:
-    """As many of the values as a chart has pixels for."""
-    places = np.linspace(0, len(values) - 1, min(most, len(values))).round().astype(int)
-    return [float(values[place]) for place in places]
+    return charts.columns(spread(sizes, _COLUMNS), label=label, across=f"{len(sizes):,} classes, the largest first")
 
 
 def _data_rows(facts: Facts) -> Iterator[words.Row]:
@@ -266,4 +263,16 @@ def rerun(facts: Facts) -> str | None:
     kept += ["--seed", str(facts.config["seed"])] * seeded
     world = facts.config["world"]
     command = "vitrail" if world == 1 else f"torchrun --nproc-per-node {world} -m vitrail"
-    return f"{command} {shlex.join(kept)}"
+    return f"{command} {_typed(kept)}"
+
+
+def again(facts: Facts) -> list[str]:
+    """The commands that measure the run's weights again, if they were measured, and that write the page again."""
+    measure = ["vitrail", "evaluate", "RUN/weights/best.safetensors", str(facts.config["data"])]
+    report = ["vitrail", "report", "RUN"]
+    return [_typed(report)] if facts.result is None else [_typed(measure), _typed(report)]
+
+
+def _typed(command: Sequence[str]) -> str:
+    """A command as a shell takes it, with a question mark for bytes that are no text."""
+    return shlex.join(command).encode(errors="replace").decode()

@@ -44,4 +44,4 @@ def _inside(facts: Facts, trained: Trained | None, dataset: Dataset | str, devic
     try:
         return look(facts, trained, found(facts, dataset), device)
     except DataError as error:  # an image is not there, or not what it was
-        return look(facts, trained, f"The images cannot be shown: {error}.", device)
+        return look(facts, trained, f"The images cannot be shown: {facts.plain(str(error))}.", device)

@@ -296,6 +296,7 @@ def described(task: Task) -> dict[str, Any]:
         "data": task.dataset.name,
         "images": {name: len(split) for name, split in task.dataset.splits.items()},
         "classes": list(task.dataset.classes),
+        "several": task.dataset.several,
         "notes": list(task.dataset.notes),
         "preprocess": to_json(task.preprocess),
         "view": None if task.view is None else to_json(task.view),
