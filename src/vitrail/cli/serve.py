@@ -1,0 +1,70 @@
+"""`vitrail serve MODEL [MODEL...]`: a page for people and an HTTP API for programs."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from vitrail.cli import show
+from vitrail.errors import UsageError
+
+KEY = "VITRAIL_API_KEY"
+
+
+def main(
+    models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
+    host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1",
+    port: Annotated[int, tyro.conf.arg(metavar="N")] = 8000,
+    batch: Annotated[int, tyro.conf.arg(metavar="N")] = 32,
+    queue: Annotated[int, tyro.conf.arg(metavar="N")] = 64,
+    deadline: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 1.0,
+    max_megabytes: Annotated[float, tyro.conf.arg(metavar="N")] = 20.0,
+    max_megapixels: Annotated[float, tyro.conf.arg(metavar="N")] = 50.0,
+    api_key_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
+    device: str | None = None,
+) -> None:
+    """Serve models until interrupted. What was accepted by then is answered, and the exit code is 0.
+
+    Args:
+        models: Files or folders of any known format, hf:ORG/NAME, timm:NAME, or presets; the page compares two.
+        host: Where to listen; others than this machine reach it only when told so, at 0.0.0.0.
+        port: Where to listen; 0 takes any that is free and prints it.
+        batch: Images computed at once, at most.
+        queue: Images of a model that may be accepted and not yet answered; beyond that the answer is 503.
+        deadline: Seconds that an image may wait; where it would be more the answer is 503, at once.
+        max_megabytes: Larger requests are refused before they are read.
+        max_megapixels: Larger images are refused before they are decoded.
+        api_key_file: A file with the key that requests must carry; or the environment variable VITRAIL_API_KEY.
+        device: cpu, cuda or mps; the best there is unless told otherwise.
+    """
+    if not models:
+        raise UsageError("say which models: vitrail serve MODEL [MODEL...]")
+    for name, value in (("--batch", batch), ("--queue", queue), ("--deadline", deadline),
+                        ("--max-megabytes", max_megabytes), ("--max-megapixels", max_megapixels)):  # fmt: skip
+        if not value > 0:
+            raise UsageError(f"{name} is {value}; it must be above 0")
+    key = _key(api_key_file)
+    try:
+        from vitrail.serve import reading, run
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("fastapi", "python_multipart", "uvicorn"):
+            raise
+        raise UsageError(f"serving needs {error.name}: pip install 'vitrail[serve]'") from None
+    with run.listening(host, port) as listener:
+        limits = reading.Limits(max_megabytes, max_megapixels)
+        service = run.service(models, device=device, batch=batch, room=queue, deadline=deadline, limits=limits, key=key)
+        for served in service.models.values():
+            show.note(f"model: {show.printable(served.name)} on {served.classifier.device}")
+        listener.listen(run.BACKLOG)  # whoever reads the address may ask at once
+        print(run.address(listener), flush=True)
+        run.run(service, listener)
+    show.note("stopped; all that was accepted is answered")
+
+
+def _key(file: Path | None) -> str | None:
+    """The key, if there is to be one. It is in no option: those can be read by every user of the machine."""
+    key = os.environ.get(KEY) if file is None else file.read_text(encoding="utf-8").strip()
+    if key is not None and not key:
+        raise UsageError(f"the key in {file or KEY} is empty; write one, or leave it away to serve without")
+    return key

@@ -1,0 +1,345 @@
+"""The routes. What they answer is computed elsewhere; here it gets its form, its status and its headers."""
+
+import base64
+import time
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from vitrail import __version__
+from vitrail.errors import UsageError
+from vitrail.serve.batching import BusyError
+from vitrail.serve.models import explained
+from vitrail.serve.reading import RefusedError
+from vitrail.serve.service import Service
+
+PAGE = Path(__file__).parent / "page"
+FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/script.js": ("script.js", "text/javascript; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/window.svg": ("window.svg", "image/svg+xml"),
+}
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "cache-control": "no-cache",
+    "content-security-policy": POLICY,
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+_BINARY = {"type": "string", "format": "binary"}
+_FORM = {"type": "object", "properties": {"image": {"type": "array", "items": _BINARY}}}
+_IMAGES: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"image/*": {"schema": _BINARY}, "multipart/form-data": {"schema": _FORM}},
+    }
+}
+
+
+# --- what answers look like, for the schema --------------------------------------------------------------------------
+
+
+class Prediction(BaseModel):
+    label: str
+    probability: float
+
+
+class Answer(BaseModel):
+    """What a model says of one image. `seen` is the part it saw: left, top, right, bottom, from 0 to 1."""
+
+    model: str
+    predictions: list[Prediction]
+    unsure: bool
+    seen: tuple[float, float, float, float]
+
+
+class Answers(BaseModel):
+    answers: list[Answer]
+
+
+class Embedding(BaseModel):
+    model: str
+    embedding: list[float]
+
+
+class Embeddings(BaseModel):
+    answers: list[Embedding]
+
+
+class Attention(BaseModel):
+    """One layer's attention: `maps` is base64 of bytes (heads, 1 + patches, patches), the class token's row first."""
+
+    model: str
+    layer: int
+    heads: int
+    grid: tuple[int, int]
+    maps: str
+
+
+class Model(BaseModel):
+    name: str
+    classes: int
+    input: tuple[int, int]
+    parameters: int
+    grid: tuple[int, int] | None
+    layers: int
+    heads: int
+    several: bool
+    threshold: float
+
+
+class Models(BaseModel):
+    models: list[Model]
+
+
+class Problem(BaseModel):
+    error: str
+
+
+# --- routes ----------------------------------------------------------------------------------------------------------
+
+
+def _service(request: Request) -> Service:
+    found = request.app.state.service
+    assert isinstance(found, Service)
+    return found
+
+
+def _permitted(request: Request) -> Service:
+    found = _service(request)
+    found.check_key(request)
+    return found
+
+
+Open = Annotated[Service, Depends(_service)]
+Locked = Annotated[Service, Depends(_permitted)]
+Name = Annotated[str | None, Query(alias="model", description="one of /v1/models; the first unless given")]
+
+_problems: dict[int | str, dict[str, Any]] = {
+    status: {"model": Problem, "description": sentence}
+    for status, sentence in {
+        400: "no image, or a damaged one",
+        401: "the key is missing or wrong",
+        404: "no such model",
+        413: "too many bytes, pixels or images",
+        415: "a type that is no image",
+        422: "an option that cannot be meant",
+        503: "too busy: come again after Retry-After seconds",
+    }.items()
+}
+router = APIRouter(responses=_problems)
+health = APIRouter()
+
+
+@router.post("/v1/predict", response_model=Answers, openapi_extra=_IMAGES)
+async def predict(
+    request: Request, service: Locked, model: Name = None, top: Annotated[int, Query(ge=1, le=1000)] = 5
+) -> Response:
+    """The likeliest labels of each image."""
+    served = service.model(model)
+    views, rows = await service.computed(request, served, "predict", served.classifier.probabilities)
+    said = [{**served.answer(row, top), "seen": view.within} for row, view in zip(rows, views, strict=True)]
+    return JSONResponse({"answers": said})
+
+
+@router.post("/v1/embed", response_model=Embeddings, openapi_extra=_IMAGES)
+async def embed(request: Request, service: Locked, model: Name = None) -> Response:
+    """What the head reads of each image, as numbers."""
+    served = service.model(model)
+    _, rows = await service.computed(request, served, "embed", served.classifier.features)
+    return JSONResponse({"answers": [{"model": served.name, "embedding": row.tolist()} for row in rows]})
+
+
+@router.post(
+    "/v1/explain",
+    response_class=Response,
+    responses={200: {"content": {"image/png": {"schema": _BINARY}}}},
+    openapi_extra=_IMAGES,
+)
+async def explain(
+    request: Request, service: Locked, model: Name = None, background: Literal["image", "none"] = "image"
+) -> Response:
+    """Attention rollout as a PNG: over what the model saw of the image, or alone, to be laid over it."""
+    served = service.model(model)
+    [view], [found] = await service.computed(request, served, "explain", served.rollouts, single=True)
+    png = await service.aside(partial(explained, view.pixels, found, over_image=background == "image"))
+    return Response(png, media_type="image/png")
+
+
+@router.post("/v1/attention", response_model=Attention, openapi_extra=_IMAGES)
+async def attention(request: Request, service: Locked, layer: int, model: Name = None) -> Response:
+    """What the class token and each patch attend to in one layer, head by head; each row's greatest value is 255."""
+    served = service.model(model)
+    if not 1 <= layer <= served.depth:
+        raise RefusedError(422, f"layer is {layer}; {served.name} has {served.depth}, counted from 1")
+    work = partial(served.attention, layer=layer)
+    _, [maps] = await service.computed(request, served, ("attention", layer), work, single=True)
+    described = served.described()
+    encoded = await service.aside(lambda: base64.b64encode(maps.tobytes()).decode())
+    found = {"model": served.name, "layer": layer, "heads": len(maps), "grid": described["grid"], "maps": encoded}
+    return JSONResponse(found)
+
+
+@router.get("/v1/models", response_model=Models)
+async def models(service: Locked) -> Response:
+    """The models there are."""
+    return JSONResponse({"models": [served.described() for served in service.models.values()]})
+
+
+@health.get("/healthz", response_class=PlainTextResponse)
+async def healthz() -> str:
+    """200 while the process answers."""
+    return "ok\n"
+
+
+@health.get("/readyz", response_class=PlainTextResponse, responses={503: {"description": "a model is warming up"}})
+async def readyz(service: Open) -> Response:
+    """200 when every model has computed once."""
+    waiting = [served.name for served in service.models.values() if not served.ready]
+    text = f"not ready: {', '.join(waiting)}\n" if waiting else "ready\n"
+    return PlainTextResponse(text, 503 if waiting else 200)
+
+
+@health.get("/metrics", response_class=PlainTextResponse)
+async def metrics(service: Locked) -> Response:
+    """Counts and times for Prometheus."""
+    return PlainTextResponse(service.metrics.text(service.gauges()), media_type="text/plain; version=0.0.4")
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+def _problem(status: int, sentence: str, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse({"error": sentence}, status, headers)
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    return _problem(error.status, str(error), {"www-authenticate": "Bearer"} if error.status == 401 else None)
+
+
+async def _busy(_: Request, error: Exception) -> Response:
+    assert isinstance(error, BusyError)
+    return _problem(503, f"too busy: {error}", {"retry-after": str(round(error.seconds + 0.5))})
+
+
+async def _invalid(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    return _problem(422, f"{first['loc'][-1]}: {first['msg']}")
+
+
+async def _unknown(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _problem(error.status_code, str(error.detail), dict(error.headers or {}))
+
+
+async def _unusable(_: Request, error: Exception) -> Response:
+    return _problem(422, str(error))
+
+
+async def _gone(_: Request, error: Exception) -> Response:  # noqa: ARG001
+    return _problem(400, "the request ended too early")  # nobody hears it; the log need not, either
+
+
+async def _failed(_: Request, error: Exception) -> Response:  # noqa: ARG001
+    return _problem(500, "the server failed; its log says why")
+
+
+# --- the whole -------------------------------------------------------------------------------------------------------
+
+
+def build(service: Service) -> ASGIApp:
+    """The application of a service."""
+    app = FastAPI(title="vitrail", version=__version__, docs_url=None, redoc_url=None)  # theirs load from elsewhere
+    app.state.service = service
+    app.include_router(router)
+    app.include_router(health)
+    for path, (name, kind) in FILES.items():
+        app.add_route(path, _file((PAGE / name).read_bytes(), kind), include_in_schema=False)
+    for error, handler in (
+        (RefusedError, _refused),
+        (BusyError, _busy),
+        (RequestValidationError, _invalid),
+        (HTTPException, _unknown),
+        (UsageError, _unusable),
+        (ClientDisconnect, _gone),
+        (Exception, _failed),
+    ):
+        app.add_exception_handler(error, handler)
+    return _measured(_emptied(app, int(service.limits.megabytes * 2**20)), service)
+
+
+def _file(content: bytes, kind: str) -> Any:
+    async def file(_: Request) -> Response:
+        return Response(content, media_type=kind)
+
+    return file
+
+
+def _measured(app: ASGIApp, service: Service) -> ASGIApp:
+    """The application, its answers counted and given the headers that all have."""
+
+    async def measured(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        start, status = time.monotonic(), 0
+
+        async def sent(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in HEADERS.items())]
+            await send(message)
+
+        try:
+            await app(scope, receive, sent)
+        finally:
+            route = getattr(scope.get("route"), "path", "other")
+            service.metrics.count("vitrail_requests_total", route=route, status=str(status))
+            service.metrics.observe("vitrail_request_seconds", time.monotonic() - start, route=route)
+
+    return measured
+
+
+def _emptied(app: ASGIApp, most: int) -> ASGIApp:
+    """The application, the rest of a refused body read before a connection is closed: else it would be reset.
+
+    A connection that stays open is emptied by the server itself, after the answer.
+    """
+
+    async def emptied(scope: Scope, receive: Receive, send: Send) -> None:
+        closes = scope["type"] == "http" and (
+            scope["http_version"] == "1.0" or (b"connection", b"close") in {(k, v.lower()) for k, v in scope["headers"]}
+        )
+        more = scope["type"] == "http" and not any(k == b"expect" for k, _ in scope["headers"])
+
+        async def received() -> Message:
+            nonlocal more
+            message = await receive()
+            more = message.get("more_body", False)
+            return message
+
+        async def sent(message: Message) -> None:
+            left = most
+            while message["type"] == "http.response.start" and closes and more and left > 0:
+                left -= len((await received()).get("body", b""))
+            await send(message)
+
+        await app(scope, received, sent)
+
+    return emptied

@@ -1,0 +1,150 @@
+"""A model that is served: its name, its queue, and what can be computed of views.
+
+B views   C channels   S image side   H heads   N tokens   n = R K patches in R rows and K columns   L classes
+"""
+
+import dataclasses
+import io
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from vitrail.config import grid_for
+from vitrail.data.transforms import normalise
+from vitrail.errors import UsageError
+from vitrail.figures.attention import rollout
+from vitrail.figures.pictures import overlaid
+from vitrail.model.vit import ViT, attention_maps
+from vitrail.predict import Classifier
+from vitrail.serve.batching import Queue
+
+_DARK, _WARM = (6, 8, 20), (255, 190, 92)  # a veil's colours, where attention is least and greatest, as in script.js
+_RANGE = (0.05, 0.99)  # of the patches: one that is far above all others would leave these dark
+_SUFFIXES = (".safetensors", ".npz", ".pth", ".pt", ".bin")
+_GENERIC = ("best", "last", "model", "weights", "checkpoints")  # of a run's folder, which has the name that is meant
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """One model, which one thread computes."""
+
+    name: str
+    classifier: Classifier
+    queue: Queue
+    warm: Future[Any]
+    """A first pass, which is done when requests are answered as quickly as they will be."""
+
+    @property
+    def ready(self) -> bool:
+        return self.warm.done() and self.warm.exception() is None
+
+    def answer(self, row: Tensor, top: int) -> dict[str, Any]:
+        """Probabilities (L,) -> the likeliest labels, and whether the first is below the model's threshold."""
+        best = row.topk(min(top, len(row)))
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        labels, threshold = self.classifier.labels, self.classifier.threshold
+        return {
+            "model": self.name,
+            "predictions": [{"label": labels[index], "probability": value} for index, value in pairs],
+            "unsure": bool(best.values[0] < threshold),
+        }
+
+    def rollouts(self, views: Sequence[Tensor]) -> NDArray[np.float32]:
+        """(B, R, K): how much of each patch reaches the head."""
+        return rollout(self.classifier.model, self._input(views))
+
+    def attention(self, views: Sequence[Tensor], layer: int) -> list[NDArray[np.uint8]]:
+        """Of each view (H, 1 + n, n): what the class token and then each patch attend to in a layer, counted from 1.
+
+        Each row is scaled to its greatest value, so that a byte suffices. Without a class token the first row is the
+        mean of all patches.
+        """
+        model, depth = self.classifier.model, self.depth
+        if not 1 <= layer <= depth:
+            raise UsageError(f"layer is {layer}; {self.name} has {depth}, counted from 1")
+        for _, maps in zip(range(layer), attention_maps(model, self._input(views)), strict=False):
+            found = maps  # (B, H, N, N)
+        assert isinstance(model, ViT)
+        prefix = model.config.prefix
+        patches = found[:, :, prefix:, prefix:]
+        first = found[:, :, :1, prefix:] if model.config.class_token else patches.mean(dim=2, keepdim=True)
+        rows = torch.cat([first, patches], dim=2)
+        rows = rows / rows.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+        return list((rows * 255).round().to(torch.uint8).cpu().numpy())
+
+    def _input(self, views: Sequence[Tensor]) -> Tensor:
+        return normalise(torch.stack(list(views)).to(self.classifier.device), self.classifier.preprocess)
+
+    @property
+    def depth(self) -> int:
+        """Layers that attend; a ResNet has none."""
+        model = self.classifier.model
+        return model.config.depth if isinstance(model, ViT) else 0
+
+    def described(self) -> dict[str, Any]:
+        """What there is to know before asking it."""
+        model, preprocess = self.classifier.model, self.classifier.preprocess
+        config = model.config if isinstance(model, ViT) else None
+        return {
+            "name": self.name,
+            "classes": model.config.classes,
+            "input": list(preprocess.size),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "grid": list(grid_for(preprocess.size, config.stride)) if config else None,
+            "layers": self.depth,
+            "heads": config.heads if config else 0,
+            "several": self.classifier.several,
+            "threshold": self.classifier.threshold,
+        }
+
+
+def served(name: str, classifier: Classifier, queue: Queue) -> Served:
+    """A model whose first pass has begun."""
+    preprocess, channels = classifier.preprocess, classifier.model.config.channels
+    blank = torch.zeros((channels, *preprocess.size), dtype=torch.uint8)
+    return Served(name, classifier, queue, queue.run(lambda: classifier.features([blank])))
+
+
+def named(models: Sequence[str]) -> list[str]:
+    """Short names for MODELs, all different, and none a path: runs/cats/weights/best.safetensors is cats."""
+    names: list[str] = []
+    for model in models:
+        path = Path(model.partition(":")[2] if model.startswith(("hf:", "timm:")) else Path(model).absolute())
+        parts = [
+            part for part in path.with_suffix("" if path.suffix in _SUFFIXES else path.suffix).parts if part != "/"
+        ]
+        name = next((part for part in reversed(parts) if part not in _GENERIC), model)
+        number = 1 + sum(each.rpartition(" ")[0] == name or each == name for each in names)
+        names.append(name if number == 1 else f"{name} {number}")
+    return names
+
+
+def explained(view: Tensor, attention: NDArray[np.float32], *, over_image: bool) -> bytes:
+    """A PNG of a rollout (R, K) over what the model saw; or alone, as a veil to be laid over that."""
+    if over_image:
+        return _png(Image.fromarray(overlaid(view, attention)))
+    size = view.shape[2], view.shape[1]
+    least, most = np.quantile(attention, _RANGE)
+    smooth = np.asarray(Image.fromarray(attention).resize(size, Image.Resampling.BICUBIC))
+    light = ((smooth - least) / max(most - least, 1e-30)).clip(0, 1)[..., None]
+    colours = np.array(_DARK) + light * (np.array(_WARM) - np.array(_DARK))
+    opacity = 255 * (0.8 * (1 - light) + 0.35 * light**3)
+    return _png(Image.fromarray(np.concatenate([colours, opacity], axis=2).round().astype(np.uint8)))
+
+
+def _png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=3)
+    return file.getvalue()
+
+
+def find(models: Mapping[str, Served], name: str | None) -> Served | None:
+    """The model of a name; the first where none is given."""
+    return next(iter(models.values())) if name is None else models.get(name)

@@ -1,0 +1,119 @@
+"""A service on a socket, until it is asked to stop."""
+
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import uvicorn
+
+from vitrail.data.workers import available
+from vitrail.errors import UsageError
+from vitrail.predict import Classifier
+from vitrail.serve import app
+from vitrail.serve.batching import Queue
+from vitrail.serve.metrics import Metrics
+from vitrail.serve.models import named, served
+from vitrail.serve.reading import Limits
+from vitrail.serve.service import Service
+from vitrail.weights.load import load
+
+GRACE = 30  # seconds for what was accepted, once a stop is asked for
+BACKLOG = 1024  # connections that the system holds while we are busy
+
+
+def service(
+    models: Sequence[str],
+    *,
+    device: str | None = None,
+    batch: int = 32,
+    room: int = 64,
+    deadline: float = 1.0,
+    limits: Limits | None = None,
+    key: str | None = None,
+) -> Service:
+    """MODELs, loaded and warming up."""
+    classifiers = [Classifier(load(model), device=device, batch_size=batch) for model in models]
+    return of_classifiers(
+        dict(zip(named(models), classifiers, strict=True)), room=room, deadline=deadline, limits=limits, key=key
+    )
+
+
+def of_classifiers(
+    classifiers: dict[str, Classifier],
+    *,
+    room: int = 64,
+    deadline: float = 1.0,
+    limits: Limits | None = None,
+    key: str | None = None,
+) -> Service:
+    """The same of models that are loaded."""
+    metrics, found = Metrics(), {}
+    for name, classifier in classifiers.items():
+        queue = Queue(batch=classifier.batch_size, room=room, deadline=deadline, counted=partial(_count, metrics, name))
+        found[name] = served(name, classifier, queue)
+    batch = min(classifier.batch_size for classifier in classifiers.values())
+    limits = (limits or Limits())._replace(images=min(room, batch))
+    threads = ThreadPoolExecutor(available(), thread_name_prefix="decode")
+    return Service(found, limits, metrics, threads, key)
+
+
+def _count(metrics: Metrics, model: str, images: int) -> None:
+    metrics.count("vitrail_images_total", images, model=model)
+    metrics.observe("vitrail_batch_images", images, model=model)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """The one socket there is, bound before models are loaded: a port that is taken is known at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # unnamed, asyncio leaves Nagle on: 40 ms
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+    except (OSError, OverflowError) as error:
+        found.close()
+        raise UsageError(f"nothing can be served at {host}:{port}: {error}. Try another --port, 0 for any") from error
+    return found
+
+
+def address(listener: socket.socket) -> str:
+    """The URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def server(service: Service) -> uvicorn.Server:
+    """What answers requests, once it is run with a listening socket."""
+    config = uvicorn.Config(
+        app.build(service),
+        http="h11",  # known to read the rest of a refused body after the answer, so that nothing is reset
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        proxy_headers=False,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=GRACE,
+    )
+    return uvicorn.Server(config)
+
+
+def run(service: Service, listener: socket.socket) -> None:
+    """Serve until SIGINT or SIGTERM; what was accepted by then is answered."""
+    with contextlib.closing(service), _quiet():
+        server(service).run(sockets=[listener])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Signals that do nothing themselves: uvicorn stops by them, and raises them once more when it has."""
+    before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

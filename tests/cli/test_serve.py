@@ -1,0 +1,106 @@
+"""`vitrail serve` as a process."""
+
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests import making
+from tests.serve.serving import picture
+from vitrail import save
+from vitrail.cli import main
+from vitrail.serve import run
+
+WATCHED = """
+import sys
+events = []
+sys.addaudithook(lambda name, values: name in ("socket.bind", "socket.connect", "socket.getaddrinfo") and events.append(
+    (name, values[1:])) )
+from vitrail.cli import main
+code = main(["serve", *sys.argv[1:]])
+print(events, flush=True)
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "flowers.safetensors"
+    save(making.trained(making.vit()), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_until_a_signal_and_opens_one_socket(model: str, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", WATCHED, model, "--device", "cpu", "--port", "0"]
+    pipe, alone = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=alone) as running:
+        assert running.stdout is not None
+        url = running.stdout.readline().strip()
+        try:
+            request = urllib.request.Request(f"{url}/v1/predict", picture(), {"content-type": "image/png"})
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                assert b'"model":"flowers"' in answer.read()
+        finally:
+            running.send_signal(number)
+            out, err = running.communicate(timeout=20)
+    assert url.startswith("http://127.0.0.1:")
+    assert running.returncode == 0
+    assert err.splitlines()[-1] == "stopped; all that was accepted is answered"
+    assert "Traceback" not in err
+    assert out.strip() == "[('socket.bind', (('127.0.0.1', 0),))]"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--batch", "0"], "--batch is 0; it must be above 0"),
+        (["--deadline", "nan"], "--deadline is nan"),
+        (["--host", "nowhere.invalid"], "nothing can be served at nowhere.invalid:8000"),
+        (["--port", "99999"], "nothing can be served at 127.0.0.1:99999"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    model: str, options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", model, *options]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with run.listening("127.0.0.1", 0) as listener:
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert main(["serve", "there/is/no/such/model", "--port", str(port)]) == 2
+    assert f"127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_an_empty_key_is_no_key(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "key").write_text("\n")
+    assert main(["serve", model, "--api-key-file", str(tmp_path / "key")]) == 2
+    monkeypatch.setenv("VITRAIL_API_KEY", "")
+    assert main(["serve", model]) == 2
+    assert capsys.readouterr().err.count("is empty; write one, or leave it away") == 2
+
+
+def test_a_missing_extra_is_named_with_its_line(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fastapi" or "vitrail.serve" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("vitrail.serve", raising=False)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    assert main(["serve", model]) == 2
+    assert "serving needs fastapi: pip install 'vitrail[serve]'" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_served_ends_with_its_own_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "there/is/no/such.safetensors", "--port", "0"]) == 4
+    assert main(["serve"]) == 2
+    assert "say which models" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""Serving: batches, limits, routes, load, and the page in a browser."""

@@ -1,0 +1,49 @@
+"""Small services, images for them, and a server on loopback."""
+
+import contextlib
+import io
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from tests import making
+from vitrail.predict import Classifier
+from vitrail.serve import run
+from vitrail.serve.service import Service
+
+
+def classifier(seed: int = 0, batch_size: int = 8, **changes: Any) -> Classifier:
+    return Classifier(making.trained(making.vit(seed), **changes), device="cpu", batch_size=batch_size)
+
+
+def service(**settings: Any) -> Service:
+    """Two small models that may wait long."""
+    return run.of_classifiers({"small": classifier(0), "other": classifier(1)}, **({"deadline": 60.0} | settings))
+
+
+def picture(seed: int = 0, size: tuple[int, int] = (50, 40), format: str = "PNG") -> bytes:  # noqa: A002
+    """A file of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format)
+    return file.getvalue()
+
+
+@contextlib.contextmanager
+def running(served: Service) -> Iterator[tuple[str, int, Any]]:
+    """Host and port of a server in a thread, and the server, which stops when `should_exit` is set."""
+    with run.listening("127.0.0.1", 0) as listener:
+        listener.listen()
+        host, port = listener.getsockname()
+        server = run.server(served)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield host, port, server
+        finally:
+            server.should_exit = True
+            thread.join()
+            served.close()
