@@ -42,6 +42,7 @@ ELSEWHERE = {  # what needs a network runs in these, against one on loopback whe
     "vitrail push b16.safetensors hf:ORG/NAME --dry-run": "weights/test_hub.py::test_a_dry_run_needs_neither",
     "vitrail evaluate b16.safetensors /data/imagenet-val --against timm-model:tf_efficientnet_l2.ns_jft_in1k"
     " --real real.json": "cli/test_evaluate.py::test_timms_own_network_says_what_ours_says",
+    "vitrail serve runs/finetune": "cli/test_serve.py::test_it_serves_until_a_signal_and_opens_one_socket",
     "vitrail study vtab b16.safetensors --data-root /data/vtab-1k": "studies/test_vtab.py::test_the_whole_command_runs",
 }
 SMALLER = {  # the same commands, in seconds
