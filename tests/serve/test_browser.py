@@ -164,6 +164,7 @@ def test_a_text_file_named_jpg_is_refused_in_words(chromium: Chromium, url: str,
     upload(page, tmp_path / "text.jpg")
     until(page, "!document.getElementById('problem').hidden")
     assert text(page, "#problem p").startswith("The image is no image of a known kind")
+    assert page.evaluate("document.getElementById('again').hidden")  # it would be refused again
     upload(page, image)  # and the next one works
     until(page, SHOWN)
     assert page.evaluate("document.getElementById('problem').hidden")

@@ -183,8 +183,6 @@ async def explain(
 async def attention(request: Request, service: Locked, layer: int, model: Name = None) -> Response:
     """What the class token and each patch attend to in one layer, head by head; each row's greatest value is 255."""
     served = service.model(model)
-    if not 1 <= layer <= served.depth:
-        raise RefusedError(422, f"layer is {layer}; {served.name} has {served.depth}, counted from 1")
     work = partial(served.attention, layer=layer)
     _, [maps] = await service.computed(request, served, ("attention", layer), work, single=True)
     described = served.described()

@@ -26,12 +26,17 @@ async function ask(path, body, signal) {
     answer = await fetch(path, { method: body ? "POST" : "GET", headers, body, signal });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Error("The server does not answer. Is it still running?");
+    throw trouble("The server does not answer. Is it still running?", true);
   }
   if (answer.ok) return answer;
   if (answer.status === 401) lock();
   const problem = await answer.json().catch(() => ({ error: `The server answered ${answer.status}.` }));
-  throw new Error(sentence(problem.error, answer.headers.get("Retry-After")));
+  throw trouble(sentence(problem.error, answer.headers.get("Retry-After")), answer.status >= 500);
+}
+
+// An error that may be gone when the same is asked again, or one that will not.
+function trouble(text, passing) {
+  return Object.assign(new Error(text), { passing });
 }
 
 function sentence(text, seconds) {
@@ -48,7 +53,7 @@ async function start() {
   try {
     models = (await (await ask("/v1/models")).json()).models;
   } catch (error) {
-    if (get("locked").hidden) complain(error.message);
+    if (get("locked").hidden) complain(error);
     return;
   }
   get("locked").hidden = true;
@@ -86,15 +91,15 @@ async function show(chosen) {
     get("status").textContent = said.join(" ");
     await Promise.all(panels.map(each => each.look(signal)));
   } catch (error) {
-    if (error.name !== "AbortError") complain(error.message);
+    if (error.name !== "AbortError") complain(error);
   } finally {
     if (!signal.aborted) document.body.classList.remove("busy");
   }
 }
 
-function complain(text) {
-  get("problem").firstElementChild.textContent = text;
-  get("again").hidden = !file;
+function complain(error) {
+  get("problem").firstElementChild.textContent = error.message;
+  get("again").hidden = !file || !error.passing;
   get("problem").hidden = false;
 }
 
@@ -230,7 +235,7 @@ function panel(model) {
     part(".hint").textContent = at ? "Each square is one head, seen from that patch. Choose one to lay it over the image." : "Point at a patch of the image, or reach it with the arrow keys, to see what it looks at.";
   }
 
-  slider.oninput = () => layer().catch(error => error.name === "AbortError" || complain(error.message));
+  slider.oninput = () => layer().catch(error => error.name === "AbortError" || complain(error));
   follow(part(".stage"), part(".seen"), model.grid || [1, 1]);
   return { element, predict, look, draw };
 }
