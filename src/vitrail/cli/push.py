@@ -34,14 +34,14 @@ def main(
     repo = hub.parse_target(target)
     if not dry_run:
         hub.require()
-    from vitrail.weights.load import load
+    from vitrail.weights.load import load, locate
 
-    source = model_of(run)
-    show.note(f"model: {source}")
-    trained = load(source)
+    place = locate(run)
+    show.note(f"model: {run if place is None else place}")
+    trained = load(run)
     with tempfile.TemporaryDirectory(prefix="vitrail-push-") as workshop:
         folder = Path(workshop) / "model"
-        notes = prepare(trained, folder, repo, source.parents[1] if isinstance(source, Path) else None)
+        notes = prepare(trained, folder, repo, None if place in (None, Path(run)) else Path(run))
         sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
         commit = None if dry_run else hub.push(folder, target, private=private)
     if json:
@@ -55,12 +55,6 @@ def main(
             ("dry run", f"nothing was uploaded to {target}") if commit is None else ("uploaded", commit),
         ]
     )
-
-
-def model_of(run: str) -> str | Path:
-    """The best weights of a run folder; anything else is a MODEL as it is."""
-    best = Path(run) / "weights" / "best.safetensors"
-    return best if best.is_file() else run
 
 
 def prepare(trained: "Trained", folder: Path, repo: str, run: Path | None = None) -> list[str]:
