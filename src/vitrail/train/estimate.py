@@ -109,9 +109,8 @@ def _seconds_per_image(state: State, trial: Task, batches: Iterable[Batch]) -> f
     Where the images are too few for that, those of the steps that there are.
     """
     images, begun, together = 0, time.perf_counter(), distributed.together()
-    for step, batch in enumerate(batches):
-        if len(batch.positions) == 0 or (together and step == _FIRST + _STEPS):
-            break
+    whole = trial.plan.total // trial.recipe.batch  # of a last, short step some ranks might have no images
+    for step, batch in enumerate(itertools.islice(batches, min(whole, _FIRST + _STEPS) if together else whole)):
         if step == _FIRST:
             images, begun = 0, _now(trial)
         part = _prepared(batch, trial, step)
