@@ -6,9 +6,10 @@
 
 The classes of DATA are divided, every second one to either half. The recipe's model is pre-trained on the training
 images of one half: without labels (mpp with each of its targets, mae) or with them; from scratch it is not. Then each
-arm learns the other half from a share of its labels, with the recipe's own augmentation and the same number of steps at
-each rate. Held-out images of these classes are divided again: by one part the weights of a run and the rate of an arm
-are chosen, the other is what the table is of. Means and deviations are over seeds, which draw the labels too.
+arm learns the other half from a share of its labels, with the recipe's own augmentation and the same number of steps.
+Held-out images of these classes are divided again: by one part the weights of a run are chosen, and of the first seed's
+rates the one that all other seeds take; the other part is what the table is of. Means and deviations are over seeds,
+which draw the labels too.
 
 A process takes one run after the other that is neither done nor taken, so any number of them may work on one FOLDER,
 and any of them may be ended at any time: a run goes on from its checkpoint. After --minutes a process saves and ends.
@@ -63,18 +64,27 @@ class Job:
 
     arm: str
     share: float | None = None
-    rate: float = 0.0
+    rate: float | None = None
+    """None for the one that did best with the first seed."""
     seed: int = 0
 
     @property
     def name(self) -> str:
         """Of its folder and lock."""
-        return self.arm if self.share is None else f"{self.arm}-{self.share:g}-{self.rate:g}-seed{self.seed}"
+        rate = "" if self.rate is None else f"-{self.rate:g}"
+        return self.arm if self.share is None else f"{self.arm}-{self.share:g}{rate}-seed{self.seed}"
 
     @property
-    def needs(self) -> str | None:
+    def start(self) -> str | None:
         """The run whose weights it begins with."""
         return None if self.share is None or self.arm == "scratch" else self.arm
+
+    def needs(self, rates: list[float]) -> set[str]:
+        """The runs that must be done before it."""
+        before = set() if self.start is None else {self.start}
+        if self.share is not None and self.rate is None:
+            before |= {dataclasses.replace(self, rate=rate, seed=0).name for rate in rates}
+        return before
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
@@ -85,7 +95,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
         for seed in range(options.seeds)
         for share in options.shares
         for arm in options.arms
-        for rate in options.rates
+        for rate in (options.rates if seed == 0 else [None])
     ]
     return before + grid
 
@@ -143,11 +153,12 @@ def learning(job: Job, dataset: Dataset, options: argparse.Namespace) -> Task:
     """What an arm learns of the second half."""
     assert job.share is not None
     some, base = downstream(dataset, job.share, job.seed), recipes.named(options.recipe)
-    base = dataclasses.replace(base, optimiser=dataclasses.replace(base.optimiser, lr=job.rate))
+    rate = job.rate or best_rate(job, done(options.work), options.rates)
+    base = dataclasses.replace(base, optimiser=dataclasses.replace(base.optimiser, lr=rate))
     recipe, start = lasting(base, options.steps, len(some.splits["train"])), None
-    if job.needs is not None:
+    if job.start is not None:
         recipe = dataclasses.replace(recipe, model=None, settings={}, image_size=None, mimetic=False)
-        start = fitted(load(options.work / "runs" / job.needs / "weights" / "best.safetensors"), some, recipe)
+        start = fitted(load(options.work / "runs" / job.start / "weights" / "best.safetensors"), some, recipe)
     return Task(
         recipe=recipe,
         dataset=some,
@@ -177,6 +188,11 @@ def computed(job: Job, dataset: Dataset, options: argparse.Namespace) -> dict[st
     if job.share is not None:
         shutil.rmtree(folder)
     return facts
+
+
+def best_rate(job: Job, finished: dict[str, dict[str, Any]], rates: list[float]) -> float:
+    """The rate that did best on the images to choose by, with the first seed."""
+    return max(rates, key=lambda rate: finished[dataclasses.replace(job, rate=rate, seed=0).name]["val"])
 
 
 def chosen_by(folder: Path) -> float:
@@ -224,7 +240,7 @@ def worked(dataset: Dataset, options: argparse.Namespace) -> None:
     everything = jobs(options)
     while left := [job for job in everything if job.name not in done(options.work)]:
         for job in left:
-            if job.needs is not None and job.needs not in done(options.work):
+            if job.needs(options.rates) - done(options.work).keys():
                 continue
             with taken(options.work / "locks" / job.name) as mine:
                 if mine and job.name not in done(options.work):
@@ -235,22 +251,22 @@ def worked(dataset: Dataset, options: argparse.Namespace) -> None:
 
 
 def table(options: argparse.Namespace) -> None:
-    """Print the accuracy of each arm and share, at the rate that did best on the images to choose by."""
-    records = [record for record in done(options.work).values() if record["share"] is not None]
-    print(f"{'':18}" + "".join(f"{share:>26.0%}" for share in options.shares))
+    """Print the accuracy of each arm and share, at the rate that did best with the first seed."""
+    finished = done(options.work)
+    print(f"{'':18}" + "".join(f"{share:>28.0%}" for share in options.shares))
     for arm in options.arms:
         cells = []
         for share in options.shares:
-            own = [record for record in records if (record["arm"], record["share"]) == (arm, share)]
-            rates = {rate: [record for record in own if record["rate"] == rate] for rate in options.rates}
-            if not all(rates.values()):
+            job = Job(arm, share, seed=1)
+            if job.needs(options.rates) - finished.keys():
                 cells.append("")
                 continue
-            best = max(rates, key=lambda rate: statistics.mean(record["val"] for record in rates[rate]))
-            found = [100 * record["test"] for record in rates[best]]
+            best = best_rate(job, finished, options.rates)
+            names = [Job(arm, share, best).name, *(Job(arm, share, seed=seed).name for seed in range(1, options.seeds))]
+            found = [100 * finished[name]["test"] for name in names if name in finished]
             spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
             cells.append(f"{statistics.mean(found):.2f}{spread} (n={len(found)}, {best:g})")
-        print(f"{arm:18}" + "".join(f"{cell:>26}" for cell in cells))
+        print(f"{arm:18}" + "".join(f"{cell:>28}" for cell in cells))
 
 
 def parsed() -> argparse.Namespace:

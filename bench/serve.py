@@ -1,11 +1,12 @@
 """Images a second and milliseconds of a served model, against its bare forward pass.
 
-    python -m bench.serve MODEL [--device cpu] [--batch 32] [--side 224] [--seconds 10]
+    python -m bench.serve MODEL [--device cpu] [--batch 32] [--side 224] [--seconds 10] [--cores N]
 
 Bare: batches of views through the classifier, in a process of its own. Saturated: two batches of requests in flight at
 all times, one JPEG each. Both in turns, three times, and the medians. Then loads from a quarter of that to four times
 it, offered on schedule whether or not earlier requests were answered: of the accepted p50 and p99, of the refused (503)
-p99, and /healthz twenty times a second. The client runs on the same machine and takes its share of the cores.
+p99, and /healthz twenty times a second. The client runs on the same machine and takes its share of the cores, unless
+the model, bare or served, is given the first N of them: then it has the others.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import asyncio
 import contextlib
 import io
 import multiprocessing
+import os
 import signal
 import statistics
 import subprocess
@@ -58,9 +60,12 @@ def bare(model: str, device: str | None, batch: int, images: list[bytes], second
 
 
 @contextlib.contextmanager
-def served(arguments: list[str]) -> Iterator[tuple[str, int]]:
+def served(cores: list[int], arguments: list[str]) -> Iterator[tuple[str, int]]:
     command = [sys.executable, "-m", "vitrail", "serve", *arguments, "--port", "0"]
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)  # what is started from here inherits them
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        os.sched_setaffinity(0, mine)
         assert running.stdout is not None
         host, _, port = running.stdout.readline().strip().removeprefix("http://").rpartition(":")
         try:
@@ -107,13 +112,17 @@ def main() -> None:
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--deadline", type=float, default=0.6)
     parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--cores", type=int)
     options = parser.parse_args()
+    mine = sorted(os.sched_getaffinity(0))
+    given = mine if options.cores is None else mine[: options.cores]
+    os.sched_setaffinity(0, mine if options.cores is None else mine[options.cores :])
     images, device = photos(options.side), ["--device", options.device] if options.device else []
     sizes = ["--batch", str(options.batch), "--queue", str(4 * options.batch)]
     bares, rates = [], []
-    with served([options.model, *sizes, "--deadline", "60", *device]) as (host, port):
+    with served(given, [options.model, *sizes, "--deadline", "60", *device]) as (host, port):
         asyncio.run(saturated(host, port, images, options.batch, 2))  # warm
-        with multiprocessing.get_context("spawn").Pool(1) as alone:
+        with multiprocessing.get_context("spawn").Pool(1, os.sched_setaffinity, (0, given)) as alone:
             for _ in range(ROUNDS):
                 bares.append(alone.apply(bare, (options.model, options.device, options.batch, images, options.seconds)))
                 rates.append(asyncio.run(saturated(host, port, images, 2 * options.batch, options.seconds)))
@@ -121,7 +130,7 @@ def main() -> None:
     print(f"bare: {best:.1f} images/s in batches of {options.batch}, on views that are ready")
     print(f"served: {rate:.1f} images/s, {rate / best:.1%} of it; JPEGs of {options.side} x {options.side}")
     print("  load offered/s     200/s   p50 ms   p99 ms  503 p99   health  resets")
-    with served([options.model, *sizes, "--deadline", str(options.deadline), *device]) as (host, port):
+    with served(given, [options.model, *sizes, "--deadline", str(options.deadline), *device]) as (host, port):
         asyncio.run(saturated(host, port, images, 2, 2))
         for load in LOADS:
             found = asyncio.run(offered(host, port, images, rate=load * rate, seconds=options.seconds))
