@@ -6,12 +6,13 @@ Side by side in one process, the least of the rounds, since what disturbs only a
 
     step     the same ViT learning 1,000 classes from the mean of its tokens, so that all of them are computed
     with     the same ViT masked: its step, and how much longer it is
-    alone    the masking by itself on embeddings and tokens of the same shapes, as a share of the step
+    hiding   what hides by itself, on embeddings and tokens of the same shapes: corruption, targets, taking the tokens
+    telling  head and loss by themselves
     drawn    what a worker takes to draw which patches are hidden, beside the step
 
-On the CPU it is the time of one thread, on a GPU the time until all is computed, in bf16 as training is. A class token
-alone would let the last block compute one token; what telling patches takes away of that is no cost of masking, and is
-printed as "class token".
+On the CPU it is the time of one thread, on a GPU the time of all kernels, in bf16 and recorded as training is. A class
+token alone would let the last block compute one token; what telling patches takes away of that is no cost of masking,
+and is printed as "class token".
 """
 
 import argparse
@@ -34,7 +35,7 @@ from vitrail.model.vit import ViT
 from vitrail.train.step import precision
 
 TARGETS: tuple[Target, ...] = ("mean-colour", "4x4-colours", "pixels")
-Work = Callable[[], Tensor]
+Work = Callable[[], None]
 
 
 def learner(config: ViTConfig, device: torch.device) -> ViT:
@@ -42,17 +43,17 @@ def learner(config: ViTConfig, device: torch.device) -> ViT:
     return initialise(ViT(config), torch.Generator().manual_seed(0)).to(device)
 
 
-def supervised(config: ViTConfig, images: Tensor) -> tuple[nn.Module, Work]:
+def supervised(config: ViTConfig, images: Tensor) -> Work:
     """A step of learning classes, without the optimizer's, which is the same for all."""
     model = learner(config, images.device)
     classes = torch.arange(len(images), device=images.device) % config.classes
 
-    def loss() -> Tensor:
+    def computed() -> None:
         with precision(images.device):
             logits = model(images)
-        return nn.functional.cross_entropy(logits.float(), classes)
+        torch.autograd.grad(nn.functional.cross_entropy(logits.float(), classes), list(model.parameters()))
 
-    return model, loss
+    return computed
 
 
 def masked(config: ViTConfig, target: Target, images: Tensor, hiding: Tensor) -> tuple[MaskedViT, Work]:
@@ -62,42 +63,74 @@ def masked(config: ViTConfig, target: Target, images: Tensor, hiding: Tensor) ->
     model = MaskedViT(learner(dataclasses.replace(config, classes=0), images.device), how, view).to(images.device)
     initialise_heads(model, torch.Generator(images.device).manual_seed(0))
 
-    def loss() -> Tensor:
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def computed() -> None:
         with precision(images.device):
             told = model(images, hiding)
-        return losses(told, model.targets(images, hiding)).mean()
+        torch.autograd.grad(losses(told, model.targets(images, hiding)).mean(), learned)
 
-    return model, loss
+    return model, computed
 
 
-def alone(model: MaskedViT, images: Tensor, hiding: Tensor) -> Work:
-    """What masking adds by itself: its gradients reach embeddings, tokens, the [mask] and the head."""
+def hiding_alone(model: MaskedViT, images: Tensor, hiding: Tensor) -> Work:
+    """What hiding patches adds by itself: its gradients reach embeddings, tokens and the [mask]."""
     width, patches, device = model.vit.config.width, hiding.shape[-1], images.device
+    pixels = torch.randn(len(images), patches, model.vit.patch_embed.proj.weight[0].numel(), device=device)
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-    embeddings = torch.randn(len(images), patches, width, device=device, dtype=kind, requires_grad=True)
+    embeddings = torch.randn(len(hiding), patches, width, device=device, dtype=kind, requires_grad=True)
     tokens = torch.randn(len(hiding), patches, width, device=device, requires_grad=True)
-    gradient = torch.randn(len(hiding), patches, width, device=device, dtype=kind)
+    gradients = torch.randn_like(embeddings), torch.randn(len(hiding), model.hidden, width, device=device)
 
-    def loss() -> Tensor:
-        replaced = corrupted(embeddings, hiding[:, 1], model.mask_token)
-        with precision(device):
-            told = model.head(taken(tokens, hiding[:, 0, : model.hidden]))
-        total = losses(told, model.targets(images, hiding)).mean()
-        replaced.backward(gradient)
-        return total
+    def computed() -> None:
+        replaced = corrupted(pixels, hiding[:, 1], lambda _: embeddings, model.mask_token)
+        read = taken(tokens, hiding[:, 0, : model.hidden])
+        model.targets(images, hiding)
+        torch.autograd.grad((replaced, read), (embeddings, tokens, model.mask_token), gradients)
 
-    return loss
+    return computed
+
+
+def telling_alone(model: MaskedViT, images: Tensor, hiding: Tensor) -> Work:
+    """What the head and the loss add by themselves."""
+    shape = (len(hiding), model.hidden, model.vit.config.width)
+    read = torch.randn(shape, device=images.device, requires_grad=True)
+    targets = model.targets(images, hiding)
+
+    def computed() -> None:
+        with precision(images.device):
+            told = model.head(read)
+        torch.autograd.grad(losses(told, targets).mean(), (read, *model.head.parameters()))
+
+    return computed
+
+
+def recorded(work: Work, pool: tuple[int, int]) -> Work:
+    """The same on a GPU without the time that Python takes to launch it, which training does not take either.
+
+    All recordings share their memory: one of them holds 20 GB.
+    """
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            work()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        work()
+    return graph.replay
 
 
 def seconds(work: Work, device: torch.device) -> float:
     """Of one forward and backward pass."""
     if device.type != "cuda":
         begun = time.process_time()
-        work().backward()
+        work()
         return time.process_time() - begun
     torch.cuda.synchronize()
     begun = time.perf_counter()
-    work().backward()
+    work()
     torch.cuda.synchronize()
     return time.perf_counter() - begun
 
@@ -117,9 +150,9 @@ def report(least: dict[str, float], drawing: float) -> None:
     print(f"{'step':20} {1e3 * step:9.2f} ms")
     print(f"{'class token':20} {1e3 * single:9.2f} ms {single / step - 1:+8.2%}")
     for target in TARGETS:
-        longer, itself = least[f"with {target}"], least[f"alone {target}"]
-        print(f"{target:20} {1e3 * longer:9.2f} ms {longer / step - 1:+8.2%}", end="   ")
-        print(f"alone {1e3 * itself:8.2f} ms {itself / step:7.2%}")
+        longer, parts = least[f"with {target}"], (least[f"{part} {target}"] for part in ("hiding", "telling"))
+        hiding, telling = (f"{1e3 * part:7.2f} ms {part / step:6.2%}" for part in parts)
+        print(f"{target:20} {1e3 * longer:9.2f} ms {longer / step - 1:+8.2%}   hiding {hiding}   telling {telling}")
     print(f"{'drawn by a worker':20} {1e3 * drawing:9.2f} ms {drawing / step:8.2%}")
 
 
@@ -140,15 +173,22 @@ def main() -> None:
     if not isinstance(config, ViTConfig):
         raise SystemExit(f"{options.model} has no patches to hide")
     how = Masked(kind="mpp", share=0.5, target="mean-colour")
-    begun = time.process_time()
-    hiding = torch.from_numpy(drawn(Draws(0, np.arange(batch)), how, math.prod(config.grid))).to(device)
-    drawing = time.process_time() - begun
+    drawing = math.inf
+    for _ in range(rounds):
+        begun = time.process_time()
+        places = drawn(Draws(0, np.arange(batch)), how, math.prod(config.grid))
+        drawing = min(drawing, time.process_time() - begun)
+    hiding = torch.from_numpy(places).to(device)
     images = torch.randint(0, 256, (batch + 1, 3, *config.image_size), device=device) / 127.5 - 1
     mean = dataclasses.replace(config, pool="norm-mean")
-    works = {"step": supervised(mean, images[:-1])[1], "class token": supervised(config, images[:-1])[1]}
+    works = {"step": supervised(mean, images[:-1]), "class token": supervised(config, images[:-1])}
     for target in TARGETS:
         model, works[f"with {target}"] = masked(mean, target, images, hiding)
-        works[f"alone {target}"] = alone(model, images, hiding)
+        works[f"hiding {target}"] = hiding_alone(model, images, hiding)
+        works[f"telling {target}"] = telling_alone(model, images, hiding)
+    if device.type == "cuda":
+        pool = torch.cuda.graph_pool_handle()
+        works = {name: recorded(work, pool) for name, work in works.items()}
     machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU, one thread"
     print(f"{options.model} at 224 x 224, {batch} images, {machine}, torch {torch.__version__}, {rounds} rounds")
     report(measured(works, rounds, device), drawing)

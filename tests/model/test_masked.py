@@ -19,7 +19,7 @@ from vitrail.data.masking import drawn
 from vitrail.data.transforms import normalise
 from vitrail.errors import UsageError
 from vitrail.model import masked as masking
-from vitrail.model.masked import MaskedViT, colours, corrupted, initialise_heads, losses
+from vitrail.model.masked import MaskedViT, corrupted, initialise_heads, losses
 from vitrail.model.vit import ViT, cut
 
 TARGETS: tuple[Target, ...] = ("mean-colour", "4x4-colours", "pixels", "normalised-pixels")
@@ -68,10 +68,26 @@ def test_corruption_by_hand() -> None:
     token = torch.tensor([[[-1.0, -2.0]]])
     stands = torch.tensor([[MASK, 0, OWN], [2, MASK, OWN]])
     expected = torch.tensor([[[-1, -2], [6, 7], [4, 5]], [[16, 17], [-1, -2], [10, 11]]])
-    assert torch.equal(corrupted(patches, stands, token), expected.float())
-    alone = corrupted(patches[:2], stands, token)  # without a partner, the last image's next is the first
+    same = torch.nn.Identity()
+    assert torch.equal(corrupted(patches, stands, same, token), expected.float())
+    alone = corrupted(patches[:2], stands, same, token)  # without a partner, the last image's next is the first
     assert torch.equal(alone[0], expected[0].float())
     assert alone[1].tolist() == [[4, 5], [-1, -2], [10, 11]]
+
+
+@pytest.mark.parametrize("change", HIDEABLE.values(), ids=HIDEABLE)
+def test_exchanging_patches_is_exchanging_embeddings(change: dict[str, Any]) -> None:
+    """The paper corrupts embeddings; so does this, computed from the other end."""
+    model = taught(**change)
+    images, hiding = batch(model)
+    embed = model.vit.patch_embed
+    embeddings, stands = embed(images), hiding[:, 1]
+    expected = embeddings[:-1].clone()
+    for image, place in (stands != OWN).nonzero().tolist():
+        other = int(stands[image, place])
+        expected[image, place] = model.mask_token[0, 0] if other == MASK else embeddings[image + 1, other]
+    found = corrupted(embed.patches(images), stands, embed.project, model.mask_token)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("change", HIDEABLE.values(), ids=HIDEABLE)
@@ -149,14 +165,27 @@ def test_mean_colours_of_planted_images_are_exact(change: dict[str, Any]) -> Non
     assert torch.equal(found[..., 0], expected)
 
 
-def test_a_mean_on_the_edge_of_two_colours_belongs_to_the_brighter() -> None:
-    """Half of the pixels at 31 and half at 33 make 32, the first of the second level; one pixel less does not."""
-    for side in (4, 14, 16):
-        levels = torch.full((1, 1, side, side), 31.0)
-        levels[..., : side // 2, :] = 33.0
-        assert colours(levels, side).item() == 1
-        levels[..., 0, 0] = 32.0
-        assert colours(levels, side).item() == 0
+@pytest.mark.parametrize("side", [4, 6, 7, 14, 16, 32])
+def test_a_mean_on_the_edge_of_two_colours_belongs_to_the_brighter(side: int) -> None:
+    """Every square's bytes add up to the first sum of a level, and with one of them less by one to the level below."""
+    model = taught(patch=side, image_size=(2 * side, 2 * side))
+    generator = np.random.default_rng(side)
+    at = generator.integers(1, 8, (200, 3, 2, 2))  # the level, 32 at a byte
+    noise = generator.integers(-31, 32, (200, 3, 2, 2, side * side // 2))
+    middle = np.zeros((*at.shape, side * side % 2), dtype=noise.dtype)
+    squares = 32 * at[..., None] + np.concatenate([noise, -noise, middle], axis=-1)
+    clipped = squares.clip(0, 255)
+    squares = np.where((clipped != squares).any(axis=-1, keepdims=True), 32 * at[..., None], squares)
+
+    def seen(bytes_of_squares: Any) -> Tensor:
+        pixels = bytes_of_squares.reshape(200, 3, 2, 2, side, side).transpose(0, 1, 2, 4, 3, 5)
+        images = torch.from_numpy(pixels.reshape(200, 3, 2 * side, 2 * side).astype(np.uint8))
+        return model.colours(normalise(images, view(model.vit.config)), side)
+
+    red, green, blue = at[:, 0], at[:, 1], at[:, 2]
+    assert torch.equal(seen(squares), torch.from_numpy(64 * red + 8 * green + blue))
+    squares[..., 0] -= 1
+    assert torch.equal(seen(squares), torch.from_numpy(64 * (red - 1) + 8 * (green - 1) + blue - 1))
 
 
 def test_small_colours_are_those_of_a_sixteenth_of_a_patch_in_raster_order() -> None:
@@ -178,7 +207,6 @@ def test_pixels_are_those_that_were_decoded_whatever_the_normalisation() -> None
     pixels = bytes_of(plain.vit.config, 2)
     hiding = batch(plain, 2)[1]
     images = normalise(pixels, view(plain.vit.config))
-    assert torch.equal(plain.levels(images), pixels.float())
     wanted = cut(pixels.float() / 255, 8)[torch.arange(2)[:, None], hiding[:, 0, :8]]
     assert torch.equal(plain.targets(images, hiding), wanted)
     found = normal.targets(images, hiding)

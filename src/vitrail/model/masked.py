@@ -11,6 +11,8 @@ the [mask] in their places. Which patches are hidden, and by what, is given with
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -55,12 +57,12 @@ class MaskedViT(nn.Module):
         order, stands = hiding.unbind(dim=1)  # each (B, n)
         hidden, visible = order.tensor_split([self.hidden], dim=1)
         vit, grid, prefix = self.vit, self.vit.config.grid, self.vit.config.prefix
-        patches = vit.patch_embed(images)  # (B, n, D), or one more
+        patches = vit.patch_embed.patches(images)  # (B, n, C P P), or one more
         if self.decoder is None:
-            replaced = corrupted(patches, stands, self.mask_token)
-            x = vit.through_blocks(*vit.place(replaced, grid))[:, prefix:]
+            embeddings = corrupted(patches, stands, vit.patch_embed.project, self.mask_token)
+            x = vit.through_blocks(*vit.place(embeddings, grid))[:, prefix:]
             return self.head(self.normed(taken(x, hidden)))
-        x, positions, _ = vit.place(patches, grid)
+        x, positions, _ = vit.place(vit.patch_embed.project(patches), grid)
         seen = torch.cat([x[:, :prefix], taken(x[:, prefix:], visible)], dim=1)  # (B, prefix + V, D)
         encoded = self.normed(vit.through_blocks(seen, positions, grid))
         return self.head(self.decoder(encoded, self.mask_token, hidden, visible))
@@ -71,21 +73,47 @@ class MaskedViT(nn.Module):
 
     def targets(self, images: Tensor, hiding: Tensor) -> Tensor:
         """What is to be told of each hidden patch: classes (B, M, 1) or (B, M, 16), int64, or pixels (B, M, Q)."""
-        order = hiding[:, 0]
-        levels = self.levels(images[: len(order)])
-        return taken(_told(levels, self.masked, self.vit.config.stride), order[:, : self.hidden])
+        images, hidden, stride = images[: len(hiding)].float(), hiding[:, 0, : self.hidden], self.vit.config.stride
+        match self.masked.target:
+            case "mean-colour":
+                return taken(self.colours(images, stride).flatten(1)[..., None], hidden)
+            case "4x4-colours":
+                return taken(cut(self.colours(images, stride // SMALL)[:, None], SMALL), hidden)
+            case "pixels":
+                return self.brightness(images, hidden)
+            case "normalised-pixels":
+                return standardised(self.brightness(images, hidden))
 
-    def levels(self, images: Tensor) -> Tensor:
-        """Normalised images as the brightness they were decoded to: whole numbers from 0 to 255, exact in float32."""
-        mean, std = (_on(images.device, values) for values in (self.mean, self.std))
-        return ((images.float() * std + mean) * 255).round()
+    def brightness(self, images: Tensor, places: Tensor) -> Tensor:
+        """(B, C, S, S) at (B, m) -> (B, m, C P P): pixels of patches as they were decoded, from 0 to 1."""
+        patches = taken(cut(images, self.vit.config.stride), places).unflatten(-1, (len(self.mean), -1))
+        return (self.levels(patches).round_() / 255).flatten(2)
+
+    def levels(self, values: Tensor) -> Tensor:
+        """Normalised values (..., C, _) -> what they were decoded to, 0 to 255, but for float32's rounding."""
+        mean, std = (_on(values.device, tuple(255 * value for value in kept)) for kept in (self.mean, self.std))
+        return torch.addcmul(mean, values, std)
+
+    def colours(self, images: Tensor, side: int) -> Tensor:
+        """(B, C, S, S) -> int64 (B, S/side, S/side): the mean of each square's bytes, its top 3 bits a channel.
+
+        It is exact: a sum of few is rounded to the whole number it is, and of the larger sums nothing is lost then.
+        """
+        few = math.gcd(side, 4)
+        means = F.avg_pool2d(images, few)  # (B, C, S/few, S/few)
+        sums = (self.levels(means.flatten(2)) * few**2).round_().view_as(means)
+        digits = (F.avg_pool2d(sums, side // few) / (STEP * few**2)).floor().long()  # of 0 to 7
+        total = digits[:, 0]
+        for channel in range(1, digits.shape[1]):
+            total = total * LEVELS + digits[:, channel]
+        return total
 
     def painted(self, told: Tensor, images: Tensor, hiding: Tensor) -> Tensor:
         """(B, M, Q), or targets -> uint8 (B, M, C, p, p): hidden patches as pictures of p = 1, 4 or P pixels a side."""
         channels, stride = self.vit.config.channels, self.vit.config.stride
         if self.masked.target in ("pixels", "normalised-pixels"):
             if self.masked.target == "normalised-pixels":  # the mean and deviation were never to be told
-                true = taken(cut(self.levels(images[: len(told)]) / 255, stride), hiding[:, 0, : self.hidden])
+                true = self.brightness(images[: len(told)].float(), hiding[:, 0, : self.hidden])
                 told = told * (true.var(dim=-1, keepdim=True) + VARIANCE_EPS).sqrt() + true.mean(dim=-1, keepdim=True)
             return (told * 255).round().clamp(0, 255).to(torch.uint8).unflatten(-1, (channels, stride, stride))
         side = 1 if self.masked.target == "mean-colour" else SMALL
@@ -133,22 +161,25 @@ class Decoder(nn.Module):
 # --- hiding ----------------------------------------------------------------------------------------------------------
 
 
-def corrupted(patches: Tensor, stands: Tensor, mask_token: Tensor) -> Tensor:
-    """(B, n, D), or one more -> (B, n, D): the embeddings with what stands in their places, some of the next image's.
+def corrupted(patches: Tensor, stands: Tensor, project: Callable[[Tensor], Tensor], mask_token: Tensor) -> Tensor:
+    """(B, n, C P P), or one more -> (B, n, D): the embeddings of what stands in the patches' places, and the [mask].
 
-    The last image's next is the one more, or else the first. Written with `where`: gathering rows of [mask] would add
-    up their gradient one by one.
+    Some are of the next image; the last one's next is the one more, or else the first. An embedding is a function of
+    its patch alone, so to exchange patches is to exchange embeddings, and costs no gradient: pixels have none.
+    Written with `where`: gathering rows of [mask] would add up their gradient one by one.
     """
-    own = patches[: len(stands)]
-    following = patches[1:] if len(patches) > len(stands) else patches.roll(-1, dims=0)
-    others = taken(following, stands.clamp(min=0))  # of all patches, that shapes never change; a twentieth are used
-    replaced = torch.where((stands == MASK)[..., None], mask_token.to(own.dtype), own)
-    return torch.where((stands >= 0)[..., None], others, replaced)
+    images, count = stands.shape
+    first = count * torch.arange(len(patches), device=patches.device)  # of each image's patches, counted through
+    own = first[:images, None] + torch.arange(count, device=patches.device)
+    rows = torch.where(stands >= 0, first.roll(-1)[:images, None] + stands, own)
+    embeddings = project(patches.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, (images, count)))
+    return torch.where((stands == MASK)[..., None], mask_token.to(embeddings.dtype), embeddings)
 
 
 def taken(rows: Tensor, places: Tensor) -> Tensor:
-    """(B, n, ...) at (B, m) -> (B, m, ...)."""
-    return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[-1]))
+    """(B, n, F) at (B, m) -> (B, m, F). Rows at once: `gather` fetches every number by an index of its own."""
+    first = rows.shape[1] * torch.arange(len(rows), device=rows.device)
+    return rows.flatten(0, 1).index_select(0, (first[:, None] + places).flatten()).unflatten(0, places.shape)
 
 
 # --- what is told ----------------------------------------------------------------------------------------------------
@@ -172,28 +203,10 @@ def outputs(config: Config, masked: Masked) -> int:
     return LEVELS**config.channels * (1 if masked.target == "mean-colour" else SMALL**2)
 
 
-def colours(levels: Tensor, side: int) -> Tensor:
-    """(B, C, S, S) from 0 to 255 -> int64 (B, S/side, S/side): the mean of each square, its top 3 bits a channel."""
-    digits = (F.avg_pool2d(levels, side) / STEP).floor().long()  # of 0 to 7; sums of so few bytes are exact
-    total = digits[:, 0]
-    for channel in range(1, digits.shape[1]):
-        total = total * LEVELS + digits[:, channel]
-    return total
-
-
-def _told(levels: Tensor, masked: Masked, stride: int) -> Tensor:
-    """What there is to tell of every patch: (B, n, 1 or 16) classes, or (B, n, C P P) pixels."""
-    match masked.target:
-        case "mean-colour":
-            return colours(levels, stride).flatten(1)[..., None]
-        case "4x4-colours":
-            return cut(colours(levels, stride // SMALL)[:, None], SMALL)
-        case "pixels":
-            return cut(levels / 255, stride)
-        case "normalised-pixels":
-            patches = cut(levels / 255, stride)
-            variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
-            return (patches - mean) / (variance + VARIANCE_EPS).sqrt()
+def standardised(patches: Tensor) -> Tensor:
+    """(B, m, C P P), each patch less its mean and over its deviation."""
+    variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
+    return (patches - mean) / (variance + VARIANCE_EPS).sqrt()
 
 
 def losses(told: Tensor, targets: Tensor) -> Tensor:
@@ -211,9 +224,9 @@ def losses(told: Tensor, targets: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _on(device: torch.device, values: tuple[float, ...]) -> Tensor:
-    """(C, 1, 1), kept: to send it anew would make the host wait for a GPU at every step."""
+    """(C, 1), kept: to send it anew would make the host wait for a GPU at every step."""
     with torch.inference_mode(False):  # whatever is current
-        return torch.tensor(values, device=device).reshape(-1, 1, 1)
+        return torch.tensor(values, device=device)[:, None]
 
 
 # --- around it -------------------------------------------------------------------------------------------------------

@@ -31,11 +31,16 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(channels, config.width, config.patch, config.patch)
 
     def forward(self, images: Tensor) -> Tensor:
-        if self.backbone is not None:
-            images = self.backbone(images)  # a hybrid: patches of the feature map
+        return self.project(self.patches(images))  # (B, N, D)
+
+    def patches(self, images: Tensor) -> Tensor:
+        """(B, N, C P P), of the image, or of the feature map of a hybrid."""
+        return cut(images if self.backbone is None else self.backbone(images), self.proj.kernel_size[0])
+
+    def project(self, patches: Tensor) -> Tensor:
+        """(B, N, C P P) -> (B, N, D)."""
         # One matrix product: a convolution does the same sums but first copies its input to another memory layout.
-        patches = cut(images, self.proj.kernel_size[0])  # (B, N, C P P)
-        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)  # (B, N, D)
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
 def cut(images: Tensor, patch: int) -> Tensor:
@@ -74,9 +79,9 @@ class Attention(nn.Module):
 
     def split(self, x: Tensor, queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, queries or N, K), keys and values (B, H, N, K)."""
-        if queries is None:
+        if queries is None or not isinstance(self.qkv, nn.Linear):  # a lowered layer is one product, never a part of it
             q, k, v = self.qkv(x).unflatten(-1, (3, self.config.heads, -1)).permute(2, 0, 3, 1, 4)
-            return q, k, v
+            return q[:, :, :queries], k, v
         width, bias = self.config.width, self.qkv.bias
         q = F.linear(x[:, :queries], self.qkv.weight[:width], None if bias is None else bias[:width])
         kv = F.linear(x, self.qkv.weight[width:], None if bias is None else bias[width:])
