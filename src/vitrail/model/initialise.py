@@ -29,8 +29,8 @@ def initialise(model: M, generator: Generator, *, head_bias: float = 0.0, mimeti
     _initialise_convolutions(model, generator)
     if isinstance(model, ViT):
         _initialise_vit(model, generator)
-        for block in model.blocks if mimetic else ():
-            _mimic(cast(Block, block).attn, generator)
+        if mimetic:
+            _mimic_all(model, generator)
     for head in (getattr(model, name, None) for name in ("head", "head_dist")):
         head = head.fc if isinstance(head, PooledHead) else head
         if isinstance(head, nn.Linear | nn.Conv2d):
@@ -84,6 +84,16 @@ def _initialise_vit(model: ViT, generator: Generator) -> None:
         _normal(parameter, deviation, generator)
     if projection.bias is not None:
         nn.init.zeros_(projection.bias)
+
+
+def _mimic_all(model: ViT, generator: Generator) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # decompositions wait for each thread a hundred times, on a busy machine for ever
+    try:
+        for block in model.blocks:
+            _mimic(cast(Block, block).attn, generator)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _mimic(attention: Attention, generator: Generator) -> None:

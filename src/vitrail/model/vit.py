@@ -99,7 +99,7 @@ class Attention(nn.Module):
         """(B, H, N, N): each patch's query times the embedding of the raster offset to each patch; 0 for the prefix."""
         patches, prefix = grid[0] * grid[1], self.config.prefix
         offsets = resample_offsets(self.offsets, self.config.grid, grid, self.config.resample)
-        keys = offsets.unflatten(-1, (self.config.heads, -1)).permute(1, 2, 0)  # (H, K, 2n - 1)
+        keys = offsets.unflatten(-1, (self.config.heads, -1)).permute(1, 2, 0).to(q.dtype)  # (H, K, 2n - 1)
         index = torch.arange(patches, device=q.device)
         index = index[:, None] - index[None, :] + patches - 1  # (n, n): query minus key
         by_offset = q[:, :, prefix:] @ keys  # (B, H, n, 2n - 1)
@@ -311,7 +311,7 @@ class ViT(nn.Module):
 
     def place(self, patches: Tensor, grid: Grid) -> tuple[Tensor, Iterator[Tensor | None], Grid]:
         """Equation 1 of embedded patches: prefix tokens put before them, and positions added or left to the blocks."""
-        prefix = [getattr(self, name).expand(len(patches), -1, -1) for name, _ in self.prefix_tokens()]
+        prefix = [getattr(self, name).expand(patches.shape[0], -1, -1) for name, _ in self.prefix_tokens()]
         x = torch.cat([*prefix, patches], dim=1)  # (B, N, D)
         positions = self.positions(grid)
         if positions is None:
