@@ -13,9 +13,14 @@ from PIL import Image
 
 from tests import making
 from vitrail import Classifier, load, save
+from vitrail.config import Precision
 from vitrail.data.transforms import normalise
 from vitrail.errors import DataError, UsageError
+from vitrail.model.lowered import cpu, exact
 from vitrail.weights.adapt import adapt
+from vitrail.weights.precision import Tried
+
+needs_int8 = pytest.mark.skipif(not exact(), reason="int8 needs a CPU with VNNI and a torch with oneDNN")
 
 
 def pictures(count: int) -> list[Image.Image]:
@@ -171,3 +176,53 @@ def test_where_several_labels_are_right_each_class_has_a_probability_of_its_own(
     logits = found.logit() * 2
     torch.testing.assert_close(logits - logits[:, :1], odds - odds[:, :1], atol=1e-4, rtol=0)
     assert float(found[0].sum()) != pytest.approx(1.0, abs=1e-3)
+
+
+def tried(**changes: Any) -> Tried:
+    facts: dict[str, Any] = {
+        "cpu": cpu(), "precision": "bfloat16", "threads": 1, "speed": 2.0, "images": 500, "top1": 1.0, "sure": 1.0,
+        "sure_images": 400, "change": 0.0,
+    }  # fmt: skip
+    return Tried(**(facts | changes))
+
+
+def test_on_the_cpu_the_files_measurements_choose_the_precision_and_an_argument_forces_it() -> None:
+    trained, images = making.trained(making.vit()), pictures(4)
+    measured = dataclasses.replace(trained, tried=(tried(),))
+    exact, chosen = Classifier(trained, device="cpu"), Classifier(measured, device="cpu")
+    forced = Classifier(measured, device="cpu", precision="float32")
+    lower = Classifier(trained, device="cpu", precision="bfloat16")
+    assert [each.precision for each in (exact, chosen, forced, lower)] == ["float32", "bfloat16"] * 2
+    assert torch.equal(forced.probabilities(images), exact.probabilities(images))
+    assert torch.equal(lower.probabilities(images), chosen.probabilities(images))
+    assert not torch.equal(lower.probabilities(images), exact.probabilities(images))
+    assert chosen.model is measured.model, "attention and digests are of the weights themselves"
+
+
+def test_features_are_float32_unless_another_precision_is_forced() -> None:
+    trained, images = making.trained(making.vit()), pictures(3)
+    exact = Classifier(trained, device="cpu").features(images)
+    chosen = Classifier(dataclasses.replace(trained, tried=(tried(),)), device="cpu")
+    assert torch.equal(chosen.features(images), exact)
+    assert not torch.equal(Classifier(trained, device="cpu", precision="bfloat16").features(images), exact)
+
+
+def test_measurements_of_another_cpu_say_nothing() -> None:
+    trained = making.trained(making.vit(), tried=(tried(cpu="another"),))
+    assert Classifier(trained, device="cpu").precision == "float32"
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", pytest.param("int8", marks=needs_int8)])
+def test_threads_share_a_lowered_classifier_and_get_the_same_answers(precision: Precision) -> None:
+    classify, images = Classifier(making.trained(making.vit()), device="cpu", precision=precision), pictures(8)
+    expected = [classify.probabilities(images[part::4]) for part in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda part: classify.probabilities(images[part % 4 :: 4]), range(16)))
+    assert all(torch.equal(each, expected[part % 4]) for part, each in enumerate(found))
+
+
+def test_a_precision_that_a_model_cannot_have_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"int8 cannot be: .* a ResNet has convolutions"):
+        Classifier(making.trained(making.bit()), device="cpu", precision="int8")
+    with pytest.raises(UsageError, match=r"its scales were never measured: vitrail convert MODEL OUT.safetensors"):
+        Classifier(making.trained(making.vit()), device="cpu", precision="openvino-int8")

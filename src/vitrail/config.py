@@ -18,6 +18,7 @@ PositionsAt = Literal["stem", "every-layer", "every-layer-shared"]
 Resample = Literal["bilinear-corners", "bilinear", "bicubic-antialias", "bicubic", "bicubic-corners", "bicubic-offset"]
 Interpolation = Literal["bilinear", "bicubic", "area", "lanczos"]
 CropRounding = Literal["nearest", "down"]
+Precision = Literal["float32", "bfloat16", "int8", "openvino-int8"]
 Target = Literal["mean-colour", "4x4-colours", "pixels", "normalised-pixels"]
 
 LIMITS = {  # far above any published model; a hostile file is refused before anything is built from it

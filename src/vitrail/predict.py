@@ -4,6 +4,7 @@ B images of a batch   C channels   S image side   L classes   D features
 """
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,10 +13,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vitrail import compute
+from vitrail.config import Precision
 from vitrail.data.decode import Source, decode
-from vitrail.data.transforms import evaluation_view, normalise
+from vitrail.data.transforms import evaluation_view
 from vitrail.errors import DataError, UsageError
 from vitrail.model import device as devices
+from vitrail.model.lowered import cpu
+from vitrail.weights.precision import chosen
 from vitrail.weights.trained import Trained, require
 
 UNSURE = "unsure"
@@ -28,9 +33,19 @@ class Classifier:
 
     An image is a path, the bytes of a file, a Pillow image, an array uint8 (H, W) or (H, W, C), or a view that was made
     of one by `view`. Any number of threads may call one classifier: nothing in it changes once it is made.
+
+    On a CPU answers are computed in the precision that the file's measurements show to be best there, or in the one
+    that is given. Features are float32 unless another is given, and `model`, the weights themselves, always is.
     """
 
-    def __init__(self, trained: Trained, *, device: str | torch.device | None = None, batch_size: int = 32) -> None:
+    def __init__(
+        self,
+        trained: Trained,
+        *,
+        device: str | torch.device | None = None,
+        batch_size: int = 32,
+        precision: Precision | None = None,
+    ) -> None:
         preprocess = require(trained).preprocess
         if preprocess is None:
             raise UsageError(
@@ -50,6 +65,13 @@ class Classifier:
         if model.training or next(model.parameters()).device != self.device:
             model = copy.deepcopy(model)  # the caller's own stays where and how it is
         self.model = model.to(self.device).eval()
+        here = dataclasses.replace(trained, model=self.model)
+        self.precision: Precision = precision or "float32"
+        if precision is None and self.device.type == "cpu":
+            self.precision = chosen(trained.tried, cpu(), compute.possible(here))
+        self._compute = compute.functions(here, self.precision)
+        exact = self._compute if self.precision in (precision, "float32") else compute.functions(here)
+        self._features = exact.features
 
     def __call__(self, images: Sequence[Source | Tensor], top: int = 5) -> list[Answer]:
         """For each image its `top` labels, the likeliest first, with their probabilities; computed in batches.
@@ -82,25 +104,21 @@ class Classifier:
             found.append([(UNSURE, answer[0][1]), *answer] if answer[0][1] < self.threshold else answer)
         return found
 
-    @torch.inference_mode()
     def probabilities(self, images: Sequence[Source | Tensor]) -> Tensor:
         """One batch of images -> (B, L) on the CPU; where several labels may be right, each has one of its own."""
         self._check_asked()
-        logits = self.model(self._prepared(images)).float() / self.temperature
-        return (logits.sigmoid() if self.several else logits.softmax(dim=-1)).cpu()
+        return self._compute.probabilities(self._views(images))
 
-    @torch.inference_mode()
     def features(self, images: Sequence[Source | Tensor]) -> Tensor:
         """One batch of images -> what the head reads of them, float32 (B, D) on the CPU."""
-        found: Tensor = self.model.features(self._prepared(images)).float().cpu()
-        return found
+        return self._features(self._views(images))
 
-    def _prepared(self, images: Sequence[Source | Tensor]) -> Tensor:
-        """(B, C, S, S), normalised, on the device."""
+    def _views(self, images: Sequence[Source | Tensor]) -> Tensor:
+        """uint8 (B, C, S, S) on the device."""
         views = [self.view(image) for image in images]
         shape = (0, self.model.config.channels, *self.preprocess.size)
         pixels = torch.stack(views) if views else torch.empty(shape, dtype=torch.uint8)
-        return normalise(pixels.to(self.device), self.preprocess)  # uint8 travels, four times lighter than float32
+        return pixels.to(self.device)  # as uint8, which is four times lighter than float32
 
     def _check_asked(self, top: int = 1) -> None:
         if not self.labels:

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from PIL import Image
 from torch import Tensor
 
@@ -35,9 +37,13 @@ from vitrail.data.sources import open_data
 from vitrail.data.transforms import normalise
 from vitrail.evaluate import classify
 from vitrail.evaluate.subject import examined, measurable
+from vitrail.export import graph
 from vitrail.figures import attention, boxes
 from vitrail.figures import pictures as overlays
+from vitrail.serve import app
+from vitrail.serve.run import of_classifiers
 from vitrail.weights.adapt import adapt
+from vitrail.weights.trained import Trained
 
 Soaked = Callable[[int, str, str, str], None]
 
@@ -493,35 +499,69 @@ def recorded(monkeypatch: pytest.MonkeyPatch, where: str) -> list[Tensor]:
     return seen
 
 
+def served(classifier: Classifier, paths: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The pixels that the service computes on when the files are sent to it one by one."""
+    with monkeypatch.context() as patches:
+        seen = recorded(patches, "vitrail.compute.normalise")
+        service = of_classifiers({"model": classifier}, deadline=60.0)
+        client = TestClient(app.build(service))
+        for path in paths:
+            headers = {"content-type": "application/octet-stream"}
+            assert client.post("/v1/predict", content=path.read_bytes(), headers=headers).status_code == 200
+        service.close()
+    return seen[1:]  # the first was blank, and warmed it up
+
+
+def documented(trained: Trained, paths: Sequence[Path]) -> list[Tensor]:
+    """The pixels that docs/exporting.md tells those to feed an exported graph who have Pillow and no vitrail."""
+    text = (Path(__file__).parents[2] / "docs" / "exporting.md").read_text()
+    [code] = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def pixels_of" in block]
+    named: dict[str, Any] = {}
+    exec(code, named)
+    how = json.loads(graph.metadata(trained)["pixels"])
+    return [torch.tensor(named["pixels_of"](path, how)) for path in paths]
+
+
+@pytest.mark.parametrize("resize", [(32, 32), (37,)])
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.soak)])
-def test_odd_images_have_the_same_pixels_in_training_evaluate_predict_and_serve(
-    count: int, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, soaked: Soaked
+def test_odd_images_have_the_same_pixels_in_training_evaluate_predict_serve_and_what_an_exported_graph_is_fed(
+    count: int,
+    resize: tuple[int, ...],
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    soaked: Soaked,
 ) -> None:
-    generator, root = np.random.default_rng(0), tmp_path / "set"
+    generator, root, model = np.random.default_rng(0), tmp_path / "set", tmp_path / "model.safetensors"
     (root / "kind 0").mkdir(parents=True)
     (root / "kind 1").mkdir()
     for number in range(count):
         suffix, content = odd_image(generator)
         (root / f"kind {number % 2}" / f"{number:04}{suffix}").write_bytes(content)
-    paths, trained = sorted(root.rglob("*.*")), load(model)
-    assert trained.preprocess is not None
-    served = [Classifier(trained, device="cpu").view(path.read_bytes()) for path in paths]
+    preprocess = Preprocess(size=(32, 32), resize=resize)
+    trained = making.trained(making.vit(), preprocess=preprocess)
+    save(trained, model)
+    paths, classifier = sorted(root.rglob("*.*")), Classifier(trained, device="cpu")
+    views = [classifier.view(path) for path in paths]
+    assert len({view.numpy().tobytes() for view in views}) > 0.9 * count
     splits = open_data(str(root)).splits
     whole = splits["train"].joined(splits["val"]).joined(splits["test"])
+    assert [whole.name(row) for row in range(count)] == [str(path.relative_to(root)) for path in paths]
     asked = recorded(monkeypatch, "vitrail.evaluate.classify.normalise")
-    classify.classify(
-        trained.model, evaluation_batches(whole, trained.preprocess, batch=16, classes=7), trained.preprocess
-    )
+    classify.classify(trained.model, evaluation_batches(whole, preprocess, batch=16, classes=7), preprocess)
     examined(measurable(trained, "model"), whole, range(7), device=torch.device("cpu"), batch=7)
-    predicted = recorded(monkeypatch, "vitrail.predict.normalise")
+    predicted = recorded(monkeypatch, "vitrail.compute.normalise")
     given = ("predict", str(model), str(root), "--device", "cpu", "--batch", "5", "--workers", "2")
     assert vitrail(*given, capsys=capsys)[0] == 0
-    assert [whole.name(row) for row in range(count)] == [str(path.relative_to(root)) for path in paths]
-    assert len({view.numpy().tobytes() for view in served}) > 0.9 * count
-    for name, pixels in (("training", asked[:count]), ("evaluate", asked[count:]), ("predict", predicted)):
-        assert len(pixels) == count
-        different = [
-            path for path, here, there in zip(paths, pixels, served, strict=True) if not torch.equal(here, there)
-        ]
+    for name, pixels in (
+        ("training", asked[:count]),
+        ("evaluate", asked[count:]),
+        ("predict", predicted),
+        ("serve", served(classifier, paths, monkeypatch)),
+        ("exported", documented(trained, paths)),
+    ):
+        assert len(pixels) == count, name
+        pairs = zip(paths, pixels, views, strict=True)
+        different = [path for path, here, there in pairs if not torch.equal(here, there)]
         assert not different, (name, different)
-    soaked(14, "one preprocessing: bit-equal pixels", f"{count:,} odd images", f"{count:,}")
+    soaked(14, "one preprocessing: bit-equal pixels in five places", f"{count:,} odd images", f"{count:,}")

@@ -1,27 +1,47 @@
 """`vitrail convert SRC DST --to FORMAT`: formats in and out, and weights made to fit another task."""
 
 import dataclasses
+import statistics
+import time
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from vitrail import presets
 from vitrail.cli import show
 from vitrail.config import Resample, sides
+from vitrail.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from vitrail.data.dataset import Dataset, Split
+    from vitrail.export.graph import Run
+    from vitrail.weights.trained import Trained
+
+To = Literal["vitrail", "google", "timm", "transformers", "torchvision", "onnx", "torch-export", "openvino"]
+Normalisation = Literal["imagenet", "inception", "torchvision"]
+MEASURED = 1000  # images at most
+_BATCH = 16
+_SECONDS = 120.0  # of comparing precisions, at most
 
 
 def main(
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
     destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
-    to: Literal["vitrail", "google", "timm", "transformers", "torchvision"] = "vitrail",
+    to: To = "vitrail",
     classes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     labels: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None,
     image_size: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="HEIGHT [WIDTH]")] = None,
     patch: Annotated[int | None, tyro.conf.arg(metavar="SIDE")] = None,
     channels: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     resample: Resample | None = None,
-    preprocess: Literal["imagenet", "inception", "torchvision"] | None = None,
+    preprocess: Normalisation | None = None,
+    int8: bool = False,
+    measure: Annotated[str | None, tyro.conf.arg(metavar="DATA")] = None,
     overwrite: bool = False,
     json: bool = False,
 ) -> None:
@@ -31,7 +51,7 @@ def main(
         source: A file or folder of any known format, hf:ORG/NAME[@REVISION], timm:NAME, or a preset such as b16.
         destination: The file or folder to write.
         to: The format. timm and transformers write folders, timm also a bare .safetensors, torchvision a .pth,
-            google an .npz.
+            google an .npz. For other runtimes: onnx an .onnx, torch-export a .pt2, openvino an .xml and a .bin.
         classes: Replace the head by a zero one with so many classes.
         labels: Class names: imagenet1k, or a text file with one on each line.
         image_size: New resolution, one side or height and width; positions are resampled.
@@ -39,25 +59,22 @@ def main(
         channels: New number of input channels.
         resample: Resample positions this way rather than as the weights' origin does.
         preprocess: Mean, std and interpolation for weights that do not state them.
+        int8: Of onnx: keep the weights in 8 bits, a third of the size; --measure says what that changes.
+        measure: Images on which lower precisions are compared with float32 on this CPU: a folder, a .csv or .jsonl,
+            shards, hf:ORG/NAME, ... Of vitrail the file then says which is the fastest that answers alike.
         overwrite: Replace the destination if it exists.
         json: Print JSON.
     """
-    from vitrail.weights import hub
     from vitrail.weights import labels as known_labels
     from vitrail.weights.adapt import adapt
-    from vitrail.weights.load import check_destination, load, locate, save
 
-    check_destination(destination, to, overwrite=overwrite)  # before a large model is read or made
-    trained = load(source)
-    preset = locate(source) is None and not hub.is_remote(source)
-    show.note(f"model: preset {source}, random weights" if preset else f"model: {source}")
+    _check_measured(to, int8=int8, measure=measure)
+    _check_destination(destination, to, overwrite=overwrite)  # before a large model is read or made
+    dataset = None if measure is None else _opened(measure)
+    trained = _read(source)
     before = len(trained.origin.changes)
     if preprocess is not None:
-        config = trained.model.config
-        view = presets.preprocess(preprocess, config.image_size, config.channels)
-        sentence = f"preprocess: {preprocess}, given by hand"
-        origin = dataclasses.replace(trained.origin, changes=(*trained.origin.changes, sentence))
-        trained = dataclasses.replace(trained, preprocess=view, origin=origin)
+        trained = _prepared(trained, preprocess)
     trained = adapt(
         trained,
         classes=classes,
@@ -67,15 +84,150 @@ def main(
         channels=channels,
         operator=resample,
     )
-    notes = save(trained, destination, to, overwrite=overwrite)
-    changes = trained.origin.changes[before:]
-    if json:
-        show.as_json({"written": str(destination), "format": to, "changes": list(changes), "notes": notes})
-        return
-    show.table(
-        [
-            *(("changed", change) for change in changes),
-            *(("note", text) for text in notes),
-            ("written", f"{destination} ({to})"),
+    found = _written(trained, destination, to, dataset, overwrite=overwrite)
+    found = {"written": str(destination), "format": to, "changes": list(trained.origin.changes[before:]), **found}
+    show.as_json(found) if json else _tell(found)
+
+
+def _check_measured(to: To, *, int8: bool, measure: str | None) -> None:
+    if int8 and to != "onnx":
+        raise UsageError(f"--int8 is of onnx, not of {to}: add --to onnx")
+    if int8 and measure is None:
+        raise UsageError("--int8 changes what the model says; name images to measure how much: --measure DATA")
+    if measure is not None and not int8 and to != "vitrail":
+        raise UsageError(f"--measure has no place in {to}: add --to onnx --int8, or leave --to away")
+
+
+def _check_destination(path: Path, to: To, *, overwrite: bool) -> None:
+    from vitrail.export import write as export
+    from vitrail.weights.load import check_destination
+
+    match to:
+        case "onnx" | "torch-export" | "openvino":
+            export.check_destination(path, to, overwrite=overwrite)
+        case _:
+            check_destination(path, to, overwrite=overwrite)
+
+
+def _read(source: str) -> "Trained":
+    from vitrail.weights import hub
+    from vitrail.weights.load import load, locate
+
+    trained = load(source)
+    preset = locate(source) is None and not hub.is_remote(source)
+    show.note(f"model: preset {source}, random weights" if preset else f"model: {source}")
+    return trained
+
+
+def _prepared(trained: "Trained", preprocess: Normalisation) -> "Trained":
+    config = trained.model.config
+    view = presets.preprocess(preprocess, config.image_size, config.channels)
+    sentence = f"preprocess: {preprocess}, given by hand"
+    origin = dataclasses.replace(trained.origin, changes=(*trained.origin.changes, sentence))
+    return dataclasses.replace(trained, preprocess=view, origin=origin)
+
+
+def _written(trained: "Trained", path: Path, to: To, dataset: "Dataset | None", *, overwrite: bool) -> dict[str, Any]:
+    """Write the file, and tell what came of it."""
+    from vitrail.export import write as export
+    from vitrail.weights.load import save
+
+    if dataset is not None and to == "onnx":
+
+        def measured(float32: "Run", int8: "Run") -> dict[str, Any]:
+            return _measured(float32, int8, trained, dataset)
+
+        parity, int8 = export.write_int8(trained, path, measured, overwrite=overwrite)
+        return {"notes": [], **parity._asdict(), "int8": int8}
+    if dataset is not None:
+        trained = _tried(trained, dataset)
+        notes = save(trained, path, overwrite=overwrite)
+        return {"notes": notes, "tried": [dataclasses.asdict(tried) for tried in trained.tried]}
+    match to:
+        case "onnx" | "torch-export" | "openvino":
+            return {"notes": [], **export.write(trained, path, to, overwrite=overwrite)._asdict()}
+        case _:
+            return {"notes": save(trained, path, to, overwrite=overwrite)}
+
+
+def _opened(data: str) -> "Dataset":
+    from vitrail.data.sources import open_data
+
+    dataset = open_data(data)
+    if not {"val", "test"} & dataset.splits.keys():
+        raise DataError(f"{dataset.name} has neither val nor test to measure on")
+    return dataset
+
+
+def _some(dataset: "Dataset") -> "Split":
+    """At most MEASURED images of val, or of test where there is no val, taken evenly: they may be sorted by class."""
+    import numpy as np
+
+    from vitrail.data.dataset import Split
+
+    split = dataset.splits.get("val", dataset.splits.get("test"))
+    assert split is not None
+    return Split(split.store, np.asarray(split.rows)[:: -(-len(split) // MEASURED)])
+
+
+def _views(trained: "Trained", dataset: "Dataset") -> "Iterator[Tensor]":
+    """Batches of what the model sees of the images to measure on, with progress."""
+    from vitrail.data.loader import evaluation_batches
+
+    if trained.preprocess is None:
+        raise UsageError("the weights do not say how images must be prepared: add --preprocess imagenet")
+    split, done = _some(dataset), 0
+    with show.progress("measuring") as report:
+        for batch in evaluation_batches(split, trained.preprocess, batch=_BATCH, classes=len(dataset.classes)):
+            yield batch.pixels
+            done += len(batch.pixels)
+            report(done, len(split))
+
+
+def _tried(trained: "Trained", dataset: "Dataset") -> "Trained":
+    """The model with what every precision says of the images, and how quickly, on this machine."""
+    from vitrail.evaluate import precision
+
+    if not trained.model.config.classes:
+        raise UsageError("precisions are measured by answers, and the model has no head: leave --measure away")
+    return precision.measured(trained, _views(trained, dataset), seconds=_SECONDS)
+
+
+def _measured(float32: "Run", int8: "Run", trained: "Trained", dataset: "Dataset") -> dict[str, Any]:
+    """How far int8 agrees with float32, and how many times faster it is, in ONNX Runtime on this machine."""
+    import torch
+
+    from vitrail.evaluate.agreement import agreement
+
+    both = (float32, int8)
+    said: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    faster = []
+    for number, pixels in enumerate(_views(trained, dataset)):
+        seconds = [0.0, 0.0]
+        for which in ((0, 1), (1, 0))[number % 2]:  # by turns, so that what else runs here meets both
+            begun = time.perf_counter()
+            said[which].append(both[which](pixels)["probabilities"])
+            seconds[which] = time.perf_counter() - begun
+        faster.append(seconds[0] / seconds[1])
+    found = agreement(torch.cat(said[0]), torch.cat(said[1]))
+    return {"data": Path(dataset.name).name, **found._asdict(), "speed": statistics.median(faster)}
+
+
+def _tell(found: dict[str, Any]) -> None:
+    rows = [("changed", change) for change in found["changes"]] + [("note", text) for text in found["notes"]]
+    if "difference" in found:
+        allowed = f"{found['allowed']:.0e} is allowed"
+        rows.append(("difference", f"{found['difference']:.1e} from vitrail's own float32; {allowed}"))
+    if "int8" in found:
+        int8 = found["int8"]
+        sure = "" if int8["sure"] is None else f", {int8['sure']:.2%} where it is sure ({int8['sure_images']:,} images)"
+        rows += [
+            ("int8 agrees", f"with float32's answer on {int8['top1']:.2%} of {int8['images']:,} images{sure}"),
+            ("int8 changes", f"the probability of that answer by {int8['change']:.4f} on average"),
+            ("int8 speed", f"{int8['speed']:.2f} times float32's, ONNX Runtime on this machine"),
         ]
-    )
+    for tried in found.get("tried", ()):
+        from vitrail.weights.precision import Tried
+
+        rows.append(("measured", Tried(**tried).told()))
+    show.table([*rows, ("written", f"{found['written']} ({found['format']})")])

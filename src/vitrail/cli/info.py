@@ -54,6 +54,10 @@ def _unweighted(config: ViTConfig | BiTConfig) -> dict[str, Any]:
 
 
 def _weighted(trained: "Trained") -> dict[str, Any]:
+    from vitrail import compute
+    from vitrail.model.lowered import cpu
+    from vitrail.weights.precision import chosen
+
     tensors = trained.model.state_dict()
     head = tensors.get("head.weight", tensors.get("head.fc.weight"))
     warnings = list(trained.origin.assumptions)
@@ -68,6 +72,8 @@ def _weighted(trained: "Trained") -> dict[str, Any]:
         "labels": None if trained.labels is None else list(trained.labels),
         "origin": dataclasses.asdict(trained.origin),
         "warnings": warnings,
+        "tried": [dataclasses.asdict(tried) for tried in trained.tried],
+        "precision": chosen(trained.tried, cpu(), compute.possible(trained)),
     }
 
 
@@ -86,8 +92,18 @@ def _print(found: dict[str, Any]) -> None:
         rows.append(("sha256", origin["sha256"] or "unknown"))
         rows.append(("licence", origin["licence"] or "not stated by the source"))
         rows.extend(("changed", change) for change in origin["changes"])
+    if found.get("tried"):
+        rows.extend(("measured", _tried(tried)) for tried in found["tried"])
+        rows.append(("on this CPU", f"{found['precision']} unless --precision says otherwise"))
     rows.extend(("warning", warning) for warning in found["warnings"])
     show.table(rows)
+
+
+def _tried(tried: dict[str, Any]) -> str:
+    """What fewer bits were found to do."""
+    from vitrail.weights.precision import Tried
+
+    return from_json(Tried, tried).told()
 
 
 def _vit(a: dict[str, Any]) -> list[tuple[str, str]]:

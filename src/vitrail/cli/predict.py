@@ -15,6 +15,7 @@ import tyro
 from vitrail import remote
 from vitrail.cli import rows, runs, show
 from vitrail.cli.rows import Form, Place, Row
+from vitrail.config import Precision
 from vitrail.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def main(
     form: Annotated[Literal["table", "csv", "jsonl"] | None, tyro.conf.arg(name="format")] = None,
     batch: Annotated[int, tyro.conf.arg(metavar="N")] = 64,
     device: str | None = None,
+    precision: Precision | None = None,
     workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     json: bool = False,
 ) -> None:
@@ -56,6 +58,8 @@ def main(
         form: Of the rows; unless told otherwise that of FILE's ending, a table on a terminal, and else CSV.
         batch: Images at once.
         device: cpu, cuda or mps; the best there is unless told otherwise.
+        precision: In which to compute; unless told otherwise float32, or on a CPU what the model's file says is faster
+            there and answers alike. Features are float32 unless told otherwise.
         workers: Threads that read images; one for each core unless told otherwise.
         json: An object for each image, one a line: --format jsonl.
     """
@@ -71,11 +75,17 @@ def main(
     file, folder = (None if name is None else Path(name) for name in (out, attention))
     chosen = _form(file, "jsonl" if json else form, embed=embed)
     with runs.process(device) as (group, there), contextlib.ExitStack() as stack:
+        from vitrail import compute
         from vitrail.data.workers import available
         from vitrail.predict import Classifier
         from vitrail.weights.load import load
 
-        classifier = Classifier(load(model), device=there, batch_size=batch)
+        compute.keep_memory()
+        forced = precision or ("float32" if embed else None)
+        classifier = Classifier(load(model), device=there, batch_size=batch, precision=forced)
+        if group.leads and classifier.precision != "float32":
+            why = "as told" if precision else "which the model's file says is faster here and answers alike"
+            show.note(f"computing in {classifier.precision}, {why}")
         threads = max(1, available() if workers is None else workers)
         wanted = Wanted(paths, top, embed, folder, file, chosen, threads)
         _check_able(classifier, wanted)
@@ -223,6 +233,7 @@ def _begun(classifier: "Classifier", wanted: Wanted, items: Iterator[Item]) -> t
         "--top": wanted.top,
         "--embed": wanted.embed,
         "--batch": classifier.batch_size,
+        "--precision": classifier.precision,
         "--attention": None if wanted.attention is None else str(wanted.attention),
     }
     ranks = min(wanted.top, len(classifier.labels))

@@ -7,6 +7,7 @@ from typing import Annotated
 import tyro
 
 from vitrail.cli import show
+from vitrail.config import Precision
 from vitrail.errors import UsageError
 
 KEY = "VITRAIL_API_KEY"
@@ -23,6 +24,7 @@ def main(
     max_megapixels: Annotated[float, tyro.conf.arg(metavar="N")] = 50.0,
     api_key_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     device: str | None = None,
+    precision: Precision | None = None,
 ) -> None:
     """Serve models until interrupted. What was accepted by then is answered, and the exit code is 0.
 
@@ -37,6 +39,8 @@ def main(
         max_megapixels: Larger images are refused before they are decoded.
         api_key_file: A file with the key that requests must carry; or the environment variable VITRAIL_API_KEY.
         device: cpu, cuda or mps; the best there is unless told otherwise.
+        precision: In which to compute; unless told otherwise float32, or on a CPU what a model's file says is faster
+            there and answers alike.
     """
     if not models:
         raise UsageError("say which models: vitrail serve MODEL [MODEL...]")
@@ -46,16 +50,28 @@ def main(
             raise UsageError(f"{name} is {value}; it must be above 0")
     key = _key(api_key_file)
     try:
+        from vitrail import compute
         from vitrail.serve import reading, run
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("fastapi", "python_multipart", "uvicorn"):
             raise
         raise UsageError(f"serving needs {error.name}: pip install 'vitrail[serve]'") from None
+    compute.keep_memory()
     with run.listening(host, port) as listener:
         limits = reading.Limits(max_megabytes, max_megapixels)
-        service = run.service(models, device=device, batch=batch, room=queue, deadline=deadline, limits=limits, key=key)
+        service = run.service(
+            models,
+            device=device,
+            precision=precision,
+            batch=batch,
+            room=queue,
+            deadline=deadline,
+            limits=limits,
+            key=key,
+        )
         for served in service.models.values():
-            show.note(f"model: {show.printable(served.name)} on {served.classifier.device}")
+            where = f"{served.classifier.device} in {served.classifier.precision}"
+            show.note(f"model: {show.printable(served.name)} on {where}")
         listener.listen(run.BACKLOG)  # whoever reads the address may ask at once
         print(run.address(listener), flush=True)
         run.run(service, listener)

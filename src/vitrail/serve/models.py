@@ -102,6 +102,7 @@ class Served:
             "heads": config.heads if config else 0,
             "several": self.classifier.several,
             "threshold": self.classifier.threshold,
+            "precision": self.classifier.precision,
         }
 
 
@@ -109,7 +110,8 @@ def served(name: str, classifier: Classifier, queue: Queue) -> Served:
     """A model whose first pass has begun."""
     preprocess, channels = classifier.preprocess, classifier.model.config.channels
     blank = torch.zeros((channels, *preprocess.size), dtype=torch.uint8)
-    return Served(name, classifier, queue, queue.run(lambda: classifier.features([blank])))
+    first = classifier.probabilities if classifier.labels else classifier.features
+    return Served(name, classifier, queue, queue.run(lambda: first([blank])))
 
 
 def named(models: Sequence[str]) -> list[str]:

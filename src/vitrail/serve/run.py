@@ -9,6 +9,7 @@ from functools import partial
 
 import uvicorn
 
+from vitrail.config import Precision
 from vitrail.data.workers import available
 from vitrail.errors import UsageError
 from vitrail.predict import Classifier
@@ -28,6 +29,7 @@ def service(
     models: Sequence[str],
     *,
     device: str | None = None,
+    precision: Precision | None = None,
     batch: int = 32,
     room: int = 64,
     deadline: float = 1.0,
@@ -35,7 +37,7 @@ def service(
     key: str | None = None,
 ) -> Service:
     """MODELs, loaded and warming up."""
-    classifiers = [Classifier(load(model), device=device, batch_size=batch) for model in models]
+    classifiers = [Classifier(load(model), device=device, batch_size=batch, precision=precision) for model in models]
     return of_classifiers(
         dict(zip(named(models), classifiers, strict=True)), room=room, deadline=deadline, limits=limits, key=key
     )

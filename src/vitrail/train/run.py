@@ -8,6 +8,7 @@ Columns and names of files are those people's scripts already know. Drawing is l
 """
 
 import contextlib
+import copy
 import dataclasses
 import json
 import shutil
@@ -24,7 +25,7 @@ from vitrail import files
 from vitrail.data import loader
 from vitrail.data.loader import Batch
 from vitrail.errors import UsageError, VitrailError
-from vitrail.evaluate import calibrate, tables
+from vitrail.evaluate import calibrate, precision, tables
 from vitrail.evaluate.classify import Answers, Counts, asked, outputs, total
 from vitrail.model.build import Model
 from vitrail.train import distributed, loop, signals
@@ -37,11 +38,14 @@ from vitrail.train.signals import StoppedError
 from vitrail.train.step import DivergedError, begin
 from vitrail.train.task import Task, described
 from vitrail.weights.load import load, save
+from vitrail.weights.trained import Trained
 
 SAVE_EVERY = 600.0  # seconds
 STOPPED = "stopped"
 STARTED_BY = "torchrun"
 _CALIBRATION = 2**27  # logits that a temperature is fitted to, at most
+_PRECISION = 30.0  # seconds that precisions are compared for, at most: enough for a hundred images of a ViT-B/16
+_PRECISION_SHARE = 0.05  # of the run's own seconds, at most
 _SAME = (
     "recipe", "model", "data", "images", "classes", "preprocess", "view", "everything", "measured", "seed", "steps",
     "micro_batches",
@@ -288,7 +292,8 @@ def _finished(keeper: Keeper) -> Result:
     best = load(path)
     model = best.model.to(task.device)
     temperature = 1.0 if task.everything else calibrate.temperature(*_logits(keeper, model))
-    save(dataclasses.replace(best, temperature=temperature), path, overwrite=True)
+    best = _tried(keeper, dataclasses.replace(best, temperature=temperature))
+    save(best, path, overwrite=True)
     images = _val(keeper) if split == "val" else evaluation_batches(task, split)
     said = asked(
         model,
@@ -310,6 +315,19 @@ def _finished(keeper: Keeper) -> Result:
     if counts.by_class:
         tables.write_classes(counts, names, folder / "per_class.csv", task.counts)
     return result
+
+
+def _tried(keeper: Keeper, best: Trained) -> Trained:
+    """The best weights with what fewer bits do to them on this machine's CPU, where that could matter."""
+    if not precision.worthwhile(best):
+        return best
+    seconds = min(_PRECISION, _PRECISION_SHARE * keeper.seconds)
+    views = (batch.pixels for batch in keeper.heeding(_val(keeper)))
+    here = dataclasses.replace(best, model=copy.deepcopy(best.model).cpu())  # on a GPU it has still to be measured
+    found = precision.measured(here, views, seconds=seconds)
+    for tried in found.tried:
+        keeper.book.say(tried.told())
+    return found
 
 
 def _pretrained(keeper: Keeper) -> Pretrained:

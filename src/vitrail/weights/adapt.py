@@ -55,16 +55,17 @@ def adapt(
     if labels != trained.labels:
         old, new = ("none" if names is None else f"{len(names)} names" for names in (trained.labels, labels))
         changes.append(f"labels: {old} -> {new}")
-    temperature, threshold = trained.temperature, trained.threshold
+    temperature, threshold, tried, ranges = trained.temperature, trained.threshold, trained.tried, trained.ranges
     if step.changes or changes:  # these were fitted to what the model said before
         if temperature != 1:
             changes.append(f"temperature: {temperature:g} -> 1")
         if threshold:
             changes.append(f"threshold: {threshold:g} -> none")
-        temperature, threshold = 1.0, 0.0
+        temperature, threshold, tried, ranges = 1.0, 0.0, (), ()
     origin = dataclasses.replace(trained.origin, changes=(*trained.origin.changes, *step.changes, *changes))
     several = trained.several and classes is None
-    return Trained(assemble(step.config, step.tensors), preprocess, labels, origin, temperature, several, threshold)
+    model = assemble(step.config, step.tensors)
+    return Trained(model, preprocess, labels, origin, temperature, several, threshold, tried, ranges)
 
 
 def reordered(trained: Trained, labels: tuple[str, ...]) -> Trained:
@@ -92,7 +93,7 @@ def reordered(trained: Trained, labels: tuple[str, ...]) -> Trained:
     change = "head: rows put into another order of the same classes"
     origin = dataclasses.replace(trained.origin, changes=(*trained.origin.changes, change))
     model = assemble(trained.model.config, tensors)
-    return dataclasses.replace(trained, model=model, labels=labels, origin=origin)
+    return dataclasses.replace(trained, model=model, labels=labels, origin=origin, tried=(), ranges=())
 
 
 def _new_operator(step: Step, operator: Resample) -> Step:

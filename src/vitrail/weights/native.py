@@ -11,6 +11,7 @@ from pathlib import Path
 from vitrail.config import BiTConfig, Preprocess, ViTConfig, from_json
 from vitrail.errors import ModelError, UsageError
 from vitrail.weights import storage
+from vitrail.weights.precision import Tried
 from vitrail.weights.storage import Stored
 from vitrail.weights.trained import Origin, Trained, assemble
 
@@ -28,6 +29,8 @@ class Header:
     temperature: float = 1.0
     several: bool = False
     threshold: float = 0.0
+    tried: tuple[Tried, ...] = ()
+    ranges: tuple[float, ...] = ()
 
 
 def recognises(stored: Stored) -> bool:
@@ -46,8 +49,14 @@ def write(trained: Trained, path: Path) -> None:
         temperature=trained.temperature,
         several=trained.several,
         threshold=trained.threshold,
+        tried=trained.tried,
+        ranges=trained.ranges,
     )
-    text = json.dumps(dataclasses.asdict(header), ensure_ascii=False, sort_keys=True)
+    fields = dataclasses.asdict(header)
+    for name in ("tried", "ranges"):  # files without keep the bytes they had before there were such fields
+        if not fields[name]:
+            del fields[name]
+    text = json.dumps(fields, ensure_ascii=False, sort_keys=True)
     storage.write(path, trained.model.state_dict(), {KEY: text})
 
 
@@ -72,6 +81,8 @@ def read(stored: Stored, path: Path) -> Trained:
             header.temperature,
             header.several,
             header.threshold,
+            header.tried,
+            header.ranges,
         )
     except (UsageError, ModelError) as error:
         raise ModelError(f"{path} is damaged: {error}") from error

@@ -14,6 +14,7 @@ from vitrail.errors import ModelError, UsageError
 from vitrail.model.build import Config, Model, build
 from vitrail.model.initialise import initialise
 from vitrail.model.vit import ViT
+from vitrail.weights.precision import Tried
 
 Tensors = Mapping[str, Tensor]
 
@@ -46,6 +47,10 @@ class Trained:
     """Whether an image may have several labels: each class then has a probability of its own."""
     threshold: float = 0.0
     """The probability below which an answer is "unsure", chosen on validation images; 0 for never."""
+    tried: tuple[Tried, ...] = ()
+    """What these very weights lose and gain in fewer bits, measured on validation images."""
+    ranges: tuple[float, ...] = ()
+    """Least and greatest input of each of the blocks' matrix products there, for runtimes with fixed scales."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, Model):

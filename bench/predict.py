@@ -1,0 +1,206 @@
+"""Images a second of a ViT-B/16 on the CPU, from JPEG files to labels: vitrail beside transformers' pipeline.
+
+    python bench/predict.py [--images FOLDER] [--count 96] [--rounds 3] [--threads 2]
+
+The same random weights for all, in vitrail's file and in transformers' folder, and the same files: those of the folder,
+or written here, noisy shapes of 500 x 375 pixels. Everyone has a process of its own, which loads its model and answers
+once before anything is timed; then all take their turns, in every round, and medians count. transformers computes in
+float32 with each of its image processors at batches of 1 to 32, and the fastest is 1.0. vitrail runs what `vitrail
+predict` runs: reading, decoding, resizing and computing at once, rows written to nowhere.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from peers import allow_torchvision
+from PIL import Image
+
+SIZE = (500, 375)
+BATCH, BATCHES = 64, (1, 4, 8, 16, 32)  # vitrail's default, and what transformers may choose from
+PROCESSORS = ("torchvision", "pil")
+PRECISIONS = ("float32", "bfloat16", "int8", "openvino-int8")
+SLOW = 1.5  # times the fastest in the first round: who takes longer is not asked again
+
+
+class Taken(NamedTuple):
+    """Seconds: by the clock, and of all threads of the process together, which others on the machine hardly change."""
+
+    clock: float
+    process: float
+
+
+Run = Callable[[list[str], int], None]
+"""Files, and how many at once."""
+
+
+def written(folder: Path, count: int) -> list[str]:
+    """JPEG files like photos: smooth shapes with some noise."""
+    generator = np.random.default_rng(0)
+    folder.mkdir()
+    for number in range(count):
+        small = Image.fromarray(generator.integers(0, 256, (12, 16, 3), dtype=np.uint8))
+        smooth = np.asarray(small.resize(SIZE, Image.Resampling.BICUBIC)).astype(np.float32)
+        noisy = (smooth + generator.normal(0, 8, smooth.shape)).clip(0, 255).astype(np.uint8)
+        Image.fromarray(noisy).save(folder / f"{number:05}.jpg", quality=90)
+    return sorted(map(str, folder.iterdir()))
+
+
+def made(folder: Path, paths: list[str]) -> tuple[Path, Path]:
+    """A ViT-B/16 with random weights: vitrail's file, with the scales that OpenVINO needs, and transformers' folder."""
+    import torch
+
+    from vitrail.evaluate.precision import measured
+    from vitrail.predict import Classifier
+    from vitrail.weights.load import save
+    from vitrail.weights.trained import random
+
+    trained = random("b16", gelu="erf")  # as transformers' ViTs have it; the other form takes torch much longer
+    torch.nn.init.normal_(trained.model.head.weight, std=0.02, generator=torch.Generator().manual_seed(0))
+    trained = dataclasses.replace(trained, labels=tuple(f"class {index}" for index in range(1000)))
+    classifier = Classifier(trained, device="cpu")
+    trained = measured(trained, [torch.stack([classifier.view(path) for path in paths[:16]])], seconds=0)
+    save(trained, folder / "b16.safetensors")
+    save(trained, folder / "transformers", "transformers")
+    return folder / "b16.safetensors", folder / "transformers"
+
+
+def transformers_run(folder: Path, processor: str) -> Run:
+    """transformers' pipeline, as its documentation has it."""
+    allow_torchvision()
+    from transformers import AutoImageProcessor, pipeline
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    found = AutoImageProcessor.from_pretrained(folder, backend=processor)
+    classify = pipeline("image-classification", model=str(folder), image_processor=found, device="cpu", top_k=1)
+    return lambda paths, batch: list(classify(paths, batch_size=batch)).clear()
+
+
+def vitrail_run(file: Path, precision: str) -> Run:
+    """What `vitrail predict` does between loading the model and its end."""
+    from vitrail import compute
+    from vitrail.cli import predict
+    from vitrail.data.workers import available
+    from vitrail.predict import Classifier
+    from vitrail.train.distributed import ALONE
+    from vitrail.weights.load import load
+
+    compute.keep_memory()
+    classifier = Classifier(load(file), device="cpu", batch_size=BATCH, precision=precision)  # type: ignore[arg-type]
+
+    def run(paths: list[str], _: int) -> None:
+        wanted = predict.Wanted(tuple(paths), 1, False, None, None, "csv", available())
+        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+            predict._predicted(classifier, wanted, ALONE)
+
+    return run
+
+
+def answering(make: Callable[..., Run], arguments: tuple[object, ...], threads: int, other: Connection) -> None:
+    """A process: load, then the seconds of each list of files that comes, by the clock and of all its threads."""
+    import torch
+
+    torch.set_num_threads(threads)
+    run = make(*arguments)
+    while asked := other.recv():
+        start = time.perf_counter(), time.process_time()
+        run(*asked)
+        other.send((time.perf_counter() - start[0], time.process_time() - start[1]))
+
+
+@contextlib.contextmanager
+def started(make: Callable[..., Run], arguments: tuple[object, ...], threads: int) -> Iterator[Connection]:
+    """A process that has loaded its model, and answers until the end of the block."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=answering, args=(make, arguments, threads, there))
+    process.start()
+    there.close()
+    try:
+        yield here
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            here.send(())
+        process.join()
+
+
+def timed(contender: Connection, paths: list[str], batch: int) -> Taken | None:
+    """Seconds for the files, or None where the contender has ended: its own error says why."""
+    try:
+        contender.send((paths, batch))
+        return Taken(*contender.recv())
+    except (EOFError, BrokenPipeError):
+        return None
+
+
+def compared(contenders: dict[str, tuple[Connection, int]], paths: list[str], rounds: int) -> dict[str, list[Taken]]:
+    """Seconds of each in every round, by turns; transformers' slow settings leave after the first."""
+    seconds: dict[str, list[Taken]] = {}
+    for name, (other, batch) in contenders.items():
+        if timed(other, paths[:8], batch) is not None:
+            seconds[name] = []
+    for number in range(rounds):
+        peers = {
+            name: values[0].clock for name, values in seconds.items() if values and name.startswith("transformers")
+        }
+        for name, values in seconds.items():
+            if name in peers and peers[name] > SLOW * min(peers.values()):
+                continue
+            found = timed(contenders[name][0], paths, contenders[name][1])
+            assert found is not None, f"{name} ended in round {number + 1}"
+            values.append(found)
+    return seconds
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=Path)
+    parser.add_argument("--count", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--precisions", nargs="*", default=PRECISIONS)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary, contextlib.ExitStack() as stack:
+        folder = Path(temporary)
+        if options.images is None:
+            paths = written(folder / "images", options.count)
+        else:
+            paths = sorted(map(str, options.images.rglob("*.jpg")))[: options.count]
+        file, peer = made(folder, paths)
+        contenders: dict[str, tuple[Connection, int]] = {}
+        for processor in PROCESSORS:
+            other = stack.enter_context(started(transformers_run, (peer, processor), options.threads))
+            contenders |= {f"transformers, {processor}, batch {batch}": (other, batch) for batch in BATCHES}
+        for precision in options.precisions:
+            other = stack.enter_context(started(vitrail_run, (file, precision), options.threads))
+            contenders[f"vitrail, {precision}, batch {BATCH}"] = other, BATCH
+        seconds = compared(contenders, paths, options.rounds)
+    print(f"{len(paths)} JPEG files, {options.rounds} rounds, {options.threads} threads, ViT-B/16 at 224 x 224")
+    print(f"{'':36} {'images/s':>9} {'':>7} {'CPU ms an image':>16} {'':>7} rounds")
+    clock = {name: statistics.median(taken.clock for taken in values) for name, values in seconds.items()}
+    process = {name: statistics.median(taken.process for taken in values) for name, values in seconds.items()}
+    for name, values in seconds.items():
+        ratios = [f"{_best(each) / each[name]:6.2f}x" for each in (clock, process)]
+        rate, cost = len(paths) / clock[name], 1e3 * process[name] / len(paths)
+        print(f"{name:36} {rate:9.2f} {ratios[0]} {cost:16.1f} {ratios[1]} {len(values):6}")
+
+
+def _best(seconds: dict[str, float]) -> float:
+    """transformers' fastest."""
+    return min(value for name, value in seconds.items() if name.startswith("transformers"))
+
+
+if __name__ == "__main__":
+    main()

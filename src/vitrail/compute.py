@@ -1,0 +1,149 @@
+"""A model as functions of views, in a precision; on a CPU, few images at a time on each core.
+
+Threads that divide one matrix product wait for each other hundreds of times a pass, and each time for whatever else the
+machine does, such as decoding the next images. Here every thread computes images of its own, so few that what one layer
+leaves is still in the core's cache when the next one reads it. Only fewer images than threads are divided.
+
+B images   C channels   S image side   L classes   D features
+"""
+
+import ctypes
+import functools
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from vitrail.config import Precision, ViTConfig
+from vitrail.data.transforms import normalise
+from vitrail.errors import UsageError
+from vitrail.model.build import Config
+from vitrail.model.lowered import lowered, refusal
+from vitrail.model.vit import ViT
+from vitrail.weights.trained import Trained
+
+Function = Callable[[Tensor], Tensor]
+"""Views, uint8 (B, C, S, S), on the model's device -> a row for each, on the CPU."""
+
+_FEW = 4  # images: of fewer the weights are read too often, of more activations leave the cache (measured, Ti to B)
+_CACHED = 3 * 2**20  # bytes of a block's widest activations, of which small models may have more images
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+
+
+class Functions(NamedTuple):
+    """What can be computed of views."""
+
+    probabilities: Function
+    """(B, L); where several labels may be right, each has a probability of its own."""
+    features: Function
+    """What the head reads, float32 (B, D)."""
+
+
+def functions(trained: Trained, precision: Precision = "float32") -> Functions:
+    """What a model says, computed in a precision. OpenVINO gives answers alone: features are float32 beside it."""
+    if reason := _refusal(trained, precision):
+        raise UsageError(f"{precision} cannot be: {reason}")
+    model = lowered(trained.model, "float32" if precision == "openvino-int8" else precision)
+    preprocess = trained.preprocess
+    assert preprocess is not None
+
+    @torch.inference_mode()
+    def probabilities(views: Tensor) -> Tensor:
+        logits = model(normalise(views, preprocess)).float() / trained.temperature
+        return (logits.sigmoid() if trained.several else logits.softmax(dim=-1)).cpu()
+
+    @torch.inference_mode()
+    def features(views: Tensor) -> Tensor:
+        found: Tensor = model.features(normalise(views, preprocess)).float().cpu()
+        return found
+
+    answers: Function = probabilities
+    if precision == "openvino-int8":
+        from vitrail.export import openvino_int8
+
+        answers = openvino_int8.probabilities(trained, torch.get_num_threads())
+    few = _few(model.config)
+    return Functions(_shared(answers, few), _shared(features, few))
+
+
+def possible(trained: Trained) -> tuple[Precision, ...]:
+    """The precisions in which a model can be computed on this machine."""
+    return tuple(precision for precision in get_args(Precision) if _refusal(trained, precision) is None)
+
+
+def _refusal(trained: Trained, precision: Precision) -> str | None:
+    """Why a model cannot be computed so on this machine, or None."""
+    if precision != "openvino-int8":
+        return refusal(trained.model, precision)
+    if not isinstance(trained.model, ViT) or not trained.model.config.classes:
+        return "it is for the answers of ViTs and hybrids"
+    if next(trained.model.parameters()).device.type != "cpu":
+        return "it is for the CPU (--device cpu)"
+    if importlib.util.find_spec("openvino") is None:
+        return "openvino is not installed: pip install 'vitrail[openvino]'"
+    if not trained.ranges:
+        return "its scales were never measured: vitrail convert MODEL OUT.safetensors --measure DATA"
+    return None
+
+
+def keep_memory() -> None:
+    """Let this process keep freed memory, up to some hundred megabytes: for commands, since it concerns all that runs.
+
+    glibc returns what a layer leaves to the system at once and gets it anew for the next, which clears it page by page:
+    a quarter of int8's time. Other systems have other allocators, and nothing happens there.
+    """
+    adjust = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if adjust is not None:
+        adjust(_MMAP_THRESHOLD, 2**25)  # the largest it takes
+        adjust(_TRIM_THRESHOLD, 2**28)
+
+
+# --- few images at a time on each core -------------------------------------------------------------------------------
+
+
+def _few(config: Config) -> int:
+    """How many images a core computes at a time."""
+    if not isinstance(config, ViTConfig):
+        return _FEW
+    tokens = config.prefix + config.grid[0] * config.grid[1]
+    return max(_FEW, _CACHED // (4 * tokens * config.mlp))
+
+
+def _shared(function: Function, few: int) -> Function:
+    """The same function; on the CPU `few` images at a time, by as many threads as torch may use."""
+
+    def found(views: Tensor) -> Tensor:
+        threads = torch.get_num_threads()
+        if views.device.type != "cpu" or len(views) < max(2, threads):
+            return function(views)
+        parts = views.split(min(few, -(-len(views) // threads)))
+        if threads == 1:
+            return torch.cat([function(part) for part in parts])
+        return torch.cat(list(_streams(threads, os.getpid()).map(function, parts)))
+
+    return found
+
+
+@functools.cache
+def _streams(count: int, _process: int) -> ThreadPoolExecutor:
+    """Threads of this process, each of which computes on its own; a fork has none of its parent's."""
+    pool = ThreadPoolExecutor(count, thread_name_prefix="compute")
+    begun = threading.Barrier(count)
+
+    def alone() -> None:
+        torch.get_num_threads()  # a thread's first question sets it to the number of all
+        torch.set_num_threads(1)  # of this thread, and of any that begins later
+        begun.wait()
+
+    for each in [pool.submit(alone) for _ in range(count)]:
+        each.result()
+    torch.set_num_threads(count)
+    return pool

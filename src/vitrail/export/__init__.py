@@ -1,0 +1,1 @@
+"""A model as a graph for other runtimes: ONNX, OpenVINO, and torch without vitrail."""

@@ -1,0 +1,77 @@
+"""ONNX's form of a model: one .onnx file, or above 2 GB its weights in an .onnx.data beside it."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnxruntime
+import torch
+from onnxruntime.quantization import QuantType, quantize_dynamic
+from onnxruntime.quantization.quant_utils import add_pre_process_metadata
+from torch import Tensor
+
+from vitrail.export import graph
+from vitrail.export.graph import Run
+from vitrail.weights.trained import Trained
+
+OPSET = 20  # the first with a GELU; ONNX Runtime reads it since 1.17
+
+
+def write(trained: Trained, path: Path) -> None:
+    """Write the model in float32, for batches of any size."""
+    names = list(graph.outputs(trained))
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of torch, about its own code
+        found = torch.onnx.export(
+            graph.program(trained),
+            input_names=[graph.INPUT],
+            output_names=names,
+            dynamic_shapes=({0: "batch"},),
+            opset_version=OPSET,
+            verbose=False,
+        )
+    assert found is not None
+    found.model.metadata_props.update(graph.metadata(trained))
+    found.save(path)
+
+
+def quantise(source: Path, path: Path) -> None:
+    """Write the float32 model `source` with the weights of its matrix products in int8, a scale for each output.
+
+    What they are multiplied with is rounded to 8 bits too, by its range in each batch, so no images are needed for it.
+    The patch embedding stays in float32, and so do the parts of the last block that compute the head's tokens alone.
+    """
+    large = source.with_suffix(".onnx.data").exists()
+    model = onnx.load(source)
+    del model.graph.value_info[:]  # some of it is of weights that are transposed here; all of it is inferred anew
+    add_pre_process_metadata(model)  # torch has folded its constants; else the root logger gets the advice to do so
+    quantize_dynamic(
+        model,
+        path,
+        op_types_to_quantize=["MatMul", "Gemm"],
+        per_channel=True,
+        weight_type=QuantType.QInt8,
+        use_external_data_format=large,
+    )
+
+
+def tell(path: Path, name: str, value: Any) -> None:
+    """Add a JSON value to a file's metadata."""
+    found = onnx.load(path, load_external_data=False)
+    found.metadata_props.add(key=name, value=json.dumps(value, ensure_ascii=False))
+    onnx.save(found, path)
+
+
+def run(path: Path) -> Run:
+    """How a file is run, on the CPU with as many threads as torch has."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    names = [output.name for output in session.get_outputs()]
+
+    def answered(pixels: Tensor) -> dict[str, Tensor]:
+        found = session.run(names, {graph.INPUT: pixels.numpy()})
+        return {name: torch.from_numpy(values) for name, values in zip(names, found, strict=True)}
+
+    return answered

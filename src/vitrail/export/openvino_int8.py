@@ -1,0 +1,96 @@
+"""A model in OpenVINO with the blocks' matrix products in int8: a scale for each output, and one for all inputs.
+
+OpenVINO can find a scale for each token as it runs, but then it is no faster than torch. With ranges that are known
+beforehand the operator before a product leaves its result in 8 bits. To translate a model takes ten seconds, so what
+comes of it is kept in the user's cache.
+"""
+
+import dataclasses
+import hashlib
+import json
+import queue
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import openvino
+import torch
+from openvino import opset13 as operators
+from torch import Tensor
+
+from vitrail import files
+from vitrail.export.openvino import graph
+from vitrail.model.vit import ViT
+from vitrail.weights.trained import Trained
+
+_LEVELS = 256
+_VERSION = 1  # of what is kept: whoever changes the graph counts on
+
+
+def probabilities(trained: Trained, threads: int) -> Callable[[Tensor], Tensor]:
+    """Views, uint8 (B, C, S, S) -> (B, L), by the model's ranges; as many calls at once as threads, each by one."""
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": threads}
+    compiled = openvino.Core().compile_model(_kept(trained), "CPU", settings)
+    free: queue.SimpleQueue[openvino.InferRequest] = queue.SimpleQueue()
+    for _ in range(threads):
+        free.put(compiled.create_infer_request())
+
+    def found(views: Tensor) -> Tensor:
+        request = free.get()
+        try:
+            request.infer([views.numpy()])
+            return torch.from_numpy(request.get_tensor("probabilities").data.copy())
+        finally:
+            free.put(request)
+
+    return found
+
+
+def _kept(trained: Trained) -> Path:
+    """The graph's file, made if it is not there."""
+    said = [_VERSION, openvino.__version__, torch.__version__, str(trained.model.config), str(trained.preprocess)]
+    key = hashlib.sha256(json.dumps([*said, trained.temperature, trained.several, trained.ranges]).encode())
+    for name, tensor in sorted(trained.model.state_dict().items()):
+        key.update(name.encode())
+        key.update(tensor.contiguous().numpy().data)
+    folder = files.cache_home() / "openvino" / key.hexdigest()[:32]
+    if not folder.exists():
+        model = rounded(trained)
+        files.make(folder.parent)
+        with files.replacing(folder, overwrite=True) as fresh:
+            fresh.mkdir()
+            openvino.save_model(model, fresh / "model.xml", compress_to_fp16=False)
+    return folder / "model.xml"
+
+
+def rounded(trained: Trained) -> openvino.Model:
+    """The graph of a model, inputs and weights of its blocks' products rounded to 8 bits."""
+    model = graph(dataclasses.replace(trained, tried=()))
+    for node, least, greatest in _products(model, trained):
+        step = max(greatest - least, 1e-30) / (_LEVELS - 1)
+        zero = round(min(max(-least / step, 0), _LEVELS - 1))  # 0 is a level, so that it stays 0
+        ends = [np.float32(-zero * step), np.float32((_LEVELS - 1 - zero) * step)]
+        inputs = operators.fake_quantize(node.input_value(0), *ends, *ends, _LEVELS)
+        node.input(0).replace_source_output(inputs.output(0))
+        weight = node.input_value(1).get_node().get_data()  # (O, D), or (D, O)
+        along = 1 if node.get_attributes()["transpose_b"] else 0
+        scale = np.maximum(np.abs(weight).max(axis=along, keepdims=True) / 127, np.finfo(np.float32).tiny)
+        whole = operators.convert(operators.constant(np.rint(weight / scale).astype(np.int8)), "f32")
+        node.input(1).replace_source_output(operators.multiply(whole, scale).output(0))
+    return model
+
+
+def _products(model: openvino.Model, trained: Trained) -> list[tuple[openvino.Node, float, float]]:
+    """The blocks' products with weights, which follow the embedding's, each with the range of its inputs."""
+    nodes = [node for node in model.get_ordered_ops() if node.get_type_name() == "MatMul"]
+    nodes = [node for node in nodes if _is_matrix(node.input_value(1))]
+    ranges = list(zip(trained.ranges[::2], trained.ranges[1::2], strict=True))
+    assert isinstance(trained.model, ViT)
+    if trained.model.head_tokens is not None:
+        ranges.insert(-4, ranges[-4])  # the last block has one product for queries, one for keys and values
+    return [(node, *ends) for node, ends in zip(nodes[1:], ranges, strict=False)]
+
+
+def _is_matrix(value: openvino.Output) -> bool:
+    """Whether it is a layer's weights: relative positions are constants too, but one for each head."""
+    return value.get_node().get_type_name() == "Constant" and len(value.get_partial_shape()) == 2

@@ -1,0 +1,27 @@
+"""torch's own form of a model: a .pt2 file, which runs without vitrail, and compiles for servers without Python."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vitrail.export import graph
+from vitrail.export.graph import Run
+from vitrail.weights.trained import Trained
+
+
+def write(trained: Trained, path: Path) -> None:
+    """Write the model, its metadata as extra files of the archive."""
+    torch.export.save(graph.program(trained), path, extra_files=graph.metadata(trained))
+
+
+def run(path: Path) -> Run:
+    """How a file is run, on the CPU."""
+    module = torch.export.load(path).module()
+
+    @torch.inference_mode()
+    def answered(pixels: Tensor) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = module(pixels)
+        return found
+
+    return answered

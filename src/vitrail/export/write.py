@@ -1,0 +1,112 @@
+"""A model to an exported file, which appears whole, and only if it says what vitrail says."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+from vitrail import files
+from vitrail.errors import UsageError
+from vitrail.export import parity
+from vitrail.export.graph import Run, usable
+from vitrail.export.parity import Parity
+from vitrail.model.resnet import BiT
+from vitrail.weights.trained import Trained, require
+
+Format = Literal["onnx", "torch-export", "openvino"]
+Measure = Callable[[Run, Run], dict[str, Any]]
+"""Given how the float32 and the int8 file are run: what is to be known of the second, as JSON values."""
+
+
+class Form(NamedTuple):
+    """How a format is kept."""
+
+    suffix: str
+    beside: str | None
+    """The suffix of a second file with the weights."""
+    module: str
+    needs: tuple[str, ...]
+
+
+FORMS: dict[Format, Form] = {
+    "onnx": Form(".onnx", ".onnx.data", "vitrail.export.onnx", ("onnx", "onnxscript", "onnxruntime")),
+    "torch-export": Form(".pt2", None, "vitrail.export.torch_export", ()),
+    "openvino": Form(".xml", ".bin", "vitrail.export.openvino", ("openvino",)),
+}
+
+
+def check_destination(path: Path, format: Format, *, overwrite: bool = False) -> None:  # noqa: A002
+    """Refuse a name that does not suit the format or is taken, and a format whose runtime is not installed."""
+    suffix, beside, _, needs = FORMS[format]
+    if path.suffix != suffix:
+        raise UsageError(f"{format} writes a {suffix} file; call it {path.with_suffix(suffix)}")
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder, and a file is to be written; choose another name")
+    for each in (path, path.with_suffix(beside)) if beside else (path,):
+        files.check_free(each, overwrite=overwrite)
+    for name in needs:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise UsageError(f"--to {format} needs {error.name or name}: pip install 'vitrail[{format}]'") from None
+
+
+def write(trained: Trained, path: Path, format: Format, *, overwrite: bool = False) -> Parity:  # noqa: A002
+    """Write the float32 graph of a model to `path`, and tell how far it is from vitrail: too far, and nothing is."""
+    check_destination(path, format, overwrite=overwrite)
+    trained, module = usable(require(trained)), _module(format)
+    with files.replacing(path, overwrite=overwrite) as fresh:
+        module.write(trained, fresh)
+        found = parity.check(module.run(fresh), trained)
+        _bring_beside(fresh, path, format)
+    return found
+
+
+def write_int8(
+    trained: Trained, path: Path, measure: Measure, *, overwrite: bool = False
+) -> tuple[Parity, dict[str, Any]]:
+    """Write the ONNX graph of a model with int8 weights; how far its float32 is from vitrail, and what was measured.
+
+    What `measure` finds goes into the file's metadata too, under `int8`.
+    """
+    check_destination(path, "onnx", overwrite=overwrite)
+    trained, onnx = usable(require(trained)), _module("onnx")
+    if isinstance(trained.model, BiT):
+        raise UsageError("--int8 is of matrix products, and a ResNet has convolutions: leave it away")
+    if not trained.model.config.classes:
+        raise UsageError("--int8 is measured by answers, and the model has no head: leave it away")
+    with files.replacing(path, overwrite=overwrite) as fresh:
+        whole = fresh.with_name(f"float32-{fresh.name}")
+        onnx.write(trained, whole)
+        float32 = onnx.run(whole)
+        found = parity.check(float32, trained)
+        onnx.quantise(whole, fresh)
+        measured = measure(float32, onnx.run(fresh))
+        onnx.tell(fresh, "int8", measured)
+        _bring_beside(fresh, path, "onnx")
+    return found, measured
+
+
+def _module(format: Format) -> ModuleType:  # noqa: A002
+    """The module that writes and runs a format, imported when it is asked for: each brings a runtime along."""
+    return importlib.import_module(FORMS[format].module)
+
+
+def _bring_beside(fresh: Path, path: Path, format: Format) -> None:  # noqa: A002
+    """Give the weights their place before the graph that names them gets its own; those of an old graph go.
+
+    The old graph goes first: a crash here leaves none, rather than one that reads the weights of another.
+    """
+    beside = FORMS[format].beside
+    if beside is None:
+        return
+    weights, old = fresh.with_suffix(beside), path.with_suffix(beside)
+    for each in (fresh, weights):
+        if each.exists():
+            files.sync(each)
+    if weights.exists() or old.exists():
+        path.unlink(missing_ok=True)
+        files.sync(path.parent)
+        weights.replace(old) if weights.exists() else old.unlink()
+        files.sync(path.parent)

@@ -1,0 +1,148 @@
+"""A ViT computed in fewer bits on the CPU: bfloat16, or int8 with a scale for each output and each token.
+
+    B images   N tokens   D inputs of a layer   O outputs
+
+The blocks' matrix products are nearly all of a ViT's work, and they alone are lowered: embedding, norms, attention, the
+residual stream and the head stay float32. In int8 a weight is round(w / s), with s = max |w| / 127 of its output, and
+an input round(x / t), with t = max |x| / 127 of its token, found anew for each batch; their products are summed as
+whole numbers. torch's own quantisation is on its way out, and its compiler wants a C++ compiler where it runs: this
+calls oneDNN's product of bytes as torch ships it, or is not there where torch does not.
+"""
+
+import copy
+import functools
+import platform
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.config import Precision
+from vitrail.errors import UsageError
+from vitrail.model.build import Model
+from vitrail.model.vit import Mlp, ViT
+
+_TINY = torch.finfo(torch.float32).tiny
+_MOST = 127  # -128 is left out: the range is as long on both sides
+_ZERO = 128  # what stands for 0 in the unsigned bytes that inputs are
+
+
+def cpu() -> str:
+    """What this CPU's speed depends on, such as x86_64-avx512-vnni: where it is the same, so is what was measured."""
+    names = {"vnni": "_is_vnni_supported", "bf16": "_is_avx512_bf16_supported", "amx": "_is_amx_tile_supported"}
+    known = [name for name, test in names.items() if getattr(torch.cpu, test, bool)()]
+    return "-".join([platform.machine().lower(), torch.backends.cpu.get_cpu_capability().lower(), *known])
+
+
+class Int8Linear(nn.Module):
+    """A linear layer whose weights are bytes, with no other copy of them."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach()  # (O, D)
+        self.scale = (weight.abs().amax(dim=1) / _MOST).clamp_(min=_TINY)  # (O,)
+        rounded = (weight / self.scale[:, None]).round_().to(torch.int8)
+        self.packed = torch.ops.onednn.qlinear_prepack(rounded, None)
+        self.zero = torch.zeros(len(weight), dtype=torch.int32)
+        self.bias = torch.zeros(len(weight)) if linear.bias is None else linear.bias.detach().clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) -> float32 (..., O)."""
+        # By both ends rather than abs(x), by int8 and a flipped bit rather than uint8: half and a fifth of the time.
+        most = torch.maximum(x.amax(dim=-1, keepdim=True), -x.amin(dim=-1, keepdim=True)).clamp_(min=_TINY * _MOST)
+        rounded = (x * (_MOST / most)).round_().to(torch.int8).view(torch.uint8).bitwise_xor_(_ZERO)
+        out = _product(rounded, self.packed, self.scale, self.zero)
+        return torch.addcmul(self.bias, out, most.div_(_MOST), out=out)
+
+
+def _product(x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+    """uint8 (..., D) less 128, times packed int8 (O, D), summed exactly, times scale (O,): float32 (..., O)."""
+    nothing: list[float] = []
+    found: Tensor = torch.ops.onednn.qlinear_pointwise(
+        x, 1.0, _ZERO, packed, scale, zero, None, 1.0, 0, torch.float32, "none", nothing, ""
+    )
+    return found
+
+
+class BFloat16Linear(nn.Module):
+    """A linear layer with weights, inputs and outputs in bfloat16, sums in float32."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.register_buffer("weight", linear.weight.detach().bfloat16())
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().bfloat16())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) -> bfloat16 (..., O)."""
+        return F.linear(x.bfloat16(), self.weight, self.bias)
+
+
+def lowered(model: Model, precision: Precision) -> Model:
+    """The model with its blocks in another precision: a copy for inference, and the caller's own stays as it is."""
+    if reason := refusal(model, precision):
+        raise UsageError(f"{precision} cannot be: {reason}. Try --precision float32")
+    if precision == "float32":
+        return model
+    assert isinstance(model, ViT)
+    instead: dict[int, nn.Module] = {}  # what a copy finds here it takes, so no weight is copied to be thrown away
+    for part in model.blocks.modules():
+        if isinstance(part, nn.Linear):
+            instead[id(part)] = Int8Linear(part) if precision == "int8" else BFloat16Linear(part)
+        elif isinstance(part, Mlp) and precision == "int8":
+            # The erf form takes torch a fifth of the tanh form's time; they differ by less than 0.0005, which is some
+            # hundredths of what int8 then rounds to.
+            instead[id(part.act)] = nn.GELU()
+    return copy.deepcopy(model, instead).eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def ranges(model: ViT, images: Tensor) -> tuple[float, ...]:
+    """Least and greatest input of the four matrix products of each block in turn, on images (B, C, S, S).
+
+    For runtimes whose scales are fixed beforehand.
+    """
+    found: list[float] = []
+
+    def note(_: nn.Module, inputs: tuple[Tensor]) -> None:
+        found.extend(float(end) for end in inputs[0].aminmax())
+
+    layers = [part for part in model.blocks.modules() if isinstance(part, nn.Linear)]
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        model.encode(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return tuple(found)
+
+
+def refusal(model: Model, precision: Precision) -> str | None:
+    """Why the model cannot be computed so by torch on this machine, or None."""
+    if precision == "float32":
+        return None
+    if precision == "openvino-int8":
+        return "that is another runtime's"
+    if not isinstance(model, ViT):
+        return "matrix products are computed in fewer bits, and a ResNet has convolutions"
+    if precision == "int8" and next(model.parameters()).device.type != "cpu":
+        return "it is for the CPU (--device cpu)"
+    if precision == "int8" and not exact():
+        return "this CPU or this torch has no exact product of bytes (VNNI)"
+    return None
+
+
+@functools.cache
+def exact() -> bool:
+    """Whether sums of products of bytes are exact here, shown by the largest there can be.
+
+    Where oneDNN has no VNNI it adds pairs of products in 16 bits, which the largest exceed, and says nothing of it.
+    """
+    if not hasattr(torch.ops.onednn, "qlinear_pointwise"):
+        return False
+    weight = torch.full((32, 256), _MOST, dtype=torch.int8)
+    x = torch.full((16, 256), _ZERO + _MOST, dtype=torch.uint8)
+    packed, ones = torch.ops.onednn.qlinear_prepack(weight, None), torch.ones(32)
+    return bool((_product(x, packed, ones, torch.zeros(32, dtype=torch.int32)) == 256 * _MOST**2).all())

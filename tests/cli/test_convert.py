@@ -1,0 +1,135 @@
+"""`vitrail convert` for other runtimes: what it prints, what it measures and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import making
+from tests.cli.test_cli import Capture
+from tests.cli.test_cli import run as vitrail
+from tests.data.pictures import folder
+from tests.export import runtime
+from vitrail import Classifier, load, save
+from vitrail.cli import convert
+from vitrail.data.sources import open_data
+from vitrail.evaluate.agreement import agreement
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """One block, so that it is quickly exported, and a head that is sure of some images."""
+    path, found = tmp_path / "model.safetensors", making.vit(depth=1)
+    with torch.no_grad():
+        found.head.weight.mul_(4)
+    save(making.trained(found), path)
+    return path
+
+
+def test_the_difference_is_told(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "out.pt2"
+    code, out, _ = vitrail("convert", str(model), str(path), "--to", "torch-export", capsys=capsys)
+    assert code == 0
+    assert out.splitlines()[0].startswith("difference  ")
+    assert out.splitlines()[0].endswith("from vitrail's own float32; 1e-05 is allowed")
+    assert out.splitlines()[1] == f"written     {path} (torch-export)"
+    code, out, _ = vitrail(
+        "convert", str(model), str(path), "--to", "torch-export", "--image-size", "48", "--overwrite", "--json",
+        capsys=capsys,
+    )  # fmt: skip
+    found = json.loads(out)
+    assert found["difference"] <= found["allowed"] == 1e-5
+    assert any("pos_embed" in change for change in found["changes"])
+    pixels = torch.randint(0, 256, (2, 3, 48, 48), dtype=torch.uint8)
+    assert torch.export.load(path).module()(pixels)["logits"].shape == (2, 7)
+
+
+def test_int8_is_measured_and_the_file_says_what_was_found(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    onnxruntime = runtime("onnxruntime")
+    data, path = folder(tmp_path / "pictures", each=30), tmp_path / "out.onnx"
+    given = ("convert", str(model), str(path), "--to", "onnx", "--int8", "--measure", str(data), "--json")
+    code, out, _ = vitrail(*given, capsys=capsys)
+    assert code == 0
+    found = json.loads(out)["int8"]
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    facts = session.get_modelmeta().custom_metadata_map
+    assert json.loads(facts["int8"]) == found
+    assert json.loads(facts["labels"]) == [f"kind {index}" for index in range(7)]
+    assert expected_of(session, model, data) == {name: found[name] for name in ("images", "top1", "sure_images")}
+    assert 0 < found["change"] < 0.1
+    assert found["speed"] > 0
+    assert found["data"] == "pictures"
+    assert kept(path)
+
+
+def test_precisions_are_measured_into_vitrails_own_file(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    data, path = folder(tmp_path / "pictures", each=30), tmp_path / "out.safetensors"
+    code, out, _ = vitrail("convert", str(model), str(path), "--measure", str(data), "--json", capsys=capsys)
+    assert code == 0
+    tried = load(path).tried
+    assert [each["precision"] for each in json.loads(out)["tried"]] == [each.precision for each in tried]
+    assert "bfloat16" in {each.precision for each in tried}
+    val = len(open_data(str(data)).splits["val"])
+    assert all(0 < each.images <= val for each in tried), tried  # of what is slow, the first batch alone
+    _, out, _ = vitrail("info", str(path), capsys=capsys)
+    assert out.count("\nmeasured ") == len(tried)
+    headless = tmp_path / "headless.safetensors"
+    save(making.trained(making.vit(depth=1, classes=0), labels=None), headless)
+    code, _, err = vitrail("convert", str(headless), str(path), "--measure", str(data), "--overwrite", capsys=capsys)
+    assert (code, "the model has no head" in err) == (2, True)
+
+
+def kept(path: Path) -> list[str]:
+    """The names of weights in 8 bits."""
+    onnx = runtime("onnx")
+    graph = onnx.load(path).graph
+    return [each.name for each in graph.initializer if each.data_type == onnx.TensorProto.INT8]
+
+
+def expected_of(session: Any, model: Path, data: Path) -> dict[str, Any]:
+    """What int8 changes, of the images of val one by one, and against vitrail itself."""
+    classify, split = Classifier(load(model), device="cpu"), open_data(str(data)).splits["val"]
+    images = [split.read(index) for index in range(len(split))]
+    views = [classify.view(image)[None].numpy() for image in images]
+    said = torch.cat([torch.from_numpy(session.run(["probabilities"], {"pixels": view})[0]) for view in views])
+    found = agreement(torch.cat([classify.probabilities([image]) for image in images]), said)
+    return {"images": len(images), "top1": found.top1, "sure_images": found.sure_images}
+
+
+def test_a_large_set_is_sampled_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images are sorted by class, and the first of them would all be of one."""
+    dataset = open_data(str(folder(tmp_path / "pictures", each=40)))
+    whole = dataset.splits["val"]
+    monkeypatch.setattr(convert, "MEASURED", 3)
+    some = convert._some(dataset)
+    assert 2 <= len(some) <= 3
+    assert some.name(0) == whole.name(0)
+    assert {some.labels(index) for index in range(len(some))} == {whole.labels(index) for index in range(len(whole))}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--to", "onnx", "--int8"], "name images to measure how much: --measure DATA"),
+        (["--to", "openvino", "--int8", "--measure", "."], "--int8 is of onnx, not of openvino: add --to onnx"),
+        (["--to", "onnx", "--measure", "."], "--measure has no place in onnx: add --to onnx --int8"),
+        (["--to", "onnx"], "onnx writes a .onnx file; call it"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_the_model_is_read(
+    options: list[str], message: str, tmp_path: Path, capsys: Capture
+) -> None:
+    code, out, err = vitrail("convert", "no-model", str(tmp_path / "out.safetensors"), *options, capsys=capsys)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_a_model_without_preprocessing_is_refused_with_the_option_that_helps(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "bare.safetensors"
+    save(making.trained(making.vit(depth=1), preprocess=None), path)
+    given = ("convert", str(path), str(tmp_path / "out.pt2"), "--to", "torch-export")
+    code, _, err = vitrail(*given, capsys=capsys)
+    assert (code, "add --preprocess imagenet" in err) == (2, True)
+    assert vitrail(*given, "--preprocess", "imagenet", capsys=capsys)[0] == 0

@@ -1,0 +1,101 @@
+"""Fewer bits on the command line: chosen by the file, forced by an option, told to the user."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import making
+from tests.cli.test_cli import Capture
+from tests.cli.test_cli import run as vitrail
+from tests.data.pictures import folder
+from vitrail import Classifier, load, save
+from vitrail.model.lowered import cpu
+from vitrail.serve.batching import Queue
+from vitrail.serve.models import served
+from vitrail.weights.precision import Tried
+
+FASTER = Tried(
+    cpu=cpu(), precision="bfloat16", threads=2, speed=1.9, images=500, top1=0.998, sure=1.0, sure_images=400,
+    change=0.002,
+)  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    save(making.trained(making.vit(), tried=(FASTER,)), tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    return folder(tmp_path / "pictures", each=2)
+
+
+def test_predict_computes_as_the_file_says_and_says_so_once(model: Path, pictures: Path, capsys: Capture) -> None:
+    given = ("predict", str(model), str(pictures), "--device", "cpu", "--json")
+    code, chosen, error = vitrail(*given, capsys=capsys)
+    assert code == 0
+    assert error.count("computing in bfloat16, which the model's file says is faster here and answers alike") == 1
+    _, exact, error = vitrail(*given, "--precision", "float32", capsys=capsys)
+    assert "computing" not in error
+    paths = [json.loads(line)["image"] for line in exact.splitlines()]
+    for out, precision in ((chosen, "bfloat16"), (exact, "float32")):
+        answers = Classifier(load(model), device="cpu", precision=precision)(paths, top=1)
+        for line, [(label, probability)] in zip(out.splitlines(), answers, strict=True):
+            [[said, value]] = json.loads(line)["labels"]
+            assert (said, value) == (label, pytest.approx(probability, abs=1e-6))
+    assert chosen != exact
+
+
+def test_a_file_of_rows_is_not_continued_in_another_precision(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    given = ("predict", str(model), str(pictures), "--device", "cpu", "--out", str(tmp_path / "rows.csv"))
+    assert vitrail(*given, capsys=capsys)[0] == 0
+    before = (tmp_path / "rows.csv").read_bytes()
+    code, _, error = vitrail(*given, "--precision", "float32", capsys=capsys)
+    assert code == 2
+    assert "was begun with --precision bfloat16, not float32" in error
+    assert vitrail(*given, "--precision", "bfloat16", capsys=capsys)[0] == 0, "the same one, forced"
+    assert (tmp_path / "rows.csv").read_bytes() == before
+
+
+def test_features_and_attention_stay_as_they_are(model: Path, pictures: Path, tmp_path: Path, capsys: Capture) -> None:
+    plain = tmp_path / "plain.safetensors"
+    save(dataclasses.replace(load(model), tried=()), plain)
+    embedded = [
+        vitrail("predict", str(each), str(pictures), "--device", "cpu", "--embed", capsys=capsys)
+        for each in (model, plain)
+    ]
+    assert embedded[0][1] == embedded[1][1]
+    assert "computing" not in embedded[0][2]
+    for each in (model, plain):
+        looks = ("--attention", str(tmp_path / each.stem))
+        assert vitrail("predict", str(each), str(pictures), "--device", "cpu", *looks, capsys=capsys)[0] == 0
+    drawn = [{path.name: path.read_bytes() for path in (tmp_path / each.stem).iterdir()} for each in (model, plain)]
+    assert drawn[0] == drawn[1] != {}
+
+
+def test_info_tells_what_was_measured_and_what_this_cpu_would_use(model: Path, capsys: Capture) -> None:
+    code, out, _ = vitrail("info", str(model), capsys=capsys)
+    assert code == 0
+    assert "bfloat16: 1.90 times float32's speed, its answer to 99.80% of 500 images" in " ".join(out.split())
+    assert "bfloat16 unless --precision says otherwise" in " ".join(out.split())
+    found = json.loads(vitrail("info", str(model), "--json", capsys=capsys)[1])
+    assert found["precision"] == "bfloat16"
+    assert found["tried"] == [dataclasses.asdict(FASTER)]
+
+
+def test_a_served_model_tells_its_precision_and_still_explains(model: Path) -> None:
+    queue = Queue(batch=4, room=8, deadline=1.0)
+    try:
+        found = served("model", Classifier(load(model), device="cpu"), queue)
+        found.warm.result()
+        assert found.described()["precision"] == "bfloat16"
+        view = found.classifier.view(making.images(found.classifier.model.config, 1).mul(40).byte()[0])
+        assert found.rollouts([view]).shape == (1, 4, 4)
+        assert found.attention([view], 1)[0].shape == (4, 17, 16)
+    finally:
+        queue.close()

@@ -1,0 +1,56 @@
+"""OpenVINO in int8."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests import making
+from tests.conftest import peer
+from vitrail import compute
+from vitrail.data.transforms import normalise
+from vitrail.model.lowered import ranges
+from vitrail.model.vit import ViT
+from vitrail.weights.trained import Trained
+
+openvino = peer("openvino")
+
+VIEWS = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def ranged(model: ViT) -> Trained:
+    trained = making.trained(model)
+    assert trained.preprocess is not None
+    return dataclasses.replace(trained, ranges=ranges(model, normalise(VIEWS, trained.preprocess)))
+
+
+def test_ranges_hold_every_input_of_the_blocks_products() -> None:
+    """The first is what the first norm leaves, and of each product there are two ends."""
+    model = making.vit()
+    trained = ranged(model)
+    assert trained.preprocess is not None
+    with torch.inference_mode():
+        tokens, _, _ = model.embed(normalise(VIEWS, trained.preprocess))
+        first = model.blocks[0].norm1(tokens)
+    assert len(trained.ranges) == 2 * 4 * 3
+    assert trained.ranges[:2] == pytest.approx((float(first.min()), float(first.max())))
+    assert not any(part._forward_pre_hooks for part in model.modules()), "nothing is left behind"
+
+
+@pytest.mark.parametrize("variant", ["plain", "relative"])
+def test_it_answers_nearly_as_float32_does_with_int8_in_every_block(variant: str) -> None:
+    """Of the class token's last block queries and the rest are apart: five products in place of four."""
+    from vitrail.export import openvino_int8
+
+    trained = ranged(making.vit(**making.VARIANTS[variant], depth=2))
+    expected = compute.functions(trained).probabilities(VIEWS)
+    found = compute.functions(trained, "openvino-int8")
+    said = found.probabilities(VIEWS)
+    assert not torch.equal(said, expected)
+    assert (said - expected).abs().max() < 0.05
+    torch.testing.assert_close(found.features(VIEWS), compute.functions(trained).features(VIEWS))
+    again = compute.functions(trained, "openvino-int8").probabilities(VIEWS)  # from what was kept
+    assert torch.equal(again, said)
+    graph = openvino.Core().read_model(openvino_int8._kept(trained))
+    kinds = [node.get_type_name() for node in graph.get_ordered_ops()]
+    assert kinds.count("FakeQuantize") == (9 if variant == "plain" else 8)

@@ -1,0 +1,154 @@
+"""A model in fewer bits."""
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests import making
+from vitrail.errors import UsageError
+from vitrail.model import lowered as module
+from vitrail.model.lowered import BFloat16Linear, Int8Linear, cpu, exact, lowered, refusal
+
+needs_int8 = pytest.mark.skipif(not exact(), reason="int8 needs a CPU with VNNI and a torch with oneDNN")
+
+
+def layer(inputs: int, outputs: int, *, bias: bool = True, seed: int = 0) -> nn.Linear:
+    generator = torch.Generator().manual_seed(seed)
+    found = nn.Linear(inputs, outputs, bias=bias)
+    for parameter in found.parameters():
+        nn.init.normal_(parameter, std=0.3, generator=generator)
+    return found
+
+
+def by_hand(linear: nn.Linear, x: Tensor) -> Tensor:
+    """The same layer in whole numbers, in float64 that holds them exactly."""
+    weight, token = linear.weight.detach(), x.abs().amax(dim=-1, keepdim=True)
+    scale = weight.abs().amax(dim=1) / 127
+    rounded = (weight / scale[:, None]).round().double()
+    inputs = (x * (127 / token)).round().double()
+    assert rounded.abs().max() <= 127 >= inputs.abs().max()
+    bias = 0.0 if linear.bias is None else linear.bias.detach().double()
+    return (inputs @ rounded.mT) * scale.double() * (token.double() / 127) + bias
+
+
+@needs_int8
+@pytest.mark.parametrize("inputs", [8, 192, 770, 3072])
+@pytest.mark.parametrize("bias", [True, False])
+def test_int8_is_the_product_of_whole_numbers(inputs: int, bias: bool) -> None:
+    linear = layer(inputs, 40, bias=bias)
+    x = torch.randn(3, 17, inputs, generator=torch.Generator().manual_seed(1))
+    expected = by_hand(linear, x)
+    torch.testing.assert_close(Int8Linear(linear)(x).double(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
+
+
+@needs_int8
+def test_the_largest_sums_of_products_are_exact() -> None:
+    """Where pairs of products were added in 16 bits, as without VNNI, these would be cut off."""
+    linear = nn.Linear(4096, 32, bias=False)
+    nn.init.constant_(linear.weight, 127.0)
+    for value in (127.0, -127.0):
+        assert Int8Linear(linear)(torch.full((5, 4096), value)).eq(4096 * 127 * value).all()
+
+
+def test_a_cpu_without_exact_products_is_not_offered_int8() -> None:
+    script = "from vitrail.model.lowered import exact; print(exact())"
+    told = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}  # whose products are added in 16 bits
+    found = subprocess.run([sys.executable, "-c", script], env=told, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+@needs_int8
+def test_every_token_and_every_output_has_a_scale_of_its_own() -> None:
+    """A token a thousand times as large changes no other, and rows of weights that are tiny keep their digits."""
+    linear = layer(64, 16)
+    nn.init.zeros_(linear.bias)
+    with torch.no_grad():
+        linear.weight[3] *= 1e-6
+    x = torch.randn(1, 6, 64, generator=torch.Generator().manual_seed(2))
+    small = Int8Linear(linear)(x)
+    louder = x.clone()
+    louder[:, 2] *= 1000
+    found = Int8Linear(linear)(louder)
+    torch.testing.assert_close(found[:, 2], 1000 * small[:, 2], rtol=1e-5, atol=0)
+    others = [0, 1, 3, 4, 5]
+    assert torch.equal(found[:, others], small[:, others])
+    assert (small[..., 3] / linear(x)[..., 3] - 1).abs().median() < 0.03
+
+
+@needs_int8
+def test_int8_is_off_by_no_more_than_its_steps_allow() -> None:
+    """Half a step of each input times the weights, and half a step of each weight times the inputs, at most."""
+    linear, x = layer(192, 64), torch.randn(50, 192, generator=torch.Generator().manual_seed(3))
+    weight = linear.weight.detach()
+    input_step, weight_step = x.abs().amax(dim=1) / 127, weight.abs().amax(dim=1) / 127
+    bound = input_step[:, None] / 2 * weight.abs().sum(dim=1) + weight_step / 2 * x.abs().sum(dim=1)[:, None]
+    bound = bound + 192 * input_step[:, None] * weight_step / 4
+    error = (Int8Linear(linear)(x) - linear(x)).abs()
+    assert (error <= bound).all()
+    assert error.max() > 0.01 * bound.max(), "the bound says nothing"
+
+
+@needs_int8
+def test_zeros_give_the_bias() -> None:
+    linear = layer(32, 8)
+    assert torch.equal(Int8Linear(linear)(torch.zeros(2, 3, 32)), linear.bias.detach().expand(2, 3, 8))
+    nn.init.zeros_(linear.weight)
+    assert torch.equal(Int8Linear(linear)(torch.ones(1, 32)), linear.bias.detach().expand(1, 8))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", pytest.param("int8", marks=needs_int8)])
+@pytest.mark.parametrize("variant", making.VARIANTS)
+def test_every_kind_of_vit_is_computed_nearly_alike_and_stays_as_it_was(variant: str, precision: str) -> None:
+    model = making.vit(**making.VARIANTS[variant])
+    images, before = making.images(model.config, 3), copy.deepcopy(model.state_dict())
+    with torch.inference_mode():
+        lower = lowered(model, precision)
+        expected, found = model(images), lower(images)
+        assert found.dtype == torch.float32
+        assert not torch.equal(found, expected)
+        assert (found - expected).norm() < 0.06 * expected.norm()
+        torch.testing.assert_close(lower.features(images), model.features(images), rtol=0.3, atol=0.3)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert next(model.parameters()).requires_grad
+
+
+@pytest.mark.parametrize(("precision", "kind"), [("bfloat16", BFloat16Linear), ("int8", Int8Linear)])
+def test_a_lowered_model_holds_no_float32_of_what_was_lowered(precision: str, kind: type[nn.Module]) -> None:
+    if precision == "int8" and not exact():
+        pytest.skip("int8 needs a CPU with VNNI and a torch with oneDNN")
+    lower = lowered(making.vit(), precision)
+    inside = list(lower.blocks.modules())
+    assert sum(isinstance(part, kind) for part in inside) == 4 * 3
+    assert not any(isinstance(part, nn.Linear) for part in inside)
+    tensors = [value for part in inside if isinstance(part, kind) for value in vars(part).values()]
+    tensors += [value for part in inside for value in (*part._parameters.values(), *part._buffers.values())]
+    assert not any(isinstance(each, Tensor) and each.dtype == torch.float32 and each.ndim > 1 for each in tensors)
+
+
+def test_the_two_forms_of_gelu_differ_by_less_than_a_two_thousandth() -> None:
+    """Which is why int8 may take the faster."""
+    x = torch.linspace(-20, 20, 400_001, dtype=torch.float64)
+    assert (nn.GELU()(x) - nn.GELU(approximate="tanh")(x)).abs().max() < 5e-4
+
+
+def test_what_cannot_be_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="a ResNet has convolutions"):
+        lowered(making.bit(), "bfloat16")
+    monkeypatch.setattr(module, "exact", lambda: False)
+    with pytest.raises(UsageError, match=r"no exact product of bytes \(VNNI\)"):
+        lowered(making.vit(), "int8")
+    assert refusal(making.bit(), "float32") is None
+    same = making.vit()
+    assert lowered(same, "float32") is same
+
+
+def test_the_cpu_is_named_by_what_it_can_do() -> None:
+    assert cpu() == cpu()
+    assert set(cpu()) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-")
+    if "vnni" in cpu() and torch.backends.mkldnn.is_available():
+        assert exact()

@@ -1,0 +1,88 @@
+"""What a file tells of fewer bits, and what follows from it."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import making
+from vitrail import load, save
+from vitrail.errors import UsageError
+from vitrail.weights.adapt import adapt, reordered
+from vitrail.weights.precision import Tried, chosen
+
+CPU = "x86_64-avx512-vnni"
+ALL = ("float32", "bfloat16", "int8", "openvino-int8")
+
+
+def tried(precision: str, speed: float = 2.0, **changes: Any) -> Tried:
+    facts: dict[str, Any] = {
+        "cpu": CPU, "threads": 2, "images": 500, "top1": 0.996, "sure": 0.995, "sure_images": 400, "change": 0.01,
+    }  # fmt: skip
+    return Tried(precision=precision, speed=speed, **(facts | changes))
+
+
+@pytest.mark.parametrize(
+    ("measured", "expected"),
+    [
+        ([], "float32"),
+        ([tried("int8")], "int8"),
+        ([tried("int8", 1.09)], "float32"),
+        ([tried("int8", 1.1)], "int8"),
+        ([tried("int8", sure=0.9899)], "float32"),
+        ([tried("int8", sure=0.99, top1=0.5)], "int8"),  # images it is unsure of do not count
+        ([tried("int8", sure=None, sure_images=0)], "float32"),
+        ([tried("int8", sure_images=99)], "float32"),
+        ([tried("int8", cpu="aarch64-neon")], "float32"),
+        ([tried("bfloat16", top1=0.9949)], "float32"),
+        ([tried("bfloat16", top1=0.995, sure=0.5)], "bfloat16"),
+        ([tried("bfloat16", images=99)], "float32"),
+        ([tried("bfloat16", 1.8), tried("int8", 2.4)], "int8"),
+        ([tried("bfloat16", 1.8), tried("int8", 2.4, sure=0.98)], "bfloat16"),
+        ([tried("int8", 2.4), tried("openvino-int8", 2.9)], "openvino-int8"),
+        ([tried("int8", 2.4), tried("openvino-int8", 2.9, sure=0.9)], "int8"),
+    ],
+)
+def test_the_fastest_that_answers_alike_is_chosen(measured: list[Tried], expected: str) -> None:
+    assert chosen(measured, CPU, ALL) == expected
+
+
+def test_what_this_machine_cannot_compute_is_not_chosen() -> None:
+    measured = [tried("int8", 2.4), tried("openvino-int8", 2.9)]
+    assert chosen(measured, CPU, ("float32", "bfloat16", "int8")) == "int8"
+    assert chosen(measured, CPU, ("float32", "bfloat16")) == "float32"
+
+
+def test_measurements_travel_in_the_file(tmp_path: Path) -> None:
+    measured = (tried("int8"), tried("bfloat16", 0.4, sure=None, sure_images=0))
+    trained = making.trained(making.vit(), tried=measured, ranges=(-1.5, 2.0))
+    save(trained, tmp_path / "a.safetensors")
+    found = load(tmp_path / "a.safetensors")
+    assert found.tried == measured
+    assert found.ranges == (-1.5, 2.0)
+
+
+def test_a_file_without_them_has_no_word_of_them(tmp_path: Path) -> None:
+    """So that it has the bytes it had before there were such fields, and older versions read it."""
+    save(making.trained(making.vit()), tmp_path / "a.safetensors")
+    content = (tmp_path / "a.safetensors").read_bytes()
+    assert b"threshold" in content
+    assert b"tried" not in content
+    assert b"ranges" not in content
+    assert load(tmp_path / "a.safetensors").tried == ()
+
+
+def test_other_weights_have_other_measurements() -> None:
+    trained = making.trained(making.vit(), tried=(tried("int8"),), ranges=(-1.0, 1.0))
+    assert trained.labels is not None
+    for changed in (adapt(trained, classes=3), adapt(trained, image_size=64), reordered(trained, trained.labels[::-1])):
+        assert (changed.tried, changed.ranges) == ((), ())
+    kept = adapt(trained)
+    assert (kept.tried, kept.ranges) == (trained.tried, trained.ranges)
+    assert dataclasses.replace(trained, threshold=0.5).tried == trained.tried
+
+
+def test_a_measurement_that_cannot_be_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"top1 is 1.5; it must be from 0 to 1"):
+        tried("int8", top1=1.5)
