@@ -33,8 +33,7 @@ Function = Callable[[Tensor], Tensor]
 
 _FEW = 4  # images: of fewer the weights are read too often, of more activations leave the cache (measured, Ti to B)
 _CACHED = 3 * 2**20  # bytes of a block's widest activations, of which small models may have more images
-
-
+_MAKING = threading.Lock()
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
@@ -50,7 +49,7 @@ class Functions(NamedTuple):
 def functions(trained: Trained, precision: Precision = "float32") -> Functions:
     """What a model says, computed in a precision. OpenVINO gives answers alone: features are float32 beside it."""
     if reason := _refusal(trained, precision):
-        raise UsageError(f"{precision} cannot be: {reason}")
+        raise UsageError(f"{precision} cannot be: {reason}. --precision float32 always can")
     model = lowered(trained.model, "float32" if precision == "openvino-int8" else precision)
     preprocess = trained.preprocess
     assert preprocess is not None
@@ -71,6 +70,7 @@ def functions(trained: Trained, precision: Precision = "float32") -> Functions:
 
         answers = openvino_int8.probabilities(trained, torch.get_num_threads())
     few = _few(model.config)
+    _streams(torch.get_num_threads(), os.getpid())  # here, where nobody computes yet
     return Functions(_shared(answers, few), _shared(features, few))
 
 
@@ -98,7 +98,7 @@ def keep_memory() -> None:
     """Let this process keep freed memory, up to some hundred megabytes: for commands, since it concerns all that runs.
 
     glibc returns what a layer leaves to the system at once and gets it anew for the next, which clears it page by page:
-    a quarter of int8's time. Other systems have other allocators, and nothing happens there.
+    a tenth of int8's time and more. Other systems have other allocators, and nothing happens there.
     """
     adjust = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if adjust is not None:
@@ -132,9 +132,14 @@ def _shared(function: Function, few: int) -> Function:
     return found
 
 
-@functools.cache
-def _streams(count: int, _process: int) -> ThreadPoolExecutor:
+def _streams(count: int, process: int) -> ThreadPoolExecutor:
     """Threads of this process, each of which computes on its own; a fork has none of its parent's."""
+    with _MAKING:
+        return _made(count, process)
+
+
+@functools.cache
+def _made(count: int, _process: int) -> ThreadPoolExecutor:
     pool = ThreadPoolExecutor(count, thread_name_prefix="compute")
     begun = threading.Barrier(count)
 

@@ -36,13 +36,15 @@ def test_without_a_sure_image_there_is_no_share_of_them() -> None:
 
 
 def test_probabilities_that_need_not_sum_to_one_are_compared_alike() -> None:
-    """Where several labels may be right; a class that stands alone is sure by its own probability."""
+    """Where several labels may be right; a class that stands alone is there, or it is not."""
     several = torch.tensor([[0.9, 0.85], [0.9, 0.1]])
     assert agreement(several, several.flip(1)) == Agreement(
         images=2, top1=0.0, sure=0.0, sure_images=1, change=pytest.approx((0.05 + 0.8) / 2)
     )
-    alone = torch.tensor([[0.05], [0.4]])
-    assert agreement(alone, alone + 0.1)[:4] == (2, 1.0, 1.0, 1)
+    alone = torch.tensor([[0.05], [0.46], [0.58]])
+    assert agreement(alone, alone + 0.1) == Agreement(
+        images=3, top1=2 / 3, sure=1.0, sure_images=2, change=pytest.approx(0.1)
+    )
 
 
 def test_no_images_are_refused() -> None:

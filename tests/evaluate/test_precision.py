@@ -108,26 +108,32 @@ def test_small_models_and_those_without_answers_are_not_measured(deit_tiny: Path
 
 @pytest.fixture(scope="module")
 def imagenet(data: Path, deit_tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, Tensor]:
-    """A real model and 200 of the 500 real photos."""
+    """A real model and views of 500 real photos."""
     folder = tmp_path_factory.mktemp("imagenet")
     with tarfile.open(data / "imagenet_samples.tar.xz") as archive:
         archive.extractall(folder, filter="data")
     trained = load(deit_tiny)
     classify = Classifier(trained, device="cpu")
-    return trained, torch.stack([classify.view(path) for path in sorted(folder.rglob("*.jpg"))[::5]])
+    return trained, torch.stack([classify.view(path) for path in sorted(folder.rglob("*.jpg"))])
 
 
-def test_bfloat16_answers_real_photos_as_float32_does(imagenet: tuple[Trained, Tensor]) -> None:
+few_or_all = pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.mark.soak)], ids=["50", "500"])
+
+
+@few_or_all
+def test_bfloat16_answers_real_photos_as_float32_does(imagenet: tuple[Trained, Tensor], every: int) -> None:
     trained, photos = imagenet
-    photos = photos[:: 1 if "bf16" in cpu() else 2]  # a CPU without it takes long
+    photos = photos[::every]
     said = [compute.functions(trained, each).probabilities(photos) for each in ("float32", "bfloat16")]
     same = agreement(*said)
     assert same.top1 >= AGREEING, f"{same.top1:.2%} of {same.images}"
 
 
 @pytest.mark.skipif(not exact(), reason="int8 needs a CPU with VNNI and a torch with oneDNN")
-def test_int8_answers_the_real_photos_that_float32_is_sure_of(imagenet: tuple[Trained, Tensor]) -> None:
+@few_or_all
+def test_int8_answers_the_real_photos_that_float32_is_sure_of(imagenet: tuple[Trained, Tensor], every: int) -> None:
     trained, photos = imagenet
+    photos = photos[::every]
     said = [compute.functions(trained, each).probabilities(photos) for each in ("float32", "int8")]
     same = agreement(*said)
     assert same.sure is not None
@@ -137,7 +143,7 @@ def test_int8_answers_the_real_photos_that_float32_is_sure_of(imagenet: tuple[Tr
 
 def test_of_a_real_model_only_what_its_measurements_allow_is_chosen(imagenet: tuple[Trained, Tensor]) -> None:
     trained, photos = imagenet
-    found = precision.measured(trained, photos.split(64), seconds=3)
+    found = precision.measured(trained, photos[::5].split(64), seconds=3)
     possible = compute.possible(found)
     best = chosen(found.tried, cpu(), possible)
     assert Classifier(found, device="cpu").precision == best

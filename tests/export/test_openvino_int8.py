@@ -1,6 +1,8 @@
 """OpenVINO in int8."""
 
 import dataclasses
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +39,48 @@ def test_ranges_hold_every_input_of_the_blocks_products() -> None:
     assert not any(part._forward_pre_hooks for part in model.modules()), "nothing is left behind"
 
 
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
+    """A model whose graph, which takes seconds, is made once, and a cache of its own."""
+    from vitrail.export import openvino_int8
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    trained = ranged(making.vit(depth=1))
+    made = openvino_int8.rounded(trained)
+    monkeypatch.setattr(openvino_int8, "rounded", lambda _: made.clone())
+    return trained
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "unwritable"])
+def test_a_cache_that_is_damaged_or_cannot_be_written_costs_time_alone(
+    damage: str, cached: Trained, tmp_path: Path
+) -> None:
+    from vitrail.export import openvino_int8
+
+    trained = cached
+    if damage == "unwritable":
+        (tmp_path / "vitrail").write_text("a file where a folder should be")
+    expected = compute.functions(trained, "openvino-int8").probabilities(VIEWS)
+    weights = openvino_int8._place(trained) / "model.bin"
+    if damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:100])
+    elif damage == "missing":
+        weights.unlink()
+    assert torch.equal(compute.functions(trained, "openvino-int8").probabilities(VIEWS), expected)
+    assert weights.exists() == (damage != "unwritable")
+
+
+def test_the_cache_keeps_the_newest(cached: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vitrail.export import openvino_int8
+
+    monkeypatch.setattr(openvino_int8, "_GRAPHS", 2)
+    models = [dataclasses.replace(cached, temperature=1.0 + number) for number in range(3)]
+    for number, trained in enumerate(models):
+        compute.functions(trained, "openvino-int8")
+        os.utime(openvino_int8._place(trained), (number, number))
+    assert [openvino_int8._place(trained).exists() for trained in models] == [False, True, True]
+
+
 @pytest.mark.parametrize("variant", ["plain", "relative"])
 def test_it_answers_nearly_as_float32_does_with_int8_in_every_block(variant: str) -> None:
     """Of the class token's last block queries and the rest are apart: five products in place of four."""
@@ -51,6 +95,6 @@ def test_it_answers_nearly_as_float32_does_with_int8_in_every_block(variant: str
     torch.testing.assert_close(found.features(VIEWS), compute.functions(trained).features(VIEWS))
     again = compute.functions(trained, "openvino-int8").probabilities(VIEWS)  # from what was kept
     assert torch.equal(again, said)
-    graph = openvino.Core().read_model(openvino_int8._kept(trained))
+    graph = openvino.Core().read_model(openvino_int8._place(trained) / "model.xml")
     kinds = [node.get_type_name() for node in graph.get_ordered_ops()]
     assert kinds.count("FakeQuantize") == (9 if variant == "plain" else 8)

@@ -94,6 +94,11 @@ def test_int8_is_off_by_no_more_than_its_steps_allow() -> None:
 
 
 @needs_int8
+def test_no_tokens_give_no_outputs() -> None:
+    assert Int8Linear(nn.Linear(8, 3))(torch.zeros(0, 5, 8)).shape == (0, 5, 3)
+
+
+@needs_int8
 def test_zeros_give_the_bias() -> None:
     linear = layer(32, 8)
     assert torch.equal(Int8Linear(linear)(torch.zeros(2, 3, 32)), linear.bias.detach().expand(2, 3, 8))

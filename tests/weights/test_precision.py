@@ -37,7 +37,7 @@ def tried(precision: str, speed: float = 2.0, **changes: Any) -> Tried:
         ([tried("int8", cpu="aarch64-neon")], "float32"),
         ([tried("bfloat16", top1=0.9949)], "float32"),
         ([tried("bfloat16", top1=0.995, sure=0.5)], "bfloat16"),
-        ([tried("bfloat16", images=99)], "float32"),
+        ([tried("bfloat16", images=99, sure_images=99)], "float32"),
         ([tried("bfloat16", 1.8), tried("int8", 2.4)], "int8"),
         ([tried("bfloat16", 1.8), tried("int8", 2.4, sure=0.98)], "bfloat16"),
         ([tried("int8", 2.4), tried("openvino-int8", 2.9)], "openvino-int8"),
@@ -56,7 +56,7 @@ def test_what_this_machine_cannot_compute_is_not_chosen() -> None:
 
 def test_measurements_travel_in_the_file(tmp_path: Path) -> None:
     measured = (tried("int8"), tried("bfloat16", 0.4, sure=None, sure_images=0))
-    trained = making.trained(making.vit(), tried=measured, ranges=(-1.5, 2.0))
+    trained = making.trained(making.vit(), tried=measured, ranges=(-1.5, 2.0) * 12)
     save(trained, tmp_path / "a.safetensors")
     found = load(tmp_path / "a.safetensors")
     assert found.tried == measured
@@ -74,7 +74,7 @@ def test_a_file_without_them_has_no_word_of_them(tmp_path: Path) -> None:
 
 
 def test_other_weights_have_other_measurements() -> None:
-    trained = making.trained(making.vit(), tried=(tried("int8"),), ranges=(-1.0, 1.0))
+    trained = making.trained(making.vit(), tried=(tried("int8"),), ranges=(-1.0, 1.0) * 12)
     assert trained.labels is not None
     for changed in (adapt(trained, classes=3), adapt(trained, image_size=64), reordered(trained, trained.labels[::-1])):
         assert (changed.tried, changed.ranges) == ((), ())
@@ -86,3 +86,19 @@ def test_other_weights_have_other_measurements() -> None:
 def test_a_measurement_that_cannot_be_is_refused() -> None:
     with pytest.raises(UsageError, match=r"top1 is 1.5; it must be from 0 to 1"):
         tried("int8", top1=1.5)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"speed": float("nan")}, {"speed": 0.0}, {"images": -5}, {"sure_images": 501}, {"change": float("nan")}]
+)
+def test_measurements_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        tried("int8", **wrong)
+
+
+@pytest.mark.parametrize(
+    "ranges", [(-1.0, 1.0), (-1.0,) * 23, (1.0, -1.0) * 12, (float("nan"), 1.0) * 12, (0.0, float("inf")) * 12]
+)
+def test_ranges_that_cannot_be_are_refused(ranges: tuple[float, ...]) -> None:
+    with pytest.raises(UsageError, match="range"):
+        making.trained(making.vit(), ranges=ranges)

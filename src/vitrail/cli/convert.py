@@ -124,7 +124,7 @@ def _prepared(trained: "Trained", preprocess: Normalisation) -> "Trained":
     view = presets.preprocess(preprocess, config.image_size, config.channels)
     sentence = f"preprocess: {preprocess}, given by hand"
     origin = dataclasses.replace(trained.origin, changes=(*trained.origin.changes, sentence))
-    return dataclasses.replace(trained, preprocess=view, origin=origin)
+    return dataclasses.replace(trained, preprocess=view, origin=origin, tried=(), ranges=())
 
 
 def _written(trained: "Trained", path: Path, to: To, dataset: "Dataset | None", *, overwrite: bool) -> dict[str, Any]:

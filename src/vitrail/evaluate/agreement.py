@@ -5,6 +5,7 @@ n images   L classes
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from vitrail.errors import DataError
@@ -29,10 +30,12 @@ def agreement(float32: Tensor, other: Tensor) -> Agreement:
     """Of the probabilities (n, L) that both give to the same images in the same order."""
     if not len(float32):
         raise DataError("there is no image on which to compare")
-    best = float32.topk(min(2, float32.shape[1]), dim=1)
+    if float32.shape[1] == 1:  # a class, or not
+        float32, other = (torch.cat([yes, 1 - yes], dim=1) for yes in (float32, other))
+    best = float32.topk(2, dim=1)
     likeliest = best.indices[:, :1]  # (n, 1)
     same = likeliest[:, 0] == other.argmax(dim=1)
-    sure = best.values[:, 0] - best.values[:, 1:].sum(dim=1) > MARGIN  # of a single class, its own probability
+    sure = best.values[:, 0] - best.values[:, 1] > MARGIN
     change = (other.gather(1, likeliest) - best.values[:, :1]).abs()
     return Agreement(
         images=len(same),

@@ -25,8 +25,9 @@ from vitrail.weights.precision import Tried
 from vitrail.weights.trained import Trained
 
 SMALL = 5 * 10**8  # multiply-adds an image: a model with fewer gains nothing that anybody would notice
-_BATCH = 16
-_FEW = 4  # images of which everything is tried first
+_BATCH = 16  # images at a time, or four for each thread
+_FEW = 4  # images of which everything is tried first, or one for each thread
+_TRANSLATED = 10.0  # seconds that OpenVINO takes to begin: where there are fewer it is not tried
 _HOPELESS = 0.8  # times float32's speed: what is slower of the first few is tried no further
 
 
@@ -42,16 +43,19 @@ def measured(trained: Trained, views: Iterable[Tensor], *, seconds: float) -> Tr
     Batches are computed in all precisions by turns, as many as the time allows; what was measured on other kinds of
     CPUs is kept.
     """
-    parts = (part for batch in views for part in batch.cpu().split(_BATCH))
+    threads = torch.get_num_threads()
+    few, at_once = max(_FEW, threads), max(_BATCH, 4 * threads)
+    parts = (part for batch in views for part in batch.cpu().split(at_once))
     first = next(parts, None)
     if first is None:
         raise DataError("there is no image to measure on")
     trained = _ranged(trained, first)
-    ways = {precision: compute.functions(trained, precision).probabilities for precision in compute.possible(trained)}
+    possible = [each for each in compute.possible(trained) if each != "openvino-int8" or seconds >= _TRANSLATED]
+    ways = {precision: compute.functions(trained, precision).probabilities for precision in possible}
     end = time.monotonic() + seconds  # to make them may take some more
     times: dict[Precision, list[float]] = {precision: [] for precision in ways}
     said: dict[Precision, list[Tensor]] = {precision: [] for precision in ways}
-    for part in itertools.chain([first[:_FEW]], [first[_FEW:]] if len(first) > _FEW else [], parts):
+    for part in itertools.chain([first[:few]], [first[few:]] if len(first) > few else [], parts):
         for precision, way in list(ways.items()):
             if not times[precision]:
                 way(part)  # a first pass takes longer than those that follow
@@ -68,8 +72,8 @@ def measured(trained: Trained, views: Iterable[Tensor], *, seconds: float) -> Tr
 
 
 def _ranged(trained: Trained, views: Tensor) -> Trained:
-    """The model with the ranges that fixed scales need."""
-    if not isinstance(trained.model, ViT) or trained.preprocess is None:
+    """The model with the ranges that fixed scales need; those it has stay, since all that was measured is of them."""
+    if not isinstance(trained.model, ViT) or trained.preprocess is None or trained.ranges:
         return trained
     return dataclasses.replace(trained, ranges=ranges(trained.model, normalise(views, trained.preprocess)))
 

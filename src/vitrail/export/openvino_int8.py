@@ -5,10 +5,11 @@ beforehand the operator before a product leaves its result in 8 bits. To transla
 comes of it is kept in the user's cache.
 """
 
-import dataclasses
+import contextlib
 import hashlib
 import json
 import queue
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,13 +25,18 @@ from vitrail.model.vit import ViT
 from vitrail.weights.trained import Trained
 
 _LEVELS = 256
+_GRAPHS = 8  # that the cache holds
 _VERSION = 1  # of what is kept: whoever changes the graph counts on
 
 
 def probabilities(trained: Trained, threads: int) -> Callable[[Tensor], Tensor]:
     """Views, uint8 (B, C, S, S) -> (B, L), by the model's ranges; as many calls at once as threads, each by one."""
-    settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": threads}
-    compiled = openvino.Core().compile_model(_kept(trained), "CPU", settings)
+    settings: dict[str, str | int] = {
+        "INFERENCE_PRECISION_HINT": "f32",
+        "INFERENCE_NUM_THREADS": threads,
+        "NUM_STREAMS": threads,
+    }
+    compiled = _compiled(trained, settings)
     free: queue.SimpleQueue[openvino.InferRequest] = queue.SimpleQueue()
     for _ in range(threads):
         free.put(compiled.create_infer_request())
@@ -46,26 +52,41 @@ def probabilities(trained: Trained, threads: int) -> Callable[[Tensor], Tensor]:
     return found
 
 
-def _kept(trained: Trained) -> Path:
-    """The graph's file, made if it is not there."""
+def _compiled(trained: Trained, settings: dict[str, str | int]) -> openvino.CompiledModel:
+    """The graph ready to run, from the cache where it is there and whole."""
+    core, folder = openvino.Core(), _place(trained)
+    if (folder / "model.xml").exists():
+        with contextlib.suppress(RuntimeError):  # it is damaged, and made anew
+            return core.compile_model(folder / "model.xml", "CPU", settings)
+    model = rounded(trained)
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs time, not the answers
+        _keep(model, folder)
+    return core.compile_model(model, "CPU", settings)
+
+
+def _place(trained: Trained) -> Path:
+    """Where a graph is kept: by all that it is made of."""
     said = [_VERSION, openvino.__version__, torch.__version__, str(trained.model.config), str(trained.preprocess)]
     key = hashlib.sha256(json.dumps([*said, trained.temperature, trained.several, trained.ranges]).encode())
     for name, tensor in sorted(trained.model.state_dict().items()):
         key.update(name.encode())
         key.update(tensor.contiguous().numpy().data)
-    folder = files.cache_home() / "openvino" / key.hexdigest()[:32]
-    if not folder.exists():
-        model = rounded(trained)
-        files.make(folder.parent)
-        with files.replacing(folder, overwrite=True) as fresh:
-            fresh.mkdir()
-            openvino.save_model(model, fresh / "model.xml", compress_to_fp16=False)
-    return folder / "model.xml"
+    return files.cache_home() / "openvino" / key.hexdigest()[:32]
+
+
+def _keep(model: openvino.Model, folder: Path) -> None:
+    """Write a graph to the cache, and remove the oldest there."""
+    files.make(folder.parent)
+    with files.replacing(folder, overwrite=True) as fresh:
+        fresh.mkdir()
+        openvino.save_model(model, fresh / "model.xml", compress_to_fp16=False)
+    for old in sorted(folder.parent.iterdir(), key=lambda each: each.stat().st_mtime)[:-_GRAPHS]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def rounded(trained: Trained) -> openvino.Model:
     """The graph of a model, inputs and weights of its blocks' products rounded to 8 bits."""
-    model = graph(dataclasses.replace(trained, tried=()))
+    model = graph(trained)
     for node, least, greatest in _products(model, trained):
         step = max(greatest - least, 1e-30) / (_LEVELS - 1)
         zero = round(min(max(-least / step, 0), _LEVELS - 1))  # 0 is a level, so that it stays 0

@@ -43,8 +43,11 @@ def check_destination(path: Path, format: Format, *, overwrite: bool = False) ->
         raise UsageError(f"{format} writes a {suffix} file; call it {path.with_suffix(suffix)}")
     if path.is_dir():
         raise UsageError(f"{path} is a folder, and a file is to be written; choose another name")
-    for each in (path, path.with_suffix(beside)) if beside else (path,):
-        files.check_free(each, overwrite=overwrite)
+    if beside and not path.exists() and (other := path.with_suffix(beside)).exists():
+        raise UsageError(
+            f"{other} exists already and may be of something else: remove it, or choose another name than {path}"
+        )
+    files.check_free(path, overwrite=overwrite)
     for name in needs:
         try:
             importlib.import_module(name)

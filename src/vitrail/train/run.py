@@ -319,7 +319,7 @@ def _finished(keeper: Keeper) -> Result:
 
 def _tried(keeper: Keeper, best: Trained) -> Trained:
     """The best weights with what fewer bits do to them on this machine's CPU, where that could matter."""
-    if not precision.worthwhile(best):
+    if keeper.task.everything or not precision.worthwhile(best):  # of images that it learned it is too sure
         return best
     seconds = min(_PRECISION, _PRECISION_SHARE * keeper.seconds)
     views = (batch.pixels for batch in keeper.heeding(_val(keeper)))

@@ -1,6 +1,7 @@
 """What a model lost and gained in fewer bits, as its file tells it, and which precision that makes the best."""
 
 import dataclasses
+import math
 from collections.abc import Collection, Sequence
 
 from vitrail.config import Precision
@@ -35,6 +36,10 @@ class Tried:
         for name in ("top1", "sure", "change"):
             if not 0 <= (getattr(self, name) or 0.0) <= 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be from 0 to 1")
+        if not 0 < self.speed < math.inf:
+            raise UsageError(f"speed is {self.speed}; it must be above 0")
+        if not self.images >= self.sure_images >= 0:
+            raise UsageError(f"{self.sure_images} of {self.images} images cannot be")
 
     @property
     def good(self) -> bool:

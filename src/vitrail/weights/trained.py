@@ -60,12 +60,22 @@ class Trained:
         if not 0 <= self.threshold <= 1:
             raise UsageError(f"threshold is {self.threshold}; it must be a probability")
         config = self.model.config
+        if self.ranges:
+            self._check_ranges()
         if self.labels is not None and len(self.labels) != config.classes:
             raise UsageError(f"{len(self.labels)} labels were given for a head of {config.classes} classes")
         if self.preprocess is not None and len(self.preprocess.mean) != config.channels:
             raise UsageError(
                 f"the preprocessing has {len(self.preprocess.mean)} channels and the model {config.channels}"
             )
+
+    def _check_ranges(self) -> None:
+        wanted = 8 * self.model.config.depth if isinstance(self.model, ViT) else 0
+        if len(self.ranges) != wanted:
+            raise UsageError(f"{len(self.ranges)} ends of ranges were given for a model that has {wanted}")
+        for least, greatest in zip(self.ranges[::2], self.ranges[1::2], strict=True):
+            if not -math.inf < least <= greatest < math.inf:
+                raise UsageError(f"a range is from {least} to {greatest}; both must be numbers, the second not below")
 
 
 def require(trained: Trained) -> Trained:
