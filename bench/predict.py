@@ -1,12 +1,13 @@
 """Images a second of a ViT-B/16 on the CPU, from JPEG files to labels: vitrail beside transformers' pipeline.
 
-    python bench/predict.py [--images FOLDER] [--count 96] [--rounds 3] [--threads 2]
+    python bench/predict.py [--images FOLDER] [--count 32] [--rounds 7] [--threads 2]
 
 The same random weights for all, in vitrail's file and in transformers' folder, and the same files: those of the folder,
 or written here, noisy shapes of 500 x 375 pixels. Everyone has a process of its own, which loads its model and answers
-once before anything is timed; then all take their turns, in every round, and medians count. transformers computes in
-float32 with each of its image processors at batches of 1 to 32, and the fastest is 1.0. vitrail runs what `vitrail
-predict` runs: reading, decoding, resizing and computing at once, rows written to nowhere.
+once before anything is timed; then all take their turns. transformers computes in float32 with each of its image
+processors at batches of 1 to 32; after the first round only those near its fastest go on. The one with the least median
+is 1.0, and a ratio is the median of what each round gave, since the speed of a machine drifts. vitrail runs what
+`vitrail predict` runs: reading, decoding, resizing and computing at once, rows written to nowhere.
 """
 
 import argparse
@@ -30,7 +31,7 @@ SIZE = (500, 375)
 BATCH, BATCHES = 64, (1, 4, 8, 16, 32)  # vitrail's default, and what transformers may choose from
 PROCESSORS = ("torchvision", "pil")
 PRECISIONS = ("float32", "bfloat16", "int8", "openvino-int8")
-SLOW = 1.5  # times the fastest in the first round: who takes longer is not asked again
+SLOW = 1.1  # times the fastest in the first round: who takes longer is not asked again
 
 
 class Taken(NamedTuple):
@@ -167,8 +168,8 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=Path)
-    parser.add_argument("--count", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--count", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--precisions", nargs="*", default=PRECISIONS)
     options = parser.parse_args()
@@ -189,17 +190,15 @@ def main() -> None:
         seconds = compared(contenders, paths, options.rounds)
     print(f"{len(paths)} JPEG files, {options.rounds} rounds, {options.threads} threads, ViT-B/16 at 224 x 224")
     print(f"{'':36} {'images/s':>9} {'':>7} {'CPU ms an image':>16} {'':>7} rounds")
-    clock = {name: statistics.median(taken.clock for taken in values) for name, values in seconds.items()}
-    process = {name: statistics.median(taken.process for taken in values) for name, values in seconds.items()}
+    whole = {name: values for name, values in seconds.items() if len(values) == options.rounds}
+    middle = {name: Taken(*map(statistics.median, zip(*values, strict=True))) for name, values in seconds.items()}
+    best = min((name for name in whole if name.startswith("transformers")), key=lambda name: middle[name].clock)
     for name, values in seconds.items():
-        ratios = [f"{_best(each) / each[name]:6.2f}x" for each in (clock, process)]
-        rate, cost = len(paths) / clock[name], 1e3 * process[name] / len(paths)
-        print(f"{name:36} {rate:9.2f} {ratios[0]} {cost:16.1f} {ratios[1]} {len(values):6}")
-
-
-def _best(seconds: dict[str, float]) -> float:
-    """transformers' fastest."""
-    return min(value for name, value in seconds.items() if name.startswith("transformers"))
+        pairs = list(zip(seconds[best], values, strict=False))
+        clock = statistics.median(peer.clock / own.clock for peer, own in pairs)
+        process = statistics.median(peer.process / own.process for peer, own in pairs)
+        rate, cost = len(paths) / middle[name].clock, 1e3 * middle[name].process / len(paths)
+        print(f"{name:36} {rate:9.2f} {clock:6.2f}x {cost:16.1f} {process:6.2f}x {len(values):6}")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def test_measurements_travel_in_the_file(tmp_path: Path) -> None:
     save(trained, tmp_path / "a.safetensors")
     found = load(tmp_path / "a.safetensors")
     assert found.tried == measured
-    assert found.ranges == (-1.5, 2.0)
+    assert found.ranges == (-1.5, 2.0) * 12
 
 
 def test_a_file_without_them_has_no_word_of_them(tmp_path: Path) -> None:
