@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,8 @@ def test_two_processes_say_what_one_says(tmp_path: Path, capsys: Capture) -> Non
     kept.rename(tmp_path / "kept by one")
     arguments = ("probe", MODEL, "./set", *HERE, "--json", "--save", "two.safetensors")
     port = free_port()
-    assert ended([_forked(rank, port, arguments) for rank in range(2)]) == [0, 0]
+    codes = ended([_forked(rank, port, arguments) for rank in range(2)])
+    assert codes == [0, 0], [Path(f"told by {rank}").read_text() for rank in range(2)]
     two = json.loads(Path("said by 0").read_text())
     assert Path("said by 1").read_text() == ""
     assert two["cached"] == []
@@ -178,15 +180,23 @@ def test_two_processes_say_what_one_says(tmp_path: Path, capsys: Capture) -> Non
 
 
 def _forked(rank: int, port: int, arguments: tuple[str, ...]) -> int:
-    """A process that runs the command as torchrun would start it, and writes what it says to a file."""
+    """A process that runs the command as torchrun would start it, and writes what it says to files."""
     if child := os.fork():
         return child
     code = 1
     try:
         place = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in place.items()})
-        with Path(f"said by {rank}").open("w") as file, contextlib.redirect_stdout(file):
+        with (
+            Path(f"said by {rank}").open("w") as out,
+            contextlib.redirect_stdout(out),
+            Path(f"told by {rank}").open("w") as err,
+            contextlib.redirect_stderr(err),
+        ):
             code = main(arguments)
+    except BaseException:
+        Path(f"told by {rank}").write_text(traceback.format_exc())
+        raise
     finally:
         os._exit(code)
 

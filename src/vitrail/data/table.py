@@ -7,6 +7,7 @@ Text is stored as its bytes joined and where each ends.
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +20,7 @@ from vitrail.errors import DataError
 from vitrail.files import replacing
 
 _FACTS = "facts.json"
+_TRIES = 10
 Array = NDArray[Any]
 
 
@@ -52,10 +54,14 @@ class StoredTable(Table):
 
     @cached_property
     def _content(self) -> tuple[Mapping[str, Array], Mapping[str, Any]]:
-        try:
-            columns, facts = _read(self.folder)
-        except (OSError, ValueError, KeyError) as error:
-            raise DataError(f"{self.folder} can no longer be read ({error}); run the command again") from error
+        for last in (*[False] * _TRIES, True):
+            try:
+                columns, facts = _read(self.folder)
+                break
+            except (OSError, ValueError, KeyError) as error:  # or in the instant in which it is replaced
+                if last:
+                    raise DataError(f"{self.folder} can no longer be read ({error}); run the command again") from error
+                time.sleep(0.05)
         if facts.get("identity") != self.identity:
             raise DataError(f"the set in {self.folder} has changed since it was opened; run the command again")
         return columns, facts
@@ -89,14 +95,18 @@ def write(folder: Path, columns: Mapping[str, Array], facts: Mapping[str, Any]) 
             np.save(fresh / f"{name}.npy", values, allow_pickle=False)
         known = {"columns": sorted(columns), "identity": identity.hexdigest()}
         (fresh / _FACTS).write_text(json.dumps({**facts, **known}))
-    return StoredTable(folder, identity.hexdigest())
+        content = _read(fresh)  # mapped before the name is given: another process may replace the folder at any time
+    return _opened(folder, content)
 
 
 def read(folder: Path) -> Table:
     """The table of a folder; OSError, ValueError or KeyError where there is none, or it is damaged."""
-    columns, facts = _read(folder)
-    found = StoredTable(folder, facts["identity"])
-    found.__dict__["_content"] = (columns, facts)
+    return _opened(folder, _read(folder))
+
+
+def _opened(folder: Path, content: tuple[dict[str, Array], dict[str, Any]]) -> Table:
+    found = StoredTable(folder, content[1]["identity"])
+    found.__dict__["_content"] = content
     return found
 
 
