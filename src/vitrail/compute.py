@@ -34,7 +34,7 @@ Function = Callable[[Tensor], Tensor]
 _FEW = 4  # images: of fewer the weights are read too often, of more activations leave the cache (measured, Ti to B)
 _CACHED = 3 * 2**20  # bytes of a block's widest activations, of which small models may have more images
 _MAKING = threading.Lock()
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # glibc's malloc.h
 
 
 class Functions(NamedTuple):
@@ -98,12 +98,15 @@ def keep_memory() -> None:
     """Let this process keep freed memory, up to some hundred megabytes: for commands, since it concerns all that runs.
 
     glibc returns what a layer leaves to the system at once and gets it anew for the next, which clears it page by page:
-    a tenth of int8's time and more. Other systems have other allocators, and nothing happens there.
+    a tenth of int8's time and more. What other threads than the first allocate it keeps in pieces of 64 MB of their
+    own, which it returns when they are empty whatever it is told, so all share the first one's memory. Other systems
+    have other allocators, and nothing happens there.
     """
     adjust = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if adjust is not None:
         adjust(_MMAP_THRESHOLD, 2**25)  # the largest it takes
         adjust(_TRIM_THRESHOLD, 2**28)
+        adjust(_ARENA_MAX, 1)
 
 
 # --- few images at a time on each core -------------------------------------------------------------------------------

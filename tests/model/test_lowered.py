@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests import making
 from vitrail.errors import UsageError
 from vitrail.model import lowered as module
-from vitrail.model.lowered import BFloat16Linear, Int8Linear, cpu, exact, lowered, refusal
+from vitrail.model.lowered import BFloat16Linear, Gelu, Int8Linear, cpu, exact, lowered, refusal
 
 needs_int8 = pytest.mark.skipif(not exact(), reason="int8 needs a CPU with VNNI and a torch with oneDNN")
 
@@ -44,6 +44,39 @@ def test_int8_is_the_product_of_whole_numbers(inputs: int, bias: bool) -> None:
     x = torch.randn(3, 17, inputs, generator=torch.Generator().manual_seed(1))
     expected = by_hand(linear, x)
     torch.testing.assert_close(Int8Linear(linear)(x).double(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
+
+
+@needs_int8
+@pytest.mark.parametrize("size", [0.01, 1.0, 30.0])
+def test_what_a_gelu_gave_has_all_steps_of_a_byte(size: float) -> None:
+    """32 of them below 0, which is -0.17 at least, and 223 above, of a size that holds both ends."""
+    linear = layer(192, 40)
+    x = nn.functional.gelu(size * torch.randn(3, 17, 192, generator=torch.Generator().manual_seed(4)))
+    weight, step = linear.weight.detach(), (x.amax(dim=-1, keepdim=True) / 223).clamp(min=0.17 / 32)
+    scale = weight.abs().amax(dim=1) / 127
+    inputs = (x / step).round().double()
+    assert inputs.min() >= -32
+    assert inputs.max() <= 223
+    expected = inputs @ (weight / scale[:, None]).round().double().mT * scale.double() * step.double()
+    expected += linear.bias.detach()
+    found = Int8Linear(linear, after_gelu=True)(x.clone())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
+
+
+def test_a_gelu_is_written_over_its_input() -> None:
+    x = torch.linspace(-30, 30, 600_001)
+    expected = nn.functional.gelu(x)
+    assert Gelu()(x).data_ptr() == x.data_ptr()
+    assert torch.equal(x, expected)
+    assert x.min() > -0.17
+
+
+@needs_int8
+def test_the_inputs_of_other_layers_stay_as_they_are() -> None:
+    x = torch.randn(3, 5, 64)
+    before = x.clone()
+    Int8Linear(layer(64, 8))(x)
+    assert torch.equal(x, before)
 
 
 @needs_int8
