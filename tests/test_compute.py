@@ -49,8 +49,8 @@ def test_images_shared_among_threads_keep_their_order(threads: int, count: int) 
 def test_of_small_models_more_images_are_computed_at_a_time() -> None:
     from vitrail import presets
 
-    assert [compute._few(presets.config(name)) for name in ("l16", "b16", "s16", "ti16")] == [4, 4, 4, 5]
-    assert compute._few(making.bit().config) == 4
+    assert [compute._few(presets.config(name)) for name in ("l16", "b16", "s16", "ti16")] == [8, 8, 8, 8]
+    assert compute._few(making.bit().config) == 8
     assert compute._few(making.vit().config) > 100
 
 

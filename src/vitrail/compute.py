@@ -31,7 +31,7 @@ from vitrail.weights.trained import Trained
 Function = Callable[[Tensor], Tensor]
 """Views, uint8 (B, C, S, S), on the model's device -> a row for each, on the CPU."""
 
-_FEW = 4  # images: of fewer the weights are read too often, of more activations leave the cache (measured, Ti to B)
+_FEW = 8  # images: of fewer the weights are read too often, of more activations leave the cache (measured, S and B)
 _CACHED = 3 * 2**20  # bytes of a block's widest activations, of which small models may have more images
 _MAKING = threading.Lock()
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # glibc's malloc.h
@@ -127,7 +127,8 @@ def _shared(function: Function, few: int) -> Function:
         threads = torch.get_num_threads()
         if views.device.type != "cpu" or len(views) < max(2, threads):
             return function(views)
-        parts = views.split(min(few, -(-len(views) // threads)))
+        rounds = -(-len(views) // (few * threads))
+        parts = views.split(-(-len(views) // (rounds * threads)))  # as equal as can be
         if threads == 1:
             return torch.cat([function(part) for part in parts])
         return torch.cat(list(_streams(threads, os.getpid()).map(function, parts)))

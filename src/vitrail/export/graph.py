@@ -71,9 +71,10 @@ class PooledStem(nn.Module):
         return torch.maximum(F.max_pool2d(self.conv(images), 3, 2, padding=1), self.border)
 
 
-def program(trained: Trained) -> ExportedProgram:
-    """The graph of a model, for batches of any size; it shares the model's weights."""
+def program(trained: Trained, change: Callable[[Model], Model] = lambda model: model) -> ExportedProgram:
+    """The graph of a model, for batches of any size; it shares the model's weights. A runtime may change its parts."""
     graph, channels, size = Graph(usable(trained)), trained.model.config.channels, prepared(trained).size
+    graph.model = change(graph.model)
     example = torch.zeros((2, channels, *size), dtype=torch.uint8)  # of two: a one would be taken for a constant
     with torch.no_grad():
         found = torch.export.export(graph, (example,), dynamic_shapes=({0: Dim("batch", min=1)},))

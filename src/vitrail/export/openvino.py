@@ -1,27 +1,74 @@
-"""OpenVINO's form of a model: a graph in memory, or an .xml with its weights in a .bin beside it."""
+"""OpenVINO's form of a model: a graph in memory, or an .xml with its weights in a .bin beside it.
 
+B images   N tokens   D width   H heads   K = D/H
+"""
+
+import copy
 import warnings
 from pathlib import Path
 
 import openvino
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from vitrail.export import graph as graphs
 from vitrail.export.graph import Run
+from vitrail.model.build import Model
+from vitrail.model.positions import Grid
+from vitrail.model.vit import Attention
 from vitrail.weights.trained import Trained
+
+
+class Apart(nn.Module):
+    """Attention with products of their own for queries, keys and values, and its scale in the queries' weights.
+
+    OpenVINO splits one product's result, scales a part and moves all of it: a tenth of the time in int8.
+    """
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        config = attention.config
+        self.heads, self.proj = config.heads, attention.proj
+        weights = list(attention.qkv.weight.detach().split(config.width))
+        biases = list(torch.zeros(3 * config.width).split(config.width))
+        if attention.qkv.bias is not None:
+            biases = list(attention.qkv.bias.detach().split(config.width))
+        scale = (config.width // config.heads) ** -0.5
+        weights[0], biases[0] = weights[0] * scale, biases[0] * scale
+        self.weights = nn.ParameterList(weights)
+        self.biases = nn.ParameterList(biases)
+
+    def forward(self, x: Tensor, _: Grid, queries: int | None = None) -> Tensor:
+        """(B, N, D) -> (B, N, D), or only the first `queries` tokens of it."""
+        inputs = (x if queries is None else x[:, :queries], x, x)
+        products = map(F.linear, inputs, self.weights, self.biases)
+        q, k, v = (found.unflatten(-1, (self.heads, -1)).transpose(1, 2) for found in products)  # (B, H, N, K)
+        found: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2).flatten(2))
+        return found
+
+
+def is_apart(part: nn.Module) -> bool:
+    """Whether a model's attention takes that form: not where positions belong to it."""
+    return isinstance(part, Attention) and part.config.positions != "relative"
 
 
 def graph(trained: Trained) -> openvino.Model:
     """The model in float32, for batches of any size; inputs, outputs and metadata are those of every exported file."""
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of torch, about what openvino calls
-        found = openvino.convert_model(graphs.program(trained))
+        found = openvino.convert_model(graphs.program(trained, _taken_apart))
     found.reshape([-1, trained.model.config.channels, *graphs.prepared(trained).size])
     for output, name in zip(found.outputs, graphs.outputs(trained), strict=True):
         output.get_tensor().set_names({name})
     for name, value in graphs.metadata(trained).items():
         found.set_rt_info(value, ["vitrail", name])
     return found
+
+
+def _taken_apart(model: Model) -> Model:
+    """The model with its attentions in that form; all other weights are shared, not copied."""
+    instead = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, instead | {id(part): Apart(part) for part in model.modules() if is_apart(part)})
 
 
 def write(trained: Trained, path: Path) -> None:

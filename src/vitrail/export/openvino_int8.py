@@ -20,13 +20,13 @@ from openvino import opset13 as operators
 from torch import Tensor
 
 from vitrail import files
-from vitrail.export.openvino import graph
+from vitrail.export.openvino import graph, is_apart
 from vitrail.model.vit import ViT
 from vitrail.weights.trained import Trained
 
 _LEVELS = 256
 _GRAPHS = 8  # that the cache holds
-_VERSION = 1  # of what is kept: whoever changes the graph counts on
+_VERSION = 2  # of what is kept: whoever changes the graph counts on
 
 
 def probabilities(trained: Trained, threads: int) -> Callable[[Tensor], Tensor]:
@@ -90,6 +90,7 @@ def rounded(trained: Trained) -> openvino.Model:
     for node, least, greatest in _products(model, trained):
         step = max(greatest - least, 1e-30) / (_LEVELS - 1)
         zero = round(min(max(-least / step, 0), _LEVELS - 1))  # 0 is a level, so that it stays 0
+        zero -= zero == _LEVELS // 2  # in the middle it would be signed bytes, whose products are slower
         ends = [np.float32(-zero * step), np.float32((_LEVELS - 1 - zero) * step)]
         inputs = operators.fake_quantize(node.input_value(0), *ends, *ends, _LEVELS)
         node.input(0).replace_source_output(inputs.output(0))
@@ -105,11 +106,15 @@ def _products(model: openvino.Model, trained: Trained) -> list[tuple[openvino.No
     """The blocks' products with weights, which follow the embedding's, each with the range of its inputs."""
     nodes = [node for node in model.get_ordered_ops() if node.get_type_name() == "MatMul"]
     nodes = [node for node in nodes if _is_matrix(node.input_value(1))]
-    ranges = list(zip(trained.ranges[::2], trained.ranges[1::2], strict=True))
+    ends = list(zip(trained.ranges[::2], trained.ranges[1::2], strict=True))
     assert isinstance(trained.model, ViT)
-    if trained.model.head_tokens is not None:
-        ranges.insert(-4, ranges[-4])  # the last block has one product for queries, one for keys and values
-    return [(node, *ends) for node, ends in zip(nodes[1:], ranges, strict=False)]
+    blocks, ranges = list(trained.model.blocks), []
+    for place, block in enumerate(blocks):
+        inputs, *others = ends[4 * place : 4 * place + 4]
+        last = place == len(blocks) - 1 and trained.model.head_tokens is not None
+        ranges += [inputs] * (3 if is_apart(block.attn) else 2 if last else 1)  # which then has one for queries
+        ranges += others
+    return [(node, *pair) for node, pair in zip(nodes[1:], ranges, strict=False)]
 
 
 def _is_matrix(value: openvino.Output) -> bool:
