@@ -57,7 +57,7 @@ class Int8Linear(nn.Module):
         if not x.numel():
             return x.new_zeros((*x.shape[:-1], len(self.scale)))
         step = self._step(x)
-        # To add _WHOLE is to round, and the last byte of the sum is what is asked for: one pass for what would be three.
+        # To add _WHOLE is to round, and the last byte of the sum is what is wanted: one pass for what would be three.
         whole = torch.addcmul(self.offset, x, 1 / step, out=x if self.after_gelu else None)
         out = _product(whole.view(torch.int32).to(torch.uint8), self.zero, self.packed, self.scale)
         return torch.addcmul(self.bias, out, step, out=out)
