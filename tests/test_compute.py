@@ -1,6 +1,8 @@
 """A model as functions of views."""
 
 import dataclasses
+import os
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -46,12 +48,42 @@ def test_images_shared_among_threads_keep_their_order(threads: int, count: int) 
         assert all(name.startswith("compute") for name, _, _ in seen) == (threads > 1)
 
 
+@pytest.mark.parametrize(
+    ("count", "parts"), [(2, [1, 1]), (9, [5, 4]), (16, [8, 8]), (20, [5, 5, 5, 5]), (33, [6] * 5 + [3])]
+)
+def test_threads_get_parts_as_equal_as_can_be(count: int, parts: list[int]) -> None:
+    found: list[int] = []
+
+    def counted(some: Tensor) -> Tensor:
+        found.append(len(some))
+        return some
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        compute._shared(counted, 8)(views(count))
+    finally:
+        torch.set_num_threads(before)
+    assert sorted(found, reverse=True) == parts
+
+
 def test_of_small_models_more_images_are_computed_at_a_time() -> None:
     from vitrail import presets
 
     assert [compute._few(presets.config(name)) for name in ("l16", "b16", "s16", "ti16")] == [8, 8, 8, 8]
     assert compute._few(making.bit().config) == 8
     assert compute._few(making.vit().config) > 100
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")
+def test_threads_that_compute_give_way_and_no_others() -> None:
+    script = (
+        "import os, torch; from vitrail import compute; torch.set_num_threads(3); compute.give_way();"
+        "pool = compute._streams(3, os.getpid()); found = [];"
+        "compute._each(pool, 3, lambda: found.append(os.nice(0))); print(os.nice(0), found)"
+    )
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == f"{os.nice(0)} {[min(19, os.nice(0) + 5)] * 3}"
 
 
 def test_float32_is_the_model_itself() -> None:

@@ -33,6 +33,7 @@ Function = Callable[[Tensor], Tensor]
 
 _FEW = 8  # images: of fewer the weights are read too often, of more activations leave the cache (measured, S and B)
 _CACHED = 3 * 2**20  # bytes of a block's widest activations, of which small models may have more images
+_NICE = 5  # a third of the time that another thread gets
 _MAKING = threading.Lock()
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # glibc's malloc.h
 
@@ -109,6 +110,16 @@ def keep_memory() -> None:
         adjust(_ARENA_MAX, 1)
 
 
+def give_way() -> None:
+    """Let threads that compute come after all others, for a server: who is refused, or asks how it is, hears at once.
+
+    On Linux, where every thread has a priority of its own.
+    """
+    if sys.platform == "linux":
+        count = torch.get_num_threads()
+        _each(_streams(count, os.getpid()), count, lambda: os.nice(_NICE))
+
+
 # --- few images at a time on each core -------------------------------------------------------------------------------
 
 
@@ -145,14 +156,23 @@ def _streams(count: int, process: int) -> ThreadPoolExecutor:
 @functools.cache
 def _made(count: int, _process: int) -> ThreadPoolExecutor:
     pool = ThreadPoolExecutor(count, thread_name_prefix="compute")
-    begun = threading.Barrier(count)
 
     def alone() -> None:
         torch.get_num_threads()  # a thread's first question sets it to the number of all
         torch.set_num_threads(1)  # of this thread, and of any that begins later
-        begun.wait()
 
-    for each in [pool.submit(alone) for _ in range(count)]:
-        each.result()
+    _each(pool, count, alone)
     torch.set_num_threads(count)
     return pool
+
+
+def _each(pool: ThreadPoolExecutor, count: int, work: Callable[[], object]) -> None:
+    """Let each of a pool's threads do the work once."""
+    met = threading.Barrier(count)
+
+    def once() -> None:
+        work()
+        met.wait()
+
+    for each in [pool.submit(once) for _ in range(count)]:
+        each.result()

@@ -69,6 +69,7 @@ def main(
             limits=limits,
             key=key,
         )
+        compute.give_way()
         for served in service.models.values():
             where = f"{served.classifier.device} in {served.classifier.precision}"
             show.note(f"model: {show.printable(served.name)} on {where}")

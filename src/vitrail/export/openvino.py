@@ -6,6 +6,7 @@ B images   N tokens   D width   H heads   K = D/H
 import copy
 import warnings
 from pathlib import Path
+from typing import TypeGuard
 
 import openvino
 import torch
@@ -48,7 +49,7 @@ class Apart(nn.Module):
         return found
 
 
-def is_apart(part: nn.Module) -> bool:
+def is_apart(part: object) -> TypeGuard[Attention]:
     """Whether a model's attention takes that form: not where positions belong to it."""
     return isinstance(part, Attention) and part.config.positions != "relative"
 

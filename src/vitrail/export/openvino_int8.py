@@ -35,6 +35,7 @@ def probabilities(trained: Trained, threads: int) -> Callable[[Tensor], Tensor]:
         "INFERENCE_PRECISION_HINT": "f32",
         "INFERENCE_NUM_THREADS": threads,
         "NUM_STREAMS": threads,
+        "ENABLE_CPU_PINNING": False,  # two processes would be tied to the same cores
     }
     compiled = _compiled(trained, settings)
     free: queue.SimpleQueue[openvino.InferRequest] = queue.SimpleQueue()
