@@ -38,6 +38,7 @@ def probabilities(trained: Trained, threads: int) -> Callable[[Tensor], Tensor]:
         "ENABLE_CPU_PINNING": False,  # two processes would be tied to the same cores
     }
     compiled = _compiled(trained, settings)
+    _ = openvino.Tensor(np.zeros(1)).data  # of two threads that are the first to ask for one, each waits for the other
     free: queue.SimpleQueue[openvino.InferRequest] = queue.SimpleQueue()
     for _ in range(threads):
         free.put(compiled.create_infer_request())
