@@ -116,7 +116,7 @@ def _products(model: openvino.Model, trained: Trained) -> list[tuple[openvino.No
         last = place == len(blocks) - 1 and trained.model.head_tokens is not None
         ranges += [inputs] * (3 if is_apart(block.attn) else 2 if last else 1)  # which then has one for queries
         ranges += others
-    return [(node, *pair) for node, pair in zip(nodes[1:], ranges, strict=False)]
+    return [(node, *pair) for node, pair in zip(nodes[1 : len(ranges) + 1], ranges, strict=True)]
 
 
 def _is_matrix(value: openvino.Output) -> bool:
