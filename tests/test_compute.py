@@ -113,7 +113,7 @@ def test_what_is_possible_depends_on_the_model_and_the_machine(monkeypatch: pyte
 
 
 def test_openvino_is_named_with_its_extra_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = making.trained(making.vit(), ranges=(0.0, 1.0) * 12)
+    trained = making.trained(making.vit(), ranges=(0.0, 1.0) * 18)
     monkeypatch.setitem(sys.modules, "openvino", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(UsageError, match=r"pip install 'vitrail\[openvino\]'"):

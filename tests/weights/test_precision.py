@@ -56,11 +56,11 @@ def test_what_this_machine_cannot_compute_is_not_chosen() -> None:
 
 def test_measurements_travel_in_the_file(tmp_path: Path) -> None:
     measured = (tried("int8"), tried("bfloat16", 0.4, sure=None, sure_images=0))
-    trained = making.trained(making.vit(), tried=measured, ranges=(-1.5, 2.0) * 12)
+    trained = making.trained(making.vit(), tried=measured, ranges=(-1.5, 2.0) * 18)
     save(trained, tmp_path / "a.safetensors")
     found = load(tmp_path / "a.safetensors")
     assert found.tried == measured
-    assert found.ranges == (-1.5, 2.0) * 12
+    assert found.ranges == (-1.5, 2.0) * 18
 
 
 def test_a_file_without_them_has_no_word_of_them(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_file_without_them_has_no_word_of_them(tmp_path: Path) -> None:
 
 
 def test_other_weights_have_other_measurements() -> None:
-    trained = making.trained(making.vit(), tried=(tried("int8"),), ranges=(-1.0, 1.0) * 12)
+    trained = making.trained(making.vit(), tried=(tried("int8"),), ranges=(-1.0, 1.0) * 18)
     assert trained.labels is not None
     for changed in (adapt(trained, classes=3), adapt(trained, image_size=64), reordered(trained, trained.labels[::-1])):
         assert (changed.tried, changed.ranges) == ((), ())
@@ -97,7 +97,7 @@ def test_measurements_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "ranges", [(-1.0, 1.0), (-1.0,) * 23, (1.0, -1.0) * 12, (float("nan"), 1.0) * 12, (0.0, float("inf")) * 12]
+    "ranges", [(-1.0, 1.0), (-1.0,) * 35, (1.0, -1.0) * 18, (float("nan"), 1.0) * 18, (0.0, float("inf")) * 18]
 )
 def test_ranges_that_cannot_be_are_refused(ranges: tuple[float, ...]) -> None:
     with pytest.raises(UsageError, match="range"):

@@ -1,4 +1,4 @@
-"""A model in OpenVINO with the blocks' matrix products in int8: a scale for each output, and one for all inputs.
+"""A model in OpenVINO, products of patches and blocks in int8: a scale for each output, and one for all inputs.
 
 OpenVINO can find a scale for each token as it runs, but then it is no faster than torch. With ranges that are known
 beforehand the operator before a product leaves its result in 8 bits. To translate a model takes ten seconds, so what
@@ -6,6 +6,7 @@ comes of it is kept in the user's cache.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import queue
@@ -20,13 +21,16 @@ from openvino import opset13 as operators
 from torch import Tensor
 
 from vitrail import files
+from vitrail.config import ViTConfig
 from vitrail.export.openvino import graph, is_apart
 from vitrail.model.vit import ViT
-from vitrail.weights.trained import Trained
+from vitrail.weights.trained import Trained, assemble
 
 _LEVELS = 256
 _GRAPHS = 8  # that the cache holds
-_VERSION = 2  # of what is kept: whoever changes the graph counts on
+_VERSION = 3  # of what is kept: whoever changes the graph counts on
+
+Range = tuple[float, float]
 
 
 def probabilities(trained: Trained, threads: int) -> Callable[[Tensor], Tensor]:
@@ -87,15 +91,15 @@ def _keep(model: openvino.Model, folder: Path) -> None:
 
 
 def rounded(trained: Trained) -> openvino.Model:
-    """The graph of a model, inputs and weights of its blocks' products rounded to 8 bits."""
+    """The graph of a model, its patches', layers' and queries' products with both sides rounded to 8 bits."""
+    trained = for_bytes(trained)
     model = graph(trained)
-    for node, least, greatest in _products(model, trained):
+    _spell_out_attention(model, trained)
+    for node, (least, greatest) in _products(model, trained):
         step = max(greatest - least, 1e-30) / (_LEVELS - 1)
         zero = round(min(max(-least / step, 0), _LEVELS - 1))  # 0 is a level, so that it stays 0
         zero -= zero == _LEVELS // 2  # in the middle it would be signed bytes, whose products are slower
-        ends = [np.float32(-zero * step), np.float32((_LEVELS - 1 - zero) * step)]
-        inputs = operators.fake_quantize(node.input_value(0), *ends, *ends, _LEVELS)
-        node.input(0).replace_source_output(inputs.output(0))
+        _round(node.input(0), step, zero)
         weight = node.input_value(1).get_node().get_data()  # (O, D), or (D, O)
         along = 1 if node.get_attributes()["transpose_b"] else 0
         scale = np.maximum(np.abs(weight).max(axis=along, keepdims=True) / 127, np.finfo(np.float32).tiny)
@@ -104,19 +108,76 @@ def rounded(trained: Trained) -> openvino.Model:
     return model
 
 
-def _products(model: openvino.Model, trained: Trained) -> list[tuple[openvino.Node, float, float]]:
-    """The blocks' products with weights, which follow the embedding's, each with the range of its inputs."""
+def _round(place: openvino.Input, step: float, zero: int) -> None:
+    """Let a node read levels, of which one is 0."""
+    ends = [np.float32(-zero * step), np.float32((_LEVELS - 1 - zero) * step)]
+    levels = operators.fake_quantize(place.get_source_output(), *ends, *ends, _LEVELS)
+    place.replace_source_output(levels.output(0))
+
+
+def for_bytes(trained: Trained) -> Trained:
+    """The same model for pixels from 0 to 1, if it cuts images into patches: mean and std are in its first weights.
+
+    Its inputs are bytes then, and nothing but these weights is rounded, which is done here, before the mean is taken
+    from what they give: what rounding changes is multiplied with pixels around 0, as it would be without all this.
+    """
+    model, preprocess = trained.model, trained.preprocess
+    assert isinstance(model, ViT)
+    assert preprocess is not None
+    if model.config.stem is not None:
+        return trained
+    embedding, inside = model.patch_embed.proj, (1, 2, 3)
+    assert embedding.bias is not None
+    mean, std = (torch.tensor(values).reshape(-1, 1, 1) for values in (preprocess.mean, preprocess.std))
+    weight = embedding.weight.detach() / std
+    scale = (weight.abs().amax(inside, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    weight = (weight / scale).round() * scale
+    first = {"weight": weight, "bias": embedding.bias.detach() - (weight * mean).sum(inside)}
+    weights = model.state_dict() | {f"patch_embed.proj.{name}": tensor for name, tensor in first.items()}
+    plain = dataclasses.replace(preprocess, mean=(0.0,) * len(mean), std=(1.0,) * len(std))
+    return dataclasses.replace(trained, model=assemble(model.config, weights), preprocess=plain)
+
+
+def _spell_out_attention(model: openvino.Model, trained: Trained) -> None:
+    """Attention as two products and a softmax, queries and keys rounded to signed bytes, as two unknowns have to be.
+
+    OpenVINO puts it together again, and then leaves keys as they lie. It rounds in the layer before if told to there.
+    """
+    nodes = [node for node in model.get_ordered_ops() if node.get_type_name() == "ScaledDotProductAttention"]
+    config = trained.model.config
+    assert isinstance(config, ViTConfig)
+    scale = (config.width // config.heads) ** -0.5  # which is in the queries' weights
+    for node, (_, queries, keys, *_) in zip(nodes, _by_block(trained), strict=bool(nodes)):  # relative ones have none
+        for number, factor, ends in ((0, scale, queries), (1, 1.0, keys)):
+            place = node.input(number)
+            while (before := place.get_source_output().get_node()).get_type_name() in ("Reshape", "Transpose"):
+                place = before.input(0)
+            _round(place, max(factor * max(map(abs, ends)), 1e-30) / (_LEVELS // 2 - 1), _LEVELS // 2)
+        weights = operators.softmax(operators.matmul(node.input_value(0), node.input_value(1), False, True), -1)
+        found = operators.matmul(weights, node.input_value(2), False, False)
+        for target in node.output(0).get_target_inputs():
+            target.replace_source_output(found.output(0))
+
+
+def _products(model: openvino.Model, trained: Trained) -> list[tuple[openvino.Node, Range]]:
+    """The products with weights, of patches that are cut from images and of blocks, with the ranges of their inputs."""
     nodes = [node for node in model.get_ordered_ops() if node.get_type_name() == "MatMul"]
     nodes = [node for node in nodes if _is_matrix(node.input_value(1))]
-    ends = list(zip(trained.ranges[::2], trained.ranges[1::2], strict=True))
     assert isinstance(trained.model, ViT)
-    blocks, ranges = list(trained.model.blocks), []
-    for place, block in enumerate(blocks):
-        inputs, *others = ends[4 * place : 4 * place + 4]
-        last = place == len(blocks) - 1 and trained.model.head_tokens is not None
+    ranges: list[Range | None] = [None if trained.model.config.stem else (0.0, 1.0)]
+    blocks = list(trained.model.blocks)
+    for block, (inputs, _, _, *others) in zip(blocks, _by_block(trained), strict=True):
+        last = block is blocks[-1] and trained.model.head_tokens is not None
         ranges += [inputs] * (3 if is_apart(block.attn) else 2 if last else 1)  # which then has one for queries
         ranges += others
-    return [(node, *pair) for node, pair in zip(nodes[1 : len(ranges) + 1], ranges, strict=True)]
+    pairs = zip(nodes[: len(ranges)], ranges, strict=True)
+    return [(node, ends) for node, ends in pairs if ends is not None]
+
+
+def _by_block(trained: Trained) -> list[list[Range]]:
+    """Six ranges of each block."""
+    ends = list(zip(trained.ranges[::2], trained.ranges[1::2], strict=True))
+    return [ends[place : place + 6] for place in range(0, len(ends), 6)]
 
 
 def _is_matrix(value: openvino.Output) -> bool:

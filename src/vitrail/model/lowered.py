@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vitrail.config import Precision
 from vitrail.errors import UsageError
 from vitrail.model.build import Model
-from vitrail.model.vit import Mlp, ViT
+from vitrail.model.vit import Attention, Mlp, ViT
 
 _TINY = torch.finfo(torch.float32).tiny
 _MOST = 127  # of a weight's byte; -128 is left out: the range is as long on both sides
@@ -127,17 +127,27 @@ def lowered(model: Model, precision: Precision) -> Model:
 
 @torch.inference_mode()
 def ranges(model: ViT, images: Tensor) -> tuple[float, ...]:
-    """Least and greatest input of the four matrix products of each block in turn, on images (B, C, S, S).
+    """Least and greatest of what each block multiplies, on images (B, C, S, S), for runtimes with fixed scales.
 
-    For runtimes whose scales are fixed beforehand.
+    In each block that is what the first layer reads, queries, keys, and what the other three layers read.
     """
     found: list[float] = []
 
-    def note(_: nn.Module, inputs: tuple[Tensor]) -> None:
-        found.extend(float(end) for end in inputs[0].aminmax())
+    def note(values: Tensor) -> None:
+        found.extend(float(end) for end in values.aminmax())
+
+    def read(_: nn.Module, inputs: tuple[Tensor]) -> None:
+        note(inputs[0])
+
+    def split(_: nn.Module, __: object, output: Tensor) -> None:
+        queries, keys, _values = output.chunk(3, dim=-1)
+        note(queries)
+        note(keys)
 
     layers = [part for part in model.blocks.modules() if isinstance(part, nn.Linear)]
-    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    attentions = [part for part in model.blocks.modules() if isinstance(part, Attention)]
+    hooks = [layer.register_forward_pre_hook(read) for layer in layers]
+    hooks += [attention.qkv.register_forward_hook(split) for attention in attentions]
     try:
         model.encode(images)
     finally:

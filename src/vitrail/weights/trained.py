@@ -50,7 +50,7 @@ class Trained:
     tried: tuple[Tried, ...] = ()
     """What these very weights lose and gain in fewer bits, measured on validation images."""
     ranges: tuple[float, ...] = ()
-    """Least and greatest input of each of the blocks' matrix products there, for runtimes with fixed scales."""
+    """Least and greatest of what the blocks multiply there, six pairs a block, for runtimes with fixed scales."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, Model):
@@ -70,7 +70,7 @@ class Trained:
             )
 
     def _check_ranges(self) -> None:
-        wanted = 8 * self.model.config.depth if isinstance(self.model, ViT) else 0
+        wanted = 12 * self.model.config.depth if isinstance(self.model, ViT) else 0
         if len(self.ranges) != wanted:
             raise UsageError(f"{len(self.ranges)} ends of ranges were given for a model that has {wanted}")
         for least, greatest in zip(self.ranges[::2], self.ranges[1::2], strict=True):
