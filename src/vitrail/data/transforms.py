@@ -27,7 +27,8 @@ def evaluation_view(image: Tensor, preprocess: Preprocess) -> Tensor:
         image = _resized(image, target[0], target[1], RESAMPLING[preprocess.interpolation])
     middle = [(side - crop) / 2 for side, crop in zip(target, preprocess.size, strict=True)]
     top, left = (round(corner) if preprocess.crop_rounding == "nearest" else int(corner) for corner in middle)
-    return image[:, top : top + preprocess.size[0], left : left + preprocess.size[1]].contiguous()
+    kept = image[:, top : top + preprocess.size[0], left : left + preprocess.size[1]]
+    return torch.from_numpy(np.ascontiguousarray(kept.numpy()))  # torch would wake all its threads for so few bytes
 
 
 def resized_size(height: int, width: int, preprocess: Preprocess) -> tuple[int, int]:
