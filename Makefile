@@ -3,13 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test soak lint peers browser clean
+.PHONY: demo test cuda soak lint peers browser clean
 
 demo: .venv/.installed  ## a small Vision Transformer learns to read digits, in two minutes
 	$(BIN)/vitrail demo
 
 test: .venv/.dev lint  ## the whole suite, in parallel
 	$(BIN)/pytest --numprocesses auto
+
+cuda: .venv/.dev  ## the tests for an NVIDIA GPU, which the suite leaves out
+	VITRAIL_TEST_CUDA=1 $(BIN)/pytest -k cuda
 
 soak: .venv/.dev  ## the full counts of what the suite samples, and a table of what they reached; takes long
 	$(BIN)/pytest -m soak

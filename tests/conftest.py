@@ -1,6 +1,8 @@
 """What all tests share: one thread, the development data where it exists, the peer libraries where they do, and the
 table of `make soak`.
 
+Tests see no GPU: many compare bits with what the CPU computes, or fork. `make cuda` shows it to those that are for one.
+
 A test that measures a promise under faults (docs/reliability.md) asks for the fixture `soaked` and ends with
 
     soaked(row, promise, asked, reached)   # soaked(1, "a killed run resumes to the same weights", "100 kills", "100")
@@ -16,6 +18,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+if "VITRAIL_TEST_CUDA" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks, and for all that tests start
+
 import torch
 
 torch.set_num_threads(1)  # tiny models on a busy machine: one thread is 30 times faster than two

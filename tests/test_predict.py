@@ -163,7 +163,7 @@ def test_a_model_in_training_stays_in_training() -> None:
     assert trained.model.training
 
 
-def test_the_device_is_chosen_by_itself() -> None:
+def test_the_device_is_chosen_by_itself_cuda_first() -> None:
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     assert Classifier(making.trained(making.vit())).device.type == best
 

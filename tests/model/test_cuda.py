@@ -10,7 +10,7 @@ from tests.making import VARIANTS
 from vitrail import Classifier
 from vitrail.model.vit import ViT
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here: `make cuda`")
 
 
 @pytest.fixture(autouse=True)

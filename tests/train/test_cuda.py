@@ -23,7 +23,7 @@ from vitrail.train.step import Recording, begin
 from vitrail.train.task import Task, fitted
 from vitrail.weights.load import load
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here: `make cuda`")
 
 
 def recipe(kind: str = "adam", **changes: Any) -> Recipe:
