@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ def started(
         except StoppedError as error:
             code = error.exit_code
         finally:
+            if code == 1:
+                traceback.print_exc()  # which pytest shows if the test fails
             os._exit(code)
     return children
 

@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,8 @@ def killed(task: Task, folder: Path, seconds: float, number: int = signal.SIGKIL
         except StoppedError as error:
             code = error.exit_code
         finally:
+            if code == 1:
+                traceback.print_exc()  # which pytest shows if the test fails
             os._exit(code)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -354,6 +357,8 @@ def test_a_signal_to_the_whole_group_does_not_kill_the_workers_first(tmp_path: P
         except StoppedError as error:
             code = error.exit_code
         finally:
+            if code == 1:
+                traceback.print_exc()  # which pytest shows if the test fails
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75
     assert states.found(tmp_path / "run" / "checkpoints")[0].name == "step-00000005"
