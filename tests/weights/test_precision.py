@@ -1,6 +1,7 @@
 """What a file tells of fewer bits, and what follows from it."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 
 from tests import making
 from vitrail import load, save
-from vitrail.errors import UsageError
+from vitrail.errors import ModelError, UsageError
+from vitrail.weights import native, storage
 from vitrail.weights.adapt import adapt, reordered
 from vitrail.weights.precision import Tried, chosen
 
@@ -61,6 +63,21 @@ def test_measurements_travel_in_the_file(tmp_path: Path) -> None:
     found = load(tmp_path / "a.safetensors")
     assert found.tried == measured
     assert found.ranges == (-1.5, 2.0) * 18
+
+
+def test_ranges_of_a_file_that_has_none_of_queries_and_keys_are_left_out(tmp_path: Path) -> None:
+    save(
+        making.trained(making.vit(), tried=(tried("openvino-int8"),), ranges=(-1.5, 2.0) * 18),
+        tmp_path / "new.safetensors",
+    )
+    stored = storage.read(tmp_path / "new.safetensors")
+    header = json.loads(stored.metadata[native.KEY])
+    for name, count in (("old", 24), ("damaged", 22)):
+        fewer = header | {"ranges": header["ranges"][:count]}
+        storage.write(tmp_path / f"{name}.safetensors", stored.tensors, {native.KEY: json.dumps(fewer)})
+    assert load(tmp_path / "old.safetensors").ranges == ()
+    with pytest.raises(ModelError, match="22 ends of ranges"):
+        load(tmp_path / "damaged.safetensors")
 
 
 def test_a_file_without_them_has_no_word_of_them(tmp_path: Path) -> None:
