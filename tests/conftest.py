@@ -24,6 +24,8 @@ if "VITRAIL_TEST_CUDA" not in os.environ:
 
 import torch
 
+import vitrail.export  # noqa: F401  before a test imports OpenVINO, so that it reports to nobody
+
 torch.set_num_threads(1)  # tiny models on a busy machine: one thread is 30 times faster than two
 
 DATA = Path(os.environ.get("VITRAIL_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))

@@ -1,16 +1,50 @@
-"""Every command and the Python of the README, run in order in one folder; what it prints is what it says."""
+"""Every command and the Python of the README, run in order in one folder; what it prints is what it says.
 
+Those that name nothing remote, which are all but a few that run elsewhere, open no socket.
+"""
+
+import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 import vitrail
 from tests.data.pictures import folder
 from vitrail.config import Preprocess
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+WATCH = """
+import os, sys
+
+def note(event, values):
+    if event == "socket.getaddrinfo" or event in ("socket.bind", "socket.connect") and isinstance(values[1], tuple):
+        with open(os.environ["SOCKETS"], "a") as file:  # by workers too; paths are sockets of this machine alone
+            print(event, values[0] if event == "socket.getaddrinfo" else values[1], file=file)
+
+sys.addaudithook(note)
+"""
+
+
+def run(arguments: Sequence[str], folder: Path) -> str:
+    """What Python prints, if it ends well and looked for no other machine."""
+    (folder / "watch").mkdir(exist_ok=True)
+    (folder / "watch" / "sitecustomize.py").write_text(WATCH)
+    log = folder / "watch" / "sockets"
+    path = os.pathsep.join(filter(None, (str(folder / "watch"), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"PYTHONPATH": path, "SOCKETS": str(log), "CI": ""}  # libraries report less in CI
+    found = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, (arguments, found.stderr)
+    assert not log.exists(), (arguments, log.read_text())
+    return found.stdout
 
 
 def blocks(language: str) -> list[str]:
@@ -20,13 +54,9 @@ def blocks(language: str) -> list[str]:
 def test_the_readmes_commands_print_what_it_says_and_its_python_runs(tmp_path: Path) -> None:
     for block in blocks("console"):
         for command, expected in re.findall(r"^\$ vitrail (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):
-            arguments = [sys.executable, "-m", "vitrail", *shlex.split(command)]
-            found = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
-            assert found.returncode == 0, found.stderr
-            assert found.stdout == expected, command
+            assert run(["-m", "vitrail", *shlex.split(command)], tmp_path) == expected, command
     for block in blocks("python"):
-        found = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, capture_output=True, text=True)
-        assert found.returncode == 0, found.stderr
+        run(["-c", block], tmp_path)
 
 
 def test_the_readme_has_commands_to_test() -> None:
@@ -78,8 +108,12 @@ def test_the_readmes_other_commands_run(tmp_path: Path) -> None:
             continue
         for full, small in SMALLER.items():
             command = command.replace(full, small)
-        arguments = [sys.executable, "-m", *shlex.split(command)]
-        found = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
-        assert found.returncode == 0, (command, found.stderr)
+        run(["-m", *shlex.split(command)], tmp_path)
         ran += 1
     assert ran >= 5
+
+
+def test_the_watch_sees_a_socket(tmp_path: Path) -> None:
+    """Also in a process that is forked."""
+    with pytest.raises(AssertionError, match=r"socket\.connect \('127\.0\.0\.1', 9\)"):
+        run(["-c", "import os, socket; os.fork() or socket.socket().connect_ex(('127.0.0.1', 9)); os.wait()"], tmp_path)
