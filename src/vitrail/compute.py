@@ -24,7 +24,7 @@ from vitrail.config import Precision, ViTConfig
 from vitrail.data.transforms import normalise
 from vitrail.errors import UsageError
 from vitrail.model.build import Config
-from vitrail.model.lowered import lowered, refusal
+from vitrail.model.lowered import lowered, reads_bytes, refusal
 from vitrail.model.vit import ViT
 from vitrail.weights.trained import Trained
 
@@ -51,18 +51,21 @@ def functions(trained: Trained, precision: Precision = "float32") -> Functions:
     """What a model says, computed in a precision. OpenVINO gives answers alone: features are float32 beside it."""
     if reason := _refusal(trained, precision):
         raise UsageError(f"{precision} cannot be: {reason}. --precision float32 always can")
-    model = lowered(trained.model, "float32" if precision == "openvino-int8" else precision)
     preprocess = trained.preprocess
     assert preprocess is not None
+    model = lowered(trained.model, "float32" if precision == "openvino-int8" else precision, preprocess)
+
+    def read(views: Tensor) -> Tensor:
+        return views if reads_bytes(model) else normalise(views, preprocess)
 
     @torch.inference_mode()
     def probabilities(views: Tensor) -> Tensor:
-        logits = model(normalise(views, preprocess)).float() / trained.temperature
+        logits = model(read(views)).float() / trained.temperature
         return (logits.sigmoid() if trained.several else logits.softmax(dim=-1)).cpu()
 
     @torch.inference_mode()
     def features(views: Tensor) -> Tensor:
-        found: Tensor = model.features(normalise(views, preprocess)).float().cpu()
+        found: Tensor = model.features(read(views)).float().cpu()
         return found
 
     answers: Function = probabilities

@@ -7,12 +7,16 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests import making
+from vitrail.config import Preprocess
+from vitrail.data.transforms import normalise
 from vitrail.errors import UsageError
 from vitrail.model import lowered as module
-from vitrail.model.lowered import BFloat16Linear, Gelu, Int8Linear, cpu, exact, lowered, refusal
+from vitrail.model.lowered import BFloat16Linear, Gelu, Int8Linear, cpu, exact, lowered, reads_bytes, refusal
+from vitrail.model.vit import ViT
 
 needs_int8 = pytest.mark.skipif(not exact(), reason="int8 needs a CPU with VNNI and a torch with oneDNN")
 
@@ -166,6 +170,32 @@ def test_a_lowered_model_holds_no_float32_of_what_was_lowered(precision: str, ki
     tensors = [value for part in inside if isinstance(part, kind) for value in vars(part).values()]
     tensors += [value for part in inside for value in (*part._parameters.values(), *part._buffers.values())]
     assert not any(isinstance(each, Tensor) and each.dtype == torch.float32 and each.ndim > 1 for each in tensors)
+
+
+@needs_int8
+@pytest.mark.parametrize("variant", ["plain", "map", "sincos", "relative", "wide"])
+def test_patches_of_bytes_are_embedded_as_by_rounded_weights(variant: str) -> None:
+    """Nothing else is rounded: pixels are bytes already."""
+    model = making.vit(**making.VARIANTS[variant])
+    size = model.config.image_size
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    preprocess = Preprocess(size=size, resize=size, mean=mean, std=std)
+    lower = lowered(model, "int8", preprocess)
+    assert isinstance(lower, ViT)
+    assert reads_bytes(lower)
+    assert not reads_bytes(model)
+    assert not reads_bytes(lowered(making.vit(**making.VARIANTS["hybrid"]), "int8", preprocess))
+    views = torch.randint(0, 256, making.images(model.config, 3).shape, dtype=torch.uint8)
+    weight = model.patch_embed.proj.weight.detach().double() / torch.tensor(std).double().reshape(-1, 1, 1)
+    scale = weight.abs().amax((1, 2, 3), keepdim=True) / 127
+    pixels = views.double() / 255 - torch.tensor(mean).double().reshape(-1, 1, 1)
+    by_hand = F.conv2d(pixels, (weight / scale).round() * scale, stride=model.config.patch)
+    expected = by_hand.flatten(2).mT + model.patch_embed.proj.bias.detach()
+    with torch.inference_mode():
+        torch.testing.assert_close(lower.patch_embed(views).double(), expected, rtol=1e-5, atol=1e-5)
+        logits, said = model(normalise(views, preprocess)), lower(views)
+        assert (said - logits).norm() < 0.06 * logits.norm()
+        assert lower(views[:0]).shape == (0, model.config.classes)
 
 
 def test_the_two_forms_of_gelu_differ_by_less_than_a_two_thousandth() -> None:

@@ -8,7 +8,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.config import Preprocess
-from vitrail.data.decode import PIXEL_LIMIT
+from vitrail.data.decode import PIXEL_LIMIT, Pixels
 from vitrail.errors import DataError
 
 RESAMPLING = {
@@ -21,14 +21,16 @@ RESAMPLING = {
 
 def evaluation_view(image: Tensor, preprocess: Preprocess) -> Tensor:
     """uint8 (C, H, W) -> uint8 (C, S, S): resized by Pillow, which filters before it shrinks, then centre-cropped."""
-    height, width = image.shape[1:]
-    target = resized_size(height, width, preprocess)
-    if target != (height, width):
-        image = _resized(image, target[0], target[1], RESAMPLING[preprocess.interpolation])
+    target = resized_size(image.shape[1], image.shape[2], preprocess)
     middle = [(side - crop) / 2 for side, crop in zip(target, preprocess.size, strict=True)]
     top, left = (round(corner) if preprocess.crop_rounding == "nearest" else int(corner) for corner in middle)
-    kept = image[:, top : top + preprocess.size[0], left : left + preprocess.size[1]]
-    return torch.from_numpy(np.ascontiguousarray(kept.numpy()))  # torch would wake all its threads for so few bytes
+    rows, columns = slice(top, top + preprocess.size[0]), slice(left, left + preprocess.size[1])
+    pixels = image.permute(1, 2, 0).numpy()  # (H, W, C)
+    if target == image.shape[1:]:
+        kept = pixels[rows, columns]
+    else:
+        kept = _resized(pixels, target, columns, RESAMPLING[preprocess.interpolation])[rows]
+    return torch.from_numpy(np.ascontiguousarray(kept.transpose(2, 0, 1)))  # torch would wake all its threads for this
 
 
 def resized_size(height: int, width: int, preprocess: Preprocess) -> tuple[int, int]:
@@ -42,11 +44,17 @@ def resized_size(height: int, width: int, preprocess: Preprocess) -> tuple[int, 
     return target
 
 
-def _resized(image: Tensor, height: int, width: int, resampling: Image.Resampling) -> Tensor:
-    pixels = image.permute(1, 2, 0).numpy()  # (H, W, C)
+def _resized(pixels: Pixels, target: tuple[int, int], columns: slice, resampling: Image.Resampling) -> Pixels:
+    """(H, W, C) -> some columns of the image resized to a height and a width.
+
+    Rows first, then columns of what that gave, as Pillow does both up to 12; 13 begins with what is less work. So the
+    pixels are those with which weights were trained and measured, and only columns that are kept are resized.
+    """
+    height, width = target
     picture = Image.fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels))
-    resized = np.array(picture.resize((width, height), resampling))
-    return torch.from_numpy(resized.reshape(height, width, -1)).permute(2, 0, 1)
+    wide = picture.resize((width, picture.height), resampling)
+    kept = wide.crop((columns.start, 0, columns.stop, wide.height))
+    return np.array(kept.resize((kept.width, height), resampling)).reshape(height, kept.width, -1)
 
 
 def normalise(pixels: Tensor, preprocess: Preprocess) -> Tensor:

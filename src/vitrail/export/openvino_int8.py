@@ -23,12 +23,13 @@ from torch import Tensor
 from vitrail import files
 from vitrail.config import ViTConfig
 from vitrail.export.openvino import graph, is_apart
+from vitrail.model import lowered
 from vitrail.model.vit import ViT
 from vitrail.weights.trained import Trained, assemble
 
 _LEVELS = 256
 _GRAPHS = 8  # that the cache holds
-_VERSION = 3  # of what is kept: whoever changes the graph counts on
+_VERSION = 4  # of what is kept: whoever changes the graph counts on
 
 Range = tuple[float, float]
 
@@ -116,25 +117,17 @@ def _round(place: openvino.Input, step: float, zero: int) -> None:
 
 
 def for_bytes(trained: Trained) -> Trained:
-    """The same model for pixels from 0 to 1, if it cuts images into patches: mean and std are in its first weights.
-
-    Its inputs are bytes then, and nothing but these weights is rounded, which is done here, before the mean is taken
-    from what they give: what rounding changes is multiplied with pixels around 0, as it would be without all this.
-    """
+    """The same model for pixels from 0 to 1, if it cuts images into patches: its first weights are those for bytes."""
     model, preprocess = trained.model, trained.preprocess
     assert isinstance(model, ViT)
     assert preprocess is not None
     if model.config.stem is not None:
         return trained
-    embedding, inside = model.patch_embed.proj, (1, 2, 3)
-    assert embedding.bias is not None
-    mean, std = (torch.tensor(values).reshape(-1, 1, 1) for values in (preprocess.mean, preprocess.std))
-    weight = embedding.weight.detach() / std
-    scale = (weight.abs().amax(inside, keepdim=True) / 127).clamp_min(torch.finfo(torch.float32).tiny)
-    weight = (weight / scale).round() * scale
-    first = {"weight": weight, "bias": embedding.bias.detach() - (weight * mean).sum(inside)}
+    whole, scale, bias = lowered.for_bytes(model.patch_embed.proj, preprocess)
+    first = {"weight": whole * scale.reshape(-1, 1, 1, 1), "bias": bias}
     weights = model.state_dict() | {f"patch_embed.proj.{name}": tensor for name, tensor in first.items()}
-    plain = dataclasses.replace(preprocess, mean=(0.0,) * len(mean), std=(1.0,) * len(std))
+    channels = model.config.channels
+    plain = dataclasses.replace(preprocess, mean=(0.0,) * channels, std=(1.0,) * channels)
     return dataclasses.replace(trained, model=assemble(model.config, weights), preprocess=plain)
 
 

@@ -2,9 +2,10 @@
 
     B images   N tokens   D inputs of a layer   O outputs
 
-The blocks' matrix products are nearly all of a ViT's work, and they alone are lowered: embedding, norms, attention, the
-residual stream and the head stay float32. In int8 a weight is round(w / s), with s = max |w| / 127 of its output, and
-an input round(x / t) with a step t of its token, found anew for each batch; their products are summed as whole numbers.
+The blocks' matrix products are nearly all of a ViT's work, and they are lowered: norms, attention, the residual stream
+and the head stay float32. In int8 a weight is round(w / s), with s = max |w| / 127 of its output, and an input
+round(x / t) with a step t of its token, found anew for each batch; their products are summed as whole numbers. So are
+those of patches with the embedding's weights, where an input is a pixel's byte as it is.
 torch's own quantisation is on its way out, and its compiler wants a C++ compiler where it runs: this calls oneDNN's
 product of bytes as torch ships it, or is not there where torch does not. What is left to torch are passes over memory,
 each as long as a tenth of a product, so there are as few as it has operators for.
@@ -18,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vitrail.config import Precision
+from vitrail.config import Precision, Preprocess
 from vitrail.errors import UsageError
 from vitrail.model.build import Model
-from vitrail.model.vit import Attention, Mlp, ViT
+from vitrail.model.vit import Attention, Mlp, ViT, cut
 
 _TINY = torch.finfo(torch.float32).tiny
 _MOST = 127  # of a weight's byte; -128 is left out: the range is as long on both sides
@@ -44,9 +45,8 @@ class Int8Linear(nn.Module):
     def __init__(self, linear: nn.Linear, *, after_gelu: bool = False) -> None:
         super().__init__()
         weight = linear.weight.detach()  # (O, D)
-        self.scale = (weight.abs().amax(dim=1) / _MOST).clamp_(min=_TINY)  # (O,)
-        rounded = (weight / self.scale[:, None]).round_().to(torch.int8)
-        self.packed = torch.ops.onednn.qlinear_prepack(rounded, None)
+        whole, self.scale = _whole(weight)
+        self.packed = torch.ops.onednn.qlinear_prepack(whole, None)
         self.bias = torch.zeros(len(weight)) if linear.bias is None else linear.bias.detach().clone()
         self.after_gelu = after_gelu
         self.zero = _GELU_ZERO if after_gelu else _ZERO
@@ -82,6 +82,44 @@ class Gelu(nn.Module):
         return found
 
 
+class BytePatches(nn.Module):
+    """The embedding of patches that are cut from images as bytes."""
+
+    def __init__(self, embedding: nn.Conv2d, preprocess: Preprocess) -> None:
+        super().__init__()
+        whole, scale, self.bias = for_bytes(embedding, preprocess)
+        self.patch = embedding.kernel_size[0]
+        self.packed = torch.ops.onednn.qlinear_prepack(whole.flatten(1), None)
+        self.scale = scale / 255
+
+    def forward(self, images: Tensor) -> Tensor:
+        """uint8 (B, C, S, S) -> float32 (B, N, D)."""
+        patches = cut(images, self.patch)
+        if not patches.numel():
+            return self.bias.new_zeros((*patches.shape[:-1], len(self.bias)))
+        return _product(patches, 0, self.packed, self.scale).add_(self.bias)
+
+
+def for_bytes(embedding: nn.Conv2d, preprocess: Preprocess) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights int8 (D, C, P, P), of how much each counts one (D,), and biases (D,) for patches of pixels from 0 to 1.
+
+    mean and std are in them, so that nothing else is rounded. The mean is taken from what the rounded weights give:
+    what rounding changes is multiplied with pixels around 0, as it would be without all this.
+    """
+    assert embedding.bias is not None
+    mean, std = (torch.tensor(values).reshape(-1, 1, 1) for values in (preprocess.mean, preprocess.std))
+    weight = embedding.weight.detach() / std
+    whole, scale = _whole(weight.flatten(1))
+    whole = whole.view_as(weight)
+    return whole, scale, embedding.bias.detach() - (whole * mean).sum((1, 2, 3)) * scale
+
+
+def _whole(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(O, D) -> int8 (O, D), and of how much each counts one (O,)."""
+    scale = (weight.abs().amax(dim=1) / _MOST).clamp_(min=_TINY)
+    return (weight / scale[:, None]).round_().to(torch.int8), scale
+
+
 def _product(x: Tensor, zero: int, packed: Tensor, scale: Tensor) -> Tensor:
     """uint8 (..., D) less zero, times packed int8 (O, D), summed exactly, times scale (O,): float32 (..., O)."""
     nothing: list[float] = []
@@ -108,8 +146,11 @@ class BFloat16Linear(nn.Module):
         return F.linear(x.bfloat16(), self.weight, self.bias)
 
 
-def lowered(model: Model, precision: Precision) -> Model:
-    """The model with its blocks in another precision: a copy for inference, and the caller's own stays as it is."""
+def lowered(model: Model, precision: Precision, preprocess: Preprocess | None = None) -> Model:
+    """The model with its blocks in another precision: a copy for inference, and the caller's own stays as it is.
+
+    Told how images are prepared, one that cuts them into patches reads them as bytes in int8 (`reads_bytes`).
+    """
     if reason := refusal(model, precision):
         raise UsageError(f"{precision} cannot be: {reason}")
     if precision == "float32":
@@ -122,7 +163,14 @@ def lowered(model: Model, precision: Precision) -> Model:
             instead[id(part.fc2)] = Int8Linear(part.fc2, after_gelu=True)
         elif isinstance(part, nn.Linear) and id(part) not in instead:  # an Mlp comes before its parts
             instead[id(part)] = Int8Linear(part) if precision == "int8" else BFloat16Linear(part)
+    if precision == "int8" and preprocess is not None and model.config.stem is None:
+        instead[id(model.patch_embed)] = BytePatches(model.patch_embed.proj, preprocess)
     return copy.deepcopy(model, instead).eval().requires_grad_(False)
+
+
+def reads_bytes(model: Model) -> bool:
+    """Whether a model takes images as bytes, uint8 (B, C, S, S), rather than normalised."""
+    return isinstance(model, ViT) and isinstance(model.patch_embed, BytePatches)
 
 
 @torch.inference_mode()

@@ -337,8 +337,8 @@ class ViT(nn.Module):
             y, x = y[:, :, None].expand(-1, -1, grid[1], -1), x[:, None].expand(-1, grid[0], -1, -1)
             table = torch.cat([x, y], dim=-1).flatten(1, 2)  # (tables, n, D)
         elif config.positions == "sincos-2d":
-            weight = self.patch_embed.proj.weight
-            table = sincos(grid, config.width, weight.device, weight.dtype)[None]
+            some = next(self.parameters())
+            table = sincos(grid, config.width, some.device, some.dtype)[None]
         else:
             return None
         return F.pad(table, (0, 0, config.prefix - config.positioned_prefix, 0))

@@ -25,6 +25,7 @@ from vitrail.errors import ModelError
 
 HEADER_LIMIT = 32 * 2**20  # bytes of a safetensors header or a JSON file; 21,843 labels take 1 MiB
 TENSOR_LIMIT = 100_000
+ALIGNMENT = 64  # bytes: where weights lie otherwise, products of small matrices may end in other bits
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 ARRAY_TYPES = ("<f2", "<f4", "<f8", "|V2")
 INFLATION = 16  # weights hardly compress; a file that grows more than this is a bomb
@@ -227,17 +228,18 @@ def _write_safetensors(path: Path, tensors: dict[str, Tensor], header: dict[str,
     Not by the library's writer: it puts the header's strings in another order at each run, and equal models would have
     unequal files.
     """
+    order = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT > 0, name))  # odd sizes shift no others
     entries: dict[str, Any] = {"__metadata__": header}
     end = 0
-    for name in sorted(tensors):
+    for name in order:
         start, end = end, end + tensors[name].nbytes
         shape = list(tensors[name].shape)
         entries[name] = {"dtype": DTYPES[tensors[name].dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for name in sorted(tensors):
+        for name in order:
             file.write(tensors[name].flatten().view(torch.uint8).numpy().data)
 
 

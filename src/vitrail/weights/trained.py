@@ -15,6 +15,7 @@ from vitrail.model.build import Config, Model, build
 from vitrail.model.initialise import initialise
 from vitrail.model.vit import ViT
 from vitrail.weights.precision import Tried
+from vitrail.weights.storage import ALIGNMENT
 
 Tensors = Mapping[str, Tensor]
 
@@ -133,11 +134,16 @@ def random(
 def assemble(config: Config, tensors: Tensors) -> Model:
     """The model whose parameters are exactly `tensors`, in float32; any other name, shape or a NaN is an error."""
     model = fit(config, tensors)
-    single = {name: tensor.to(torch.float32).contiguous() for name, tensor in tensors.items()}
+    single = {name: _aligned(tensor.to(torch.float32).contiguous()) for name, tensor in tensors.items()}
     if broken := sorted(name for name, tensor in single.items() if not torch.isfinite(tensor).all()):
         raise ModelError(f"NaN or infinity in the weights of {broken[0]!r}{_more(broken)}")
     model.load_state_dict(single, assign=True)
     return model.requires_grad_(True).eval()
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """The same values where vectors can be read whole: a file that is mapped has them anywhere."""
+    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def fit(config: Config, tensors: Tensors) -> Model:
