@@ -135,7 +135,7 @@ def started(make: Callable[..., Run], arguments: tuple[object, ...], threads: in
     try:
         yield here
     finally:
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(ConnectionError):
             here.send(())
         process.join()
 
@@ -145,7 +145,7 @@ def timed(contender: Connection, paths: list[str], batch: int) -> Taken | None:
     try:
         contender.send((paths, batch))
         return Taken(*contender.recv())
-    except (EOFError, BrokenPipeError):
+    except (EOFError, ConnectionError):
         return None
 
 

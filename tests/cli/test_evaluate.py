@@ -64,6 +64,15 @@ def test_numbers_and_files_are_those_of_the_models_answers(
         assert (out / name).stat().st_size > 0
 
 
+def alike(one: Any, two: Any) -> bool:
+    """Equal, but for the last digits of numbers: a CPU may sum in another order where a batch is shorter."""
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(alike(one[key], two[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(two) and all(map(alike, one, two))
+    return bool(one == (pytest.approx(two, rel=1e-5) if isinstance(two, float) else two))
+
+
 def test_two_processes_say_what_one_says(flowers: Path, model: Path, tmp_path: Path) -> None:
     """15 images are no multiple of 2, and the last batch is short."""
     results = []
@@ -80,8 +89,10 @@ def test_two_processes_say_what_one_says(flowers: Path, model: Path, tmp_path: P
     assert [result.pop("ranks") for result in results] == [1, 2]
     for result in results:
         result.pop("folder")
-    assert results[0] == results[1]
-    assert (tmp_path / "one" / "predictions.csv").read_text() == (tmp_path / "two" / "predictions.csv").read_text()
+    assert alike(*results)
+    rows = [list(csv.reader((tmp_path / name / "predictions.csv").open())) for name in ("one", "two")]
+    numbers = [[[float(cell) if "." in cell[:2] else cell for cell in row] for row in each] for each in rows]
+    assert alike(*numbers)
 
 
 def test_models_stand_side_by_side_and_are_compared_image_by_image(

@@ -1,5 +1,6 @@
 """timm's folders and bare files: read, written, and where timm is installed computed by timm itself."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -310,7 +311,9 @@ def test_logits_equal_timms_hybrids_and_back(name: str, tmp_path: Path) -> None:
         images = making.images(loaded.model.config) * scale
         with torch.no_grad():
             expected = model(images)
-            assert (loaded.model(images) - expected).abs().max() <= 1e-4
+            # In float64, since some CPUs' convolutions alone are off by that much; kernels are standardised in float32.
+            ours, theirs = (copy.deepcopy(each).double()(images.double()) for each in (loaded.model, model))
+            assert (ours - theirs).abs().max() <= 1e-4
     save(loaded, tmp_path / "again", "timm")
     theirs_again = timm.create_model(f"local-dir:{tmp_path / 'again'}", pretrained=True).eval()
     with torch.no_grad():
