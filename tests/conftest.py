@@ -26,6 +26,9 @@ import torch
 
 import vitrail.export  # noqa: F401  before a test imports OpenVINO, so that it reports to nobody
 
+# Tests fork, which autograd allows while it has no thread. A torch built for CUDA that sees no GPU takes a fake one for
+# real once something was exported or compiled, and would begin a thread at its first backward pass: here is the first.
+torch.ones((), requires_grad=True).backward()
 torch.set_num_threads(1)  # tiny models on a busy machine: one thread is 30 times faster than two
 
 DATA = Path(os.environ.get("VITRAIL_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))
