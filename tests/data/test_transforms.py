@@ -35,7 +35,7 @@ def test_short_side_and_centre_crop_are_torchvisions_to_the_bit(size: tuple[int,
 
 @pytest.mark.parametrize("interpolation", list(RESAMPLING))
 def test_rows_are_resized_first_with_any_pillow(interpolation: str) -> None:
-    """Pillow 13 begins with columns where that is less work, and differs in the last bit of a pixel; 12 never did."""
+    """Pillow 13 begins with columns for some of these shapes, and its pixels are others."""
     draw = np.random.default_rng(0)
     for number in range(60):
         height, width, short = (int(side) for side in draw.integers(1, 90, 3))

@@ -76,15 +76,14 @@ def test_two_saves_are_equal_byte_for_byte(tmp_path: Path) -> None:
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("by_library", [False, True])
-def test_weights_lie_where_vectors_can_be_read_whole(by_library: bool, tmp_path: Path) -> None:
+def test_weights_lie_where_vectors_can_be_read_whole_wherever_a_file_has_them(tmp_path: Path) -> None:
     """Else products of small matrices end in other bits than those of the model that was saved, on some CPUs."""
     path = tmp_path / "model.safetensors"
     save(making.trained(making.vit(classes=7)), path)
-    if by_library:  # whose order and header are others
-        with safe_open(path, "pt") as file:
-            words = file.metadata()
-        save_file({name: tensor.clone() for name, tensor in load_file(path).items()}, path, words)
+    with safe_open(path, "pt") as file:
+        words = file.metadata()
+    save_file({name: tensor.clone() for name, tensor in load_file(path).items()}, path, words)  # in another order
+    assert any(tensor.data_ptr() % 64 for tensor in load_file(path).values())
     for name, parameter in load(path).model.named_parameters():
         assert parameter.data_ptr() % 64 == 0, name
 

@@ -47,8 +47,8 @@ def resized_size(height: int, width: int, preprocess: Preprocess) -> tuple[int, 
 def _resized(pixels: Pixels, target: tuple[int, int], columns: slice, resampling: Image.Resampling) -> Pixels:
     """(H, W, C) -> some columns of the image resized to a height and a width.
 
-    Rows first, then columns of what that gave, as Pillow does both up to 12; 13 begins with what is less work. So the
-    pixels are those with which weights were trained and measured, and only columns that are kept are resized.
+    Rows first, then columns of what that gave, as Pillow long did both; newer ones begin with columns for some shapes.
+    So the pixels are those with which weights were trained and measured, and only columns that are kept are resized.
     """
     height, width = target
     picture = Image.fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels))

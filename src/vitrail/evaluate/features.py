@@ -35,7 +35,7 @@ from vitrail.model.build import Model
 from vitrail.weights import storage
 
 HEADS = ("head.", "head_dist.")  # the tensors that features do not depend on
-_VERSION = 1
+_VERSION = 2
 _NAME = "features"
 
 

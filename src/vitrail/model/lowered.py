@@ -1,6 +1,6 @@
 """A ViT computed in fewer bits on the CPU: bfloat16, or int8 with a scale for each output and each token.
 
-    B images   N tokens   D inputs of a layer   O outputs
+    B images   C channels   S image side   P patch side   N tokens   D inputs of a layer   O outputs
 
 The blocks' matrix products are nearly all of a ViT's work, and they are lowered: norms, attention, the residual stream
 and the head stay float32. In int8 a weight is round(w / s), with s = max |w| / 127 of its output, and an input
@@ -93,7 +93,7 @@ class BytePatches(nn.Module):
         self.scale = scale / 255
 
     def forward(self, images: Tensor) -> Tensor:
-        """uint8 (B, C, S, S) -> float32 (B, N, D)."""
+        """uint8 (B, C, S, S) -> float32 (B, N, O)."""
         patches = cut(images, self.patch)
         if not patches.numel():
             return self.bias.new_zeros((*patches.shape[:-1], len(self.bias)))
@@ -101,7 +101,7 @@ class BytePatches(nn.Module):
 
 
 def for_bytes(embedding: nn.Conv2d, preprocess: Preprocess) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights int8 (D, C, P, P), of how much each counts one (D,), and biases (D,) for patches of pixels from 0 to 1.
+    """Weights int8 (O, C, P, P), of how much each counts one (O,), and biases (O,) for patches of pixels from 0 to 1.
 
     mean and std are in them, so that nothing else is rounded. The mean is taken from what the rounded weights give:
     what rounding changes is multiplied with pixels around 0, as it would be without all this.
