@@ -146,10 +146,10 @@ class BFloat16Linear(nn.Module):
         return F.linear(x.bfloat16(), self.weight, self.bias)
 
 
-def lowered(model: Model, precision: Precision, preprocess: Preprocess | None = None) -> Model:
+def lowered(model: Model, precision: Precision, preprocess: Preprocess) -> Model:
     """The model with its blocks in another precision: a copy for inference, and the caller's own stays as it is.
 
-    Told how images are prepared, one that cuts them into patches reads them as bytes in int8 (`reads_bytes`).
+    In int8 one that cuts images into patches reads them as bytes (`reads_bytes`), so it knows how they are prepared.
     """
     if reason := refusal(model, precision):
         raise UsageError(f"{precision} cannot be: {reason}")
@@ -163,7 +163,7 @@ def lowered(model: Model, precision: Precision, preprocess: Preprocess | None = 
             instead[id(part.fc2)] = Int8Linear(part.fc2, after_gelu=True)
         elif isinstance(part, nn.Linear) and id(part) not in instead:  # an Mlp comes before its parts
             instead[id(part)] = Int8Linear(part) if precision == "int8" else BFloat16Linear(part)
-    if precision == "int8" and preprocess is not None and model.config.stem is None:
+    if precision == "int8" and model.config.stem is None:
         instead[id(model.patch_embed)] = BytePatches(model.patch_embed.proj, preprocess)
     return copy.deepcopy(model, instead).eval().requires_grad_(False)
 
