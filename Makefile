@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test cuda soak lint peers browser clean
+.PHONY: demo test cuda soak attack lint peers browser clean
 
 demo: .venv/.installed  ## a small Vision Transformer learns to read digits, in two minutes
 	$(BIN)/vitrail demo
@@ -16,6 +16,9 @@ cuda: .venv/.dev  ## the tests for an NVIDIA GPU, which the suite leaves out
 
 soak: .venv/.dev  ## the full counts of what the suite samples, and a table of what they reached; takes long
 	$(BIN)/pytest -m soak
+
+attack: .venv/.dev  ## every attack of docs/reliability.md, on this machine alone, and a table of their outcomes
+	$(BIN)/pytest -m attack
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

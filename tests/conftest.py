@@ -9,11 +9,17 @@ A test that measures a promise under faults (docs/reliability.md) asks for the f
 
 `make soak` runs every test that asks for it, those of the suite too, and prints a table of their rows at the end. What
 takes too long for the suite is marked `soak` besides.
+
+A test that attacks (docs/reliability.md) is marked `attack`, asks for the fixture `attacked` and ends with
+
+    attacked(attack, outcome)   # attacked("a tar header with a negative size", "refused in 0.1 s, exit 3")
+
+`make attack` runs all of them, those that are marked `soak` too, and prints the table of their outcomes.
 """
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -72,23 +78,42 @@ def soaked(request: pytest.FixtureRequest) -> Callable[[int, str, str, str], Non
     return put_down
 
 
+@pytest.fixture
+def attacked(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Add a row to the table of `make attack`: the attack, and its outcome."""
+
+    def add_row(attack: str, outcome: str) -> None:
+        request.node.user_properties.append(("attacked", (attack, outcome)))
+
+    return add_row
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the rows that tests put down, where the soak was asked for."""
-    if config.option.markexpr != "soak":
-        return
-    rows = [("#", "promise", "asked", "reached", "seconds")]
-    reports = [report for outcome in ("passed", "failed") for report in terminalreporter.getreports(outcome)]
-    found = [
-        (*values, report.duration, "" if report.passed else "  FAILED")
-        for report in reports
-        for name, values in report.user_properties
-        if report.when == "call" and name == "soaked"
-    ]
-    for row, promise, asked, reached, seconds, failed in sorted(found):
-        rows.append((str(row), promise, asked, reached + failed, f"{seconds:.0f}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    terminalreporter.section("promises under faults")
-    for cells in rows:
+    """Print the rows that tests put down, where the soak or the attacks were asked for."""
+    if config.option.markexpr == "soak":
+        rows = sorted((str(row).rjust(2), *rest) for row, *rest in _rows(terminalreporter, "soaked"))
+        _print_table(terminalreporter, "promises under faults", ("#", "promise", "asked", "reached", "seconds"), rows)
+    if config.option.markexpr == "attack":
+        _print_table(
+            terminalreporter, "attacks", ("attack", "outcome", "seconds"), list(_rows(terminalreporter, "attacked"))
+        )
+
+
+def _rows(terminalreporter: pytest.TerminalReporter, kind: str) -> Iterator[tuple[str, ...]]:
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            for name, values in report.user_properties:
+                if report.when == "call" and name == kind:
+                    *cells, last = map(str, values)
+                    yield (*cells, last + ("" if report.passed else "  FAILED"), f"{report.duration:.0f}")
+
+
+def _print_table(
+    terminalreporter: pytest.TerminalReporter, title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]
+) -> None:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    terminalreporter.section(title)
+    for cells in (head, *rows):
         terminalreporter.line("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
