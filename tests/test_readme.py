@@ -3,48 +3,26 @@
 Those that name nothing remote, which are all but a few that run elsewhere, open no socket.
 """
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
-
 import vitrail
 from tests.data.pictures import folder
+from tests.network import run_watched
 from vitrail.config import Preprocess
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 
-WATCH = """
-import os, sys
-
-def note(event, values):
-    if event == "socket.getaddrinfo" or event in ("socket.bind", "socket.connect") and isinstance(values[1], tuple):
-        with open(os.environ["SOCKETS"], "a") as file:  # by workers too; paths are sockets of this machine alone
-            print(event, values[0] if event == "socket.getaddrinfo" else values[1], file=file)
-
-sys.addaudithook(note)
-"""
-
-
 def run(arguments: Sequence[str], folder: Path) -> str:
     """What Python prints, if it ends well and looked for no other machine."""
-    (folder / "watch").mkdir(exist_ok=True)
-    (folder / "watch" / "sitecustomize.py").write_text(WATCH)
-    log = folder / "watch" / "sockets"
-    path = os.pathsep.join(filter(None, (str(folder / "watch"), os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": path, "SOCKETS": str(log), "CI": ""}  # libraries report less in CI
-    found = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 0, (arguments, found.stderr)
-    assert not log.exists(), (arguments, log.read_text())
-    return found.stdout
+    ended = run_watched(arguments, folder)
+    assert ended.code == 0, (arguments, ended.err)
+    assert not ended.contacts, (arguments, ended.contacts)
+    assert not ended.strangers, (arguments, ended.strangers)
+    return ended.out
 
 
 def blocks(language: str) -> list[str]:
@@ -111,9 +89,3 @@ def test_the_readmes_other_commands_run(tmp_path: Path) -> None:
         run(["-m", *shlex.split(command)], tmp_path)
         ran += 1
     assert ran >= 5
-
-
-def test_the_watch_sees_a_socket(tmp_path: Path) -> None:
-    """Also in a process that is forked."""
-    with pytest.raises(AssertionError, match=r"socket\.connect \('127\.0\.0\.1', 9\)"):
-        run(["-c", "import os, socket; os.fork() or socket.socket().connect_ex(('127.0.0.1', 9)); os.wait()"], tmp_path)

@@ -1,0 +1,66 @@
+"""No command reaches for the network unless it is given a remote name: every verb and extra, compiled code included."""
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import vitrail
+from tests.data.pictures import folder
+from tests.network import has_namespaces, run_watched
+from tests.test_readme import blocks, indented
+from vitrail.cli import VERBS
+from vitrail.config import Preprocess
+
+OTHERS = {  # what the README does not show, the extras among it, and how it ends
+    "demo --help": 0,  # it trains as the next one does, for two minutes
+    "train digits --data digits --epochs 0.1 --warmup 1 --track tensorboard --out runs/tracked": 0,
+    "data list": 0,
+    "data remove cifar10": 2,  # which is not there
+    "list": 0,
+    "convert tiny.safetensors tiny.onnx --to onnx --int8 --measure photos": 0,
+    "convert tiny.safetensors tiny.xml --to openvino": 0,
+    "convert tiny.safetensors tiny.pt2 --to torch-export": 0,
+    "convert tiny.safetensors measured.safetensors --measure photos": 0,  # by torch and by OpenVINO
+}
+REMOTE = {"data get", "serve"}  # one is given a remote name; the other listens, once (tests/cli/test_serve.py)
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("command", OTHERS)
+def test_no_command_or_extra_reaches_for_the_network(
+    tmp_path: Path, attacked: Callable[[str, str], None], command: str
+) -> None:
+    model = vitrail.create("ti16", image_size=32, num_classes=3, depth=1, width=32, heads=1, mlp=64)
+    view = Preprocess(size=(32, 32), resize=(36,))
+    vitrail.save(vitrail.Trained(model, view, ("a", "b", "c")), tmp_path / "tiny.safetensors")
+    folder(tmp_path / "photos", "train", "val", "test", each=4)
+    ended = run_watched(["-m", "vitrail", *shlex.split(command)], tmp_path)
+    assert ended.code == OTHERS[command], ended.err
+    assert not ended.contacts
+    assert not ended.strangers
+    how = "compiled code included" if has_namespaces() else "as far as Python sees"
+    attacked(f"a library that reports to its makers: {command}", f"no name looked up, nothing connected to, {how}")
+
+
+def test_every_verb_is_watched_here_or_in_the_readme() -> None:
+    shown = [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines() if line[:2] == "$ "]
+    commands = [*shown, *indented(), *(f"vitrail {command}" for command in OTHERS)]
+    unseen = {verb for verb in VERBS if not any(command.startswith(f"vitrail {verb}") for command in commands)}
+    assert unseen <= REMOTE
+
+
+def test_the_watch_sees_a_socket_of_python_in_a_fork(tmp_path: Path) -> None:
+    script = "import os, socket; os.fork() or socket.socket().connect_ex(('127.0.0.1', 9)); os.wait()"
+    assert "socket.connect ('127.0.0.1', 9)" in run_watched(["-c", script], tmp_path).contacts
+
+
+def test_the_watch_sees_a_socket_of_compiled_code(tmp_path: Path) -> None:
+    """As ONNX Runtime's is, which no audit hook sees."""
+    if not has_namespaces():
+        pytest.skip("no network namespace can be made here (unshare, iproute2): packets of compiled code are not seen")
+    address = "struct.pack('=H', 2) + bytes([0, 9, 127, 0, 0, 1]) + bytes(8)"
+    script = f"import ctypes, struct; c = ctypes.CDLL(None); c.connect(c.socket(2, 1, 0), {address}, 16)"
+    ended = run_watched(["-c", script], tmp_path)
+    assert ended.contacts == ["2 packets were sent"]  # one, and the refusal of it
