@@ -9,10 +9,7 @@ workers, ranks, micro-batches and the step at which a run goes on change no samp
 
 import dataclasses
 import itertools
-import multiprocessing
-import os
-import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +25,7 @@ from vitrail.data.augment import training_views
 from vitrail.data.dataset import Split
 from vitrail.data.decode import decode, opened
 from vitrail.data.draws import Draws
+from vitrail.data.loader_workers import iterate_loader
 from vitrail.data.order import Order
 from vitrail.data.transforms import evaluation_view, normalise
 from vitrail.errors import DataError, UsageError, VitrailError
@@ -122,7 +120,9 @@ class Training:
         return np.arange(part.start, part.stop)
 
 
-def training_batches(training: Training, plan: Plan, *, start: int = 0, workers: int = 0) -> Iterator[Batch]:
+def training_batches(
+    training: Training, plan: Plan, *, start: int = 0, workers: int = 0
+) -> Generator[Batch, None, None]:
     """This rank's micro-batches from step `start` on, in order."""
     line = (
         training.positions(plan, step, part).tolist() for step in range(start, plan.steps) for part in plan.parts(step)
@@ -215,7 +215,7 @@ def resident(
 
 def resident_batches(
     training: Training, plan: Plan, pixels: Tensor, targets: Tensor, *, start: int = 0
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """`training_batches` of images that live on a device, augmented there, those of several batches at once.
 
     What an operation costs the host does not depend on how many images it is for, and small batches do not fill a GPU.
@@ -266,7 +266,7 @@ class _Failed:
     error: VitrailError
 
 
-def _loaded(function: partial[Batch], line: Iterable[list[int]], workers: int) -> Iterator[Batch]:
+def _loaded(function: partial[Batch], line: Iterable[list[int]], workers: int) -> Generator[Batch, None, None]:
     loader = DataLoader(
         _Samples(function),
         batch_sampler=line,
@@ -274,24 +274,11 @@ def _loaded(function: partial[Batch], line: Iterable[list[int]], workers: int) -
         collate_fn=_unchanged,
         pin_memory=torch.cuda.is_available(),
         prefetch_factor=4 if workers else None,
-        worker_init_fn=partial(_begin_work, os.getpid()),
     )
-    for batch in loader:
+    for batch in iterate_loader(loader):
         if isinstance(batch, _Failed):
             raise batch.error
         yield batch
-
-
-def _begin_work(parent: int, _: int) -> None:
-    """Leave requests to stop to the process that can save: they often go to a whole group, its workers too.
-
-    A worker notices its parent's death, but not one from before it began to look, and would then live for ever.
-    """
-    if multiprocessing.get_start_method() == "fork" and os.getppid() != parent:
-        os._exit(1)
-    for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
 def _unchanged(batch: Any) -> Any:

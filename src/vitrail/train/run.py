@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,9 +119,9 @@ def run(
             del snapshot  # it maps files that are soon to be removed
         try:
             with signals.requests() as keeper.asked:
-                steps = feed(task, state.step)
-                loop.run(state, steps, task.training, task.plan, task.recipe, after_step=keeper.stepped)
-                del steps  # its processes, or the images that live on the GPU
+                with contextlib.closing(feed(task, state.step)) as steps:
+                    loop.run(state, steps, task.training, task.plan, task.recipe, after_step=keeper.stepped)
+                del steps  # the images that live on the GPU
                 writer.wait()
                 results: list[Result | Pretrained] = []
                 finished = _finished if task.recipe.masked is None else _pretrained
@@ -268,7 +268,7 @@ def _ended(keeper: Keeper, error: BaseException) -> None:
     book.say(f"stopped: {reason}")
 
 
-def feed(task: Task, start: int = 0) -> Iterator[Batch]:
+def feed(task: Task, start: int = 0) -> Generator[Batch, None, None]:
     """The run's micro-batches: of images that live on the GPU where they are small, else from worker processes."""
     training = task.training
     if task.device.type == "cuda":

@@ -1,0 +1,90 @@
+"""Loader workers that die, or outlive an error: every command ends, and says why."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.data.pictures import folder
+from tests.faults.test_full import small_disk  # noqa: F401  a fixture
+
+Attacked = Callable[[str, str], None]
+PATIENCE = 60  # seconds; a command that hangs would take for ever
+TRAIN = ("train", "digits", "--data", "digits", "--workers", "2", "--device", "cpu")
+
+
+def start(*arguments: object, **options: object) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "vitrail", *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def end(process: "subprocess.Popen[str]") -> str:
+    """What the process said on its way to its end; one that does not end is killed, and fails the test."""
+    try:
+        return process.communicate(timeout=PATIENCE)[1]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+
+
+def loader_workers(process: "subprocess.Popen[str]") -> Iterator[int]:
+    """Process numbers of a command's children, as they appear."""
+    for _ in range(10 * PATIENCE):
+        for task in Path(f"/proc/{process.pid}/task").glob("*/children"):
+            yield from map(int, task.read_text().split())
+        time.sleep(0.1)
+
+
+def is_worker(number: int) -> bool:
+    """Whether a child is a loader worker: it has begun to ignore SIGTERM."""
+    try:
+        status = Path(f"/proc/{number}/status").read_text()
+    except OSError:
+        return False
+    ignored = int(next(line for line in status.splitlines() if line.startswith("SigIgn")).split()[1], 16)
+    return bool(ignored >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("room", ["checkpoints", "nothing"])
+def test_a_full_disk_ends_a_run_that_has_workers(small_disk: Path, attacked: Attacked, room: str) -> None:  # noqa: F811
+    """Full when the first checkpoint is written, and full before there is anything."""
+    if room == "nothing":
+        (small_disk / "others").write_bytes(bytes(2**20 - 2**15))
+    process = start(*TRAIN, "--epochs", 1, "--save-every", 0, "--out", small_disk / "run")
+    said = end(process)
+    assert process.returncode == 5, said
+    assert "no room for a checkpoint" in said
+    assert "Traceback" not in said
+    attacked(f"a full disk while 2 loader workers run, with room for {room}", "exit 5 within a minute, no process left")
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [
+        (signal.SIGKILL, 5, "was killed by SIGKILL, as the system does when memory runs out"),
+        (signal.SIGSEGV, 3, "was killed by SIGSEGV, a crash while it decoded an image"),
+    ],
+)
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are found through /proc")
+def test_a_worker_that_dies_is_named_with_its_signal(
+    tmp_path: Path, attacked: Attacked, number: signal.Signals, code: int, words: str
+) -> None:
+    photos = folder(tmp_path / "photos", "train", "val", each=40)
+    process = start(
+        *TRAIN[:3], photos, *TRAIN[4:], "--epochs", 1000, "--batch", 8, "--warmup", 1, "--out", tmp_path / "run"
+    )
+    worker = next(filter(is_worker, loader_workers(process)))
+    os.kill(worker, number)
+    said = end(process)
+    assert process.returncode == code, said
+    assert f"the loader worker with process number {worker} {words}" in said
+    assert "Traceback" not in said
+    attacked(f"{number.name} to a loader worker", f"named with its signal, exit {code}")
