@@ -9,7 +9,6 @@ import math
 import os
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,8 +50,9 @@ def next_folder(name: str) -> Path:
 
 def place(name: str, out: str | Path | None, group: "Group", *, resume: bool, overwrite: bool) -> tuple[Path, bool]:
     """The folder of a run and whether it is gone on with, the same for all processes."""
+    from vitrail import locks
     from vitrail.train import distributed
-    from vitrail.train.run import started_again
+    from vitrail.train.run import LOCK, started_again
 
     if resume and overwrite:
         raise UsageError("--resume goes on with a run and --overwrite removes it; give one of them")
@@ -62,6 +62,8 @@ def place(name: str, out: str | Path | None, group: "Group", *, resume: bool, ov
         folder = given or _last(name)
         if folder is not None and started_again(folder, group):
             return folder, True
+        if folder is not None and (resume or overwrite):
+            locks.check_lock(folder / LOCK, str(folder))  # before anything is fetched into it
         if given and isinstance(out, str) and remote.is_remote(out):
             _look_there(out.rstrip("/"), given, resume=resume, overwrite=overwrite)
         return _place(name, given, resume=resume, overwrite=overwrite), resume
@@ -88,6 +90,8 @@ def _last(name: str) -> Path | None:
 
 def _place(name: str, out: Path | None, *, resume: bool, overwrite: bool) -> Path:
     """The folder that was given, the last of its name where it is to go on, else the next that is free."""
+    from vitrail.train.run import list_run
+
     folder = out
     if folder is None:
         last = _last(name)
@@ -96,7 +100,7 @@ def _place(name: str, out: Path | None, *, resume: bool, overwrite: bool) -> Pat
         show.note(f"{folder} is not there yet, so there is nothing to resume: a new run")
     if overwrite and folder.is_dir() and not all(is_run(run) for run in _runs(folder)):
         raise UsageError(f"{folder} is no run to overwrite: choose another name with --out")
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not resume and not overwrite):
+    if folder.is_file() or (folder.is_dir() and list_run(folder) and not resume and not overwrite):
         raise UsageError(
             f"{folder} exists already; go on with it (--resume), replace it (--overwrite) or choose another (--out)"
         )
@@ -115,7 +119,9 @@ def is_run(folder: Path) -> bool:
 
 def _runs(folder: Path) -> list[Path]:
     """The folder, or all that it holds where that are the runs of several seeds."""
-    inside = list(folder.iterdir())
+    from vitrail.train.run import list_run
+
+    inside = list_run(folder)
     return inside if inside and all(path.name.startswith("seed-") for path in inside) else [folder] if inside else []
 
 
@@ -232,7 +238,8 @@ def trained(
     Of several processes the first has the result, and does all this. `baselines` say what simpler ways get right.
     """
     from vitrail.figures import reconstruction
-    from vitrail.train.run import run
+    from vitrail.train import distributed
+    from vitrail.train.run import clear_run, lock_run, run
 
     if not 0 <= save_every < math.inf:
         raise UsageError(f"--save-every is {save_every}; give minutes, 0 for every step")
@@ -241,8 +248,6 @@ def trained(
         show.note(
             "note: --shard changes nothing in one process, which has to hold the whole model; torchrun starts more"
         )
-    if overwrite and not resume and task.group.leads and is_run(folder):
-        shutil.rmtree(folder)  # not before: all that could be refused has been
     accuracy, remembered = "", False
 
     def stepped(moment: "Moment") -> None:
@@ -260,7 +265,11 @@ def trained(
         if found.shown is not None and task.group.leads:
             reconstruction.draw(*found.shown, folder / "reconstruction.jpg")
 
-    with copied(folder, out, task.group, anew=overwrite and not resume) as saved:
+    with contextlib.ExitStack() as stack:
+        distributed.led(lambda: stack.enter_context(lock_run(folder)))
+        if overwrite and not resume and task.group.leads and is_run(folder):
+            clear_run(folder)  # not before: all that could be refused has been
+        saved = stack.enter_context(copied(folder, out, task.group, anew=overwrite and not resume))
         with show.progress("training") as progress:
             try:
                 result = run(

@@ -304,11 +304,12 @@ def _written(child: Child, folder: Path, tell: Tell, *, stopping: bool) -> None:
     if code == 0:
         record |= {"status": "done", **json.loads((child.folder / PRINTED).read_text().splitlines()[-1])}
         tell(f"{cell.name}: {record['split']} {record['top1']:.2%} of {record['images']:,} images")
-        _tidy(cell, child.folder / "run")
     else:
         record |= _failure(code, said) | {"seconds": time.monotonic() - child.begun}
         tell(f"{cell.name}: {record['status']}: {record['error']}")
     _append(folder, record)
+    if code == 0:
+        _tidy(cell, child.folder / "run")  # last: without its checkpoints the run could not be resumed
 
 
 def _failure(code: int, said: str) -> Result:

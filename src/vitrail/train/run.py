@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vitrail import files
+from vitrail import files, locks
 from vitrail.data import loader
 from vitrail.data.loader import Batch
 from vitrail.errors import UsageError, VitrailError
@@ -42,6 +42,8 @@ from vitrail.weights.trained import Trained
 
 SAVE_EVERY = 600.0  # seconds
 STOPPED = "stopped"
+LOCK = ".lock"
+FINISHED = ("end", "pretrained")  # events
 STARTED_BY = "torchrun"
 _CALIBRATION = 2**27  # logits that a temperature is fitted to, at most
 _PRECISION = 30.0  # seconds that precisions are compared for, at most: enough for a hundred images of a ViT-B/16
@@ -106,9 +108,11 @@ def run(
     state = begin(task.model(), task.recipe, task.counts, recorded=task.recorded)  # what it refuses needs no folder
     with contextlib.ExitStack() as stack:
         stack.enter_context(states.room(folder, lambda: states.size(state)))
+        distributed.led(lambda: stack.enter_context(lock_run(folder)))
+        new = not _begun(folder)
         snapshot = _opened(task, folder, resume=resume, tell=tell)
-        if leads:
-            stack.push(partial(_freed, folder))
+        if leads and new:
+            stack.push(partial(_discard, folder))
         book = stack.enter_context(contextlib.closing(Book(folder, loggers(folder)) if leads else Book(None)))
         exchange = distributed.exchange() if task.sharded else states.alone
         writer = stack.enter_context(contextlib.closing(states.Writer(folder / "checkpoints", exchange, written=saved)))
@@ -175,6 +179,11 @@ def _prepared(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], N
         if snapshot is not None:
             tell(f"resuming {folder} after step {snapshot.step:,}. {_promise(task, snapshot)}")
             return snapshot
+        if _is_finished(folder):
+            raise UsageError(
+                f"{folder} is a finished run whose checkpoints were removed, so there is nothing to resume. --overwrite"
+                " begins anew, --out names another folder"
+            )
         tell(f"{folder} has no checkpoint yet, so the run begins anew")
         for name in ("results.csv", "events.jsonl"):
             (folder / name).unlink(missing_ok=True)
@@ -187,7 +196,17 @@ def _begun(folder: Path) -> bool:
     """Whether there is more than a run leaves that was killed before its configuration was written."""
     if not folder.is_dir():
         return folder.exists()
-    return any(not path.name.startswith((".config.json.", STARTED_BY)) for path in folder.iterdir())
+    return any(not path.name.startswith((".config.json.", STARTED_BY)) for path in list_run(folder))
+
+
+def _is_finished(folder: Path) -> bool:
+    """Whether a run came to its end, by its own record: then its weights are worth keeping."""
+    events = folder / "events.jsonl"
+    with contextlib.suppress(ValueError):  # a line that was being written
+        return events.is_file() and any(
+            json.loads(line).get("event") in FINISHED for line in events.read_text().splitlines()
+        )
+    return False
 
 
 def started_again(folder: Path, group: Group) -> bool:
@@ -245,11 +264,40 @@ def _promise(task: Task, snapshot: states.Snapshot) -> str:
     return "Not to the bit: a GPU adds in any order (--deterministic)"
 
 
-def _freed(folder: Path, error: type[BaseException] | None, *_: object) -> None:
-    """Leave the name of a run free again that ended before there was anything to lose."""
+@contextlib.contextmanager
+def lock_run(folder: Path) -> Iterator[None]:
+    """Hold a run's folder against other processes while the block lasts; it is made where it is missing.
+
+    One that was made here and is empty in the end is removed again.
+    """
+    made = not folder.exists()
+    files.make(folder)
+    try:
+        with locks.hold_lock(folder / LOCK, str(folder)):
+            yield
+    finally:
+        if made:
+            with contextlib.suppress(OSError):  # it holds a run now
+                folder.rmdir()
+
+
+def clear_run(folder: Path) -> None:
+    """Remove all that a run's folder holds but its lock."""
+    for path in list_run(folder):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+
+
+def list_run(folder: Path) -> list[Path]:
+    """What a run's folder holds beside its lock."""
+    return [path for path in folder.iterdir() if path.name != LOCK]
+
+
+def _discard(folder: Path, error: type[BaseException] | None, *_: object) -> None:
+    """Clear the folder of a run that was begun here and ended before there was anything to lose."""
     learned = (folder / "weights" / "last.safetensors").exists() or states.found(folder / "checkpoints")
     if error is not None and not learned:
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            clear_run(folder)
 
 
 def _ended(keeper: Keeper, error: BaseException) -> None:

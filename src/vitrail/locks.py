@@ -1,0 +1,150 @@
+"""Lock files: one process at a time, and the file says which.
+
+The system's own record locks hold them where it has any (fcntl), so that a lock ends with its process, however that
+ends, and is not inherited by the processes it forks. Elsewhere the process named in the file holds it for as long as it
+runs. A file that was left behind is taken over in both cases.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # not every system has it
+    fcntl = None  # type: ignore[assignment]
+
+from vitrail.errors import UsageError
+
+_held: dict[str, int] = {}
+"""Locks of this process by path, and the thread that took each: record locks do not tell threads apart."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_held.clear)
+
+
+class LockedError(UsageError):
+    """Another process holds the lock."""
+
+
+@contextlib.contextmanager
+def hold_lock(path: Path, what: str) -> Iterator[None]:
+    """Hold the lock file while the block lasts, or raise a `LockedError` that names who uses `what`.
+
+    The thread that holds it may enter again.
+    """
+    key = str(path.absolute())
+    if _held.get(key) == threading.get_ident():
+        yield
+        return
+    descriptor = _acquire(path, what)
+    _held[key] = threading.get_ident()
+    try:
+        yield
+    finally:
+        del _held[key]
+        with contextlib.suppress(OSError):  # its folder may be gone
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def check_lock(path: Path, what: str) -> None:
+    """Raise a `LockedError` where another process or thread holds the lock file."""
+    if _held.get(str(path.absolute())) == threading.get_ident():
+        return
+    with contextlib.suppress(FileNotFoundError):
+        os.close(_acquire(path, what, create=False))
+
+
+def _acquire(path: Path, what: str, *, create: bool = True) -> int:
+    """The descriptor of the locked file, which names this process."""
+    if str(path.absolute()) in _held:  # to open the file once more and close it would end the lock
+        raise _locked(what, _describe_process(), path)
+    while True:
+        descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o644)
+        try:
+            holder = _read_holder(descriptor)
+            if not _lock(descriptor, holder):
+                raise _locked(what, holder, path)
+            if not _is_same_file(descriptor, path):  # whoever held it has removed it meanwhile
+                os.close(descriptor)
+                continue
+            if create:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(_describe_process()).encode(), 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+
+def _lock(descriptor: int, holder: dict[str, Any]) -> bool:
+    """Whether the lock is this process's now."""
+    if fcntl is not None:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                return False
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL):
+                raise
+        else:
+            return True
+    return not _is_running(holder)
+
+
+def _is_running(holder: dict[str, Any]) -> bool:
+    """Whether the process that a lock file names runs, as far as can be known: of another machine's it cannot."""
+    number = holder.get("pid")
+    if not isinstance(number, int) or number <= 0:
+        return False
+    if holder.get("host") != socket.gethostname() or os.name == "nt":  # where a signal of 0 would end it
+        return True
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return number != os.getpid()
+
+
+def _read_holder(descriptor: int) -> dict[str, Any]:
+    """Who wrote the lock file; nobody where it is empty or damaged."""
+    try:
+        holder = json.loads(os.pread(descriptor, 2**16, 0))
+    except ValueError:
+        return {}
+    return holder if isinstance(holder, dict) else {}
+
+
+def _describe_process() -> dict[str, Any]:
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "command": shlex.join(sys.argv)[:1000],
+    }
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _locked(what: str, holder: dict[str, Any], path: Path) -> LockedError:
+    who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} since {holder.get('since', '?')}"
+    return LockedError(
+        f"{what} is in use by {who!s:.200} ({holder.get('command', '?')!s:.200}): wait for it, stop it, or choose"
+        f" another --out. If it is gone, remove {path}"
+    )
