@@ -237,6 +237,7 @@ def trained(
 
     Of several processes the first has the result, and does all this. `baselines` say what simpler ways get right.
     """
+    from vitrail.data.digest import ChangedDataError
     from vitrail.figures import reconstruction
     from vitrail.train import distributed
     from vitrail.train.run import clear_run, lock_run, run
@@ -282,8 +283,9 @@ def trained(
                     save_every=save_every * 60,
                     saved=saved,
                     tell=show.note,
+                    contents="" if report is None else report["contents"],
                 )
-            except RemoteError:
+            except (RemoteError, ChangedDataError):
                 raise
             except DataError as error:
                 advice = f"`vitrail data check {data}` names every bad image, and how to leave them out"

@@ -3,6 +3,7 @@
 The paper removes from its pre-training sets what occurs in the test sets; `against` finds those images.
 """
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -33,6 +34,7 @@ def check(seen: Examined, against: Examined | None = None) -> dict[str, Any]:
         "decoded": int((status == DECODED).sum()),
         "headers_only": int((status == HEADER).sum()),
         "from_earlier_check": seen.recalled,
+        "contents": _digest_contents(seen),
         "bad": [
             {"split": seen.split_name(image), "name": seen.name(image), "reason": seen.reasons[image]}
             for image in np.flatnonzero(status == BAD).tolist()
@@ -49,6 +51,12 @@ def check(seen: Examined, against: Examined | None = None) -> dict[str, Any]:
         unwanted |= {(row["split"], row["name"]) for row in report["against"]["found"]}
     report["leave_out"] = [{"split": split, "name": name} for split, name in sorted(unwanted)]
     return report
+
+
+def _digest_contents(seen: Examined) -> str:
+    """One digest of all images' contents, by which a later run knows them; empty where not all were decoded."""
+    whole = bool((seen.facts["status"] == DECODED).all())
+    return hashlib.sha256(np.ascontiguousarray(seen.facts["digest"]).tobytes()).hexdigest() if whole else ""
 
 
 def _classes(dataset: Dataset) -> list[dict[str, Any]]:

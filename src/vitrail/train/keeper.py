@@ -15,6 +15,7 @@ import torch
 
 from vitrail import files
 from vitrail.data import loader
+from vitrail.data.digest import DataDigest
 from vitrail.data.loader import Batch
 from vitrail.evaluate import probe
 from vitrail.evaluate.classify import Counts, classify
@@ -80,6 +81,8 @@ class Keeper:
     writer: states.Writer
     save_every: float
     """Seconds from one checkpoint to the next; there is one after the last step too."""
+    data: DataDigest | None = None
+    """What the images are, by which a resumed run knows them; the process that leads has it."""
     asked: Requests = dataclasses.field(default_factory=Requests)
 
     best: float | None = None
@@ -225,6 +228,7 @@ class Keeper:
         self.book.event("checkpoint", step=moment.step, loss=moment.outcome.loss, weights=states.digest(weights))
         facts = {name: getattr(self, name) for name in _REMEMBERED}
         facts |= {"files": self.book.sizes(), "machine": machine(self.task)}
+        facts |= {} if self.data is None else {"data": self.data._asdict()}
         self.writer.give(dataclasses.replace(snapshot, facts=facts))
         self.saved = time.monotonic()
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vitrail import files, locks
 from vitrail.data import loader
+from vitrail.data.digest import DataDigest, describe_change, digest_dataset
 from vitrail.data.loader import Batch
 from vitrail.errors import UsageError, VitrailError
 from vitrail.evaluate import calibrate, precision, tables
@@ -97,12 +98,13 @@ def run(
     save_every: float = SAVE_EVERY,
     saved: Callable[[Path], None] = lambda _: None,
     tell: Callable[[str], None] = lambda _: None,
+    contents: str = "",
 ) -> Result | Pretrained | None:
     """Train, keep the best and the last weights in the folder, and measure the best on test, or else on val.
 
     The folder is new, or with `resume` one in which the same run was begun: it goes on from its newest checkpoint, as
     it does where torchrun starts the processes again. Of several processes the first one writes the files and has the
-    result, the others have None.
+    result, the others have None. `contents` is a digest of the images' contents, where they were read before.
     """
     leads = task.group.leads
     state = begin(task.model(), task.recipe, task.counts, recorded=task.recorded)  # what it refuses needs no folder
@@ -110,13 +112,14 @@ def run(
         stack.enter_context(states.room(folder, lambda: states.size(state)))
         distributed.led(lambda: stack.enter_context(lock_run(folder)))
         new = not _begun(folder)
-        snapshot = _opened(task, folder, resume=resume, tell=tell)
+        data = digest_dataset(task.dataset, contents) if leads else None
+        snapshot = _opened(task, folder, data, resume=resume, tell=tell)
         if leads and new:
             stack.push(partial(_discard, folder))
         book = stack.enter_context(contextlib.closing(Book(folder, loggers(folder)) if leads else Book(None)))
         exchange = distributed.exchange() if task.sharded else states.alone
         writer = stack.enter_context(contextlib.closing(states.Writer(folder / "checkpoints", exchange, written=saved)))
-        keeper = Keeper(task, folder, book, state, after_step, after_epoch, writer, save_every)
+        keeper = Keeper(task, folder, book, state, after_step, after_epoch, writer, save_every, data)
         if snapshot is not None:
             keeper.resume(snapshot)
             book.say(f"resumed after step {snapshot.step:,}")
@@ -138,14 +141,17 @@ def run(
         return results[0] if results else None
 
 
-def _opened(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], None]) -> states.Snapshot | None:
+def _opened(
+    task: Task, folder: Path, data: DataDigest | None, *, resume: bool, tell: Callable[[str], None]
+) -> states.Snapshot | None:
     """The checkpoint to go on from, the same on every rank, or None and a folder that is ready for a new run."""
     if task.group.restarts and (folder / STOPPED).exists():
         raise StoppedError(f"{folder} was stopped and its state is saved; the same command with --resume goes on")
     found: list[states.Snapshot] = []
 
     def prepared() -> int | None:
-        snapshot = _prepared(task, folder, resume=resume, tell=tell)
+        assert data is not None, "the process that leads has it"
+        snapshot = _prepared(task, folder, data, resume=resume, tell=tell)
         found.extend([] if snapshot is None else [snapshot])
         return None if snapshot is None else snapshot.step
 
@@ -155,7 +161,9 @@ def _opened(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], Non
     return found[0] if found else None
 
 
-def _prepared(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], None]) -> states.Snapshot | None:
+def _prepared(
+    task: Task, folder: Path, data: DataDigest, *, resume: bool, tell: Callable[[str], None]
+) -> states.Snapshot | None:
     """The same, as the process that leads sees to it."""
     config, wanted = folder / "config.json", json.loads(json.dumps(described(task)))
     begun = _begun(folder)
@@ -177,7 +185,7 @@ def _prepared(task: Task, folder: Path, *, resume: bool, tell: Callable[[str], N
         (folder / STOPPED).unlink(missing_ok=True)
         snapshot = states.newest(folder / "checkpoints", lambda reason: tell(f"warning: {reason}"))
         if snapshot is not None:
-            tell(f"resuming {folder} after step {snapshot.step:,}. {_promise(task, snapshot)}")
+            tell(f"resuming {folder} after step {snapshot.step:,}. {_promise(task, snapshot, data)}")
             return snapshot
         if _is_finished(folder):
             raise UsageError(
@@ -252,12 +260,13 @@ def _difference(key: str, before: Any, now: Any) -> str:
     return f"{key}: {before!s:.60}, not {now!s:.60}. Give the same command again, with --resume"
 
 
-def _promise(task: Task, snapshot: states.Snapshot) -> str:
-    """Whether the run will be the one it would have been, to the bit."""
+def _promise(task: Task, snapshot: states.Snapshot, data: DataDigest) -> str:
+    """Whether the run will be the one it would have been, to the bit; refused where its images are others."""
     before, now = snapshot.facts["machine"], machine(task)
-    if different := [
-        f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]
-    ]:
+    different = [f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
+    if recorded := snapshot.facts.get("data"):  # an older version wrote none
+        different += filter(None, [describe_change(DataDigest(**recorded), data, task.dataset.name)])
+    if different:
         return f"Not to the bit what it would have been: {', '.join(different)}"
     if task.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
         return "Its weights will be those of a run without interruption, to the bit"

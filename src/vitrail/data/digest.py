@@ -1,0 +1,143 @@
+"""Digests of a dataset, by which a resumed run knows that its images are still those it was begun with.
+
+    listing    names, labels, classes and splits
+    sizes      of the image files
+    times      of their last change, which a copy to another machine may alter
+    contents   of the files, where they are few bytes or were read already; else empty
+
+Of a dataset with more than 200,000 images, sizes and times are those of so many drawn at random: on a network file
+system a question for each of a million files takes minutes.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from vitrail.data import draws, index
+from vitrail.data.dataset import Dataset, Split
+from vitrail.data.folder import Files
+from vitrail.data.order import permuted
+from vitrail.data.shards import Shards
+from vitrail.data.table import Table
+from vitrail.errors import DataError
+
+LIMIT = 200_000  # images whose files are asked for size and time
+CONTENT_BYTES = 2**28  # of all images together, up to which their contents are read: a second
+_UNKNOWN_SIZE = 2**14  # bytes, a guess for images that are not in files
+_THREADS = 16
+
+
+class ChangedDataError(DataError):
+    """A dataset that is not what a run was begun with."""
+
+
+class DataDigest(NamedTuple):
+    """What tells one state of a dataset from another, as hexadecimal numbers."""
+
+    listing: str
+    sizes: str
+    times: str
+    contents: str = ""
+
+
+def digest_dataset(dataset: Dataset, contents: str = "") -> DataDigest:
+    """The digests of a dataset as it is now; `contents` is that of its images where a check has read them."""
+    listing = hashlib.sha256(repr((dataset.classes, list(dataset.splits))).encode(errors="surrogateescape"))
+    tables = {id(split.store.table): split.store.table for split in dataset.splits.values()}
+    for table in tables.values():
+        _add_table(listing, table)
+    for split in dataset.splits.values():
+        listing.update(repr(split.rows).encode() if isinstance(split.rows, range) else np.asarray(split.rows).tobytes())
+    files = [_list_files(split) for split in dataset.splits.values()]  # (n, 2) each
+    sizes, times = np.concatenate([part[:, 0] for part in files]), np.concatenate([part[:, 1] for part in files])
+    few = np.where(sizes < 0, _UNKNOWN_SIZE, sizes).sum() <= CONTENT_BYTES
+    near = not any(split.store.far for split in dataset.splits.values())
+    if few and near and sum(map(len, dataset.splits.values())) <= LIMIT:
+        contents = _digest_contents(dataset)
+    return DataDigest(listing.hexdigest(), _digest(sizes), _digest(times), contents)
+
+
+def describe_change(before: DataDigest, now: DataDigest, name: str) -> str:
+    """Refuse a dataset that is not what it was; else what of it may have changed, or nothing."""
+    difference = ""
+    if before.listing != now.listing:
+        difference = "names, labels or splits of its images"
+    elif before.sizes != now.sizes:
+        difference = "sizes of its image files"
+    elif before.contents and now.contents and before.contents != now.contents:
+        difference = "contents of its images"
+    if difference:
+        raise ChangedDataError(
+            f"{name} is not the dataset that the run was begun with, other {difference}: bring it back, or begin anew"
+            " (--overwrite, or another --out)"
+        )
+    known = before.contents and now.contents
+    return "image files have changed since, by their time of change" if before.times != now.times and not known else ""
+
+
+def _add_table(digest: Any, table: Table) -> None:
+    for name in sorted(table.columns):
+        column = np.ascontiguousarray(table.columns[name])
+        digest.update(f"{name} {column.dtype} {column.shape}".encode())
+        digest.update(column.data if column.size else b"")
+
+
+def _digest(values: NDArray[np.int64]) -> str:
+    return hashlib.sha256(values.tobytes()).hexdigest()
+
+
+def _list_files(split: Split) -> NDArray[np.int64]:
+    """(n, 2): size and time of change in nanoseconds of each image, or of its shard; -1 and 0 where unknown."""
+    store, count = split.store, len(split)
+    chosen = np.arange(count)
+    if count > LIMIT:
+        chosen = np.sort(permuted(np.arange(LIMIT), count, draws.key(0, "digest")))
+    rows = [int(split.rows[place]) for place in chosen.tolist()]
+    found = np.zeros((len(rows), 2), dtype=np.int64)
+    found[:, 0] = store.table["size"][rows] if "size" in store.table else -1
+    if isinstance(store, Files) and isinstance(store.root, Path):
+        with ThreadPoolExecutor(_THREADS) as threads:
+            stamps = threads.map(lambda row: _stamp(f"{store.root}/{store.name(row)}"), rows, chunksize=256)
+            for place, (time, size) in enumerate(stamps):
+                found[place] = size, time
+    elif isinstance(store, Shards) and isinstance(store.folder, Path):
+        shards = store.table["shard"][rows]
+        for shard in np.unique(shards).tolist():
+            found[shards == shard, 1] = _stamp(f"{store.folder}/{store.files[shard]}")[0]
+    return found
+
+
+def _stamp(path: str) -> list[int]:
+    try:
+        return index.stamp(path)
+    except OSError:
+        return [0, -1]  # it will be named when it is read
+
+
+def _digest_contents(dataset: Dataset) -> str:
+    digest = hashlib.sha256()
+    for content in _read_contents(dataset):
+        digest.update(len(content).to_bytes(8, "big"))
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _read_contents(dataset: Dataset) -> Iterator[bytes]:
+    """The bytes of all image files; nothing of those that cannot be read, which are named when they are used."""
+    for split in dataset.splits.values():
+        for place in range(len(split)):
+            try:
+                source = split.read(place)
+                content = source.read_bytes() if isinstance(source, Path) and os.path.isfile(source) else source  # noqa: PTH113
+            except (DataError, OSError):
+                content = b""
+            if isinstance(content, Image.Image):
+                content = content.tobytes()
+            yield content if isinstance(content, bytes) else b""
