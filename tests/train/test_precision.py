@@ -1,12 +1,16 @@
 """Fewer bits at the end of a run."""
 
+import dataclasses
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.train.test_run import trained, tuned
 from vitrail import compute
-from vitrail.weights.load import load
+from vitrail.errors import ModelError
+from vitrail.weights.load import load, save
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +35,42 @@ def test_a_large_model_is_measured_when_it_is_made_and_its_log_says_so(
     assert all(tried.told() in log for tried in best.tried)
 
 
-def test_a_small_model_is_not_so_that_equal_runs_leave_equal_files(tmp_path: Path) -> None:
+@pytest.mark.attack
+@pytest.mark.parametrize("small", [0, 5 * 10**8], ids=["measured", "too small to be measured"])
+def test_equal_runs_leave_equal_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attacked: Callable[[str, str], None], small: int
+) -> None:
+    """Speeds are never measured twice alike, so they lie beside the weights."""
+    monkeypatch.setattr("vitrail.evaluate.precision.SMALL", small)
     task = tuned(tmp_path)
     for name in ("one", "two"):
         trained(task, tmp_path / name)
     files = [(tmp_path / name / "weights" / "best.safetensors") for name in ("one", "two")]
-    assert load(files[0]).tried == ()
+    assert bool(load(files[0]).tried) == (small == 0)
+    assert files[0].with_name("best.precision.json").exists() == (small == 0)
     assert files[0].read_bytes() == files[1].read_bytes()
+    attacked("the same run twice", "the same bytes of best.safetensors")
+
+
+def test_what_was_measured_is_of_the_weights_it_lies_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.evaluate.precision.SMALL", 0)
+    trained(tuned(tmp_path), tmp_path / "run")
+    best = tmp_path / "run" / "weights" / "best.safetensors"
+    measured, beside = load(best), best.with_name("best.precision.json")
+    save(measured, tmp_path / "alone.safetensors")
+    assert load(tmp_path / "alone.safetensors").tried == measured.tried, (
+        "a file that is written by itself has it inside"
+    )
+    save(dataclasses.replace(measured, tried=(), temperature=2.0), best, overwrite=True)
+    assert load(best).tried == (), "other weights took their place"
+    text = beside.read_text()
+    for damaged in ("{", "[]", "null", text.replace('"speed": ', '"speed": "x'), text.replace('"cpu"', '"x"')):
+        save(dataclasses.replace(measured, tried=()), best, overwrite=True)
+        beside.write_text(damaged)
+        with pytest.raises(ModelError, match=r"best\.precision\.json"):
+            load(best)
+    content = json.loads(text)
+    for wrong in (None, 3, {"speed": 1}, [None]):
+        beside.write_text(json.dumps(content | {"precision_measurements": wrong}))
+        with pytest.raises(ModelError, match=r"best\.precision\.json is damaged: .* Remove it"):
+            load(best)

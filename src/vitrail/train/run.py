@@ -38,6 +38,7 @@ from vitrail.train.loop import Moment
 from vitrail.train.signals import StoppedError
 from vitrail.train.step import DivergedError, begin
 from vitrail.train.task import Task, described
+from vitrail.weights import native
 from vitrail.weights.load import load, save
 from vitrail.weights.trained import Trained
 
@@ -350,7 +351,8 @@ def _finished(keeper: Keeper) -> Result:
     model = best.model.to(task.device)
     temperature = 1.0 if task.everything else calibrate.temperature(*_logits(keeper, model))
     best = _tried(keeper, dataclasses.replace(best, temperature=temperature))
-    save(best, path, overwrite=True)
+    save(dataclasses.replace(best, tried=()), path, overwrite=True)
+    native.write_measurements(path, best.tried)
     images = _val(keeper) if split == "val" else evaluation_batches(task, split)
     said = asked(
         model,

@@ -2,12 +2,18 @@
 
 The header's `vitrail` entry is a `Header`. Version 1 is the only one so far; a newer one is refused by number, and
 whoever raises it writes the reader that turns the older header into the newer.
+
+How fast a run's weights are in other precisions lies beside them (`best.precision.json`), not in them: it is never
+measured twice alike, and the same run shall give the same bytes. `convert --measure` puts it into the file it writes.
 """
 
 import dataclasses
+import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+from vitrail import files
 from vitrail.config import BiTConfig, Preprocess, ViTConfig, from_json
 from vitrail.errors import ModelError, UsageError
 from vitrail.weights import storage
@@ -60,6 +66,45 @@ def write(trained: Trained, path: Path) -> None:
     storage.write(path, trained.model.state_dict(), {KEY: text})
 
 
+def write_measurements(path: Path, tried: Sequence[Tried]) -> None:
+    """Write what was measured of a file's precisions beside it: equal weights then have equal bytes.
+
+    A file that `tried` is empty for has none beside it.
+    """
+    beside = _measurements_path(path)
+    if not tried:
+        beside.unlink(missing_ok=True)
+        return
+    measurements = [dataclasses.asdict(each) for each in tried]
+    with files.replacing(beside, overwrite=True) as fresh:
+        storage.write_json(fresh, {"model": _digest_header(path), "precision_measurements": measurements})
+
+
+def read_measurements(path: Path) -> tuple[Tried, ...]:
+    """What was measured of the file's precisions, if that lies beside it and is of this file."""
+    beside = _measurements_path(path)
+    if not beside.is_file():
+        return ()
+    content = storage.read_json(beside)
+    if content.get("model") != _digest_header(path):
+        return ()  # of weights that were here before
+    measurements = content.get("precision_measurements")
+    try:
+        if not isinstance(measurements, list):
+            raise UsageError(f"its precision_measurements are {measurements!r:.40}, not a list")
+        return tuple(from_json(Tried, each) for each in measurements)
+    except UsageError as error:
+        raise ModelError(f"{beside} is damaged: {error}. Remove it to compute in float32") from error
+
+
+def _measurements_path(path: Path) -> Path:
+    return path.with_suffix(".precision.json")  # best.safetensors -> best.precision.json
+
+
+def _digest_header(path: Path) -> str:
+    return hashlib.sha256(storage.metadata(path).get(KEY, "").encode()).hexdigest()
+
+
 def read(stored: Stored, path: Path) -> Trained:
     """The model in a native file."""
     found = storage.parse_json(stored.metadata[KEY], path)
@@ -85,7 +130,7 @@ def read(stored: Stored, path: Path) -> Trained:
             header.temperature,
             header.several,
             header.threshold,
-            header.tried,
+            header.tried or read_measurements(path),
             () if without_queries else header.ranges,
         )
     except (UsageError, ModelError) as error:
