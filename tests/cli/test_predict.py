@@ -2,12 +2,12 @@
 
 import csv
 import dataclasses
-import fcntl
 import io
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +28,7 @@ from tests import making
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.data.pictures import encoded, folder, picture
+from tests.test_locks import holder
 from vitrail import Classifier, load, save
 from vitrail.cli import main
 from vitrail.cli import predict as command
@@ -42,6 +43,7 @@ from vitrail.figures import attention, boxes
 from vitrail.figures import pictures as overlays
 from vitrail.serve import app
 from vitrail.serve.run import of_classifiers
+from vitrail.spreadsheet import unquote_cell
 from vitrail.weights.adapt import adapt
 from vitrail.weights.trained import Trained
 
@@ -387,11 +389,81 @@ def test_a_file_that_another_process_writes_is_left_to_it(
     given = ("predict", str(model), str(pictures / "tulip"), "--batch", "2", "--out", str(out))
     assert vitrail(*given, capsys=capsys)[0] == 0
     before = out.read_bytes()
-    with out.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with holder(tmp_path / ".rows.csv.lock", "with") as process:
         code, _, error = vitrail(*given, capsys=capsys)
-    assert (code, f"{out} is being written by another process" in error) == (2, True)
+        process.kill()
+    assert (code, f"{out} is in use by process {process.pid} on " in error) == (2, True)
     assert out.read_bytes() == before
+    assert vitrail(*given, capsys=capsys)[0] == 0
+    assert out.read_bytes() == before
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("damaged", ["[1]", "null", "{}", '{"image": 3}', '"x"', "[" * 100_000])
+def test_a_damaged_row_of_json_lines_is_written_again(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture, attacked: Callable[[str, str], None], damaged: str
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    given = ("predict", str(model), str(pictures), "--batch", "2", "--out", str(out))
+    assert vitrail(*given, capsys=capsys)[0] == 3  # one picture is bad
+    before = out.read_text()
+    lines = before.splitlines(keepends=True)
+    out.write_text("".join([*lines[:3], damaged + "\n", *lines[4:]]))
+    code, _, error = vitrail(*given, capsys=capsys)
+    assert (code, "has 2 images; going on after them" in error) == (3, True), error
+    assert out.read_text() == before
+    attacked(f"--out x.jsonl with the row {damaged:.20}", "written again from there")
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("name", ["=1+1", "+x", "-x", "@x", "'=x", "''@", "\t=x"])
+def test_a_spreadsheet_runs_no_cell(
+    model: Path,
+    pictures: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+    attacked: Callable[[str, str], None],
+    name: str,
+) -> None:
+    """Neither of names of images nor of classes; and the command still knows its own rows."""
+    monkeypatch.chdir(tmp_path)
+    labels = (name, *"abcdef")
+    save(dataclasses.replace(load(model), labels=labels), model, overwrite=True)
+    shutil.copy(next(pictures.rglob("*.*")), tmp_path / f"{name}.png")
+    shutil.copy(next(pictures.rglob("*.*")), tmp_path / "plain.png")
+    out = tmp_path / "rows.csv"
+    given = ("predict", str(model), "--top", "7", "--batch", "1", "--out", str(out), "--")
+    for names in ([f"{name}.png"], [f"{name}.png", "plain.png"]):
+        code, _, error = vitrail(*given, *names, capsys=capsys)
+        assert code == 0, error
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 14
+    assert not [cell for row in rows for cell in row.values() if re.match(r"[=+\-@\t\r]", cell)]
+    assert {unquote_cell(row["image"]) for row in rows} == {f"{name}.png", "plain.png"}
+    assert {unquote_cell(row["label"]) for row in rows} == set(labels)
+    attacked(f"an image and a class named {name!r} in CSV", "quoted: a spreadsheet shows it and runs nothing")
+
+
+@pytest.mark.attack
+def test_a_url_on_standard_input_is_fetched_only_when_told_so(
+    model: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, attacked: Callable[[str, str], None]
+) -> None:
+    asked: list[str] = []
+
+    def read(url: str, *_: object) -> bytes:
+        asked.append(url)
+        return next(pictures.rglob("*.*")).read_bytes()
+
+    monkeypatch.setattr("vitrail.remote.read", read)
+    for options, code in ((), 3), (("--fetch-urls",), 0):
+        monkeypatch.setattr("sys.stdin", io.StringIO("s3://internal/secret.png\n"))
+        ended, out, _ = vitrail("predict", str(model), "-", "--format", "csv", *options, capsys=capsys)
+        assert ended == code
+        assert ("is fetched with --fetch-urls alone" in out) == bool(code)
+        assert bool(asked) == (not code)
+    attacked("a URL on standard input", "its row says that --fetch-urls is needed; nothing is asked")
 
 
 def test_images_that_came_after_the_last_are_appended(

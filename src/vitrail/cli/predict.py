@@ -41,6 +41,7 @@ def main(
     device: str | None = None,
     precision: Precision | None = None,
     workers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
+    fetch_urls: bool = False,
     json: bool = False,
 ) -> None:
     """Label images. One that cannot be read is named in its row, the others go on, and the exit code is then 3.
@@ -61,6 +62,7 @@ def main(
         precision: In which to compute; unless told otherwise float32, or on a CPU what the model's file says is faster
             there and answers alike. Features are float32 unless told otherwise.
         workers: Threads that read images; one for each core unless told otherwise.
+        fetch_urls: Read URLs on standard input too; otherwise only those given as PATHS.
         json: An object for each image, one a line: --format jsonl.
     """
     if top < 1 or batch < 1:
@@ -87,7 +89,7 @@ def main(
             why = "as told" if precision else "which the model's file says is faster here and answers alike"
             show.note(f"computing in {classifier.precision}, {why}")
         threads = max(1, available() if workers is None else workers)
-        wanted = Wanted(paths, top, embed, folder, file, chosen, threads)
+        wanted = Wanted(paths, top, embed, folder, file, chosen, threads, fetch_urls)
         _check_able(classifier, wanted)
         if embed:
             stack.enter_context(_exact())
@@ -107,6 +109,7 @@ class Wanted:
     out: Path | None
     form: Form
     threads: int
+    fetch_urls: bool
 
 
 class Item(NamedTuple):
@@ -197,12 +200,12 @@ def _items(wanted: Wanted) -> Iterator[Item]:
     from vitrail.data.paths import found
 
     if wanted.attention is None:
-        yield from (Item(image, None) for image in found(wanted.paths))
+        yield from (Item(image, None) for image in found(wanted.paths, fetch_urls=wanted.fetch_urls))
         return
     from vitrail.figures.looks import file_name
 
     taken: set[str] = set()
-    for image in found(wanted.paths):
+    for image in found(wanted.paths, fetch_urls=wanted.fetch_urls):
         taken.add(name := file_name(image.name, taken))
         yield Item(image, wanted.attention / f"{name}.png")
 

@@ -11,7 +11,6 @@ give is the same to the bit.
 
 import contextlib
 import csv
-import fcntl
 import io
 import itertools
 import json
@@ -20,9 +19,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Protocol, TypeVar
 
-from vitrail import files
+from vitrail import files, locks
 from vitrail.cli import show
 from vitrail.errors import UsageError
+from vitrail.spreadsheet import quote_cell, unquote_cell
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,7 +102,7 @@ def _records(row: Row) -> str:
 
 def _line(cells: Iterable[Any]) -> str:
     text = io.StringIO()
-    csv.writer(text).writerow(cells)
+    csv.writer(text).writerow(quote_cell(cell) if isinstance(cell, str) else cell for cell in cells)
     return text.getvalue()
 
 
@@ -209,8 +209,10 @@ def _kept_objects(file: BinaryIO) -> Iterator[_Kept]:
     for line in _ended(file):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
+        if not isinstance(row, dict) or not isinstance(row.get("image"), str):
+            return  # damaged: it is written again
         yield _Kept(row["image"], "error" in row, file.tell())
 
 
@@ -221,7 +223,7 @@ def _kept_records(file: BinaryIO, ranks: int) -> Iterator[_Kept]:
             if row.get("error") is None:
                 return
             if row.get("rank", "") in ("", str(ranks)):
-                yield _Kept(row["image"], bool(row["error"]), file.tell())
+                yield _Kept(unquote_cell(row["image"]), bool(row["error"]), file.tell())
     except csv.Error:  # a line ends inside of quotes
         return
 
@@ -279,13 +281,10 @@ def to_files(out: Path, form: Form, place: Place, *, features: int, attention: b
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     """A file to read and write, made where it is not there, for this process alone."""
-    path.touch()
-    with path.open("r+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{path} is being written by another process") from None
-        yield file
+    with locks.hold_lock(path.with_name(f".{path.name}.lock"), str(path)):
+        path.touch()
+        with path.open("r+b") as file:
+            yield file
 
 
 # --- a matrix that grows ---------------------------------------------------------------------------------------------

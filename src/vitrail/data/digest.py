@@ -9,6 +9,7 @@ Of a dataset with more than 200,000 images, sizes and times are those of so many
 system a question for each of a million files takes minutes.
 """
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Iterator
@@ -48,7 +49,11 @@ class DataDigest(NamedTuple):
 
 
 def digest_dataset(dataset: Dataset, contents: str = "") -> DataDigest:
-    """The digests of a dataset as it is now; `contents` is that of its images where a check has read them."""
+    """The digests of what a run trains on and chooses by, as it is now: all but the test images.
+
+    `contents` is the digest of all images' contents where a check has read them.
+    """
+    dataset = dataclasses.replace(dataset, splits={k: split for k, split in dataset.splits.items() if k != "test"})
     listing = hashlib.sha256(repr((dataset.classes, list(dataset.splits))).encode(errors="surrogateescape"))
     tables = {id(split.store.table): split.store.table for split in dataset.splits.values()}
     for table in tables.values():

@@ -57,11 +57,16 @@ class Found(NamedTuple):
         return content
 
 
-def found(arguments: Iterable[str]) -> Iterator[Found]:
-    """The images that are meant, those of a folder in the order of their paths."""
+def found(arguments: Iterable[str], *, fetch_urls: bool = False) -> Iterator[Found]:
+    """The images that are meant, those of a folder in the order of their paths.
+
+    A URL on standard input is fetched with `fetch_urls` alone: whoever wrote the list need not be who runs the command.
+    """
     for argument in arguments:
         for name in _lines(sys.stdin) if argument == STDIN else (argument,):
             try:
+                if argument == STDIN and remote.is_remote(name) and not fetch_urls:
+                    raise DataError(f"{name} is a URL on standard input, which is fetched with --fetch-urls alone")
                 yield from _meant(name)
             except (DataError, OSError) as error:
                 yield Found(name, name, error=str(error))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from vitrail.data.dataset import Split
 from vitrail.evaluate.classify import Answers, Counts
+from vitrail.spreadsheet import quote_cell
 
 
 def write_predictions(split: Split, classes: Sequence[str], outputs: Sequence[str], said: Answers, path: Path) -> None:
@@ -19,8 +20,8 @@ def write_predictions(split: Split, classes: Sequence[str], outputs: Sequence[st
         columns = (said.images, said.classes[:, 0], said.probabilities[:, 0], said.losses, said.right)
         for image, first, probability, loss, right in zip(*(column.tolist() for column in columns), strict=True):
             label = " | ".join(classes[index] for index in split.labels(image))
-            row = (split.name(image), label, outputs[first], f"{probability:.6f}", f"{loss:.6f}", int(right))
-            writer.writerow(row)
+            names = map(quote_cell, (split.name(image), label, outputs[first]))
+            writer.writerow((*names, f"{probability:.6f}", f"{loss:.6f}", int(right)))
 
 
 def write_classes(counts: Counts, outputs: Sequence[str], path: Path, trained: Sequence[int] | None = None) -> None:
@@ -38,4 +39,4 @@ def write_classes(counts: Counts, outputs: Sequence[str], path: Path, trained: S
             if not (images or said or trained):
                 continue
             shares = (f"{right / total:.6f}" if total else "" for total in (images, said))
-            writer.writerow((name, *((trained[index],) if trained else ()), images, right, *shares))
+            writer.writerow((quote_cell(name), *((trained[index],) if trained else ()), images, right, *shares))

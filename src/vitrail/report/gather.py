@@ -19,6 +19,7 @@ from vitrail.errors import DataError, UsageError
 from vitrail.evaluate import intervals
 from vitrail.evaluate.classify import CONFUSED
 from vitrail.evaluate.intervals import Interval
+from vitrail.spreadsheet import unquote_cell
 from vitrail.train.log import COLUMNS
 from vitrail.train.state import is_configuration
 
@@ -314,7 +315,8 @@ def _columns(path: Path) -> dict[str, tuple[float, ...]]:
 def _rows(path: Path) -> Iterator[dict[str, str]]:
     if path.is_file():
         with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file, _sound(str(path), "remove it"):
-            yield from csv.DictReader(file)
+            for row in csv.DictReader(file):
+                yield {name: unquote_cell(cell) if isinstance(cell, str) else cell for name, cell in row.items()}
 
 
 _REPORTED = ("decoded", "headers_only", "bad", "classes", "sizes", "formats", "colour", "duplicates")
