@@ -19,6 +19,7 @@ from vitrail.weights.precision import Tried
 FASTER = Tried(
     cpu=cpu(), precision="bfloat16", threads=2, speed=1.9, images=500, top1=0.998, sure=1.0, sure_images=400,
     change=0.002,
+    data="photos",
 )  # fmt: skip
 
 
@@ -81,7 +82,9 @@ def test_features_and_attention_stay_as_they_are(model: Path, pictures: Path, tm
 def test_info_tells_what_was_measured_and_what_this_cpu_would_use(model: Path, capsys: Capture) -> None:
     code, out, _ = vitrail("info", str(model), capsys=capsys)
     assert code == 0
-    assert "bfloat16: 1.90 times float32's speed, its answer to 99.80% of 500 images" in " ".join(out.split())
+    assert "bfloat16: 1.90 times float32's speed, its answer to 99.80% of 500 images of photos," in " ".join(
+        out.split()
+    )
     assert "bfloat16 unless --precision says otherwise" in " ".join(out.split())
     found = json.loads(vitrail("info", str(model), "--json", capsys=capsys)[1])
     assert found["precision"] == "bfloat16"

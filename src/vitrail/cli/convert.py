@@ -190,7 +190,7 @@ def _tried(trained: "Trained", dataset: "Dataset") -> "Trained":
 
     if not trained.model.config.classes:
         raise UsageError("precisions are measured by answers, and the model has no head: leave --measure away")
-    return precision.measured(trained, _views(trained, dataset), seconds=_SECONDS)
+    return precision.measured(trained, _views(trained, dataset), seconds=_SECONDS, data=Path(dataset.name).name)
 
 
 def _measured(float32: "Run", int8: "Run", trained: "Trained", dataset: "Dataset") -> dict[str, Any]:
@@ -222,7 +222,10 @@ def _tell(found: dict[str, Any]) -> None:
         int8 = found["int8"]
         sure = "" if int8["sure"] is None else f", {int8['sure']:.2%} where it is sure ({int8['sure_images']:,} images)"
         rows += [
-            ("int8 agrees", f"with float32's answer on {int8['top1']:.2%} of {int8['images']:,} images{sure}"),
+            (
+                "int8 agrees",
+                f"with float32's answer on {int8['top1']:.2%} of {int8['images']:,} images of {int8['data']}{sure}",
+            ),
             ("int8 changes", f"the probability of that answer by {int8['change']:.4f} on average"),
             ("int8 speed", f"{int8['speed']:.2f} times float32's, ONNX Runtime on this machine"),
         ]

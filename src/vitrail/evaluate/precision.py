@@ -37,11 +37,11 @@ def worthwhile(trained: Trained) -> bool:
     return bool(classes) and trained.preprocess is not None and count.multiply_adds(trained.model.config) >= SMALL
 
 
-def measured(trained: Trained, views: Iterable[Tensor], *, seconds: float) -> Trained:
+def measured(trained: Trained, views: Iterable[Tensor], *, seconds: float, data: str = "") -> Trained:
     """The model with what every precision that is possible here says of batches of views, uint8 (B, C, S, S).
 
     Batches are computed in all precisions by turns, as many as the time allows; what was measured on other kinds of
-    CPUs is kept.
+    CPUs is kept. `data` says which images they are of.
     """
     threads = torch.get_num_threads()
     few, at_once = max(_FEW, threads), max(_BATCH, 4 * threads)
@@ -66,7 +66,7 @@ def measured(trained: Trained, views: Iterable[Tensor], *, seconds: float) -> Tr
                 del ways[precision]
         if time.monotonic() >= end:
             break
-    found = tuple(_tried(precision, times, said) for precision in times if precision != "float32")
+    found = tuple(_tried(precision, times, said, data) for precision in times if precision != "float32")
     others = tuple(each for each in trained.tried if each.cpu != cpu())
     return dataclasses.replace(trained, tried=(*others, *found))
 
@@ -84,7 +84,9 @@ def _timed(way: Function, views: Tensor) -> tuple[float, Tensor]:
     return time.perf_counter() - start, answers
 
 
-def _tried(precision: Precision, times: dict[Precision, list[float]], said: dict[Precision, list[Tensor]]) -> Tried:
+def _tried(
+    precision: Precision, times: dict[Precision, list[float]], said: dict[Precision, list[Tensor]], data: str
+) -> Tried:
     """How a precision did in its batches, which are the first of float32's."""
     rounds = len(times[precision])
     pairs = zip(times["float32"], times[precision], strict=False)
@@ -96,4 +98,5 @@ def _tried(precision: Precision, times: dict[Precision, list[float]], said: dict
         threads=torch.get_num_threads(),
         speed=round(speed, 3),
         **same._asdict(),
+        data=data,
     )

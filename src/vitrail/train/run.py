@@ -383,7 +383,8 @@ def _tried(keeper: Keeper, best: Trained) -> Trained:
     seconds = min(_PRECISION, _PRECISION_SHARE * keeper.seconds)
     views = (batch.pixels for batch in keeper.heeding(_val(keeper)))
     here = dataclasses.replace(best, model=copy.deepcopy(best.model).cpu())  # on a GPU it has still to be measured
-    found = precision.measured(here, views, seconds=seconds)
+    data = f"{Path(keeper.task.dataset.name).name} (val)"
+    found = precision.measured(here, views, seconds=seconds, data=data)
     for tried in found.tried:
         keeper.book.say(tried.told())
     return found

@@ -31,6 +31,8 @@ class Tried:
     sure_images: int
     change: float
     """By how much the probability of float32's likeliest class is another, on average."""
+    data: str = ""
+    """Which images those are; nothing in files of before this was kept."""
 
     def __post_init__(self) -> None:
         for name in ("top1", "sure", "change"):
@@ -53,9 +55,11 @@ class Tried:
     def told(self) -> str:
         """The same as a sentence."""
         sure = "" if self.sure is None else f", to {self.sure:.2%} of the {self.sure_images:,} that float32 is sure of"
+        which = f" of {self.data}" if self.data else ""
         return (
             f"{self.precision}: {self.speed:.2f} times float32's speed, its answer to {self.top1:.2%} of"
-            f" {self.images:,} images{sure}, probabilities {self.change:.4f} apart ({self.cpu}, {self.threads} threads)"
+            f" {self.images:,} images{which}{sure}, probabilities {self.change:.4f} apart"
+            f" ({self.cpu}, {self.threads} threads)"
         )
 
 
