@@ -1,5 +1,6 @@
 """A disk that is full at any moment costs no state: what was saved is whole, and the run goes on when there is room."""
 
+import contextlib
 import dataclasses
 import os
 import random
@@ -102,18 +103,26 @@ def test_a_run_that_is_hurt_at_every_call_loses_no_state(shim: Shim, memory: Pat
         soaked(1, "a killed run resumes to the same weights", "killed at every call", f"{number} calls, same bits")
 
 
+@contextlib.contextmanager
+def mounted(place: Path, size: str) -> Iterator[Path]:
+    """A file system of that size."""
+    if os.geteuid() or not shutil.which("mount"):
+        pytest.skip("a small file system needs root")
+    place.mkdir()
+    ended = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", place], capture_output=True)
+    if ended.returncode:
+        pytest.skip(f"a small file system cannot be mounted: {ended.stderr.decode().strip()}")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", place], check=True)  # files that were read may still be mapped
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    if os.geteuid() or not shutil.which("mount"):
-        pytest.skip("a small file system needs root")
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", place], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"a small file system cannot be mounted: {mounted.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", "--lazy", place], check=True)  # files that were read may still be mapped
+    with mounted(tmp_path / "disk", "1m") as place:
+        yield place
 
 
 def test_a_small_file_system_that_is_full_costs_no_state(small_disk: Path, tmp_path: Path, soaked: Soaked) -> None:

@@ -1,5 +1,6 @@
 """Loader workers that die, or outlive an error: every command ends, and says why."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.pictures import folder
-from tests.faults.test_full import small_disk  # noqa: F401  a fixture
+from tests.faults.test_full import mounted
 
 Attacked = Callable[[str, str], None]
 PATIENCE = 60  # seconds; a command that hangs would take for ever
@@ -51,18 +52,40 @@ def is_worker(number: int) -> bool:
     return bool(ignored >> (signal.SIGTERM - 1) & 1)
 
 
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 32 MiB."""
+    with mounted(tmp_path / "disk", "32m") as place:
+        yield place
+
+
 @pytest.mark.attack
-@pytest.mark.parametrize("room", ["checkpoints", "nothing"])
-def test_a_full_disk_ends_a_run_that_has_workers(small_disk: Path, attacked: Attacked, room: str) -> None:  # noqa: F811
-    """Full when the first checkpoint is written, and full before there is anything."""
-    if room == "nothing":
-        (small_disk / "others").write_bytes(bytes(2**20 - 2**15))
-    process = start(*TRAIN, "--epochs", 1, "--save-every", 0, "--out", small_disk / "run")
+def test_a_disk_that_fills_up_ends_a_run_that_has_workers(disk: Path, attacked: Attacked) -> None:
+    process = start(*TRAIN, "--epochs", 100, "--save-every", 0, "--out", disk / "run")
+    for _ in range(10 * PATIENCE):
+        if (disk / "run" / "checkpoints").exists():
+            break
+        time.sleep(0.1)
+    with contextlib.suppress(OSError), (disk / "others").open("wb") as others:
+        while True:
+            others.write(bytes(2**16))
     said = end(process)
     assert process.returncode == 5, said
     assert "no room for a checkpoint" in said
+    assert "What was saved before is whole" in said or "Nothing was saved yet" in said
     assert "Traceback" not in said
-    attacked(f"a full disk while 2 loader workers run, with room for {room}", "exit 5 within a minute, no process left")
+    attacked("a disk that fills up while 2 loader workers run", "exit 5 at once, no process left")
+
+
+@pytest.mark.attack
+def test_a_disk_without_room_is_refused_before_anything_is_trained(disk: Path, attacked: Attacked) -> None:
+    (disk / "others").write_bytes(bytes(2**25 - 2**20))
+    process = start(*TRAIN, "--epochs", 1, "--out", disk / "run")
+    said = end(process)
+    assert process.returncode == 5, said
+    assert "no room for this run in" in said
+    assert not (disk / "run").exists()
+    attacked("a disk without room for the run's checkpoints", "exit 5 before the first step, nothing left behind")
 
 
 @pytest.mark.attack

@@ -112,6 +112,8 @@ def run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(states.room(folder, lambda: states.size(state)))
         distributed.led(lambda: stack.enter_context(lock_run(folder)))
+        parts = task.group.world if task.sharded else 1
+        distributed.led(lambda: states.check_room(folder, *(parts * size for size in states.expected_size(state))))
         new = not _begun(folder)
         data = digest_dataset(task.dataset, contents) if leads else None
         snapshot = _opened(task, folder, data, resume=resume, tell=tell)

@@ -191,11 +191,40 @@ def room(folder: Path, needed: Callable[[], int]) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+        saved = "Nothing was saved yet: make room, and give the same command again"
+        if next(folder.rglob(MANIFEST), None) is not None:
+            saved = "What was saved before is whole: make room, and give the same command with --resume"
         raise DiskFullError(
-            f"no room for a checkpoint in {folder}: it takes {needed():,} bytes and {shutil.disk_usage(there).free:,}"
-            " are free. What was saved before is whole: make room, and give the same command with --resume"
+            f"no room for a checkpoint in {folder}: it takes {needed():,} bytes and {_free_bytes(folder):,} are free."
+            f" {saved}"
         ) from error
+
+
+def check_room(folder: Path, checkpoint: int, weights: int) -> None:
+    """Refuse to begin what the disk has no room for: one checkpoint more than are kept, and the weights three times."""
+    used = sum(path.stat().st_size for name in ("checkpoints", "weights") for path in (folder / name).rglob("*.*"))
+    needed, free = (KEPT + 1) * checkpoint + 3 * weights - used, _free_bytes(folder)
+    if needed > free:
+        raise DiskFullError(
+            f"no room for this run in {folder}: it takes about {needed:,} bytes, for checkpoints of {checkpoint:,} each"
+            f" and for its weights, and {free:,} are free. Make room, or name a folder on another disk with --out"
+        )
+
+
+def _free_bytes(folder: Path) -> int:
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    return shutil.disk_usage(there).free
+
+
+def expected_size(state: State) -> tuple[int, int]:
+    """Bytes of a checkpoint, about, and of the model alone: of this rank's part, before its first step too."""
+    kinds = {
+        kind: sum(sharding.local(tensor).nbytes for tensor in group.values()) for kind, group in _kinds(state).items()
+    }
+    learned = sum(sharding.local(each).nbytes for each in state.model.parameters() if each.requires_grad)
+    moments = 1 if isinstance(state.optimizer, torch.optim.SGD) else 2
+    kinds["optimizer"] = max(kinds["optimizer"], moments * learned)
+    return sum(kinds.values()), kinds["model"]
 
 
 def _together(work: Callable[[], Any], exchange: Exchange) -> list[Any]:
