@@ -124,6 +124,20 @@ def test_a_recipe_that_does_not_fit_is_said_at_once(capsys: Capture) -> None:
     assert "did you mean digits?" in err
 
 
+def test_a_warm_up_for_a_larger_dataset_is_shortened_to_fit(tmp_path: Path, capsys: Capture) -> None:
+    """The recipe's 3,906 steps are for CIFAR-10's 50,000 images."""
+    photos = folder(tmp_path / "photos", "train", "val", each=20)
+    given = ("train", "mpp-cifar10", "--data", str(photos), "--batch", "8", "--epochs", "10", "--dry-run", *HERE)
+    code, out, err = vitrail(*given, capsys=capsys)
+    assert code == 0, err
+    said = re.search(r"warm-up of (\S+) steps is for a larger dataset; of this run's (\d+) steps (\d+) are taken", err)
+    assert said is not None
+    assert int(said[3]) == int(said[2]) // 10
+    assert f"{said[3]} steps of warm-up" in out
+    recipe = runs.changed(recipes.named("digits"), epochs=None, batch=None, lr=None, warmup=None)
+    assert runs.fit_warmup(recipe, 1439) is recipe, "its own dataset"
+
+
 def test_a_bad_image_ends_a_run_with_advice_and_without_a_folder(tmp_path: Path, capsys: Capture) -> None:
     root = folder(tmp_path / "set", "train", "val", each=3)
     (root / "train" / "rose" / "1.jpg").write_bytes(b"<html>")

@@ -35,6 +35,7 @@ Track = Literal["tensorboard"]
 _TRAINING = ("demo", "finetune", "train")  # the verbs that make a run
 _CHECKED = 20_000  # images that are looked at before a run: a minute at most
 _ODD = (ArithmeticError, LookupError, TypeError, ValueError)  # what a file may lead to that no check knows
+_LONGEST_WARMUP = 5  # a fifth of the run: a recipe's warm-up beyond that was meant for more images
 _SHOWN = 16  # images in the picture of a batch
 _WORST = 24  # images in the picture of the greatest losses
 
@@ -163,6 +164,20 @@ def changed(recipe: Recipe, *, epochs: float | None, batch: int | None, lr: floa
     if warmup is None:
         warmup = round(recipe.schedule.warmup * length)
     return dataclasses.replace(new, schedule=dataclasses.replace(recipe.schedule, warmup=warmup))
+
+
+def fit_warmup(recipe: Recipe, images: int) -> Recipe:
+    """The recipe with a tenth of the run as warm-up, where its own was meant for a far larger dataset."""
+    steps = math.ceil(recipe.epochs * images / recipe.batch)
+    warmup = recipe.schedule.warmup
+    if warmup <= steps / _LONGEST_WARMUP:
+        return recipe
+    shorter = steps // 10
+    show.note(
+        f"note: the recipe's warm-up of {warmup:,} steps is for a larger dataset; of this run's {steps:,} steps"
+        f" {shorter:,} are taken (--warmup changes it)"
+    )
+    return dataclasses.replace(recipe, schedule=dataclasses.replace(recipe.schedule, warmup=shorter))
 
 
 def tell_of(dataset: "Dataset") -> None:

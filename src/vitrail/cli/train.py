@@ -49,7 +49,7 @@ def main(
         epochs: Passes over the training images, in place of the recipe's.
         batch: Images in a step, in place of the recipe's.
         lr: Learning rate at its top, in place of the recipe's.
-        warmup: Steps until it is there, in place of the recipe's; a run made shorter has a shorter one of its own.
+        warmup: Steps of warm-up, in place of the recipe's; a shorter run or a smaller dataset has a shorter one.
         target: What is to be told of hidden patches, in place of the recipe's (mpp and mae).
         balanced: Let every class count alike, however many images it has.
         everything: Train on the validation images too, once all choices are made; the last weights are kept then.
@@ -78,6 +78,8 @@ def main(
     with runs.process(device) as (group, found):
         dataset = open_data(data)
         runs.tell_of(dataset)
+        if warmup is None and "train" in dataset.splits:
+            chosen = runs.fit_warmup(chosen, len(dataset.splits["train"]))
         task = Task(
             recipe=runs.fitting(dataclasses.replace(chosen, balanced=balanced), dataset),
             dataset=dataset,
