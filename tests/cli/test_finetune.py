@@ -262,3 +262,50 @@ def test_a_learning_rate_that_diverges_ends_with_6(capsys: Capture) -> None:
     code, out, err = finetune("--lr", "1e30", "--epochs", "30", "--batch", "4", *HERE, capsys=capsys)
     assert (code, out) == (6, "")
     assert "nothing was updated. Try a lower learning rate than 1e+30" in err
+
+
+def test_random_weights_are_taken_only_when_told_so(capsys: Capture) -> None:
+    code, err = refused(model="s16", capsys=capsys)
+    assert code == 2
+    assert "s16 is a preset, whose weights are random and have learned nothing" in err
+    assert "--from-scratch" in err
+    code, err = refused("--from-scratch", capsys=capsys)
+    assert (code, "--from-scratch is for presets, and model.safetensors is none" in err) == (2, True)
+    code, _, err = finetune("--from-scratch", "--dry-run", "--image-size", "32", *SHORT, model="ti16", capsys=capsys)
+    assert code == 0
+    assert "warning: ti16 begins with random weights, which have learned nothing" in err
+
+
+def test_without_a_model_it_says_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    cache = tmp_path / "hub"
+    for owner, name in (("timm", "vit_tiny"), ("google", "vit-base"), ("other", "text")):
+        (cache / f"models--{owner}--{name}" / "snapshots" / "1").mkdir(parents=True)
+        if owner != "other":
+            (cache / f"models--{owner}--{name}" / "snapshots" / "1" / "model.safetensors").touch()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    code, _, err = vitrail("finetune", "./set", capsys=capsys)
+    assert code == 2
+    assert "say which trained model to start from: --model timm:vit_small_patch16_224.augreg_in21k or hf:google/" in err
+    assert "On this machine: hf:google/vit-base, timm:vit_tiny (the Hub's cache)\n" in err
+    assert finetune(*SHORT, capsys=capsys)[0] == 0
+    assert "On this machine: runs/finetune (runs); hf:google" in vitrail("finetune", "./set", capsys=capsys)[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "written"),
+    [
+        ("vit_small_patch16_224.augreg_in21k", 2, "timm:vit_small_patch16_224.augreg_in21k"),
+        ("google/vit-base-patch16-224", 4, "hf:google/vit-base-patch16-224"),
+    ],
+)
+def test_a_bare_name_is_answered_with_how_it_is_written(name: str, code: int, written: str, capsys: Capture) -> None:
+    found, err = refused(model=name, capsys=capsys)
+    assert (found, err.endswith(f"the Hub's model of that name is {written}")) == (code, True)
+
+
+def test_a_path_that_is_mistyped_is_no_name_of_the_hub(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "models").mkdir()
+    code, err = refused(model="models/mine", capsys=capsys)
+    assert (code, "hf:" in err) == (4, False)

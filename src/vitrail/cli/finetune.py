@@ -15,6 +15,7 @@ from vitrail.cli import runs, show
 from vitrail.config import Recipe, ViTConfig
 from vitrail.errors import UsageError
 
+_USUAL = ("timm:vit_small_patch16_224.augreg_in21k", "hf:google/vit-base-patch16-224-in21k")
 MOST_EPOCHS = 100  # what --minutes makes of a run, unless the recipe has more
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def main(
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")],
-    model: Annotated[str, tyro.conf.arg(metavar="MODEL")],
+    model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None,
     recipe: Literal["default", "paper"] = "default",
     image_size: Annotated[int | None, tyro.conf.arg(metavar="SIDE")] = None,
     minutes: Annotated[float | None, tyro.conf.arg(metavar="N")] = None,
@@ -34,6 +35,7 @@ def main(
     warmup: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None,
     layers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     keep_head: bool = False,
+    from_scratch: bool = False,
     preprocess: Literal["imagenet", "inception", "torchvision"] | None = None,
     balanced: bool = False,
     everything: bool = False,
@@ -67,6 +69,7 @@ def main(
         warmup: Steps until it is there, in place of the recipe's.
         layers: How many layers below the head learn; 0 for the head alone.
         keep_head: Go on with the model's own head, which must have the data's classes, in any order.
+        from_scratch: Begin with a preset's random weights (--model s16), which have learned nothing.
         preprocess: Mean, std and interpolation for weights that do not state them.
         balanced: Let every class count alike, however many images it has.
         everything: Train on the validation images too, once all choices are made; the last weights are kept then.
@@ -92,6 +95,7 @@ def main(
     from vitrail.train.task import Task, fitted
     from vitrail.weights.load import load
 
+    model = _check_start(model, from_scratch=from_scratch)
     if number_of_runs < 1:
         raise UsageError(f"--runs is {number_of_runs}; it must be at least 1")
     if minutes is not None and (epochs is not None or minutes <= 0):
@@ -159,6 +163,31 @@ def _tell(results: list[dict[str, Any]], *, as_json: bool) -> None:
     if deviation is not None:
         mean = f"{statistics.mean(top1):.2%} ± {deviation:.2%}"
         print(f"{results[0]['split']}: {mean} (mean and standard deviation of {len(results)} runs)")
+
+
+def _check_start(model: str | None, *, from_scratch: bool) -> str:
+    """The MODEL to start from, if it is one that has learned, or may be without."""
+    from vitrail.weights import hub
+    from vitrail.weights.load import is_preset
+
+    if model is None:
+        runs_here = [str(path.parents[1]) for path in sorted(Path("runs").glob("*/weights/best.safetensors"))]
+        places = {"runs": runs_here, "the Hub's cache": hub.list_cached()}
+        known = [f"{', '.join(names[:5])} ({place})" for place, names in places.items() if names]
+        raise UsageError(
+            f"say which trained model to start from: --model {_USUAL[0]} or {_USUAL[1]} (fetched from the Hub; extra"
+            f" `hub`), a file, or a run's folder. On this machine: {'; '.join(known) or 'none yet'}"
+        )
+    if is_preset(model) and not from_scratch:
+        raise UsageError(
+            f"{model} is a preset, whose weights are random and have learned nothing: name a trained model (--model"
+            f" {_USUAL[0]}, a file, a run's folder), or add --from-scratch to begin with random weights"
+        )
+    if from_scratch and not is_preset(model):
+        raise UsageError(f"--from-scratch is for presets, and {model} is none: omit it, or give a preset (--model s16)")
+    if from_scratch:
+        show.note(f"warning: {model} begins with random weights, which have learned nothing")
+    return model
 
 
 def prepared(trained: "Trained", preprocess: str | None) -> "Trained":

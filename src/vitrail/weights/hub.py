@@ -7,6 +7,8 @@ Only the files a model consists of are asked for, by name. No torch here: fetchi
 import contextlib
 import dataclasses
 import glob
+import importlib
+import importlib.util
 import re
 import sys
 from collections.abc import Collection, Iterator
@@ -265,9 +267,36 @@ def _reason(error: Exception) -> str:
 
 def _page(repo: str) -> str:
     """The repository's web address."""
-    return f"{require().constants.ENDPOINT}/{repo}"
+    return f"{_constants().ENDPOINT}/{repo}"
 
 
 def _cache() -> str:
     """Where the Hub's own tools keep what they fetched."""
-    return str(require().constants.HF_HUB_CACHE)
+    return str(_constants().HF_HUB_CACHE)
+
+
+def _constants() -> ModuleType:
+    require()
+    return importlib.import_module("huggingface_hub.constants")  # which nothing else may have imported yet
+
+
+def list_cached() -> list[str]:
+    """The models whose weights lie in the Hub's cache, as MODEL names them; none where huggingface_hub is missing."""
+    if importlib.util.find_spec("huggingface_hub") is None:
+        return []
+    names = []
+    for folder in sorted(Path(_cache()).glob("models--*--*")):
+        _, owner, name = folder.name.split("--", 2)
+        if any(path.suffix in (".safetensors", ".npz", ".bin") for path in folder.glob("snapshots/*/*")):
+            names.append(f"timm:{name}" if owner == "timm" else f"hf:{owner}/{name}")
+    return names
+
+
+def suggest_name(model: str) -> str:
+    """How a bare name of timm's or of the Hub is written here; nothing where it is neither."""
+    if re.fullmatch(
+        r"(?:vit|deit|deit3|beit|beitv2|eva|eva02|mobile|resnetv2|flexivit)\w*_\w+(?:\.\w+)?", model, re.ASCII
+    ):
+        return f"timm:{model}"
+    legal = re.fullmatch(f"{_PART}/{_PART}", model, re.ASCII) and not model.endswith((".safetensors", ".npz", ".pth"))
+    return f"hf:{model}" if legal else ""

@@ -36,13 +36,22 @@ def load(model: str | Path) -> Trained:
     if isinstance(model, str) and hub.is_remote(model):
         fetched = hub.fetch(model)
         return hub.credit(read(fetched.path), fetched)
-    path = locate(model)
+    path, name = locate(model), str(model)
+    remote = hub.suggest_name(name)
     if path is not None:
+        if remote and not path.parent.exists():
+            raise ModelError(f"{name} does not exist; the Hub's model of that name is {remote}")
         return read(path)
-    name = str(model)
+    if remote:
+        raise UsageError(f"no file or folder is called {name!r}; the Hub's model of that name is {remote}")
     if not presets.exists(name):
         raise UsageError(f"no file or folder is called {name!r}, and {presets.unknown(name)}")
     return random(name)
+
+
+def is_preset(model: str) -> bool:
+    """Whether MODEL names a preset, whose weights are random."""
+    return not hub.is_remote(model) and locate(model) is None and presets.exists(model)
 
 
 def read(path: Path) -> Trained:
