@@ -104,7 +104,7 @@ def test_a_report_that_fails_does_not_lose_the_run(
     monkeypatch.setattr(writing, "write", fails)
     code, out, err = vitrail(*DIGITS, "--out", "run", capsys=capsys)
     assert code == 0
-    assert out.endswith("(run/weights/best.safetensors)\n")
+    assert "; weights: run/weights/best.safetensors; next: vitrail predict run IMAGES" in out
     assert f"warning: the report is not written ({error}); `vitrail report run` does it" in err
     assert not (tmp_path / "run" / "report.html").exists()
     monkeypatch.undo()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
@@ -14,6 +15,7 @@ from tests.data.pictures import encoded, folder, picture
 from vitrail import recipes
 from vitrail.cli import runs
 from vitrail.config import Optimiser, Schedule
+from vitrail.evaluate.classify import Counts
 
 HERE = ("--workers", "0", "--device", "cpu")
 DIGITS = ("train", "digits", "--data", "digits", *HERE)
@@ -31,8 +33,10 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_trains_and_says_where_the_weights_are(tmp_path: Path, capsys: Capture) -> None:
     code, out, err = vitrail(*DIGITS, "--epochs", "1", capsys=capsys)
     assert code == 0
-    assert "of 179 images right" in out
-    assert out.endswith("(runs/train/weights/best.safetensors)\n")
+    assert "of 179 test images right (" in out
+    assert (
+        "; weights: runs/train/weights/best.safetensors; report: runs/train/report.html; next: vitrail predict" in out
+    )
     assert "epoch 1: loss" in err
     assert {path.name for path in (tmp_path / "runs" / "train").iterdir()} >= PICTURES
     code, out, _ = vitrail(*DIGITS, "--epochs", "0.2", "--seed", "3", "--json", capsys=capsys)
@@ -92,7 +96,7 @@ def test_images_without_labels_make_a_model_that_every_command_takes(
     folder(tmp_path / "set", "train", "val", "test", each=4)
     model = ("--model", "run/weights/best.safetensors")
     code, out, _ = vitrail("finetune", "./set", *model, "--epochs", "2", "--out", "tuned", *HERE, capsys=capsys)
-    assert (code, "of 8 images right" in out) == (0, True)
+    assert (code, "of 8 test images right" in out) == (0, True)
     code, out, _ = vitrail("probe", model[1], "./set", "--methods", "few-shot", "--shots", "1", *HERE, capsys=capsys)
     assert code == 0
     assert "head: none, the model ends with its features" in vitrail("info", model[1], capsys=capsys)[1]
@@ -164,14 +168,23 @@ def test_the_next_folder_is_the_first_that_is_free(tmp_path: Path) -> None:
     assert names == ["runs/train", "runs/train-2", "runs/train-3"]
 
 
-def test_the_average_over_classes_is_said_where_the_accuracy_flatters() -> None:
+def test_a_run_ends_with_its_accuracy_its_weakest_class_and_what_to_do_next() -> None:
+    confusion = torch.tensor([[9, 1, 0], [2, 4, 4], [0, 0, 10]])
+    counts = Counts(30, 23, 30, 1.0, confusion)
+    weakest = runs.find_weakest(counts, ("cat", "dog", "cow"))
+    assert weakest == {"class": "dog", "right": pytest.approx(0.4), "images": 10, "taken_for": "cow"}
+    assert runs.find_weakest(Counts(30, 30, 30, 1.0, torch.eye(3).long() * 10), ("cat", "dog", "cow")) is None
     found = {"split": "test", "top1": 0.95, "images": 1200, "macro": 0.94, "folder": "runs/train", "trained_on": False}
-    where = "(runs/train/weights/best.safetensors)"
-    assert runs.sentence(found) == f"test: 95.0% of 1,200 images right {where}"
+    found |= {"interval": [0.936, 0.961], "weakest": weakest, "report": "runs/train/report.html"}
+    where = "; weights: runs/train/weights/best.safetensors; report: runs/train/report.html"
+    where += "; next: vitrail predict runs/train IMAGES, vitrail serve runs/train"
+    accuracy, worst = "95.0% of 1,200 test images right (93.6 to 96.1)", "; weakest: dog, 40%, taken for cow"
+    assert runs.sentence(found) == accuracy + worst + where
     flattered = runs.sentence(found | {"macro": 0.5})
-    assert flattered == f"test: 95.0% of 1,200 images right, 50.0% of a class on average {where}"
-    seen = runs.sentence(found | {"split": "val", "trained_on": True})
-    assert seen.startswith("val, which was trained on: 95.0% of")
+    assert flattered == f"{accuracy}, 50.0% of a class on average{worst}{where}"
+    trained_on = runs.sentence(found | {"split": "val", "trained_on": True, "weakest": None, "images": 1})
+    assert trained_on == f"95.0% of 1 image right (on images that were trained on){where}"
+    assert "report" not in runs.sentence(found | {"report": None})
     assert runs.sentence(found | {"macro": None}) == runs.sentence(found)  # several labels: there is no such average
 
 

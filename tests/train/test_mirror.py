@@ -317,7 +317,7 @@ def test_a_finished_run_is_there_whole_and_its_name_is_taken(
     code, out, err = vitrail(*SHORT, "--out", f"{url}/", capsys=capsys)
     assert code == 0, err
     assert f"the run works in {runs._here(url)} and is copied to {url}\n" in err
-    assert f"({runs._here(url)}/weights/best.safetensors)" in out
+    assert f"; weights: {runs._here(url)}/weights/best.safetensors;" in out
     folder = tmp_path / runs._here(url)
     here = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     assert remote.find(url).keys() == here.keys()

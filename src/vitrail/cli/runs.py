@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from vitrail.data.dataset import Dataset
+    from vitrail.evaluate.classify import Counts
     from vitrail.train.distributed import Group
     from vitrail.train.keeper import Evaluated
     from vitrail.train.log import Logger
@@ -396,28 +397,58 @@ def sentence(found: dict[str, Any]) -> str:
         right = "" if found["top1"] is None else f", {found['top1']:.1%} of the colours right"
         text = f"{found['split']}: loss {found['loss']:.3f} of {found['patches']:,} hidden patches{right}"
         return f"{text} ({found['folder']}/weights/best.safetensors)"
-    seen = ", which was trained on" if found["trained_on"] else ""
-    text = f"{found['split']}{seen}: {found['top1']:.1%} of {found['images']:,} images right"
+    what = show.plural(found["images"], "image" if found["trained_on"] else f"{found['split']} image")
+    text = f"{found['top1']:.1%} of {what} right"
+    text += " (on images that were trained on)" if found["trained_on"] else _interval(found["interval"])
     if found["macro"] is not None and found["macro"] < found["top1"] - 0.02:
         text += f", {found['macro']:.1%} of a class on average"
-    return f"{text} ({found['folder']}/weights/best.safetensors)"
+    if weakest := found["weakest"]:
+        taken = f", taken for {weakest['taken_for']}" if weakest["taken_for"] else ""
+        text += f"; weakest: {weakest['class']}, {weakest['right']:.0%}{taken}"
+    folder = found["folder"]
+    report = f"; report: {found['report']}" if found["report"] else ""
+    return (
+        f"{show.printable(text)}; weights: {folder}/weights/best.safetensors{report};"
+        f" next: vitrail predict {shlex.quote(folder)} IMAGES, vitrail serve {shlex.quote(folder)}"
+    )
+
+
+def _interval(found: Sequence[float]) -> str:
+    return f" ({100 * found[0]:.1f} to {100 * found[1]:.1f})"
+
+
+def find_weakest(counts: "Counts", classes: Sequence[str]) -> dict[str, Any] | None:
+    """The class of which least is right, and what it is most often taken for; None where nothing is wrong."""
+    if not counts.by_class or counts.right == counts.images:
+        return None
+    images, right = counts.confusion.sum(dim=1), counts.confusion.diagonal()
+    share = (right / images.clamp(min=1)).masked_fill(images == 0, 2.0)
+    worst = int(share.argmin())
+    wrong = counts.confusion[worst].clone()
+    wrong[worst] = 0
+    taken_for = classes[int(wrong.argmax())] if wrong.any() else None
+    return {"class": classes[worst], "right": float(share[worst]), "images": int(images[worst]), "taken_for": taken_for}
 
 
 def facts(task: "Task", result: "Result | Pretrained", folder: Path) -> dict[str, Any]:
     """What a run came to, for programs."""
+    from vitrail.evaluate.intervals import wilson
     from vitrail.train.run import Pretrained
 
     if isinstance(result, Pretrained):
         found = {"folder": str(folder), "split": "val", **dataclasses.asdict(result)}
         return found | {"trained": task.plan.total, "seed": task.seed}
-    counts = result.counts
+    counts, report = result.counts, folder / "report.html"
     return {
         "folder": str(folder),
+        "report": str(report) if report.exists() else None,
         "split": result.split,
         "images": counts.images,
         "right": counts.right,
         "top1": counts.top1,
+        "interval": list(wilson(counts.right, counts.images)),
         "top5": counts.top5,
+        "weakest": find_weakest(counts, task.dataset.classes),
         "macro": counts.macro if counts.by_class else None,
         "trained_on": task.everything and result.split == "val",
         "loss": counts.mean_loss,

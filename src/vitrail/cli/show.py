@@ -83,6 +83,11 @@ def count(number: int) -> str:
     return f"{number:,}"
 
 
+def plural(number: int, noun: str) -> str:
+    """1 image, 2 images."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def size(number: int) -> str:
     """1234567 -> 1.2 MB."""
     for unit in ("bytes", "kB", "MB", "GB"):
