@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,8 @@ def test_formats_say_the_same(model: Path, pictures: Path, capsys: Capture) -> N
     assert objects == [json.loads(line) for line in vitrail(*given, "--format", "jsonl", capsys=capsys)[1].splitlines()]
     rows = list(csv.DictReader(io.StringIO(vitrail(*given, capsys=capsys)[1])))
     lines = vitrail(*given, "--format", "table", capsys=capsys)[1].splitlines()
-    labels = [(each["image"], *pair) for each in objects if "labels" in each for pair in each["labels"]]
+    labels = [(each["image"], *pair.values()) for each in objects for pair in each.get("predictions", ())]
+    assert objects[0]["predictions"][0].keys() == {"label", "probability"}
     assert [(row["image"], row["label"]) for row in rows if row["rank"]] == [(name, label) for name, label, _ in labels]
     assert [line.split(maxsplit=3) for line in lines if line[0].isdigit()] == [
         [f"{probability:.4f}", *label.split(), name] for name, label, probability in labels
@@ -152,7 +154,7 @@ def test_a_shard_and_a_folder_give_the_same_answers(
     def said(argument: str) -> dict[str, Any]:
         _, out, _ = vitrail("predict", str(model), argument, "--json", "--batch", "1", capsys=capsys)
         rows = [json.loads(line) for line in out.splitlines()]
-        return {"/".join(row["image"].split("/")[-2:]): row.get("labels") for row in rows}
+        return {"/".join(row["image"].split("/")[-2:]): row.get("predictions") for row in rows}
 
     assert said(str(tmp_path / "s-{0..0}.tar")) == said(str(pictures)) == said(str(tmp_path / "list.csv"))
 
@@ -637,3 +639,20 @@ def test_odd_images_have_the_same_pixels_in_training_evaluate_predict_serve_and_
         different = [path for path, here, there in pairs if not torch.equal(here, there)]
         assert not different, (name, different)
     soaked(14, "one preprocessing: bit-equal pixels in five places", f"{count:,} odd images", f"{count:,}")
+
+
+def test_it_ends_with_how_many_images_there_were_and_what_they_show(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "rows.csv"
+    code, _, err = vitrail("predict", str(model), str(pictures), "--out", str(out), "--batch", "2", capsys=capsys)
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    failed = sum(bool(row["error"]) for row in rows)
+    counts = Counter(row["label"] for row in rows if not row["error"])
+    named = ", ".join(f"{name} {number}" for name, number in counts.most_common(5))
+    more = f", and {len(counts) - 5} other labels" if len(counts) > 5 else ""
+    last = f"{len(rows)} images, {failed} of which cannot be read; {named}{more}; {out}"
+    assert (code, err.splitlines()[-2]) == (3, last)
+    code, _, err = vitrail("predict", str(model), str(next(pictures.rglob("*.jpg"))), capsys=capsys)
+    assert err.splitlines()[-1].startswith("1 image; ")

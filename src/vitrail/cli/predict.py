@@ -6,6 +6,7 @@ import itertools
 import math
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from vitrail.train.distributed import Group
     from vitrail.train.signals import Requests
 
+_NAMED = 5  # labels whose images are counted at the end
 _SMALL, _LARGE = 224, 1024  # pixels: a picture with a shorter side is enlarged, one with a longer side reduced
 
 
@@ -95,7 +97,7 @@ def main(
             stack.enter_context(_exact())
         done = _predicted(classifier, wanted, group)
     if group.leads and done.failed:
-        raise DataError(f"{done.failed:,} of {done.images:,} images cannot be read; their rows say why")
+        raise DataError(f"{done.failed:,} of {show.plural(done.images, 'image')} cannot be read; their rows say why")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,14 +187,32 @@ def _predicted(classifier: "Classifier", wanted: Wanted, group: "Group") -> Plac
         write = stack.enter_context(_writing(classifier, wanted, done)) if group.leads else None
         seen = wanted.out is None and sys.stdout.isatty()  # the rows themselves, which a bar would run into
         report = workers.silent if seen else stack.enter_context(show.progress("predicting"))
+        first, labels = done.images, Counter[str]()
         for some, stop in _rounds(classifier, wanted, group, items, asked):
             done = Place(done.images + len(some), done.failed + sum(bool(row.error) for row in some))
             if write is not None:
                 write(some)
+            labels.update(row.labels[0][0] for row in some if row.labels)
             report(done.images, total)
             if stop:
                 _stop(stop, done, wanted)
+    if group.leads:
+        show.note(_summarize(done, done.images - first, labels, wanted))
     return done
+
+
+def _summarize(done: Place, new: int, labels: "Counter[str]", wanted: Wanted) -> str:
+    """How many images there were, what they were found to show, and where the rows are."""
+    failed = f", {done.failed:,} of which cannot be read" if done.failed else ""
+    parts = [f"{show.plural(done.images, 'image')}{failed}"]
+    if new < done.images:
+        parts.append(f"{new:,} of them in this run")
+    if labels:
+        others = f", and {len(labels) - _NAMED:,} other labels" if len(labels) > _NAMED else ""
+        parts.append(
+            ", ".join(f"{show.printable(name)} {count:,}" for name, count in labels.most_common(_NAMED)) + others
+        )
+    return "; ".join([*parts, *([] if wanted.out is None else [str(wanted.out)])])
 
 
 def _items(wanted: Wanted) -> Iterator[Item]:

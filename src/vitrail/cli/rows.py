@@ -1,7 +1,8 @@
 """Rows of what a model said of images, to stdout or into files with which a command that was stopped goes on.
 
     rows.csv       image,rank,label,probability,error[,attention]: a line for each label
-    rows.jsonl     {"image": ..., "labels": [[label, probability], ...]}, or "features", or "error": one for each image
+    rows.jsonl     {"image": ..., "predictions": [{"label": ..., "probability": ...}, ...]}: one for each image;
+                   or "features" or "error" instead
     features.npy   float32 (n, D), a row for each image, NaN where it cannot be read; features.csv has image,error
     FILE.json      beside each what made it: the model's digest and the options
 
@@ -113,7 +114,7 @@ def _object(row: Row) -> dict[str, Any]:
     elif row.features is not None:
         found["features"] = [float(f"{value:.9g}") for value in row.features.tolist()]  # enough to have it back
     else:
-        found["labels"] = row.labels
+        found["predictions"] = [{"label": label, "probability": value} for label, value in row.labels]
     return found | ({"attention": row.attention} if row.attention else {})
 
 
