@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from tests import making
@@ -211,12 +212,34 @@ def test_a_class_without_images_is_refused(tmp_path: Path, capsys: Capture) -> N
     assert "1 classes have no training image, such as orchid: add some or remove them" in line
 
 
-def test_a_bad_image_is_named_before_anything_is_trained(tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "set" / "test" / "rose" / "2.jpg").write_bytes(b"<html>")
+def test_few_bad_images_are_left_out_named_and_listed(tmp_path: Path, capsys: Capture) -> None:
+    """One of 24; the run is the one that it would be without it."""
+    bad = tmp_path / "set" / "train" / "rose" / "1.jpg"
+    before = bad.read_bytes()
+    bad.write_bytes(before[: len(before) // 2])
+    code, line = refused("--strict", capsys=capsys)
+    assert code == 3
+    assert "1 image of 24 cannot be read, such as train/rose/1.jpg: " in line
+    assert "--strict takes none" in line
+    code, _, err = finetune(*SHORT, capsys=capsys)
+    assert code == 0, err
+    assert "warning: 1 image of 24 cannot be read, such as train/rose/1.jpg: " in err
+    listed = json.loads((tmp_path / "runs" / "finetune" / "data_report.json").read_text())
+    assert [each["name"] for each in listed["bad"]] == ["train/rose/1.jpg"]
+    assert json.loads((tmp_path / "runs" / "finetune" / "config.json").read_text())["images"]["train"] == 7
+    bad.unlink()
+    assert finetune(*SHORT, "--out", "runs/without", capsys=capsys)[0] == 0
+    first, second = (load(f"runs/{name}") for name in ("finetune", "without"))
+    assert all(map(torch.equal, first.model.state_dict().values(), second.model.state_dict().values()))
+
+
+def test_many_bad_images_are_refused_before_anything_is_trained(tmp_path: Path, capsys: Capture) -> None:
+    for number in range(3):
+        (tmp_path / "set" / "train" / "rose" / f"{number}.jpg").write_bytes(b"<html>")
     code, line = refused(capsys=capsys)
     assert code == 3
-    assert "1 images are bad, such as" in line
-    assert "vitrail data check ./set" in line
+    assert "3 images of 24 cannot be read, such as" in line
+    assert "more than 10% are too many. `vitrail data check ./set` names every bad image" in line
 
 
 def test_copies_across_splits_are_warned_of(tmp_path: Path, capsys: Capture) -> None:

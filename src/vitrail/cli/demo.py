@@ -34,7 +34,7 @@ def main(out: Path | None = None, resume: bool = False, json: bool = False) -> N
     torch.set_num_threads(1)  # so small a model gains nothing by a second thread, and loses much on a busy machine
     try:
         task = Task(recipe=recipe, dataset=dataset, device=torch.device("cpu"))
-        nearest, report = _nearest_neighbour(dataset), runs.checked(dataset, "digits")
+        nearest, (_, report) = _nearest_neighbour(dataset), runs.check_images(dataset, "digits")
         others = {"nearest neighbour by pixels": nearest}
         trained = runs.trained(task, folder, data="digits", resume=resume, report=report, baselines=others)
     finally:

@@ -38,6 +38,7 @@ def main(
     from_scratch: bool = False,
     preprocess: Literal["imagenet", "inception", "torchvision"] | None = None,
     balanced: bool = False,
+    strict: bool = False,
     everything: bool = False,
     number_of_runs: Annotated[int, tyro.conf.arg(name="runs", metavar="N")] = 1,
     out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
@@ -72,6 +73,7 @@ def main(
         from_scratch: Begin with a preset's random weights (--model s16), which have learned nothing.
         preprocess: Mean, std and interpolation for weights that do not state them.
         balanced: Let every class count alike, however many images it has.
+        strict: Refuse a dataset with an image that cannot be read, rather than leave out up to a tenth of them.
         everything: Train on the validation images too, once all choices are made; the last weights are kept then.
         number_of_runs: Repeat with the next seeds, and give mean and standard deviation.
         out: The run's folder; runs/finetune, runs/finetune-2, ... by default. s3://bucket/NAME: runs/NAME, copied.
@@ -140,7 +142,8 @@ def main(
         if dry_run:
             runs.dry_run(task, as_json=json)
             return
-        report = runs.checked(dataset, data) if group.leads else None
+        dataset, report = runs.check_images(dataset, data, strict=strict)
+        task = dataclasses.replace(task, dataset=dataset)
         results = [
             runs.facts(one, result, place)
             for one, place in _repeated(task, folder, number_of_runs)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 Track = Literal["tensorboard"]
 _TRAINING = ("demo", "finetune", "train")  # the verbs that make a run
 _CHECKED = 20_000  # images that are looked at before a run: a minute at most
+_BAD_SHARE = 0.1  # of the images may be unreadable, and are left out
 _ODD = (ArithmeticError, LookupError, TypeError, ValueError)  # what a file may lead to that no check knows
 _LONGEST_WARMUP = 5  # a fifth of the run: a recipe's warm-up beyond that was meant for more images
 _SHOWN = 16  # images in the picture of a batch
@@ -212,8 +213,26 @@ def warn_of_imbalance(task: "Task") -> None:
         )
 
 
-def checked(dataset: "Dataset", data: str) -> dict[str, Any] | None:
-    """What there is to know of the images before they are trained on; None for so many that it would take long."""
+def check_images(dataset: "Dataset", data: str, *, strict: bool = False) -> tuple["Dataset", dict[str, Any] | None]:
+    """The dataset without the images that cannot be read, and what there is to know of it before it is trained on.
+
+    Of so many that it would take long there is no report, and none is left out. The process that leads looks at them.
+    """
+    from vitrail.data.dataset import less
+    from vitrail.train import distributed
+
+    reports: list[dict[str, Any]] = []
+
+    def look() -> list[tuple[str, str]]:
+        report = _examine(dataset, data)
+        reports.extend([] if report is None else [report])
+        return [] if report is None else _check_bad(report["bad"], dataset, data, strict=strict)
+
+    bad = distributed.led(look)
+    return less(dataset, set(bad)) if bad else dataset, reports[0] if reports else None
+
+
+def _examine(dataset: "Dataset", data: str) -> dict[str, Any] | None:
     from vitrail.data.check import check
     from vitrail.data.examine import examine
 
@@ -223,17 +242,29 @@ def checked(dataset: "Dataset", data: str) -> dict[str, Any] | None:
         return None
     with show.progress("looking at images") as progress:
         report = check(examine(dataset, progress=progress))
-    if bad := report["bad"]:
-        raise DataError(
-            f"{len(bad):,} images are bad, such as {bad[0]['name']}: {bad[0]['reason']}."
-            f" `vitrail data check {data}` names every bad image, and how to leave them out"
-        )
     if across := report["duplicates"]["across_splits"]:
         show.note(
             f"warning: {across:,} groups of copies reach across splits, so results look too good:"
             f" vitrail data check {data}"
         )
     return report
+
+
+def _check_bad(bad: Sequence[dict[str, str]], dataset: "Dataset", data: str, *, strict: bool) -> list[tuple[str, str]]:
+    """Split and name of the images to leave out; refused where they are many, or with `strict` any."""
+    if not bad:
+        return []
+    images = sum(len(split) for split in dataset.splits.values())
+    first = (
+        f"{show.plural(len(bad), 'image')} of {images:,} cannot be read, such as {bad[0]['name']}: {bad[0]['reason']}"
+    )
+    if strict or len(bad) > _BAD_SHARE * images:
+        rule = "--strict takes none" if strict else f"more than {_BAD_SHARE:.0%} are too many"
+        raise DataError(
+            f"{first}; {rule}. `vitrail data check {data}` names every bad image, and how to leave them out"
+        )
+    show.note(f"warning: {first}; left out, and listed in data_report.json (--strict refuses them)")
+    return [(each["split"], each["name"]) for each in bad]
 
 
 def trained(
