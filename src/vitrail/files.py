@@ -4,11 +4,13 @@ import contextlib
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
-from vitrail.errors import UsageError
+from vitrail.errors import DataError, UsageError
 
 
 @contextlib.contextmanager
@@ -30,6 +32,17 @@ def replacing(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
         sync(path.parent)
     finally:
         shutil.rmtree(workshop, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def open_regular(path: Path, *, name: str | None = None) -> Iterator[IO[bytes]]:
+    """Open a regular file to read. A pipe or device may have no end, or never begin: it is refused, by `name`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)  # or a pipe's opening waits
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DataError(f"{name or path} is a folder, pipe, socket or device: give a regular file")
+    with os.fdopen(descriptor, "rb") as file:
+        yield file
 
 
 def make(folder: Path) -> None:

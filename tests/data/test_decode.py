@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.data.test_mutations import originals
 from vitrail.data import decode as decoding
-from vitrail.data.decode import FORMATS, decode, opened
+from vitrail.data.decode import FORMATS, decode, opened, read_header
 from vitrail.errors import DataError
 
 RED = (200, 30, 40)
@@ -48,14 +48,63 @@ def test_sixteen_bits_are_scaled_not_clipped() -> None:
     assert decode(encoded(Image.fromarray(wide)))[0].tolist() == [[0, 1, 128, 255]]
 
 
-def test_exif_rotation_is_applied() -> None:
-    image = Image.new("RGB", (2, 1))
-    image.putpixel((0, 0), (255, 255, 255))
+TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+@pytest.mark.parametrize("strip", [50, 2**20])
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("JPEG", {}),
+        ("JPEG", {"progressive": True}),
+        ("PNG", {}),
+        ("WEBP", {"lossless": True}),
+        ("TIFF", {}),
+        ("TIFF", {"compression": "tiff_lzw"}),
+        ("TIFF", {"compression": "jpeg"}),
+        ("TIFF", {"xmp": True}),
+    ],
+)
+def test_every_orientation_is_applied_once_in_every_format_that_states_it(
+    kind: str, options: dict[str, Any], orientation: int, strip: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "_STRIP", strip)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 16, 3), dtype=np.uint8))
     exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned: show it turned by 90 degrees
-    pixels = decode(encoded(image, exif=exif))
-    assert pixels.shape == (3, 2, 1)
-    assert pixels[0].flatten().tolist() == [255, 0]
+    exif[0x0112] = orientation
+    said: dict[str, Any] = {"exif": exif}
+    if options.get("xmp"):
+        options, said = {}, {"tiffinfo": {700: b'<x tiff:Orientation="%d"/>' % orientation}}
+    stored = Image.open(io.BytesIO(encoded(image, kind, **options))).convert("RGB")
+    upright = np.asarray(stored if orientation == 1 else stored.transpose(TURNS[orientation]))
+    content = encoded(image, kind, **options, **said)
+    loaded = Image.open(io.BytesIO(content))
+    loaded.load()
+    for fast in (True, False):
+        if not fast:
+            monkeypatch.setattr(decoding, "_simplejpeg", lambda: None)
+        for source in (content, Image.open(io.BytesIO(content)), loaded):
+            found = opened(source)
+            assert (found.height, found.width) == upright.shape[:2]
+            assert np.array_equal(found.pixels().permute(1, 2, 0), upright)
+            assert np.array_equal(found.pixels(rows=3)[:, :3].permute(1, 2, 0), upright[:3])
+        assert read_header(content, name="x") == (kind, *upright.shape[:2])
+
+
+def test_a_jpeg_with_others_behind_it_is_a_jpeg(tmp_path: Path) -> None:
+    """Phones write them; Pillow calls them MPO."""
+    content = encoded(picture(), "MPO", save_all=True, append_images=[picture()])
+    assert read_header(content, name="x") == ("JPEG", 4, 6)
+    assert decode(content).shape == (3, 4, 6)
 
 
 def test_transparency_is_laid_on_white() -> None:

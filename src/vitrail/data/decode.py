@@ -4,23 +4,30 @@ JPEG, PNG, WebP, BMP, GIF and TIFF are read, fully; a truncated file is an error
 scaled to 8 rather than clipped, CMYK becomes RGB, transparency is laid on white, and of an animation the first frame
 counts. Pillow does this. Where simplejpeg is installed (the extra `fast`) it decodes plain JPEGs in Pillow's place, in
 every command alike, after it has shown once a process that its pixels are Pillow's to the bit.
+
+Files are read as if they were made to do harm. What costs more than its pixels do is refused before it is decoded.
+Pixels are converted strip by strip, so that memory holds the decoded image and the result, and no third copy.
 """
 
 import contextlib
 import io
+import os
+import re
 import struct
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
 from vitrail.errors import DataError
+from vitrail.files import open_regular
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 FILE_LIMIT = 2**30  # bytes
@@ -28,16 +35,15 @@ PIXEL_LIMIT = 89_478_485  # where Pillow begins to warn; at twice that it refuse
 RATIO_LIMIT = 600  # of the sides: a line of pixels is no picture, and resized it would fill the memory
 DAMAGE = (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error)
 """What Pillow raises of files that are damaged."""
+SCAN_LIMIT = 100  # of a JPEG: encoders write about 10, and each costs as much as a pass over all pixels
+MARKER_LIMIT = 2_000  # before a JPEG's first scan: a large color profile and a depth map take some hundreds
+JUNK_LIMIT = 2**16  # bytes between those markers, which Pillow skips one by one
+TILE_LIMIT = 2**24  # pixels of a TIFF's tile that is larger than the image
+_STRIP = 2**20  # pixels that are converted at once
 _CHANNELS = {1: "L", 3: "RGB"}
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+_SOI, _SOS, _EOI = 0xD8, 0xDA, 0xD9
+_MARKER = re.compile(rb"\xff([\x02-\xcf\xd8-\xfe])")  # none of those that stand within a scan
+_WITHOUT_LENGTH = {0xC8, _SOI, _EOI, *range(0xF0, 0xFE)}
 
 Pixels = NDArray[np.uint8]  # (H, W) or (H, W, C)
 Source = str | Path | bytes | Image.Image | Pixels
@@ -68,9 +74,8 @@ class Encoded(NamedTuple):
             if self.jpeg is not None and channels == 3:
                 found = _by_simplejpeg(self.jpeg, self.height, self.width, rows)
             if found is None:
-                image = _image(self.jpeg) if self.image is None else self.image
-                found = np.array(_plain(image).convert(_CHANNELS[channels]))
-        return torch.from_numpy(found).reshape(*found.shape[:2], channels).permute(2, 0, 1)
+                found = _convert(_image(self.jpeg) if self.image is None else self.image, channels)
+        return torch.from_numpy(found).permute(2, 0, 1)
 
 
 def opened(source: Source, *, name: str | None = None) -> Encoded:
@@ -84,12 +89,41 @@ def opened(source: Source, *, name: str | None = None) -> Encoded:
             source = _from_array(source, name)
         if isinstance(source, Image.Image):
             return _checked(name, source)
-        content = source if isinstance(source, bytes) else _content(Path(source), name)
+        content = source if isinstance(source, bytes) else read_file(Path(source), name=name)
+        _check_jpeg(content, name)
         size = _plain_jpeg_size(content)
         if size is None:
             return _checked(name, _image(content))
         _check_size(*size, name)
         return Encoded(name, *size, content, None)
+
+
+class Header(NamedTuple):
+    """What an image file says before its pixels."""
+
+    format: str
+    """One of FORMATS."""
+    height: int
+    width: int
+
+
+def read_header(source: Path | bytes, *, name: str) -> Header:
+    """Read an image's format and size, and of a file no more than it takes; errors call it `name`."""
+    with _named(name), _open_source(source, name) as file:
+        head = file.read(2**16)
+        if bytes((0xFF, _SOS)) not in head:
+            head += file.read() if head.startswith(bytes((0xFF, _SOI))) else b""
+        _check_markers(head, name)
+        with Image.open(file, formats=FORMATS) as image:
+            encoded = _checked(name, image)
+            kind = str(image.format)
+    return Header("JPEG" if kind == "MPO" else kind, encoded.height, encoded.width)  # MPO: a JPEG with others behind it
+
+
+def read_file(path: Path, *, name: str) -> bytes:
+    """Read an image file, whole; errors call it `name`."""
+    with _open_source(path, name) as file:
+        return file.read(_file_size(file, name))  # and no more, should it grow meanwhile
 
 
 def decoder() -> str:
@@ -124,11 +158,76 @@ def _from_array(array: Pixels, name: str) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(flat))
 
 
-def _content(path: Path, name: str) -> bytes:
-    size = path.stat().st_size
+@contextlib.contextmanager
+def _open_source(source: Path | bytes, name: str) -> Iterator[IO[bytes]]:
+    if isinstance(source, bytes):
+        yield io.BytesIO(source)
+        return
+    with open_regular(source, name=name) as file:
+        _file_size(file, name)
+        yield file
+
+
+def _file_size(file: IO[bytes], name: str) -> int:
+    size = os.fstat(file.fileno()).st_size
     if size > FILE_LIMIT:
         raise DataError(f"{name} has {size:,} bytes; images of at most {FILE_LIMIT:,} are read")
-    return path.read_bytes()
+    return size
+
+
+# --- JPEGs that would take too long ----------------------------------------------------------------------------------
+
+
+def _check_jpeg(content: bytes, name: str) -> None:
+    """Refuse a JPEG whose markers or scans would take longer than its pixels; other files pass."""
+    if _check_markers(content, name) and _count(content, bytes((0xFF, _SOS))) > SCAN_LIMIT:  # embedded previews too
+        _check_scans(content, name)
+
+
+def _check_markers(content: bytes, name: str) -> bool:
+    """Refuse a JPEG with much before its first scan, which Pillow reads in Python; whether several scans may follow."""
+    markers, junk, components = 0, 0, 0
+    for kind, skipped, place in _walk_markers(content):
+        if kind == _SOS:
+            return content[place + 2 : place + 3] != bytes((components,))
+        if kind in (0xC0, 0xC1):  # a frame whose components may come together, in the one scan it then has
+            components = content[place + 7] if place + 7 < len(content) else 0
+        markers, junk = markers + 1, junk + skipped
+        if markers > MARKER_LIMIT or junk > JUNK_LIMIT:
+            raise DataError(
+                f"{name} has over {MARKER_LIMIT:,} markers or {JUNK_LIMIT:,} bytes between them before its pixels;"
+                " no camera writes this: save it again"
+            )
+    return False
+
+
+def _check_scans(content: bytes, name: str) -> None:
+    scans = 0
+    for kind, _, _ in _walk_markers(content):
+        if kind == _EOI and scans:
+            return
+        scans += kind == _SOS
+        if scans > SCAN_LIMIT:
+            raise DataError(f"{name} has over {SCAN_LIMIT} scans; encoders write about 10: save it again")
+
+
+def _walk_markers(content: bytes) -> Iterator[tuple[int, int, int]]:
+    """The markers of a JPEG: kind, bytes skipped before it, and where its segment begins; nothing of other files."""
+    if not content.startswith(bytes((0xFF, _SOI))):
+        return
+    place = 2
+    while found := _MARKER.search(content, place):
+        kind, skipped, place = found[1][0], found.start() - place, found.end()
+        yield kind, skipped, place
+        if kind not in _WITHOUT_LENGTH:
+            place += int.from_bytes(content[place : place + 2], "big")
+
+
+def _count(content: bytes, pair: bytes) -> int:
+    """How often two bytes follow each other; ten times as quick as bytes.count."""
+    word = np.frombuffer(pair, dtype=np.uint16)[0]
+    halves = (np.frombuffer(content, np.uint16, (len(content) - first) // 2, first) for first in (0, 1))
+    return sum(int(np.count_nonzero(half == word)) for half in halves)
 
 
 # --- Pillow ----------------------------------------------------------------------------------------------------------
@@ -140,9 +239,20 @@ def _image(content: bytes | None) -> Image.Image:
 
 
 def _checked(name: str, image: Image.Image) -> Encoded:
-    height, width = image.height, image.width
+    width, height = _stored_size(image)
     _check_size(height, width, name)
+    _check_tiles(image, name)
     return Encoded(name, *((width, height) if _orientation(image) >= 5 else (height, width)), None, image)
+
+
+def _stored_size(image: Image.Image) -> tuple[int, int]:
+    """Width and height of the pixels as `_orientation` finds them.
+
+    Pillow turns TIFFs itself when it loads them, and some of its versions give the turned size before that.
+    """
+    if isinstance(image, TiffImageFile) and image.tile:  # not loaded
+        return image.tag_v2[ExifTags.Base.ImageWidth], image.tag_v2[ExifTags.Base.ImageLength]
+    return image.size
 
 
 def _check_size(height: int, width: int, name: str) -> None:
@@ -152,10 +262,54 @@ def _check_size(height: int, width: int, name: str) -> None:
         raise DataError(f"{name} has {width} x {height} pixels; one side is over {RATIO_LIMIT} times the other")
 
 
+def _convert(image: Image.Image, channels: int) -> Pixels:
+    """The image upright, (H, W, C), strip by strip: a second copy of 50 megapixels in Pillow would take 200 MB."""
+    image.load()  # a TIFF is turned by this, and says so
+    orientation = _orientation(image)
+    height, width = (image.width, image.height) if orientation >= 5 else (image.height, image.width)
+    pixels = np.empty((height, width, channels), dtype=np.uint8)
+    stored = _unturn(pixels, orientation)
+    rows = max(1, _STRIP // image.width)
+    for top in range(0, image.height, rows):
+        bottom = min(image.height, top + rows)
+        strip = image if bottom - top == image.height else image.crop((0, top, image.width, bottom))
+        converted = np.asarray(_plain(strip).convert(_CHANNELS[channels]))
+        stored[top:bottom] = converted.reshape(*converted.shape[:2], channels)
+    return pixels
+
+
+def _unturn(pixels: Pixels, orientation: int) -> Pixels:
+    """A view of upright pixels (H, W, C) as a camera held that way stores them."""
+    match orientation:
+        case 2:
+            return pixels[:, ::-1]
+        case 3:
+            return pixels[::-1, ::-1]
+        case 4:
+            return pixels[::-1]
+        case 5:
+            return pixels.swapaxes(0, 1)
+        case 6:
+            return np.rot90(pixels)
+        case 7:
+            return pixels[::-1, ::-1].swapaxes(0, 1)
+        case 8:
+            return np.rot90(pixels, -1)
+    return pixels
+
+
+def _check_tiles(image: Image.Image, name: str) -> None:
+    """Refuse a TIFF with tiles far larger than itself: each is unpacked whole, whatever is kept of it."""
+    if isinstance(image, TiffImageFile):
+        sides = [image.tag_v2.get(tag, 0) for tag in (ExifTags.Base.TileWidth, ExifTags.Base.TileLength)]
+        if sides[0] * sides[1] > max(TILE_LIMIT, image.width * image.height):
+            raise DataError(
+                f"{name} has tiles of {sides[0]} x {sides[1]} pixels, far larger than itself: save it again"
+            )
+
+
 def _plain(image: Image.Image) -> Image.Image:
-    """The image upright, with 8 bits a channel and nothing transparent."""
-    turn = _TURNS.get(_orientation(image))
-    image = image if turn is None else image.transpose(turn)
+    """The image with 8 bits a channel and nothing transparent."""
     if image.mode.startswith("I;16") or image.mode == "I":
         wide = np.asarray(image).astype(np.int64)
         image = Image.fromarray((wide.clip(0, 65535) * 255 // 65535).astype(np.uint8))
@@ -169,9 +323,10 @@ def _plain(image: Image.Image) -> Image.Image:
 def _orientation(image: Image.Image) -> int:
     """How the camera was held, 1 to 8; a damaged EXIF block says nothing, and costs the image nothing else."""
     try:
-        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+        orientation = int(image.getexif().get(ExifTags.Base.Orientation, 1))
     except DAMAGE:
         return 1
+    return orientation if 1 <= orientation <= 8 else 1
 
 
 # --- simplejpeg ------------------------------------------------------------------------------------------------------

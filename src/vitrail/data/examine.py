@@ -6,7 +6,6 @@ Pillow's own `verify` passes truncated JPEGs; here every pixel is decoded.
 
 import dataclasses
 import hashlib
-import io
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -22,7 +21,7 @@ from PIL import Image
 from vitrail import remote
 from vitrail.data import draws, duplicates, index, table, workers
 from vitrail.data.dataset import Dataset, Split
-from vitrail.data.decode import DAMAGE, FORMATS, PIXEL_LIMIT, decode
+from vitrail.data.decode import FORMATS, decode, read_file, read_header
 from vitrail.data.folder import Files
 from vitrail.data.order import permuted
 from vitrail.data.shards import Shards
@@ -36,7 +35,7 @@ LIMIT = 200_000
 """Images decoded whole; of a larger set so many drawn at random are, and the rest are known by their headers."""
 UNSEEN, DECODED, HEADER, BAD = range(4)
 _CHUNK = 64
-_VERSION = 1
+_VERSION = 2
 _FACTS = np.dtype(
     [
         ("status", np.int8),
@@ -190,7 +189,7 @@ def _look(job: _Job) -> _Found:
         try:
             if isinstance(source, DataError | OSError):
                 raise source
-            content = source.read_bytes() if isinstance(source, Path) and job.whole[place] else source
+            content = read_file(source, name=name) if isinstance(source, Path) and job.whole[place] else source
             _look_at_header(content, name, found.facts[place])
             if job.whole[place]:
                 _look_at_pixels(content, name, found, place)
@@ -216,14 +215,8 @@ def _look_at_header(source: Path | bytes | Image.Image, name: str, facts: Any) -
     if isinstance(source, Image.Image):
         facts["width"], facts["height"], facts["format"] = *source.size, FORMATS.index("PNG")
         return
-    try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
-            facts["width"], facts["height"], facts["format"] = *image.size, FORMATS.index(str(image.format))
-    except DAMAGE:
-        decode(source, name=name)  # which says what is wrong, in the words of every command
-        raise DataError(f"{name} cannot be opened") from None
-    except Image.DecompressionBombError as error:
-        raise DataError(f"{name} has too many pixels: at most {PIXEL_LIMIT:,} are decoded") from error
+    header = read_header(source, name=name)
+    facts["width"], facts["height"], facts["format"] = header.width, header.height, FORMATS.index(header.format)
 
 
 def _look_at_pixels(source: Path | bytes | Image.Image, name: str, found: _Found, place: int) -> None:

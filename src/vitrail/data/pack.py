@@ -20,7 +20,7 @@ from PIL import Image
 
 from vitrail.data import draws, shards, workers
 from vitrail.data.dataset import SUFFIXES, Dataset, Split
-from vitrail.data.decode import FORMATS
+from vitrail.data.decode import read_file, read_header
 from vitrail.data.order import permuted
 from vitrail.data.shards import Sample, Written
 from vitrail.data.workers import Progress
@@ -86,17 +86,17 @@ def _size(split: Split, index: int) -> int:
         return int(split.store.table["size"][row])
     image = split.read(index)
     try:
-        return image.stat().st_size if isinstance(image, Path) else len(_encoded(image))
+        return image.stat().st_size if isinstance(image, Path) else len(_encoded(image, split.name(index)))
     except OSError as error:
         raise DataError(f"{split.name(index)} cannot be read: {error}") from error
 
 
-def _encoded(image: Path | bytes | Image.Image) -> bytes:
+def _encoded(image: Path | bytes | Image.Image, name: str) -> bytes:
     """The image file's bytes, as they are; a picture in memory becomes a PNG, which loses nothing."""
     if isinstance(image, bytes):
         return image
     if isinstance(image, Path):
-        return image.read_bytes()
+        return read_file(image, name=name)
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
@@ -143,7 +143,7 @@ def _samples(job: _Job) -> Iterator[Sample]:
     for index in job.indices.tolist():
         name = job.images.name(index)
         try:
-            image = _encoded(job.images.read(index))
+            image = _encoded(job.images.read(index), name)
         except OSError as error:
             raise DataError(f"{name} cannot be read: {error}") from error
         yield Sample(job.split, _with_suffix(name, image), image, job.images.labels(index))
@@ -153,11 +153,7 @@ def _with_suffix(name: str, image: bytes) -> str:
     """The name, ending in its format where it says none."""
     if name.lower().endswith(SUFFIXES):
         return name
-    try:
-        with Image.open(io.BytesIO(image), formats=FORMATS) as opened:
-            return f"{name}.{str(opened.format).lower()}"
-    except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"{name} is no image of a known kind ({', '.join(FORMATS)})") from error
+    return f"{name}.{read_header(image, name=name).format.lower()}"
 
 
 def _finished(job: _Job) -> Written | None:

@@ -18,6 +18,7 @@ from vitrail.data import lists, tars
 from vitrail.data.dataset import SUFFIXES
 from vitrail.data.decode import FILE_LIMIT
 from vitrail.errors import DataError
+from vitrail.files import open_regular
 
 STDIN = "-"
 
@@ -47,7 +48,7 @@ class Found(NamedTuple):
 
     def _part(self, size: int) -> bytes:
         try:
-            with Path(self.file).open("rb", buffering=0) as file:
+            with open_regular(Path(self.file)) as file:
                 file.seek(self.start)
                 content = file.read(size)
         except OSError as error:

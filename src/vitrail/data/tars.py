@@ -24,6 +24,7 @@ from vitrail.data.folder import SPLIT_NAMES
 from vitrail.data.shards import Shards
 from vitrail.data.table import Array, texts
 from vitrail.errors import DataError
+from vitrail.files import open_regular
 
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _CLASSES = 10_000_000
@@ -201,8 +202,8 @@ def members(path: Path | str) -> Iterator[tuple[tarfile.TarInfo, Callable[[], by
 def _opened(path: Path | str) -> Iterator[tuple[IO[bytes], int]]:
     """A file, here or elsewhere, and its size."""
     if isinstance(path, Path):
-        with path.open("rb") as file:
-            yield file, path.stat().st_size
+        with open_regular(path) as file:
+            yield file, os.fstat(file.fileno()).st_size
     else:
         with remote.reading(path) as found:
             yield found
