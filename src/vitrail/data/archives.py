@@ -1,23 +1,30 @@
 """Archives read member by member and never extracted: tars of any compression, zips and Debian packages."""
 
+import bz2
+import gzip
 import io
 import itertools
 import lzma
 import stat
-import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from vitrail.data.tar_members import TarError, walk_members
 from vitrail.errors import DataError
 
 MEMBER_LIMIT = 2**28  # bytes: the largest member of any set has 221 million
 _DAMAGE = (
-    *(tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
     *(EOFError, OSError, ValueError, OverflowError, NotImplementedError),
 )
+_COMPRESSIONS: dict[bytes, Callable[[IO[bytes]], Any]] = {
+    b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ": lzma.LZMAFile,
+}
 
 
 def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
@@ -30,20 +37,26 @@ def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, by
                 yield from _zip_members(path, file, wanted)
             else:
                 yield from _tar_members(path, _debian_data(file) if magic == b"!<arch>\n" else file, wanted)
+    except TarError as error:
+        raise DataError(f"{path} cannot be read as an archive: it {error}") from error
     except _DAMAGE as error:
         raise DataError(f"{path} cannot be read as an archive: {error}") from error
 
 
 def _tar_members(path: Path, file: IO[bytes], wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
-    with tarfile.open(fileobj=file, mode="r:*") as archive:
-        for member in archive:
-            name = member.name.removeprefix("./")
-            if wanted(name):
-                _check_member(path, name, is_file=member.isreg(), size=member.size)
-                content = archive.extractfile(member)  # a reader; nothing is written
-                assert content is not None
-                yield name, content.read()
-            archive.members = []  # type: ignore[attr-defined]  # or every header stays in memory
+    magic = file.read(6)
+    file.seek(0)
+    unpack = next((unpack for start, unpack in _COMPRESSIONS.items() if magic.startswith(start)), None)
+    tar = file if unpack is None else unpack(file)
+    for member in walk_members(tar):
+        name = member.name.removeprefix("./")
+        if wanted(name):
+            _check_member(path, name, is_file=member.is_file, size=member.size)
+            tar.seek(member.offset_data)
+            content = tar.read(member.size)
+            if len(content) != member.size:
+                raise EOFError(f"{name!r:.120} is truncated")
+            yield name, content
 
 
 def _zip_members(path: Path, file: IO[bytes], wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
@@ -69,7 +82,10 @@ def _debian_data(file: IO[bytes]) -> IO[bytes]:
     """The tar with the files of a Debian package, which is an `ar` archive of three."""
     file.seek(8)
     while header := file.read(60):
-        name, size = header[:16].decode("ascii").strip(" /"), int(header[48:58])
+        name, digits = header[:16].decode("ascii").strip(" /"), header[48:58].strip()
+        if not digits.isdigit():
+            raise ValueError(f"the Debian package has a size of {digits!r}")
+        size = int(digits)
         if name.startswith("data.tar"):
             return io.BytesIO(file.read(size))
         file.seek(size + size % 2, io.SEEK_CUR)

@@ -10,8 +10,8 @@ import glob
 import json
 import os
 import re
-import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
@@ -23,12 +23,12 @@ from vitrail.data.dataset import SUFFIXES, UNLABELLED, Dataset, from_column
 from vitrail.data.folder import SPLIT_NAMES
 from vitrail.data.shards import Shards
 from vitrail.data.table import Array, texts
+from vitrail.data.tar_members import Member, TarError, walk_members
 from vitrail.errors import DataError
 from vitrail.files import open_regular
 
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _CLASSES = 10_000_000
-_BLOCK = 512
 
 
 def is_pattern(name: str) -> bool:
@@ -178,24 +178,16 @@ def samples(path: Path | str) -> Iterator[_Entry]:
         yield entry._replace(labels=labels)
 
 
-def members(path: Path | str) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
+def members(path: Path | str) -> Iterator[tuple[Member, Callable[[], bytes]]]:
     """The files in a tar, each with a function that reads it; anything that could lead outside is refused."""
     with _opened(path) as (file, length):
         try:
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                for member in tar:
-                    if member.isdir():
-                        continue
-                    _check(member, path, length)
-                    yield member, lambda member=member: _small(tar, member, path)  # type: ignore[misc]
-                    tar.members = []  # type: ignore[attr-defined]  # or every header stays in memory
-                end = tar.offset
-        except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
-            zipped = " (compressed? then it cannot be read at random: unpack it first)" if length else ""
-            raise DataError(f"{path} is no readable tar{zipped}: {error}") from error
-        file.seek(end)  # tarfile stops without a word at a header that is damaged or missing
-        if file.read(_BLOCK) != bytes(_BLOCK):
-            raise DataError(f"{path} is truncated or damaged at byte {end:,}")
+            for member in walk_members(file, length):
+                if not member.is_folder:
+                    _check(member, path)
+                    yield member, partial(_small, file, member, path)
+        except TarError as error:
+            raise DataError(f"{path} {error}") from error
 
 
 @contextlib.contextmanager
@@ -209,21 +201,19 @@ def _opened(path: Path | str) -> Iterator[tuple[IO[bytes], int]]:
             yield found
 
 
-def _check(member: tarfile.TarInfo, path: Path | str, length: int) -> None:
+def _check(member: Member, path: Path | str) -> None:
     parts = PurePosixPath(member.name)
-    if not member.isreg():
+    if not member.is_file:
         raise DataError(f"{path} holds {member.name!r:.120}, which is a link or device and no file")
     if parts.is_absolute() or ".." in parts.parts or "\0" in member.name:
         raise DataError(f"{path} holds {member.name!r:.120}, a path that leads outside of it")
-    if member.sparse is not None or member.offset_data + member.size > length:
-        raise DataError(f"{path} is truncated or damaged at {member.name!r:.120}")
 
 
-def _small(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path | str) -> bytes:
+def _small(file: IO[bytes], member: Member, path: Path | str) -> bytes:
     if member.size > 2**20:
         raise DataError(f"{path}:{member.name} has {member.size:,} bytes; labels have at most 1 MiB")
-    file = tar.extractfile(member)  # a reader; nothing is written
-    return b"" if file is None else file.read()
+    file.seek(member.offset_data)
+    return file.read(member.size)
 
 
 def _labels(content: bytes, suffix: str, where: str, known: tuple[str, ...] | None) -> tuple[str, ...] | None:
