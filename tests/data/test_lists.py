@@ -1,6 +1,10 @@
 """Lists of images as sets: columns, several labels, and the line that is wrong."""
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,3 +102,33 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     path.write_bytes(b"path,label\n\xff\xfe,\x00\n")
     with pytest.raises(DataError, match="UTF-8"):
         open_list(path)
+
+
+PIPED = """
+import resource, sys
+from pathlib import Path
+from vitrail.data import lists
+from vitrail.errors import DataError
+resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30,) * 2)
+try:
+    print(*lists.images(Path(sys.argv[1])))
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.attack
+def test_a_list_may_come_through_a_pipe_but_not_without_end(
+    tmp_path: Path, attacked: Callable[[str, str], None]
+) -> None:
+    for suffix in (".csv", ".jsonl"):
+        (tmp_path / f"zero{suffix}").symlink_to("/dev/zero")
+        command = [sys.executable, "-c", PIPED, str(tmp_path / f"zero{suffix}")]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        assert "has a line of over 1,048,576 characters" in said
+    os.mkfifo(tmp_path / "pipe.csv")
+    with subprocess.Popen([sys.executable, "-c", PIPED, str(tmp_path / "pipe.csv")], stdout=subprocess.PIPE) as reader:
+        (tmp_path / "pipe.csv").write_text("path,label\na.jpg,0\nb.jpg,1\n")
+        lines = reader.communicate(timeout=20)[0].decode().split()
+    assert lines == [str(tmp_path / name) for name in ("a.jpg", "b.jpg")]
+    attacked("a list that is a link to /dev/zero", "refused after 1 MiB; a list through a pipe is read")

@@ -11,6 +11,7 @@ import numpy as np
 from vitrail import remote
 from vitrail.data import holdout, index
 from vitrail.data.dataset import SUFFIXES, UNLABELLED, Dataset, from_column
+from vitrail.data.folder_visits import FolderVisits, is_folder, walk_folders
 from vitrail.data.table import Array, Table, texts
 from vitrail.errors import DataError
 
@@ -54,6 +55,8 @@ class _Listing(NamedTuple):
     folders: list[str]
     sizes: list[int]
     """Of the images, where the store says them."""
+    remarks: list[str]
+    """What was left out."""
 
 
 def open_folder(root: Path | str, *, share: float = 0.1) -> Dataset:
@@ -127,6 +130,7 @@ def _empty_classes(listing: _Listing, root: Path | str, at: int, known: set[str]
 
 
 def _remarks(listing: _Listing, classes: list[str], empty: list[str]) -> Iterator[str]:
+    yield from listing.remarks
     if listing.others:
         yield f"{len(listing.others):,} files are no images by their suffix and were left out: {listing.others[0]} ..."
     if empty:
@@ -136,27 +140,19 @@ def _remarks(listing: _Listing, classes: list[str], empty: list[str]) -> Iterato
 
 
 def _walked(root: Path) -> _Listing:
-    """Every file below a folder, in the order of the names; links are followed, but never in circles."""
-    listing = _Listing([], [], [], [])
-    waiting: list[tuple[str, str, tuple[tuple[int, int], ...]]] = [("", str(root), ())]
-    while waiting:
-        prefix, folder, above = waiting.pop()
-        status = os.stat(folder)  # noqa: PTH116, a million paths as plain text
-        here = (status.st_dev, status.st_ino)
-        if here in above:
-            continue  # a link to a folder above
+    """Every file below a folder, in the order of the names; links are followed, as FolderVisits allows."""
+    listing = _Listing([], [], [], [], [])
+    visits = FolderVisits()
+    for folder, entries in walk_folders(str(root), visits):
+        if isinstance(entries, OSError):
+            raise DataError(f"{folder} cannot be listed: {entries.strerror}") from entries
         listing.folders.append(folder)
-        below = []
-        with os.scandir(folder) as entries:
-            for entry in sorted(entries, key=lambda entry: entry.name):
-                if entry.name.startswith("."):
-                    continue
-                if _is_folder(entry):
-                    below.append((f"{prefix}{entry.name}/", entry.path, (*above, here)))
-                else:
-                    kept = listing.paths if entry.name.lower().endswith(SUFFIXES) else listing.others
-                    kept.append(prefix + entry.name)
-        waiting.extend(reversed(below))
+        prefix = os.path.join(os.path.relpath(folder, root), "") if len(listing.folders) > 1 else ""  # noqa: PTH118
+        for entry in entries:
+            if not is_folder(entry):
+                kept = listing.paths if entry.name.lower().endswith(SUFFIXES) else listing.others
+                kept.append(prefix + entry.name)
+    listing.remarks.extend([visits.describe()] if visits.left_out else [])
     return listing
 
 
@@ -166,7 +162,7 @@ def _listed(url: str) -> _Listing:
     shown = [path for path in files if "/." not in f"/{path}"]
     inner = {PurePosixPath(path.rpartition("/")[0]) for path in shown}
     folders = {str(above) for folder in inner for above in (folder, *folder.parents)} - {"."}
-    listing = _Listing([], [], [url, *(remote.joined(url, folder) for folder in sorted(folders))], [])
+    listing = _Listing([], [], [url, *(remote.joined(url, folder) for folder in sorted(folders))], [], [])
     for path in sorted(shown, key=_walk_order):
         if path.lower().endswith(SUFFIXES):
             listing.paths.append(path)
@@ -180,10 +176,3 @@ def _walk_order(path: str) -> list[tuple[bool, str]]:
     """A folder's own files come before those of the folders in it."""
     *folders, name = path.split("/")
     return [*((True, folder) for folder in folders), (False, name)]
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False

@@ -22,6 +22,7 @@ from vitrail.data.table import Array, texts
 from vitrail.errors import DataError
 
 SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
+LINE_LIMIT = 2**20  # characters
 _PATHS = ("path", "file", "filename", "image")
 _LABELS = ("label", "class")
 
@@ -87,12 +88,12 @@ def _rows(path: Path | str) -> Iterator[tuple[int, dict[str, Any]]]:
         suffix = PurePosixPath(path).suffix.lower()
         with _text(path) as file:
             if suffix in (".csv", ".tsv"):
-                rows = csv.DictReader(file, delimiter="\t" if suffix == ".tsv" else ",")
+                rows = csv.DictReader(_lines(file, path), delimiter="\t" if suffix == ".tsv" else ",")
                 _check_header(path, rows.fieldnames or ())
                 for row in rows:
                     yield rows.line_num, {key.strip().lower(): value for key, value in row.items() if key is not None}
             else:
-                for number, line in enumerate(file, start=1):
+                for number, line in enumerate(_lines(file, path), start=1):
                     if line.strip():
                         yield number, _object(line, f"{path}, line {number}")
     except (UnicodeDecodeError, csv.Error) as error:
@@ -103,6 +104,14 @@ def _text(path: Path | str) -> IO[str]:
     if isinstance(path, Path):
         return path.open(newline="", encoding="utf-8-sig")
     return io.StringIO(remote.read(path).decode("utf-8-sig"), newline="")
+
+
+def _lines(file: IO[str], path: Path | str) -> Iterator[str]:
+    """Line by line, none longer than any row is: a device named as a list is one line without end."""
+    while line := file.readline(LINE_LIMIT + 1):
+        if len(line) > LINE_LIMIT:
+            raise DataError(f"{path} has a line of over {LINE_LIMIT:,} characters; a list has one image a line")
+        yield line
 
 
 def _object(line: str, where: str) -> dict[str, Any]:

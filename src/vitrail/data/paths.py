@@ -7,6 +7,7 @@ held than one folder or one glob has. What cannot be listed becomes an image tha
 
 import glob
 import io
+import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ from vitrail import remote
 from vitrail.data import lists, tars
 from vitrail.data.dataset import SUFFIXES
 from vitrail.data.decode import FILE_LIMIT
+from vitrail.data.folder_visits import FolderVisits, Identity, is_folder, walk_folders
 from vitrail.errors import DataError
 from vitrail.files import open_regular
 
@@ -101,54 +103,96 @@ def _meant(name: str) -> Iterator[Found]:
 
 
 def _matching(pattern: str) -> Iterator[Found]:
-    names = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207, the pattern may be absolute
+    visits = FolderVisits()
+    names = sorted(_expand(pattern, visits))
     if "**" in pattern:  # it names what is in a folder besides the folder
         names = [name for name in names if not os.path.isdir(name)]  # noqa: PTH112, as text
     if not names:
         raise DataError(f"no file is named {pattern}")
     for name in names:
         yield from found([name] if name != STDIN else [f"./{name}"])
+    yield from _left_out(pattern, visits)
+
+
+def _expand(pattern: str, visits: FolderVisits) -> set[str]:
+    """The names that a pattern means. Python's glob would follow links from folder to folder without end under `**`."""
+    parts = pattern.split("/")
+    if "**" not in parts:
+        return set(glob.glob(pattern))  # noqa: PTH207, the pattern may be absolute
+    place = parts.index("**")
+    roots = glob.glob("/".join([*parts[:place], ""])) if place else [""]  # noqa: PTH207
+    rest = list(itertools.dropwhile("**".__eq__, parts[place:])) or ["*"]
+    folders = (folder for root in roots for folder, _ in walk_folders(root, visits))
+    starts = (glob.escape(os.path.join(folder, "")) for folder in folders)  # noqa: PTH118
+    return {name for start in starts for name in _expand(start + "/".join(rest), visits)}
 
 
 def _in_folder(root: str) -> Iterator[Found]:
     empty = True
-    for image in _walked(root, ()):
+    visits = FolderVisits()
+    for image in _walked(root, visits):
         empty = False
         yield image
     if empty:
         shards = f"; its shards are {root}/*.tar" if any(Path(root).glob("*.tar")) else ""
         raise DataError(f"{root} holds no image: {', '.join(SUFFIXES)} are known{shards}")
+    yield from _left_out(root, visits)
 
 
-def _walked(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[Found]:
-    """Images below a folder, sorted by their paths; links are followed, but never in circles."""
-    try:
-        status = os.stat(folder)  # noqa: PTH116, a million paths as plain text
-        here = (status.st_dev, status.st_ino)
-        if here in above:
-            return  # a link to a folder above
-        with os.scandir(folder) as entries:
-            names = sorted(name for entry in entries if (name := _shown(entry)))
-    except OSError as error:
-        yield Found(folder, folder, error=f"{folder} cannot be listed: {error.strerror}")
-        return
-    for name in names:
-        path = os.path.join(folder, name)  # noqa: PTH118
+def _left_out(name: str, visits: FolderVisits) -> Iterator[Found]:
+    if visits.left_out:
+        yield Found(name, name, error=f"{name}: {visits.describe()}")
+
+
+class _Level(NamedTuple):
+    """A folder that is being walked."""
+
+    path: str
+    names: Iterator[str]
+    """Of its images and, with a slash, its folders: those still to come."""
+    within: tuple[Identity, ...]
+    linked: bool
+
+
+def _walked(root: str, visits: FolderVisits) -> Iterator[Found]:
+    """Images below a folder, sorted by their paths; links are followed, as FolderVisits allows.
+
+    Without recursion: folders may lie in each other a thousand deep.
+    """
+    levels = [_enter(root, (), False, visits)]
+    while levels:
+        level = levels[-1]
+        name = None if isinstance(level, Found) else next(level.names, None)
+        if isinstance(level, Found):
+            yield level
+        if isinstance(level, Found) or name is None:
+            levels.pop()
+            continue
+        path = os.path.join(level.path, name.removesuffix("/"))  # noqa: PTH118
         if name.endswith("/"):
-            yield from _walked(path[:-1], (*above, here))
+            levels.append(_enter(path, level.within, level.linked or os.path.islink(path), visits))  # noqa: PTH114
         else:
             yield Found(path, path)
+
+
+def _enter(folder: str, above: tuple[Identity, ...], linked: bool, visits: FolderVisits) -> _Level | Found:
+    """A folder's names in order, none where it is not to be entered again; or an image that cannot be read."""
+    try:
+        within = visits.enter(folder, above, linked=linked)
+        if within is None:
+            return _Level(folder, iter(()), (), linked)
+        with os.scandir(folder) as entries:
+            return _Level(folder, iter(sorted(name for entry in entries if (name := _shown(entry)))), within, linked)
+    except OSError as error:
+        return Found(folder, folder, error=f"{folder} cannot be listed: {error.strerror}")
 
 
 def _shown(entry: os.DirEntry[str]) -> str:
     """The name of an image, or of a folder with a slash, which sorts names as paths; nothing of what else there is."""
     if entry.name.startswith("."):
         return ""
-    try:
-        if entry.is_dir():
-            return f"{entry.name}/"
-    except OSError:  # a link to itself
-        pass
+    if is_folder(entry):
+        return f"{entry.name}/"
     return entry.name if entry.name.lower().endswith(SUFFIXES) else ""
 
 

@@ -1,0 +1,84 @@
+"""Which folders a walk enters, where folders link to one another.
+
+Links are followed: train/cat and val/cat may lead to one folder. But 8 folders with links to each other have 109,600
+paths, so a walk enters no folder within itself, and none through links more often than any sensible layout asks for.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+VISIT_LIMIT = 16  # through links, in one walk
+
+Identity = tuple[int, int]
+"""Device and inode."""
+
+
+class FolderVisits:
+    """The folders that one walk has entered."""
+
+    def __init__(self) -> None:
+        self._through_links: Counter[Identity] = Counter()
+        self.left_out: list[str] = []
+        """Paths of folders that were not entered once more."""
+
+    def enter(self, folder: str, above: tuple[Identity, ...], *, linked: bool) -> tuple[Identity, ...] | None:
+        """The folders above whatever is in this one; None where it is not to be entered.
+
+        `above` says how the walk came here, and `linked` whether through any link.
+        """
+        status = os.stat(folder)  # noqa: PTH116, a million paths as plain text
+        here = (status.st_dev, status.st_ino)
+        if here in above:
+            return None  # a circle, which holds nothing new
+        if linked:
+            self._through_links[here] += 1
+            if self._through_links[here] > VISIT_LIMIT:
+                self.left_out.append(folder)
+                return None
+        return (*above, here)
+
+    def describe(self) -> str:
+        """What was left out, in words; nothing where nothing was."""
+        if not self.left_out:
+            return ""
+        return (
+            f"{len(self.left_out):,} links to folders that were listed {VISIT_LIMIT} times through other links are left"
+            f" out, such as {self.left_out[0]}"
+        )
+
+
+def walk_folders(root: str, visits: FolderVisits) -> Iterator[tuple[str, list[os.DirEntry[str]] | OSError]]:
+    """Each folder below a folder, itself first, with its entries by name, or why they cannot be listed.
+
+    What begins with a dot is hidden.
+    """
+    waiting: list[tuple[str, tuple[Identity, ...], bool]] = [(root, (), False)]
+    while waiting:
+        folder, above, linked = waiting.pop()
+        try:
+            within = visits.enter(folder or ".", above, linked=linked)
+            if within is None:
+                continue
+            with os.scandir(folder or ".") as scanned:
+                entries = sorted((entry for entry in scanned if not entry.name.startswith(".")), key=_name)
+        except OSError as error:
+            yield folder, error
+            continue
+        yield folder, entries
+        inner = [entry for entry in entries if is_folder(entry)]
+        paths = (os.path.join(folder, entry.name) for entry in reversed(inner))  # noqa: PTH118
+        links = (linked or entry.is_symlink() for entry in reversed(inner))
+        waiting.extend((path, within, link) for path, link in zip(paths, links, strict=True))
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder, or a link to one."""
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _name(entry: os.DirEntry[str]) -> str:
+    return entry.name
