@@ -1,5 +1,6 @@
 """Configurations refuse what cannot be meant, and JSON brings back what was written."""
 
+import math
 from typing import Any
 
 import pytest
@@ -44,7 +45,8 @@ def test_what_cannot_be_meant_is_refused(change: dict[str, Any], message: str) -
         ({"resize": (10,)}, "smaller than the crop"),
         ({"resize": (40, 40, 40)}, "one or two sides"),
         ({"mean": (0.5,)}, "the same channels"),
-        ({"std": (0.5, 0.5, -1.0)}, "above zero"),
+        *(({"std": (0.5, 0.5, value)}, "std must be from") for value in (-1.0, 0.0, 1e-300, 1e300, math.inf, math.nan)),
+        *(({"mean": (0.5, 0.5, value)}, "mean at most") for value in (-1e300, 1e300, math.inf, math.nan)),
         ({"interpolation": "nearest"}, "choose one of"),
     ],
 )

@@ -34,6 +34,8 @@ LIMITS = {  # far above any published model; a hostile file is refused before an
     "width_factor": 64,
     "units": 1_024,
 }
+PATCH_LIMIT = 65_536  # 4096 x 4096 pixels in patches of 16; what has no weights of its own is allocated for each
+PIXEL_RANGE = (1e-6, 1e6)  # of std, and at most so far from 0 the mean: beyond it normalized pixels leave float32
 _MAY_BE_ZERO = ("classes", "registers")
 
 
@@ -137,7 +139,7 @@ class ViTConfig:
         _check_choices(self)
         if self.width % self.heads:
             raise UsageError(f"width {self.width} is not a multiple of heads {self.heads}")
-        grid_for(self.image_size, self.stride)
+        check_patches(self.image_size, self.stride)
         self._check_tokens()
         self._check_positions()
 
@@ -209,8 +211,13 @@ class Preprocess:
         _check_choices(self)
         if len(self.mean) != len(self.std) or not self.mean:
             raise UsageError(f"mean {self.mean} and std {self.std} must name the same channels")
-        if not all(map(math.isfinite, self.mean)) or not all(0 < value < math.inf for value in self.std):
-            raise UsageError(f"mean {self.mean} must be finite and std {self.std} above zero")
+        least, most = PIXEL_RANGE
+        if not all(-most <= value <= most for value in self.mean) or not all(
+            least <= value <= most for value in self.std
+        ):
+            raise UsageError(
+                f"mean is {self.mean} and std {self.std}; std must be from {least:g} to {most:g}, mean at most {most:g}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -421,6 +428,16 @@ def grid_for(image_size: tuple[int, int], patch: int) -> tuple[int, int]:
             f"{height} x {width} does not divide into patches of {patch} x {patch} pixels; the nearest is {near}"
         )
     return height // patch, width // patch
+
+
+def check_patches(image_size: tuple[int, int], patch: int) -> None:
+    """Refuse an image size that does not divide into patches, or into more than any model takes."""
+    rows, columns = grid_for(image_size, patch)
+    if rows * columns > PATCH_LIMIT:
+        raise UsageError(
+            f"{image_size[0]} x {image_size[1]} in patches of {patch} x {patch} pixels are {rows * columns:,} patches;"
+            f" at most {PATCH_LIMIT:,} are computed"
+        )
 
 
 def sides(size: int | tuple[int, ...]) -> tuple[int, int]:

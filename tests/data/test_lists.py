@@ -132,3 +132,14 @@ def test_a_list_may_come_through_a_pipe_but_not_without_end(
         lines = reader.communicate(timeout=20)[0].decode().split()
     assert lines == [str(tmp_path / name) for name in ("a.jpg", "b.jpg")]
     attacked("a list that is a link to /dev/zero", "refused after 1 MiB; a list through a pipe is read")
+
+
+@pytest.mark.attack
+def test_labels_of_any_number_of_digits_are_names_in_the_order_of_their_values(
+    tmp_path: Path, attacked: Callable[[str, str], None]
+) -> None:
+    labels = ["9" * 5_000, "10", "9", "010", "1" + "0" * 5_000, "0", "9999999"]
+    (tmp_path / "a.csv").write_text("path,label\n" + "".join(f"{n}.jpg,{label}\n" for n, label in enumerate(labels)))
+    classes = open_list(tmp_path / "a.csv").classes
+    assert classes == ("0", "9", "010", "10", "9999999", "9" * 5_000, "1" + "0" * 5_000)
+    attacked("labels of 5,000 digits and of 9,999,999 in a list", "7 classes, sorted without making numbers of them")

@@ -5,7 +5,9 @@ import json
 import os
 import pickle
 import tarfile
+import tracemalloc
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -350,7 +352,7 @@ def entry(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
         ([("a.jpg", IMAGE), ("a.json", b'{"label": {}}')], "is no label"),
         ([("a.jpg", IMAGE), ("a.json", b"[" * 100_000)], "a.json cannot be read"),
         ([("a.jpg", IMAGE), ("a.cls", b"0"), ("b.jpg", IMAGE)], "b.jpg has neither"),
-        ([("a.jpg", IMAGE), ("a.cls", b"99999999999")], "at most 10,000,000"),
+        ([("a.jpg", IMAGE), ("a.cls", b"99999999999")], "1,000,000 at most"),
         ([("a.jpg", IMAGE), ("a.json", b" " * 2**21)], "at most 1 MiB"),
         ([("a.txt", b"x")], "holds no image"),
     ],
@@ -410,3 +412,35 @@ def test_mutated_tars_are_read_or_refused_and_nothing_is_written(tmp_path: Path)
         except DataError:
             pass
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.tar"]
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.cls", b"9999999"),
+        ("a.cls", b"9" * 5_000),
+        ("a.cls", b"0" * 100_000 + b"7" * 100_000),
+        ("a.json", b'{"label": 9999999}'),
+        ("a.json", b'{"label": "' + b"9" * 5_000 + b'"}'),
+        ("a.json", b'{"labels": [1, ' + b"9" * 4_000 + b"]}"),
+        ("a.json", b'{"label": ' + b"9" * 5_000 + b"}"),
+    ],
+)
+def test_a_label_that_no_set_has_is_refused_before_classes_are_counted_to_it(
+    name: str, content: bytes, tmp_path: Path, attacked: Callable[[str, str], None]
+) -> None:
+    tar_of(tmp_path / "x.tar", ("a.jpg", IMAGE), (name, content))
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"x\.tar:a\.\w+") as caught:
+        open_tars(str(tmp_path / "x.tar"))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10_000_000
+    assert len(str(caught.value)) < 400
+    attacked(f"a label of {len(content):,} bytes in a {name[1:]}, {content[:20]!r}", "refused by its length")
+
+
+def test_the_zeros_of_a_label_do_not_count(tmp_path: Path) -> None:
+    tar_of(tmp_path / "train.tar", ("a.jpg", IMAGE), ("a.cls", b"0" * 100 + b"3"), ("b.jpg", IMAGE), ("b.cls", b"000"))
+    assert open_tars(str(tmp_path / "train.tar")).classes == ("0", "1", "2", "3")

@@ -191,7 +191,7 @@ def test_a_temperature_is_kept_until_something_changes_and_then_it_is_one_and_na
 
 def test_a_temperature_that_is_none_is_refused() -> None:
     for wrong in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(UsageError, match=r"temperature is .* it must be above 0"):
+        with pytest.raises(UsageError, match=r"temperature is .* it must be from 0.001 to 1000"):
             making.trained(making.vit(), temperature=wrong)
 
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def test_heads_that_a_bare_file_cannot_tell_are_refused(tmp_path: Path) -> None:
 def test_preprocessing_survives_timms_crop_fraction(
     size: tuple[int, int], resize: tuple[int, ...], tmp_path: Path
 ) -> None:
-    model = making.vit(patch=1, image_size=size, positions="none", depth=1)
+    model = making.vit(patch=math.gcd(*size), image_size=size, positions="none", depth=1)
     view = Preprocess(size=size, resize=resize)
     notes = save(making.trained(model, preprocess=view), tmp_path / "model", "timm")
     again = load(tmp_path / "model").preprocess

@@ -178,5 +178,5 @@ def _split(row: Mapping[str, Any], where: str) -> int:
 def _sorted_classes(names: set[str]) -> list[str]:
     """By name, or by value where all are whole numbers."""
     if all(name.isascii() and name.isdigit() for name in names):
-        return sorted(names, key=lambda name: (int(name), name))
+        return sorted(names, key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name))
     return sorted(names)

@@ -28,7 +28,7 @@ from vitrail.errors import DataError
 from vitrail.files import open_regular
 
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_CLASSES = 10_000_000
+_CLASSES = 1_000_000  # of numbers: every one up to the greatest is a class, named or not
 
 
 def is_pattern(name: str) -> bool:
@@ -145,8 +145,6 @@ def _classes(labels: set[str]) -> list[str]:
     if not all(label.isascii() and label.isdigit() for label in labels):
         return sorted(labels)
     count = max(map(int, labels), default=-1) + 1
-    if count > _CLASSES:
-        raise DataError(f"a label is {count - 1:,}; numbers are classes, and there are at most {_CLASSES:,}")
     return [str(number) for number in range(count)]
 
 
@@ -230,6 +228,14 @@ def _labels(content: bytes, suffix: str, where: str, known: tuple[str, ...] | No
     items = value if isinstance(value, list) else [value]
     if not all(isinstance(item, str | int) and not isinstance(item, bool) and item != "" for item in items):
         raise DataError(f"{where}: {value!r:.80} is no label")
-    return tuple(
-        dict.fromkeys(str(int(text)) if text.isascii() and text.isdigit() else text for text in map(str, items))
-    )
+    return tuple(dict.fromkeys(_label(str(item), where) for item in items))
+
+
+def _label(text: str, where: str) -> str:
+    """A class's name, or its number without zeros in front."""
+    if not (text.isascii() and text.isdigit()):
+        return text
+    number = text.lstrip("0") or "0"
+    if len(number) >= len(str(_CLASSES)):  # before it is a number: Python takes long for many digits, or refuses them
+        raise DataError(f"{where}: the label is {number:.20}; a number is a class, and there are {_CLASSES:,} at most")
+    return number

@@ -1,9 +1,11 @@
 """Bytes on disk to tensors and JSON, trusting nothing.
 
-safetensors and JSON cannot hold code. A .pt or .pth file is a pickle: it is read by torch's restricted unpickler only,
-mapped rather than copied, and never by anything else. Sizes are checked against the file before memory is taken.
+safetensors and JSON cannot hold code. A .pt or .pth file is a pickle: what it would call is looked at first, then it is
+read by torch's restricted unpickler only, mapped rather than copied, and never by anything else. Sizes are checked
+against the file before memory is taken.
 """
 
+import io
 import json
 import math
 import pickle
@@ -22,12 +24,14 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ModelError
+from vitrail.weights.torch_pickle import PickleError, check_pickle
 
 HEADER_LIMIT = 32 * 2**20  # bytes of a safetensors header or a JSON file; 21,843 labels take 1 MiB
 TENSOR_LIMIT = 100_000
 ALIGNMENT = 64  # bytes: where weights lie otherwise, products of small matrices may end in other bits
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 ARRAY_TYPES = ("<f2", "<f4", "<f8", "|V2")
+ARRAY_HEADER_LIMIT = 2**16  # bytes; one of a plain array has about 128
 INFLATION = 16  # weights hardly compress; a file that grows more than this is a bomb
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")
 SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
@@ -98,10 +102,11 @@ def _npz_header(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path) ->
     if not (stored and entry.file_size == entry.compress_size) and not packed:
         raise ModelError(f"{path} is damaged: {entry.filename!r:.80} is packed in a way that NumPy never writes")
     with archive.open(entry) as file:
-        version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(file)
-        start = file.tell()
+        head = io.BytesIO(file.read(ARRAY_HEADER_LIMIT))  # a header may claim 4 GiB, and would be unpacked whole
+    version = np.lib.format.read_magic(head)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(head)
+    start = head.tell()
     plain = all(type(side) is int and 0 <= side < 2**40 for side in shape) and dtype.names is None and not dtype.shape
     if not plain or math.prod(shape) * dtype.itemsize + start != entry.file_size:
         raise ModelError(f"{path} is damaged: {entry.filename!r:.80} does not have the size that its header claims")
@@ -186,11 +191,9 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
         )
     try:
         with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise ModelError(f"{path} holds compressed entries, which torch never writes; it was not opened further")
+            _check_entries(archive, path)
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, PickleError) as error:
         raise ModelError(
             f"{path} holds Python objects other than tensors and was not opened further: {_first_line(error)}"
             " Ask its author for safetensors"
@@ -198,6 +201,22 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
     except _TORCH_ERRORS as error:
         raise ModelError(f"{path} is damaged: {_first_line(error)}") from error
     return _state_dict(found, path)
+
+
+def _check_entries(archive: zipfile.ZipFile, path: Path) -> None:
+    """Refuse an archive that torch did not write, or whose pickle would take what it does not hold."""
+    entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise ModelError(f"{path} holds compressed entries, which torch never writes; it was not opened further")
+    if len({entry.filename for entry in entries}) != len(entries):
+        raise ModelError(f"{path} holds two entries of one name, which torch never writes; it was not opened further")
+    for entry in entries:
+        if entry.filename.endswith(".pkl"):
+            if entry.file_size > HEADER_LIMIT:
+                raise ModelError(
+                    f"{path} holds a pickle of {entry.file_size:,} bytes; at most {HEADER_LIMIT:,} are read"
+                )
+            check_pickle(archive.read(entry))
 
 
 def _state_dict(found: object, path: Path) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitrail import presets
-from vitrail.config import Preprocess, sides
+from vitrail.config import Preprocess, ViTConfig, check_patches, sides
 from vitrail.errors import ModelError, UsageError
 from vitrail.model.build import Config, Model, build
 from vitrail.model.initialise import initialise
@@ -18,6 +18,7 @@ from vitrail.weights.precision import Tried
 from vitrail.weights.storage import ALIGNMENT
 
 Tensors = Mapping[str, Tensor]
+TEMPERATURES = (1e-3, 1e3)  # far beyond what is ever fitted: logits over less are no longer float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,8 +57,10 @@ class Trained:
     def __post_init__(self) -> None:
         if not isinstance(self.model, Model):
             raise UsageError(f"a Trained holds a model of vitrail, not {type(self.model).__name__}")
-        if not 0 < self.temperature < math.inf:
-            raise UsageError(f"temperature is {self.temperature}; it must be above 0")
+        if not TEMPERATURES[0] <= self.temperature <= TEMPERATURES[1]:
+            raise UsageError(
+                f"temperature is {self.temperature}; it must be from {TEMPERATURES[0]} to {TEMPERATURES[1]}"
+            )
         if not 0 <= self.threshold <= 1:
             raise UsageError(f"threshold is {self.threshold}; it must be a probability")
         config = self.model.config
@@ -69,6 +72,8 @@ class Trained:
             raise UsageError(
                 f"the preprocessing has {len(self.preprocess.mean)} channels and the model {config.channels}"
             )
+        if self.preprocess is not None and isinstance(config, ViTConfig):
+            check_patches(self.preprocess.size, config.stride)
 
     def _check_ranges(self) -> None:
         wanted = 12 * self.model.config.depth if isinstance(self.model, ViT) else 0

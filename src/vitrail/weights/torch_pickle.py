@@ -1,0 +1,147 @@
+"""A look at the pickle in a .pth before torch's restricted unpickler runs it.
+
+That unpickler runs no code of the file's, but calls whatever allocates: 277 bytes make it take 5 GB by
+`bytearray(6_000_000_000)`, and a text of 1 MB can be encoded a hundred thousand times. Here the pickle is walked
+without making any of its objects. It may call what puts tensors and dictionaries together, with no more than it holds.
+"""
+
+import io
+import pickletools
+from typing import Any
+
+import torch
+
+OPCODE_LIMIT = 2_000_000  # 35 for a tensor; a checkpoint with its optimizer has some ten thousand
+REBUILDS = {
+    *(f"torch._utils _rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "sparse_tensor")),
+    *(f"torch._utils _rebuild_{kind}" for kind in ("parameter", "parameter_with_state", "meta_tensor_no_storage")),
+}
+REBUILD_OF_TYPE = "torch._tensor _rebuild_from_type_v2"  # which calls its first argument
+CONSTANTS = {"torch Size", "torch device", "torch.serialization _get_layout", "builtins complex", "__builtin__ complex"}
+COPIES = {"collections OrderedDict", "collections Counter", "builtins set", "__builtin__ set", "_codecs encode"}
+MENTIONED = {"torch.nn.parameter Parameter", "torch Tensor"}  # and storages and dtypes; they are not called
+
+
+class PickleError(ValueError):
+    """A pickle that calls what it must not, or with more than it holds."""
+
+
+class _Global(str):
+    """The module and name of a function or class."""
+
+
+class _Sized:
+    """A text or container, of which the size alone matters."""
+
+    def __init__(self, size: int = 0) -> None:
+        self.size = size
+
+
+def check_pickle(content: bytes) -> None:
+    """Refuse a pickle that would call anything but what puts a state dict together, or with more than it holds."""
+    machine = _Machine(len(content))
+    for number, (opcode, argument, _) in enumerate(pickletools.genops(io.BytesIO(content))):
+        if number >= OPCODE_LIMIT:
+            raise PickleError(f"it has over {OPCODE_LIMIT:,} instructions")
+        try:
+            machine.run(opcode.name, argument)
+        except (IndexError, KeyError) as error:
+            raise PickleError(f"its instruction {opcode.name} takes what is not there") from error
+
+
+class _Machine:
+    """Pickle's stack and memo, with sizes where the objects would be."""
+
+    def __init__(self, budget: int) -> None:
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+        self.budget = budget  # what all calls together may copy: a sound file copies each thing once
+
+    def run(self, name: str, argument: Any) -> None:
+        """One instruction."""
+        match name:
+            case "PROTO" | "STOP":
+                pass
+            case "MARK":
+                self.marks.append(len(self.stack))
+            case "GLOBAL":
+                self.stack.append(_check_global(argument))
+            case "BINUNICODE" | "SHORT_BINSTRING":
+                self.stack.append(_Sized(len(argument)))
+            case "EMPTY_LIST" | "EMPTY_DICT" | "EMPTY_SET":
+                self.stack.append(_Sized())
+            case "NONE" | "NEWTRUE" | "NEWFALSE" | "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
+                self.stack.append(None)
+            case "EMPTY_TUPLE":
+                self.stack.append(())
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                self.stack.append(self.pop(int(name[-1])))
+            case "TUPLE":
+                self.stack.append(self.pop_mark())
+            case "APPEND":
+                self.fill(len(self.pop(1)))
+            case "SETITEM":
+                self.fill(len(self.pop(2)))
+            case "APPENDS" | "SETITEMS":
+                self.fill(len(self.pop_mark()))
+            case "BUILD":
+                self.pop(1)
+            case "BINPERSID":
+                self.pop(1)
+                self.stack.append(None)
+            case "BINPUT" | "LONG_BINPUT":
+                self.memo[argument] = self.stack[-1]
+            case "BINGET" | "LONG_BINGET":
+                self.stack.append(self.memo[argument])
+            case "REDUCE":
+                function, arguments = self.pop(2)
+                self.stack.append(self.call(function, arguments))
+            case _:
+                raise PickleError(f"it has the instruction {name}, which no state dict needs")
+
+    def pop(self, count: int) -> tuple[Any, ...]:
+        """The last values, of those since the last mark."""
+        if len(self.stack) - (self.marks[-1] if self.marks else 0) < count:
+            raise IndexError
+        values = tuple(self.stack[len(self.stack) - count :])
+        del self.stack[len(self.stack) - count :]
+        return values
+
+    def pop_mark(self) -> tuple[Any, ...]:
+        """The values since the last mark."""
+        start = self.marks.pop()
+        values = tuple(self.stack[start:])
+        del self.stack[start:]
+        return values
+
+    def fill(self, count: int) -> None:
+        """Put so many values into the container on top of the stack."""
+        if not isinstance(self.stack[-1], _Sized):
+            raise PickleError("it fills what is no list or dictionary")
+        self.stack[-1].size += count
+
+    def call(self, function: Any, arguments: Any) -> _Sized:
+        """What a call gives, if it may be made."""
+        if function == REBUILD_OF_TYPE and arguments:
+            function = arguments[0]
+        if not isinstance(function, _Global) or function not in REBUILDS | CONSTANTS | COPIES:
+            raise PickleError(f"it calls {function or 'a value'!s:.80}")
+        if not isinstance(arguments, tuple):
+            raise PickleError(f"it calls {function} with what is no tuple")
+        size = sum(value.size for value in arguments if isinstance(value, _Sized))
+        if function in COPIES:
+            self.budget -= size
+        if self.budget < 0:
+            raise PickleError(f"it has {function} copy the same values again and again")
+        return _Sized(size)
+
+
+def _check_global(argument: str) -> _Global:
+    """A name that a state dict may mention."""
+    module, _, name = argument.partition(" ")
+    known = argument in REBUILDS | CONSTANTS | COPIES | MENTIONED or argument == REBUILD_OF_TYPE
+    of_torch = module in ("torch", "torch.cuda", "torch.storage")
+    if known or (of_torch and (name.endswith("Storage") or isinstance(getattr(torch, name, None), torch.dtype))):
+        return _Global(argument)
+    raise PickleError(f"it names {argument.replace(' ', '.')!s:.80}")
