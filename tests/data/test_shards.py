@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.data.pictures import content, encoded, folder, names, picture
-from vitrail.data import shards
+from vitrail.data import shards, table
 from vitrail.data.check import to_leave_out
 from vitrail.data.dataset import less
 from vitrail.data.folder import open_folder
@@ -444,3 +444,102 @@ def test_a_label_that_no_set_has_is_refused_before_classes_are_counted_to_it(
 def test_the_zeros_of_a_label_do_not_count(tmp_path: Path) -> None:
     tar_of(tmp_path / "train.tar", ("a.jpg", IMAGE), ("a.cls", b"0" * 100 + b"3"), ("b.jpg", IMAGE), ("b.cls", b"000"))
     assert open_tars(str(tmp_path / "train.tar")).classes == ("0", "1", "2", "3")
+
+
+# --- an index that does not fit --------------------------------------------------------------------------------------
+
+Columns = dict[str, Any]
+
+
+def rewrite_index(out: Path, change: Callable[[Columns], object], *, honest: bool) -> None:
+    """Change an index's columns; with the digest that belongs to them, or with that of the columns before."""
+    facts = json.loads((out / "index" / "facts.json").read_text())
+    columns = {name: np.load(out / "index" / f"{name}.npy") for name in facts["columns"]}
+    change(columns)
+    if honest:
+        table.write(out / "index", columns, {"files": facts["files"]})
+        return
+    for name, values in columns.items():
+        np.save(out / "index" / f"{name}.npy", values)
+
+
+def put(name: str, value: Any) -> Callable[[Columns], object]:
+    """Set a column's second value."""
+    return lambda columns: columns[name].__setitem__(1, value)
+
+
+UNFIT: dict[str, Callable[[Columns], object]] = {
+    "a label beyond the classes": put("label", 2),
+    "a label below none": put("label", -2),
+    "a shard that is not there": put("shard", 9),
+    "a shard below the first": put("shard", -1),
+    "shards that do not rise": lambda columns: columns.update(shard=columns["shard"][::-1].copy()),
+    "an offset beyond the shard": put("offset", 2**40),
+    "a negative offset": put("offset", -512),
+    "a size beyond the shard": put("size", 2**40),
+    "a size that overflows": put("size", 2**63 - 1),
+    "a negative size": put("size", -1),
+    "a split that is none": put("split", 3),
+    "a negative split": put("split", -1),
+    "names that end before they begin": put("name.ends", 0),
+    "names that end beyond their bytes": lambda columns: columns["name.ends"].__setitem__(-1, 2**40),
+    "names that leave bytes over": lambda columns: columns.update({"name.bytes": np.zeros(10**4, np.uint8)}),
+    "a column that is shorter": lambda columns: columns.update(size=columns["size"][:-1]),
+    "a column that is longer": lambda columns: columns.update(label=np.zeros(10**4, np.int32)),
+    "a column of floats": lambda columns: columns.update(offset=columns["offset"].astype(float)),
+    "a column of unsigned numbers": lambda columns: columns.update(shard=columns["shard"].astype(np.uint32)),
+    "a column of texts": lambda columns: columns.update(label=columns["label"].astype(str)),
+    "a column of pairs": lambda columns: columns.update(split=np.stack([columns["split"]] * 2, axis=1)),
+    "a column that is missing": lambda columns: columns.pop("offset"),
+    "several labels that do not rise": lambda columns: columns.update(
+        {"label.ends": np.arange(len(columns["label"]), 0, -1)}
+    ),
+}
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("harm", UNFIT)
+def test_an_index_that_does_not_fit_its_shards_is_refused_in_one_line(
+    harm: str, tmp_path: Path, attacked: Callable[[str, str], None]
+) -> None:
+    out = packed(tmp_path, each=3)
+    rewrite_index(out, UNFIT[harm], honest=True)
+    with pytest.raises(DataError, match=r"is no whole set of shards .*; pack or get it again") as caught:
+        open_set(out)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(DataError, match="is no whole set of shards"):  # fetched, it is the same
+        open_set(f"file://{out}")
+    attacked(f"a packed set's index with {harm}", "refused when it is opened, exit 3")
+
+
+def test_an_index_that_fits_but_is_not_as_it_was_written_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = packed(tmp_path, each=3)
+    rewrite_index(out, lambda columns: columns["label"].__setitem__(slice(None), 0), honest=False)
+    with pytest.raises(DataError, match="is not as it was written"):
+        open_set(out)
+    monkeypatch.setattr(shards, "VERIFIED_BYTES", 10)  # an index so large is not read whole
+    open_set(out)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda facts: facts.update(columns=["../../../etc/passwd"]),
+        lambda facts: facts.update(columns="shard"),
+        lambda facts: facts.update(columns=[7]),
+        lambda facts: facts.update(columns=None),
+        lambda facts: facts.update(files=[]),
+        lambda facts: facts.update(files={"train-000000.tar": "x"}),
+        lambda facts: facts.update(identity=7),
+        lambda facts: facts.pop("files"),
+    ],
+)
+def test_facts_that_are_none_are_refused(change: Callable[[Columns], object], tmp_path: Path) -> None:
+    out = packed(tmp_path, each=2)
+    facts = json.loads((out / "index" / "facts.json").read_text())
+    change(facts)
+    (out / "index" / "facts.json").write_text(json.dumps(facts))
+    with pytest.raises(DataError, match="pack or get it again"):
+        open_set(out)

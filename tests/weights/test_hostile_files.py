@@ -136,9 +136,7 @@ def test_every_pickle_that_torch_reads_of_a_checkpoint_is_read(tmp_path: Path) -
     }
     torch.save({"model": model.state_dict()} | beside, tmp_path / "model.pth")
     assert torch.load(tmp_path / "model.pth", weights_only=True)["epoch"] == 3
-    with pytest.raises(
-        ModelError, match="holds torch.int64, not floating-point numbers"
-    ):  # which a BatchNorm counts by
+    with pytest.raises(ModelError, match=r"holds torch\.int64, not floating"):  # BatchNorm counts by it
         storage.read(tmp_path / "model.pth")
     del model[1]
     torch.save({"model": model.state_dict()} | beside, tmp_path / "model.pth")

@@ -25,6 +25,7 @@ import numpy as np
 from vitrail import remote
 from vitrail.data import holdout, index, table
 from vitrail.data.dataset import SPLITS, SUFFIXES, UNLABELLED, Dataset, from_column
+from vitrail.data.decode import FILE_LIMIT
 from vitrail.data.table import Array, Table, texts
 from vitrail.errors import DataError
 from vitrail.files import cache_home, replacing, sha256
@@ -33,6 +34,8 @@ INDEX, SET = "index", "set.json"
 SHARD_BYTES = 256 * 2**20
 _BLOCK = 512
 _OPEN_FILES = 128
+_ROWS = 2**20  # of an index that are checked at once
+VERIFIED_BYTES = 4 * 2**30  # of an index whose digest is computed when it is opened: 70 million images, some seconds
 
 
 class Sample(NamedTuple):
@@ -71,6 +74,8 @@ class Shards:
         """The image file's bytes."""
         size, offset = int(self.table["size"][row]), int(self.table["offset"][row])
         shard = int(self.table["shard"][row])
+        if size > FILE_LIMIT:
+            raise DataError(f"{self.name(row)} has {size:,} bytes; images of at most {FILE_LIMIT:,} are read")
         try:
             if isinstance(self.folder, Path):
                 found = os.pread(self._descriptor(self.folder / self.files[shard], shard), size, offset)
@@ -209,12 +214,13 @@ def open_set(folder: Path | str, *, share: float = 0.1) -> Dataset:
     here = folder if isinstance(folder, Path) else _fetched(folder, listed or {})
     try:
         described = json.loads((here / SET).read_text())
-        rows = table.read(here / INDEX)
+        rows = table.read(here / INDEX, verify=VERIFIED_BYTES)
         files = {str(name): int(size) for name, size in rows.facts["files"].items()}
         classes = tuple(map(str, described["classes"]))
         images = dict(described["images"])
+        _check_index(rows, list(files.values()), len(classes))
         column = rows["split"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(f"{folder} is no whole set of shards ({error}); pack or get it again") from error
     for name, size in files.items():
         if "/" in name or (_size(here / name) if listed is None else listed.get(name, _ABSENT).size) != size:
@@ -230,6 +236,43 @@ def open_set(folder: Path | str, *, share: float = 0.1) -> Dataset:
         made_up=() if split is None else tuple(split.facts["made_up"]),
         notes=() if split is None else tuple(split.facts["notes"]),
     )
+
+
+def _check_index(rows: Table, sizes: Sequence[int], classes: int) -> None:
+    """Raise ValueError where an index points outside of its shards or classes; ten million rows take 0.1 s."""
+    several = "label.ends" in rows
+    count = len(rows["shard"])
+    inner = {"name.ends": "name.bytes"} | ({"label.ends": "label"} if several else {})
+    each = ("shard", "offset", "size", "split", *inner, *(() if several else ("label",)))
+    for name in {*each, *inner.values()}:
+        column, kind = rows[name], "u" if name == "name.bytes" else "i"
+        if column.ndim != 1 or column.dtype.kind != kind or (name in each and len(column) != count):
+            raise ValueError(f"the column {name} is {column.dtype} {column.shape}, and the set has {count} images")
+    _check_range(rows, "shard", 0, len(sizes) - 1, rising=True)
+    _check_range(rows, "split", 0, len(SPLITS) - 1)
+    _check_range(rows, "label", 0 if several else UNLABELLED, classes - 1)
+    for name, values in inner.items():
+        _check_range(rows, name, 0, len(rows[values]), rising=True)
+        if count and int(rows[name][-1]) != len(rows[values]):
+            raise ValueError(f"the column {name} ends at {rows[name][-1]} of {len(rows[values])}")
+    lengths = np.array(sizes, dtype=np.int64)
+    for start in range(0, count, _ROWS):
+        shard, offset, size = (rows[name][start : start + _ROWS] for name in ("shard", "offset", "size"))
+        if (offset < 0).any() or (size < 0).any() or (size > lengths[shard] - offset).any():
+            raise ValueError(f"an image of rows {start} to {start + len(shard) - 1} lies outside of its shard")
+
+
+def _check_range(rows: Table, name: str, least: int, most: int, *, rising: bool = False) -> None:
+    """Raise ValueError where a column leaves its range, or falls where it must not."""
+    column = rows[name]
+    for start in range(0, len(column), _ROWS):
+        block = column[start : start + _ROWS]
+        if int(block.min()) < least or int(block.max()) > most:
+            raise ValueError(
+                f"the column {name} holds {block.min()} to {block.max()}, and it must be {least} to {most}"
+            )
+        if rising and (np.diff(column[max(0, start - 1) : start + _ROWS]) < 0).any():
+            raise ValueError(f"the column {name} falls between rows {start} and {start + len(block) - 1}")
 
 
 _ABSENT = remote.File(-1, "")

@@ -7,6 +7,7 @@ Text is stored as its bytes joined and where each ends.
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -20,6 +21,7 @@ from vitrail.errors import DataError
 from vitrail.files import replacing
 
 _FACTS = "facts.json"
+_NAME = re.compile(r"\w+(\.\w+)*")
 _TRIES = 10
 Array = NDArray[Any]
 
@@ -86,22 +88,36 @@ def texts(column: str, values: Iterable[str]) -> dict[str, Array]:
 
 def write(folder: Path, columns: Mapping[str, Array], facts: Mapping[str, Any]) -> Table:
     """Write a table whole or not at all, and open it."""
-    identity = hashlib.blake2b(json.dumps(facts.get("classes")).encode(), digest_size=16)
-    for name in sorted(columns):
-        identity.update(name.encode() + np.ascontiguousarray(columns[name]).tobytes())
+    identity = _identify(columns, facts)
     with replacing(folder, overwrite=True) as fresh:
         fresh.mkdir()
         for name, values in columns.items():
             np.save(fresh / f"{name}.npy", values, allow_pickle=False)
-        known = {"columns": sorted(columns), "identity": identity.hexdigest()}
+        known = {"columns": sorted(columns), "identity": identity}
         (fresh / _FACTS).write_text(json.dumps({**facts, **known}))
         content = _read(fresh)  # mapped before the name is given: another process may replace the folder at any time
     return _opened(folder, content)
 
 
-def read(folder: Path) -> Table:
-    """The table of a folder; OSError, ValueError or KeyError where there is none, or it is damaged."""
-    return _opened(folder, _read(folder))
+def read(folder: Path, *, verify: int = 0) -> Table:
+    """The table of a folder; OSError, ValueError or KeyError where there is none, or it is damaged.
+
+    A table of up to `verify` bytes is read whole and compared with the digest that was written with it.
+    """
+    columns, facts = _read(folder)
+    small = sum(column.nbytes for column in columns.values()) <= verify
+    if small and _identify(columns, facts) != facts["identity"]:
+        raise ValueError(f"{folder} is not as it was written")
+    return _opened(folder, (columns, facts))
+
+
+def _identify(columns: Mapping[str, Array], facts: Mapping[str, Any]) -> str:
+    """The digest of a table's columns and classes."""
+    identity = hashlib.blake2b(json.dumps(facts.get("classes")).encode(), digest_size=16)
+    for name in sorted(columns):
+        identity.update(name.encode())
+        identity.update(np.ascontiguousarray(columns[name]).reshape(-1).view(np.uint8).data)
+    return identity.hexdigest()
 
 
 def _opened(folder: Path, content: tuple[dict[str, Array], dict[str, Any]]) -> Table:
@@ -114,7 +130,10 @@ def _read(folder: Path) -> tuple[dict[str, Array], dict[str, Any]]:
     facts = json.loads((folder / _FACTS).read_text())
     if not isinstance(facts, dict):
         raise ValueError(f"{folder / _FACTS} holds no object")
-    return {name: _mapped(folder / f"{name}.npy") for name in facts["columns"]}, facts
+    names = facts["columns"]
+    if not isinstance(names, list) or not all(isinstance(name, str) and _NAME.fullmatch(name) for name in names):
+        raise ValueError(f"{folder / _FACTS} names columns that are none")
+    return {name: _mapped(folder / f"{name}.npy") for name in names}, facts
 
 
 def _mapped(path: Path) -> Array:
