@@ -127,6 +127,22 @@ def test_as_many_markers_as_a_camera_may_write_are_read() -> None:
     assert decode(many).tolist() == decode(plain).tolist()
 
 
+@pytest.mark.attack
+def test_a_png_of_many_profiles_is_refused_at_once(attacked: Attacked) -> None:
+    plain = encoded(Image.new("RGB", (16, 16), "red"), "PNG")
+    data = b"iCCPp\0\0" + zlib.compress(bytes(2**20), 9)
+    profile = struct.pack(">I", len(data) - 4) + data + struct.pack(">I", zlib.crc32(data))
+    for place in (33, len(plain) - 12):  # before the pixels, and behind them
+        content = plain[:place] + profile * 900 + plain[place:]
+        start = time.monotonic()
+        with pytest.raises(DataError, match="over 16 color profiles"):
+            decode(content)
+        seconds = time.monotonic() - start
+        assert seconds < 0.5
+        assert decode(plain[:place] + profile + plain[place:]).tolist() == decode(plain).tolist()
+    attacked("a 950-kB PNG of 900 color profiles, 1 MB each", f"refused in {1000 * seconds:.1f} ms")
+
+
 def tile_tiff(side: int) -> bytes:
     """A TIFF of 16 x 16 pixels in one tile of side x side."""
     tile = zlib.compress(bytes(side) * side, 9)

@@ -38,6 +38,7 @@ DAMAGE = (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, Type
 SCAN_LIMIT = 100  # of a JPEG: encoders write about 10, and each costs as much as a pass over all pixels
 MARKER_LIMIT = 2_000  # before a JPEG's first scan: a large color profile and a depth map take some hundreds
 JUNK_LIMIT = 2**16  # bytes between those markers, which Pillow skips one by one
+PROFILE_LIMIT = 16  # of a PNG
 TILE_LIMIT = 2**24  # pixels of a TIFF's tile that is larger than the image
 _STRIP = 2**20  # pixels that are converted at once
 _CHANNELS = {1: "L", 3: "RGB"}
@@ -91,6 +92,7 @@ def opened(source: Source, *, name: str | None = None) -> Encoded:
             return _checked(name, source)
         content = source if isinstance(source, bytes) else read_file(Path(source), name=name)
         _check_jpeg(content, name)
+        _check_profiles(content, name)
         size = _plain_jpeg_size(content)
         if size is None:
             return _checked(name, _image(content))
@@ -114,6 +116,7 @@ def read_header(source: Path | bytes, *, name: str) -> Header:
         if bytes((0xFF, _SOS)) not in head:
             head += file.read() if head.startswith(bytes((0xFF, _SOI))) else b""
         _check_markers(head, name)
+        _check_profiles(head, name)
         with Image.open(file, formats=FORMATS) as image:
             encoded = _checked(name, image)
             kind = str(image.format)
@@ -175,7 +178,7 @@ def _file_size(file: IO[bytes], name: str) -> int:
     return size
 
 
-# --- JPEGs that would take too long ----------------------------------------------------------------------------------
+# --- files that would take longer than their pixels ------------------------------------------------------------------
 
 
 def _check_jpeg(content: bytes, name: str) -> None:
@@ -221,6 +224,16 @@ def _walk_markers(content: bytes) -> Iterator[tuple[int, int, int]]:
         yield kind, skipped, place
         if kind not in _WITHOUT_LENGTH:
             place += int.from_bytes(content[place : place + 2], "big")
+
+
+def _check_profiles(content: bytes, name: str) -> None:
+    """Refuse a PNG with many color profiles, each of which Pillow unpacks; of a sound one there is one at most."""
+    place, profiles = 8, 0
+    while content.startswith(b"\x89PNG") and place < len(content):
+        profiles += content[place + 4 : place + 8] == b"iCCP"
+        place += 12 + int.from_bytes(content[place : place + 4], "big")
+        if profiles > PROFILE_LIMIT:
+            raise DataError(f"{name} has over {PROFILE_LIMIT} color profiles; a PNG has one at most: save it again")
 
 
 def _count(content: bytes, pair: bytes) -> int:

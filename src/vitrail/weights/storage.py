@@ -195,7 +195,7 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, PickleError) as error:
         raise ModelError(
-            f"{path} holds Python objects other than tensors and was not opened further: {_first_line(error)}"
+            f"{path} holds Python objects other than tensors and was not opened further: {_first_line(error).rstrip('.')}."
             " Ask its author for safetensors"
         ) from error
     except _TORCH_ERRORS as error:
