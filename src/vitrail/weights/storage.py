@@ -194,8 +194,9 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
             _check_entries(archive, path)
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, PickleError) as error:
+        reason = _first_line(error).rstrip(".")
         raise ModelError(
-            f"{path} holds Python objects other than tensors and was not opened further: {_first_line(error).rstrip('.')}."
+            f"{path} holds Python objects other than tensors and was not opened further: {reason}."
             " Ask its author for safetensors"
         ) from error
     except _TORCH_ERRORS as error:
