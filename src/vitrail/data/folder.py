@@ -147,7 +147,7 @@ def _walked(root: Path) -> _Listing:
         if isinstance(entries, OSError):
             raise DataError(f"{folder} cannot be listed: {entries.strerror}") from entries
         listing.folders.append(folder)
-        prefix = os.path.join(os.path.relpath(folder, root), "") if len(listing.folders) > 1 else ""  # noqa: PTH118
+        prefix = f"{folder.removeprefix(str(root)).lstrip('/')}/" if len(listing.folders) > 1 else ""
         for entry in entries:
             if not is_folder(entry):
                 kept = listing.paths if entry.name.lower().endswith(SUFFIXES) else listing.others
