@@ -39,7 +39,7 @@ SCAN_LIMIT = 100  # of a JPEG: encoders write about 10, and each costs as much a
 MARKER_LIMIT = 2_000  # before a JPEG's first scan: a large color profile and a depth map take some hundreds
 JUNK_LIMIT = 2**16  # bytes between those markers, which Pillow skips one by one
 PROFILE_LIMIT = 16  # of a PNG
-TILE_LIMIT = 2**24  # pixels of a TIFF's tile that is larger than the image
+TILE_LIMIT = 2**22  # pixels of a TIFF's tile that is larger than the image
 _STRIP = 2**20  # pixels that are converted at once
 _CHANNELS = {1: "L", 3: "RGB"}
 _SOI, _SOS, _EOI = 0xD8, 0xDA, 0xD9
@@ -215,11 +215,17 @@ def _check_scans(content: bytes, name: str) -> None:
 
 
 def _walk_markers(content: bytes) -> Iterator[tuple[int, int, int]]:
-    """The markers of a JPEG: kind, bytes skipped before it, and where its segment begins; nothing of other files."""
-    if not content.startswith(bytes((0xFF, _SOI))):
-        return
-    place = 2
-    while found := _MARKER.search(content, place):
+    """The markers of a JPEG: kind, bytes skipped before it, and where its segment begins; nothing of other files.
+
+    Where none comes for long, kind 0 stands for what was skipped so far.
+    """
+    place = 2 if content.startswith(bytes((0xFF, _SOI))) else len(content)
+    while place < len(content):
+        found = _MARKER.search(content, place, place + JUNK_LIMIT)
+        if found is None:
+            yield 0, min(JUNK_LIMIT, len(content) - place), place
+            place += JUNK_LIMIT - 1  # its last byte may be a marker's first
+            continue
         kind, skipped, place = found[1][0], found.start() - place, found.end()
         yield kind, skipped, place
         if kind not in _WITHOUT_LENGTH:
