@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from vitrail import locks
-from vitrail.locks import LockedError, check_lock, hold_lock
+from vitrail.locks import LockedError, check_lock, hold_lock, wait_for_lock
 
 HOLD = """
 import sys, time
@@ -110,3 +110,13 @@ def test_without_record_locks_a_process_of_another_machine_is_believed(
     path.write_text('{"pid": 1, "host": "another"}')
     with pytest.raises(LockedError, match=rf"process 1 on another .* If it is gone, remove {path}"):
         check_lock(path, "the folder")
+
+
+def test_one_may_wait_for_a_lock(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "lock"
+    with holder(path, kind) as process:
+        timer = threading.Timer(0.5, process.kill)
+        timer.start()
+        with wait_for_lock(path, "the folder"):
+            assert process.wait(timeout=10) == -signal.SIGKILL
+            assert json.loads(path.read_text())["pid"] == os.getpid()

@@ -25,6 +25,7 @@ except ImportError:  # not every system has it
 
 from vitrail.errors import UsageError
 
+_PAUSE = 0.1  # seconds
 _held: dict[str, int] = {}
 """Locks of this process by path, and the thread that took each: record locks do not tell threads apart."""
 if hasattr(os, "register_at_fork"):
@@ -54,6 +55,19 @@ def hold_lock(path: Path, what: str) -> Iterator[None]:
         with contextlib.suppress(OSError):  # its folder may be gone
             path.unlink(missing_ok=True)
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def wait_for_lock(path: Path, what: str) -> Iterator[None]:
+    """Hold the lock file while the block lasts, however long others hold it before."""
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(hold_lock(path, what))
+                break
+            except LockedError:
+                time.sleep(_PAUSE)
+        yield
 
 
 def check_lock(path: Path, what: str) -> None:

@@ -10,7 +10,6 @@ object store, its index is fetched once and each image is one request for a rang
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -29,6 +28,7 @@ from vitrail.data.decode import FILE_LIMIT
 from vitrail.data.table import Array, Table, texts
 from vitrail.errors import DataError
 from vitrail.files import cache_home, replacing, sha256
+from vitrail.locks import wait_for_lock
 
 INDEX, SET = "index", "set.json"
 SHARD_BYTES = 256 * 2**20
@@ -289,8 +289,7 @@ def _fetched(url: str, listed: Mapping[str, remote.File]) -> Path:
     version = hashlib.sha256(repr((url, sorted(wanted.items()))).encode(errors="surrogateescape")).hexdigest()[:24]
     place = cache_home() / "remote" / version
     place.parent.mkdir(parents=True, exist_ok=True)
-    with place.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several ranks on a machine one fetches, and the others wait
+    with wait_for_lock(place.with_suffix(".lock"), url):  # of several ranks on a machine one fetches
         if not place.exists():
             with replacing(place) as fresh:
                 (fresh / INDEX).mkdir(parents=True)
