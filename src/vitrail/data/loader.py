@@ -7,6 +7,7 @@ Order, augmentation, mixing and masking are functions of the position (`order`, 
 workers, ranks, micro-batches and the step at which a run goes on change no sample. torch's DataLoader moves them.
 """
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Generator, Iterable, Iterator
@@ -275,10 +276,11 @@ def _loaded(function: partial[Batch], line: Iterable[list[int]], workers: int) -
         pin_memory=torch.cuda.is_available(),
         prefetch_factor=4 if workers else None,
     )
-    for batch in iterate_loader(loader):
-        if isinstance(batch, _Failed):
-            raise batch.error
-        yield batch
+    with contextlib.closing(iterate_loader(loader)) as batches:
+        for batch in batches:
+            if isinstance(batch, _Failed):
+                raise batch.error
+            yield batch
 
 
 def _unchanged(batch: Any) -> Any:

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator
 from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -23,8 +23,8 @@ from vitrail.errors import DataError, VitrailError
 
 DEADLINE = 5.0  # seconds in which workers end by themselves once they are asked to
 _NO_MEMORY = {
-    signal.SIGKILL: "as the system does when memory runs out: give fewer --workers, or a smaller --batch",
-    signal.SIGBUS: "for want of shared memory (/dev/shm): enlarge it, or give --workers 0",
+    int(signal.SIGKILL): "as the system does when memory runs out: give fewer --workers, or a smaller --batch",
+    int(signal.SIGBUS): "for want of shared memory (/dev/shm): enlarge it, or give --workers 0",
 }
 _workers: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
@@ -37,15 +37,14 @@ class WorkerKilledError(VitrailError):
     exit_code = 5
 
 
-def iterate_loader(loader: "DataLoader[Any]") -> Iterator[Any]:
+def iterate_loader(loader: "DataLoader[Any]") -> Generator[Any, None, None]:
     """The loader's batches. However this ends, the loader's processes have ended too."""
     if not loader.num_workers:
         yield from loader
         return
     loader.worker_init_fn = partial(_begin_work, os.getpid())
-    batches: Any = _start(loader)
+    batches: Any = _start_workers(loader)
     workers: list[BaseProcess] = batches._workers
-    _workers.update(workers)
     try:
         while True:
             try:
@@ -53,24 +52,28 @@ def iterate_loader(loader: "DataLoader[Any]") -> Iterator[Any]:
             except StopIteration:
                 return
             except RuntimeError as error:  # torch's word for it
-                raise _explain(workers, error) from error
+                raise _explain_death(workers, error) from error
             yield batch
     finally:
         _end_workers(batches, workers)
 
 
-def _start(loader: "DataLoader[Any]") -> Any:
-    """The loader's iterator, its processes started.
+def _start_workers(loader: "DataLoader[Any]") -> Any:
+    """The loader's iterator, its processes started; where not all of them can be, none is left.
 
     torch's handler of SIGCHLD would raise a worker's death anywhere in the main thread, in the middle of a checkpoint
     too. Without it the death is raised where the next batch is awaited, at most five seconds later.
     """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGCHLD"):
-        return iter(loader)
-    before = signal.getsignal(signal.SIGCHLD)
+    others = set(multiprocessing.active_children())
+    in_main = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD")
+    before = signal.getsignal(signal.SIGCHLD) if in_main else None
     try:
         return iter(loader)
+    except BaseException:
+        _kill_workers([worker for worker in multiprocessing.active_children() if worker not in others])
+        raise
     finally:
+        _workers.update(worker for worker in multiprocessing.active_children() if worker not in others)
         if before is not None:  # a handler that is not Python's can be neither named nor set
             signal.signal(signal.SIGCHLD, before)
 
@@ -87,18 +90,24 @@ def _begin_work(parent: int, _: int) -> None:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
-def _explain(workers: list[BaseProcess], error: RuntimeError) -> Exception:
+def _explain_death(workers: list[BaseProcess], error: RuntimeError) -> Exception:
     """A worker's death in our words, or the error itself where all of them live."""
     dead = next((worker for worker in workers if worker.exitcode), None)
     if dead is None or dead.exitcode is None:
         return error
     if dead.exitcode > 0:
         return DataError(f"the loader worker with process number {dead.pid} ended with exit code {dead.exitcode}")
-    name = signal.Signals(-dead.exitcode).name
-    sentence = f"the loader worker with process number {dead.pid} was killed by {name}"
-    if reason := _NO_MEMORY.get(signal.Signals(-dead.exitcode)):
+    sentence = f"the loader worker with process number {dead.pid} was killed by {_name_signal(-dead.exitcode)}"
+    if reason := _NO_MEMORY.get(-dead.exitcode):
         return WorkerKilledError(f"{sentence}, {reason}")
     return DataError(f"{sentence}, a crash while it decoded an image")
+
+
+def _name_signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has none
+        return f"signal {number}"
 
 
 def _end_workers(batches: Any, workers: list[BaseProcess]) -> None:
@@ -110,18 +119,18 @@ def _end_workers(batches: Any, workers: list[BaseProcess]) -> None:
         asking = threading.Thread(target=batches._shutdown_workers, daemon=True, name="end loader workers")
         asking.start()
         asking.join(DEADLINE)
-    _kill(workers)
+    _kill_workers(workers)
 
 
 @atexit.register  # runs before multiprocessing's own, which would join them for ever
-def _kill_all() -> None:
-    """Kill the workers of iterators that nobody closed: an error's traceback may hold them until the very end."""
-    _kill(list(_workers))
+def kill_all_workers() -> None:
+    """Kill the workers of every loader, also of iterators that nobody closed: a traceback may hold them to the end."""
+    _kill_workers(list(_workers))
 
 
-def _kill(workers: list[BaseProcess]) -> None:
+def _kill_workers(workers: list[BaseProcess]) -> None:
     for worker in workers:
         if worker.is_alive():
             worker.kill()
     for worker in workers:
-        worker.join()
+        worker.join(DEADLINE)  # not for ever: a read that the system cannot interrupt outlives SIGKILL

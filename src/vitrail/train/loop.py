@@ -14,6 +14,7 @@ from torch import Tensor
 from vitrail.config import Recipe
 from vitrail.data import loader
 from vitrail.data.loader import Batch, Plan, Training
+from vitrail.data.loader_workers import DEADLINE, kill_all_workers
 from vitrail.train.step import Outcome, State, advance
 
 T = TypeVar("T")
@@ -105,4 +106,7 @@ def _ahead(items: Generator[T, None, None]) -> Generator[T, None, None]:
             yield item  # type: ignore[misc]
     finally:
         left.set()
-        thread.join()
+        thread.join(DEADLINE)
+        if thread.is_alive():  # it waits for a worker that may never answer
+            kill_all_workers()
+            thread.join()
