@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Generator
 from functools import partial
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -51,7 +52,7 @@ def iterate_loader(loader: "DataLoader[Any]") -> Generator[Any, None, None]:
                 batch = next(batches)
             except StopIteration:
                 return
-            except RuntimeError as error:  # torch's word for it
+            except (RuntimeError, OSError, EOFError) as error:  # torch's word for it, and what a half-sent batch gives
                 raise _explain_death(workers, error) from error
             yield batch
     finally:
@@ -90,8 +91,9 @@ def _begin_work(parent: int, _: int) -> None:
             signal.signal(getattr(signal, name), signal.SIG_IGN)
 
 
-def _explain_death(workers: list[BaseProcess], error: RuntimeError) -> Exception:
+def _explain_death(workers: list[BaseProcess], error: Exception) -> Exception:
     """A worker's death in our words, or the error itself where all of them live."""
+    wait([worker.sentinel for worker in workers], timeout=1.0)  # its socket may be closed before it has ended
     dead = next((worker for worker in workers if worker.exitcode), None)
     if dead is None or dead.exitcode is None:
         return error
