@@ -16,10 +16,14 @@ from vitrail.cli import main
 from vitrail.serve import run
 
 WATCHED = """
-import sys
+import socket, sys
 events = []
-sys.addaudithook(lambda name, values: name in ("socket.bind", "socket.connect", "socket.getaddrinfo") and events.append(
-    (name, values[1:])) )
+def note(name, values):
+    if name not in ("socket.bind", "socket.connect", "socket.getaddrinfo"):
+        return
+    if getattr(values[0], "family", None) != socket.AF_UNIX:  # those join the server and its decoders
+        events.append((name, values[1:]))
+sys.addaudithook(note)
 from vitrail.cli import main
 code = main(["serve", *sys.argv[1:]])
 print(events, flush=True)

@@ -39,6 +39,7 @@ def running(served: Service) -> Iterator[tuple[str, int, Any]]:
         listener.listen()
         host, port = listener.getsockname()
         server = run.server(served)
+        served.decoders.start()
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from tests.data.test_mutations import mutated, originals
 from tests.serve import serving
 from vitrail.serve import app
-from vitrail.serve.reading import Limits
+from vitrail.serve.limits import Limits
 
 ALLOWED = {200, 400, 413, 415, 422}
 TYPES = (

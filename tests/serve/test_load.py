@@ -21,7 +21,7 @@ from tests.serve import serving
 from tests.serve.client import RESET, Client, offered, quantile
 from tests.serve.serving import picture
 from vitrail.serve import run
-from vitrail.serve.reading import Limits
+from vitrail.serve.limits import Limits
 
 IMAGES = [picture(seed, (224, 224), "JPEG") for seed in range(8)]
 
@@ -109,9 +109,9 @@ def test_one_who_leaves_gives_his_place_back() -> None:
             with socket.create_connection((host, port)) as raw:
                 raw.sendall(b"POST /v1/predict HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\nhalf")
         until = time.monotonic() + 10
-        while served.arriving and time.monotonic() < until:
+        while served.uploads.open_count and time.monotonic() < until:
             time.sleep(0.01)
-        assert served.arriving == 0
+        assert served.uploads.open_count == served.uploads.bytes == 0
         reply = asyncio.run(Client(host, port).ask("/v1/predict", IMAGES[0]))
         assert reply.status == 200
         assert len(json.loads(reply.body)["answers"]) == 1

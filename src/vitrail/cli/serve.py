@@ -17,6 +17,7 @@ def main(
     models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     host: Annotated[str, tyro.conf.arg(metavar="ADDRESS")] = "127.0.0.1",
     port: Annotated[int, tyro.conf.arg(metavar="N")] = 8000,
+    host_name: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = (),
     batch: Annotated[int, tyro.conf.arg(metavar="N")] = 32,
     queue: Annotated[int, tyro.conf.arg(metavar="N")] = 64,
     deadline: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 1.0,
@@ -32,6 +33,8 @@ def main(
         models: Files or folders of any known format, hf:ORG/NAME, timm:NAME, or presets; the page compares two.
         host: Where to listen; others than this machine reach it only when told so, at 0.0.0.0.
         port: Where to listen; 0 takes any that is free and prints it.
+        host_name: A name by which others call this server, as in a browser's address; may be repeated. Requests that
+            name another host are refused. Without it, a server on loopback answers to loopback's names alone.
         batch: Images computed at once, at most.
         queue: Images of a model that may be accepted and not yet answered; beyond that the answer is 503.
         deadline: Seconds that an image may wait; where it would be more the answer is 503, at once.
@@ -51,14 +54,15 @@ def main(
     key = _key(api_key_file)
     try:
         from vitrail import compute
-        from vitrail.serve import reading, run
+        from vitrail.serve import connections, decoders, hosts, run
+        from vitrail.serve.limits import Limits
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("fastapi", "python_multipart", "uvicorn"):
             raise
         raise UsageError(f"serving needs {error.name}: pip install 'vitrail[serve]'") from None
     compute.keep_memory()
     with run.listening(host, port) as listener:
-        limits = reading.Limits(max_megabytes, max_megapixels)
+        decoders.prepare_decoders()  # while models are loaded
         service = run.service(
             models,
             device=device,
@@ -66,22 +70,29 @@ def main(
             batch=batch,
             room=queue,
             deadline=deadline,
-            limits=limits,
+            limits=Limits(max_megabytes, max_megapixels),
             key=key,
+            hosts=hosts.make_hosts(listener.getsockname()[0], host_name),
         )
+        service.decoders.start()
         compute.give_way()
         for served in service.models.values():
             where = f"{served.classifier.device} in {served.classifier.precision}"
             show.note(f"model: {show.printable(served.name)} on {where}")
-        listener.listen(run.BACKLOG)  # whoever reads the address may ask at once
+        listener.listen(connections.BACKLOG)  # whoever reads the address may ask at once
         print(run.address(listener), flush=True)
         run.run(service, listener)
-    show.note("stopped; all that was accepted is answered")
+    unanswered = f"{service.unanswered} requests were not answered within {run.GRACE} s"
+    show.note(f"stopped; {unanswered if service.unanswered else 'all that was accepted is answered'}")
 
 
 def _key(file: Path | None) -> str | None:
     """The key, if there is to be one. It is in no option: those can be read by every user of the machine."""
-    key = os.environ.get(KEY) if file is None else file.read_text(encoding="utf-8").strip()
-    if key is not None and not key:
+    key = os.environ.get(KEY) if file is None else file.read_bytes().decode("latin-1").strip()
+    if key is None:
+        return None
+    if not key:
         raise UsageError(f"the key in {file or KEY} is empty; write one, or leave it away to serve without")
+    if not key.isascii() or not key.isprintable():
+        raise UsageError(f"the key in {file or KEY} has characters that a header cannot carry; use printable ASCII")
     return key

@@ -1,6 +1,8 @@
 """The routes. What they answer is computed elsewhere; here it gets its form, its status and its headers."""
 
+import asyncio
 import base64
+import contextlib
 import time
 from functools import partial
 from pathlib import Path
@@ -17,10 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vitrail import __version__
 from vitrail.errors import UsageError
 from vitrail.serve.batching import BusyError
+from vitrail.serve.limits import RefusedError
 from vitrail.serve.models import explained
-from vitrail.serve.reading import RefusedError
 from vitrail.serve.service import Service
 
+DRAIN = 2.0  # seconds for the rest of a body, after it was refused and before its connection is closed
 PAGE = Path(__file__).parent / "page"
 FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
@@ -133,9 +136,12 @@ _problems: dict[int | str, dict[str, Any]] = {
     for status, sentence in {
         400: "no image, or a damaged one",
         401: "the key is missing or wrong",
+        403: "a page of another site asks",
         404: "no such model",
-        413: "too many bytes, pixels or images",
+        408: "the body came too slowly",
+        413: "too many bytes, pixels or images, or too long to decode",
         415: "a type that is no image",
+        421: "a name that is not this server's",
         422: "an option that cannot be meant",
         503: "too busy: come again after Retry-After seconds",
     }.items()
@@ -262,7 +268,13 @@ async def _failed(_: Request, error: Exception) -> Response:  # noqa: ARG001
 
 def build(service: Service) -> ASGIApp:
     """The application of a service."""
-    app = FastAPI(title="vitrail", version=__version__, docs_url=None, redoc_url=None)  # theirs load from elsewhere
+    app = FastAPI(
+        title="vitrail",
+        version=__version__,
+        docs_url=None,  # theirs load from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,  # to whatever host a request names
+    )
     app.state.service = service
     app.include_router(router)
     app.include_router(health)
@@ -278,7 +290,7 @@ def build(service: Service) -> ASGIApp:
         (Exception, _failed),
     ):
         app.add_exception_handler(error, handler)
-    return _measured(_emptied(app, int(service.limits.megabytes * 2**20)), service)
+    return _drain_refused(_measured(_check_hosts(app, service), service), service.limits.bytes)
 
 
 def _file(content: bytes, kind: str) -> Any:
@@ -288,6 +300,21 @@ def _file(content: bytes, kind: str) -> Any:
     return file
 
 
+def _check_hosts(app: ASGIApp, service: Service) -> ASGIApp:
+    """The application for those who call the server by its name."""
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and service.hosts is not None:
+            try:
+                service.hosts.check(scope["path"], scope["method"], scope["headers"])
+            except RefusedError as error:
+                await _problem(error.status, str(error))(scope, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return checked
+
+
 def _measured(app: ASGIApp, service: Service) -> ASGIApp:
     """The application, its answers counted and given the headers that all have."""
 
@@ -295,32 +322,40 @@ def _measured(app: ASGIApp, service: Service) -> ASGIApp:
         if scope["type"] != "http":
             await app(scope, receive, send)
             return
-        start, status = time.monotonic(), 0
+        start, status, seconds = time.monotonic(), 0, 0.0
 
         async def sent(message: Message) -> None:
-            nonlocal status
+            nonlocal status, seconds
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], *((k.encode(), v.encode()) for k, v in HEADERS.items())]
+            seconds = time.monotonic() - start
             await send(message)
 
         try:
             await app(scope, receive, sent)
+        except asyncio.CancelledError:  # by the server, whose grace is over
+            service.unanswered += 1
+            if not status:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(1):  # who does not read does not keep us
+                        await _problem(503, "the server stops", {"retry-after": "1"})(scope, receive, sent)
         finally:
             route = getattr(scope.get("route"), "path", "other")
             service.metrics.count("vitrail_requests_total", route=route, status=str(status))
-            service.metrics.observe("vitrail_request_seconds", time.monotonic() - start, route=route)
+            service.metrics.observe("vitrail_request_seconds", seconds, route=route)
 
     return measured
 
 
-def _emptied(app: ASGIApp, most: int) -> ASGIApp:
-    """The application, the rest of a refused body read before a connection is closed: else it would be reset.
+def _drain_refused(app: ASGIApp, most: int) -> ASGIApp:
+    """The application; where it answers before a body has come, the connection is closed a little later.
 
-    A connection that stays open is emptied by the server itself, after the answer.
+    Closed at once it would be reset, and the answer lost on its way. A connection that stays open is drained by
+    uvicorn.
     """
 
-    async def emptied(scope: Scope, receive: Receive, send: Send) -> None:
+    async def drained(scope: Scope, receive: Receive, send: Send) -> None:
         closes = scope["type"] == "http" and (
             scope["http_version"] == "1.0" or (b"connection", b"close") in {(k, v.lower()) for k, v in scope["headers"]}
         )
@@ -333,11 +368,21 @@ def _emptied(app: ASGIApp, most: int) -> ASGIApp:
             return message
 
         async def sent(message: Message) -> None:
-            left = most
-            while message["type"] == "http.response.start" and closes and more and left > 0:
-                left -= len((await received()).get("body", b""))
+            ends = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if ends and closes and more:
+                await send({**message, "more_body": True})
+                await _drain(received, most)
+                message = {"type": "http.response.body"}
             await send(message)
 
         await app(scope, received, sent)
 
-    return emptied
+    return drained
+
+
+async def _drain(receive: Receive, most: int) -> None:
+    """Read the rest of a body, so much of it and for so long as is reasonable."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN):
+            while most > 0 and (message := await receive()).get("more_body", False):
+                most -= len(message.get("body", b""))

@@ -39,6 +39,7 @@ class _Entry:
     work: Work
     views: Sequence[Tensor]
     future: Future[Sequence[Any]]
+    since: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class Place:
@@ -76,7 +77,7 @@ class Queue:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._lock = threading.Lock()
         self._waiting: collections.deque[_Entry] = collections.deque()
-        self._since = time.monotonic()
+        self._since = time.monotonic()  # when the last batch was done
         self.inside = 0
         """Images that were let in and are not answered: being decoded, waiting, or computed."""
         self.pace = 0.0
@@ -98,8 +99,6 @@ class Queue:
         """A place for so many images, or a `BusyError`."""
         with self._lock:
             self.check(images)
-            if not self.inside:
-                self._since = time.monotonic()
             self.inside += images
         return Place(self, images)
 
@@ -133,7 +132,7 @@ class Queue:
             for entry in entries:
                 entry.future.set_exception(error)
             return
-        self._paced(len(views))
+        self._paced(len(views), entries[0].since)
         for entry in entries:
             entry.future.set_result([next(found) for _ in entry.views])
 
@@ -153,11 +152,11 @@ class Queue:
             self._waiting.extendleft(reversed(left))
         return taken
 
-    def _paced(self, images: int) -> None:
-        """Measure from when there was something to do: waiting for decoders counts where they are the slower."""
+    def _paced(self, images: int, since: float) -> None:
+        """Measure from when there was something to compute: decoders know themselves how long they take."""
         with self._lock:
             now = time.monotonic()
-            each, self._since = (now - self._since) / images, now
+            each, self._since = (now - max(self._since, since)) / images, now
             self.pace = each if not self.pace else _MEMORY * self.pace + (1 - _MEMORY) * each
         if self._counted is not None:
             self._counted(images)

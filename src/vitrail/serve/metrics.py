@@ -13,6 +13,8 @@ HELP = {
     "vitrail_request_seconds": ("histogram", "From the request's first line to the answer's last byte."),
     "vitrail_images_total": ("counter", "Images that were computed, by model."),
     "vitrail_batch_images": ("histogram", "Images that were computed together, by model."),
+    "vitrail_decoders_replaced_total": ("counter", "Decoders that were killed or died, by reason."),
+    "vitrail_upload_bytes": ("gauge", "Bytes of bodies that are not decoded yet."),
     "vitrail_queue_images": ("gauge", "Images that were accepted and are not answered, by model."),
     "vitrail_queue_places": ("gauge", "The most images there may be of them, by model."),
 }

@@ -24,6 +24,7 @@ from vitrail.figures.pictures import overlaid
 from vitrail.model.vit import ViT, attention_maps
 from vitrail.predict import Classifier
 from vitrail.serve.batching import Queue
+from vitrail.serve.decoding import Recipe
 
 _DARK, _WARM = (6, 8, 20), (255, 190, 92)  # a veil's colours, where attention is least and greatest, as in script.js
 _RANGE = (0.05, 0.99)  # of the patches: one that is far above all others would leave these dark
@@ -40,6 +41,11 @@ class Served:
     queue: Queue
     warm: Future[Any]
     """A first pass, which is done when requests are answered as quickly as they will be."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """How its images are decoded."""
+        return Recipe(self.classifier.preprocess, self.classifier.model.config.channels)
 
     @property
     def ready(self) -> bool:

@@ -15,14 +15,17 @@ from vitrail.errors import UsageError
 from vitrail.predict import Classifier
 from vitrail.serve import app
 from vitrail.serve.batching import Queue
+from vitrail.serve.connections import Connection, Connections, limit_logs, make_room
+from vitrail.serve.decoders import Decoders
+from vitrail.serve.hosts import Hosts
+from vitrail.serve.limits import Limits
 from vitrail.serve.metrics import Metrics
 from vitrail.serve.models import named, served
-from vitrail.serve.reading import Limits
 from vitrail.serve.service import Service
+from vitrail.serve.uploads import Uploads
 from vitrail.weights.load import load
 
-GRACE = 30  # seconds for what was accepted, once a stop is asked for
-BACKLOG = 1024  # connections that the system holds while we are busy
+GRACE = 25  # seconds for what was accepted, once a stop is asked for; with the end of all threads at most 30
 
 
 def service(
@@ -35,11 +38,17 @@ def service(
     deadline: float = 1.0,
     limits: Limits | None = None,
     key: str | None = None,
+    hosts: Hosts | None = None,
 ) -> Service:
     """MODELs, loaded and warming up."""
     classifiers = [Classifier(load(model), device=device, batch_size=batch, precision=precision) for model in models]
     return of_classifiers(
-        dict(zip(named(models), classifiers, strict=True)), room=room, deadline=deadline, limits=limits, key=key
+        dict(zip(named(models), classifiers, strict=True)),
+        room=room,
+        deadline=deadline,
+        limits=limits,
+        key=key,
+        hosts=hosts,
     )
 
 
@@ -50,6 +59,7 @@ def of_classifiers(
     deadline: float = 1.0,
     limits: Limits | None = None,
     key: str | None = None,
+    hosts: Hosts | None = None,
 ) -> Service:
     """The same of models that are loaded."""
     metrics, found = Metrics(), {}
@@ -58,8 +68,10 @@ def of_classifiers(
         found[name] = served(name, classifier, queue)
     batch = min(classifier.batch_size for classifier in classifiers.values())
     limits = (limits or Limits())._replace(images=min(room, batch))
-    threads = ThreadPoolExecutor(available(), thread_name_prefix="decode")
-    return Service(found, limits, metrics, threads, key)
+    recipes = list(dict.fromkeys(each.recipe for each in found.values()))
+    decoders = Decoders(recipes, limits, max(2, available()), metrics)  # one of them for large images
+    threads = ThreadPoolExecutor(available(), thread_name_prefix="draw")
+    return Service(found, limits, metrics, Uploads(limits), decoders, threads, key, hosts)
 
 
 def _count(metrics: Metrics, model: str, images: int) -> None:
@@ -88,9 +100,12 @@ def address(listener: socket.socket) -> str:
 
 def server(service: Service) -> uvicorn.Server:
     """What answers requests, once it is run with a listening socket."""
+    room = make_room()
+    service.uploads.most = room.connections // 2  # the others are for those who ask something else
+    limit_logs()
     config = uvicorn.Config(
         app.build(service),
-        http="h11",  # known to read the rest of a refused body after the answer, so that nothing is reset
+        http=partial(Connection, Connections(room.connections)),  # type: ignore[arg-type]  # uvicorn calls it only
         loop="asyncio",
         ws="none",
         lifespan="off",
@@ -98,7 +113,7 @@ def server(service: Service) -> uvicorn.Server:
         log_level="warning",
         access_log=False,
         server_header=False,
-        backlog=BACKLOG,
+        backlog=room.backlog,  # asyncio accepts so many before it hands over the first
         timeout_graceful_shutdown=GRACE,
     )
     return uvicorn.Server(config)

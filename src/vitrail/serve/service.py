@@ -3,19 +3,20 @@
 import asyncio
 import dataclasses
 import hmac
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
 
-from vitrail.serve import reading
-from vitrail.serve.batching import BusyError, Work
+from vitrail.serve.batching import BusyError, Place, Work
+from vitrail.serve.decoders import Decoders
+from vitrail.serve.decoding import ModelInput
+from vitrail.serve.hosts import Hosts
+from vitrail.serve.limits import Limits, RefusedError
 from vitrail.serve.metrics import Labels, Metrics
 from vitrail.serve.models import Served, find
-from vitrail.serve.reading import Limits, RefusedError, View
+from vitrail.serve.uploads import Uploads, check_content_type
 
 Result = TypeVar("Result")
 
@@ -27,11 +28,15 @@ class Service:
     models: Mapping[str, Served]
     limits: Limits
     metrics: Metrics
+    uploads: Uploads
+    decoders: Decoders
     threads: ThreadPoolExecutor
-    """They decode images and draw; Pillow and simplejpeg let others work meanwhile."""
+    """They draw and encode what is answered."""
     key: str | None = None
-    arriving: int = 0
-    """Requests whose body is being read."""
+    hosts: Hosts | None = None
+    """By which names the server may be called; by any unless given."""
+    unanswered: int = 0
+    """Requests that were given up when the server stopped."""
 
     def check_key(self, request: Request) -> None:
         """Refuse a request without the key, in a time that does not depend on what it has in its place."""
@@ -49,42 +54,55 @@ class Service:
 
     async def computed(
         self, request: Request, served: Served, kind: Hashable, work: Work, *, single: bool = False
-    ) -> tuple[list[View], list[Any]]:
+    ) -> tuple[list[ModelInput], list[Any]]:
         """What a model sees of a request's images, and what the work makes of them."""
-        said = reading.kind(request)
+        content_type = check_content_type(request)
         served.queue.check()
-        with self._arriving(served):
-            content = await reading.body(request, self.limits)
-        files = await self.aside(partial(reading.images, content, said, self.limits))
-        if single and len(files) > 1:
-            raise RefusedError(422, f"one image at a time is explained, and the form has {len(files)}")
-        with served.queue.enter(len(files)) as place:
-            views = await asyncio.gather(*(self._view(file, served, n, len(files)) for n, file in enumerate(files, 1)))
-            found = await place.computed(kind, work, [view.pixels for view in views])
-        return views, list(found)
+        self.decoders.check(served.queue.deadline)
+        with self.uploads.open(request) as upload:
+            await upload.read(request)
+            files = upload.files(content_type)
+            if single and len(files) > 1:
+                raise RefusedError(422, f"one image at a time is explained, and the form has {len(files)}")
+            with served.queue.enter(len(files)) as place:
+                inputs = await self._decode(files, served, place)
+                upload.close()  # only pixels wait for the model
+                found = await place.computed(kind, work, [each.pixels for each in inputs])
+        return inputs, list(found)
 
     async def aside(self, work: Callable[[], Result]) -> Result:
         """Something done by another thread, so that this one goes on answering."""
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
-    async def _view(self, file: bytes, served: Served, number: int, images: int) -> View:
-        name = "the image" if images == 1 else f"image {number}"
-        return await self.aside(partial(reading.view, file, served.classifier, self.limits, name))
+    async def _decode(self, files: Sequence[memoryview], served: Served, place: Place) -> list[ModelInput]:
+        """The model inputs of a request's files, decoded several at a time; after a failure no other is begun."""
+        inputs: dict[int, ModelInput] = {}
+        failures: list[RefusedError | BusyError] = []
+        coming = iter(enumerate(files, 1))
 
-    @contextmanager
-    def _arriving(self, served: Served) -> Iterator[None]:
-        """As many bodies may be on their way as images may wait: memory is bounded by that."""
-        if self.arriving >= served.queue.room:
-            raise BusyError(f"{self.arriving} requests are being read", served.queue.wait)
-        self.arriving += 1
-        try:
-            yield
-        finally:
-            self.arriving -= 1
+        async def decode_next() -> float:
+            spent = 0.0
+            for number, file in coming:
+                name = "the image" if len(files) == 1 else f"image {number}"
+                try:
+                    found = await self.decoders.decode(file, served.recipe, name, served.queue.deadline)
+                except (RefusedError, BusyError) as error:
+                    failures.append(error)
+                if failures:
+                    break
+                inputs[number] = found[0]
+                spent += found[1]
+            return spent
+
+        spent = await asyncio.gather(*(decode_next() for _ in files[: self.decoders.count]))
+        if failures:
+            raise failures[0]
+        place.until += max(spent)  # the deadline is for those who wait
+        return [inputs[number] for number in sorted(inputs)]
 
     def gauges(self) -> dict[tuple[str, Labels], float]:
         """What is so at this moment."""
-        found: dict[tuple[str, Labels], float] = {}
+        found: dict[tuple[str, Labels], float] = {("vitrail_upload_bytes", ()): self.uploads.bytes}
         for served in self.models.values():
             labels = (("model", served.name),)
             found["vitrail_queue_images", labels] = served.queue.inside
@@ -92,7 +110,8 @@ class Service:
         return found
 
     def close(self) -> None:
-        """End the threads when they have done what was accepted."""
+        """End the decoders and the threads. What is still waiting has nobody who waits for it."""
+        self.decoders.close()
         for served in self.models.values():
             served.queue.close()
-        self.threads.shutdown()
+        self.threads.shutdown(cancel_futures=True)

@@ -1,0 +1,128 @@
+"""Connections: how many there are, and how long one may take to say what it wants.
+
+uvicorn limits requests, not connections, and waits for a request's headers for ever. When all descriptors are taken,
+asyncio writes a trace to the log for every connection it cannot accept.
+"""
+
+import asyncio
+import logging
+import resource
+from typing import Any, NamedTuple
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEADER_SECONDS = 10  # for the headers of a request, and for the rest of a body that was refused
+CONNECTIONS = 1000
+BACKLOG = 1024  # connections that the system holds while we are busy, and that are accepted at once
+_OWN = 128  # descriptors for ourselves: models, decoders, the log
+_LINES = 20  # of a logger in a second
+
+
+class Room(NamedTuple):
+    """Connections that are held, and that may wait to be accepted: together fewer than there are descriptors."""
+
+    connections: int
+    backlog: int
+
+
+def make_room(own: int = _OWN) -> Room:
+    """Let this process have as many descriptors as the system allows, and divide them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = CONNECTIONS + BACKLOG + own
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    left = wanted - own if soft == resource.RLIM_INFINITY else max(2, min(wanted, soft) - own)
+    backlog = min(BACKLOG, left // 4)
+    return Room(min(CONNECTIONS, left - backlog), backlog)
+
+
+class Connections:
+    """Those connections that have no request now, the one that has waited longest first; and how many there may be."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._waiting: dict[Connection, None] = {}
+
+    def add(self, connection: "Connection") -> None:
+        self.remove(connection)
+        self._waiting[connection] = None
+
+    def remove(self, connection: "Connection") -> None:
+        self._waiting.pop(connection, None)
+
+    def end_oldest(self) -> None:
+        """Make room for another; there is always one that waits, since a new one does."""
+        oldest = next(iter(self._waiting))
+        self.remove(oldest)
+        oldest.transport.abort()
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, with a deadline for headers and a place among so many others.
+
+    It inherits, because uvicorn has no other way to be told.
+    """
+
+    def __init__(self, all_connections: Connections, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._all = all_connections
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_request()
+        if len(self.connections) > self._all.most:
+            self._all.end_oldest()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._all.remove(self)
+            self._stop_deadline()
+        elif self._deadline is None:  # the next request begins, or a refused body goes on; uvicorn's timer ends here
+            self._await_request()
+
+    def on_response_complete(self) -> None:
+        self._all.add(self)
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.remove(self)
+        self._stop_deadline()
+        super().connection_lost(exc)
+
+    def _await_request(self) -> None:
+        self._all.add(self)
+        self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.abort)
+
+    def _stop_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class LogLimit(logging.Filter):
+    """Lets so many lines a second pass, and says how many it kept back."""
+
+    def __init__(self, lines: int = _LINES) -> None:
+        super().__init__()
+        self._lines, self._second, self._count = lines, 0, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        second, kept_back = int(record.created), self._count - self._lines
+        if second != self._second:
+            if kept_back > 0:
+                record.msg = f"{record.getMessage()} ({kept_back} lines before it were left out)"
+                record.args = None
+            self._second, self._count = second, 0
+        self._count += 1
+        return self._count <= self._lines
+
+
+def limit_logs() -> None:
+    """Let nobody fill the disk by what he sends: a line for every bad request is too much of them."""
+    for name in ("asyncio", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        if not any(isinstance(each, LogLimit) for each in logger.filters):
+            logger.addFilter(LogLimit())

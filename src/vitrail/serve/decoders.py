@@ -1,0 +1,230 @@
+"""Processes that decode, of which each can be killed: no image holds the server, whatever is in it.
+
+An image has `Limits.decode_seconds` once its decoding has begun. Where others wait and every decoder has had its image
+for longer than `SLICE`, the image that began last is given up for them. So all decoders but one may work on large
+images for as long as these may take, and the last one is never held for longer than a slice.
+"""
+
+import asyncio
+import collections
+import contextlib
+import math
+import multiprocessing
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from multiprocessing import forkserver, resource_tracker, util
+
+import torch
+
+from vitrail.figures.boxes import Box
+from vitrail.serve.batching import BusyError
+from vitrail.serve.decoding import BOX, JOB, REPLY, ModelInput, Recipe, run_decoder
+from vitrail.serve.limits import Limits, RefusedError
+from vitrail.serve.metrics import Metrics
+
+SLICE = 0.5  # seconds that an image has in any case
+_LONGEST = 10_000  # bytes of a decoder's sentence
+_MEMORY = 0.7  # of the measured seconds, how much of the earlier ones stays with each image
+
+
+class _Decoder:
+    """A process, and our end of the socket to it."""
+
+    def __init__(self, recipes: Sequence[Recipe], limits: Limits) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = _start_process(theirs, recipes, limits)
+        ours.setblocking(False)
+        self.socket, self.process = ours, process
+        self.end = util.Finalize(self, partial(_end, process, ours), exitpriority=0)
+        """At the latest when this process ends, before it would wait for the other."""
+
+    async def ask(self, number: int, recipe: Recipe, name: str, content: memoryview) -> ModelInput:
+        """Send a job and read what was made of it; an OSError where the decoder does not answer as one."""
+        loop, title = asyncio.get_running_loop(), name.encode()
+        await loop.sock_sendall(self.socket, JOB.pack(number, len(title), len(content)) + title)
+        await loop.sock_sendall(self.socket, content)
+        status, length, size = REPLY.unpack(await self._read(REPLY.size))
+        if status in (400, 413) and length <= _LONGEST and not size:
+            raise RefusedError(status, (await self._read(length)).decode(errors="replace"))
+        if (status, length, size) != (200, BOX.size, math.prod(recipe.shape)):
+            raise OSError("what a decoder sent is no answer")
+        text = await self._read(length)
+        pixels = torch.frombuffer(await self._read(size), dtype=torch.uint8)
+        return ModelInput(pixels.reshape(recipe.shape), Box(*BOX.unpack(text)))
+
+    async def _read(self, size: int) -> bytearray:
+        loop, content, done = asyncio.get_running_loop(), bytearray(size), 0
+        while done < size:
+            count = await loop.sock_recv_into(self.socket, memoryview(content)[done:])
+            if not count:
+                raise ConnectionResetError("a decoder died")
+            done += count
+        return content
+
+
+def _end(process: multiprocessing.process.BaseProcess, ours: socket.socket) -> None:
+    ours.close()
+    if process.is_alive():
+        process.kill()
+
+
+def prepare_decoders() -> None:
+    """Start the process that decoders are forked from, and let it load their modules meanwhile.
+
+    This one has threads, which a fork does not survive.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["vitrail.serve.decoding"])
+    resource_tracker.ensure_running()  # by itself: it would undo what follows
+    with _signals_blocked():  # which is inherited: until decoders ignore them, signals do nothing
+        forkserver.ensure_running()
+
+
+def _start_process(
+    theirs: socket.socket, recipes: Sequence[Recipe], limits: Limits
+) -> multiprocessing.process.BaseProcess:
+    prepare_decoders()  # again, if it died
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=run_decoder, args=(theirs, recipes, limits), name="decoder", daemon=True)
+    process.start()
+    return process
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Running:
+    """An image that is being decoded."""
+
+    def __init__(self, timeout: asyncio.Timeout) -> None:
+        self.timeout, self.start, self.given_up = timeout, time.monotonic(), False
+
+    def give_up(self) -> None:
+        self.given_up = True
+        self.timeout.reschedule(asyncio.get_running_loop().time())
+
+
+class Decoders:
+    """As many decoders as there are cores, started when they are needed. Only the event loop's thread uses them."""
+
+    def __init__(self, recipes: Sequence[Recipe], limits: Limits, count: int, metrics: Metrics) -> None:
+        self.recipes, self.limits, self.count, self._metrics = recipes, limits, count, metrics
+        self._idle: list[_Decoder] = []
+        self._free = count
+        self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._running: list[_Running] = []
+        self._seconds = 0.0  # that a decoder has an image
+
+    def start(self) -> None:
+        """Start all of them now; else each starts with its first image."""
+        while len(self._idle) < self._free:
+            self._idle.append(_Decoder(self.recipes, self.limits))
+
+    def close(self) -> None:
+        """End them all, also in the middle of an image."""
+        while self._idle:
+            self._idle.pop().end()
+
+    @property
+    def wait(self) -> float:
+        """Seconds until those who wait now will have a decoder."""
+        return len(self._waiting) * self._seconds / self.count
+
+    def check(self, seconds: float) -> None:
+        """A `BusyError` where one more would wait for longer."""
+        if self.wait > seconds:
+            raise BusyError(f"there is more to decode than {seconds:g} s suffice for", self.wait)
+
+    async def decode(self, content: memoryview, recipe: Recipe, name: str, patience: float) -> tuple[ModelInput, float]:
+        """A model input, and the seconds that decoding took. It waits for a decoder for as long as its patience."""
+        await self._enter(patience)
+        try:
+            decoder = self._idle.pop() if self._idle else await self._replacement()
+            start = time.monotonic()
+            try:
+                return await self._decode(decoder, content, recipe, name), time.monotonic() - start
+            finally:
+                seconds = time.monotonic() - start
+                self._seconds = _MEMORY * self._seconds + (1 - _MEMORY) * seconds
+        finally:
+            self._leave()
+
+    async def _decode(self, decoder: _Decoder, content: memoryview, recipe: Recipe, name: str) -> ModelInput:
+        running, reason = _Running(asyncio.timeout(self.limits.decode_seconds)), "cancelled"
+        self._running.append(running)
+        timer = asyncio.get_running_loop().call_later(SLICE + 0.01, self._make_room)
+        try:
+            async with running.timeout:
+                made = await decoder.ask(self.recipes.index(recipe), recipe, name, content)
+            reason = ""
+            return made
+        except RefusedError:
+            reason = ""
+            raise
+        except TimeoutError:
+            reason = "busy" if running.given_up else "slow"
+            if running.given_up:
+                raise BusyError(f"{name} takes long to decode, and others wait", self.wait) from None
+            sentence = f"{name} takes longer to decode than {self.limits.decode_seconds:g} s"
+            raise RefusedError(413, sentence) from None
+        except OSError:
+            reason = "died"
+            raise RefusedError(400, f"{name} cannot be decoded: its decoder died of it") from None
+        finally:
+            timer.cancel()
+            self._running.remove(running)
+            if reason:
+                decoder.end()
+                self._metrics.count("vitrail_decoders_replaced_total", reason=reason)
+            else:
+                self._idle.append(decoder)
+
+    async def _replacement(self) -> _Decoder:
+        """A new decoder, started by another thread, since that takes some milliseconds."""
+        try:
+            return await asyncio.to_thread(_Decoder, self.recipes, self.limits)
+        except OSError as error:
+            raise BusyError(f"no decoder can be started: {error.strerror}", self.wait) from error
+
+    async def _enter(self, patience: float) -> None:
+        """Wait for a decoder, in the order of coming."""
+        if self._free:
+            self._free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._make_room()
+        entered = False
+        try:
+            await asyncio.wait({turn}, timeout=patience)
+            entered = turn.done()
+        finally:
+            if not entered and turn.done():  # it was cancelled in the moment of its turn
+                self._leave()
+            elif not entered:
+                self._waiting.remove(turn)
+        if not entered:
+            raise BusyError(f"no decoder was free within {patience:g} s", self.wait)
+
+    def _leave(self) -> None:
+        if self._waiting:
+            self._waiting.popleft().set_result(None)
+        else:
+            self._free += 1
+
+    def _make_room(self) -> None:
+        """Give up the image that began last where others wait and all decoders have had theirs for a slice."""
+        now = time.monotonic()
+        if not self._waiting or len(self._running) < self.count:
+            return
+        if all(now - running.start >= SLICE for running in self._running):
+            max(self._running, key=lambda running: running.start).give_up()

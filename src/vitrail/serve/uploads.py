@@ -1,0 +1,164 @@
+"""The bodies of requests: how they are read, what memory they may take, and which files are in them.
+
+All bodies share a number of bytes, counted as they come. Each lies in pages of its own, which go back to the system
+when the body is decoded; the allocator would keep them, and copy them as the body grows. A form is cut at its
+delimiters without a copy, and no further than at the first file too many. python-multipart copies every file and calls
+us for every part, of which 300,000 took 11 to 24 s; here it parses headers only.
+"""
+
+import asyncio
+import contextlib
+import mmap
+from collections.abc import Iterator
+
+from fastapi import Request
+from python_multipart.multipart import parse_options_header
+
+from vitrail.serve.batching import BusyError
+from vitrail.serve.limits import Limits, RefusedError
+
+RAW = ("image/", "application/octet-stream", "application/x-www-form-urlencoded")  # the last is what curl says of bytes
+FORM = "multipart/form-data"
+FULL = 16  # bodies of the largest size that there is memory for; of smaller ones more
+_BOUNDARY = 70  # bytes of it, as RFC 2046 has it
+_HEADERS, _HEADER_BYTES = 8, 8192  # of one part of a form
+
+
+class Uploads:
+    """The memory for bodies. Only the event loop's thread uses it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.most = 500
+        """Requests that may be sending."""
+        self.open_count = 0
+        """Requests whose body is being read or decoded."""
+        self.bytes = 0
+        """What they hold."""
+
+    @property
+    def most_bytes(self) -> int:
+        return FULL * self.limits.bytes
+
+    @contextlib.contextmanager
+    def open(self, request: Request) -> Iterator["Upload"]:
+        """Room for the body of a request, until it is closed; refused by its length before a byte is read."""
+        declared = request.headers.get("content-length", "")
+        size = int(declared[:20]) if declared.isdecimal() else self.limits.bytes
+        if size > self.limits.bytes:
+            raise _too_large(self.limits)
+        if self.open_count >= self.most:
+            raise BusyError(f"{self.open_count} requests are being read", 1)
+        upload = Upload(self, size)
+        try:
+            yield upload
+        finally:
+            upload.close()
+
+
+class Upload:
+    """The body of one request."""
+
+    def __init__(self, uploads: Uploads, size: int) -> None:
+        self._uploads, self.size = uploads, 0
+        self._memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):  # else its first byte may take 2 MB
+            self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+        self._files: list[memoryview] = []
+        uploads.open_count += 1
+
+    async def read(self, request: Request) -> None:
+        """Read all that is sent, if it is not too much and comes in time."""
+        seconds = self._uploads.limits.upload_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                async for chunk in request.stream():
+                    self._add(chunk)
+        except TimeoutError:
+            raise RefusedError(408, f"the body did not come within {seconds:g} s") from None
+
+    def _add(self, chunk: bytes) -> None:
+        uploads, end = self._uploads, self.size + len(chunk)
+        if end > len(self._memory):
+            raise _too_large(uploads.limits)
+        if uploads.bytes + len(chunk) > uploads.most_bytes:
+            raise BusyError(f"{uploads.bytes / 2**20:.0f} MB of images are being read", 1)
+        self._memory[self.size : end] = chunk
+        self.size = end
+        uploads.bytes += len(chunk)
+
+    def files(self, content_type: str) -> list[memoryview]:
+        """The files of the body: itself, or those of a form."""
+        if content_type.lower().startswith(FORM):
+            places = find_files(self._memory, self.size, content_type, self._uploads.limits.images)
+        else:
+            places = [slice(0, self.size)]
+        whole = memoryview(self._memory)
+        self._files = [whole, *(whole[place] for place in places)]
+        return self._files[1:]
+
+    def close(self) -> None:
+        """Give the memory back; a second time does nothing."""
+        if self._memory.closed:
+            return
+        for file in reversed(self._files):
+            file.release()
+        self._memory.close()
+        self._uploads.open_count -= 1
+        self._uploads.bytes -= self.size
+
+
+def _too_large(limits: Limits) -> RefusedError:
+    return RefusedError(413, f"a request may have {limits.megabytes:g} MB")
+
+
+def check_content_type(request: Request) -> str:
+    """What the body is said to be; refused where it is said to be neither an image nor a form."""
+    content_type = request.headers.get("content-type", RAW[1])
+    name = content_type.partition(";")[0].strip().lower()
+    if name != FORM and not name.startswith(RAW):
+        raise RefusedError(415, f"{name or 'nothing'!r:.80} is no type of image: send image/*, or {FORM} with files")
+    return content_type
+
+
+def find_files(content: mmap.mmap | bytes, size: int, content_type: str, most: int) -> list[slice]:
+    """Where the files of a form are, in their order. A field that is no file is refused, rather than ignored."""
+    boundary = parse_options_header(content_type)[1].get(b"boundary")
+    if not boundary or len(boundary) > _BOUNDARY:
+        raise RefusedError(400, f"the form does not say what its boundary is, in at most {_BOUNDARY} characters")
+    delimiter, files = b"\r\n--" + boundary, list[slice]()
+    damaged, cut = RefusedError(400, "the form is damaged"), RefusedError(400, "the form ends too early")
+    start = len(delimiter) - 2  # the first delimiter begins no new line
+    if content[:start] != delimiter[2 : 2 + size]:
+        raise damaged
+    while content[start : start + 2] != b"--":
+        if start + 2 > size:
+            raise cut
+        if content[start : start + 2] != b"\r\n":
+            raise damaged
+        if len(files) == most:
+            raise RefusedError(413, f"a request may have {most} images, and this one has more")
+        first = content.find(b"\r\n\r\n", start, min(size, start + _HEADER_BYTES)) + 4
+        if first < 4:
+            raise cut if size < start + _HEADER_BYTES else damaged
+        _check_headers(content[start:first])
+        last = content.find(delimiter, first, size)
+        if last < 0:
+            raise cut
+        files.append(slice(first, last))
+        start = last + len(delimiter)
+    if not files:
+        raise RefusedError(422, "the form has no file")
+    return files
+
+
+def _check_headers(block: bytes) -> None:
+    headers = dict[bytes, bytes]()
+    lines = block.strip(b"\r\n").split(b"\r\n")
+    if len(lines) > _HEADERS:
+        raise RefusedError(400, f"a part of the form has more than {_HEADERS} headers")
+    for line in lines:
+        name, _, value = line.partition(b":")
+        headers[name.strip().lower()] = value.strip()
+    if b"filename" not in parse_options_header(headers.get(b"content-disposition"))[1]:
+        raise RefusedError(422, "a field of the form is no file; send images only, and options in the address")
