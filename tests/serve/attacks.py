@@ -1,10 +1,26 @@
 """Requests made to hurt a server, and what its processes cost the machine."""
 
+import contextlib
+import http.client
 import io
+import os
+import signal
+import socket
 import struct
+import subprocess
+import sys
+import threading
+import time
 import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from PIL import Image
+
+from vitrail.serve import decoding
+from vitrail.serve.decoding import ModelInput, Recipe
+from vitrail.serve.limits import Limits
 
 
 def make_slow_jpeg(side: int = 7000, scans: int = 8000) -> bytes:
@@ -41,3 +57,114 @@ def make_form(parts: int, content: bytes = b"") -> bytes:
     """A form of so many files; its boundary is `edge`."""
     head = b'--edge\r\nContent-Disposition: form-data; name="i"; filename="a"\r\n\r\n'
     return (head + content + b"\r\n") * parts + b"--edge--\r\n"
+
+
+def run_test_decoder(connection: socket.socket, recipes: Sequence[Recipe], limits: Limits) -> None:
+    """A decoder of which a file can ask for anything: `sleep SECONDS`, `die`, `lie`, `grow BYTES`."""
+    plain, decode = decoding.make_input, decoding.decode
+
+    def make_input(content: bytes, recipe: Recipe, limits: Limits, name: str) -> ModelInput:
+        match content[:100].split():
+            case [b"sleep", seconds]:
+                time.sleep(float(seconds))
+            case [b"die"]:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case [b"lie"]:
+                connection.sendall(b"\xff" * 1000)
+            case [b"grow", size]:
+                decoding.decode = lambda *given, **named: (bytearray(int(size)), decode(*given, **named))[1]
+                content = make_jpeg()
+        return plain(content, recipe, limits, name)
+
+    decoding.make_input = make_input
+    decoding.run_decoder(connection, recipes, limits)
+
+
+def make_jpeg() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (50, 40), "red").save(file, "JPEG")
+    return file.getvalue()
+
+
+# --- a server as a process -------------------------------------------------------------------------------------------
+
+
+class Server(NamedTuple):
+    """`vitrail serve` in a process of its own."""
+
+    process: "subprocess.Popen[str]"
+    port: int
+    log: Path
+
+    def connect(self, seconds: float = 10) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=seconds)
+
+    def ask(self, path: str, body: bytes | None = None, content_type: str = "image/png") -> tuple[int, str, float]:
+        """Status, text and seconds of an answer."""
+        start = time.monotonic()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("GET" if body is None else "POST", path, body, {"content-type": content_type})
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        return answer.status, text, time.monotonic() - start
+
+    def stop(self, number: int = signal.SIGTERM) -> float:
+        """Send a signal, and the seconds until the process has ended."""
+        start = time.monotonic()
+        self.process.send_signal(number)
+        self.process.wait(60)
+        return time.monotonic() - start
+
+
+@contextlib.contextmanager
+def serve_process(model: Path, folder: Path, *options: str, descriptors: int | None = None) -> Iterator[Server]:
+    """A server that listens, with so many descriptors at most; killed at the end if it has not ended."""
+    log = folder / "log"
+    command = [sys.executable, "-m", "vitrail", "serve", str(model), "--device", "cpu", "--port", "0", *options]
+    if descriptors is not None:
+        command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
+    with log.open("w") as file, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield Server(process, int(process.stdout.readline().rpartition(":")[2]), log)
+        finally:
+            process.kill()
+
+
+def find_processes(root: int) -> list[int]:
+    """A process and all that descend from it."""
+    found = [root]
+    for number in found:
+        with contextlib.suppress(OSError):
+            for task in Path(f"/proc/{number}/task").iterdir():
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def measure_memory(processes: Iterable[int]) -> int:
+    """Bytes of some processes, what they share counted once."""
+    total = 0
+    for number in processes:
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{number}/smaps_rollup").read_text()
+            total += 1024 * int(text.partition("\nPss:")[2].split()[0])
+    return total
+
+
+@contextlib.contextmanager
+def watch_memory(root: int) -> Iterator[list[int]]:
+    """The bytes of a process and its descendants, five times a second until the end."""
+    found, stop = [measure_memory(find_processes(root))], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.2):
+            found.append(measure_memory(find_processes(root)))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        stop.set()
+        thread.join()

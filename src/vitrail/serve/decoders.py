@@ -8,6 +8,7 @@ images for as long as these may take, and the last one is never held for longer 
 import asyncio
 import collections
 import contextlib
+import errno
 import math
 import multiprocessing
 import signal
@@ -21,11 +22,12 @@ import torch
 
 from vitrail.figures.boxes import Box
 from vitrail.serve.batching import BusyError
-from vitrail.serve.decoding import BOX, JOB, REPLY, ModelInput, Recipe, run_decoder
+from vitrail.serve.decoding import BOX, JOB, READY, REPLY, ModelInput, Recipe, run_decoder
 from vitrail.serve.limits import Limits, RefusedError
 from vitrail.serve.metrics import Metrics
 
 SLICE = 0.5  # seconds that an image has in any case
+_START = 60  # seconds for a decoder to begin, on the busiest machine
 _LONGEST = 10_000  # bytes of a decoder's sentence
 _MEMORY = 0.7  # of the measured seconds, how much of the earlier ones stays with each image
 
@@ -34,13 +36,15 @@ class _Decoder:
     """A process, and our end of the socket to it."""
 
     def __init__(self, recipes: Sequence[Recipe], limits: Limits) -> None:
-        ours, theirs = socket.socketpair()
+        self.socket, theirs = socket.socketpair()
         with theirs:
-            process = _start_process(theirs, recipes, limits)
-        ours.setblocking(False)
-        self.socket, self.process = ours, process
-        self.end = util.Finalize(self, partial(_end, process, ours), exitpriority=0)
+            self.process = _start_process(theirs, recipes, limits)
+        self.end = util.Finalize(self, partial(_end, self.process, self.socket), exitpriority=0)
         """At the latest when this process ends, before it would wait for the other."""
+        self.socket.settimeout(_START)
+        if self.socket.recv(1) != READY:
+            raise ConnectionResetError(errno.ECONNRESET, "it died")
+        self.socket.setblocking(False)
 
     async def ask(self, number: int, recipe: Recipe, name: str, content: memoryview) -> ModelInput:
         """Send a job and read what was made of it; an OSError where the decoder does not answer as one."""

@@ -28,6 +28,7 @@ from vitrail.errors import DataError
 from vitrail.figures.boxes import Box, seen
 from vitrail.serve.limits import Limits, RefusedError
 
+READY = b"+"  # said once, when a decoder can begin
 JOB = struct.Struct("!IIQ")
 REPLY = struct.Struct("!HII")
 BOX = struct.Struct("!4d")
@@ -87,6 +88,7 @@ def run_decoder(connection: socket.socket, recipes: Sequence[Recipe], limits: Li
     decoder()  # which tries simplejpeg: before the limit, and before there is an image to wait for it
     _limit_memory(limits)
     with contextlib.suppress(ConnectionError), connection, connection.makefile("rwb") as stream:
+        connection.sendall(READY)
         while len(head := stream.read(JOB.size)) == JOB.size:
             # The server kills a decoder that takes too long. Where it has died meanwhile the alarm does.
             signal.setitimer(signal.ITIMER_REAL, limits.decode_seconds + 1)
