@@ -33,7 +33,7 @@ def make_room(own: int = _OWN) -> Room:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     left = wanted - own if soft == resource.RLIM_INFINITY else max(2, min(wanted, soft) - own)
-    backlog = min(BACKLOG, left // 4)
+    backlog = max(1, min(BACKLOG, max(left // 4, left - CONNECTIONS)))
     return Room(min(CONNECTIONS, left - backlog), backlog)
 
 
