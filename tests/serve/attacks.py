@@ -16,8 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from PIL import Image
 
+from vitrail.data.decode import decode
 from vitrail.serve import decoding
 from vitrail.serve.decoding import ModelInput, Recipe
 from vitrail.serve.limits import Limits
@@ -61,9 +63,9 @@ def make_form(parts: int, content: bytes = b"") -> bytes:
 
 def run_test_decoder(connection: socket.socket, recipes: Sequence[Recipe], limits: Limits) -> None:
     """A decoder of which a file can ask for anything: `sleep SECONDS`, `die`, `lie`, `grow BYTES`."""
-    plain, decode = decoding.make_input, decoding.decode
+    plain = decoding.make_input
 
-    def make_input(content: bytes, recipe: Recipe, limits: Limits, name: str) -> ModelInput:
+    def make_input(content: bytes, recipe: Recipe, limits: Limits, name: str = "") -> ModelInput:
         match content[:100].split():
             case [b"sleep", seconds]:
                 time.sleep(float(seconds))
@@ -72,8 +74,9 @@ def run_test_decoder(connection: socket.socket, recipes: Sequence[Recipe], limit
             case [b"lie"]:
                 connection.sendall(b"\xff" * 1000)
             case [b"grow", size]:
-                decoding.decode = lambda *given, **named: (bytearray(int(size)), decode(*given, **named))[1]
-                content = make_jpeg()
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(decoding, "decode", lambda *_, **__: (bytearray(int(size)), decode(make_jpeg()))[1])
+                    return plain(make_jpeg(), recipe, limits, name)
         return plain(content, recipe, limits, name)
 
     decoding.make_input = make_input

@@ -51,7 +51,7 @@ async def ask_beside_attackers(
     client = Client(host, port)
 
     async def attack(number: int) -> list[Reply]:
-        replies = []
+        replies: list[Reply] = []
         while time.monotonic() < end:
             replies.append(await client.ask("/v1/predict", slow[number % len(slow)]))
             if replies[-1].status == 503:
@@ -60,7 +60,7 @@ async def ask_beside_attackers(
         return replies
 
     async def ask_often(path: str, images: Sequence[bytes]) -> list[Reply]:
-        replies = []
+        replies = list[asyncio.Task[Reply]]()
         while time.monotonic() < end:
             replies.append(asyncio.create_task(client.ask(path, images[len(replies) % len(images)])))
             await asyncio.sleep(0.1)

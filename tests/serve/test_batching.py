@@ -122,14 +122,32 @@ def test_a_request_that_finds_no_room_is_refused_and_leaves_nothing(work: Record
 def test_a_request_that_would_wait_too_long_is_refused_by_the_measured_pace(work: Recorder) -> None:
     """Ten images at 0.2 s each are two seconds of work: not for one who may wait for one second."""
     queue = Queue(batch=4, room=100, deadline=1.0)
-    queue.pace = 0.2
-    with queue.enter(10):
+
+    async def every() -> None:
+        first = await blocked(queue, work)
+        others = asyncio.create_task(asked(queue, work, *range(9)))
+        await asyncio.sleep(0.01)
+        queue.pace = 0.2
         assert queue.wait == pytest.approx(2.0)
         with pytest.raises(BusyError, match="more to do than 1 s") as refused:
             queue.enter(1)
         assert refused.value.seconds == pytest.approx(2.0)
-    with queue.enter(50):  # alone, a large request is nobody's fault
-        assert queue.inside == 50
+        work.go.set()
+        await asyncio.gather(first, others)
+
+    asyncio.run(every())
+    assert queue.decoded == queue.inside == 0
+    queue.close()
+
+
+def test_images_that_are_not_decoded_are_no_work_for_the_model() -> None:
+    """They may never be: one who waits for a model does not wait for those."""
+    queue = Queue(batch=4, room=100, deadline=1.0)
+    queue.pace = 0.2
+    with queue.enter(50), queue.enter(50):
+        assert (queue.inside, queue.wait) == (100, 0)
+        with pytest.raises(BusyError, match="all 100 places are taken"):
+            queue.enter(1)
     queue.close()
 
 

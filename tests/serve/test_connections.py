@@ -14,7 +14,7 @@ from tests.serve import serving
 from tests.serve.client import Client
 from tests.serve.serving import picture
 from vitrail.serve import connections
-from vitrail.serve.connections import BACKLOG, CONNECTIONS, LogLimit, Room, make_room
+from vitrail.serve.connections import LogLimit, count_connections
 
 HALF = b"GET /healthz HTTP/1.1\r\nhost: x\r\nsome-he"
 
@@ -95,23 +95,23 @@ def test_a_connection_with_a_request_is_not_ended_for_others(server: tuple[str, 
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "raised", "room"),
+    ("soft", "hard", "raised", "connections"),
     [
-        (1024, 1024, 1024, Room(672, 224)),
-        (256, 1_000_000, CONNECTIONS + BACKLOG + 128, Room(CONNECTIONS, BACKLOG)),
-        (1024, resource.RLIM_INFINITY, CONNECTIONS + BACKLOG + 128, Room(CONNECTIONS, BACKLOG)),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None, Room(CONNECTIONS, BACKLOG)),
-        (1_000_000, 1_000_000, None, Room(CONNECTIONS, BACKLOG)),
-        (64, 64, 64, Room(1, 1)),
+        (1024, 1024, 1024, 768),
+        (256, 1_000_000, 1256, 1000),
+        (1024, resource.RLIM_INFINITY, 1256, 1000),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None, 1000),
+        (1_000_000, 1_000_000, None, 1000),
+        (64, 64, 64, 1),
     ],
 )
 def test_connections_fit_into_the_descriptors_there_may_be(
-    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None, room: Room
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None, connections: int
 ) -> None:
     limits: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
-    assert make_room() == room
+    assert count_connections() == connections
     assert limits == ([] if raised is None else [(raised, hard)])
 
 

@@ -22,7 +22,7 @@ from vitrail.serve.metrics import Metrics
 
 CLASSIFIER = serving.classifier()
 RECIPE = Recipe(CLASSIFIER.preprocess, 3)
-LIMITS = Limits(megabytes=1, megapixels=1, decode_seconds=1.0)
+LIMITS = Limits(megabytes=1, megapixels=5, decode_seconds=1.0)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_decoder_that_takes_too_long_is_killed_and_replaced(
 def test_a_decoder_that_dies_lies_or_grows_costs_its_own_request_alone(
     pool: Decoders, file: bytes, status: int, attacked: Callable[[str, str], None]
 ) -> None:
-    async def decode_both() -> list[object]:
+    async def decode_both() -> tuple[object, object]:
         return await asyncio.gather(decode(pool, file), decode(pool, picture()), return_exceptions=True)
 
     refused, made = asyncio.run(decode_both())
@@ -111,7 +111,7 @@ def test_who_waits_too_long_for_a_decoder_is_told_so(pool: Decoders) -> None:
     late, *slow = asyncio.run(decode_three())
     assert isinstance(late, BusyError)
     assert all("no image of a known kind" in str(error) for error in slow)
-    assert (pool._free, len(pool._idle), len(pool._waiting)) == (2, 2, 0)
+    assert (pool._free, len(pool._idle), len(pool._small), len(pool._large)) == (2, 2, 0, 0)
 
 
 def test_slow_images_leave_one_decoder_to_the_others(pool: Decoders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_slow_images_leave_one_decoder_to_the_others(pool: Decoders, monkeypatch
     monkeypatch.setattr(decoders, "SLICE", 0.05)
     pool.limits = LIMITS._replace(decode_seconds=1.5)
 
-    async def decode_three() -> tuple[list[object], float]:
+    async def decode_three() -> tuple[tuple[object, object], float]:
         first = asyncio.create_task(decode(pool, b"sleep 60"))
         await asyncio.sleep(0.01)
         second = asyncio.create_task(decode(pool, b"sleep 60"))
@@ -133,6 +133,25 @@ def test_slow_images_leave_one_decoder_to_the_others(pool: Decoders, monkeypatch
     assert isinstance(first, RefusedError)
     assert isinstance(second, BusyError)
     assert seconds < 1
+
+
+def test_small_images_come_before_large_ones(pool: Decoders) -> None:
+    async def decode_many() -> list[str]:
+        order: list[str] = []
+
+        async def note(name: str, file: bytes) -> None:
+            await decode(pool, file)
+            order.append(name)
+
+        slow = [asyncio.create_task(decode(pool, b"sleep 0.2")) for _ in range(2)]
+        await asyncio.sleep(0.05)
+        large = [note("large", attacks.make_wide_png(2100)) for _ in range(2)]
+        small = [note("small", picture()) for _ in range(4)]
+        await asyncio.gather(*large, *small, *slow, return_exceptions=True)
+        return order
+
+    pool.limits = LIMITS._replace(decode_seconds=30)
+    assert asyncio.run(decode_many())[:4] == ["small"] * 4
 
 
 def test_alone_a_slow_image_has_all_of_its_time(pool: Decoders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +172,7 @@ def test_who_leaves_gives_his_decoder_back(pool: Decoders) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(leave(lambda: decode(pool, b"sleep 60")))
-    assert (pool._free, len(pool._waiting), len(pool._running)) == (2, 0, 0)
+    assert (pool._free, len(pool._small), len(pool._large), len(pool._running)) == (2, 0, 0, 0)
     assert asyncio.run(decode(pool, picture())).pixels.shape == RECIPE.shape
 
 

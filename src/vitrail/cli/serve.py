@@ -54,7 +54,7 @@ def main(
     key = _key(api_key_file)
     try:
         from vitrail import compute
-        from vitrail.serve import connections, decoders, hosts, run
+        from vitrail.serve import decoders, hosts, run
         from vitrail.serve.limits import Limits
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("fastapi", "python_multipart", "uvicorn"):
@@ -79,7 +79,7 @@ def main(
         for served in service.models.values():
             where = f"{served.classifier.device} in {served.classifier.precision}"
             show.note(f"model: {show.printable(served.name)} on {where}")
-        listener.listen(connections.BACKLOG)  # whoever reads the address may ask at once
+        listener.listen()  # whoever reads the address may ask at once
         print(run.address(listener), flush=True)
         run.run(service, listener)
     unanswered = f"{service.unanswered} requests were not answered within {run.GRACE} s"

@@ -67,6 +67,7 @@ class Place:
             return await answer
         finally:
             entry.future.cancel()  # who asked may have gone
+            self.queue.finish(len(views))
 
 
 class Queue:
@@ -80,13 +81,15 @@ class Queue:
         self._since = time.monotonic()  # when the last batch was done
         self.inside = 0
         """Images that were let in and are not answered: being decoded, waiting, or computed."""
+        self.decoded = 0
+        """Those of them that wait or are computed."""
         self.pace = 0.0
         """Seconds for one image while there is work."""
 
     @property
     def wait(self) -> float:
-        """Seconds until what is inside now will have been computed."""
-        return self.inside * self.pace
+        """Seconds until what waits now will have been computed; what is being decoded may never come to that."""
+        return self.decoded * self.pace
 
     def check(self, images: int = 1) -> None:
         """A `BusyError` where so many images would not be let in: known before they are read and decoded."""
@@ -111,7 +114,13 @@ class Queue:
         """Let the thread find an entry. Of its turns, one for each entry, most find that it was taken with another."""
         with self._lock:
             self._waiting.append(entry)
+            self.decoded += len(entry.views)
         self._thread.submit(self._turn)
+
+    def finish(self, images: int) -> None:
+        """Count images that were put as computed, or given up."""
+        with self._lock:
+            self.decoded -= images
 
     def run(self, work: Callable[[], Any]) -> Future[Any]:
         """Let the thread do something else, such as a first pass, which takes longer than those that follow."""

@@ -7,34 +7,36 @@ asyncio writes a trace to the log for every connection it cannot accept.
 import asyncio
 import logging
 import resource
-from typing import Any, NamedTuple
+import socket
+import sys
+from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 10  # for the headers of a request, and for the rest of a body that was refused
 CONNECTIONS = 1000
-BACKLOG = 1024  # connections that the system holds while we are busy, and that are accepted at once
-_OWN = 128  # descriptors for ourselves: models, decoders, the log
+BACKLOG = 1024  # connections that the system holds while we are busy
+ACCEPTED = 32  # connections accepted in one turn of the event loop; one that is ended for another has four turns left
+_OWN = 128 + 4 * ACCEPTED  # descriptors that are no connections: models, decoders, the log; and those on their way
 _LINES = 20  # of a logger in a second
 
 
-class Room(NamedTuple):
-    """Connections that are held, and that may wait to be accepted: together fewer than there are descriptors."""
+class Listener(socket.socket):
+    """A socket at which many may wait, though asyncio accepts few at a time: it takes both for one number."""
 
-    connections: int
-    backlog: int
+    def listen(self, _: int = BACKLOG, /) -> None:
+        super().listen(BACKLOG)
 
 
-def make_room(own: int = _OWN) -> Room:
-    """Let this process have as many descriptors as the system allows, and divide them."""
+def count_connections() -> int:
+    """How many connections there may be, once this process may have as many descriptors as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = CONNECTIONS + BACKLOG + own
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    left = wanted - own if soft == resource.RLIM_INFINITY else max(2, min(wanted, soft) - own)
-    backlog = max(1, min(BACKLOG, max(left // 4, left - CONNECTIONS)))
-    return Room(min(CONNECTIONS, left - backlog), backlog)
+    soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
+    wanted = CONNECTIONS + _OWN
+    if soft < wanted:
+        soft = min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return max(1, min(CONNECTIONS, soft - _OWN))
 
 
 class Connections:

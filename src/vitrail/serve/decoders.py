@@ -2,7 +2,8 @@
 
 An image has `Limits.decode_seconds` once its decoding has begun. Where others wait and every decoder has had its image
 for longer than `SLICE`, the image that began last is given up for them. So all decoders but one may work on large
-images for as long as these may take, and the last one is never held for longer than a slice.
+images for as long as these may take, and the last one is never held for longer than a slice. Of those who wait, small
+images come first: whoever makes the server slow by large ones waits behind all others.
 """
 
 import asyncio
@@ -25,8 +26,10 @@ from vitrail.serve.batching import BusyError
 from vitrail.serve.decoding import BOX, JOB, READY, REPLY, ModelInput, Recipe, run_decoder
 from vitrail.serve.limits import Limits, RefusedError
 from vitrail.serve.metrics import Metrics
+from vitrail.serve.sizes import estimate_pixels
 
-SLICE = 0.5  # seconds that an image has in any case
+SLICE = 0.3  # seconds that an image has in any case: a photo of 12 megapixels takes 0.2
+SMALL = 4e6  # pixels: decoded in less than a tenth of a second
 _START = 60  # seconds for a decoder to begin, on the busiest machine
 _LONGEST = 10_000  # bytes of a decoder's sentence
 _MEMORY = 0.7  # of the measured seconds, how much of the earlier ones stays with each image
@@ -113,8 +116,9 @@ class _Running:
         self.timeout, self.start, self.given_up = timeout, time.monotonic(), False
 
     def give_up(self) -> None:
-        self.given_up = True
-        self.timeout.reschedule(asyncio.get_running_loop().time())
+        if not self.timeout.expired():
+            self.given_up = True
+            self.timeout.reschedule(asyncio.get_running_loop().time())
 
 
 class Decoders:
@@ -124,7 +128,8 @@ class Decoders:
         self.recipes, self.limits, self.count, self._metrics = recipes, limits, count, metrics
         self._idle: list[_Decoder] = []
         self._free = count
-        self._waiting: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._small: collections.deque[asyncio.Future[None]] = collections.deque()
+        self._large: collections.deque[asyncio.Future[None]] = collections.deque()
         self._running: list[_Running] = []
         self._seconds = 0.0  # that a decoder has an image
 
@@ -141,7 +146,7 @@ class Decoders:
     @property
     def wait(self) -> float:
         """Seconds until those who wait now will have a decoder."""
-        return len(self._waiting) * self._seconds / self.count
+        return (len(self._small) + len(self._large)) * self._seconds / self.count
 
     def check(self, seconds: float) -> None:
         """A `BusyError` where one more would wait for longer."""
@@ -150,7 +155,7 @@ class Decoders:
 
     async def decode(self, content: memoryview, recipe: Recipe, name: str, patience: float) -> tuple[ModelInput, float]:
         """A model input, and the seconds that decoding took. It waits for a decoder for as long as its patience."""
-        await self._enter(patience)
+        await self._enter(self._small if estimate_pixels(content) <= SMALL else self._large, patience)
         try:
             decoder = self._idle.pop() if self._idle else await self._replacement()
             start = time.monotonic()
@@ -199,13 +204,13 @@ class Decoders:
         except OSError as error:
             raise BusyError(f"no decoder can be started: {error.strerror}", self.wait) from error
 
-    async def _enter(self, patience: float) -> None:
+    async def _enter(self, waiting: collections.deque[asyncio.Future[None]], patience: float) -> None:
         """Wait for a decoder, in the order of coming."""
         if self._free:
             self._free -= 1
             return
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
+        waiting.append(turn)
         self._make_room()
         entered = False
         try:
@@ -215,20 +220,21 @@ class Decoders:
             if not entered and turn.done():  # it was cancelled in the moment of its turn
                 self._leave()
             elif not entered:
-                self._waiting.remove(turn)
+                waiting.remove(turn)
         if not entered:
             raise BusyError(f"no decoder was free within {patience:g} s", self.wait)
 
     def _leave(self) -> None:
-        if self._waiting:
-            self._waiting.popleft().set_result(None)
+        waiting = self._small or self._large
+        if waiting:
+            waiting.popleft().set_result(None)
         else:
             self._free += 1
 
     def _make_room(self) -> None:
         """Give up the image that began last where others wait and all decoders have had theirs for a slice."""
         now = time.monotonic()
-        if not self._waiting or len(self._running) < self.count:
+        if not (self._small or self._large) or len(self._running) < self.count:
             return
         if all(now - running.start >= SLICE for running in self._running):
             max(self._running, key=lambda running: running.start).give_up()

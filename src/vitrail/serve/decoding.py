@@ -34,7 +34,7 @@ REPLY = struct.Struct("!HII")
 BOX = struct.Struct("!4d")
 BYTES_PER_PIXEL = 32  # the most that decoding needs: several copies of an image of 4 bytes a pixel, WebP the most
 SPARE = 64 * 2**20  # bytes for the rest: modules that Pillow loads late, compressed data, the resized image
-_NICE = 5  # as the threads that compute (compute.give_way): slow images must not keep them waiting
+_NICE = 10  # above that of the threads that compute (compute.give_way): slow images must not keep them waiting
 
 
 class Recipe(NamedTuple):

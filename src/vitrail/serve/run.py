@@ -15,7 +15,7 @@ from vitrail.errors import UsageError
 from vitrail.predict import Classifier
 from vitrail.serve import app
 from vitrail.serve.batching import Queue
-from vitrail.serve.connections import Connection, Connections, limit_logs, make_room
+from vitrail.serve.connections import ACCEPTED, Connection, Connections, Listener, count_connections, limit_logs
 from vitrail.serve.decoders import Decoders
 from vitrail.serve.hosts import Hosts
 from vitrail.serve.limits import Limits
@@ -82,7 +82,7 @@ def _count(metrics: Metrics, model: str, images: int) -> None:
 def listening(host: str, port: int) -> socket.socket:
     """The one socket there is, bound before models are loaded: a port that is taken is known at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # unnamed, asyncio leaves Nagle on: 40 ms
+    found = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # unnamed, asyncio leaves Nagle on: 40 ms
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((host, port))
@@ -100,12 +100,12 @@ def address(listener: socket.socket) -> str:
 
 def server(service: Service) -> uvicorn.Server:
     """What answers requests, once it is run with a listening socket."""
-    room = make_room()
-    service.uploads.most = room.connections // 2  # the others are for those who ask something else
+    connections = count_connections()
+    service.uploads.most = max(1, connections // 2)  # the others are for those who ask something else
     limit_logs()
     config = uvicorn.Config(
         app.build(service),
-        http=partial(Connection, Connections(room.connections)),  # type: ignore[arg-type]  # uvicorn calls it only
+        http=partial(Connection, Connections(connections)),  # type: ignore[arg-type]  # uvicorn calls it only
         loop="asyncio",
         ws="none",
         lifespan="off",
@@ -113,7 +113,7 @@ def server(service: Service) -> uvicorn.Server:
         log_level="warning",
         access_log=False,
         server_header=False,
-        backlog=room.backlog,  # asyncio accepts so many before it hands over the first
+        backlog=ACCEPTED,
         timeout_graceful_shutdown=GRACE,
     )
     return uvicorn.Server(config)
