@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from vitrail.serve.batching import BusyError, Place, Work
-from vitrail.serve.decoders import Decoders
+from vitrail.serve.decoders import SLICE, Decoders
 from vitrail.serve.decoding import ModelInput
 from vitrail.serve.hosts import Hosts
 from vitrail.serve.limits import Limits, RefusedError
@@ -97,7 +97,7 @@ class Service:
         spent = await asyncio.gather(*(decode_next() for _ in files[: self.decoders.count]))
         if failures:
             raise failures[0]
-        place.until += max(spent)  # the deadline is for those who wait
+        place.until += max(0.0, max(spent) - SLICE)  # the deadline is for those who wait: large images need time
         return [inputs[number] for number in sorted(inputs)]
 
     def gauges(self) -> dict[tuple[str, Labels], float]:
