@@ -4,7 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,37 @@ def test_an_empty_key_is_no_key(
     monkeypatch.setenv("VITRAIL_API_KEY", "")
     assert main(["serve", model]) == 2
     assert capsys.readouterr().err.count("is empty; write one, or leave it away") == 2
+
+
+@pytest.mark.parametrize("key", ["gl\u00fcck", "two\nlines", "\udcff"])
+def test_a_key_that_no_header_carries_is_refused(
+    model: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "key").write_bytes(key.encode("utf-8", "surrogateescape"))
+    assert main(["serve", model, "--api-key-file", str(tmp_path / "key")]) == 2
+    monkeypatch.setenv("VITRAIL_API_KEY", key)
+    assert main(["serve", model]) == 2
+    assert capsys.readouterr().err.count("has characters that a header cannot carry; use printable ASCII") == 2
+
+
+@pytest.mark.attack
+def test_a_foreign_host_is_refused_and_a_named_one_served(model: str, attacked: Callable[[str, str], None]) -> None:
+    command = [sys.executable, "-m", "vitrail", "serve", model, "--device", "cpu", "--port", "0"]
+    command += ["--host-name", "images.example", "--host-name", "other.example"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as running:
+        assert running.stdout is not None
+        url = running.stdout.readline().strip()
+        try:
+            for host, status in (("images.example", 200), ("other.example:1", 200), ("evil.example", 421)):
+                request = urllib.request.Request(f"{url}/v1/models", headers={"host": host})
+                try:
+                    found = urllib.request.urlopen(request, timeout=20).status
+                except urllib.error.HTTPError as error:
+                    found = error.code
+                assert (host, found) == (host, status)
+        finally:
+            running.send_signal(signal.SIGTERM)
+    attacked("a request for evil.example to a server on loopback", "421")
 
 
 def test_a_missing_extra_is_named_with_its_line(

@@ -87,9 +87,8 @@ def test_slow_images_leave_the_server_to_others(
     monkeypatch.setattr(decoders, "SLICE", 0.05)
     served = serving.service(limits=Limits(decode_seconds=1.0), deadline=1.0)
     with serving.running(served) as (host, port, _):
-        slow, good, health = asyncio.run(
-            ask_beside_attackers(host, port, [b"sleep 30".ljust(40)], attackers=4, seconds=3)
-        )
+        file = b"sleep 30".ljust(40)  # of which no size is seen, so that it is taken for large
+        slow, good, health = asyncio.run(ask_beside_attackers(host, port, [file], attackers=4, seconds=3))
     answered = [reply for reply in good if reply.status == 200]
     attacked(
         "4 clients send images that take 30 s to decode, always (small times)",
