@@ -42,7 +42,7 @@ def hold_lock(path: Path, what: str) -> Iterator[None]:
 
     The thread that holds it may enter again.
     """
-    key = str(path.absolute())
+    key = _identify(path)
     if _held.get(key) == threading.get_ident():
         yield
         return
@@ -72,7 +72,7 @@ def wait_for_lock(path: Path, what: str) -> Iterator[None]:
 
 def check_lock(path: Path, what: str) -> None:
     """Raise a `LockedError` where another process or thread holds the lock file."""
-    if _held.get(str(path.absolute())) == threading.get_ident():
+    if _held.get(_identify(path)) == threading.get_ident():
         return
     with contextlib.suppress(FileNotFoundError):
         os.close(_acquire(path, what, create=False))
@@ -80,24 +80,38 @@ def check_lock(path: Path, what: str) -> None:
 
 def _acquire(path: Path, what: str, *, create: bool = True) -> int:
     """The descriptor of the locked file, which names this process."""
-    if str(path.absolute()) in _held:  # to open the file once more and close it would end the lock
-        raise _locked(what, _describe_process(), path)
+    if _identify(path) in _held:  # to open the file once more and close it would end the lock
+        raise _make_error(what, _describe_process(), path)
     while True:
         descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o644)
         try:
             holder = _read_holder(descriptor)
             if not _lock(descriptor, holder):
-                raise _locked(what, holder, path)
+                raise _make_error(what, holder, path)
             if not _is_same_file(descriptor, path):  # whoever held it has removed it meanwhile
                 os.close(descriptor)
                 continue
             if create:
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps(_describe_process()).encode(), 0)
+                _write_holder(descriptor)
+            if create and fcntl is None and _read_holder(descriptor).get("pid") != os.getpid():
+                raise _make_error(what, _read_holder(descriptor), path)  # another was quicker
         except BaseException:
             os.close(descriptor)
             raise
         return descriptor
+
+
+def _identify(path: Path) -> str:
+    """One name for a lock file, whatever links lead to its folder."""
+    return str(path.parent.resolve() / path.name)
+
+
+def _write_holder(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # on a full disk the lock holds without saying whose it is
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(_describe_process()).encode(), 0)
+    if fcntl is None:
+        time.sleep(_PAUSE)  # whoever took it in the same moment has written by now, and the last one has it
 
 
 def _lock(descriptor: int, holder: dict[str, Any]) -> bool:
@@ -124,7 +138,7 @@ def _is_running(holder: dict[str, Any]) -> bool:
         return True
     try:
         os.kill(number, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True
@@ -135,7 +149,7 @@ def _read_holder(descriptor: int) -> dict[str, Any]:
     """Who wrote the lock file; nobody where it is empty or damaged."""
     try:
         holder = json.loads(os.pread(descriptor, 2**16, 0))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return holder if isinstance(holder, dict) else {}
 
@@ -156,7 +170,7 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _locked(what: str, holder: dict[str, Any], path: Path) -> LockedError:
+def _make_error(what: str, holder: dict[str, Any], path: Path) -> LockedError:
     who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} since {holder.get('since', '?')}"
     return LockedError(
         f"{what} is in use by {who!s:.200} ({holder.get('command', '?')!s:.200}): wait for it, stop it, or choose"

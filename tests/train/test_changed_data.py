@@ -16,7 +16,7 @@ from tests.train.test_lock import SHORT, wait_for
 from tests.train.test_resume import sums
 from vitrail.cli import main
 from vitrail.data import digest
-from vitrail.data.digest import ChangedDataError, DataDigest, describe_change, digest_dataset
+from vitrail.data.digest import ChangedDataError, DataDigest, check_unchanged, digest_dataset
 from vitrail.data.pack import pack
 from vitrail.data.sources import open_data
 
@@ -94,7 +94,7 @@ def test_a_copy_of_the_data_with_other_times_is_the_same_data(tmp_path: Path) ->
     now = digest_dataset(open_data(str(photos)))
     assert before.times != now.times
     assert before._replace(times="") == now._replace(times="")
-    assert describe_change(before, now, "photos") == ""
+    assert check_unchanged(before, now, "photos") == ""
 
 
 def test_what_is_too_large_to_be_read_is_told_by_its_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,7 @@ def test_what_is_too_large_to_be_read_is_told_by_its_times(tmp_path: Path, monke
     replace_picture(photos)
     assert digest_dataset(open_data(str(photos))) == before, "nothing tells it but its contents"
     os.utime(next(photos.rglob("*.bmp")), (1, 1))
-    assert "time of change" in describe_change(before, digest_dataset(open_data(str(photos))), "photos")
+    assert "time of change" in check_unchanged(before, digest_dataset(open_data(str(photos))), "photos")
 
 
 @pytest.mark.parametrize("limit", [10**6, 8])
@@ -132,7 +132,7 @@ def test_digits_are_known_by_their_pixels() -> None:
 
 def test_a_change_is_named_by_what_tells_it() -> None:
     before = DataDigest("a", "b", "c", "d")
-    assert describe_change(before, before, "x") == ""
+    assert check_unchanged(before, before, "x") == ""
     for field in ("listing", "sizes", "contents"):
         with pytest.raises(ChangedDataError, match="x is not the dataset"):
-            describe_change(before, before._replace(**{field: "z"}), "x")
+            check_unchanged(before, before._replace(**{field: "z"}), "x")

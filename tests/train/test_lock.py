@@ -13,6 +13,7 @@ import pytest
 
 from tests.data.pictures import folder
 from tests.faults.test_workers import end, start
+from tests.test_locks import holder
 from tests.train.test_resume import sums
 from vitrail.cli import main
 
@@ -107,3 +108,15 @@ def test_a_run_that_is_refused_leaves_an_empty_folder_as_it_was(tmp_path: Path) 
         assert main([*SHORT, "--data", str(photos), "--batch", "8", "--out", str(tmp_path / name)]) == 3
     assert list((tmp_path / "mine").iterdir()) == []
     assert not (tmp_path / "new").exists()
+
+
+def test_the_runs_of_several_seeds_are_locked_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A finished seed is not free for another process while the next one is trained."""
+    with holder(tmp_path / ".lock", "with") as process:
+        (tmp_path / "seed-0").mkdir()
+        (tmp_path / "seed-0" / "config.json").write_text('{"recipe": {}, "steps": 1, "preprocess": {}}')
+        command = ["finetune", "digits", "--model", "ti16", "--from-scratch", "--runs", "2", "--out", str(tmp_path)]
+        assert main([*command, "--overwrite"]) == 2
+        process.kill()
+    assert f"{tmp_path} is in use by process {process.pid}" in capsys.readouterr().err
+    assert (tmp_path / "seed-0" / "config.json").exists()

@@ -1,5 +1,6 @@
 """`vitrail finetune DATA --model M`: a model that has learned before, on images of your own."""
 
+import contextlib
 import dataclasses
 import json as json_module
 import statistics
@@ -94,10 +95,11 @@ def main(
     from vitrail.data.sources import open_data
     from vitrail.data.workers import available
     from vitrail.train import distributed
+    from vitrail.train.run import lock_run
     from vitrail.train.task import Task, fitted
     from vitrail.weights.load import load
 
-    model = _check_start(model, from_scratch=from_scratch)
+    model = _check_start(model, from_scratch=from_scratch, resume=resume)
     if number_of_runs < 1:
         raise UsageError(f"--runs is {number_of_runs}; it must be at least 1")
     if minutes is not None and (epochs is not None or minutes <= 0):
@@ -105,7 +107,7 @@ def main(
     if deterministic:
         runs.be_deterministic()
     trained = partial(runs.trained, out=out, data=data, track=track, save_every=save_every)
-    with runs.process(device) as (group, found):
+    with contextlib.ExitStack() as stack, runs.process(device) as (group, found):
         folder, resume = runs.place("finetune", None if dry_run else out, group, resume=resume, overwrite=overwrite)
         dataset = open_data(data)
         start = prepared(load(model), preprocess)
@@ -142,6 +144,7 @@ def main(
         if dry_run:
             runs.dry_run(task, as_json=json)
             return
+        distributed.led(lambda: stack.enter_context(lock_run(folder)))  # of several runs too
         dataset, report = runs.check_images(dataset, data, strict=strict)
         task = dataclasses.replace(task, dataset=dataset)
         results = [
@@ -168,7 +171,7 @@ def _tell(results: list[dict[str, Any]], *, as_json: bool) -> None:
         print(f"{results[0]['split']}: {mean} (mean and standard deviation of {len(results)} runs)")
 
 
-def _check_start(model: str | None, *, from_scratch: bool) -> str:
+def _check_start(model: str | None, *, from_scratch: bool, resume: bool) -> str:
     """The MODEL to start from, if it is one that has learned, or may be without."""
     from vitrail.weights import hub
     from vitrail.weights.load import is_preset
@@ -181,7 +184,7 @@ def _check_start(model: str | None, *, from_scratch: bool) -> str:
             f"say which trained model to start from: --model {_USUAL[0]} or {_USUAL[1]} (fetched from the Hub; extra"
             f" `hub`), a file, or a run's folder. On this machine: {'; '.join(known) or 'none yet'}"
         )
-    if is_preset(model) and not from_scratch:
+    if is_preset(model) and not (from_scratch or resume):
         raise UsageError(
             f"{model} is a preset, whose weights are random and have learned nothing: name a trained model (--model"
             f" {_USUAL[0]}, a file, a run's folder), or add --from-scratch to begin with random weights"

@@ -65,8 +65,8 @@ def place(name: str, out: str | Path | None, group: "Group", *, resume: bool, ov
         folder = given or _last(name)
         if folder is not None and started_again(folder, group):
             return folder, True
-        if folder is not None and (resume or overwrite):
-            locks.check_lock(folder / LOCK, str(folder))  # before anything is fetched into it
+        if given is not None and (resume or overwrite):
+            locks.check_lock(given / LOCK, str(given))  # before anything is fetched into it
         if given and isinstance(out, str) and remote.is_remote(out):
             _look_there(out.rstrip("/"), given, resume=resume, overwrite=overwrite)
         return _place(name, given, resume=resume, overwrite=overwrite), resume
@@ -93,12 +93,15 @@ def _last(name: str) -> Path | None:
 
 def _place(name: str, out: Path | None, *, resume: bool, overwrite: bool) -> Path:
     """The folder that was given, the last of its name where it is to go on, else the next that is free."""
-    from vitrail.train.run import list_run
+    from vitrail import locks
+    from vitrail.train.run import LOCK, list_run
 
     folder = out
     if folder is None:
         last = _last(name)
         folder = last if resume and last is not None else Path("runs") / name if overwrite else next_folder(name)
+    if resume or overwrite:
+        locks.check_lock(folder / LOCK, str(folder))
     if resume and not folder.exists():
         show.note(f"{folder} is not there yet, so there is nothing to resume: a new run")
     if overwrite and folder.is_dir() and not all(is_run(run) for run in _runs(folder)):
@@ -287,7 +290,7 @@ def trained(
     from vitrail.data.digest import ChangedDataError
     from vitrail.figures import reconstruction
     from vitrail.train import distributed
-    from vitrail.train.run import clear_run, lock_run, run
+    from vitrail.train.run import lock_run, run
 
     if not 0 <= save_every < math.inf:
         raise UsageError(f"--save-every is {save_every}; give minutes, 0 for every step")
@@ -315,8 +318,6 @@ def trained(
 
     with contextlib.ExitStack() as stack:
         distributed.led(lambda: stack.enter_context(lock_run(folder)))
-        if overwrite and not resume and task.group.leads and is_run(folder):
-            clear_run(folder)  # not before: all that could be refused has been
         saved = stack.enter_context(copied(folder, out, task.group, anew=overwrite and not resume))
         with show.progress("training") as progress:
             try:
@@ -331,6 +332,7 @@ def trained(
                     saved=saved,
                     tell=show.note,
                     contents="" if report is None else report["contents"],
+                    overwrite=overwrite and not resume and is_run(folder),
                 )
             except (RemoteError, ChangedDataError):
                 raise

@@ -11,6 +11,7 @@ system a question for each of a million files takes minutes.
 
 import dataclasses
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +32,10 @@ from vitrail.errors import DataError
 
 LIMIT = 200_000  # images whose files are asked for size and time
 CONTENT_BYTES = 2**28  # of all images together, up to which their contents are read: a second
+CONTENT_IMAGES = 20_000  # likewise: on a network file system each is a round trip
 _UNKNOWN_SIZE = 2**14  # bytes, a guess for images that are not in files
 _THREADS = 16
+_CHUNK = 1024  # images that a thread asks for in one go
 
 
 class ChangedDataError(DataError):
@@ -49,7 +52,7 @@ class DataDigest(NamedTuple):
 
 
 def digest_dataset(dataset: Dataset, contents: str = "") -> DataDigest:
-    """The digests of what a run trains on and chooses by, as it is now: all but the test images.
+    """The digests of a dataset as it is now. Of the test images, which decide nothing, names and labels count alone.
 
     `contents` is the digest of all images' contents where a check has read them.
     """
@@ -64,12 +67,12 @@ def digest_dataset(dataset: Dataset, contents: str = "") -> DataDigest:
     sizes, times = np.concatenate([part[:, 0] for part in files]), np.concatenate([part[:, 1] for part in files])
     few = np.where(sizes < 0, _UNKNOWN_SIZE, sizes).sum() <= CONTENT_BYTES
     near = not any(split.store.far for split in dataset.splits.values())
-    if few and near and sum(map(len, dataset.splits.values())) <= LIMIT:
+    if few and near and sum(map(len, dataset.splits.values())) <= CONTENT_IMAGES:
         contents = _digest_contents(dataset)
     return DataDigest(listing.hexdigest(), _digest(sizes), _digest(times), contents)
 
 
-def describe_change(before: DataDigest, now: DataDigest, name: str) -> str:
+def check_unchanged(before: DataDigest, now: DataDigest, name: str) -> str:
     """Refuse a dataset that is not what it was; else what of it may have changed, or nothing."""
     difference = ""
     if before.listing != now.listing:
@@ -109,8 +112,9 @@ def _list_files(split: Split) -> NDArray[np.int64]:
     found[:, 0] = store.table["size"][rows] if "size" in store.table else -1
     if isinstance(store, Files) and isinstance(store.root, Path):
         with ThreadPoolExecutor(_THREADS) as threads:
-            stamps = threads.map(lambda row: _stamp(f"{store.root}/{store.name(row)}"), rows, chunksize=256)
-            for place, (time, size) in enumerate(stamps):
+            chunks = [rows[start : start + _CHUNK] for start in range(0, len(rows), _CHUNK)]
+            stamps = threads.map(lambda chunk: [_stamp(str(store.read(row))) for row in chunk], chunks)
+            for place, (time, size) in enumerate(itertools.chain.from_iterable(stamps)):
                 found[place] = size, time
     elif isinstance(store, Shards) and isinstance(store.folder, Path):
         shards = store.table["shard"][rows]
@@ -127,8 +131,11 @@ def _stamp(path: str) -> list[int]:
 
 
 def _digest_contents(dataset: Dataset) -> str:
-    digest = hashlib.sha256()
+    digest, total = hashlib.sha256(), 0
     for content in _read_contents(dataset):
+        total += len(content)
+        if total > CONTENT_BYTES:
+            return ""  # sizes that were not known beforehand
         digest.update(len(content).to_bytes(8, "big"))
         digest.update(content)
     return digest.hexdigest()

@@ -32,7 +32,7 @@ READY = b"+"  # said once, when a decoder can begin
 JOB = struct.Struct("!IIQ")
 REPLY = struct.Struct("!HII")
 BOX = struct.Struct("!4d")
-BYTES_PER_PIXEL = 32  # the most that decoding needs: several copies of an image of 4 bytes a pixel, WebP the most
+BYTES_PER_PIXEL = 20  # the most that decoding needs is 17, of a WebP (tests/data/test_hostile_images.py)
 SPARE = 64 * 2**20  # bytes for the rest: modules that Pillow loads late, compressed data, the resized image
 _NICE = 10  # above that of the threads that compute (compute.give_way): slow images must not keep them waiting
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vitrail import files, locks
 from vitrail.data import loader
-from vitrail.data.digest import DataDigest, describe_change, digest_dataset
+from vitrail.data.digest import DataDigest, check_unchanged, digest_dataset
 from vitrail.data.loader import Batch
 from vitrail.errors import UsageError, VitrailError
 from vitrail.evaluate import calibrate, precision, tables
@@ -100,12 +100,14 @@ def run(
     saved: Callable[[Path], None] = lambda _: None,
     tell: Callable[[str], None] = lambda _: None,
     contents: str = "",
+    overwrite: bool = False,
 ) -> Result | Pretrained | None:
     """Train, keep the best and the last weights in the folder, and measure the best on test, or else on val.
 
     The folder is new, or with `resume` one in which the same run was begun: it goes on from its newest checkpoint, as
     it does where torchrun starts the processes again. Of several processes the first one writes the files and has the
-    result, the others have None. `contents` is a digest of the images' contents, where they were read before.
+    result, the others have None. `contents` is a digest of the images' contents, where they were read before. With
+    `overwrite` the folder is cleared once nothing can be refused any more.
     """
     leads = task.group.leads
     state = begin(task.model(), task.recipe, task.counts, recorded=task.recorded)  # what it refuses needs no folder
@@ -113,7 +115,9 @@ def run(
         stack.enter_context(states.room(folder, lambda: states.size(state)))
         distributed.led(lambda: stack.enter_context(lock_run(folder)))
         parts = task.group.world if task.sharded else 1
-        distributed.led(lambda: states.check_room(folder, *(parts * size for size in states.expected_size(state))))
+        distributed.led(lambda: states.check_room(folder, *(parts * size for size in states.estimate_size(state))))
+        if overwrite and leads:
+            clear_run(folder)
         new = not _begun(folder)
         data = digest_dataset(task.dataset, contents) if leads else None
         snapshot = _opened(task, folder, data, resume=resume, tell=tell)
@@ -185,10 +189,10 @@ def _prepared(
         with (folder / STARTED_BY).open("a") as file:
             file.write("".join(f"{agent}\n" for agent in task.group.agents))
     if config.is_file():
-        (folder / STOPPED).unlink(missing_ok=True)
         snapshot = states.newest(folder / "checkpoints", lambda reason: tell(f"warning: {reason}"))
         if snapshot is not None:
             tell(f"resuming {folder} after step {snapshot.step:,}. {_promise(task, snapshot, data)}")
+            (folder / STOPPED).unlink(missing_ok=True)
             return snapshot
         if _is_finished(folder):
             raise UsageError(
@@ -196,6 +200,7 @@ def _prepared(
                 " begins anew, --out names another folder"
             )
         tell(f"{folder} has no checkpoint yet, so the run begins anew")
+        (folder / STOPPED).unlink(missing_ok=True)
         for name in ("results.csv", "events.jsonl"):
             (folder / name).unlink(missing_ok=True)
     with files.replacing(config, overwrite=True) as fresh:
@@ -214,9 +219,8 @@ def _is_finished(folder: Path) -> bool:
     """Whether a run came to its end, by its own record: then its weights are worth keeping."""
     events = folder / "events.jsonl"
     with contextlib.suppress(ValueError):  # a line that was being written
-        return events.is_file() and any(
-            json.loads(line).get("event") in FINISHED for line in events.read_text().splitlines()
-        )
+        lines = map(json.loads, events.read_text().splitlines() if events.is_file() else ())
+        return any(isinstance(line, dict) and line.get("event") in FINISHED for line in lines)
     return False
 
 
@@ -268,7 +272,14 @@ def _promise(task: Task, snapshot: states.Snapshot, data: DataDigest) -> str:
     before, now = snapshot.facts["machine"], machine(task)
     different = [f"{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
     if recorded := snapshot.facts.get("data"):  # an older version wrote none
-        different += filter(None, [describe_change(DataDigest(**recorded), data, task.dataset.name)])
+        different += filter(
+            None,
+            [
+                check_unchanged(
+                    DataDigest(*(recorded.get(field, "") for field in DataDigest._fields)), data, task.dataset.name
+                )
+            ],
+        )
     if different:
         return f"Not to the bit what it would have been: {', '.join(different)}"
     if task.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():

@@ -20,6 +20,7 @@ import hashlib
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -202,7 +203,7 @@ def room(folder: Path, needed: Callable[[], int]) -> Iterator[None]:
 
 def check_room(folder: Path, checkpoint: int, weights: int) -> None:
     """Refuse to begin what the disk has no room for: one checkpoint more than are kept, and the weights three times."""
-    used = sum(path.stat().st_size for name in ("checkpoints", "weights") for path in (folder / name).rglob("*.*"))
+    used = sum(path.lstat().st_size for name in ("checkpoints", "weights") for path in (folder / name).rglob("*.*"))
     needed, free = (KEPT + 1) * checkpoint + 3 * weights - used, _free_bytes(folder)
     if needed > free:
         raise DiskFullError(
@@ -213,10 +214,11 @@ def check_room(folder: Path, checkpoint: int, weights: int) -> None:
 
 def _free_bytes(folder: Path) -> int:
     there = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
-    return shutil.disk_usage(there).free
+    usage = shutil.disk_usage(there)
+    return usage.free if usage.total else sys.maxsize  # some network file systems do not say
 
 
-def expected_size(state: State) -> tuple[int, int]:
+def estimate_size(state: State) -> tuple[int, int]:
     """Bytes of a checkpoint, about, and of the model alone: of this rank's part, before its first step too."""
     kinds = {
         kind: sum(sharding.local(tensor).nbytes for tensor in group.values()) for kind, group in _kinds(state).items()
