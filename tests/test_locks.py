@@ -115,8 +115,12 @@ def test_without_record_locks_a_process_of_another_machine_is_believed(
 def test_one_may_wait_for_a_lock(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "lock"
     with holder(path, kind) as process:
-        timer = threading.Timer(0.5, process.kill)
-        timer.start()
+
+        def end() -> None:
+            process.kill()
+            process.wait()  # not reaped, it would seem to run
+
+        threading.Timer(0.5, end).start()
         with wait_for_lock(path, "the folder"):
             assert process.wait(timeout=10) == -signal.SIGKILL
             assert json.loads(path.read_text())["pid"] == os.getpid()
