@@ -45,8 +45,8 @@ def test_predict_computes_as_the_file_says_and_says_so_once(model: Path, picture
     for out, precision in ((chosen, "bfloat16"), (exact, "float32")):
         answers = Classifier(load(model), device="cpu", precision=precision)(paths, top=1)
         for line, [(label, probability)] in zip(out.splitlines(), answers, strict=True):
-            [[said, value]] = json.loads(line)["labels"]
-            assert (said, value) == (label, pytest.approx(probability, abs=1e-6))
+            [prediction] = json.loads(line)["predictions"]
+            assert prediction == {"label": label, "probability": pytest.approx(probability, abs=1e-6)}
     assert chosen != exact
 
 

@@ -144,9 +144,9 @@ def main(
         if dry_run:
             runs.dry_run(task, as_json=json)
             return
-        distributed.led(lambda: stack.enter_context(lock_run(folder)))  # of several runs too
         dataset, report = runs.check_images(dataset, data, strict=strict)
         task = dataclasses.replace(task, dataset=dataset)
+        distributed.led(lambda: stack.enter_context(lock_run(folder)))  # of several runs too
         results = [
             runs.facts(one, result, place)
             for one, place in _repeated(task, folder, number_of_runs)
