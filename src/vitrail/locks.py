@@ -86,7 +86,7 @@ def _acquire(path: Path, what: str, *, create: bool = True) -> int:
         descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o644)
         try:
             holder = _read_holder(descriptor)
-            if not _lock(descriptor, holder):
+            if not _try_lock(descriptor, holder):
                 raise _make_error(what, holder, path)
             if not _is_same_file(descriptor, path):  # whoever held it has removed it meanwhile
                 os.close(descriptor)
@@ -114,7 +114,7 @@ def _write_holder(descriptor: int) -> None:
         time.sleep(_PAUSE)  # whoever took it in the same moment has written by now, and the last one has it
 
 
-def _lock(descriptor: int, holder: dict[str, Any]) -> bool:
+def _try_lock(descriptor: int, holder: dict[str, Any]) -> bool:
     """Whether the lock is this process's now."""
     if fcntl is not None:
         try:
