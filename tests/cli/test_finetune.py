@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import json
 import re
+import shlex
 import statistics
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from tests.cli.test_cli import run as vitrail
 from tests.cli.test_train import HERE, PICTURES
 from tests.data.pictures import encoded, folder, picture
 from vitrail.files import sha256
+from vitrail.report.gather import gather
+from vitrail.report.page import rerun
 from vitrail.weights.load import load, save
 
 MODEL = "model.safetensors"
@@ -99,18 +102,38 @@ def test_several_runs_give_mean_and_deviation(tmp_path: Path, capsys: Capture) -
 
 
 @pytest.mark.parametrize("options", [(), ("--batch", "4", "--warmup", "2")])
-def test_the_epochs_that_minutes_made_repeat_the_run(capsys: Capture, options: tuple[str, ...]) -> None:
-    code, _, err = finetune("--minutes", "0.01", "--out", "timed", *options, *HERE, capsys=capsys)
+def test_the_report_of_a_timed_run_has_the_command_that_repeats_it(capsys: Capture, options: tuple[str, ...]) -> None:
+    code, _, err = finetune("--minutes", "0.1", "--out", "timed", *options, *HERE, capsys=capsys)
     assert code == 0
-    said = re.search(r"0.01 minutes: (\S+) epochs.*; --epochs (\S+) repeats the run", err)
-    assert said is not None
-    epochs = said[2]
-    code, _, _ = finetune("--epochs", epochs, "--out", "again", *options, *HERE, capsys=capsys)
+    assert re.search(r"0.1 minutes: about \S+ epochs.*; corrected as the run goes", err)
+    facts = gather(Path("timed"))
+    command = shlex.split(rerun(dataclasses.replace(facts, command=("finetune", "./set", "--minutes", "0.1"))) or "")
+    again = command[command.index("--epochs") :]
+    code, _, _ = finetune(*again, "--out", "again", *options, *HERE, capsys=capsys)
     assert code == 0
-    timed, again = (json.loads((Path(run) / "config.json").read_text()) for run in ("timed", "again"))
-    assert timed == again
-    assert timed["recipe"]["epochs"] == float(said[1]) == float(epochs)
+    timed, repeated = (json.loads((Path(run) / "config.json").read_text()) for run in ("timed", "again"))
+    assert timed["recipe"] == repeated["recipe"]
+    assert repeated.get("decisions", []) == [list(each) for each in facts.decisions]  # they depend on the machine
     assert weights("timed") == weights("again")
+
+
+@pytest.mark.parametrize("replan", ["x", "3", "3:2", "4:9,3:8", "2:3,5:9", "3:5,"])
+def test_decisions_that_no_run_can_have_made_are_refused(capsys: Capture, replan: str) -> None:
+    code, line = refused("--epochs", "4", "--replan", replan, capsys=capsys)
+    assert code == 2
+    assert f"--replan is '{replan}'" in line
+
+
+def test_a_limit_that_is_too_short_for_what_follows_training_is_warned_of(capsys: Capture) -> None:
+    code, _, err = finetune("--minutes", "0.01", "--out", "timed", *HERE, capsys=capsys)
+    assert code == 0
+    assert "warning: 0.01 minutes are too short: what follows training takes about" in err
+    assert len(events("timed", "epoch")) == 1
+
+
+def events(run: str, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (Path(run) / "events.jsonl").read_text().splitlines())
+    return [line for line in lines if line["event"] == kind]
 
 
 def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: Capture) -> None:

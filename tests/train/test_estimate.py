@@ -12,8 +12,7 @@ import torch
 from tests.train.test_run import tuned
 from tests.train.test_task import learning
 from vitrail.config import Augment, Optimiser
-from vitrail.train import estimate as estimating
-from vitrail.train.estimate import Estimate, estimate, fit_epochs
+from vitrail.train.estimate import estimate
 from vitrail.train.step import Learner
 from vitrail.train.task import Task
 
@@ -111,13 +110,3 @@ def test_an_estimate_moves_no_weights_of_the_model_that_is_given(tmp_path: Path)
     before = {name: value.clone() for name, value in task.start.model.state_dict().items()}
     estimate(task)
     assert all(torch.equal(before[name], value) for name, value in task.start.model.state_dict().items())
-
-
-def test_the_epochs_that_fit_are_in_proportion_to_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """10 epochs take 100 seconds here after 2 for the start; a twelfth is kept back, and a step is the least."""
-    monkeypatch.setattr(estimating, "estimate", lambda _: Estimate(1.0, 1.0, 10, 2.0, 102.0, 1, 1))
-    task = learning({"epochs": 10})
-    assert fit_epochs(task, 100) == pytest.approx(9.0)
-    assert fit_epochs(task, 50) == pytest.approx(4.4)
-    assert fit_epochs(task, 3600) == pytest.approx(331.0)
-    assert fit_epochs(task, 1e-6) == 64 / 1439

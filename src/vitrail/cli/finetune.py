@@ -2,8 +2,12 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json as json_module
+import math
+import re
 import statistics
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,9 +21,11 @@ from vitrail.config import Recipe, ViTConfig
 from vitrail.errors import UsageError
 
 _USUAL = ("timm:vit_small_patch16_224.augreg_in21k", "hf:google/vit-base-patch16-224-in21k")
+_CHECK_SHARE = 0.15  # of the minutes may be spent on looking at the images
 MOST_EPOCHS = 100  # what --minutes makes of a run, unless the recipe has more
 
 if TYPE_CHECKING:
+    from vitrail.train.deadline import Deadline
     from vitrail.train.task import Task
     from vitrail.weights.trained import Trained
 
@@ -34,6 +40,7 @@ def main(
     batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     lr: Annotated[float | None, tyro.conf.arg(metavar="RATE")] = None,
     warmup: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None,
+    replan: Annotated[str | None, tyro.conf.arg(metavar="STEP:STEPS,...")] = None,
     layers: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     keep_head: bool = False,
     from_scratch: bool = False,
@@ -64,11 +71,12 @@ def main(
         model: A file or folder of any known format, hf:ORG/NAME or timm:NAME.
         recipe: default is what works best for most sets, paper is the paper's: SGD at 384 pixels.
         image_size: Resolution in place of the model's (the paper's: 384); positions are resampled.
-        minutes: Make the run as long as fits into so many, evaluations included, up to 100 epochs.
+        minutes: The time limit of each run, everything included; it trains for as long as fits, up to 100 epochs.
         epochs: Passes over the training images, in place of the recipe's.
         batch: Images in a step, in place of the recipe's.
         lr: Learning rate at its top, in place of the recipe's.
         warmup: Steps until it is there, in place of the recipe's.
+        replan: Repeat how a run with --minutes was planned again as it went; its report has the command.
         layers: How many layers below the head learn; 0 for the head alone.
         keep_head: Go on with the model's own head, which must have the data's classes, in any order.
         from_scratch: Begin with a preset's random weights (--model s16), which have learned nothing.
@@ -99,6 +107,7 @@ def main(
     from vitrail.train.task import Task, fitted
     from vitrail.weights.load import load
 
+    began = time.monotonic()
     model = _check_start(model, from_scratch=from_scratch, resume=resume)
     if number_of_runs < 1:
         raise UsageError(f"--runs is {number_of_runs}; it must be at least 1")
@@ -109,7 +118,11 @@ def main(
     trained = partial(runs.trained, out=out, data=data, track=track, save_every=save_every)
     with contextlib.ExitStack() as stack, runs.process(device) as (group, found):
         folder, resume = runs.place("finetune", None if dry_run else out, group, resume=resume, overwrite=overwrite)
-        dataset = open_data(data)
+        dataset, report = open_data(data), None
+        runs.tell_of(dataset)
+        if not dry_run:
+            seconds = math.inf if minutes is None else minutes * 60 * _CHECK_SHARE
+            dataset, report = runs.check_images(dataset, data, strict=strict, seconds=seconds)
         start = prepared(load(model), preprocess)
         config = start.model.config
         stride = config.stride if isinstance(config, ViTConfig) else 1
@@ -122,7 +135,6 @@ def main(
                 made = dataclasses.replace(made, optimiser=dataclasses.replace(made.optimiser, head_lr=None))
             return runs.fitting(runs.changed(made, epochs=None, batch=batch, lr=lr, warmup=warmup), dataset)
 
-        runs.tell_of(dataset)
         chosen = lasting(epochs)
         task = Task(
             recipe=chosen,
@@ -136,22 +148,25 @@ def main(
             recompute=recompute,
             shard=shard,
             everything=everything,
+            decisions=_parse_decisions(replan),
         )
+        deadline = None
         if minutes is not None:
+            deadline = _build_deadline(task, minutes, began)
             begun = next(folder.glob("**/config.json"), None) if resume else None
-            length = _fitting(task, minutes) if begun is None else _length(begun)
+            length = _fit_epochs(deadline, minutes, warmup or 0) if begun is None else _length(begun)
             task = dataclasses.replace(task, recipe=lasting(float(distributed.told(str(length)))))
+            deadline.every = task.every
         if dry_run:
             runs.dry_run(task, as_json=json)
             return
-        dataset, report = runs.check_images(dataset, data, strict=strict)
-        task = dataclasses.replace(task, dataset=dataset)
         distributed.led(lambda: stack.enter_context(lock_run(folder)))  # of several runs too
-        results = [
-            runs.facts(one, result, place)
-            for one, place in _repeated(task, folder, number_of_runs)
-            if (result := trained(one, place, report=report, resume=resume, overwrite=overwrite)) is not None
-        ]
+        results = []
+        for one, place in _repeated(task, folder, number_of_runs):
+            result = trained(one, place, report=report, resume=resume, overwrite=overwrite, deadline=deadline)
+            if result is not None:
+                results.append(runs.facts(one, result, place))
+            deadline = deadline and dataclasses.replace(deadline, began=time.monotonic())
         if results:
             _tell(results, as_json=json)
 
@@ -210,15 +225,36 @@ def prepared(trained: "Trained", preprocess: str | None) -> "Trained":
     return trained if own is not None else dataclasses.replace(trained, preprocess=named)
 
 
-def _fitting(task: "Task", minutes: float) -> float:
-    """The epochs that fit into so many minutes, but no more than help."""
-    from vitrail.train.estimate import fit_epochs
+def _parse_decisions(replan: str | None) -> tuple[tuple[int, int], ...]:
+    """3:5,4:6 -> ((3, 5), (4, 6))."""
+    found = [re.fullmatch(r"(\d+):(\d+)", each) for each in replan.split(",")] if replan else []
+    pairs = [(int(each[1]), int(each[2])) for each in found if each]
+    ordered = all(before[0] < after[0] < before[1] for before, after in itertools.pairwise(pairs))
+    if len(pairs) < len(found) or not ordered or any(step > steps for step, steps in pairs):
+        raise UsageError(f"--replan is {replan!r:.80}; give STEP:STEPS,... as the report of a run with --minutes does")
+    return tuple(pairs)
+
+
+def _build_deadline(task: "Task", minutes: float, began: float) -> "Deadline":
+    """By when the run must have ended."""
+    from vitrail.train.estimate import build_deadline
 
     show.note("timing a few steps")
-    most = max(MOST_EPOCHS, task.recipe.epochs)
-    epochs = float(f"{min(fit_epochs(task, minutes * 60), most):.4g}")
-    less = ", which take less: more would not help" if epochs >= 0.999 * most else ""
-    show.note(f"{minutes:g} minutes: {epochs:g} epochs{less}; --epochs {epochs:g} repeats the run")
+    return build_deadline(task, minutes * 60, began, most_epochs=max(MOST_EPOCHS, task.recipe.epochs))
+
+
+def _fit_epochs(deadline: "Deadline", minutes: float, warmup: int) -> float:
+    """The epochs that fit into so many minutes, but no more than help; the warm-up that was asked for fits too."""
+    steps = deadline.fit_steps(0)
+    if steps < 1:
+        after = deadline.seconds_after(passes=2)
+        show.note(
+            f"warning: {minutes:g} minutes are too short: what follows training takes about {runs.duration(after)}"
+            f" (the images held out, {show.plural(deadline.test, 'test image')}, the report); one step is trained"
+        )
+    epochs = max(steps, warmup + 1) * deadline.batch / deadline.images
+    less = ", which take less: more would not help" if steps == deadline.most_steps else ""
+    show.note(f"{minutes:g} minutes: about {epochs:.3g} epochs{less}; corrected as the run goes")
     return epochs
 
 

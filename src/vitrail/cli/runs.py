@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from vitrail.data.dataset import Dataset
     from vitrail.evaluate.classify import Counts
+    from vitrail.train.deadline import Deadline
     from vitrail.train.distributed import Group
     from vitrail.train.keeper import Evaluated
     from vitrail.train.log import Logger
@@ -216,10 +218,13 @@ def warn_of_imbalance(task: "Task") -> None:
         )
 
 
-def check_images(dataset: "Dataset", data: str, *, strict: bool = False) -> tuple["Dataset", dict[str, Any] | None]:
+def check_images(
+    dataset: "Dataset", data: str, *, strict: bool = False, seconds: float = math.inf
+) -> tuple["Dataset", dict[str, Any] | None]:
     """The dataset without the images that cannot be read, and what there is to know of it before it is trained on.
 
-    Of so many that it would take long there is no report, and none is left out. The process that leads looks at them.
+    Of so many that it would take long, or more than `seconds`, there is no report, and none is left out. The process
+    that leads looks at them.
     """
     from vitrail.data.dataset import less
     from vitrail.train import distributed
@@ -227,7 +232,7 @@ def check_images(dataset: "Dataset", data: str, *, strict: bool = False) -> tupl
     reports: list[dict[str, Any]] = []
 
     def look() -> list[tuple[str, str]]:
-        report = _examine(dataset, data)
+        report = _examine(dataset, data, seconds)
         reports.extend([] if report is None else [report])
         return [] if report is None else _check_bad(report["bad"], dataset, data, strict=strict)
 
@@ -235,7 +240,11 @@ def check_images(dataset: "Dataset", data: str, *, strict: bool = False) -> tupl
     return less(dataset, set(bad)) if bad else dataset, reports[0] if reports else None
 
 
-def _examine(dataset: "Dataset", data: str) -> dict[str, Any] | None:
+class _OutOfTimeError(Exception):
+    """Looking at the images takes longer than it may."""
+
+
+def _examine(dataset: "Dataset", data: str, seconds: float) -> dict[str, Any] | None:
     from vitrail.data.check import check
     from vitrail.data.examine import examine
 
@@ -243,8 +252,22 @@ def _examine(dataset: "Dataset", data: str) -> dict[str, Any] | None:
     if images > _CHECKED:
         show.note(f"note: {images:,} images are not looked at one by one before training: vitrail data check {data}")
         return None
+    end = time.monotonic() + seconds
     with show.progress("looking at images") as progress:
-        report = check(examine(dataset, progress=progress))
+
+        def in_time(done: int, total: int) -> None:
+            progress(done, total)
+            if done < total and time.monotonic() > end:
+                raise _OutOfTimeError(f"{done:,} of {total:,}")
+
+        try:
+            report = check(examine(dataset, progress=in_time))
+        except _OutOfTimeError as looked_at:
+            show.note(
+                f"note: there was time to look at {looked_at} images before training; the rest is taken as it is:"
+                f" vitrail data check {data}"
+            )
+            return None
     if across := report["duplicates"]["across_splits"]:
         show.note(
             f"warning: {across:,} groups of copies reach across splits, so results look too good:"
@@ -282,6 +305,7 @@ def trained(
     overwrite: bool = False,
     save_every: float = 10,
     baselines: Mapping[str, int] | None = None,
+    deadline: "Deadline | None" = None,
 ) -> "Result | Pretrained | None":
     """Train and show how far it is: a bar on a terminal, a line an evaluation everywhere; then draw what it came to.
 
@@ -333,6 +357,7 @@ def trained(
                     tell=show.note,
                     contents="" if report is None else report["contents"],
                     overwrite=overwrite and not resume and is_run(folder),
+                    deadline=deadline,
                 )
             except (RemoteError, ChangedDataError):
                 raise
@@ -470,7 +495,7 @@ def facts(task: "Task", result: "Result | Pretrained", folder: Path) -> dict[str
 
     if isinstance(result, Pretrained):
         found = {"folder": str(folder), "split": "val", **dataclasses.asdict(result)}
-        return found | {"trained": task.plan.total, "seed": task.seed}
+        return found | {"trained": round(result.epochs * len(task.split)), "seed": task.seed}
     counts, report = result.counts, folder / "report.html"
     return {
         "folder": str(folder),
@@ -488,7 +513,7 @@ def facts(task: "Task", result: "Result | Pretrained", folder: Path) -> dict[str
         "temperature": result.temperature,
         "calibration_error": result.calibration_error,
         "epochs": result.epochs,
-        "trained": task.plan.total,
+        "trained": round(result.epochs * len(task.split)),
         "seconds": result.seconds,
         "seed": task.seed,
     }

@@ -43,6 +43,7 @@ def measured(trained: Trained, views: Iterable[Tensor], *, seconds: float, data:
     Batches are computed in all precisions by turns, as many as the time allows; what was measured on other kinds of
     CPUs is kept. `data` says which images they are of.
     """
+    end = time.monotonic() + seconds
     threads = torch.get_num_threads()
     few, at_once = max(_FEW, threads), max(_BATCH, 4 * threads)
     parts = (part for batch in views for part in batch.cpu().split(at_once))
@@ -52,7 +53,6 @@ def measured(trained: Trained, views: Iterable[Tensor], *, seconds: float, data:
     trained = _ranged(trained, first)
     possible = [each for each in compute.possible(trained) if each != "openvino-int8" or seconds >= _TRANSLATED]
     ways = {precision: compute.functions(trained, precision).probabilities for precision in possible}
-    end = time.monotonic() + seconds  # to make them may take some more
     times: dict[Precision, list[float]] = {precision: [] for precision in ways}
     said: dict[Precision, list[Tensor]] = {precision: [] for precision in ways}
     for part in itertools.chain([first[:few]], [first[few:]] if len(first) > few else [], parts):

@@ -104,6 +104,8 @@ class Facts:
     data_report: Mapping[str, Any] | None
     command: tuple[str, ...] | None
     """What was typed behind `vitrail`; None where no event says it."""
+    decisions: tuple[tuple[int, int], ...]
+    """(step, steps): how a run with a time limit was planned again as it went."""
     given_in: str | None
     """The folder it was typed in."""
     ended: float | None
@@ -225,6 +227,7 @@ def gather(folder: Path) -> Facts:
         trained_images=trained_images,
         data_report=_report(folder / "data_report.json"),
         command=None if command is None else tuple(command["arguments"]),
+        decisions=tuple((event["step"], event["steps"]) for event in events if event["event"] == "plan"),
         given_in=None if command is None else command["folder"],
         ended=events[-1]["at"] if events else None,
         missing=tuple(_missing(folder, config, events)),

@@ -259,7 +259,9 @@ def rerun(facts: Facts) -> str | None:
                 next(given, None)
         elif word not in _ONCE:
             kept.append(word)
-    kept += ["--epochs", f"{facts.config['recipe']['epochs']:g}"] * timed
+    if timed:
+        kept += ["--epochs", f"{facts.config['recipe']['epochs']:.15g}"]
+        kept += ["--replan", ",".join(f"{step}:{steps}" for step, steps in facts.decisions)] * bool(facts.decisions)
     kept += ["--seed", str(facts.config["seed"])] * seeded
     world = facts.config["world"]
     command = "vitrail" if world == 1 else f"torchrun --nproc-per-node {world} -m vitrail"

@@ -5,6 +5,7 @@ Nothing of it stays: the weights that a trial moves are thrown away.
 
 import dataclasses
 import itertools
+import math
 import os
 import tempfile
 import time
@@ -20,6 +21,7 @@ from vitrail.data import loader
 from vitrail.data.loader import Batch
 from vitrail.model.masked import encoder
 from vitrail.train import distributed
+from vitrail.train.deadline import Deadline
 from vitrail.train.run import feed
 from vitrail.train.sharding import local
 from vitrail.train.step import Learner, State, advance, begin, inputs, precision
@@ -31,7 +33,6 @@ _TRIAL_IMAGES = 512
 _SECONDS = 4.0  # of timing, at most
 _FIRST = 4  # steps that are not timed: they are slower on a GPU, or have been prepared before
 _STEPS = 32  # that several ranks time: equally many, or one would wait for the others without end
-_KEPT_BACK = 0.08  # of the time to fit into: to end a little early is what was asked for, to end late is not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,11 +74,21 @@ def estimate(task: Task) -> Estimate:
     return Estimate(1 / each, evaluation, evaluations, start, seconds, memory, _available(task.device))
 
 
-def fit_epochs(task: Task, seconds: float) -> float:
-    """The epochs that fit into so many seconds, evaluations included."""
+def build_deadline(task: Task, seconds: float, began: float, *, most_epochs: float) -> Deadline:
+    """By when the run must have ended: `seconds` after `began`; a few steps are timed."""
+    splits, images = task.dataset.splits, len(task.split)
     found = estimate(task)
-    epochs = task.recipe.epochs * (seconds * (1 - _KEPT_BACK) - found.start) / (found.seconds - found.start)
-    return max(epochs, task.recipe.batch / len(task.split))
+    return Deadline(
+        seconds=seconds,
+        most_steps=math.ceil(most_epochs * images / task.recipe.batch),
+        image_seconds=1 / found.images_per_second,
+        batch=task.recipe.batch,
+        images=images,
+        val=len(splits["val"]),
+        test=len(splits["test"]) if task.measured is None and "test" in splits else 0,
+        every=task.every,
+        began=began,
+    )
 
 
 def _trial(task: Task) -> Task:

@@ -23,6 +23,7 @@ from vitrail.model.build import Model
 from vitrail.model.masked import MaskedViT, encoder
 from vitrail.train import distributed, sharding
 from vitrail.train import state as states
+from vitrail.train.deadline import Deadline, PlannedSteps
 from vitrail.train.distributed import ALONE, Group
 from vitrail.train.log import Book
 from vitrail.train.loop import Moment
@@ -84,6 +85,10 @@ class Keeper:
     data: DataDigest | None = None
     """What the images are, by which a resumed run knows them; the process that leads has it."""
     asked: Requests = dataclasses.field(default_factory=Requests)
+    planned: PlannedSteps = dataclasses.field(default_factory=lambda: PlannedSteps(0))
+    """How many steps there are."""
+    deadline: Deadline | None = None
+    """By when the run must have ended, where its steps are decided by time."""
 
     best: float | None = None
     """The highest accuracy on val so far."""
@@ -107,7 +112,9 @@ class Keeper:
     def stepped(self, moment: Moment) -> None:
         """Take note of a step; evaluate where an epoch that is due ends, or the run; save where it is time."""
         outcome, self.seconds = moment.outcome, self.before + moment.seconds
-        moment = moment._replace(seconds=self.seconds)
+        if self.deadline is not None:
+            self.replan(self.deadline, moment.step)
+        moment = moment._replace(seconds=self.seconds, steps=self.planned.total(moment.step))
         self.loss += outcome.loss * outcome.images
         self.images += outcome.images
         self.book.step(moment.step, {"train/step_loss": outcome.loss, "train/gradient": outcome.norm, "lr": outcome.lr})
@@ -129,6 +136,24 @@ class Keeper:
                 " saved; the same command with --resume goes on",
                 asked,
             )
+        if self.deadline is not None:
+            self.deadline.begin_step()
+
+    @property
+    def trained_images(self) -> int:
+        """Images that were trained on so far, those seen again counted again."""
+        step, plan = self.state.step, self.task.plan
+        whole = self.deadline is not None or self.task.decisions or step < plan.steps
+        return step * plan.batch if whole else plan.total
+
+    def replan(self, deadline: Deadline, step: int) -> None:
+        """Decide again how many steps there are, by the clock of the process that leads."""
+        deadline.end_step()
+        steps = deadline.replan(step, self.planned.total(step)) if self.task.group.leads else 0
+        before = self.planned.total(step)
+        self.planned.change(step, distributed.agreed(steps, self.task.device))
+        if self.planned.total(step) != before:
+            self.book.event("plan", step=step, steps=self.planned.total(step), elapsed=deadline.elapsed)
 
     def heeding(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches of what is measured after the last step, until a signal asks for an end."""
@@ -162,7 +187,10 @@ class Keeper:
         self.book.row(moment.step, row)
         self.book.say(str(found))
         self.after_epoch(found)
-        self.evaluated = moment.seconds + time.perf_counter() - begun
+        taken = time.perf_counter() - begun
+        self.evaluated = moment.seconds + taken
+        if self.deadline is not None:
+            self.deadline.end_evaluation(taken)
 
     def good(self, val: Counts | Reconstruction) -> bool:
         """Whether the weights of which val says this are the best so far; then it is remembered."""
@@ -229,6 +257,8 @@ class Keeper:
         facts = {name: getattr(self, name) for name in _REMEMBERED}
         facts |= {"files": self.book.sizes(), "machine": machine(self.task)}
         facts |= {} if self.data is None else {"data": self.data._asdict()}
+        if self.deadline is not None:
+            facts |= {"decisions": self.planned.decisions, "elapsed": self.deadline.elapsed}
         self.writer.give(dataclasses.replace(snapshot, facts=facts))
         self.saved = time.monotonic()
 
@@ -238,6 +268,9 @@ class Keeper:
         for name in _REMEMBERED:
             setattr(self, name, snapshot.facts.get(name))  # an older version knew nothing of `kept`
         self.before = self.seconds
+        if self.deadline is not None:
+            self.planned.decisions = [(step, steps) for step, steps in snapshot.facts.get("decisions", ())]
+            self.deadline.resume(snapshot.facts.get("elapsed", 0.0))
         self.book.cut(snapshot.facts["files"])
 
     def val(self) -> Iterator[Batch]:

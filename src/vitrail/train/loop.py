@@ -15,6 +15,7 @@ from vitrail.config import Recipe
 from vitrail.data import loader
 from vitrail.data.loader import Batch, Plan, Training
 from vitrail.data.loader_workers import DEADLINE, kill_all_workers
+from vitrail.train.deadline import PlannedSteps
 from vitrail.train.step import Outcome, State, advance
 
 T = TypeVar("T")
@@ -41,21 +42,33 @@ def run(
     recipe: Recipe,
     *,
     after_step: Callable[[Moment], None],
+    planned: PlannedSteps | None = None,
 ) -> None:
-    """Train from the state's step to the end of the plan; `batches` begin with that step's first micro-batch."""
+    """Train from the state's step to the end of the plan; `batches` begin with that step's first micro-batch.
+
+    With `planned` the run ends after as many steps as that says, which `after_step` may change; the plan has enough.
+    """
+    planned = PlannedSteps(plan.steps) if planned is None else planned
     device = next(state.model.parameters()).device
     prepared = _prepared(batches, training, plan, state.step, device)
     begun = time.perf_counter()
     with contextlib.closing(_ahead(prepared) if device.type == "cuda" else prepared) as parts:
-        while state.step < plan.steps:
+        while state.step < planned.total(state.step):
             step = state.step
             mine = islice(parts, plan.micro_batches)
             outcome = advance(
-                state, mine, recipe, size=plan.size(step), steps=plan.steps, seed=training.seed, rank=plan.rank
+                state,
+                mine,
+                recipe,
+                size=plan.size(step),
+                steps=planned.first,
+                position=planned.position(step),
+                seed=training.seed,
+                rank=plan.rank,
             )
             done = step * plan.batch + plan.size(step)
             epoch = done / training.order.count
-            after_step(Moment(state.step, plan.steps, epoch, outcome, time.perf_counter() - begun))
+            after_step(Moment(state.step, planned.total(state.step), epoch, outcome, time.perf_counter() - begun))
 
 
 def _prepared(

@@ -24,13 +24,14 @@ from torch import Tensor
 from vitrail import files, locks
 from vitrail.data import loader
 from vitrail.data.digest import DataDigest, check_unchanged, digest_dataset
-from vitrail.data.loader import Batch
+from vitrail.data.loader import Batch, Plan
 from vitrail.errors import UsageError, VitrailError
 from vitrail.evaluate import calibrate, precision, tables
 from vitrail.evaluate.classify import Answers, Counts, asked, outputs, total
 from vitrail.model.build import Model
 from vitrail.train import distributed, loop, signals
 from vitrail.train import state as states
+from vitrail.train.deadline import PRECISION, PRECISION_SHARE, Deadline, PlannedSteps
 from vitrail.train.distributed import Group
 from vitrail.train.keeper import Evaluated, Keeper, evaluation_batches, machine
 from vitrail.train.log import Book, Logger
@@ -48,11 +49,10 @@ LOCK = ".lock"
 FINISHED = ("end", "pretrained")  # events
 STARTED_BY = "torchrun"
 _CALIBRATION = 2**27  # logits that a temperature is fitted to, at most
-_PRECISION = 30.0  # seconds that precisions are compared for, at most: enough for a hundred images of a ViT-B/16
-_PRECISION_SHARE = 0.05  # of the run's own seconds, at most
+_LEAST_PRECISION = 1.0  # seconds: less says nothing
 _SAME = (
     "recipe", "model", "data", "images", "classes", "preprocess", "view", "everything", "measured", "seed", "steps",
-    "micro_batches",
+    "micro_batches", "decisions",
 )  # fmt: skip
 
 
@@ -101,13 +101,15 @@ def run(
     tell: Callable[[str], None] = lambda _: None,
     contents: str = "",
     overwrite: bool = False,
+    deadline: Deadline | None = None,
 ) -> Result | Pretrained | None:
     """Train, keep the best and the last weights in the folder, and measure the best on test, or else on val.
 
     The folder is new, or with `resume` one in which the same run was begun: it goes on from its newest checkpoint, as
     it does where torchrun starts the processes again. Of several processes the first one writes the files and has the
     result, the others have None. `contents` is a digest of the images' contents, where they were read before. With
-    `overwrite` the folder is cleared once nothing can be refused any more.
+    `overwrite` the folder is cleared once nothing can be refused any more. With a `deadline` the run's steps are
+    decided again as it goes, and logged.
     """
     leads = task.group.leads
     state = begin(task.model(), task.recipe, task.counts, recorded=task.recorded)  # what it refuses needs no folder
@@ -127,14 +129,17 @@ def run(
         exchange = distributed.exchange() if task.sharded else states.alone
         writer = stack.enter_context(contextlib.closing(states.Writer(folder / "checkpoints", exchange, written=saved)))
         keeper = Keeper(task, folder, book, state, after_step, after_epoch, writer, save_every, data)
+        keeper.planned, keeper.deadline = PlannedSteps(task.plan.steps, list(task.decisions)), deadline
         if snapshot is not None:
             keeper.resume(snapshot)
             book.say(f"resumed after step {snapshot.step:,}")
             del snapshot  # it maps files that are soon to be removed
         try:
             with signals.requests() as keeper.asked:
-                with contextlib.closing(feed(task, state.step)) as steps:
-                    loop.run(state, steps, task.training, task.plan, task.recipe, after_step=keeper.stepped)
+                plan = task.plan_up_to(0 if deadline is None else deadline.most_steps)
+                with contextlib.closing(feed(task, state.step, plan)) as steps:
+                    planned = keeper.planned
+                    loop.run(state, steps, task.training, plan, task.recipe, after_step=keeper.stepped, planned=planned)
                 del steps  # the images that live on the GPU
                 writer.wait()
                 results: list[Result | Pretrained] = []
@@ -339,9 +344,9 @@ def _ended(keeper: Keeper, error: BaseException) -> None:
     book.say(f"stopped: {reason}")
 
 
-def feed(task: Task, start: int = 0) -> Generator[Batch, None, None]:
+def feed(task: Task, start: int = 0, plan: Plan | None = None) -> Generator[Batch, None, None]:
     """The run's micro-batches: of images that live on the GPU where they are small, else from worker processes."""
-    training = task.training
+    training, plan = task.training, plan or task.plan
     if task.device.type == "cuda":
         found = loader.resident(
             training.split,
@@ -351,8 +356,8 @@ def feed(task: Task, start: int = 0) -> Generator[Batch, None, None]:
             workers=task.workers,
         )
         if found is not None:
-            return loader.resident_batches(training, task.plan, *found, start=start)
-    return loader.training_batches(training, task.plan, start=start, workers=task.workers)
+            return loader.resident_batches(training, plan, *found, start=start)
+    return loader.training_batches(training, plan, start=start, workers=task.workers)
 
 
 def _finished(keeper: Keeper) -> Result:
@@ -377,7 +382,7 @@ def _finished(keeper: Keeper) -> Result:
     )
     counts = total(said, len(task.dataset.classes))
     error = calibrate.expected_calibration_error(said.probabilities[:, 0], said.right)
-    result = Result(split, counts, said, temperature, error, keeper.seconds, task.plan.total / len(task.split))
+    result = Result(split, counts, said, temperature, error, keeper.seconds, keeper.trained_images / len(task.split))
     facts = {"images": counts.images, "right": counts.right, "top1": counts.top1, "top5": counts.top5}
     calibration = {"loss": counts.mean_loss, "temperature": temperature, "calibration_error": error}
     keeper.book.event("end", split=split, **facts, **calibration, seconds=result.seconds)
@@ -393,7 +398,12 @@ def _tried(keeper: Keeper, best: Trained) -> Trained:
     """The best weights with what fewer bits do to them on this machine's CPU, where that could matter."""
     if keeper.task.everything or not precision.worthwhile(best):  # of images that it learned it is too sure
         return best
-    seconds = min(_PRECISION, _PRECISION_SHARE * keeper.seconds)
+    seconds = min(PRECISION, PRECISION_SHARE * keeper.seconds)
+    if keeper.deadline is not None:
+        seconds = min(seconds, keeper.deadline.precision_seconds)
+        if seconds < _LEAST_PRECISION:
+            keeper.book.say("no time was left to compare precisions: vitrail convert --measure does it")
+            return best
     views = (batch.pixels for batch in keeper.heeding(_val(keeper)))
     here = dataclasses.replace(best, model=copy.deepcopy(best.model).cpu())  # on a GPU it has still to be measured
     data = f"{Path(keeper.task.dataset.name).name} (val)"
@@ -407,7 +417,7 @@ def _pretrained(keeper: Keeper) -> Pretrained:
     """What val said of the best weights; they have no head that could be calibrated."""
     task, kept = keeper.task, keeper.kept
     assert kept is not None, "there is an evaluation after the last step"
-    result = Pretrained(**kept, seconds=keeper.seconds, epochs=task.plan.total / len(task.split))
+    result = Pretrained(**kept, seconds=keeper.seconds, epochs=keeper.trained_images / len(task.split))
     keeper.book.event("pretrained", split="val", **kept, seconds=result.seconds)
     right = "" if result.top1 is None else f", {result.top1:.2%} of the colours right"
     keeper.book.say(f"val: loss {result.loss:.4f} of {result.patches:,} hidden patches{right}")

@@ -9,7 +9,7 @@ from vitrail.config import Schedule
 from vitrail.errors import UsageError
 
 
-def share(schedule: Schedule, step: int, steps: int) -> float:
+def share(schedule: Schedule, step: float, steps: int) -> float:
     """The learning rate of step `step`, from 0 to `steps` - 1, as a share of its top.
 
     As in the authors' code a step takes the value at its beginning. With a warm-up of w steps, step 0 gives 0 (it fills

@@ -98,11 +98,13 @@ def advance(
     steps: int,
     seed: int,
     rank: int = 0,
+    position: float | None = None,
 ) -> Outcome:
     """Compute the step's micro-batches, (images, targets) each, and move the weights by their gradient.
 
     Targets of a masked model are what is hidden, and there may be one image more (`loader.prepared`).
     `size` counts the step's images over all ranks: gradients are of the mean over them, however they are divided.
+    `position`, from 0 to `steps`, is where the learning rate's schedule stands; the step's number unless given.
     """
     state.model.train()
     if size != recipe.batch:
@@ -117,7 +119,7 @@ def advance(
             state, parts, recipe, size, lambda part: _dropout_seed(seed, state.step, rank, part)
         )
     loss, images = _over_ranks(total, images)
-    found = Outcome(loss / max(images, 1), images, float(norm), _set_lr(state, recipe, steps))
+    found = Outcome(loss / max(images, 1), images, float(norm), _set_lr(state, recipe, steps, position))
     if not (abs(found.loss) < float("inf") and found.norm < float("inf")):
         raise DivergedError(
             f"step {state.step}: the loss is {found.loss} and the gradient's norm {found.norm}; nothing was updated."
@@ -276,7 +278,7 @@ def uncompiled(model: Learner) -> contextlib.AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
-def _set_lr(state: State, recipe: Recipe, steps: int) -> float:
-    share = schedule.share(recipe.schedule, state.step, steps)
+def _set_lr(state: State, recipe: Recipe, steps: int, position: float | None) -> float:
+    share = schedule.share(recipe.schedule, state.step if position is None else position, steps)
     optimizer.set_lr(state.optimizer, share)
     return share * recipe.optimiser.lr

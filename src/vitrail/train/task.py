@@ -62,6 +62,8 @@ class Task:
     """What training's crops are cut from, where that is not evaluation's view; of the same size, mean and std."""
     probe: int = 0
     """Images a class from which each evaluation also tells what the features are worth (few-shot); 0 for not at all."""
+    decisions: tuple[tuple[int, int], ...] = ()
+    """(step, steps): how a run to repeat, which had to end on time, was planned again (`deadline.PlannedSteps`)."""
     sparse: bool = False
     """Whether a class may be without a training image, as in a benchmark's draw of few images from many classes."""
 
@@ -124,6 +126,13 @@ class Task:
         total = round(self.recipe.epochs * len(self.split))
         rank, world = self.group.rank, self.group.world
         return Plan(batch=self.recipe.batch, total=total, rank=rank, world=world, micro_batches=self.micro_batches)
+
+    def plan_up_to(self, steps: int) -> Plan:
+        """The plan; where the number of steps may change, one of whole steps and as many as there may ever be."""
+        if not (steps or self.decisions):
+            return self.plan
+        most = max(steps, self.plan.steps, *(total for _, total in self.decisions))
+        return dataclasses.replace(self.plan, total=most * self.recipe.batch)
 
     @functools.cached_property
     def split(self) -> Split:
@@ -304,6 +313,7 @@ def described(task: Task) -> dict[str, Any]:
         "measured": task.measured,
         "seed": task.seed,
         "steps": plan.steps,
+        **({"decisions": [list(each) for each in task.decisions]} if task.decisions else {}),
         "micro_batches": plan.micro_batches,
         "world": plan.world,
         "sharded": task.sharded,

@@ -1,0 +1,214 @@
+"""A run with a time limit: it ends on time on a machine that slows down, and its weights follow from its decisions."""
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.test_resume import sums, task, trained
+from vitrail.config import Schedule
+from vitrail.errors import UsageError
+from vitrail.train import schedule
+from vitrail.train.deadline import Deadline, PlannedSteps
+from vitrail.train.signals import StoppedError
+from vitrail.train.task import Task
+
+BATCH = 64
+
+
+@dataclasses.dataclass
+class Machine:
+    """A clock that only work moves: an image takes so many seconds, more after the machine is shared."""
+
+    image: float = 0.05
+    now: float = 0.0
+    shared_after: float = float("inf")
+    slowdown: float = 2.0
+
+    def work(self, images: float) -> None:
+        self.now += images * self.image * (self.slowdown if self.now >= self.shared_after else 1.0)
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def limit(machine: Machine, **changes: Any) -> Deadline:
+    sizes = {"images": 1000, "val": 100, "test": 200, "every": 1, "batch": BATCH}
+    times = {"seconds": 600.0, "most_steps": 10_000, "image_seconds": 0.05, "began": 0.0}
+    return Deadline(**(sizes | times | changes), clock=machine)
+
+
+def simulate(machine: Machine, deadline: Deadline) -> tuple[PlannedSteps, float]:
+    """A run of which the machine does the work, as `Keeper` reports it; the plan, and when all of it has ended."""
+    machine.work(100)  # reading the images
+    planned, step = PlannedSteps(max(1, deadline.fit_steps(0))), 0
+    evaluated = 0
+    while step < planned.total(step):
+        machine.work(BATCH)
+        step += 1
+        deadline.end_step()
+        planned.change(step, deadline.replan(step, planned.total(step)))
+        epoch = step * BATCH // deadline.images // deadline.every
+        if epoch > evaluated or step == planned.total(step):
+            evaluated, before = epoch, machine.now
+            machine.work(deadline.val / 3)
+            deadline.end_evaluation(machine.now - before)
+        deadline.begin_step()
+    machine.work(deadline.val / 3)  # the temperature
+    machine.now += min(30, 0.05 * machine.now, max(0.0, deadline.precision_seconds))
+    machine.work((deadline.test + 300) / 3)
+    machine.now += 4 * (machine.slowdown if machine.now >= machine.shared_after else 1.0)
+    return planned, machine.now
+
+
+@pytest.mark.parametrize("minutes", [1, 3, 10])
+@pytest.mark.parametrize("shared_after", [0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 2.0])
+def test_a_machine_of_which_half_is_taken_away_ends_within_a_tenth(minutes: int, shared_after: float) -> None:
+    """Whenever it happens, until the last steps; and while nothing happens the time is used."""
+    seconds = minutes * 60.0
+    machine = Machine(image=0.01, shared_after=shared_after * seconds)
+    _, ended = simulate(machine, limit(machine, seconds=seconds, image_seconds=0.01))
+    assert 0.85 * seconds < ended <= 1.1 * seconds
+
+
+def test_a_trial_that_was_wrong_is_corrected_by_the_first_steps() -> None:
+    for wrong in (0.2, 5.0):
+        machine = Machine(image=0.02)
+        planned, ended = simulate(machine, limit(machine, image_seconds=0.02 * wrong))
+        assert 0.9 * 600 < ended <= 600
+        assert planned.decisions
+        assert planned.decisions[0][0] <= 3
+
+
+def test_no_more_steps_than_help() -> None:
+    machine = Machine(image=0.001)
+    planned, ended = simulate(machine, limit(machine, image_seconds=0.001, most_steps=300))
+    assert planned.total(10_000) == 300
+    assert ended < 600
+
+
+def test_small_changes_of_speed_change_no_plan() -> None:
+    machine, draws = Machine(), random.Random(0)
+    deadline = limit(machine)
+    planned, step = PlannedSteps(deadline.fit_steps(0)), 0
+    while step < planned.total(step) // 2:
+        machine.image = 0.05 * draws.uniform(0.98, 1.02)
+        machine.work(BATCH * (1 + 100 / 3000))  # its share of evaluations included
+        step += 1
+        deadline.end_step()
+        planned.change(step, deadline.replan(step, planned.total(step)))
+        deadline.begin_step()
+    assert len(planned.decisions) <= 1
+
+
+# --- the learning rate -----------------------------------------------------------------------------------------------
+
+
+def test_without_a_decision_a_step_lies_where_it_is() -> None:
+    planned = PlannedSteps(977)
+    assert [planned.position(step) for step in range(978)] == list(range(978))
+
+
+def test_a_decision_walks_the_rest_of_the_curve_in_the_steps_that_are_left() -> None:
+    """By hand: 100 steps planned; after 40 of them 20 are left, so each counts 3; after 50 again 30, each 1."""
+    planned = PlannedSteps(100, [(40, 60), (50, 80)])
+    assert [planned.total(step) for step in (0, 39, 40, 49, 50, 80)] == [100, 100, 60, 60, 80, 80]
+    assert [planned.position(step) for step in (0, 40, 41, 50, 51, 80)] == [0, 40, 43, 70, 71, 100]
+
+
+def test_the_rate_is_continuous_and_ends_at_its_end_whatever_is_decided() -> None:
+    draws = random.Random(1)
+    for _ in range(100):
+        planned, step = PlannedSteps(draws.randint(20, 400)), 0
+        rates = []
+        while step < planned.total(step):
+            rates.append(schedule.share(Schedule(warmup=10), planned.position(step), planned.first))
+            step += 1
+            if draws.random() < 0.05:
+                planned.change(step, step + draws.randint(1, 2 * max(1, planned.total(step) - step)))
+        assert planned.position(step) == pytest.approx(planned.first)
+        top = rates.index(max(rates))
+        assert rates[top:] == sorted(rates[top:], reverse=True)
+        assert all(0 <= rate <= 1 for rate in rates)
+
+
+# --- the whole run ---------------------------------------------------------------------------------------------------
+
+
+class Ticking:
+    """A clock that goes on by a given time whenever it is looked at: the same decisions in every run."""
+
+    def __init__(self, slow_after: int) -> None:
+        self.looks, self.now, self.slow_after = 0, 0.0, slow_after
+
+    def __call__(self) -> float:
+        self.looks += 1
+        self.now += 1.0 if self.looks < self.slow_after else 3.0
+        return self.now
+
+
+def timed(chosen: Task, seconds: float, slow_after: int) -> Deadline:
+    """A limit by which a step takes about four looks at the clock."""
+    return Deadline(
+        seconds=seconds,
+        most_steps=200,
+        image_seconds=1 / 64,
+        batch=chosen.recipe.batch,
+        images=len(chosen.split),
+        val=0,
+        test=0,
+        every=1,
+        began=0.0,
+        clock=Ticking(slow_after),
+    )
+
+
+def decisions(folder: Path) -> tuple[tuple[int, int], ...]:
+    events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    return tuple((event["step"], event["steps"]) for event in events if event["event"] == "plan")
+
+
+def test_a_run_is_repeated_to_the_bit_by_its_decisions_and_can_be_interrupted(tmp_path: Path) -> None:
+    whole = task()
+    result = trained(whole, tmp_path / "timed", deadline=timed(whole, 260.0, slow_after=60))
+    made = decisions(tmp_path / "timed")
+    assert len(made) >= 2
+    assert made[-1][1] < whole.plan.steps
+    assert result.epochs == made[-1][1] * whole.recipe.batch / len(whole.split)
+    again = dataclasses.replace(whole, decisions=made)
+
+    def stop(moment: Any) -> None:
+        if moment.step == (made[0][0] + made[-1][0]) // 2:
+            raise StoppedError("here")
+
+    with pytest.raises(StoppedError):
+        trained(again, tmp_path / "again", stop)
+    trained(again, tmp_path / "again", resume=True)
+    assert sums(tmp_path / "again") == sums(tmp_path / "timed")
+    with pytest.raises(UsageError, match="begun with another decisions"):
+        trained(whole, tmp_path / "again", resume=True)
+
+
+def test_a_resumed_run_goes_on_with_its_decisions_and_the_time_that_is_left(tmp_path: Path) -> None:
+    whole = task()
+    seen: list[int] = []
+
+    def stop(moment: Any) -> None:
+        seen.append(moment.steps)
+        if moment.step == 12:
+            raise StoppedError("here")
+
+    with pytest.raises(StoppedError):
+        trained(whole, tmp_path / "run", stop, deadline=timed(whole, 260.0, slow_after=30))
+    before = [each for each in decisions(tmp_path / "run") if each[0] <= 11]
+    assert before
+    left = timed(whole, 260.0, slow_after=0)
+    trained(whole, tmp_path / "run", resume=True, deadline=left)
+    assert left.began < 0
+    made = decisions(tmp_path / "run")
+    assert list(made[: len(before)]) == before
+    trained(dataclasses.replace(whole, decisions=made), tmp_path / "again")
+    assert sums(tmp_path / "again") == sums(tmp_path / "run")
