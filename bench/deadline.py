@@ -1,0 +1,100 @@
+"""Whether `vitrail finetune --minutes` ends on time, alone and with another job on the same cores.
+
+    python bench/deadline.py DATA --model MODEL --minutes 1 3 --cores 2
+
+Each run has cores of its own. Another job takes half of them, by as many busy processes as there are cores: never, from
+the beginning, or after half or three quarters of the minutes. A row: the seconds that the whole command took, from its
+start to its exit, over those it was given; what it trained; and the accuracy that it printed.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+BUSY = "while True: pass"
+SHARED_FROM = (None, 0.0, 0.5, 0.75)
+
+
+def pinned(command: list[str], cores: list[int], **options: object) -> subprocess.Popen[str]:
+    """A process that has these cores."""
+    return subprocess.Popen(
+        command,
+        text=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def timed(options: argparse.Namespace, minutes: float, shared_from: float | None, cores: list[int]) -> str:
+    """One run; what it took."""
+    busy: list[subprocess.Popen[str]] = []
+    ended = threading.Event()
+
+    def disturb() -> None:
+        assert shared_from is not None
+        if not ended.wait(shared_from * minutes * 60):
+            busy.extend(pinned([sys.executable, "-c", BUSY], cores) for _ in cores)
+
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "vitrail", "finetune", options.data, "--model", options.model, "--json"]
+        command += ["--minutes", f"{minutes:g}", "--out", f"{folder}/run", "--device", "cpu"]
+        other = threading.Thread(target=disturb)
+        begun = time.monotonic()
+        run = pinned(command, cores, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        if shared_from is not None:
+            other.start()
+        out, err = run.communicate()
+        taken = time.monotonic() - begun
+        ended.set()
+        if shared_from is not None:
+            other.join()
+        for process in busy:
+            process.kill()
+        if run.returncode:
+            return f"{minutes:g} minutes: failed: {err.strip().splitlines()[-1]}"
+        found = json.loads(out)
+        events = [json.loads(line) for line in (Path(folder) / "run" / "events.jsonl").read_text().splitlines()]
+    plans = sum(event["event"] == "plan" for event in events)
+    shared = "alone" if shared_from is None else f"shared from {shared_from:.0%}"
+    return (
+        f"{minutes:g} minutes, {shared:16} {taken:6.1f} s = {taken / minutes / 60:.2f} of the limit;"
+        f" {found['epochs']:.2f} epochs, planned again {plans} times, {found['right']} of {found['images']} right"
+    )
+
+
+def main() -> None:
+    """Run all of them, as many at once as there are cores for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("data")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--minutes", type=float, nargs="+", default=[1.0, 3.0])
+    parser.add_argument("--cores", type=int, default=2, help="of each run")
+    options = parser.parse_args()
+    every = sorted(os.sched_getaffinity(0))
+    free: queue.Queue[list[int]] = queue.Queue()
+    for first in range(0, len(every) - options.cores + 1, options.cores):
+        free.put(every[first : first + options.cores])
+
+    def one(minutes: float, shared_from: float | None) -> str:
+        cores = free.get()
+        try:
+            return timed(options, minutes, shared_from, cores)
+        finally:
+            free.put(cores)
+
+    cases = [(minutes, shared) for minutes in sorted(options.minutes, reverse=True) for shared in SHARED_FROM]
+    with concurrent.futures.ThreadPoolExecutor(free.qsize()) as pool:
+        for line in pool.map(lambda case: one(*case), cases):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
