@@ -6,7 +6,7 @@ import pytest
 
 from vitrail import presets
 from vitrail.config import Masked, Recipe
-from vitrail.recipes import IMAGES, RECIPES, finetuning, named
+from vitrail.recipes import IMAGES, RECIPES, finetuning, finetuning_side, named
 
 ROWS = {  # epochs, learning rate, decay, weight decay, dropout (Dosovitskiy et al. 2021, table 3)
     "vit-b16-jft": (7, 8e-4, "linear", 0.1, 0.0),
@@ -174,3 +174,40 @@ def test_a_shorter_fine_tuning_has_a_shorter_warm_up(kind: Any) -> None:
         recipe = finetuning(kind, 6_400, 16, epochs=share * whole.epochs)
         assert recipe.epochs == share * whole.epochs
         assert recipe.schedule.warmup == round(rest * whole.schedule.warmup)
+
+
+# --- a short run of fine-tuning --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("photo", "epochs", "side"),
+    [
+        (500, 12, 224),  # time enough: the model's own
+        (128, 12, 224),
+        (500, 11.9, 176),
+        (500, 0.1, 176),  # a large photo loses by less
+        (150, 3.9, 144),  # its own size, in whole patches
+        (150, 4, 176),
+        (128, 1, 144),
+        (32, 1, 176),  # enlarged anyway
+        (215, 1, 176),
+    ],
+)
+def test_a_short_run_takes_smaller_images(photo: int, epochs: float, side: int) -> None:
+    assert finetuning_side(224, 16, photo, epochs) == side
+
+
+def test_the_side_is_one_that_patches_divide() -> None:
+    for own, stride in ((384, 16), (224, 32), (518, 14), (32, 8), (16, 16)):
+        for photo in (10, 100, 300, 1000):
+            for epochs in (0.1, 5, 50):
+                side = finetuning_side(own, stride, photo, epochs)
+                assert 0 < side <= own
+                assert side % stride == 0
+
+
+def test_a_head_starts_from_a_probe_in_a_short_run_of_the_default_alone() -> None:
+    assert finetuning("default", 1000, 16, epochs=2.9).head == "probe"
+    assert finetuning("default", 1000, 16, epochs=3).head is None
+    assert finetuning("default", 1000, 16).head is None
+    assert finetuning("paper", 1000, 16, epochs=1).head is None

@@ -371,6 +371,8 @@ class Recipe:
     label_smoothing: float = 0.0
     head_bias: float = 0.0
     """What the head's bias begins with: log(1 / classes) and the like for sigmoid."""
+    head: Literal["probe"] | None = None
+    """What the new head of fine-tuning starts from: a probe of the features; None for zeros, which are the paper's."""
     mimetic: bool = False
     """Whether attention begins as trained models have it (Trockman and Kolter 2023)."""
     dropout: float = 0.0

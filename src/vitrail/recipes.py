@@ -274,6 +274,12 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+_PROBED = 3  # epochs below which a head does better to start from a probe than from zeros
+_WHOLE_SIDE = 12  # epochs from which the model's own resolution is the best
+_SMALL_SIDE = 4  # epochs below which photos are taken at about their own size
+_MEDIUM_SIDE, _LEAST_SIDE = 11 / 14, 9 / 14  # of the model's: 176 and 144 of 224 pixels
+
+
 def finetuning(kind: Literal["default", "paper"], images: int, patch: int, *, epochs: float | None = None) -> Recipe:
     """The recipe to fine-tune a model with so many training images; `patch` is the stride of its patches."""
     made = _paper_finetuning(images, patch) if kind == "paper" else _default_finetuning(images, epochs)
@@ -303,8 +309,23 @@ def _default_finetuning(images: int, epochs: float | None) -> Recipe:
         schedule=Schedule(warmup=steps // 10),
         augment=augment,
         label_smoothing=0.1,
+        head="probe" if epochs is not None and epochs < _PROBED else None,
         source="vitrail",
     )
+
+
+def finetuning_side(own: int, stride: int, photo: int, epochs: float) -> int:
+    """The image side for a short run, by what did best on splits of training images: docs/experiments/finetuning.md.
+
+    `own` is the model's, `photo` the short side of the images; there is time for so many epochs at the model's own.
+    Smaller images make more epochs. Photos that are smaller than the model's input lose little by it.
+    """
+    if epochs >= _WHOLE_SIDE:
+        return own
+    share = _MEDIUM_SIDE
+    if epochs < _SMALL_SIDE and own / 2 <= photo < own:
+        share = min(share, max(_LEAST_SIDE, photo / own))
+    return max(1, round(share * own / stride)) * stride
 
 
 def _paper_finetuning(images: int, patch: int) -> Recipe:

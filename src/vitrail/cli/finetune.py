@@ -22,6 +22,7 @@ from vitrail.errors import UsageError
 
 _USUAL = ("timm:vit_small_patch16_224.augreg_in21k", "hf:google/vit-base-patch16-224-in21k")
 _CHECK_SHARE = 0.15  # of the minutes may be spent on looking at the images
+_PROBE_SHARE = 0.25  # of a run's time may be spent on the features that its head starts from
 MOST_EPOCHS = 100  # what --minutes makes of a run, unless the recipe has more
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def main(
     """
     from vitrail.data.sources import open_data
     from vitrail.data.workers import available
+    from vitrail.model.count import training_flops
     from vitrail.train import distributed
     from vitrail.train.run import lock_run
     from vitrail.train.task import Task, fitted
@@ -127,40 +129,48 @@ def main(
         config = start.model.config
         stride = config.stride if isinstance(config, ViTConfig) else 1
 
-        def lasting(epochs: float | None) -> Recipe:
+        def build_recipe(epochs: float | None, side: int | None = None) -> Recipe:
             made = recipes.finetuning(recipe, len(dataset.splits.get("train", "?")), stride, epochs=epochs)
-            size = made.image_size if image_size is None else image_size
+            size = next((each for each in (image_size, side) if each is not None), made.image_size)
             made = dataclasses.replace(made, layers=layers, balanced=balanced, image_size=size)
             if keep_head:  # it has learned before, like the rest
                 made = dataclasses.replace(made, optimiser=dataclasses.replace(made.optimiser, head_lr=None))
+            if keep_head or from_scratch or dataset.several:
+                made = dataclasses.replace(made, head=None)
             return runs.fitting(runs.changed(made, epochs=None, batch=batch, lr=lr, warmup=warmup), dataset)
 
-        chosen = lasting(epochs)
-        task = Task(
-            recipe=chosen,
-            dataset=dataset,
-            start=fitted(start, dataset, chosen, keep_head=keep_head),
-            seed=seed,
-            group=group,
-            device=found,
-            workers=max(0, available() - 1) if workers is None else workers,
-            micro_batches=micro_batches,
-            recompute=recompute,
-            shard=shard,
-            everything=everything,
-            decisions=_parse_decisions(replan),
-        )
-        deadline = None
+        def build_task(chosen: Recipe) -> Task:
+            return Task(
+                recipe=chosen,
+                dataset=dataset,
+                start=fitted(start, dataset, chosen, keep_head=keep_head),
+                seed=seed,
+                group=group,
+                device=found,
+                workers=max(0, available() - 1) if workers is None else workers,
+                micro_batches=micro_batches,
+                recompute=recompute,
+                shard=shard,
+                everything=everything,
+                decisions=_parse_decisions(replan),
+            )
+
+        task, deadline = build_task(build_recipe(epochs)), None
         if minutes is not None:
             deadline = _build_deadline(task, minutes, began)
             begun = next(folder.glob("**/config.json"), None) if resume else None
-            length = _fit_epochs(deadline, minutes, warmup or 0) if begun is None else _length(begun)
-            task = dataclasses.replace(task, recipe=lasting(float(distributed.told(str(length)))))
-            deadline.every = task.every
+            choose = image_size is None and recipe == "default"
+            plan = partial(_plan, task, deadline, choose_side=choose, warmup=warmup or 0)
+            length, side = distributed.led(lambda: plan() if begun is None else _planned(begun))
+            timed, task = task, build_task(build_recipe(length, side))
+            cost = training_flops(task.config, 1) / training_flops(timed.config, 1)
+            deadline = dataclasses.replace(deadline.scale(cost), every=task.every)
         if dry_run:
             runs.dry_run(task, as_json=json)
             return
         distributed.led(lambda: stack.enter_context(lock_run(folder)))  # of several runs too
+        if task.recipe.head == "probe" and not (resume and any(folder.glob("**/checkpoints/step-*"))):
+            task = _fit_head(task)
         results = []
         for one, place in _repeated(task, folder, number_of_runs):
             result = trained(one, place, report=report, resume=resume, overwrite=overwrite, deadline=deadline)
@@ -243,24 +253,46 @@ def _build_deadline(task: "Task", minutes: float, began: float) -> "Deadline":
     return build_deadline(task, minutes * 60, began, most_epochs=max(MOST_EPOCHS, task.recipe.epochs))
 
 
-def _fit_epochs(deadline: "Deadline", minutes: float, warmup: int) -> float:
-    """The epochs that fit into so many minutes, but no more than help; the warm-up that was asked for fits too."""
+def _plan(task: "Task", deadline: "Deadline", *, choose_side: bool, warmup: int) -> tuple[float, int | None]:
+    """Epochs and, where it is to be chosen, the image side for a run that has to end in time."""
+    from vitrail.data.examine import measure_side
+    from vitrail.model.count import training_flops
+
+    config, side = task.config, None
+    minutes = f"{deadline.seconds / 60:g} minutes"
+    if choose_side and isinstance(config, ViTConfig) and config.image_size[0] == config.image_size[1]:
+        own = config.image_size[0]
+        epochs = deadline.fit_steps(0) * deadline.batch / deadline.images
+        side = recipes.finetuning_side(own, config.stride, measure_side(task.split), epochs)
+        smaller = dataclasses.replace(config, image_size=(side, side))
+        deadline = deadline.scale(training_flops(smaller, 1) / training_flops(config, 1))
+        if side != own:
+            show.note(f"{minutes}: images of {side} pixels, the model's are {own} (--image-size changes it)")
     steps = deadline.fit_steps(0)
     if steps < 1:
         after = deadline.seconds_after(passes=2)
         show.note(
-            f"warning: {minutes:g} minutes are too short: what follows training takes about {runs.duration(after)}"
+            f"warning: {minutes} are too short: what follows training takes about {runs.duration(after)}"
             f" (the images held out, {show.plural(deadline.test, 'test image')}, the report); one step is trained"
         )
     epochs = max(steps, warmup + 1) * deadline.batch / deadline.images
     less = ", which take less: more would not help" if steps == deadline.most_steps else ""
-    show.note(f"{minutes:g} minutes: about {epochs:.3g} epochs{less}; corrected as the run goes")
-    return epochs
+    show.note(f"{minutes}: about {epochs:.3g} epochs{less}; corrected as the run goes")
+    return epochs, side
 
 
-def _length(begun: Path) -> float:
-    """The epochs of a run that was begun, by its config.json."""
-    return float(json_module.loads(begun.read_text())["recipe"]["epochs"])
+def _planned(begun: Path) -> tuple[float, int | None]:
+    """Epochs and image side of a run that was begun, by its config.json."""
+    recipe = json_module.loads(begun.read_text())["recipe"]
+    return float(recipe["epochs"]), recipe["image_size"]
+
+
+def _fit_head(task: "Task") -> "Task":
+    """The run with a head that starts from a probe, for which a quarter of a short run's time is enough."""
+    from vitrail.train.probe_head import fit_head
+
+    with show.progress("features for the head") as progress:
+        return fit_head(task, round(_PROBE_SHARE * 3 * task.plan.total), progress=progress)
 
 
 def _repeated(task: "Task", folder: Path, number: int) -> Iterator[tuple["Task", Path]]:

@@ -4,6 +4,7 @@ What was found is kept in the cache under the image's name, size and time of cha
 Pillow's own `verify` passes truncated JPEGs; here every pixel is decoded.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -21,7 +22,7 @@ from PIL import Image
 from vitrail import remote
 from vitrail.data import draws, duplicates, index, table, workers
 from vitrail.data.dataset import Dataset, Split
-from vitrail.data.decode import FORMATS, decode, read_file, read_header
+from vitrail.data.decode import FORMATS, decode, opened, read_file, read_header
 from vitrail.data.folder import Files
 from vitrail.data.order import permuted
 from vitrail.data.shards import Shards
@@ -120,6 +121,16 @@ def examine(dataset: Dataset, *, progress: Progress = workers.silent, limit: int
     finally:  # what was seen before Ctrl-C need not be seen again
         _remember(examined, keys)
     return dataclasses.replace(examined, recalled=int(known.sum()))
+
+
+def measure_side(split: Split, images: int = 32) -> int:
+    """The median short side of the images, of a few from all over the split that can be read."""
+    sides = []
+    for place in np.linspace(0, len(split) - 1, min(images, len(split))).round().astype(int).tolist():
+        with contextlib.suppress(DataError, OSError):
+            image = opened(split.read(place), name=split.name(place))
+            sides.append(min(image.height, image.width))
+    return round(float(np.median(sides))) if sides else 0
 
 
 @dataclasses.dataclass(frozen=True)

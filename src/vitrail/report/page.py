@@ -261,6 +261,8 @@ def rerun(facts: Facts) -> str | None:
             kept.append(word)
     if timed:
         kept += ["--epochs", f"{facts.config['recipe']['epochs']:.15g}"]
+        side = facts.config["recipe"].get("image_size")
+        kept += ["--image-size", str(side)] * (side is not None and "--image-size" not in kept)
         kept += ["--replan", ",".join(f"{step}:{steps}" for step, steps in facts.decisions)] * bool(facts.decisions)
     kept += ["--seed", str(facts.config["seed"])] * seeded
     world = facts.config["world"]

@@ -71,7 +71,7 @@ class Deadline:
     clock: Callable[[], float] = time.monotonic
 
     _steps: list[float] = dataclasses.field(default_factory=list)
-    """Seconds of each step but the first, which may have waited for the workers to start."""
+    """Seconds of each step."""
     _mark: float | None = None
     """When the step that is timed began."""
     _fresh: float = _FORWARD
@@ -89,6 +89,10 @@ class Deadline:
         """Seconds until all must be done."""
         return self.seconds * (1 - _RESERVE) - self.elapsed
 
+    def scale(self, cost: float) -> "Deadline":
+        """The same for a run whose images cost so many times as much."""
+        return dataclasses.replace(self, image_seconds=self.image_seconds * cost)
+
     def resume(self, elapsed: float) -> None:
         """Count the seconds before an interruption too."""
         self.began -= elapsed
@@ -103,7 +107,7 @@ class Deadline:
             return
         self._steps.append(self.clock() - self._mark)
         recent: list[float] = []
-        for seconds in reversed(self._steps):
+        for seconds in reversed(self._steps[1:] or self._steps):  # the first may have waited for the workers to start
             recent.append(seconds)
             if len(recent) >= _RECENT_STEPS and sum(recent) >= _RECENT * self.seconds:
                 break

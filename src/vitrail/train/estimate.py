@@ -31,7 +31,8 @@ from vitrail.weights import storage
 _TRIAL_FLOPS = {"cpu": 1e11, "cuda": 2e14, "mps": 2e13}  # of a trial step: seconds on a CPU, less on a GPU
 _TRIAL_IMAGES = 512
 _SECONDS = 4.0  # of timing, at most
-_FIRST = 4  # steps that are not timed: they are slower on a GPU, or have been prepared before
+_FIRST = {"cuda": 4}  # steps that are not timed: they are slower on a GPU, or have been prepared before
+_FIRST_ELSEWHERE = 1
 _STEPS = 32  # that several ranks time: equally many, or one would wait for the others without end
 
 
@@ -97,7 +98,7 @@ def _trial(task: Task) -> Task:
     part = -(-task.recipe.batch // task.micro_batches)
     few = max(2, task.group.world, min(part, _TRIAL_IMAGES, int(_TRIAL_FLOPS.get(task.device.type, 4e11) / flops)))
     schedule = dataclasses.replace(task.recipe.schedule, warmup=0, cooldown=0)
-    epochs = max(task.recipe.epochs, few * (_FIRST + 4) / len(task.split))
+    epochs = max(task.recipe.epochs, few * (max(_FIRST.values()) + 4) / len(task.split))
     recipe = dataclasses.replace(task.recipe, batch=few, schedule=schedule, epochs=epochs)
     return dataclasses.replace(task, recipe=recipe, micro_batches=1, compiled=False)
 
@@ -120,14 +121,15 @@ def _seconds_per_image(state: State, trial: Task, batches: Iterable[Batch]) -> f
     Where the images are too few for that, those of the steps that there are.
     """
     images, begun, together = 0, time.perf_counter(), distributed.together()
+    first = _FIRST.get(trial.device.type, _FIRST_ELSEWHERE)
     whole = trial.plan.total // trial.recipe.batch  # of a last, short step some ranks might have no images
-    for step, batch in enumerate(itertools.islice(batches, min(whole, _FIRST + _STEPS) if together else whole)):
-        if step == _FIRST:
+    for step, batch in enumerate(itertools.islice(batches, min(whole, first + _STEPS) if together else whole)):
+        if step == first:
             images, begun = 0, _now(trial)
         part = _prepared(batch, trial, step)
         advance(state, [part], trial.recipe, size=len(part[1]), steps=trial.plan.steps, seed=trial.seed)
         images += len(part[1])
-        if not together and time.perf_counter() - begun > _SECONDS:
+        if not together and step >= first and time.perf_counter() - begun > _SECONDS:
             break
     return (_now(trial) - begun) / images
 

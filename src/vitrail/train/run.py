@@ -138,6 +138,8 @@ def run(
             with signals.requests() as keeper.asked:
                 plan = task.plan_up_to(0 if deadline is None else deadline.most_steps)
                 with contextlib.closing(feed(task, state.step, plan)) as steps:
+                    if deadline is not None:
+                        deadline.begin_step()
                     planned = keeper.planned
                     loop.run(state, steps, task.training, plan, task.recipe, after_step=keeper.stepped, planned=planned)
                 del steps  # the images that live on the GPU
