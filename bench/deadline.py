@@ -61,12 +61,16 @@ def timed(options: argparse.Namespace, minutes: float, shared_from: float | None
         if run.returncode:
             return f"{minutes:g} minutes: failed: {err.strip().splitlines()[-1]}"
         found = json.loads(out)
+        ended_at = time.time()
         events = [json.loads(line) for line in (Path(folder) / "run" / "events.jsonl").read_text().splitlines()]
+    steps_end = max(event["at"] for event in events if event["event"] == "epoch")
+    end = next(event["at"] for event in events if event["event"] == "end")
     plans = sum(event["event"] == "plan" for event in events)
     shared = "alone" if shared_from is None else f"shared from {shared_from:.0%}"
     return (
         f"{minutes:g} minutes, {shared:16} {taken:6.1f} s = {taken / minutes / 60:.2f} of the limit;"
-        f" {found['epochs']:.2f} epochs, planned again {plans} times, {found['right']} of {found['images']} right"
+        f" {found['epochs']:.2f} epochs, planned again {plans} times, {found['right']} of {found['images']} right;"
+        f" {end - steps_end:.0f} s measuring, {ended_at - end:.0f} s report"
     )
 
 

@@ -38,7 +38,7 @@ def test_the_heads_logits_are_as_sure_as_they_are_right() -> None:
         scale: float(torch.nn.functional.cross_entropy(scale * head.logits(others.values), others.targets))
         for scale in (0.25, 0.5, 0.7, 1.0, 1.4, 2.0, 4.0)
     }
-    assert losses[1.0] < 1.03 * min(losses.values())
+    assert losses[1.0] < 1.06 * min(losses.values())
     assert losses[1.0] < min(losses[0.25], losses[4.0]) / 1.1
 
 
