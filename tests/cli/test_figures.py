@@ -21,7 +21,7 @@ from vitrail import Preprocess, load, save
 from vitrail.data.decode import decode
 from vitrail.data.sources import open_data
 from vitrail.data.transforms import evaluation_view, normalise
-from vitrail.figures import plates
+from vitrail.figures import looks, plates
 from vitrail.figures.attention import attention_distance, class_attention, rollout, token_colours
 from vitrail.figures.embeddings import filters, position_similarity, untrained
 
@@ -236,10 +236,10 @@ def test_another_resolution_resamples_positions_and_sees_more_patches(
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
-    ("given", "drawn"), [(["*/0.jpg"], 2), (["-"], 3), (["digits"], 128), (["list.csv"], 1), (["rose/0.jpg"] * 2, 1)]
+    ("given", "number"), [(["*/0.jpg"], 2), (["-"], 3), (["digits"], 179), (["list.csv"], 1), (["rose/0.jpg"] * 2, 1)]
 )
 def test_images_are_named_in_every_way(
-    given: list[str], drawn: int, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    given: list[str], number: int, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(making.trained(making.vit(depth=1)), tmp_path / "m.safetensors")
     folder(tmp_path, each=2)
@@ -249,22 +249,47 @@ def test_images_are_named_in_every_way(
     code, text, error = vitrail("figures", "m.safetensors", *given, "--pictures", "1", "--json", capsys=capsys)
     assert code == 0, error
     found: dict[str, Any] = json.loads(text)
-    assert found["numbers"]["attention"]["m"]["images"] == drawn
+    assert found["numbers"]["attention"]["m"]["images"] == 1
     assert sum(name.startswith("rollout/") for name in found["files"]) == 1
-    assert ("--pictures" in error) == (drawn > 1)
+    assert (f"1 of {number} images are drawn; --pictures {number} draws all" in error) == (number > 1)
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_of_a_set_images_from_all_of_it_are_looked_at(tmp_path: Path, capsys: Capture) -> None:
-    """The 179 test digits are more than 128 and less than twice as many."""
+def test_of_a_dataset_only_the_images_that_are_drawn_are_decoded(
+    model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 40 images five, from all folders: once for the model, once to be drawn on. --boxes reads all."""
+    paths = sorted(folder(tmp_path / "dataset", each=20).rglob("*.jpg"))
+    decoded: list[str] = []
+
+    def count(source: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        decoded.append(str(source))
+        return decode(source, *arguments, **options)
+
+    monkeypatch.setattr(looks, "decode", count)
+    given = [str(tmp_path / "dataset"), "--out", str(tmp_path / "out"), "--pictures"]
+    assert vitrail("figures", str(model), *given, "5", capsys=capsys)[0] == 0
+    assert decoded == [str(paths[place]) for place in (0, 8, 16, 24, 32)] * 2
+    assert list(np.load(tmp_path / "out" / "images.npz")["images"]) == decoded[:5]
+    decoded.clear()
+    code, _, error = vitrail("figures", str(model), *given, "0", capsys=capsys)
+    assert (code, decoded, "no attention: that takes images: --pictures 0 reads none" in error) == (0, [], True)
+    (tmp_path / "boxes.txt").write_text("0.jpg\trose\t0\t0\t23\t19\n")
+    boxes = ["--boxes", str(tmp_path / "boxes.txt")]
+    assert vitrail("figures", str(model), *given, "5", *boxes, capsys=capsys)[0] == 0
+    assert (len(decoded), len(set(decoded))) == (45, 40)
+    assert len(np.load(tmp_path / "out" / "images.npz")["heads"]) == 5
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_of_a_named_dataset_images_from_all_of_its_test_split_are_drawn(tmp_path: Path, capsys: Capture) -> None:
     save(making.trained(making.vit(depth=1)), tmp_path / "m.safetensors")
-    given = ["digits", "--out", str(tmp_path / "out"), "--pictures", "0"]
+    given = ["digits", "--out", str(tmp_path / "out"), "--pictures", "3"]
     code, _, error = vitrail("figures", str(tmp_path / "m.safetensors"), *given, capsys=capsys)
     assert code == 0, error
     names = np.load(tmp_path / "out" / "images.npz")["images"]
     split = open_data("digits").splits["test"]
-    assert len(names) == 128
-    assert names[-1] == split.name(127 * 179 // 128)
+    assert list(names) == [split.name(place * 179 // 3) for place in range(3)]
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -14,7 +14,9 @@ from tests.data.pictures import encoded, picture
 DRAWN = """
 import resource, sys
 from vitrail.cli.figures import main
-main("l16", (sys.argv[1],), out=sys.argv[2], image_size=(384,), pictures=2, device="cpu", json=True)
+from pathlib import Path
+boxes = Path(sys.argv[1], "boxes.txt")  # with them the images that are not drawn are read, too
+main("l16", (sys.argv[1],), out=sys.argv[2], boxes=boxes, image_size=(384,), pictures=2, device="cpu", json=True)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)
 """
 
@@ -25,6 +27,7 @@ def test_a_large_models_attention_over_128_images_fits_in_8_gigabytes(
 ) -> None:
     """ViT-L/16 at 384: all maps of one image are 511 MB, those of 128 images 65 GB."""
     (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "boxes.txt").write_text("0.jpg object 0 0 200 200\n")
     for number in range(128):
         (tmp_path / "images" / f"{number}.jpg").write_bytes(encoded(picture(number, (384, 400))))
     arguments = [sys.executable, "-c", DRAWN, str(tmp_path / "images"), str(tmp_path / "out")]

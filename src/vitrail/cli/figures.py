@@ -46,15 +46,15 @@ def main(
 
     Args:
         model: A file or folder of any known format, hf:ORG/NAME, timm:NAME, or a preset.
-        images: Images, folders of images, globs, - for a list of paths on standard input, or a set such as digits, of
-            which 128 images are taken. The first may be a second model: a file of weights, a folder of weights without
-            images, hf:ORG/NAME, timm:NAME or a preset; ./b16 is a folder of images.
+        images: Images, folders of images, globs, - for a list of paths on standard input, or a dataset such as digits,
+            of which the test images are taken. The first may be a second model: a file of weights, a folder of weights
+            without images, hf:ORG/NAME, timm:NAME or a preset; ./b16 is a folder of images.
         out: Where the figures go: a folder that is new, empty or from this command; runs/figures, runs/figures-2, ...
             unless told otherwise.
         boxes: Where objects are, to say how much of the rollout falls inside: lines of file name, class, x0 y0 x1 y1,
             as Tiny-ImageNet has them.
         image_size: Resolution in place of the model's, one side or height and width; positions are resampled.
-        pictures: How many images get pictures of their own; distances, rollouts and boxes are of all.
+        pictures: How many images are read and drawn, evenly spread over those given; --boxes reads the others too.
         device: cpu, cuda or mps; the best there is unless told otherwise.
         json: Print the result as JSON.
     """
@@ -68,16 +68,22 @@ def main(
     objects = {} if boxes is None else read_boxes(boxes)
     folder = runs.next_folder("figures") if out is None else _claimed(out)
     shown = list({image.name: image for image in _images(given)}.values())
+    drawn = _spread(shown, pictures)
+    if len(drawn) < len(shown):
+        show.note(f"{len(drawn):,} of {len(shown):,} images are drawn; --pictures {len(shown)} draws all")
+    names = {image.name for image in drawn}
+    read = [*drawn, *(image for image in shown if objects and image.name not in names)]
     subjects = _subjects(models, image_size, device)
     made = Made(folder, [subject.name for subject in subjects])
     _clear(made)
     _filters(subjects, made)
     _positions(subjects, made)
-    if shown:
-        _attention(subjects, shown, objects, made, pictures)
+    if read:
+        _attention(subjects, read, objects, made, len(drawn))
     else:
-        made.skip("attention", f"that takes images: vitrail figures {model} IMAGES...")
-    _end(made, len(shown), as_json=json)
+        reason = "--pictures 0 reads none" if shown else f"vitrail figures {model} IMAGES..."
+        made.skip("attention", f"that takes images: {reason}")
+    _end(made, len(read), as_json=json)
 
 
 class Subject(NamedTuple):
@@ -203,11 +209,15 @@ def _images(given: Sequence[str]) -> "Iterator[Shown]":
         if known or Path(argument).suffix.lower() in lists.SUFFIXES:
             splits = open_data(argument).splits
             split = next(splits[name] for name in ("test", "val", "train") if name in splits)
-            number = min(len(split), PAPER)
-            for row in (place * len(split) // number for place in range(number)):
-                yield Shown(split.name(row), partial(split.read, row))
+            yield from (Shown(split.name(row), partial(split.read, row)) for row in range(len(split)))
             continue
         yield from (Shown(image.name, image.read) for image in paths.found([argument]))
+
+
+def _spread(images: "Sequence[Shown]", number: int) -> "list[Shown]":
+    """At most so many of the images, evenly spread and in their order: a folder's classes come one after the other."""
+    number = min(len(images), number)
+    return [images[place * len(images) // number] for place in range(number)]
 
 
 def _claimed(given: str) -> Path:
@@ -288,10 +298,8 @@ def _attention(
     found = _each("attention", subjects, made, looked)
     if not found:
         return
-    _distances([subject for subject in subjects if subject.name in found], images, found, made)
+    _distances([subject for subject in subjects if subject.name in found], found, made)
     _pictures(drawn, found, made)
-    if drawn and len(images) > len(drawn):
-        show.note(f"pictures are of the first {len(drawn):,} images; --pictures {len(images)} draws all")
     if objects:
         _boxes(found, objects, made)
 
@@ -308,19 +316,15 @@ def _views(subject: Subject, images: "Sequence[Shown]", made: Made) -> "Iterator
     return looks.views(images, subject.trained.model.config.channels, preprocess, made.refuse)
 
 
-def _distances(
-    subjects: Sequence[Subject], images: "Sequence[Shown]", looked: "Mapping[str, Looked]", made: Made
-) -> None:
+def _distances(subjects: Sequence[Subject], looked: "Mapping[str, Looked]", made: Made) -> None:
     """Distance and entropy; networks before training see one batch, since they attend to any image alike."""
     from vitrail.figures import attention, embeddings, plates
 
     found = {name: each.distance for name, each in looked.items()}
     initial = {}
     for subject in subjects:
-        first = next(_views(subject, images, made))
-        initial[subject.name] = attention.attention_distance(
-            embeddings.untrained(subject.trained.model), [first.pixels]
-        )
+        network = embeddings.untrained(subject.trained.model)
+        initial[subject.name] = attention.attention_distance(network, [looked[subject.name].first])
     for name, each in found.items():
         layers = {"distance": each.distance.mean(axis=1).tolist(), "entropy": each.entropy.mean(axis=1).tolist()}
         made.numbers.setdefault("attention", {})[name] = {"images": each.images} | layers

@@ -55,6 +55,8 @@ class Looked(NamedTuple):
     heads: dict[str, Array]
     """Of those alone that are to be drawn, like the tokens."""
     tokens: dict[str, Array]
+    first: Tensor
+    """The pixels of the first batch."""
 
 
 def views(
@@ -85,9 +87,11 @@ def look(
     """
     within: dict[str, Box] = {}
     rollouts, heads, tokens = (dict[str, Array]() for _ in range(3))
+    first: list[Tensor] = []
 
     def parts() -> Iterator[Attended]:
         for batch in batches:
+            first[:] = first or [batch.pixels]
             part = attention.attended(model, batch.pixels)
             within.update(zip(batch.names, batch.within, strict=True))
             rollouts.update(zip(batch.names, part.rollout, strict=True))
@@ -99,7 +103,8 @@ def look(
             tell(len(rollouts))
             yield part
 
-    return Looked(attention.averaged(model, parts()), within, rollouts, heads, tokens)
+    distance = attention.averaged(model, parts())
+    return Looked(distance, within, rollouts, heads, tokens, first[0])
 
 
 def draw(image: Shown, looks: Mapping[str, Looked], places: Mapping[str, Path]) -> None:
