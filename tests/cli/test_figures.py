@@ -1,5 +1,6 @@
 """`vitrail figures` on small models and made-up pictures: the files, the numbers in them, and what is said."""
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -23,7 +24,10 @@ from vitrail.data.sources import open_data
 from vitrail.data.transforms import evaluation_view, normalise
 from vitrail.figures import looks, plates
 from vitrail.figures.attention import attention_distance, class_attention, rollout, token_colours
+from vitrail.figures.cka import compute_cka, compute_products
 from vitrail.figures.embeddings import filters, position_similarity, untrained
+from vitrail.figures.faithfulness import measure_faithfulness
+from vitrail.figures.relevance import compute_relevance
 
 CROPPED = Preprocess(size=(32, 32), resize=(40,), mean=(0.4,) * 3, std=(0.3,) * 3)
 
@@ -31,7 +35,7 @@ CROPPED = Preprocess(size=(32, 32), resize=(40,), mean=(0.4,) * 3, std=(0.3,) * 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plates that are empty files, for tests of all the rest: to draw them takes a second each time."""
-    for name in ("filters", "positions", "distance"):
+    for name in ("filters", "positions", "distance", "cka", "faithfulness"):
         monkeypatch.setattr(plates, name, lambda _, path, **__: path.write_bytes(b""))
 
 
@@ -62,13 +66,13 @@ def test_every_figure_is_a_png_and_the_arrays_are_the_functions(
     code, text, error = vitrail("figures", str(model), str(pictures), "--out", str(out), capsys=capsys)
     assert code == 0, error
     names = ["0", "1", "0-2", "1-2"]  # rose/0.jpg, rose/1.jpg, tulip/0.jpg, tulip/1.jpg
-    each = [f"{kind}/{name}.png" for kind in ("heads", "rollout", "tokens") for name in names]
-    figures = [f"{name}.{end}" for name in ("distance", "filters", "positions") for end in ("npz", "png")]
+    each = [f"{kind}/{name}.png" for kind in ("heads", "relevance", "rollout", "tokens") for name in names]
+    figures = [f"{name}.{end}" for name in ("cka", "distance", "filters", "positions") for end in ("npz", "png")]
     assert files(out) == sorted([*each, *figures, "figures.json", "images.npz"])
     for line in ("filters.png", "positions.png", "distance.png", "rollout/       4 images"):
         assert line in text
     assert "averaged over 4 of the paper's 128 images" in error
-    for name in (*each, "filters.png", "positions.png", "distance.png"):
+    for name in (*each, "cka.png", "filters.png", "positions.png", "distance.png"):
         with Image.open(out / name) as shown:
             assert shown.format == "PNG"
             assert min(shown.info["dpi"]) > 199
@@ -88,6 +92,13 @@ def test_every_figure_is_a_png_and_the_arrays_are_the_functions(
     np.testing.assert_allclose(stored["images"]["rollouts"], rollout(network, images), rtol=1e-5)
     np.testing.assert_allclose(stored["images"]["heads"], class_attention(network, images), rtol=1e-5)
     np.testing.assert_allclose(stored["images"]["tokens"], token_colours(network, images), atol=1e-4)
+    relevant = compute_relevance(network, images)
+    np.testing.assert_allclose(stored["images"]["relevance"], relevant.maps, rtol=1e-4, atol=1e-7)
+    assert stored["images"]["classes"].tolist() == relevant.classes.tolist()
+    probabilities = torch.softmax(network(images), dim=1).amax(dim=1).detach()
+    np.testing.assert_allclose(stored["images"]["probabilities"], probabilities, rtol=1e-5)
+    products = compute_products(network, images)
+    np.testing.assert_allclose(np.load(out / "cka.npz")["layers"], compute_cka([products], [products]), atol=1e-4)
     # 20 x 24 pixels, resized to 40 x 48, of which the middle 32 x 32 are seen
     assert np.array_equal(stored["images"]["within"], [[4, 2, 20, 18]] * 4)
 
@@ -153,6 +164,53 @@ def test_two_models_stand_side_by_side_and_one_without_attention_is_named(
     code, _, error = vitrail("figures", str(resnet), image, "--out", str(out), capsys=capsys)
     assert code == 0
     assert files(out) == ["figures.json", "filters.npz", "filters.png"]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_faithfulness_compares_relevance_with_rollout_and_a_random_order(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """Beside a model of which an image may have several labels, each with a probability of its own."""
+    other, out = tmp_path / "other.safetensors", tmp_path / "out"
+    save(
+        dataclasses.replace(making.trained(making.vit(seed=1), preprocess=CROPPED), several=True, temperature=2), other
+    )
+    given = [str(model), str(other), str(pictures), "--out", str(out), "--json", "--faithfulness"]
+    code, text, error = vitrail("figures", *given, capsys=capsys)
+    assert code == 0, error
+    areas, stored = json.loads(text)["numbers"]["faithfulness"], np.load(out / "faithfulness.npz")
+    assert list(areas) == ["model", "other"]
+    assert list(areas["other"]) == ["relevance", "rollout", "random"]
+    shown = np.load(out / "images.npz")
+    images = views(sorted(pictures.rglob("*.jpg")))
+
+    def predict(pixels: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(load(other).model(pixels) / 2)
+
+    for order, maps in (("relevance", shown["second_relevance"]), ("rollout", shown["second_rollouts"])):
+        expected = measure_faithfulness(predict, images, maps, shown["second_classes"])
+        np.testing.assert_allclose(stored[f"second_{order}_deletion"], expected.deletion, atol=1e-5)
+        assert areas["other"][order]["insertion"] == pytest.approx(expected.insertion_area, abs=1e-5)
+    assert not np.array_equal(stored["random_deletion"], stored["rollout_deletion"])
+    between = np.load(out / "cka.npz")["layers_with_second"]
+    products = [compute_products(load(path).model, images) for path in (model, other)]
+    np.testing.assert_allclose(between, compute_cka([products[0]], [products[1]]), atol=1e-4)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_model_without_a_head_and_too_few_images_are_a_sentence_each(
+    pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    path, out = tmp_path / "bare.safetensors", tmp_path / "out"
+    save(making.trained(making.vit(classes=0), preprocess=CROPPED), path)
+    given = [str(path), str(pictures / "rose"), "--out", str(out), "--faithfulness"]
+    code, text, error = vitrail("figures", *given, capsys=capsys)
+    assert code == 0, error
+    assert "no relevance: bare has no head: relevance, and how faithful it is, is that of a class" in error
+    assert "no cka: CKA compares layers on 4 images or more" in error
+    assert "rollout/" in text
+    assert "relevance/" not in text
+    assert not (out / "relevance").exists()
 
 
 @pytest.mark.usefixtures("undrawn")

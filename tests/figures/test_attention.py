@@ -139,7 +139,7 @@ def test_every_model_agrees_with_plain_loops(change: dict[str, Any]) -> None:
 
 def pooling(model: ViT, images: Tensor) -> Tensor:
     with torch.no_grad():
-        return attention._pooling(model.attn_pool, model.encode(images)[:, model.config.prefix :])
+        return attention.weigh_patches(model.attn_pool, model.encode(images)[:, model.config.prefix :])
 
 
 def test_poolings_maps_times_values_are_its_output() -> None:

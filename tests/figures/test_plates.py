@@ -14,6 +14,7 @@ from tests.figures.test_draw import ANY_NAMES
 from vitrail.figures import plates
 from vitrail.figures.attention import AttentionDistance
 from vitrail.figures.embeddings import Filters, PositionSimilarity, filters, position_similarity
+from vitrail.figures.faithfulness import Faithfulness
 
 
 @pytest.fixture
@@ -149,3 +150,33 @@ def test_any_name_is_drawn_and_equal_numbers_give_equal_bytes(tmp_path: Path) ->
         written.append([hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(tmp_path.iterdir())])
     assert len(written[0]) == 3
     assert written[0] == written[1]
+
+
+def curves(images: int, start: float) -> Faithfulness:
+    fractions = np.linspace(0, 1, 11, dtype=np.float32)
+    falling = np.tile(start * (1 - fractions), (images, 1))
+    return Faithfulness(fractions, falling, falling[:, ::-1])
+
+
+def test_faithfulness_shows_each_order_with_its_area(tmp_path: Path, drawn: list[Figure]) -> None:
+    orders = {"relevance": curves(3, 0.4), "rollout": curves(3, 0.6), "random": curves(3, 1)}
+    plates.faithfulness({"one": orders, "other": orders}, tmp_path / "f.png")
+    assert len(drawn[0].axes) == 4
+    deletion, insertion = drawn[0].axes[:2]
+    labels = [text.get_text() for text in deletion.get_legend().get_texts()]
+    assert labels == ["relevance, area 0.200", "rollout, area 0.300", "random, area 0.500"]
+    assert deletion.get_title(loc="left") == "Deletion, one, 3 images"
+    np.testing.assert_allclose(deletion.lines[0].get_ydata(), np.linspace(0.4, 0, 11), atol=1e-6)
+    np.testing.assert_allclose(insertion.lines[2].get_ydata(), np.linspace(0, 1, 11), atol=1e-6)
+
+
+def test_cka_is_a_map_for_each_pair_of_models_from_the_embedding_up(tmp_path: Path, drawn: list[Figure]) -> None:
+    within, between = np.eye(4, dtype=np.float32), np.full((4, 3), 0.5, dtype=np.float32)
+    found = {("a", "a"): within, ("a", "b"): between, ("b", "b"): np.eye(3, dtype=np.float32)}
+    plates.cka(found, tmp_path / "c.png")
+    panels = drawn[0].axes[:3]
+    assert [axes.get_title(loc="left") for axes in panels] == ["Within a", "Between both", "Within b"]
+    assert [axes.images[0].get_array().shape for axes in panels] == [(4, 4), (4, 3), (3, 3)]
+    assert (panels[1].get_ylabel(), panels[1].get_xlabel()) == ("layer of a", "layer of b")
+    assert all(axes.images[0].get_clim() == (0, 1) for axes in panels)
+    assert panels[0].get_ylim()[0] < panels[0].get_ylim()[1]  # layer 0 is at the bottom

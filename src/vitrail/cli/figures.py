@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PAPER = 128  # images that the paper's attention distance is averaged over
 RECORD = "figures.json"
-_FOLDERS = ("rollout", "tokens", "heads")
+_FOLDERS = ("rollout", "relevance", "tokens", "heads")
 
 T = TypeVar("T")
 
@@ -35,14 +35,16 @@ def main(
     boxes: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     image_size: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="HEIGHT [WIDTH]")] = None,
     pictures: Annotated[int, tyro.conf.arg(metavar="N")] = 64,
+    faithfulness: bool = False,
     device: str | None = None,
     json: bool = False,
 ) -> None:
     """Draw the paper's figures of a model, or of two side by side; each is a PNG and an .npz with its numbers.
 
-    From the weights: embedding filters, position similarity. With images: attention distance and entropy by head, and
-    of each image the rollout, the last attention by head, and its tokens as colours. What a model does not have is
-    said in a sentence. An image that cannot be read is named, the others go on, and the exit code is then 3.
+    From the weights: embedding filters, position similarity. With images: attention distance and entropy by head, CKA
+    between layers, also of two models, and of each image the rollout, the relevance to the predicted class, the last
+    attention by head, and its tokens as colours. What a model does not have is said in a sentence. An image that cannot
+    be read is named, the others go on, and the exit code is then 3.
 
     Args:
         model: A file or folder of any known format, hf:ORG/NAME, timm:NAME, or a preset.
@@ -55,6 +57,8 @@ def main(
             as Tiny-ImageNet has them.
         image_size: Resolution in place of the model's, one side or height and width; positions are resampled.
         pictures: How many images are read and drawn, evenly spread over those given; --boxes reads the others too.
+        faithfulness: Remove and insert patches by relevance, by rollout and at random, and draw what becomes of the
+            class's probability; it takes 66 passes an image.
         device: cpu, cuda or mps; the best there is unless told otherwise.
         json: Print the result as JSON.
     """
@@ -79,7 +83,7 @@ def main(
     _filters(subjects, made)
     _positions(subjects, made)
     if read:
-        _attention(subjects, read, objects, made, len(drawn))
+        _attention(subjects, read, objects, made, len(drawn), faithfulness=faithfulness)
     else:
         reason = "--pictures 0 reads none" if shown else f"vitrail figures {model} IMAGES..."
         made.skip("attention", f"that takes images: {reason}")
@@ -231,7 +235,7 @@ def _claimed(given: str) -> Path:
 
 def _clear(made: Made) -> None:
     """Remove the figures of another time, and mark the folder as one of this command."""
-    for name in ("filters", "positions", "distance", "images", "boxes"):
+    for name in ("filters", "positions", "distance", "cka", "faithfulness", "images", "boxes"):
         for ending in ("png", "npz", "json"):
             (made.folder / f"{name}.{ending}").unlink(missing_ok=True)
     for name in _FOLDERS:
@@ -282,9 +286,15 @@ def _positions(subjects: Sequence[Subject], made: Made) -> None:
 
 
 def _attention(
-    subjects: Sequence[Subject], images: "Sequence[Shown]", objects: "Mapping[str, Box]", made: Made, pictures: int
+    subjects: Sequence[Subject],
+    images: "Sequence[Shown]",
+    objects: "Mapping[str, Box]",
+    made: Made,
+    pictures: int,
+    *,
+    faithfulness: bool,
 ) -> None:
-    """Distances, then pictures of each image, then boxes."""
+    """Distances, CKA and curves, then pictures of each image, then boxes."""
     from vitrail.figures import looks
 
     drawn = images[:pictures]
@@ -293,12 +303,21 @@ def _attention(
         with show.progress(f"{subject.name} looks at images") as report:
             names = {image.name for image in drawn}
             batches = _views(subject, images, made)
-            return looks.look(subject.trained.model, batches, names, lambda done: report(done, len(images)))
+
+            def tell(done: int) -> None:
+                report(done, len(images))
+
+            return looks.look(subject.trained, batches, names, tell, faithfulness=faithfulness)
 
     found = _each("attention", subjects, made, looked)
     if not found:
         return
     _distances([subject for subject in subjects if subject.name in found], found, made)
+    _cka(found, made)
+    for name, each in found.items():
+        if drawn and not each.details.relevance:
+            made.skip("relevance", f"{name} has no head: relevance, and how faithful it is, is that of a class")
+    _faithfulness(found, made)
     _pictures(drawn, found, made)
     if objects:
         _boxes(found, objects, made)
@@ -337,6 +356,53 @@ def _distances(subjects: Sequence[Subject], looked: "Mapping[str, Looked]", made
         show.note(f"attention distance is averaged over {fewest} of the paper's {PAPER} images")
 
 
+def _cka(looked: "Mapping[str, Looked]", made: Made) -> None:
+    """The similarity of layers within each model, and between two of them on the batches that both have seen."""
+    from vitrail.figures import cka, plates
+
+    found, arrays = {}, dict[str, dict[str, Any]]()
+    for one, other in itertools.combinations_with_replacement(looked, 2):
+        here, there = looked[one].details.products, looked[other].details.products
+        both = [names for names in here if names in there]
+        try:
+            layers = cka.compute_cka([here[names] for names in both], [there[names] for names in both])
+        except DataError as error:
+            made.skip("cka", str(error))
+            return
+        found[one, other] = layers
+        arrays.setdefault(one, {})["layers" if one == other else "layers_with_second"] = layers
+    ends = {" and ".join(dict.fromkeys(pair)): layers[1, -1] for pair, layers in found.items()}
+    made.numbers["cka"] = {name: float(value) for name, value in ends.items()}
+    path = made.file("cka.png", f"CKA of layers, of the first block and the last {_told(ends, '{:.2f}')}")
+    plates.cka(found, path)
+    made.arrays("cka.npz", arrays)
+
+
+def _faithfulness(looked: "Mapping[str, Looked]", made: Made) -> None:
+    """What becomes of the classes' probabilities as patches go in several orders."""
+    from vitrail.figures import plates
+    from vitrail.figures.faithfulness import join
+
+    found = {
+        name: {order: join(parts) for order, parts in each.details.curves.items()}
+        for name, each in looked.items()
+        if each.details.curves
+    }
+    if not found:
+        return
+    areas = made.numbers["faithfulness"] = {
+        name: {order: {"deletion": each.deletion_area, "insertion": each.insertion_area} for order, each in by.items()}
+        for name, by in found.items()
+    }
+    told = _told(areas, "by relevance {0[relevance][deletion]:.3f} and {0[relevance][insertion]:.3f}")
+    plates.faithfulness(found, made.file("faithfulness.png", f"areas under deletion and insertion, {told}"))
+    arrays = {
+        name: {f"{order}_{key}": value for order, each in by.items() for key, value in dataclasses.asdict(each).items()}
+        for name, by in found.items()
+    }
+    made.arrays("faithfulness.npz", arrays)
+
+
 def _pictures(images: "Sequence[Shown]", looked: "Mapping[str, Looked]", made: Made) -> None:
     """Pictures of each image that could be read, and what there is of all images as arrays."""
     from vitrail.figures import looks
@@ -344,18 +410,23 @@ def _pictures(images: "Sequence[Shown]", looked: "Mapping[str, Looked]", made: M
     taken: set[str] = set()
     with show.progress("drawing") as report:
         for number, image in enumerate(images, 1):
-            there = {name: each for name, each in looked.items() if image.name in each.heads}
+            there = {name: each for name, each in looked.items() if image.name in each.details.heads}
             if there:
                 taken.add(name := looks.file_name(image.name, taken))
-                places = {kind: made.file(f"{kind}/{name}.png", image.name) for kind in _FOLDERS}
+                relevant = any(image.name in each.details.relevance for each in there.values())
+                kinds = [kind for kind in _FOLDERS if relevant or kind != "relevance"]
+                places = {kind: made.file(f"{kind}/{name}.png", image.name) for kind in kinds}
                 looks.draw(image, there, places)
             report(number, len(images))
-    fields = ("within", "rollouts", "heads", "tokens")
-    arrays = {
-        name: {field: list(getattr(each, field).values()) for field in fields}
-        | {"images": list(each.rollouts), "drawn": list(each.heads)}
-        for name, each in looked.items()
-    }
+    arrays = {}
+    for name, each in looked.items():
+        details = each.details
+        arrays[name] = {field: list(getattr(each, field).values()) for field in ("within", "rollouts")}
+        arrays[name] |= {field: list(getattr(details, field).values()) for field in ("heads", "tokens", "relevance")}
+        answers = details.answers.values()
+        arrays[name] |= {"classes": [answer.number for answer in answers]}
+        arrays[name] |= {"probabilities": [answer.probability for answer in answers]}
+        arrays[name] |= {"images": list(each.rollouts), "drawn": list(details.heads)}
     made.arrays("images.npz", arrays)
 
 
@@ -407,8 +478,8 @@ def _end(made: Made, images: int, *, as_json: bool) -> None:
         show.as_json(facts)
     else:
         rows = [(name, text) for name, text in made.files.items() if "/" not in name and not name.endswith(".npz")]
-        drawn = sum(name.startswith(f"{_FOLDERS[0]}/") for name in made.files)
-        rows += [(f"{folder}/", f"{drawn:,} images") for folder in _FOLDERS if drawn]
+        counts = {folder: sum(name.startswith(f"{folder}/") for name in made.files) for folder in _FOLDERS}
+        rows += [(f"{folder}/", f"{number:,} images") for folder, number in counts.items() if number]
         show.table(rows)
     show.note(f"written: {made.folder}")
     if made.unreadable:

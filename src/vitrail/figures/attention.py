@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitrail.config import grid_for
+from vitrail.config import ViTConfig, grid_for
 from vitrail.errors import DataError, ModelError, UsageError
 from vitrail.figures.embeddings import upright
 from vitrail.model.build import Model
@@ -70,7 +70,7 @@ def attention_distance(model: Model, batches: Iterable[Tensor]) -> AttentionDist
 
 def averaged(model: Model, parts: Iterable[Attended]) -> AttentionDistance:
     """The same of images that were attended to already."""
-    config = _attentive(model).config
+    config = require_attention(model).config
     images, sums, uniform = 0, np.zeros((2, config.depth, config.heads)), np.zeros(2)
     for part in parts:
         number, grid = len(part.rollout), (part.rollout.shape[1], part.rollout.shape[2])
@@ -98,7 +98,7 @@ def class_attention(model: Model, images: Tensor) -> Array:
 
 def attended(model: Model, images: Tensor) -> Attended:
     """All of it of normalised images (B, C, S, S), in one pass. The model is left in eval mode."""
-    parts = [_attended(chunk, vit) for vit, chunk in _chunks(model, images)]
+    parts = [_attended(chunk, vit) for vit, chunk in split_images(model, images)]
     found = Attended(*(np.concatenate(column) for column in zip(*parts, strict=True)))
     if not all(np.isfinite(values).all() for values in found):
         raise ModelError("the attention is not all finite: the weights, or the mean and std of the images, are wrong")
@@ -112,22 +112,23 @@ def token_colours(model: Model, images: Tensor) -> Array:
     The components are the image's own, of the encoder's output, so colours compare places of one image and nothing
     else. The score of greatest magnitude is positive, and 2.5 standard deviations from grey is full colour.
     """
-    return np.concatenate([_colours(chunk, vit) for vit, chunk in _chunks(model, images)])
+    return np.concatenate([_colours(chunk, vit) for vit, chunk in split_images(model, images)])
 
 
-def _attentive(model: Model) -> ViT:
+def require_attention(model: Model) -> ViT:
+    """The model, if it is a ViT or a hybrid."""
     if not isinstance(model, ViT):
         raise UsageError(f"a {type(model).__name__} ResNet has no attention; give a ViT or a hybrid")
     return model
 
 
-def _chunks(model: Model, images: Tensor) -> Iterator[tuple[ViT, Tensor]]:
-    """The model, in eval mode, and as many images at a time as their maps may take memory."""
-    vit = _attentive(model).eval()
+def split_images(model: Model, images: Tensor, layers: int = 1) -> Iterator[tuple[ViT, Tensor]]:
+    """The model, in eval mode, and as many images at a time as the maps of so many layers may take memory."""
+    vit = require_attention(model).eval()
     if not len(images):
         raise DataError("attention is measured on images, and there is none")
     rows, columns = grid_for((images.shape[2], images.shape[3]), vit.config.stride)
-    each = 4 * vit.config.heads * (vit.config.prefix + rows * columns) ** 2
+    each = layers * 4 * vit.config.heads * (vit.config.prefix + rows * columns) ** 2
     device = next(vit.parameters()).device
     for chunk in images.split(max(1, min(_CHUNK, _MAPS // each))):
         yield vit, chunk.to(device)
@@ -141,14 +142,14 @@ def _attended(images: Tensor, model: ViT) -> tuple[Array, ...]:
     distances, entropies = [], []
     rolled = torch.eye(prefix + number, device=images.device)  # (N, N), with the first layer (B, N, N)
     for maps in attention_maps(model, images):  # (B, H, N, N)
-        patches = _shares(maps[..., prefix:, prefix:])  # (B, H, n, n)
+        patches = to_shares(maps[..., prefix:, prefix:])  # (B, H, n, n)
         distances.append(patches.flatten(2) @ pixels / number)  # (B, H)
         entropies.append(torch.special.entr(patches).sum(dim=(2, 3)) / (number * math.log(2)))
         rolled = _onward(rolled, maps)
     reader, heads = _reader(model, images, maps)
     rollout = torch.einsum("bn,bnm->bm", reader, rolled)[:, prefix:]
     by_layer = (torch.stack(values, dim=1) for values in (distances, entropies))
-    by_place = (_shares(values).unflatten(-1, grid) for values in (rollout, heads))
+    by_place = (to_shares(values).unflatten(-1, grid) for values in (rollout, heads))
     return tuple(values.float().cpu().numpy() for values in (*by_layer, *by_place))
 
 
@@ -164,7 +165,7 @@ def _distances(grid: Grid, stride: int) -> Tensor:
     return stride * (places[:, None] - places[None]).norm(dim=2)
 
 
-def _shares(values: Tensor) -> Tensor:
+def to_shares(values: Tensor) -> Tensor:
     """Each row divided by its sum; one of zeros, all of whose attention is elsewhere, stays so."""
     return values / values.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny)
 
@@ -174,18 +175,24 @@ def _reader(model: ViT, images: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
     config = model.config
     tokens, prefix = last.shape[-1], config.prefix
     if config.pool == "map":
-        pooling = _pooling(model.attn_pool, model.encode(images)[:, prefix:])
+        pooling = weigh_patches(model.attn_pool, model.encode(images)[:, prefix:])
         return F.pad(pooling.mean(dim=1), (prefix, 0)), pooling
-    reader = torch.zeros(tokens, device=last.device)
-    if config.pool in ("class", "class-mean"):
-        reader[: 1 + config.distillation_head] = 1 / (1 + config.distillation_head)
-    if config.pool != "class":
-        patches = F.pad(torch.ones(tokens - prefix), (prefix, 0)).to(reader) / (tokens - prefix)
-        reader = (reader + patches) / (reader + patches).sum()
+    reader = weigh_tokens(config, tokens).to(last)
     return reader.expand(len(images), -1), torch.einsum("n,bhnm->bhm", reader, last)[..., prefix:]
 
 
-def _pooling(pool: AttentionPool, patches: Tensor) -> Tensor:
+def weigh_tokens(config: ViTConfig, tokens: int) -> Tensor:
+    """(N,), of sum 1: how much of each token the head reads, unless it pools by attention (MAP)."""
+    reader = torch.zeros(tokens)
+    if config.pool in ("class", "class-mean"):
+        reader[: 1 + config.distillation_head] = 1 / (1 + config.distillation_head)
+    if config.pool != "class":
+        patches = F.pad(torch.ones(tokens - config.prefix), (config.prefix, 0)) / (tokens - config.prefix)
+        reader = (reader + patches) / (reader + patches).sum()
+    return reader
+
+
+def weigh_patches(pool: AttentionPool, patches: Tensor) -> Tensor:
     """(B, H, n): what the query of attention pooling attends to."""
     query = pool.q(pool.latent).unflatten(-1, (pool.heads, -1)).transpose(1, 2)  # (1, H, 1, K)
     keys = pool.kv(patches).chunk(2, dim=-1)[0].unflatten(-1, (pool.heads, -1)).transpose(1, 2)  # (B, H, n, K)

@@ -1,6 +1,6 @@
-"""The paper's inspection figures, drawn: filters, positions, attention distance; of one model or of two side by side.
+"""Figures of what is inside models, of one or of two side by side: the paper's, faithfulness curves and CKA.
 
-Each function takes what `embeddings` and `attention` computed, by the name of the model, and writes a PNG for print.
+Each function takes what the other modules here computed, by the name of the model, and writes a PNG for print.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from vitrail.figures.attention import AttentionDistance
 from vitrail.figures.draw import BLUE, GREY, INK, ORANGE, drawing, shortened
 from vitrail.figures.embeddings import Filters, PositionSimilarity
+from vitrail.figures.faithfulness import Faithfulness
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -150,6 +151,54 @@ def _heads(axes: "Axes", trained: AttentionDistance, initial: AttentionDistance 
     axes.axhline(even, color=INK, linestyle=":", linewidth=1, label="attention to all patches alike")
     axes.set(xlabel="network depth (layer)", xlim=(0.4, len(layers) + 0.6))
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+
+
+def faithfulness(found: Mapping[str, Mapping[str, Faithfulness]], path: Path) -> None:
+    """Draw the mean probability over deletion and insertion, a row of the figure for each model, with the areas.
+
+    `found` are a model's curves by what patches are ordered by: relevance, rollout, random.
+    """
+    from matplotlib.ticker import PercentFormatter
+
+    looks = {"relevance": (ORANGE, "-"), "rollout": (BLUE, "-"), "random": (GREY, "--")}
+    with drawing(path, (9.6, 3.7 * len(found)), dpi=_DPI) as figure:
+        panels = figure.subplots(len(found), 2, squeeze=False, sharey="row")
+        for (name, curves), line in zip(found.items(), panels, strict=True):
+            for field, axes in zip(("deletion", "insertion"), line, strict=True):
+                for order, each in curves.items():
+                    colour, style = looks[order]
+                    label = f"{order}, area {getattr(each, f'{field}_area'):.3f}"
+                    means = getattr(each, field).mean(axis=0)
+                    axes.plot(each.fractions, means, color=colour, linestyle=style, marker="o", label=label)
+                images = len(next(iter(curves.values())).deletion)
+                axes.set_title(f"{field.capitalize()}, {_named(name)}, {images:,} image{'s' * (images > 1)}")
+                axes.set(xlabel=f"patches {'removed' if field == 'deletion' else 'inserted'}, first of the order first")
+                axes.set(xlim=(-0.02, 1.02), ylim=(0, None))
+                axes.legend(fontsize=8, loc="upper right" if field == "deletion" else "lower right")
+                axes.xaxis.set_major_formatter(PercentFormatter(1))
+                axes.yaxis.set_major_formatter(PercentFormatter(1))
+            line[0].set_ylabel("mean probability of the class")
+
+
+def cka(found: Mapping[tuple[str, str], NDArray[np.float32]], path: Path) -> None:
+    """Draw the similarity of layers as a map for each pair of models; layer 0 is the embedding."""
+    from matplotlib.ticker import MaxNLocator
+
+    side = 3.6
+    with drawing(path, (0.9 + side * len(found), side), dpi=_DPI) as figure:
+        panels = figure.subplots(1, len(found), squeeze=False)[0]
+        for ((one, other), values), axes in zip(found.items(), panels, strict=True):
+            drawn = axes.imshow(values, cmap="magma", vmin=0, vmax=1, origin="lower", interpolation="nearest")
+            axes.set_title("Within " + _named(one) if one == other else "Between both")
+            within = "layer (0: the embedding)"
+            axes.set(xlabel=within if one == other else f"layer of {_named(other)}")
+            axes.set(ylabel=within if one == other else f"layer of {_named(one)}")
+            axes.grid(visible=False)
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_locator(MaxNLocator(9, integer=True))
+        bar = figure.colorbar(drawn, ax=list(panels), shrink=0.85)
+        bar.set_label("linear CKA")
+        bar.outline.set_visible(False)
 
 
 def _highest(found: AttentionDistance, field: str) -> float:

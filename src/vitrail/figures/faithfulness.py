@@ -1,0 +1,82 @@
+"""How far a map of relevance can be believed: what becomes of the answer when patches go in its order.
+
+    B images   L classes   n = R C patches in R rows and C columns   S steps
+
+Deletion and insertion (Petsiuk, Das and Saenko, "RISE", 2018), by patches rather than pixels.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vitrail.errors import UsageError
+from vitrail.figures.attention import Array
+
+STEPS = 10
+"""A tenth of the patches goes or comes at a time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Faithfulness:
+    """The probability of the images' classes as patches are removed or inserted, the most relevant first."""
+
+    fractions: Array
+    """(S + 1,) from 0 to 1: how many of the patches."""
+    deletion: Array
+    """(B, S + 1): from the whole image to none of it."""
+    insertion: Array
+    """(B, S + 1): from none of the image to all of it."""
+
+    @property
+    def deletion_area(self) -> float:
+        """Under the mean curve: the smaller, the better the order."""
+        return self._area(self.deletion)
+
+    @property
+    def insertion_area(self) -> float:
+        """Under the mean curve: the larger, the better the order."""
+        return self._area(self.insertion)
+
+    def _area(self, curves: Array) -> float:
+        mean, widths = curves.mean(axis=0, dtype=np.float64), np.diff(self.fractions.astype(np.float64))
+        return float(widths @ (mean[1:] + mean[:-1]) / 2)
+
+
+@torch.no_grad()
+def measure_faithfulness(
+    predict: Callable[[Tensor], Tensor], images: Tensor, maps: Array, classes: NDArray[np.int64]
+) -> Faithfulness:
+    """Deletion and insertion of the patches of normalized images (B, C, S, S), in the order of their values in `maps`.
+
+    `predict` turns images into probabilities (B, L), of which that of each image's class is followed. `maps` are
+    (B, R, C); of equal values the first patch goes first. A patch that is not there is 0 everywhere, the mean color.
+    """
+    _, rows, columns = maps.shape
+    if images.shape[2] % rows or images.shape[3] % columns:
+        raise UsageError(f"images of {images.shape[2]} x {images.shape[3]} have no {rows} x {columns} patches")
+    number = rows * columns
+    order = torch.from_numpy(maps.reshape(len(maps), number)).argsort(dim=1, descending=True, stable=True)
+    ranks = order.argsort(dim=1).unflatten(1, (rows, columns))  # 0 is the most relevant
+    ranks = ranks.repeat_interleave(images.shape[2] // rows, 1).repeat_interleave(images.shape[3] // columns, 2)
+    ranks = ranks[:, None].to(images.device)
+    counts = sorted({round(step * number / STEPS) for step in range(STEPS + 1)})  # a small grid has fewer steps
+    chosen = torch.from_numpy(classes).to(images.device)[:, None]
+
+    def follow(present: Callable[[int], Tensor]) -> Array:
+        steps = [predict(images * present(count)).gather(1, chosen) for count in counts]
+        return torch.cat(steps, dim=1).float().cpu().numpy()  # (B, S + 1)
+
+    fractions = np.array(counts, dtype=np.float32) / number
+    return Faithfulness(fractions, follow(lambda count: ranks >= count), follow(lambda count: ranks < count))
+
+
+def join(parts: Sequence[Faithfulness]) -> Faithfulness:
+    """The curves of several batches as one."""
+    deletion, insertion = (
+        np.concatenate([getattr(part, field) for part in parts]) for field in ("deletion", "insertion")
+    )
+    return Faithfulness(parts[0].fractions, deletion, insertion)

@@ -1,0 +1,119 @@
+"""Which patches speak for a class (Chefer, Gur and Wolf, "Generic Attention-model Explainability", 2021).
+
+    B images   H heads   N tokens   T tokens that a layer computes   n = R C patches in R rows and C columns   L classes
+
+In each layer the attention times the gradient of the class's logit, its positive part, averaged over heads, carries
+the relevance of the layers below on to the tokens that the head reads.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from vitrail.config import ViTConfig, grid_for
+from vitrail.errors import ModelError, UsageError
+from vitrail.figures.attention import (
+    Array,
+    require_attention,
+    split_images,
+    to_shares,
+    weigh_patches,
+    weigh_tokens,
+)
+from vitrail.model.build import Model
+from vitrail.model.vit import Attention, AttentionPool, ViT
+
+
+class Relevance(NamedTuple):
+    """What speaks for one class in each image."""
+
+    maps: Array  # (B, R, C): of sum 1, or 0 everywhere where nothing speaks for the class
+    classes: NDArray[np.int64]  # (B,)
+    logits: Array  # (B, L)
+
+
+def compute_relevance(model: Model, images: Tensor, classes: Tensor | None = None) -> Relevance:
+    """The relevance of each patch of normalized images (B, C, S, S) to `classes` (B,), or to those predicted.
+
+    R begins as the identity, and layer by layer becomes R + A R, where A is the mean over heads of the positive part of
+    attention times gradient. The relevance is in the rows of the tokens that the head reads. Attention pooling (MAP) is
+    one more layer, of one row. Where the head reads patches, the identity is left out: each has as much of it.
+    """
+    config = require_attention(model).config
+    if not config.classes:
+        raise UsageError("the model has no head, and relevance is that of a patch to a class")
+    parts, start = [], 0
+    for vit, chunk in split_images(model, images, layers=2 * config.depth):  # all maps, and as many gradients
+        wanted = None if classes is None else classes[start : start + len(chunk)].to(chunk.device)
+        parts.append(_relevance(vit, chunk, wanted))
+        start += len(chunk)
+    found = Relevance(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    if not (np.isfinite(found.maps).all() and np.isfinite(found.logits).all()):
+        raise ModelError("the relevance is not all finite: the weights, or the mean and std of the images, are wrong")
+    return found
+
+
+@torch.enable_grad()
+def _relevance(model: ViT, images: Tensor, classes: Tensor | None) -> tuple[NDArray[Any], ...]:
+    with _recorded_attention(model) as maps:
+        logits = model(images)
+    classes = logits.argmax(dim=1) if classes is None else classes
+    gradients = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), maps)
+    layers = [(each * gradient).detach().relu().mean(dim=1) for each, gradient in zip(maps, gradients, strict=True)]
+    grid = grid_for((images.shape[2], images.shape[3]), model.config.stride)
+    found = to_shares(_chain(layers, model.config)).unflatten(1, grid)
+    return found.float().cpu().numpy(), classes.cpu().numpy(), logits.detach().float().cpu().numpy()
+
+
+def _chain(layers: list[Tensor], config: ViTConfig) -> Tensor:
+    """(B, n): what the layers' A, (B, T, N), and at last attention pooling's, (B, 1, n), carry from patch to head."""
+    pooling = layers.pop() if config.pool == "map" else None
+    tokens = layers[0].shape[2]
+    identity = torch.eye(tokens).to(layers[0])
+    relevance = identity.expand(len(layers[0]), -1, -1)
+    for layer in layers:  # where the last computes the head's tokens alone, the other rows stay as they are
+        relevance = relevance + F.pad(layer @ relevance, (0, 0, 0, tokens - layer.shape[1]))
+    if pooling is None:
+        read = weigh_tokens(config, tokens).to(relevance) @ (relevance - identity)  # (B, N)
+    else:
+        read = (F.pad(pooling, (config.prefix, 0)) @ relevance)[:, 0]
+    return read[:, config.prefix :]
+
+
+@contextlib.contextmanager
+def _recorded_attention(model: ViT) -> Iterator[list[Tensor]]:
+    """The maps of all layers, (B, H, T, N), of the passes that the model makes meanwhile, as parts of their graph.
+
+    The fused kernel has no maps, so its output is replaced by that of maps times values.
+    """
+    maps: list[Tensor] = []
+
+    def record(weights: Tensor) -> Tensor:
+        maps.append(weights if weights.requires_grad else weights.requires_grad_())  # of frozen parameters: a leaf
+        return weights
+
+    def attend(module: nn.Module, inputs: tuple[Any, ...], _: Tensor) -> Tensor:
+        assert isinstance(module, Attention)
+        x, grid, queries = inputs
+        out = record(module.weights(x, grid)[:, :, :queries]) @ module.split(x)[2]
+        return module.proj(out.transpose(1, 2).flatten(2))
+
+    def pool(module: nn.Module, inputs: tuple[Tensor], _: Tensor) -> Tensor:
+        assert isinstance(module, AttentionPool)
+        values = module.kv(inputs[0]).chunk(2, dim=-1)[1].unflatten(-1, (module.heads, -1)).transpose(1, 2)
+        out = record(weigh_patches(module, inputs[0])[:, :, None]) @ values  # (B, H, 1, K)
+        pooled = module.proj(out.transpose(1, 2).flatten(2))[:, 0]
+        return pooled + module.mlp(module.norm(pooled))
+
+    with contextlib.ExitStack() as hooks:
+        for module in model.modules():
+            if isinstance(module, Attention | AttentionPool):
+                hook = attend if isinstance(module, Attention) else pool
+                hooks.callback(module.register_forward_hook(hook).remove)
+        yield maps
