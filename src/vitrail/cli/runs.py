@@ -306,6 +306,7 @@ def trained(
     save_every: float = 10,
     baselines: Mapping[str, int] | None = None,
     deadline: "Deadline | None" = None,
+    verify_every: int = 0,
 ) -> "Result | Pretrained | None":
     """Train and show how far it is: a bar on a terminal, a line an evaluation everywhere; then draw what it came to.
 
@@ -315,9 +316,17 @@ def trained(
     from vitrail.figures import reconstruction
     from vitrail.train import distributed
     from vitrail.train.run import lock_run, run
+    from vitrail.train.verification import TOLERANCE, is_bitwise
 
     if not 0 <= save_every < math.inf:
         raise UsageError(f"--save-every is {save_every}; give minutes, 0 for every step")
+    if verify_every < 0:
+        raise UsageError(f"--verify-every is {verify_every}; give a number of steps, 0 for never")
+    if verify_every and not is_bitwise(task.device):
+        show.note(
+            f"note: a GPU adds in any order, so --verify-every lets gradients differ by {TOLERANCE:.0%} of their norm;"
+            " with --deterministic it compares every bit"
+        )
     warn_of_imbalance(task)
     if task.shard and not task.sharded:
         show.note(
@@ -358,6 +367,7 @@ def trained(
                     contents="" if report is None else report["contents"],
                     overwrite=overwrite and not resume and is_run(folder),
                     deadline=deadline,
+                    verify_every=verify_every,
                 )
             except (RemoteError, ChangedDataError):
                 raise

@@ -33,6 +33,7 @@ def main(
     overwrite: bool = False,
     save_every: Annotated[float, tyro.conf.arg(metavar="MINUTES")] = 10,
     deterministic: bool = False,
+    verify_every: Annotated[int, tyro.conf.arg(metavar="STEPS")] = 0,
     track: runs.Track | None = None,
     dry_run: bool = False,
     json: bool = False,
@@ -64,6 +65,7 @@ def main(
         overwrite: Replace the run of that name.
         save_every: How often the whole state is written to the run's folder, in the background.
         deterministic: Let a GPU compute the same bits in every run; somewhat slower.
+        verify_every: Compute one in so many steps twice, and stop where that gives two results; 0 for none.
         track: Send the numbers of every step to tensorboard too (extra `track`), in the run's folder.
         dry_run: Show what would be done, what it would take and the first batch, and train nothing.
         json: Print the result as JSON.
@@ -98,7 +100,15 @@ def main(
             return
         folder, resume = runs.place("train", out, group, resume=resume, overwrite=overwrite)
         result = runs.trained(
-            task, folder, out=out, data=data, track=track, resume=resume, overwrite=overwrite, save_every=save_every
+            task,
+            folder,
+            out=out,
+            data=data,
+            track=track,
+            resume=resume,
+            overwrite=overwrite,
+            save_every=save_every,
+            verify_every=verify_every,
         )
         if result is None:
             return

@@ -17,6 +17,7 @@ from vitrail.data.loader import Batch, Plan, Training
 from vitrail.data.loader_workers import DEADLINE, kill_all_workers
 from vitrail.train.deadline import PlannedSteps
 from vitrail.train.step import Outcome, State, advance
+from vitrail.train.verification import Verification
 
 T = TypeVar("T")
 _AHEAD = 2  # micro-batches that wait on a GPU
@@ -43,6 +44,7 @@ def run(
     *,
     after_step: Callable[[Moment], None],
     planned: PlannedSteps | None = None,
+    verification: Verification | None = None,
 ) -> None:
     """Train from the state's step to the end of the plan; `batches` begin with that step's first micro-batch.
 
@@ -65,6 +67,7 @@ def run(
                 position=planned.position(step),
                 seed=training.seed,
                 rank=plan.rank,
+                verification=verification,
             )
             done = step * plan.batch + plan.size(step)
             epoch = done / training.order.count

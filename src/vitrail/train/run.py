@@ -39,6 +39,8 @@ from vitrail.train.loop import Moment
 from vitrail.train.signals import StoppedError
 from vitrail.train.step import DivergedError, begin
 from vitrail.train.task import Task, described
+from vitrail.train.verification import FILES as MISMATCHES
+from vitrail.train.verification import Verification
 from vitrail.weights import native
 from vitrail.weights.load import load, save
 from vitrail.weights.trained import Trained
@@ -102,6 +104,7 @@ def run(
     contents: str = "",
     overwrite: bool = False,
     deadline: Deadline | None = None,
+    verify_every: int = 0,
 ) -> Result | Pretrained | None:
     """Train, keep the best and the last weights in the folder, and measure the best on test, or else on val.
 
@@ -109,7 +112,7 @@ def run(
     it does where torchrun starts the processes again. Of several processes the first one writes the files and has the
     result, the others have None. `contents` is a digest of the images' contents, where they were read before. With
     `overwrite` the folder is cleared once nothing can be refused any more. With a `deadline` the run's steps are
-    decided again as it goes, and logged.
+    decided again as it goes, and logged. `verify_every` so many steps one is computed twice; 0 is never.
     """
     leads = task.group.leads
     state = begin(task.model(), task.recipe, task.counts, recorded=task.recorded)  # what it refuses needs no folder
@@ -140,8 +143,16 @@ def run(
                 with contextlib.closing(feed(task, state.step, plan)) as steps:
                     if deadline is not None:
                         deadline.begin_step()
-                    planned = keeper.planned
-                    loop.run(state, steps, task.training, plan, task.recipe, after_step=keeper.stepped, planned=planned)
+                    loop.run(
+                        state,
+                        steps,
+                        task.training,
+                        plan,
+                        task.recipe,
+                        after_step=keeper.stepped,
+                        planned=keeper.planned,
+                        verification=Verification(verify_every, folder, task.group.rank) if verify_every else None,
+                    )
                 del steps  # the images that live on the GPU
                 writer.wait()
                 results: list[Result | Pretrained] = []
@@ -325,7 +336,7 @@ def list_run(folder: Path) -> list[Path]:
 def _discard(folder: Path, error: type[BaseException] | None, *_: object) -> None:
     """Clear the folder of a run that was begun here and ended before there was anything to lose."""
     learned = (folder / "weights" / "last.safetensors").exists() or states.found(folder / "checkpoints")
-    if error is not None and not learned:
+    if error is not None and not learned and not any(folder.glob(MISMATCHES)):
         with contextlib.suppress(OSError):
             clear_run(folder)
 

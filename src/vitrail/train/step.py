@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from vitrail.model.build import Model
 from vitrail.model.masked import MaskedViT
 from vitrail.model.vit import ViT
 from vitrail.train import distributed, ema, losses, optimizer, schedule, sharding
+
+if TYPE_CHECKING:
+    from vitrail.train.verification import Verification
 
 LOSSES = {"softmax": losses.softmax_cross_entropy, "sigmoid": losses.sigmoid_cross_entropy}
 Learner = Model | MaskedViT
@@ -99,25 +103,29 @@ def advance(
     seed: int,
     rank: int = 0,
     position: float | None = None,
+    verification: "Verification | None" = None,
 ) -> Outcome:
     """Compute the step's micro-batches, (images, targets) each, and move the weights by their gradient.
 
     Targets of a masked model are what is hidden, and there may be one image more (`loader.prepared`).
     `size` counts the step's images over all ranks: gradients are of the mean over them, however they are divided.
     `position`, from 0 to `steps`, is where the learning rate's schedule stands; the step's number unless given.
+    With a `verification` some steps are computed twice, and refused where that gives two results.
     """
     state.model.train()
     if size != recipe.batch:
         state.recording = None  # the last step is short; what was recorded would hold its memory beside it
-    if state.recording is not None:
-        ((pixels, targets),) = parts
+    due = verification is not None and verification.is_due(state)
+    held = list(parts) if due else parts
+
+    def compute() -> tuple[Tensor, Tensor, int]:
+        if state.recording is None:
+            return _gradients(state, held, recipe, size, lambda part: _dropout_seed(seed, state.step, rank, part))
+        ((pixels, targets),) = held
         torch.manual_seed(_dropout_seed(seed, state.step, rank, 0))
-        total, norm = state.recording.gradients(state, pixels, targets, recipe)
-        images = len(targets)
-    else:
-        total, norm, images = _gradients(
-            state, parts, recipe, size, lambda part: _dropout_seed(seed, state.step, rank, part)
-        )
+        return *state.recording.gradients(state, pixels, targets, recipe), len(targets)
+
+    total, norm, images = verification.compute_twice(state, compute) if verification and due else compute()
     loss, images = _over_ranks(total, images)
     found = Outcome(loss / max(images, 1), images, float(norm), _set_lr(state, recipe, steps, position))
     if not (abs(found.loss) < float("inf") and found.norm < float("inf")):
