@@ -8,13 +8,14 @@ the relevance of the layers below on to the tokens that the head reads.
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from vitrail.config import ViTConfig, grid_for
 from vitrail.errors import ModelError, UsageError
@@ -27,6 +28,7 @@ from vitrail.figures.attention import (
     weigh_tokens,
 )
 from vitrail.model.build import Model
+from vitrail.model.positions import Grid
 from vitrail.model.vit import Attention, AttentionPool, ViT
 
 
@@ -90,7 +92,7 @@ def _chain(layers: list[Tensor], config: ViTConfig) -> Tensor:
 def _recorded_attention(model: ViT) -> Iterator[list[Tensor]]:
     """The maps of all layers, (B, H, T, N), of the passes that the model makes meanwhile, as parts of their graph.
 
-    The fused kernel has no maps, so its output is replaced by that of maps times values.
+    The fused kernel has no maps, so these passes do without it.
     """
     maps: list[Tensor] = []
 
@@ -98,22 +100,24 @@ def _recorded_attention(model: ViT) -> Iterator[list[Tensor]]:
         maps.append(weights if weights.requires_grad else weights.requires_grad_())  # of frozen parameters: a leaf
         return weights
 
-    def attend(module: nn.Module, inputs: tuple[Any, ...], _: Tensor) -> Tensor:
-        assert isinstance(module, Attention)
-        x, grid, queries = inputs
-        out = record(module.weights(x, grid)[:, :, :queries]) @ module.split(x)[2]
+    def attend(module: Attention, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
+        q, k, v = module.split(x, queries)
+        out = record(module.logits(q, k, grid).softmax(dim=-1)) @ v
         return module.proj(out.transpose(1, 2).flatten(2))
 
-    def pool(module: nn.Module, inputs: tuple[Tensor], _: Tensor) -> Tensor:
-        assert isinstance(module, AttentionPool)
-        values = module.kv(inputs[0]).chunk(2, dim=-1)[1].unflatten(-1, (module.heads, -1)).transpose(1, 2)
-        out = record(weigh_patches(module, inputs[0])[:, :, None]) @ values  # (B, H, 1, K)
+    def pool(module: AttentionPool, x: Tensor) -> Tensor:
+        values = module.kv(x).chunk(2, dim=-1)[1].unflatten(-1, (module.heads, -1)).transpose(1, 2)
+        out = record(weigh_patches(module, x)[:, :, None]) @ values  # (B, H, 1, K)
         pooled = module.proj(out.transpose(1, 2).flatten(2))[:, 0]
         return pooled + module.mlp(module.norm(pooled))
 
-    with contextlib.ExitStack() as hooks:
+    with contextlib.ExitStack() as stack:
         for module in model.modules():
-            if isinstance(module, Attention | AttentionPool):
-                hook = attend if isinstance(module, Attention) else pool
-                hooks.callback(module.register_forward_hook(hook).remove)
+            if isinstance(module, Attention):
+                module.forward = partial(attend, module)  # type: ignore[method-assign]
+            elif isinstance(module, AttentionPool):
+                module.forward = partial(pool, module)  # type: ignore[method-assign]
+            else:
+                continue
+            stack.callback(delattr, module, "forward")  # the class's own is there again
         yield maps
