@@ -186,8 +186,8 @@ def test_a_shorter_fine_tuning_has_a_shorter_warm_up(kind: Any) -> None:
         (128, 12, 224),
         (500, 11.9, 176),
         (500, 0.1, 176),  # a large photo loses by less
-        (150, 3.9, 144),  # its own size, in whole patches
-        (150, 4, 176),
+        (150, 1.9, 144),  # its own size, in whole patches
+        (150, 2, 176),
         (128, 1, 144),
         (32, 1, 176),  # enlarged anyway
         (215, 1, 176),
@@ -207,7 +207,7 @@ def test_the_side_is_one_that_patches_divide() -> None:
 
 
 def test_a_head_starts_from_a_probe_in_a_short_run_of_the_default_alone() -> None:
-    assert finetuning("default", 1000, 16, epochs=2.9).head == "probe"
-    assert finetuning("default", 1000, 16, epochs=3).head is None
+    assert finetuning("default", 1000, 16, epochs=3.9).head == "probe"
+    assert finetuning("default", 1000, 16, epochs=4).head is None
     assert finetuning("default", 1000, 16).head is None
     assert finetuning("paper", 1000, 16, epochs=1).head is None

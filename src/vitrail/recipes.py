@@ -274,9 +274,9 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-_PROBED = 3  # epochs below which a head does better to start from a probe than from zeros
+_PROBED = 4  # epochs below which a head does better to start from a probe than from zeros
 _WHOLE_SIDE = 12  # epochs from which the model's own resolution is the best
-_SMALL_SIDE = 4  # epochs below which photos are taken at about their own size
+_SMALL_SIDE = 2  # epochs below which photos are taken at about their own size
 _MEDIUM_SIDE, _LEAST_SIDE = 11 / 14, 9 / 14  # of the model's: 176 and 144 of 224 pixels
 
 

@@ -18,9 +18,12 @@ from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.cli.test_train import HERE, PICTURES
 from tests.data.pictures import encoded, folder, picture
+from tests.train.test_run import tuned
+from vitrail.cli.finetune import _plan
 from vitrail.files import sha256
 from vitrail.report.gather import gather
 from vitrail.report.page import rerun
+from vitrail.train.deadline import Deadline
 from vitrail.weights.load import load, save
 
 MODEL = "model.safetensors"
@@ -357,3 +360,30 @@ def test_a_path_that_is_mistyped_is_no_name_of_the_hub(tmp_path: Path, capsys: C
     (tmp_path / "models").mkdir()
     code, err = refused(model="models/mine", capsys=capsys)
     assert (code, "hf:" in err) == (4, False)
+
+
+def test_a_short_limit_takes_smaller_images_and_a_long_one_the_models_own(tmp_path: Path, capsys: Capture) -> None:
+    task = tuned(tmp_path)
+    sizes: dict[str, Any] = {"batch": 8, "images": len(task.split), "val": 4, "test": 0, "every": 1}
+    for image_seconds, expected in ((1.0, 24), (1e-4, 32)):
+        deadline = Deadline(seconds=60, most_steps=200, image_seconds=image_seconds, **sizes)
+        epochs, side = _plan(task, deadline, choose_side=True, warmup=0)
+        assert side == expected
+        assert (f"images of {expected} pixels, the model's are 32" in capsys.readouterr().err) == (expected < 32)
+        assert epochs * len(task.split) % 8 == pytest.approx(0)
+        assert _plan(task, deadline, choose_side=False, warmup=0)[1] is None
+
+
+def test_a_short_run_starts_its_head_from_a_probe_and_is_resumed_without_another(capsys: Capture) -> None:
+    short = ("--epochs", "2", "--batch", "4", "--out", "run", *HERE)
+    code, _, _ = finetune(*short, "--save-every", "0", capsys=capsys)
+    assert code == 0
+    assert json.loads(Path("run/config.json").read_text())["recipe"]["head"] == "probe"
+    before = weights("run")
+    code, _, err = finetune(*short, "--resume", capsys=capsys)
+    assert code == 0
+    assert "features for the head" not in err
+    assert weights("run") == before
+    code, _, _ = finetune(*short[:4], "--keep-head", "--out", "kept", *HERE, capsys=capsys, model="run")
+    assert code == 0
+    assert json.loads(Path("kept/config.json").read_text())["recipe"]["head"] is None

@@ -24,7 +24,7 @@ from vitrail.model.build import Model
 from vitrail.report import embedded
 from vitrail.report.gather import gather
 from vitrail.report.inside import MISTAKES, ROLLOUTS, Plate, look
-from vitrail.report.write import write
+from vitrail.report.write import NO_TIME, write
 from vitrail.weights.load import save
 
 CPU = torch.device("cpu")
@@ -95,6 +95,13 @@ def test_without_its_images_a_page_shows_all_that_needs_none(run: Path, tmp_path
     assert GONE in found.parts["inside"]
     kinds = re.findall(r"data:image/(\w+)", (tmp_path / "page.html").read_text())
     assert set(kinds) == {"png"}  # filters and positions, which are of weights
+
+
+def test_a_run_out_of_time_has_a_page_without_figures_of_the_model(run: Path, tmp_path: Path) -> None:
+    write(run, GONE, CPU, tmp_path / "page.html", figures=False)
+    found = read(tmp_path / "page.html")
+    assert any(NO_TIME in part for part in found.parts.values())
+    assert not re.findall(r"data:image/(\w+)", (tmp_path / "page.html").read_text())
 
 
 def test_a_set_that_changed_is_not_mistaken_for_the_runs(run: Path, tmp_path: Path) -> None:

@@ -379,7 +379,7 @@ def trained(
         if report is not None:
             (folder / "data_report.json").write_text(json.dumps(report, indent=1) + "\n")
         draw(task, result, folder)
-        page(task, folder, baselines or {})
+        page(task, folder, baselines or {}, deadline)
         return result
 
 
@@ -391,7 +391,7 @@ def remember(folder: Path) -> None:
         Book(folder).event("command", arguments=sys.argv[1:], folder=str(Path.cwd()))
 
 
-def page(task: "Task", folder: Path, baselines: Mapping[str, int]) -> None:
+def page(task: "Task", folder: Path, baselines: Mapping[str, int], deadline: "Deadline | None" = None) -> None:
     """Write the run's report and card. The run has ended well: what goes wrong here is said and costs it nothing."""
     from jinja2 import TemplateError
 
@@ -401,8 +401,12 @@ def page(task: "Task", folder: Path, baselines: Mapping[str, int]) -> None:
     try:
         for name, right in baselines.items():
             Book(folder).event("baseline", name=name, right=right)
-        write(folder, task.dataset, task.device)
+        figures = deadline is None or deadline.left > deadline.figure_seconds
+        write(folder, task.dataset, task.device, figures=figures)
         show.note(f"report: {folder / PAGE}")
+        if not figures:
+            command = shlex.join(["vitrail", "report", str(folder)])
+            show.note(f"note: no time was left for the report's figures of the model: `{command}` draws them")
     except (VitrailError, OSError, MemoryError, RuntimeError, TemplateError, *_ODD) as error:
         command = shlex.join(["vitrail", "report", str(folder)])
         show.note(f"warning: the report is not written ({' '.join(str(error).split())}); `{command}` does it")

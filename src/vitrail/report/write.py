@@ -15,19 +15,23 @@ from vitrail.weights.load import load
 from vitrail.weights.trained import Trained
 
 PAGE, CARD = "report.html", "README.md"
+NO_TIME = "The run's time limit left none for figures of the model: vitrail report RUN draws them."
 
 
-def write(folder: Path, dataset: Dataset | str, device: torch.device, out: Path | None = None) -> Facts:
+def write(
+    folder: Path, dataset: Dataset | str, device: torch.device, out: Path | None = None, *, figures: bool = True
+) -> Facts:
     """Write a run's page, and its card where the run has ended and has none; what was found in the folder.
 
     In place of the set may stand a sentence that says why its images cannot be shown. A card that is there stays: it
-    may have been edited.
+    may have been edited. Without `figures` the page has none that the model must compute.
     """
     facts = gather(folder)
     weights = folder / "weights" / "best.safetensors"
     trained = load(weights) if weights.is_file() else None
     described = None if trained is None else card(trained, facts)
-    text = page(facts, trained, _inside(facts, trained, dataset, device), described)
+    inside = _inside(facts, trained, dataset, device) if figures else NO_TIME
+    text = page(facts, trained, inside, described)
     with replacing(out or folder / PAGE, overwrite=True) as fresh:
         fresh.write_text(text, encoding="utf-8")
     if described is not None and facts.ended_well and not (folder / CARD).exists():

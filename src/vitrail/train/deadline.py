@@ -15,6 +15,7 @@ _REPORT_IMAGES = 300  # the report's figures cost about as much as this many for
 _RECENT = 0.05  # share of the budget over which the speed of the last steps is averaged
 _RECENT_STEPS = 2  # at least
 _HYSTERESIS = 0.1  # a new plan differs by this share of the steps left from the one before
+_MARGIN = 1.5  # times what follows the last step is kept free: no plan can shorten it when the machine gets busy then
 _RESERVE = 0.03  # of the budget: to end a little early is what was asked for, to end late is not
 _FORWARD = 1 / 3  # of a training image's time is that of a forward pass, until one is timed
 PRECISION = 30.0  # seconds that precisions are compared for, at most: enough for a hundred images of a ViT-B/16
@@ -124,7 +125,8 @@ class Deadline:
         """How many steps in all fit after `step` of them, evaluations and all that follows the last one included."""
         evaluating = (self._cached or self._fresh) * self.val / (self.every * self.images)
         seconds = self.image_seconds * self.batch * (1 + evaluating)
-        time_left = self.left - self.seconds_after(passes=2) - min(PRECISION, PRECISION_SHARE * self.seconds)
+        after = _MARGIN * self.seconds_after(passes=2) + min(PRECISION, PRECISION_SHARE * self.seconds)
+        time_left = self.left - after
         return min(step + max(0, int(time_left / seconds)), self.most_steps)
 
     def replan(self, step: int, steps: int) -> int:
@@ -136,8 +138,13 @@ class Deadline:
     def seconds_after(self, *, passes: int) -> float:
         """Seconds after the last step: so many passes over the validation images, then test and report."""
         cached = self._cached or self._fresh
-        images = cached * self.val * passes + self._fresh * (self.test + _REPORT_IMAGES)
-        return _WORDS + self.image_seconds * (images if self.test else images + cached * self.val)
+        images = cached * self.val * passes + (self._fresh * self.test if self.test else cached * self.val)
+        return _WORDS + self.image_seconds * images + self.figure_seconds
+
+    @property
+    def figure_seconds(self) -> float:
+        """Seconds that the report's figures of the model take, without which it can be written too."""
+        return self.image_seconds * self._fresh * _REPORT_IMAGES
 
     @property
     def precision_seconds(self) -> float:

@@ -3,6 +3,7 @@
 Nothing of it stays: the weights that a trial moves are thrown away.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -31,6 +32,7 @@ from vitrail.weights import storage
 _TRIAL_FLOPS = {"cpu": 1e11, "cuda": 2e14, "mps": 2e13}  # of a trial step: seconds on a CPU, less on a GPU
 _TRIAL_IMAGES = 512
 _SECONDS = 4.0  # of timing, at most
+_TRIAL_SHARE = 0.02  # of a time limit, at most
 _FIRST = {"cuda": 4}  # steps that are not timed: they are slower on a GPU, or have been prepared before
 _FIRST_ELSEWHERE = 1
 _STEPS = 32  # that several ranks time: equally many, or one would wait for the others without end
@@ -76,13 +78,17 @@ def estimate(task: Task) -> Estimate:
 
 
 def build_deadline(task: Task, seconds: float, began: float, *, most_epochs: float) -> Deadline:
-    """By when the run must have ended: `seconds` after `began`; a few steps are timed."""
+    """By when the run must have ended: `seconds` after `began`; a few steps are timed, which is corrected later."""
     splits, images = task.dataset.splits, len(task.split)
-    found = estimate(task)
+    here = task if task.device.type == "cuda" else dataclasses.replace(task, workers=0)  # to start some takes a while
+    trial = _trial(here)
+    state = begin(trial.model(), trial.recipe, trial.counts, recorded=trial.recorded)
+    with contextlib.closing(feed(trial)) as batches:
+        each = _seconds_per_image(state, trial, batches, min(_SECONDS, _TRIAL_SHARE * seconds))
     return Deadline(
         seconds=seconds,
         most_steps=math.ceil(most_epochs * images / task.recipe.batch),
-        image_seconds=1 / found.images_per_second,
+        image_seconds=each,
         batch=task.recipe.batch,
         images=images,
         val=len(splits["val"]),
@@ -115,7 +121,7 @@ def _now(trial: Task) -> float:
     return time.perf_counter()
 
 
-def _seconds_per_image(state: State, trial: Task, batches: Iterable[Batch]) -> float:
+def _seconds_per_image(state: State, trial: Task, batches: Iterable[Batch], seconds: float = _SECONDS) -> float:
     """Seconds of a training image with all that is done for it: what is beside something else is not counted twice.
 
     Where the images are too few for that, those of the steps that there are.
@@ -129,7 +135,7 @@ def _seconds_per_image(state: State, trial: Task, batches: Iterable[Batch]) -> f
         part = _prepared(batch, trial, step)
         advance(state, [part], trial.recipe, size=len(part[1]), steps=trial.plan.steps, seed=trial.seed)
         images += len(part[1])
-        if not together and step >= first and time.perf_counter() - begun > _SECONDS:
+        if not together and step >= first and time.perf_counter() - begun > seconds:
             break
     return (_now(trial) - begun) / images
 
