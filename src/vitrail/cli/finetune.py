@@ -23,6 +23,7 @@ from vitrail.errors import UsageError
 _USUAL = ("timm:vit_small_patch16_224.augreg_in21k", "hf:google/vit-base-patch16-224-in21k")
 _CHECK_SHARE = 0.15  # of the minutes may be spent on looking at the images
 _PROBE_SHARE = 0.25  # of a run's time may be spent on the features that its head starts from
+_PROBE_IMAGES = 4  # of a class on average, at least
 MOST_EPOCHS = 100  # what --minutes makes of a run, unless the recipe has more
 
 if TYPE_CHECKING:
@@ -290,11 +291,12 @@ def _planned(begun: Path) -> tuple[float, int | None]:
 
 
 def _fit_head(task: "Task") -> "Task":
-    """The run with a head that starts from a probe, for which a quarter of a short run's time is enough."""
+    """The run with a head that starts from a probe: a quarter of its time for that, and a few images a class."""
     from vitrail.train.probe_head import fit_head
 
     with show.progress("features for the head") as progress:
-        return fit_head(task, round(_PROBE_SHARE * 3 * task.plan.total), progress=progress)
+        images = max(round(_PROBE_SHARE * 3 * task.plan.total), _PROBE_IMAGES * len(task.dataset.classes))
+        return fit_head(task, images, progress=progress)
 
 
 def _repeated(task: "Task", folder: Path, number: int) -> Iterator[tuple["Task", Path]]:
