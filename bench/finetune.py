@@ -7,6 +7,9 @@ MODEL is a timm folder (config.json, model.safetensors); flowers a folder with t
 such a folder or a set that vitrail packed, of which 10 and 100 training images a class are drawn, always the same ones.
 No network is needed. Each run is a line of the log, and one that is there is not done again.
 
+The minutes are of training. vitrail's --minutes counts its start, test and report too, for which --overhead is added; the
+table says how long each trained.
+
 Everybody starts from the same weights and sees the same images. vitrail is the command line with nothing set but the
 minutes; it holds out a tenth of train to choose the best epoch by, the peers train on all of it and keep their last
 weights. The hyper-parameters of the peers and where they were published stand in bench/peers.py. A peer runs twice: for
@@ -114,10 +117,10 @@ class Log:
             file.write(json.dumps(run) + "\n")
 
 
-def by_vitrail(job: Job, model: Path) -> Run:
+def by_vitrail(job: Job, model: Path, overhead: float) -> Run:
     """The command line, with its own defaults."""
     with tempfile.TemporaryDirectory() as folder:
-        command = ["finetune", job.data, "--model", model, "--minutes", job.minutes, "--seed", job.seed]
+        command = ["finetune", job.data, "--model", model, "--minutes", job.minutes + overhead, "--seed", job.seed]
         command += ["--device", job.device, "--workers", job.workers, "--out", Path(folder) / "run", "--json"]
         done = subprocess.run([sys.executable, "-m", "vitrail", *map(str, command)], stdout=subprocess.PIPE, check=True)
     found = json.loads(done.stdout)
@@ -181,7 +184,9 @@ def compare(options: argparse.Namespace, log: Log) -> None:
                         continue
                     peer = contender != "vitrail"
                     found = (
-                        by_peer(job, contender, published=rule == PUBLISHED) if peer else by_vitrail(job, options.model)
+                        by_peer(job, contender, published=rule == PUBLISHED)
+                        if peer
+                        else by_vitrail(job, options.model, options.overhead)
                     )
                     log.add(key | found | versions(device))
                     print(f"{key}: {found['top1']:.4f}", file=sys.stderr)
@@ -253,6 +258,7 @@ def main() -> None:
     parser.add_argument("--contenders", type=lambda text: text.split(","), default=",".join(CONTENDERS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--minutes", type=float, default=0.5)
+    parser.add_argument("--overhead", type=float, default=0.5, help="minutes that vitrail has beside training")
     parser.add_argument("--test-limit", type=int, help="test images, evenly over classes")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=os.cpu_count())

@@ -83,6 +83,31 @@ def test_a_trial_that_was_wrong_is_corrected_by_the_first_steps() -> None:
         assert planned.decisions[0][0] <= 3
 
 
+def test_what_starting_an_evaluation_takes_is_not_taken_for_each_test_image() -> None:
+    """A GPU: 2,000 images a second, but a second and a half before the hundred validation images are evaluated."""
+    machine = Machine(image=1 / 2000)
+    deadline = limit(machine, seconds=60.0, image_seconds=1 / 2000, test=10_000, every=4)
+    real = Deadline.end_evaluation
+
+    def started(seconds: float) -> None:
+        machine.now += 1.5
+        real(deadline, seconds + 1.5)
+
+    deadline.end_evaluation = started  # type: ignore[method-assign]
+    _, ended = simulate(machine, deadline)
+    assert 0.7 * 60 < ended <= 60
+
+
+def test_a_first_step_that_waited_for_workers_ends_no_run() -> None:
+    machine = Machine(image=0.02)
+    deadline = limit(machine, seconds=120.0, image_seconds=0.02)
+    deadline.begin_step()
+    machine.now += 20.0
+    planned, ended = simulate(machine, deadline)
+    assert planned.total(10_000) > 20
+    assert ended <= 120
+
+
 def test_no_more_steps_than_help() -> None:
     machine = Machine(image=0.001)
     planned, ended = simulate(machine, limit(machine, image_seconds=0.001, most_steps=300))

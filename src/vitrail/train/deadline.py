@@ -107,8 +107,11 @@ class Deadline:
         if self._mark is None:
             return
         self._steps.append(self.clock() - self._mark)
+        if len(self._steps) == 1:  # it may have waited for the workers to start
+            self.image_seconds = min(self.image_seconds, self._steps[0] / self.batch)
+            return
         recent: list[float] = []
-        for seconds in reversed(self._steps[1:] or self._steps):  # the first may have waited for the workers to start
+        for seconds in reversed(self._steps[1:]):
             recent.append(seconds)
             if len(recent) >= _RECENT_STEPS and sum(recent) >= _RECENT * self.seconds:
                 break
@@ -118,7 +121,7 @@ class Deadline:
         """Take note of what evaluating the validation images took; the first time they are decoded."""
         cost = seconds / max(self.val, 1) / self.image_seconds
         if self._cached is None:
-            self._fresh = cost
+            self._fresh = min(cost, 1.0)  # of few images it is mostly the start of the workers
         self._cached = cost
 
     def fit_steps(self, step: int) -> int:
