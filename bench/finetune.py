@@ -7,8 +7,8 @@ MODEL is a timm folder (config.json, model.safetensors); flowers a folder with t
 such a folder or a set that vitrail packed, of which 10 and 100 training images a class are drawn, always the same ones.
 No network is needed. Each run is a line of the log, and one that is there is not done again.
 
-The minutes are of training. vitrail's --minutes counts its start, test and report too, for which --overhead is added; the
-table says how long each trained.
+The minutes are of training. vitrail's --minutes counts its start, test and report too, for which --overhead is added;
+the table says how long each trained.
 
 Everybody starts from the same weights and sees the same images. vitrail is the command line with nothing set but the
 minutes; it holds out a tenth of train to choose the best epoch by, the peers train on all of it and keep their last
