@@ -64,6 +64,33 @@ def test_numbers_and_files_are_those_of_the_models_answers(
         assert (out / name).stat().st_size > 0
 
 
+def test_several_labels_are_judged_by_exact_match_f1_and_average_precision(
+    flowers: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    names = (*CLASSES, "plant")
+    save(making.trained(making.vit(classes=4), labels=names, several=True), tmp_path / "labels.safetensors")
+    rows = [f"test/{name}/{number}.jpg,{name};plant,test" for name in CLASSES for number in range(5)]
+    (flowers / "list.csv").write_text("\n".join(["path,labels,split", *rows]) + "\n")
+    given = (tmp_path / "labels.safetensors", flowers / "list.csv", "--split", "test", "--out")
+    found = evaluated(*given, tmp_path / "out", capsys=capsys)["models"][0]
+    with (tmp_path / "out" / "predictions.csv").open(newline="") as file:
+        exact = [set(row["label"].split(" | ")) == set(row["predicted"].split(" | ")) for row in csv.DictReader(file)]
+    assert found["exact_match"] == sum(exact) / 15
+    assert not {"top1", "top5"} & set(found)
+    assert {"micro_f1", "macro_f1", "mean_average_precision"} <= set(found)
+    assert "average_precision" in (tmp_path / "out" / "per_class.csv").read_text().splitlines()[0]
+    code, out, _ = vitrail("evaluate", *map(str, given), str(tmp_path / "table"), "--workers", "0", capsys=capsys)
+    assert code == 0
+    assert all(word in out for word in ("exact match", "F1 per class", "mAP"))
+    assert "top-" not in out
+
+
+def test_top_5_is_not_told_below_10_classes(flowers: Path, model: Path, capsys: Capture, tmp_path: Path) -> None:
+    given = ("evaluate", str(model), str(flowers), "--workers", "0", "--out", str(tmp_path / "out"))
+    _, out, _ = vitrail(*given, capsys=capsys)
+    assert ("top-1" in out, "top-5" in out) == (True, False)
+
+
 def alike(one: Any, two: Any) -> bool:
     """Equal, but for the last digits of numbers: a CPU may sum in another order where a batch is shorter."""
     if isinstance(one, dict):

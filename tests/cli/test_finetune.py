@@ -19,6 +19,7 @@ from tests.cli.test_cli import run as vitrail
 from tests.cli.test_train import HERE, PICTURES
 from tests.data.pictures import encoded, folder, picture
 from tests.train.test_run import tuned
+from vitrail.cli import runs
 from vitrail.cli.finetune import _plan
 from vitrail.files import sha256
 from vitrail.report.gather import gather
@@ -302,6 +303,16 @@ def test_several_labels_change_the_loss_and_are_said(tmp_path: Path, capsys: Cap
     found: dict[str, Any] = json.loads(out)
     assert found["macro"] is None
     run = tmp_path / "runs" / "finetune"
+    with (run / "predictions.csv").open(newline="") as file:
+        rows_of_images = list(csv.DictReader(file))
+    exact = [set(row["label"].split(" | ")) == set(row["predicted"].split(" | ")) for row in rows_of_images]
+    assert found["right"] == sum(exact)
+    assert [row["right"] for row in rows_of_images] == [str(int(each)) for each in exact]
+    assert set(found["labels"]) == {"micro_f1", "macro_f1", "mean_average_precision", "calibration_error", "bins"}
+    assert found["calibration_error"] == found["labels"]["calibration_error"]
+    assert (run / "per_class.csv").is_file()
+    assert "F1" in runs.sentence(found)
+    assert "images have exactly their labels (" in runs.sentence(found)
     assert json.loads((run / "config.json").read_text())["recipe"]["loss"] == "sigmoid"
     assert {path.name for path in run.iterdir()} & PICTURES == PICTURES - {
         "confusion_matrix.png",

@@ -47,15 +47,15 @@ def test_the_average_over_classes_by_hand() -> None:
 
 
 def test_counts_of_several_labels_by_hand() -> None:
-    """Right where the answer is one of the labels. The answer has 3/4, four classes 1/2, and two 1/4 each."""
+    """Right where all labels are predicted and no other. One label has 3/4, four classes 1/2, and two 1/4 each."""
     logits = torch.tensor([0.0, 0.0, 0.0, 0.0, -math.log(3), -math.log(3), math.log(3)]).repeat(3, 1)
     targets = torch.zeros(3, 7)
-    targets[0, [1, 6]] = 1  # right
-    targets[1, [0, 5]] = 1  # one of them among five alone
+    targets[0, [6]] = 1  # right
+    targets[1, [0, 6]] = 1  # one of them is missed
     targets[2, [4, 5]] = 1  # wrong
     found = count(logits, targets)
     assert (found.images, found.right, found.right_in_five) == (3, 1, 2)
-    assert found.loss == pytest.approx(12 * math.log(2) + 4 * math.log(4 / 3) + 5 * math.log(4))
+    assert found.loss == pytest.approx(12 * math.log(2) + 6 * math.log(4 / 3) + 3 * math.log(4))
     assert not found.confusion.any()
 
 
@@ -111,6 +111,8 @@ def test_what_was_said_of_each_image_by_formula(temperature: float, several: boo
     classes = torch.tensor([0, 1, 2, 3, 4, 5])
     classes[0] = logits[0].argmax()  # one is right at least
     targets = F.one_hot(classes, 7).float() if several else classes
+    if several:
+        targets[0] = (logits[0] > 0).float()  # all labels of one image are right
     places = torch.tensor([9, 3, 4, 0, 7, 1])
     batches = [Batch(pixels[cut], targets[cut], places[cut]) for cut in (slice(4), slice(4, 6))]
     said = asked(model, batches, VIEW, temperature=temperature, classes=7)
@@ -125,16 +127,21 @@ def test_what_was_said_of_each_image_by_formula(temperature: float, several: boo
     for index, row in enumerate((logits / temperature).tolist()):
         order = sorted(range(7), key=lambda each: -row[each])[:5]
         assert said.classes[index].tolist() == order
-        assert said.right[index].item() == (order[0] == classes[index])
         if several:
+            predicted = [each for each, value in enumerate(row) if value > 0]
+            true = targets[index].nonzero()[:, 0].tolist()
+            assert (said.predicted(index), said.right[index].item()) == (predicted, predicted == true)
             chances = [1 / (1 + math.exp(-row[each])) for each in order]
-            yes = sum(math.log1p(math.exp(-value)) for each, value in enumerate(row) if each == classes[index])
-            no = sum(math.log1p(math.exp(value)) for each, value in enumerate(row) if each != classes[index])
-            loss = yes + no
+            loss = sum(math.log1p(math.exp(-value if each in true else value)) for each, value in enumerate(row))
+            sure = math.prod(1 / (1 + math.exp(-abs(value))) for value in row)
         else:
+            assert said.right[index].item() == (order[0] == classes[index])
+            assert said.predicted(index) == order[:1]
             whole = sum(map(math.exp, row))
             chances = [math.exp(row[each]) / whole for each in order]
             loss = math.log(whole) - row[int(classes[index])]
+            sure = chances[0]
+        assert float(said.confidence[index]) == pytest.approx(sure, abs=1e-5)
         assert said.probabilities[index].tolist() == pytest.approx(chances, abs=1e-5)
         assert said.losses[index].item() == pytest.approx(loss, abs=1e-4)
 

@@ -41,35 +41,51 @@ ANSWERS = (  # of ten images: the truth, what was said, how surely
     ("dog", "dog", 0.99), ("dog", "dog", 0.97), ("dog", "cat", 0.6), ("dog", "dog", 0.7), ("dog", "dog", 0.8),
     ("<b>eel</b>", "<b>eel</b>", 0.5),
 )  # fmt: skip
+LABELS = {
+    "micro_f1": 0.61, "macro_f1": 0.52, "mean_average_precision": 0.73, "calibration_error": 0.04,
+    "bins": [[2, 0.05, 0]] + [[0, 0.0, 0]] * 13 + [[4, 3.9, 3]],
+}  # fmt: skip
+HEADS = ("class", "train_images", "images", "right", "recall", "precision", "predicted", "f1", "average_precision")
 TRAINED = {"cat": 10, "dog": 25, "<b>eel</b>": 5}
 
 
 def written(
-    folder: Path, *, answers: Sequence[tuple[str, str, float]] = ANSWERS, ended: bool = True, **changes: Any
+    folder: Path,
+    *,
+    answers: Sequence[tuple[str, str, float]] = ANSWERS,
+    ended: bool = True,
+    judged: bool = True,
+    **changes: Any,
 ) -> Path:
-    """A run's folder without weights; `changes` are of config.json."""
+    """A run's folder without weights; `changes` are of config.json. An old multi-label one is not `judged` as such."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    config = CONFIG | changes
+    if any(" | " in label for label, *_ in answers):
+        config = {"several": True, **config}
+    (folder / "config.json").write_text(json.dumps(config))
     names = (CONFIG | changes)["classes"]
     (folder / "results.csv").write_text(
         "epoch,time,train/loss,metrics/accuracy_top1,metrics/accuracy_top5,val/loss,lr/pg0\n"
         "1,5,1.5,0.5,1,1.2,0.0002\n2,10,1.0,0.75,1,0.9,0.0001\n"
     )
     events: list[dict[str, Any]] = [{"at": 0, "event": "checkpoint", "step": 10}]
+    several = config.get("several", False)
     if ended:
-        right = sum(said in label.split(" | ") for label, said, _ in answers)
+        right = sum(said == label for label, said, _ in answers)
         found = {"images": len(answers), "right": right, "top1": right / len(answers), "top5": 1.0, "loss": 0.7}
         numbers = {"temperature": 1.5, "calibration_error": 0.12, "seconds": 10.4}
         events.append({"at": 86_400.0, "event": "end", "split": "test", **found, **numbers})
         rows = [
-            (f"test/{place}.jpg", label, said, sure, 0.1, int(said in label.split(" | ")))
+            (f"test/{place}.jpg", label, said, sure, 0.1, int(said == label))
             for place, (label, said, sure) in enumerate(answers)
         ]
         _table(folder / "predictions.csv", ("image", "label", "predicted", "probability", "loss", "right"), rows)
-        if not any(" | " in label for label, *_ in answers) and len(names) <= CONFUSED:
+        if several and judged:
+            events.append({"at": 86_400.0, "event": "multi_label", **LABELS})
+            _table(folder / "per_class.csv", HEADS, [(name, 5, 4, 2, 0.5, 0.4, 5, 0.44, 0.625) for name in names])
+        elif not several and len(names) <= CONFUSED:
             classes = [(name, TRAINED.get(name, 5), 0, 0, "", "") for name in names]
-            heads = ("class", "train_images", "images", "right", "recall", "precision")
-            _table(folder / "per_class.csv", heads, classes)
+            _table(folder / "per_class.csv", HEADS[:6], classes)
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return folder
 

@@ -65,11 +65,40 @@ def test_every_picture_is_drawn_and_every_chart_has_a_size(chromium: Chromium, r
     assert shown.evaluate("[...document.images].filter(each => !each.naturalWidth).length") == 0
     assert shown.evaluate("document.images.length") > 10
     sizes = "[...document.querySelectorAll('main svg')].map(each => each.getBoundingClientRect().height)"
-    assert min(shown.evaluate(sizes)) > 50
+    assert min(shown.evaluate(sizes)) > 30  # two named bars
+
+
+def test_the_first_screen_ends_with_what_to_do_next(chromium: Chromium, run: Path, tmp_path: Path) -> None:
+    classes = [f"class number {number}" for number in range(21)]
+    answers = [(classes[n % 21], classes[(n // 3) % 21], 0.5) for n in range(200)]
+    many = tmp_path / "report.html"
+    facts = gather(written(tmp_path / "run", answers=answers, classes=classes))
+    many.write_text(page(facts, None, "No weights have been kept yet.", None), encoding="utf-8")
+    for path in (run / "report.html", many):
+        shown = chromium.visit(path.as_uri(), width=1280, height=900)
+        bottom = "document.querySelector('%s').getBoundingClientRect().bottom"
+        assert 0 < shown.evaluate(bottom % ".findings") < shown.evaluate(bottom % "#next") < 900
+
+
+@pytest.mark.parametrize("classes", [21, 100])
+def test_a_confusion_of_many_classes_is_whole_at_1280_pixels(chromium: Chromium, tmp_path: Path, classes: int) -> None:
+    names = [f"a flower with a long name, {number}" for number in range(classes)]
+    answers = [(name, names[(5 * place) % classes], 0.5) for place, name in enumerate(names)]
+    path = tmp_path / "report.html"
+    facts = gather(written(tmp_path / "run", answers=answers, classes=names))
+    path.write_text(page(facts, None, "No weights have been kept yet.", None), encoding="utf-8")
+    shown = chromium.visit(path.as_uri(), width=1280)
+    assert shown.overflow == []
+    scrolled = "(e => [e.scrollWidth, e.clientWidth])(document.querySelector('.wide .scroll'))"
+    wide, room = shown.evaluate(scrolled)
+    assert wide <= room  # nothing of it must be scrolled to
+    letters = "[...document.querySelectorAll('.wide text')].map(e => parseFloat(getComputedStyle(e).fontSize))"
+    assert min(shown.evaluate(letters)) >= 7
 
 
 def test_equations_are_set_in_one_line(chromium: Chromium, run: Path) -> None:
     shown = chromium.visit((run / "report.html").as_uri())
+    shown.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
     heights = shown.evaluate("[...document.querySelectorAll('math')].map(each => each.getBoundingClientRect().height)")
     assert len(heights) == 5
     assert all(10 < height < 60 for height in heights)

@@ -38,8 +38,57 @@ def test_numbers_that_are_none_are_left_out_and_one_alone_is_a_dot() -> None:
     assert "nothing to draw" in charts.curves([Curve("loss", (1,), (NAN,))], label="x", across="epoch")
 
 
+def written(chart: str) -> list[str]:
+    return re.findall(r">([^<>]*)</text>", chart)
+
+
+def test_a_short_run_has_a_point_for_each_epoch_and_ticks_at_whole_ones() -> None:
+    chart = charts.curves([Curve("loss", (1, 2, 3), (4.0, 2.0, 1.0))], label="x", across="epoch")
+    assert chart.count("<circle") == 3
+    across = [text for text in written(chart) if text in ("0", "0.5", "1", "1.5", "2", "2.5", "3")]
+    assert across[-4:] == ["0", "1", "2", "3"]
+    one = charts.curves([Curve("top-1", (1.0,), (0.5,))], label="x", across="epoch", percent=True)
+    assert written(one)[-3:] == ["0", "1", "epoch"]
+    many = charts.curves([Curve("loss", range(50), range(50))], label="x", across="epoch")
+    assert "<circle" not in many
+
+
+def test_ticks_of_shares_differ_as_written() -> None:
+    chart = charts.curves([Curve("top-1", (1, 2), (0.90, 0.907))], label="x", across="epoch", percent=True)
+    shares = [text for text in written(chart) if text.endswith("%")]
+    assert len(shares) == len(set(shares)) > 1
+
+
+def test_a_small_learning_rate_fits_beside_its_axis() -> None:
+    chart = charts.curves([Curve("rate", (1, 2), (0.00015, 0.00002))], label="x", across="epoch")
+    assert "1.5e-4" in written(chart)
+    assert max(map(len, written(chart))) <= 7
+
+
+@pytest.mark.parametrize("classes", [21, 100])
+def test_a_confusion_of_many_classes_fits_a_window_of_1280_and_its_letters_can_be_read(classes: int) -> None:
+    counts = np.eye(classes, dtype=np.int64) * 8
+    names = [f"a class with a long name, number {number}" for number in range(classes)]
+    chart = charts.confusion(counts, names, [8] * classes, label="x")
+    width = float(re.findall(r'<svg viewBox="0 0 (\d+)', chart)[0])
+    assert width <= 1240
+    sizes = [float(size) for size in re.findall(r"font-size:([\d.]+)px", chart)]
+    assert len(sizes) == 3 * classes  # two names and a number for each class
+    assert min(sizes) >= 7
+    assert min(sizes[:2]) >= 9  # of a name
+    assert len(chart) < 100_000
+
+
+def test_bars_have_the_names_of_their_classes() -> None:
+    chart = charts.bars(["cat", "dog"], [10, 5], label="x")
+    assert written(chart) == ["cat", "10", "dog", "5"]
+    widths = [float(width) for width in re.findall(r'<rect[^>]* width="([\d.]+)"', chart)]
+    assert widths[0] == pytest.approx(2 * widths[1], abs=0.2)
+
+
 def test_a_reliability_bar_is_as_high_as_its_share_of_right_answers() -> None:
-    chart = charts.reliability([0.95, 0.99, 0.97, 0.94, 0.5, 0.5], [True, True, True, False, True, False], label="x")
+    binned = charts.bin_answers([0.95, 0.99, 0.97, 0.94, 0.5, 0.5], [True, True, True, False, True, False])
+    chart = charts.reliability(*binned, label="x", across="probability")
     heights = [float(height) for height in re.findall(r'<rect class="bar a"[^>]* height="([\d.]+)"', chart)]
     assert len(heights) == 2
     assert heights[0] / heights[1] == pytest.approx(0.5 / 0.75, abs=0.01)
@@ -51,7 +100,8 @@ def test_a_confusion_shows_every_count_that_is_not_zero_and_right_ones_in_anothe
     chart = charts.confusion(np.array([[5, 0, 2], [0, 7, 0], [1, 0, 0]]), ["a", "b", "c"], [7, 7, 1], label="x")
     assert chart.count('class="bar a"') == 2
     assert chart.count('class="bar b"') == 2
-    assert chart.count('class="none"') == 5
+    assert chart.count("<title>") == 4
+    assert "c, predicted a: 1 of 1" in chart
     assert re.findall(r">(\d+)</text>", chart) == ["5", "2", "7", "1"]
 
 
@@ -71,7 +121,8 @@ def test_a_confusion_is_shaded_by_the_share_of_all_images_of_a_class() -> None:
         charts.columns([3, 2, 1], label="&", across="a < b"),
         charts.pairs([0.5, 0.2], [0.1, 0.9], label="x", across="layer"),
         charts.heads(np.array([[1.0, 2.0], [3.0, 4.0]]), label="x", up="pixels"),
-        charts.reliability([1.0], [True], label="x"),
+        charts.reliability(*charts.bin_answers([1.0], [True]), label="x", across="y"),
+        charts.bars(["<script>", "b"], [2, 0], label="x"),
     ],
 )
 def test_charts_are_well_formed_and_names_are_no_markup(chart: str) -> None:

@@ -35,23 +35,36 @@ def test_the_baseline_is_the_class_that_training_saw_most_and_what_events_tell(t
     assert second == ("nearest neighbour", 6)
 
 
-def test_with_several_labels_each_counts_and_none_is_taken_for_another(tmp_path: Path) -> None:
-    answers = (("cat | dog", "cat", 0.9), ("dog", "dog", 0.8), ("dog | <b>eel</b>", "cat", 0.7))
-    facts = gather(written(tmp_path / "run", answers=answers))
-    assert (facts.one_label, facts.macro) == (False, None)
+MULTI = (("cat | dog", "cat", 0.9), ("dog", "dog", 0.8), ("dog | cat", "cat | dog", 0.7), ("dog", "", 0.6))
+
+
+def test_a_multi_label_run_is_judged_by_exact_match_f1_and_average_precision(tmp_path: Path) -> None:
+    facts = gather(written(tmp_path / "run", answers=MULTI))
+    assert (facts.one_label, facts.multi_label, facts.macro) == (False, True, None)
+    assert facts.labels is not None
+    assert (facts.labels.micro_f1, facts.labels.mean_average_precision) == (0.61, 0.73)
+    assert facts.result is not None
+    assert facts.result.calibration_error == 0.04  # of every label, not of the likeliest
+    assert facts.label_rows[0] == ("cat", 5, 4, 2, 0.44, 5, 0.625)
     [baseline] = facts.baselines
-    assert ("dog" in baseline.name, baseline.right) == (True, 3)
+    assert baseline == ("always “cat | dog”: no set of labels is commoner here", 2)  # in any order
+
+
+def test_a_multi_label_run_that_was_judged_by_any_label_has_no_result(tmp_path: Path) -> None:
+    facts = gather(written(tmp_path / "run", answers=MULTI, judged=False))
+    assert (facts.result, facts.answers, facts.labels) == (None, (), None)
+    assert "--resume measures it again" in facts.missing[0]
 
 
 @pytest.mark.parametrize("several", [False, True])
 def test_whether_there_may_be_several_labels_is_what_the_run_says(tmp_path: Path, several: bool) -> None:
     """The files alone would tell otherwise: no per_class.csv of few classes, or more classes than are counted by."""
     classes = [f"class {number}" for number in range(CONFUSED + 1 if several else 3)]
-    answers = [("class 0 | class 1", "class 0", 0.9), ("class 1", "class 1", 0.8)]
+    answers = [("class 0", "class 0", 0.9), ("class 1", "class 1", 0.8)]
     folder = written(tmp_path / "run", answers=answers, classes=classes, several=several)
-    assert not (folder / "per_class.csv").exists()
+    (folder / "per_class.csv").unlink()
     facts = gather(folder)
-    assert (facts.one_label, facts.baselines[0].right) == (not several, 2 if several else 1)
+    assert (facts.one_label, facts.multi_label) == (not several, several)
 
 
 def test_an_interrupted_run_says_how_far_it_came(tmp_path: Path) -> None:

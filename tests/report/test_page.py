@@ -1,5 +1,6 @@
 """The page of hand-made facts: what it says, that names are never markup, and how large it may get."""
 
+import dataclasses
 import json
 import re
 import shlex
@@ -9,6 +10,7 @@ import pytest
 
 from tests.report.folders import CONFIG, written
 from tests.report.reading import Reading
+from vitrail.report import words
 from vitrail.report.card import Card, Section
 from vitrail.report.gather import Facts, gather
 from vitrail.report.page import again, page, rerun
@@ -35,7 +37,7 @@ def test_the_result_stands_beside_its_interval_and_its_baseline(tmp_path: Path) 
 def test_the_pairs_confused_most_come_first_with_their_share(tmp_path: Path) -> None:
     shown = " ".join(read(gather(written(tmp_path / "run"))).parts["confusion"].split())
     assert "cat dog 2 50 % dog cat 1 20 %" in shown
-    assert re.search(r"cat 10 4 2 50.0 % dog 25 5 4 80.0 % <b>eel</b> 5 1 1 100.0 %", shown)  # the worst class first
+    assert re.search(r"cat 50 % 2 of 4 10 dog 80 % 4 of 5 25 <b>eel</b> 100 % 1 of 1 5", shown)  # the weakest first
 
 
 def test_names_are_words_and_never_markup(tmp_path: Path) -> None:
@@ -64,10 +66,72 @@ def test_an_interrupted_run_shows_what_there_is(tmp_path: Path) -> None:
     assert {"run", "curves", "data", "inside", "walk", "again", "card"} == set(found.parts) - {""}
 
 
-def test_several_labels_have_no_confusion_and_say_why(tmp_path: Path) -> None:
+def test_the_first_screen_names_the_weakest_classes_the_commonest_confusion_and_what_to_do(tmp_path: Path) -> None:
+    shown = " ".join(read(gather(written(tmp_path / "run"))).parts["result"].split())
+    assert "Weakest classes cat 50 % (2 of 4), dog 80 % (4 of 5)" in shown  # eel is right
+    assert "Commonest confusion cat taken for dog , 2 of 4 times" in shown
+    steps = shown.partition("What to do next")[2]
+    assert "Train longer: the validation loss was still falling at the end. Try --epochs 4 instead of 2." in steps
+    assert "Look at images of cat and dog: are the labels right, and could you tell them apart?" in steps
+    assert steps.endswith("vitrail predict RUN IMAGES vitrail serve RUN")
+
+
+def test_a_class_with_few_training_images_and_a_poor_result_lead_to_advice(tmp_path: Path) -> None:
+    answers = [*[("cat", "dog", 0.9)] * 3, *[("dog", "dog", 0.9)] * 5, *[("<b>eel</b>", "dog", 0.9)] * 2]
+    shown = " ".join(read(gather(written(tmp_path / "run", answers=answers))).parts["result"].split())
+    assert "Do not use it yet: it is not clearly better than always “dog”" in shown
+    counts = {"cat": 2, "dog": 10, "<b>eel</b>": 10}
+    facts = dataclasses.replace(gather(tmp_path / "run"), trained_images=counts, baselines=())
+    assert "Add training images of cat: it has 2, fewer than most classes." in " ".join(read(facts).text.split())
+
+
+def test_nothing_wrong_has_no_weakest_class(tmp_path: Path) -> None:
+    answers = [("cat", "cat", 1.0)] * 30
+    shown = " ".join(read(gather(written(tmp_path / "run", answers=answers))).parts["result"].split())
+    assert "Weakest classes none: nothing is wrong" in shown
+    assert "Commonest confusion none" in shown
+
+
+@pytest.mark.parametrize("classes", [9, 10])
+def test_top_5_is_shown_from_10_classes_on(tmp_path: Path, classes: int) -> None:
+    names = [f"class {number}" for number in range(classes)]
+    facts = gather(written(tmp_path / "run", answers=[(name, name, 0.5) for name in names], classes=names))
+    found = read(facts)
+    assert ("five likeliest" in found.text, "top-5" in found.parts["curves"]) == (classes == 10, classes == 10)
+    assert facts.result is not None
+    assert ("five likeliest" in str(list(words.result_rows(facts, facts.result)))) == (classes == 10)
+
+
+def test_class_by_class_is_open_and_the_equations_are_folded(run: Path) -> None:
+    text = (run / "report.html").read_text()
+    found = Reading(text)
+    assert "class images" not in found.text
+    before, after = text.split("Class by class, the weakest first")
+    assert before.count("<details") == before.count("</details")
+    equations = after.partition('<section id="walk">')[2].partition("</section>")[0]
+    assert equations.index("<details>") < equations.index("<math")
+
+
+def test_where_rollout_is_shown_a_sentence_says_what_it_is_not(run: Path) -> None:
+    found = Reading((run / "report.html").read_text())
+    shown = [part for part in ("mistakes", "inside") if "rollout" in found.parts[part]]
+    assert "inside" in shown
+    for part in shown:
+        assert "Rollout is not the reason for an answer" in " ".join(found.parts[part].split())
+
+
+def test_a_multi_label_run_is_shown_as_one(tmp_path: Path) -> None:
     answers = [("cat | dog", "cat", 0.9), ("dog", "dog", 0.8), ("dog", "cat", 0.7)]
     found = read(gather(written(tmp_path / "run", answers=answers)))
-    assert "several labels" in found.parts["confusion"]
+    result = " ".join(found.parts["result"].split())
+    assert "1 of 3 test images have exactly their labels (exact match). F1 61.0 %, mAP 73.0 %." in result
+    assert "Weakest classes <b>eel</b> F1 44 %" in result
+    assert "Missed most" in result
+    assert "five likeliest" not in found.text
+    assert "Confused most" not in found.text
+    assert "cat 44 % 4 5 2 62 % 5" in " ".join(found.parts["confusion"].split())
+    assert "Validation exact match" in found.parts["curves"]
+    assert "label's probability" in found.parts["calibration"]
 
 
 def test_what_was_trained_on_and_what_chose_the_weights_is_said(tmp_path: Path) -> None:
@@ -85,7 +149,7 @@ def test_thousands_of_classes_and_answers_stay_a_page(tmp_path: Path) -> None:
     facts = gather(written(tmp_path / "run", answers=answers, classes=classes))
     text = page(facts, None, NOTHING, None)
     assert len(text) < 300_000
-    assert "Of 5,000 classes the 20 in the pairs confused most" in text
+    assert "Of 5,000 classes the 40 in the pairs confused most" in text
     assert not (tmp_path / "run" / "per_class.csv").exists()
     assert "The answers to 4,900 more are in predictions.csv" in text
 

@@ -241,6 +241,10 @@ def test_several_labels_have_a_page(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "config.json").read_text())["several"] is True
     found = read(tmp_path / "run" / "report.html")
     assert "several labels" in found.parts["confusion"]
+    assert "have exactly their labels (exact match). F1" in " ".join(found.parts["result"].split())
+    table = (tmp_path / "run" / "per_class.csv").read_text().splitlines()
+    assert table[0] == "class,train_images,images,right,recall,precision,predicted,f1,average_precision"
+    assert len(table) == 4
     assert "each alone through a sigmoid" in found.parts["walk"]
 
 

@@ -185,6 +185,8 @@ def _check_threshold(name: str, dataset: "Dataset") -> None:
         )
     if "val" not in dataset.splits:
         raise DataError(f"{dataset.name} has no val, on which a threshold is chosen")
+    if dataset.several:
+        raise UsageError(f"--abstain is for images with one label each, and those of {dataset.name} may have several")
 
 
 def _threshold(name: str, dataset: "Dataset", at: At, share: float) -> float:
@@ -209,7 +211,7 @@ def _facts(dataset: "Dataset", results: Sequence[Result], at: At) -> dict[str, A
     from vitrail.evaluate.compare import compared
 
     models = [
-        {"model": result.subject.name}
+        {"model": result.subject.name, "classes": len(result.names)}
         | result.measured.facts()
         | {"images_per_second": result.examined.images_per_second, "temperature": result.subject.temperature}
         for result in results
@@ -237,7 +239,7 @@ def _write(dataset: "Dataset", images: "Split", results: Sequence[Result], found
     curves = {}
     for result in results:
         said = result.examined.answers
-        curve = abstain.curve(said.probabilities[:, 0], said.right)
+        curve = abstain.curve(said.confidence, said.right)
         curves[result.subject.name] = (curve.coverage.numpy(), curve.accuracy.numpy())
     draw.risk_coverage(curves, folder / "risk_coverage.png")
     for number, other in enumerate(results[1:], 1):
@@ -246,6 +248,7 @@ def _write(dataset: "Dataset", images: "Split", results: Sequence[Result], found
 
 def _write_one(dataset: "Dataset", images: "Split", result: Result, folder: Path) -> None:
     from vitrail.evaluate import tables
+    from vitrail.evaluate.multi_label import measure_labels
     from vitrail.figures import draw
 
     counts, said = result.examined.counts, result.examined.answers
@@ -257,9 +260,11 @@ def _write_one(dataset: "Dataset", images: "Split", result: Result, folder: Path
         names = [result.names[place] for place in there.tolist()]
         draw.confusion(confusion, names, folder / "confusion_matrix.png")
         draw.confusion(confusion, names, folder / "confusion_matrix_normalized.png", normalised=True)
-    sure = said.probabilities[:, 0].numpy()
+    if said.multi_label:
+        tables.write_label_scores(measure_labels(said), result.names, folder / "per_class.csv")
+    sure, true = (said.scores, said.truths) if said.multi_label else (said.confidence, said.right)
     error = result.measured.calibration_error
-    draw.reliability(sure, said.right.numpy(), folder / "reliability.png", error=error)
+    draw.reliability(sure.flatten().numpy(), true.flatten().numpy(), folder / "reliability.png", error=error)
     worst = said.losses.argsort(descending=True)[:_SHEET].tolist()
     preprocess, path = result.subject.preprocess, folder / "top_losses.jpg"
     sheets.answered(images, dataset.classes, preprocess, said, worst, path, outputs=result.names)
@@ -273,33 +278,43 @@ def _differences(images: "Split", one: Result, other: Result, path: Path) -> Non
     places = (first.right != second.right).nonzero()[:, 0].tolist()[:_SHEET]
     if not places:
         return
-    captions = [
-        " / ".join(result.names[int(result.examined.answers.classes[place, 0])] for result in (one, other))
-        for place in places
-    ]
+    captions = [" / ".join(_name(result, place) for result in (one, other)) for place in places]
     rows = [int(first.images[place]) for place in places]
     marks = [bool(first.right[place]) for place in places]
     pictures.grid(sheets.views(images, rows, one.subject.preprocess), captions, path, marks=marks)
+
+
+def _name(result: Result, place: int) -> str:
+    return ", ".join(result.names[index] for index in result.examined.answers.predicted(place)) or "no label"
+
+
+_HEADS = {
+    "top1": "top-1",
+    "top5": "top-5",
+    "exact_match": "exact match",
+    "micro_f1": "F1",
+    "macro_f1": "F1 per class",
+    "mean_average_precision": "mAP",
+    "real": "ReaL",
+    "macro": "per class",
+    "loss": "loss",
+    "calibration_error": "calibration",
+}
 
 
 def _tell(found: dict[str, Any], folder: Path, *, as_json: bool) -> None:
     if as_json:
         show.as_json(found | {"folder": str(folder)})
         return
-    heads = ["model", "images", "top-1", "top-5", "per class", "loss", "calibration", "images/s"]
-    reals = any("real" in model for model in found["models"])
-    rows = [heads[:4] + (["ReaL"] if reals else []) + heads[4:]]
-    for model in found["models"]:
-        share = {
-            name: f"{model[name]:.2%} ({model[f'{name}_interval'][0]:.1%} to {model[f'{name}_interval'][1]:.1%})"
-            for name in ("top1", "top5", "macro", "calibration_error", "real")
-            if name in model
-        }
-        low, high = model.get("loss_interval", (math.nan, math.nan))
-        row = [model["model"], f"{model['images']:,}", share["top1"], share["top5"]]
-        row += [share.get("real", "-")] if reals else []
-        row += [share.get("macro", "-"), f"{model['loss']:.3f} ({low:.3f} to {high:.3f})", share["calibration_error"]]
-        rows.append([*row, f"{model['images_per_second']:,.0f}"])
+    from vitrail.evaluate.classify import TOP5_CLASSES
+
+    models = found["models"]
+    few = all(model["classes"] < TOP5_CLASSES for model in models)
+    shown = [name for name in _HEADS if any(name in model for model in models) and not (few and name == "top5")]
+    rows = [["model", "images", *(_HEADS[name] for name in shown), "images/s"]]
+    for model in models:
+        numbers = [_number(model, name) for name in shown]
+        rows.append([model["model"], f"{model['images']:,}", *numbers, f"{model['images_per_second']:,.0f}"])
     if len(rows) == 2:
         show.table(list(zip(*rows, strict=True)))
     else:
@@ -310,3 +325,13 @@ def _tell(found: dict[str, Any], folder: Path, *, as_json: bool) -> None:
             f" {pair['second']:,}: between equals that happens with a chance of {pair['chance']:.2g} (McNemar)"
         )
     show.note(f"written: {folder}")
+
+
+def _number(model: dict[str, Any], name: str) -> str:
+    """A number and its interval, a loss as it is and all others as shares."""
+    if name not in model:
+        return "-"
+    low, high = model.get(f"{name}_interval", (math.nan, math.nan))
+    if name == "loss":
+        return f"{model[name]:.3f} ({low:.3f} to {high:.3f})"
+    return f"{model[name]:.2%} ({low:.1%} to {high:.1%})"

@@ -379,6 +379,7 @@ def trained(
         if report is not None:
             (folder / "data_report.json").write_text(json.dumps(report, indent=1) + "\n")
         draw(task, result, folder)
+        write_label_scores(task, result, folder)
         page(task, folder, baselines or {}, deadline)
         return result
 
@@ -389,6 +390,19 @@ def remember(folder: Path) -> None:
 
     if sys.argv[1:2] and sys.argv[1] in _TRAINING:  # not where main is called from Python
         Book(folder).event("command", arguments=sys.argv[1:], folder=str(Path.cwd()))
+
+
+def write_label_scores(task: "Task", result: "Result | Pretrained", folder: Path) -> None:
+    """Write what a multi-label run's predictions are worth, as an event and class by class."""
+    from vitrail.evaluate.multi_label import measure_labels
+    from vitrail.evaluate.tables import write_label_scores as write_classes
+    from vitrail.train.log import Book
+    from vitrail.train.run import Result
+
+    if isinstance(result, Result) and result.answers.multi_label:
+        found = measure_labels(result.answers)
+        Book(folder).event("multi_label", **found.facts())
+        write_classes(found, task.dataset.classes, folder / "per_class.csv", task.counts)
 
 
 def page(task: "Task", folder: Path, baselines: Mapping[str, int], deadline: "Deadline | None" = None) -> None:
@@ -470,8 +484,11 @@ def sentence(found: dict[str, Any]) -> str:
         text = f"{found['split']}: loss {found['loss']:.3f} of {found['patches']:,} hidden patches{right}"
         return f"{text} ({found['folder']}/weights/best.safetensors)"
     what = show.plural(found["images"], "image" if found["trained_on"] else f"{found['split']} image")
-    text = f"{found['top1']:.1%} of {what} right"
+    labels = found.get("labels")
+    text = f"{found['top1']:.1%} of {what} {'have exactly their labels' if labels else 'right'}"
     text += " (on images that were trained on)" if found["trained_on"] else _interval(found["interval"])
+    if labels:
+        text += f", F1 {labels['micro_f1']:.1%}, mAP {labels['mean_average_precision']:.1%}"
     if found["macro"] is not None and found["macro"] < found["top1"] - 0.02:
         text += f", {found['macro']:.1%} of a class on average"
     if weakest := found["weakest"]:
@@ -505,12 +522,15 @@ def find_weakest(counts: "Counts", classes: Sequence[str]) -> dict[str, Any] | N
 def facts(task: "Task", result: "Result | Pretrained", folder: Path) -> dict[str, Any]:
     """What a run came to, for programs."""
     from vitrail.evaluate.intervals import wilson
+    from vitrail.evaluate.multi_label import measure_labels
     from vitrail.train.run import Pretrained
 
     if isinstance(result, Pretrained):
         found = {"folder": str(folder), "split": "val", **dataclasses.asdict(result)}
         return found | {"trained": round(result.epochs * len(task.split)), "seed": task.seed}
     counts, report = result.counts, folder / "report.html"
+    labels = measure_labels(result.answers).facts() if result.answers.multi_label else None
+    calibration_error = result.calibration_error if labels is None else labels["calibration_error"]
     return {
         "folder": str(folder),
         "report": str(report) if report.exists() else None,
@@ -525,7 +545,8 @@ def facts(task: "Task", result: "Result | Pretrained", folder: Path) -> dict[str
         "trained_on": task.everything and result.split == "val",
         "loss": counts.mean_loss,
         "temperature": result.temperature,
-        "calibration_error": result.calibration_error,
+        "calibration_error": calibration_error,
+        "labels": labels,
         "epochs": result.epochs,
         "trained": round(result.epochs * len(task.split)),
         "seconds": result.seconds,
@@ -538,6 +559,7 @@ def facts(task: "Task", result: "Result | Pretrained", folder: Path) -> dict[str
 
 def draw(task: "Task", result: "Result | Pretrained", folder: Path) -> None:
     """The pictures of a run's folder."""
+    from vitrail.evaluate.calibrate import expected_calibration_error
     from vitrail.figures import draw as drawing
     from vitrail.train.run import Pretrained
 
@@ -553,9 +575,9 @@ def draw(task: "Task", result: "Result | Pretrained", folder: Path) -> None:
         confusion, names = result.counts.confusion.numpy(), task.dataset.classes
         drawing.confusion(confusion, names, folder / "confusion_matrix.png")
         drawing.confusion(confusion, names, folder / "confusion_matrix_normalized.png", normalised=True)
-    drawing.reliability(
-        said.probabilities[:, 0].numpy(), said.right.numpy(), folder / "reliability.png", error=result.calibration_error
-    )
+    sure, true = (said.scores, said.truths) if said.multi_label else (said.confidence, said.right)
+    error = expected_calibration_error(sure.flatten(), true.flatten())
+    drawing.reliability(sure.flatten().numpy(), true.flatten().numpy(), folder / "reliability.png", error=error)
     split, some = task.dataset.splits[result.split], range(min(_SHOWN, len(said.images)))
     classes, preprocess = task.dataset.classes, task.preprocess
     worst = said.losses.argsort(descending=True)[:_WORST].tolist()

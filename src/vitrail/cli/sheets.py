@@ -53,9 +53,9 @@ def answered(
     from vitrail.figures import pictures
 
     rows = said.images[list(places)].tolist()
-    captions, marks = [], said.right[list(places)].tolist()
+    captions, marks, confidence = [], said.right[list(places)].tolist(), said.confidence
     for place, row, right in zip(places, rows, marks, strict=True):
-        name = (outputs or classes)[int(said.classes[place, 0])]
-        answer = f"{name} {float(said.probabilities[place, 0]):.0%}"
+        name = ", ".join((outputs or classes)[index] for index in said.predicted(place)) or "no label"
+        answer = f"{name} {float(confidence[place]):.0%}"
         captions.append(answer if right else f"{answer}, is {label(split, classes, row)}")
     pictures.grid(views(split, rows, preprocess), captions, path, marks=marks)

@@ -2,7 +2,8 @@
 
     n images   B images of a batch   L classes
 
-Where images may have several labels, an answer is right if it is one of them, and images without a label do not count.
+A multi-label prediction is right where it has all labels of the image and no other (exact match); a label is predicted
+where its probability is above one half. Images without a label do not count.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from vitrail.errors import DataError
 from vitrail.model.build import Model
 
 CONFUSED = 4096  # classes: a matrix of 134 MB
+TOP5_CLASSES = 10  # with fewer, five guesses of them say little and top-5 is not shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Counts:
 
     @property
     def top1(self) -> float:
-        """The share that is right."""
+        """The share that is right; of several labels exact match."""
         return self.right / self.images
 
     @property
@@ -81,6 +83,24 @@ class Answers(NamedTuple):
     images: Tensor  # int64 (n,): which of the split's images
     labels: Tensor  # int64 (n,): the true class; -1 where there may be several
     in_five: Tensor  # bool (n,): whether a true class is among the five
+    scores: Tensor = torch.zeros(0, 0)  # float32 (n, L): each class's probability, where images are multi-label
+    truths: Tensor = torch.zeros(0, 0, dtype=torch.bool)  # bool (n, L): whether the image has the label
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether images may have several labels."""
+        return self.scores.shape[1] > 0
+
+    @property
+    def confidence(self) -> Tensor:
+        """The probability of each answer, float32 (n,); of a multi-label one that all its labels are right."""
+        return self.scores.maximum(1 - self.scores).prod(dim=1) if self.multi_label else self.probabilities[:, 0]
+
+    def predicted(self, place: int) -> list[int]:
+        """The classes that an image was given: one, or of several labels any number."""
+        if self.multi_label:
+            return [int(index) for index in (self.scores[place] > 0.5).nonzero()[:, 0]]
+        return [int(self.classes[place, 0])]
 
 
 def count(logits: Tensor, targets: Tensor) -> Counts:
@@ -102,13 +122,14 @@ def _said(logits: Tensor, targets: Tensor, temperature: float, *, several: bool)
     else:
         losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(dim=1)
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (B, 5)
-    first = best[:, :1]
-    right = targets == first[:, 0] if targets.ndim == 1 else targets.gather(1, first)[:, 0] > 0
+    likeliest, images = probabilities.gather(1, best), torch.arange(len(logits))
     if targets.ndim == 1:
-        labels, in_five = targets, (best == targets[:, None]).any(dim=1)
-    else:
-        labels, in_five = torch.full_like(first[:, 0], -1), (targets.gather(1, best) > 0).any(dim=1)
-    return Answers(best, probabilities.gather(1, best), losses, right, torch.arange(len(logits)), labels, in_five)
+        in_five = (best == targets[:, None]).any(dim=1)
+        return Answers(best, likeliest, losses, targets == best[:, 0], images, targets, in_five)
+    truths = targets > 0
+    right = ((probabilities > 0.5) == truths).all(dim=1)
+    labels, in_five = torch.full_like(best[:, 0], -1), truths.gather(1, best).any(dim=1)
+    return Answers(best, likeliest, losses, right, images, labels, in_five, probabilities, truths)
 
 
 def classify(
@@ -145,11 +166,13 @@ def asked(
 
     With `several` each class has a probability of its own.
     """
-    nothing = torch.zeros(0, classes), torch.zeros(0, dtype=torch.int64)
-    kept = [_said(*nothing, temperature, several=several)]
+    kept = []
     for logits, targets, images in outputs(model, batches, preprocess):
         said = _said(logits, targets, temperature, several=several or targets.ndim == 2)._replace(images=images)
         kept.append(Answers(*(column.cpu() for column in said)))
+    if not kept:
+        nothing = torch.zeros(0, classes), torch.zeros(0, dtype=torch.int64)
+        return _said(*nothing, temperature, several=several)
     return Answers(*(torch.cat(columns) for columns in zip(*kept, strict=True)))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.data.loader import Batch
-from vitrail.evaluate import abstain, calibrate, intervals
+from vitrail.evaluate import abstain, calibrate, intervals, multi_label
 from vitrail.evaluate.classify import Answers, Counts
 from vitrail.evaluate.intervals import Interval
 
@@ -68,20 +68,28 @@ class Measured:
     """The share of answers in the image's set of ReaL labels, of images that have any."""
     real_interval: Interval | None = None
     real_images: int | None = None
+    labels: dict[str, Any] | None = None
+    """F1 and mean average precision of multi-label predictions, with intervals; `top1` is exact match then."""
 
     def facts(self) -> dict[str, Any]:
         """For JSON."""
-        return {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        found = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        if self.labels is None:
+            return found
+        exact = {"exact_match": found.pop("top1"), "exact_match_interval": found.pop("top1_interval")}
+        others = {key: value for key, value in found.items() if key not in ("top5", "top5_interval", "labels")}
+        return exact | self.labels | others
 
 
 def measured(counts: Counts, said: Answers, real: Sequence[frozenset[int]] | None = None) -> Measured:
     """Of the counts and what was said of each image; `real` by the images' numbers in their split."""
-    losses, right = said.losses.double().numpy(), said.right.numpy()
-    sure = said.probabilities[:, 0]
+    sure, true = (said.scores, said.truths) if said.multi_label else (said.confidence, said.right)
     macro = interval = None
     if counts.by_class:
         macro, interval = counts.macro, _macro_interval(counts.confusion)
     more: dict[str, Any] = {} if real is None else _real(said, real)
+    if said.multi_label:
+        more["labels"] = _label_scores(said)
     return Measured(
         images=counts.images,
         right=counts.right,
@@ -92,12 +100,21 @@ def measured(counts: Counts, said: Answers, real: Sequence[frozenset[int]] | Non
         macro=macro,
         macro_interval=interval,
         loss=counts.mean_loss,
-        loss_interval=intervals.mean(losses),
-        calibration_error=calibrate.expected_calibration_error(sure, said.right),
-        calibration_error_interval=_calibration_interval(sure.double().numpy(), right),
-        risk_area=abstain.area(abstain.curve(sure, said.right)),
+        loss_interval=intervals.mean(said.losses.double().numpy()),
+        calibration_error=calibrate.expected_calibration_error(sure.flatten(), true.flatten()),
+        calibration_error_interval=_calibration_interval(sure.double().numpy(), true.numpy()),
+        risk_area=abstain.area(abstain.curve(said.confidence, said.right)),
         **more,
     )
+
+
+def _label_scores(said: Answers) -> dict[str, Any]:
+    found, between = multi_label.measure_labels(said), multi_label.measure_intervals(said)
+    return {
+        key: value
+        for name, interval in between.items()
+        for key, value in ((name, getattr(found, name)), (f"{name}_interval", interval))
+    }
 
 
 def _macro_interval(confusion: Tensor) -> Interval:
@@ -110,11 +127,13 @@ def _macro_interval(confusion: Tensor) -> Interval:
 
 
 def _calibration_interval(sure: np.ndarray[Any, Any], right: np.ndarray[Any, Any], bins: int = 15) -> Interval:
+    """Of probabilities by image, (n,), or by image and label, (n, L)."""
     bin_of = np.clip(np.ceil(sure * bins).astype(np.int64) - 1, 0, bins - 1)
     gap = sure - right
 
     def error(places: np.ndarray[Any, np.dtype[np.int64]]) -> float:
-        return float(np.abs(np.bincount(bin_of[places], weights=gap[places], minlength=bins)).sum() / len(places))
+        some, gaps = bin_of[places].ravel(), gap[places].ravel()
+        return float(np.abs(np.bincount(some, weights=gaps, minlength=bins)).sum() / len(some))
 
     low, high = intervals.bootstrap(error, len(sure))
     return max(0.0, low), max(0.0, high)

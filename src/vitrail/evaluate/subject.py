@@ -125,7 +125,9 @@ def examined(
         several=subject.several,
     )
     subject.network.cpu()  # the next may need the room
-    said = Answers(*(gathered(column) for column in mine))
+    if split.several and not len(mine.images):  # as wide as the other ranks' columns
+        mine = mine._replace(scores=torch.zeros(0, total), truths=torch.zeros(0, total, dtype=torch.bool))
+    said = Answers(*(gathered(column) for column in mine if column.shape[1:] != (0,)))
     seconds = time.perf_counter() - begun
     return Examined(classify.total(said, total), said, len(said.images) / seconds)
 

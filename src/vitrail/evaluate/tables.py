@@ -6,21 +6,24 @@ from pathlib import Path
 
 from vitrail.data.dataset import Split
 from vitrail.evaluate.classify import Answers, Counts
+from vitrail.evaluate.multi_label import LabelScores
 from vitrail.spreadsheet import quote_cell
 
 
 def write_predictions(split: Split, classes: Sequence[str], outputs: Sequence[str], said: Answers, path: Path) -> None:
     """A row for each image: its name, labels, what the model said, how sure it was and how wrong.
 
-    `classes` are the data's names and `outputs` the model's.
+    `classes` are the data's names and `outputs` the model's. Several labels stand in one cell, separated by " | ".
     """
     with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.writer(file)
         writer.writerow(("image", "label", "predicted", "probability", "loss", "right"))
-        columns = (said.images, said.classes[:, 0], said.probabilities[:, 0], said.losses, said.right)
-        for image, first, probability, loss, right in zip(*(column.tolist() for column in columns), strict=True):
+        columns = (said.images, said.confidence, said.losses, said.right)
+        for place, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+            image, probability, loss, right = row
             label = " | ".join(classes[index] for index in split.labels(image))
-            names = map(quote_cell, (split.name(image), label, outputs[first]))
+            predicted = " | ".join(outputs[index] for index in said.predicted(place))
+            names = map(quote_cell, (split.name(image), label, predicted))
             writer.writerow((*names, f"{probability:.6f}", f"{loss:.6f}", int(right)))
 
 
@@ -40,3 +43,18 @@ def write_classes(counts: Counts, outputs: Sequence[str], path: Path, trained: S
                 continue
             shares = (f"{right / total:.6f}" if total else "" for total in (images, said))
             writer.writerow((quote_cell(name), *((trained[index],) if trained else ()), images, right, *shares))
+
+
+def write_label_scores(
+    found: LabelScores, outputs: Sequence[str], path: Path, trained: Sequence[int] | None = None
+) -> None:
+    """A row for each class of multi-label predictions, as `write_classes` for one label."""
+    with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        writer = csv.writer(file)
+        heads = ("images", "right", "recall", "precision", "predicted", "f1", "average_precision")
+        writer.writerow(("class", *(("train_images",) if trained else ()), *heads))
+        for index, (name, each) in enumerate(zip(outputs, found.classes, strict=True)):
+            shares = (f"{each.right / total:.6f}" if total else "" for total in (each.images, each.predicted))
+            precision = "" if each.average_precision is None else f"{each.average_precision:.6f}"
+            row = (each.images, each.right, *shares, each.predicted, f"{each.f1:.6f}", precision)
+            writer.writerow((quote_cell(name), *((trained[index],) if trained else ()), *row))

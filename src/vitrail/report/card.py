@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from vitrail.config import to_json
+from vitrail.evaluate.classify import TOP5_CLASSES
 from vitrail.figures.draw import legible
 from vitrail.model import count
 from vitrail.report import words
@@ -157,8 +158,14 @@ def _index(facts: Facts, result: Result) -> Iterator[str]:
 
 
 def _metrics(facts: Facts, result: Result) -> Iterator[tuple[str, str, float]]:
+    if facts.labels is not None:
+        yield "accuracy", f"exact match of {result.images} images", result.top1
+        yield "f1", "F1 over all labels", facts.labels.micro_f1
+        yield "mean_average_precision", "mean average precision", facts.labels.mean_average_precision
+        yield "expected_calibration_error", "expected calibration error, 15 bins", result.calibration_error
+        return
     yield "accuracy", f"top-1 accuracy of {result.images} images", result.top1
-    if len(facts.config["classes"]) > 5:
+    if len(facts.config["classes"]) >= TOP5_CLASSES:
         yield "accuracy", "top-5 accuracy", result.top5
     if facts.macro is not None:
         yield "recall", "recall averaged over classes", facts.macro

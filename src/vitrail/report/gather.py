@@ -32,6 +32,7 @@ class Answer(NamedTuple):
     said: str
     probability: float
     right: bool
+    """Of several labels: whether all are there, and no other."""
 
 
 class Baseline(NamedTuple):
@@ -67,6 +68,22 @@ class Result:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Labels:
+    """What multi-label predictions are worth, beside exact match, which is the share of right ones."""
+
+    micro_f1: float
+    macro_f1: float
+    mean_average_precision: float
+    calibration_error: float
+    bins: list[tuple[int, float, int]]
+    """Labels, the sum of their probabilities and how many of them are true, in bins of equal width."""
+
+
+LabelRow = tuple[str, int | None, int, int, float, int, float | None]
+"""Class, training images, images, right ones, F1, predicted ones and average precision."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Pretrained:
     """What the kept weights of a run without labels came to."""
 
@@ -94,6 +111,10 @@ class Facts:
     """None while the run has not ended, and where it learned without labels."""
     pretrained: Pretrained | None
     """What it came to without labels."""
+    labels: Labels | None
+    """What a multi-label run came to, beside `result`."""
+    label_rows: tuple[LabelRow, ...]
+    """Its classes."""
     reconstruction: Path | None
     """The picture of hidden patches and what was told of them."""
     answers: tuple[Answer, ...]
@@ -151,9 +172,14 @@ class Facts:
         return self.result is not None and self.result.split == "val" and not self.config["everything"]
 
     @property
+    def multi_label(self) -> bool:
+        """Whether images may have several labels."""
+        return _several(self.config, self.trained_images) and not self.masked
+
+    @property
     def one_label(self) -> bool:
         """Whether images have one class each, so that it is known what is taken for what."""
-        return bool(self.answers) and not _several(self.config, self.trained_images)
+        return bool(self.answers) and not self.multi_label
 
     @property
     def macro(self) -> float | None:
@@ -214,6 +240,11 @@ def gather(folder: Path) -> Facts:
     answers = () if end is None else tuple(_answers(folder / "predictions.csv"))
     trained_images = {} if end is None else _trained_images(folder / "per_class.csv")
     several = _several(config, trained_images)
+    labels = _filled(Labels, event, folder) if several and end and (event := _last(events, "multi_label")) else None
+    if several and labels is None:
+        end, answers = None, ()  # what counts as right was not exact match yet
+    elif end is not None and labels is not None:
+        end = {**end, "calibration_error": labels.calibration_error}
     picture = folder / "reconstruction.jpg"
     return Facts(
         name=folder.resolve().name,
@@ -221,6 +252,8 @@ def gather(folder: Path) -> Facts:
         epochs=_columns(folder / "results.csv"),
         result=None if end is None else _filled(Result, end, folder),
         pretrained=None if pretrained is None else _filled(Pretrained, pretrained, folder),
+        labels=labels,
+        label_rows=() if labels is None else tuple(_label_rows(folder / "per_class.csv")),
         reconstruction=picture if picture.is_file() else None,
         answers=answers,
         baselines=tuple(_baselines(answers, trained_images, events, several=several)),
@@ -230,7 +263,7 @@ def gather(folder: Path) -> Facts:
         decisions=tuple((event["step"], event["steps"]) for event in events if event["event"] == "plan"),
         given_in=None if command is None else command["folder"],
         ended=events[-1]["at"] if events else None,
-        missing=tuple(_missing(folder, config, events)),
+        missing=tuple(_missing(folder, config, events, several=several)),
     )
 
 
@@ -283,7 +316,7 @@ def _last(events: list[dict[str, Any]], kind: str) -> dict[str, Any] | None:
     return next((event for event in reversed(events) if event["event"] == kind), None)
 
 
-T = TypeVar("T", Result, Pretrained)
+T = TypeVar("T", Result, Pretrained, Labels)
 
 
 def _filled(kind: type[T], event: Mapping[str, Any], folder: Path) -> T:
@@ -302,6 +335,15 @@ def _answers(path: Path) -> Iterator[Answer]:
 def _trained_images(path: Path) -> dict[str, int]:
     with _sound(str(path), _AGAIN):
         return {row["class"]: int(row["train_images"]) for row in _rows(path) if "train_images" in row}
+
+
+def _label_rows(path: Path) -> Iterator[LabelRow]:
+    for line, row in enumerate(_rows(path), 2):
+        with _sound(f"{path}, line {line}", _AGAIN):
+            trained = int(row["train_images"]) if "train_images" in row else None
+            numbers = int(row["images"]), int(row["right"]), float(row["f1"]), int(row["predicted"])
+            precision = float(row["average_precision"]) if row["average_precision"] else None
+            yield row["class"], trained, *numbers, precision
 
 
 def _columns(path: Path) -> dict[str, tuple[float, ...]]:
@@ -336,20 +378,24 @@ def _report(path: Path) -> dict[str, Any] | None:
 def _baselines(
     answers: tuple[Answer, ...], trained_images: Mapping[str, int], events: list[dict[str, Any]], *, several: bool
 ) -> Iterator[Baseline]:
-    """The commonest class for every image, and what the run's events tell of others."""
-    images: Counter[str] = Counter()
-    for answer in answers:
-        images.update(answer.label.split(" | ") if several else [answer.label])
+    """The commonest class, or set of labels, for every image, and what the run's events tell of others."""
+    images = Counter(" | ".join(sorted(answer.label.split(" | "))) if several else answer.label for answer in answers)
     if images:
-        learned = max(trained_images, key=trained_images.__getitem__, default=None)
+        learned = None if several else max(trained_images, key=trained_images.__getitem__, default=None)
         commonest = images.most_common(1)[0][0] if learned is None else learned
         where = "here" if learned is None else "in training"
-        yield Baseline(f"always “{commonest}”: no class is commoner {where}", images[commonest])
+        what = "set of labels" if several else "class"
+        yield Baseline(f"always “{commonest}”: no {what} is commoner {where}", images[commonest])
     told = {event["name"]: event["right"] for event in events if event["event"] == "baseline"}
     yield from (Baseline(name, right) for name, right in told.items())
 
 
-def _missing(folder: Path, config: Mapping[str, Any], events: list[dict[str, Any]]) -> Iterator[str]:
+def _missing(folder: Path, config: Mapping[str, Any], events: list[dict[str, Any]], *, several: bool) -> Iterator[str]:
+    if several and _last(events, "end") and not _last(events, "multi_label"):
+        yield (
+            "This run was measured by an earlier version, for which any one label of an image was enough. The same"
+            " command with --resume measures it again."
+        )
     if not (_last(events, "end") or _last(events, "pretrained")):
         reached = max((event["step"] for event in events if "step" in event), default=0)
         stopped = _last(events, "stopped")

@@ -12,10 +12,12 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
+from vitrail.evaluate.classify import TOP5_CLASSES
 from vitrail.figures.draw import legible
 from vitrail.report import charts, embedded, words
 from vitrail.report.card import Card
 from vitrail.report.charts import Curve
+from vitrail.report.findings import ClassRow, Confusion, find_weakest, list_classes, list_confusions, suggest_steps
 from vitrail.report.gather import Facts
 from vitrail.report.inside import Inside, spread
 from vitrail.weights.trained import Trained
@@ -25,13 +27,16 @@ PAIRS = 10
 CLASSES = 100
 """Rows of the table of classes, the worst first."""
 _COLUMNS = 290  # as many as a chart has pixels for
-_FEWER = 20  # classes of a confusion where there are too many to show all
+_ONE_TABLE = 12  # classes: more stand in two tables
+_NAMED_BARS = 30  # classes whose training images are bars with names
+_FEWER = 40  # classes of a confusion where there are too many to show all
 _ONCE = ("--resume", "--overwrite", "--json")  # of the command, not of the run
 _OTHERWISE = ("--minutes", "--runs", "--seed", "--out")  # with a value; epochs and seed are known to the digit
 
 
 def page(facts: Facts, trained: Trained | None, inside: Inside | str, card: Card | None) -> str:
     """The whole page; `inside` may be the sentence that says why nothing of the model is shown."""
+    classes, confusions = list_classes(facts), list_confusions(facts)
     return _template().render(
         facts=facts,
         result=facts.result,
@@ -44,13 +49,20 @@ def page(facts: Facts, trained: Trained | None, inside: Inside | str, card: Card
         reconstruction=None if facts.reconstruction is None else embedded.file(facts.reconstruction, 1000),
         tables=_tables(facts, trained),
         curves=_curves(facts),
-        confused=_confused(facts) if facts.one_label else None,
-        classes=_classes(facts) if facts.one_label else None,
-        most=CLASSES,
+        top5=len(facts.config["classes"]) >= TOP5_CLASSES,
+        weakest=find_weakest(classes),
+        confusions=confusions[:PAIRS],
+        missed=max(classes, key=lambda row: row.images - row.right, default=None),
+        invented=max(classes, key=lambda row: row.predicted - row.right, default=None),
+        steps=suggest_steps(facts, classes, confusions),
+        confused=_confused(facts, confusions) if facts.one_label else None,
+        class_tables=_class_tables(classes),
+        left_out=len(classes) - CLASSES,
         reliability=_reliability(facts),
         sizes=_sizes(facts),
         data_rows=list(_data_rows(facts)),
         inside=inside,
+        not_rollout=words.NOT_ROLLOUT,
         added=_added(inside),
         rerun=rerun(facts),
         again=again(facts),
@@ -125,11 +137,13 @@ def _curves(facts: Facts) -> list[tuple[str, Sequence[tuple[str, str]], Markup]]
 
     losses = lines(("validation", "val/loss"), ("training", "train/loss"))
     right = lines(("top-1", "metrics/accuracy_top1"), ("top-5", "metrics/accuracy_top5"))
-    right = right if len(facts.config["classes"]) > 5 or facts.masked else right[:1]
+    five = len(facts.config["classes"]) >= TOP5_CLASSES and not facts.multi_label
+    right = right if five or facts.masked else right[:1]
     rate = lines(("learning rate", "lr/pg0"))
     if not words.finite(right[0].y):  # pixels were to be told: there is nothing to be right or wrong about
         right = []
-    told = "Validation accuracy of colours" if facts.masked else "Validation accuracy"
+    told = "Validation exact match" if facts.multi_label else "Validation accuracy"
+    told = f"{told} of colours" if facts.masked else told
     drawn = [
         ("Loss", losses, charts.curves(losses, label=_ends("loss", losses), across="epoch")),
         (told, right, charts.curves(right, label=_ends(told, right), across="epoch", percent=True)),
@@ -156,19 +170,15 @@ class Confused(NamedTuple):
     chart: Markup
     of: int
     """Classes in it."""
-    pairs: list[tuple[str, str, int, float]]
-    """True class, answer, how often, and of how large a share of that class; the most frequent first."""
 
 
-def _confused(facts: Facts) -> Confused:
+def _confused(facts: Facts, confusions: Sequence[Confusion]) -> Confused:
     taken = Counter((answer.label, answer.said) for answer in facts.answers)
     images = Counter(answer.label for answer in facts.answers)
-    wrong = sorted(((pair, number) for pair, number in taken.items() if pair[0] != pair[1]), key=lambda each: -each[1])
-    names = _confused_classes(facts.config["classes"], [pair for pair, _ in wrong])
+    names = _confused_classes(facts.config["classes"], [(each.label, each.predicted) for each in confusions])
     counts = np.array([[taken[true, said] for said in names] for true in names], dtype=np.int64)
     label = f"confusion matrix of {len(names)} classes, {counts.trace():,} of {counts.sum():,} answers on the diagonal"
-    pairs = [(true, said, number, number / images[true]) for (true, said), number in wrong[:PAIRS]]
-    return Confused(charts.confusion(counts, names, [images[name] for name in names], label=label), len(names), pairs)
+    return Confused(charts.confusion(counts, names, [images[name] for name in names], label=label), len(names))
 
 
 def _confused_classes(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
@@ -180,20 +190,22 @@ def _confused_classes(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) 
     return list(chosen)[:_FEWER]
 
 
-def _classes(facts: Facts) -> list[tuple[str, int | None, int, int]]:
-    """Class, training images, images and right answers, the worst class first."""
-    images = Counter(answer.label for answer in facts.answers)
-    right = Counter(answer.label for answer in facts.answers if answer.right)
-    order = sorted(images, key=lambda name: (right[name] / images[name], name))
-    return [(name, facts.trained_images.get(name), images[name], right[name]) for name in order]
+def _class_tables(classes: Sequence[ClassRow]) -> list[Sequence[ClassRow]]:
+    """The weakest classes, in two tables beside each other where they are many."""
+    shown = classes[:CLASSES]
+    half = len(shown) if len(shown) <= _ONE_TABLE else -(-len(shown) // 2)
+    return [part for part in (shown[:half], shown[half:]) if part]
 
 
 def _reliability(facts: Facts) -> Markup | None:
     if facts.result is None:
         return None
-    sure = [answer.probability for answer in facts.answers]
     label = f"reliability diagram, expected calibration error {facts.result.calibration_error:.1%}"
-    return charts.reliability(sure, [answer.right for answer in facts.answers], label=label)
+    if facts.labels is not None:
+        answers, _, right = zip(*facts.labels.bins, strict=True)
+        return charts.reliability(answers, right, label=label, across="probability of a label")
+    sure, hits = [answer.probability for answer in facts.answers], [answer.right for answer in facts.answers]
+    return charts.reliability(*charts.bin_answers(sure, hits), label=label, across="probability of the answer")
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -207,11 +219,15 @@ def _class_sizes(facts: Facts) -> Mapping[str, int]:
 
 
 def _sizes(facts: Facts) -> Markup | None:
-    sizes = sorted(_class_sizes(facts).values(), reverse=True)
-    if not sizes:
+    rows = sorted(_class_sizes(facts).items(), key=lambda row: -row[1])
+    if not rows:
         return None
+    names, sizes = zip(*rows, strict=True)
     label = f"training images of {len(sizes)} classes, from {sizes[0]:,} down to {sizes[-1]:,}"
-    return charts.columns(spread(sizes, _COLUMNS), label=label, across=f"{len(sizes):,} classes, the largest first")
+    if len(sizes) <= _NAMED_BARS:
+        return charts.bars(names, sizes, label=label)
+    across = f"{len(sizes):,} classes, from {charts.cut(names[0], 14)} to {charts.cut(names[-1], 14)}"
+    return charts.columns(spread(sizes, _COLUMNS), label=label, across=across)
 
 
 def _data_rows(facts: Facts) -> Iterator[words.Row]:

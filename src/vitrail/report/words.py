@@ -6,12 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vitrail.config import BiTConfig, ViTConfig
+from vitrail.evaluate.classify import TOP5_CLASSES
 from vitrail.evaluate.intervals import Interval
 from vitrail.model import count
 from vitrail.report.gather import Facts, Pretrained, Result
 from vitrail.weights.trained import Trained
 
 UNKNOWN = "unknown"
+NOT_ROLLOUT = (
+    "Rollout is not the reason for an answer: it follows attention alone, is the same for every class, and a bright"
+    " patch need not have decided anything."
+)
 _SHOWN = 12  # classes that are named in a sentence
 
 Row = tuple[str, str]
@@ -95,8 +100,13 @@ def cautions(facts: Facts) -> Iterator[str]:
 
 def result_rows(facts: Facts, result: Result) -> Iterator[Row]:
     """Everything that was measured."""
-    yield "right answers", f"{percent(result.top1)} ({between(result.interval)}, Wilson's 95 % interval)"
-    if len(facts.config["classes"]) > 5:
+    name = "right answers" if facts.labels is None else "exact match"
+    yield name, f"{percent(result.top1)} ({between(result.interval)}, Wilson's 95 % interval)"
+    if facts.labels is not None:
+        yield "F1 over all labels", percent(facts.labels.micro_f1)
+        yield "F1 averaged over classes", percent(facts.labels.macro_f1)
+        yield "mean average precision", percent(facts.labels.mean_average_precision)
+    elif len(facts.config["classes"]) >= TOP5_CLASSES:
         yield "among the five likeliest", percent(result.top5)
     if facts.macro is not None:
         yield "average over classes", percent(facts.macro)
