@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import html
 import io
 import json
 import re
@@ -21,12 +22,13 @@ from tests.serve.serving import picture
 from vitrail.data.transforms import normalise
 from vitrail.errors import UsageError
 from vitrail.figures.attention import rollout
+from vitrail.figures.draw import heat
 from vitrail.figures.pictures import overlaid
 from vitrail.model.vit import attention_maps
 from vitrail.predict import Classifier
 from vitrail.serve import app, run
 from vitrail.serve.limits import Limits
-from vitrail.serve.models import named
+from vitrail.serve.models import explained, named
 from vitrail.serve.service import Service
 
 
@@ -106,7 +108,7 @@ def test_the_explanation_is_the_rollout_over_what_the_model_saw(client: TestClie
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(answer.content))), expected)
 
 
-def test_alone_the_rollout_is_a_veil_that_is_clearest_where_there_is_most(client: TestClient, service: Service) -> None:
+def test_alone_the_rollout_is_a_veil_that_is_densest_where_there_is_most(client: TestClient, service: Service) -> None:
     classify = service.models["small"].classifier
     veil = Image.open(io.BytesIO(sent(client, "/v1/explain?background=none", picture()).content))
     assert (veil.mode, veil.size) == ("RGBA", (32, 32))
@@ -115,7 +117,7 @@ def test_alone_the_rollout_is_a_veil_that_is_clearest_where_there_is_most(client
     least = np.unravel_index(found.argmin(), found.shape)
     red, opacity = (np.asarray(veil)[..., channel].astype(int) for channel in (0, 3))
     assert red[8 * row + 4, 8 * column + 4] > 200 > 60 > red[8 * least[0] + 4, 8 * least[1] + 4]
-    assert opacity[8 * row + 4, 8 * column + 4] < opacity[8 * least[0] + 4, 8 * least[1] + 4]
+    assert opacity[8 * row + 4, 8 * column + 4] > opacity[8 * least[0] + 4, 8 * least[1] + 4]
 
 
 @pytest.mark.parametrize("layer", [1, 2, 3])
@@ -296,7 +298,16 @@ def test_metrics_count_what_was_asked(client: TestClient) -> None:
 
 def test_the_schema_names_every_route_and_its_problems(client: TestClient) -> None:
     schema = client.get("/openapi.json").json()
-    wanted = {"/v1/predict", "/v1/embed", "/v1/explain", "/v1/attention", "/v1/models", "/healthz", "/readyz"}
+    wanted = {
+        "/v1/predict",
+        "/v1/embed",
+        "/v1/explain",
+        "/v1/attention",
+        "/v1/models",
+        "/v1/classes",
+        "/healthz",
+        "/readyz",
+    }
     assert wanted | {"/metrics"} == set(schema["paths"])
     predict = schema["paths"]["/v1/predict"]["post"]
     assert set(predict["requestBody"]["content"]) == {"image/*", "multipart/form-data"}
@@ -315,7 +326,42 @@ def test_the_page_is_strict_and_asks_nobody_else(client: TestClient) -> None:
     page = client.get("/").text
     assert not re.search(r"<script>|<style|\sstyle=|\son\w+=", page)
     used = set(re.findall(r'(?:src|href)="(/[^"#]+)"', page))
-    assert used - {"/openapi.json"} <= set(app.FILES)
+    assert used - {"/docs"} <= set(app.FILES)
+
+
+def test_the_api_is_described_by_a_page_that_loads_nothing_from_elsewhere(client: TestClient) -> None:
+    answer = client.get("/docs")
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    page = answer.text
+    for path, methods in client.get("/openapi.json").json()["paths"].items():
+        for method, about in methods.items():
+            assert f'<span class="method">{method.upper()}</span> {path}</h2>' in page
+            assert about["description"].splitlines()[0] in html.unescape(page)
+            for option in about.get("parameters", ()):
+                assert f"<code>{option['name']}</code>" in page
+    assert "'http://127.0.0.1:8000/v1/attention?layer=12'" in html.unescape(page)
+    assert not re.search(r"<script|<style|\sstyle=|\son\w+=", page)
+    assert set(re.findall(r'(?:src|href)="([^"#]+)"', page)) <= {*app.FILES, "/openapi.json"}
+
+
+def test_the_classes_of_a_model_are_listed(client: TestClient, service: Service) -> None:
+    answer = client.get("/v1/classes?model=other").json()
+    assert answer == {"model": "other", "classes": list(service.models["other"].classifier.labels)}
+    assert client.get("/v1/classes?model=none").status_code == 404
+
+
+def test_the_veil_has_the_colors_of_the_report() -> None:
+    attention = np.array([[0.0, 0.0], [0.0, 1.0]], dtype=np.float32)
+    png = explained(torch.zeros(3, 32, 32, dtype=torch.uint8), attention, over_image=False)
+    pixels = np.asarray(Image.open(io.BytesIO(png)))
+    colors = {tuple(color) for color in heat().tolist()}
+    assert {tuple(color) for color in pixels[..., :3].reshape(-1, 3).tolist()} <= colors
+    assert pixels[-1, -1, 3] > pixels[0, 0, 3]
+    script = (app.PAGE / "script.js").read_text()
+    [stops] = re.findall(r"const HEAT = (\[\[.*?\]\]);", script)
+    for place, stop in enumerate(json.loads(stops)):
+        assert heat()[round(255 * place / 8)].tolist() == pytest.approx(stop, abs=3)
+        assert "rgb({} {} {})".format(*stop) in (app.PAGE / "style.css").read_text()  # the legend's
 
 
 def test_names_are_short_different_and_no_paths(tmp_path: Path) -> None:
@@ -328,6 +374,26 @@ def test_names_are_short_different_and_no_paths(tmp_path: Path) -> None:
     assert found[5] == "deit_tiny_patch16_224.in1k"
     assert len(set(found)) == len(found)
     assert not any("/" in name for name in found)
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [("/home/me/photos", "photos"), ("/home/me/birds/list.csv", "birds"), ("/data/fungi.jsonl", "fungi"),
+     ("hf:org/cats", "cats"), ("/data/jft/x-{000..127}.tar", "jft"), (r"C:\pets", "pets")],
+)  # fmt: skip
+def test_a_run_is_called_by_its_dataset(tmp_path: Path, data: str, name: str) -> None:
+    folder = tmp_path / "finetune-3"
+    (folder / "weights").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"data": data}))
+    assert named([str(folder), str(folder / "weights" / "best.safetensors")]) == [name, f"{name} 2"]
+
+
+def test_a_hash_is_no_name(tmp_path: Path) -> None:
+    digest = "0123456789abcdef" * 4
+    cached = tmp_path / "models--org--vit" / "snapshots" / digest[:40] / "model.safetensors"
+    assert named([str(cached), f"hf:org/vit@{digest[:40]}", str(tmp_path / "cats" / digest)]) == [
+        "models--org--vit", "vit", "cats",
+    ]  # fmt: skip
 
 
 def test_answers_hold_no_path_of_the_machine(client: TestClient) -> None:

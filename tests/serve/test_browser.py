@@ -158,12 +158,20 @@ def test_pointing_at_a_patch_shows_its_attention_in_every_head_of_a_layer(
     assert page.problems == []
 
 
-def test_a_text_file_named_jpg_is_refused_in_words(chromium: Chromium, url: str, tmp_path: Path, image: Path) -> None:
+@pytest.mark.parametrize("name", ["text.jpg", "text.txt"])
+def test_a_file_that_is_not_an_image_is_refused_in_words_and_clears_the_answer(
+    chromium: Chromium, url: str, tmp_path: Path, image: Path, name: str
+) -> None:
     page = chromium.visit(url)
-    (tmp_path / "text.jpg").write_text("this is no image")
-    upload(page, tmp_path / "text.jpg")
+    upload(page, image)
+    until(page, SHOWN)
+    (tmp_path / name).write_text("this is no image")
+    upload(page, tmp_path / name)
     until(page, "!document.getElementById('problem').hidden")
-    assert text(page, "#problem p").startswith("The image is no image of a known kind")
+    assert text(page, "#problem p").startswith("This is not an image.")
+    assert page.evaluate("document.querySelectorAll('.panel').length") == 0
+    assert page.evaluate("document.getElementById('shown').hidden")
+    assert text(page, "#status") == ""
     assert page.evaluate("document.getElementById('again').hidden")  # it would be refused again
     upload(page, image)  # and the next one works
     until(page, SHOWN)
@@ -179,6 +187,51 @@ def test_a_busy_server_is_said_and_asked_again(chromium: Chromium, url: str, ser
     assert text(page, "#problem p").startswith("Too busy: all 64 places are taken. Try again in ")
     page.evaluate("document.getElementById('again').click()")
     until(page, SHOWN)
+
+
+def test_the_veil_has_a_legend_and_says_what_rollout_is_not(chromium: Chromium, url: str, image: Path) -> None:
+    page = chromium.visit(url)
+    upload(page, image)
+    until(page, SHOWN)
+    shown = page.evaluate("document.querySelector('.legend').innerText.split(/\\s+/).join(' ')")
+    assert shown == "little much attention"
+    assert page.evaluate("getComputedStyle(document.querySelector('.legend i')).backgroundImage").startswith("linear")
+    assert "It is not the reason for the answer" in text(page, ".where")
+
+
+def test_the_classes_of_the_chosen_model_can_be_listed(chromium: Chromium, url: str, service: Service) -> None:
+    page = chromium.visit(url)
+    labels = list(service.models["small"].classifier.labels)
+    assert text(page, "#list") == f"{len(labels)} classes"
+    page.evaluate("document.getElementById('list').click()")
+    until(page, "document.getElementById('classes').open")
+    assert page.evaluate("[...document.querySelectorAll('#classes li')].map(e => e.textContent)") == labels
+    assert text(page, "#classes-title") == "What small can answer"
+    press(page, "Escape")
+    until(page, "!document.getElementById('classes').open")
+
+
+@pytest.mark.parametrize("touch", [False, True])
+def test_a_finger_taps_and_a_mouse_points_and_drops(chromium: Chromium, url: str, image: Path, touch: bool) -> None:
+    page = chromium.visit(url, width=390 if touch else 1280)
+    page.chromium.ask("Emulation.setTouchEmulationEnabled", page.session, enabled=touch)
+    assert page.evaluate("matchMedia('(pointer: coarse)').matches") == touch
+    assert ("drop one anywhere" in page.evaluate("document.body.innerText")) != touch
+    upload(page, image)
+    until(page, SHOWN)
+    hint = text(page, ".hint")
+    assert hint.startswith("Tap a patch" if touch else "Point at a patch")
+    shown = page.evaluate("document.body.innerText")
+    assert [word in shown for word in ("arrow keys", "Point at", "drop")] == [not touch] * 3
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_of_the_api_opens_without_a_problem(chromium: Chromium, url: str, width: int) -> None:
+    page = chromium.visit(f"{url}docs", width=width)
+    assert page.problems == []
+    assert page.overflow == []
+    assert all(request.startswith(url) for request in page.requests)
+    assert page.evaluate("getComputedStyle(document.querySelector('pre')).overflowX") == "auto"
 
 
 def test_a_key_is_asked_for(chromium: Chromium, image: Path) -> None:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vitrail import __version__
 from vitrail.errors import UsageError
+from vitrail.serve.api_page import render_api
 from vitrail.serve.batching import BusyError
 from vitrail.serve.limits import RefusedError
 from vitrail.serve.models import explained
@@ -102,6 +103,13 @@ class Model(BaseModel):
     heads: int
     several: bool
     threshold: float
+
+
+class Classes(BaseModel):
+    """What a model can answer, in the order of its outputs."""
+
+    model: str
+    classes: list[str]
 
 
 class Models(BaseModel):
@@ -203,6 +211,13 @@ async def models(service: Locked) -> Response:
     return JSONResponse({"models": [served.described() for served in service.models.values()]})
 
 
+@router.get("/v1/classes", response_model=Classes)
+async def classes(service: Locked, model: Name = None) -> Response:
+    """The names of a model's classes."""
+    served = service.model(model)
+    return JSONResponse({"model": served.name, "classes": list(served.classifier.labels)})
+
+
 @health.get("/healthz", response_class=PlainTextResponse)
 async def healthz() -> str:
     """200 while the process answers."""
@@ -278,6 +293,8 @@ def build(service: Service) -> ASGIApp:
     app.state.service = service
     app.include_router(router)
     app.include_router(health)
+    described = render_api(app.openapi()).encode()
+    app.add_route("/docs", _file(described, "text/html; charset=utf-8"), include_in_schema=False)
     for path, (name, kind) in FILES.items():
         app.add_route(path, _file((PAGE / name).read_bytes(), kind), include_in_schema=False)
     for error, handler in (

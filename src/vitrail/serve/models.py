@@ -5,6 +5,8 @@ B views   C channels   S image side   H heads   N tokens   n = R K patches in R 
 
 import dataclasses
 import io
+import json
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -20,16 +22,20 @@ from vitrail.config import grid_for
 from vitrail.data.transforms import normalise
 from vitrail.errors import UsageError
 from vitrail.figures.attention import rollout
+from vitrail.figures.draw import heat
 from vitrail.figures.pictures import overlaid
 from vitrail.model.vit import ViT, attention_maps
 from vitrail.predict import Classifier
 from vitrail.serve.batching import Queue
 from vitrail.serve.decoding import Recipe
 
-_DARK, _WARM = (6, 8, 20), (255, 190, 92)  # a veil's colours, where attention is least and greatest, as in script.js
+_VEIL = (0.35, 0.75)  # its opacity where attention is least and greatest, as in script.js
 _RANGE = (0.05, 0.99)  # of the patches: one that is far above all others would leave these dark
+CONFIG = "config.json"
 _SUFFIXES = (".safetensors", ".npz", ".pth", ".pt", ".bin")
-_GENERIC = ("best", "last", "model", "weights", "checkpoints")  # of a run's folder, which has the name that is meant
+_GENERIC = ("best", "last", "model", "weights", "checkpoints", "snapshots", "blobs")  # what holds them has the name
+_LISTS = ("list", "labels", "train", "data", "images", "metadata")  # of a dataset: its folder has the name
+_HASH = re.compile(r"[0-9a-f]{16,}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,17 +127,34 @@ def served(name: str, classifier: Classifier, queue: Queue) -> Served:
 
 
 def named(models: Sequence[str]) -> list[str]:
-    """Short names for MODELs, all different, and none a path: runs/cats/weights/best.safetensors is cats."""
+    """Short names for MODELs, all different, and none a path or a hash: a run's is its dataset's, others are files'."""
     names: list[str] = []
     for model in models:
-        path = Path(model.partition(":")[2] if model.startswith(("hf:", "timm:")) else Path(model).absolute())
-        parts = [
-            part for part in path.with_suffix("" if path.suffix in _SUFFIXES else path.suffix).parts if part != "/"
-        ]
-        name = next((part for part in reversed(parts) if part not in _GENERIC), model)
+        name = _dataset_name(Path(model)) or _file_name(model)
         number = 1 + sum(each.rpartition(" ")[0] == name or each == name for each in names)
         names.append(name if number == 1 else f"{name} {number}")
     return names
+
+
+def _dataset_name(model: Path) -> str | None:
+    """What the dataset is called that a run, or weights in its folder, learned from; None of what is no run."""
+    folder = next((each for each in (model, *model.parents[:2]) if (each / CONFIG).is_file()), None)
+    if folder is None or not (folder / "weights").is_dir():
+        return None
+    try:
+        data = json.loads((folder / CONFIG).read_bytes())["data"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    parts = [part for part in re.split(r"[\\/]", str(data).partition("hf:")[2] or str(data)) if part]
+    stems = [re.sub(r"\.(csv|tsv|jsonl|ndjson|tar)$", "", part) for part in parts]
+    return next((stem for stem in reversed(stems) if stem not in _LISTS and "{" not in stem), None)
+
+
+def _file_name(model: str) -> str:
+    path = Path(model.partition(":")[2] if model.startswith(("hf:", "timm:")) else Path(model).absolute())
+    stem = path.with_suffix("" if path.suffix in _SUFFIXES else path.suffix)
+    parts = [re.sub(rf"@{_HASH.pattern}$", "", part) for part in stem.parts if part != "/"]
+    return next((part for part in reversed(parts) if part not in _GENERIC and not _HASH.fullmatch(part)), model)
 
 
 def explained(view: Tensor, attention: NDArray[np.float32], *, over_image: bool) -> bytes:
@@ -142,9 +165,9 @@ def explained(view: Tensor, attention: NDArray[np.float32], *, over_image: bool)
     least, most = np.quantile(attention, _RANGE)
     smooth = np.asarray(Image.fromarray(attention).resize(size, Image.Resampling.BICUBIC))
     light = ((smooth - least) / max(most - least, 1e-30)).clip(0, 1)[..., None]
-    colours = np.array(_DARK) + light * (np.array(_WARM) - np.array(_DARK))
-    opacity = 255 * (0.8 * (1 - light) + 0.35 * light**3)
-    return _png(Image.fromarray(np.concatenate([colours, opacity], axis=2).round().astype(np.uint8)))
+    colors = heat()[(255 * light[..., 0]).round().astype(np.uint8)]  # as in the report
+    opacity = 255 * (_VEIL[0] + (_VEIL[1] - _VEIL[0]) * light)
+    return _png(Image.fromarray(np.concatenate([colors, opacity], axis=2).round().astype(np.uint8)))
 
 
 def _png(image: Image.Image) -> bytes:

@@ -3,7 +3,8 @@
 
 const get = id => document.getElementById(id);
 const HEAT = [[0, 0, 4], [28, 16, 68], [79, 18, 123], [129, 37, 129], [181, 54, 122], [229, 80, 100], [251, 135, 97], [254, 194, 135], [252, 253, 191]];
-const [DARK, WARM] = [[6, 8, 20], [255, 190, 92]];
+const VEIL = [0.35, 0.75]; // opacity where there is least and most attention, as the server has it
+const NOT_ROLLOUT = "It is not the reason for the answer: it follows attention alone and is the same for every class.";
 const NONE = "none";
 const FEW = 6;
 
@@ -31,6 +32,8 @@ async function ask(path, body, signal) {
   if (answer.ok) return answer;
   if (answer.status === 401) lock();
   const problem = await answer.json().catch(() => ({ error: `The server answered ${answer.status}.` }));
+  const kinds = problem.error.match(/no image of a known kind \((.*)\)/);
+  if (kinds || answer.status === 415) throw trouble(`This is not an image.${kinds ? ` Known kinds are ${kinds[1]}.` : ""}`, false);
   throw trouble(sentence(problem.error, answer.headers.get("Retry-After")), answer.status >= 500);
 }
 
@@ -63,6 +66,27 @@ async function start() {
   get("second").replaceChildren(new Option("nothing", NONE), ...options.map(option => option.cloneNode(true)));
   get("beside").hidden = models.length < 2;
   if (models.length > 1) get("second").value = models[1].name;
+  count();
+}
+
+const chosenModel = () => models.find(model => model.name === get("first").value);
+
+function count() {
+  const { classes } = chosenModel();
+  get("list").textContent = `${classes.toLocaleString("en")} class${classes === 1 ? "" : "es"}`;
+  get("list").hidden = !classes;
+}
+
+// What the chosen model can answer.
+async function list() {
+  try {
+    const { model, classes } = await (await ask(`/v1/classes?model=${encodeURIComponent(chosenModel().name)}`)).json();
+    get("classes-title").textContent = `What ${model} can answer`;
+    get("classes").querySelector("ul").replaceChildren(...classes.map(name => Object.assign(document.createElement("li"), { textContent: name })));
+    get("classes").showModal();
+  } catch (error) {
+    complain(error);
+  }
 }
 
 // --- an image --------------------------------------------------------------------------------------------------------
@@ -91,10 +115,22 @@ async function show(chosen) {
     get("status").textContent = said.join(" ");
     await Promise.all(panels.map(each => each.look(signal)));
   } catch (error) {
-    if (error.name !== "AbortError") complain(error);
+    if (error.name !== "AbortError") {
+      if (panels !== fresh) clear();
+      complain(error);
+    }
   } finally {
     if (!signal.aborted) document.body.classList.remove("busy");
   }
+}
+
+// An answer to another image must not stand beside a refusal.
+function clear() {
+  panels = [];
+  get("panels").replaceChildren();
+  get("shown").hidden = true;
+  get("status").textContent = "";
+  document.body.classList.remove("asked");
 }
 
 function complain(error) {
@@ -114,6 +150,7 @@ function panel(model) {
   let head = null; // the one chosen, or null for the mean of all
   element.setAttribute("aria-label", model.name);
   part("h2").textContent = model.name;
+  if (touched()) part(".stage").setAttribute("aria-label", "The image, patch by patch: tap one to see what it looks at");
 
   async function predict(signal) {
     const [found] = (await (await ask(`/v1/predict?${query}&top=5`, file, signal)).json()).answers;
@@ -151,6 +188,8 @@ function panel(model) {
       rollout.src = url;
       rollout.alt = "Attention rollout: bright where the model looked most";
       rollout.hidden = false;
+      part(".legend").hidden = false;
+      part(".picture").classList.add("veiled");
       slider.max = slider.value = model.layers;
       part(".inside").hidden = false;
       part(".heads").classList.toggle("few", model.heads <= FEW);
@@ -231,8 +270,10 @@ function panel(model) {
     const where = `row ${Math.floor(most / columns) + 1}, column ${(most % columns) + 1}`;
     part(".where").textContent = at
       ? `${held ? "Held: " : ""}the patch in row ${at[0] + 1}, column ${at[1] + 1} looks most at ${where} (${who}).`
-      : head === null ? "Attention rollout: what reached the answer, over all layers." : `What the answer's token looks at: most at ${where} (${who}).`;
-    part(".hint").textContent = at ? "Each square is one head, seen from that patch. Choose one to lay it over the image." : "Point at a patch of the image, or reach it with the arrow keys, to see what it looks at.";
+      : head === null ? `Attention rollout: what reached the answer, over all layers. ${NOT_ROLLOUT}` : `What the answer's token looks at: most at ${where} (${who}).`;
+    part(".hint").textContent = at
+      ? `Each square is one head, seen from that patch. ${touched() ? "Tap" : "Choose"} one to lay it over the image.`
+      : touched() ? "Tap a patch of the image to see what it looks at." : "Point at a patch of the image, or reach it with the arrow keys, to see what it looks at.";
   }
 
   slider.oninput = () => layer().catch(error => error.name === "AbortError" || complain(error));
@@ -258,7 +299,10 @@ function mean(maps) {
   return maps[0].map((_, place) => maps.reduce((sum, map) => sum + map[place], 0) / maps.length);
 }
 
-// A map as colours. Laid over an image it is a veil: dark where there is least, clear and warm where there is most.
+// Whether fingers do what a mouse does elsewhere.
+const touched = () => matchMedia("(pointer: coarse)").matches;
+
+// A map as colors, those of the report. Laid over an image it is a veil, the denser the more attention there is.
 function paint(canvas, values, veil) {
   const pen = canvas.getContext("2d");
   const picture = pen.createImageData(canvas.width, canvas.height);
@@ -275,8 +319,7 @@ function heated(value) {
 }
 
 function veiled(value) {
-  const light = Math.sqrt(value);
-  return [...DARK.map((from, channel) => from + light * (WARM[channel] - from)), 255 * (0.8 * (1 - light) + 0.35 * light ** 3)];
+  return [...heated(value).slice(0, 3), 255 * (VEIL[0] + (VEIL[1] - VEIL[0]) * Math.sqrt(value))];
 }
 
 // --- pointing at patches: by mouse, finger or arrow keys; both models follow ----------------------------------------
@@ -329,7 +372,13 @@ for (const name of ["file", "camera"]) {
     event.target.value = "";
   };
 }
-for (const name of ["first", "second"]) get(name).onchange = () => show(file);
+for (const name of ["first", "second"]) {
+  get(name).onchange = () => {
+    count();
+    show(file);
+  };
+}
+get("list").onclick = list;
 get("again").onclick = () => show(file);
 get("locked").onsubmit = event => {
   event.preventDefault();

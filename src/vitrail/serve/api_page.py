@@ -1,0 +1,140 @@
+"""The page of the API at /docs: what /openapi.json describes, as plain HTML that loads nothing from elsewhere."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from html import escape
+from typing import Any
+
+Schema = Mapping[str, Any]
+_IMAGE = "--data-binary @photo.jpg "
+_VALUES = {"layer": "12"}  # of required options, in examples
+
+
+def render_api(schema: Schema) -> str:
+    """The page of an OpenAPI schema."""
+    routes = [(path, method, about) for path, methods in schema["paths"].items() for method, about in methods.items()]
+    parts = "".join(f'<li><a href="#{_anchor(path)}">{escape(path)}</a></li>' for path, _, _ in routes)
+    title = escape(f"{schema['info']['title']} {schema['info']['version']}")
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}: the API</title>
+<link rel="icon" href="/icon.svg" type="image/svg+xml">
+<link rel="stylesheet" href="/style.css">
+</head>
+<body class="api">
+<header>
+<div class="mark"><img src="/icon.svg" alt="" width="26" height="26">{title}</div><a href="/">To the page</a>
+</header>
+<main>
+<h1>The API</h1>
+<p class="lead">Send an image as the body of a request, or several as a form. Answers are JSON unless stated otherwise;
+what is refused is refused with <code>{{"error": "one sentence"}}</code>. The same for programs:
+<a href="/openapi.json">openapi.json</a>.</p>
+<nav aria-label="routes"><ul>{parts}</ul></nav>
+{"".join(_render_route(schema, *route) for route in routes)}
+</main>
+</body>
+</html>
+"""
+
+
+def _anchor(path: str) -> str:
+    return path.strip("/").replace("/", "-")
+
+
+def _render_route(schema: Schema, path: str, method: str, about: Schema) -> str:
+    options = "".join(_render_option(each) for each in about.get("parameters", ()))
+    if options:
+        heads = "<tr><th>option</th><th>value</th><th></th></tr>"
+        options = f'<div class="scroll"><table><thead>{heads}</thead><tbody>{options}</tbody></table></div>'
+    statuses = "".join(
+        f"<tr><th>{escape(status)}</th><td>{escape(answer['description'])}</td></tr>"
+        for status, answer in about["responses"].items()
+        if status != "200"
+    )
+    problems = f"<details><summary>What may be refused</summary><table><tbody>{statuses}</tbody></table></details>"
+    return f"""<section id="{_anchor(path)}">
+<h2><span class="method">{method.upper()}</span> {escape(path)}</h2>
+<p>{escape(about.get("description", ""))}</p>
+{options}
+<pre><code>{escape(_example(path, method, about))}</code></pre>
+{_render_answer(schema, about)}
+{problems if statuses else ""}
+</section>
+"""
+
+
+def _render_option(option: Schema) -> str:
+    kind = option["schema"]
+    choices = kind.get("enum")
+    values = " or ".join(map(str, choices)) if choices else _bounded(kind)
+    default = kind.get("default")
+    usual = "needed" if option.get("required") else f"{default} by default" if default is not None else ""
+    about = "; ".join(filter(None, (option.get("description", ""), usual)))
+    return f"<tr><th><code>{escape(option['name'])}</code></th><td>{escape(values)}</td><td>{escape(about)}</td></tr>"
+
+
+def _bounded(kind: Schema) -> str:
+    name = kind.get("type") or next((each["type"] for each in kind.get("anyOf", ()) if each["type"] != "null"), "")
+    between = f", {kind['minimum']} to {kind['maximum']}" if "minimum" in kind and "maximum" in kind else ""
+    return f"{name}{between}"
+
+
+def _example(path: str, method: str, about: Schema) -> str:
+    needed = [each["name"] for each in about.get("parameters", ()) if each.get("required")]
+    query = "&".join(f"{name}={_VALUES.get(name, 'VALUE')}" for name in needed)
+    body = _IMAGE if method == "post" else ""
+    binary = not any(kind == "application/json" for kind in about["responses"]["200"].get("content", {}))
+    out = " > answer.png" if binary and method == "post" else ""
+    return f"curl {body}'http://127.0.0.1:8000{path}{'?' * bool(query)}{query}'{out}"
+
+
+def _render_answer(schema: Schema, about: Schema) -> str:
+    """What comes back: an outline of the JSON, or the type of what is none."""
+    content = about["responses"]["200"].get("content", {})
+    if "application/json" not in content:
+        return f"<p>Answers with {escape(' or '.join(content) or 'nothing')}.</p>"
+    kind = content["application/json"].get("schema", {})
+    outline = json.dumps(_outline(schema, kind), indent=2, ensure_ascii=False)
+    outline = re.sub(
+        r'\[\s+("[^\[\]{}]*?")\s+\]', lambda found: f"[{' '.join(found[1].split())}]", outline
+    )  # in a line
+    notes = "".join(f"<p>{escape(text)}</p>" for text in _descriptions(schema, kind))
+    return f"{notes}<pre><code>{escape(outline)}</code></pre>"
+
+
+def _resolve(schema: Schema, kind: Schema) -> Schema:
+    if "$ref" not in kind:
+        return kind
+    found: Schema = schema["components"]["schemas"][kind["$ref"].rpartition("/")[2]]
+    return found
+
+
+def _outline(schema: Schema, kind: Schema) -> Any:
+    """A value of a kind, with the names of types where numbers and texts stand."""
+    kind = _resolve(schema, kind)
+    if "properties" in kind:
+        return {name: _outline(schema, each) for name, each in kind["properties"].items()}
+    if "prefixItems" in kind:
+        return [_outline(schema, each) for each in kind["prefixItems"]]
+    if kind.get("type") == "array":
+        return [_outline(schema, kind["items"]), "..."]
+    if "anyOf" in kind:
+        return _outline(schema, kind["anyOf"][0])
+    return kind.get("type", "any")
+
+
+def _descriptions(schema: Schema, kind: Schema) -> Iterator[str]:
+    """The sentences on a kind and what it is made of."""
+    kind = _resolve(schema, kind)
+    if "description" in kind:
+        yield kind["description"]
+    for each in kind.get("properties", {}).values():
+        inner = each.get("items", each)
+        if "$ref" in inner:
+            yield from _descriptions(schema, inner)
