@@ -74,6 +74,8 @@ def test_the_first_screen_names_the_weakest_classes_the_commonest_confusion_and_
     assert "Train longer: the validation loss was still falling at the end. Try --epochs 4 instead of 2." in steps
     assert "Look at images of cat and dog: are the labels right, and could you tell them apart?" in steps
     assert steps.endswith("vitrail predict RUN IMAGES vitrail serve RUN")
+    timed = dataclasses.replace(gather(tmp_path / "run"), command=("finetune", "x", "--minutes=5"))
+    assert "falling at the end. Try more --minutes." in read(timed).parts["result"]
 
 
 def test_a_class_with_few_training_images_and_a_poor_result_lead_to_advice(tmp_path: Path) -> None:

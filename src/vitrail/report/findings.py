@@ -95,7 +95,8 @@ def _improve(facts: Facts, classes: list[ClassRow], confusions: list[Confusion])
         yield Step(f"Do not use it yet: it is not clearly better than {best.name}.")
     if _was_improving(facts):
         epochs = facts.config["recipe"]["epochs"]
-        longer = f"--epochs {max(2, round(2 * epochs))} instead of {epochs:.3g}"
+        timed = any(word.partition("=")[0] == "--minutes" for word in facts.command or ())
+        longer = "more --minutes" if timed else f"--epochs {max(2, round(2 * epochs))} instead of {epochs:.3g}"
         yield Step(f"Train longer: the validation loss was still falling at the end. Try {longer}.")
     if (facts.data_report or {}).get("duplicates", {}).get("across_splits", 0):
         yield Step("Remove the duplicates that stand in two splits; this names them:", "vitrail data check DATA")
