@@ -3,32 +3,37 @@
 n images   L classes   T temperature: probabilities are of logits / T (Guo et al. 2017)
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 RANGE = (0.05, 20.0)
+DEVIATION = 0.3
+"""Of the prior on log T, a normal distribution around 0; docs/experiments/README.md has the measurements."""
 _HALVINGS = 60
 
 
-def temperature(logits: Tensor, targets: Tensor) -> float:
-    """The temperature under which the targets are likeliest: classes (n,) of a softmax, or shares (n, L) of sigmoids.
+def temperature(logits: Tensor, targets: Tensor, *, deviation: float = DEVIATION) -> float:
+    """The likeliest temperature of targets, classes (n,) of a softmax or shares (n, L) of sigmoids, given a prior.
 
-    In 1 / T the loss is convex, so the place where its slope is 0 is found by halving. Where every answer is right
-    nothing says how sure is too sure, and it stays 1.
+    The prior says that log T is normal around 0 with a standard deviation: few images move T little, many fully. With
+    an infinite one this is the maximum of the likelihood. The slope of the logarithm of both is 0 there, which is found
+    by halving. Where every answer is right nothing says how sure is too sure, and it stays 1.
     """
     logits = logits.double()
-    best = logits.argmax(dim=1, keepdim=True)
-    right = best[:, 0] == targets if targets.ndim == 1 else targets.gather(1, best)[:, 0] > 0
+    right = logits.argmax(dim=1) == targets if targets.ndim == 1 else (logits > 0) == (targets > 0)
     if not len(logits) or right.all():
         return 1.0
-    low, high = 1 / RANGE[1], 1 / RANGE[0]
+    low, high = -math.log(RANGE[1]), -math.log(RANGE[0])
     for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        if _slope(logits, targets, middle) > 0:
+        middle = (low + high) / 2  # of log 1 / T
+        scale = math.exp(middle)
+        if len(logits) * scale * _slope(logits, targets, scale) + middle / deviation**2 > 0:
             high = middle
         else:
             low = middle
-    return 2 / (low + high)
+    return math.exp(-(low + high) / 2)
 
 
 def _slope(logits: Tensor, targets: Tensor, scale: float) -> float:

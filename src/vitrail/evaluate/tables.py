@@ -21,7 +21,7 @@ def write_predictions(split: Split, classes: Sequence[str], outputs: Sequence[st
         columns = (said.images, said.confidence, said.losses, said.right)
         for place, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
             image, probability, loss, right = row
-            label = " | ".join(classes[index] for index in split.labels(image))
+            label = " | ".join(classes[index] for index in sorted(split.labels(image)))
             predicted = " | ".join(outputs[index] for index in said.predicted(place))
             names = map(quote_cell, (split.name(image), label, predicted))
             writer.writerow((*names, f"{probability:.6f}", f"{loss:.6f}", int(right)))
