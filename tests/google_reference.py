@@ -134,7 +134,7 @@ def make_bit(
     rng: np.random.Generator,
     *,
     blocks: tuple[int, ...] = (1, 1, 1, 1),
-    width_factor: int = 1,
+    width_factor: float = 1,
     classes: int = 7,
 ) -> Params:
     """The arrays of a BiT ResNet, names beginning with `resnet/`."""
@@ -143,10 +143,10 @@ def make_bit(
         norm = _norm(rng, f"{name}/group_norm", (normed,), names=("gamma", "beta"))
         return norm | _standardised(rng, f"{name}/standardized_conv2d", side, normed, outputs)
 
-    channels = 64 * width_factor
+    channels = int(64 * width_factor)
     params = _standardised(rng, "resnet/root_block/standardized_conv2d", 7, 3, channels)
     for stage, units in enumerate(blocks):
-        middle = 64 * width_factor * 2**stage
+        middle = int(64 * width_factor) * 2**stage
         for unit in range(units):
             name = f"resnet/block{stage + 1}/unit{unit + 1:02d}"
             if unit == 0:

@@ -31,7 +31,6 @@ LIMITS = {  # far above any published model; a hostile file is refused before an
     "classes": 10_000_000,
     "registers": 4_096,
     "image_size": 16_384,
-    "width_factor": 64,
     "units": 1_024,
 }
 PATCH_LIMIT = 65_536  # 4096 x 4096 pixels in patches of 16; what has no weights of its own is allocated for each
@@ -45,7 +44,8 @@ class ConvConfig:
 
     units: tuple[int, ...]
     """Bottleneck units of each stage; a hybrid's stem may have none and end with its first convolution."""
-    width_factor: int = 1
+    width_factor: float = 1
+    """The first convolution's channels in 64s; a multiple of 0.5, as group norm has 32 groups."""
     norm_eps: float
     standardise: Literal["std + eps", "sqrt(var + eps)"]
     """What a kernel's centred weights are divided by."""
@@ -54,8 +54,15 @@ class ConvConfig:
     def __post_init__(self) -> None:
         _check_numbers(self)
         _check_choices(self)
+        if not 0.5 <= self.width_factor <= 64 or self.width_factor % 0.5:
+            raise UsageError(f"width_factor is {self.width_factor:g}; it must be from 0.5 to 64, in steps of 0.5")
         if len(self.units) > 4:
             raise UsageError(f"units is {list(self.units)}; a ResNet has at most 4 stages")
+
+    @property
+    def width(self) -> int:
+        """Channels of the first convolution."""
+        return int(64 * self.width_factor)
 
     @property
     def stride(self) -> int:
@@ -65,7 +72,7 @@ class ConvConfig:
     @property
     def features(self) -> int:
         """Channels of the feature map."""
-        return 64 * self.width_factor * (2 ** (len(self.units) + 1) if self.units else 1)
+        return self.width * (2 ** (len(self.units) + 1) if self.units else 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -124,6 +124,19 @@ def test_ranks_compute_what_one_process_computes(tmp_path: Path, world: int, mic
     torch.testing.assert_close(weights(tmp_path / "many"), weights(tmp_path / "one"), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(("kind", "lr", "bound"), [("adam", 1e-3, 1e-4), ("muon", 1e-2, 3e-3)])
+def test_adam_and_muon_differ_by_more_than_sgd_in_weights_and_not_in_losses(
+    tmp_path: Path, kind: Any, lr: float, bound: float
+) -> None:
+    """README.md and docs/training.md state these bounds."""
+    recipe = dataclasses.replace(task().recipe, optimiser=Optimiser(kind=kind, lr=lr, weight_decay=0.05, clip=1.0))
+    trained(task(recipe=recipe), tmp_path / "one")
+    assert ended(started(2, lambda group: trained(task(group, recipe=recipe), tmp_path / "two"))) == [0, 0]
+    assert last_row(tmp_path / "two") == pytest.approx(last_row(tmp_path / "one"), rel=1e-3)
+    difference = (weights(tmp_path / "two") - weights(tmp_path / "one")).abs().max().item()
+    assert 1e-7 < difference < bound
+
+
 def test_a_rank_without_an_image_in_the_last_step_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
     few = dataclasses.replace(task().recipe, epochs=104 / 1439, schedule=Schedule())  # 103 images, and then one
     trained(task(recipe=few), tmp_path / "one")

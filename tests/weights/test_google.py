@@ -34,11 +34,13 @@ HYBRIDS: dict[str, Any] = {
     "hybrid, two stages": lambda rng: reference.make_hybrid(rng),
     "hybrid, flat norms": lambda rng: reference.make_hybrid(rng, flat_norms=True, pre_logits=True),
     "hybrid, three stages": lambda rng: reference.make_hybrid(rng, blocks=(1, 2, 1)),
+    "hybrid, a stem of 32 channels": lambda rng: reference.make_hybrid(rng, stem_channels=32),
     "hybrid, stem alone": lambda rng: reference.make_hybrid(rng, blocks=(), patch=8),
 }
 RESNETS: dict[str, Any] = {
     "BiT": lambda rng: reference.make_bit(rng),
     "BiT, two units and double width": lambda rng: reference.make_bit(rng, blocks=(2, 1), width_factor=2),
+    "BiT, half the width": lambda rng: reference.make_bit(rng, blocks=(1, 1), width_factor=0.5),
 }
 ALL = VITS | HYBRIDS | RESNETS
 

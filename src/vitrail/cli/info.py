@@ -139,7 +139,7 @@ def _channels(a: dict[str, Any]) -> str:
 def _conv(c: dict[str, Any]) -> str:
     units = "+".join(map(str, c["units"])) or "no"
     how = f"{c['standardise'].replace('eps', format(c['standardise_eps'], 'g'))}, group norm epsilon {c['norm_eps']:g}"
-    return f"{units} units, width x{c['width_factor']}, kernels standardised by {how}"
+    return f"{units} units, width x{c['width_factor']:g}, kernels standardised by {how}"
 
 
 def _stride(a: dict[str, Any]) -> int:

@@ -48,11 +48,11 @@ def _convolutions(config: ConvConfig, channels: int, image_size: tuple[int, int]
         return -(-size[0] // 2), -(-size[1] // 2)
 
     size = half(image_size)
-    inputs = 64 * config.width_factor
+    inputs = config.width
     total = size[0] * size[1] * 7 * 7 * channels * inputs
     size = half(size)
     for stage, count in enumerate(config.units):
-        width = 64 * config.width_factor * 2**stage
+        width = config.width * 2**stage
         for unit in range(count):
             before, size = size, half(size) if stage and not unit else size
             total += before[0] * before[1] * inputs * width  # 1 x 1, before the stride

@@ -203,14 +203,14 @@ def _top(config: ViTConfig, sizes: Sizes) -> int:
 def _convolutions(config: ConvConfig, channels: int, image_size: tuple[int, int], sizes: Sizes, *, stem: bool) -> int:
     """What a BiT ResNet's convolutions keep, or those of a hybrid's stem; convolutions keep their padded input."""
     product, active = sizes.product, 2 * sizes.norm  # a norm's input and the ReLU's output
-    inputs = 64 * config.width_factor
+    inputs = config.width
     size = _half(image_size)
     total = channels * _places(image_size, 3) * product
     total += inputs * (_places(size) * active + _places(size, 1) * sizes.norm if stem else _places(size, 1) * product)
     size = _half(size)
     total += inputs * _places(size) * INDEX
     for stage, count in enumerate(config.units):
-        width = 64 * config.width_factor * 2**stage
+        width = config.width * 2**stage
         for unit in range(count):
             before, size = size, _half(size) if stage and not unit else size
             total += inputs * _places(before) * product * (1 if unit else 2)  # also the projection's

@@ -62,7 +62,7 @@ class HybridStem(nn.Module):
 
     def __init__(self, config: ConvConfig, channels: int) -> None:
         super().__init__()
-        width = 64 * config.width_factor
+        width = config.width
         self.conv = StandardisedConv(config, channels, width, 7, 2, same=True)
         self.norm = group_norm(config, width)
 
@@ -76,7 +76,7 @@ class BiTStem(nn.Module):
 
     def __init__(self, config: ConvConfig, channels: int) -> None:
         super().__init__()
-        self.conv = StandardisedConv(config, channels, 64 * config.width_factor, 7, 2, same=False)
+        self.conv = StandardisedConv(config, channels, config.width, 7, 2, same=False)
 
     def forward(self, images: Tensor) -> Tensor:
         return F.max_pool2d(F.pad(self.conv(images), (1, 1, 1, 1)), 3, 2)  # zeros, which may be the largest
@@ -148,9 +148,9 @@ class Stage(nn.Module):
 
 def stages(config: ConvConfig, unit: type[HybridUnit] | type[BiTUnit]) -> nn.Sequential:
     """The stages behind a stem; each but the first halves the map, and each doubles the width."""
-    built, inputs = [], 64 * config.width_factor
+    built, inputs = [], config.width
     for index, count in enumerate(config.units):
-        width, units = 64 * config.width_factor * 2**index, list[nn.Module]()
+        width, units = config.width * 2**index, list[nn.Module]()
         for position in range(count):
             units.append(unit(config, inputs, width, 2 if index and not position else 1))
             inputs = 4 * width

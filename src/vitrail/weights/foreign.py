@@ -189,9 +189,9 @@ def units(tensors: Tensors, prefix: str, path: Path) -> tuple[int, ...]:
 def conv(tensors: Tensors, prefix: str, numerics: dict[str, Any], path: Path) -> ConvConfig:
     """The convolutions whose stem and stages are named behind `prefix`, with the numerics of their origin."""
     width, _, _, _ = dimensions(tensors, f"{prefix}stem.conv.weight", 4, path)
-    if width % 64 or not width:
-        raise ModelError(f"{path}: its first convolution has {width} channels, which is no multiple of 64")
-    return ConvConfig(units=units(tensors, f"{prefix}stages.", path), width_factor=width // 64, **numerics)
+    if width % 32 or not width:
+        raise ModelError(f"{path}: its first convolution has {width} channels; group norm needs a multiple of 32")
+    return ConvConfig(units=units(tensors, f"{prefix}stages.", path), width_factor=width / 64, **numerics)
 
 
 def require_vit(format_name: str, model: Model) -> ViT:

@@ -57,5 +57,5 @@ def architecture_name(config: BiTConfig) -> str:
         depth, factor = name.split("x")
         if (presets.UNITS[depth], int(factor)) == (config.conv.units, config.conv.width_factor):
             return f"resnetv2_{name}_bit"
-    shape = f"units {list(config.conv.units)}, width x{config.conv.width_factor}"
+    shape = f"units {list(config.conv.units)}, width x{config.conv.width_factor:g}"
     raise ModelError(f"the timm format cannot hold this model: it has no name for a ResNet of {shape}")
