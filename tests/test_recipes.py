@@ -6,7 +6,8 @@ import pytest
 
 from vitrail import presets
 from vitrail.config import Masked, Recipe
-from vitrail.recipes import IMAGES, RECIPES, finetuning, finetuning_side, named
+from vitrail.errors import UsageError
+from vitrail.recipes import IMAGES, RECIPES, finetuning, finetuning_side, named, override_settings
 
 ROWS = {  # epochs, learning rate, decay, weight decay, dropout (Dosovitskiy et al. 2021, table 3)
     "vit-b16-jft": (7, 8e-4, "linear", 0.1, 0.0),
@@ -46,10 +47,21 @@ def test_a_row_of_the_paper(name: str) -> None:
     assert (recipe.batch, recipe.image_size, recipe.schedule.warmup) == (4096, 224, 10_000)
     assert (recipe.optimiser.kind, recipe.optimiser.beta1, recipe.optimiser.beta2) == ("adam", 0.9, 0.999)
     assert recipe.optimiser.clip == (1.0 if name.endswith("imagenet") else None)
+    config = presets.config(recipe.model, **recipe.settings)
+    assert getattr(config, "hidden_head", False) == (not name.startswith("bit-"))  # 3.1: at pre-training, of ViTs
 
 
 def test_the_table_holds_every_row_and_nothing_unnamed() -> None:
     assert set(ROWS) == {name for name, recipe in RECIPES.items() if recipe.source.endswith("2021, table 3")}
+
+
+@pytest.mark.parametrize(("name", "model"), [("bit-r152x2-jft-14", "bit-r152x2"), ("bit-r200x3-jft", "bit-r200x3")])
+def test_the_long_resnets_of_the_scaling_plot(name: str, model: str) -> None:
+    """Table 6 has them with 14 epochs, and no table has their learning rate, which `source` says."""
+    recipe = named(name)
+    assert (recipe.model, recipe.epochs, recipe.batch, recipe.optimiser.weight_decay) == (model, 14, 4096, 0.1)
+    assert (recipe.schedule.decay, recipe.data, recipe.settings) == ("linear", "jft", {})
+    assert "states no learning rate" in recipe.source
 
 
 @pytest.mark.parametrize(("name", "steps"), [("mpp-b16-jft", 1_000_000), ("mpp-b16-jft-100k", 100_000)])
@@ -92,6 +104,57 @@ def test_small_recipes_without_labels_train_the_model_of_the_one_with_labels(nam
 def test_every_recipe_names_a_model_that_can_be_built(name: str) -> None:
     recipe = RECIPES[name]
     presets.config(recipe.model, image_size=(recipe.image_size, recipe.image_size), **recipe.settings)
+
+
+# --- other settings --------------------------------------------------------------------------------------------------
+
+
+def test_every_part_of_a_recipe_can_be_set_otherwise() -> None:
+    changed = override_settings(
+        named("vit-b16-imagenet"),
+        ["positions=none", "pool=norm-mean", "class_token=false", "hidden_head=false", "depth=6", "width=384",
+         "mlp=768", "optimizer=sgd", "lr=.1", "weight_decay=0.03", "clip=none", "decay=linear",
+         "randaugment=2,10", "dropout=0"],
+    )  # fmt: skip
+    settings = {"pool": "norm-mean", "class_token": False, "hidden_head": False, "positions": "none"}
+    assert changed.settings == settings | {"depth": 6, "width": 384, "mlp": 768}
+    optimiser = changed.optimiser
+    assert (optimiser.kind, optimiser.lr, optimiser.weight_decay, optimiser.clip) == ("sgd", 0.1, 0.03, None)
+    assert (changed.schedule.decay, changed.augment.randaugment, changed.dropout) == ("linear", (2, 10), 0)
+    assert override_settings(named("vit-h14-jft"), ["depth=31"]).result is None  # which was that of another model
+    assert override_settings(named("vit-h14-jft"), []) == named("vit-h14-jft")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("depht=8", r"no setting 'depht': did you mean depth\? --set takes adam_lr, "),
+        ("depth", "'depth' says no value; give NAME=VALUE"),
+        ("depth=deep", "depth is 'deep'; it must be int"),
+        ("depth=0", "depth is 0; it must be from 1 to"),
+        ("width=100", "width 100 is not a multiple of heads 12"),
+        ("positions=3d", "positions is '3d'; it must be one of none, learned-1d"),
+        ("optimizer=lamb", "optimizer is 'lamb'; it must be one of adam, sgd, muon"),
+        ("decay=0.1", "decay is '0.1'; it must be one of cosine, linear"),
+        ("weight_decay=-1", "weight_decay is -1.0; it must be 0 or more"),
+        ("hidden_head=2", "hidden_head is 2; it must be bool"),
+        ("randaugment=2", "randaugment is 2; it must be 2 of int"),
+        ("warmup=5", "warmup has an option of its own: --warmup"),
+        ("classes=5", "no setting 'classes'"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_by_its_name_and_rule(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        override_settings(named("vit-b16-imagenet"), [text])
+
+
+def test_the_shape_of_a_resnet_or_of_a_trained_model_is_its_own() -> None:
+    with pytest.raises(UsageError, match="depth is for recipes of ViTs with random weights: bit-r50x1 is a ResNet"):
+        override_settings(named("bit-r50x1-jft"), ["depth=3"])
+    with pytest.raises(UsageError, match=r"positions is for recipes of ViTs .*: a trained model keeps its own"):
+        override_settings(finetuning("paper", 1000, 16), ["positions=none"])
+    with pytest.raises(UsageError, match="--set gives depth twice"):
+        override_settings(named("vit-b16-imagenet"), ["depth=3", "depth=4"])
 
 
 # --- fine-tuning -----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ A configuration says everything that is not a weight, down to the GELU form, so 
 what its authors' code computes. What only training uses (dropout, stochastic depth) is not part of it.
 """
 
+import contextlib
 import dataclasses
 import math
 import types
@@ -36,6 +37,7 @@ LIMITS = {  # far above any published model; a hostile file is refused before an
 PATCH_LIMIT = 65_536  # 4096 x 4096 pixels in patches of 16; what has no weights of its own is allocated for each
 PIXEL_RANGE = (1e-6, 1e6)  # of std, and at most so far from 0 the mean: beyond it normalized pixels leave float32
 _MAY_BE_ZERO = ("classes", "registers")
+_WORDS = {"true": True, "false": False, "none": None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -478,6 +480,36 @@ def from_json(kind: type[T], value: object) -> T:
     return kind(**{name: _typed(name, hints[name], field) for name, field in value.items()})
 
 
+def parse_field(kind: type, field: str, text: str, name: str) -> Any:
+    """The value of a field that a command line calls `name`: true, 8, 0.1, none, cosine, or 2,10."""
+    hint = typing.get_type_hints(kind)[field]
+    if typing.get_origin(hint) is Literal:  # where none may be a choice
+        return _typed(name, hint, text.strip())
+    return _typed(name, hint, [_parse_word(word) for word in text.split(",")] if "," in text else _parse_word(text))
+
+
+def _parse_word(word: str) -> object:
+    word = word.strip()
+    if word.lower() in _WORDS:
+        return _WORDS[word.lower()]
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return number(word)
+    return word
+
+
+def _describe(hint: Any) -> str:
+    """What a value may be, in words."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if typing.get_origin(hint) is types.UnionType:
+        return " or ".join("none" if part is type(None) else _describe(part) for part in arguments)
+    if typing.get_origin(hint) is tuple and Ellipsis not in arguments:
+        return f"{len(arguments)} of {getattr(arguments[0], '__name__', arguments[0])}"
+    return str(getattr(hint, "__name__", hint))
+
+
 def _typed(name: str, hint: Any, value: object) -> Any:
     """`value` if it is what `hint` says; lists become tuples, objects dataclasses, whole numbers floats where asked."""
     arguments = typing.get_args(hint)
@@ -500,7 +532,7 @@ def _typed(name: str, hint: Any, value: object) -> Any:
                 return float(value)
         case None if type(value) is hint:
             return value
-    raise UsageError(f"{name} is {value!r:.80}; it must be {getattr(hint, '__name__', hint)}")
+    raise UsageError(f"{name} is {value!r:.80}; it must be {_describe(hint)}")
 
 
 def _by_kind(options: tuple[Any, ...], value: object) -> Any:

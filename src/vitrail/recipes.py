@@ -7,9 +7,11 @@ Weight decay is PyTorch's, which the learning rate multiplies: the authors' 1e-4
 
 import dataclasses
 import difflib
+from collections.abc import Iterable
 from typing import Any, Literal
 
-from vitrail.config import Augment, Masked, Optimiser, Recipe, Schedule
+from vitrail import presets
+from vitrail.config import Augment, BiTConfig, Masked, Optimiser, Recipe, Schedule, ViTConfig, parse_field, sides
 from vitrail.errors import UsageError
 
 IMAGES = {  # for training, in the sets that recipes are for
@@ -21,6 +23,7 @@ IMAGES = {  # for training, in the sets that recipes are for
     "digits": 1_439,
 }
 _PAPER = "Dosovitskiy et al. 2021, table 3"
+_LONGER = "Dosovitskiy et al. 2021, table 6, which states no learning rate: that of R152x2 in table 3"
 _WARMUP = 10_000
 
 
@@ -34,20 +37,23 @@ def _paper(
     clip: float | None = None,
     **more: Any,
 ) -> Recipe:
-    """A row of the paper's table of pre-training: Adam, batch 4096, 224 pixels, 10,000 steps of warm-up."""
+    """A row of the paper's table of pre-training: Adam, batch 4096, 224 pixels, 10,000 steps of warm-up.
+
+    A ViT's head has a hidden layer here (3.1 of the paper), which fine-tuning removes; a ResNet's has none.
+    """
     return Recipe(
         model=model,
+        settings={} if model.startswith("bit-") else {"hidden_head": True},
         epochs=epochs,
         optimiser=Optimiser(lr=lr, weight_decay=weight_decay, clip=clip),
         schedule=Schedule(decay=more.pop("decay", "linear"), warmup=_WARMUP),
         dropout=dropout,
-        source=_PAPER,
-        **more,
+        **({"source": _PAPER} | more),
     )
 
 
-def _jft(model: str, epochs: float, lr: float) -> Recipe:
-    return _paper(model, epochs=epochs, lr=lr, weight_decay=0.1, loss="sigmoid", data="jft")
+def _jft(model: str, epochs: float, lr: float, source: str = _PAPER) -> Recipe:
+    return _paper(model, epochs=epochs, lr=lr, weight_decay=0.1, loss="sigmoid", data="jft", source=source)
 
 
 def _i21k(model: str, epochs: float) -> Recipe:
@@ -195,6 +201,8 @@ RECIPES: dict[str, Recipe] = {
     "bit-r101x1-jft": _jft("bit-r101x1", 7, 8e-4),
     "bit-r152x1-jft": _jft("bit-r152x1", 7, 6e-4),
     "bit-r152x2-jft": _jft("bit-r152x2", 7, 6e-4),
+    "bit-r152x2-jft-14": _jft("bit-r152x2", 14, 6e-4, _LONGER),
+    "bit-r200x3-jft": _jft("bit-r200x3", 14, 6e-4, _LONGER),
     "r50-b16-jft": _jft("r50-b16", 7, 8e-4),
     "r50-b32-jft": _jft("r50-b32", 7, 8e-4),
     "r50-l32-jft": _jft("r50-l32", 7, 2e-4),
@@ -357,3 +365,61 @@ def named(name: str) -> Recipe:
     close = difflib.get_close_matches(name, RECIPES, n=1)
     meant = f"did you mean {close[0]}? " if close else ""
     raise UsageError(f"there is no recipe {name!r:.80}: {meant}`vitrail list recipes` shows them")
+
+
+# --- a recipe with other settings ------------------------------------------------------------------------------------
+
+_OWN = ("image_size", "resize", "loss", "label_smoothing", "head_bias", "mimetic", "dropout", "stochastic_depth", "ema",
+        "ema_warmup")  # fmt: skip
+_OPTIONS = ("warmup", "epochs", "batch", "target", "balanced")  # which have an option of their own
+_FIXED = ("kind", "stem", "conv", "image_size", "classes")  # of a model: what the preset, the recipe or the data decide
+
+
+def override_settings(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
+    """The recipe with each NAME=VALUE instead of its own: of its model, optimizer, schedule, augmentation or itself."""
+    changes: dict[str, dict[str, Any]] = {}
+    for text in assignments:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--set {text!r:.80} says no value; give NAME=VALUE, such as depth=8")
+        section, kind, field = _field(recipe, name)
+        if field in changes.setdefault(section, {}):
+            raise UsageError(f"--set gives {name} twice; give it once")
+        changes[section][field] = parse_field(kind, field, value, name)
+    if not changes:
+        return recipe
+    fields = {"settings": recipe.settings | changes.pop("model", {}), "result": None} | changes.pop("recipe", {})
+    parts = {name: dataclasses.replace(getattr(recipe, name), **values) for name, values in changes.items()}
+    changed = dataclasses.replace(recipe, **fields, **parts)
+    if changed.model is not None:
+        size = {} if changed.image_size is None else {"image_size": sides(changed.image_size)}
+        presets.config(changed.model, **size, **changed.settings)  # refuses what no model can be
+    return changed
+
+
+def _field(recipe: Recipe, name: str) -> tuple[str, type, str]:
+    """The part of a recipe that has a setting of that name, its class, and the setting's own name there."""
+    parts: dict[str, tuple[type, Iterable[str]]] = {
+        "recipe": (Recipe, _OWN),
+        "optimiser": (Optimiser, [field.name for field in dataclasses.fields(Optimiser) if field.name != "kind"]),
+        "schedule": (Schedule, [field.name for field in dataclasses.fields(Schedule)]),
+        "augment": (Augment, [field.name for field in dataclasses.fields(Augment)]),
+    }
+    if recipe.model is not None:
+        kind = BiTConfig if isinstance(presets.config(recipe.model), BiTConfig) else ViTConfig
+        parts["model"] = kind, [field.name for field in dataclasses.fields(kind) if field.name not in _FIXED]
+    if name in _OPTIONS:
+        raise UsageError(f"{name} has an option of its own: --{name} instead of --set {name}=...")
+    if name == "optimizer":
+        return "optimiser", Optimiser, "kind"
+    known = {field: (section, kind) for section, (kind, fields) in parts.items() for field in fields}
+    if name in known:
+        return *known[name], name
+    model = {field.name for field in dataclasses.fields(ViTConfig)} - set(_FIXED)
+    if name in model:
+        why = "a trained model keeps its own" if recipe.model is None else f"{recipe.model} is a ResNet"
+        raise UsageError(f"--set {name} is for recipes of ViTs with random weights: {why}")
+    close = difflib.get_close_matches(name, ["optimizer", *known], n=1)
+    meant = f"did you mean {close[0]}? " if close else ""
+    names = ", ".join(sorted({"optimizer", *known} - set(_OPTIONS)))
+    raise UsageError(f"a recipe has no setting {name!r:.80}: {meant}--set takes {names}")

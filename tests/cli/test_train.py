@@ -16,6 +16,7 @@ from vitrail import recipes
 from vitrail.cli import runs
 from vitrail.config import Optimiser, Schedule
 from vitrail.evaluate.classify import Counts
+from vitrail.weights.load import load
 
 HERE = ("--workers", "0", "--device", "cpu")
 DIGITS = ("train", "digits", "--data", "digits", *HERE)
@@ -232,3 +233,36 @@ def test_digits_are_learned_within_two_points_of_the_nearest_neighbour(tmp_path:
     found = json.loads(out)
     assert found["nearest_neighbour"] == 175
     assert found["right"] >= found["nearest_neighbour"] - 0.02 * 179
+
+
+def test_a_recipe_of_the_paper_trains_with_other_settings_and_its_hidden_head_is_dropped_by_finetune(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    folder(tmp_path / "set", "train", "val", each=4)
+    settings = ("depth=1", "width=32", "mlp=64", "heads=2", "image_size=32", "positions=learned-2d", "optimizer=muon",
+                "weight_decay=0.5", "decay=cosine")  # fmt: skip
+    train = ("train", "vit-b16-i21k", "--data", "./set", "--epochs", "1", "--batch", "8", "--warmup", "0", *HERE)
+    code, _, err = vitrail(*train, "--set", *settings, capsys=capsys)
+    assert code == 0, err
+    config = json.loads((tmp_path / "runs" / "train" / "config.json").read_text())["recipe"]
+    assert (config["optimiser"]["kind"], config["optimiser"]["weight_decay"], config["schedule"]["decay"]) == (
+        *("muon", 0.5),
+        "cosine",
+    )
+    trained = load("runs/train")
+    assert (trained.model.config.positions, trained.model.config.depth, trained.model.config.width) == (
+        *("learned-2d", 1),
+        32,
+    )
+    assert trained.model.config.hidden_head
+    assert "pre_logits.fc.weight" in trained.model.state_dict()
+    code, _, err = vitrail(
+        *("finetune", "./set", "--model", "runs/train", "--epochs", "1", "--batch", "8", *HERE), capsys=capsys
+    )
+    assert code == 0, err
+    tuned = load("runs/finetune")
+    assert not tuned.model.config.hidden_head
+    assert any(text.startswith("pre_logits.fc.weight (32, 32): removed") for text in tuned.origin.changes)
+    code, _, err = vitrail(*train, "--set", "positions=3d", capsys=capsys)
+    assert code == 2
+    assert "positions is '3d'; it must be one of none, learned-1d" in err

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -15,7 +16,7 @@ from tests.cli.test_cli import run as vitrail
 from tests.data.pictures import folder
 from vitrail.data.sources import open_data
 from vitrail.errors import DataError, UsageError
-from vitrail.studies import sweep
+from vitrail.studies import grid, sweep
 from vitrail.studies.grid import CellsError, results
 from vitrail.weights.load import load, save
 
@@ -36,7 +37,7 @@ def study(*options: str, capsys: Capture) -> tuple[int, str, str]:
     return vitrail("study", "sweep", "./set", "--model", "model.safetensors", *options, *HERE, capsys=capsys)
 
 
-def planned(rates: tuple[float, ...] = (), **changes: int | None) -> sweep.Sweep:
+def planned(rates: tuple[float, ...] = (), **changes: Any) -> sweep.Sweep:
     dataset, share = sweep.opened("./set")
     given = {"steps": None, "batch": None, "image_size": None, "runs": 3, "seed": 0, "micro_batches": 1} | changes
     start = load("model.safetensors")
@@ -94,7 +95,7 @@ def test_test_is_not_read_before_the_rate_is_chosen(tmp_path: Path, capsys: Capt
 def test_help_is_answered_without_torch() -> None:
     script = (
         "import sys; from vitrail.cli import main\n"
-        "for verb in ('sweep', 'vtab', 'table'):\n"
+        "for verb in ('ablate', 'sweep', 'vtab', 'table'):\n"
         "    try: main(['study', verb, '--help'])\n"
         "    except SystemExit as stop: assert not stop.code\n"
         "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))\n"
@@ -157,6 +158,22 @@ def test_what_makes_no_study_is_refused(tmp_path: Path) -> None:
     assert "test" not in open_data("./two").splits
     with pytest.raises(DataError, match="has no test"):
         sweep.opened("./two")
+
+
+def test_the_optimizer_and_decay_of_a_sweep_can_be_others_and_its_rate_only_by_rates() -> None:
+    found = planned(settings=["optimizer=adam", "weight_decay=0.1", "decay=linear", "mixup=0.2"])
+    assert (found.recipe.optimiser.kind, found.recipe.optimiser.weight_decay) == ("adam", 0.1)
+    assert (found.recipe.schedule.decay, found.recipe.augment.mixup) == ("linear", 0.2)
+    assert found.settings == ("optimizer=adam", "weight_decay=0.1", "decay=linear", "mixup=0.2")
+    with pytest.raises(UsageError, match="a sweep chooses the rate; --rates gives"):
+        planned(settings=["lr=0.1"])
+    with pytest.raises(UsageError, match="a trained model keeps its own"):
+        planned(settings=["depth=3"])
+
+
+def test_a_study_begun_before_a_field_existed_is_the_same_one() -> None:
+    assert grid.difference({"seed": 0}, {"seed": 0, "settings": []}) == ""
+    assert grid.difference({"seed": 0}, {"seed": 0, "settings": ["a=1"]}) == "settings None and not ['a=1']"
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from tests.cli.test_cli import run as vitrail
 from vitrail.errors import UsageError
 from vitrail.studies import table
 
+SMALL = {"batch": 64, "image_size": 224}
+
 
 def study(folder: Path, described: dict[str, Any], records: list[dict[str, Any]]) -> Path:
     folder.mkdir()
@@ -39,7 +41,7 @@ def benchmarked(folder: Path, shares: dict[str, float], draw: str = "VTAB") -> P
 
 def test_rows_columns_and_notes_by_hand(tmp_path: Path, capsys: Capture) -> None:
     flowers = swept(tmp_path / "a", "/data/flowers102", [0.99, 0.98, 0.97])
-    own = swept(tmp_path / "b", "./photos", [0.5], steps=20, recipe={"batch": 64, "image_size": 224})
+    own = swept(tmp_path / "b", "./photos", [0.5], steps=20, recipe=SMALL, settings=["mixup=0.2"])
     half = benchmarked(tmp_path / "c", {"dtd": 0.6, "kitti": 0.8}, draw="own")
     code, out, _ = vitrail("study", "table", *map(str, (flowers, own, half)), capsys=capsys)
     assert code == 0
@@ -54,7 +56,7 @@ def test_rows_columns_and_notes_by_hand(tmp_path: Path, capsys: Capture) -> None
     assert cells["VTAB (19 tasks)"][:2] == ["70.00 [2]", "77.63 ± 0.23"]
     assert cells["CIFAR-10"][:2] == ["-", "99.50 ± 0.06"]
     assert cells["TPUv3-core-days"] == ["-", "2.5k", "0.68k", "0.23k", "9.9k", "12.3k"]
-    assert "[1] 20 steps of 64 images at 224 pixels" in lines
+    assert "[1] 20 steps of 64 images at 224 pixels; mixup=0.2" in lines
     assert "[2] 2 of 19 tasks; 2 tasks on draws of vitrail's own" in lines
 
     path = tmp_path / "table.csv"

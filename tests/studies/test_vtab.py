@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,7 +115,7 @@ def test_a_set_that_is_not_there_is_named_with_its_source(tmp_path: Path) -> Non
 # --- the runs --------------------------------------------------------------------------------------------------------
 
 
-def planned(tmp_path: Path, **changes: int | None) -> vtab.Vtab:
+def planned(tmp_path: Path, **changes: Any) -> vtab.Vtab:
     found, _ = vtab.there(tmp_path, (), 0)
     given = {"steps": None, "batch": None, "image_size": None, "runs": 1, "seed": 0, "micro_batches": 1} | changes
     return vtab.planned(tmp_path, found, "model.safetensors", load("model.safetensors"), preprocess=None, **given)
@@ -131,6 +132,15 @@ def test_a_run_is_the_papers_on_all_thousand_images(tmp_path: Path) -> None:
         assert (one.everything, one.measured) == (True, "test")
     assert (textures.recipe.augment.crop, textures.recipe.augment.flip) == ("window", True)
     assert (distances.recipe.augment.crop, distances.recipe.augment.flip) == ("squash", True)
+
+
+def test_settings_reach_the_runs_and_crop_and_flip_stay_the_tasks(tmp_path: Path) -> None:
+    lists(tmp_path, "dtd", train800=2, val200=1, test=1)
+    (one,) = vtab.cells(planned(tmp_path, settings=["optimizer=adam", "lr=0.001", "mixup=0.2"]))
+    assert (one.recipe.optimiser.kind, one.recipe.optimiser.lr, one.recipe.augment.mixup) == ("adam", 0.001, 0.2)
+    assert (one.recipe.augment.crop, one.recipe.augment.flip) == ("window", True)
+    with pytest.raises(UsageError, match="crop and flip are each task's own"):
+        planned(tmp_path, settings=["flip=false"])
 
 
 def test_evaluation_sees_all_of_an_image_and_windows_are_cut_of_seven_sixths(tmp_path: Path) -> None:

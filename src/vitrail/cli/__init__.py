@@ -35,6 +35,7 @@ VERBS = {
     "push": "upload a model to the Hugging Face Hub, with its card",
     "report": "write a run as one HTML file to read, print or send",
     "serve": "answer over HTTP, with a page that shows what models see",
+    "study ablate": "train variants of a recipe, and compare them on val",
     "study sweep": "transfer a model to a set as the paper did: the rate chosen on val, then test",
     "study table": "put finished studies beside the paper's headline table",
     "study vtab": "fine-tune a model on the 19 tasks of VTAB-1k",

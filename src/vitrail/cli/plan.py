@@ -56,6 +56,8 @@ PAPER = {  # Dosovitskiy et al. 2021, tables 2 and 6
     "bit-r101x1-jft": Published(96),
     "bit-r152x1-jft": Published(141),
     "bit-r152x2-jft": Published(563),
+    "bit-r152x2-jft-14": Published(1126),
+    "bit-r200x3-jft": Published(3306),
     "r50-b32-jft": Published(106),
     "r50-b16-jft": Published(274),
     "r50-l32-jft": Published(246),

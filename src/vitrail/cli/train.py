@@ -19,6 +19,7 @@ def main(
     batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     lr: Annotated[float | None, tyro.conf.arg(metavar="RATE")] = None,
     warmup: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None,
+    settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE...")] = (),
     target: Target | None = None,
     balanced: bool = False,
     everything: bool = False,
@@ -51,6 +52,8 @@ def main(
         batch: Images in a step, in place of the recipe's.
         lr: Learning rate at its top, in place of the recipe's.
         warmup: Steps of warm-up, in place of the recipe's; a shorter run or a smaller dataset has a shorter one.
+        settings: Other settings in place of the recipe's: positions, pool, hidden_head, depth, width, optimizer,
+            weight_decay, decay, dropout, mixup and all others; a wrong name lists them.
         target: What is to be told of hidden patches, in place of the recipe's (mpp and mae).
         balanced: Let every class count alike, however many images it has.
         everything: Train on the validation images too, once all choices are made; the last weights are kept then.
@@ -76,7 +79,8 @@ def main(
 
     if deterministic:
         runs.be_deterministic()
-    chosen = runs.changed(_telling(recipes.named(recipe), target), epochs=epochs, batch=batch, lr=lr, warmup=warmup)
+    named = recipes.override_settings(recipes.named(recipe), settings)
+    chosen = runs.changed(_telling(named, target), epochs=epochs, batch=batch, lr=lr, warmup=warmup)
     with runs.process(device) as (group, found):
         dataset = open_data(data)
         runs.tell_of(dataset)

@@ -52,7 +52,7 @@ def computed(cell: Cell, folder: Path, device: str, workers: int) -> dict[str, A
     """What a cell's run comes to, begun or gone on with in its folder."""
     with distributed.joined(device) as (group, found):
         dataset = opened(cell.data)
-        start = prepared(cell, dataset)
+        start = prepared(cell, dataset) if cell.recipe.model is None else None
         task = Task(
             recipe=cell.recipe,
             dataset=dataset,
@@ -64,7 +64,7 @@ def computed(cell: Cell, folder: Path, device: str, workers: int) -> dict[str, A
             micro_batches=cell.micro_batches,
             everything=cell.everything,
             measured=cell.measured,
-            view=roomy(start.preprocess) if cell.whole and start.preprocess is not None else None,
+            view=roomy(start.preprocess) if cell.whole and start and start.preprocess else None,
             sparse=cell.sparse,
         )
         result = run(

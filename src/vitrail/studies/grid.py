@@ -46,6 +46,7 @@ class Cell:
     about: dict[str, Any]
     """What tells it from the others; copied into its result."""
     model: str
+    """The trained model to fine-tune; of a recipe that names a preset, that preset."""
     preprocess: str | None = None
     """Of weights that state none: imagenet, inception or torchvision."""
     data: dict[str, Any]
@@ -121,7 +122,11 @@ def difference(before: Any, now: Any, name: str = "") -> str:
     if before == now:
         return ""
     if isinstance(before, dict) and isinstance(now, dict):
-        inner = next(key for key in (before | now) if before.get(key) != now.get(key))
+        absent: list[Any] = [None, []]  # a field that was added since, and is left empty, is no difference
+        keys = (key for key in (before | now) if before.get(key) != now.get(key))
+        inner = next((key for key in keys if before.get(key) not in absent or now.get(key) not in absent), None)
+        if inner is None:
+            return ""
         return difference(before.get(inner), now.get(inner), f"{name}.{inner}" if name else inner)
     return f"{name} {before!s:.80} and not {now!s:.80}"
 

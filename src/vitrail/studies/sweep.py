@@ -44,6 +44,8 @@ class Sweep:
     runs: int
     seed: int
     micro_batches: int
+    settings: tuple[str, ...] = ()
+    """NAME=VALUE of the recipe that are not the paper's."""
 
     def __post_init__(self) -> None:
         if not self.rates or len(set(self.rates)) < len(self.rates) or min(self.rates) <= 0:
@@ -76,6 +78,7 @@ def planned(
     steps: int | None,
     batch: int | None,
     image_size: int | None,
+    settings: Sequence[str] = (),
     runs: int,
     seed: int,
     micro_batches: int,
@@ -85,6 +88,9 @@ def planned(
     images = _all_of_train(dataset)
     config = start.model.config
     recipe = recipes.finetuning("paper", images, config.stride if isinstance(config, ViTConfig) else 1)
+    if rate := next((text for text in settings if text.startswith("lr=")), None):
+        raise UsageError(f"--set {rate}: a sweep chooses the rate; --rates gives those to try")
+    recipe = recipes.override_settings(recipe, settings)
     usual = round(recipe.epochs * images / recipe.batch)
     return Sweep(
         data=data,
@@ -103,6 +109,7 @@ def planned(
         runs=runs,
         seed=seed,
         micro_batches=micro_batches,
+        settings=tuple(settings),
     )
 
 

@@ -101,6 +101,8 @@ def _shortened(study: Mapping[str, Any], steps: int) -> Iterator[str]:
     recipe = study["recipe"]
     if study["steps"] != steps or recipe["batch"] != 512 or abs(recipe["image_size"] - 384) > 16:
         yield f"{study['steps']:,} steps of {recipe['batch']:,} images at {recipe['image_size']} pixels"
+    if study.get("settings"):
+        yield ", ".join(study["settings"])
 
 
 def paper_steps(images: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from vitrail.config import Augment, Optimiser, Recipe, Schedule, ViTConfig, to_json
 from vitrail.errors import DataError, UsageError
+from vitrail.recipes import override_settings
 from vitrail.studies import samples, tasks
 from vitrail.studies.grid import Cell, Result
 from vitrail.studies.sweep import lasting, mean_and_deviation, shortened
@@ -34,6 +35,8 @@ class Vtab:
     runs: int
     seed: int
     micro_batches: int
+    settings: tuple[str, ...] = ()
+    """NAME=VALUE of the recipe that are not the paper's."""
 
     def __post_init__(self) -> None:
         if self.runs < 1 or self.steps < 1 or self.micro_batches < 1:
@@ -68,25 +71,30 @@ def planned(
     steps: int | None,
     batch: int | None,
     image_size: int | None,
+    settings: Sequence[str] = (),
     runs: int,
     seed: int,
     micro_batches: int,
     preprocess: str | None,
 ) -> Vtab:
     """The study of a model: the paper's, but for what is given."""
+    if own := next((text for text in settings if text.startswith(("crop=", "flip="))), None):
+        raise UsageError(f"--set {own}: crop and flip are each task's own in VTAB")
     config = start.model.config
     stride = config.stride if isinstance(config, ViTConfig) else 1
+    recipe = override_settings(usual(stride), settings)
     return Vtab(
         root=str(root),
         tasks=found,
         model=model,
         origin=to_json(start.origin),
         preprocess=preprocess,
-        recipe=shortened(usual(stride), STEPS, steps=steps, batch=batch, image_size=image_size),
+        recipe=shortened(recipe, STEPS, steps=steps, batch=batch, image_size=image_size),
         steps=STEPS if steps is None else steps,
         runs=runs,
         seed=seed,
         micro_batches=micro_batches,
+        settings=tuple(settings),
     )
 
 
@@ -128,8 +136,9 @@ def cells(study: Vtab) -> list[Cell]:
 
 def _recipe(study: Vtab, name: str, images: Mapping[str, int]) -> Recipe:
     task = tasks.named(name)
-    made = lasting(study.recipe, study.steps, images["train"] + images["val"], LR)
-    return dataclasses.replace(made, augment=Augment(crop="window" if task.crop else "squash", flip=task.flip))
+    made = lasting(study.recipe, study.steps, images["train"] + images["val"], study.recipe.optimiser.lr)
+    augment = dataclasses.replace(made.augment, crop="window" if task.crop else "squash", flip=task.flip)
+    return dataclasses.replace(made, augment=augment)
 
 
 def summary(study: Mapping[str, Any], records: Sequence[Result]) -> dict[str, Any]:

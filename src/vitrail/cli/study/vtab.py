@@ -16,6 +16,7 @@ def main(
     steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     image_size: Annotated[int | None, tyro.conf.arg(metavar="SIDE")] = None,
+    settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE...")] = (),
     number_of_runs: Annotated[int, tyro.conf.arg(name="runs", metavar="N")] = 1,
     preprocess: Literal["imagenet", "inception", "torchvision"] | None = None,
     out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None,
@@ -36,6 +37,7 @@ def main(
         steps: Of each run, in place of 2,500; a shorter run has a shorter warm-up.
         batch: Images in a step, in place of 512.
         image_size: Resolution, in place of 384.
+        settings: Other settings in place of the recipe's: optimizer, weight_decay, decay, dropout, mixup and others.
         number_of_runs: Seeds, for mean and standard deviation.
         preprocess: Mean, std and interpolation for weights that do not state them.
         out: The study's folder; runs/vtab-MODEL by default.
@@ -59,6 +61,7 @@ def main(
         steps=steps,
         batch=batch,
         image_size=image_size,
+        settings=settings,
         runs=number_of_runs,
         seed=seed,
         micro_batches=micro_batches,

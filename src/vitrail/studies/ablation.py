@@ -1,0 +1,99 @@
+"""Variants of a recipe, each trained from random weights over the same seeds: the paper's appendix D.
+
+Variants are compared on val: test is not read, so it stays fit for the one that is chosen.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vitrail.config import Recipe
+from vitrail.data.dataset import Dataset
+from vitrail.errors import UsageError
+from vitrail.recipes import override_settings
+from vitrail.studies.grid import Cell, Result
+from vitrail.studies.sweep import mean_and_deviation
+
+UNCHANGED = "unchanged"
+_NO_NAME = re.compile(r"[^\w.+-]+")
+SHARE = 0.1  # of train that becomes val where the dataset has none
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ablation:
+    """A recipe and its variants on one dataset."""
+
+    study: str = "ablate"
+    data: str
+    dataset: str
+    """The dataset's own name."""
+    images: dict[str, int]
+    recipe: str
+    variants: dict[str, Recipe]
+    runs: int
+    seed: int
+    micro_batches: int
+
+    def __post_init__(self) -> None:
+        if self.runs < 1 or self.micro_batches < 1:
+            raise UsageError(f"runs {self.runs} and micro-batches {self.micro_batches}: 1 at least")
+
+
+def list_variants(recipe: Recipe, variants: Sequence[str]) -> dict[str, Recipe]:
+    """The recipe as it is, and with each variant's settings; NAME=VALUE+NAME=VALUE changes several at once."""
+    if recipe.masked is not None:
+        raise UsageError("a recipe without labels has no accuracy to compare: choose one that learns from labels")
+    if not variants or len(set(variants)) < len(variants):
+        raise UsageError(f"--variants is {list(variants)}; give settings such as positions=none, each once")
+    return {UNCHANGED: recipe} | {text: override_settings(recipe, text.split("+")) for text in variants}
+
+
+def plan_ablation(
+    data: str, dataset: Dataset, name: str, variants: Mapping[str, Recipe], *, runs: int, seed: int, micro_batches: int
+) -> Ablation:
+    """The study of a recipe's variants on a dataset."""
+    return Ablation(
+        data=data,
+        dataset=dataset.name,
+        images={part: len(split) for part, split in dataset.splits.items()},
+        recipe=name,
+        variants=dict(variants),
+        runs=runs,
+        seed=seed,
+        micro_batches=micro_batches,
+    )
+
+
+def list_cells(study: Ablation) -> list[Cell]:
+    """A run of each variant with each seed, measured on val."""
+    return [
+        Cell(
+            name=f"{number}-{_NO_NAME.sub('-', variant)[:80]}-seed-{seed}",
+            about={"variant": variant, "seed": seed},
+            model=str(recipe.model),
+            data={"name": study.data, "share": SHARE},
+            recipe=recipe,
+            seed=seed,
+            measured="val",
+            micro_batches=study.micro_batches,
+            keeps=True,
+        )
+        for seed in range(study.seed, study.seed + study.runs)
+        for number, (variant, recipe) in enumerate(study.variants.items())
+    ]
+
+
+def summarize(study: Mapping[str, Any], records: Sequence[Result]) -> dict[str, Any]:
+    """Mean and deviation over the seeds of each variant, as far as they have ended."""
+    by_variant = {
+        variant: mean_and_deviation([r["top1"] for r in records if r["variant"] == variant and r["status"] == "done"])
+        for variant in study["variants"]
+    }
+    return {
+        "study": "ablate",
+        "set": study["dataset"],
+        "recipe": study["recipe"],
+        "images": study["images"]["val"],
+        "variants": by_variant,
+    }

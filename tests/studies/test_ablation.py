@@ -1,0 +1,67 @@
+"""`vitrail study ablate`: variants of a recipe over the same seeds, compared on val."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_cli import Capture
+from tests.cli.test_cli import run as vitrail
+from vitrail.data.sources import open_data
+from vitrail.errors import UsageError
+from vitrail.recipes import named
+from vitrail.studies import ablation
+
+
+def test_every_variant_has_every_seed_and_only_its_own_settings_differ() -> None:
+    variants = ablation.list_variants(named("digits"), ["positions=none", "pool=norm-mean+lr=0.003"])
+    dataset = open_data("digits")
+    study = ablation.plan_ablation("digits", dataset, "digits", variants, runs=2, seed=3, micro_batches=1)
+    cells = ablation.list_cells(study)
+    assert len({cell.name for cell in cells}) == 6
+    assert [cell.seed for cell in cells] == [3, 3, 3, 4, 4, 4]
+    assert {cell.measured for cell in cells} == {"val"}
+    plain, bare, pooled = (cell.recipe for cell in cells[:3])
+    assert plain == named("digits")
+    assert bare.settings == plain.settings | {"positions": "none"}
+    assert (pooled.settings["pool"], pooled.optimiser.lr) == ("norm-mean", 0.003)
+    records = [
+        {"variant": "positions=none", "status": "done", "top1": top1} for top1 in (0.5, 0.7)
+    ] + [{"variant": "unchanged", "status": "diverged"}]  # fmt: skip
+    described = {"variants": variants, "dataset": "digits", "recipe": "digits", "images": {"val": 179}}
+    found = ablation.summarize(described, records)["variants"]
+    assert found["positions=none"]["mean"] == pytest.approx(0.6)
+    assert found["positions=none"]["std"] == pytest.approx(0.1 * 2**0.5)
+    assert found["unchanged"]["n"] == 0
+
+
+def test_what_is_no_variant_is_refused_before_anything_is_read() -> None:
+    for variants, message in (
+        ((), "give settings such as"),
+        (("depth=2", "depth=2"), "each once"),
+        (("dept=2",), "did you mean depth"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            ablation.list_variants(named("digits"), variants)
+    with pytest.raises(UsageError, match="without labels"):
+        ablation.list_variants(named("mpp-cifar10"), ["depth=2"])
+
+
+def test_the_command_trains_variants_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    options = ("--set", "depth=1", "width=12", "mlp=12", "--epochs", "0.2", "--runs", "1", "--workers", "0")
+    command = ("study", "ablate", "digits", "--data", "digits", "--variants", "positions=none", *options)
+    code, out, err = vitrail(*command, "--device", "cpu", "--json", capsys=capsys)
+    assert code == 0, err
+    found = json.loads(out)
+    assert set(found["variants"]) == {"unchanged", "positions=none"}
+    assert all(one["n"] == 1 for one in found["variants"].values())
+    config = tmp_path / "runs" / "ablate-digits-digits" / "cells" / "1-positions-none-seed-0" / "run" / "config.json"
+    assert json.loads(config.read_text())["recipe"]["settings"]["positions"] == "none"
+    code, out, err = vitrail(*command, "--device", "cpu", capsys=capsys)
+    assert code == 0
+    assert "positions=none" in out
+    assert "seed-0" not in err  # nothing is run again
