@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from PIL import Image
 
 from tests.cli.test_cli import Capture, run
 from tests.data.pictures import encoded, folder, picture
+from vitrail.data import check as checking
+from vitrail.data import examine as examining
 from vitrail.data import public, shards
 from vitrail.data.sources import open_data
 
@@ -178,9 +181,44 @@ def test_all_of_a_set_without_splits_is_compared_with(tmp_path: Path, capsys: Ca
         for place in (tmp_path / "tests" / "a", tmp_path / "mine" / "train" / "a"):
             place.mkdir(parents=True, exist_ok=True)
             (place / f"{number}.png").write_bytes(encoded(photo(number), "PNG"))
+    text = run("data", "check", "./mine", "--against", "./tests", capsys=capsys)[1]
+    assert re.search(r"8 images show what one of its 8 shows; compared 8 images", text)
     report = json.loads(run("data", "check", "./mine", "--against", "./tests", "--json", capsys=capsys)[1])
     assert report["against"]["compared"] == 8
     assert len(report["against"]["found"]) == 8
+
+
+def test_of_a_large_set_the_check_says_how_many_were_compared_and_all_compares_all(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (examining, checking):
+        monkeypatch.setattr(module, "LIMIT", 10)
+    for split, count in (("train", 24), ("val", 2)):
+        place = tmp_path / "mine" / split / "a"
+        place.mkdir(parents=True)
+        for number in range(count):
+            (place / f"{number}.png").write_bytes(encoded(photo(number + 100 * (split == "val")), "PNG"))
+    for split, numbers in (("train", range(200, 230)), ("test", (1, 8, 15, 22, 300))):
+        place = tmp_path / "other" / split / "a"
+        place.mkdir(parents=True)
+        for number in numbers:
+            (place / f"{number}.jpg").write_bytes(encoded(photo(number), "JPEG", quality=90))
+    check = ("data", "check", "./mine", "--against", "./other")
+    _, out, err = run(*check, capsys=capsys)
+    assert "note: 10 of 26 images (38.5%), drawn at random, are decoded and compared; --all does it with all" in err
+    assert re.search(r"about [\d.]+ hours on \d+ cores?, at [\d.]+ ms to decode an image here and 2 ms to", err)
+    assert "shows; compared 10 of 26 images" in out
+    assert re.search(r"warning +16 images were not compared with it", out)
+    report = json.loads((tmp_path / "data_report.json").read_text())
+    assert (report["duplicates"]["compared"], report["duplicates"]["of"]) == (10, 26)
+    _, out, err = run(*check, "--all", capsys=capsys)
+    assert "note: all 26 images are decoded and compared: about" in err
+    assert "4 images show what one of its 5 shows; compared 26 images" in out  # and not of its 30 training images
+    assert "were not compared" not in out
+    report = json.loads((tmp_path / "data_report.json").read_text())
+    found = {row["name"] for row in report["against"]["found"]}
+    assert found == {f"train/a/{number}.png" for number in (1, 8, 15, 22)}  # of every part of the comparison
+    assert (report["decoded"], report["headers_only"]) == (26, 0)
 
 
 def test_a_report_never_replaces_a_folder(tmp_path: Path, capsys: Capture) -> None:

@@ -3,6 +3,7 @@
 The paper removes from its pre-training sets what occurs in the test sets; `against` finds those images.
 """
 
+import dataclasses
 import hashlib
 import json
 from collections import Counter
@@ -13,10 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data import duplicates
+from vitrail.data import draws, duplicates
 from vitrail.data.dataset import SPLITS, Dataset
 from vitrail.data.decode import FORMATS
-from vitrail.data.examine import BAD, DECODED, HEADER, Examined
+from vitrail.data.examine import BAD, DECODED, HEADER, LIMIT, Examined
+from vitrail.data.order import permuted
 from vitrail.errors import DataError, UsageError
 
 VERSION = 1
@@ -105,8 +107,11 @@ class _Group(NamedTuple):
 
 
 def _groups(seen: Examined) -> list[_Group]:
-    """The images that occur more than once, each with all of its copies."""
+    """The images that occur more than once, each with all of its copies, among LIMIT of them at most."""
     rows, places = _prints(seen)
+    if len(places) > LIMIT:
+        some = np.sort(permuted(np.arange(LIMIT), len(places), draws.key(0, "copies")))
+        rows, places = rows[some], places[some]
     digests = seen.facts["digest"]
     equal = [places[group] for group in _equal(digests[places])]
     keep = ~np.isin(places, np.concatenate([np.empty(0, dtype=np.int64), *(group[1:] for group in equal)]))
@@ -150,6 +155,8 @@ def _joined(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
 
 def _described(seen: Examined, groups: Sequence[_Group]) -> dict[str, Any]:
     return {
+        "compared": min(LIMIT, int((seen.facts["status"][seen.fingerprinted] == DECODED).sum())),
+        "of": len(seen.facts),
         "exact": sum(group.kind == "exact" for group in groups),
         "near": sum(group.kind == "near" for group in groups),
         "across_splits": sum(len({int(seen.split[image]) for image in group.images}) > 1 for group in groups),
@@ -180,9 +187,19 @@ def _leaks(seen: Examined, groups: Sequence[_Group]) -> Iterator[tuple[str, str]
                 yield seen.split_name(image), seen.name(image)
 
 
+def keep_held_out(dataset: Dataset) -> Dataset:
+    """The dataset's own val and test alone, which others should not show; all of it where it has neither."""
+    own = _held_out(dataset)
+    return dataclasses.replace(dataset, splits={name: dataset.splits[name] for name in own}) if own else dataset
+
+
+def _held_out(dataset: Dataset) -> list[str]:
+    return [name for name in dataset.splits if name != "train" and name not in dataset.made_up]
+
+
 def _against(seen: Examined, other: Examined) -> dict[str, Any]:
     """The images of one set that another shows too: in its own val and test, or anywhere where it has neither."""
-    own = set(other.dataset.splits) - {"train", *other.dataset.made_up}
+    own = _held_out(other.dataset)
     held = [place for place, name in enumerate(other.dataset.splits) if name in own]
     mine, places = _prints(seen)
     theirs, others = _prints(other)
@@ -193,11 +210,15 @@ def _against(seen: Examined, other: Examined) -> dict[str, Any]:
     found = {
         int(image): ("exact", known[key]) for image in places if (key := seen.facts["digest"][image].tobytes()) in known
     }
-    for one, two in duplicates.pairs(mine, theirs).indices.tolist():
-        found.setdefault(int(places[one]), ("near", int(others[two])))
+    for start in range(0, len(mine), LIMIT):  # part by part, so that a large dataset needs no more memory at once
+        for one, two in duplicates.pairs(mine[start : start + LIMIT], theirs).indices.tolist():
+            found.setdefault(int(places[start + one]), ("near", int(others[two])))
     return {
         "data": other.dataset.name,
         "compared": len(others),
+        "of": int(np.isin(other.split, held).sum()) if held else len(other.split),
+        "searched": len(places),
+        "searched_of": len(seen.split),
         "found": [
             {"kind": kind, "split": seen.split_name(image), "name": seen.name(image), "shows": other.name(shown)}
             for image, (kind, shown) in sorted(found.items())

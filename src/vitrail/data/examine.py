@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -85,6 +86,23 @@ class Examined:
 
     def _split(self, image: int) -> Split:
         return list(self.dataset.splits.values())[self.split[image]]
+
+
+MEMORY, BASE_MEMORY = 3_000, 2 * 10**9
+"""Bytes for each image that is decoded and compared, and beside them (docs/experiments/duplicates.md)."""
+
+
+def time_image(dataset: Dataset, count: int = 32) -> float:
+    """Seconds in which one core reads, decodes and fingerprints an image: the mean of some, drawn at random."""
+    part = max(dataset.splits.values(), key=len)
+    drawn = permuted(np.arange(min(count, len(part))), len(part), draws.key(0, "time"))
+    found = _Found(np.zeros(1, dtype=_FACTS), np.zeros((1, duplicates.FINGERPRINT), dtype=np.uint8), {})
+    begun = 0.0
+    for image in (int(drawn[0]), *drawn.tolist()):  # once more the first, for which decoders are made ready
+        with contextlib.suppress(DataError, OSError):  # a bad one is named when all are looked at
+            _look_at_pixels(part.read(image), part.name(image), found, 0)
+        begun = begun or time.perf_counter()
+    return (time.perf_counter() - begun) / len(drawn)
 
 
 def examine(dataset: Dataset, *, progress: Progress = workers.silent, limit: int = LIMIT) -> Examined:

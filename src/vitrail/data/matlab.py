@@ -1,13 +1,14 @@
-"""Numbers out of MATLAB's version 5 files, which some image sets keep their labels in.
+"""Numbers and structures out of MATLAB's version 5 files, which some image sets keep their labels in.
 
-Little-endian files, compressed or not, and real numeric matrices: what these sets hold. SciPy reads all of the format,
-and is more to install than the rest of vitrail's dependencies beside torch.
+Little-endian files, compressed or not: real numeric matrices, and arrays of structures of these and of text. SciPy
+reads all of the format, and is more to install than the rest of vitrail's dependencies beside torch.
 """
 
 import math
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +17,26 @@ from vitrail.errors import DataError
 
 _TYPES = {1: "<i1", 2: "<u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8", 13: "<u8"}
 _MATRIX, _COMPRESSED = 14, 15
+_STRUCTURE_CLASS, _TEXT_CLASS = 2, 4
 _NUMERIC_CLASSES = range(6, 16)  # double, single and the integers; below are cells, structures, text and the like
+_WIDE_LETTERS = (4, 17)
 _COMPLEX = 0x800
 _LIMIT = 2**30  # bytes of one variable, against files that unpack without end
+T = TypeVar("T")
 
 
 def read(content: bytes) -> dict[str, NDArray[np.generic]]:
     """The numeric matrices of a file by name, with MATLAB's shapes; variables of other kinds are left out."""
+    return _read(content, _matrix)
+
+
+def read_structures(content: bytes) -> dict[str, list[dict[str, Any]]]:
+    """The arrays of structures of a file by name: of each its fields, which are matrices, text, or None if neither."""
+    return _read(content, _structures)
+
+
+def _read(content: bytes, parse: Callable[[memoryview], tuple[str, T] | None]) -> dict[str, T]:
+    """The variables of a file that are of one kind, by name."""
     if len(content) < 128 or content[124:128] != b"\x00\x01IM":
         raise DataError("the file is no little-endian MATLAB file of version 5")
     found = {}
@@ -30,9 +44,9 @@ def read(content: bytes) -> dict[str, NDArray[np.generic]]:
         for kind, data in _elements(content, 128):
             if kind == _COMPRESSED:
                 kind, data = next(_elements(_unpacked(data), 0))
-            if kind == _MATRIX and (matrix := _matrix(data)):
-                found[matrix[0]] = matrix[1]
-    except (struct.error, zlib.error, ValueError, KeyError, StopIteration) as error:
+            if kind == _MATRIX and (variable := parse(data)):
+                found[variable[0]] = variable[1]
+    except (struct.error, zlib.error, ValueError, KeyError, IndexError, StopIteration) as error:
         raise DataError(f"the MATLAB file is damaged: {type(error).__name__} {error}") from error
     return found
 
@@ -74,3 +88,36 @@ def _matrix(data: memoryview) -> tuple[str, NDArray[np.generic]] | None:
     if min(shape, default=-1) < 0 or math.prod(shape) != values.size:
         raise ValueError(f"{name} has {values.size} numbers for the shape {shape}")
     return name, values.reshape(shape, order="F")
+
+
+def _structures(data: memoryview) -> tuple[str, list[dict[str, Any]]] | None:
+    """The name and elements of an array of structures, whose fields follow one another, element by element."""
+    parts = _elements(data, 0)  # type: ignore[arg-type]
+    if int.from_bytes(next(parts)[1][:4], "little") & 0xFF != _STRUCTURE_CLASS:
+        return None
+    count = math.prod(np.frombuffer(next(parts)[1], "<i4").tolist())
+    name = bytes(next(parts)[1]).decode("ascii")
+    length = int.from_bytes(next(parts)[1], "little")
+    joined = bytes(next(parts)[1])
+    if not 0 < length <= 64 or count < 0 or len(joined) % length:
+        raise ValueError(f"{name} has fields of {length} letters in {len(joined)} bytes")
+    names = [joined[at : at + length].partition(b"\0")[0].decode("ascii") for at in range(0, len(joined), length)]
+    values = [_field(field) for _, field in parts]
+    if len(values) != count * len(names):
+        raise ValueError(f"{name} has {len(values)} values for {count} structures of {len(names)} fields")
+    rows = [values[at : at + len(names)] for at in range(0, len(values), len(names))]
+    return name, [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def _field(data: memoryview) -> NDArray[np.generic] | str | None:
+    """A matrix of numbers or a line of text."""
+    if not len(data):
+        return None
+    if matrix := _matrix(data):
+        return matrix[1]
+    parts = _elements(data, 0)  # type: ignore[arg-type]
+    if int.from_bytes(next(parts)[1][:4], "little") & 0xFF != _TEXT_CLASS:
+        return None
+    next(parts), next(parts)  # shape and name
+    kind, letters = next(parts)
+    return bytes(letters).decode("utf-16-le" if kind in _WIDE_LETTERS else "utf-8")

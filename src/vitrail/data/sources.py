@@ -8,7 +8,7 @@ import importlib
 from pathlib import Path
 
 from vitrail import remote
-from vitrail.data import folder, lists, public, shards, tars
+from vitrail.data import folder, imagenet, lists, public, shards, tars
 from vitrail.data.dataset import Dataset
 from vitrail.errors import DataError, UsageError
 
@@ -51,6 +51,8 @@ def _open_public(name: str, share: float) -> Dataset:
 
 def _open_path(path: Path, share: float) -> Dataset:
     if path.is_file():
+        if path.name.lower().endswith((".tar.gz", ".tgz")):
+            return _open_compressed(path, share)
         if path.suffix.lower() not in lists.SUFFIXES:
             raise DataError(
                 f"{path} is a file; a set is a folder, shards (*.tar) or a list ({', '.join(lists.SUFFIXES)})"
@@ -61,6 +63,8 @@ def _open_path(path: Path, share: float) -> Dataset:
         raise DataError(f"{path} does not exist. A set is a folder, a .csv or .jsonl, shards, hf:ORG/NAME, or {known}")
     if (path / shards.SET).exists():
         return shards.open_set(path, share=share)
+    if imagenet.has_flat_validation(path):
+        return imagenet.open_images(path, share=share)
     try:
         return folder.open_folder(path, share=share)
     except folder.NoImageError:
@@ -68,6 +72,14 @@ def _open_path(path: Path, share: float) -> Dataset:
             if next(path.glob(pattern), None):
                 return tars.open_tars(f"{glob.escape(str(path))}/{pattern}", share=share)
         raise
+
+
+def _open_compressed(path: Path, share: float) -> Dataset:
+    """A tar that is only called compressed."""
+    with path.open("rb") as file:
+        if file.read(2) == b"\x1f\x8b":
+            raise DataError(f"{path} is compressed, so its images cannot be read at random: gunzip {path} first")
+    return tars.open_tars(str(path), share=share)
 
 
 def _open_remote(url: str, share: float) -> Dataset:

@@ -3,6 +3,9 @@
 A sample is what shares a name up to the first dot: an image, and beside it a .cls with a class's number or name, or a
 .json with label or labels. Members are read in place and never extracted; an archive with a link, a device or a path
 that leads outside is refused.
+
+ImageNet's archives are read as they are given out: of a tar of class tars, and of tars named by a WordNet id, the tar's
+name is the class; its validation images have the labels of the devkit beside them (`imagenet.py`).
 """
 
 import contextlib
@@ -13,12 +16,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 
 from vitrail import remote
-from vitrail.data import holdout, index
+from vitrail.data import holdout, imagenet, index
 from vitrail.data.dataset import SUFFIXES, UNLABELLED, Dataset, from_column
 from vitrail.data.folder import SPLIT_NAMES
 from vitrail.data.shards import Shards
@@ -40,8 +43,9 @@ def open_tars(pattern: str, *, share: float = 0.1) -> Dataset:
     """Tar files of any origin, by pattern; their index is kept in the cache."""
     paths = matching(pattern)
     folder, files = _common(paths)
-    source = f"tars {folder} {' '.join(files)} {share}"
-    rows = index.cached(source, lambda: paths, lambda: _indexed(folder, files, share))
+    source = f"tars 2 {folder} {' '.join(files)} {share}"
+    devkit = [] if isinstance(folder, str) else [str(path) for path in [imagenet.find_devkit(folder)] if path]
+    rows = index.cached(source, lambda: [*paths, *devkit], lambda: _indexed(folder, files, share))
     return Dataset(
         name=pattern,
         classes=tuple(rows.facts["classes"]),
@@ -106,6 +110,7 @@ def _indexed(folder: Path | str, files: Sequence[str], share: float) -> tuple[Ma
         entries = [list(samples(folder / file)) for file in files]
     else:
         entries = list(remote.at_once(lambda file: list(samples(remote.joined(folder, file))), files))
+    notes = _label_imagenet(folder, files, entries)
     flat = [entry for shard in entries for entry in shard]
     if not flat:
         raise DataError(f"{folder}/{files[0]} (of {len(files)}) holds no image ({', '.join(SUFFIXES)})")
@@ -137,7 +142,30 @@ def _indexed(folder: Path | str, files: Sequence[str], share: float) -> tuple[Ma
         share=share,
     )
     columns["split"] = split.column
-    return columns, {"classes": names, "made_up": split.made_up, "notes": split.notes}
+    return columns, {"classes": names, "made_up": split.made_up, "notes": [*split.notes, *notes]}
+
+
+def _label_imagenet(folder: Path | str, files: Sequence[str], entries: list[list[_Entry]]) -> list[str]:
+    """Give images of ImageNet's archives the labels that stand elsewhere; a sentence on each that was changed."""
+    notes = []
+    for place, (file, shard) in enumerate(zip(files, entries, strict=True)):
+        if not shard or any(entry.labels is not None for entry in shard):
+            continue
+        wnid, names = PurePosixPath(file).stem, [entry.name.rpartition("/")[2] for entry in shard]
+        if imagenet.WORDNET_ID.fullmatch(wnid):
+            entries[place] = [entry._replace(labels=(wnid,)) for entry in shard]
+        elif all(map(imagenet.TEST.fullmatch, names)):
+            entries[place] = []
+            notes.append(f"{file}: {len(names):,} test images have no published labels and were left out")
+        elif all(map(imagenet.VALIDATION.fullmatch, names)):
+            if isinstance(folder, str):
+                raise DataError(
+                    f"{folder}/{file} holds ImageNet's validation images: pack them on a disk, with the devkit"
+                )
+            labels = imagenet.label_validation(names, imagenet.read_validation_labels(folder))
+            entries[place] = [entry._replace(labels=(label,)) for entry, label in zip(shard, labels, strict=True)]
+            notes.append(f"{file}: the labels of {len(names):,} validation images are the devkit's")
+    return notes
 
 
 def _classes(labels: set[str]) -> list[str]:
@@ -155,11 +183,17 @@ def _split_of(file: str) -> int:
 
 
 def samples(path: Path | str) -> Iterator[_Entry]:
-    """The images of one tar, each with what stands beside it under the same name up to the first dot."""
+    """The images of one tar, each with what stands beside it under the same name up to the first dot.
+
+    In a tar of tars, each with the images of the class that it is named after.
+    """
     entry: _Entry | None = None
     labels: tuple[str, ...] | None = None
     key = ""
     for member, content in members(path):
+        if member.name.lower().endswith(".tar"):
+            yield from _class_samples(path, member)
+            continue
         stem, dot, suffix = member.name.rpartition("/")[2].partition(".")
         here = member.name[: len(member.name) - len(dot + suffix)] if stem or dot else member.name
         if here != key:
@@ -174,6 +208,39 @@ def samples(path: Path | str) -> Iterator[_Entry]:
             labels = _labels(content(), suffix, f"{path}:{member.name}", labels)
     if entry:
         yield entry._replace(labels=labels)
+
+
+def _class_samples(path: Path | str, archive: Member) -> Iterator[_Entry]:
+    """The images of a class tar inside a tar, read in place: where they begin is counted in the outer one."""
+    label = PurePosixPath(archive.name).stem
+    with _opened(path) as (file, _):
+        inner = cast(IO[bytes], _Part(file, archive.offset_data, archive.size))
+        try:
+            for member in walk_members(inner, archive.size):
+                if member.is_folder:
+                    continue
+                _check(member, f"{path}:{archive.name}")
+                if member.name.lower().endswith(SUFFIXES):
+                    start = archive.offset_data + member.offset_data
+                    yield _Entry(f"{label}/{member.name}", start, member.size, (label,))
+        except TarError as error:
+            raise DataError(f"{path}:{archive.name} {error}") from error
+
+
+class _Part:
+    """A part of an open file, as a file: what `walk_members` needs of one."""
+
+    def __init__(self, file: IO[bytes], start: int, size: int) -> None:
+        self.file, self.start, self.size, self.place = file, start, size, 0
+
+    def seek(self, place: int) -> None:
+        """Go to a place of the part."""
+        self.place = place
+
+    def read(self, size: int) -> bytes:
+        """The bytes from there on, as far as the part goes."""
+        self.file.seek(self.start + self.place)
+        return self.file.read(max(0, min(size, self.size - self.place)))
 
 
 def members(path: Path | str) -> Iterator[tuple[Member, Callable[[], bytes]]]:

@@ -3,20 +3,26 @@
 import json as json_module
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from vitrail.cli import show
 from vitrail.errors import DataError, UsageError
 
+if TYPE_CHECKING:
+    from vitrail.data.dataset import Dataset
+
 _SHOWN = 20
 _LONG = 20_000  # images
+COMPARISON = 0.002  # seconds of a core, of an image with those of another dataset (docs/experiments/duplicates.md)
+_LEFT = "as they cannot be read or are more than the 200,000 that are decoded without --all"
 
 
 def main(
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")],
     against: Annotated[str | None, tyro.conf.arg(metavar="OTHER")] = None,
+    everything: Annotated[bool, tyro.conf.arg(name="all")] = False,
     skip_bad: bool = False,
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")] = Path("data_report.json"),
     json: bool = False,
@@ -24,27 +30,32 @@ def main(
     """Decode every image once; name the bad ones, count classes, find copies inside and across splits.
 
     Up to 200,000 images are decoded whole. Of a larger set so many, drawn at random, are, and the rest are known by
-    their headers. The whole report goes to a JSON file, from which `data pack --leave-out` knows what to leave out.
+    their headers, unless --all decodes them too. What was compared is stated. The whole report goes to a JSON file,
+    from which `data pack --leave-out` knows what to leave out.
 
     Args:
         data: A folder, a .csv or .jsonl, shards, a set that was got, or hf:ORG/NAME.
         against: A set whose validation and test images should not occur in this one; without such, all of its images.
+        everything: Decode all images of a set of more than 200,000, and compare all of them with OTHER's.
         skip_bad: End with exit code 0 although some images are bad.
         out: Where the report goes; an earlier one is replaced.
         json: Print the report as JSON.
     """
-    from vitrail.data.check import check
-    from vitrail.data.examine import examine
+    from vitrail.data.check import check, keep_held_out
+    from vitrail.data.examine import LIMIT, examine
     from vitrail.data.sources import open_data
     from vitrail.files import replacing
 
     if out.is_dir():
         raise UsageError(f"--out {out} is a folder; name a file for the report")
     dataset = open_data(data)
-    other = None if against is None else open_data(against)
+    other = None if against is None else keep_held_out(open_data(against))
+    images = sum(map(len, dataset.splits.values()))
     show.note(f"data: {dataset.name}")
+    if images > LIMIT:
+        show.note(_coverage(dataset, images, everything=everything))
     with show.progress("looking at images") as progress:
-        seen = examine(dataset, progress=progress)
+        seen = examine(dataset, progress=progress, limit=images if everything else LIMIT)
         against_seen = None if other is None else examine(other, progress=progress)
     if len(seen.fingerprinted) > _LONG:
         show.note("looking for copies (two minutes for 100,000 images)")
@@ -60,6 +71,26 @@ def main(
             f"{len(report['bad']):,} images of {data} are bad, named in {out}. Repair, remove or leave them out:"
             f" vitrail data pack {data} OUT --leave-out {out} (--skip-bad ends this command with 0 all the same)"
         )
+
+
+def _coverage(dataset: "Dataset", images: int, *, everything: bool) -> str:
+    """How many images of a large dataset are decoded and compared, and what all of them would take."""
+    from vitrail.data.examine import BASE_MEMORY, LIMIT, MEMORY, time_image
+    from vitrail.data.workers import available
+
+    each, cores = time_image(dataset), available()
+    hours = images * (each + COMPARISON) / cores / 3600
+    cost = (
+        f"about {hours:,.1f} hours on {show.plural(cores, 'core')}, at {1000 * each:.1f} ms to decode an image here and"
+        f" {1000 * COMPARISON:.0f} ms to compare it, and {show.size(BASE_MEMORY + images * MEMORY)} of memory"
+    )
+    if everything:
+        return f"note: all {images:,} images are decoded and compared: {cost}"
+    share = LIMIT / images
+    return (
+        f"note: {LIMIT:,} of {images:,} images ({share:.1%}), drawn at random, are decoded and compared; --all does it"
+        f" with all of them: {cost}"
+    )
 
 
 def _rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -102,7 +133,8 @@ def _classes(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _copies(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     found = report["duplicates"]
-    yield "copies", f"{found['exact']:,} groups of equal files, {found['near']:,} groups that look the same"
+    shown = f"{found['exact']:,} groups of equal files, {found['near']:,} groups that look the same"
+    yield "copies", f"{shown}; compared {_part(found['compared'], found['of'])} images"
     if found["across_splits"]:
         yield "warning", f"{found['across_splits']:,} of these groups reach across splits: results look too good"
         across = [group for group in found["groups"] if len({image["split"] for image in group["images"]}) > 1]
@@ -111,9 +143,15 @@ def _copies(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "warning", f"{found['different_labels']:,} of these groups have different labels"
     if "against" in report:
         other = report["against"]
-        shown = f"{len(other['found']):,} images show what one of its {other['compared']:,} shows"
-        yield "against", f"{other['data']}: {shown}"
+        shown = f"{len(other['found']):,} images show what one of its {_part(other['compared'], other['of'])} shows"
+        yield "against", f"{other['data']}: {shown}; compared {_part(other['searched'], other['searched_of'])} images"
+        if left := other["searched_of"] - other["searched"]:
+            yield "warning", f"{left:,} images were not compared with it, {_LEFT}"
         yield from _listed([f"{row['kind']}: {_image(row)} = {row['shows']}" for row in other["found"]])
+
+
+def _part(number: int, whole: int) -> str:
+    return f"{number:,}" if number == whole else f"{number:,} of {whole:,}"
 
 
 def _image(row: dict[str, Any]) -> str:

@@ -23,19 +23,20 @@ def main(
     Image files keep their bytes. Interrupted, the same command goes on where it stopped.
 
     Args:
-        data: A folder, a .csv or .jsonl, shards, a set that was got, or hf:ORG/NAME.
+        data: A folder, a .csv or .jsonl, shards, a set that was got, hf:ORG/NAME, or ImageNet's tars of class tars.
         out: The folder to write, which is then a DATA too.
         leave_out: A data_report.json: bad images and those it found in another split or set are left out.
         json: Print JSON.
     """
     from vitrail.data.check import to_leave_out
     from vitrail.data.dataset import less
+    from vitrail.data.imagenet import describe_classes
     from vitrail.data.pack import pack
     from vitrail.data.sources import open_data
 
     dataset = open_data(data)
     show.note(f"data: {dataset.name}")
-    for note in dataset.notes:
+    for note in filter(None, (*dataset.notes, describe_classes(dataset.classes))):
         show.note(f"note: {note}")
     before = sum(map(len, dataset.splits.values()))
     if leave_out is not None:

@@ -1,0 +1,136 @@
+"""ImageNet as it is given out: class tars in one tar, and validation images whose labels only the devkit has.
+
+    ILSVRC2012_img_train.tar      n01440764.tar ... n15075141.tar, each with images of its class (`tars.py` reads them)
+    ILSVRC2012_img_val.tar        ILSVRC2012_val_00000001.JPEG to ..._00050000.JPEG; or a folder of them
+    ILSVRC2012_devkit_t12.tar.gz  data/ILSVRC2012_validation_ground_truth.txt: an ILSVRC2012_ID a line, and
+                                  data/meta.mat: `synsets`, with the WNID (WordNet id) of each ILSVRC2012_ID
+
+Classes are WordNet ids in their order, which is the order of every published head of 1,000 outputs.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vitrail.data import archives, holdout, index, matlab
+from vitrail.data.dataset import SPLITS, SUFFIXES, Dataset, from_column
+from vitrail.data.folder import Files
+from vitrail.data.table import Array, texts
+from vitrail.errors import DataError
+
+WORDNET_ID = re.compile(r"n\d{8}")
+VALIDATION = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
+TEST = re.compile(r"ILSVRC2012_test_(\d{8})\.JPEG")
+_FIRST = "ILSVRC2012_val_00000001.JPEG"
+_DEVKIT = "ILSVRC2012_devkit_t12"
+_LABELS, _META = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
+_CLASSES = {  # classes of a release: what there is to know of it
+    21_841: "ImageNet-21k of fall 2011. The heads of Google's checkpoints have 21,843 outputs, in the order of the"
+    " WordNet ids and with two more (n03931044 and n09859684): outputs behind the first of them are not those of this"
+    " dataset's classes",
+    21_843: "those of the heads of Google's checkpoints; ImageNet-21k of fall 2011 has images of 21,841",
+    19_167: "ImageNet-21k of winter 2021, which left out 2,674 of the 21,841 classes of fall 2011",
+}
+
+
+def describe_classes(classes: Sequence[str]) -> str:
+    """What release of ImageNet-21k these classes are, or nothing where they are none."""
+    known = _CLASSES.get(len(classes), "")
+    return f"{len(classes):,} classes are {known}" if known and all(map(WORDNET_ID.fullmatch, classes)) else ""
+
+
+def find_devkit(folder: Path) -> Path | None:
+    """The devkit's archive or folder in a folder or the one above it, or the folder where its two files lie."""
+    for place in (folder, folder.parent):
+        for path in (place / f"{_DEVKIT}.tar.gz", place / _DEVKIT / "data", place):
+            if path.is_file() or ((path / _LABELS).is_file() and (path / _META).is_file()):
+                return path
+    return None
+
+
+def read_validation_labels(folder: Path) -> list[str]:
+    """The WordNet id of each validation image, of the first first, by the devkit in or beside a folder."""
+    devkit = find_devkit(folder)
+    if devkit is None:
+        raise DataError(
+            f"{folder} has ImageNet's validation images, whose labels are in its devkit: put {_DEVKIT}.tar.gz"
+            " beside them"
+        )
+    if devkit.is_file():
+        names = [f"{_DEVKIT}/data/{name}" for name in (_LABELS, _META)]
+        found = archives.contents(devkit, names)
+        labels, meta = (found[name] for name in names)
+    else:
+        labels, meta = ((devkit / name).read_bytes() for name in (_LABELS, _META))
+    return _labels(labels, meta, devkit)
+
+
+def _labels(labels: bytes, meta: bytes, devkit: Path) -> list[str]:
+    try:
+        synsets = matlab.read_structures(meta)["synsets"]
+        ids = {int(row["ILSVRC2012_ID"].item()): str(row["WNID"]) for row in synsets}
+        numbers = [int(line) for line in labels.split()]
+        found = [ids[number] for number in numbers]
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{devkit} is no devkit of ImageNet: {type(error).__name__} {error}") from error
+    if bad := next((wnid for wnid in found if not WORDNET_ID.fullmatch(wnid)), None):
+        raise DataError(f"{devkit} is no devkit of ImageNet: {bad!r:.80} is no WordNet id")
+    return found
+
+
+def label_validation(names: Sequence[str], labels: Sequence[str]) -> list[str]:
+    """The labels of validation images by the numbers in their names."""
+    numbers = [int(VALIDATION.fullmatch(name)[1]) for name in names]  # type: ignore[index]
+    if not numbers or max(numbers) > len(labels) or min(numbers) < 1:
+        last = max(numbers, default=0)
+        raise DataError(f"there is a validation image {last:,}, and the devkit has labels of {len(labels):,}")
+    return [labels[number - 1] for number in numbers]
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def has_flat_validation(root: Path) -> bool:
+    """Whether a folder has ImageNet's validation images, or a `val` with them, without folders of classes."""
+    return any((folder / _FIRST).exists() for folder in (root, root / "val"))
+
+
+def open_images(root: Path, *, share: float = 0.1) -> Dataset:
+    """ImageNet with a flat validation folder: the folder itself, or `val` beside a `train` with a folder a class."""
+    root = root.resolve()
+    val = root if (root / _FIRST).exists() else root / "val"
+    train = sorted(path for path in (root / "train").glob("*") if path.is_dir()) if val != root else []
+    watched = [val, *train, *([root / "train"] if train else []), *filter(None, [find_devkit(val)])]
+    source = f"imagenet {root} {share}"
+    rows = index.cached(source, lambda: map(str, watched), lambda: _columns(root, val, train, share))
+    return Dataset(
+        name=str(root),
+        classes=tuple(rows.facts["classes"]),
+        splits=from_column(Files(root, rows), rows["split"]),
+        made_up=tuple(rows.facts["made_up"]),
+        notes=tuple(rows.facts["notes"]),
+    )
+
+
+def _columns(root: Path, val: Path, train: Sequence[Path], share: float) -> tuple[Mapping[str, Array], dict[str, Any]]:
+    names = sorted(path.name for path in val.iterdir() if VALIDATION.fullmatch(path.name))
+    labels = label_validation(names, read_validation_labels(val))
+    paths = [(val / name).relative_to(root).as_posix() for name in names]
+    splits = [SPLITS.index("val")] * len(paths)
+    for folder in train:
+        images = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(SUFFIXES))
+        paths += [f"train/{folder.name}/{name}" for name in images]
+        labels += [folder.name] * len(images)
+        splits += [SPLITS.index("train")] * len(images)
+    classes = sorted(set(labels))
+    number = {name: place for place, name in enumerate(classes)}
+    label = np.array([number[name] for name in labels], dtype=np.int32)
+    split = holdout.completed(
+        np.array(splits, dtype=np.int8), label, paths.__getitem__, identity=str(root), share=share
+    )
+    notes = (*split.notes, f"the labels of {len(names):,} validation images are the devkit's")
+    columns = {**texts("path", paths), "label": label, "split": split.column}
+    return columns, {"classes": classes, "made_up": split.made_up, "notes": notes}
