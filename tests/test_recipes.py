@@ -8,6 +8,7 @@ from vitrail import presets
 from vitrail.config import Masked, Recipe
 from vitrail.errors import UsageError
 from vitrail.recipes import IMAGES, RECIPES, finetuning, finetuning_side, named, override_settings
+from vitrail.train import schedule
 
 ROWS = {  # epochs, learning rate, decay, weight decay, dropout (Dosovitskiy et al. 2021, table 3)
     "vit-b16-jft": (7, 8e-4, "linear", 0.1, 0.0),
@@ -193,6 +194,41 @@ def test_the_papers_fine_tuning(images: int, length: int, warmup: int) -> None:
     assert (recipe.augment.mixup, recipe.augment.cutmix, recipe.augment.randaugment) == (0, 0, None)
     assert recipe.ema == (0.9999 if images >= 500_000 else 0)
     assert not recipe.ema_warmup
+
+
+@pytest.mark.parametrize(
+    ("images", "length", "stairs", "warmup", "mixup"),
+    [
+        (1_000, 500, (200, 300, 400), 100, 0.0),
+        (19_999, 500, (200, 300, 400), 100, 0.0),
+        (20_000, 10_000, (3_000, 6_000, 9_000), 500, 0.1),
+        (499_999, 10_000, (3_000, 6_000, 9_000), 500, 0.1),
+        (500_000, 20_000, (6_000, 12_000, 18_000), 500, 0.1),
+    ],
+)
+def test_bits_own_rule(images: int, length: int, stairs: tuple[int, ...], warmup: int, mixup: float) -> None:
+    """The steps of the authors' code: up to a stair's own step the rate is as before, behind it a tenth."""
+    recipe = finetuning("bit", images, 1)
+    optimiser = recipe.optimiser
+    assert (steps(recipe, images), recipe.batch, recipe.schedule.warmup) == (length, 512, warmup)
+    assert (optimiser.kind, optimiser.lr, optimiser.momentum, optimiser.weight_decay) == ("sgd", 0.003, 0.9, 0)
+    assert (recipe.augment.crop, recipe.augment.flip, recipe.augment.mixup) == ("window", True, mixup)
+    assert optimiser.clip is None
+    for fallen, stair in enumerate(stairs):
+        assert schedule.share(recipe.schedule, stair, length) == pytest.approx(10.0**-fallen)
+        assert schedule.share(recipe.schedule, stair + 1, length) == pytest.approx(10.0 ** -(fallen + 1))
+    assert schedule.share(recipe.schedule, length - 1, length) == pytest.approx(1e-3)
+    assert schedule.share(recipe.schedule, warmup // 2, length) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("pixels", "crop", "room"), [(32 * 32, 128, 160), (96 * 96 - 1, 128, 160), (96 * 96, 480, 512)]
+)
+def test_bits_rule_chooses_the_resolution_by_the_area_of_images(pixels: int, crop: int, room: int) -> None:
+    recipe = finetuning("bit", 1000, 1, pixels=pixels)
+    assert recipe.resize is not None
+    assert recipe.image_size == crop
+    assert round(crop * recipe.resize) == room
 
 
 @pytest.mark.parametrize(("patch", "side"), [(8, 384), (14, 378), (16, 384), (32, 384), (1, 384)])

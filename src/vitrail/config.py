@@ -309,7 +309,7 @@ class Optimiser:
 class Schedule:
     """The learning rate over the steps, as a share of its top."""
 
-    decay: Literal["cosine", "linear", "rsqrt", "constant"] = "cosine"
+    decay: Literal["cosine", "linear", "rsqrt", "constant", "stairs"] = "cosine"
     warmup: int = 0
     """Steps of a straight line from nothing to the top."""
     final: float = 0.0
@@ -318,13 +318,18 @@ class Schedule:
     """Of rsqrt: steps after warm-up in which it falls by a factor of sqrt(2)."""
     cooldown: int = 0
     """Of rsqrt and constant: last steps, in which the learning rate also falls to nothing in a straight line."""
+    stairs: tuple[float, ...] | None = None
+    """Of stairs: shares of the run after which the learning rate is a tenth of what it was."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
         if self.warmup < 0 or self.cooldown < 0 or self.timescale < 1 or not 0 <= self.final <= 1:
             raise UsageError(f"{self} cannot be: steps are 0 or more, the timescale 1 or more, final from 0 to 1")
-        if self.final if self.decay in ("rsqrt", "constant") else self.cooldown:
+        falls = self.decay in ("cosine", "linear")
+        if (self.final and not falls) or (self.cooldown and self.decay not in ("rsqrt", "constant")):
             raise UsageError(f"{self} cannot be: cosine and linear fall to `final`, rsqrt and constant by a cooldown")
+        if (self.decay == "stairs") != bool(self.stairs) or any(not 0 < part < 1 for part in self.stairs or ()):
+            raise UsageError(f"{self} cannot be: decay stairs, and no other, has shares of the run between 0 and 1")
 
 
 MASK, OWN = -1, -2  # what stands in a patch's place: the [mask], or itself; from 0 on, a patch of the next image

@@ -398,3 +398,23 @@ def test_a_short_run_starts_its_head_from_a_probe_and_is_resumed_without_another
     code, _, _ = finetune(*short[:4], "--keep-head", "--out", "kept", *HERE, capsys=capsys, model="run")
     assert code == 0
     assert json.loads(Path("kept/config.json").read_text())["recipe"]["head"] is None
+
+
+@pytest.mark.parametrize(("side", "crop", "room"), [(40, 128, 160), (100, 480, 512)])
+def test_bits_rule_resizes_whole_images_by_their_area(
+    tmp_path: Path, capsys: Capture, side: int, crop: int, room: int
+) -> None:
+    for split in ("train", "val"):
+        for number in range(3):
+            place = tmp_path / "photos" / split / "ab"[number % 2]
+            place.mkdir(parents=True, exist_ok=True)
+            (place / f"{number}.jpg").write_bytes(encoded(picture(number, (side, side + 10))))
+    save(making.trained(making.bit()), tmp_path / "bit.safetensors")
+    options = ("--recipe", "bit", "--batch", "2", "--dry-run", "--json", *HERE)
+    code, out, err = finetune(*options, data="./photos", model="bit.safetensors", capsys=capsys)
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["preprocess"]["size"], found["preprocess"]["resize"]) == ([crop, crop], [crop, crop])
+    assert (found["view"]["size"], found["view"]["resize"]) == ([crop, crop], [room, room])
+    assert found["recipe"]["schedule"]["stairs"] == [0.4, 0.6, 0.8]
+    assert found["recipe"]["optimiser"]["lr"] == 0.003

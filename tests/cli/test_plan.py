@@ -87,6 +87,20 @@ def test_hours_and_days_by_hand(capsys: Capture) -> None:
     assert facts(*options, "--recompute", capsys=capsys)["seconds"] == pytest.approx(seconds * 4 / 3)
 
 
+def test_tpu_cores_count_what_the_paper_counts(capsys: Capture) -> None:
+    """H/14: 4,262 exaFLOPs in 2,500 core-days are 19.7 TFLOP/s, or 32 % of a core's 61.5; L/16 reached 43 %."""
+    found = facts("vit-h14-jft", "--gpu", "tpuv3", "--efficiency", "0.32", capsys=capsys)
+    assert found["gpu_days"] == pytest.approx(2500, rel=0.01)
+    assert found["machine"]["peak"] == 123e12 / 2
+    large = facts("vit-l16-jft-14", "--gpu", "tpuv3", "--efficiency", "0.434", capsys=capsys)
+    assert large["gpu_days"] == pytest.approx(680, rel=0.02)
+    assert main(["plan", "vit-h14-jft", "--gpu", "tpuv3", "--gpus", "512"]) == 0
+    out = capsys.readouterr().out
+    assert "TPUv3-core-days (the paper: 2,500 TPUv3-core-days)" in out
+    assert "a core of" in out
+    assert "--sbatch is for GPUs" in refusal("vit-h14-jft", "--gpu", "tpuv3", "--sbatch", capsys=capsys)
+
+
 def test_the_assumed_speed_is_that_of_the_list_of_recipes(capsys: Capture) -> None:
     found = facts("vit-l16-imagenet", capsys=capsys)
     main(["list", "recipes", "--json"])

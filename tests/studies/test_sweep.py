@@ -13,7 +13,7 @@ from PIL import Image
 from tests import making
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
-from tests.data.pictures import folder
+from tests.data.pictures import folder, names
 from vitrail.data.sources import open_data
 from vitrail.errors import DataError, UsageError
 from vitrail.studies import grid, sweep
@@ -154,10 +154,48 @@ def test_what_makes_no_study_is_refused(tmp_path: Path) -> None:
             planned(rates=rates)
     with pytest.raises(UsageError, match="1 at least"):
         planned(runs=0)
-    folder(tmp_path / "two", "train", "val", each=4)
-    assert "test" not in open_data("./two").splits
-    with pytest.raises(DataError, match="has no test"):
+    folder(tmp_path / "two", "train", "test", each=2)
+    with pytest.raises(DataError, match="has no val"):
         sweep.opened("./two")
+
+
+def test_the_usual_imagenet_is_measured_on_val_and_chosen_on_a_part_of_train(tmp_path: Path, capsys: Capture) -> None:
+    """With the validation images unreadable, the rate is still chosen: only the run on test needs them."""
+    folder(tmp_path / "imagenet", "train", each=20)
+    folder(tmp_path / "imagenet", "val", each=3, start=500)
+    plain = open_data("./imagenet")
+    assert set(plain.splits) == {"train", "val"}
+    dataset, share = sweep.opened("./imagenet")
+    assert share == 0.1
+    assert {name: len(split) for name, split in dataset.splits.items()} == {"train": 36, "val": 4, "test": 6}
+    assert names(dataset)["test"] == names(plain)["val"]
+    assert sorted(names(dataset)["train"] + names(dataset)["val"]) == sorted(names(plain)["train"])
+    assert [int(count) for count in dataset.splits["val"].counts(2)] == [2, 2]  # of each class alike
+    assert "val is the test, as there is no other; 10% of each class of train (4 images)" in dataset.notes[-1]
+    for path in (tmp_path / "imagenet" / "val").rglob("*.jpg"):
+        path.unlink()
+        path.symlink_to(tmp_path / "gone")
+    command = ("study", "sweep", "./imagenet", "--model", "model.safetensors", *OPTIONS, *HERE)
+    code, _, err = vitrail(*command, capsys=capsys)
+    place = tmp_path / "runs" / "sweep-imagenet-model.safetensors"
+    found = results(place)
+    assert code == 3
+    assert (found["rate-0.01"]["split"], found["rate-0.01"]["images"]) == ("val", 4)
+    assert found["test-0.01-seed-0"]["error"].startswith("val/rose/")
+    assert "note: val is the test" in err
+    assert json.loads((place / "study.json").read_text())["val_is_test"]
+
+
+def test_timms_own_network_is_refused_before_anything_is_read(capsys: Capture) -> None:
+    for command in (
+        ("study", "sweep", "./no-such-data", "--model", "timm-model:vit_tiny_patch16_224"),
+        ("study", "vtab", "timm-model:vit_tiny_patch16_224", "--data-root", "./no-such-data"),
+        ("probe", "timm-model:vit_tiny_patch16_224", "./no-such-data"),
+    ):
+        code, _, err = vitrail(*command, capsys=capsys)
+        assert code == 2
+        assert "timm-model:vit_tiny_patch16_224 is timm's own network" in err
+        assert "timm:vit_tiny_patch16_224 reads its weights" in err
 
 
 def test_the_optimizer_and_decay_of_a_sweep_can_be_others_and_its_rate_only_by_rates() -> None:

@@ -11,6 +11,7 @@ from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from vitrail.errors import UsageError
 from vitrail.studies import table
+from vitrail.weights.labels import imagenet1k
 
 SMALL = {"batch": 64, "image_size": 224}
 
@@ -69,6 +70,43 @@ def test_rows_columns_and_notes_by_hand(tmp_path: Path, capsys: Capture) -> None
         rows = list(csv.reader(file))
     assert rows[6][:2] == ["Oxford Flowers-102", "98.00 ± 1.00"]
     assert {len(row) for row in rows} == {7}
+
+
+def test_real_and_cost_hold_models_of_ones_own(tmp_path: Path, capsys: Capture) -> None:
+    """ReaL from two runs' predictions by hand: 3 of 4 and 2 of 4 images that have labels."""
+    classes = [entry.wordnet_id for entry in imagenet1k()]
+    (tmp_path / "real.json").write_text(json.dumps([[1, 2], [3], [], [4], [5]]))
+    folder = swept(tmp_path / "sweep", "/data/imagenet", [0.5, 0.6], tested=5)
+    for cell, predicted in (("1", (2, 3, 9, 9, 5)), ("2", (1, 9, 9, 4, 9))):
+        run = folder / "cells" / cell / "run"
+        run.mkdir(parents=True)
+        lines = [f"v:n/ILSVRC2012_val_{n:08d}.JPEG,x,{classes[number]},1,0,1" for n, number in enumerate(predicted, 1)]
+        header = "image,label,predicted,probability,loss,right"
+        (run / "predictions.csv").write_text("\n".join([header, *lines]) + "\n")
+    real = ("--real", str(tmp_path / "real.json"))
+    cost = ("--cost", "b16.npz=vit-h14-jft")
+    code, out, err = vitrail("study", "table", str(folder), *real, *cost, "--json", capsys=capsys)
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["table"]["ImageNet"]["b16.npz"].startswith("55.00 ± 7.07")
+    assert found["table"]["ImageNet ReaL"]["b16.npz"].startswith("62.50 ± 17.68")  # of 0.75 and 0.5
+    assert found["table"]["TPUv3-core-days"]["b16.npz"].startswith("2.6k [")  # 4,258 exaFLOPs at 30.3 % of 61.5 TFLOP/s
+    assert "planned for vit-h14-jft, at 30% of 61.5 TFLOP/s a core" in found["notes"]
+    code, out, _ = vitrail("study", "table", str(folder), "--cost", "b16.npz=230", "--json", capsys=capsys)
+    assert json.loads(out)["table"]["TPUv3-core-days"]["b16.npz"] == "0.23k"
+    other = swept(tmp_path / "other", "./photos", [0.5])
+    for options, message in (
+        ((str(folder), "--cost", "b32=230"), "of the columns b16.npz"),
+        ((str(folder), "--cost", "b16.npz=-1"), "must be above 0"),
+        ((str(folder), "--cost", "b16.npz=vit-b61-jft"), "did you mean"),
+        ((str(other), *real), "none of the studies is one"),
+    ):
+        code, _, err = vitrail("study", "table", *options, capsys=capsys)
+        assert (code, message in err) == (2, True), err
+    (run / "predictions.csv").write_text(f"{header}\nphoto.jpg,x,{classes[0]},1,0,1\n")
+    code, _, err = vitrail("study", "table", str(folder), *real, capsys=capsys)
+    assert code == 3
+    assert "is no validation image of ImageNet" in err
 
 
 def test_the_papers_table_alone_has_every_number(capsys: Capture) -> None:

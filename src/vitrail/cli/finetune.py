@@ -17,7 +17,7 @@ import tyro
 
 from vitrail import presets, recipes
 from vitrail.cli import runs, show
-from vitrail.config import Recipe, ViTConfig
+from vitrail.config import Preprocess, Recipe, ViTConfig
 from vitrail.errors import UsageError
 
 _USUAL = ("timm:vit_small_patch16_224.augreg_in21k", "hf:google/vit-base-patch16-224-in21k")
@@ -27,6 +27,7 @@ _PROBE_IMAGES = 4  # of a class on average, at least
 MOST_EPOCHS = 100  # what --minutes makes of a run, unless the recipe has more
 
 if TYPE_CHECKING:
+    from vitrail.data.dataset import Dataset
     from vitrail.train.deadline import Deadline
     from vitrail.train.task import Task
     from vitrail.weights.trained import Trained
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 def main(
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")],
     model: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None,
-    recipe: Literal["default", "paper"] = "default",
+    recipe: recipes.Finetuning = "default",
     image_size: Annotated[int | None, tyro.conf.arg(metavar="SIDE")] = None,
     minutes: Annotated[float | None, tyro.conf.arg(metavar="N")] = None,
     epochs: Annotated[float | None, tyro.conf.arg(metavar="N")] = None,
@@ -72,7 +73,7 @@ def main(
     Args:
         data: A folder, a .csv or .jsonl, shards, a set that was got, digits, or hf:ORG/NAME.
         model: A file or folder of any known format, hf:ORG/NAME or timm:NAME.
-        recipe: default is what works best for most sets, paper is the paper's: SGD at 384 pixels.
+        recipe: default is what works best for most sets, paper is the paper's: SGD at 384 pixels, bit is BiT-HyperRule.
         image_size: Resolution in place of the model's (the paper's: 384); positions are resampled.
         minutes: The time limit of each run, everything included; it trains for as long as fits, up to 100 epochs.
         epochs: Passes over the training images, in place of the recipe's.
@@ -132,8 +133,11 @@ def main(
         config = start.model.config
         stride = config.stride if isinstance(config, ViTConfig) else 1
 
+        pixels = median_pixels(dataset) if recipe == "bit" else 0
+
         def build_recipe(epochs: float | None, side: int | None = None) -> Recipe:
-            made = recipes.finetuning(recipe, len(dataset.splits.get("train", "?")), stride, epochs=epochs)
+            images = len(dataset.splits.get("train", "?"))
+            made = recipes.finetuning(recipe, images, stride, epochs=epochs, pixels=pixels)
             size = next((each for each in (image_size, side) if each is not None), made.image_size)
             made = dataclasses.replace(made, layers=layers, balanced=balanced, image_size=size)
             if keep_head:  # it has learned before, like the rest
@@ -143,10 +147,14 @@ def main(
             return runs.fitting(runs.changed(made, epochs=None, batch=batch, lr=lr, warmup=warmup), dataset)
 
         def build_task(chosen: Recipe) -> Task:
+            fresh, view = fitted(start, dataset, chosen, keep_head=keep_head), None
+            if recipe == "bit":
+                fresh, view = resize_whole(fresh, chosen)
             return Task(
                 recipe=chosen,
                 dataset=dataset,
-                start=fitted(start, dataset, chosen, keep_head=keep_head),
+                start=fresh,
+                view=view,
                 seed=seed,
                 group=group,
                 device=found,
@@ -236,6 +244,37 @@ def prepared(trained: "Trained", preprocess: str | None) -> "Trained":
             f" {named.mean} and {named.std}: leave it away. (vitrail convert overrules a file that is wrong)"
         )
     return trained if own is not None else dataclasses.replace(trained, preprocess=named)
+
+
+def median_pixels(dataset: "Dataset") -> int:
+    """The pixels of a usual training image: the median of up to 101, by their headers; bad ones do not count."""
+    import numpy as np
+
+    from vitrail.data import draws
+    from vitrail.data.decode import read_header
+    from vitrail.data.order import permuted
+    from vitrail.errors import DataError
+
+    split = dataset.splits.get("train") or next(iter(dataset.splits.values()))
+    sizes = []
+    for image in permuted(np.arange(min(101, len(split))), len(split), draws.key(0, "pixels")):
+        with contextlib.suppress(DataError, OSError):
+            source = split.read(int(image))
+            if isinstance(source, Path | bytes):
+                header = read_header(source, name=split.name(int(image)))
+                sizes.append(header.width * header.height)
+            else:
+                sizes.append(source.width * source.height)
+    return int(statistics.median(sizes or [224 * 224]))
+
+
+def resize_whole(fresh: "Trained", recipe: Recipe) -> tuple["Trained", "Preprocess"]:
+    """The model with views of whole images, and the larger ones that training cuts its crops of."""
+    assert fresh.preprocess is not None
+    assert recipe.resize is not None
+    view = dataclasses.replace(fresh.preprocess, resize=fresh.preprocess.size)
+    room = tuple(round(side * recipe.resize) for side in view.size)
+    return dataclasses.replace(fresh, preprocess=view), dataclasses.replace(view, resize=room)
 
 
 def _parse_decisions(replan: str | None) -> tuple[tuple[int, int], ...]:

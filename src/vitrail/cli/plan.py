@@ -33,8 +33,10 @@ GPUS = {
     "b200": Gpu(180e9, 2250e12),
     "l40s": Gpu(48e9, 362e12),
     "rtx4090": Gpu(24e9, 165e12),
+    "tpuv3": Gpu(16 * 2**30, 61.5e12),  # a core, of which a chip has two: what the paper counts its costs in
 }
 EFFICIENCY = H200 / GPUS["h200"].peak  # of the peak, assumed: `vitrail list recipes` counts with the same
+TPU = "tpuv3"
 USABLE = 0.9  # of a GPU's memory: the rest is for gradients of activations and for CUDA itself
 
 
@@ -117,7 +119,7 @@ def main(
 
     Args:
         what: A recipe that `vitrail list recipes` shows, or a preset such as b16.
-        gpu: a100, h100, h200, b200, l40s or rtx4090.
+        gpu: a100, h100, h200, b200, l40s, rtx4090, or tpuv3 for the cores that the paper counts its costs in.
         nodes: Machines.
         gpus: GPUs of each.
         epochs: Passes over the training images, in place of the recipe's; 300 for a preset.
@@ -257,6 +259,13 @@ def _added(parts: Sequence["Parts"]) -> "Parts":
     return dataclasses.replace(parts[0], **{name: sum(getattr(part, name) for part in parts) for name in names})
 
 
+def count_core_days(what: str) -> float:
+    """TPUv3-core-days of a recipe or preset, at the share of their peak that is assumed of GPUs."""
+    machine = Machine(gpu=TPU, nodes=1, gpus=1, micro_batches=1, recompute=False, shard=False, efficiency=EFFICIENCY)
+    recipe, images = chosen(what, epochs=None, steps=None, batch=None, data_images=None)
+    return float(planned(recipe, images, machine)["gpu_days"])
+
+
 def traffic(weights: int, machine: Machine) -> int:
     """Bytes that each GPU sends in a step, in rings: gradients are summed and handed round.
 
@@ -272,7 +281,8 @@ def traffic(weights: int, machine: Machine) -> int:
 
 def _print(found: dict[str, Any]) -> None:
     machine, paper, disk = found["machine"], found["paper"], found["disk"]
-    exaflops, days = f"{_number(found['exaflops'])} exaFLOPs", f"{_number(found['gpu_days'])} GPU-days"
+    unit = "TPUv3-core-days" if machine["gpu"] == TPU else "GPU-days"
+    exaflops, days = f"{_number(found['exaflops'])} exaFLOPs", f"{_number(found['gpu_days'])} {unit}"
     if paper is not None:
         exaflops += f" (the paper: {paper['exaflops']:,})"
         days += f" (the paper: {paper['core_days']:,} TPUv3-core-days)" if paper["core_days"] else ""
@@ -308,7 +318,7 @@ def _fitting(found: dict[str, Any]) -> str:
     parts = memory["sharded" if machine["shard"] else "whole"]
     room = USABLE * memory["available"] - (parts["total"] - parts["activations"])
     at_once = f"{found['micro_batch']:,} images at once take {show.size(parts['total'])}"
-    available = f"a GPU of {show.size(memory['available'])}"
+    available = f"a {'core' if machine['gpu'] == TPU else 'GPU'} of {show.size(memory['available'])}"
     if parts["activations"] <= room:
         return f"{at_once} of {available}."
     each = parts["activations"] // found["micro_batch"]
@@ -364,6 +374,8 @@ def script(name: str, recipe: Recipe, machine: Machine) -> str:
     """A SLURM script that trains by the recipe, and goes on after its time limit."""
     if name not in recipes.RECIPES:
         raise UsageError(f"--sbatch is for a recipe, and {name} is a preset: `vitrail list recipes` shows them")
+    if machine.gpu == TPU:
+        raise UsageError("--sbatch is for GPUs, and a tpuv3 only counts costs as the paper does: name a GPU with --gpu")
     own = recipes.RECIPES[name]
     command = ["vitrail", "train", name, "--out", f"runs/{name}", "--resume"]
     if recipe.epochs != own.epochs:

@@ -66,8 +66,9 @@ def main(
     from vitrail.data.sources import open_data
     from vitrail.data.workers import available
     from vitrail.evaluate import probe
-    from vitrail.weights.load import load
+    from vitrail.weights.load import check_loadable, load
 
+    check_loadable(model)
     _check_options(methods, save, overwrite=overwrite, batch=batch, seeds=seeds, k=k, shots=min(shots, default=1))
     if penalty != "auto" and not penalty > 0:
         raise UsageError(f"--lambda is {penalty:g}; it must be above 0, or auto")

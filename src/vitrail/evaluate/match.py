@@ -3,6 +3,7 @@
 L outputs of the model   K classes of the data
 """
 
+import csv
 import difflib
 import json
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from vitrail.data.dataset import Split
 from vitrail.errors import DataError
+from vitrail.spreadsheet import unquote_cell
 from vitrail.weights.labels import imagenet1k
 
 _IMAGENET_VAL = re.compile(r"ILSVRC2012_val_(\d{8})")
@@ -69,12 +71,29 @@ def subset(path: Path, labels: Sequence[str] | None, outputs: int) -> list[int]:
     return found
 
 
-def real_labels(path: Path, split: Split) -> list[frozenset[int]]:
-    """The sets of labels of a ReaL file (Beyer et al. 2020) for the images of a split, in their order.
+def count_real(predictions: Path, path: Path) -> float:
+    """The share of a run's predictions that are among the labels of a ReaL file, of the images that have some."""
+    lists, places = _read_real(path), _places([entry.name for entry in imagenet1k()])
+    images = right = 0
+    try:
+        with predictions.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
+            for row in csv.DictReader(file):
+                numbered, name = _IMAGENET_VAL.search(row["image"]), unquote_cell(row["predicted"])
+                if numbered is None or name not in places or int(numbered[1]) > len(lists):
+                    raise DataError(
+                        f"{predictions}: {row['image']!r:.120} with {name!r:.80} is no validation image of ImageNet"
+                        f" and one of its classes, of which {path} has labels"
+                    )
+                labels = lists[int(numbered[1]) - 1]
+                images, right = images + bool(labels), right + (places[name] in labels)
+    except (OSError, KeyError, csv.Error) as error:
+        raise DataError(f"{predictions} cannot be read as the predictions of a run: {error}") from error
+    if not images:
+        raise DataError(f"{path} has no labels of any image in {predictions}")
+    return right / images
 
-    The file has a list of labels for each image of ImageNet's validation part, which names like
-    ILSVRC2012_val_00000001.JPEG number; of other images it must have as many lists as there are images.
-    """
+
+def _read_real(path: Path) -> list[list[int]]:
     try:
         lists = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -83,6 +102,16 @@ def real_labels(path: Path, split: Split) -> list[frozenset[int]]:
         isinstance(lists, list) and all(isinstance(row, list) and all(type(n) is int for n in row) for row in lists)
     ):
         raise DataError(f"{path} must hold a list of labels, whole numbers, for each image")
+    return lists
+
+
+def real_labels(path: Path, split: Split) -> list[frozenset[int]]:
+    """The sets of labels of a ReaL file (Beyer et al. 2020) for the images of a split, in their order.
+
+    The file has a list of labels for each image of ImageNet's validation part, which names like
+    ILSVRC2012_val_00000001.JPEG number; of other images it must have as many lists as there are images.
+    """
+    lists = _read_real(path)
     matches = [_IMAGENET_VAL.search(split.name(row)) for row in range(len(split))]
     places = [int(match[1]) - 1 if match else row for row, match in enumerate(matches)]
     numbered = all(matches)

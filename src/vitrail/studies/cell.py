@@ -18,7 +18,7 @@ from vitrail.config import Preprocess
 from vitrail.data.dataset import Dataset
 from vitrail.data.sources import open_data
 from vitrail.errors import VitrailError
-from vitrail.studies import samples
+from vitrail.studies import samples, sweep
 from vitrail.studies.grid import LINE_EVERY, OUT_OF_MEMORY, Cell, cell_from_json
 from vitrail.train import distributed
 from vitrail.train.loop import Moment
@@ -78,6 +78,8 @@ def opened(data: dict[str, Any]) -> Dataset:
     """The images of a cell."""
     if "task" in data:
         return samples.opened(data["task"], Path(data["root"]), data["seed"])
+    if data.get("val_is_test"):
+        return sweep.measure_on_val(open_data(data["name"]), data["share"])
     return open_data(data["name"], share=data["share"])
 
 

@@ -50,7 +50,7 @@ class Cell:
     preprocess: str | None = None
     """Of weights that state none: imagenet, inception or torchvision."""
     data: dict[str, Any]
-    """`name` and `share` of `open_data`, or `task`, `root` and `seed` of a VTAB task."""
+    """`name` and `share` of `open_data` (and `val_is_test`), or `task`, `root` and `seed` of a VTAB task."""
     recipe: Recipe
     whole: bool = False
     """Whether evaluation resizes all of an image to the model's size, as VTAB has it, and a window is cut of 7/6."""

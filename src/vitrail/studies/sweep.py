@@ -8,9 +8,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from vitrail import recipes
 from vitrail.config import Recipe, ViTConfig, to_json
-from vitrail.data.dataset import Dataset
+from vitrail.data import holdout
+from vitrail.data.dataset import Dataset, Split
 from vitrail.data.sources import open_data
 from vitrail.errors import DataError, UsageError
 from vitrail.studies.grid import Cell, CellsError, Result
@@ -46,6 +49,8 @@ class Sweep:
     micro_batches: int
     settings: tuple[str, ...] = ()
     """NAME=VALUE of the recipe that are not the paper's."""
+    val_is_test: bool | None = None
+    """Whether the set's val is measured on, and part of train is val."""
 
     def __post_init__(self) -> None:
         if not self.rates or len(set(self.rates)) < len(self.rates) or min(self.rates) <= 0:
@@ -55,9 +60,15 @@ class Sweep:
 
 
 def opened(data: str) -> tuple[Dataset, float]:
-    """The set, and the share of train that becomes val where it has none: the paper's, by the set's size."""
+    """The set, and the share of train that becomes val where it has none: the paper's, by the set's size.
+
+    Of a set with train and val alone, such as ImageNet, val is the test, and a share of train is held out to choose by.
+    """
     share = _SMALL[2]
     dataset = open_data(data, share=share)
+    if {"train", "val"} <= dataset.splits.keys() and "test" not in dataset.splits and not dataset.made_up:
+        share = _by_size(len(dataset.splits["train"]))[2]
+        return measure_on_val(dataset, share), share
     missing = {"train", "val", "test"} - dataset.splits.keys()
     if missing:
         raise DataError(f"{dataset.name} has no {min(missing)}; a sweep chooses on val and measures on test")
@@ -65,6 +76,26 @@ def opened(data: str) -> tuple[Dataset, float]:
     if "val" in dataset.made_up and wanted != share:
         share, dataset = wanted, open_data(data, share=wanted)
     return dataset, share
+
+
+def measure_on_val(dataset: Dataset, share: float) -> Dataset:
+    """The set with its val as test, and a share of each class of train held out as val."""
+    train = dataset.splits["train"]
+    rows = np.asarray(train.rows)
+    strata = np.zeros(len(rows)) if train.several else train.store.table["label"][rows]
+    found = holdout.completed(
+        np.zeros(len(rows), dtype=np.int8), strata, train.name, identity=f"{dataset.name} val is test", share=share
+    )
+    splits = {name: Split(train.store, rows[found.column == place]) for place, name in enumerate(("train", "val"))}
+    held = len(splits["val"])
+    if not held:
+        raise DataError(f"{dataset.name} has too few images in train to hold some out: of a class with three, one is")
+    note = (
+        f"val is the test, as there is no other; {share:.0%} of each class of train ({held:,} images) is held out to"
+        " choose by, and trained on again before test is measured"
+    )
+    splits["test"] = dataset.splits["val"]
+    return dataclasses.replace(dataset, splits=splits, made_up=("val",), notes=(*dataset.notes, note))
 
 
 def planned(
@@ -110,6 +141,7 @@ def planned(
         seed=seed,
         micro_batches=micro_batches,
         settings=tuple(settings),
+        val_is_test=True if any(note.startswith("val is the test") for note in dataset.notes) else None,
     )
 
 
@@ -168,7 +200,7 @@ def _cell(sweep: Sweep, **fields: Any) -> Cell:
     return Cell(
         model=sweep.model,
         preprocess=sweep.preprocess,
-        data={"name": sweep.data, "share": sweep.share},
+        data={"name": sweep.data, "share": sweep.share} | ({"val_is_test": True} if sweep.val_is_test else {}),
         micro_batches=sweep.micro_batches,
         **fields,
     )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from vitrail import recipes
 from vitrail.errors import UsageError
+from vitrail.evaluate import match
 from vitrail.studies import grid, sweep, vtab
 
 UNPUBLISHED = "weights never published"
@@ -84,6 +85,8 @@ def _sweep_notes(study: Mapping[str, Any], facts: Mapping[str, Any], row: str) -
     if facts["n"] < study["runs"]:
         yield f"{facts['n']} of {study['runs']} runs"
     yield from _shortened(study, paper_steps(study["images"]["train"] + study["images"]["val"]))
+    if study.get("val_is_test"):
+        yield f"{study['share']:.0%} of train held out to choose by, measured on val"
     if facts["images"] != (whole := _TESTED.get(row, facts["images"])):
         yield f"{facts['images']:,} test images, not {whole:,}"
 
@@ -109,6 +112,33 @@ def paper_steps(images: int) -> int:
     """The steps that the paper's recipe takes for a set of so many training images."""
     made = recipes.finetuning("paper", images, 1)
     return round(made.epochs * images / made.batch)
+
+
+def measure_real(folders: Sequence[Path], path: Path) -> list[Measured]:
+    """The row of ReaL labels (Beyer et al. 2020), of the sweeps of ImageNet: from what their runs on test predicted."""
+    found = []
+    for folder in folders:
+        study = grid.described(folder)
+        if study["study"] != "sweep" or _row(study["dataset"]) != ROWS[0]:
+            continue
+        facts = sweep.summary(study, list(grid.results(folder).values()))
+        done = [
+            name
+            for name, record in grid.results(folder).items()
+            if (record["stage"], record["status"], record["lr"]) == ("test", "done", facts["lr"])
+        ]
+        shares = [match.count_real(folder / grid.CELLS / name / "run" / "predictions.csv", path) for name in done]
+        summary = sweep.mean_and_deviation(shares)
+        notes = "; ".join(_sweep_notes(study, facts, ROWS[0]))
+        found.append(Measured(ROWS[1], _model(study["model"]), percent(summary), notes, summary | {"real": str(path)}))
+    if not found:
+        raise UsageError(f"--real {path} is for sweeps of ImageNet, and none of the studies is one")
+    return found
+
+
+def core_days(days: float) -> str:
+    """Core-days as the paper writes them: 680 -> 0.68k."""
+    return f"{days / 1000:.2g}k" if days >= 10 else f"{days:.2g}"
 
 
 def _row(name: str) -> str:

@@ -34,4 +34,6 @@ def share(schedule: Schedule, step: float, steps: int) -> float:
             level = (1 + since / schedule.timescale) ** -0.5
         case "constant":
             level = 1.0
+        case "stairs":
+            level = 10.0 ** -sum(step > part * steps for part in schedule.stairs or ())
     return level * left / cooldown if left < cooldown else level

@@ -33,6 +33,7 @@ def load(model: str | Path) -> Trained:
     A file or folder of any known format, hf:ORG/NAME[@REVISION] or timm:NAME from the Hub, or a preset, which has
     random weights.
     """
+    check_loadable(model)
     if isinstance(model, str) and hub.is_remote(model):
         fetched = hub.fetch(model)
         return hub.credit(read(fetched.path), fetched)
@@ -47,6 +48,16 @@ def load(model: str | Path) -> Trained:
     if not presets.exists(name):
         raise UsageError(f"no file or folder is called {name!r}, and {presets.unknown(name)}")
     return random(name)
+
+
+def check_loadable(model: str | Path) -> None:
+    """Refuse timm's own networks, which only `evaluate` measures, before anything is read."""
+    if isinstance(model, str) and model.startswith("timm-model:"):
+        name = model.removeprefix("timm-model:")
+        raise UsageError(
+            f"{model} is timm's own network, which vitrail measures (`vitrail evaluate {model} DATA`) and cannot train"
+            f" or take apart; timm:{name} reads its weights into vitrail's model, where that has the architecture"
+        )
 
 
 def is_preset(model: str) -> bool:

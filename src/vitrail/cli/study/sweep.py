@@ -52,8 +52,9 @@ def main(
     """
     from vitrail.config import to_json
     from vitrail.studies import grid, sweep
-    from vitrail.weights.load import load
+    from vitrail.weights.load import check_loadable, load
 
+    check_loadable(model)
     dataset, share = sweep.opened(data)
     runs.tell_of(dataset)
     planned = sweep.planned(

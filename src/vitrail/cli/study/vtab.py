@@ -51,8 +51,9 @@ def main(
     from vitrail.figures import draw
     from vitrail.studies import grid, vtab
     from vitrail.studies.tasks import named
-    from vitrail.weights.load import load
+    from vitrail.weights.load import check_loadable, load
 
+    check_loadable(model)
     there, missing = vtab.there(data_root, tasks, seed)
     for name in missing:
         show.note(f"missing: {named(name).title}, {data_root / name}/train800.txt and so on; from {named(name).source}")
