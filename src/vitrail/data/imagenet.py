@@ -29,8 +29,8 @@ _DEVKIT = "ILSVRC2012_devkit_t12"
 _LABELS, _META = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
 _CLASSES = {  # classes of a release: what there is to know of it
     21_841: "ImageNet-21k of fall 2011. The heads of Google's checkpoints have 21,843 outputs, in the order of the"
-    " WordNet ids and with two more (n03931044 and n09859684): outputs behind the first of them are not those of this"
-    " dataset's classes",
+    " WordNet ids and with two more (n03931044 and n09859684, outputs 9,205 and 15,027): behind the first of them"
+    " output and class differ",
     21_843: "those of the heads of Google's checkpoints; ImageNet-21k of fall 2011 has images of 21,841",
     19_167: "ImageNet-21k of winter 2021, which left out 2,674 of the 21,841 classes of fall 2011",
 }
