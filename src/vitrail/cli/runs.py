@@ -530,7 +530,6 @@ def facts(task: "Task", result: "Result | Pretrained", folder: Path) -> dict[str
         return found | {"trained": round(result.epochs * len(task.split)), "seed": task.seed}
     counts, report = result.counts, folder / "report.html"
     labels = measure_labels(result.answers).facts() if result.answers.multi_label else None
-    calibration_error = result.calibration_error if labels is None else labels["calibration_error"]
     return {
         "folder": str(folder),
         "report": str(report) if report.exists() else None,
@@ -545,7 +544,7 @@ def facts(task: "Task", result: "Result | Pretrained", folder: Path) -> dict[str
         "trained_on": task.everything and result.split == "val",
         "loss": counts.mean_loss,
         "temperature": result.temperature,
-        "calibration_error": calibration_error,
+        "calibration_error": result.calibration_error,
         "labels": labels,
         "epochs": result.epochs,
         "trained": round(result.epochs * len(task.split)),
@@ -559,7 +558,6 @@ def facts(task: "Task", result: "Result | Pretrained", folder: Path) -> dict[str
 
 def draw(task: "Task", result: "Result | Pretrained", folder: Path) -> None:
     """The pictures of a run's folder."""
-    from vitrail.evaluate.calibrate import expected_calibration_error
     from vitrail.figures import draw as drawing
     from vitrail.train.run import Pretrained
 
@@ -575,9 +573,8 @@ def draw(task: "Task", result: "Result | Pretrained", folder: Path) -> None:
         confusion, names = result.counts.confusion.numpy(), task.dataset.classes
         drawing.confusion(confusion, names, folder / "confusion_matrix.png")
         drawing.confusion(confusion, names, folder / "confusion_matrix_normalized.png", normalised=True)
-    sure, true = (said.scores, said.truths) if said.multi_label else (said.confidence, said.right)
-    error = expected_calibration_error(sure.flatten(), true.flatten())
-    drawing.reliability(sure.flatten().numpy(), true.flatten().numpy(), folder / "reliability.png", error=error)
+    sure, true = said.claims
+    drawing.reliability(sure.numpy(), true.numpy(), folder / "reliability.png", error=result.calibration_error)
     split, some = task.dataset.splits[result.split], range(min(_SHOWN, len(said.images)))
     classes, preprocess = task.dataset.classes, task.preprocess
     worst = said.losses.argsort(descending=True)[:_WORST].tolist()

@@ -96,6 +96,13 @@ class Answers(NamedTuple):
         """The probability of each answer, float32 (n,); of a multi-label one that all its labels are right."""
         return self.scores.maximum(1 - self.scores).prod(dim=1) if self.multi_label else self.probabilities[:, 0]
 
+    @property
+    def claims(self) -> tuple[Tensor, Tensor]:
+        """Probabilities, and whether what each is of is so: of answers, or of every label where images have several."""
+        if self.multi_label:
+            return self.scores.flatten(), self.truths.flatten()
+        return self.confidence, self.right
+
     def predicted(self, place: int) -> list[int]:
         """The classes that an image was given: one, or of several labels any number."""
         if self.multi_label:

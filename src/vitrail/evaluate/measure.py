@@ -83,7 +83,7 @@ class Measured:
 
 def measured(counts: Counts, said: Answers, real: Sequence[frozenset[int]] | None = None) -> Measured:
     """Of the counts and what was said of each image; `real` by the images' numbers in their split."""
-    sure, true = (said.scores, said.truths) if said.multi_label else (said.confidence, said.right)
+    sure, true = said.claims
     macro = interval = None
     if counts.by_class:
         macro, interval = counts.macro, _macro_interval(counts.confusion)
@@ -101,7 +101,7 @@ def measured(counts: Counts, said: Answers, real: Sequence[frozenset[int]] | Non
         macro_interval=interval,
         loss=counts.mean_loss,
         loss_interval=intervals.mean(said.losses.double().numpy()),
-        calibration_error=calibrate.expected_calibration_error(sure.flatten(), true.flatten()),
+        calibration_error=calibrate.expected_calibration_error(sure, true),
         calibration_error_interval=_calibration_interval(sure.double().numpy(), true.numpy()),
         risk_area=abstain.area(abstain.curve(said.confidence, said.right)),
         **more,

@@ -12,6 +12,7 @@ Regressions are solved in float64 and give a head for features as they are, in f
 """
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -401,7 +402,8 @@ def _fitted(
 def _temperature(head: Head, choice: Features) -> float:
     """Of the head's logits, by as many images as it needs, from all over the split."""
     step = max(1, len(choice.targets) * len(head.bias) // _LOGITS)
-    return calibrate.temperature(head.logits(choice.values[::step]).cpu(), choice.targets[::step].cpu())
+    logits, targets = head.logits(choice.values[::step]).cpu(), choice.targets[::step].cpu()
+    return calibrate.temperature(logits, targets, deviation=math.inf)  # outputs of a regression are no logits yet
 
 
 def _best(penalties: Sequence[float], right: Sequence[int], choice: Features) -> float:

@@ -243,8 +243,6 @@ def gather(folder: Path) -> Facts:
     labels = _filled(Labels, event, folder) if several and end and (event := _last(events, "multi_label")) else None
     if several and labels is None:
         end, answers = None, ()  # what counts as right was not exact match yet
-    elif end is not None and labels is not None:
-        end = {**end, "calibration_error": labels.calibration_error}
     picture = folder / "reconstruction.jpg"
     return Facts(
         name=folder.resolve().name,

@@ -6,6 +6,7 @@ over the training images, as evaluation sees them.
 """
 
 import dataclasses
+import math
 
 import numpy as np
 from torch import Tensor
@@ -70,5 +71,5 @@ def solve_head(learned: Features, classes: int) -> Head:
 def _scale(outputs: Tensor, targets: Tensor) -> tuple[float, float]:
     """The least mean loss of a multiple of the outputs, and that multiple."""
     spread = float(outputs.std(dim=1).mean()) or 1.0  # a great penalty makes outputs small, and only their ratios count
-    scale = 1 / spread / calibrate.temperature(outputs / spread, targets)
+    scale = 1 / spread / calibrate.temperature(outputs / spread, targets, deviation=math.inf)
     return float(F.cross_entropy(outputs * scale, targets)), scale

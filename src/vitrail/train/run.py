@@ -394,7 +394,7 @@ def _finished(keeper: Keeper) -> Result:
         several=task.dataset.several,
     )
     counts = total(said, len(task.dataset.classes))
-    error = calibrate.expected_calibration_error(said.probabilities[:, 0], said.right)
+    error = calibrate.expected_calibration_error(*said.claims)
     result = Result(split, counts, said, temperature, error, keeper.seconds, keeper.trained_images / len(task.split))
     facts = {"images": counts.images, "right": counts.right, "top1": counts.top1, "top5": counts.top5}
     calibration = {"loss": counts.mean_loss, "temperature": temperature, "calibration_error": error}
