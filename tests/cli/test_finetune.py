@@ -232,11 +232,52 @@ def test_options_that_cannot_be_meant_are_refused(capsys: Capture, options: tupl
     assert len(list(Path("set").rglob("*.jpg"))) == 24
 
 
-def test_a_class_without_images_is_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_an_empty_class_folder_is_left_out_named_and_listed(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "set" / "train" / "orchid").mkdir()
+    code, line = refused("--strict", capsys=capsys)
+    assert code == 3
+    assert line.endswith("without an image, such as orchid: remove them, or omit --strict")
+    code, _, err = finetune(*SHORT, capsys=capsys)
+    assert code == 0, err
+    assert "warning: 1 class folder without an image left out: orchid\n" in err
+    run = tmp_path / "runs" / "finetune"
+    assert json.loads((run / "data_report.json").read_text())["empty_classes"] == ["orchid"]
+    assert load(str(run)).labels == ("rose", "tulip")
+
+
+def test_a_class_with_validation_images_alone_is_refused(tmp_path: Path, capsys: Capture) -> None:
+    folder(tmp_path / "set", "val", classes=("orchid",), each=1)
     code, line = refused(capsys=capsys)
     assert code == 3
-    assert "1 classes have no training image, such as orchid: add some or remove them" in line
+    assert "no training image, such as orchid: add some or remove them" in line
+
+
+def test_a_single_class_is_refused_with_what_may_have_been_meant(tmp_path: Path, capsys: Capture) -> None:
+    folder(tmp_path / "one", classes=("rose",), each=5)
+    code, line = refused(capsys=capsys, data="./one")
+    assert code == 3
+    assert "one has one class, rose, and a classifier needs two or more: one subfolder each." in line
+    (tmp_path / "one" / "tulip").mkdir()  # left out, so one class is left
+    assert refused(capsys=capsys, data="./one")[1] == line
+    folder(tmp_path / "two" / "images", each=5)
+    line = refused(capsys=capsys, data="./two")[1]
+    assert "images holds the folders rose, tulip: did you mean" in line
+    assert line.endswith("two/images?")
+
+
+def test_one_label_that_some_images_have_is_a_question_and_one_that_all_have_is_none(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    names = [f"{path.relative_to(tmp_path / 'set')}" for path in sorted((tmp_path / "set").rglob("*.jpg"))]
+    rows = [f"{name},{'rose' if 'rose' in name else ''},{name.split('/')[0]}" for name in names]
+    (tmp_path / "set" / "some.csv").write_text("\n".join(["path,labels,split", *rows]))
+    code, _, err = finetune(*SHORT, capsys=capsys, data="set/some.csv")
+    assert code == 0, err
+    rows = [f"{name},rose" for name in names]
+    (tmp_path / "set" / "all.csv").write_text("\n".join(["path,labels", *rows]))
+    code, _, err = finetune(*SHORT, capsys=capsys, data="set/all.csv")
+    assert code == 3
+    assert "all.csv has the label rose: add images without it" in err
 
 
 def test_few_bad_images_are_left_out_named_and_listed(tmp_path: Path, capsys: Capture) -> None:

@@ -211,11 +211,13 @@ def test_more_shots_than_images_name_the_class_and_its_count(tmp_path: Path, cap
     assert "6-shot takes 6 training images of each class, and tulip has 5" in line
 
 
-def test_an_empty_class_is_named(tmp_path: Path, capsys: Capture) -> None:
-    (tmp_path / "set" / "train" / "daisy").mkdir()
-    (tmp_path / "set" / "test" / "daisy").mkdir()
+def test_a_class_without_training_images_and_a_single_class_are_refused(tmp_path: Path, capsys: Capture) -> None:
+    folder(tmp_path / "set", "test", classes=("daisy",), each=1)
     code, line = refused(capsys=capsys)
-    assert (code, "1 classes have no training image, such as daisy" in line) == (3, True)
+    assert (code, "1 class without a training image, such as daisy" in line) == (3, True)
+    folder(tmp_path / "one", "train", "test", classes=("daisy",), each=2)
+    code, line = refused(capsys=capsys, data="./one")
+    assert (code, "has one class, daisy, and a classifier needs two" in line) == (3, True)
 
 
 def test_images_without_labels_and_with_several_are_refused(tmp_path: Path, capsys: Capture) -> None:

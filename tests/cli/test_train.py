@@ -65,6 +65,32 @@ def test_a_dry_run_shows_what_would_be_done_and_trains_nothing(tmp_path: Path, c
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")] == [found["picture"]]
 
 
+def test_bad_images_and_empty_class_folders_are_left_out_of_training_too(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = recipes.named("digits")
+    made = dataclasses.replace(named, batch=8, epochs=1, schedule=Schedule())
+    monkeypatch.setitem(recipes.RECIPES, "short", made)
+    folder(tmp_path / "set", "train", "val", each=6)
+    (tmp_path / "set" / "train" / "orchid").mkdir()
+    (tmp_path / "set" / "train" / "rose" / "0.jpg").write_bytes(b"<html>")
+    command = ("train", "short", "--data", "./set", *HERE)
+    code, _, err = vitrail(*command, capsys=capsys)
+    assert code == 0, err
+    assert "warning: 1 class folder without an image left out: orchid\n" in err
+    assert "warning: 1 image of 24 cannot be read, such as train/rose/0.jpg: " in err
+    report = json.loads((tmp_path / "runs" / "train" / "data_report.json").read_text())
+    assert ([row["name"] for row in report["bad"]], report["empty_classes"]) == (["train/rose/0.jpg"], ["orchid"])
+    code, _, err = vitrail(*command, "--strict", capsys=capsys)
+    assert (code, "orchid: remove them, or omit --strict" in err) == (3, True)
+    (tmp_path / "set" / "train" / "orchid").rmdir()
+    code, _, err = vitrail(*command, "--strict", capsys=capsys)
+    assert (code, "--strict takes none" in err) == (3, True)
+    folder(tmp_path / "one", "train", "val", classes=("rose",), each=3)
+    code, _, err = vitrail("train", "short", "--data", "./one", *HERE, capsys=capsys)
+    assert (code, "has one class, rose, and a classifier needs two or more" in err) == (3, True)
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recipes without labels that take seconds: mpp-small and mae-small, of 16 patches of 4 x 4 pixels."""
@@ -147,9 +173,9 @@ def test_a_bad_image_ends_a_run_with_advice_and_without_a_folder(tmp_path: Path,
     root = folder(tmp_path / "set", "train", "val", each=3)
     (root / "train" / "rose" / "1.jpg").write_bytes(b"<html>")
     sizes = ("--batch", "4", "--epochs", "2", "--warmup", "1")
-    code, _, err = vitrail("train", "digits", "--data", "./set", *sizes, *HERE, capsys=capsys)
+    code, _, err = vitrail("train", "digits", "--data", "./set", "--strict", *sizes, *HERE, capsys=capsys)
     assert code == 3
-    assert "train/rose/1.jpg is no image" in err
+    assert "train/rose/1.jpg: is no image" in err
     assert "vitrail data check ./set" in err
     assert not (tmp_path / "runs" / "train").exists()
 

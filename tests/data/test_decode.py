@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from tests.data.test_mutations import originals
 from vitrail.data import decode as decoding
@@ -147,6 +147,39 @@ def test_a_bomb_is_refused_before_it_is_decoded() -> None:
         warned = pytest.warns(Image.DecompressionBombWarning) if side == 10_000 else nullcontext()
         with warned, pytest.raises(DataError, match=reason):
             decode(bytes(bomb))
+
+
+@pytest.mark.parametrize("options", [{}, {"progressive": True}])
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_a_jpeg_of_more_pixels_than_fit_is_decoded_at_half_its_sides(
+    options: dict[str, Any], orientation: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    content = encoded(Image.effect_noise((101, 80), 50).convert("RGB"), "JPEG", exif=exif, **options)
+    half = Image.open(io.BytesIO(content))
+    half.draft(None, (50, 40))
+    expected = np.asarray(ImageOps.exif_transpose(half))
+    monkeypatch.setattr(decoding, "PIXEL_LIMIT", 8_079)
+    monkeypatch.setattr(decoding, "JPEG_LIMIT", 8_080)
+    assert np.array_equal(decode(content).permute(1, 2, 0).numpy(), expected)
+    assert expected.shape == ((51, 40, 3) if orientation == 6 else (40, 51, 3))
+    found = decoding.opened(content)
+    assert (found.height, found.width, found.reduction) == (*expected.shape[:2], 2)
+    assert read_header(content, name="x") == ("JPEG", *((101, 80) if orientation == 6 else (80, 101)))
+    with pytest.raises(DataError, match="x has 101 x 80 pixels; from 1 to 8,079 are decoded, of a JPEG 205,000,000"):
+        decode(encoded(Image.open(io.BytesIO(content)), "PNG"), name="x")
+    monkeypatch.setattr(decoding, "JPEG_LIMIT", 8_079)
+    with pytest.raises(DataError, match=r"x has 101 x 80 pixels; from 1 to 8,079 are decoded$"):
+        decode(content, name="x")
+
+
+def test_a_photo_of_200_megapixels_is_decoded() -> None:
+    content = encoded(Image.new("L", (16_320, 12_240), 99), "JPEG")
+    assert read_header(content, name="x") == ("JPEG", 12_240, 16_320)
+    pixels = decode(content, channels=1)
+    assert pixels.shape == (1, 6_120, 8_160)
+    assert bool((pixels == 99).all())
 
 
 def test_four_channels_are_not_read_from_a_file() -> None:

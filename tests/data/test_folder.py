@@ -76,10 +76,11 @@ def test_files_below_a_class_belong_to_it_and_others_are_reported(tmp_path: Path
     found = open_folder(tmp_path)
     assert "train/rose/garden/bed/x.PNG" in names(found)["train"]
     assert len(found.splits["train"]) == 5
-    assert found.classes == ("orchid", "rose", "tulip")
-    assert found.splits["train"].counts(3).tolist() == [0, 3, 2]
+    assert found.classes == ("rose", "tulip")
+    assert found.empty_classes == ("orchid",)
+    assert found.splits["train"].counts(2).tolist() == [3, 2]
     assert any("notes.txt" in note for note in found.notes)
-    assert any("no image: orchid" in note for note in found.notes)
+    assert "1 class folder without an image left out: orchid" in found.notes
 
 
 def test_a_second_name_for_a_folder_is_a_folder_too(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_a_second_name_for_a_folder_is_a_folder_too(tmp_path: Path) -> None:
     (root / "train" / "rose" / "self").symlink_to("self")
     found = open_folder(root)
     assert {name: len(split) for name, split in found.splits.items()} == {"train": 6, "val": 6, "test": 6}
-    assert found.notes == ("1 files are no images by their suffix and were left out: train/rose/self ...",)
+    assert found.notes == ("1 file without an image's suffix left out: train/rose/self",)
 
 
 def test_images_beside_a_folder_without_any_have_no_labels(tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_images_without_classes_have_no_labels(tmp_path: Path) -> None:
     ("make", "message"),
     [
         (lambda root: root, "holds no image"),
-        (lambda root: (root / "a.txt").write_text("x"), "1 other files, such as a.txt"),
+        (lambda root: (root / "a.txt").write_text("x"), "1 other file, such as a.txt"),
         (lambda root: (folder(root), (root / "x.jpg").write_bytes(b"")), "x.jpg lies in no class's folder"),
         (lambda root: folder(root, "train", "extra"), "in train and in extra"),
         (

@@ -71,6 +71,17 @@ def test_a_jpeg_of_8000_scans_is_refused_at_once(attacked: Attacked) -> None:
     attacked("a 704-kB JPEG, 7000 x 7000, of 8,000 scans", f"refused in {1000 * seconds:.1f} ms")
 
 
+def test_a_jpeg_beyond_the_pixel_limit_may_have_fewer_scans() -> None:
+    """100 passes over 205 megapixels would take longer than over the largest image of another kind."""
+    for scans, reason in ((41, "has over 40 scans"), (2, "")):
+        content = progressive(9_500, scans)
+        if reason:
+            with pytest.raises(DataError, match=reason):
+                decoding.opened(content)
+        else:
+            assert decoding.opened(content).height == 4_750
+
+
 def test_scans_of_a_preview_or_behind_the_image_are_not_the_images() -> None:
     """Cameras embed JPEGs in a JPEG's segments, and phones append a film, whose bytes are as good as random."""
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8))

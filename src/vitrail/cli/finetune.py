@@ -86,7 +86,7 @@ def main(
         from_scratch: Begin with a preset's random weights (--model s16), which have learned nothing.
         preprocess: Mean, std and interpolation for weights that do not state them.
         balanced: Let every class count alike, however many images it has.
-        strict: Refuse a dataset with an image that cannot be read, rather than leave out up to a tenth of them.
+        strict: Refuse unreadable images and empty class folders, rather than leave out up to a tenth of the images.
         everything: Train on the validation images too, once all choices are made; the last weights are kept then.
         number_of_runs: Repeat with the next seeds, and give mean and standard deviation.
         out: The run's folder; runs/finetune, runs/finetune-2, ... by default. s3://bucket/NAME: runs/NAME, copied.
@@ -126,6 +126,7 @@ def main(
         folder, resume = runs.place("finetune", None if dry_run else out, group, resume=resume, overwrite=overwrite)
         dataset, report = open_data(data), None
         runs.tell_of(dataset)
+        runs.check_classes(dataset, strict=strict)
         if not dry_run:
             seconds = math.inf if minutes is None else minutes * 60 * _CHECK_SHARE
             dataset, report = runs.check_images(dataset, data, strict=strict, seconds=seconds)

@@ -75,8 +75,8 @@ def main(
     with runs.process(device) as (group, there):
         dataset = open_data(data)
         trained = prepared(load(model), preprocess)
-        for note in dataset.notes:
-            show.note(f"note: {note}")
+        runs.tell_of(dataset)
+        runs.check_classes(dataset)
         targets = _targets(dataset, everything=everything)
         shots = _shots(shots, targets, dataset, everything=everything) if "few-shot" in methods else ()
         processes = max(0, available() - 1) if workers is None else workers
@@ -130,7 +130,9 @@ def _targets(dataset: "Dataset", *, everything: bool) -> dict[str, "Tensor"]:
     targets = {name: features.labels(split) for name, split in dataset.splits.items()}
     counts = targets["train"].bincount(minlength=len(dataset.classes)).tolist()
     if empty := [name for name, number in zip(dataset.classes, counts, strict=True) if not number]:
-        raise DataError(f"{len(empty)} classes have no training image, such as {empty[0]}: add some or remove them")
+        raise DataError(
+            f"{show.plural(len(empty), 'class')} without a training image, such as {empty[0]}: add some or remove them"
+        )
     for name in dataset.classes:
         if not name.isascii() and name.encode(errors="replace").decode() != name:
             raise DataError(f"the class {name!r} has no valid name in UTF-8: rename its folder")

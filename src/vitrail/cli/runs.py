@@ -190,13 +190,42 @@ def fit_warmup(recipe: Recipe, images: int) -> Recipe:
 def tell_of(dataset: "Dataset") -> None:
     """What is worth knowing of the data before it is learned."""
     for note in dataset.notes:
-        show.note(f"note: {note}")
+        show.note(f"{'warning' if 'left out' in note else 'note'}: {note}")
     if dataset.several:
         show.note("note: images may have several labels, so each class is a question of its own (loss sigmoid)")
     numbers = [int(name) for name in dataset.classes if name.isdecimal()]
     if len(numbers) == len(dataset.classes) and numbers != sorted(numbers):
         first = ", ".join(dataset.classes[:4])
         show.note(f"warning: classes are in the order of their names ({first}, ...), so output 2 is not class 2")
+
+
+def check_classes(dataset: "Dataset", *, strict: bool = False) -> None:
+    """Refuse labels that leave nothing to choose, and with `strict` class folders without an image."""
+    empty = dataset.empty_classes
+    if strict and empty:
+        raise DataError(
+            f"{show.plural(len(empty), 'class folder')} of {dataset.name} without an image, such as {empty[0]}:"
+            " remove them, or omit --strict"
+        )
+    if len(dataset.classes) != 1:
+        return
+    (name,) = dataset.classes
+    if not dataset.several:
+        raise DataError(
+            f"{dataset.name} has one class, {name}, and a classifier needs two or more{_look_inside(dataset, name)}"
+        )
+    if all(split.counts(1)[0] == len(split) for split in dataset.splits.values()):
+        raise DataError(f"every image of {dataset.name} has the label {name}: add images without it, with empty labels")
+
+
+def _look_inside(dataset: "Dataset", name: str) -> str:
+    """What may have been meant by a dataset of one class: the folders in its folder, or images without labels."""
+    paths = (split.name(place) for split in dataset.splits.values() for place in range(min(len(split), _CHECKED)))
+    inner = sorted({path.split("/")[1] for path in paths if path.startswith(f"{name}/") and path.count("/") > 1})
+    if len(inner) > 1:
+        more = " ..." if len(inner) > 3 else ""
+        return f"; {name} holds the folders {', '.join(inner[:3])}{more}: did you mean {dataset.name}/{name}?"
+    return ": one subfolder each. Without labels: vitrail train mae-... (vitrail list recipes)"
 
 
 def fitting(recipe: Recipe, dataset: "Dataset") -> Recipe:
@@ -289,7 +318,8 @@ def _check_bad(bad: Sequence[dict[str, str]], dataset: "Dataset", data: str, *, 
         raise DataError(
             f"{first}; {rule}. `vitrail data check {data}` names every bad image, and how to leave them out"
         )
-    show.note(f"warning: {first}; left out, and listed in data_report.json (--strict refuses them)")
+    them = "it" if len(bad) == 1 else "them"
+    show.note(f"warning: {first}; left out, and listed in data_report.json (--strict refuses {them})")
     return [(each["split"], each["name"]) for each in bad]
 
 

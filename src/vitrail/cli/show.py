@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from vitrail.plurals import plural as plural
+
 _LINE_EVERY = 15.0  # seconds
 
 
@@ -81,11 +83,6 @@ def _lines(what: str) -> Callable[..., None]:
 def count(number: int) -> str:
     """1234567 -> 1,234,567."""
     return f"{number:,}"
-
-
-def plural(number: int, noun: str) -> str:
-    """1 image, 2 images."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def size(number: int) -> str:

@@ -22,6 +22,7 @@ def main(
     settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE...")] = (),
     target: Target | None = None,
     balanced: bool = False,
+    strict: bool = False,
     everything: bool = False,
     probe: Annotated[int, tyro.conf.arg(metavar="SHOTS")] = 0,
     seed: int = 0,
@@ -56,6 +57,7 @@ def main(
             weight_decay, decay, dropout, mixup and all others; a wrong name lists them.
         target: What is to be told of hidden patches, in place of the recipe's (mpp and mae).
         balanced: Let every class count alike, however many images it has.
+        strict: Refuse unreadable images and empty class folders, rather than leave out up to a tenth of the images.
         everything: Train on the validation images too, once all choices are made; the last weights are kept then.
         probe: Also tell at each evaluation how well a linear classifier learns from so many images a class.
         seed: Of weights, order, augmentation and dropout.
@@ -84,6 +86,8 @@ def main(
     with runs.process(device) as (group, found):
         dataset = open_data(data)
         runs.tell_of(dataset)
+        if chosen.masked is None:
+            runs.check_classes(dataset, strict=strict)
         if warmup is None and "train" in dataset.splits:
             chosen = runs.fit_warmup(chosen, len(dataset.splits["train"]))
         task = Task(
@@ -103,12 +107,15 @@ def main(
             runs.dry_run(task, as_json=json)
             return
         folder, resume = runs.place("train", out, group, resume=resume, overwrite=overwrite)
+        dataset, report = runs.check_images(dataset, data, strict=strict)
+        task = dataclasses.replace(task, dataset=dataset)
         result = runs.trained(
             task,
             folder,
             out=out,
             data=data,
             track=track,
+            report=report,
             resume=resume,
             overwrite=overwrite,
             save_every=save_every,

@@ -42,6 +42,7 @@ def check(seen: Examined, against: Examined | None = None) -> dict[str, Any]:
             for image in np.flatnonzero(status == BAD).tolist()
         ],
         "classes": _classes(dataset),
+        "empty_classes": list(dataset.empty_classes),
         "several_labels": dataset.several,
         **_sizes(seen),
         "colour": _colour(seen),

@@ -12,6 +12,7 @@ from PIL import Image
 from vitrail import remote
 from vitrail.data.table import Array, Table
 from vitrail.errors import DataError
+from vitrail.plurals import plural
 
 SPLITS = ("train", "val", "test")
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -121,6 +122,8 @@ class Dataset:
     """Splits that the set does not have itself: they were held out of its images."""
     notes: tuple[str, ...] = ()
     """What was taken for granted or left out, for the user to read."""
+    empty_classes: tuple[str, ...] = ()
+    """Folders that would be classes and hold no image: they are left out."""
 
     @property
     def several(self) -> bool:
@@ -154,5 +157,5 @@ def less(dataset: Dataset, images: Collection[tuple[str, str]]) -> Dataset:
         if len(left):
             splits[key] = left
     if not splits:
-        raise DataError(f"{dataset.name}: nothing is left when {len(images):,} images are left out")
+        raise DataError(f"{dataset.name}: nothing is left without {plural(len(images), 'image')}")
     return dataclasses.replace(dataset, splits=splits)

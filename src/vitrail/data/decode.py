@@ -5,6 +5,9 @@ scaled to 8 rather than clipped, CMYK becomes RGB, transparency is laid on white
 counts. Pillow does this. Where simplejpeg is installed (the extra `fast`) it decodes plain JPEGs in Pillow's place, in
 every command alike, after it has shown once a process that its pixels are Pillow's to the bit.
 
+A JPEG of more pixels than fit is decoded at half its sides, which libjpeg does while it decodes: a photo of 200
+megapixels gives 50, the same in every command.
+
 Files are read as if they were made to do harm. What costs more than its pixels do is refused before it is decoded.
 Pixels are converted strip by strip, so that memory holds the decoded image and the result, and no third copy.
 """
@@ -23,6 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
@@ -32,17 +36,21 @@ from vitrail.files import open_regular
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
 FILE_LIMIT = 2**30  # bytes
 PIXEL_LIMIT = 89_478_485  # where Pillow begins to warn; at twice that it refuses
+JPEG_LIMIT = 205_000_000  # pixels of a JPEG, decoded at half its sides: at 8 bytes a pixel no more than others take
 RATIO_LIMIT = 600  # of the sides: a line of pixels is no picture, and resized it would fill the memory
 DAMAGE = (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error)
 """What Pillow raises of files that are damaged."""
 SCAN_LIMIT = 100  # of a JPEG: encoders write about 10, and each costs as much as a pass over all pixels
+LARGE_SCAN_LIMIT = 40  # where a pass is over more than PIXEL_LIMIT
 MARKER_LIMIT = 2_000  # before a JPEG's first scan: a large color profile and a depth map take some hundreds
 JUNK_LIMIT = 2**16  # bytes between those markers, which Pillow skips one by one
 PROFILE_LIMIT = 16  # of a PNG
 TILE_LIMIT = 2**22  # pixels of a TIFF's tile that is larger than the image
 _STRIP = 2**20  # pixels that are converted at once
 _CHANNELS = {1: "L", 3: "RGB"}
+_OF_A_JPEG = f", of a JPEG {JPEG_LIMIT:,}"
 _SOI, _SOS, _EOI = 0xD8, 0xDA, 0xD9
+_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # markers that state the size
 _MARKER = re.compile(rb"\xff([\x02-\xcf\xd8-\xfe])")  # none of those that stand within a scan
 _WITHOUT_LENGTH = {0xC8, _SOI, _EOI, *range(0xF0, 0xFE)}
 
@@ -65,6 +73,8 @@ class Encoded(NamedTuple):
     """The file, where simplejpeg can decode it."""
     image: Image.Image | None
     """All others."""
+    reduction: int = 1
+    """By which the sides of the file were divided."""
 
     def pixels(self, channels: int = 3, rows: int | None = None) -> Tensor:
         """uint8 (C, H, W). With `rows`, at least so many: what lies below may be left out where that saves time."""
@@ -93,10 +103,12 @@ def opened(source: Source, *, name: str | None = None) -> Encoded:
         content = source if isinstance(source, bytes) else read_file(Path(source), name=name)
         _check_jpeg(content, name)
         _check_profiles(content, name)
+        if _is_large_jpeg(content):
+            return _open_large_jpeg(content, name)
         size = _plain_jpeg_size(content)
         if size is None:
             return _checked(name, _image(content))
-        _check_size(*size, name)
+        _check_size(*size, name, PIXEL_LIMIT)
         return Encoded(name, *size, content, None)
 
 
@@ -117,8 +129,10 @@ def read_header(source: Path | bytes, *, name: str) -> Header:
             head += file.read() if head.startswith(bytes((0xFF, _SOI))) else b""
         _check_markers(head, name)
         _check_profiles(head, name)
-        with Image.open(file, formats=FORMATS) as image:
-            encoded = _checked(name, image)
+        file.seek(0)
+        large = _is_large_jpeg(head)
+        with JpegImageFile(file) if large else Image.open(file, formats=FORMATS) as image:
+            encoded = _checked(name, image, JPEG_LIMIT if large else PIXEL_LIMIT)
             kind = str(image.format)
     return Header("JPEG" if kind == "MPO" else kind, encoded.height, encoded.width)  # MPO: a JPEG with others behind it
 
@@ -140,7 +154,7 @@ def _named(name: str) -> Iterator[None]:
     try:
         yield
     except Image.DecompressionBombError as error:
-        raise DataError(f"{name} has too many pixels: at most {PIXEL_LIMIT:,} are decoded") from error
+        raise DataError(f"{name} has too many pixels: at most {PIXEL_LIMIT:,} are decoded{_OF_A_JPEG}") from error
     except UnidentifiedImageError as error:
         raise DataError(f"{name} is no image of a known kind ({', '.join(FORMATS)})") from error
     except FileNotFoundError as error:
@@ -183,8 +197,10 @@ def _file_size(file: IO[bytes], name: str) -> int:
 
 def _check_jpeg(content: bytes, name: str) -> None:
     """Refuse a JPEG whose markers or scans would take longer than its pixels; other files pass."""
-    if _check_markers(content, name) and _count(content, bytes((0xFF, _SOS))) > SCAN_LIMIT:  # embedded previews too
-        _check_scans(content, name)
+    if _check_markers(content, name):
+        limit = LARGE_SCAN_LIMIT if _is_large_jpeg(content) else SCAN_LIMIT
+        if _count(content, bytes((0xFF, _SOS))) > limit:  # embedded previews too
+            _check_scans(content, name, limit)
 
 
 def _check_markers(content: bytes, name: str) -> bool:
@@ -204,14 +220,14 @@ def _check_markers(content: bytes, name: str) -> bool:
     return False
 
 
-def _check_scans(content: bytes, name: str) -> None:
+def _check_scans(content: bytes, name: str, limit: int) -> None:
     scans = 0
     for kind, _, _ in _walk_markers(content):
         if kind == _EOI and scans:
             return
         scans += kind == _SOS
-        if scans > SCAN_LIMIT:
-            raise DataError(f"{name} has over {SCAN_LIMIT} scans; encoders write about 10: save it again")
+        if scans > limit:
+            raise DataError(f"{name} has over {limit} scans; encoders write about 10: save it again")
 
 
 def _walk_markers(content: bytes) -> Iterator[tuple[int, int, int]]:
@@ -230,6 +246,22 @@ def _walk_markers(content: bytes) -> Iterator[tuple[int, int, int]]:
         yield kind, skipped, place
         if kind not in _WITHOUT_LENGTH:
             place += int.from_bytes(content[place : place + 2], "big")
+
+
+def _jpeg_size(content: bytes) -> tuple[int, int]:
+    """Height and width as a JPEG states them; zeros of other files."""
+    for kind, _, place in _walk_markers(content):
+        if kind in _FRAMES:
+            height, width = content[place + 3 : place + 5], content[place + 5 : place + 7]
+            return int.from_bytes(height, "big"), int.from_bytes(width, "big")
+        if kind == _SOS:
+            break
+    return 0, 0
+
+
+def _is_large_jpeg(content: bytes) -> bool:
+    height, width = _jpeg_size(content)
+    return height * width > PIXEL_LIMIT
 
 
 def _check_profiles(content: bytes, name: str) -> None:
@@ -257,9 +289,17 @@ def _image(content: bytes | None) -> Image.Image:
     return Image.open(io.BytesIO(content), formats=FORMATS)
 
 
-def _checked(name: str, image: Image.Image) -> Encoded:
+def _open_large_jpeg(content: bytes, name: str) -> Encoded:
+    """A JPEG that is decoded at half its sides. Image.open would refuse it by the size that the file states."""
+    image = JpegImageFile(io.BytesIO(content))
+    whole = _checked(name, image, JPEG_LIMIT)
+    image.draft(None, (image.width // 2, image.height // 2))
+    return whole._replace(height=-(-whole.height // 2), width=-(-whole.width // 2), reduction=2)
+
+
+def _checked(name: str, image: Image.Image, limit: int | None = None) -> Encoded:
     width, height = _stored_size(image)
-    _check_size(height, width, name)
+    _check_size(height, width, name, limit or PIXEL_LIMIT)
     _check_tiles(image, name)
     return Encoded(name, *((width, height) if _orientation(image) >= 5 else (height, width)), None, image)
 
@@ -274,9 +314,10 @@ def _stored_size(image: Image.Image) -> tuple[int, int]:
     return image.size
 
 
-def _check_size(height: int, width: int, name: str) -> None:
-    if not 0 < width * height <= PIXEL_LIMIT:
-        raise DataError(f"{name} has {width} x {height} pixels; from 1 to {PIXEL_LIMIT:,} are decoded")
+def _check_size(height: int, width: int, name: str, limit: int) -> None:
+    if not 0 < width * height <= limit:
+        other = "" if limit == JPEG_LIMIT else _OF_A_JPEG
+        raise DataError(f"{name} has {width} x {height} pixels; from 1 to {limit:,} are decoded{other}")
     if max(width, height) > RATIO_LIMIT * min(width, height):
         raise DataError(f"{name} has {width} x {height} pixels; one side is over {RATIO_LIMIT} times the other")
 

@@ -14,6 +14,7 @@ from vitrail.data.dataset import SUFFIXES, UNLABELLED, Dataset, from_column
 from vitrail.data.folder_visits import FolderVisits, is_folder, walk_folders
 from vitrail.data.table import Array, Table, texts
 from vitrail.errors import DataError
+from vitrail.plurals import plural
 
 SPLIT_NAMES = {"train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "dev": 1, "test": 2, "testing": 2}
 
@@ -78,13 +79,15 @@ def open_folder(root: Path | str, *, share: float = 0.1) -> Dataset:
         splits=from_column(store, table["split"]),
         made_up=tuple(facts["made_up"]),
         notes=tuple(facts["notes"]),
+        empty_classes=tuple(facts["empty_classes"]),
     )
 
 
 def _columns(root: Path | str, listing: _Listing, share: float) -> tuple[dict[str, Array], dict[str, Any]]:
     """The table's columns and facts."""
     if not listing.paths:
-        other = f"; it holds {len(listing.others):,} other files, such as {listing.others[0]}" if listing.others else ""
+        what = plural(len(listing.others), "other file")
+        other = f"; it holds {what}, such as {listing.others[0]}" if listing.others else ""
         raise NoImageError(f"{root} holds no image ({', '.join(SUFFIXES)}){other}")
     tops = sorted({path.partition("/")[0] for path in listing.paths if "/" in path})
     split_by = all(top.lower() in SPLIT_NAMES for top in tops) and bool(tops)
@@ -94,7 +97,7 @@ def _columns(root: Path | str, listing: _Listing, share: float) -> tuple[dict[st
     at = 1 if split_by else 0
     found = {_class_of(path, at) for path in listing.paths} - {""}
     empty = _empty_classes(listing, root, at, found) if found else []
-    classes = sorted(found | set(empty))
+    classes = sorted(found)
     _check_strays(listing.paths, at, bool(classes))
     number = {name: place for place, name in enumerate(classes)} | {"": UNLABELLED}
     count = len(listing.paths)
@@ -105,7 +108,7 @@ def _columns(root: Path | str, listing: _Listing, share: float) -> tuple[dict[st
         given = np.fromiter(splits, dtype=np.int8, count=count)
     split = holdout.completed(given, label, listing.paths.__getitem__, identity=str(root), share=share)
     notes = [*split.notes, *_remarks(listing, classes, empty)]
-    facts = {"classes": classes, "made_up": split.made_up, "notes": notes}
+    facts = {"classes": classes, "made_up": split.made_up, "notes": notes, "empty_classes": empty}
     sizes = {"size": np.array(listing.sizes, dtype=np.int64)} if listing.sizes else {}
     return texts("path", listing.paths) | {"label": label, "split": split.column} | sizes, facts
 
@@ -124,7 +127,7 @@ def _class_of(path: str, at: int) -> str:
 
 
 def _empty_classes(listing: _Listing, root: Path | str, at: int, known: set[str]) -> list[str]:
-    """Class folders without an image: they count as classes, and are reported."""
+    """Class folders without an image in any split."""
     depth = [Path(os.path.relpath(folder, root)).parts for folder in listing.folders[1:]]
     return sorted({parts[at] for parts in depth if len(parts) == at + 1} - known)
 
@@ -132,11 +135,15 @@ def _empty_classes(listing: _Listing, root: Path | str, at: int, known: set[str]
 def _remarks(listing: _Listing, classes: list[str], empty: list[str]) -> Iterator[str]:
     yield from listing.remarks
     if listing.others:
-        yield f"{len(listing.others):,} files are no images by their suffix and were left out: {listing.others[0]} ..."
+        yield f"{plural(len(listing.others), 'file')} without an image's suffix left out: {_first(listing.others)}"
     if empty:
-        yield f"{len(empty)} classes have no image: {', '.join(empty[:5])}{' ...' if len(empty) > 5 else ''}"
+        yield f"{plural(len(empty), 'class folder')} without an image left out: {_first(empty)}"
     if not classes:
         yield "no class folders: the images have no labels"
+
+
+def _first(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
 
 
 def _walked(root: Path) -> _Listing:

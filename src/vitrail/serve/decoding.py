@@ -65,8 +65,9 @@ def make_input(content: bytes, recipe: Recipe, limits: Limits, name: str = "the 
     """Decode a file and crop it as every other command does."""
     try:
         found = opened(content, name=name)
-        if found.height * found.width > limits.megapixels * 1e6:
-            size = f"{found.width} x {found.height} pixels"
+        height, width = found.height * found.reduction, found.width * found.reduction
+        if height * width > limits.megapixels * 1e6:
+            size = f"{width} x {height} pixels"
             raise RefusedError(413, f"{name} has {size}; at most {limits.megapixels:g} million are decoded")
         pixels = evaluation_view(decode(content, recipe.channels, name=name), recipe.preprocess)
     except DataError as error:
