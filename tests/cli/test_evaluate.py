@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -170,6 +171,52 @@ def test_abstaining_stores_the_threshold_that_keeps_the_accuracy_on_val(
     heard = Classifier(stored)(images)
     assert [place for place in order if heard[place][0][0] != "unsure"] == order[:12]
     assert heard[order[-1]][1] == pytest.approx(answers[order[-1]])
+
+
+def test_a_folder_without_splits_is_measured_whole_but_for_what_the_model_was_trained_on(
+    model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = folder(tmp_path / "own", classes=CLASSES, each=10)
+    code, out, error = vitrail("evaluate", str(model), str(own), "--workers", "0", "--json", capsys=capsys)
+    assert (code, json.loads(out)["models"][0]["images"]) == (0, 30), error
+    assert f"measuring on all 30 images: {own} has no splits" in error
+    assert len(evaluated(model, own, "--split", "test", capsys=capsys)["models"]) == 1
+    run = ("finetune", "own", "--model", str(model), "--epochs", "1", "--workers", "0", "--device", "cpu")
+    assert vitrail(*run, capsys=capsys)[0] == 0
+    (tmp_path / "moved.safetensors").write_bytes((tmp_path / "runs/finetune/weights/best.safetensors").read_bytes())
+    shutil.copytree(own, tmp_path / "copy")
+    others = folder(tmp_path / "others", classes=CLASSES, each=10, start=900)
+    for name, data, images in (
+        ("runs/finetune", own, 3),
+        ("moved.safetensors", own, 3),
+        ("runs/finetune", tmp_path / "copy", 3),
+        ("runs/finetune", others, 30),
+    ):
+        code, out, error = vitrail("evaluate", name, str(data), "--workers", "0", "--json", capsys=capsys)
+        assert (code, json.loads(out)["models"][0]["images"]) == (0, images), error
+        left_out = f"measuring on 3 images: 27 images that {name} was trained on or chosen by are left out"
+        assert (left_out in error) == (images == 3)
+
+
+def test_another_model_is_checked_before_the_first_runs(
+    flowers: Path, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitrail.cli.evaluate._examined", lambda *_: pytest.fail("a model ran"))
+    other = tmp_path / "other.safetensors"
+    save(making.trained(making.vit(classes=2), labels=("oak", "elm")), other)
+    for against, code, message in (
+        (other, 3, "other.safetensors: the model has no class"),
+        (tmp_path / "nowhere.safetensors", 4, "nowhere.safetensors"),
+    ):
+        found, _, error = vitrail("evaluate", str(model), str(flowers), "--against", str(against), capsys=capsys)
+        assert (found, message in error) == (code, True), error
+
+
+def test_folders_that_may_be_no_classes_are_asked_about(model: Path, tmp_path: Path, capsys: Capture) -> None:
+    folder(tmp_path / "years", "2023", "2024", classes=CLASSES, each=1)
+    code, _, error = vitrail("evaluate", str(model), str(tmp_path / "years"), capsys=capsys)
+    assert (code, "holds the folders 2023, 2024, each with daisy, rose, tulip in it" in error) == (3, True)
 
 
 @pytest.mark.parametrize(

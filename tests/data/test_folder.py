@@ -83,6 +83,39 @@ def test_files_below_a_class_belong_to_it_and_others_are_reported(tmp_path: Path
     assert "1 class folder without an image left out: orchid" in found.notes
 
 
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [("training_set", "test_set"), ("Train-Images", "Test-Images"), ("my train", "my test"), ("trainset", "testset")],
+)
+def test_folders_named_after_splits_are_splits(tmp_path: Path, train: str, test: str) -> None:
+    found = open_folder(folder(tmp_path, train, test, each=10))
+    assert found.classes == ("rose", "tulip")
+    assert {name: len(split) for name, split in found.splits.items()} == {"train": 18, "val": 2, "test": 20}
+    assert found.question == ""
+
+
+@pytest.mark.parametrize(
+    "classes", [("valid", "invalid"), ("test positive", "test negative"), ("test tube", "flask"), ("n01443537", "n02")]
+)
+def test_classes_that_speak_of_splits_or_have_numbers_stay_classes(tmp_path: Path, classes: tuple[str, ...]) -> None:
+    for name in classes:
+        folder(tmp_path / name, classes=("images",), each=3)
+    found = open_folder(tmp_path)
+    assert found.classes == tuple(sorted(classes))
+    assert found.question == ""
+
+
+def test_folders_that_may_be_no_classes_are_asked_about(tmp_path: Path) -> None:
+    years = open_folder(folder(tmp_path / "a", "2023", "2024", each=1))
+    assert "holds the folders 2023, 2024, each with rose, tulip in it: are these the classes?" in years.question
+    assert "a/2023; if they are classes, list the images in a .csv with path and label" in years.question
+    assert ", which look like dates: " in open_folder(folder(tmp_path / "b", classes=("2023-05", "2023-06"))).question
+    assert "batch1, batch2, each with" in open_folder(folder(tmp_path / "c", "batch1", "batch2")).question
+    folder(tmp_path / "d", "test set")
+    mixed = open_folder(folder(tmp_path / "d"))
+    assert "rose, test set, tulip, and test set has a split's name and rose in it" in mixed.question
+
+
 def test_a_second_name_for_a_folder_is_a_folder_too(tmp_path: Path) -> None:
     root = folder(tmp_path, "train", "val", each=3)
     (root / "test").symlink_to(root / "val", target_is_directory=True)

@@ -42,6 +42,20 @@ def test_several_labels_in_csv_and_json_lines_agree(tmp_path: Path) -> None:
         assert found.splits["train"].counts(2).tolist() == [1, 1]
 
 
+def test_one_hot_columns_are_labels(tmp_path: Path) -> None:
+    lines = ("image,age,Rose,Tulip,split", "a.jpg,3,1.0,0.0,train", "b.jpg,4,0,1,train", "c.jpg,5,0,1,val")
+    found = open_list(written(tmp_path / "l.csv", *lines))
+    assert (found.classes, found.several) == (("Rose", "Tulip"), False)
+    assert [found.splits["train"].labels(number) for number in range(2)] == [(0,), (1,)]
+    assert found.notes == ("labels are read from 2 columns of 0 and 1: Rose, Tulip",)
+    rows = [{"path": "a.jpg", "sea": 1, "sun": 1}, {"path": "b.jpg", "sea": 0, "sun": 0}]
+    found = open_list(written(tmp_path / "l.jsonl", *map(json.dumps, rows)))
+    assert (found.classes, found.several) == (("sea", "sun"), True)
+    assert [found.splits["train"].labels(number) for number in range(2)] == [(0, 1), ()]
+    with_label = open_list(written(tmp_path / "m.csv", "path,label,Rose,Tulip", "a.jpg,x,1,0", "b.jpg,y,0,1"))
+    assert with_label.classes == ("x", "y")
+
+
 def test_without_splits_each_class_is_held_out(tmp_path: Path) -> None:
     rows = [f"{number}.jpg,{number % 3}" for number in range(60)]
     found = open_list(written(tmp_path / "l.csv", "path,label", *rows))

@@ -3,9 +3,9 @@
 import dataclasses
 import json as codec
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 
@@ -46,7 +46,8 @@ def main(
         model: A file or folder of any known format, hf:ORG/NAME, timm:NAME, a preset, or timm-model:NAME.
         data: A folder, a .csv or .jsonl, shards, a set that was got, digits, or hf:ORG/NAME.
         against: Other models, side by side with the first and each compared with it, on the same images.
-        split: What to measure on: test unless told otherwise, or val where there is no test.
+        split: What to measure on: test unless told otherwise, or val where there is no test. Without any splits, all
+            images but those the model was trained on.
         real: A ReaL file: of each image all labels that are right.
         classes: A file with the only classes the model may answer with, one a line: for ImageNet-A, -R and the like.
         tta: Average the answers to an image and to its mirror image.
@@ -72,10 +73,12 @@ def main(
         if abstain is not None:
             _check_threshold(model, dataset)
         at = At(group, there, batch, max(0, available() - 1) if workers is None else workers, tta, classes)
-        images = _part(dataset, split)
         runs.tell_of(dataset)
+        _check_labels(dataset, split)
         subjects = [subject(name) for name in dict.fromkeys((model, *against))]
-        results = [_measured(subject, dataset, images, at, real) for subject in subjects]
+        images = _part(dataset, split, subjects)
+        prepared = [_prepare(subject, dataset, images, at, real) for subject in subjects]  # refused before any runs
+        results = [_measured(dataset, images, at, each) for each in prepared]
         found = _facts(dataset, results, at)
         folder = runs.next_folder("evaluate") if out is None else Path(out)
         if group.leads:
@@ -115,29 +118,97 @@ def _free(out: str) -> bool:
     return not remote.is_remote(out) and not folder.is_file() and not (folder.is_dir() and any(folder.iterdir()))
 
 
-def _part(dataset: "Dataset", wanted: Part | None) -> "Split":
-    """The images to measure on."""
-    splits = dataset.splits
+def _check_labels(dataset: "Dataset", wanted: Part | None) -> None:
+    """Refuse data that cannot be measured by, before a model is loaded."""
     if not dataset.classes:
         raise DataError(f"{dataset.name} has no labels to measure by")
+    if dataset.question:
+        raise DataError(dataset.question)
+    if wanted not in (None, "all", *dataset.splits):
+        raise DataError(f"{dataset.name} has no {wanted}; it has {', '.join(dataset.splits)}")
+
+
+def _part(dataset: "Dataset", wanted: Part | None, subjects: "Sequence[Subject]") -> "Split":
+    """The images to measure on."""
+    splits = dataset.splits
+    if wanted is None and {"val", "test"} <= set(dataset.made_up):
+        return _unseen(dataset, subjects)
     if wanted == "all":
-        whole, *others = splits.values()
-        for other in others:
-            whole = whole.joined(other)
-        return whole
+        return _join(splits.values())
     name = wanted or ("test" if "test" in splits else "val" if "val" in splits else "train")
-    if name not in splits:
-        raise DataError(f"{dataset.name} has no {name}; it has {', '.join(splits)}")
     held = " (held out of its images)" if name in dataset.made_up else ""
-    show.note(f"measuring on {name}{held}: {len(splits[name]):,} images")
+    show.note(f"measuring on {name}{held}: {show.plural(len(splits[name]), 'image')}")
     return splits[name]
 
 
-def _measured(subject: "Subject", dataset: "Dataset", images: "Split", at: At, real: Path | None) -> Result:
-    from vitrail.evaluate import match
-    from vitrail.evaluate.measure import measured
+def _unseen(dataset: "Dataset", subjects: "Sequence[Subject]") -> "Split":
+    """All images of a dataset without splits, less those that a model was trained on or chosen by."""
+    whole = _join(dataset.splits.values())
+    learned = [subject.name for subject in subjects if _was_trained_on(subject, dataset)]
+    if not learned:
+        show.note(f"measuring on {_all(len(whole))}: {dataset.name} has no splits")
+        return whole
+    if "test" not in dataset.splits:
+        raise DataError(
+            f"{learned[0]} was trained on {_all(len(whole))} of {dataset.name}: give others, or --split all"
+        )
+    unseen = dataset.splits["test"]
+    left_out = show.plural(len(whole) - len(unseen), "image")
+    show.note(
+        f"measuring on {show.plural(len(unseen), 'image')}: {left_out} that {learned[0]} was trained on or chosen by"
+        f" {'is' if left_out.startswith('1 ') else 'are'} left out (--split all takes them)"
+    )
+    return unseen
 
-    places = match.outputs_of(dataset.classes, subject.labels, subject.outputs)
+
+def _join(splits: "Iterable[Split]") -> "Split":
+    whole, *others = splits
+    for other in others:
+        whole = whole.joined(other)
+    return whole
+
+
+def _all(images: int) -> str:
+    return "the only image" if images == 1 else f"all {images:,} images"
+
+
+def _was_trained_on(subject: "Subject", dataset: "Dataset") -> bool:
+    """Whether a model's file names the data, or its run's folder has their digest, as of a copy elsewhere."""
+    from vitrail.data.digest import ChangedDataError, DataDigest, check_unchanged, digest_dataset
+    from vitrail.weights.load import locate
+
+    if f" on {dataset.name}, step " in subject.origin or f" probe of {dataset.name}," in subject.origin:
+        return True
+    path = locate(subject.name)
+    states = [] if path is None else sorted(path.parent.parent.glob("checkpoints/*/state.json"))
+    try:
+        recorded = codec.loads(states[-1].read_text())["data"]
+        check_unchanged(DataDigest(**recorded), digest_dataset(dataset), dataset.name)
+    except (OSError, LookupError, TypeError, ValueError, ChangedDataError):
+        return False
+    return True
+
+
+class Prepared(NamedTuple):
+    """A model that fits the data."""
+
+    subject: "Subject"
+    places: Sequence[int]
+    """Of the data's classes among its outputs."""
+    among: Sequence[int] | None
+    """The outputs it may answer with, where not all."""
+    right: Any
+    """Of each image all labels that are right, where they are given."""
+
+
+def _prepare(subject: "Subject", dataset: "Dataset", images: "Split", at: At, real: Path | None) -> Prepared:
+    """Fit the data's classes to the model's."""
+    from vitrail.evaluate import match
+
+    try:
+        places = match.outputs_of(dataset.classes, subject.labels, subject.outputs)
+    except DataError as error:
+        raise DataError(f"{subject.name}: {error}") from error
     among = None if at.classes is None else match.subset(at.classes, subject.labels, subject.outputs)
     if among is not None and (left := set(places) - set(among)):
         name = dataset.classes[places.index(min(left))]
@@ -145,6 +216,13 @@ def _measured(subject: "Subject", dataset: "Dataset", images: "Split", at: At, r
     sets = None if real is None else match.real_labels(real, images)
     if sets is not None and among is not None:
         raise UsageError("--real counts by all of ImageNet's classes: leave --classes away")
+    return Prepared(subject, places, among, sets)
+
+
+def _measured(dataset: "Dataset", images: "Split", at: At, prepared: Prepared) -> Result:
+    from vitrail.evaluate.measure import measured
+
+    subject, places, among, sets = prepared
     examined = _examined(subject, images, places, at, among)
     labels = subject.labels or dataset.classes
     names = labels if among is None else tuple(labels[place] for place in among)

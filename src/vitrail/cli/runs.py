@@ -200,13 +200,15 @@ def tell_of(dataset: "Dataset") -> None:
 
 
 def check_classes(dataset: "Dataset", *, strict: bool = False) -> None:
-    """Refuse labels that leave nothing to choose, and with `strict` class folders without an image."""
+    """Refuse labels that leave nothing to choose or may be none, and with `strict` class folders without an image."""
     empty = dataset.empty_classes
     if strict and empty:
         raise DataError(
             f"{show.plural(len(empty), 'class folder')} of {dataset.name} without an image, such as {empty[0]}:"
             " remove them, or omit --strict"
         )
+    if dataset.question:
+        raise DataError(dataset.question)
     if len(dataset.classes) != 1:
         return
     (name,) = dataset.classes

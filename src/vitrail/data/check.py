@@ -43,6 +43,7 @@ def check(seen: Examined, against: Examined | None = None) -> dict[str, Any]:
         ],
         "classes": _classes(dataset),
         "empty_classes": list(dataset.empty_classes),
+        "question": dataset.question,
         "several_labels": dataset.several,
         **_sizes(seen),
         "colour": _colour(seen),

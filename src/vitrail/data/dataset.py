@@ -124,6 +124,8 @@ class Dataset:
     """What was taken for granted or left out, for the user to read."""
     empty_classes: tuple[str, ...] = ()
     """Folders that would be classes and hold no image: they are left out."""
+    question: str = ""
+    """Why the classes may be none, and what to do about it; asked before anyone learns or measures them."""
 
     @property
     def several(self) -> bool:

@@ -1,7 +1,11 @@
-"""A folder of images: one subfolder a class, with or without train, val and test above them."""
+"""A folder of images: one subfolder a class, with or without train, val and test above them.
+
+Splits may have longer names, such as training_set and test_set, where each is named after another split.
+"""
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -16,6 +20,8 @@ from vitrail.data.table import Array, Table, texts
 from vitrail.errors import DataError
 from vitrail.plurals import plural
 
+_DATE = re.compile(r"(19|20)\d\d([-_. ]?\d\d?){0,2}")
+_SET = re.compile(r"(?<=.)(set|data|images?)$")
 SPLIT_NAMES = {"train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "dev": 1, "test": 2, "testing": 2}
 
 
@@ -80,6 +86,7 @@ def open_folder(root: Path | str, *, share: float = 0.1) -> Dataset:
         made_up=tuple(facts["made_up"]),
         notes=tuple(facts["notes"]),
         empty_classes=tuple(facts["empty_classes"]),
+        question=facts["question"],
     )
 
 
@@ -90,7 +97,8 @@ def _columns(root: Path | str, listing: _Listing, share: float) -> tuple[dict[st
         other = f"; it holds {what}, such as {listing.others[0]}" if listing.others else ""
         raise NoImageError(f"{root} holds no image ({', '.join(SUFFIXES)}){other}")
     tops = sorted({path.partition("/")[0] for path in listing.paths if "/" in path})
-    split_by = all(top.lower() in SPLIT_NAMES for top in tops) and bool(tops)
+    by_name = _name_splits(tops)
+    split_by = bool(by_name)
     if not split_by and "train" in tops:
         beside = next(top for top in tops if top.lower() not in SPLIT_NAMES)
         raise DataError(f"{root} holds images in train and in {beside}, which is no split: move {beside} elsewhere")
@@ -104,13 +112,61 @@ def _columns(root: Path | str, listing: _Listing, share: float) -> tuple[dict[st
     label = np.fromiter((number[_class_of(path, at)] for path in listing.paths), dtype=np.int32, count=count)
     given = np.full(count, holdout.NO_SPLIT, dtype=np.int8)
     if split_by:
-        splits = (SPLIT_NAMES[path.partition("/")[0].lower()] for path in listing.paths)
+        splits = (by_name[path.partition("/")[0]] for path in listing.paths)
         given = np.fromiter(splits, dtype=np.int8, count=count)
     split = holdout.completed(given, label, listing.paths.__getitem__, identity=str(root), share=share)
     notes = [*split.notes, *_remarks(listing, classes, empty)]
     facts = {"classes": classes, "made_up": split.made_up, "notes": notes, "empty_classes": empty}
+    facts["question"] = "" if split_by else _question(root, listing.paths, tops)
     sizes = {"size": np.array(listing.sizes, dtype=np.int64)} if listing.sizes else {}
     return texts("path", listing.paths) | {"label": label, "split": split.column} | sizes, facts
+
+
+def _name_splits(tops: Sequence[str]) -> dict[str, int]:
+    """The split that each folder is named after, or nothing where these are no splits."""
+    if all(top.lower() in SPLIT_NAMES for top in tops):
+        return {top: SPLIT_NAMES[top.lower()] for top in tops}
+    words = {top: _split_words(top) for top in tops}
+    named = {top: split for top, splits in words.items() for split in splits}
+    one_each = all(len(splits) == 1 for splits in words.values()) and len(set(named.values())) == len(tops)
+    return named if one_each and len(tops) > 1 else {}
+
+
+def _split_words(folder: str) -> set[int]:
+    """The splits that a folder's name speaks of: training_set, test-images and valset name one each."""
+    words = re.findall("[a-z]+", folder.lower())
+    return {SPLIT_NAMES[word] for each in words for word in (each, _SET.sub("", each)) if word in SPLIT_NAMES}
+
+
+def _question(root: Path | str, paths: Sequence[str], tops: Sequence[str]) -> str:
+    """What to ask where folders look like years, batches or splits above the classes; nothing where they do not."""
+    if len(tops) < 2:
+        return ""
+    inner: dict[str, set[str]] = {top: set() for top in tops}
+    for path in paths:
+        top, *rest = path.split("/")
+        if top in inner:
+            inner[top].add(rest[0] if len(rest) > 1 else "")
+    shared = sorted(set.intersection(*inner.values()) - {""})
+    splits = [top for top in tops if _split_words(top)]
+    known = sorted({name for top in splits for name in inner[top]} & set(tops))
+    if (
+        all(re.search(r"\d", top) for top in tops)
+        and len(shared) > 1
+        and not any("" in names for names in inner.values())
+    ):
+        why = f", each with {_first(shared)} in it"
+    elif splits and known:
+        why = f", and {splits[0]} has a split's name and {known[0]} in it"
+    elif all(_DATE.fullmatch(top) for top in tops):
+        why = ", which look like dates"
+    else:
+        return ""
+    return (
+        f"{root} holds the folders {_first(tops)}{why}: are these the classes? If they are splits, name them train, val"
+        f" and test; if only one is meant, give {root}/{tops[0]}; if they are classes, list the images in a .csv with"
+        " path and label, and give that"
+    )
 
 
 def _check_strays(paths: Sequence[str], at: int, labelled: bool) -> None:

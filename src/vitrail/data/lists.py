@@ -1,14 +1,15 @@
 """A CSV or JSON-lines file that lists images and their labels.
 
 Columns (or keys): `path` (also file, filename, image), relative to the list; `label` (also class), or `labels` for
-several: in CSV separated by semicolons, in JSON an array; and, if there is one, `split`: train, val or test.
+several: in CSV separated by semicolons, in JSON an array; and, if there is one, `split`: train, val or test. Without a
+label, two columns or more that hold nothing but 0 and 1 are one-hot: each is a class, named after its column.
 """
 
 import csv
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -25,6 +26,8 @@ SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
 LINE_LIMIT = 2**20  # characters
 _PATHS = ("path", "file", "filename", "image")
 _LABELS = ("label", "class")
+_KNOWN = {*_PATHS, *_LABELS, "labels", "split"}
+_BITS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True}
 
 
 def open_list(path: Path | str, *, share: float = 0.1) -> Dataset:
@@ -53,18 +56,25 @@ def _columns(path: Path | str, share: float) -> tuple[Mapping[str, Array], dict[
     names: list[tuple[str, ...]] = []
     splits: list[int] = []
     lines: list[int] = []
+    others: list[dict[str, Any]] = []
     several = False
     for line, row in _rows(path):
         where = f"{path}, line {line}"
         files.append(_one(row, _PATHS, where))
         several = several or "labels" in row
         names.append(_labels(row, where))
+        if row.keys().isdisjoint((*_LABELS, "labels")):
+            others.append({key: value for key, value in row.items() if key not in _KNOWN})
         splits.append(_split(row, where))
         lines.append(line)
     if not files:
         raise DataError(f"{path} lists no image")
     if len(set(splits)) > 1 and holdout.NO_SPLIT in splits:
         raise DataError(f"{path}, line {lines[splits.index(holdout.NO_SPLIT)]} has no split, while others have one")
+    hot = _one_hot_columns(others) if len(others) == len(files) else []
+    if hot:
+        names = [tuple(name for name in hot if _bit(row.get(name))) for row in others]
+        several = any(len(row) != 1 for row in names)
     classes = _sorted_classes({name for row in names for name in row})
     number = {name: place for place, name in enumerate(classes)}
     columns: dict[str, Array] = dict(texts("path", files))
@@ -78,8 +88,24 @@ def _columns(path: Path | str, share: float) -> tuple[Mapping[str, Array], dict[
     strata = np.zeros_like(first) if several else first
     split = holdout.completed(given, strata, files.__getitem__, identity=str(path), share=share)
     columns["split"] = split.column
-    notes = split.notes if classes else (*split.notes, "no label or labels is given: the images have no labels")
+    notes = list(split.notes)
+    if hot:
+        shown = ", ".join(hot[:5]) + (" ..." if len(hot) > 5 else "")
+        notes.append(f"labels are read from {len(hot)} columns of 0 and 1: {shown}")
+    if not classes:
+        notes.append("no label or labels is given: the images have no labels")
     return columns, {"classes": classes, "made_up": split.made_up, "notes": notes}
+
+
+def _one_hot_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The columns that hold nothing but 0 and 1, if there are two or more."""
+    names = [name for name in rows[0] if all(_bit(row.get(name)) is not None for row in rows)]
+    return names if len(names) > 1 else []
+
+
+def _bit(value: Any) -> bool | None:
+    """What a cell says, if it is 0 or 1."""
+    return _BITS.get(str(value).strip().lower())
 
 
 def _rows(path: Path | str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -91,13 +117,19 @@ def _rows(path: Path | str) -> Iterator[tuple[int, dict[str, Any]]]:
                 rows = csv.DictReader(_lines(file, path), delimiter="\t" if suffix == ".tsv" else ",")
                 _check_header(path, rows.fieldnames or ())
                 for row in rows:
-                    yield rows.line_num, {key.strip().lower(): value for key, value in row.items() if key is not None}
+                    yield rows.line_num, {_key(key): value for key, value in row.items() if key is not None}
             else:
                 for number, line in enumerate(_lines(file, path), start=1):
                     if line.strip():
                         yield number, _object(line, f"{path}, line {number}")
     except (UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read as text in UTF-8: {error}") from error
+
+
+def _key(column: str) -> str:
+    """The name of a column; the known ones in any case."""
+    name = column.strip()
+    return name.lower() if name.lower() in _KNOWN else name
 
 
 def _text(path: Path | str) -> IO[str]:

@@ -38,6 +38,8 @@ class Subject:
     temperature: float = 1.0
     several: bool = False
     """Whether each class has a probability of its own."""
+    origin: str = ""
+    """What its file says of how it was trained."""
 
 
 def subject(name: str) -> Subject:
@@ -56,7 +58,14 @@ def measurable(trained: Trained, name: str) -> Subject:
             " vitrail convert MODEL OUT.safetensors --preprocess imagenet (or inception, torchvision)"
         )
     return Subject(
-        name, trained.model, outputs, trained.preprocess, trained.labels, trained.temperature, trained.several
+        name,
+        trained.model,
+        outputs,
+        trained.preprocess,
+        trained.labels,
+        trained.temperature,
+        trained.several,
+        "; ".join((trained.origin.name, *trained.origin.changes)),
     )
 
 

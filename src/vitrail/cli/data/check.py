@@ -124,9 +124,11 @@ def _classes(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     kind = ", of which an image may have several" if report["several_labels"] else ""
     span = f"{least[split]:,} ({least['name']}) to {most[split]:,} ({most['name']})"
     yield "classes", f"{show.count(len(classes))}{kind}; images in a class of {split}: {span}"
+    if report["question"]:
+        yield "warning", report["question"]
     empty = [row["name"] for row in classes if not row[split]]
     if empty:
-        yield "warning", f"{len(empty)} classes have no image in {split}: {', '.join(empty[:5])}"
+        yield "warning", f"{show.plural(len(empty), 'class')} without an image in {split}: {', '.join(empty[:5])}"
     elif most[split] > 10 * least[split]:
         yield "warning", f"strong imbalance: {most['name']} has {most[split] / least[split]:.0f} times {least['name']}"
 
