@@ -34,6 +34,8 @@ from vitrail import Classifier, load, save
 from vitrail.cli import main
 from vitrail.cli import predict as command
 from vitrail.config import Preprocess
+from vitrail.data import decode
+from vitrail.data import paths as paths_module
 from vitrail.data.loader import evaluation_batches
 from vitrail.data.sources import open_data
 from vitrail.data.transforms import normalise
@@ -157,6 +159,38 @@ def test_a_shard_and_a_folder_give_the_same_answers(
         return {"/".join(row["image"].split("/")[-2:]): row.get("predictions") for row in rows}
 
     assert said(str(tmp_path / "s-{0..0}.tar")) == said(str(pictures)) == said(str(tmp_path / "list.csv"))
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "s-0.tar").rename(tmp_path / "shards" / "s-0.tar")
+    assert said(str(tmp_path / "shards")) == said(str(pictures))
+
+
+def test_a_packed_dataset_is_predicted_as_its_images(
+    model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder(tmp_path / "set", each=4)
+    assert vitrail("data", "pack", "./set", "packed", capsys=capsys)[0] == 0
+    answers = [vitrail("predict", str(model), path, "--json", capsys=capsys) for path in ("set", "packed")]
+    assert [code for code, _, _ in answers] == [0, 0]
+    expected, packed = ([json.loads(line)["predictions"] for line in out.splitlines()] for _, out, _ in answers)
+    assert len(packed) == 8
+    assert sorted(map(str, packed)) == sorted(map(str, expected))
+
+
+def test_photos_that_cannot_be_read_here_are_counted_in_the_last_line(
+    model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "image_suffixes", lambda: decode.SUFFIXES)
+    monkeypatch.setattr(paths_module, "image_suffixes", lambda: decode.SUFFIXES)
+    root = folder(tmp_path / "photos", each=2)
+    for name in ("a.heic", "rose/B.HEIC", "rose/c.avif", "notes.txt"):
+        (root / name).write_bytes(b"x")
+    code, out, err = vitrail("predict", str(model), str(root), "--json", capsys=capsys)
+    assert (code, len(out.splitlines())) == (0, 4)
+    last = err.splitlines()[-1]
+    assert last.startswith("4 images; ")
+    skipped = "3 images skipped that cannot be read here: .avif 1, .heic 2 (pip install 'vitrail[heif]' reads .heic)"
+    assert last.endswith(f"; {skipped}")
 
 
 def test_unsure_stands_before_the_labels(model: Path, pictures: Path, capsys: Capture) -> None:

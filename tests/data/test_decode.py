@@ -13,7 +13,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from tests.data.test_mutations import originals
 from vitrail.data import decode as decoding
-from vitrail.data.decode import FORMATS, decode, opened, read_header
+from vitrail.data.decode import decode, opened, read_header, readable_formats
 from vitrail.errors import DataError
 
 RED = (200, 30, 40)
@@ -29,7 +29,7 @@ def picture(size: tuple[int, int] = (6, 4)) -> Image.Image:
     return Image.new("RGB", size, RED)
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", readable_formats())
 def test_every_format_gives_its_pixels(kind: str) -> None:
     pixels = decode(encoded(picture(), kind))
     assert pixels.shape == (3, 4, 6)
@@ -46,6 +46,39 @@ def test_path_string_bytes_and_pillow_agree(tmp_path: Path) -> None:
 def test_sixteen_bits_are_scaled_not_clipped() -> None:
     wide = np.array([[0, 257, 32896, 65535]], dtype=np.uint16)
     assert decode(encoded(Image.fromarray(wide)))[0].tolist() == [[0, 1, 128, 255]]
+
+
+@pytest.mark.parametrize("white", [1, 255, 65535])
+def test_floats_are_scaled_by_the_range_they_lie_in(white: int) -> None:
+    values = np.array([[0, 0.25, 0.5, 1.04, -0.02]], dtype=np.float32) * white
+    assert decode(encoded(Image.fromarray(values), "TIFF"))[0].tolist() == [[0, 64, 128, 255, 0]]
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ([0.0, 3e5], "floats from 0 to 3e.05, and 0 to 1, 255 or 65535 are known: save it with 8 or 16 bits"),
+        ([-2.0, 0.5], "floats from -2 to 0.5"),
+        ([0.5, float("nan")], "no finite numbers"),
+    ],
+)
+def test_floats_of_no_known_range_are_refused(values: list[float], reason: str) -> None:
+    with pytest.raises(DataError, match=f"x cannot be decoded: .*{reason}"):
+        decode(encoded(Image.fromarray(np.array([values], dtype=np.float32)), "TIFF"), name="x")
+
+
+def test_32_bit_integers_with_8_bit_values_are_not_black() -> None:
+    for values, expected in (([0, 9, 255], [0, 9, 255]), ([0, 257, 65535], [0, 1, 255])):
+        content = encoded(Image.fromarray(np.array([values], dtype=np.int32)), "TIFF")
+        assert decode(content)[0].tolist() == [expected]
+
+
+def test_heif_is_read_where_its_decoder_is_installed() -> None:
+    pytest.importorskip("pillow_heif", reason="the extra `heif` is not installed")
+    content = encoded(picture((64, 48)), "HEIF")
+    assert decode(content).shape == (3, 48, 64)
+    assert read_header(content, name="x") == ("HEIF", 48, 64)
+    assert {".heic", ".heif"} <= set(decoding.image_suffixes())
 
 
 TURNS = {

@@ -39,7 +39,7 @@ def test_of_a_large_set_a_stated_sample_is_decoded_and_the_rest_known_by_headers
     assert len(seen.fingerprinted) == 15
     assert (status == DECODED).sum() + (status == BAD).sum() >= 15
     assert (status == HEADER).sum() >= 40 - 15 - 2
-    assert seen.reasons[3] == "is no image of a known kind (JPEG, PNG, WEBP, BMP, GIF, TIFF)"  # even by its header
+    assert seen.reasons[3].startswith("is no image of a known kind (JPEG, PNG, ")  # even by its header
     cut = 4 in seen.fingerprinted
     assert (status[4] == BAD) == cut  # a header does not show that the rest is missing
     again = examine(open_folder(root), limit=15)

@@ -219,6 +219,7 @@ def test_a_16_bit_png_of_50_megapixels_takes_little_more_than_itself(tmp_path: P
         ("GIF", "P", {}),
         *(("TIFF", mode, {"compression": "tiff_lzw", "strip_size": 2**40}) for mode in ("RGB", "RGBA", "CMYK", "I")),
         ("TIFF", "F", {}),
+        *(("AVIF", mode, {"speed": 10, "subsampling": "4:4:4"}) for mode in ("RGB", "RGBA")),
     ],
 )
 def test_no_kind_of_image_takes_more_than_the_stated_bytes_a_pixel(
@@ -227,7 +228,7 @@ def test_no_kind_of_image_takes_more_than_the_stated_bytes_a_pixel(
     gradient = Image.linear_gradient("L").resize((5000, 5000))
     exif = Image.Exif()
     exif[0x0112] = 6 if turned else 1
-    if kind in ("JPEG", "PNG", "WEBP", "TIFF"):
+    if kind in ("JPEG", "PNG", "WEBP", "TIFF", "AVIF"):
         options = options | {"exif": exif}
     gradient.convert("RGB" if mode in ("RGBA", "CMYK") else mode).convert(mode).save(
         tmp_path / "image", kind, **options
@@ -265,6 +266,8 @@ def convert_whole(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         values = np.asarray(image).astype(np.int64)
         image = Image.fromarray((values.clip(0, 65535) * 255 // 65535).astype(np.uint8))
+    if image.mode == "F":
+        image = Image.fromarray(np.rint(np.asarray(image)).astype(np.uint8))
     if image.has_transparency_data:
         return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
     return image

@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.data.pictures import encoded, folder, picture
 from vitrail.data.check import check
-from vitrail.data.decode import FORMATS, decode
+from vitrail.data.decode import decode, readable_formats
 from vitrail.data.examine import examine
 from vitrail.data.folder import open_folder
 from vitrail.errors import DataError
@@ -26,7 +26,7 @@ def originals() -> list[bytes]:
     clear.putalpha(90)
     frames = [picture(seed, (16, 16)) for seed in range(3)]
     return [
-        *(encoded(image, kind) for kind in FORMATS),
+        *(encoded(image, kind) for kind in readable_formats()),
         encoded(image, "JPEG", progressive=True, exif=exif),
         encoded(image.convert("CMYK"), "JPEG"),
         encoded(image.convert("L"), "JPEG"),

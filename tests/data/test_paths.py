@@ -119,7 +119,7 @@ def test_no_more_is_listed_than_is_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     ("argument", "reason"),
     [
         ("empty", "empty holds no image: .jpg"),
-        ("shards", "its shards are shards/*.tar"),
+        ("photos", "known; 2 images skipped that cannot be read here: .jxl 2"),
         ("*.webp", "no file is named *.webp"),
         ("nowhere.tar", "nowhere.tar does not exist"),
         ("bad.tar", "bad.tar is no readable tar"),
@@ -132,9 +132,8 @@ def test_what_cannot_be_listed_is_named_and_the_rest_goes_on(
     argument: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("empty", "shards"):
-        (tmp_path / folder).mkdir()
-    tar(tmp_path / "shards" / "0.tar", "a.jpg")
+    (tmp_path / "empty").mkdir()
+    touched(tmp_path, "photos/a.JXL", "photos/in/b.jxl")
     tar(tmp_path / "labels.tar", "a.cls")
     (tmp_path / "bad.tar").write_bytes(b"nothing" * 200)
     (tmp_path / "wrong.csv").write_text("label\nrose\n")

@@ -52,8 +52,8 @@ def main(
 
     Args:
         model: A file or folder of any known format, hf:ORG/NAME, timm:NAME, or a preset.
-        paths: Images, folders of images, globs, tar shards (x-{000..127}.tar), lists (.csv, .jsonl), or - for a list of
-            paths on standard input, one a line.
+        paths: Images, folders of images or of shards, globs, tar shards (x-{000..127}.tar), lists (.csv, .jsonl), or -
+            for a list of paths on standard input, one a line.
         top: Labels for each image.
         embed: Features in place of labels.
         attention: A folder for pictures of where the model looked, one for each image (attention rollout).
@@ -173,10 +173,11 @@ def _exact() -> Iterator[None]:
 def _predicted(classifier: "Classifier", wanted: Wanted, group: "Group") -> Place:
     """How many images there were and how many failed, after all rows are written."""
     from vitrail.data import workers
-    from vitrail.data.paths import countable, found
+    from vitrail.data.paths import countable, describe_skipped, found
     from vitrail.train import distributed, signals
 
-    items: Iterator[Item] = _items(wanted) if group.leads else iter(())
+    skipped = Counter[str]()
+    items: Iterator[Item] = _items(wanted, skipped) if group.leads else iter(())
     total = sum(1 for _ in found(wanted.paths)) if group.leads and countable(wanted.paths) else 0
     done, again = distributed.led(lambda: _begun(classifier, wanted, items))
     items = itertools.chain(again, items)
@@ -197,7 +198,7 @@ def _predicted(classifier: "Classifier", wanted: Wanted, group: "Group") -> Plac
             if stop:
                 _stop(stop, done, wanted)
     if group.leads:
-        show.note(_summarize(done, done.images - first, labels, wanted))
+        show.note(_summarize(done, done.images - first, labels, wanted) + describe_skipped(skipped))
     return done
 
 
@@ -215,17 +216,18 @@ def _summarize(done: Place, new: int, labels: "Counter[str]", wanted: Wanted) ->
     return "; ".join([*parts, *([] if wanted.out is None else [str(wanted.out)])])
 
 
-def _items(wanted: Wanted) -> Iterator[Item]:
+def _items(wanted: Wanted, skipped: "Counter[str]") -> Iterator[Item]:
     """The images in their order. Names of pictures are remembered, since no two may be the same."""
     from vitrail.data.paths import found
 
     if wanted.attention is None:
-        yield from (Item(image, None) for image in found(wanted.paths, fetch_urls=wanted.fetch_urls))
+        images = found(wanted.paths, fetch_urls=wanted.fetch_urls, skipped=skipped)
+        yield from (Item(image, None) for image in images)
         return
     from vitrail.figures.looks import file_name
 
     taken: set[str] = set()
-    for image in found(wanted.paths, fetch_urls=wanted.fetch_urls):
+    for image in found(wanted.paths, fetch_urls=wanted.fetch_urls, skipped=skipped):
         taken.add(name := file_name(image.name, taken))
         yield Item(image, wanted.attention / f"{name}.png")
 

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail import remote
+from vitrail.data.decode import SUFFIXES as SUFFIXES
 from vitrail.data.table import Array, Table
 from vitrail.errors import DataError
 from vitrail.plurals import plural
 
 SPLITS = ("train", "val", "test")
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 UNLABELLED = -1
 
 

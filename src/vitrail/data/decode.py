@@ -1,9 +1,10 @@
 """Image bytes to pixels, the same in every command.
 
-JPEG, PNG, WebP, BMP, GIF and TIFF are read, fully; a truncated file is an error. EXIF rotation is applied, 16 bits are
-scaled to 8 rather than clipped, CMYK becomes RGB, transparency is laid on white, and of an animation the first frame
-counts. Pillow does this. Where simplejpeg is installed (the extra `fast`) it decodes plain JPEGs in Pillow's place, in
-every command alike, after it has shown once a process that its pixels are Pillow's to the bit.
+JPEG, PNG, WebP, BMP, GIF, TIFF and AVIF are read, fully, and HEIF where pillow-heif is installed (the extra `heif`); a
+truncated file is an error. EXIF rotation is applied, 16 bits are scaled to 8 rather than clipped, floats from 0 to 1,
+255 or 65535 likewise, CMYK becomes RGB, transparency is laid on white, and of an animation the first frame counts.
+Pillow does this. Where simplejpeg is installed (the extra `fast`) it decodes plain JPEGs in Pillow's place, in every
+command alike, after it has shown once a process that its pixels are Pillow's to the bit.
 
 A JPEG of more pixels than fit is decoded at half its sides, which libjpeg does while it decodes: a photo of 200
 megapixels gives 50, the same in every command.
@@ -25,7 +26,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import AvifImagePlugin, ExifTags, Image, UnidentifiedImageError, features
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
@@ -33,12 +34,21 @@ from torch import Tensor
 from vitrail.errors import DataError
 from vitrail.files import open_regular
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "HEIF")
+"""All that may be read; `readable_formats` are those that can be, here."""
+_SUFFIXES = {".avif": "AVIF", ".heic": "HEIF", ".heif": "HEIF"}
+UNREAD_SUFFIXES = (*_SUFFIXES, ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf")
+"""Of photos that are read nowhere, or not without a decoder."""
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+"""Of images that can be read everywhere."""
 FILE_LIMIT = 2**30  # bytes
 PIXEL_LIMIT = 89_478_485  # where Pillow begins to warn; at twice that it refuses
 JPEG_LIMIT = 205_000_000  # pixels of a JPEG, decoded at half its sides: at 8 bytes a pixel no more than others take
 RATIO_LIMIT = 600  # of the sides: a line of pixels is no picture, and resized it would fill the memory
-DAMAGE = (OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error)
+DAMAGE = (
+    *(OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error),
+    RuntimeError,  # libavif's
+)
 """What Pillow raises of files that are damaged."""
 SCAN_LIMIT = 100  # of a JPEG: encoders write about 10, and each costs as much as a pass over all pixels
 LARGE_SCAN_LIMIT = 40  # where a pass is over more than PIXEL_LIMIT
@@ -48,6 +58,7 @@ PROFILE_LIMIT = 16  # of a PNG
 TILE_LIMIT = 2**22  # pixels of a TIFF's tile that is larger than the image
 _STRIP = 2**20  # pixels that are converted at once
 _CHANNELS = {1: "L", 3: "RGB"}
+_WHITE = (1, 255, 65535)  # levels of white in float images
 _OF_A_JPEG = f", of a JPEG {JPEG_LIMIT:,}"
 _SOI, _SOS, _EOI = 0xD8, 0xDA, 0xD9
 _FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # markers that state the size
@@ -131,7 +142,7 @@ def read_header(source: Path | bytes, *, name: str) -> Header:
         _check_profiles(head, name)
         file.seek(0)
         large = _is_large_jpeg(head)
-        with JpegImageFile(file) if large else Image.open(file, formats=FORMATS) as image:
+        with JpegImageFile(file) if large else Image.open(file, formats=readable_formats()) as image:
             encoded = _checked(name, image, JPEG_LIMIT if large else PIXEL_LIMIT)
             kind = str(image.format)
     return Header("JPEG" if kind == "MPO" else kind, encoded.height, encoded.width)  # MPO: a JPEG with others behind it
@@ -143,8 +154,29 @@ def read_file(path: Path, *, name: str) -> bytes:
         return file.read(_file_size(file, name))  # and no more, should it grow meanwhile
 
 
+@lru_cache(maxsize=1)
+def readable_formats() -> tuple[str, ...]:
+    """Those of FORMATS that can be read in this process."""
+    missing = set() if features.check("avif") else {"AVIF"}
+    AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # images are decoded side by side already
+    try:
+        import pillow_heif
+
+        pillow_heif.register_heif_opener(thumbnails=False)
+    except ImportError:
+        missing.add("HEIF")
+    return tuple(kind for kind in FORMATS if kind not in missing)
+
+
+@lru_cache(maxsize=1)
+def image_suffixes() -> tuple[str, ...]:
+    """The suffixes of the images that can be read in this process."""
+    return (*SUFFIXES, *(suffix for suffix, kind in _SUFFIXES.items() if kind in readable_formats()))
+
+
 def decoder() -> str:
     """What decodes JPEGs in this process, for a run's records."""
+    readable_formats()  # loads its modules
     return "Pillow" if _simplejpeg() is None else "simplejpeg, bit-equal to Pillow"
 
 
@@ -156,11 +188,11 @@ def _named(name: str) -> Iterator[None]:
     except Image.DecompressionBombError as error:
         raise DataError(f"{name} has too many pixels: at most {PIXEL_LIMIT:,} are decoded{_OF_A_JPEG}") from error
     except UnidentifiedImageError as error:
-        raise DataError(f"{name} is no image of a known kind ({', '.join(FORMATS)})") from error
+        raise DataError(f"{name} is no image of a known kind ({', '.join(readable_formats())})") from error
     except FileNotFoundError as error:
         raise DataError(f"{name} does not exist") from error
     except DAMAGE as error:
-        raise DataError(f"{name} cannot be decoded: {error}") from error
+        raise DataError(f"{name} cannot be decoded: {' '.join(str(error).split())}") from error
 
 
 def _from_array(array: Pixels, name: str) -> Image.Image:
@@ -286,7 +318,7 @@ def _count(content: bytes, pair: bytes) -> int:
 
 def _image(content: bytes | None) -> Image.Image:
     assert content is not None, "an image is a file or Pillow's"
-    return Image.open(io.BytesIO(content), formats=FORMATS)
+    return Image.open(io.BytesIO(content), formats=readable_formats())
 
 
 def _open_large_jpeg(content: bytes, name: str) -> Encoded:
@@ -330,10 +362,11 @@ def _convert(image: Image.Image, channels: int) -> Pixels:
     pixels = np.empty((height, width, channels), dtype=np.uint8)
     stored = _unturn(pixels, orientation)
     rows = max(1, _STRIP // image.width)
+    white = _white_level(image)
     for top in range(0, image.height, rows):
         bottom = min(image.height, top + rows)
         strip = image if bottom - top == image.height else image.crop((0, top, image.width, bottom))
-        converted = np.asarray(_plain(strip).convert(_CHANNELS[channels]))
+        converted = np.asarray(_plain(strip, white).convert(_CHANNELS[channels]))
         stored[top:bottom] = converted.reshape(*converted.shape[:2], channels)
     return pixels
 
@@ -368,15 +401,40 @@ def _check_tiles(image: Image.Image, name: str) -> None:
             )
 
 
-def _plain(image: Image.Image) -> Image.Image:
-    """The image with 8 bits a channel and nothing transparent."""
+def _white_level(image: Image.Image) -> int:
+    """The value that stands for white: of floats and 32-bit integers the least usual one that no value exceeds.
+
+    A tenth more, or less than 0, is clipped: resampling overshoots.
+    """
+    if image.mode not in ("F", "I"):
+        return 65535
+    least, most = image.getextrema()
+    assert isinstance(least, int | float)
+    assert isinstance(most, int | float)
+    if image.mode == "I":
+        return 255 if most <= 255 else 65535
+    white = next((level for level in _WHITE if most <= 1.1 * level), 0)
+    if not white or least < -0.1 * white:
+        raise ValueError(
+            f"its pixels are floats from {least:.4g} to {most:.4g}, and 0 to 1, 255 or 65535 are known: save it with 8"
+            " or 16 bits"
+        )
+    return white
+
+
+def _plain(image: Image.Image, white: int) -> Image.Image:
+    """The image with 8 bits a channel and nothing transparent; `white` is the highest value where it has more."""
     if image.mode.startswith("I;16") or image.mode == "I":
         wide = np.asarray(image).astype(np.int64)
-        image = Image.fromarray((wide.clip(0, 65535) * 255 // 65535).astype(np.uint8))
+        image = Image.fromarray((wide.clip(0, white) * 255 // white).astype(np.uint8))
+    if image.mode == "F":
+        values = np.asarray(image)
+        if not np.isfinite(values).all():
+            raise ValueError("some of its pixels are no finite numbers")
+        image = Image.fromarray(np.rint(values.clip(0, white) * np.float32(255 / white)).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image)
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image
 
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from vitrail import remote
 from vitrail.data import holdout, index
-from vitrail.data.dataset import SUFFIXES, UNLABELLED, Dataset, from_column
+from vitrail.data.dataset import UNLABELLED, Dataset, from_column
+from vitrail.data.decode import SUFFIXES, image_suffixes
 from vitrail.data.folder_visits import FolderVisits, is_folder, walk_folders
 from vitrail.data.table import Array, Table, texts
 from vitrail.errors import DataError
@@ -76,7 +77,8 @@ def open_folder(root: Path | str, *, share: float = 0.1) -> Dataset:
         folders.extend(listing.folders)
         return _columns(root, listing, share)
 
-    table = index.cached(f"folder {root} {share}", lambda: folders if isinstance(root, Path) else [root], build)
+    source = " ".join(["folder", str(root), str(share), *image_suffixes()[len(SUFFIXES) :]])
+    table = index.cached(source, lambda: folders if isinstance(root, Path) else [root], build)
     facts = table.facts
     store = Files(root, table)
     return Dataset(
@@ -95,7 +97,7 @@ def _columns(root: Path | str, listing: _Listing, share: float) -> tuple[dict[st
     if not listing.paths:
         what = plural(len(listing.others), "other file")
         other = f"; it holds {what}, such as {listing.others[0]}" if listing.others else ""
-        raise NoImageError(f"{root} holds no image ({', '.join(SUFFIXES)}){other}")
+        raise NoImageError(f"{root} holds no image ({', '.join(image_suffixes())}){other}")
     tops = sorted({path.partition("/")[0] for path in listing.paths if "/" in path})
     by_name = _name_splits(tops)
     split_by = bool(by_name)
@@ -213,7 +215,7 @@ def _walked(root: Path) -> _Listing:
         prefix = f"{folder.removeprefix(str(root)).lstrip('/')}/" if len(listing.folders) > 1 else ""
         for entry in entries:
             if not is_folder(entry):
-                kept = listing.paths if entry.name.lower().endswith(SUFFIXES) else listing.others
+                kept = listing.paths if entry.name.lower().endswith(image_suffixes()) else listing.others
                 kept.append(prefix + entry.name)
     listing.remarks.extend([visits.describe()] if visits.left_out else [])
     return listing
@@ -227,7 +229,7 @@ def _listed(url: str) -> _Listing:
     folders = {str(above) for folder in inner for above in (folder, *folder.parents)} - {"."}
     listing = _Listing([], [], [url, *(remote.joined(url, folder) for folder in sorted(folders))], [], [])
     for path in sorted(shown, key=_walk_order):
-        if path.lower().endswith(SUFFIXES):
+        if path.lower().endswith(image_suffixes()):
             listing.paths.append(path)
             listing.sizes.append(files[path].size)
         else:

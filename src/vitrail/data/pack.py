@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data import draws, shards, workers
-from vitrail.data.dataset import SUFFIXES, Dataset, Split
-from vitrail.data.decode import read_file, read_header
+from vitrail.data.dataset import Dataset, Split
+from vitrail.data.decode import image_suffixes, read_file, read_header
 from vitrail.data.order import permuted
 from vitrail.data.shards import Sample, Written
 from vitrail.data.workers import Progress
@@ -151,7 +151,7 @@ def _samples(job: _Job) -> Iterator[Sample]:
 
 def _with_suffix(name: str, image: bytes) -> str:
     """The name, ending in its format where it says none."""
-    if name.lower().endswith(SUFFIXES):
+    if name.lower().endswith(image_suffixes()):
         return name
     return f"{name}.{read_header(image, name=name).format.lower()}"
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from vitrail import remote
 from vitrail.data import holdout, index, table
-from vitrail.data.dataset import SPLITS, SUFFIXES, UNLABELLED, Dataset, from_column
-from vitrail.data.decode import FILE_LIMIT
+from vitrail.data.dataset import SPLITS, UNLABELLED, Dataset, from_column
+from vitrail.data.decode import FILE_LIMIT, image_suffixes
 from vitrail.data.table import Array, Table, texts
 from vitrail.errors import DataError
 from vitrail.files import cache_home, replacing, sha256
@@ -154,8 +154,9 @@ def write_shard(folder: Path, file: str, samples: Iterable[Sample], first: int, 
     with (folder / file).open("wb") as tar:
         for number, sample in enumerate(samples, start=first):
             suffix = PurePosixPath(sample.name).suffix.lower()
-            if suffix not in SUFFIXES:
-                raise DataError(f"{sample.name} has the suffix {suffix!r}; an image has one of {', '.join(SUFFIXES)}")
+            if suffix not in image_suffixes():
+                known = ", ".join(image_suffixes())
+                raise DataError(f"{sample.name} has the suffix {suffix!r}; an image has one of {known}")
             offsets.append(_member(tar, f"{number:09d}{suffix}", sample.image))
             if several:
                 _member(tar, f"{number:09d}.json", json.dumps({"labels": sample.labels}).encode())

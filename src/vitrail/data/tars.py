@@ -22,7 +22,8 @@ import numpy as np
 
 from vitrail import remote
 from vitrail.data import holdout, imagenet, index
-from vitrail.data.dataset import SUFFIXES, UNLABELLED, Dataset, from_column
+from vitrail.data.dataset import UNLABELLED, Dataset, from_column
+from vitrail.data.decode import SUFFIXES, image_suffixes
 from vitrail.data.folder import SPLIT_NAMES
 from vitrail.data.shards import Shards
 from vitrail.data.table import Array, texts
@@ -43,7 +44,7 @@ def open_tars(pattern: str, *, share: float = 0.1) -> Dataset:
     """Tar files of any origin, by pattern; their index is kept in the cache."""
     paths = matching(pattern)
     folder, files = _common(paths)
-    source = f"tars 2 {folder} {' '.join(files)} {share}"
+    source = " ".join(["tars 2", str(folder), *files, str(share), *image_suffixes()[len(SUFFIXES) :]])
     devkit = [] if isinstance(folder, str) else [str(path) for path in [imagenet.find_devkit(folder)] if path]
     rows = index.cached(source, lambda: [*paths, *devkit], lambda: _indexed(folder, files, share))
     return Dataset(
@@ -113,7 +114,7 @@ def _indexed(folder: Path | str, files: Sequence[str], share: float) -> tuple[Ma
     notes = _label_imagenet(folder, files, entries)
     flat = [entry for shard in entries for entry in shard]
     if not flat:
-        raise DataError(f"{folder}/{files[0]} (of {len(files)}) holds no image ({', '.join(SUFFIXES)})")
+        raise DataError(f"{folder}/{files[0]} (of {len(files)}) holds no image ({', '.join(image_suffixes())})")
     labelled = [entry.labels is not None for entry in flat]
     if any(labelled) != all(labelled):
         name = flat[labelled.index(False)].name
@@ -200,7 +201,7 @@ def samples(path: Path | str) -> Iterator[_Entry]:
             if entry:
                 yield entry._replace(labels=labels)
             entry, labels, key = None, None, here
-        if f".{suffix.lower()}".endswith(SUFFIXES):
+        if f".{suffix.lower()}".endswith(image_suffixes()):
             if entry:
                 raise DataError(f"{path} holds two images named {here}: {entry.name} and {member.name}")
             entry = _Entry(member.name, member.offset_data, member.size, None)
@@ -220,7 +221,7 @@ def _class_samples(path: Path | str, archive: Member) -> Iterator[_Entry]:
                 if member.is_folder:
                     continue
                 _check(member, f"{path}:{archive.name}")
-                if member.name.lower().endswith(SUFFIXES):
+                if member.name.lower().endswith(image_suffixes()):
                     start = archive.offset_data + member.offset_data
                     yield _Entry(f"{label}/{member.name}", start, member.size, (label,))
         except TarError as error:
