@@ -46,12 +46,51 @@ def test_help_and_typos_are_answered_without_torch(arguments: list[str]) -> None
 def test_a_typo_gets_the_nearest_verb_and_the_version_is_told(capsys: Capture) -> None:
     code, out, err = run("ifno", "b16", capsys=capsys)
     assert (code, out) == (2, "")
-    assert "there is no verb 'ifno': did you mean info?" in err
-    assert "there is no verb 'data chek': did you mean data check?" in run("data", "chek", "x", capsys=capsys)[2]
+    assert "no command ifno; did you mean info?" in err
+    assert "no command data chek; did you mean data check?" in run("data", "chek", "x", capsys=capsys)[2]
     assert "say what to do: data check, data get" in run("data", capsys=capsys)[2]
     assert "find bad files" in run("data", "--help", capsys=capsys)[1]
     code, out, _ = run("--version", capsys=capsys)
     assert (code, out) == (0, f"vitrail {vitrail.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("finetune photos --modle x", "vitrail finetune: no option --modle; did you mean --model?"),
+        ("finetune photos --zzzz=3", "vitrail finetune: no option --zzzz; vitrail finetune --help lists them"),
+        (
+            "finetune photos --recipe papr",
+            "vitrail finetune: --recipe takes default or paper, not 'papr'; did you mean paper?",
+        ),
+        (
+            "train r --data d --track=tensorbord",
+            "vitrail train: --track takes tensorboard, not 'tensorbord'; did you mean tensorboard?",
+        ),
+        (
+            "probe m d --methods knn liner",
+            "vitrail probe: --methods takes few-shot, knn, linear or logistic, not 'liner'; did you mean linear?",
+        ),
+        ("probe m d --lambda x", "vitrail probe: --lambda takes auto or a number, not 'x'"),
+        ("finetune photos --epochs abc", "vitrail finetune: --epochs takes a number, not 'abc'"),
+        ("finetune photos --batch 2.5", "vitrail finetune: --batch takes a whole number, not '2.5'"),
+        ("finetune photos --model", "vitrail finetune: --model needs a value"),
+        ("finetune photos more", "vitrail finetune: no place for more; vitrail finetune --help lists what it takes"),
+        ("list recipe", "vitrail list: it takes models or recipes, not 'recipe'; did you mean recipes?"),
+        ("info", "vitrail info: it needs MODEL: A file or folder"),
+    ],
+)
+def test_a_mistyped_option_or_value_gets_a_line_and_the_nearest_name(command: str, line: str, capsys: Capture) -> None:
+    code, out, err = run(*command.split(), capsys=capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith(line)
+    assert err.count("\n") == 1
+
+
+def test_options_are_taken_with_dashes_underscores_and_equals(tmp_path: Path, capsys: Capture) -> None:
+    for number, option in enumerate((("--image-size=32",), ("--image_size", "32"), ("--image-size", "32", "48"))):
+        code, _, err = run("convert", "ti16", str(tmp_path / f"{number}.safetensors"), *option, capsys=capsys)
+        assert code == 0, err
 
 
 def test_every_verb_is_explained(capsys: Capture) -> None:

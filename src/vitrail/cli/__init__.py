@@ -53,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _run(arguments)
         sys.stdout.flush()
     except VitrailError as error:
-        print(f"vitrail: {error}", file=sys.stderr)
+        verb = getattr(error, "verb", "")
+        print(f"vitrail{f' {verb}' if verb else ''}: {error}", file=sys.stderr)
         return error.exit_code
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search("allocate memory|out of memory", str(error)):
@@ -92,14 +93,13 @@ def _run(arguments: Sequence[str]) -> None:
         wanted = " ".join([verb, *rest[:1]]) if _group(verb) else verb
         close = difflib.get_close_matches(wanted, VERBS, n=1)
         meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(VERBS)}."
-        raise UsageError(f"there is no verb {wanted!r}: {meant} `vitrail --help` explains them")
+        raise UsageError(f"no command {wanted}; {meant} `vitrail --help` explains them")
     else:
-        import tyro
-
         if os.environ.get("NO_COLOR"):
             os.environ["TERM"] = "dumb"  # the one switch that tyro knows
         function = importlib.import_module(f"vitrail.cli.{verb.replace(' ', '.')}").main
-        tyro.cli(function, prog=f"vitrail {verb}", args=rest, config=(tyro.conf.FlagCreatePairsOff,))
+        positional, named = importlib.import_module("vitrail.cli.arguments").parse_arguments(verb, function, rest)
+        function(*positional, **named)
 
 
 def _group(word: str) -> dict[str, str]:

@@ -1,0 +1,147 @@
+"""The arguments of a command, checked and parsed: a mistake is one line with the nearest name, and exit code 2.
+
+tyro parses; what it says of mistakes is a box of several lines, so the usual ones are found here first.
+"""
+
+import contextlib
+import difflib
+import functools
+import io
+import re
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import tyro
+
+from vitrail.errors import UsageError
+
+
+class ArgumentError(UsageError):
+    """A mistyped option or value; `verb` is the command."""
+
+    def __init__(self, verb: str, message: str) -> None:
+        super().__init__(message)
+        self.verb = verb
+
+
+class Parsed(NamedTuple):
+    """What a function is to be called with."""
+
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
+
+
+class _Option(NamedTuple):
+    """An option and the values it takes."""
+
+    name: str
+    kinds: tuple[Any, ...]
+    """The types of a value."""
+    many: bool
+    """Whether it takes several values."""
+
+
+def parse_arguments(verb: str, function: Callable[..., None], arguments: Sequence[str]) -> Parsed:
+    """The arguments as the function takes them; mistakes are refused in one line."""
+    if not {"-h", "--help"} & set(arguments):
+        _check_options(verb, {option.name: option for option in _list_options(function)}, arguments)
+
+    @functools.wraps(function)
+    def collect(*positional: Any, **named: Any) -> Parsed:
+        return Parsed(positional, named)
+
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(collect, prog=f"vitrail {verb}", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise ArgumentError(verb, _condense(verb, box.getvalue())) from None
+
+
+def _list_options(function: Callable[..., None]) -> Iterator[_Option]:
+    for name, hint in typing.get_type_hints(function, include_extras=True).items():
+        kind, *marks = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
+        if name == "return" or tyro.conf.Positional in marks:
+            continue
+        named = next((mark.name for mark in marks if getattr(mark, "name", None)), name)
+        many = typing.get_origin(kind) is tuple
+        kind = typing.get_args(kind)[0] if many else kind
+        union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+        yield _Option(f"--{named.replace('_', '-')}", typing.get_args(kind) if union else (kind,), many)
+
+
+def _check_options(verb: str, options: dict[str, _Option], arguments: Sequence[str]) -> None:
+    """Refuse an option that there is not, and a value that its option does not take."""
+    place = 0
+    while place < len(arguments):
+        text, equals, value = arguments[place].partition("=")
+        place += 1
+        if not text.startswith("--") or text == "--":
+            continue
+        option = options.get(text.replace("_", "-"))
+        if option is None:
+            raise ArgumentError(
+                verb, f"no option {text}{_suggest(text, options, f'; vitrail {verb} --help lists them')}"
+            )
+        if option.kinds == (bool,):
+            continue
+        values = [value] if equals else []
+        while place < len(arguments) and not arguments[place].startswith("--") and (option.many or not values):
+            values.append(arguments[place])
+            place += 1
+        if not values and not option.many:
+            raise ArgumentError(verb, f"{text} needs a value")
+        for each in values:
+            _check_value(verb, text, option, each)
+
+
+def _check_value(verb: str, text: str, option: _Option, value: str) -> None:
+    if any(_takes(kind, value) for kind in option.kinds):
+        return
+    literals = [kind for kind in option.kinds if typing.get_origin(kind) is typing.Literal]
+    choices = [str(choice) for kind in literals for choice in typing.get_args(kind)]
+    numbers = {int: "a whole number", float: "a number"}
+    takes = _either([*choices, *(numbers[kind] for kind in option.kinds if kind in numbers)])
+    raise ArgumentError(verb, f"{text} takes {takes}, not {value!r:.80}{_suggest(value, choices, '')}")
+
+
+def _takes(kind: Any, value: str) -> bool:
+    if typing.get_origin(kind) is typing.Literal:
+        return value in map(str, typing.get_args(kind))
+    if kind is types.NoneType:
+        return value == "None"
+    if kind in (int, float):
+        with contextlib.suppress(ValueError):
+            kind(value)
+            return True
+        return False
+    return True
+
+
+def _suggest(wrong: str, known: typing.Iterable[str], otherwise: str) -> str:
+    close = difflib.get_close_matches(wrong, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else otherwise
+
+
+def _either(names: Sequence[str]) -> str:
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _condense(verb: str, box: str) -> str:
+    """What tyro says of another mistake, in a line: the part of its box below the title, drawn with lines or dashes."""
+    lines = [line.strip("│ ") for line in re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()]
+    parts = re.split(r"\n[╭╰─-]{3}.*", "\n" + "\n".join(lines))
+    title = 0 if "╭" in box else 1
+    text = next((" ".join(part.split()) for part in parts[title:] if part.strip()), "")
+    if missing := re.match(rf"Missing from vitrail {verb}: (\S+) (.*)", text):
+        return f"it needs {missing[1]}: {missing[2].replace(' (required)', '')}"
+    if wrong := re.match(r"invalid choice '(.*)' for argument '(.*)'. Expected one of \((.*)\)", text):
+        choices = re.findall(r"'([^']*)'", wrong[3])
+        return f"it takes {_either(choices)}, not {wrong[1]!r}{_suggest(wrong[1], choices, '')}"
+    if unknown := re.match(r"Unrecognized options: (.*)", text):
+        return f"no place for {unknown[1]}; vitrail {verb} --help lists what it takes"
+    return text or f"vitrail {verb} --help lists what it takes"
