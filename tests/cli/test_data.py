@@ -59,7 +59,7 @@ def test_check_names_each_bad_file_with_its_reason_and_ends_with_3(tmp_path: Pat
     for name, reason in reasons.items():
         line = next(line for line in out.splitlines() if name in line)
         assert reason in line.replace(",", ""), line
-    assert "4 images of ./set are bad" in err
+    assert "4 bad images in ./set" in err
     assert "--leave-out data_report.json" in err
     report = json.loads((tmp_path / "data_report.json").read_text())
     assert {Path(row["name"]).name for row in report["bad"]} == set(reasons)
@@ -128,10 +128,12 @@ def test_copies_inside_and_across_splits_and_against_another_set_are_found(tmp_p
     cropped = Image.open(root / "train" / "rose" / "3.png").crop((6, 4, 122, 92))
     (other / "a.jpg").write_bytes(encoded(cropped, quality=90))
     (other / "b.jpg").write_bytes(encoded(photo(999), quality=90))
-    code, out, _ = run("data", "check", "./set", "--against", "./other", capsys=capsys)
+    code, out, err = run("data", "check", "./set", "--against", "./other", capsys=capsys)
     assert code == 0
-    assert "1 groups of equal files, 1 groups that look the same" in out
-    assert "1 of these groups reach across splits" in out
+    last = "images, none bad, 1 group of copies across splits; report: data_report.json"
+    assert err.splitlines()[-1].endswith(last)
+    assert "1 group of equal files, 1 group that looks the same" in out
+    assert "1 group of these across splits" in out
     report = json.loads((tmp_path / "data_report.json").read_text())
     exact, near = report["duplicates"]["groups"]
     assert [image["name"] for image in exact["images"]] == ["train/rose/0.png", "train/rose/twin.png"]

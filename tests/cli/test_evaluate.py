@@ -199,6 +199,21 @@ def test_a_folder_without_splits_is_measured_whole_but_for_what_the_model_was_tr
         assert (left_out in error) == (images == 3)
 
 
+def test_it_ends_with_what_came_of_it_and_where_it_is(
+    flowers: Path, model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "out"
+    _, _, error = vitrail("evaluate", str(model), str(flowers), "--workers", "0", "--out", str(out), capsys=capsys)
+    found = json.loads((out / "evaluate.json").read_text())["models"][0]
+    last = error.splitlines()[-1]
+    assert last.startswith(f"{found['top1']:.1%} of 15 images right (")
+    assert last.endswith(f"; tables and pictures: {out}")
+    save(load(model), tmp_path / "other.safetensors")
+    twice = ("evaluate", str(model), str(flowers), "--workers", "0", "--against", str(tmp_path / "other.safetensors"))
+    error = vitrail(*twice, "--out", str(tmp_path / "two"), capsys=capsys)[2]
+    assert error.splitlines()[-1].startswith(f"best of 2 models: {model}, ")
+
+
 def test_another_model_is_checked_before_the_first_runs(
     flowers: Path, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

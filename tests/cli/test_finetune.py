@@ -213,7 +213,7 @@ def test_preprocessing_must_be_known_and_may_not_be_contradicted(tmp_path: Path,
     ("options", "message"),
     [
         (("--image-size", "30"), "30 x 30 does not divide into patches of 8 x 8 pixels; the nearest is 32 x 32"),
-        (("--keep-head",), "9 classes are in one of model and data alone, such as 'kind 0' of the model"),
+        (("--keep-head",), "9 classes in one of model and data alone, such as 'kind 0' of the model"),
         (("--minutes", "5", "--epochs", "3"), "give --minutes or --epochs"),
         (("--minutes", "0"), "must be above 0"),
         (("--runs", "0"), "--runs is 0; it must be at least 1"),
@@ -316,7 +316,7 @@ def test_copies_across_splits_are_warned_of(tmp_path: Path, capsys: Capture) -> 
         (tmp_path / "set" / split / "rose" / "twin.jpg").write_bytes(twin)
     code, _, err = finetune(*SHORT, capsys=capsys)
     assert code == 0
-    assert "warning: 1 groups of copies reach across splits" in err
+    assert "warning: 1 group of copies across splits" in err
 
 
 def test_strong_imbalance_is_warned_of_and_can_be_answered(tmp_path: Path, capsys: Capture) -> None:

@@ -65,6 +65,10 @@ def test_the_table_has_a_row_for_each_method(capsys: Capture) -> None:
     code, out, err = probe(capsys=capsys)
     assert code == 0
     assert "note: without 10-shot, 25-shot: rose has 6 training images" in err
+    assert re.fullmatch(
+        r"best: .*, \d+\.\d% of 12 test images right; --save FILE keeps a linear head with the model",
+        err.splitlines()[-1],
+    )
     lines = out.splitlines()
     assert lines[0] == "test: 12 images, 2 classes; settings chosen on val"
     assert [line.split()[0] for line in lines[1:]] == ["method", "1-shot", "5-shot", "kNN", "linear", "logistic"]

@@ -105,7 +105,7 @@ def test_labels_are_one_for_each_image(tmp_path: Path) -> None:
     assert features.labels(split).tolist() == [0, 0, 0, 1, 1, 1]
     split.store.table.columns["label"] = split.store.table["label"].copy()
     split.store.table["label"][split.rows[4]] = -1
-    with pytest.raises(DataError, match=r"1 images have no label, such as train/tulip/1\.jpg"):
+    with pytest.raises(DataError, match=r"1 image without a label, such as train/tulip/1\.jpg"):
         features.labels(split)
 
 

@@ -77,7 +77,7 @@ def test_real_labels_of_other_images_go_by_their_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lists", [[[1]] * 3, [[1]] * 5])
 def test_a_real_file_of_the_wrong_length_is_refused(tmp_path: Path, lists: object) -> None:
-    with pytest.raises(DataError, match="there are 4 images"):
+    with pytest.raises(DataError, match="the data have 4 images"):
         real(tmp_path, lists)
 
 

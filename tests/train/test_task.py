@@ -242,7 +242,7 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     dataset = pictures(tmp_path)
     with pytest.raises(ModelError, match="do not say how images must be prepared: name it with --preprocess imagenet"):
         fitted(dataclasses.replace(known(), preprocess=None), dataset, tuning())
-    with pytest.raises(UsageError, match="9 classes are in one of model and data alone, such as 'kind 0' of the model"):
+    with pytest.raises(UsageError, match="9 classes in one of model and data alone, such as 'kind 0' of the model"):
         fitted(known(), dataset, tuning(), keep_head=True)
     with pytest.raises(UsageError, match="have no names, so its head cannot be kept"):
         fitted(dataclasses.replace(known(), labels=None), dataset, tuning(), keep_head=True)

@@ -167,7 +167,7 @@ def test_labels_are_kept_given_or_refused() -> None:
     before = making.trained(making.vit())
     assert adapt(before, image_size=48).labels == before.labels
     assert adapt(before, classes=2, labels=("cat", "dog")).labels == ("cat", "dog")
-    with pytest.raises(UsageError, match="3 labels were given for a head of 7"):
+    with pytest.raises(UsageError, match="3 labels given for a head of 7"):
         adapt(before, labels=("a", "b", "c"))
     with pytest.raises(UsageError, match="does not divide into patches of 8 x 8 pixels; the nearest is 48 x 48"):
         adapt(before, image_size=50)
@@ -223,9 +223,7 @@ def test_a_head_in_another_order_gives_the_same_logits_in_that_order(model: Mode
 def test_a_head_of_other_classes_cannot_be_put_in_order() -> None:
     before = making.trained(making.vit())
     assert before.labels is not None
-    with pytest.raises(
-        UsageError, match=r"2 classes are in one of model and data alone, such as 'kind 6' of the model"
-    ):
+    with pytest.raises(UsageError, match=r"2 classes in one of model and data alone, such as 'kind 6' of the model"):
         reordered(before, (*before.labels[:6], "new kind"))
     with pytest.raises(UsageError, match=r"1 classes .* such as 'a kind' of the data"):
         reordered(before, (*before.labels, "a kind"))

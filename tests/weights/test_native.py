@@ -178,9 +178,9 @@ def test_a_file_from_before_temperatures_has_that_of_one(tmp_path: Path) -> None
         (lambda h: h["architecture"].update(depth=2), "no place for: 'blocks.2"),
         (lambda h: h["architecture"].update(mlp=65), "needs"),
         (lambda h: h["preprocess"].update(std=[0.5, 0.5, 0.0]), "std"),
-        (lambda h: h["preprocess"].update(mean=[0.5], std=[0.5]), "1 channels and the model 3"),
+        (lambda h: h["preprocess"].update(mean=[0.5], std=[0.5]), "1 channel and the model 3"),
         (lambda h: h["preprocess"].update(size=[10**6, 10**6]), "resize is"),
-        (lambda h: h.update(labels=["one"]), "1 labels were given for a head of 7"),
+        (lambda h: h.update(labels=["one"]), "1 label given for a head of 7"),
         (lambda h: h.update(labels=[1] * 7), "labels is 1"),
         (lambda h: h.update(labels="seven"), "labels is 'seven'"),
         (lambda h: h.update(origin=None), "must be an object"),
@@ -223,5 +223,5 @@ def test_nan_and_infinity_are_named(tmp_path: Path) -> None:
 
 def test_a_trained_model_whose_parts_do_not_fit_is_refused() -> None:
     whole = making.trained(making.vit())
-    with pytest.raises(UsageError, match="2 labels were given for a head of 7"):
+    with pytest.raises(UsageError, match="2 labels given for a head of 7"):
         dataclasses.replace(whole, labels=("a", "b"))

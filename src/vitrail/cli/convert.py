@@ -220,11 +220,16 @@ def _tell(found: dict[str, Any]) -> None:
         rows.append(("difference", f"{found['difference']:.1e} from vitrail's own float32; {allowed}"))
     if "int8" in found:
         int8 = found["int8"]
-        sure = "" if int8["sure"] is None else f", {int8['sure']:.2%} where it is sure ({int8['sure_images']:,} images)"
+        sure = (
+            ""
+            if int8["sure"] is None
+            else f", {int8['sure']:.2%} where it is sure ({show.plural(int8['sure_images'], 'image')})"
+        )
         rows += [
             (
                 "int8 agrees",
-                f"with float32's answer on {int8['top1']:.2%} of {int8['images']:,} images of {int8['data']}{sure}",
+                f"with float32's answer on {int8['top1']:.2%} of {show.plural(int8['images'], 'image')} of"
+                f" {int8['data']}{sure}",
             ),
             ("int8 changes", f"the probability of that answer by {int8['change']:.4f} on average"),
             ("int8 speed", f"{int8['speed']:.2f} times float32's, ONNX Runtime on this machine"),

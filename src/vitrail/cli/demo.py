@@ -29,7 +29,9 @@ def main(out: Path | None = None, resume: bool = False, json: bool = False) -> N
     dataset = open_data("digits")
     folder, resume = runs.place("demo", out, ALONE, resume=resume, overwrite=False)
     recipe = recipes.named("digits")
-    show.note(f"training {recipe.model} on {len(dataset.splits['train']):,} digits for {recipe.epochs} epochs")
+    show.note(
+        f"training {recipe.model} on {len(dataset.splits['train']):,} digits for {show.plural(recipe.epochs, 'epoch')}"
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a model gains nothing by a second thread, and loses much on a busy machine
     try:

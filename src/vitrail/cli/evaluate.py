@@ -399,10 +399,18 @@ def _tell(found: dict[str, Any], folder: Path, *, as_json: bool) -> None:
         show.table(rows)
     for pair in found["compared"]:
         print(
-            f"{pair['model']} alone is right on {pair['first']:,} images, {pair['against']} alone on"
+            f"{pair['model']} alone is right on {show.plural(pair['first'], 'image')}, {pair['against']} alone on"
             f" {pair['second']:,}: between equals that happens with a chance of {pair['chance']:.2g} (McNemar)"
         )
-    show.note(f"written: {folder}")
+    show.note(f"{_sentence(found['models'])}; tables and pictures: {folder}")
+
+
+def _sentence(models: Sequence[dict[str, Any]]) -> str:
+    """What came of it, in a line: of several models the best."""
+    best = max(models, key=lambda model: float(model["top1"]))
+    low, high = best["top1_interval"]
+    right = f"{best['top1']:.1%} of {show.plural(best['images'], 'image')} right ({100 * low:.1f} to {100 * high:.1f})"
+    return right if len(models) == 1 else f"best of {len(models)} models: {best['model']}, {right}"
 
 
 def _number(model: dict[str, Any], name: str) -> str:

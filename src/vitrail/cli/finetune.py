@@ -302,7 +302,7 @@ def _plan(task: "Task", deadline: "Deadline", *, choose_side: bool, warmup: int)
     from vitrail.model.count import training_flops
 
     config, side = task.config, None
-    minutes = f"{deadline.seconds / 60:g} minutes"
+    minutes = show.plural(deadline.seconds / 60, "minute")
     if choose_side and isinstance(config, ViTConfig) and config.image_size[0] == config.image_size[1]:
         own = config.image_size[0]
         epochs = deadline.fit_steps(0) * deadline.batch / deadline.images
@@ -315,12 +315,12 @@ def _plan(task: "Task", deadline: "Deadline", *, choose_side: bool, warmup: int)
     if steps < 1:
         after = deadline.seconds_after(passes=2)
         show.note(
-            f"warning: {minutes} are too short: what follows training takes about {runs.duration(after)}"
+            f"warning: {minutes} {'is' if deadline.seconds == 60 else 'are'} too short: what follows training takes about {runs.duration(after)}"
             f" (the images held out, {show.plural(deadline.test, 'test image')}, the report); one step is trained"
         )
     epochs = max(steps, warmup + 1) * deadline.batch / deadline.images
     less = ", which take less: more would not help" if steps == deadline.most_steps else ""
-    show.note(f"{minutes}: about {epochs:.3g} epochs{less}; corrected as the run goes")
+    show.note(f"{minutes}: about {show.plural(float(f'{epochs:.3g}'), 'epoch')}{less}; corrected as the run goes")
     return epochs, side
 
 

@@ -117,7 +117,10 @@ def _vit(a: dict[str, Any]) -> list[tuple[str, str]]:
         ("input", f"{size} pixels, {_channels(a)}, patches of {patch}{of}"),
         ("tokens", _tokens(a)),
         ("positions", f"{a['positions']}, added at: {a['positions_at']}; resampled by {a['resample']}"),
-        ("head", f"{a['classes']} classes, pool {a['pool']}{', hidden layer' if a['hidden_head'] else ''}"),
+        (
+            "head",
+            f"{show.plural(a['classes'], 'class')}, pool {a['pool']}{', hidden layer' if a['hidden_head'] else ''}",
+        ),
         ("numerics", f"GELU {a['gelu']}, LayerNorm epsilon {a['norm_eps']:g}"),
     ]
 
@@ -128,12 +131,12 @@ def _resnet(a: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("architecture", f"BiT ResNet: {_conv(a['conv'])}"),
         ("input", f"{size} pixels, {_channels(a)}; any other size too"),
-        ("head", f"{a['classes']} classes, global average"),
+        ("head", f"{show.plural(a['classes'], 'class')}, global average"),
     ]
 
 
 def _channels(a: dict[str, Any]) -> str:
-    return "1 channel" if a["channels"] == 1 else f"{a['channels']} channels"
+    return show.plural(a["channels"], "channel")
 
 
 def _conv(c: dict[str, Any]) -> str:

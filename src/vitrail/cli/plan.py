@@ -293,7 +293,10 @@ def _print(found: dict[str, Any]) -> None:
         ("machine", f"{nodes}{machine['gpus']} x {machine['gpu']} at {share}"),
         ("parameters", show.count(found["parameters"])),
         ("FLOPs", f"{found['flops_per_image'] / 1e9:,.1f} G to train on an image, {exaflops}"),
-        ("steps", f"{found['steps']:,} of {found['batch']:,} images, {found['epochs']:.4g} epochs"),
+        (
+            "steps",
+            f"{found['steps']:,} of {show.plural(found['batch'], 'image')}, {show.plural(found['epochs'], 'epoch')}",
+        ),
         ("time", f"{runs.duration(found['seconds'])}, {days}"),
         ("disk", f"{show.size(disk['checkpoint'])} a checkpoint, {show.size(disk['weights'])} the weights"),
     ]
@@ -317,7 +320,8 @@ def _fitting(found: dict[str, Any]) -> str:
     machine, memory = found["machine"], found["memory"]
     parts = memory["sharded" if machine["shard"] else "whole"]
     room = USABLE * memory["available"] - (parts["total"] - parts["activations"])
-    at_once = f"{found['micro_batch']:,} images at once take {show.size(parts['total'])}"
+    images = found["micro_batch"]
+    at_once = f"{show.plural(images, 'image')} at once {'takes' if images == 1 else 'take'} {show.size(parts['total'])}"
     available = f"a {'core' if machine['gpu'] == TPU else 'GPU'} of {show.size(memory['available'])}"
     if parts["activations"] <= room:
         return f"{at_once} of {available}."

@@ -182,7 +182,7 @@ def _predicted(classifier: "Classifier", wanted: Wanted, group: "Group") -> Plac
     done, again = distributed.led(lambda: _begun(classifier, wanted, items))
     items = itertools.chain(again, items)
     if done.images:
-        show.note(f"{wanted.out} has {done.images:,} images; going on after them")
+        show.note(f"{wanted.out} has {show.plural(done.images, 'image')}; going on after that")
     with contextlib.ExitStack() as stack:
         asked = None if wanted.out is None else stack.enter_context(signals.requests())
         write = stack.enter_context(_writing(classifier, wanted, done)) if group.leads else None
@@ -209,7 +209,7 @@ def _summarize(done: Place, new: int, labels: "Counter[str]", wanted: Wanted) ->
     if new < done.images:
         parts.append(f"{new:,} of them in this run")
     if labels:
-        others = f", and {len(labels) - _NAMED:,} other labels" if len(labels) > _NAMED else ""
+        others = f", and {show.plural(len(labels) - _NAMED, 'other label')}" if len(labels) > _NAMED else ""
         parts.append(
             ", ".join(f"{show.printable(name)} {count:,}" for name, count in labels.most_common(_NAMED)) + others
         )
@@ -364,7 +364,9 @@ def _stop(asked: signal.Signals, done: Place, wanted: Wanted) -> None:
     """End where the rows are whole: by Ctrl-C as interrupted, by other signals as stopped."""
     from vitrail.train.signals import StoppedError
 
-    message = f"stopped by {asked.name} after {done.images:,} images; the same command goes on with {wanted.out}"
+    message = (
+        f"stopped by {asked.name} after {show.plural(done.images, 'image')}; the same command goes on with {wanted.out}"
+    )
     if asked == signal.SIGINT:
         show.note(message)
         raise KeyboardInterrupt

@@ -269,7 +269,8 @@ def _saved(
 
     best = max(fitted, key=lambda one: one.right)
     name, number = best.score.setting
-    change = f"head: {best.score.method} probe of {dataset.name}, {name} {number:g}, {best.score.learned:,} images"
+    learned = show.plural(best.score.learned, "image")
+    change = f"head: {best.score.method} probe of {dataset.name}, {name} {number:g}, {learned}"
     made = probe.with_head(trained, best.head, dataset.classes, best.temperature, change)
     save(made, path, overwrite=overwrite)
     choice = len(of.choice.targets)
@@ -315,7 +316,9 @@ def _facts(dataset: "Dataset", of: "Parts", scores: list["Score"], *, everything
 def _print(found: dict[str, Any]) -> None:
     """What was found, for people."""
     chosen = f"settings chosen on {found['chosen_on']}{', then learned from too' if found['everything'] else ''}"
-    print(f"{found['split']}: {found['images']:,} images, {found['classes']:,} classes; {chosen}")
+    print(
+        f"{found['split']}: {show.plural(found['images'], 'image')}, {show.plural(found['classes'], 'class')}; {chosen}"
+    )
     rows = [("method", "learned from", "setting", "right", "")]
     for score in found["scores"]:
         method = f"{score['shots']}-shot" if score["shots"] else score["method"]
@@ -324,9 +327,15 @@ def _print(found: dict[str, Any]) -> None:
             low, high = score["interval"]
             doubt = f"95 %: {low:.1%} to {high:.1%}"
         else:
-            doubt = f"± {score['std']:.1%}, {score['seeds']} draws"
-        rows.append((method, f"{score['learned']:,} images", setting, f"{score['top1']:.1%}", doubt))
+            doubt = f"± {score['std']:.1%}, {show.plural(score['seeds'], 'draw')}"
+        rows.append((method, show.plural(score["learned"], "image"), setting, f"{score['top1']:.1%}", doubt))
     show.table(rows, right=(1, 3))
+    best = max(found["scores"], key=lambda score: float(score["top1"]))
+    method = f"{best['shots']}-shot" if best["shots"] else best["method"]
+    kept = "" if found["saved"] else "; --save FILE keeps a linear head with the model"
+    show.note(
+        f"best: {method}, {best['top1']:.1%} of {show.plural(found['images'], found['split'] + ' image')} right{kept}"
+    )
     if saved := found["saved"]:
         why = "" if saved["chosen"] is None else f", {saved['chosen']:.1%} right of {found['chosen_on']}"
         print(f"{saved['path']}: {saved['method']}{why}, temperature {saved['temperature']:.3f}")

@@ -181,8 +181,8 @@ def fit_warmup(recipe: Recipe, images: int) -> Recipe:
         return recipe
     shorter = steps // 10
     show.note(
-        f"note: the recipe's warm-up of {warmup:,} steps is for a larger dataset; of this run's {steps:,} steps"
-        f" {shorter:,} are taken (--warmup changes it)"
+        f"note: the recipe's warm-up of {warmup:,} steps is for a larger dataset; of this run's"
+        f" {show.plural(steps, 'step')} {shorter:,} {'is' if shorter == 1 else 'are'} taken (--warmup changes it)"
     )
     return dataclasses.replace(recipe, schedule=dataclasses.replace(recipe.schedule, warmup=shorter))
 
@@ -301,7 +301,7 @@ def _examine(dataset: "Dataset", data: str, seconds: float) -> dict[str, Any] | 
             return None
     if across := report["duplicates"]["across_splits"]:
         show.note(
-            f"warning: {across:,} groups of copies reach across splits, so results look too good:"
+            f"warning: {show.plural(across, 'group')} of copies across splits, so results look too good:"
             f" vitrail data check {data}"
         )
     return report
@@ -652,11 +652,11 @@ def dry_run(task: "Task", *, as_json: bool) -> None:
             _learned(task),
             ("model", task.start.origin.name if task.start else f"{recipe.model}, random weights"),
             ("input", f"{view.size[0]} x {view.size[1]} pixels, mean {view.mean}, std {view.std}"),
-            ("steps", f"{plan.steps:,} of {plan.batch:,} images, {recipe.epochs:.4g} epochs"),
+            ("steps", f"{plan.steps:,} of {show.plural(plan.batch, 'image')}, {show.plural(recipe.epochs, 'epoch')}"),
             ("optimiser", f"{optimiser.kind}, learning rate {optimiser.lr:g}, weight decay {optimiser.weight_decay:g}"),
-            ("schedule", f"{schedule.warmup:,} steps of warm-up, then {schedule.decay}"),
+            ("schedule", f"{show.plural(schedule.warmup, 'step')} of warm-up, then {schedule.decay}"),
             ("augmentation", _augmentation(recipe)),
-            ("device", ", ".join([str(task.device), f"{plan.micro_batches} micro-batches", *how])),
+            ("device", ", ".join([str(task.device), show.plural(plan.micro_batches, "micro-batch"), *how])),
             ("time", f"about {duration(found.seconds)} at {found.images_per_second:,.0f} images/s"),
             ("memory", f"about {show.size(found.memory)} of {show.size(found.available)}{_advice(task, found)}"),
             ("first batch", str(picture)),
@@ -669,7 +669,7 @@ def _learned(task: "Task") -> tuple[str, str]:
     """What there is to learn."""
     masked, counts = task.recipe.masked, task.counts
     if masked is None:
-        return "classes", f"{len(task.dataset.classes):,}, with {min(counts):,} to {max(counts):,} images"
+        return "classes", f"{len(task.dataset.classes):,}, with {min(counts):,} to {show.plural(max(counts), 'image')}"
     hidden = masked.hidden(task.patches)
     return "hidden", f"{hidden} of {task.patches} patches ({masked.kind}), to tell: {masked.target}"
 

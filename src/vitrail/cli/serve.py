@@ -82,7 +82,7 @@ def main(
         listener.listen()  # whoever reads the address may ask at once
         print(run.address(listener), flush=True)
         run.run(service, listener)
-    unanswered = f"{service.unanswered} requests were not answered within {run.GRACE} s"
+    unanswered = f"{show.plural(service.unanswered, 'request')} without an answer within {run.GRACE} s"
     show.note(f"stopped; {unanswered if service.unanswered else 'all that was accepted is answered'}")
 
 

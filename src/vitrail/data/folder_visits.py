@@ -8,6 +8,8 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 
+from vitrail.plurals import plural
+
 VISIT_LIMIT = 16  # through links, in one walk
 
 Identity = tuple[int, int]
@@ -43,8 +45,8 @@ class FolderVisits:
         if not self.left_out:
             return ""
         return (
-            f"{len(self.left_out):,} links to folders that were listed {VISIT_LIMIT} times through other links are left"
-            f" out, such as {self.left_out[0]}"
+            f"{plural(len(self.left_out), 'link')} left out, to folders that were listed {VISIT_LIMIT} times through"
+            f" others, such as {self.left_out[0]}"
         )
 
 

@@ -17,6 +17,7 @@ from vitrail.data.dataset import SPLITS
 from vitrail.data.table import Array
 from vitrail.errors import DataError
 from vitrail.files import data_home, replacing
+from vitrail.plurals import plural
 
 NO_SPLIT = -1
 _TRAIN, _VAL, _TEST = range(3)
@@ -59,7 +60,7 @@ def completed(
     names = tuple(SPLITS[split] for split in sorted(wanted))
     sentence = f"no {' and '.join(names)} given: {share:.0%} of each class held out for {'each' if names[1:] else 'it'}"
     count = int((out[rows] != _TRAIN).sum())
-    return Completed(out, names, (f"{sentence} ({count:,} images, {where})",))
+    return Completed(out, names, (f"{sentence} ({plural(count, 'image')}, {where})",))
 
 
 def _held(

@@ -12,6 +12,7 @@ from vitrail.data.dataset import UNLABELLED, Dataset, from_column
 from vitrail.data.folder import SPLIT_NAMES
 from vitrail.data.table import Array, Table
 from vitrail.errors import DataError, UsageError
+from vitrail.plurals import plural
 
 _NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<configuration>[\w.-]+))?(@(?P<revision>[\w./-]+))?")
 
@@ -120,7 +121,7 @@ def _labels(name: str, parts: dict[str, Any], column: str | None) -> tuple[tuple
         labels = np.array([place[value] for row in rows for value in row], dtype=np.int32)
     except KeyError as error:
         raise DataError(
-            f"{name}: {column} is {error.args[0]!r:.80}, which is none of its {len(classes)} classes"
+            f"{name}: {column} is {error.args[0]!r:.80}, which is none of its {plural(len(classes), 'class')}"
         ) from error
     ends = np.cumsum([len(row) for row in rows], dtype=np.int64) if inner is not feature else None
     return classes, labels, ends

@@ -24,6 +24,7 @@ from vitrail.data import archives, matlab
 from vitrail.data.decode import decode
 from vitrail.data.shards import Sample
 from vitrail.errors import DataError
+from vitrail.plurals import plural
 
 Files = Mapping[str, Path]
 
@@ -158,7 +159,9 @@ def _drawn(split: str, pixels: Pixels, labels: Pixels | Sequence[int], *, first:
     if pixels.dtype != np.uint8 or pixels.shape[3:] not in ((), (3,)):
         raise DataError(f"the {split} images are {pixels.dtype} {pixels.shape}, not bytes (N, H, W) or (N, H, W, 3)")
     if len(pixels) != len(labels):
-        raise DataError(f"there are {len(pixels):,} {split} images and {len(labels):,} labels")
+        raise DataError(
+            f"{plural(len(pixels), f'{split} image')} and {plural(len(labels), 'label')}: one each is needed"
+        )
     return (
         Sample(split, f"{split}/{number:06d}.png", _png(image), (int(label),))
         for number, (image, label) in enumerate(zip(pixels, labels, strict=True), start=first)

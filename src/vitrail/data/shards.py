@@ -29,6 +29,7 @@ from vitrail.data.table import Array, Table, texts
 from vitrail.errors import DataError
 from vitrail.files import cache_home, replacing, sha256
 from vitrail.locks import wait_for_lock
+from vitrail.plurals import plural
 
 INDEX, SET = "index", "set.json"
 SHARD_BYTES = 256 * 2**20
@@ -248,7 +249,9 @@ def _check_index(rows: Table, sizes: Sequence[int], classes: int) -> None:
     for name in {*each, *inner.values()}:
         column, kind = rows[name], "u" if name == "name.bytes" else "i"
         if column.ndim != 1 or column.dtype.kind != kind or (name in each and len(column) != count):
-            raise ValueError(f"the column {name} is {column.dtype} {column.shape}, and the set has {count} images")
+            raise ValueError(
+                f"the column {name} is {column.dtype} {column.shape}, and the set has {plural(count, 'image')}"
+            )
     _check_range(rows, "shard", 0, len(sizes) - 1, rising=True)
     _check_range(rows, "split", 0, len(SPLITS) - 1)
     _check_range(rows, "label", 0 if several else UNLABELLED, classes - 1)

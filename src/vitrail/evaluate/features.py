@@ -32,6 +32,7 @@ from vitrail.data.transforms import normalise
 from vitrail.data.workers import Progress, silent
 from vitrail.errors import DataError, ModelError
 from vitrail.model.build import Model
+from vitrail.plurals import plural
 from vitrail.weights import storage
 
 HEADS = ("head.", "head_dist.")  # the tensors that features do not depend on
@@ -89,7 +90,7 @@ def labels(split: Split) -> Tensor:
     found = np.asarray(split.store.table["label"])[np.asarray(split.rows)].astype(np.int64)
     if len(bare := np.flatnonzero(found == UNLABELLED)):
         raise DataError(
-            f"{len(bare):,} images have no label, such as {split.name(int(bare[0]))}: add them or remove these"
+            f"{plural(len(bare), 'image')} without a label, such as {split.name(int(bare[0]))}: add it, or remove them"
         )
     return torch.from_numpy(found)
 

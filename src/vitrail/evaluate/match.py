@@ -12,6 +12,7 @@ from pathlib import Path
 
 from vitrail.data.dataset import Split
 from vitrail.errors import DataError
+from vitrail.plurals import plural
 from vitrail.spreadsheet import unquote_cell
 from vitrail.weights.labels import imagenet1k
 
@@ -26,8 +27,8 @@ def outputs_of(classes: Sequence[str], labels: Sequence[str] | None, outputs: in
     if labels is None:
         if len(classes) != outputs:
             raise DataError(
-                f"the model has {outputs} outputs without names, and the data {len(classes)} classes: name them with"
-                " `vitrail convert MODEL OUT --labels FILE`"
+                f"the model has {plural(outputs, 'output')} without names, and the data"
+                f" {plural(len(classes), 'class')}: name them with `vitrail convert MODEL OUT --labels FILE`"
             )
         return list(range(outputs))
     places = _places(labels)
@@ -116,6 +117,10 @@ def real_labels(path: Path, split: Split) -> list[frozenset[int]]:
     places = [int(match[1]) - 1 if match else row for row, match in enumerate(matches)]
     numbered = all(matches)
     if (max(places, default=-1) >= len(lists)) if numbered else len(lists) != len(split):
-        whose = f"number {max(places) + 1:,} is among the images" if numbered else f"there are {len(split):,} images"
-        raise DataError(f"{path} has labels of {len(lists):,} images, and {whose}")
+        whose = (
+            f"number {max(places) + 1:,} is among the images"
+            if numbered
+            else f"the data have {plural(len(split), 'image')}"
+        )
+        raise DataError(f"{path} has labels of {plural(len(lists), 'image')}, and {whose}")
     return [frozenset(lists[place]) for place in places]

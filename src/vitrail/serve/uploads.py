@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from fastapi import Request
 from python_multipart.multipart import parse_options_header
 
+from vitrail.plurals import plural
 from vitrail.serve.batching import BusyError
 from vitrail.serve.limits import Limits, RefusedError
 
@@ -137,7 +138,7 @@ def find_files(content: mmap.mmap | bytes, size: int, content_type: str, most: i
         if content[start : start + 2] != b"\r\n":
             raise damaged
         if len(files) == most:
-            raise RefusedError(413, f"a request may have {most} images, and this one has more")
+            raise RefusedError(413, f"a request may have {plural(most, 'image')}, and this one has more")
         first = content.find(b"\r\n\r\n", start, min(size, start + _HEADER_BYTES)) + 4
         if first < 4:
             raise cut if size < start + _HEADER_BYTES else damaged

@@ -11,6 +11,7 @@ from vitrail.config import BiTConfig, Preprocess, Resample, ViTConfig, sides
 from vitrail.errors import UsageError
 from vitrail.model.build import Config
 from vitrail.model.positions import Grid, resample, resample_offsets
+from vitrail.plurals import plural
 from vitrail.presets import in_turn
 from vitrail.weights.trained import Trained, assemble, require
 
@@ -76,7 +77,7 @@ def reordered(trained: Trained, labels: tuple[str, ...]) -> Trained:
     if unknown := sorted(set(labels) ^ set(own)):
         where = "data" if unknown[0] in labels else "model"
         raise UsageError(
-            f"the head cannot be kept: {len(unknown)} classes are in one of model and data alone,"
+            f"the head cannot be kept: {plural(len(unknown), 'class')} in one of model and data alone,"
             f" such as {unknown[0]!r} of the {where}. Leave --keep-head away for a new head"
         )
     if own == labels:

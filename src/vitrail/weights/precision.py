@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from vitrail.config import Precision
 from vitrail.errors import UsageError
+from vitrail.plurals import plural
 
 IMAGES = 100  # of fewer, one that is answered otherwise says too little
 FASTER = 1.1  # than float32: less is not worth another answer
@@ -41,7 +42,7 @@ class Tried:
         if not 0 < self.speed < math.inf:
             raise UsageError(f"speed is {self.speed}; it must be above 0")
         if not self.images >= self.sure_images >= 0:
-            raise UsageError(f"{self.sure_images} of {self.images} images cannot be")
+            raise UsageError(f"{self.sure_images} of {plural(self.images, 'image')} cannot be")
 
     @property
     def good(self) -> bool:
@@ -58,7 +59,7 @@ class Tried:
         which = f" of {self.data}" if self.data else ""
         return (
             f"{self.precision}: {self.speed:.2f} times float32's speed, its answer to {self.top1:.2%} of"
-            f" {self.images:,} images{which}{sure}, probabilities {self.change:.4f} apart"
+            f" {plural(self.images, 'image')}{which}{sure}, probabilities {self.change:.4f} apart"
             f" ({self.cpu}, {self.threads} threads)"
         )
 

@@ -14,6 +14,7 @@ from vitrail.errors import ModelError, UsageError
 from vitrail.model.build import Config, Model, build
 from vitrail.model.initialise import initialise
 from vitrail.model.vit import ViT
+from vitrail.plurals import plural
 from vitrail.weights.precision import Tried
 from vitrail.weights.storage import ALIGNMENT
 
@@ -67,10 +68,12 @@ class Trained:
         if self.ranges:
             self._check_ranges()
         if self.labels is not None and len(self.labels) != config.classes:
-            raise UsageError(f"{len(self.labels)} labels were given for a head of {config.classes} classes")
+            raise UsageError(
+                f"{plural(len(self.labels), 'label')} given for a head of {plural(config.classes, 'class')}"
+            )
         if self.preprocess is not None and len(self.preprocess.mean) != config.channels:
             raise UsageError(
-                f"the preprocessing has {len(self.preprocess.mean)} channels and the model {config.channels}"
+                f"the preprocessing has {plural(len(self.preprocess.mean), 'channel')} and the model {config.channels}"
             )
         if self.preprocess is not None and isinstance(config, ViTConfig):
             check_patches(self.preprocess.size, config.stride)

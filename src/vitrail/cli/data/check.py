@@ -66,9 +66,13 @@ def main(
         show.table([*_rows(report), ("report", str(out))])
     with replacing(out, overwrite=True) as fresh:  # last: where it cannot be written, the result was shown
         fresh.write_text(json_module.dumps(report, indent=1))
+    across = report["duplicates"]["across_splits"]
+    copies = f", {show.plural(across, 'group')} of copies across splits" if across else ""
+    count, bad = show.plural(images, "image"), len(report["bad"])
+    show.note(f"{count}, {f'{bad:,} of them' if bad else 'none'} bad{copies}; report: {out}")
     if report["bad"] and not skip_bad:
         raise DataError(
-            f"{len(report['bad']):,} images of {data} are bad, named in {out}. Repair, remove or leave them out:"
+            f"{show.plural(len(report['bad']), 'bad image')} in {data}, named in {out}. Repair, remove or leave out:"
             f" vitrail data pack {data} OUT --leave-out {out} (--skip-bad ends this command with 0 all the same)"
         )
 
@@ -135,20 +139,23 @@ def _classes(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _copies(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     found = report["duplicates"]
-    shown = f"{found['exact']:,} groups of equal files, {found['near']:,} groups that look the same"
+    near = found["near"]
+    alike = f"{show.plural(near, 'group')} that {'looks' if near == 1 else 'look'} the same"
+    shown = f"{show.plural(found['exact'], 'group')} of equal files, {alike}"
     yield "copies", f"{shown}; compared {_part(found['compared'], found['of'])} images"
     if found["across_splits"]:
-        yield "warning", f"{found['across_splits']:,} of these groups reach across splits: results look too good"
+        yield "warning", f"{show.plural(found['across_splits'], 'group')} of these across splits: results look too good"
         across = [group for group in found["groups"] if len({image["split"] for image in group["images"]}) > 1]
         yield from _listed([f"{group['kind']}: {', '.join(map(_image, group['images'][:4]))}" for group in across])
     if found["different_labels"]:
-        yield "warning", f"{found['different_labels']:,} of these groups have different labels"
+        yield "warning", f"{show.plural(found['different_labels'], 'group')} of these with different labels"
     if "against" in report:
         other = report["against"]
-        shown = f"{len(other['found']):,} images show what one of its {_part(other['compared'], other['of'])} shows"
+        count = show.plural(len(other["found"]), "image")
+        shown = f"{count} with what one of its {_part(other['compared'], other['of'])} shows"
         yield "against", f"{other['data']}: {shown}; compared {_part(other['searched'], other['searched_of'])} images"
         if left := other["searched_of"] - other["searched"]:
-            yield "warning", f"{left:,} images were not compared with it, {_LEFT}"
+            yield "warning", f"{show.plural(left, 'image')} not compared with it, {_LEFT}"
         yield from _listed([f"{row['kind']}: {_image(row)} = {row['shows']}" for row in other["found"]])
 
 

@@ -58,7 +58,9 @@ def main(
     rows = [("images", ", ".join(f"{split} {show.count(number)}" for split, number in images.items()))]
     if leave_out is not None:
         rows.append(("left out", show.count(left)))
-    show.table([*rows, ("written", f"{out} ({len(list(out.glob('*.tar')))} shards, {show.size(written)})")])
+    show.table(
+        [*rows, ("written", f"{out} ({show.plural(len(list(out.glob('*.tar'))), 'shard')}, {show.size(written)})")]
+    )
 
 
 def _emptied(dataset: "Dataset") -> Iterator[str]:

@@ -1,0 +1,60 @@
+"""Counts in messages."""
+
+import ast
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+import vitrail
+from vitrail.plurals import plural
+
+COUNTED = re.compile(r" (images|classes|files|labels|epochs|shards|groups|draws|channels|links)\b(?!/s)")
+OTHERS = ("cli/figures.py", "cli/study/", "figures/", "report/", "studies/", "train/")
+NEVER_ONE = {
+    "cli/evaluate.py: images",  # "the only image" stands beside it
+    "cli/runs.py: images",
+    "data/fetch.py: len(found)",
+    "data/layouts.py: split",
+    "data/loader.py: _TRIES",
+    "data/public.py: _in_words(public.splits)",
+    "data/public.py: public.classes",
+    "data/public.py: sum(public.splits.values())",
+    "model/masked.py: config.channels",
+    "weights/foreign.py: width",
+}
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "words"),
+    [
+        (0, "image", "0 images"),
+        (1, "image", "1 image"),
+        (1_000, "image", "1,000 images"),
+        (1, "class", "1 class"),
+        (2, "class", "2 classes"),
+        (2, "micro-batch", "2 micro-batches"),
+        (1.0, "epoch", "1 epoch"),
+        (0.25, "epoch", "0.25 epochs"),
+    ],
+)
+def test_one_is_singular(number: float, noun: str, words: str) -> None:
+    assert plural(number, noun) == words
+
+
+def test_no_message_counts_without_the_singular() -> None:
+    """In an f-string no bare number stands before a plural, but for numbers that are never 1."""
+    root = Path(vitrail.__file__).parent
+    bare = []
+    for path in sorted(root.rglob("*.py")):
+        name = str(path.relative_to(root))
+        if name.startswith(OTHERS):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else []
+            for one, two in itertools.pairwise(parts):
+                text = two.value if isinstance(two, ast.Constant) else ""
+                if isinstance(one, ast.FormattedValue) and COUNTED.match(str(text)):
+                    bare.append(f"{name}: {ast.unparse(one.value)}")
+    assert set(bare) - NEVER_ONE == set()
