@@ -18,6 +18,7 @@ from vitrail.config import Precision
 from vitrail.data.decode import Source, decode
 from vitrail.data.transforms import evaluation_view
 from vitrail.errors import DataError, UsageError
+from vitrail.export.read import Exported
 from vitrail.model import device as devices
 from vitrail.model.lowered import cpu
 from vitrail.weights.precision import chosen
@@ -97,12 +98,7 @@ class Classifier:
     def answers(self, images: Sequence[Source | Tensor], top: int = 5) -> list[Answer]:
         """The same as a call, for one batch of any size."""
         self._check_asked(top)
-        best = self.probabilities(images).topk(min(top, len(self.labels)), dim=1)
-        found = []
-        for probabilities, classes in zip(best.values.tolist(), best.indices.tolist(), strict=True):
-            answer = [(self.labels[index], value) for index, value in zip(classes, probabilities, strict=True)]
-            found.append([(UNSURE, answer[0][1]), *answer] if answer[0][1] < self.threshold else answer)
-        return found
+        return _rank(self.probabilities(images), self.labels, top, self.threshold)
 
     def probabilities(self, images: Sequence[Source | Tensor]) -> Tensor:
         """One batch of images -> (B, L) on the CPU; where several labels may be right, each has one of its own."""
@@ -125,3 +121,30 @@ class Classifier:
             raise UsageError("the model has no head, so it gives features and no labels")
         if top < 1:
             raise UsageError(f"top is {top}; it must be at least 1")
+
+
+class ExportedClassifier:
+    """What an exported file says of images, run by its own runtime on the CPU."""
+
+    def __init__(self, exported: Exported, *, batch_size: int = 32) -> None:
+        self.path, self.preprocess, self.batch_size = exported.path, exported.preprocess, batch_size
+        self.labels, self.threshold = exported.labels, exported.threshold
+        self._run, self._channels = exported.run, exported.channels
+
+    def view(self, image: Source, *, name: str | None = None) -> Tensor:
+        """What the graph is fed of an image, uint8 (C, S, S)."""
+        return evaluation_view(decode(image, self._channels, name=name), self.preprocess)
+
+    def answers(self, views: Sequence[Tensor], top: int = 5) -> list[Answer]:
+        """For each view its `top` labels, the likeliest first, with their probabilities."""
+        return _rank(self._run(torch.stack(list(views)))["probabilities"], self.labels, top, self.threshold)
+
+
+def _rank(probabilities: Tensor, labels: Sequence[str], top: int, threshold: float) -> list[Answer]:
+    """The `top` labels of each row, the likeliest first; "unsure" before them where that is below the threshold."""
+    best = probabilities.topk(min(top, len(labels)), dim=1)
+    found = []
+    for values, classes in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+        answer = [(labels[index], value) for index, value in zip(classes, values, strict=True)]
+        found.append([(UNSURE, answer[0][1]), *answer] if answer[0][1] < threshold else answer)
+    return found

@@ -164,6 +164,40 @@ def test_a_shard_and_a_folder_give_the_same_answers(
     assert said(str(tmp_path / "shards")) == said(str(pictures))
 
 
+@pytest.mark.parametrize(("form", "runtime"), [("onnx", "ONNX Runtime"), ("openvino", "OpenVINO")])
+def test_an_exported_file_answers_as_the_model_does(
+    form: str, runtime: str, model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    pytest.importorskip("onnxscript" if form == "onnx" else "openvino", reason=f"the extra `{form}` is not installed")
+    pictures, path = folder(tmp_path / "pictures", each=4), tmp_path / f"m{'.onnx' if form == 'onnx' else '.xml'}"
+    assert vitrail("convert", str(model), str(path), "--to", form, capsys=capsys)[0] == 0
+    both = [
+        vitrail("predict", str(each), str(pictures), "--json", "--batch", "3", capsys=capsys) for each in (model, path)
+    ]
+    assert f"{path} is run on the CPU by {runtime}" in both[1][2]
+    expected, exported = ([json.loads(line) for line in out.splitlines()] for _, out, _ in both)
+    assert len(exported) == 8
+    for one, other in zip(expected, exported, strict=True):
+        assert (one["image"], one["predictions"][0]["label"]) == (other["image"], other["predictions"][0]["label"])
+        assert other["predictions"][0]["probability"] == pytest.approx(one["predictions"][0]["probability"], abs=1e-5)
+    rows = tmp_path / "rows.csv"
+    for _ in range(2):  # the second goes on after the first, and finds all done
+        assert vitrail("predict", str(path), str(pictures), "--out", str(rows), capsys=capsys)[0] == 0
+    assert len(table(rows)) == 8
+    code, _, err = vitrail("predict", str(path), str(pictures), "--embed", capsys=capsys)
+    assert (code, "--embed is of models, and " in err) == (2, True)
+    path.write_bytes(b"<html>")
+    code, _, err = vitrail("predict", str(path), str(pictures), capsys=capsys)
+    assert (code, err.count("\n"), "cannot be read" in err) == (4, 1, True)
+
+
+def test_a_pt2_is_answered_with_what_runs_it(tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "m.pt2").write_bytes(b"x")
+    code, _, err = vitrail("predict", str(tmp_path / "m.pt2"), "photos", capsys=capsys)
+    assert code == 2
+    assert "m.pt2 is for torch.export.load (docs/exporting.md); give an .onnx, an .xml, or the model" in err
+
+
 def test_a_packed_dataset_is_predicted_as_its_images(
     model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

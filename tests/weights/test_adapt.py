@@ -225,9 +225,9 @@ def test_a_head_of_other_classes_cannot_be_put_in_order() -> None:
     assert before.labels is not None
     with pytest.raises(UsageError, match=r"2 classes in one of model and data alone, such as 'kind 6' of the model"):
         reordered(before, (*before.labels[:6], "new kind"))
-    with pytest.raises(UsageError, match=r"1 classes .* such as 'a kind' of the data"):
+    with pytest.raises(UsageError, match=r"1 class .* such as 'a kind' of the data"):
         reordered(before, (*before.labels, "a kind"))
-    with pytest.raises(UsageError, match=r"1 classes .* such as 'kind 6' of the model"):
+    with pytest.raises(UsageError, match=r"1 class .* such as 'kind 6' of the model"):
         reordered(before, before.labels[:6])
     with pytest.raises(UsageError, match="no names, so its head cannot be kept"):
         reordered(making.trained(making.vit(), labels=None), before.labels)

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vitrail.data.paths import Found
-    from vitrail.predict import Classifier
+    from vitrail.predict import Classifier, ExportedClassifier
     from vitrail.train.distributed import Group
     from vitrail.train.signals import Requests
+
+    AnyClassifier = Classifier | ExportedClassifier
 
 _NAMED = 5  # labels whose images are counted at the end
 _SMALL, _LARGE = 224, 1024  # pixels: a picture with a shorter side is enlarged, one with a longer side reduced
@@ -51,7 +53,7 @@ def main(
     With --out a command that was stopped goes on where it was when it is given again.
 
     Args:
-        model: A file or folder of any known format, hf:ORG/NAME, timm:NAME, or a preset.
+        model: A file or folder of any known format, hf:ORG/NAME, timm:NAME, a preset, or an exported .onnx or .xml.
         paths: Images, folders of images or of shards, globs, tar shards (x-{000..127}.tar), lists (.csv, .jsonl), or -
             for a list of paths on standard input, one a line.
         top: Labels for each image.
@@ -81,18 +83,24 @@ def main(
     with runs.process(device) as (group, there), contextlib.ExitStack() as stack:
         from vitrail import compute
         from vitrail.data.workers import available
+        from vitrail.export.read import is_exported
         from vitrail.predict import Classifier
         from vitrail.weights.load import load
 
         compute.keep_memory()
         forced = precision or ("float32" if embed else None)
-        classifier = Classifier(load(model), device=there, batch_size=batch, precision=forced)
-        if group.leads and classifier.precision != "float32":
-            why = "as told" if precision else "which the model's file says is faster here and answers alike"
-            show.note(f"computing in {classifier.precision}, {why}")
+        classifier: AnyClassifier
+        if is_exported(model):
+            classifier = _open_exported(model, batch, embed=embed, attention=folder, precision=precision)
+        else:
+            classifier = Classifier(load(model), device=there, batch_size=batch, precision=forced)
+            if group.leads and classifier.precision != "float32":
+                why = "as told" if precision else "which the model's file says is faster here and answers alike"
+                show.note(f"computing in {classifier.precision}, {why}")
         threads = max(1, available() if workers is None else workers)
         wanted = Wanted(paths, top, embed, folder, file, chosen, threads, fetch_urls)
-        _check_able(classifier, wanted)
+        if isinstance(classifier, Classifier):
+            _check_able(classifier, wanted)
         if embed:
             stack.enter_context(_exact())
         done = _predicted(classifier, wanted, group)
@@ -124,6 +132,23 @@ class Item(NamedTuple):
     def name(self) -> str:
         """What its row is called."""
         return self.image.name
+
+
+def _open_exported(
+    model: str, batch: int, *, embed: bool, attention: Path | None, precision: Precision | None
+) -> "ExportedClassifier":
+    """An exported file in its runtime, which gives labels alone."""
+    from vitrail.export import read
+    from vitrail.predict import ExportedClassifier
+
+    for option, value in (("--embed", embed), ("--attention", attention), ("--precision", precision)):
+        if value:
+            raise UsageError(f"{option} is of models, and {model} is an exported file: give the model it was made of")
+    exported = read.read(Path(model))
+    if not exported.labels:
+        raise UsageError(f"{model} gives features and no labels, or its labels have no names: give the model itself")
+    show.note(f"{model} is run on the CPU by {'ONNX Runtime' if model.endswith('.onnx') else 'OpenVINO'}")
+    return ExportedClassifier(exported, batch_size=batch)
 
 
 def _form(out: Path | None, given: Literal["table", "csv", "jsonl"] | None, *, embed: bool) -> Form:
@@ -170,7 +195,7 @@ def _exact() -> Iterator[None]:
 # --- from names to rows ----------------------------------------------------------------------------------------------
 
 
-def _predicted(classifier: "Classifier", wanted: Wanted, group: "Group") -> Place:
+def _predicted(classifier: "AnyClassifier", wanted: Wanted, group: "Group") -> Place:
     """How many images there were and how many failed, after all rows are written."""
     from vitrail.data import workers
     from vitrail.data.paths import countable, describe_skipped, found
@@ -182,7 +207,9 @@ def _predicted(classifier: "Classifier", wanted: Wanted, group: "Group") -> Plac
     done, again = distributed.led(lambda: _begun(classifier, wanted, items))
     items = itertools.chain(again, items)
     if done.images:
-        show.note(f"{wanted.out} has {show.plural(done.images, 'image')}; going on after that")
+        show.note(
+            f"{wanted.out} has {show.plural(done.images, 'image')}; going on after {'it' if done.images == 1 else 'them'}"
+        )
     with contextlib.ExitStack() as stack:
         asked = None if wanted.out is None else stack.enter_context(signals.requests())
         write = stack.enter_context(_writing(classifier, wanted, done)) if group.leads else None
@@ -232,11 +259,9 @@ def _items(wanted: Wanted, skipped: "Counter[str]") -> Iterator[Item]:
         yield Item(image, wanted.attention / f"{name}.png")
 
 
-def _begun(classifier: "Classifier", wanted: Wanted, items: Iterator[Item]) -> tuple[Place, list[Item]]:
+def _begun(classifier: "AnyClassifier", wanted: Wanted, items: Iterator[Item]) -> tuple[Place, list[Item]]:
     """How far an earlier command came, and those of the items taken that are to be done again."""
     from vitrail import __version__
-    from vitrail.config import to_json
-    from vitrail.train.state import digest
 
     if wanted.attention is not None and (wanted.out is None or not wanted.out.exists()):
         _check_empty(wanted.attention)
@@ -244,6 +269,27 @@ def _begun(classifier: "Classifier", wanted: Wanted, items: Iterator[Item]) -> t
         return Place(), []
     identity: dict[str, Any] = {
         "vitrail": __version__,
+        **_identify(classifier),
+        "format": wanted.form,
+        "--top": wanted.top,
+        "--embed": wanted.embed,
+        "--batch": classifier.batch_size,
+        "--attention": None if wanted.attention is None else str(wanted.attention),
+    }
+    ranks = min(wanted.top, len(classifier.labels))
+    return rows.begun(wanted.out, wanted.form, identity, items, batch=classifier.batch_size, ranks=ranks)
+
+
+def _identify(classifier: "AnyClassifier") -> dict[str, Any]:
+    """What tells one model from another in a file of rows."""
+    from vitrail.config import to_json
+    from vitrail.files import sha256
+    from vitrail.predict import ExportedClassifier
+    from vitrail.train.state import digest
+
+    if isinstance(classifier, ExportedClassifier):
+        return {"model": sha256(classifier.path)}
+    return {
         "model": {
             "weights": digest(classifier.model.state_dict()),
             "config": to_json(classifier.model.config),
@@ -254,15 +300,8 @@ def _begun(classifier: "Classifier", wanted: Wanted, items: Iterator[Item]) -> t
             "several": classifier.several,
         },
         "features": classifier.model.config.features,
-        "format": wanted.form,
-        "--top": wanted.top,
-        "--embed": wanted.embed,
-        "--batch": classifier.batch_size,
         "--precision": classifier.precision,
-        "--attention": None if wanted.attention is None else str(wanted.attention),
     }
-    ranks = min(wanted.top, len(classifier.labels))
-    return rows.begun(wanted.out, wanted.form, identity, items, batch=classifier.batch_size, ranks=ranks)
 
 
 def _check_empty(folder: Path) -> None:
@@ -272,17 +311,19 @@ def _check_empty(folder: Path) -> None:
 
 
 def _writing(
-    classifier: "Classifier", wanted: Wanted, place: Place
+    classifier: "AnyClassifier", wanted: Wanted, place: Place
 ) -> contextlib.AbstractContextManager[Callable[[Sequence[Row]], None]]:
+    from vitrail.predict import ExportedClassifier
+
     pictures = wanted.attention is not None
     if wanted.out is None:
         return rows.to_stdout(wanted.form, classifier.labels, attention=pictures)
-    features = classifier.model.config.features
+    features = 0 if isinstance(classifier, ExportedClassifier) else classifier.model.config.features
     return rows.to_files(wanted.out, wanted.form, place, features=features, attention=pictures)
 
 
 def _rounds(
-    classifier: "Classifier", wanted: Wanted, group: "Group", items: Iterator[Item], asked: "Requests | None"
+    classifier: "AnyClassifier", wanted: Wanted, group: "Group", items: Iterator[Item], asked: "Requests | None"
 ) -> Iterator[tuple[list[Row], signal.Signals | None]]:
     """Rows of a batch for each process, in the images' order, and the signal by which one of them was asked to stop.
 
@@ -311,16 +352,20 @@ def _rounds(
         yield [row for some, _ in told for row in some], stop
 
 
-def _rows(classifier: "Classifier", wanted: Wanted, seen: "Sequence[tuple[Item, Tensor | DataError]]") -> list[Row]:
+def _rows(classifier: "AnyClassifier", wanted: Wanted, seen: "Sequence[tuple[Item, Tensor | DataError]]") -> list[Row]:
     """The rows of a batch, and its pictures drawn."""
+    from vitrail.predict import Classifier
+
     readable = [(item, view) for item, view in seen if not isinstance(view, DataError)]
     views = [view for _, view in readable]
     said: Iterator[dict[str, Any]] = iter(())
     if views and wanted.embed:
+        assert isinstance(classifier, Classifier), "an exported file is refused"
         said = iter({"features": values} for values in classifier.features(views).numpy())
     elif views:
         said = iter({"labels": answer} for answer in classifier.answers(views, wanted.top))
     if views and wanted.attention is not None:
+        assert isinstance(classifier, Classifier), "an exported file is refused"
         _draw(classifier, [item for item, _ in readable], views, wanted)
     return [
         Row(item.name, error=str(view), attention=None if item.picture is None else "")

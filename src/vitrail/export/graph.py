@@ -23,6 +23,8 @@ from vitrail.weights.adapt import adapt
 from vitrail.weights.trained import Trained, assemble, require
 
 INPUT = "pixels"
+READ = ("labels", "pixels", "normalised", "several", "temperature", "threshold")
+"""The entries of `metadata` that a file is run by."""
 
 Run = Callable[[Tensor], dict[str, Tensor]]
 """An opened file: pixels, uint8 (B, C, S, S) -> its outputs by name."""

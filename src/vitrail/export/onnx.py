@@ -8,6 +8,8 @@ from typing import Any
 import onnx
 import onnxruntime
 import torch
+from google.protobuf.message import DecodeError
+from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph, InvalidProtobuf, NoSuchFile
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 from torch import Tensor
@@ -16,6 +18,8 @@ from vitrail.export import graph
 from vitrail.export.graph import Run
 from vitrail.weights.trained import Trained
 
+DAMAGE = (DecodeError, Fail, InvalidProtobuf, InvalidGraph, NoSuchFile)
+"""What is raised of files that are damaged."""
 OPSET = 20  # the first with a GELU; ONNX Runtime reads it since 1.17
 
 
@@ -61,6 +65,11 @@ def tell(path: Path, name: str, value: Any) -> None:
     found = onnx.load(path, load_external_data=False)
     found.metadata_props.add(key=name, value=json.dumps(value, ensure_ascii=False))
     onnx.save(found, path)
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a file says beside its graph."""
+    return {entry.key: entry.value for entry in onnx.load(path, load_external_data=False).metadata_props}
 
 
 def run(path: Path) -> Run:

@@ -20,6 +20,10 @@ from vitrail.model.positions import Grid
 from vitrail.model.vit import Attention
 from vitrail.weights.trained import Trained
 
+DAMAGE: tuple[type[Exception], ...] = ()
+"""What is raised of files that are damaged, besides RuntimeError."""
+_PART = "vitrail"  # of a model's runtime information
+
 
 class Apart(nn.Module):
     """Attention with products of their own for queries, keys and values, and its scale in the queries' weights.
@@ -62,7 +66,7 @@ def graph(trained: Trained) -> openvino.Model:
     for output, name in zip(found.outputs, graphs.outputs(trained), strict=True):
         output.get_tensor().set_names({name})
     for name, value in graphs.metadata(trained).items():
-        found.set_rt_info(value, ["vitrail", name])
+        found.set_rt_info(value, [_PART, name])
     return found
 
 
@@ -75,6 +79,16 @@ def _taken_apart(model: Model) -> Model:
 def write(trained: Trained, path: Path) -> None:
     """Write the .xml and, beside it, the .bin."""
     openvino.save_model(graph(trained), path, compress_to_fp16=False)
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a file says beside its graph."""
+    with path.open("rb") as file:
+        if b"<net" not in file.read(1000):  # OpenVINO would try it as whatever else it knows
+            raise ValueError("it is no graph of OpenVINO's")
+    found = openvino.Core().read_model(path)
+    places = ([_PART, name] for name in graphs.READ if found.has_rt_info([_PART, name]))
+    return {name: found.get_rt_info([part, name]).astype(str) for part, name in places}
 
 
 def run(path: Path) -> Run:
