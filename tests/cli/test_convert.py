@@ -1,6 +1,8 @@
 """`vitrail convert` for other runtimes: what it prints, what it measures and what it refuses."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,18 @@ def model(tmp_path: Path) -> Path:
         found.head.weight.mul_(4)
     save(making.trained(found), path)
     return path
+
+
+@pytest.mark.parametrize(("form", "suffix"), [("onnx", ".onnx"), ("torch-export", ".pt2"), ("openvino", ".xml")])
+def test_exporting_leaks_no_warning_of_another_package(form: str, suffix: str, model: Path, tmp_path: Path) -> None:
+    """Without torchvision, too, of which torch would speak."""
+    pytest.importorskip({"onnx": "onnxscript"}.get(form, "openvino"), reason=f"the extra `{form}` is not installed")
+    arguments = ["convert", str(model), str(tmp_path / f"out{suffix}"), "--to", form]
+    hide = "import sys; sys.modules['torchvision'] = None"
+    code = f"{hide}; from vitrail.cli import main; sys.exit(main({arguments!r}))"
+    command = [sys.executable, "-W", "default", "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (found.returncode, found.stderr) == (0, f"model: {model}\n")
 
 
 def test_the_difference_is_told(model: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.pictures import encoded, folder, names, picture
+from vitrail.data.decode import decode
 from vitrail.data.folder import open_folder
 from vitrail.errors import DataError
 from vitrail.files import cache_home
@@ -103,6 +104,16 @@ def test_classes_that_speak_of_splits_or_have_numbers_stay_classes(tmp_path: Pat
     found = open_folder(tmp_path)
     assert found.classes == tuple(sorted(classes))
     assert found.question == ""
+
+
+def test_photos_that_need_a_decoder_are_named_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitrail.data.decode.readable_formats", lambda: ("JPEG",))
+    monkeypatch.setattr("vitrail.data.folder.image_suffixes", lambda: (".jpg",))
+    (folder(tmp_path / "set") / "rose" / "a.HEIC").write_bytes(b"x")
+    note = "1 file without an image's suffix left out: rose/a.HEIC; pip install 'vitrail[heif]' reads .heic"
+    assert note in open_folder(tmp_path / "set").notes
+    with pytest.raises(DataError, match=r"no image of a known kind .*heif.* reads \.heic"):
+        decode(tmp_path / "set" / "rose" / "a.HEIC")
 
 
 def test_folders_that_may_be_no_classes_are_asked_about(tmp_path: Path) -> None:

@@ -207,9 +207,8 @@ def _predicted(classifier: "AnyClassifier", wanted: Wanted, group: "Group") -> P
     done, again = distributed.led(lambda: _begun(classifier, wanted, items))
     items = itertools.chain(again, items)
     if done.images:
-        show.note(
-            f"{wanted.out} has {show.plural(done.images, 'image')}; going on after {'it' if done.images == 1 else 'them'}"
-        )
+        them = "it" if done.images == 1 else "them"
+        show.note(f"{wanted.out} has {show.plural(done.images, 'image')}; going on after {them}")
     with contextlib.ExitStack() as stack:
         asked = None if wanted.out is None else stack.enter_context(signals.requests())
         write = stack.enter_context(_writing(classifier, wanted, done)) if group.leads else None

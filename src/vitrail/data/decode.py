@@ -18,7 +18,7 @@ import io
 import os
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -174,6 +174,12 @@ def image_suffixes() -> tuple[str, ...]:
     return (*SUFFIXES, *(suffix for suffix, kind in _SUFFIXES.items() if kind in readable_formats()))
 
 
+def suggest_decoder(names: Iterable[str]) -> str:
+    """What reads those of the files that are HEIC, where nothing does yet; else nothing."""
+    unread = "HEIF" not in readable_formats() and any(name.lower().endswith((".heic", ".heif")) for name in names)
+    return "; pip install 'vitrail[heif]' reads .heic" if unread else ""
+
+
 def decoder() -> str:
     """What decodes JPEGs in this process, for a run's records."""
     readable_formats()  # loads its modules
@@ -188,7 +194,8 @@ def _named(name: str) -> Iterator[None]:
     except Image.DecompressionBombError as error:
         raise DataError(f"{name} has too many pixels: at most {PIXEL_LIMIT:,} are decoded{_OF_A_JPEG}") from error
     except UnidentifiedImageError as error:
-        raise DataError(f"{name} is no image of a known kind ({', '.join(readable_formats())})") from error
+        known = ", ".join(readable_formats())
+        raise DataError(f"{name} is no image of a known kind ({known}){suggest_decoder([name])}") from error
     except FileNotFoundError as error:
         raise DataError(f"{name} does not exist") from error
     except DAMAGE as error:

@@ -15,7 +15,7 @@ import numpy as np
 from vitrail import remote
 from vitrail.data import holdout, index
 from vitrail.data.dataset import UNLABELLED, Dataset, from_column
-from vitrail.data.decode import SUFFIXES, image_suffixes
+from vitrail.data.decode import SUFFIXES, image_suffixes, suggest_decoder
 from vitrail.data.folder_visits import FolderVisits, is_folder, walk_folders
 from vitrail.data.table import Array, Table, texts
 from vitrail.errors import DataError
@@ -97,6 +97,7 @@ def _columns(root: Path | str, listing: _Listing, share: float) -> tuple[dict[st
     if not listing.paths:
         what = plural(len(listing.others), "other file")
         other = f"; it holds {what}, such as {listing.others[0]}" if listing.others else ""
+        other += suggest_decoder(listing.others)
         raise NoImageError(f"{root} holds no image ({', '.join(image_suffixes())}){other}")
     tops = sorted({path.partition("/")[0] for path in listing.paths if "/" in path})
     by_name = _name_splits(tops)
@@ -193,7 +194,8 @@ def _empty_classes(listing: _Listing, root: Path | str, at: int, known: set[str]
 def _remarks(listing: _Listing, classes: list[str], empty: list[str]) -> Iterator[str]:
     yield from listing.remarks
     if listing.others:
-        yield f"{plural(len(listing.others), 'file')} without an image's suffix left out: {_first(listing.others)}"
+        count, names = plural(len(listing.others), "file"), _first(listing.others)
+        yield f"{count} without an image's suffix left out: {names}{suggest_decoder(listing.others)}"
     if empty:
         yield f"{plural(len(empty), 'class folder')} without an image left out: {_first(empty)}"
     if not classes:

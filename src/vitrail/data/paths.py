@@ -18,7 +18,7 @@ from typing import NamedTuple, TextIO
 
 from vitrail import remote
 from vitrail.data import lists, tars
-from vitrail.data.decode import FILE_LIMIT, UNREAD_SUFFIXES, image_suffixes
+from vitrail.data.decode import FILE_LIMIT, UNREAD_SUFFIXES, image_suffixes, suggest_decoder
 from vitrail.data.folder_visits import FolderVisits, Identity, is_folder, walk_folders
 from vitrail.errors import DataError
 from vitrail.files import open_regular
@@ -152,9 +152,8 @@ def describe_skipped(skipped: Counter[str]) -> str:
     """How many photos were skipped, and what reads them; nothing where none was."""
     if not skipped:
         return ""
-    needed = " (pip install 'vitrail[heif]' reads .heic)" if ".heic" in skipped or ".heif" in skipped else ""
     kinds = ", ".join(f"{suffix} {count:,}" for suffix, count in sorted(skipped.items()))
-    return f"; {plural(skipped.total(), 'image')} skipped that cannot be read here: {kinds}{needed}"
+    return f"; {plural(skipped.total(), 'image')} skipped that cannot be read here: {kinds}{suggest_decoder(skipped)}"
 
 
 def _left_out(name: str, visits: FolderVisits) -> Iterator[Found]:

@@ -1,7 +1,10 @@
 """ONNX's form of a model: one .onnx file, or above 2 GB its weights in an .onnx.data beside it."""
 
+import contextlib
 import json
+import logging
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ OPSET = 20  # the first with a GELU; ONNX Runtime reads it since 1.17
 def write(trained: Trained, path: Path) -> None:
     """Write the model in float32, for batches of any size."""
     names = list(graph.outputs(trained))
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of torch, about its own code
+    with _without_advice():
         found = torch.onnx.export(
             graph.program(trained),
             input_names=[graph.INPUT],
@@ -38,6 +41,22 @@ def write(trained: Trained, path: Path) -> None:
     assert found is not None
     found.model.metadata_props.update(graph.metadata(trained))
     found.save(path)
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Keep back what torch says of its own code, and of operators of a torchvision that is not installed."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+
+    def is_ours(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("torchvision is not installed")
+
+    logger.addFilter(is_ours)
+    try:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            yield
+    finally:
+        logger.removeFilter(is_ours)
 
 
 def quantise(source: Path, path: Path) -> None:
