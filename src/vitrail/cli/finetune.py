@@ -315,7 +315,8 @@ def _plan(task: "Task", deadline: "Deadline", *, choose_side: bool, warmup: int)
     if steps < 1:
         after = deadline.seconds_after(passes=2)
         show.note(
-            f"warning: {minutes} {'is' if deadline.seconds == 60 else 'are'} too short: what follows training takes about {runs.duration(after)}"
+            f"warning: {minutes} {'is' if deadline.seconds == 60 else 'are'} too short: what follows training takes"
+            f" about {runs.duration(after)}"
             f" (the images held out, {show.plural(deadline.test, 'test image')}, the report); one step is trained"
         )
     epochs = max(steps, warmup + 1) * deadline.batch / deadline.images
