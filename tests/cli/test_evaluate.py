@@ -181,6 +181,7 @@ def test_a_folder_without_splits_is_measured_whole_but_for_what_the_model_was_tr
     code, out, error = vitrail("evaluate", str(model), str(own), "--workers", "0", "--json", capsys=capsys)
     assert (code, json.loads(out)["models"][0]["images"]) == (0, 30), error
     assert f"measuring on all 30 images: {own} has no splits" in error
+    assert "held out" not in error
     assert len(evaluated(model, own, "--split", "test", capsys=capsys)["models"]) == 1
     run = ("finetune", "own", "--model", str(model), "--epochs", "1", "--workers", "0", "--device", "cpu")
     assert vitrail(*run, capsys=capsys)[0] == 0

@@ -63,6 +63,7 @@ def main(
     if abstain is not None and not 0 < abstain < 1:
         raise UsageError(f"--abstain is {abstain}; it is the share of answers to be right, such as 0.95")
     with runs.process(device) as (group, there):
+        from vitrail.data import holdout
         from vitrail.data.sources import open_data
         from vitrail.data.workers import available
         from vitrail.evaluate.subject import subject
@@ -73,7 +74,9 @@ def main(
         if abstain is not None:
             _check_threshold(model, dataset)
         at = At(group, there, batch, max(0, available() - 1) if workers is None else workers, tta, classes)
-        runs.tell_of(dataset)
+        whole = split is None and _has_no_splits(dataset)  # then none of them is held out
+        notes = [note for note in dataset.notes if not (whole and note.startswith(holdout.NOTHING_GIVEN))]
+        runs.tell_of(dataclasses.replace(dataset, notes=tuple(notes)))
         _check_labels(dataset, split)
         subjects = [subject(name) for name in dict.fromkeys((model, *against))]
         images = _part(dataset, split, subjects)
@@ -131,7 +134,7 @@ def _check_labels(dataset: "Dataset", wanted: Part | None) -> None:
 def _part(dataset: "Dataset", wanted: Part | None, subjects: "Sequence[Subject]") -> "Split":
     """The images to measure on."""
     splits = dataset.splits
-    if wanted is None and {"val", "test"} <= set(dataset.made_up):
+    if wanted is None and _has_no_splits(dataset):
         return _unseen(dataset, subjects)
     if wanted == "all":
         return _join(splits.values())
@@ -139,6 +142,10 @@ def _part(dataset: "Dataset", wanted: Part | None, subjects: "Sequence[Subject]"
     held = " (held out of its images)" if name in dataset.made_up else ""
     show.note(f"measuring on {name}{held}: {show.plural(len(splits[name]), 'image')}")
     return splits[name]
+
+
+def _has_no_splits(dataset: "Dataset") -> bool:
+    return {"val", "test"} <= set(dataset.made_up)
 
 
 def _unseen(dataset: "Dataset", subjects: "Sequence[Subject]") -> "Split":

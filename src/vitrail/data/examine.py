@@ -37,7 +37,7 @@ LIMIT = 200_000
 """Images decoded whole; of a larger set so many drawn at random are, and the rest are known by their headers."""
 UNSEEN, DECODED, HEADER, BAD = range(4)
 _CHUNK = 64
-_VERSION = 2
+_VERSION = 3
 _FACTS = np.dtype(
     [
         ("status", np.int8),

@@ -20,6 +20,8 @@ from vitrail.files import data_home, replacing
 from vitrail.plurals import plural
 
 NO_SPLIT = -1
+NOTHING_GIVEN = "no val and test given"
+"""How the sentence begins of a dataset without any split."""
 _TRAIN, _VAL, _TEST = range(3)
 Column = NDArray[np.int8]
 
