@@ -249,7 +249,10 @@ def test_a_class_with_validation_images_alone_is_refused(tmp_path: Path, capsys:
     folder(tmp_path / "set", "val", classes=("orchid",), each=1)
     code, line = refused(capsys=capsys)
     assert code == 3
-    assert "no training image, such as orchid: add some or remove them" in line
+    assert "set without a training image, such as orchid: add some, or remove the class" in line
+    folder(tmp_path / "set", "train", classes=("orchid",), each=1)
+    (tmp_path / "set" / "train" / "orchid" / "0.jpg").write_bytes(b"<html>")  # and when it is left out
+    assert refused(capsys=capsys)[1] == line
 
 
 def test_a_single_class_is_refused_with_what_may_have_been_meant(tmp_path: Path, capsys: Capture) -> None:

@@ -126,10 +126,11 @@ def main(
         folder, resume = runs.place("finetune", None if dry_run else out, group, resume=resume, overwrite=overwrite)
         dataset, report = open_data(data), None
         runs.tell_of(dataset)
-        runs.check_classes(dataset, strict=strict)
+        runs.check_classes(dataset, strict=strict, everything=everything)
         if not dry_run:
             seconds = math.inf if minutes is None else minutes * 60 * _CHECK_SHARE
             dataset, report = runs.check_images(dataset, data, strict=strict, seconds=seconds)
+            runs.check_classes(dataset, everything=everything)
         start = prepared(load(model), preprocess)
         config = start.model.config
         stride = config.stride if isinstance(config, ViTConfig) else 1

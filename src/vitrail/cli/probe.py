@@ -128,11 +128,6 @@ def _targets(dataset: "Dataset", *, everything: bool) -> dict[str, "Tensor"]:
     if everything and len(dataset.splits) < 3:
         raise UsageError(f"--everything learns from val and measures on test, and {dataset.name} has {there}")
     targets = {name: features.labels(split) for name, split in dataset.splits.items()}
-    counts = targets["train"].bincount(minlength=len(dataset.classes)).tolist()
-    if empty := [name for name, number in zip(dataset.classes, counts, strict=True) if not number]:
-        raise DataError(
-            f"{show.plural(len(empty), 'class')} without a training image, such as {empty[0]}: add some or remove them"
-        )
     for name in dataset.classes:
         if not name.isascii() and name.encode(errors="replace").decode() != name:
             raise DataError(f"the class {name!r} has no valid name in UTF-8: rename its folder")

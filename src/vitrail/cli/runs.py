@@ -199,8 +199,11 @@ def tell_of(dataset: "Dataset") -> None:
         show.note(f"warning: classes are in the order of their names ({first}, ...), so output 2 is not class 2")
 
 
-def check_classes(dataset: "Dataset", *, strict: bool = False) -> None:
-    """Refuse labels that leave nothing to choose or may be none, and with `strict` class folders without an image."""
+def check_classes(dataset: "Dataset", *, strict: bool = False, everything: bool = False) -> None:
+    """Refuse labels that leave nothing to choose or may be none, and with `strict` class folders without an image.
+
+    With `everything` val is trained on too.
+    """
     empty = dataset.empty_classes
     if strict and empty:
         raise DataError(
@@ -209,6 +212,12 @@ def check_classes(dataset: "Dataset", *, strict: bool = False) -> None:
         )
     if dataset.question:
         raise DataError(dataset.question)
+    learned = [split for name, split in dataset.splits.items() if name == "train" or (everything and name == "val")]
+    counts = [sum(column) for column in zip(*(split.counts(len(dataset.classes)) for split in learned), strict=True)]
+    bare = [name for name, count in zip(dataset.classes, counts, strict=False) if not count]
+    if bare:
+        without = f"{show.plural(len(bare), 'class')} of {dataset.name} without a training image"
+        raise DataError(f"{without}, such as {bare[0]}: add some, or remove the class")
     if len(dataset.classes) != 1:
         return
     (name,) = dataset.classes

@@ -87,7 +87,7 @@ def main(
         dataset = open_data(data)
         runs.tell_of(dataset)
         if chosen.masked is None:
-            runs.check_classes(dataset, strict=strict)
+            runs.check_classes(dataset, strict=strict, everything=everything)
         if warmup is None and "train" in dataset.splits:
             chosen = runs.fit_warmup(chosen, len(dataset.splits["train"]))
         task = Task(
@@ -108,6 +108,8 @@ def main(
             return
         folder, resume = runs.place("train", out, group, resume=resume, overwrite=overwrite)
         dataset, report = runs.check_images(dataset, data, strict=strict)
+        if chosen.masked is None:
+            runs.check_classes(dataset, everything=everything)
         task = dataclasses.replace(task, dataset=dataset)
         result = runs.trained(
             task,
