@@ -298,13 +298,13 @@ def _examine(dataset: "Dataset", data: str, seconds: float) -> dict[str, Any] | 
         def in_time(done: int, total: int) -> None:
             progress(done, total)
             if done < total and time.monotonic() > end:
-                raise _OutOfTimeError(f"{done:,} of {total:,}")
+                raise _OutOfTimeError(f"{done:,} of {show.plural(total, 'image')}")
 
         try:
             report = check(examine(dataset, progress=in_time))
         except _OutOfTimeError as looked_at:
             show.note(
-                f"note: there was time to look at {looked_at} images before training; the rest is taken as it is:"
+                f"note: there was time to look at {looked_at} before training; the rest is taken as it is:"
                 f" vitrail data check {data}"
             )
             return None
