@@ -273,7 +273,7 @@ def test_what_contradicts_itself_is_refused_before_anything_is_computed(tmp_path
 
 def test_data_that_cannot_be_learned_from_is_refused(tmp_path: Path) -> None:
     root = folder(tmp_path / "set", "train", "val", each=3)
-    (root / "train" / "orchid").mkdir()
+    folder(root, "val", classes=("orchid",), each=1)
     with pytest.raises(DataError, match="1 classes have no training image, such as orchid"):
         learning({}, dataset=open_data(str(root)))
     with pytest.raises(DataError, match="has the splits test; train and val are needed"):
