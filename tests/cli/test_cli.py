@@ -61,7 +61,7 @@ def test_a_typo_gets_the_nearest_verb_and_the_version_is_told(capsys: Capture) -
         ("finetune photos --zzzz=3", "vitrail finetune: no option --zzzz; vitrail finetune --help lists them"),
         (
             "finetune photos --recipe papr",
-            "vitrail finetune: --recipe takes default or paper, not 'papr'; did you mean paper?",
+            "vitrail finetune: --recipe takes default, paper or bit, not 'papr'; did you mean paper?",
         ),
         (
             "train r --data d --track=tensorbord",

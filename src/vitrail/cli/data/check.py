@@ -142,7 +142,7 @@ def _copies(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     near = found["near"]
     alike = f"{show.plural(near, 'group')} that {'looks' if near == 1 else 'look'} the same"
     shown = f"{show.plural(found['exact'], 'group')} of equal files, {alike}"
-    yield "copies", f"{shown}; compared {_part(found['compared'], found['of'])} images"
+    yield "copies", f"{shown}; compared {_part(found['compared'], found['of'], 'image')}"
     if found["across_splits"]:
         yield "warning", f"{show.plural(found['across_splits'], 'group')} of these across splits: results look too good"
         across = [group for group in found["groups"] if len({image["split"] for image in group["images"]}) > 1]
@@ -151,16 +151,20 @@ def _copies(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "warning", f"{show.plural(found['different_labels'], 'group')} of these with different labels"
     if "against" in report:
         other = report["against"]
-        count = show.plural(len(other["found"]), "image")
-        shown = f"{count} with what one of its {_part(other['compared'], other['of'])} shows"
-        yield "against", f"{other['data']}: {shown}; compared {_part(other['searched'], other['searched_of'])} images"
+        number = len(other["found"])
+        count = f"{show.plural(number, 'image')} {'shows' if number == 1 else 'show'}"
+        shown = f"{count} what one of its {_part(other['compared'], other['of'])} shows"
+        compared = _part(other["searched"], other["searched_of"], "image")
+        yield "against", f"{other['data']}: {shown}; compared {compared}"
         if left := other["searched_of"] - other["searched"]:
-            yield "warning", f"{show.plural(left, 'image')} not compared with it, {_LEFT}"
+            was = "was" if left == 1 else "were"
+            yield "warning", f"{show.plural(left, 'image')} {was} not compared with it, {_LEFT}"
         yield from _listed([f"{row['kind']}: {_image(row)} = {row['shows']}" for row in other["found"]])
 
 
-def _part(number: int, whole: int) -> str:
-    return f"{number:,}" if number == whole else f"{number:,} of {whole:,}"
+def _part(number: int, whole: int, noun: str = "") -> str:
+    total = show.plural(whole, noun) if noun else f"{whole:,}"
+    return total if number == whole else f"{number:,} of {total}"
 
 
 def _image(row: dict[str, Any]) -> str:
