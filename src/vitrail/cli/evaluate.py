@@ -414,9 +414,10 @@ def _tell(found: dict[str, Any], folder: Path, *, as_json: bool) -> None:
 
 def _sentence(models: Sequence[dict[str, Any]]) -> str:
     """What came of it, in a line: of several models the best."""
-    best = max(models, key=lambda model: float(model["top1"]))
-    low, high = best["top1_interval"]
-    right = f"{best['top1']:.1%} of {show.plural(best['images'], 'image')} right ({100 * low:.1f} to {100 * high:.1f})"
+    name, what = ("top1", "right") if "top1" in models[0] else ("exact_match", "with exactly their labels")
+    best = max(models, key=lambda model: float(model[name]))
+    low, high = best[f"{name}_interval"]
+    right = f"{best[name]:.1%} of {show.plural(best['images'], 'image')} {what} ({100 * low:.1f} to {100 * high:.1f})"
     return right if len(models) == 1 else f"best of {len(models)} models: {best['model']}, {right}"
 
 
