@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("data")
     parser.add_argument("--model", required=True)
     parser.add_argument("--minutes", type=float, nargs="+", default=[1.0, 3.0])
+    parser.add_argument("--shared-from", type=float, nargs="*", help="shares of the minutes; all cases unless given")
     parser.add_argument("--cores", type=int, default=2, help="of each run")
     options = parser.parse_args()
     every = sorted(os.sched_getaffinity(0))
@@ -94,7 +95,8 @@ def main() -> None:
         finally:
             free.put(cores)
 
-    cases = [(minutes, shared) for minutes in sorted(options.minutes, reverse=True) for shared in SHARED_FROM]
+    shares = SHARED_FROM if options.shared_from is None else options.shared_from
+    cases = [(minutes, shared) for minutes in sorted(options.minutes, reverse=True) for shared in shares]
     with concurrent.futures.ThreadPoolExecutor(free.qsize()) as pool:
         for line in pool.map(lambda case: one(*case), cases):
             print(line, flush=True)

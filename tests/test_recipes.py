@@ -293,14 +293,15 @@ def test_a_shorter_fine_tuning_has_a_shorter_warm_up(kind: Any) -> None:
     ],
 )
 def test_a_short_run_takes_smaller_images(photo: int, epochs: float, side: int) -> None:
-    assert finetuning_side(224, 16, photo, epochs) == side
+    assert finetuning_side(224, 16, images=500, photo=photo, epochs=epochs) == side
+    assert finetuning_side(224, 16, images=499, photo=photo, epochs=epochs) == 224
 
 
 def test_the_side_is_one_that_patches_divide() -> None:
     for own, stride in ((384, 16), (224, 32), (518, 14), (32, 8), (16, 16)):
         for photo in (10, 100, 300, 1000):
             for epochs in (0.1, 5, 50):
-                side = finetuning_side(own, stride, photo, epochs)
+                side = finetuning_side(own, stride, images=1000, photo=photo, epochs=epochs)
                 assert 0 < side <= own
                 assert side % stride == 0
 

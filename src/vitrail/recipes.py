@@ -282,6 +282,7 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
+_FEW = 500  # training images below which the network must move little
 _PROBED = 4  # epochs below which a head does better to start from a probe than from zeros
 _WHOLE_SIDE = 12  # epochs from which the model's own resolution is the best
 _SMALL_SIDE = 2  # epochs below which photos are taken at about their own size
@@ -311,7 +312,7 @@ def _default_finetuning(images: int, epochs: float | None) -> Recipe:
 
     With few images the network must move little, and what varies them much does harm, as it does in a short run.
     """
-    few = images < 500
+    few = images < _FEW
     batch = 64 if images < 20_000 else 256
     steps = max(500, 20 * images // batch)
     augment = Augment(area=(0.25, 1.0))
@@ -331,13 +332,14 @@ def _default_finetuning(images: int, epochs: float | None) -> Recipe:
     )
 
 
-def finetuning_side(own: int, stride: int, photo: int, epochs: float) -> int:
+def finetuning_side(own: int, stride: int, *, images: int, photo: int, epochs: float) -> int:
     """The image side for a short run, by what did best on splits of training images: docs/experiments/finetuning.md.
 
     `own` is the model's, `photo` the short side of the images; there is time for so many epochs at the model's own.
-    Smaller images make more epochs. Photos that are smaller than the model's input lose little by it.
+    Smaller images make more epochs, of which few images have enough. Photos that are smaller than the model's input
+    lose little by it.
     """
-    if epochs >= _WHOLE_SIDE:
+    if epochs >= _WHOLE_SIDE or images < _FEW:
         return own
     share = _MEDIUM_SIDE
     if epochs < _SMALL_SIDE and own / 2 <= photo < own:

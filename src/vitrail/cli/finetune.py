@@ -307,7 +307,8 @@ def _plan(task: "Task", deadline: "Deadline", *, choose_side: bool, warmup: int)
     if choose_side and isinstance(config, ViTConfig) and config.image_size[0] == config.image_size[1]:
         own = config.image_size[0]
         epochs = deadline.fit_steps(0) * deadline.batch / deadline.images
-        side = recipes.finetuning_side(own, config.stride, measure_side(task.split), epochs)
+        photo = measure_side(task.split)
+        side = recipes.finetuning_side(own, config.stride, images=deadline.images, photo=photo, epochs=epochs)
         smaller = dataclasses.replace(config, image_size=(side, side))
         deadline = deadline.scale(training_flops(smaller, 1) / training_flops(config, 1))
         if side != own:
