@@ -182,8 +182,9 @@ def main(
             runs.dry_run(task, as_json=json)
             return
         distributed.led(lambda: stack.enter_context(lock_run(folder)))  # of several runs too
-        if task.recipe.head == "probe" and not (resume and any(folder.glob("**/checkpoints/step-*"))):
-            task = _fit_head(task)
+        if task.recipe.head == "probe":
+            resumed = distributed.led(lambda: resume and any(folder.glob("**/checkpoints/step-*")))
+            task = task if resumed else _fit_head(task)
         results = []
         for one, place in _repeated(task, folder, number_of_runs):
             result = trained(one, place, report=report, resume=resume, overwrite=overwrite, deadline=deadline)
