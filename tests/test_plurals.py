@@ -11,8 +11,13 @@ import vitrail
 from vitrail.plurals import plural
 
 COUNTED = re.compile(r" (images|classes|files|labels|epochs|shards|groups|draws|channels|links)\b(?!/s)")
-OTHERS = ("cli/figures.py", "cli/study/", "figures/", "report/", "studies/", "train/")
 NEVER_ONE = {
+    "cli/figures.py: PAPER",
+    "cli/figures.py: len(shown)",  # "draws all"
+    "figures/cka.py: FEWEST",
+    "figures/draw.py: shown.max()",  # the end of a scale
+    "studies/raw.py: len(order)",
+    "studies/raw.py: len(parts[-1])",
     "cli/data/check.py: images",  # more than 200,000
     "data/imagenet.py: len(classes)",
     "cli/evaluate.py: images",  # "the only image" stands beside it
@@ -51,8 +56,6 @@ def test_no_message_counts_without_the_singular() -> None:
     bare = []
     for path in sorted(root.rglob("*.py")):
         name = str(path.relative_to(root))
-        if name.startswith(OTHERS):
-            continue
         for node in ast.walk(ast.parse(path.read_text())):
             parts = node.values if isinstance(node, ast.JoinedStr) else []
             for one, two in itertools.pairwise(parts):

@@ -176,7 +176,7 @@ def test_bytes_that_are_no_text_do_not_keep_a_page_from_being_written(tmp_path: 
 
 def test_one_class_is_a_page_too(tmp_path: Path) -> None:
     found = read(gather(written(tmp_path / "run", answers=[("cat", "cat", 1.0)], classes=["cat"])))
-    assert "one class" in found.text
+    assert "1 class" in found.text
     assert "every answer is right" in found.parts["confusion"]
 
 

@@ -274,7 +274,7 @@ def test_what_contradicts_itself_is_refused_before_anything_is_computed(tmp_path
 def test_data_that_cannot_be_learned_from_is_refused(tmp_path: Path) -> None:
     root = folder(tmp_path / "set", "train", "val", each=3)
     folder(root, "val", classes=("orchid",), each=1)
-    with pytest.raises(DataError, match="1 classes have no training image, such as orchid"):
+    with pytest.raises(DataError, match="1 class without a training image, such as orchid"):
         learning({}, dataset=open_data(str(root)))
     with pytest.raises(DataError, match="has the splits test; train and val are needed"):
         learning({}, dataset=open_data(str(folder(tmp_path / "only", "test", each=3))))
@@ -290,7 +290,7 @@ def test_data_that_cannot_be_learned_from_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_makes_no_run_is_refused_before_it() -> None:
-    with pytest.raises(UsageError, match=r"0\.0001 epochs of 1,439 images make no step"):
+    with pytest.raises(UsageError, match=r"0\.0001 epochs of 1,439 images: not one step"):
         learning({"epochs": 0.0001})
     with pytest.raises(UsageError, match="workers is -1"):
         learning({}, workers=-1)

@@ -15,6 +15,7 @@ from vitrail import files, remote
 from vitrail.cli import runs, show
 from vitrail.config import sides
 from vitrail.errors import DataError, UsageError
+from vitrail.plurals import plural
 
 if TYPE_CHECKING:
     from vitrail.figures.boxes import Box
@@ -74,7 +75,7 @@ def main(
     shown = list({image.name: image for image in _images(given)}.values())
     drawn = _spread(shown, pictures)
     if len(drawn) < len(shown):
-        show.note(f"{len(drawn):,} of {len(shown):,} images are drawn; --pictures {len(shown)} draws all")
+        show.note(f"{len(drawn):,} of {plural(len(shown), 'image')} are drawn; --pictures {len(shown)} draws all")
     names = {image.name for image in drawn}
     read = [*drawn, *(image for image in shown if objects and image.name not in names)]
     subjects = _subjects(models, image_size, device)
@@ -479,10 +480,10 @@ def _end(made: Made, images: int, *, as_json: bool) -> None:
     else:
         rows = [(name, text) for name, text in made.files.items() if "/" not in name and not name.endswith(".npz")]
         counts = {folder: sum(name.startswith(f"{folder}/") for name in made.files) for folder in _FOLDERS}
-        rows += [(f"{folder}/", f"{number:,} images") for folder, number in counts.items() if number]
+        rows += [(f"{folder}/", plural(number, "image")) for folder, number in counts.items() if number]
         show.table(rows)
     show.note(f"written: {made.folder}")
     if made.unreadable:
         raise DataError(
-            f"{len(made.unreadable):,} of {images:,} images cannot be read; {made.folder / RECORD} says why"
+            f"{len(made.unreadable):,} of {plural(images, 'image')} cannot be read; {made.folder / RECORD} says why"
         )

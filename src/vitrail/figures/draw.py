@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from vitrail.errors import DataError
 from vitrail.files import replacing
+from vitrail.plurals import plural
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -277,9 +278,9 @@ def _mark_best(axes: "Axes", epochs: NDArray[np.float64], accuracies: NDArray[np
 
 def _confusion_title(whole: NDArray[Any], shown: NDArray[Any], normalised: bool) -> Iterator[str]:
     images, right = int(whole.sum()), int(whole.trace())
-    summary = f"{images:,} images, {right / max(1, images):.1%} right"
+    summary = f"{plural(images, 'image')}, {right / max(1, images):.1%} right"
     if len(shown) < len(whole):
-        yield f"Confusion matrix of the {len(shown)} classes, of {len(whole):,}, in the pairs confused most"
+        yield f"Confusion matrix of the {plural(len(shown), 'class')}, of {len(whole):,}, in the pairs confused most"
         yield f"{summary}; {shown.sum() - shown.trace():,} of {images - right:,} mistakes are here"
     else:
         yield "Confusion matrix"

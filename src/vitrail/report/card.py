@@ -16,6 +16,7 @@ from vitrail.config import to_json
 from vitrail.evaluate.classify import TOP5_CLASSES
 from vitrail.figures.draw import legible
 from vitrail.model import count
+from vitrail.plurals import plural
 from vitrail.report import words
 from vitrail.report.gather import Facts, Result, without_folders
 from vitrail.weights import card as licences
@@ -159,12 +160,12 @@ def _index(facts: Facts, result: Result) -> Iterator[str]:
 
 def _metrics(facts: Facts, result: Result) -> Iterator[tuple[str, str, float]]:
     if facts.labels is not None:
-        yield "accuracy", f"exact match of {result.images} images", result.top1
+        yield "accuracy", f"exact match of {plural(result.images, 'image')}", result.top1
         yield "f1", "F1 over all labels", facts.labels.micro_f1
         yield "mean_average_precision", "mean average precision", facts.labels.mean_average_precision
         yield "expected_calibration_error", "expected calibration error, 15 bins", result.calibration_error
         return
-    yield "accuracy", f"top-1 accuracy of {result.images} images", result.top1
+    yield "accuracy", f"top-1 accuracy of {plural(result.images, 'image')}", result.top1
     if len(facts.config["classes"]) >= TOP5_CLASSES:
         yield "accuracy", "top-5 accuracy", result.top5
     if facts.macro is not None:
@@ -186,12 +187,14 @@ def _slug(name: str) -> str:
 def _run_sections(facts: Facts, trained: Trained) -> Iterator[Section]:
     result, pretrained = facts.result, facts.pretrained
     if pretrained is not None:
-        told = f"On the {pretrained.images:,} images of {pretrained.split}, {pretrained.patches:,} hidden patches:"
+        told = (
+            f"On the {plural(pretrained.images, 'image')} of {pretrained.split}, {pretrained.patches:,} hidden patches:"
+        )
         yield Section("Result", (told, _table(words.pretrained_rows(pretrained))))
     elif result is None:
         yield Section("Result", ("Unknown: the run has not ended.",))
     else:
-        told = f"On the {result.images:,} images of {result.split}:"
+        told = f"On the {plural(result.images, 'image')} of {result.split}:"
         yield Section("Result", (told, _table(words.result_rows(facts, result)), Items(tuple(words.cautions(facts)))))
         yield Section("Calibration", (_calibration(result),))
     yield Section("Intended use", ("Unknown: whoever publishes this model should say it here.",))
@@ -216,14 +219,14 @@ def _checks(facts: Facts) -> Iterator[words.Row]:
     if report is None:
         yield "copies across splits", f"{words.UNKNOWN}: the images were not compared"
         return
-    yield "copies across splits", f"{report['duplicates']['across_splits']:,} groups"
+    yield "copies across splits", plural(report["duplicates"]["across_splits"], "group")
     yield "unreadable images", f"{len(report['bad']):,}"
 
 
 def _limits(facts: Facts, trained: Trained) -> Iterator[str]:
     classes = trained.model.config.classes
     if classes and not trained.several:
-        yield f"It answers every image with one of its {classes:,} classes, also one that shows none of them."
+        yield f"It answers every image with one of its {plural(classes, 'class')}, also one that shows none of them."
     yield f"How it does on images other than those of {facts.data} is unknown."
     yield "Whether it treats groups of people or things unequally is unknown; nothing of the kind was measured."
     if trained.threshold:
@@ -285,7 +288,9 @@ def _does(trained: Trained) -> str:
     classes = trained.model.config.classes
     named = "their names are unknown" if trained.labels is None else "the files name them"
     does = (
-        f"It tells {classes:,} classes apart; {named}." if classes else "It has no classes: it ends with its features."
+        f"It tells {plural(classes, 'class')} apart; {named}."
+        if classes
+        else "It has no classes: it ends with its features."
     )
     return f"An image model in PyTorch, made with vitrail. {does}"
 

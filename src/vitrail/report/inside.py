@@ -23,6 +23,7 @@ from vitrail.errors import DataError, UsageError
 from vitrail.figures import attention, embeddings, pictures
 from vitrail.model import count
 from vitrail.model.vit import ViT
+from vitrail.plurals import plural
 from vitrail.report import charts, embedded
 from vitrail.report.gather import Answer, Facts, called_in_set
 from vitrail.report.walk import Walk, walk
@@ -232,7 +233,7 @@ def _distance(trained: Trained, images: Images) -> tuple[Plate | str, Plate | st
     entropy = charts.heads(seen.entropy.astype(float), label="attention entropy by layer", up="bits")
     return (
         Plate(distance, f"How far each head looks, in pixels of the input, a dot a head, the line their mean; over"
-              f" {seen.images} images. Attention to all patches alike would give {far}."),
+              f" {plural(seen.images, 'image')}. Attention to all patches alike would give {far}."),
         Plate(entropy, f"How widely: the entropy of each head's attention. All patches alike would give"
               f" {seen.uniform_entropy:.1f} bits."),
     )  # fmt: skip

@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from vitrail.evaluate.classify import TOP5_CLASSES
 from vitrail.figures.draw import legible
+from vitrail.plurals import plural
 from vitrail.report import charts, embedded, words
 from vitrail.report.card import Card
 from vitrail.report.charts import Curve
@@ -177,7 +178,8 @@ def _confused(facts: Facts, confusions: Sequence[Confusion]) -> Confused:
     images = Counter(answer.label for answer in facts.answers)
     names = _confused_classes(facts.config["classes"], [(each.label, each.predicted) for each in confusions])
     counts = np.array([[taken[true, said] for said in names] for true in names], dtype=np.int64)
-    label = f"confusion matrix of {len(names)} classes, {counts.trace():,} of {counts.sum():,} answers on the diagonal"
+    right = f"{counts.trace():,} of {counts.sum():,} answers on the diagonal"
+    label = f"confusion matrix of {plural(len(names), 'class')}, {right}"
     return Confused(charts.confusion(counts, names, [images[name] for name in names], label=label), len(names))
 
 
@@ -223,10 +225,10 @@ def _sizes(facts: Facts) -> Markup | None:
     if not rows:
         return None
     names, sizes = zip(*rows, strict=True)
-    label = f"training images of {len(sizes)} classes, from {sizes[0]:,} down to {sizes[-1]:,}"
+    label = f"training images of {plural(len(sizes), 'class')}, from {sizes[0]:,} down to {sizes[-1]:,}"
     if len(sizes) <= _NAMED_BARS:
         return charts.bars(names, sizes, label=label)
-    across = f"{len(sizes):,} classes, from {charts.cut(names[0], 14)} to {charts.cut(names[-1], 14)}"
+    across = f"{plural(len(sizes), 'class')}, from {charts.cut(names[0], 14)} to {charts.cut(names[-1], 14)}"
     return charts.columns(spread(sizes, _COLUMNS), label=label, across=across)
 
 
@@ -236,7 +238,7 @@ def _data_rows(facts: Facts) -> Iterator[words.Row]:
     if report is None:
         return
     headers = f"; of {report['headers_only']:,} more only the header" if report["headers_only"] else ""
-    yield "decoded", f"{report['decoded']:,} images{headers}"
+    yield "decoded", f"{plural(report['decoded'], 'image')}{headers}"
     yield "unreadable", f"{len(report['bad']):,}"
     yield "formats", ", ".join(f"{name} {number:,}" for name, number in report["formats"].items()) or "none"
     for side, found in report["sizes"].items():
@@ -244,11 +246,14 @@ def _data_rows(facts: Facts) -> Iterator[words.Row]:
     colour = report["colour"]
     if colour["mean"]:
         mean, std = (" ".join(f"{value:.3f}" for value in colour[name]) for name in ("mean", "std"))
-        yield "colour", f"mean {mean}, std {std} (of {colour['of']}); {colour['grey']:,} images are grey"
+        yield "colour", f"mean {mean}, std {std} (of {colour['of']}); grey: {plural(colour['grey'], 'image')}"
     copies = report["duplicates"]
-    yield "copies", f"{copies['exact']:,} groups of equal files, {copies['near']:,} groups that look the same"
-    yield "copies across splits", f"{copies['across_splits']:,} groups"
-    yield "copies with different labels", f"{copies['different_labels']:,} groups"
+    yield (
+        "copies",
+        f"{plural(copies['exact'], 'group')} of equal files, {plural(copies['near'], 'group')} of lookalikes",
+    )
+    yield "copies across splits", plural(copies["across_splits"], "group")
+    yield "copies with different labels", plural(copies["different_labels"], "group")
 
 
 # --- the walk, and the run again -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from vitrail.config import BiTConfig, ViTConfig
 from vitrail.evaluate.classify import TOP5_CLASSES
 from vitrail.evaluate.intervals import Interval
 from vitrail.model import count
+from vitrail.plurals import plural
 from vitrail.report.gather import Facts, Pretrained, Result
 from vitrail.weights.trained import Trained
 
@@ -71,7 +72,7 @@ def lead(facts: Facts, trained: Trained | None) -> str:
     if trained is not None:
         parts.insert(0, f"{_kind(trained.model.config)} of {count.parameters(trained.model.config):,} parameters")
     if not facts.masked:
-        parts.insert(-1, "one class" if len(config["classes"]) == 1 else f"{len(config['classes']):,} classes")
+        parts.insert(-1, plural(len(config["classes"]), "class"))
     if facts.seconds is not None:
         parts.append(f"trained in {span(facts.seconds)} (h:mm:ss) on {config['device']}")
     return ", ".join(parts)
@@ -88,14 +89,14 @@ def cautions(facts: Facts) -> Iterator[str]:
             " a little."
         )
     if result is not None and result.images < 100:
-        yield f"{result.images} images are few: the interval is wide for a reason."
+        yield f"Measured on {plural(result.images, 'image')}, which is few: the interval is wide for a reason."
     if facts.macro is not None and result is not None and facts.macro < result.top1 - 0.02:
         yield (
             f"Classes differ in size: of a class {percent(facts.macro)} is right on average, less than of all images."
         )
     across = (facts.data_report or {}).get("duplicates", {}).get("across_splits", 0)
     if across:
-        yield f"{across:,} groups of copies reach across the splits, so the result may look better than it is."
+        yield f"{plural(across, 'group')} of copies across the splits, so the result may look better than it is."
 
 
 def result_rows(facts: Facts, result: Result) -> Iterator[Row]:
@@ -184,8 +185,8 @@ def training_rows(facts: Facts) -> Iterator[Row]:
     yield "recipe", recipe["source"]
     start = "random weights" if config["model"] is None else facts.plain(config["model"]["name"])
     yield "begun with", start
-    length = "1 epoch" if recipe["epochs"] == 1 else f"{recipe['epochs']:.4g} epochs"
-    yield "steps", f"{config['steps']:,} of {recipe['batch']:,} images, {length}"
+    length = plural(float(recipe["epochs"]), "epoch")
+    yield "steps", f"{config['steps']:,} of {plural(recipe['batch'], 'image')}, {length}"
     yield "optimiser", f"{optimiser['kind']}, rate {optimiser['lr']:g}, weight decay {optimiser['weight_decay']:g}"
     yield "schedule", f"warm-up for {counted(schedule['warmup'], 'step')}, then {schedule['decay']}"
     yield "augmentation", ", ".join(_augmentation(recipe["augment"]))

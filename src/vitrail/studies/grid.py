@@ -26,6 +26,7 @@ from vitrail import files
 from vitrail.config import Augment, Optimiser, Recipe, Schedule, from_json, to_json
 from vitrail.errors import DataError, UsageError, VitrailError
 from vitrail.model.device import named
+from vitrail.plurals import plural
 from vitrail.train.signals import StoppedError, requests
 from vitrail.train.step import DivergedError
 
@@ -308,7 +309,7 @@ def _written(child: Child, folder: Path, tell: Tell, *, stopping: bool) -> None:
     record: Result = {"cell": cell.name, **cell.about}
     if code == 0:
         record |= {"status": "done", **json.loads((child.folder / PRINTED).read_text().splitlines()[-1])}
-        tell(f"{cell.name}: {record['split']} {record['top1']:.2%} of {record['images']:,} images")
+        tell(f"{cell.name}: {record['split']} {record['top1']:.2%} of {plural(record['images'], 'image')}")
     else:
         record |= _failure(code, said) | {"seconds": time.monotonic() - child.begun}
         tell(f"{cell.name}: {record['status']}: {record['error']}")

@@ -24,6 +24,7 @@ from vitrail.data.sources import open_data
 from vitrail.data.table import Table, texts
 from vitrail.errors import DataError
 from vitrail.files import cache_home
+from vitrail.plurals import plural
 from vitrail.studies import raw, tasks
 from vitrail.studies.raw import Integers, Labelled
 
@@ -134,7 +135,9 @@ def _check(task: str, found: Labelled, rows: dict[str, Integers]) -> None:
             raise DataError(f"{found.root} has no image for {split}")
         labels = found.labels[some]
         if labels.min() < 0 or labels.max() >= classes:
-            raise DataError(f"{found.root}: {split} has labels {labels.min()} to {labels.max()} of {classes} classes")
+            raise DataError(
+                f"{found.root}: {split} has labels {labels.min()} to {labels.max()} of {plural(classes, 'class')}"
+            )
 
 
 def _pictures(found: Labelled, rows: dict[str, Integers]) -> Iterator[Sample]:

@@ -16,6 +16,7 @@ from vitrail.data import holdout
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.sources import open_data
 from vitrail.errors import DataError, UsageError
+from vitrail.plurals import plural
 from vitrail.studies.grid import Cell, CellsError, Result
 from vitrail.train.step import DivergedError
 from vitrail.weights.trained import Trained
@@ -91,8 +92,8 @@ def measure_on_val(dataset: Dataset, share: float) -> Dataset:
     if not held:
         raise DataError(f"{dataset.name} has too few images in train to hold some out: of a class with three, one is")
     note = (
-        f"val is the test, as there is no other; {share:.0%} of each class of train ({held:,} images) is held out to"
-        " choose by, and trained on again before test is measured"
+        f"val is the test, as there is no other; {share:.0%} of each class of train ({plural(held, 'image')}) is held"
+        " out to choose by, and trained on again before test is measured"
     )
     splits["test"] = dataset.splits["val"]
     return dataclasses.replace(dataset, splits=splits, made_up=("val",), notes=(*dataset.notes, note))

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from vitrail import recipes
 from vitrail.errors import UsageError
 from vitrail.evaluate import match
+from vitrail.plurals import plural
 from vitrail.studies import grid, sweep, vtab
 
 UNPUBLISHED = "weights never published"
@@ -103,7 +104,7 @@ def _vtab_notes(study: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[
 def _shortened(study: Mapping[str, Any], steps: int) -> Iterator[str]:
     recipe = study["recipe"]
     if study["steps"] != steps or recipe["batch"] != 512 or abs(recipe["image_size"] - 384) > 16:
-        yield f"{study['steps']:,} steps of {recipe['batch']:,} images at {recipe['image_size']} pixels"
+        yield f"{study['steps']:,} steps of {plural(recipe['batch'], 'image')} at {recipe['image_size']} pixels"
     if study.get("settings"):
         yield ", ".join(study["settings"])
 

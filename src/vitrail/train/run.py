@@ -29,6 +29,7 @@ from vitrail.errors import UsageError, VitrailError
 from vitrail.evaluate import calibrate, precision, tables
 from vitrail.evaluate.classify import Answers, Counts, asked, outputs, total
 from vitrail.model.build import Model
+from vitrail.plurals import plural
 from vitrail.train import distributed, loop, signals
 from vitrail.train import state as states
 from vitrail.train.deadline import PRECISION, PRECISION_SHARE, Deadline, PlannedSteps
@@ -399,7 +400,9 @@ def _finished(keeper: Keeper) -> Result:
     facts = {"images": counts.images, "right": counts.right, "top1": counts.top1, "top5": counts.top5}
     calibration = {"loss": counts.mean_loss, "temperature": temperature, "calibration_error": error}
     keeper.book.event("end", split=split, **facts, **calibration, seconds=result.seconds)
-    keeper.book.say(f"{split}: {counts.top1:.2%} of {counts.images:,} images right; temperature {temperature:.3f}")
+    keeper.book.say(
+        f"{split}: {counts.top1:.2%} of {plural(counts.images, 'image')} right; temperature {temperature:.3f}"
+    )
     names = task.dataset.classes
     tables.write_predictions(task.dataset.splits[split], names, names, said, folder / "predictions.csv")
     if counts.by_class:

@@ -22,6 +22,7 @@ from vitrail.model import count, masked
 from vitrail.model.build import Config, Model
 from vitrail.model.masked import MaskedViT
 from vitrail.model.vit import ViT
+from vitrail.plurals import plural
 from vitrail.train import optimizer, schedule, sharding
 from vitrail.train.distributed import ALONE, Group
 from vitrail.train.step import Learner
@@ -77,7 +78,9 @@ class Task:
         if self.recipe.masked is None:
             self._check_labels()
         if self.plan.steps < 1:
-            raise UsageError(f"{self.recipe.epochs:g} epochs of {len(self.split):,} images make no step; give more")
+            raise UsageError(
+                f"{plural(self.recipe.epochs, 'epoch')} of {plural(len(self.split), 'image')}: not one step; give more"
+            )
         if self.workers < 0:
             raise UsageError(f"workers is {self.workers}; it must be 0 or more")
         if self.measured is not None and self.measured not in dataset.splits:
@@ -107,7 +110,9 @@ class Task:
             )
         empty = [name for name, number in zip(dataset.classes, self.counts, strict=True) if not number]
         if empty and not self.sparse:
-            raise DataError(f"{len(empty)} classes have no training image, such as {empty[0]}: add some or remove them")
+            raise DataError(
+                f"{plural(len(empty), 'class')} without a training image, such as {empty[0]}: add some or remove it"
+            )
         if self.recipe.balanced and dataset.several:
             raise UsageError("--balanced is for images of one label each, and these may have several")
         for name in dataset.classes:

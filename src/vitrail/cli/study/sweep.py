@@ -7,6 +7,7 @@ import tyro
 
 from vitrail.cli import runs, show, study
 from vitrail.cli.finetune import prepared
+from vitrail.plurals import plural
 
 if TYPE_CHECKING:
     from vitrail.studies.sweep import Sweep
@@ -101,4 +102,4 @@ def _tell(summary: dict[str, Any], folder: Path) -> None:
         rows.append((lr, "diverged" if top1 is None else f"{top1:.2%}{mark}"))
     show.table(rows)
     if summary["mean"] is not None:
-        print(f"test: {study.accuracy(summary)}, of {summary['images']:,} images ({folder}/study.png)")
+        print(f"test: {study.accuracy(summary)}, of {plural(summary['images'], 'image')} ({folder}/study.png)")
