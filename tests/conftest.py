@@ -20,8 +20,10 @@ A test that attacks (docs/reliability.md) is marked `attack`, asks for the fixtu
 import importlib
 import os
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -35,6 +37,17 @@ import vitrail.export  # noqa: F401  before a test imports OpenVINO, so that it 
 # Tests fork, which autograd allows while it has no thread. A torch built for CUDA that sees no GPU takes a fake one for
 # real once something was exported or compiled, and would begin a thread at its first backward pass: here is the first.
 torch.ones((), requires_grad=True).backward()
+
+
+def forget_helpers() -> None:
+    """Let a forked test process start helpers of its own: multiprocessing waits for those of its parent in vain."""
+    tracker: Any = resource_tracker._resource_tracker
+    tracker._fd = tracker._pid = None
+    server: Any = forkserver._forkserver
+    server._forkserver_fd = server._forkserver_alive_fd = server._forkserver_pid = server._forkserver_address = None
+
+
+os.register_at_fork(after_in_child=forget_helpers)
 torch.set_num_threads(1)  # tiny models on a busy machine: one thread is 30 times faster than two
 
 DATA = Path(os.environ.get("VITRAIL_TEST_DATA", Path(__file__).parents[2] / "shared" / "data"))

@@ -16,6 +16,7 @@ from vitrail.config import Preprocess
 OTHERS = {  # what the README does not show, the extras among it, and how it ends
     "demo --help": 0,  # it trains as the next one does, for two minutes
     "train digits --data digits --epochs 0.1 --warmup 1 --track tensorboard --out runs/tracked": 0,
+    "study ablate digits --data digits --variants depth=1 --epochs 0.1 --out runs/ablation": 0,
     "data list": 0,
     "data remove cifar10": 2,  # which is not there
     "list": 0,

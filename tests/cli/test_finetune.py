@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import shlex
+import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from tests.cli.test_train import HERE, PICTURES
 from tests.data.pictures import encoded, folder, picture
 from tests.train.test_run import tuned
 from vitrail.cli import runs
-from vitrail.cli.finetune import _plan
+from vitrail.cli.finetune import _plan, _trained_on_all
+from vitrail.data.dataset import less
+from vitrail.data.sources import open_data
 from vitrail.files import sha256
 from vitrail.report.gather import gather
 from vitrail.report.page import rerun
@@ -131,7 +134,7 @@ def test_decisions_that_no_run_can_have_made_are_refused(capsys: Capture, replan
 def test_a_limit_that_is_too_short_for_what_follows_training_is_warned_of(capsys: Capture) -> None:
     code, _, err = finetune("--minutes", "0.01", "--out", "timed", *HERE, capsys=capsys)
     assert code == 0
-    assert "warning: 0.01 minutes are too short: what follows training takes about" in err
+    assert "warning: 0.01 minutes are too short: a step takes about" in err
     assert len(events("timed", "epoch")) == 1
 
 
@@ -214,7 +217,7 @@ def test_preprocessing_must_be_known_and_may_not_be_contradicted(tmp_path: Path,
     [
         (("--image-size", "30"), "30 x 30 does not divide into patches of 8 x 8 pixels; the nearest is 32 x 32"),
         (("--keep-head",), "9 classes in one of model and data alone, such as 'kind 0' of the model"),
-        (("--minutes", "5", "--epochs", "3"), "give --minutes or --epochs"),
+        (("--minutes", "5", "--epochs", "3"), "give --minutes, or --epochs"),
         (("--minutes", "0"), "must be above 0"),
         (("--runs", "0"), "--runs is 0; it must be at least 1"),
         (("--layers", "-1"), "layers is -1; it must be 0 (the head alone) or more"),
@@ -421,7 +424,7 @@ def test_a_short_limit_takes_smaller_images_and_a_long_one_the_models_own(tmp_pa
     task = tuned(tmp_path)
     sizes: dict[str, Any] = {"batch": 8, "images": 800, "val": 4, "test": 0, "every": 1}
     for image_seconds, expected in ((1.0, 24), (1e-4, 32)):
-        deadline = Deadline(seconds=60, most_steps=200, image_seconds=image_seconds, **sizes)
+        deadline = Deadline(seconds=60, most_steps=20_000, image_seconds=image_seconds, **sizes)
         epochs, side = _plan(task, deadline, choose_side=True, warmup=0)
         assert side == expected
         assert (f"images of {expected} pixels, the model's are 32" in capsys.readouterr().err) == (expected < 32)
@@ -462,3 +465,24 @@ def test_bits_rule_resizes_whole_images_by_their_area(
     assert (found["view"]["size"], found["view"]["resize"]) == ([crop, crop], [room, room])
     assert found["recipe"]["schedule"]["stairs"] == [0.4, 0.6, 0.8]
     assert found["recipe"]["optimiser"]["lr"] == 0.003
+
+
+def test_a_seed_that_was_not_begun_starts_from_a_probe_though_one_is_resumed(tmp_path: Path, capsys: Capture) -> None:
+    short = ("--epochs", "2", "--batch", "4", *HERE)
+    code, _, _ = finetune(*short, "--runs", "2", "--out", "both", capsys=capsys)
+    assert code == 0
+    shutil.rmtree(tmp_path / "both" / "seed-1")
+    code, _, _ = finetune(*short, "--runs", "2", "--out", "both", "--resume", capsys=capsys)
+    assert code == 0
+    code, _, _ = finetune(*short, "--seed", "1", "--out", "alone", capsys=capsys)
+    assert code == 0
+    assert weights("both/seed-1") == weights("alone")
+
+
+def test_a_run_begun_without_a_look_at_its_images_is_resumed_with_all_of_them(tmp_path: Path, capsys: Capture) -> None:
+    code, _, _ = finetune(*SHORT, "--out", "run", capsys=capsys)
+    assert code == 0
+    dataset = open_data(str(tmp_path / "set"))
+    assert _trained_on_all(tmp_path / "run", dataset)
+    assert not _trained_on_all(tmp_path / "run", less(dataset, {("train", dataset.splits["train"].name(0))}))
+    assert not _trained_on_all(tmp_path / "none", dataset)

@@ -98,7 +98,7 @@ def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: Capture) ->
 def test_a_report_that_fails_does_not_lose_the_run(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(writing, "write", fails)

@@ -69,3 +69,17 @@ def test_one_label_each_has_no_such_numbers() -> None:
     facts = measured(total(said, 3), said).facts()
     assert "top1" in facts
     assert "exact_match" not in facts
+
+
+def test_the_interval_of_a_calibration_error_is_over_images_whose_labels_go_together() -> None:
+    """Labels that are all copies of one another say no more than one of them."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(200, 1, generator=generator)
+    truths = torch.rand(200, 1, generator=generator) < scores
+    widths = []
+    for copies in (1, 20):
+        logits = scores.logit().repeat(1, copies)
+        answers = _said(logits, truths.float().repeat(1, copies), 1.0, several=True)
+        low, high = measured(total(answers, copies), answers).calibration_error_interval
+        widths.append(high - low)
+    assert widths[1] == pytest.approx(widths[0], rel=0.05)

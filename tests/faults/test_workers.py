@@ -43,8 +43,10 @@ def loader_workers(process: "subprocess.Popen[str]") -> Iterator[int]:
 
 
 def is_worker(number: int) -> bool:
-    """Whether a child is a loader worker: it has begun to ignore SIGTERM."""
+    """Whether a child is a loader worker: it has begun to ignore SIGTERM, as Python's resource tracker does too."""
     try:
+        if b"resource_tracker" in Path(f"/proc/{number}/cmdline").read_bytes():
+            return False
         status = Path(f"/proc/{number}/status").read_text()
     except OSError:
         return False

@@ -31,7 +31,7 @@ def test_the_result_stands_beside_its_interval_and_its_baseline(tmp_path: Path) 
     assert "7 of 10 test images right" in shown
     assert "39.7 to 89.2 % (95 % interval, Wilson)" in shown  # by hand, from Wilson's formula
     assert "always “dog”: no class is commoner in training 50.0 %" in shown
-    assert "10 images are few" in shown
+    assert "Measured on 10 images, which is few" in shown
 
 
 def test_the_pairs_confused_most_come_first_with_their_share(tmp_path: Path) -> None:

@@ -211,6 +211,9 @@ def test_the_optimizer_and_decay_of_a_sweep_can_be_others_and_its_rate_only_by_r
 
 def test_a_study_begun_before_a_field_existed_is_the_same_one() -> None:
     assert grid.difference({"seed": 0}, {"seed": 0, "settings": []}) == ""
+    old, new = {"recipe": {"lr": 1}, "seed": 0}, {"recipe": {"lr": 1, "head": None}, "seed": 7}
+    assert grid.difference(old, new) == "seed 0 and not 7"
+    assert grid.difference(old, new | {"seed": 0}) == ""
     assert grid.difference({"seed": 0}, {"seed": 0, "settings": ["a=1"]}) == "settings None and not ['a=1']"
 
 

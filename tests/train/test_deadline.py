@@ -1,6 +1,7 @@
 """A run with a time limit: it ends on time on a machine that slows down, and its weights follow from its decisions."""
 
 import dataclasses
+import itertools
 import json
 import random
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.train.test_resume import sums, task, trained
+from vitrail.cli.finetune import _parse_decisions
 from vitrail.config import Schedule
 from vitrail.errors import UsageError
 from vitrail.train import schedule
@@ -27,8 +29,10 @@ class Machine:
     now: float = 0.0
     shared_after: float = float("inf")
     slowdown: float = 2.0
+    noise: random.Random | None = None
 
     def work(self, images: float) -> None:
+        images *= 1.0 if self.noise is None else self.noise.uniform(0.7, 1.3)
         self.now += images * self.image * (self.slowdown if self.now >= self.shared_after else 1.0)
 
     def __call__(self) -> float:
@@ -106,6 +110,35 @@ def test_a_first_step_that_waited_for_workers_ends_no_run() -> None:
     planned, ended = simulate(machine, deadline)
     assert planned.total(10_000) > 20
     assert ended <= 120
+
+
+def test_a_run_that_has_come_to_its_end_is_not_prolonged() -> None:
+    """The learning rate has come to its end too; and the decisions of noisy steps are such as --replan takes."""
+    draws = random.Random(3)
+    for _ in range(50):
+        machine = Machine(image=0.02)
+        deadline = limit(machine, seconds=120.0, image_seconds=0.02)
+        machine.noise = draws
+        planned, _ = simulate(machine, deadline)
+        if planned.decisions:
+            written = ",".join(f"{step}:{steps}" for step, steps in planned.decisions)
+            assert _parse_decisions(written) == tuple(planned.decisions)
+            assert all(after[0] < before[1] for before, after in itertools.pairwise(planned.decisions))
+
+
+def test_what_one_rank_does_alone_is_counted_at_its_own_speed() -> None:
+    """By hand: 0.05 s of a training image on 8 ranks, 0.4 s on one; a third of it for an image that is evaluated."""
+    alone, eight = limit(Machine()), limit(Machine(), world=8)
+    assert alone.seconds_after(evaluated=False) == pytest.approx(4 + 0.05 / 3 * (100 + 100 + 200 + 300))
+    assert eight.seconds_after(evaluated=False) == pytest.approx(4 + 0.05 / 3 * (100 + 8 * (100 + 200 + 300)))
+    assert eight.seconds_after(evaluated=True) == pytest.approx(4 + 0.05 / 3 * 8 * (200 + 300))
+
+
+def test_a_step_of_few_images_has_one_evaluation_at_most() -> None:
+    """By hand: 6 training images, steps of 64: after each step 100 images are evaluated, not ten times as many."""
+    deadline = limit(Machine(), images=6)
+    left = 600 * 0.97 - 1.5 * deadline.seconds_after(evaluated=False) - 30
+    assert deadline.fit_steps(0) == int(left / (0.05 * (64 + 100 / 3)))
 
 
 def test_no_more_steps_than_help() -> None:

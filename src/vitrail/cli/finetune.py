@@ -105,6 +105,7 @@ def main(
         dry_run: Show what would be done, what it would take and the first batch, and train nothing.
         json: Print the result as JSON.
     """
+    began = time.monotonic()
     from vitrail.data.sources import open_data
     from vitrail.data.workers import available
     from vitrail.model.count import training_flops
@@ -113,12 +114,13 @@ def main(
     from vitrail.train.task import Task, fitted
     from vitrail.weights.load import load
 
-    began = time.monotonic()
     model = _check_start(model, from_scratch=from_scratch, resume=resume)
     if number_of_runs < 1:
         raise UsageError(f"--runs is {number_of_runs}; it must be at least 1")
-    if minutes is not None and (epochs is not None or minutes <= 0):
-        raise UsageError("--minutes decides the epochs and must be above 0; give --minutes or --epochs")
+    if minutes is not None and (epochs is not None or replan is not None or not 0 < minutes < math.inf):
+        raise UsageError(
+            "--minutes decides the epochs and must be above 0; give --minutes, or --epochs (and --replan with it)"
+        )
     if deterministic:
         runs.be_deterministic()
     trained = partial(runs.trained, out=out, data=data, track=track, save_every=save_every, verify_every=verify_every)
@@ -128,8 +130,12 @@ def main(
         runs.tell_of(dataset)
         runs.check_classes(dataset, strict=strict, everything=everything)
         if not dry_run:
-            seconds = math.inf if minutes is None else minutes * 60 * _CHECK_SHARE
+            limited = minutes is not None and not (strict or resume)
+            seconds = minutes * 60 * _CHECK_SHARE if minutes is not None and limited else math.inf
+            whole = dataset
             dataset, report = runs.check_images(dataset, data, strict=strict, seconds=seconds)
+            if resume and distributed.led(lambda: _trained_on_all(folder, whole)):
+                dataset = whole  # there was no time to look for bad images then
             runs.check_classes(dataset, everything=everything)
         start = prepared(load(model), preprocess)
         config = start.model.config
@@ -182,11 +188,9 @@ def main(
             runs.dry_run(task, as_json=json)
             return
         distributed.led(lambda: stack.enter_context(lock_run(folder)))  # of several runs too
-        if task.recipe.head == "probe":
-            resumed = distributed.led(lambda: resume and any(folder.glob("**/checkpoints/step-*")))
-            task = task if resumed else _fit_head(task)
         results = []
         for one, place in _repeated(task, folder, number_of_runs):
+            one = _fit_head(one, place, resume=resume)
             result = trained(one, place, report=report, resume=resume, overwrite=overwrite, deadline=deadline)
             if result is not None:
                 results.append(runs.facts(one, result, place))
@@ -284,7 +288,7 @@ def _parse_decisions(replan: str | None) -> tuple[tuple[int, int], ...]:
     """3:5,4:6 -> ((3, 5), (4, 6))."""
     found = [re.fullmatch(r"(\d+):(\d+)", each) for each in replan.split(",")] if replan else []
     pairs = [(int(each[1]), int(each[2])) for each in found if each]
-    ordered = all(before[0] < after[0] < before[1] for before, after in itertools.pairwise(pairs))
+    ordered = all(before[0] < after[0] <= before[1] for before, after in itertools.pairwise(pairs))
     if len(pairs) < len(found) or not ordered or any(step > steps for step, steps in pairs):
         raise UsageError(f"--replan is {replan!r:.80}; give STEP:STEPS,... as the report of a run with --minutes does")
     return tuple(pairs)
@@ -316,16 +320,23 @@ def _plan(task: "Task", deadline: "Deadline", *, choose_side: bool, warmup: int)
             show.note(f"{minutes}: images of {side} pixels, the model's are {own} (--image-size changes it)")
     steps = deadline.fit_steps(0)
     if steps < 1:
-        after = deadline.seconds_after(passes=2)
+        after, step = deadline.seconds_after(evaluated=False), deadline.image_seconds * deadline.batch
         show.note(
-            f"warning: {minutes} {'is' if deadline.seconds == 60 else 'are'} too short: what follows training takes"
-            f" about {runs.duration(after)}"
-            f" (the images held out, {show.plural(deadline.test, 'test image')}, the report); one step is trained"
+            f"warning: {minutes} {'is' if deadline.seconds == 60 else 'are'} too short: a step takes about"
+            f" {runs.duration(step)}, and what follows training {runs.duration(after)} (the images held out,"
+            f" {show.plural(deadline.test, 'test image')}, the report); one step is trained"
         )
     epochs = max(steps, warmup + 1) * deadline.batch / deadline.images
     less = ", which take less: more would not help" if steps == deadline.most_steps else ""
     show.note(f"{minutes}: about {show.plural(float(f'{epochs:.3g}'), 'epoch')}{less}; corrected as the run goes")
     return epochs, side
+
+
+def _trained_on_all(folder: Path, dataset: "Dataset") -> bool:
+    """Whether a run that was begun has all images of the dataset, by its config.json."""
+    begun = next(folder.glob("**/config.json"), None)
+    images = None if begun is None else json_module.loads(begun.read_text()).get("images")
+    return images == {name: len(split) for name, split in dataset.splits.items()}
 
 
 def _planned(begun: Path) -> tuple[float, int | None]:
@@ -334,10 +345,18 @@ def _planned(begun: Path) -> tuple[float, int | None]:
     return float(recipe["epochs"]), recipe["image_size"]
 
 
-def _fit_head(task: "Task") -> "Task":
-    """The run with a head that starts from a probe: a quarter of its time for that, and a few images a class."""
+def _fit_head(task: "Task", folder: Path, *, resume: bool) -> "Task":
+    """The run with a head that starts from a probe, where its recipe says so and nothing was trained yet.
+
+    A quarter of the run's time is for that, and a few images a class.
+    """
+    from vitrail.train import distributed
+    from vitrail.train import state as states
     from vitrail.train.probe_head import fit_head
 
+    trained = distributed.led(lambda: resume and bool(states.found(folder / "checkpoints")))
+    if trained or task.recipe.head is None:
+        return task
     with show.progress("features for the head") as progress:
         images = max(round(_PROBE_SHARE * 3 * task.plan.total), _PROBE_IMAGES * len(task.dataset.classes))
         return fit_head(task, images, progress=progress)

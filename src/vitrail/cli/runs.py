@@ -421,7 +421,7 @@ def trained(
             (folder / "data_report.json").write_text(json.dumps(report, indent=1) + "\n")
         draw(task, result, folder)
         write_label_scores(task, result, folder)
-        page(task, folder, baselines or {}, deadline)
+        page(task, folder, baselines or {}, None if resume else deadline)
         return result
 
 

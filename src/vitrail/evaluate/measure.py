@@ -102,7 +102,9 @@ def measured(counts: Counts, said: Answers, real: Sequence[frozenset[int]] | Non
         loss=counts.mean_loss,
         loss_interval=intervals.mean(said.losses.double().numpy()),
         calibration_error=calibrate.expected_calibration_error(sure, true),
-        calibration_error_interval=_calibration_interval(sure.double().numpy(), true.numpy()),
+        calibration_error_interval=_calibration_interval(
+            sure.reshape(len(said.images), -1).double().numpy(), true.reshape(len(said.images), -1).numpy()
+        ),
         risk_area=abstain.area(abstain.curve(said.confidence, said.right)),
         **more,
     )
@@ -127,7 +129,7 @@ def _macro_interval(confusion: Tensor) -> Interval:
 
 
 def _calibration_interval(sure: np.ndarray[Any, Any], right: np.ndarray[Any, Any], bins: int = 15) -> Interval:
-    """Of probabilities by image, (n,), or by image and label, (n, L)."""
+    """Of probabilities (n, L), one of each image or one of each label; images are drawn, with all of theirs."""
     bin_of = np.clip(np.ceil(sure * bins).astype(np.int64) - 1, 0, bins - 1)
     gap = sure - right
 

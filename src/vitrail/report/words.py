@@ -185,8 +185,10 @@ def training_rows(facts: Facts) -> Iterator[Row]:
     yield "recipe", recipe["source"]
     start = "random weights" if config["model"] is None else facts.plain(config["model"]["name"])
     yield "begun with", start
-    length = plural(float(recipe["epochs"]), "epoch")
-    yield "steps", f"{config['steps']:,} of {plural(recipe['batch'], 'image')}, {length}"
+    steps, epochs = config["steps"], float(recipe["epochs"])
+    if facts.decisions:  # planned again as it went
+        steps, epochs = facts.decisions[-1][1], epochs * facts.decisions[-1][1] / steps
+    yield "steps", f"{steps:,} of {plural(recipe['batch'], 'image')}, {plural(epochs, 'epoch')}"
     yield "optimiser", f"{optimiser['kind']}, rate {optimiser['lr']:g}, weight decay {optimiser['weight_decay']:g}"
     yield "schedule", f"warm-up for {counted(schedule['warmup'], 'step')}, then {schedule['decay']}"
     yield "augmentation", ", ".join(_augmentation(recipe["augment"]))

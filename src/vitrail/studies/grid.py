@@ -123,12 +123,10 @@ def difference(before: Any, now: Any, name: str = "") -> str:
     if before == now:
         return ""
     if isinstance(before, dict) and isinstance(now, dict):
-        absent: list[Any] = [None, []]  # a field that was added since, and is left empty, is no difference
-        keys = (key for key in (before | now) if before.get(key) != now.get(key))
-        inner = next((key for key in keys if before.get(key) not in absent or now.get(key) not in absent), None)
-        if inner is None:
-            return ""
-        return difference(before.get(inner), now.get(inner), f"{name}.{inner}" if name else inner)
+        inner = (difference(before.get(key), now.get(key), f"{name}.{key}" if name else key) for key in (before | now))
+        return next(filter(None, inner), "")
+    if before in (None, []) and now in (None, []):  # a field that was added since, and is left empty
+        return ""
     return f"{name} {before!s:.80} and not {now!s:.80}"
 
 

@@ -68,6 +68,8 @@ class Deadline:
     """Images that the result is measured on; 0 where it is measured on val."""
     every: int
     """Epochs from one evaluation to the next."""
+    world: int = 1
+    """Ranks that train together."""
     began: float = dataclasses.field(default_factory=time.monotonic)
     clock: Callable[[], float] = time.monotonic
 
@@ -126,30 +128,42 @@ class Deadline:
 
     def fit_steps(self, step: int) -> int:
         """How many steps in all fit after `step` of them, evaluations and all that follows the last one included."""
-        evaluating = (self._cached or self._fresh) * self.val / (self.every * self.images)
-        seconds = self.image_seconds * self.batch * (1 + evaluating)
-        after = _MARGIN * self.seconds_after(passes=2) + min(PRECISION, PRECISION_SHARE * self.seconds)
-        time_left = self.left - after
-        return min(step + max(0, int(time_left / seconds)), self.most_steps)
+        evaluations = min(1.0, self.batch / (self.every * self.images))  # of a step
+        seconds = self.image_seconds * (self.batch + self._val_cost * evaluations)
+        after = _MARGIN * self.seconds_after(evaluated=False) + min(PRECISION, PRECISION_SHARE * self.seconds)
+        return min(step + max(0, int((self.left - after) / seconds)), self.most_steps)
 
     def replan(self, step: int, steps: int) -> int:
-        """The steps in all after `step` of them; those planned so far where they would change little."""
+        """The steps in all after `step` of them; those planned so far where they would change little.
+
+        A run that has come to its end is not prolonged: the learning rate has come to its end too.
+        """
+        if step >= steps:
+            return steps
         fitting = self.fit_steps(step)
         change = abs(fitting - steps)
         return fitting if change >= max(1, _HYSTERESIS * (steps - step)) or fitting == step else steps
 
-    def seconds_after(self, *, passes: int) -> float:
-        """Seconds after the last step: so many passes over the validation images, then test and report."""
-        cached = self._cached or self._fresh
-        images = cached * self.val * passes + (self._fresh * self.test if self.test else cached * self.val)
+    @property
+    def _val_cost(self) -> float:
+        """What an evaluation of the validation images takes, in training images."""
+        return (self._fresh if self._cached is None else self._cached) * self.val
+
+    def seconds_after(self, *, evaluated: bool) -> float:
+        """Seconds after the last step: test and report, and unless `evaluated` the last evaluation and the temperature.
+
+        All ranks evaluate together; what follows one of them does alone.
+        """
+        alone = self._fresh * self.test if self.test else self._val_cost
+        images = self.world * alone if evaluated else self._val_cost + self.world * (self._val_cost + alone)
         return _WORDS + self.image_seconds * images + self.figure_seconds
 
     @property
     def figure_seconds(self) -> float:
         """Seconds that the report's figures of the model take, without which it can be written too."""
-        return self.image_seconds * self._fresh * _REPORT_IMAGES
+        return self.image_seconds * self.world * self._fresh * _REPORT_IMAGES
 
     @property
     def precision_seconds(self) -> float:
         """Seconds that are left to compare precisions in, before test and report."""
-        return self.left - self.seconds_after(passes=0)
+        return self.left - self.seconds_after(evaluated=True)

@@ -35,7 +35,6 @@ _SECONDS = 4.0  # of timing, at most
 _TRIAL_SHARE = 0.02  # of a time limit, at most
 _FIRST = {"cuda": 4}  # steps that are not timed: they are slower on a GPU, or have been prepared before
 _FIRST_ELSEWHERE = 1
-_STEPS = 32  # that several ranks time: equally many, or one would wait for the others without end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +93,7 @@ def build_deadline(task: Task, seconds: float, began: float, *, most_epochs: flo
         val=len(splits["val"]),
         test=len(splits["test"]) if task.measured is None and "test" in splits else 0,
         every=task.every,
+        world=task.group.world,
         began=began,
     )
 
@@ -126,16 +126,17 @@ def _seconds_per_image(state: State, trial: Task, batches: Iterable[Batch], seco
 
     Where the images are too few for that, those of the steps that there are.
     """
-    images, begun, together = 0, time.perf_counter(), distributed.together()
+    images, begun = 0, time.perf_counter()
     first = _FIRST.get(trial.device.type, _FIRST_ELSEWHERE)
     whole = trial.plan.total // trial.recipe.batch  # of a last, short step some ranks might have no images
-    for step, batch in enumerate(itertools.islice(batches, min(whole, first + _STEPS) if together else whole)):
+    for step, batch in enumerate(itertools.islice(batches, whole)):
         if step == first:
             images, begun = 0, _now(trial)
         part = _prepared(batch, trial, step)
         advance(state, [part], trial.recipe, size=len(part[1]), steps=trial.plan.steps, seed=trial.seed)
         images += len(part[1])
-        if not together and step >= first and time.perf_counter() - begun > seconds:
+        late = step >= first and time.perf_counter() - begun > seconds
+        if distributed.agreed(int(late), trial.device):
             break
     return (_now(trial) - begun) / images
 

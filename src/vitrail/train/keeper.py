@@ -258,7 +258,7 @@ class Keeper:
         facts |= {"files": self.book.sizes(), "machine": machine(self.task)}
         facts |= {} if self.data is None else {"data": self.data._asdict()}
         if self.deadline is not None:
-            facts |= {"decisions": self.planned.decisions, "elapsed": self.deadline.elapsed}
+            facts |= {"decisions": list(self.planned.decisions), "elapsed": self.deadline.elapsed}
         self.writer.give(dataclasses.replace(snapshot, facts=facts))
         self.saved = time.monotonic()
 
@@ -268,8 +268,10 @@ class Keeper:
         for name in _REMEMBERED:
             setattr(self, name, snapshot.facts.get(name))  # an older version knew nothing of `kept`
         self.before = self.seconds
+        if not self.task.decisions:
+            recorded = snapshot.facts.get("decisions", ())
+            self.planned.decisions = [(step, steps) for step, steps in recorded if step <= snapshot.step]
         if self.deadline is not None:
-            self.planned.decisions = [(step, steps) for step, steps in snapshot.facts.get("decisions", ())]
             self.deadline.resume(snapshot.facts.get("elapsed", 0.0))
         self.book.cut(snapshot.facts["files"])
 

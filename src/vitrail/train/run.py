@@ -140,7 +140,8 @@ def run(
             del snapshot  # it maps files that are soon to be removed
         try:
             with signals.requests() as keeper.asked:
-                plan = task.plan_up_to(0 if deadline is None else deadline.most_steps)
+                decided = [steps for _, steps in keeper.planned.decisions]
+                plan = task.plan_up_to(max([0 if deadline is None else deadline.most_steps, *decided]))
                 with contextlib.closing(feed(task, state.step, plan)) as steps:
                     if deadline is not None:
                         deadline.begin_step()
@@ -254,6 +255,8 @@ def started_again(folder: Path, group: Group) -> bool:
 def _check_same(config: Path, wanted: dict[str, Any]) -> None:
     """Refuse to go on with a run by another configuration than it was begun with."""
     before, now = _stated(_configuration(config)), _stated(wanted)
+    for each in (before, now):
+        each["recipe"].pop("head", None)  # what it started from matters no more
     for key in _SAME:
         if before.get(key) != now.get(key):
             difference = _difference(key, before.get(key), now.get(key))
@@ -301,6 +304,10 @@ def _promise(task: Task, snapshot: states.Snapshot, data: DataDigest) -> str:
         )
     if different:
         return f"Not to the bit what it would have been: {', '.join(different)}"
+    if "elapsed" in snapshot.facts:
+        return (
+            "How many steps follow depends on the time that is left; the report will have the command that repeats it"
+        )
     if task.device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
         return "Its weights will be those of a run without interruption, to the bit"
     return "Not to the bit: a GPU adds in any order (--deterministic)"
