@@ -3,20 +3,28 @@
 import dataclasses
 import itertools
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests import making
+from tests.data.pictures import folder
+from tests.train.test_distributed import ended, started
 from tests.train.test_resume import sums, task, trained
+from vitrail.cli import main
 from vitrail.cli.finetune import _parse_decisions
 from vitrail.config import Schedule
 from vitrail.errors import UsageError
 from vitrail.train import schedule
 from vitrail.train.deadline import Deadline, PlannedSteps
+from vitrail.train.distributed import Group
 from vitrail.train.signals import StoppedError
 from vitrail.train.task import Task
+from vitrail.weights.load import save
 
 BATCH = 64
 
@@ -270,3 +278,41 @@ def test_a_resumed_run_goes_on_with_its_decisions_and_the_time_that_is_left(tmp_
     assert list(made[: len(before)]) == before
     trained(dataclasses.replace(whole, decisions=made), tmp_path / "again")
     assert sums(tmp_path / "again") == sums(tmp_path / "run")
+
+
+def test_ranks_whose_clocks_differ_take_the_steps_that_the_first_decides(tmp_path: Path) -> None:
+    def work(group: Group) -> None:
+        whole = task(group=group)
+        slow_after = 20 if group.rank == 0 else 10_000
+        trained(whole, tmp_path / "two", deadline=timed(whole, 260.0, slow_after=slow_after))
+
+    assert ended(started(2, work)) == [0, 0]
+    made = decisions(tmp_path / "two")
+    assert made
+    assert ended(started(2, lambda group: trained(task(group=group, decisions=made), tmp_path / "again"))) == [0, 0]
+    assert sums(tmp_path / "again") == sums(tmp_path / "two")
+
+
+def test_the_command_with_a_time_limit_runs_on_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder(tmp_path / "set", "train", "val", "test", each=4)
+    save(making.trained(making.vit()), tmp_path / "model.safetensors")
+    command = [
+        "finetune",
+        "./set",
+        "--model",
+        "model.safetensors",
+        "--minutes",
+        "0.1",
+        "--batch",
+        "4",
+        "--workers",
+        "0",
+    ]
+
+    def work(_: Group) -> None:
+        torch.distributed.destroy_process_group()  # the command joins by itself
+        os._exit(main([*command, "--workers", "0", "--device", "cpu", "--out", "two"]))
+
+    assert ended(started(2, work)) == [0, 0]
+    assert (tmp_path / "two" / "report.html").exists()
