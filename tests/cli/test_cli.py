@@ -1,6 +1,7 @@
 """The command line: results on stdout, the rest on stderr, exit codes, and no torch before it is needed."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,39 @@ def test_a_mistyped_option_or_value_gets_a_line_and_the_nearest_name(command: st
     assert (code, out) == (2, "")
     assert err.startswith(line)
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("utf8", ["0", "1"])
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (
+            "info",
+            "vitrail info: it needs MODEL: A file or folder of any known format, hf:ORG/NAME[@REVISION], timm:NAME",
+        ),
+        ("info b16 more", "vitrail info: no place for more; vitrail info --help lists what it takes"),
+    ],
+)
+def test_the_line_of_a_mistake_has_nothing_of_its_box(command: str, line: str, utf8: str) -> None:
+    """The box is drawn with lines where the terminal has UTF-8, and with dashes elsewhere."""
+    environment = {**os.environ, "PYTHONUTF8": utf8, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    arguments = [sys.executable, "-m", "vitrail", *command.split()]
+    found = subprocess.run(arguments, capture_output=True, encoding="utf-8", env=environment)
+    assert found.returncode == 2
+    assert found.stderr.startswith(line)
+    assert not set("╭╰│─") & set(found.stderr)
+    assert "helptext" not in found.stderr
+
+
+def test_behind_an_equals_sign_stands_the_only_value(capsys: Capture) -> None:
+    code, _, err = run("probe", "--shots=5", "b16", "nowhere", capsys=capsys)
+    assert (code, err.startswith("vitrail: nowhere does not exist")) == (3, True)
+
+
+def test_what_follows_two_dashes_is_no_option(capsys: Capture) -> None:
+    code, _, err = run("info", "--", "--b16", capsys=capsys)
+    assert code != 0
+    assert "no file or folder is called '--b16'" in err
 
 
 def test_options_are_taken_with_dashes_underscores_and_equals(tmp_path: Path, capsys: Capture) -> None:

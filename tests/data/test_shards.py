@@ -291,6 +291,17 @@ def tar_of(path: Path, *members: tuple[str, bytes] | tarfile.TarInfo) -> Path:
 IMAGE = encoded(picture(0))
 
 
+def class_tar() -> bytes:
+    file, header = io.BytesIO(), tarfile.TarInfo("a.jpg")
+    header.size = len(IMAGE)
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        tar.addfile(header, io.BytesIO(IMAGE))
+    return file.getvalue()
+
+
+CLASS_TAR = class_tar()
+
+
 def test_names_numbers_and_json_are_labels(tmp_path: Path) -> None:
     tar_of(
         tmp_path / "train-0.tar",
@@ -353,6 +364,7 @@ def entry(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
         ([("a.jpg", IMAGE), ("a.json", b"[" * 100_000)], "a.json cannot be read"),
         ([("a.jpg", IMAGE), ("a.cls", b"0"), ("b.jpg", IMAGE)], "b.jpg has neither"),
         ([("a.jpg", IMAGE), ("a.cls", b"99999999999")], "1,000,000 at most"),
+        ([("1.tar", CLASS_TAR), ("9000000.tar", CLASS_TAR)], "9000000.tar: the label is 9000000; .*1,000,000 at most"),
         ([("a.jpg", IMAGE), ("a.json", b" " * 2**21)], "at most 1 MiB"),
         ([("a.txt", b"x")], "holds no image"),
     ],
@@ -361,6 +373,15 @@ def test_hostile_and_senseless_tars_are_refused(tmp_path: Path, members: list[An
     path = tar_of(tmp_path / "x.tar", *members)
     with pytest.raises(DataError, match=message):
         open_tars(str(path))
+
+
+def test_class_tars_named_by_numbers_are_classes_whatever_zeros_they_begin_with(tmp_path: Path) -> None:
+    found = open_tars(str(tar_of(tmp_path / "x.tar", ("000.tar", CLASS_TAR), ("002.tar", CLASS_TAR))))
+    assert found.classes == ("0", "1", "2")
+    labels = {
+        name: split.labels(row) for key, split in found.splits.items() for row, name in enumerate(names(found)[key])
+    }
+    assert labels == {"x.tar:000/a.jpg": (0,), "x.tar:002/a.jpg": (2,)}
 
 
 def test_damaged_tars_are_refused(tmp_path: Path) -> None:

@@ -80,7 +80,9 @@ def _check_options(verb: str, options: dict[str, _Option], arguments: Sequence[s
     while place < len(arguments):
         text, equals, value = arguments[place].partition("=")
         place += 1
-        if not text.startswith("--") or text == "--":
+        if arguments[place - 1] == "--":  # what follows it are no options
+            return
+        if not text.startswith("--"):
             continue
         option = options.get(text.replace("_", "-"))
         if option is None:
@@ -90,7 +92,8 @@ def _check_options(verb: str, options: dict[str, _Option], arguments: Sequence[s
         if option.kinds == (bool,):
             continue
         values = [value] if equals else []
-        while place < len(arguments) and not arguments[place].startswith("--") and (option.many or not values):
+        more = option.many and not equals  # behind an equals sign stands the only value
+        while place < len(arguments) and not arguments[place].startswith("--") and (more or not values):
             values.append(arguments[place])
             place += 1
         if not values and not option.many:
@@ -134,7 +137,7 @@ def _either(names: Sequence[str]) -> str:
 def _condense(verb: str, box: str) -> str:
     """What tyro says of another mistake, in a line: the part of its box below the title, drawn with lines or dashes."""
     lines = [line.strip("│ ") for line in re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()]
-    parts = re.split(r"\n[╭╰─-]{3}.*", "\n" + "\n".join(lines))
+    parts = re.split(r"\n(?:[╭╰]|[─-]{3}).*", "\n" + "\n".join(lines))
     title = 0 if "╭" in box else 1
     text = next((" ".join(part.split()) for part in parts[title:] if part.strip()), "")
     if missing := re.match(rf"Missing from vitrail {verb}: (\S+) (.*)", text):

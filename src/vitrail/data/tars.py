@@ -213,7 +213,8 @@ def samples(path: Path | str) -> Iterator[_Entry]:
 
 def _class_samples(path: Path | str, archive: Member) -> Iterator[_Entry]:
     """The images of a class tar inside a tar, read in place: where they begin is counted in the outer one."""
-    label = PurePosixPath(archive.name).stem
+    stem = PurePosixPath(archive.name).stem
+    label = _label(stem, f"{path}:{archive.name}")
     with _opened(path) as (file, _):
         inner = cast(IO[bytes], _Part(file, archive.offset_data, archive.size))
         try:
@@ -223,7 +224,7 @@ def _class_samples(path: Path | str, archive: Member) -> Iterator[_Entry]:
                 _check(member, f"{path}:{archive.name}")
                 if member.name.lower().endswith(image_suffixes()):
                     start = archive.offset_data + member.offset_data
-                    yield _Entry(f"{label}/{member.name}", start, member.size, (label,))
+                    yield _Entry(f"{stem}/{member.name}", start, member.size, (label,))
         except TarError as error:
             raise DataError(f"{path}:{archive.name} {error}") from error
 
