@@ -106,6 +106,19 @@ def test_classes_that_speak_of_splits_or_have_numbers_stay_classes(tmp_path: Pat
     assert found.question == ""
 
 
+@pytest.mark.parametrize("classes", [("training_shoe", "test_tube"), ("dev kit", "test kit")])
+def test_classes_with_the_names_of_splits_keep_their_labels_and_are_asked_about(
+    tmp_path: Path, classes: tuple[str, ...]
+) -> None:
+    flat = open_folder(folder(tmp_path / "flat", classes=classes))
+    for name in classes:
+        folder(tmp_path / "deep" / name, classes=tuple(f"{name} {number}" for number in range(2)))
+    for found in (flat, open_folder(tmp_path / "deep")):
+        assert found.classes == tuple(sorted(classes))
+        assert found.made_up == ("val", "test")
+        assert "which have splits' names and no class in common: are these the classes?" in found.question
+
+
 def test_photos_that_need_a_decoder_are_named_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.data.decode.readable_formats", lambda: ("JPEG",))
     monkeypatch.setattr("vitrail.data.folder.image_suffixes", lambda: (".jpg",))

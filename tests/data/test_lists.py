@@ -43,7 +43,7 @@ def test_several_labels_in_csv_and_json_lines_agree(tmp_path: Path) -> None:
 
 
 def test_one_hot_columns_are_labels(tmp_path: Path) -> None:
-    lines = ("image,age,Rose,Tulip,split", "a.jpg,3,1.0,0.0,train", "b.jpg,4,0,1,train", "c.jpg,5,0,1,val")
+    lines = (",image,Rose,Tulip,split", "7,a.jpg,1.0,0.0,train", "8,b.jpg,0,1,train", "9,c.jpg,0,1,val")
     found = open_list(written(tmp_path / "l.csv", *lines))
     assert (found.classes, found.several) == (("Rose", "Tulip"), False)
     assert [found.splits["train"].labels(number) for number in range(2)] == [(0,), (1,)]
@@ -54,6 +54,28 @@ def test_one_hot_columns_are_labels(tmp_path: Path) -> None:
     assert [found.splits["train"].labels(number) for number in range(2)] == [(0, 1), ()]
     with_label = open_list(written(tmp_path / "m.csv", "path,label,Rose,Tulip", "a.jpg,x,1,0", "b.jpg,y,0,1"))
     assert with_label.classes == ("x", "y")
+
+
+def test_every_one_hot_column_is_a_class_and_a_cell_that_is_no_bit_is_refused(tmp_path: Path) -> None:
+    found = open_list(written(tmp_path / "l.csv", "path,rose,tulip,iris", "a.jpg,1,0,0", "b.jpg,0,1,0"))
+    assert found.classes == ("iris", "rose", "tulip")
+    lines = ("path,rose,tulip", "a.jpg,1,0", "b.jpg,0,", "c.jpg,0,1")
+    with pytest.raises(DataError, match=r"l\.csv, line 3: tulip is '', and most of its column is 0 or 1"):
+        open_list(written(tmp_path / "l.csv", *lines))
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("path,species,is_adult,is_front", "a.jpg,fox,1,0", "b.jpg,owl,0,1", "c.jpg,fox,1,1"),
+        ("path,x,y", "a.jpg,0,0", "b.jpg,0,0"),
+    ],
+)
+def test_columns_beside_others_or_without_a_one_are_no_labels(tmp_path: Path, lines: tuple[str, ...]) -> None:
+    found = open_list(written(tmp_path / "l.csv", *lines))
+    assert found.classes == ()
+    assert found.notes[-1] == "no label or labels is given: the images have no labels"
+    assert not any("columns" in note for note in found.notes)
 
 
 def test_without_splits_each_class_is_held_out(tmp_path: Path) -> None:

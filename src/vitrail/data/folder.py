@@ -1,12 +1,13 @@
 """A folder of images: one subfolder a class, with or without train, val and test above them.
 
-Splits may have longer names, such as training_set and test_set, where each is named after another split.
+Splits may have longer names, such as training_set and test_set, where each is named after another split and all have a
+class in common.
 """
 
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -100,7 +101,8 @@ def _columns(root: Path | str, listing: _Listing, share: float) -> tuple[dict[st
         other += suggest_decoder(listing.others)
         raise NoImageError(f"{root} holds no image ({', '.join(image_suffixes())}){other}")
     tops = sorted({path.partition("/")[0] for path in listing.paths if "/" in path})
-    by_name = _name_splits(tops)
+    inner = _list_inner(listing.paths, tops)
+    by_name = _name_splits(inner)
     split_by = bool(by_name)
     if not split_by and "train" in tops:
         beside = next(top for top in tops if top.lower() not in SPLIT_NAMES)
@@ -120,19 +122,40 @@ def _columns(root: Path | str, listing: _Listing, share: float) -> tuple[dict[st
     split = holdout.completed(given, label, listing.paths.__getitem__, identity=str(root), share=share)
     notes = [*split.notes, *_remarks(listing, classes, empty)]
     facts = {"classes": classes, "made_up": split.made_up, "notes": notes, "empty_classes": empty}
-    facts["question"] = "" if split_by else _question(root, listing.paths, tops)
+    facts["question"] = "" if split_by else _question(root, inner)
     sizes = {"size": np.array(listing.sizes, dtype=np.int64)} if listing.sizes else {}
     return texts("path", listing.paths) | {"label": label, "split": split.column} | sizes, facts
 
 
-def _name_splits(tops: Sequence[str]) -> dict[str, int]:
+def _list_inner(paths: Sequence[str], tops: Sequence[str]) -> dict[str, set[str]]:
+    """The names of the folders with images in each folder; an empty one stands for images that lie in it directly."""
+    inner: dict[str, set[str]] = {top: set() for top in tops}
+    for path in paths:
+        top, *rest = path.split("/")
+        if rest:
+            inner[top].add(rest[0] if len(rest) > 1 else "")
+    return inner
+
+
+def _name_splits(inner: Mapping[str, set[str]]) -> dict[str, int]:
     """The split that each folder is named after, or nothing where these are no splits."""
-    if all(top.lower() in SPLIT_NAMES for top in tops):
-        return {top: SPLIT_NAMES[top.lower()] for top in tops}
+    if all(top.lower() in SPLIT_NAMES for top in inner):
+        return {top: SPLIT_NAMES[top.lower()] for top in inner}
+    named = _name_long_splits(inner)
+    return named if named and _shared_classes(inner) else {}
+
+
+def _name_long_splits(tops: Iterable[str]) -> dict[str, int]:
+    """The split that each folder's longer name speaks of, where each speaks of another one."""
     words = {top: _split_words(top) for top in tops}
     named = {top: split for top, splits in words.items() for split in splits}
-    one_each = all(len(splits) == 1 for splits in words.values()) and len(set(named.values())) == len(tops)
-    return named if one_each and len(tops) > 1 else {}
+    one_each = all(len(splits) == 1 for splits in words.values()) and len(set(named.values())) == len(words)
+    return named if one_each and len(words) > 1 else {}
+
+
+def _shared_classes(inner: Mapping[str, set[str]]) -> list[str]:
+    """The folders that all folders have in them, where none has an image directly."""
+    return [] if any("" in names for names in inner.values()) else sorted(set.intersection(*inner.values()))
 
 
 def _split_words(folder: str) -> set[int]:
@@ -141,26 +164,20 @@ def _split_words(folder: str) -> set[int]:
     return {SPLIT_NAMES[word] for each in words for word in (each, _SET.sub("", each)) if word in SPLIT_NAMES}
 
 
-def _question(root: Path | str, paths: Sequence[str], tops: Sequence[str]) -> str:
+def _question(root: Path | str, inner: Mapping[str, set[str]]) -> str:
     """What to ask where folders look like years, batches or splits above the classes; nothing where they do not."""
+    tops = list(inner)
     if len(tops) < 2:
         return ""
-    inner: dict[str, set[str]] = {top: set() for top in tops}
-    for path in paths:
-        top, *rest = path.split("/")
-        if top in inner:
-            inner[top].add(rest[0] if len(rest) > 1 else "")
-    shared = sorted(set.intersection(*inner.values()) - {""})
+    shared = _shared_classes(inner)
     splits = [top for top in tops if _split_words(top)]
     known = sorted({name for top in splits for name in inner[top]} & set(tops))
-    if (
-        all(re.search(r"\d", top) for top in tops)
-        and len(shared) > 1
-        and not any("" in names for names in inner.values())
-    ):
+    if all(re.search(r"\d", top) for top in tops) and len(shared) > 1:
         why = f", each with {_first(shared)} in it"
     elif splits and known:
         why = f", and {splits[0]} has a split's name and {known[0]} in it"
+    elif _name_long_splits(tops):
+        why = ", which have splits' names and no class in common"
     elif all(_DATE.fullmatch(top) for top in tops):
         why = ", which look like dates"
     else:

@@ -15,7 +15,7 @@ from vitrail.data import table
 from vitrail.data.table import Array, Table
 from vitrail.files import cache_home
 
-_VERSION = 2
+_VERSION = 3
 _SETTLED = 2_000_000_000  # ns: a file system's clock is coarse, so a change this young may hide another
 Stamps = dict[str, list[int]]
 

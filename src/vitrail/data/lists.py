@@ -2,7 +2,7 @@
 
 Columns (or keys): `path` (also file, filename, image), relative to the list; `label` (also class), or `labels` for
 several: in CSV separated by semicolons, in JSON an array; and, if there is one, `split`: train, val or test. Without a
-label, two columns or more that hold nothing but 0 and 1 are one-hot: each is a class, named after its column.
+label, two other columns or more that all hold nothing but 0 and 1 are one-hot: each is a class, named after its column.
 """
 
 import csv
@@ -71,11 +71,11 @@ def _columns(path: Path | str, share: float) -> tuple[Mapping[str, Array], dict[
         raise DataError(f"{path} lists no image")
     if len(set(splits)) > 1 and holdout.NO_SPLIT in splits:
         raise DataError(f"{path}, line {lines[splits.index(holdout.NO_SPLIT)]} has no split, while others have one")
-    hot = _one_hot_columns(others) if len(others) == len(files) else []
+    hot = _one_hot_columns(others, lines, path) if len(others) == len(files) else []
     if hot:
         names = [tuple(name for name in hot if _bit(row.get(name))) for row in others]
         several = any(len(row) != 1 for row in names)
-    classes = _sorted_classes({name for row in names for name in row})
+    classes = _sorted_classes({name for row in names for name in row} | set(hot))
     number = {name: place for place, name in enumerate(classes)}
     columns: dict[str, Array] = dict(texts("path", files))
     first = np.array([number[row[0]] if row else UNLABELLED for row in names], dtype=np.int32)
@@ -97,10 +97,21 @@ def _columns(path: Path | str, share: float) -> tuple[Mapping[str, Array], dict[
     return columns, {"classes": classes, "made_up": split.made_up, "notes": notes}
 
 
-def _one_hot_columns(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The columns that hold nothing but 0 and 1, if there are two or more."""
-    names = [name for name in rows[0] if all(_bit(row.get(name)) is not None for row in rows)]
-    return names if len(names) > 1 else []
+def _one_hot_columns(rows: Sequence[Mapping[str, Any]], lines: Sequence[int], path: Path | str) -> list[str]:
+    """All columns, if they are two or more and hold nothing but 0 and 1; a cell that alone does not is refused."""
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name]  # an index has no name
+    bits = {name: [_bit(row.get(name)) for row in rows] for name in names}
+    mostly = all(2 * column.count(None) < len(rows) for column in bits.values())
+    if len(names) < 2 or not mostly or not any(True in column for column in bits.values()):
+        return []
+    for name, column in bits.items():
+        if None in column:
+            row = column.index(None)
+            raise DataError(
+                f"{path}, line {lines[row]}: {name} is {rows[row].get(name)!r:.80}, and most of its column is 0 or 1:"
+                " correct it, remove the column, or add a column named label"
+            )
+    return names
 
 
 def _bit(value: Any) -> bool | None:
