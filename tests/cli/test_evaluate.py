@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,23 @@ def test_a_folder_without_splits_is_measured_whole_but_for_what_the_model_was_tr
         assert (code, json.loads(out)["models"][0]["images"]) == (0, images), error
         left_out = f"measuring on 3 images: 27 images that {name} was trained on or chosen by are left out"
         assert (left_out in error) == (images == 3)
+
+
+def test_a_run_that_held_out_another_share_is_not_measured_on_images_it_was_trained_on(
+    model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `study sweep` does with a large dataset."""
+    monkeypatch.chdir(tmp_path)
+    own = folder(tmp_path / "own", classes=CLASSES, each=10)
+    run = ("finetune", str(own), "--model", str(model), "--epochs", "1", "--workers", "0", "--device", "cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr("vitrail.data.sources.open_data", partial(open_data, share=0.2))
+        assert vitrail(*run, capsys=capsys)[0] == 0
+    shutil.rmtree(tmp_path / "runs/finetune/checkpoints")  # as a study does
+    code, _, error = vitrail("evaluate", "runs/finetune", str(own), "--workers", "0", capsys=capsys)
+    assert code == 3
+    assert f"runs/finetune was trained on other splits of {own} (no val and test given: 20% of each class" in error
+    assert evaluated("runs/finetune", own, "--split", "all", capsys=capsys)["models"][0]["images"] == 30
 
 
 def test_it_ends_with_what_came_of_it_and_where_it_is(

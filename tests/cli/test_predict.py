@@ -184,6 +184,10 @@ def test_an_exported_file_answers_as_the_model_does(
     for _ in range(2):  # the second goes on after the first, and finds all done
         assert vitrail("predict", str(path), str(pictures), "--out", str(rows), capsys=capsys)[0] == 0
     assert len(table(rows)) == 8
+    with path.with_suffix(".bin" if form == "openvino" else ".onnx.data").open("ab") as weights:
+        weights.write(b"others")
+    code, _, err = vitrail("predict", str(path), str(pictures), "--out", str(rows), capsys=capsys)
+    assert (code, "was begun with another model" in err) == (2, True)
     code, _, err = vitrail("predict", str(path), str(pictures), "--embed", capsys=capsys)
     assert (code, "--embed is of models, and " in err) == (2, True)
     path.write_bytes(b"<html>")

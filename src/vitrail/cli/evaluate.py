@@ -151,7 +151,8 @@ def _has_no_splits(dataset: "Dataset") -> bool:
 def _unseen(dataset: "Dataset", subjects: "Sequence[Subject]") -> "Split":
     """All images of a dataset without splits, less those that a model was trained on or chosen by."""
     whole = _join(dataset.splits.values())
-    learned = [subject.name for subject in subjects if _was_trained_on(subject, dataset)]
+    trained = [subject for subject in subjects if _was_trained_on(subject, dataset)]
+    learned = [subject.name for subject in trained]
     if not learned:
         show.note(f"measuring on {_all(len(whole))}: {dataset.name} has no splits")
         return whole
@@ -159,6 +160,8 @@ def _unseen(dataset: "Dataset", subjects: "Sequence[Subject]") -> "Split":
         raise DataError(
             f"{learned[0]} was trained on {_all(len(whole))} of {dataset.name}: give others, or --split all"
         )
+    for subject in trained:
+        _check_same_holdout(subject, dataset)
     unseen = dataset.splits["test"]
     left_out = show.plural(len(whole) - len(unseen), "image")
     show.note(
@@ -166,6 +169,30 @@ def _unseen(dataset: "Dataset", subjects: "Sequence[Subject]") -> "Split":
         f" {'is' if left_out.startswith('1 ') else 'are'} left out (--split all takes them)"
     )
     return unseen
+
+
+def _check_same_holdout(subject: "Subject", dataset: "Dataset") -> None:
+    """Refuse a run that held out another share than is held out here: a study of a large dataset trains on more."""
+    from vitrail.weights.load import locate
+
+    path = locate(subject.name)
+    try:
+        recorded = [] if path is None else codec.loads((path.parent.parent / "config.json").read_bytes())["notes"]
+    except (OSError, ValueError, LookupError, TypeError):  # the file of a model alone
+        return
+    here, there = _holdout_sentence(dataset.notes), _holdout_sentence(recorded)
+    if there and here != there:
+        raise DataError(
+            f"{subject.name} was trained on other splits of {dataset.name} ({there}), so some of its images would be"
+            " measured as unseen: give others, or --split all"
+        )
+
+
+def _holdout_sentence(notes: Iterable[str]) -> str:
+    """What share was held out, without where it is listed."""
+    from vitrail.data.holdout import NOTHING_GIVEN
+
+    return next((note.partition(" (")[0] for note in notes if note.startswith(NOTHING_GIVEN)), "")
 
 
 def _join(splits: "Iterable[Split]") -> "Split":

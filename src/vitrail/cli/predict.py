@@ -287,7 +287,9 @@ def _identify(classifier: "AnyClassifier") -> dict[str, Any]:
     from vitrail.train.state import digest
 
     if isinstance(classifier, ExportedClassifier):
-        return {"model": sha256(classifier.path)}
+        path = classifier.path
+        weights = path.with_suffix(".bin" if path.suffix == ".xml" else ".onnx.data")  # OpenVINO's, and large ones
+        return {"model": " ".join(sha256(file) for file in (path, weights) if file.is_file())}
     return {
         "model": {
             "weights": digest(classifier.model.state_dict()),
