@@ -250,6 +250,9 @@ def test_pack_says_what_it_wrote(tmp_path: Path, capsys: Capture) -> None:
     assert "out (2 shards" in out
     assert "exists already" in run("data", "pack", "./set", "out", capsys=capsys)[2]
     assert "data: " in err
+    folder(tmp_path / "years", "2023", "2024", each=3)
+    code, _, err = run("data", "pack", "./years", "shards", capsys=capsys)
+    assert (code, "warning: " in err, "are these the classes?" in err) == (0, True, True)
 
 
 def test_list_get_and_remove(tmp_path: Path, capsys: Capture) -> None:

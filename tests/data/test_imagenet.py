@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -160,7 +161,7 @@ def test_a_flat_validation_folder_has_the_devkits_labels(tmp_path: Path, kind: s
 def test_what_lacks_labels_is_refused_with_what_has_them(raw: Path) -> None:
     (raw / "ILSVRC2012_devkit_t12.tar.gz").unlink()
     with pytest.raises(DataError, match=r"labels are in its devkit: put ILSVRC2012_devkit_t12\.tar\.gz beside them"):
-        open_data(str(raw / "ILSVRC2012_img_val.tar"))
+        open_data(str(raw))
     inside = {f"ILSVRC2012_devkit_t12/data/{name}": data for name, data in devkit().items()}
     for name, data in {"meta.mat": b"no mat", "ILSVRC2012_validation_ground_truth.txt": b"9\n"}.items():
         damaged = inside | {f"ILSVRC2012_devkit_t12/data/{name}": data}
@@ -171,6 +172,53 @@ def test_what_lacks_labels_is_refused_with_what_has_them(raw: Path) -> None:
     (raw / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(gzip.compress(tar(few)))
     with pytest.raises(DataError, match="a validation image 4, and the devkit has labels of 3"):
         open_data(str(raw))
+
+
+@pytest.mark.parametrize("below", ["", "val"])
+def test_validation_images_alone_have_no_labels_without_the_devkit(raw: Path, tmp_path: Path, below: str) -> None:
+    inside = (raw / "ILSVRC2012_devkit_t12.tar.gz").read_bytes()
+    (raw / "ILSVRC2012_devkit_t12.tar.gz").unlink()
+    root = tmp_path / "images"
+    (root / below).mkdir(parents=True)
+    for name, data in validation().items():
+        (root / below / name).write_bytes(data)
+    for source, place in ((root, root), (raw / "ILSVRC2012_img_val.tar", raw)):
+        dataset = open_data(str(source))
+        assert dataset.classes == ()
+        assert sum(map(len, dataset.splits.values())) == 4
+        assert any("put ILSVRC2012_devkit_t12.tar.gz beside them" in note for note in dataset.notes)
+        (place / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(inside)
+        assert open_data(str(source)).classes == WNIDS
+
+
+def test_test_images_alone_have_no_labels(raw: Path) -> None:
+    hidden = {f"ILSVRC2012_test_{n:08d}.JPEG": encoded(picture(n)) for n in range(1, 3)}
+    (raw / "ILSVRC2012_img_test.tar").write_bytes(tar(hidden))
+    dataset = open_data(str(raw / "ILSVRC2012_img_test.tar"))
+    assert (dataset.classes, [len(split) for split in dataset.splits.values()]) == ((), [2])
+
+
+def test_a_train_beside_a_flat_validation_folder_is_seen_when_it_comes(tmp_path: Path) -> None:
+    root = tmp_path / "imagenet"
+    (root / "val").mkdir(parents=True)
+    for name, data in {**validation(), **devkit()}.items():
+        (root / "val" / name).write_bytes(data)
+    settle(root, 1e9)
+    assert set(open_data(str(root)).splits) == {"val"}
+    (root / "train").mkdir()
+    settle(root, 1.1e9)
+    assert set(open_data(str(root)).splits) == {"val"}
+    for wnid, each in images().items():
+        (root / "train" / wnid).mkdir()
+        for name, data in each.items():
+            (root / "train" / wnid / name).write_bytes(data)
+    assert content(open_data(str(root)).splits["train"]) == expected(images())
+
+
+def settle(root: Path, seconds: float) -> None:
+    """Let everything in a folder be so old that its listing is kept."""
+    for path in (root, *root.rglob("*")):
+        os.utime(path, (seconds, seconds))
 
 
 def test_test_images_are_left_out_and_a_damaged_class_tar_is_named(raw: Path) -> None:

@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from tests import making
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
+from tests.data.pictures import folder
 from vitrail.data.sources import open_data
 from vitrail.errors import UsageError
 from vitrail.recipes import named
 from vitrail.studies import ablation
+from vitrail.weights.load import save
 
 
 def test_every_variant_has_every_seed_and_only_its_own_settings_differ() -> None:
@@ -45,6 +48,19 @@ def test_what_is_no_variant_is_refused_before_anything_is_read() -> None:
             ablation.list_variants(named("digits"), variants)
     with pytest.raises(UsageError, match="without labels"):
         ablation.list_variants(named("mpp-cifar10"), ["depth=2"])
+
+
+def test_one_class_and_folders_that_may_be_no_classes_are_refused_before_a_run(tmp_path: Path, capsys: Capture) -> None:
+    save(making.trained(making.vit()), tmp_path / "model.safetensors")
+    years, one = folder(tmp_path / "years", "2023", "2024"), folder(tmp_path / "one", classes=("rose",), each=20)
+    for data, message in ((years, "are these the classes?"), (one, "has one class, rose")):
+        for study in (
+            ("ablate", "digits", "--data", str(data), "--variants", "depth=1"),
+            ("sweep", str(data), "--model", str(tmp_path / "model.safetensors")),
+        ):
+            code, _, err = vitrail("study", *study, "--out", str(tmp_path / "study"), capsys=capsys)
+            assert (code, message in err) == (3, True), err
+    assert not (tmp_path / "study").exists()
 
 
 def test_the_command_trains_variants_and_goes_on(

@@ -8,6 +8,7 @@
 Classes are WordNet ids in their order, which is the order of every published head of 1,000 outputs.
 """
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import numpy as np
 
 from vitrail.data import archives, holdout, index, matlab
 from vitrail.data.dataset import SPLITS, SUFFIXES, Dataset, from_column
-from vitrail.data.folder import Files
+from vitrail.data.folder import Files, open_folder
 from vitrail.data.table import Array, texts
 from vitrail.errors import DataError
 
@@ -51,14 +52,22 @@ def find_devkit(folder: Path) -> Path | None:
     return None
 
 
+def explain_missing_labels(folder: Path | str) -> str:
+    """Why the validation images in a folder, here or elsewhere, have no labels; nothing where the devkit is there."""
+    if isinstance(folder, str):
+        return f"{folder} holds ImageNet's validation images without labels: pack them on a disk, with the devkit"
+    if find_devkit(folder) is not None:
+        return ""
+    return (
+        f"{folder} has ImageNet's validation images, whose labels are in its devkit: put {_DEVKIT}.tar.gz beside them"
+    )
+
+
 def read_validation_labels(folder: Path) -> list[str]:
     """The WordNet id of each validation image, of the first first, by the devkit in or beside a folder."""
     devkit = find_devkit(folder)
     if devkit is None:
-        raise DataError(
-            f"{folder} has ImageNet's validation images, whose labels are in its devkit: put {_DEVKIT}.tar.gz"
-            " beside them"
-        )
+        raise DataError(explain_missing_labels(folder))
     if devkit.is_file():
         names = [f"{_DEVKIT}/data/{name}" for name in (_LABELS, _META)]
         found = archives.contents(devkit, names)
@@ -99,11 +108,17 @@ def has_flat_validation(root: Path) -> bool:
 
 
 def open_images(root: Path, *, share: float = 0.1) -> Dataset:
-    """ImageNet with a flat validation folder: the folder itself, or `val` beside a `train` with a folder a class."""
+    """ImageNet with a flat validation folder: the folder itself, or `val` beside a `train` with a folder a class.
+
+    Validation images alone are without labels where there is no devkit; beside others they need one.
+    """
     root = root.resolve()
     val = root if (root / _FIRST).exists() else root / "val"
     train = sorted(path for path in (root / "train").glob("*") if path.is_dir()) if val != root else []
-    watched = [val, *train, *([root / "train"] if train else []), *filter(None, [find_devkit(val)])]
+    if not train and (missing := explain_missing_labels(val)):
+        dataset = open_folder(root, share=share)
+        return dataclasses.replace(dataset, notes=(*dataset.notes, missing))
+    watched = [root, val, *filter(Path.is_dir, [root / "train"]), *train, *filter(None, [find_devkit(val)])]
     source = f"imagenet {root} {share}"
     rows = index.cached(source, lambda: map(str, watched), lambda: _columns(root, val, train, share))
     return Dataset(

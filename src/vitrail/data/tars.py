@@ -44,8 +44,8 @@ def open_tars(pattern: str, *, share: float = 0.1) -> Dataset:
     """Tar files of any origin, by pattern; their index is kept in the cache."""
     paths = matching(pattern)
     folder, files = _common(paths)
-    source = " ".join(["tars 2", str(folder), *files, str(share), *image_suffixes()[len(SUFFIXES) :]])
     devkit = [] if isinstance(folder, str) else [str(path) for path in [imagenet.find_devkit(folder)] if path]
+    source = " ".join(["tars 2", str(folder), *files, str(share), *image_suffixes()[len(SUFFIXES) :], *devkit])
     rows = index.cached(source, lambda: [*paths, *devkit], lambda: _indexed(folder, files, share))
     return Dataset(
         name=pattern,
@@ -147,26 +147,46 @@ def _indexed(folder: Path | str, files: Sequence[str], share: float) -> tuple[Ma
 
 
 def _label_imagenet(folder: Path | str, files: Sequence[str], entries: list[list[_Entry]]) -> list[str]:
-    """Give images of ImageNet's archives the labels that stand elsewhere; a sentence on each that was changed."""
+    """Give images of ImageNet's archives the labels that stand elsewhere; sentences on what was changed or is missing.
+
+    Where no image has a label, validation images may lack the devkit's, and test images stay.
+    """
     notes = []
     for place, (file, shard) in enumerate(zip(files, entries, strict=True)):
-        if not shard or any(entry.labels is not None for entry in shard):
-            continue
-        wnid, names = PurePosixPath(file).stem, [entry.name.rpartition("/")[2] for entry in shard]
-        if imagenet.WORDNET_ID.fullmatch(wnid):
+        wnid = PurePosixPath(file).stem
+        if imagenet.WORDNET_ID.fullmatch(wnid) and all(entry.labels is None for entry in shard):
             entries[place] = [entry._replace(labels=(wnid,)) for entry in shard]
-        elif all(map(imagenet.TEST.fullmatch, names)):
-            entries[place] = []
-            notes.append(f"{file}: {len(names):,} test images have no published labels and were left out")
-        elif all(map(imagenet.VALIDATION.fullmatch, names)):
-            if isinstance(folder, str):
-                raise DataError(
-                    f"{folder}/{file} holds ImageNet's validation images: pack them on a disk, with the devkit"
-                )
-            labels = imagenet.label_validation(names, imagenet.read_validation_labels(folder))
-            entries[place] = [entry._replace(labels=(label,)) for entry, label in zip(shard, labels, strict=True)]
-            notes.append(f"{file}: the labels of {len(names):,} validation images are the devkit's")
+    labelled = any(entry.labels is not None for shard in entries for entry in shard)
+    validation = _find_shards(entries, imagenet.VALIDATION)
+    if validation and (missing := imagenet.explain_missing_labels(folder)):
+        if labelled:
+            raise DataError(missing)
+        notes.append(missing)
+    elif validation and isinstance(folder, Path):
+        known, labelled = imagenet.read_validation_labels(folder), True
+        for place in validation:
+            labels = imagenet.label_validation([_base(entry) for entry in entries[place]], known)
+            entries[place] = [
+                entry._replace(labels=(label,)) for entry, label in zip(entries[place], labels, strict=True)
+            ]
+            notes.append(f"{files[place]}: the labels of {len(labels):,} validation images are the devkit's")
+    for place in _find_shards(entries, imagenet.TEST) if labelled else ():
+        count, entries[place] = len(entries[place]), []
+        notes.append(f"{files[place]}: {count:,} test images have no published labels and were left out")
     return notes
+
+
+def _find_shards(entries: Sequence[Sequence[_Entry]], pattern: re.Pattern[str]) -> list[int]:
+    """The places of the shards whose images all have no label and a name of that pattern."""
+    return [
+        place
+        for place, shard in enumerate(entries)
+        if shard and all(entry.labels is None and pattern.fullmatch(_base(entry)) for entry in shard)
+    ]
+
+
+def _base(entry: _Entry) -> str:
+    return entry.name.rpartition("/")[2]
 
 
 def _classes(labels: set[str]) -> list[str]:

@@ -38,6 +38,8 @@ def main(
     show.note(f"data: {dataset.name}")
     for note in filter(None, (*dataset.notes, describe_classes(dataset.classes))):
         show.note(f"note: {note}")
+    if dataset.question:
+        show.note(f"warning: {dataset.question}")
     before = sum(map(len, dataset.splits.values()))
     if leave_out is not None:
         dataset = less(dataset, to_leave_out(leave_out, dataset))

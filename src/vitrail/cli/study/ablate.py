@@ -52,6 +52,7 @@ def main(
     ablation.list_variants(named, variants)  # refuses a wrong setting before the data is opened
     dataset = open_data(data, share=ablation.SHARE)
     runs.tell_of(dataset)
+    runs.check_classes(dataset)
     named = runs.fitting(runs.changed(named, epochs=epochs, batch=batch, lr=None, warmup=None), dataset)
     if "train" in dataset.splits:
         named = runs.fit_warmup(named, len(dataset.splits["train"]))

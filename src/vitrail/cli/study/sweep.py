@@ -58,6 +58,7 @@ def main(
     check_loadable(model)
     dataset, share = sweep.opened(data)
     runs.tell_of(dataset)
+    runs.check_classes(dataset)
     planned = sweep.planned(
         *(data, dataset, share, model, prepared(load(model), preprocess)),
         rates=rates,
