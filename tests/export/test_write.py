@@ -17,6 +17,7 @@ from vitrail import files
 from vitrail.errors import ModelError, UsageError
 from vitrail.export import graph, parity, torch_export
 from vitrail.export.graph import Graph, Run
+from vitrail.export.read import read
 from vitrail.export.write import FORMS, Format, check_destination, write, write_int8
 from vitrail.weights.trained import Trained
 
@@ -161,6 +162,18 @@ def test_weights_above_2_gb_lie_beside_the_graph(tmp_path: Path, monkeypatch: py
     with pytest.raises(UsageError, match=r"model\.onnx\.data exists already"):
         check_destination(tmp_path / "model.onnx", "onnx")
     parity.check(onnx_files.run(tmp_path / "kept.onnx"), trained)
+
+
+def test_an_onnx_file_that_the_runtime_cannot_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    """HardSwish of doubles is valid ONNX, and ONNX Runtime has none."""
+    onnx = runtime("onnx")
+    names = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.DOUBLE, [1]) for name in ("x", "y")]
+    node = onnx.helper.make_node("HardSwish", ["x"], ["y"])
+    foreign = onnx.helper.make_graph([node], "foreign", names[:1], names[1:])
+    opset = [onnx.helper.make_opsetid("", 14)]
+    onnx.save(onnx.helper.make_model(foreign, opset_imports=opset, ir_version=8), tmp_path / "foreign.onnx")
+    with pytest.raises(ModelError, match=r"foreign\.onnx cannot be read: .*NOT_IMPLEMENTED"):
+        read(tmp_path / "foreign.onnx")
 
 
 # --- two files -------------------------------------------------------------------------------------------------------

@@ -379,9 +379,11 @@ def test_names_are_short_different_and_no_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "name"),
     [("/home/me/photos", "photos"), ("/home/me/birds/list.csv", "birds"), ("/data/fungi.jsonl", "fungi"),
-     ("hf:org/cats", "cats"), ("/data/jft/x-{000..127}.tar", "jft"), (r"C:\pets", "pets")],
+     ("hf:org/cats", "cats"), ("hf:org/pets:cfg@main", "pets"), ("hf:org/pets@v1.0", "pets"),
+     ("/data/jft/x-{000..127}.tar", "jft"), ("/data/shards/*.tar", "shards"), ("/data/owls/[0-9]?.tar", "owls"),
+     (None, "finetune-3"), (r"C:\pets", "pets")],
 )  # fmt: skip
-def test_a_run_is_called_by_its_dataset(tmp_path: Path, data: str, name: str) -> None:
+def test_a_run_is_called_by_its_dataset(tmp_path: Path, data: str | None, name: str) -> None:
     folder = tmp_path / "finetune-3"
     (folder / "weights").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"data": data}))

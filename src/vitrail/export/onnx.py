@@ -12,7 +12,15 @@ import onnx
 import onnxruntime
 import torch
 from google.protobuf.message import DecodeError
-from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidGraph, InvalidProtobuf, NoSuchFile
+from onnxruntime.capi.onnxruntime_pybind11_state import (
+    Fail,
+    InvalidArgument,
+    InvalidGraph,
+    InvalidProtobuf,
+    NoSuchFile,
+    NotImplemented,  # noqa: A004
+    RuntimeException,
+)
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 from torch import Tensor
@@ -21,8 +29,10 @@ from vitrail.export import graph
 from vitrail.export.graph import Run
 from vitrail.weights.trained import Trained
 
-DAMAGE = (DecodeError, Fail, InvalidProtobuf, InvalidGraph, NoSuchFile)
-"""What is raised of files that are damaged."""
+DAMAGE = (
+    *(DecodeError, Fail, InvalidArgument, InvalidGraph, InvalidProtobuf, NoSuchFile, NotImplemented, RuntimeException),
+)
+"""What is raised of files that are damaged, or made by others for what is not here."""
 OPSET = 20  # the first with a GELU; ONNX Runtime reads it since 1.17
 
 

@@ -145,9 +145,12 @@ def _dataset_name(model: Path) -> str | None:
         data = json.loads((folder / CONFIG).read_bytes())["data"]
     except (ValueError, KeyError, TypeError):
         return None
-    parts = [part for part in re.split(r"[\\/]", str(data).partition("hf:")[2] or str(data)) if part]
+    if not isinstance(data, str):
+        return None
+    hub = re.match(r"hf:([^:@]+)", data)  # and a configuration or revision
+    parts = [part for part in re.split(r"[\\/]", hub[1] if hub else data) if part]
     stems = [re.sub(r"\.(csv|tsv|jsonl|ndjson|tar)$", "", part) for part in parts]
-    return next((stem for stem in reversed(stems) if stem not in _LISTS and "{" not in stem), None)
+    return next((stem for stem in reversed(stems) if stem not in _LISTS and not set(stem) & set("*?[{")), None)
 
 
 def _file_name(model: str) -> str:
