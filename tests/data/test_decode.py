@@ -1,9 +1,11 @@
 """Image bytes to pixels: the odd kinds by hand, the broken ones named."""
 
 import io
+import sys
 import zlib
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -79,6 +81,15 @@ def test_heif_is_read_where_its_decoder_is_installed() -> None:
     assert decode(content).shape == (3, 48, 64)
     assert read_header(content, name="x") == ("HEIF", 48, 64)
     assert {".heic", ".heif"} <= set(decoding.image_suffixes())
+
+
+def test_heif_is_decoded_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images are decoded side by side already. Its decoder is rarely installed, so what it is told is looked at."""
+    options: dict[str, object] = {}
+    decoder = SimpleNamespace(register_heif_opener=lambda **given: options.update(given))
+    monkeypatch.setitem(sys.modules, "pillow_heif", decoder)
+    assert "HEIF" in decoding.readable_formats.__wrapped__()
+    assert options["decode_threads"] == 1
 
 
 TURNS = {

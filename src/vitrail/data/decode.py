@@ -9,7 +9,8 @@ command alike, after it has shown once a process that its pixels are Pillow's to
 A JPEG of more pixels than fit is decoded at half its sides, which libjpeg does while it decodes: a photo of 200
 megapixels gives 50, the same in every command.
 
-Files are read as if they were made to do harm. What costs more than its pixels do is refused before it is decoded.
+Files are read as if they were made to do harm. What costs more than its pixels do is refused before it is decoded, but
+for AVIF and HEIF, whose frames may be larger than the file states: there the decoders' own limits hold (SECURITY.md).
 Pixels are converted strip by strip, so that memory holds the decoded image and the result, and no third copy.
 """
 
@@ -162,7 +163,7 @@ def readable_formats() -> tuple[str, ...]:
     try:
         import pillow_heif
 
-        pillow_heif.register_heif_opener(thumbnails=False)
+        pillow_heif.register_heif_opener(thumbnails=False, decode_threads=1)
     except ImportError:
         missing.add("HEIF")
     return tuple(kind for kind in FORMATS if kind not in missing)
