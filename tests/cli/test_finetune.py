@@ -486,3 +486,12 @@ def test_a_run_begun_without_a_look_at_its_images_is_resumed_with_all_of_them(tm
     assert _trained_on_all(tmp_path / "run", dataset)
     assert not _trained_on_all(tmp_path / "run", less(dataset, {("train", dataset.splits["train"].name(0))}))
     assert not _trained_on_all(tmp_path / "none", dataset)
+
+
+def test_a_model_that_is_not_there_is_said_before_the_images_are_looked_at(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitrail.cli.runs.check_images", lambda *_, **__: pytest.fail("the images were looked at"))
+    code, line = refused(capsys=capsys, model="vit_tiny.safetensors")
+    assert code != 0
+    assert "vit_tiny.safetensors" in line

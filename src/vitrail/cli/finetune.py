@@ -129,6 +129,8 @@ def main(
         dataset, report = open_data(data), None
         runs.tell_of(dataset)
         runs.check_classes(dataset, strict=strict, everything=everything)
+        start = prepared(load(model), preprocess)  # what is mistyped is said before every image is looked at
+        config = start.model.config
         if not dry_run:
             limited = minutes is not None and not (strict or resume)
             seconds = minutes * 60 * _CHECK_SHARE if minutes is not None and limited else math.inf
@@ -137,10 +139,7 @@ def main(
             if resume and distributed.led(lambda: _trained_on_all(folder, whole)):
                 dataset = whole  # there was no time to look for bad images then
             runs.check_classes(dataset, everything=everything)
-        start = prepared(load(model), preprocess)
-        config = start.model.config
         stride = config.stride if isinstance(config, ViTConfig) else 1
-
         pixels = median_pixels(dataset) if recipe == "bit" else 0
 
         def build_recipe(epochs: float | None, side: int | None = None) -> Recipe:
