@@ -76,6 +76,9 @@ def test_the_first_screen_names_the_weakest_classes_the_commonest_confusion_and_
     assert steps.endswith("vitrail predict RUN IMAGES vitrail serve RUN")
     timed = dataclasses.replace(gather(tmp_path / "run"), command=("finetune", "x", "--minutes=5"))
     assert "falling at the end. Try more --minutes." in read(timed).parts["result"]
+    columns = {name: values[:1] for name, values in timed.epochs.items()} | {"epoch": (0.25,)}
+    timed = dataclasses.replace(timed, epochs=columns)
+    assert "Give it more --minutes: there was time for 0.25 epochs." in read(timed).parts["result"]
 
 
 def test_a_class_with_few_training_images_and_a_poor_result_lead_to_advice(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from vitrail.plurals import plural
 from vitrail.report.gather import Facts
 
 WEAKEST = 3
 """Classes named on the first screen."""
 _STEPS = 3  # of advice, beside how the model is used
+_FEW_EPOCHS = 2  # a run with a time limit below it needed more
 _SHORT = 0.5  # of the median: a class with fewer training images is short of them
 
 
@@ -93,9 +95,12 @@ def _improve(facts: Facts, classes: list[ClassRow], confusions: list[Confusion])
     best = max(facts.baselines, key=lambda each: each.right, default=None)
     if best is not None and result.interval[0] <= best.right / result.images:
         yield Step(f"Do not use it yet: it is not clearly better than {best.name}.")
-    if _was_improving(facts):
+    timed = any(word.partition("=")[0] == "--minutes" for word in facts.command or ())
+    trained = next(iter(facts.epochs.get("epoch", ())[-1:]), None)
+    if timed and trained is not None and trained < _FEW_EPOCHS:
+        yield Step(f"Give it more --minutes: there was time for {plural(float(f'{trained:.2g}'), 'epoch')}.")
+    elif _was_improving(facts):
         epochs = facts.config["recipe"]["epochs"]
-        timed = any(word.partition("=")[0] == "--minutes" for word in facts.command or ())
         longer = "more --minutes" if timed else f"--epochs {max(2, round(2 * epochs))} instead of {epochs:.3g}"
         yield Step(f"Train longer: the validation loss was still falling at the end. Try {longer}.")
     if (facts.data_report or {}).get("duplicates", {}).get("across_splits", 0):
