@@ -158,6 +158,43 @@ def test_a_flat_validation_folder_has_the_devkits_labels(tmp_path: Path, kind: s
         assert content(dataset.splits["train"]) == expected(images())
 
 
+@pytest.mark.parametrize("archive", ["ILSVRC2012_img_train.tar", "train"])
+@pytest.mark.parametrize("val", ["val", "."])
+def test_train_may_be_tars_beside_a_flat_validation_folder(
+    raw: Path, tmp_path: Path, archive: str, val: str, capsys: Capture
+) -> None:
+    """As it lies after the small archive was unpacked and the large one was not."""
+    (raw / "ILSVRC2012_img_val.tar").unlink()
+    (raw / val).mkdir(exist_ok=True)
+    for name, data in validation().items():
+        (raw / val / name).write_bytes(data)
+    if archive == "train":
+        (raw / "ILSVRC2012_img_train.tar").unlink()
+        (raw / "train").mkdir()
+        for wnid, each in images().items():
+            (raw / "train" / f"{wnid}.tar").write_bytes(tar(each))
+    code, _, err = vitrail("data", "pack", str(raw), str(tmp_path / "packed"), capsys=capsys)
+    assert code == 0, err
+    assert "the labels of 4 validation images are the devkit's" in err
+    assert "held out" not in err
+    packed = open_data(f"{tmp_path}/packed")
+    assert packed.classes == WNIDS
+    assert content(packed.splits["train"]) == expected(images())
+    dataset = open_data(str(raw))
+    assert [dataset.splits["val"].labels(index)[0] for index in range(4)] == VALIDATION
+    assert content(packed.splits["val"]) == content(dataset.splits["val"])
+    assert not (tmp_path / "home" / "vitrail" / "splits").exists()  # all of train is train
+
+    (raw / archive / "n01440764.tar" if archive == "train" else raw / archive).unlink()
+    if archive == "train":
+        with pytest.raises(DataError, match=r"has 2 classes and the validation images have 3, which are not the same"):
+            open_data(str(raw))
+    (raw / "train.tar").write_bytes(tar({f"{wnid}.tar": tar(each) for wnid, each in images().items()}))
+    (raw / "ILSVRC2012_devkit_t12.tar.gz").unlink()
+    with pytest.raises(DataError, match=r"put ILSVRC2012_devkit_t12\.tar\.gz beside them"):
+        open_data(str(raw))
+
+
 def test_what_lacks_labels_is_refused_with_what_has_them(raw: Path) -> None:
     (raw / "ILSVRC2012_devkit_t12.tar.gz").unlink()
     with pytest.raises(DataError, match=r"labels are in its devkit: put ILSVRC2012_devkit_t12\.tar\.gz beside them"):
@@ -253,6 +290,15 @@ def test_the_releases_of_imagenet_21k_are_told_apart(count: int, words: str) -> 
     assert words in imagenet.describe_classes(classes)
     assert imagenet.describe_classes(classes[1:]) == ""
     assert imagenet.describe_classes([f"{number}" for number in range(count)]) == ""
+
+
+def test_pack_tells_of_the_release(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    monkeypatch.setitem(imagenet._CLASSES, 3, imagenet._CLASSES[21_841])
+    train = str(raw / "ILSVRC2012_img_train.tar")
+    code, _, err = vitrail("data", "pack", train, str(tmp_path / "packed"), capsys=capsys)
+    assert code == 0
+    assert "note: 3 classes are ImageNet-21k of fall 2011. The heads of Google's checkpoints have 21,843" in err
+    assert "n03931044 and n09859684, outputs 9,205 and 15,027" in err
 
 
 def test_structures_are_read_as_scipy_reads_them() -> None:

@@ -104,7 +104,19 @@ def label_validation(names: Sequence[str], labels: Sequence[str]) -> list[str]:
 
 def has_flat_validation(root: Path) -> bool:
     """Whether a folder has ImageNet's validation images, or a `val` with them, without folders of classes."""
-    return any((folder / _FIRST).exists() for folder in (root, root / "val"))
+    return (find_validation(root) / _FIRST).exists()
+
+
+def find_validation(root: Path) -> Path:
+    """The folder that ImageNet's validation images lie in, if they do: the root itself or its `val`."""
+    return root if (root / _FIRST).exists() else root / "val"
+
+
+def find_train_archives(root: Path) -> str:
+    """The pattern of the tars of training images in a folder; empty where there are none, or folders of classes."""
+    if any(path.is_dir() for path in (root / "train").glob("*")):
+        return ""
+    return next((pattern for pattern in ("*train*.tar", "train/*.tar") if next(root.glob(pattern), None)), "")
 
 
 def open_images(root: Path, *, share: float = 0.1) -> Dataset:
@@ -113,7 +125,7 @@ def open_images(root: Path, *, share: float = 0.1) -> Dataset:
     Validation images alone are without labels where there is no devkit; beside others they need one.
     """
     root = root.resolve()
-    val = root if (root / _FIRST).exists() else root / "val"
+    val = find_validation(root)
     train = sorted(path for path in (root / "train").glob("*") if path.is_dir()) if val != root else []
     if not train and (missing := explain_missing_labels(val)):
         dataset = open_folder(root, share=share)

@@ -3,6 +3,7 @@
 Folders, lists and shards may lie elsewhere: s3://bucket/name. Only such a name, or hf:, opens a connection.
 """
 
+import dataclasses
 import glob
 import importlib
 from pathlib import Path
@@ -64,7 +65,7 @@ def _open_path(path: Path, share: float) -> Dataset:
     if (path / shards.SET).exists():
         return shards.open_set(path, share=share)
     if imagenet.has_flat_validation(path):
-        return imagenet.open_images(path, share=share)
+        return _open_imagenet(path, share)
     try:
         return folder.open_folder(path, share=share)
     except folder.NoImageError:
@@ -72,6 +73,23 @@ def _open_path(path: Path, share: float) -> Dataset:
             if next(path.glob(pattern), None):
                 return tars.open_tars(f"{glob.escape(str(path))}/{pattern}", share=share)
         raise
+
+
+def _open_imagenet(path: Path, share: float) -> Dataset:
+    """ImageNet with a flat validation folder; its training images may be tars of classes that lie beside it."""
+    archives = imagenet.find_train_archives(path)
+    if not archives:
+        return imagenet.open_images(path, share=share)
+    if missing := imagenet.explain_missing_labels(imagenet.find_validation(path)):
+        raise DataError(missing)
+    train = tars.open_tars(f"{glob.escape(str(path))}/{archives}", share=None)
+    dataset = imagenet.open_images(path, share=share)
+    if train.classes != dataset.classes:
+        raise DataError(
+            f"{path}/{archives} has {len(train.classes):,} classes and the validation images have"
+            f" {len(dataset.classes):,}, which are not the same: put them into folders of their own"
+        )
+    return dataclasses.replace(dataset, splits={**train.splits, **dataset.splits}, notes=(*train.notes, *dataset.notes))
 
 
 def _open_compressed(path: Path, share: float) -> Dataset:

@@ -22,7 +22,7 @@ import numpy as np
 
 from vitrail import remote
 from vitrail.data import holdout, imagenet, index
-from vitrail.data.dataset import UNLABELLED, Dataset, from_column
+from vitrail.data.dataset import SPLITS, UNLABELLED, Dataset, from_column
 from vitrail.data.decode import SUFFIXES, image_suffixes
 from vitrail.data.folder import SPLIT_NAMES
 from vitrail.data.shards import Shards
@@ -40,8 +40,8 @@ def is_pattern(name: str) -> bool:
     return name.endswith(".tar")
 
 
-def open_tars(pattern: str, *, share: float = 0.1) -> Dataset:
-    """Tar files of any origin, by pattern; their index is kept in the cache."""
+def open_tars(pattern: str, *, share: float | None = 0.1) -> Dataset:
+    """Tar files of any origin, by pattern; their index is kept in the cache. Without a share all images are train."""
     paths = matching(pattern)
     folder, files = _common(paths)
     devkit = [] if isinstance(folder, str) else [str(path) for path in [imagenet.find_devkit(folder)] if path]
@@ -105,7 +105,9 @@ class _Entry(NamedTuple):
     labels: tuple[str, ...] | None
 
 
-def _indexed(folder: Path | str, files: Sequence[str], share: float) -> tuple[Mapping[str, Array], dict[str, Any]]:
+def _indexed(
+    folder: Path | str, files: Sequence[str], share: float | None
+) -> tuple[Mapping[str, Array], dict[str, Any]]:
     """The columns of foreign shards: one walk over the headers."""
     if isinstance(folder, Path):
         entries = [list(samples(folder / file)) for file in files]
@@ -132,6 +134,9 @@ def _indexed(folder: Path | str, files: Sequence[str], share: float) -> tuple[Ma
     if any(entry.labels is not None and len(entry.labels) != 1 for entry in flat):
         columns["label"] = np.array([place[label] for entry in flat for label in entry.labels or ()], dtype=np.int32)
         columns["label.ends"] = np.cumsum([len(entry.labels or ()) for entry in flat], dtype=np.int64)
+    if share is None:
+        columns["split"] = np.full(len(flat), SPLITS.index("train"), dtype=np.int8)
+        return columns, {"classes": names, "made_up": (), "notes": notes}
     given = np.array([_split_of(file) for file in files], dtype=np.int8)[columns["shard"]]
     if holdout.NO_SPLIT in given and (given != holdout.NO_SPLIT).any():
         raise DataError(f"some shards are named after a split and some are not, such as {files[0]}: name all or none")
