@@ -45,7 +45,7 @@ _TESTED = {  # test images of the paper's sets
     "Oxford Flowers-102": 6_149,
 }
 _SETS = {  # what a set's name says
-    r"imagenet(1k|2012)?": "ImageNet",
+    r"imagenet-?(1k|2012)?|ilsvrc-?(2012)?": "ImageNet",
     r"cifar-?10": "CIFAR-10",
     r"cifar-?100": "CIFAR-100",
     r"(oxford-?)?(iiit-?)?pets?": "Oxford-IIIT Pets",
