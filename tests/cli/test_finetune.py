@@ -316,6 +316,39 @@ def test_many_bad_images_are_refused_before_anything_is_trained(tmp_path: Path, 
     assert "more than 10% are too many. `vitrail data check ./set` names every bad image" in line
 
 
+def test_bad_images_that_nobody_looked_for_are_left_out_as_the_run_goes(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in each split, of more images than are looked at beforehand."""
+    monkeypatch.setattr(runs, "_CHECKED", 10)
+    folder(tmp_path / "set", "train", "val", "test", each=6)
+    bad = [f"{split}/rose/1.jpg" for split in ("train", "val", "test")]
+    for name in bad:
+        (tmp_path / "set" / name).write_bytes(b"<html>")
+    assert finetune(*SHORT, "--strict", "--out", "strict", capsys=capsys)[0] == 3
+    code, _, err = finetune(*SHORT, capsys=capsys)
+    assert code == 0, err
+    assert re.search(r"warning: 3 images cannot be read, such as \S+/rose/1\.jpg; left out as the run went, and", err)
+    run = tmp_path / "runs" / "finetune"
+    assert sorted((run / "unreadable.txt").read_text().splitlines()) == sorted(bad)
+    with (run / "predictions.csv").open(newline="") as file:
+        names = [row["image"] for row in csv.DictReader(file)]
+    assert (len(names), bad[2] in names) == (11, False)
+
+
+def test_many_bad_images_that_nobody_looked_for_stop_the_run(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "_CHECKED", 10)
+    for number in range(3):
+        (tmp_path / "set" / "train" / "rose" / f"{number}.jpg").write_bytes(b"<html>")
+    code, _, err = finetune(*SHORT, capsys=capsys)
+    line = err.splitlines()[-1]
+    assert code == 3
+    assert re.search(r"3 images of 24 cannot be read, such as train/rose/\d\.jpg: more than 10% are too many", line)
+    assert "vitrail data check ./set" in line
+
+
 def test_copies_across_splits_are_warned_of(tmp_path: Path, capsys: Capture) -> None:
     twin = encoded(picture(4711, (60, 60)))
     for split in ("train", "test"):
