@@ -277,8 +277,11 @@ def test_one_label_that_some_images_have_is_a_question_and_one_that_all_have_is_
     names = [f"{path.relative_to(tmp_path / 'set')}" for path in sorted((tmp_path / "set").rglob("*.jpg"))]
     rows = [f"{name},{'rose' if 'rose' in name else ''},{name.split('/')[0]}" for name in names]
     (tmp_path / "set" / "some.csv").write_text("\n".join(["path,labels,split", *rows]))
-    code, _, err = finetune(*SHORT, capsys=capsys, data="set/some.csv")
+    code, out, err = finetune(*SHORT, capsys=capsys, data="set/some.csv")
     assert code == 0, err
+    assert "of 8 test images have exactly their labels" in out  # those without one are judged too
+    with Path("runs/finetune/predictions.csv").open(newline="") as file:
+        assert [row["label"] for row in csv.DictReader(file)] == ["rose"] * 4 + [""] * 4
     rows = [f"{name},rose" for name in names]
     (tmp_path / "set" / "all.csv").write_text("\n".join(["path,labels", *rows]))
     code, _, err = finetune(*SHORT, capsys=capsys, data="set/all.csv")

@@ -379,9 +379,7 @@ def in_step(model: Learner, batches: Iterator[Batch], task: Task) -> Iterator[Ba
     Each pass of a model that is sharded needs all ranks, and their shares of the images may differ.
     """
     for batch in batches:
-        if len(batch.targets) and (
-            batch.targets.ndim == 1 or batch.targets.any()
-        ):  # without a label it is not computed
+        if len(batch.targets):  # of nothing, nothing is computed
             distributed.agreed(1, task.device)
             yield batch
     pixels = torch.zeros(1, len(task.preprocess.mean), *task.preprocess.size, device=task.device)
