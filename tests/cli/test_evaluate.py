@@ -87,6 +87,24 @@ def test_several_labels_are_judged_by_exact_match_f1_and_average_precision(
     assert "top-" not in out
 
 
+def test_a_bad_image_is_left_out_named_and_listed_and_many_are_refused(
+    flowers: Path, model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    bad = flowers / "test" / "rose" / "1.jpg"
+    bad.write_bytes(b"<html>")
+    command = ("evaluate", str(model), str(flowers), "--workers", "0", "--against", str(model))
+    code, _, err = vitrail(*command, "--strict", "--out", str(tmp_path / "strict"), capsys=capsys)
+    assert (code, "test/rose/1.jpg is no image" in err) == (3, True)
+    code, _, err = vitrail(*command, "--out", str(tmp_path / "out"), capsys=capsys)
+    assert code == 0, err
+    assert "warning: 1 image of 15 cannot be read, such as test/rose/1.jpg; left out, and listed in evaluate" in err
+    found = json.loads((tmp_path / "out" / "evaluate.json").read_text())
+    assert (found["unreadable"], found["models"][0]["images"]) == (["test/rose/1.jpg"], 14)
+    (flowers / "test" / "rose" / "2.jpg").write_bytes(b"<html>")
+    code, _, err = vitrail(*command, "--out", str(tmp_path / "many"), capsys=capsys)
+    assert (code, "2 images of 15 cannot be read" in err, "more than 10% are too many" in err) == (3, True, True)
+
+
 def test_top_5_is_not_told_below_10_classes(flowers: Path, model: Path, capsys: Capture, tmp_path: Path) -> None:
     given = ("evaluate", str(model), str(flowers), "--workers", "0", "--out", str(tmp_path / "out"))
     _, out, _ = vitrail(*given, capsys=capsys)

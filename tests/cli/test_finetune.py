@@ -277,8 +277,11 @@ def test_one_label_that_some_images_have_is_a_question_and_one_that_all_have_is_
     names = [f"{path.relative_to(tmp_path / 'set')}" for path in sorted((tmp_path / "set").rglob("*.jpg"))]
     rows = [f"{name},{'rose' if 'rose' in name else ''},{name.split('/')[0]}" for name in names]
     (tmp_path / "set" / "some.csv").write_text("\n".join(["path,labels,split", *rows]))
-    code, _, err = finetune(*SHORT, capsys=capsys, data="set/some.csv")
+    code, out, err = finetune(*SHORT, capsys=capsys, data="set/some.csv")
     assert code == 0, err
+    assert "of 8 test images have exactly their labels" in out  # those without one are judged too
+    with Path("runs/finetune/predictions.csv").open(newline="") as file:
+        assert [row["label"] for row in csv.DictReader(file)] == ["rose"] * 4 + [""] * 4
     rows = [f"{name},rose" for name in names]
     (tmp_path / "set" / "all.csv").write_text("\n".join(["path,labels", *rows]))
     code, _, err = finetune(*SHORT, capsys=capsys, data="set/all.csv")
@@ -314,6 +317,48 @@ def test_many_bad_images_are_refused_before_anything_is_trained(tmp_path: Path, 
     assert code == 3
     assert "3 images of 24 cannot be read, such as" in line
     assert "more than 10% are too many. `vitrail data check ./set` names every bad image" in line
+
+
+def test_bad_images_that_nobody_looked_for_are_left_out_as_the_run_goes(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in each split, of more images than are looked at beforehand."""
+    monkeypatch.setattr(runs, "_CHECKED", 10)
+    folder(tmp_path / "set", "train", "val", "test", each=6)
+    bad = [f"{split}/rose/1.jpg" for split in ("train", "val", "test")]
+    for name in bad:
+        (tmp_path / "set" / name).write_bytes(b"<html>")
+    assert finetune(*SHORT, "--strict", "--out", "strict", capsys=capsys)[0] == 3
+    code, _, err = finetune(*SHORT, capsys=capsys)
+    assert code == 0, err
+    assert re.search(r"warning: 3 images cannot be read, such as \S+/rose/1\.jpg; left out as the run went, and", err)
+    run = tmp_path / "runs" / "finetune"
+    assert sorted((run / "unreadable.txt").read_text().splitlines()) == sorted(bad)
+    with (run / "predictions.csv").open(newline="") as file:
+        names = [row["image"] for row in csv.DictReader(file)]
+    assert (len(names), bad[2] in names) == (11, False)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_images_that_there_was_no_time_to_look_at_are_unchecked(capsys: Capture, strict: bool) -> None:
+    found, report = runs.check_images(open_data("./set"), "./set", strict=strict, seconds=0)
+    assert (found.unchecked, report) == (not strict, None)
+    assert "there was time to look at 0 of 24 images" in capsys.readouterr().err
+    found, report = runs.check_images(open_data("./set"), "./set", strict=strict)
+    assert (found.unchecked, report is None) == (False, False)
+
+
+def test_many_bad_images_that_nobody_looked_for_stop_the_run(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "_CHECKED", 10)
+    for number in range(3):
+        (tmp_path / "set" / "train" / "rose" / f"{number}.jpg").write_bytes(b"<html>")
+    code, _, err = finetune(*SHORT, capsys=capsys)
+    line = err.splitlines()[-1]
+    assert code == 3
+    assert re.search(r"3 images of 24 cannot be read, such as train/rose/\d\.jpg: more than 10% are too many", line)
+    assert "vitrail data check ./set" in line
 
 
 def test_copies_across_splits_are_warned_of(tmp_path: Path, capsys: Capture) -> None:

@@ -132,6 +132,22 @@ def test_images_without_labels_make_a_model_that_every_command_takes(
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("kind", ["mpp", "mae"])
+def test_bad_images_that_nobody_looked_for_are_left_out_of_masked_training(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(runs, "_CHECKED", 10)
+    folder(tmp_path / "set", "train", "val", each=8)
+    bad = [f"{split}/rose/3.jpg" for split in ("train", "val")]
+    for name in bad:
+        (tmp_path / "set" / name).write_bytes(b"<html>")
+    code, _, err = vitrail("train", f"{kind}-small", "--data", "./set", "--out", "run", *HERE, capsys=capsys)
+    assert code == 0, err
+    assert "warning: 2 images cannot be read, such as" in err
+    assert sorted((tmp_path / "run" / "unreadable.txt").read_text().splitlines()) == bad
+
+
+@pytest.mark.usefixtures("small")
 def test_a_masked_run_is_planned_dry_and_has_another_target_if_that_is_asked_for(capsys: Capture) -> None:
     command = ("train", "mpp-small", "--data", "digits", "--dry-run", *HERE)
     code, out, _ = vitrail(*command, capsys=capsys)

@@ -71,21 +71,25 @@ def test_batches_of_any_sizes_add_up(sizes: tuple[int, ...]) -> None:
     assert found.loss == pytest.approx(whole.loss, rel=1e-5)
 
 
-def test_of_several_labels_images_without_one_do_not_count() -> None:
+def test_of_several_labels_an_image_without_one_is_right_where_it_is_given_none() -> None:
     model, pixels = making.vit(), pictures(5)
     targets = torch.zeros(5, 7)
     targets[[0, 2, 3], [1, 2, 3]] = 1
     targets[3, 0] = 1
     batches = [Batch(pixels[cut], targets[cut], torch.arange(10, 15)[cut]) for cut in (slice(4), slice(4, 5))]
-    kept = [0, 2, 3]
+    model.head.bias.data[:] = torch.tensor([-9.0, 9, -9, -9, -9, -9, -9])  # it says 1 of every image
     with torch.no_grad():
-        expected = count(model(normalise(pixels, VIEW))[kept], targets[kept])
+        expected = count(model(normalise(pixels, VIEW)), targets)
+    assert expected.right == 1
     said = asked(model, batches, VIEW, temperature=1.0, classes=7)
     counts = total(said, model.config.classes)
     for found in (classify(model, batches, VIEW), counts):
-        assert (found.images, found.right, found.right_in_five) == (3, expected.right, expected.right_in_five)
+        assert (found.images, found.right, found.right_in_five) == (5, 1, expected.right_in_five)
         assert found.loss == pytest.approx(expected.loss, rel=1e-5)
-    assert said.images.tolist() == [10, 12, 13]
+    assert said.images.tolist() == [10, 11, 12, 13, 14]
+    model.head.bias.data[1] = -9
+    said = asked(model, batches, VIEW, temperature=1.0, classes=7)
+    assert said.right.tolist() == [False, True, False, False, True]
 
 
 def test_images_without_a_label_are_refused_where_each_has_one_and_nothing_is_no_evaluation() -> None:
@@ -97,9 +101,8 @@ def test_images_without_a_label_are_refused_where_each_has_one_and_nothing_is_no
     for function in (classify, counted):
         with pytest.raises(DataError, match="images with a label; some of these have none"):
             function(making.vit(), [Batch(pixels, torch.tensor([0, -1]), torch.arange(2))], VIEW)
-        for batches in ([], [Batch(pixels, torch.zeros(2, 7), torch.arange(2))]):
-            with pytest.raises(DataError, match="no labelled image"):
-                function(making.vit(), batches, VIEW)
+        with pytest.raises(DataError, match="no image to evaluate on"):
+            function(making.vit(), [], VIEW)
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["softmax", "several"])

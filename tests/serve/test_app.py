@@ -340,6 +340,8 @@ def test_the_api_is_described_by_a_page_that_loads_nothing_from_elsewhere(client
             for option in about.get("parameters", ()):
                 assert f"<code>{option['name']}</code>" in page
     assert "'http://127.0.0.1:8000/v1/attention?layer=12'" in html.unescape(page)
+    assert "<code>seen</code> is the part it saw" in page
+    assert "`" not in page
     assert not re.search(r"<script|<style|\sstyle=|\son\w+=", page)
     assert set(re.findall(r'(?:src|href)="([^"#]+)"', page)) <= {*app.FILES, "/openapi.json"}
 

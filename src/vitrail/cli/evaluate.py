@@ -34,6 +34,7 @@ def main(
     classes: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
     tta: bool = False,
     abstain: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None,
+    strict: bool = False,
     out: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None,
     batch: Annotated[int, tyro.conf.arg(metavar="N")] = 64,
     device: str | None = None,
@@ -52,6 +53,7 @@ def main(
         classes: A file with the only classes the model may answer with, one a line: for ImageNet-A, -R and the like.
         tta: Average the answers to an image and to its mirror image.
         abstain: Find the probability from which on this share of the answers is right, on val, and store it in MODEL.
+        strict: Refuse unreadable images, rather than leave out up to a tenth of the images.
         out: Where tables and pictures go; runs/evaluate, runs/evaluate-2, ... unless told otherwise.
         batch: Images at once.
         device: cpu, cuda or mps; the best there is unless told otherwise.
@@ -73,7 +75,7 @@ def main(
         dataset = open_data(data)
         if abstain is not None:
             _check_threshold(model, dataset)
-        at = At(group, there, batch, max(0, available() - 1) if workers is None else workers, tta, classes)
+        at = At(group, there, batch, max(0, available() - 1) if workers is None else workers, tta, classes, strict)
         whole = split is None and _has_no_splits(dataset)  # then none of them is held out
         notes = [note for note in dataset.notes if not (whole and note.startswith(holdout.NOTHING_GIVEN))]
         runs.tell_of(dataclasses.replace(dataset, notes=tuple(notes)))
@@ -82,7 +84,8 @@ def main(
         images = _part(dataset, split, subjects)
         prepared = [_prepare(subject, dataset, images, at, real) for subject in subjects]  # refused before any runs
         results = [_measured(dataset, images, at, each) for each in prepared]
-        found = _facts(dataset, results, at)
+        unreadable = _check_unreadable(images, results)
+        found = _facts(dataset, results, at) | ({"unreadable": unreadable} if unreadable else {})
         folder = runs.next_folder("evaluate") if out is None else Path(out)
         if group.leads:
             _write(dataset, images, results, found, folder)
@@ -102,6 +105,7 @@ class At:
     workers: int
     mirrored: bool
     classes: Path | None
+    strict: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,6 +267,21 @@ def _measured(dataset: "Dataset", images: "Split", at: At, prepared: Prepared) -
     return Result(subject, names, examined, measured(examined.counts, examined.answers, sets))
 
 
+def _check_unreadable(images: "Split", results: Sequence[Result]) -> list[str]:
+    """The names of the images that were left out; refused where they are many."""
+    from vitrail.data.dataset import BAD_SHARE
+
+    names = [images.name(place) for place in sorted({place for each in results for place in each.examined.unreadable})]
+    if not names:
+        return []
+    first = f"{show.plural(len(names), 'image')} of {len(images):,} cannot be read, such as {names[0]}"
+    if len(names) > BAD_SHARE * len(images):
+        raise DataError(f"{first}; more than {BAD_SHARE:.0%} are too many: `vitrail data check` says why")
+    them = "it" if len(names) == 1 else "them"
+    show.note(f"warning: {first}; left out, and listed in evaluate.json (--strict refuses {them})")
+    return names
+
+
 def _examined(
     subject: "Subject", images: "Split", places: Sequence[int], at: At, among: Sequence[int] | None
 ) -> "Examined":
@@ -281,6 +300,7 @@ def _examined(
             world=at.group.world,
             mirrored=at.mirrored,
             among=among,
+            skip_bad=not at.strict,
             gathered=lambda rows: distributed.gathered(rows, at.device),
             seen=lambda count: report(count, -(-len(images) // at.group.world)),
         )

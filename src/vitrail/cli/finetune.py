@@ -137,7 +137,9 @@ def main(
             whole = dataset
             dataset, report = runs.check_images(dataset, data, strict=strict, seconds=seconds)
             if resume and distributed.led(lambda: _trained_on_all(folder, whole)):
-                dataset = whole  # there was no time to look for bad images then
+                dataset = dataclasses.replace(
+                    whole, unchecked=not strict
+                )  # there was no time to look for bad images then
             runs.check_classes(dataset, everything=everything)
         stride = config.stride if isinstance(config, ViTConfig) else 1
         pixels = median_pixels(dataset) if recipe == "bit" else 0

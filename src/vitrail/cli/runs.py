@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 Track = Literal["tensorboard"]
 _TRAINING = ("demo", "finetune", "train")  # the verbs that make a run
 _CHECKED = 20_000  # images that are looked at before a run: a minute at most
-_BAD_SHARE = 0.1  # of the images may be unreadable, and are left out
 _ODD = (ArithmeticError, LookupError, TypeError, ValueError)  # what a file may lead to that no check knows
 _LONGEST_WARMUP = 5  # a fifth of the run: a recipe's warm-up beyond that was meant for more images
 _SHOWN = 16  # images in the picture of a batch
@@ -263,20 +262,22 @@ def check_images(
 ) -> tuple["Dataset", dict[str, Any] | None]:
     """The dataset without the images that cannot be read, and what there is to know of it before it is trained on.
 
-    Of so many that it would take long, or more than `seconds`, there is no report, and none is left out. The process
-    that leads looks at them.
+    Of so many that it would take long, or more than `seconds`, there is no report, and unless `strict` training leaves
+    out those it meets. The process that leads looks at them.
     """
     from vitrail.data.dataset import less
     from vitrail.train import distributed
 
     reports: list[dict[str, Any]] = []
 
-    def look() -> list[tuple[str, str]]:
+    def look() -> list[tuple[str, str]] | None:
         report = _examine(dataset, data, seconds)
         reports.extend([] if report is None else [report])
-        return [] if report is None else _check_bad(report["bad"], dataset, data, strict=strict)
+        return None if report is None else _check_bad(report["bad"], dataset, data, strict=strict)
 
     bad = distributed.led(look)
+    if bad is None:
+        return dataclasses.replace(dataset, unchecked=not strict), None
     return less(dataset, set(bad)) if bad else dataset, reports[0] if reports else None
 
 
@@ -303,10 +304,7 @@ def _examine(dataset: "Dataset", data: str, seconds: float) -> dict[str, Any] | 
         try:
             report = check(examine(dataset, progress=in_time))
         except _OutOfTimeError as looked_at:
-            show.note(
-                f"note: there was time to look at {looked_at} before training; the rest is taken as it is:"
-                f" vitrail data check {data}"
-            )
+            show.note(f"note: there was time to look at {looked_at} before training: vitrail data check {data}")
             return None
     if across := report["duplicates"]["across_splits"]:
         show.note(
@@ -318,14 +316,16 @@ def _examine(dataset: "Dataset", data: str, seconds: float) -> dict[str, Any] | 
 
 def _check_bad(bad: Sequence[dict[str, str]], dataset: "Dataset", data: str, *, strict: bool) -> list[tuple[str, str]]:
     """Split and name of the images to leave out; refused where they are many, or with `strict` any."""
+    from vitrail.data.dataset import BAD_SHARE
+
     if not bad:
         return []
     images = sum(len(split) for split in dataset.splits.values())
     first = (
         f"{show.plural(len(bad), 'image')} of {images:,} cannot be read, such as {bad[0]['name']}: {bad[0]['reason']}"
     )
-    if strict or len(bad) > _BAD_SHARE * images:
-        rule = "--strict takes none" if strict else f"more than {_BAD_SHARE:.0%} are too many"
+    if strict or len(bad) > BAD_SHARE * images:
+        rule = "--strict takes none" if strict else f"more than {BAD_SHARE:.0%} are too many"
         raise DataError(
             f"{first}; {rule}. `vitrail data check {data}` names every bad image, and how to leave them out"
         )

@@ -17,6 +17,8 @@ from vitrail.plurals import plural
 
 SPLITS = ("train", "val", "test")
 UNLABELLED = -1
+BAD_SHARE = 0.1
+"""Of the images may be unreadable, and are left out of training."""
 
 
 class Store(Protocol):
@@ -126,6 +128,8 @@ class Dataset:
     """Folders that would be classes and hold no image: they are left out."""
     question: str = ""
     """Why the classes may be none, and what to do about it; asked before anyone learns or measures them."""
+    unchecked: bool = False
+    """Whether nobody has looked for images that cannot be read, so that training is to leave out those it meets."""
 
     @property
     def several(self) -> bool:

@@ -10,7 +10,7 @@ workers, ranks, micro-batches and the step at which a run goes on change no samp
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from vitrail.data.loader_workers import iterate_loader
 from vitrail.data.order import Order
 from vitrail.data.transforms import evaluation_view, normalise
 from vitrail.errors import DataError, UsageError, VitrailError
+from vitrail.remote import RemoteError
 
 Integers = NDArray[np.int64]
 _TRIES = 100
@@ -158,16 +159,18 @@ def masked_batches(
     rank: int = 0,
     world: int = 1,
     workers: int = 0,
+    skip_bad: bool = False,
 ) -> Iterator[Batch]:
     """The same with what is hidden of each image, always the same patches, and with the partner of each batch's last.
 
-    An image's partner is the next of the split, so batches and ranks change nothing.
+    An image's partner is the next of the split, so batches and ranks change nothing. With `skip_bad` the next image
+    that can be read stands for one that cannot.
     """
     first, last = len(split) * rank // world, len(split) * (rank + 1) // world
     partner = 1 if _takes_patches(masked) else 0
     ends = ((start, min(start + batch, last)) for start in range(first, last, batch))
     line = ([index % len(split) for index in range(start, end + partner)] for start, end in ends)
-    return _loaded(partial(_masked_batch, split, preprocess, masked, patches), line, workers)
+    return _loaded(partial(_masked_batch, split, preprocess, masked, patches, skip_bad), line, workers)
 
 
 def _takes_patches(masked: Masked | None) -> bool:
@@ -196,12 +199,21 @@ def prepared(batch: Batch, training: Training, plan: Plan, step: int) -> tuple[T
 
 
 def resident(
-    split: Split, *, channels: int, classes: int, device: torch.device | str, workers: int = 0
+    split: Split, *, channels: int, classes: int, device: torch.device | str, workers: int = 0, skip_bad: bool = False
 ) -> tuple[Tensor, Tensor] | None:
     """All images of a split, uint8 (n, C, H, W), and their targets, on the device; None if that is not for them.
 
-    It is for images that are small, all of one size, and no more than a few gigabytes together.
+    It is for images that are small, all of one size, and no more than a few gigabytes together; with `skip_bad` all
+    must be readable too.
     """
+    with contextlib.suppress(*([DataError] if skip_bad else [])):
+        return _resident(split, channels, classes, device, workers)
+    return None
+
+
+def _resident(
+    split: Split, channels: int, classes: int, device: torch.device | str, workers: int
+) -> tuple[Tensor, Tensor] | None:
     shape = _decoded(split, 0, channels).shape
     if shape[1] * shape[2] > _SMALL or len(split) * shape.numel() > _RESIDENT_BYTES:
         return None
@@ -292,10 +304,14 @@ def _training_batch(training: Training, positions: Integers) -> Batch:
     left_out: list[str] = []
     try:
         pixels = _views(training, positions, rows)
-    except DataError:
-        if not training.skip_bad:
+    except DataError as error:
+        if not training.skip_bad or isinstance(error, RemoteError):  # a store that does not answer is no bad image
             raise
-        rows = np.array([_readable(training, row, left_out) for row in rows.tolist()], dtype=np.int64)
+
+        def look(row: int) -> None:
+            _views(training, np.zeros(1, dtype=np.int64), np.array([row]))
+
+        rows = np.array([_readable(training.split, row, look, left_out) for row in rows.tolist()], dtype=np.int64)
         pixels = _views(training, positions, rows)
     known = training.masked is None
     targets = _targets(training.split, rows, training.classes) if known else _hidden(training, positions)
@@ -308,11 +324,24 @@ def _hidden(training: Training, positions: Integers) -> Tensor:
     return torch.from_numpy(masking.drawn(Draws(training.seed, positions), training.masked, training.patches))
 
 
-def _masked_batch(split: Split, preprocess: Preprocess, masked: Masked, patches: int, indices: Integers) -> Batch:
-    views = torch.stack(_evaluation_views(split, preprocess, indices.tolist()))
+def _masked_batch(
+    split: Split, preprocess: Preprocess, masked: Masked, patches: int, skip_bad: bool, indices: Integers
+) -> Batch:
+    left_out: list[str] = []
+    try:
+        views = torch.stack(_evaluation_views(split, preprocess, indices.tolist()))
+    except DataError as error:
+        if not skip_bad or isinstance(error, RemoteError):
+            raise
+
+        def look(row: int) -> None:
+            _evaluation_views(split, preprocess, [row])
+
+        rows = [_readable(split, row, look, left_out) for row in indices.tolist()]
+        views = torch.stack(_evaluation_views(split, preprocess, rows))
     own = indices[:-1] if _takes_patches(masked) else indices
     hidden = masking.drawn(Draws(masking.EVALUATION_SEED, own), masked, patches)
-    return Batch(views, torch.from_numpy(hidden), torch.from_numpy(own))
+    return Batch(views, torch.from_numpy(hidden), torch.from_numpy(own), tuple(left_out))
 
 
 def _views(training: Training, positions: Integers, rows: Integers) -> Tensor:
@@ -335,14 +364,16 @@ def _evaluation_batch(split: Split, preprocess: Preprocess, classes: int, skip_b
     views: list[Tensor] = []
     try:
         views = _evaluation_views(split, preprocess, indices.tolist())
-    except DataError:
-        if not skip_bad:
+    except DataError as error:
+        if not skip_bad or isinstance(error, RemoteError):
             raise
         kept = []
         for index in indices.tolist():
             try:
                 views += _evaluation_views(split, preprocess, [index])
                 kept.append(index)
+            except RemoteError:
+                raise
             except DataError:
                 left_out.append(split.name(index))
         indices = np.array(kept, dtype=np.int64)
@@ -357,13 +388,14 @@ def _evaluation_views(split: Split, preprocess: Preprocess, indices: list[int]) 
     return [evaluation_view(decode(source, channels, name=split.name(row)), preprocess) for row, source in found]
 
 
-def _readable(training: Training, row: int, left_out: list[str]) -> int:
-    """The row, or the next one that can be read."""
-    split = training.split
+def _readable(split: Split, row: int, look: Callable[[int], None], left_out: list[str]) -> int:
+    """The row, or the next one that can be read, which `look` tries."""
     for attempt in range(_TRIES):
         here = (row + attempt) % len(split)
         try:
-            _views(training, np.zeros(1, dtype=np.int64), np.array([here]))
+            look(here)
+        except RemoteError:
+            raise
         except DataError:
             left_out.append(split.name(here))
         else:

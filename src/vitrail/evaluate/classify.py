@@ -3,7 +3,7 @@
     n images   B images of a batch   L classes
 
 A multi-label prediction is right where it has all labels of the image and no other (exact match); a label is predicted
-where its probability is above one half. Images without a label do not count.
+where its probability is above one half. An image without a label is right where it is given none.
 """
 
 import dataclasses
@@ -156,7 +156,7 @@ def classify(
         total = total + count(logits, targets)
     total = over_ranks(total)
     if not total.images:
-        raise DataError("there is no labelled image to evaluate on")
+        raise DataError("there is no image to evaluate on")
     return total
 
 
@@ -169,7 +169,7 @@ def asked(
     classes: int,
     several: bool = False,
 ) -> Answers:
-    """What a model of so many classes says of each labelled image, on the CPU; no rows where there is none.
+    """What a model of so many classes says of each image, on the CPU; no rows where there is none.
 
     With `several` each class has a probability of its own.
     """
@@ -186,7 +186,7 @@ def asked(
 def total(said: Answers, classes: int) -> Counts:
     """The counts of all that was said, by a model of so many classes."""
     if not len(said.images):
-        raise DataError("there is no labelled image to evaluate on")
+        raise DataError("there is no image to evaluate on")
     confusion = _nothing(classes)
     if len(confusion) and bool((said.labels >= 0).all()):
         pairs = said.labels * classes + said.classes[:, 0]
@@ -199,16 +199,14 @@ def total(said: Answers, classes: int) -> Counts:
 def outputs(
     model: nn.Module, batches: Iterable[Batch], preprocess: Preprocess
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Logits (B, L), float32, and targets of the labelled images, on the model's device; and which images they are."""
+    """Logits (B, L), float32, and targets of the images, on the model's device; and which images they are."""
     device = next(model.parameters()).device
     model.eval()
     for batch in batches:
         targets = batch.targets
-        labelled = targets.sum(dim=1) > 0 if targets.ndim == 2 else targets >= 0
-        if targets.ndim == 1 and not labelled.all():
+        if targets.ndim == 1 and (targets < 0).any():
             raise DataError("accuracy is of images with a label; some of these have none")
-        if not labelled.any():
+        if not len(targets):
             continue
         logits = model(normalise(batch.pixels.to(device, non_blocking=True), preprocess)).float()
-        kept = labelled.to(device)
-        yield logits[kept], targets.to(device)[kept], batch.positions[labelled.to(batch.positions.device)]
+        yield logits, targets.to(device), batch.positions

@@ -102,14 +102,14 @@ def macro_f1(predicted: NDArray[np.bool_], truths: NDArray[np.bool_]) -> float:
     """F1 of each class, averaged over the classes that an image has."""
     images = truths.sum(axis=0)
     shares = 2 * (predicted & truths).sum(axis=0) / np.maximum(1, predicted.sum(axis=0) + images)
-    return float(shares[images > 0].mean())
+    return float(shares[images > 0].mean()) if images.any() else 0.0
 
 
 def mean_average_precision(scores: NDArray[np.float64], truths: NDArray[np.bool_]) -> float:
     """Average precision, averaged over the classes that an image has."""
     there = truths.any(axis=0)
     pairs = zip(scores.T[there], truths.T[there], strict=True)
-    return float(np.mean([average_precision(score, truth) for score, truth in pairs]))
+    return float(np.mean([average_precision(score, truth) for score, truth in pairs])) if there.any() else 0.0
 
 
 def average_precision(scores: NDArray[np.float64], truths: NDArray[np.bool_]) -> float:

@@ -15,10 +15,11 @@ from vitrail.config import Preprocess
 from vitrail.data import loader
 from vitrail.data.dataset import Split
 from vitrail.data.loader import Batch
-from vitrail.errors import UsageError
+from vitrail.errors import DataError, UsageError
 from vitrail.evaluate import classify
 from vitrail.evaluate.classify import Answers, Counts, asked
 from vitrail.evaluate.measure import Seen, relabelled
+from vitrail.plurals import plural
 from vitrail.weights import timm as timm_files
 from vitrail.weights.load import load
 from vitrail.weights.trained import Trained
@@ -96,6 +97,8 @@ class Examined:
     answers: Answers
     images_per_second: float
     """Of reading, preparing and computing, on all ranks."""
+    unreadable: Sequence[int] = ()
+    """The split's images that were left out."""
 
 
 def examined(
@@ -110,21 +113,31 @@ def examined(
     world: int = 1,
     mirrored: bool = False,
     among: Sequence[int] | None = None,
+    skip_bad: bool = False,
     gathered: Callable[[Tensor], Tensor] = lambda rows: rows,
     seen: Callable[[int], None] = lambda _: None,
 ) -> Examined:
     """Ask the subject about every image; `outputs` says which of its outputs each class of the data is.
 
-    `among` are the only outputs it may answer with. Ranks ask about a share each, and `gathered` puts rows together.
+    `among` are the only outputs it may answer with. With `skip_bad` images that cannot be read are left out. Ranks ask
+    about a share each, and `gathered` puts rows together.
     """
     network = Seen(subject.network.to(device), mirrored=mirrored, outputs=among)
     total = subject.outputs if among is None else len(among)
     places = list(outputs) if among is None else [list(among).index(place) for place in outputs]
     batches = loader.evaluation_batches(
-        split, subject.preprocess, batch=batch, classes=len(places), rank=rank, world=world, workers=workers
+        split,
+        subject.preprocess,
+        batch=batch,
+        classes=len(places),
+        rank=rank,
+        world=world,
+        workers=workers,
+        skip_bad=skip_bad,
     )
+    read = torch.zeros(len(split), dtype=torch.bool)
     begun = time.perf_counter()
-    batches = relabelled(_told(batches, seen), places, total)
+    batches = relabelled(_told(batches, seen, read), places, total)
     mine = asked(
         network,
         batches,
@@ -138,12 +151,18 @@ def examined(
         mine = mine._replace(scores=torch.zeros(0, total), truths=torch.zeros(0, total, dtype=torch.bool))
     said = Answers(*(gathered(column) for column in mine if column.shape[1:] != (0,)))
     seconds = time.perf_counter() - begun
-    return Examined(classify.total(said, total), said, len(said.images) / seconds)
+    share = slice(len(split) * rank // world, len(split) * (rank + 1) // world)
+    unreadable = (~gathered(read[share])).nonzero()[:, 0].tolist()
+    if len(unreadable) == len(split):
+        raise DataError(f"none of {plural(len(split), 'image')} can be read, such as {split.name(0)}")
+    return Examined(classify.total(said, total), said, len(said.images) / seconds, unreadable)
 
 
-def _told(batches: Iterable[Batch], seen: Callable[[int], None]) -> Iterator[Batch]:
+def _told(batches: Iterable[Batch], seen: Callable[[int], None], read: Tensor) -> Iterator[Batch]:
+    """The batches; `seen` is told how many images there were, and `read` is marked with which."""
     images = 0
     for batch in batches:
         yield batch
+        read[batch.positions] = True
         images += len(batch.positions)
         seen(images)

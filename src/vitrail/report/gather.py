@@ -383,7 +383,8 @@ def _baselines(
         commonest = images.most_common(1)[0][0] if learned is None else learned
         where = "here" if learned is None else "in training"
         what = "set of labels" if several else "class"
-        yield Baseline(f"always “{commonest}”: no {what} is commoner {where}", images[commonest])
+        always = f"“{commonest}”" if commonest else "no label"
+        yield Baseline(f"always {always}: no {what} is commoner {where}", images[commonest])
     told = {event["name"]: event["right"] for event in events if event["event"] == "baseline"}
     yield from (Baseline(name, right) for name, right in told.items())
 

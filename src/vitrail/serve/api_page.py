@@ -43,6 +43,11 @@ what is refused is refused with <code>{{"error": "one sentence"}}</code>. The sa
 """
 
 
+def _render_text(text: str) -> str:
+    """A sentence, with what stands between backticks as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
+
+
 def _anchor(path: str) -> str:
     return path.strip("/").replace("/", "-")
 
@@ -60,7 +65,7 @@ def _render_route(schema: Schema, path: str, method: str, about: Schema) -> str:
     problems = f"<details><summary>What may be refused</summary><table><tbody>{statuses}</tbody></table></details>"
     return f"""<section id="{_anchor(path)}">
 <h2><span class="method">{method.upper()}</span> {escape(path)}</h2>
-<p>{escape(about.get("description", ""))}</p>
+<p>{_render_text(about.get("description", ""))}</p>
 {options}
 <pre><code>{escape(_example(path, method, about))}</code></pre>
 {_render_answer(schema, about)}
@@ -104,7 +109,7 @@ def _render_answer(schema: Schema, about: Schema) -> str:
     outline = re.sub(
         r'\[\s+("[^\[\]{}]*?")\s+\]', lambda found: f"[{' '.join(found[1].split())}]", outline
     )  # in a line
-    notes = "".join(f"<p>{escape(text)}</p>" for text in _descriptions(schema, kind))
+    notes = "".join(f"<p>{_render_text(text)}</p>" for text in _descriptions(schema, kind))
     return f"{notes}<pre><code>{escape(outline)}</code></pre>"
 
 

@@ -7,7 +7,7 @@ import platform
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ import torch
 
 from vitrail import files
 from vitrail.data import loader
+from vitrail.data.dataset import BAD_SHARE
 from vitrail.data.digest import DataDigest
 from vitrail.data.loader import Batch
+from vitrail.errors import DataError
 from vitrail.evaluate import probe
 from vitrail.evaluate.classify import Counts, classify
 from vitrail.model.build import Model
 from vitrail.model.masked import MaskedViT, encoder
+from vitrail.plurals import plural
 from vitrail.train import distributed, sharding
 from vitrail.train import state as states
 from vitrail.train.deadline import Deadline, PlannedSteps
@@ -35,6 +38,8 @@ from vitrail.weights.load import save
 from vitrail.weights.trained import Origin, Trained
 
 _EVALUATION_BATCH = 256
+UNREADABLE = "unreadable.txt"
+"""The images that a run met and left out, one a line."""
 _KEPT_VIEWS = 2**30  # bytes of evaluation images that are kept from one evaluation to the next
 
 
@@ -108,6 +113,8 @@ class Keeper:
     saved: float = dataclasses.field(default_factory=time.monotonic)
     """When the last checkpoint was taken."""
     views: list[Batch] = dataclasses.field(default_factory=list)
+    unreadable: dict[str, None] = dataclasses.field(default_factory=dict)
+    """Images that could not be read and were left out, in the order in which they were met."""
 
     def stepped(self, moment: Moment) -> None:
         """Take note of a step; evaluate where an epoch that is due ends, or the run; save where it is time."""
@@ -155,9 +162,37 @@ class Keeper:
         if self.planned.total(step) != before:
             self.book.event("plan", step=step, steps=self.planned.total(step), elapsed=deadline.elapsed)
 
+    def recall_unreadable(self) -> None:
+        """Read the images that were left out before an interruption."""
+        path = self.folder / UNREADABLE
+        self.unreadable = dict.fromkeys(path.read_text("utf-8").splitlines() if path.is_file() else ())
+
+    def list_unreadable(self, batches: Iterator[Batch]) -> Generator[Batch, None, None]:
+        """The batches; images left out of them are listed in the folder, and refused where they are many."""
+        with contextlib.closing(batches) if isinstance(batches, Generator) else contextlib.nullcontext():
+            for batch in batches:
+                if batch.left_out:
+                    self._leave_out(batch.left_out)
+                yield batch
+
+    def _leave_out(self, names: Iterable[str]) -> None:
+        lines = (repr(name)[1:-1] if "\n" in name else name for name in names)
+        found = [line for line in dict.fromkeys(lines) if line not in self.unreadable]
+        self.unreadable |= dict.fromkeys(found)
+        if found and self.folder.is_dir():  # on another machine than that of the process that leads it need not be
+            with (self.folder / UNREADABLE).open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.writelines(f"{line}\n" for line in found)
+        images = sum(len(split) for split in self.task.dataset.splits.values())
+        if len(self.unreadable) > BAD_SHARE * images:
+            first = next(iter(self.unreadable))
+            raise DataError(
+                f"{plural(len(self.unreadable), 'image')} of {images:,} cannot be read, such as {first}: more than"
+                f" {BAD_SHARE:.0%} are too many"
+            )
+
     def heeding(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches of what is measured after the last step, until a signal asks for an end."""
-        for batch in batches:
+        for batch in self.list_unreadable(batches):
             if self.asked.signal is not None:
                 raise StoppedError(
                     f"{self.asked.signal.name}: stopped after the last step, the state is saved; the same command with"
@@ -283,7 +318,7 @@ class Keeper:
         size = self.task.preprocess.size
         total = len(self.task.dataset.splits["val"]) * len(self.task.preprocess.mean) * size[0] * size[1]
         views = []
-        for batch in evaluation_batches(self.task, "val", self.task.group):
+        for batch in self.list_unreadable(evaluation_batches(self.task, "val", self.task.group)):
             if total <= _KEPT_VIEWS:
                 views.append(batch._replace(pixels=batch.pixels.to(self.task.device)))
             yield batch
@@ -344,7 +379,7 @@ def in_step(model: Learner, batches: Iterator[Batch], task: Task) -> Iterator[Ba
     Each pass of a model that is sharded needs all ranks, and their shares of the images may differ.
     """
     for batch in batches:
-        if batch.targets.ndim == 1 or batch.targets.any():  # without a label it is not computed
+        if len(batch.targets):  # of nothing, nothing is computed
             distributed.agreed(1, task.device)
             yield batch
     pixels = torch.zeros(1, len(task.preprocess.mean), *task.preprocess.size, device=task.device)
@@ -365,6 +400,7 @@ def evaluation_batches(task: Task, split: str, group: Group = ALONE) -> Iterator
             rank=group.rank,
             world=group.world,
             workers=task.workers,
+            skip_bad=task.dataset.unchecked,
         )
     return loader.evaluation_batches(
         task.dataset.splits[split],
@@ -374,4 +410,5 @@ def evaluation_batches(task: Task, split: str, group: Group = ALONE) -> Iterator
         rank=group.rank,
         world=group.world,
         workers=task.workers,
+        skip_bad=task.dataset.unchecked,
     )

@@ -37,7 +37,14 @@ def fit_head(task: Task, images: int | None = None, *, progress: Progress = sile
         split = Split(split.store, np.asarray(split.rows)[np.sort(some)])
     model = start.model.to(task.device)
     batches = evaluation_batches(
-        split, task.preprocess, batch=_BATCH, classes=classes, rank=group.rank, world=group.world, workers=task.workers
+        split,
+        task.preprocess,
+        batch=_BATCH,
+        classes=classes,
+        rank=group.rank,
+        world=group.world,
+        workers=task.workers,
+        skip_bad=task.dataset.unchecked,
     )
     values = features.extract(
         model,
@@ -48,7 +55,10 @@ def fit_head(task: Task, images: int | None = None, *, progress: Progress = sile
         progress=progress,
     )
     model.cpu()
-    head = solve_head(Features(values, features.labels(split)), classes)
+    learned = Features(values, features.labels(split))
+    if task.dataset.unchecked:  # the rows of images that cannot be read have nothing in them
+        learned = learned.some(values.any(dim=1).nonzero()[:, 0])
+    head = solve_head(learned, classes)
     fitted = probe.with_head(start, head, task.dataset.classes, 1.0, "")
     return dataclasses.replace(task, start=dataclasses.replace(fitted, origin=start.origin))
 

@@ -34,7 +34,7 @@ from vitrail.train import distributed, loop, signals
 from vitrail.train import state as states
 from vitrail.train.deadline import PRECISION, PRECISION_SHARE, Deadline, PlannedSteps
 from vitrail.train.distributed import Group
-from vitrail.train.keeper import Evaluated, Keeper, evaluation_batches, machine
+from vitrail.train.keeper import UNREADABLE, Evaluated, Keeper, evaluation_batches, machine
 from vitrail.train.log import Book, Logger
 from vitrail.train.loop import Moment
 from vitrail.train.signals import StoppedError
@@ -133,6 +133,7 @@ def run(
         exchange = distributed.exchange() if task.sharded else states.alone
         writer = stack.enter_context(contextlib.closing(states.Writer(folder / "checkpoints", exchange, written=saved)))
         keeper = Keeper(task, folder, book, state, after_step, after_epoch, writer, save_every, data)
+        keeper.recall_unreadable()
         keeper.planned, keeper.deadline = PlannedSteps(task.plan.steps, list(task.decisions)), deadline
         if snapshot is not None:
             keeper.resume(snapshot)
@@ -142,7 +143,7 @@ def run(
             with signals.requests() as keeper.asked:
                 decided = [steps for _, steps in keeper.planned.decisions]
                 plan = task.plan_up_to(max([0 if deadline is None else deadline.most_steps, *decided]))
-                with contextlib.closing(feed(task, state.step, plan)) as steps:
+                with contextlib.closing(keeper.list_unreadable(feed(task, state.step, plan))) as steps:
                     if deadline is not None:
                         deadline.begin_step()
                     loop.run(
@@ -160,6 +161,11 @@ def run(
                 results: list[Result | Pretrained] = []
                 finished = _finished if task.recipe.masked is None else _pretrained
                 distributed.led(lambda: results.append(finished(keeper)))
+                if unreadable := list(keeper.unreadable):
+                    tell(
+                        f"warning: {plural(len(unreadable), 'image')} cannot be read, such as {unreadable[0]}; left out"
+                        f" as the run went, and listed in {UNREADABLE}"
+                    )
         except BaseException as error:
             if leads:
                 with contextlib.suppress(OSError):  # a full disk has no room for words, and its own error is to be seen
@@ -375,6 +381,7 @@ def feed(task: Task, start: int = 0, plan: Plan | None = None) -> Generator[Batc
             classes=training.classes,
             device=task.device,
             workers=task.workers,
+            skip_bad=training.skip_bad,
         )
         if found is not None:
             return loader.resident_batches(training, plan, *found, start=start)

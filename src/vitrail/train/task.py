@@ -177,6 +177,7 @@ class Task:
             classes=len(self.dataset.classes),
             masked=self.recipe.masked,
             patches=self.patches,
+            skip_bad=self.dataset.unchecked,
         )
 
     @property
