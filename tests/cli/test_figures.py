@@ -309,7 +309,7 @@ def test_images_are_named_in_every_way(
     found: dict[str, Any] = json.loads(text)
     assert found["numbers"]["attention"]["m"]["images"] == 1
     assert sum(name.startswith("rollout/") for name in found["files"]) == 1
-    assert (f"1 of {number} images are drawn; --pictures {number} draws all" in error) == (number > 1)
+    assert (f"1 of {number} images is drawn; --pictures {number} draws all" in error) == (number > 1)
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -3,10 +3,13 @@
 import csv
 import dataclasses
 import json
+import os
 import re
 import shlex
 import shutil
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +144,32 @@ def test_a_limit_that_is_too_short_for_what_follows_training_is_warned_of(capsys
 def events(run: str, kind: str) -> list[dict[str, Any]]:
     lines = map(json.loads, (Path(run) / "events.jsonl").read_text().splitlines())
     return [line for line in lines if line["event"] == kind]
+
+
+@pytest.mark.parametrize(
+    ("options", "own", "policy"),
+    [(["--minutes", "1"], None, "PASSIVE"), (["--minutes", "1"], "ACTIVE", "ACTIVE"), ([], None, None)],
+)
+def test_threads_of_a_timed_run_do_not_spin_while_they_wait(
+    options: list[str], own: str | None, policy: str | None
+) -> None:
+    """What counts is the environment when torch is loaded; what the user set stays."""
+    code = """
+import os, sys
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("OMP_WAIT_POLICY"))
+            raise SystemExit
+sys.meta_path.insert(0, Watch())
+from vitrail.cli import main
+main(["finetune", "nowhere", "--model", "model.safetensors", *sys.argv[1:]])
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {} if own is None else {"OMP_WAIT_POLICY": own}
+    command = [sys.executable, "-c", code, *options]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert found.stdout == f"{policy}\n", found.stderr
 
 
 def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: Capture) -> None:
@@ -442,9 +471,10 @@ def test_without_a_model_it_says_what_there_is(
     code, _, err = vitrail("finetune", "./set", capsys=capsys)
     assert code == 2
     assert "say which trained model to start from: --model timm:vit_small_patch16_224.augreg_in21k or hf:google/" in err
-    assert "On this machine: hf:google/vit-base, timm:vit_tiny (the Hub's cache)\n" in err
+    assert "On this machine, without the network: hf:google/vit-base, timm:vit_tiny (the Hub's cache)\n" in err
     assert finetune(*SHORT, capsys=capsys)[0] == 0
-    assert "On this machine: runs/finetune (runs); hf:google" in vitrail("finetune", "./set", capsys=capsys)[2]
+    here = "On this machine, without the network: runs/finetune (runs); hf:google"
+    assert here in vitrail("finetune", "./set", capsys=capsys)[2]
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,8 @@ def main(
     shown = list({image.name: image for image in _images(given)}.values())
     drawn = _spread(shown, pictures)
     if len(drawn) < len(shown):
-        show.note(f"{len(drawn):,} of {plural(len(shown), 'image')} are drawn; --pictures {len(shown)} draws all")
+        are = "is" if len(drawn) == 1 else "are"
+        show.note(f"{len(drawn):,} of {plural(len(shown), 'image')} {are} drawn; --pictures {len(shown)} draws all")
     names = {image.name for image in drawn}
     read = [*drawn, *(image for image in shown if objects and image.name not in names)]
     subjects = _subjects(models, image_size, device)

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json as json_module
 import math
+import os
 import re
 import statistics
 import time
@@ -106,6 +107,8 @@ def main(
         json: Print the result as JSON.
     """
     began = time.monotonic()
+    if minutes is not None:  # torch's threads wait for each other asleep: spinning, they waste a busy machine's time
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch is loaded
     from vitrail.data.sources import open_data
     from vitrail.data.workers import available
     from vitrail.model.count import training_flops
@@ -226,7 +229,8 @@ def _check_start(model: str | None, *, from_scratch: bool, resume: bool) -> str:
         known = [f"{', '.join(names[:5])} ({place})" for place, names in places.items() if names]
         raise UsageError(
             f"say which trained model to start from: --model {_USUAL[0]} or {_USUAL[1]} (fetched from the Hub; extra"
-            f" `hub`), a file, or a run's folder. On this machine: {'; '.join(known) or 'none yet'}"
+            f" `hub`), a file, or a run's folder. On this machine, without the network:"
+            f" {'; '.join(known) or 'none yet'}"
         )
     if is_preset(model) and not (from_scratch or resume):
         raise UsageError(
