@@ -10,17 +10,17 @@ import time
 import numpy as np
 import torch
 
-from vitrail.config import Augment, Preprocess
-from vitrail.data import batched
-from vitrail.data.draws import Draws
+from vitrail.config import AugmentConfig, PreprocessConfig
+from vitrail.data import gpu_augment
+from vitrail.data.counter_rng import CounterRNG
 
 BATCH = 1024
 WAYS = {
-    "pad, flip": Augment(crop="pad"),
-    "inception crop, flip": Augment(),
-    "pad, flip, RandAugment(2, 15)": Augment(crop="pad", randaugment=(2, 15)),
-    "pad, flip, jitter 0.4": Augment(crop="pad", jitter=0.4),
-    "pad, flip, erase 0.25": Augment(crop="pad", erase=0.25),
+    "pad, flip": AugmentConfig(crop="pad"),
+    "inception crop, flip": AugmentConfig(),
+    "pad, flip, RandAugment(2, 15)": AugmentConfig(crop="pad", randaugment=(2, 15)),
+    "pad, flip, jitter 0.4": AugmentConfig(crop="pad", jitter=0.4),
+    "pad, flip, erase 0.25": AugmentConfig(crop="pad", erase=0.25),
 }
 
 
@@ -33,14 +33,16 @@ def main() -> None:
     device = torch.device(options.device)
     pixels = torch.randint(0, 256, (BATCH, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     pixels = pixels.to(device)
-    view = Preprocess(size=(32, 32), resize=(32, 32))
+    view = PreprocessConfig(size=(32, 32), resize=(32, 32))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}, median of {options.rounds}")
     for name, augment in WAYS.items():
         seconds = []
         for turn in range(options.rounds + 3):
             start = time.perf_counter()
-            batched.training_views(pixels, Draws(0, np.arange(turn * BATCH, (turn + 1) * BATCH)), augment, view)
+            gpu_augment.make_train_inputs(
+                pixels, CounterRNG(0, np.arange(turn * BATCH, (turn + 1) * BATCH)), augment, view
+            )
             if device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.data.dataset import Dataset, Split
-from vitrail.data.loader import evaluation_batches
-from vitrail.data.sources import open_data
-from vitrail.data.transforms import normalise
-from vitrail.evaluate import match
-from vitrail.evaluate.calibrate import expected_calibration_error, temperature
+from vitrail.data.loader import iter_eval_batches
+from vitrail.data.sources import open_dataset
+from vitrail.data.transforms import normalize
+from vitrail.evaluate import label_matching
+from vitrail.evaluate.calibration import expected_calibration_error, fit_temperature
 from vitrail.weights.load import load
 from vitrail.weights.trained import Trained
 
@@ -32,7 +32,7 @@ def extract(model: str, tiny: str, flowers: str) -> dict[str, tuple[Tensor, Tens
     """Logits and targets, by what they are of."""
     trained = load(model)
     dataset, rows, labels = compute(trained, tiny, every=2, head=True)
-    places = match.outputs_of(dataset.classes, trained.labels, trained.model.config.classes)
+    places = label_matching.match_outputs(dataset.classes, trained.labels, trained.model.config.classes)
     own = rows[:, places], labels
     dataset, rows, labels = compute(trained, flowers, every=1, head=False)
     return {"tiny-imagenet": own, "flowers102": learn(rows, labels, len(dataset.classes))}
@@ -41,13 +41,13 @@ def extract(model: str, tiny: str, flowers: str) -> dict[str, tuple[Tensor, Tens
 @torch.no_grad()
 def compute(trained: Trained, data: str, *, every: int, head: bool) -> tuple[Dataset, Tensor, Tensor]:
     """Logits or features, and targets, of one image in so many."""
-    dataset, values, targets = open_data(data), [], []
+    dataset, values, targets = open_dataset(data), [], []
     assert trained.preprocess is not None
     for split in dataset.splits.values():
         some = Split(split.store, split.rows[::every])
-        for batch in evaluation_batches(some, trained.preprocess, batch=64, classes=len(dataset.classes)):
-            images = normalise(batch.pixels, trained.preprocess)
-            values.append(trained.model(images) if head else trained.model.features(images))
+        for batch in iter_eval_batches(some, trained.preprocess, batch_size=64, num_classes=len(dataset.classes)):
+            images = normalize(batch.pixels, trained.preprocess)
+            values.append(trained.model(images) if head else trained.model.compute_features(images))
             targets.append(batch.targets)
     return dataset, torch.cat(values).float(), torch.cat(targets)
 
@@ -100,7 +100,7 @@ def split_classes(logits: Tensor, targets: Tensor, size: int) -> list[tuple[Tens
 def compare(name: str, parts: list[tuple[Tensor, Tensor]], options: argparse.Namespace) -> None:
     """Print what temperatures of n images are worth on all others, over parts and draws."""
     images = sum(len(targets) for _, targets in parts)
-    whole = [(temperature(*part, deviation=float("inf")), *part) for part in parts]
+    whole = [(fit_temperature(*part, prior_std=float("inf")), *part) for part in parts]
     right = statistics.mean(float((logits.argmax(dim=1) == targets).double().mean()) for _, logits, targets in whole)
     told = statistics.mean(information(logits, best) for best, logits, _ in whole)
     print(f"{name}: {images} images in {len(parts)} parts, {right:.1%} right, information {told:.2f} an image;")
@@ -117,7 +117,7 @@ def compare(name: str, parts: list[tuple[Tensor, Tensor]], options: argparse.Nam
                 logits, targets = parts[number % len(parts)]
                 order = torch.randperm(len(targets), generator=draws)
                 fit, rest = order[:count], order[count:]
-                value = temperature(logits[fit], targets[fit], deviation=deviation)
+                value = fit_temperature(logits[fit], targets[fit], prior_std=deviation)
                 rows.append((value, *measure(logits[rest], targets[rest], value)))
             values, errors, losses = zip(*rows, strict=True)
             print(

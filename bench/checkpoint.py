@@ -23,15 +23,14 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vitrail.config import Augment, Optimiser, Recipe, Schedule
-from vitrail.data.sources import open_data
-from vitrail.train import loop, run
-from vitrail.train import state as states
-from vitrail.train.keeper import Keeper
-from vitrail.train.log import Book
-from vitrail.train.loop import Moment
-from vitrail.train.step import begin
-from vitrail.train.task import Task
+from vitrail.config import AugmentConfig, OptimizerConfig, Recipe, ScheduleConfig
+from vitrail.data.sources import open_dataset
+from vitrail.train import checkpoint, loop, run
+from vitrail.train.loop import StepEnd
+from vitrail.train.run_log import RunLog
+from vitrail.train.step import build_train_state
+from vitrail.train.trainer import Trainer
+from vitrail.train.training_run import TrainingRun
 
 IMAGES, CLASSES = 200, 10
 
@@ -57,7 +56,7 @@ class Period:
 class Periods:
     """What is called after each step: it begins a period where the one before has lasted long enough."""
 
-    def __init__(self, keeper: Keeper, options: argparse.Namespace) -> None:
+    def __init__(self, keeper: Trainer, options: argparse.Namespace) -> None:
         self.keeper, self.length = keeper, options.save_every
         self.count = 2 * max(1, round(options.seconds / options.save_every / 2))
         self.done: list[Period] = []
@@ -65,7 +64,7 @@ class Periods:
         self.warm = 5
         """Steps that are not measured: memory is allocated, kernels are chosen."""
 
-    def stepped(self, moment: Moment) -> None:
+    def stepped(self, moment: StepEnd) -> None:
         """Count a step."""
         if self.warm:
             self.warm -= 1
@@ -75,7 +74,7 @@ class Periods:
             self.now.steps += 1
             if now - self.now.begun < self.length:
                 return
-            self.keeper.writer.wait()  # a save that takes longer than a period costs what it takes
+            self.keeper.checkpoint_writer.wait()  # a save that takes longer than a period costs what it takes
             self.now.seconds = time.perf_counter() - self.now.begun
             self.now.cpu_seconds = time.process_time() - self.now.cpu
             self.done.append(self.now)
@@ -84,7 +83,7 @@ class Periods:
         pair, second = divmod(len(self.done), 2)
         self.now = Period((pair + second) % 2 == 0, time.perf_counter(), time.process_time())  # yes no, no yes, yes no
         if self.now.saves:
-            self.keeper.checkpoint(moment)
+            self.keeper.save_checkpoint(moment)
             self.now.blocked = time.perf_counter() - self.now.begun
 
 
@@ -98,7 +97,7 @@ def written(folder: Path, side: int) -> Path:
     return folder
 
 
-def task(options: argparse.Namespace, folder: Path) -> Task:
+def task(options: argparse.Namespace, folder: Path) -> TrainingRun:
     """A run that would never end."""
     device = torch.device(options.device)
     side, batch = (224, 64) if device.type == "cuda" else (32, 16)
@@ -107,23 +106,23 @@ def task(options: argparse.Namespace, folder: Path) -> Task:
         image_size=side,
         batch=batch,
         epochs=10**6,
-        optimiser=Optimiser(lr=1e-4, weight_decay=0.1, clip=1.0),
-        schedule=Schedule(decay="linear"),
-        augment=Augment(crop="squash", flip=False),
+        optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.1, clip=1.0),
+        schedule=ScheduleConfig(decay="linear"),
+        augment=AugmentConfig(crop="squash", flip=False),
         source="bench/checkpoint.py",
     )
-    return Task(recipe=recipe, dataset=open_data(str(written(folder, side))), device=device, workers=0)
+    return TrainingRun(recipe=recipe, dataset=open_dataset(str(written(folder, side))), device=device, workers=0)
 
 
-def kept(folder: Path, task: Task) -> Keeper:
+def kept(folder: Path, task: TrainingRun) -> Trainer:
     """The course of the run, which saves when it is told to."""
     (folder / "weights").mkdir(parents=True)
-    state = begin(task.model(), task.recipe, task.counts, recorded=task.recorded)
-    writer = states.Writer(folder / "checkpoints")
-    return Keeper(task, folder, Book(folder), state, lambda _: None, lambda _: None, writer, math.inf)
+    state = build_train_state(task.build_model(), task.recipe, task.class_counts, cuda_graph=task.can_use_cuda_graph)
+    writer = checkpoint.CheckpointWriter(folder / "checkpoints")
+    return Trainer(task, folder, RunLog(folder), state, lambda _: None, lambda _: None, writer, math.inf)
 
 
-def parts(keeper: Keeper, folder: Path) -> dict[str, float]:
+def parts(keeper: Trainer, folder: Path) -> dict[str, float]:
     """Seconds of each part of a save by itself, the median of three."""
     state = keeper.state
 
@@ -135,21 +134,21 @@ def parts(keeper: Keeper, folder: Path) -> dict[str, float]:
             found.append(time.perf_counter() - begun)
         return statistics.median(found)
 
-    snapshot, steps = states.taken(state, {}), itertools.count(10**7)
+    snapshot, steps = checkpoint.copy_state(state, {}), itertools.count(10**7)
     return {
-        "stops the steps: digest of the weights": timed(lambda: states.digest(snapshot.tensors["model"])),
-        "stops the steps: copy of the state": timed(lambda: keeper.writer.take(state)),
+        "stops the steps: digest of the weights": timed(lambda: checkpoint.digest_tensors(snapshot.tensors["model"])),
+        "stops the steps: copy of the state": timed(lambda: keeper.checkpoint_writer.capture(state)),
         "beside the steps: write, hash, sync": timed(
-            lambda: states.write(folder, dataclasses.replace(snapshot, step=next(steps)))
+            lambda: checkpoint.write_checkpoint(folder, dataclasses.replace(snapshot, step=next(steps)))
         ),
     }
 
 
-def show(task: Task, keeper: Keeper, periods: list[Period], split: dict[str, float], length: float) -> None:
+def show(task: TrainingRun, keeper: Trainer, periods: list[Period], split: dict[str, float], length: float) -> None:
     """Print the table."""
     name = torch.cuda.get_device_name(task.device) if task.device.type == "cuda" else "CPU"
     million = sum(parameter.numel() for parameter in keeper.state.model.parameters()) / 1e6
-    size = states.taken(keeper.state, {}).bytes
+    size = checkpoint.copy_state(keeper.state, {}).num_bytes
     print(
         f"{task.recipe.model}, {million:.0f} M parameters, batch {task.recipe.batch}, {name},"
         f" {torch.get_num_threads()} threads, torch {torch.__version__}; a checkpoint of {size / 1e6:,.0f} MB every"
@@ -186,9 +185,11 @@ def main() -> None:
         made = task(options, Path(folder) / "images")
         keeper = kept(Path(folder) / "run", made)
         periods = Periods(keeper, options)
-        with contextlib.closing(keeper.writer), contextlib.suppress(Enough):
-            batches = run.feed(made)
-            loop.run(keeper.state, batches, made.training, made.plan, made.recipe, after_step=periods.stepped)
+        with contextlib.closing(keeper.checkpoint_writer), contextlib.suppress(Enough):
+            batches = run.iterate_train_batches(made)
+            loop.train_steps(
+                keeper.state, batches, made.training_data, made.plan, made.recipe, after_step=periods.stepped
+            )
         show(made, keeper, periods.done, parts(keeper, Path(folder) / "parts"), options.save_every)
 
 

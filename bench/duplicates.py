@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageOps
 
 from vitrail.data.decode import FORMATS, decode
-from vitrail.data.duplicates import fingerprint, pairs
+from vitrail.data.duplicates import compute_fingerprint, find_duplicate_pairs
 
 COPIES, AMONG, TEXTURES = 500, 10_000, 300
 Change = Callable[[Image.Image, np.random.Generator], Image.Image]
@@ -106,14 +106,14 @@ def opened(source: Path | int) -> Image.Image:
 
 
 def original(source: Path | int) -> NDArray[np.uint8]:
-    return fingerprint(decode(opened(source)))
+    return compute_fingerprint(decode(opened(source)))
 
 
 def planted(source: tuple[int, Path | int]) -> list[NDArray[np.uint8]]:
     """The fingerprints of one image's copies, kind after kind."""
     random = np.random.default_rng(source[0])
     image = opened(source[1])
-    return [fingerprint(decode(change(image, random))) for change in KINDS.values()]
+    return [compute_fingerprint(decode(change(image, random))) for change in KINDS.values()]
 
 
 def images(folder: str | None) -> Iterator[Path | int]:
@@ -135,10 +135,10 @@ def main() -> None:
         copies = np.stack(pool.map(planted, [(int(i), sources[i]) for i in chosen], chunksize=16))  # (n, kinds, 1032)
     print(f"\nrecall of n = {len(chosen)} copies of each kind among {len(picked):,} images")
     for kind, name in enumerate(KINDS):
-        found = {tuple(pair) for pair in pairs(prints[picked], copies[:, kind]).indices.tolist()}
+        found = {tuple(pair) for pair in find_duplicate_pairs(prints[picked], copies[:, kind]).indices.tolist()}
         print(f"{name:34} {sum((i, i) in found for i in range(len(chosen))) / len(chosen):7.1%}")
     start = time.perf_counter()
-    found = pairs(prints)
+    found = find_duplicate_pairs(prints)
     million = len(sources) * (len(sources) - 1) / 2e6
     print(
         f"\n{len(found.indices)} pairs inside the folder, {len(found.indices) / million:.2g} a million pairs, ", end=""

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vitrail.data.loader import Batch, evaluation_batches
-from vitrail.data.sources import open_data
-from vitrail.data.transforms import normalise
-from vitrail.evaluate.features import extract
-from vitrail.model.device import named
+from vitrail.data.loader import Batch, iter_eval_batches
+from vitrail.data.sources import open_dataset
+from vitrail.data.transforms import normalize
+from vitrail.evaluate.features import extract_features
+from vitrail.runtime.devices import resolve_device
 from vitrail.weights.load import load
 
 SIZE = (500, 375)
@@ -53,7 +53,7 @@ def main() -> None:
     for name, default in (("images", 256), ("batch", 64), ("workers", 0), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    device = named(options.device)
+    device = resolve_device(options.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
     trained = load(options.model)
@@ -62,24 +62,26 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         write_photos(Path(folder), options.images)
-        split = open_data(folder).splits["train"]
+        split = open_dataset(folder).splits["train"]
 
         def loaded() -> list[Batch]:
-            return list(evaluation_batches(split, view, batch=options.batch, classes=1, workers=options.workers))
+            return list(
+                iter_eval_batches(split, view, batch_size=options.batch, num_classes=1, workers=options.workers)
+            )
 
         ready = loaded()
 
         @torch.inference_mode()
         def bare() -> None:
             for batch in ready:
-                model.features(normalise(batch.pixels.to(device, non_blocking=True), view))
+                model.compute_features(normalize(batch.pixels.to(device, non_blocking=True), view))
 
         def from_batches() -> None:
-            extract(model, ready, view, images=len(split))
+            extract_features(model, ready, view, num_images=len(split))
 
         def from_files() -> None:
-            batches = evaluation_batches(split, view, batch=options.batch, classes=1, workers=options.workers)
-            extract(model, batches, view, images=len(split))
+            batches = iter_eval_batches(split, view, batch_size=options.batch, num_classes=1, workers=options.workers)
+            extract_features(model, batches, view, num_images=len(split))
 
         measure({"bare forward": bare, "extractor": from_batches, "extractor, from files": from_files}, options, device)
 

@@ -48,7 +48,7 @@ from PIL import Image
 
 from vitrail.data.dataset import Dataset
 from vitrail.data.decode import decode
-from vitrail.data.sources import open_data
+from vitrail.data.sources import open_dataset
 
 FITTED, PUBLISHED = "as many epochs as fit", "published epochs"
 CONTENDERS = ("vitrail", *TRANSFORMERS, *TIMM)
@@ -67,9 +67,9 @@ def prepared(name: str, options: argparse.Namespace) -> Path:
     limit = options.test_limit
     folder = Path(options.work) / (name if limit is None else f"{name}-test{limit}")
     if not folder.exists():
-        dataset = open_data(str(source))
+        dataset = open_dataset(str(source))
         write(dataset, "train", folder, int(each) if each else None)
-        if "val" in dataset.made_up and not each:  # it is vitrail's alone, which holds it out of train again
+        if "val" in dataset.generated_splits and not each:  # it is vitrail's alone, which holds it out of train again
             write(dataset, "val", folder, None)
         write(dataset, "test", folder, None if limit is None else limit // len(dataset.classes))
     return folder
@@ -78,7 +78,7 @@ def prepared(name: str, options: argparse.Namespace) -> Path:
 def write(dataset: Dataset, name: str, folder: Path, per_class: int | None) -> None:
     """The images of a split in class folders, all of them or so many a class, drawn by a fixed seed."""
     split = dataset.splits[name]
-    labels = np.array([split.labels(index)[0] for index in range(len(split))])
+    labels = np.array([split.get_labels(index)[0] for index in range(len(split))])
     for number, label in enumerate(dataset.classes):
         indices = np.flatnonzero(labels == number)
         if per_class is not None:
@@ -86,11 +86,11 @@ def write(dataset: Dataset, name: str, folder: Path, per_class: int | None) -> N
         to = folder / ("test" if name == "test" else "train") / label
         to.mkdir(parents=True, exist_ok=True)
         for index in indices.tolist():
-            source, target = split.read(index), to / Path(split.name(index)).name
+            source, target = split.read_image(index), to / Path(split.get_image_name(index)).name
             if isinstance(source, Path):
                 shutil.copyfile(source, target)
             else:
-                pixels = decode(source, 3, name=split.name(index)).permute(1, 2, 0).numpy()
+                pixels = decode(source, 3, name=split.get_image_name(index)).permute(1, 2, 0).numpy()
                 Image.fromarray(pixels).save(target.with_suffix(".png"))
 
 

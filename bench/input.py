@@ -19,14 +19,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitrail.config import Augment, Preprocess
+from vitrail.config import AugmentConfig, PreprocessConfig
 from vitrail.data import augment as augmenting
 from vitrail.data import decode as decoding
-from vitrail.data.draws import Draws
+from vitrail.data.counter_rng import CounterRNG
 
 COUNT, SIZE, CHUNK = 64, (500, 375), 64
-VIEW = Preprocess(size=(224, 224), resize=(256,), interpolation="bilinear")
-CROP = Augment(area=(0.08, 1.0), flip=False)
+VIEW = PreprocessConfig(size=(224, 224), resize=(256,), interpolation="bilinear")
+CROP = AugmentConfig(area=(0.08, 1.0), flip=False)
 
 
 def photos(folder: Path | None) -> list[bytes]:
@@ -51,36 +51,38 @@ def photos(folder: Path | None) -> list[bytes]:
     return encoded
 
 
-def by_pillow(images: list[bytes], draws: Draws) -> Tensor:
+def by_pillow(images: list[bytes], draws: CounterRNG) -> Tensor:
     """The same crops by Pillow alone: open, resize from the box, to a tensor."""
-    drawn = augmenting.draw(draws, np.full(len(images), SIZE[1]), np.full(len(images), SIZE[0]), CROP, VIEW)
+    drawn = augmenting.draw_augment_params(
+        draws, np.full(len(images), SIZE[1]), np.full(len(images), SIZE[0]), CROP, VIEW
+    )
     out = torch.empty((len(images), 3, 224, 224), dtype=torch.uint8)
     for index, content in enumerate(images):
-        top, left, height, width = (int(value) for value in drawn.views.part[index])
+        top, left, height, width = (int(value) for value in drawn.crops.source_box[index])
         image = Image.open(io.BytesIO(content)).convert("RGB")
         view = image.resize((224, 224), Image.Resampling.BILINEAR, box=(left, top, left + width, top + height))
         out[index] = torch.from_numpy(np.array(view)).permute(2, 0, 1)
     return out
 
 
-def by_vitrail(images: list[bytes], draws: Draws) -> Tensor:
+def by_vitrail(images: list[bytes], draws: CounterRNG) -> Tensor:
     """What a loader's worker does."""
-    encoded = [decoding.opened(content) for content in images]
+    encoded = [decoding.open_image(content) for content in images]
     sizes = np.array([(image.height, image.width) for image in encoded])
 
     def load(index: int, rows: int) -> Tensor:
-        return encoded[index].pixels(3, rows)
+        return encoded[index].decode_pixels(3, rows)
 
-    return augmenting.training_views(load, sizes, draws, CROP, VIEW)
+    return augmenting.make_train_inputs(load, sizes, draws, CROP, VIEW)
 
 
-def without_simplejpeg(images: list[bytes], draws: Draws) -> Tensor:
+def without_simplejpeg(images: list[bytes], draws: CounterRNG) -> Tensor:
     """What it does where the extra is not installed."""
-    found, decoding._simplejpeg = decoding._simplejpeg, lambda: None  # type: ignore[assignment]
+    found, decoding._load_simplejpeg = decoding._load_simplejpeg, lambda: None  # type: ignore[assignment]
     try:
         return by_vitrail(images, draws)
     finally:
-        decoding._simplejpeg = found
+        decoding._load_simplejpeg = found
 
 
 def main() -> None:
@@ -91,11 +93,11 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     images = photos(options.folder)
-    chunks = [(images[at : at + CHUNK], Draws(0, np.arange(at, at + CHUNK))) for at in range(0, COUNT, CHUNK)]
-    ways: dict[str, Callable[[list[bytes], Draws], Tensor]] = {
+    chunks = [(images[at : at + CHUNK], CounterRNG(0, np.arange(at, at + CHUNK))) for at in range(0, COUNT, CHUNK)]
+    ways: dict[str, Callable[[list[bytes], CounterRNG], Tensor]] = {
         "Pillow alone": by_pillow,
         "vitrail, Pillow decodes": without_simplejpeg,
-        f"vitrail, {decoding.decoder()}": by_vitrail,
+        f"vitrail, {decoding.get_jpeg_decoder_name()}": by_vitrail,
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.rounds):

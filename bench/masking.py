@@ -26,21 +26,21 @@ import torch
 from torch import Tensor, nn
 
 from vitrail import presets
-from vitrail.config import Masked, Target, ViTConfig
-from vitrail.data.draws import Draws
-from vitrail.data.masking import drawn
-from vitrail.model.initialise import initialise
-from vitrail.model.masked import MaskedViT, corrupted, initialise_heads, losses, taken
+from vitrail.config import MaskedConfig, MaskedTarget, ViTConfig
+from vitrail.data.counter_rng import CounterRNG
+from vitrail.data.masking import draw_masked_patches
+from vitrail.model.initialize import initialize_weights
+from vitrail.model.masked import MaskedViT, compute_masked_losses, corrupt_patches, gather_rows, initialize_masked_heads
 from vitrail.model.vit import ViT
-from vitrail.train.step import precision
+from vitrail.train.step import make_autocast
 
-TARGETS: tuple[Target, ...] = ("mean-colour", "4x4-colours", "pixels")
+TARGETS: tuple[MaskedTarget, ...] = ("mean-colour", "4x4-colours", "pixels")
 Work = Callable[[], None]
 
 
 def learner(config: ViTConfig, device: torch.device) -> ViT:
     """A model with random weights."""
-    return initialise(ViT(config), torch.Generator().manual_seed(0)).to(device)
+    return initialize_weights(ViT(config), torch.Generator().manual_seed(0)).to(device)
 
 
 def supervised(config: ViTConfig, images: Tensor) -> Work:
@@ -49,26 +49,26 @@ def supervised(config: ViTConfig, images: Tensor) -> Work:
     classes = torch.arange(len(images), device=images.device) % config.classes
 
     def computed() -> None:
-        with precision(images.device):
+        with make_autocast(images.device):
             logits = model(images)
         torch.autograd.grad(nn.functional.cross_entropy(logits.float(), classes), list(model.parameters()))
 
     return computed
 
 
-def masked(config: ViTConfig, target: Target, images: Tensor, hiding: Tensor) -> tuple[MaskedViT, Work]:
+def masked(config: ViTConfig, target: MaskedTarget, images: Tensor, hiding: Tensor) -> tuple[MaskedViT, Work]:
     """The same step of a masked model; one image more, the partner, is embedded."""
-    view = presets.preprocess("inception", config.image_size)
-    how = Masked(kind="mpp", share=0.5, target=target)
+    view = presets.build_preprocess_config("inception", config.image_size)
+    how = MaskedConfig(kind="mpp", mask_ratio=0.5, target=target)
     model = MaskedViT(learner(dataclasses.replace(config, classes=0), images.device), how, view).to(images.device)
-    initialise_heads(model, torch.Generator(images.device).manual_seed(0))
+    initialize_masked_heads(model, torch.Generator(images.device).manual_seed(0))
 
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def computed() -> None:
-        with precision(images.device):
+        with make_autocast(images.device):
             told = model(images, hiding)
-        torch.autograd.grad(losses(told, model.targets(images, hiding)).mean(), learned)
+        torch.autograd.grad(compute_masked_losses(told, model.compute_targets(images, hiding)).mean(), learned)
 
     return model, computed
 
@@ -80,12 +80,12 @@ def hiding_alone(model: MaskedViT, images: Tensor, hiding: Tensor) -> Work:
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
     embeddings = torch.randn(len(hiding), patches, width, device=device, dtype=kind, requires_grad=True)
     tokens = torch.randn(len(hiding), patches, width, device=device, requires_grad=True)
-    gradients = torch.randn_like(embeddings), torch.randn(len(hiding), model.hidden, width, device=device)
+    gradients = torch.randn_like(embeddings), torch.randn(len(hiding), model.num_masked, width, device=device)
 
     def computed() -> None:
-        replaced = corrupted(pixels, hiding[:, 1], lambda _: embeddings, model.mask_token)
-        read = taken(tokens, hiding[:, 0, : model.hidden])
-        model.targets(images, hiding)
+        replaced = corrupt_patches(pixels, hiding[:, 1], lambda _: embeddings, model.mask_token)
+        read = gather_rows(tokens, hiding[:, 0, : model.num_masked])
+        model.compute_targets(images, hiding)
         torch.autograd.grad((replaced, read), (embeddings, tokens, model.mask_token), gradients)
 
     return computed
@@ -93,14 +93,14 @@ def hiding_alone(model: MaskedViT, images: Tensor, hiding: Tensor) -> Work:
 
 def telling_alone(model: MaskedViT, images: Tensor, hiding: Tensor) -> Work:
     """What the head and the loss add by themselves."""
-    shape = (len(hiding), model.hidden, model.vit.config.width)
+    shape = (len(hiding), model.num_masked, model.vit.config.width)
     read = torch.randn(shape, device=images.device, requires_grad=True)
-    targets = model.targets(images, hiding)
+    targets = model.compute_targets(images, hiding)
 
     def computed() -> None:
-        with precision(images.device):
+        with make_autocast(images.device):
             told = model.head(read)
-        torch.autograd.grad(losses(told, targets).mean(), (read, *model.head.parameters()))
+        torch.autograd.grad(compute_masked_losses(told, targets).mean(), (read, *model.head.parameters()))
 
     return computed
 
@@ -169,14 +169,14 @@ def main() -> None:
     rounds = options.rounds or (30 if device.type == "cuda" else 7)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = presets.config(options.model)
+    config = presets.get_preset_config(options.model)
     if not isinstance(config, ViTConfig):
         raise SystemExit(f"{options.model} has no patches to hide")
-    how = Masked(kind="mpp", share=0.5, target="mean-colour")
+    how = MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-colour")
     drawing = math.inf
     for _ in range(rounds):
         begun = time.process_time()
-        places = drawn(Draws(0, np.arange(batch)), how, math.prod(config.grid))
+        places = draw_masked_patches(CounterRNG(0, np.arange(batch)), how, math.prod(config.grid))
         drawing = min(drawing, time.process_time() - begun)
     hiding = torch.from_numpy(places).to(device)
     images = torch.randint(0, 256, (batch + 1, 3, *config.image_size), device=device) / 127.5 - 1

@@ -12,10 +12,10 @@ import sys
 
 import torch
 
-from vitrail.config import Optimiser, Recipe, Schedule
+from vitrail.config import OptimizerConfig, Recipe, ScheduleConfig
 from vitrail.model.vit import ViT
-from vitrail.train.step import advance, begin
-from vitrail.weights.trained import random
+from vitrail.train.step import build_train_state, train_step
+from vitrail.weights.trained import create_random
 
 MODELS = ("s16:512", "b16:256", "b16:256:recompute", "l16:128", "h14:64", "r50-b16:128", "bit-r50x1:128")
 SIZE, CLASSES, STEPS = 224, 1000, 3
@@ -38,18 +38,18 @@ def measured(preset: str, images: int, *, recompute: bool) -> int:
         image_size=SIZE,
         batch=images,
         epochs=1.0,
-        optimiser=Optimiser(lr=1e-4, weight_decay=0.1, clip=1.0),
-        schedule=Schedule(),
+        optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.1, clip=1.0),
+        schedule=ScheduleConfig(),
         source="bench",
     )
-    model = random(preset, image_size=SIZE, num_classes=CLASSES).model.cuda()
+    model = create_random(preset, image_size=SIZE, num_classes=CLASSES).model.cuda()
     if isinstance(model, ViT):
         model.recompute = recompute
-    state = begin(model, recipe)
+    state = build_train_state(model, recipe)
     batch = (torch.rand(images, 3, SIZE, SIZE, device="cuda"), torch.randint(0, CLASSES, (images,), device="cuda"))
     torch.cuda.reset_peak_memory_stats()
     for _ in range(STEPS):
-        advance(state, [batch], recipe, size=images, steps=100, seed=0)
+        train_step(state, [batch], recipe, step_images=images, steps=100, seed=0)
     return torch.cuda.max_memory_allocated() - before
 
 

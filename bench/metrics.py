@@ -11,11 +11,11 @@ import time
 
 import torch
 
-from vitrail.evaluate.classify import Answers, total
-from vitrail.evaluate.measure import measured
+from vitrail.evaluate.metrics import compute_metrics
+from vitrail.evaluate.predictions import Predictions, count_predictions
 
 
-def answers(images: int, classes: int) -> Answers:
+def answers(images: int, classes: int) -> Predictions:
     """What a model might say: right on three images of four."""
     draws = torch.Generator().manual_seed(0)
     labels = torch.randint(0, classes, (images,), generator=draws)
@@ -24,7 +24,7 @@ def answers(images: int, classes: int) -> Answers:
     probabilities = torch.rand(images, 5, generator=draws).sort(dim=1, descending=True).values
     right = best[:, 0] == labels
     in_five = (best == labels[:, None]).any(dim=1)
-    return Answers(best, probabilities, -probabilities[:, 0].log(), right, torch.arange(images), labels, in_five)
+    return Predictions(best, probabilities, -probabilities[:, 0].log(), right, torch.arange(images), labels, in_five)
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     said, seconds = answers(options.images, options.classes), []
     for _ in range(options.repeats):
         begun = time.perf_counter()
-        measured(total(said, options.classes), said)
+        compute_metrics(count_predictions(said, options.classes), said)
         seconds.append(time.perf_counter() - begun)
     print(
         f"{options.images:,} images, {options.classes:,} classes: median {statistics.median(seconds):.3f} s"

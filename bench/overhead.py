@@ -29,16 +29,16 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset as TorchDataset
 
 import vitrail
-from vitrail.config import Augment, Optimiser, Preprocess, Recipe, Schedule
+from vitrail.config import AugmentConfig, OptimizerConfig, PreprocessConfig, Recipe, ScheduleConfig
 from vitrail.data import loader
 from vitrail.data.dataset import Split
-from vitrail.data.loader import Plan, Training
-from vitrail.data.order import Order
-from vitrail.data.sources import open_data
-from vitrail.data.transforms import normalise
+from vitrail.data.loader import BatchPlan, TrainingData
+from vitrail.data.order import SampleOrder
+from vitrail.data.sources import open_dataset
+from vitrail.data.transforms import normalize
 from vitrail.model.build import Model
 from vitrail.train import loop
-from vitrail.train.step import begin
+from vitrail.train.step import build_train_state
 
 CLASSES, IMAGES = 10, 1280
 BARE = "bare loop"
@@ -69,9 +69,9 @@ class Case:
         return self.steps * (self.rounds + 1)
 
     @property
-    def view(self) -> Preprocess:
+    def view(self) -> PreprocessConfig:
         """The images have the network's size already, so that nothing is resized."""
-        return Preprocess(size=(self.side, self.side), resize=(self.side, self.side))
+        return PreprocessConfig(size=(self.side, self.side), resize=(self.side, self.side))
 
     def network(self) -> Model:
         """The same weights for everybody."""
@@ -136,7 +136,7 @@ def bare(case: Case, turns: Turns) -> None:
     """Nothing but the arithmetic."""
     model = case.network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY, fused=True)
-    images, targets = normalise(case.pixels, case.view), case.targets
+    images, targets = normalize(case.pixels, case.view), case.targets
     for step in range(case.total):
         first = step * case.batch % (len(images) - case.batch)
         rows = slice(first, first + case.batch)
@@ -156,26 +156,26 @@ def by_vitrail(case: Case, turns: Turns, *, in_memory: bool) -> None:
         image_size=case.side,
         batch=case.batch,
         epochs=1,
-        optimiser=Optimiser(lr=LR, weight_decay=DECAY, clip=CLIP),
-        schedule=Schedule(decay="linear"),
-        augment=Augment(crop="squash", flip=False),
+        optimizer=OptimizerConfig(lr=LR, weight_decay=DECAY, clip=CLIP),
+        schedule=ScheduleConfig(decay="linear"),
+        augment=AugmentConfig(crop="squash", flip=False),
         source="bench/overhead.py",
     )
-    training = Training(
+    training = TrainingData(
         split=case.split,
-        order=Order(seed=0, count=len(case.split)),
+        order=SampleOrder(seed=0, num_samples=len(case.split)),
         augment=recipe.augment,
         preprocess=case.view,
         seed=0,
-        classes=CLASSES,
+        num_classes=CLASSES,
     )
-    plan = Plan(batch=case.batch, total=case.batch * case.total)
-    state = begin(case.network(), recipe)
+    plan = BatchPlan(batch_size=case.batch, total_positions=case.batch * case.total)
+    state = build_train_state(case.network(), recipe)
     if in_memory:
-        batches = loader.resident_batches(training, plan, case.pixels, case.targets)
+        batches = loader.iter_resident_train_batches(training, plan, case.pixels, case.targets)
     else:
-        batches = loader.training_batches(training, plan, workers=case.workers)
-    loop.run(state, batches, training, plan, recipe, after_step=lambda _: turns.step())
+        batches = loader.iter_train_batches(training, plan, workers=case.workers)
+    loop.train_steps(state, batches, training, plan, recipe, after_step=lambda _: turns.step())
 
 
 class Images(TorchDataset[dict[str, Any]]):
@@ -190,11 +190,11 @@ class Images(TorchDataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         pixels = self.decoded(index) if self.kept is None else self.kept[index]
-        return {"pixel_values": normalise(pixels, self.case.view), "labels": self.case.split.labels(index)[0]}
+        return {"pixel_values": normalize(pixels, self.case.view), "labels": self.case.split.get_labels(index)[0]}
 
     def decoded(self, index: int) -> Tensor:
         """uint8 (3, S, S)."""
-        source = self.case.split.read(index)
+        source = self.case.split.read_image(index)
         assert isinstance(source, Path), "the images are files"
         return torch.from_numpy(np.array(Image.open(source).convert("RGB"))).permute(2, 0, 1)
 
@@ -255,7 +255,7 @@ def written(folder: Path, side: int) -> Split:
         path = folder / "train" / f"class{number % CLASSES}" / f"{number:04}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         small.resize((side, side), Image.Resampling.BICUBIC).save(path)
-    return open_data(str(folder)).splits["train"]
+    return open_dataset(str(folder)).splits["train"]
 
 
 def case_for(options: argparse.Namespace, folder: Path) -> Case:
@@ -264,7 +264,7 @@ def case_for(options: argparse.Namespace, folder: Path) -> Case:
     cuda = device.type == "cuda"
     side = 128 if cuda else 64
     split = written(folder, side)
-    found = loader.resident(split, channels=3, classes=CLASSES, device=device)
+    found = loader.load_resident_images(split, channels=3, num_classes=CLASSES, device=device)
     assert found is not None, "the images are small and of one size"
     return Case(
         device=device,

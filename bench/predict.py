@@ -1,6 +1,6 @@
 """Images a second of a ViT-B/16 on the CPU, from JPEG files to labels: vitrail beside transformers' pipeline.
 
-    python bench/predict.py [--images FOLDER] [--count 32] [--rounds 15] [--threads 2]
+    python bench/inference/classifier.py [--images FOLDER] [--count 32] [--rounds 15] [--threads 2]
 
 The same random weights for all, in vitrail's file and in transformers' folder, and the same files: those of the folder,
 or written here, noisy shapes of 500 x 375 pixels. Everyone has a process of its own, which loads its model and answers
@@ -65,16 +65,18 @@ def made(folder: Path, paths: list[str]) -> tuple[Path, Path]:
     """A ViT-B/16 with random weights: vitrail's file, with the scales that OpenVINO needs, and transformers' folder."""
     import torch
 
-    from vitrail.evaluate.precision import measured
-    from vitrail.predict import Classifier
+    from vitrail.evaluate.precision_benchmark import measure_precisions
+    from vitrail.inference.classifier import Classifier
     from vitrail.weights.load import save
-    from vitrail.weights.trained import random
+    from vitrail.weights.trained import create_random
 
-    trained = random("b16", gelu="erf")  # as transformers' ViTs have it; the other form takes torch much longer
+    trained = create_random("b16", gelu="erf")  # as transformers' ViTs have it; the other form takes torch much longer
     torch.nn.init.normal_(trained.model.head.weight, std=0.02, generator=torch.Generator().manual_seed(0))
     trained = dataclasses.replace(trained, labels=tuple(f"class {index}" for index in range(1000)))
     classifier = Classifier(trained, device="cpu")
-    trained = measured(trained, [torch.stack([classifier.view(path) for path in paths[:16]])], seconds=0)
+    trained = measure_precisions(
+        trained, [torch.stack([classifier.make_input(path) for path in paths[:16]])], seconds=0
+    )
     save(trained, folder / "b16.safetensors")
     save(trained, folder / "transformers", "transformers")
     return folder / "b16.safetensors", folder / "transformers"
@@ -94,20 +96,20 @@ def transformers_run(folder: Path, processor: str) -> Run:
 
 def vitrail_run(file: Path, precision: str) -> Run:
     """What `vitrail predict` does between loading the model and its end."""
-    from vitrail import compute
     from vitrail.cli import predict
-    from vitrail.data.workers import available
-    from vitrail.predict import Classifier
-    from vitrail.train.distributed import ALONE
+    from vitrail.inference import compute
+    from vitrail.inference.classifier import Classifier
+    from vitrail.runtime.distributed import SINGLE_PROCESS
+    from vitrail.runtime.workers import count_available_cores
     from vitrail.weights.load import load
 
-    compute.keep_memory()
+    compute.keep_freed_memory()
     classifier = Classifier(load(file), device="cpu", batch_size=BATCH, precision=precision)  # type: ignore[arg-type]
 
     def run(paths: list[str], _: int) -> None:
-        wanted = predict.Wanted(tuple(paths), 1, False, None, None, "csv", available())
+        wanted = predict.PredictOptions(tuple(paths), 1, False, None, None, "csv", count_available_cores())
         with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
-            predict._predicted(classifier, wanted, ALONE)
+            predict._predict_all(classifier, wanted, SINGLE_PROCESS)
 
     return run
 

@@ -37,14 +37,14 @@ import numpy as np
 import torch
 
 from vitrail import recipes
-from vitrail.config import Masked, Recipe, Schedule
+from vitrail.config import MaskedConfig, Recipe, ScheduleConfig
 from vitrail.data.dataset import Dataset, Split
-from vitrail.data.sources import open_data
-from vitrail.model.device import named
-from vitrail.train.run import Result, run
-from vitrail.train.signals import StoppedError
+from vitrail.data.sources import open_dataset
+from vitrail.runtime.devices import resolve_device
+from vitrail.runtime.signals import StoppedError
+from vitrail.train.run import RunResult, run_training
 from vitrail.train.step import DivergedError
-from vitrail.train.task import Task, fitted
+from vitrail.train.training_run import TrainingRun, adapt_to_dataset
 from vitrail.weights.load import load
 
 ARMS = {
@@ -136,38 +136,46 @@ def downstream(dataset: Dataset, share: float, seed: int) -> Dataset:
 
 def lasting(recipe: Recipe, steps: int, images: int) -> Recipe:
     """The recipe for so many steps."""
-    return dataclasses.replace(recipe, epochs=steps * recipe.batch / images, schedule=Schedule(warmup=steps // 20))
+    return dataclasses.replace(
+        recipe, epochs=steps * recipe.batch / images, schedule=ScheduleConfig(warmup=steps // 20)
+    )
 
 
-def pretraining(job: Job, dataset: Dataset, options: argparse.Namespace) -> Task:
+def pretraining(job: Job, dataset: Dataset, options: argparse.Namespace) -> TrainingRun:
     """An arm's run on the first half of the classes."""
-    some, base = upstream(dataset), recipes.named(options.recipe)
-    masked: Masked | None = ARMS[job.arm]
+    some, base = upstream(dataset), recipes.get_recipe(options.recipe)
+    masked: MaskedConfig | None = ARMS[job.arm]
     if masked is not None:
-        base = recipes.without_labels(base, masked, images=len(some.splits["train"]), epochs=1)
+        base = recipes.build_masked_recipe(base, masked, images=len(some.splits["train"]), epochs=1)
     recipe = lasting(base, options.pretraining_steps, len(some.splits["train"]))
-    return Task(recipe=recipe, dataset=some, device=named(options.device), workers=options.workers, sparse=True)
+    return TrainingRun(
+        recipe=recipe,
+        dataset=some,
+        device=resolve_device(options.device),
+        workers=options.workers,
+        allow_empty_classes=True,
+    )
 
 
-def learning(job: Job, dataset: Dataset, options: argparse.Namespace) -> Task:
+def learning(job: Job, dataset: Dataset, options: argparse.Namespace) -> TrainingRun:
     """What an arm learns of the second half."""
     assert job.share is not None
-    some, base = downstream(dataset, job.share, job.seed), recipes.named(options.recipe)
+    some, base = downstream(dataset, job.share, job.seed), recipes.get_recipe(options.recipe)
     rate = job.rate or best_rate(job, done(options.work), options.rates)
-    base = dataclasses.replace(base, optimiser=dataclasses.replace(base.optimiser, lr=rate))
+    base = dataclasses.replace(base, optimiser=dataclasses.replace(base.optimizer, lr=rate))
     recipe, start = lasting(base, options.steps, len(some.splits["train"])), None
     if job.start is not None:
         recipe = dataclasses.replace(recipe, model=None, settings={}, image_size=None, mimetic=False)
-        start = fitted(load(options.work / "runs" / job.start / "weights" / "best.safetensors"), some, recipe)
-    return Task(
+        start = adapt_to_dataset(load(options.work / "runs" / job.start / "weights" / "best.safetensors"), some, recipe)
+    return TrainingRun(
         recipe=recipe,
         dataset=some,
-        start=start,
+        initial_model=start,
         seed=job.seed,
-        device=named(options.device),
+        device=resolve_device(options.device),
         workers=options.workers,
-        measured="test",
-        sparse=True,
+        eval_split="test",
+        allow_empty_classes=True,
     )
 
 
@@ -175,14 +183,21 @@ def computed(job: Job, dataset: Dataset, options: argparse.Namespace) -> dict[st
     """What a run came to; of those that learn, only that is kept."""
     task = (pretraining if job.share is None else learning)(job, dataset, options)
     folder = options.work / "runs" / job.name
-    facts = {"job": job.name, **dataclasses.asdict(job), "steps": task.plan.steps, "images": len(task.split)}
+    facts = {
+        "job": job.name,
+        **dataclasses.asdict(job),
+        "steps": task.plan.total_steps,
+        "images": len(task.train_split),
+    }
     try:
-        result = run(task, folder, after_step=lambda _: None, after_epoch=lambda now: say(job, str(now)), resume=True)
+        result = run_training(
+            task, folder, after_step=lambda _: None, after_evaluation=lambda now: say(job, str(now)), resume=True
+        )
     except DivergedError as error:
         return facts | {"val": 0.0, "test": 0.0, "diverged": str(error)}
     assert result is not None
     facts |= {"seconds": result.seconds, "device": str(task.device)}
-    if isinstance(result, Result):
+    if isinstance(result, RunResult):
         facts |= {"val": chosen_by(folder), "test": result.counts.top1, "tested": result.counts.images}
     shutil.rmtree(folder / "checkpoints")
     if job.share is not None:
@@ -309,7 +324,7 @@ def main() -> int:
         end.daemon = True
         end.start()
     try:
-        worked(open_data(options.data), options)
+        worked(open_dataset(options.data), options)
     except StoppedError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -45,16 +45,16 @@ def photos(side: int, count: int = 32) -> list[bytes]:
 
 def bare(model: str, device: str | None, batch: int, images: list[bytes], seconds: float) -> float:
     """Images a second of the classifier alone, on views that are ready."""
-    from vitrail.predict import Classifier
+    from vitrail.inference.classifier import Classifier
     from vitrail.weights.load import load
 
     classify = Classifier(load(model), device=device)
-    views = [classify.view(images[number % len(images)]) for number in range(batch)]
+    views = [classify.make_input(images[number % len(images)]) for number in range(batch)]
     times, end = [], time.monotonic() + seconds
-    classify.probabilities(views)
+    classify.predict_proba(views)
     while time.monotonic() < end or len(times) < 3:
         start = time.perf_counter()
-        classify.probabilities(views)
+        classify.predict_proba(views)
         times.append(time.perf_counter() - start)
     return batch / statistics.mean(times)
 

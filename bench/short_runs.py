@@ -18,15 +18,15 @@ import torch
 
 from vitrail import recipes
 from vitrail.config import ViTConfig
-from vitrail.data.sources import open_data
-from vitrail.evaluate.classify import classify
-from vitrail.model.count import training_flops
+from vitrail.data.sources import open_dataset
+from vitrail.evaluate.predictions import evaluate_batches
+from vitrail.model.cost import count_training_flops
 from vitrail.train import loop
-from vitrail.train.keeper import evaluation_batches
-from vitrail.train.probe_head import fit_head
-from vitrail.train.run import feed
-from vitrail.train.step import begin, precision
-from vitrail.train.task import Task, fitted
+from vitrail.train.head_init import fit_head
+from vitrail.train.run import iterate_train_batches
+from vitrail.train.step import build_train_state, make_autocast
+from vitrail.train.trainer import iterate_split_batches
+from vitrail.train.training_run import TrainingRun, adapt_to_dataset
 from vitrail.weights.load import load
 from vitrail.weights.trained import Trained
 
@@ -35,30 +35,32 @@ MOST_EPOCHS = 100
 
 def train(model: Trained, case: dict[str, Any], device: torch.device, workers: int) -> dict[str, Any]:
     """One run: its epochs and accuracy."""
-    dataset = open_data(case["data"])
+    dataset = open_dataset(case["data"])
     assert isinstance(model.model.config, ViTConfig)
     images = len(dataset.splits["train"])
 
-    def build(epochs: float) -> Task:
-        recipe = recipes.finetuning("default", images, model.model.config.stride, epochs=epochs)  # type: ignore[union-attr]
+    def build(epochs: float) -> TrainingRun:
+        recipe = recipes.build_finetune_recipe("default", images, model.model.config.stride, epochs=epochs)  # type: ignore[union-attr]
         recipe = dataclasses.replace(recipe, image_size=case["side"], head="probe" if case["head"] == "probe" else None)
-        start = fitted(model, dataset, recipe)
-        return Task(recipe=recipe, dataset=dataset, start=start, seed=case["seed"], device=device, workers=workers)
+        start = adapt_to_dataset(model, dataset, recipe)
+        return TrainingRun(
+            recipe=recipe, dataset=dataset, initial_model=start, seed=case["seed"], device=device, workers=workers
+        )
 
     task = build(1.0)
-    cost = training_flops(task.config, 1) / training_flops(model.model.config, 1)
+    cost = count_training_flops(task.config, 1) / count_training_flops(model.model.config, 1)
     total = case["images"] / cost - (images / 3 if case["head"] == "probe" else 0)
     steps = int(min(total, MOST_EPOCHS * images) // task.recipe.batch)
     task = build(max(steps, 1) * task.recipe.batch / images)
     if case["head"] == "probe":
         task = fit_head(task)
-    state = begin(task.model(), task.recipe, task.counts, recorded=task.recorded)
-    batches = feed(task)
+    state = build_train_state(task.build_model(), task.recipe, task.class_counts, cuda_graph=task.can_use_cuda_graph)
+    batches = iterate_train_batches(task)
     if steps:
-        loop.run(state, batches, task.training, task.plan, task.recipe, after_step=lambda _: None)
+        loop.train_steps(state, batches, task.training_data, task.plan, task.recipe, after_step=lambda _: None)
     batches.close()
-    with torch.inference_mode(), precision(device):
-        counts = classify(state.model.eval(), evaluation_batches(task, "val"), task.preprocess)  # type: ignore[arg-type]
+    with torch.inference_mode(), make_autocast(device):
+        counts = evaluate_batches(state.model.eval(), iterate_split_batches(task, "val"), task.preprocess)  # type: ignore[arg-type]
     return {"epochs": task.recipe.epochs if steps else 0.0, "top1": counts.top1, "n": counts.images}
 
 

@@ -5,13 +5,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from vitrail.config import BiTConfig, ConvConfig, Preprocess, ViTConfig
+from vitrail.config import BiTConfig, ConvConfig, PreprocessConfig, ViTConfig
 from vitrail.model.build import Model
 from vitrail.model.resnet import BiT
 from vitrail.model.vit import ViT
 from vitrail.weights.trained import Origin, Trained
 
-STEM = ConvConfig(units=(1,), norm_eps=1e-6, standardise="std + eps", standardise_eps=1e-5)
+STEM = ConvConfig(units=(1,), norm_eps=1e-6, standardization="std + eps", standardization_eps=1e-5)
 SMALL: dict[str, Any] = {
     "width": 32,
     "depth": 3,
@@ -64,7 +64,7 @@ def vit(seed: int = 0, **changes: Any) -> ViT:
 
 def bit(seed: int = 0, **changes: Any) -> BiT:
     """A small BiT ResNet, likewise."""
-    conv = ConvConfig(units=(1, 2), norm_eps=1e-5, standardise="sqrt(var + eps)", standardise_eps=1e-10)
+    conv = ConvConfig(units=(1, 2), norm_eps=1e-5, standardization="sqrt(var + eps)", standardization_eps=1e-10)
     return filled(BiT(BiTConfig(**({"conv": conv, "classes": 7, "image_size": (32, 32)} | changes))), seed)
 
 
@@ -81,7 +81,7 @@ def filled(model: M, seed: int) -> M:
 
 def trained(model: Model, **changes: Any) -> Trained:
     channels, size = model.config.channels, model.config.image_size
-    view = Preprocess(size=size, resize=size, mean=(0.4,) * channels, std=(0.3,) * channels)
+    view = PreprocessConfig(size=size, resize=size, mean=(0.4,) * channels, std=(0.3,) * channels)
     labels = tuple(f"kind {index}" for index in range(model.config.classes)) if model.config.classes else None
     origin = Origin(format="random", name="test")
     return Trained(**({"model": model, "preprocess": view, "labels": labels, "origin": origin} | changes))

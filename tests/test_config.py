@@ -8,7 +8,7 @@ import pytest
 from tests import making
 from tests.making import VARIANTS
 from vitrail import presets
-from vitrail.config import Masked, Preprocess, ViTConfig, from_json, to_json
+from vitrail.config import MaskedConfig, PreprocessConfig, ViTConfig, from_json, to_json
 from vitrail.errors import UsageError
 
 
@@ -52,7 +52,7 @@ def test_what_cannot_be_meant_is_refused(change: dict[str, Any], message: str) -
 )
 def test_preprocessing_that_cannot_be_meant_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Preprocess(**({"size": (32, 32), "resize": (36,)} | change))
+        PreprocessConfig(**({"size": (32, 32), "resize": (36,)} | change))
 
 
 @pytest.mark.parametrize(
@@ -66,22 +66,22 @@ def test_preprocessing_that_cannot_be_meant_is_refused(change: dict[str, Any], m
 )
 def test_hiding_that_cannot_be_meant_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        Masked(**({"kind": "mpp", "share": 0.5, "target": "pixels"} | change))
+        MaskedConfig(**({"kind": "mpp", "share": 0.5, "target": "pixels"} | change))
 
 
 def test_a_preset_may_have_any_patch_side() -> None:
-    assert presets.config("b20").image_size == (220, 220)
-    assert presets.config("h14").image_size == (224, 224)
-    assert presets.config("bigg14").width == 1664  # not size g with a prefix
+    assert presets.get_preset_config("b20").image_size == (220, 220)
+    assert presets.get_preset_config("h14").image_size == (224, 224)
+    assert presets.get_preset_config("bigg14").width == 1664  # not size g with a prefix
     with pytest.raises(UsageError, match="no setting 'color'"):
-        presets.config("b16", color=1)
+        presets.get_preset_config("b16", color=1)
     for name in ("b0", "b", "16", "b16x", "B16", "b-16"):
-        assert not presets.exists(name)
+        assert not presets.has_preset(name)
 
 
 def test_preprocessing_by_name() -> None:
-    view = presets.preprocess("imagenet", (224, 224))
+    view = presets.build_preprocess_config("imagenet", (224, 224))
     assert (view.resize, view.mean) == ((256,), (0.485, 0.456, 0.406))
-    assert presets.preprocess("inception", (224, 112), channels=1).mean == (0.5,)
+    assert presets.build_preprocess_config("inception", (224, 112), channels=1).mean == (0.5,)
     with pytest.raises(UsageError, match="no preprocessing 'x'"):
-        presets.preprocess("x", (224, 224))
+        presets.build_preprocess_config("x", (224, 224))

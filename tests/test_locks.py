@@ -91,7 +91,7 @@ def test_a_fork_neither_holds_nor_ends_the_lock(tmp_path: Path) -> None:
             os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         with pytest.raises(LockedError):
-            locks._acquire(path, "the folder")
+            locks._acquire_lock(path, "the folder")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x"}', '{"pid": -1}', '{"pid": 4194305, "host": "HOST"}'])

@@ -10,8 +10,8 @@ import vitrail
 from tests.data.pictures import folder
 from tests.network import has_namespaces, run_watched
 from tests.test_readme import blocks, indented
-from vitrail.cli import VERBS
-from vitrail.config import Preprocess
+from vitrail.cli import COMMANDS
+from vitrail.config import PreprocessConfig
 
 OTHERS = {  # what the README does not show, the extras among it, and how it ends
     "demo --help": 0,  # it trains as the next one does, for two minutes
@@ -34,7 +34,7 @@ def test_no_command_or_extra_reaches_for_the_network(
     tmp_path: Path, attacked: Callable[[str, str], None], command: str
 ) -> None:
     model = vitrail.create("ti16", image_size=32, num_classes=3, depth=1, width=32, heads=1, mlp=64)
-    view = Preprocess(size=(32, 32), resize=(36,))
+    view = PreprocessConfig(size=(32, 32), resize=(36,))
     vitrail.save(vitrail.Trained(model, view, ("a", "b", "c")), tmp_path / "tiny.safetensors")
     folder(tmp_path / "photos", "train", "val", "test", each=4)
     ended = run_watched(["-m", "vitrail", *shlex.split(command)], tmp_path)
@@ -48,7 +48,7 @@ def test_no_command_or_extra_reaches_for_the_network(
 def test_every_verb_is_watched_here_or_in_the_readme() -> None:
     shown = [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines() if line[:2] == "$ "]
     commands = [*shown, *indented(), *(f"vitrail {command}" for command in OTHERS)]
-    unseen = {verb for verb in VERBS if not any(command.startswith(f"vitrail {verb}") for command in commands)}
+    unseen = {verb for verb in COMMANDS if not any(command.startswith(f"vitrail {verb}") for command in commands)}
     assert unseen <= REMOTE
 
 

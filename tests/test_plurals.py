@@ -8,28 +8,28 @@ from pathlib import Path
 import pytest
 
 import vitrail
-from vitrail.plurals import plural
+from vitrail.plurals import pluralize
 
 COUNTED = re.compile(r" (images|classes|files|labels|epochs|shards|groups|draws|channels|links)\b(?!/s)")
 NEVER_ONE = {
     "cli/figures.py: PAPER",
     "cli/figures.py: len(shown)",  # "draws all"
     "figures/cka.py: FEWEST",
-    "figures/draw.py: shown.max()",  # the end of a scale
-    "studies/raw.py: len(order)",
-    "studies/raw.py: len(parts[-1])",
-    "cli/data/check.py: images",  # more than 200,000
+    "figures/plots.py: shown.max()",  # the end of a scale
+    "studies/vtab_sources.py: len(order)",
+    "studies/vtab_sources.py: len(parts[-1])",
+    "cli/data/audit.py: images",  # more than 200,000
     "data/imagenet.py: len(classes)",
     "cli/evaluate.py: images",  # "the only image" stands beside it
     "cli/runs.py: images",
-    "data/fetch.py: len(found)",
-    "data/layouts.py: split",
+    "data/download.py: len(found)",
+    "data/public_formats.py: split",
     "data/loader.py: _TRIES",
-    "data/public.py: _in_words(public.splits)",
-    "data/public.py: public.classes",
-    "data/public.py: sum(public.splits.values())",
+    "data/public_datasets.py: _in_words(public.splits)",
+    "data/public_datasets.py: public.classes",
+    "data/public_datasets.py: sum(public.splits.values())",
     "model/masked.py: config.channels",
-    "weights/foreign.py: width",
+    "weights/foreign_format.py: width",
 }
 
 
@@ -47,7 +47,7 @@ NEVER_ONE = {
     ],
 )
 def test_one_is_singular(number: float, noun: str, words: str) -> None:
-    assert plural(number, noun) == words
+    assert pluralize(number, noun) == words
 
 
 def test_no_message_counts_without_the_singular() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import vitrail
 from tests.data.pictures import folder
 from tests.network import run_watched
-from vitrail.config import Preprocess
+from vitrail.config import PreprocessConfig
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
@@ -75,7 +75,7 @@ def indented() -> list[str]:
 
 def test_the_readmes_other_commands_run(tmp_path: Path) -> None:
     model = vitrail.create("ti16", image_size=32, num_classes=3, depth=1, width=32, heads=1, mlp=64)
-    view = Preprocess(size=(32, 32), resize=(36,))
+    view = PreprocessConfig(size=(32, 32), resize=(36,))
     vitrail.save(vitrail.Trained(model, view), tmp_path / "b16.safetensors")
     folder(tmp_path / "photos", "train", "val", "test", each=4)
     ran = 0

@@ -5,9 +5,16 @@ from typing import Any
 import pytest
 
 from vitrail import presets
-from vitrail.config import Masked, Recipe
+from vitrail.config import MaskedConfig, Recipe
 from vitrail.errors import UsageError
-from vitrail.recipes import IMAGES, RECIPES, finetuning, finetuning_side, named, override_settings
+from vitrail.recipes import (
+    RECIPES,
+    TRAIN_IMAGE_COUNTS,
+    build_finetune_recipe,
+    choose_finetune_size,
+    get_recipe,
+    override_settings,
+)
 from vitrail.train import schedule
 
 ROWS = {  # epochs, learning rate, decay, weight decay, dropout (Dosovitskiy et al. 2021, table 3)
@@ -42,13 +49,13 @@ ROWS = {  # epochs, learning rate, decay, weight decay, dropout (Dosovitskiy et 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_of_the_paper(name: str) -> None:
-    recipe = named(name)
-    row = (recipe.epochs, recipe.optimiser.lr, recipe.schedule.decay, recipe.optimiser.weight_decay, recipe.dropout)
+    recipe = get_recipe(name)
+    row = (recipe.epochs, recipe.optimizer.lr, recipe.schedule.decay, recipe.optimizer.weight_decay, recipe.dropout)
     assert row == ROWS[name]
     assert (recipe.batch, recipe.image_size, recipe.schedule.warmup) == (4096, 224, 10_000)
-    assert (recipe.optimiser.kind, recipe.optimiser.beta1, recipe.optimiser.beta2) == ("adam", 0.9, 0.999)
-    assert recipe.optimiser.clip == (1.0 if name.endswith("imagenet") else None)
-    config = presets.config(recipe.model, **recipe.settings)
+    assert (recipe.optimizer.kind, recipe.optimizer.beta1, recipe.optimizer.beta2) == ("adam", 0.9, 0.999)
+    assert recipe.optimizer.clip == (1.0 if name.endswith("imagenet") else None)
+    config = presets.get_preset_config(recipe.model, **recipe.settings)
     assert getattr(config, "hidden_head", False) == (not name.startswith("bit-"))  # 3.1: at pre-training, of ViTs
 
 
@@ -59,8 +66,8 @@ def test_the_table_holds_every_row_and_nothing_unnamed() -> None:
 @pytest.mark.parametrize(("name", "model"), [("bit-r152x2-jft-14", "bit-r152x2"), ("bit-r200x3-jft", "bit-r200x3")])
 def test_the_long_resnets_of_the_scaling_plot(name: str, model: str) -> None:
     """Table 6 has them with 14 epochs, and no table has their learning rate, which `source` says."""
-    recipe = named(name)
-    assert (recipe.model, recipe.epochs, recipe.batch, recipe.optimiser.weight_decay) == (model, 14, 4096, 0.1)
+    recipe = get_recipe(name)
+    assert (recipe.model, recipe.epochs, recipe.batch, recipe.optimizer.weight_decay) == (model, 14, 4096, 0.1)
     assert (recipe.schedule.decay, recipe.data, recipe.settings) == ("linear", "jft", {})
     assert "states no learning rate" in recipe.source
 
@@ -68,10 +75,10 @@ def test_the_long_resnets_of_the_scaling_plot(name: str, model: str) -> None:
 @pytest.mark.parametrize(("name", "steps"), [("mpp-b16-jft", 1_000_000), ("mpp-b16-jft-100k", 100_000)])
 def test_the_papers_self_supervision(name: str, steps: int) -> None:
     """Dosovitskiy et al. 2021, B.1.2."""
-    recipe = named(name)
-    assert recipe.masked == Masked(kind="mpp", share=0.5, target="mean-colour")
-    assert recipe.epochs * IMAGES["jft"] / recipe.batch == pytest.approx(steps)
-    optimiser, schedule = recipe.optimiser, recipe.schedule
+    recipe = get_recipe(name)
+    assert recipe.masked == MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-colour")
+    assert recipe.epochs * TRAIN_IMAGE_COUNTS["jft"] / recipe.batch == pytest.approx(steps)
+    optimiser, schedule = recipe.optimizer, recipe.schedule
     assert (recipe.model, recipe.batch, recipe.image_size) == ("b16", 4096, 224)
     assert (optimiser.kind, optimiser.lr, optimiser.beta1, optimiser.beta2) == ("adam", 2e-4, 0.9, 0.999)
     assert (schedule.decay, schedule.warmup) == ("cosine", 10_000)
@@ -79,22 +86,22 @@ def test_the_papers_self_supervision(name: str, steps: int) -> None:
 
 def test_the_masked_autoencoders_pre_training() -> None:
     """He et al. 2022, table 8."""
-    recipe = named("mae-b16-imagenet")
-    assert recipe.masked == Masked(kind="mae", share=0.75, target="normalised-pixels")
-    optimiser, schedule = recipe.optimiser, recipe.schedule
+    recipe = get_recipe("mae-b16-imagenet")
+    assert recipe.masked == MaskedConfig(kind="mae", mask_ratio=0.75, target="normalised-pixels")
+    optimiser, schedule = recipe.optimizer, recipe.schedule
     assert (optimiser.kind, optimiser.beta1, optimiser.beta2, optimiser.weight_decay) == ("adam", 0.9, 0.95, 0.05)
     assert optimiser.lr == pytest.approx(1.5e-4 * recipe.batch / 256)
     assert (recipe.batch, recipe.epochs, schedule.decay) == (4096, 800, "cosine")
-    assert schedule.warmup * recipe.batch / IMAGES["imagenet"] == pytest.approx(40, abs=0.01)
+    assert schedule.warmup * recipe.batch / TRAIN_IMAGE_COUNTS["imagenet"] == pytest.approx(40, abs=0.01)
     assert (recipe.augment.crop, recipe.augment.area, recipe.augment.flip) == ("inception", (0.2, 1.0), True)
     assert recipe.augment.randaugment is None
 
 
 @pytest.mark.parametrize("name", ["cifar10", "tiny-imagenet"])
 def test_small_recipes_without_labels_train_the_model_of_the_one_with_labels(name: str) -> None:
-    supervised = named(name)
+    supervised = get_recipe(name)
     for kind in ("mpp", "mae"):
-        recipe = named(f"{kind}-{name}")
+        recipe = get_recipe(f"{kind}-{name}")
         assert recipe.masked is not None
         assert recipe.masked.kind == kind
         for field in ("model", "settings", "image_size", "batch", "data", "mimetic"):
@@ -104,7 +111,7 @@ def test_small_recipes_without_labels_train_the_model_of_the_one_with_labels(nam
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_names_a_model_that_can_be_built(name: str) -> None:
     recipe = RECIPES[name]
-    presets.config(recipe.model, image_size=(recipe.image_size, recipe.image_size), **recipe.settings)
+    presets.get_preset_config(recipe.model, image_size=(recipe.image_size, recipe.image_size), **recipe.settings)
 
 
 # --- other settings --------------------------------------------------------------------------------------------------
@@ -112,18 +119,18 @@ def test_every_recipe_names_a_model_that_can_be_built(name: str) -> None:
 
 def test_every_part_of_a_recipe_can_be_set_otherwise() -> None:
     changed = override_settings(
-        named("vit-b16-imagenet"),
+        get_recipe("vit-b16-imagenet"),
         ["positions=none", "pool=norm-mean", "class_token=false", "hidden_head=false", "depth=6", "width=384",
          "mlp=768", "optimizer=sgd", "lr=.1", "weight_decay=0.03", "clip=none", "decay=linear",
          "randaugment=2,10", "dropout=0"],
     )  # fmt: skip
     settings = {"pool": "norm-mean", "class_token": False, "hidden_head": False, "positions": "none"}
     assert changed.settings == settings | {"depth": 6, "width": 384, "mlp": 768}
-    optimiser = changed.optimiser
+    optimiser = changed.optimizer
     assert (optimiser.kind, optimiser.lr, optimiser.weight_decay, optimiser.clip) == ("sgd", 0.1, 0.03, None)
     assert (changed.schedule.decay, changed.augment.randaugment, changed.dropout) == ("linear", (2, 10), 0)
-    assert override_settings(named("vit-h14-jft"), ["depth=31"]).result is None  # which was that of another model
-    assert override_settings(named("vit-h14-jft"), []) == named("vit-h14-jft")
+    assert override_settings(get_recipe("vit-h14-jft"), ["depth=31"]).result is None  # which was that of another model
+    assert override_settings(get_recipe("vit-h14-jft"), []) == get_recipe("vit-h14-jft")
 
 
 @pytest.mark.parametrize(
@@ -146,16 +153,16 @@ def test_every_part_of_a_recipe_can_be_set_otherwise() -> None:
 )
 def test_a_setting_that_cannot_be_is_refused_by_its_name_and_rule(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        override_settings(named("vit-b16-imagenet"), [text])
+        override_settings(get_recipe("vit-b16-imagenet"), [text])
 
 
 def test_the_shape_of_a_resnet_or_of_a_trained_model_is_its_own() -> None:
     with pytest.raises(UsageError, match="depth is for recipes of ViTs with random weights: bit-r50x1 is a ResNet"):
-        override_settings(named("bit-r50x1-jft"), ["depth=3"])
+        override_settings(get_recipe("bit-r50x1-jft"), ["depth=3"])
     with pytest.raises(UsageError, match=r"positions is for recipes of ViTs .*: a trained model keeps its own"):
-        override_settings(finetuning("paper", 1000, 16), ["positions=none"])
+        override_settings(build_finetune_recipe("paper", 1000, 16), ["positions=none"])
     with pytest.raises(UsageError, match="--set gives depth twice"):
-        override_settings(named("vit-b16-imagenet"), ["depth=3", "depth=4"])
+        override_settings(get_recipe("vit-b16-imagenet"), ["depth=3", "depth=4"])
 
 
 # --- fine-tuning -----------------------------------------------------------------------------------------------------
@@ -183,13 +190,13 @@ def steps(recipe: Recipe, images: int) -> int:
     ],
 )
 def test_the_papers_fine_tuning(images: int, length: int, warmup: int) -> None:
-    recipe = finetuning("paper", images, 16)
-    optimiser = recipe.optimiser
+    recipe = build_finetune_recipe("paper", images, 16)
+    optimiser = recipe.optimizer
     assert steps(recipe, images) == length
     assert (optimiser.kind, optimiser.momentum, optimiser.weight_decay, optimiser.clip) == ("sgd", 0.9, 0, 1)
     assert (optimiser.head_lr, optimiser.layer_decay) == (None, 1)
     assert (recipe.batch, recipe.image_size, recipe.schedule.decay) == (512, 384, "cosine")
-    assert (recipe.schedule.warmup, recipe.schedule.final) == (warmup, 0)
+    assert (recipe.schedule.warmup, recipe.schedule.final_lr_scale) == (warmup, 0)
     assert (recipe.dropout, recipe.stochastic_depth, recipe.label_smoothing, recipe.loss) == (0, 0, 0, "softmax")
     assert (recipe.augment.mixup, recipe.augment.cutmix, recipe.augment.randaugment) == (0, 0, None)
     assert recipe.ema == (0.9999 if images >= 500_000 else 0)
@@ -208,24 +215,24 @@ def test_the_papers_fine_tuning(images: int, length: int, warmup: int) -> None:
 )
 def test_bits_own_rule(images: int, length: int, stairs: tuple[int, ...], warmup: int, mixup: float) -> None:
     """The steps of the authors' code: up to a stair's own step the rate is as before, behind it a tenth."""
-    recipe = finetuning("bit", images, 1)
-    optimiser = recipe.optimiser
+    recipe = build_finetune_recipe("bit", images, 1)
+    optimiser = recipe.optimizer
     assert (steps(recipe, images), recipe.batch, recipe.schedule.warmup) == (length, 512, warmup)
     assert (optimiser.kind, optimiser.lr, optimiser.momentum, optimiser.weight_decay) == ("sgd", 0.003, 0.9, 0)
     assert (recipe.augment.crop, recipe.augment.flip, recipe.augment.mixup) == ("window", True, mixup)
     assert optimiser.clip is None
     for fallen, stair in enumerate(stairs):
-        assert schedule.share(recipe.schedule, stair, length) == pytest.approx(10.0**-fallen)
-        assert schedule.share(recipe.schedule, stair + 1, length) == pytest.approx(10.0 ** -(fallen + 1))
-    assert schedule.share(recipe.schedule, length - 1, length) == pytest.approx(1e-3)
-    assert schedule.share(recipe.schedule, warmup // 2, length) == 0.5
+        assert schedule.lr_scale(recipe.schedule, stair, length) == pytest.approx(10.0**-fallen)
+        assert schedule.lr_scale(recipe.schedule, stair + 1, length) == pytest.approx(10.0 ** -(fallen + 1))
+    assert schedule.lr_scale(recipe.schedule, length - 1, length) == pytest.approx(1e-3)
+    assert schedule.lr_scale(recipe.schedule, warmup // 2, length) == 0.5
 
 
 @pytest.mark.parametrize(
     ("pixels", "crop", "room"), [(32 * 32, 128, 160), (96 * 96 - 1, 128, 160), (96 * 96, 480, 512)]
 )
 def test_bits_rule_chooses_the_resolution_by_the_area_of_images(pixels: int, crop: int, room: int) -> None:
-    recipe = finetuning("bit", 1000, 1, pixels=pixels)
+    recipe = build_finetune_recipe("bit", 1000, 1, pixels=pixels)
     assert recipe.resize is not None
     assert recipe.image_size == crop
     assert round(crop * recipe.resize) == room
@@ -233,7 +240,7 @@ def test_bits_rule_chooses_the_resolution_by_the_area_of_images(pixels: int, cro
 
 @pytest.mark.parametrize(("patch", "side"), [(8, 384), (14, 378), (16, 384), (32, 384), (1, 384)])
 def test_the_papers_resolution_is_the_nearest_that_the_patch_divides(patch: int, side: int) -> None:
-    assert finetuning("paper", 1000, patch).image_size == side
+    assert build_finetune_recipe("paper", 1000, patch).image_size == side
 
 
 @pytest.mark.parametrize(
@@ -250,14 +257,14 @@ def test_the_papers_resolution_is_the_nearest_that_the_patch_divides(patch: int,
     ],
 )
 def test_the_default_takes_500_steps_or_20_epochs(images: int, batch: int, length: int, warmup: int) -> None:
-    recipe = finetuning("default", images, 16)
+    recipe = build_finetune_recipe("default", images, 16)
     assert (recipe.batch, steps(recipe, images), recipe.schedule.warmup) == (batch, length, warmup)
-    assert (recipe.model, recipe.image_size, recipe.optimiser.kind) == (None, None, "adam")
+    assert (recipe.model, recipe.image_size, recipe.optimizer.kind) == (None, None, "adam")
 
 
 def test_few_images_or_epochs_are_varied_little() -> None:
     def mixes(images: int, epochs: float | None = None) -> bool:
-        augment = finetuning("default", images, 16, epochs=epochs).augment
+        augment = build_finetune_recipe("default", images, 16, epochs=epochs).augment
         assert bool(augment.mixup) == bool(augment.cutmix) == bool(augment.randaugment)
         return bool(augment.mixup)
 
@@ -268,9 +275,9 @@ def test_few_images_or_epochs_are_varied_little() -> None:
 
 @pytest.mark.parametrize("kind", ["default", "paper"])
 def test_a_shorter_fine_tuning_has_a_shorter_warm_up(kind: Any) -> None:
-    whole = finetuning(kind, 6_400, 16)
+    whole = build_finetune_recipe(kind, 6_400, 16)
     for share, rest in ((0.5, 0.5), (0.1, 0.1), (1, 1), (3, 1)):
-        recipe = finetuning(kind, 6_400, 16, epochs=share * whole.epochs)
+        recipe = build_finetune_recipe(kind, 6_400, 16, epochs=share * whole.epochs)
         assert recipe.epochs == share * whole.epochs
         assert recipe.schedule.warmup == round(rest * whole.schedule.warmup)
 
@@ -293,21 +300,21 @@ def test_a_shorter_fine_tuning_has_a_shorter_warm_up(kind: Any) -> None:
     ],
 )
 def test_a_short_run_takes_smaller_images(photo: int, epochs: float, side: int) -> None:
-    assert finetuning_side(224, 16, images=500, photo=photo, epochs=epochs) == side
-    assert finetuning_side(224, 16, images=499, photo=photo, epochs=epochs) == 224
+    assert choose_finetune_size(224, 16, images=500, photo_size=photo, epochs=epochs) == side
+    assert choose_finetune_size(224, 16, images=499, photo_size=photo, epochs=epochs) == 224
 
 
 def test_the_side_is_one_that_patches_divide() -> None:
     for own, stride in ((384, 16), (224, 32), (518, 14), (32, 8), (16, 16)):
         for photo in (10, 100, 300, 1000):
             for epochs in (0.1, 5, 50):
-                side = finetuning_side(own, stride, images=1000, photo=photo, epochs=epochs)
+                side = choose_finetune_size(own, stride, images=1000, photo_size=photo, epochs=epochs)
                 assert 0 < side <= own
                 assert side % stride == 0
 
 
 def test_a_head_starts_from_a_probe_in_a_short_run_of_the_default_alone() -> None:
-    assert finetuning("default", 1000, 16, epochs=3.9).head == "probe"
-    assert finetuning("default", 1000, 16, epochs=4).head is None
-    assert finetuning("default", 1000, 16).head is None
-    assert finetuning("paper", 1000, 16, epochs=1).head is None
+    assert build_finetune_recipe("default", 1000, 16, epochs=3.9).head_init == "probe"
+    assert build_finetune_recipe("default", 1000, 16, epochs=4).head_init is None
+    assert build_finetune_recipe("default", 1000, 16).head_init is None
+    assert build_finetune_recipe("paper", 1000, 16, epochs=1).head_init is None

@@ -4,19 +4,19 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vitrail.config import Preprocess
+    from vitrail.config import PreprocessConfig
+    from vitrail.inference.classifier import Classifier
     from vitrail.model.vit import attention_maps
-    from vitrail.predict import Classifier
     from vitrail.weights.adapt import adapt
     from vitrail.weights.load import load, save
     from vitrail.weights.trained import Trained, create
 
 __version__ = "0.1.0"
-__all__ = ["Classifier", "Preprocess", "Trained", "adapt", "attention_maps", "create", "load", "save"]
+__all__ = ["Classifier", "PreprocessConfig", "Trained", "adapt", "attention_maps", "create", "load", "save"]
 
 _HOMES = {
-    "Classifier": "vitrail.predict",
-    "Preprocess": "vitrail.config",
+    "Classifier": "vitrail.inference.classifier",
+    "PreprocessConfig": "vitrail.config",
     "Trained": "vitrail.weights.trained",
     "adapt": "vitrail.weights.adapt",
     "attention_maps": "vitrail.model.vit",
@@ -26,7 +26,11 @@ _HOMES = {
 }
 
 
+_OLD_NAMES = {"Preprocess": "PreprocessConfig"}  # for one release
+
+
 def __getattr__(name: str) -> object:
+    name = _OLD_NAMES.get(name, name)
     if name not in _HOMES:
         raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -20,9 +20,9 @@ Resample = Literal["bilinear-corners", "bilinear", "bicubic-antialias", "bicubic
 Interpolation = Literal["bilinear", "bicubic", "area", "lanczos"]
 CropRounding = Literal["nearest", "down"]
 Precision = Literal["float32", "bfloat16", "int8", "openvino-int8"]
-Target = Literal["mean-colour", "4x4-colours", "pixels", "normalised-pixels"]
+MaskedTarget = Literal["mean-colour", "4x4-colours", "pixels", "normalised-pixels"]
 
-LIMITS = {  # far above any published model; a hostile file is refused before anything is built from it
+SIZE_LIMITS = {  # far above any published model; a hostile file is refused before anything is built from it
     "width": 65_536,
     "depth": 1_024,
     "mlp": 1_048_576,
@@ -34,10 +34,13 @@ LIMITS = {  # far above any published model; a hostile file is refused before an
     "image_size": 16_384,
     "units": 1_024,
 }
-PATCH_LIMIT = 65_536  # 4096 x 4096 pixels in patches of 16; what has no weights of its own is allocated for each
-PIXEL_RANGE = (1e-6, 1e6)  # of std, and at most so far from 0 the mean: beyond it normalized pixels leave float32
-_MAY_BE_ZERO = ("classes", "registers")
-_WORDS = {"true": True, "false": False, "none": None}
+MAX_PATCHES = 65_536  # 4096 x 4096 pixels in patches of 16; what has no weights of its own is allocated for each
+NORMALIZATION_RANGE = (
+    1e-6,
+    1e6,
+)  # of std, and at most so far from 0 the mean: beyond it normalized pixels leave float32
+_ZERO_ALLOWED = ("classes", "registers")
+_LITERAL_WORDS = {"true": True, "false": False, "none": None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,9 +52,9 @@ class ConvConfig:
     width_factor: float = 1
     """The first convolution's channels in 64s; a multiple of 0.5, as group norm has 32 groups."""
     norm_eps: float
-    standardise: Literal["std + eps", "sqrt(var + eps)"]
+    standardization: Literal["std + eps", "sqrt(var + eps)"]
     """What a kernel's centred weights are divided by."""
-    standardise_eps: float
+    standardization_eps: float
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -72,7 +75,7 @@ class ConvConfig:
         return 4 * 2 ** max(len(self.units) - 1, 0)
 
     @property
-    def features(self) -> int:
+    def out_channels(self) -> int:
         """Channels of the feature map."""
         return self.width * (2 ** (len(self.units) + 1) if self.units else 1)
 
@@ -95,9 +98,9 @@ class BiTConfig:
             raise UsageError("a BiT ResNet has at least one stage")
 
     @property
-    def features(self) -> int:
+    def num_features(self) -> int:
         """Width of what the head reads."""
-        return self.conv.features
+        return self.conv.out_channels
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,7 +176,7 @@ class ViTConfig:
     @property
     def grid(self) -> tuple[int, int]:
         """Patches down and across at `image_size`."""
-        return grid_for(self.image_size, self.stride)
+        return compute_grid(self.image_size, self.stride)
 
     @property
     def stride(self) -> int:
@@ -181,23 +184,23 @@ class ViTConfig:
         return self.patch * (self.stem.stride if self.stem else 1)
 
     @property
-    def prefix(self) -> int:
+    def num_prefix_tokens(self) -> int:
         """Tokens before the first patch: class, distillation, registers."""
         return int(self.class_token) + int(self.distillation_token) + self.registers
 
     @property
-    def positioned_prefix(self) -> int:
+    def num_positioned_prefix_tokens(self) -> int:
         """Prefix tokens that have a learned position of their own."""
-        return self.prefix if self.positions == "learned-1d" and self.prefix_positions else 0
+        return self.num_prefix_tokens if self.positions == "learned-1d" and self.prefix_positions else 0
 
     @property
-    def features(self) -> int:
+    def num_features(self) -> int:
         """Width of what the head reads."""
         return self.width * (2 if self.pool == "class-mean" else 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Preprocess:
+class PreprocessConfig:
     """How an image becomes a model's input, in every command alike: resize, centre crop, normalise."""
 
     size: tuple[int, int]
@@ -211,7 +214,7 @@ class Preprocess:
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
 
     def __post_init__(self) -> None:
-        limit = LIMITS["image_size"]
+        limit = SIZE_LIMITS["image_size"]
         if len(self.resize) not in (1, 2) or not all(0 < side <= limit for side in (*self.size, *self.resize)):
             raise UsageError(f"resize is {self.resize} for a crop of {self.size}; give one or two sides up to {limit}")
         across = self.resize if len(self.resize) == 2 else self.resize * 2
@@ -220,7 +223,7 @@ class Preprocess:
         _check_choices(self)
         if len(self.mean) != len(self.std) or not self.mean:
             raise UsageError(f"mean {self.mean} and std {self.std} must name the same channels")
-        least, most = PIXEL_RANGE
+        least, most = NORMALIZATION_RANGE
         if not all(-most <= value <= most for value in self.mean) or not all(
             least <= value <= most for value in self.std
         ):
@@ -230,7 +233,7 @@ class Preprocess:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Augment:
+class AugmentConfig:
     """What happens to a training image between decoding and normalisation; `Preprocess` gives its size."""
 
     crop: Literal["inception", "window", "pad", "squash"] = "inception"
@@ -264,7 +267,7 @@ class Augment:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Optimiser:
+class OptimizerConfig:
     """How gradients become steps."""
 
     kind: Literal["adam", "sgd", "muon"] = "adam"
@@ -306,58 +309,63 @@ class Optimiser:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
+class ScheduleConfig:
     """The learning rate over the steps, as a share of its top."""
 
     decay: Literal["cosine", "linear", "rsqrt", "constant", "stairs"] = "cosine"
     warmup: int = 0
     """Steps of a straight line from nothing to the top."""
-    final: float = 0.0
+    final_lr_scale: float = 0.0
     """Of cosine and linear: the share at the end."""
     timescale: int = 10_000
     """Of rsqrt: steps after warm-up in which it falls by a factor of sqrt(2)."""
     cooldown: int = 0
     """Of rsqrt and constant: last steps, in which the learning rate also falls to nothing in a straight line."""
-    stairs: tuple[float, ...] | None = None
+    milestones: tuple[float, ...] | None = None
     """Of stairs: shares of the run after which the learning rate is a tenth of what it was."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        if self.warmup < 0 or self.cooldown < 0 or self.timescale < 1 or not 0 <= self.final <= 1:
+        if self.warmup < 0 or self.cooldown < 0 or self.timescale < 1 or not 0 <= self.final_lr_scale <= 1:
             raise UsageError(f"{self} cannot be: steps are 0 or more, the timescale 1 or more, final from 0 to 1")
         falls = self.decay in ("cosine", "linear")
-        if (self.final and not falls) or (self.cooldown and self.decay not in ("rsqrt", "constant")):
+        if (self.final_lr_scale and not falls) or (self.cooldown and self.decay not in ("rsqrt", "constant")):
             raise UsageError(f"{self} cannot be: cosine and linear fall to `final`, rsqrt and constant by a cooldown")
-        if (self.decay == "stairs") != bool(self.stairs) or any(not 0 < part < 1 for part in self.stairs or ()):
+        if (self.decay == "stairs") != bool(self.milestones) or any(not 0 < part < 1 for part in self.milestones or ()):
             raise UsageError(f"{self} cannot be: decay stairs, and no other, has shares of the run between 0 and 1")
 
 
-MASK, OWN = -1, -2  # what stands in a patch's place: the [mask], or itself; from 0 on, a patch of the next image
+MASK_TOKEN, UNCHANGED_PATCH = (
+    -1,
+    -2,
+)  # what stands in a patch's place: the [mask], or itself; from 0 on, a patch of the next image
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Masked:
+class MaskedConfig:
     """Learning without labels: some patches of an image are hidden, and what they show is to be told."""
 
     kind: Literal["mpp", "mae"]
     """mpp: their embeddings are replaced, and their own output tokens tell (Dosovitskiy et al. 2021). mae: the encoder
     gets the other patches alone, and a light decoder tells (He et al. 2022)."""
-    share: float
+    mask_ratio: float
     """Of an image's patches that are hidden."""
-    target: Target
+    target: MaskedTarget
     """mean-colour: at 3 bits a channel, of 512. 4x4-colours: the patch downsized, each place likewise. pixels: by the
     squared error. normalised-pixels: likewise, less the patch's mean and over its deviation."""
 
     def __post_init__(self) -> None:
         _check_choices(self)
-        if not 0 < self.share < 1:
-            raise UsageError(f"share is {self.share}; it must lie between 0 and 1")
+        if not 0 < self.mask_ratio < 1:
+            raise UsageError(f"share is {self.mask_ratio}; it must lie between 0 and 1")
 
-    def hidden(self, patches: int) -> int:
+    def count_masked(self, num_patches: int) -> int:
         """How many of so many patches are hidden; every image has as many, so that shapes never change."""
-        count = round(self.share * patches)
-        if not 1 <= count < patches:
-            raise UsageError(f"{self.share:.0%} of {patches} patches hide {count}; of each image some must, not all")
+        count = round(self.mask_ratio * num_patches)
+        if not 1 <= count < num_patches:
+            raise UsageError(
+                f"{self.mask_ratio:.0%} of {num_patches} patches hide {count}; of each image some must, not all"
+            )
         return count
 
 
@@ -376,16 +384,16 @@ class Recipe:
     batch: int = 4096
     """Images in a step, whatever the number of GPUs."""
     epochs: float
-    optimiser: Optimiser
-    schedule: Schedule
-    augment: Augment = dataclasses.field(default_factory=Augment)
-    masked: Masked | None = None
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    augment: AugmentConfig = dataclasses.field(default_factory=AugmentConfig)
+    masked: MaskedConfig | None = None
     """What is hidden and to be told, where there is nothing else to learn; None for labels."""
     loss: Literal["softmax", "sigmoid"] = "softmax"
     label_smoothing: float = 0.0
     head_bias: float = 0.0
     """What the head's bias begins with: log(1 / classes) and the like for sigmoid."""
-    head: Literal["probe"] | None = None
+    head_init: Literal["probe"] | None = None
     """What the new head of fine-tuning starts from: a probe of the features; None for zeros, which are the paper's."""
     mimetic: bool = False
     """Whether attention begins as trained models have it (Trockman and Kolter 2023)."""
@@ -395,9 +403,9 @@ class Recipe:
     """Decay of the average of the weights that is evaluated and kept; 0 for the weights themselves."""
     ema_warmup: bool = True
     """Whether the average follows closely at first, as it must from random weights; the paper's does not."""
-    layers: int | None = None
+    trainable_layers: int | None = None
     """How many layers below the head learn; 0 for the head alone, None for all."""
-    balanced: bool = False
+    logit_adjustment: bool = False
     """Whether every class counts alike, however many images it has."""
     data: str | None = None
     """The set it is for."""
@@ -410,32 +418,32 @@ class Recipe:
         _check_choices(self)
         if self.resize is not None and not 1 <= self.resize <= 4:
             raise UsageError(f"resize is {self.resize}; it must be from 1 to 4 sides of the crop")
-        if self.layers is not None and self.layers < 0:
-            raise UsageError(f"layers is {self.layers}; it must be 0 (the head alone) or more")
+        if self.trainable_layers is not None and self.trainable_layers < 0:
+            raise UsageError(f"layers is {self.trainable_layers}; it must be 0 (the head alone) or more")
         if self.batch < 1 or not 0 < self.epochs < math.inf:
             raise UsageError(f"batch is {self.batch} and epochs {self.epochs}; both must be above 0")
         for name in ("label_smoothing", "dropout", "stochastic_depth", "ema"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be from 0 to below 1")
         if self.masked is not None:
-            self._check_unlabelled()
+            self._check_masked()
 
-    def _check_unlabelled(self) -> None:
+    def _check_masked(self) -> None:
         """Refuse what needs labels, or a model that has learned before."""
         of = {
             "mixup": self.augment.mixup,
             "cutmix": self.augment.cutmix,
-            "layer_decay": self.optimiser.layer_decay != 1,
+            "layer_decay": self.optimizer.layer_decay != 1,
         }
         of |= {name: getattr(self, name) for name in ("balanced", "label_smoothing", "head_bias")}
-        of["layers"] = self.layers is not None
+        of["layers"] = self.trainable_layers is not None
         if unfit := [name for name, value in of.items() if value]:
             raise UsageError(f"{unfit[0]} is for learning from labels, and this recipe is masked: leave it away")
         if self.model is None:
             raise UsageError("a masked recipe begins with random weights and names its preset")
 
 
-def grid_for(image_size: tuple[int, int], patch: int) -> tuple[int, int]:
+def compute_grid(image_size: tuple[int, int], patch: int) -> tuple[int, int]:
     """Patches down and across an image, or an error that names the sizes that fit."""
     height, width = image_size
     if height % patch or width % patch or not height or not width:
@@ -448,15 +456,15 @@ def grid_for(image_size: tuple[int, int], patch: int) -> tuple[int, int]:
 
 def check_patches(image_size: tuple[int, int], patch: int) -> None:
     """Refuse an image size that does not divide into patches, or into more than any model takes."""
-    rows, columns = grid_for(image_size, patch)
-    if rows * columns > PATCH_LIMIT:
+    rows, columns = compute_grid(image_size, patch)
+    if rows * columns > MAX_PATCHES:
         raise UsageError(
             f"{image_size[0]} x {image_size[1]} in patches of {patch} x {patch} pixels are {rows * columns:,} patches;"
-            f" at most {PATCH_LIMIT:,} are computed"
+            f" at most {MAX_PATCHES:,} are computed"
         )
 
 
-def sides(size: int | tuple[int, ...]) -> tuple[int, int]:
+def expand_image_size(size: int | tuple[int, ...]) -> tuple[int, int]:
     """Height and width: of a square where one number is given."""
     both = (size, size) if isinstance(size, int) else size * 2 if len(size) == 1 else size
     if len(both) != 2:
@@ -472,61 +480,111 @@ def to_json(value: Any) -> dict[str, Any]:
     return {name: list(v) if isinstance(v, tuple) else v for name, v in dataclasses.asdict(value).items()}
 
 
+_OLD_KEYS: dict[str, dict[str, str]] = {  # class -> key in files of earlier versions -> its field now
+    "ConvConfig": {"standardise": "standardization", "standardise_eps": "standardization_eps"},
+    "MaskedConfig": {"share": "mask_ratio"},
+    "NativeHeader": {"several": "multi_label", "tried": "precision_measurements", "ranges": "activation_ranges"},
+    "Origin": {"licence": "license"},
+    "PrecisionMeasurement": {
+        "speed": "speedup",
+        "top1": "top1_agreement",
+        "sure": "confident_agreement",
+        "sure_images": "confident_images",
+        "change": "mean_probability_change",
+    },
+    "Recipe": {
+        "optimiser": "optimizer",
+        "balanced": "logit_adjustment",
+        "layers": "trainable_layers",
+        "head": "head_init",
+    },
+    "ScheduleConfig": {"final": "final_lr_scale", "stairs": "milestones"},
+}
+_OLD_RUN_KEYS = {
+    "several": "multi_label",
+    "everything": "train_on_val",
+    "measured": "eval_split",
+    "view": "train_preprocess",
+    "world": "world_size",
+}
+
+
+def upgrade_keys(kind: Any, value: Any) -> Any:
+    """JSON fields of the dataclass `kind`, at any depth, under the names that they have now."""
+    if typing.get_origin(kind) is types.UnionType:
+        kind = _choose_class_by_kind(typing.get_args(kind), value)
+    if not dataclasses.is_dataclass(kind) or not isinstance(value, dict):
+        return value
+    hints, new_names = typing.get_type_hints(kind), _OLD_KEYS.get(cast(type, kind).__name__, {})
+    renamed = {new_names.get(str(name), str(name)): field for name, field in value.items()}
+    return {name: upgrade_keys(hints.get(name), field) for name, field in renamed.items()}
+
+
+def upgrade_run_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A run's config.json under the names that its keys have now."""
+    renamed = {_OLD_RUN_KEYS.get(name, name): value for name, value in config.items()}
+    return renamed | {"recipe": upgrade_keys(Recipe, renamed.get("recipe"))}
+
+
 def from_json(kind: type[T], value: object) -> T:
     """The dataclass written by `to_json`; an unknown, missing or mistyped field is an error."""
     if not isinstance(value, dict):
         raise UsageError(f"{kind.__name__} must be an object of fields, not {value!r:.80}")
+    new_names = _OLD_KEYS.get(kind.__name__, {})
+    value = {new_names.get(str(name), str(name)): field for name, field in value.items()}
     hints = typing.get_type_hints(kind)
     required = {field.name for field in dataclasses.fields(cast(Any, kind)) if field.default is dataclasses.MISSING}
     if unknown := sorted(value.keys() - hints.keys()):
         raise UsageError(f"{kind.__name__} has no field {unknown[0]!r:.80}")
     if missing := sorted(required - value.keys()):
         raise UsageError(f"{kind.__name__} lacks the field {missing[0]!r}")
-    return kind(**{name: _typed(name, hints[name], field) for name, field in value.items()})
+    return kind(**{name: _convert_value(name, hints[name], field) for name, field in value.items()})
 
 
 def parse_field(kind: type, field: str, text: str, name: str) -> Any:
     """The value of a field that a command line calls `name`: true, 8, 0.1, none, cosine, or 2,10."""
     hint = typing.get_type_hints(kind)[field]
     if typing.get_origin(hint) is Literal:  # where none may be a choice
-        return _typed(name, hint, text.strip())
-    return _typed(name, hint, [_parse_word(word) for word in text.split(",")] if "," in text else _parse_word(text))
+        return _convert_value(name, hint, text.strip())
+    return _convert_value(
+        name, hint, [_parse_word(word) for word in text.split(",")] if "," in text else _parse_word(text)
+    )
 
 
 def _parse_word(word: str) -> object:
     word = word.strip()
-    if word.lower() in _WORDS:
-        return _WORDS[word.lower()]
+    if word.lower() in _LITERAL_WORDS:
+        return _LITERAL_WORDS[word.lower()]
     for number in (int, float):
         with contextlib.suppress(ValueError):
             return number(word)
     return word
 
 
-def _describe(hint: Any) -> str:
+def _describe_type(hint: Any) -> str:
     """What a value may be, in words."""
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, arguments))}"
     if typing.get_origin(hint) is types.UnionType:
-        return " or ".join("none" if part is type(None) else _describe(part) for part in arguments)
+        return " or ".join("none" if part is type(None) else _describe_type(part) for part in arguments)
     if typing.get_origin(hint) is tuple and Ellipsis not in arguments:
         return f"{len(arguments)} of {getattr(arguments[0], '__name__', arguments[0])}"
     return str(getattr(hint, "__name__", hint))
 
 
-def _typed(name: str, hint: Any, value: object) -> Any:
+def _convert_value(name: str, hint: Any, value: object) -> Any:
     """`value` if it is what `hint` says; lists become tuples, objects dataclasses, whole numbers floats where asked."""
     arguments = typing.get_args(hint)
     match typing.get_origin(hint):
         case types.UnionType:
             if value is None and type(None) in arguments:
                 return None
-            return _typed(name, _by_kind(arguments, value), value)
+            return _convert_value(name, _choose_class_by_kind(arguments, value), value)
         case origin if origin is tuple and isinstance(value, list | tuple):
             kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
             if len(kinds) == len(value):
-                return tuple(_typed(name, kind, item) for kind, item in zip(kinds, value, strict=True))
+                return tuple(_convert_value(name, kind, item) for kind, item in zip(kinds, value, strict=True))
         case origin if origin is Literal:
             if isinstance(value, str) and value in arguments:
                 return value
@@ -537,10 +595,10 @@ def _typed(name: str, hint: Any, value: object) -> Any:
                 return float(value)
         case None if type(value) is hint:
             return value
-    raise UsageError(f"{name} is {value!r:.80}; it must be {_describe(hint)}")
+    raise UsageError(f"{name} is {value!r:.80}; it must be {_describe_type(hint)}")
 
 
-def _by_kind(options: tuple[Any, ...], value: object) -> Any:
+def _choose_class_by_kind(options: tuple[Any, ...], value: object) -> Any:
     """Which of several classes a JSON object is of, by its `kind`; the first where they have none."""
     kind = value.get("kind") if isinstance(value, dict) else None
     classes = [option for option in options if option is not type(None)]
@@ -553,8 +611,8 @@ def _check_numbers(config: Any) -> None:
         value = getattr(config, field.name)
         if field.name.endswith("_eps") and not 0 < value < 1:
             raise UsageError(f"{field.name} is {value}; it must lie between 0 and 1")
-        if field.name in LIMITS:
-            least, limit = 0 if field.name in _MAY_BE_ZERO else 1, LIMITS[field.name]
+        if field.name in SIZE_LIMITS:
+            least, limit = 0 if field.name in _ZERO_ALLOWED else 1, SIZE_LIMITS[field.name]
             for number in value if isinstance(value, tuple) else (value,):
                 if not least <= number <= limit:
                     raise UsageError(f"{field.name} is {number}; it must be from {least} to {limit}")

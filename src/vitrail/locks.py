@@ -25,11 +25,11 @@ except ImportError:  # not every system has it
 
 from vitrail.errors import UsageError
 
-_PAUSE = 0.1  # seconds
-_held: dict[str, int] = {}
+_RETRY_SECONDS = 0.1  # seconds
+_held_locks: dict[str, int] = {}
 """Locks of this process by path, and the thread that took each: record locks do not tell threads apart."""
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_held.clear)
+    os.register_at_fork(after_in_child=_held_locks.clear)
 
 
 class LockedError(UsageError):
@@ -37,71 +37,71 @@ class LockedError(UsageError):
 
 
 @contextlib.contextmanager
-def hold_lock(path: Path, what: str) -> Iterator[None]:
+def hold_lock(path: Path, resource: str) -> Iterator[None]:
     """Hold the lock file while the block lasts, or raise a `LockedError` that names who uses `what`.
 
     The thread that holds it may enter again.
     """
-    key = _identify(path)
-    if _held.get(key) == threading.get_ident():
+    key = _get_lock_key(path)
+    if _held_locks.get(key) == threading.get_ident():
         yield
         return
-    descriptor = _acquire(path, what)
-    _held[key] = threading.get_ident()
+    descriptor = _acquire_lock(path, resource)
+    _held_locks[key] = threading.get_ident()
     try:
         yield
     finally:
-        del _held[key]
+        del _held_locks[key]
         with contextlib.suppress(OSError):  # its folder may be gone
             path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 @contextlib.contextmanager
-def wait_for_lock(path: Path, what: str) -> Iterator[None]:
+def wait_for_lock(path: Path, resource: str) -> Iterator[None]:
     """Hold the lock file while the block lasts, however long others hold it before."""
     with contextlib.ExitStack() as stack:
         while True:
             try:
-                stack.enter_context(hold_lock(path, what))
+                stack.enter_context(hold_lock(path, resource))
                 break
             except LockedError:
-                time.sleep(_PAUSE)
+                time.sleep(_RETRY_SECONDS)
         yield
 
 
-def check_lock(path: Path, what: str) -> None:
+def check_lock(path: Path, resource: str) -> None:
     """Raise a `LockedError` where another process or thread holds the lock file."""
-    if _held.get(_identify(path)) == threading.get_ident():
+    if _held_locks.get(_get_lock_key(path)) == threading.get_ident():
         return
     with contextlib.suppress(FileNotFoundError):
-        os.close(_acquire(path, what, create=False))
+        os.close(_acquire_lock(path, resource, create=False))
 
 
-def _acquire(path: Path, what: str, *, create: bool = True) -> int:
+def _acquire_lock(path: Path, resource: str, *, create: bool = True) -> int:
     """The descriptor of the locked file, which names this process."""
-    if _identify(path) in _held:  # to open the file once more and close it would end the lock
-        raise _make_error(what, _describe_process(), path)
+    if _get_lock_key(path) in _held_locks:  # to open the file once more and close it would end the lock
+        raise _make_error(resource, _describe_process(), path)
     while True:
         descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o644)
         try:
             holder = _read_holder(descriptor)
             if not _try_lock(descriptor, holder):
-                raise _make_error(what, holder, path)
+                raise _make_error(resource, holder, path)
             if not _is_same_file(descriptor, path):  # whoever held it has removed it meanwhile
                 os.close(descriptor)
                 continue
             if create:
                 _write_holder(descriptor)
             if create and fcntl is None and _read_holder(descriptor).get("pid") != os.getpid():
-                raise _make_error(what, _read_holder(descriptor), path)  # another was quicker
+                raise _make_error(resource, _read_holder(descriptor), path)  # another was quicker
         except BaseException:
             os.close(descriptor)
             raise
         return descriptor
 
 
-def _identify(path: Path) -> str:
+def _get_lock_key(path: Path) -> str:
     """One name for a lock file, whatever links lead to its folder."""
     return str(path.parent.resolve() / path.name)
 
@@ -111,7 +111,7 @@ def _write_holder(descriptor: int) -> None:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(_describe_process()).encode(), 0)
     if fcntl is None:
-        time.sleep(_PAUSE)  # whoever took it in the same moment has written by now, and the last one has it
+        time.sleep(_RETRY_SECONDS)  # whoever took it in the same moment has written by now, and the last one has it
 
 
 def _try_lock(descriptor: int, holder: dict[str, Any]) -> bool:
@@ -170,9 +170,9 @@ def _is_same_file(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _make_error(what: str, holder: dict[str, Any], path: Path) -> LockedError:
+def _make_error(resource: str, holder: dict[str, Any], path: Path) -> LockedError:
     who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} since {holder.get('since', '?')}"
     return LockedError(
-        f"{what} is in use by {who!s:.200} ({holder.get('command', '?')!s:.200}): wait for it, stop it, or choose"
+        f"{resource} is in use by {who!s:.200} ({holder.get('command', '?')!s:.200}): wait for it, stop it, or choose"
         f" another --out. If it is gone, remove {path}"
     )

@@ -10,11 +10,11 @@ import difflib
 import re
 from typing import Any, NamedTuple, TypeVar
 
-from vitrail.config import BiTConfig, ConvConfig, Preprocess, ViTConfig
+from vitrail.config import BiTConfig, ConvConfig, PreprocessConfig, ViTConfig
 from vitrail.errors import UsageError
 
 
-class Size(NamedTuple):
+class ViTSize(NamedTuple):
     width: int
     depth: int
     mlp: int
@@ -22,18 +22,18 @@ class Size(NamedTuple):
 
 
 SIZES = {  #        width depth  mlp  heads
-    "ti":     Size( 192,   12,   768,  3),  # Touvron et al. 2021, table 1
-    "s":      Size( 384,   12,  1536,  6),  # Touvron et al. 2021, table 1
-    "m":      Size( 512,   12,  2048,  8),  # big_vision
-    "b":      Size( 768,   12,  3072, 12),  # Dosovitskiy et al. 2021, table 1
-    "l":      Size(1024,   24,  4096, 16),  # Dosovitskiy et al. 2021, table 1
-    "so400m": Size(1152,   27,  4304, 16),  # Alabdulmohsin et al. 2023
-    "h":      Size(1280,   32,  5120, 16),  # Dosovitskiy et al. 2021, table 1
-    "g":      Size(1408,   40,  6144, 16),  # Zhai et al. 2022, table 2
-    "bigg":   Size(1664,   48,  8192, 16),  # Zhai et al. 2022, table 2: "G"
+    "ti":     ViTSize( 192,   12,   768,  3),  # Touvron et al. 2021, table 1
+    "s":      ViTSize( 384,   12,  1536,  6),  # Touvron et al. 2021, table 1
+    "m":      ViTSize( 512,   12,  2048,  8),  # big_vision
+    "b":      ViTSize( 768,   12,  3072, 12),  # Dosovitskiy et al. 2021, table 1
+    "l":      ViTSize(1024,   24,  4096, 16),  # Dosovitskiy et al. 2021, table 1
+    "so400m": ViTSize(1152,   27,  4304, 16),  # Alabdulmohsin et al. 2023
+    "h":      ViTSize(1280,   32,  5120, 16),  # Dosovitskiy et al. 2021, table 1
+    "g":      ViTSize(1408,   40,  6144, 16),  # Zhai et al. 2022, table 2
+    "bigg":   ViTSize(1664,   48,  8192, 16),  # Zhai et al. 2022, table 2: "G"
 }  # fmt: skip
 
-PATCHES = {
+PATCH_SIDES = {
     "ti": (16,),
     "s": (16, 32),
     "m": (16, 32),
@@ -45,70 +45,76 @@ PATCHES = {
     "bigg": (14,),
 }
 
-IMAGENET: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
-PREPROCESS: dict[str, dict[str, Any]] = {
-    "imagenet": IMAGENET | {"interpolation": "bicubic"},  # DeiT and most of timm
+IMAGENET_NORMALIZATION: dict[str, Any] = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+PREPROCESS_PRESETS: dict[str, dict[str, Any]] = {
+    "imagenet": IMAGENET_NORMALIZATION | {"interpolation": "bicubic"},  # DeiT and most of timm
     "inception": {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "interpolation": "bicubic"},  # Google, AugReg
-    "torchvision": IMAGENET | {"interpolation": "bilinear"},
+    "torchvision": IMAGENET_NORMALIZATION | {"interpolation": "bilinear"},
 }
 
-UNITS = {"26": (2, 2, 2, 2), "50": (3, 4, 6, 3), "101": (3, 4, 23, 3), "152": (3, 8, 36, 3), "200": (3, 24, 36, 3)}
-BIT = ("50x1", "50x2", "50x3", "101x1", "101x3", "152x1", "152x2", "152x4", "200x3")
+RESNET_UNITS = {
+    "26": (2, 2, 2, 2),
+    "50": (3, 4, 6, 3),
+    "101": (3, 4, 23, 3),
+    "152": (3, 8, 36, 3),
+    "200": (3, 24, 36, 3),
+}
+BIT_VARIANTS = ("50x1", "50x2", "50x3", "101x1", "101x3", "152x1", "152x2", "152x4", "200x3")
 
 
-class Hybrid(NamedTuple):
+class HybridSize(NamedTuple):
     size: str
     units: tuple[int, ...]
     patch: int
 
 
 HYBRIDS = {  # stages of the stem, patch on its feature map; /16 moves the last stage's units into the third
-    "r-ti16": Hybrid("ti", (), 8),  # the name says 16, its stride is 32
-    "r26-s32": Hybrid("s", UNITS["26"], 1),
-    "r26-b32": Hybrid("b", UNITS["26"], 1),
-    "r50-b16": Hybrid("b", (3, 4, 9), 1),
-    "r50-b32": Hybrid("b", UNITS["50"], 1),
-    "r50-l16": Hybrid("l", (3, 4, 9), 1),
-    "r50-l32": Hybrid("l", UNITS["50"], 1),
+    "r-ti16": HybridSize("ti", (), 8),  # the name says 16, its stride is 32
+    "r26-s32": HybridSize("s", RESNET_UNITS["26"], 1),
+    "r26-b32": HybridSize("b", RESNET_UNITS["26"], 1),
+    "r50-b16": HybridSize("b", (3, 4, 9), 1),
+    "r50-b32": HybridSize("b", RESNET_UNITS["50"], 1),
+    "r50-l16": HybridSize("l", (3, 4, 9), 1),
+    "r50-l32": HybridSize("l", RESNET_UNITS["50"], 1),
 }
 HYBRID_NUMERICS: dict[str, Any] = {"norm_eps": 1e-6, "standardise": "std + eps", "standardise_eps": 1e-5}
 BIT_NUMERICS: dict[str, Any] = {"norm_eps": 1e-5, "standardise": "sqrt(var + eps)", "standardise_eps": 1e-10}
 
-_VIT = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)")
-_BIT = re.compile(rf"bit-r({'|'.join(UNITS)})x([1-9]\d*)")
+_VIT_PATTERN = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)")
+_BIT_PATTERN = re.compile(rf"bit-r({'|'.join(RESNET_UNITS)})x([1-9]\d*)")
 
 
-def names() -> list[str]:
+def list_presets() -> list[str]:
     """The published presets: ViTs, hybrids, ResNets, each smallest first."""
-    plain = [f"{size}{patch}" for size in SIZES for patch in PATCHES[size]]
-    return [*plain, *HYBRIDS, *(f"bit-r{name}" for name in BIT)]
+    plain = [f"{size}{patch}" for size in SIZES for patch in PATCH_SIDES[size]]
+    return [*plain, *HYBRIDS, *(f"bit-r{name}" for name in BIT_VARIANTS)]
 
 
-def exists(name: str) -> bool:
+def has_preset(name: str) -> bool:
     """Whether `name` is a preset: a hybrid, a ResNet, or a size with a patch side, published or not."""
-    return name in HYBRIDS or any(pattern.fullmatch(name) for pattern in (_VIT, _BIT))
+    return name in HYBRIDS or any(pattern.fullmatch(name) for pattern in (_VIT_PATTERN, _BIT_PATTERN))
 
 
-def config(name: str, **changes: Any) -> ViTConfig | BiTConfig:
+def get_preset_config(name: str, **changes: Any) -> ViTConfig | BiTConfig:
     """The configuration of a preset, `changes` applied."""
-    if found := _BIT.fullmatch(name):
-        conv = ConvConfig(units=UNITS[found[1]], width_factor=int(found[2]), **BIT_NUMERICS)
-        return _build(BiTConfig, {"conv": conv} | changes)
+    if found := _BIT_PATTERN.fullmatch(name):
+        conv = ConvConfig(units=RESNET_UNITS[found[1]], width_factor=int(found[2]), **BIT_NUMERICS)
+        return _build_config(BiTConfig, {"conv": conv} | changes)
     if name in HYBRIDS:
         hybrid = HYBRIDS[name]
         stem = ConvConfig(units=hybrid.units, **HYBRID_NUMERICS)
-        return _build(ViTConfig, SIZES[hybrid.size]._asdict() | {"patch": hybrid.patch, "stem": stem} | changes)
-    found = _VIT.fullmatch(name)
+        return _build_config(ViTConfig, SIZES[hybrid.size]._asdict() | {"patch": hybrid.patch, "stem": stem} | changes)
+    found = _VIT_PATTERN.fullmatch(name)
     if found is None:
-        raise UsageError(unknown(name))
+        raise UsageError(describe_unknown_preset(name))
     patch = int(changes.get("patch") or found[2])
     side = max(1, round(224 / patch)) * patch  # 224 for every published patch side
-    return _build(ViTConfig, SIZES[found[1]]._asdict() | {"patch": patch, "image_size": (side, side)} | changes)
+    return _build_config(ViTConfig, SIZES[found[1]]._asdict() | {"patch": patch, "image_size": (side, side)} | changes)
 
 
-def unknown(name: str) -> str:
+def describe_unknown_preset(name: str) -> str:
     """What to say of a name that no preset has."""
-    close = [name.lower()] if exists(name.lower()) else difflib.get_close_matches(name.lower(), names(), n=1)
+    close = [name.lower()] if has_preset(name.lower()) else difflib.get_close_matches(name.lower(), list_presets(), n=1)
     meant = f" Did you mean {close[0]}?" if close else ""
     return f"there is no preset {name!r:.80}.{meant} `vitrail list` shows them; `b16` is size b, patch 16."
 
@@ -116,29 +122,30 @@ def unknown(name: str) -> str:
 C = TypeVar("C", ViTConfig, BiTConfig)
 
 
-def _build(kind: type[C], fields: dict[str, Any]) -> C:
+def _build_config(kind: type[C], fields: dict[str, Any]) -> C:
     if unknown := sorted(fields.keys() - {field.name for field in dataclasses.fields(kind)}):
         raise UsageError(f"a {'ViT' if kind is ViTConfig else 'ResNet'} has no setting {unknown[0]!r}")
     return kind(**fields)
 
 
-def heads(width: int, depth: int) -> int | None:
+def find_published_heads(width: int, depth: int) -> int | None:
     """The number of heads of the published size with this width and depth, where there is one."""
     return next((size.heads for size in SIZES.values() if (size.width, size.depth) == (width, depth)), None)
 
 
-def preprocess(name: str, size: tuple[int, int], channels: int = 3) -> Preprocess:
+def build_preprocess_config(name: str, size: tuple[int, int], channels: int = 3) -> PreprocessConfig:
     """The usual evaluation view of `name`'s weights: short side at 8/7 of the crop, as 256 is to 224."""
-    if name not in PREPROCESS:
-        raise UsageError(f"there is no preprocessing {name!r}; choose one of {', '.join(PREPROCESS)}")
+    if name not in PREPROCESS_PRESETS:
+        raise UsageError(f"there is no preprocessing {name!r}; choose one of {', '.join(PREPROCESS_PRESETS)}")
     resize = (round(size[0] * 8 / 7),) if size[0] == size[1] else size
     fields: dict[str, Any] = {
-        key: value if key == "interpolation" else in_turn(value, channels) for key, value in PREPROCESS[name].items()
+        key: value if key == "interpolation" else spread_over_channels(value, channels)
+        for key, value in PREPROCESS_PRESETS[name].items()
     }
-    return Preprocess(size=size, resize=resize, **fields)
+    return PreprocessConfig(size=size, resize=resize, **fields)
 
 
-def in_turn(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+def spread_over_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
     """A value for each channel: the given ones in turn, or their mean for a single channel."""
     if channels == 1:
         return (sum(values) / len(values),)

@@ -11,10 +11,20 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from vitrail import presets
-from vitrail.config import Augment, BiTConfig, Masked, Optimiser, Recipe, Schedule, ViTConfig, parse_field, sides
+from vitrail.config import (
+    AugmentConfig,
+    BiTConfig,
+    MaskedConfig,
+    OptimizerConfig,
+    Recipe,
+    ScheduleConfig,
+    ViTConfig,
+    expand_image_size,
+    parse_field,
+)
 from vitrail.errors import UsageError
 
-IMAGES = {  # for training, in the sets that recipes are for
+TRAIN_IMAGE_COUNTS = {  # for training, in the sets that recipes are for
     "jft": 303_000_000,
     "imagenet21k": 14_197_122,
     "imagenet": 1_281_167,
@@ -22,12 +32,12 @@ IMAGES = {  # for training, in the sets that recipes are for
     "cifar10": 50_000,
     "digits": 1_439,
 }
-_PAPER = "Dosovitskiy et al. 2021, table 3"
-_LONGER = "Dosovitskiy et al. 2021, table 6, which states no learning rate: that of R152x2 in table 3"
-_WARMUP = 10_000
+_PAPER_SOURCE = "Dosovitskiy et al. 2021, table 3"
+_LONGER_SOURCE = "Dosovitskiy et al. 2021, table 6, which states no learning rate: that of R152x2 in table 3"
+_WARMUP_STEPS = 10_000
 
 
-def _paper(
+def _build_paper_recipe(
     model: str,
     *,
     epochs: float,
@@ -45,47 +55,47 @@ def _paper(
         model=model,
         settings={} if model.startswith("bit-") else {"hidden_head": True},
         epochs=epochs,
-        optimiser=Optimiser(lr=lr, weight_decay=weight_decay, clip=clip),
-        schedule=Schedule(decay=more.pop("decay", "linear"), warmup=_WARMUP),
+        optimizer=OptimizerConfig(lr=lr, weight_decay=weight_decay, clip=clip),
+        schedule=ScheduleConfig(decay=more.pop("decay", "linear"), warmup=_WARMUP_STEPS),
         dropout=dropout,
-        **({"source": _PAPER} | more),
+        **({"source": _PAPER_SOURCE} | more),
     )
 
 
-def _jft(model: str, epochs: float, lr: float, source: str = _PAPER) -> Recipe:
-    return _paper(model, epochs=epochs, lr=lr, weight_decay=0.1, loss="sigmoid", data="jft", source=source)
+def _build_jft_recipe(model: str, epochs: float, lr: float, source: str = _PAPER_SOURCE) -> Recipe:
+    return _build_paper_recipe(model, epochs=epochs, lr=lr, weight_decay=0.1, loss="sigmoid", data="jft", source=source)
 
 
-def _i21k(model: str, epochs: float) -> Recipe:
+def _build_i21k_recipe(model: str, epochs: float) -> Recipe:
     shared: dict[str, Any] = {"loss": "sigmoid", "head_bias": -10.0, "data": "imagenet21k"}
-    return _paper(model, epochs=epochs, lr=1e-3, weight_decay=0.03, dropout=0.1, **shared)
+    return _build_paper_recipe(model, epochs=epochs, lr=1e-3, weight_decay=0.03, dropout=0.1, **shared)
 
 
-def _imagenet(model: str) -> Recipe:
+def _build_imagenet_recipe(model: str) -> Recipe:
     shared: dict[str, Any] = {"clip": 1.0, "decay": "cosine", "data": "imagenet"}
-    return _paper(model, epochs=300, lr=3e-3, weight_decay=0.3, dropout=0.1, **shared)
+    return _build_paper_recipe(model, epochs=300, lr=3e-3, weight_decay=0.3, dropout=0.1, **shared)
 
 
-LEVELS = {  # of Steiner et al. 2022: mixup's alpha; RandAugment's operations and magnitude
-    "none": Augment(),
-    "light1": Augment(randaugment=(2, 0)),
-    "light2": Augment(randaugment=(2, 10), mixup=0.2),
-    "medium1": Augment(randaugment=(2, 15), mixup=0.2),
-    "medium2": Augment(randaugment=(2, 15), mixup=0.5),
-    "strong1": Augment(randaugment=(2, 20), mixup=0.5),
-    "strong2": Augment(randaugment=(2, 20), mixup=0.8),
+AUGREG_LEVELS = {  # of Steiner et al. 2022: mixup's alpha; RandAugment's operations and magnitude
+    "none": AugmentConfig(),
+    "light1": AugmentConfig(randaugment=(2, 0)),
+    "light2": AugmentConfig(randaugment=(2, 10), mixup=0.2),
+    "medium1": AugmentConfig(randaugment=(2, 15), mixup=0.2),
+    "medium2": AugmentConfig(randaugment=(2, 15), mixup=0.5),
+    "strong1": AugmentConfig(randaugment=(2, 20), mixup=0.5),
+    "strong2": AugmentConfig(randaugment=(2, 20), mixup=0.8),
 }
 
 
-def _augreg(
+def _build_augreg_recipe(
     model: str, level: str, *, epochs: float, head_bias: float, data: str, result: float | None = None
 ) -> Recipe:
     return Recipe(
         model=model,
         epochs=epochs,
-        optimiser=Optimiser(lr=1e-3, weight_decay=0.1, clip=1.0),
-        schedule=Schedule(decay="cosine", warmup=_WARMUP),
-        augment=LEVELS[level],
+        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, clip=1.0),
+        schedule=ScheduleConfig(decay="cosine", warmup=_WARMUP_STEPS),
+        augment=AUGREG_LEVELS[level],
         loss="sigmoid",
         head_bias=head_bias,
         data=data,
@@ -96,9 +106,16 @@ def _augreg(
     )
 
 
-_AUGREG_I21K = {"ti16": "none", "s32": "none", "s16": "light1", "b32": "light2", "b16": "light2", "l16": "medium2"}
+_AUGREG_I21K_LEVELS = {
+    "ti16": "none",
+    "s32": "none",
+    "s16": "light1",
+    "b32": "light2",
+    "b16": "light2",
+    "l16": "medium2",
+}
 _AUGREG_I21K_RESULTS = {"ti16": 75.45, "s16": 81.40, "b32": 80.73, "b16": 84.53, "l16": 85.86}  # timm's table
-_AUGREG_IMAGENET = {
+_AUGREG_IMAGENET_LEVELS = {
     "ti16": "light1",
     "s32": "medium1",
     "s16": "medium2",
@@ -108,18 +125,18 @@ _AUGREG_IMAGENET = {
 }
 
 
-def _small(model: str, image_size: int, *, epochs: float, data: str) -> Recipe:
+def _build_small_recipe(model: str, image_size: int, *, epochs: float, data: str) -> Recipe:
     """For small pictures and one GPU, of 64 patches: docs/experiments/cifar10.md."""
-    steps = round(epochs * IMAGES[data] / 256)
+    steps = round(epochs * TRAIN_IMAGE_COUNTS[data] / 256)
     return Recipe(
         model=model,
         settings={"depth": 8, "pool": "norm-mean", "class_token": False, "positions": "sincos-2d"},
         image_size=image_size,
         batch=256,
         epochs=epochs,
-        optimiser=Optimiser(kind="muon", lr=2e-3, weight_decay=0.2, momentum=0.95, beta2=0.99, clip=1.0),
-        schedule=Schedule(warmup=steps // 20),
-        augment=Augment(crop="pad", randaugment=(2, 4), mixup=0.2, cutmix=1.0),
+        optimizer=OptimizerConfig(kind="muon", lr=2e-3, weight_decay=0.2, momentum=0.95, beta2=0.99, clip=1.0),
+        schedule=ScheduleConfig(warmup=steps // 20),
+        augment=AugmentConfig(crop="pad", randaugment=(2, 4), mixup=0.2, cutmix=1.0),
         label_smoothing=0.1,
         mimetic=True,
         ema=0.9995,
@@ -128,27 +145,27 @@ def _small(model: str, image_size: int, *, epochs: float, data: str) -> Recipe:
     )
 
 
-_SMALL = {
+_SMALL_RECIPES = {
     "cifar10": dataclasses.replace(
-        _small("s4", 32, epochs=160, data="cifar10"),
+        _build_small_recipe("s4", 32, epochs=160, data="cifar10"),
         result="96.50 ± 0.09 % of 10,000 test images at the last epoch, n = 3, with --everything",
     ),
-    "tiny-imagenet": _small("s8", 64, epochs=100, data="tiny-imagenet"),
+    "tiny-imagenet": _build_small_recipe("s8", 64, epochs=100, data="tiny-imagenet"),
 }
 
 
-MPP = Masked(kind="mpp", share=0.5, target="mean-colour")
-MAE = Masked(kind="mae", share=0.75, target="normalised-pixels")
-_PLAIN = Augment(area=(0.2, 1.0))  # He et al. 2022: more would only make the hidden harder to tell
+MPP = MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-colour")
+MAE = MaskedConfig(kind="mae", mask_ratio=0.75, target="normalised-pixels")
+_MASKED_AUGMENT = AugmentConfig(area=(0.2, 1.0))  # He et al. 2022: more would only make the hidden harder to tell
 
 
-def _mpp_jft(steps: int, result: str) -> Recipe:
+def _build_mpp_jft_recipe(steps: int, result: str) -> Recipe:
     """The paper's self-supervision; of its weight decay it says nothing but that all models had 0.1."""
     return Recipe(
         model="b16",
-        epochs=steps * 4096 / IMAGES["jft"],
-        optimiser=Optimiser(lr=2e-4, weight_decay=0.1),
-        schedule=Schedule(decay="cosine", warmup=_WARMUP),
+        epochs=steps * 4096 / TRAIN_IMAGE_COUNTS["jft"],
+        optimizer=OptimizerConfig(lr=2e-4, weight_decay=0.1),
+        schedule=ScheduleConfig(decay="cosine", warmup=_WARMUP_STEPS),
         masked=MPP,
         data="jft",
         source="Dosovitskiy et al. 2021, B.1.2",
@@ -156,15 +173,15 @@ def _mpp_jft(steps: int, result: str) -> Recipe:
     )
 
 
-def without_labels(supervised: Recipe, masked: Masked, *, images: int, epochs: float) -> Recipe:
+def build_masked_recipe(supervised: Recipe, masked: MaskedConfig, *, images: int, epochs: float) -> Recipe:
     """A recipe for the same model that learns so many small images without labels; evaluation sees them whole."""
     return dataclasses.replace(
         supervised,
         masked=masked,
         epochs=epochs,
-        optimiser=dataclasses.replace(supervised.optimiser, weight_decay=0.05),
-        schedule=Schedule(warmup=round(epochs * images / supervised.batch / 20)),
-        augment=dataclasses.replace(_PLAIN, flip=supervised.augment.flip),
+        optimizer=dataclasses.replace(supervised.optimizer, weight_decay=0.05),
+        schedule=ScheduleConfig(warmup=round(epochs * images / supervised.batch / 20)),
+        augment=dataclasses.replace(_MASKED_AUGMENT, flip=supervised.augment.flip),
         resize=1.0,
         label_smoothing=0.0,
         ema=0.0,
@@ -179,47 +196,47 @@ RECIPES: dict[str, Recipe] = {
         image_size=8,
         batch=64,
         epochs=60,
-        optimiser=Optimiser(kind="muon", lr=1e-2, weight_decay=0.05, momentum=0.95, clip=1.0),
-        schedule=Schedule(warmup=50),
-        augment=Augment(crop="pad", flip=False, mixup=0.2),
+        optimizer=OptimizerConfig(kind="muon", lr=1e-2, weight_decay=0.05, momentum=0.95, clip=1.0),
+        schedule=ScheduleConfig(warmup=50),
+        augment=AugmentConfig(crop="pad", flip=False, mixup=0.2),
         label_smoothing=0.1,
         data="digits",
         source="vitrail, chosen among 12 on the validation digits",
         result="97.8 % of 179 test digits, seed 0, as many as the nearest neighbour",
     ),
-    **_SMALL,
-    "vit-b16-jft": _jft("b16", 7, 8e-4),
-    "vit-b32-jft": _jft("b32", 7, 8e-4),
-    "vit-l32-jft": _jft("l32", 7, 6e-4),
-    "vit-l16-jft": _jft("l16", 7, 4e-4),
-    "vit-l16-jft-14": _jft("l16", 14, 4e-4),
+    **_SMALL_RECIPES,
+    "vit-b16-jft": _build_jft_recipe("b16", 7, 8e-4),
+    "vit-b32-jft": _build_jft_recipe("b32", 7, 8e-4),
+    "vit-l32-jft": _build_jft_recipe("l32", 7, 6e-4),
+    "vit-l16-jft": _build_jft_recipe("l16", 7, 4e-4),
+    "vit-l16-jft-14": _build_jft_recipe("l16", 14, 4e-4),
     "vit-h14-jft": dataclasses.replace(
-        _jft("h14", 14, 3e-4), result="88.55 % on ImageNet after fine-tuning at 518 pixels, published"
+        _build_jft_recipe("h14", 14, 3e-4), result="88.55 % on ImageNet after fine-tuning at 518 pixels, published"
     ),
-    "bit-r50x1-jft": _jft("bit-r50x1", 7, 1e-3),
-    "bit-r50x2-jft": _jft("bit-r50x2", 7, 1e-3),
-    "bit-r101x1-jft": _jft("bit-r101x1", 7, 8e-4),
-    "bit-r152x1-jft": _jft("bit-r152x1", 7, 6e-4),
-    "bit-r152x2-jft": _jft("bit-r152x2", 7, 6e-4),
-    "bit-r152x2-jft-14": _jft("bit-r152x2", 14, 6e-4, _LONGER),
-    "bit-r200x3-jft": _jft("bit-r200x3", 14, 6e-4, _LONGER),
-    "r50-b16-jft": _jft("r50-b16", 7, 8e-4),
-    "r50-b32-jft": _jft("r50-b32", 7, 8e-4),
-    "r50-l32-jft": _jft("r50-l32", 7, 2e-4),
-    "r50-l16-jft": _jft("r50-l16", 7, 4e-4),
-    "r50-l16-jft-14": _jft("r50-l16", 14, 4e-4),
-    "vit-b16-i21k": _i21k("b16", 90),
-    "vit-b32-i21k": _i21k("b32", 90),
-    "vit-l16-i21k": _i21k("l16", 30),
-    "vit-l16-i21k-90": _i21k("l16", 90),
-    "vit-l32-i21k": _i21k("l32", 30),
-    "vit-l32-i21k-90": _i21k("l32", 90),
-    "vit-b16-imagenet": _imagenet("b16"),
-    "vit-b32-imagenet": _imagenet("b32"),
-    "vit-l16-imagenet": _imagenet("l16"),
-    "vit-l32-imagenet": _imagenet("l32"),
+    "bit-r50x1-jft": _build_jft_recipe("bit-r50x1", 7, 1e-3),
+    "bit-r50x2-jft": _build_jft_recipe("bit-r50x2", 7, 1e-3),
+    "bit-r101x1-jft": _build_jft_recipe("bit-r101x1", 7, 8e-4),
+    "bit-r152x1-jft": _build_jft_recipe("bit-r152x1", 7, 6e-4),
+    "bit-r152x2-jft": _build_jft_recipe("bit-r152x2", 7, 6e-4),
+    "bit-r152x2-jft-14": _build_jft_recipe("bit-r152x2", 14, 6e-4, _LONGER_SOURCE),
+    "bit-r200x3-jft": _build_jft_recipe("bit-r200x3", 14, 6e-4, _LONGER_SOURCE),
+    "r50-b16-jft": _build_jft_recipe("r50-b16", 7, 8e-4),
+    "r50-b32-jft": _build_jft_recipe("r50-b32", 7, 8e-4),
+    "r50-l32-jft": _build_jft_recipe("r50-l32", 7, 2e-4),
+    "r50-l16-jft": _build_jft_recipe("r50-l16", 7, 4e-4),
+    "r50-l16-jft-14": _build_jft_recipe("r50-l16", 14, 4e-4),
+    "vit-b16-i21k": _build_i21k_recipe("b16", 90),
+    "vit-b32-i21k": _build_i21k_recipe("b32", 90),
+    "vit-l16-i21k": _build_i21k_recipe("l16", 30),
+    "vit-l16-i21k-90": _build_i21k_recipe("l16", 90),
+    "vit-l32-i21k": _build_i21k_recipe("l32", 30),
+    "vit-l32-i21k-90": _build_i21k_recipe("l32", 90),
+    "vit-b16-imagenet": _build_imagenet_recipe("b16"),
+    "vit-b32-imagenet": _build_imagenet_recipe("b32"),
+    "vit-l16-imagenet": _build_imagenet_recipe("l16"),
+    "vit-l32-imagenet": _build_imagenet_recipe("l32"),
     **{
-        f"augreg-{model}-i21k": _augreg(
+        f"augreg-{model}-i21k": _build_augreg_recipe(
             model,
             level,
             epochs=300,
@@ -227,11 +244,11 @@ RECIPES: dict[str, Recipe] = {
             data="imagenet21k",
             result=_AUGREG_I21K_RESULTS.get(model),
         )
-        for model, level in _AUGREG_I21K.items()
+        for model, level in _AUGREG_I21K_LEVELS.items()
     },
     **{
-        f"augreg-{model}-imagenet": _augreg(model, level, epochs=300, head_bias=-6.9, data="imagenet")
-        for model, level in _AUGREG_IMAGENET.items()
+        f"augreg-{model}-imagenet": _build_augreg_recipe(model, level, epochs=300, head_bias=-6.9, data="imagenet")
+        for model, level in _AUGREG_IMAGENET_LEVELS.items()
     },
     "plain-s16-imagenet": Recipe(
         model="s16",
@@ -243,9 +260,9 @@ RECIPES: dict[str, Recipe] = {
         },
         batch=1024,
         epochs=90,
-        optimiser=Optimiser(lr=1e-3, weight_decay=0.1, clip=1.0),
-        schedule=Schedule(decay="cosine", warmup=_WARMUP),
-        augment=Augment(randaugment=(2, 10), mixup=0.2),
+        optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1, clip=1.0),
+        schedule=ScheduleConfig(decay="cosine", warmup=_WARMUP_STEPS),
+        augment=AugmentConfig(randaugment=(2, 10), mixup=0.2),
         data="imagenet",
         source="Beyer et al. 2022",
         result="76.5 % on ImageNet, published",
@@ -254,68 +271,72 @@ RECIPES: dict[str, Recipe] = {
         model="bit-r50x1",
         epochs=90,
         # lr 0.1 and decay 1e-4 for each 256 images of a batch; their decay is not multiplied by the rate
-        optimiser=Optimiser(kind="sgd", lr=1.6, weight_decay=1e-3, momentum=0.9, clip=1.0),
-        schedule=Schedule(decay="cosine", warmup=1_000),
+        optimizer=OptimizerConfig(kind="sgd", lr=1.6, weight_decay=1e-3, momentum=0.9, clip=1.0),
+        schedule=ScheduleConfig(decay="cosine", warmup=1_000),
         data="imagenet",
         source="big_vision's configuration of BiT",
     ),
-    "mpp-b16-jft": _mpp_jft(1_000_000, "79.9 % on ImageNet after fine-tuning, published"),
-    "mpp-b16-jft-100k": _mpp_jft(100_000, "most of the gain of 1,000,000 steps, published"),
+    "mpp-b16-jft": _build_mpp_jft_recipe(1_000_000, "79.9 % on ImageNet after fine-tuning, published"),
+    "mpp-b16-jft-100k": _build_mpp_jft_recipe(100_000, "most of the gain of 1,000,000 steps, published"),
     "mae-b16-imagenet": Recipe(
         model="b16",
         settings={"positions": "sincos-2d"},
         epochs=800,
         # 1.5e-4 for each 256 images of a batch
-        optimiser=Optimiser(lr=2.4e-3, weight_decay=0.05, beta2=0.95),
-        schedule=Schedule(decay="cosine", warmup=round(40 * IMAGES["imagenet"] / 4096)),
-        augment=_PLAIN,
+        optimizer=OptimizerConfig(lr=2.4e-3, weight_decay=0.05, beta2=0.95),
+        schedule=ScheduleConfig(decay="cosine", warmup=round(40 * TRAIN_IMAGE_COUNTS["imagenet"] / 4096)),
+        augment=_MASKED_AUGMENT,
         masked=MAE,
         data="imagenet",
         source="He et al. 2022, table 8",
         result="83.6 % on ImageNet after fine-tuning, with 1,600 epochs, published",
     ),
     **{
-        f"{masked.kind}-{name}": without_labels(supervised, masked, images=IMAGES[name], epochs=400)
+        f"{masked.kind}-{name}": build_masked_recipe(supervised, masked, images=TRAIN_IMAGE_COUNTS[name], epochs=400)
         for masked in (MPP, MAE)
-        for name, supervised in _SMALL.items()
+        for name, supervised in _SMALL_RECIPES.items()
     },
 }
 
 
-_FEW = 500  # training images below which the network must move little
-_PROBED = 4  # epochs below which a head does better to start from a probe than from zeros
-_WHOLE_SIDE = 12  # epochs from which the model's own resolution is the best
-_SMALL_SIDE = 2  # epochs below which photos are taken at about their own size
-_MEDIUM_SIDE, _LEAST_SIDE = 11 / 14, 9 / 14  # of the model's: 176 and 144 of 224 pixels
-Finetuning = Literal["default", "paper", "bit"]
+_FEW_IMAGES = 500  # training images below which the network must move little
+_PROBE_HEAD_EPOCHS = 4  # epochs below which a head does better to start from a probe than from zeros
+_FULL_SIZE_EPOCHS = 12  # epochs from which the model's own resolution is the best
+_SMALL_SIZE_EPOCHS = 2  # epochs below which photos are taken at about their own size
+_MEDIUM_SIZE_RATIO, _MIN_SIZE_RATIO = 11 / 14, 9 / 14  # of the model's: 176 and 144 of 224 pixels
+FinetuneKind = Literal["default", "paper", "bit"]
 
 
-def finetuning(
-    kind: Finetuning, images: int, patch: int, *, epochs: float | None = None, pixels: int = 224 * 224
+def build_finetune_recipe(
+    kind: FinetuneKind, images: int, patch: int, *, epochs: float | None = None, pixels: int = 224 * 224
 ) -> Recipe:
     """The recipe to fine-tune a model with so many training images; `patch` is the stride of its patches.
 
     `pixels` are those of a usual image of the dataset, by which BiT's rule chooses the resolution.
     """
     if kind == "bit":
-        made = _bit_finetuning(images, patch, pixels)
+        made = _build_bit_finetune_recipe(images, patch, pixels)
     else:
-        made = _paper_finetuning(images, patch) if kind == "paper" else _default_finetuning(images, epochs)
+        made = (
+            _build_paper_finetune_recipe(images, patch)
+            if kind == "paper"
+            else _build_default_finetune_recipe(images, epochs)
+        )
     if epochs is None:
         return made
     warmup = round(made.schedule.warmup * min(1.0, epochs / made.epochs))
     return dataclasses.replace(made, epochs=epochs, schedule=dataclasses.replace(made.schedule, warmup=warmup))
 
 
-def _default_finetuning(images: int, epochs: float | None) -> Recipe:
+def _build_default_finetune_recipe(images: int, epochs: float | None) -> Recipe:
     """What did best on splits of training images: docs/experiments/finetuning.md.
 
     With few images the network must move little, and what varies them much does harm, as it does in a short run.
     """
-    few = images < _FEW
+    few = images < _FEW_IMAGES
     batch = 64 if images < 20_000 else 256
     steps = max(500, 20 * images // batch)
-    augment = Augment(area=(0.25, 1.0))
+    augment = AugmentConfig(area=(0.25, 1.0))
     if not few and (epochs is None or epochs >= 15):
         augment = dataclasses.replace(augment, randaugment=(2, 10), mixup=0.8, cutmix=1.0)
     return Recipe(
@@ -323,31 +344,33 @@ def _default_finetuning(images: int, epochs: float | None) -> Recipe:
         image_size=None,
         batch=batch,
         epochs=steps * batch / images,
-        optimiser=Optimiser(lr=2e-4 if few else 4e-4, head_lr=2e-3, weight_decay=0.05, clip=1.0, layer_decay=0.75),
-        schedule=Schedule(warmup=steps // 10),
+        optimizer=OptimizerConfig(
+            lr=2e-4 if few else 4e-4, head_lr=2e-3, weight_decay=0.05, clip=1.0, layer_decay=0.75
+        ),
+        schedule=ScheduleConfig(warmup=steps // 10),
         augment=augment,
         label_smoothing=0.1,
-        head="probe" if epochs is not None and epochs < _PROBED else None,
+        head_init="probe" if epochs is not None and epochs < _PROBE_HEAD_EPOCHS else None,
         source="vitrail",
     )
 
 
-def finetuning_side(own: int, stride: int, *, images: int, photo: int, epochs: float) -> int:
+def choose_finetune_size(model_size: int, stride: int, *, images: int, photo_size: int, epochs: float) -> int:
     """The image side for a short run, by what did best on splits of training images: docs/experiments/finetuning.md.
 
     `own` is the model's, `photo` the short side of the images; there is time for so many epochs at the model's own.
     Smaller images make more epochs, of which few images have enough. Photos that are smaller than the model's input
     lose little by it.
     """
-    if epochs >= _WHOLE_SIDE or images < _FEW:
-        return own
-    share = _MEDIUM_SIDE
-    if epochs < _SMALL_SIDE and own / 2 <= photo < own:
-        share = min(share, max(_LEAST_SIDE, photo / own))
-    return max(1, round(share * own / stride)) * stride
+    if epochs >= _FULL_SIZE_EPOCHS or images < _FEW_IMAGES:
+        return model_size
+    share = _MEDIUM_SIZE_RATIO
+    if epochs < _SMALL_SIZE_EPOCHS and model_size / 2 <= photo_size < model_size:
+        share = min(share, max(_MIN_SIZE_RATIO, photo_size / model_size))
+    return max(1, round(share * model_size / stride)) * stride
 
 
-def _paper_finetuning(images: int, patch: int) -> Recipe:
+def _build_paper_finetune_recipe(images: int, patch: int) -> Recipe:
     """SGD, batch 512, 384 pixels; steps by the size of the set, as for the paper's own sets.
 
     The paper chose the rate from a grid for each set; these are the authors' later choices for sets of such sizes.
@@ -360,16 +383,16 @@ def _paper_finetuning(images: int, patch: int) -> Recipe:
         resize=None if large else 7 / 6,
         batch=512,
         epochs=steps * 512 / images,
-        optimiser=Optimiser(kind="sgd", lr=0.03 if large else 0.003, momentum=0.9, clip=1.0),
-        schedule=Schedule(warmup=warmup),
-        augment=Augment(crop="inception" if large else "window"),
+        optimizer=OptimizerConfig(kind="sgd", lr=0.03 if large else 0.003, momentum=0.9, clip=1.0),
+        schedule=ScheduleConfig(warmup=warmup),
+        augment=AugmentConfig(crop="inception" if large else "window"),
         ema=0.9999 if large else 0.0,
         ema_warmup=False,
         source="Dosovitskiy et al. 2021, table 4",
     )
 
 
-def _bit_finetuning(images: int, patch: int, pixels: int) -> Recipe:
+def _build_bit_finetune_recipe(images: int, patch: int, pixels: int) -> Recipe:
     """BiT-HyperRule (Kolesnikov et al. 2020): resolution by the size of images, length and mixup by their number.
 
     The numbers are those of the authors' code: below 20,000 images the rate falls after 40, 60 and 80 % of the run, and
@@ -384,14 +407,16 @@ def _bit_finetuning(images: int, patch: int, pixels: int) -> Recipe:
         resize=room / side,
         batch=512,
         epochs=steps * 512 / images,
-        optimiser=Optimiser(kind="sgd", lr=0.003, momentum=0.9),
-        schedule=Schedule(decay="stairs", warmup=warmup, stairs=(0.4, 0.6, 0.8) if small else (0.3, 0.6, 0.9)),
-        augment=Augment(crop="window", mixup=0.0 if small else 0.1),
+        optimizer=OptimizerConfig(kind="sgd", lr=0.003, momentum=0.9),
+        schedule=ScheduleConfig(
+            decay="stairs", warmup=warmup, milestones=(0.4, 0.6, 0.8) if small else (0.3, 0.6, 0.9)
+        ),
+        augment=AugmentConfig(crop="window", mixup=0.0 if small else 0.1),
         source="Kolesnikov et al. 2020, BiT-HyperRule",
     )
 
 
-def named(name: str) -> Recipe:
+def get_recipe(name: str) -> Recipe:
     """The recipe of a name, or an error that gives the nearest."""
     if name in RECIPES:
         return RECIPES[name]
@@ -402,10 +427,16 @@ def named(name: str) -> Recipe:
 
 # --- a recipe with other settings ------------------------------------------------------------------------------------
 
-_OWN = ("image_size", "resize", "loss", "label_smoothing", "head_bias", "mimetic", "dropout", "stochastic_depth", "ema",
+_RECIPE_FIELDS = ("image_size", "resize", "loss", "label_smoothing", "head_bias", "mimetic", "dropout", "stochastic_depth", "ema",
         "ema_warmup")  # fmt: skip
-_OPTIONS = ("warmup", "epochs", "batch", "target", "balanced")  # which have an option of their own
-_FIXED = ("kind", "stem", "conv", "image_size", "classes")  # of a model: what the preset, the recipe or the data decide
+_OPTION_FIELDS = ("warmup", "epochs", "batch", "target", "logit_adjustment")  # which have an option of their own
+_FIXED_MODEL_FIELDS = (
+    "kind",
+    "stem",
+    "conv",
+    "image_size",
+    "classes",
+)  # of a model: what the preset, the recipe or the data decide
 
 
 def override_settings(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
@@ -415,7 +446,7 @@ def override_settings(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
         name, equals, value = text.partition("=")
         if not equals:
             raise UsageError(f"--set {text!r:.80} says no value; give NAME=VALUE, such as depth=8")
-        section, kind, field = _field(recipe, name)
+        section, kind, field = _find_field(recipe, name)
         if field in changes.setdefault(section, {}):
             raise UsageError(f"--set gives {name} twice; give it once")
         changes[section][field] = parse_field(kind, field, value, name)
@@ -425,34 +456,40 @@ def override_settings(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
     parts = {name: dataclasses.replace(getattr(recipe, name), **values) for name, values in changes.items()}
     changed = dataclasses.replace(recipe, **fields, **parts)
     if changed.model is not None:
-        size = {} if changed.image_size is None else {"image_size": sides(changed.image_size)}
-        presets.config(changed.model, **size, **changed.settings)  # refuses what no model can be
+        size = {} if changed.image_size is None else {"image_size": expand_image_size(changed.image_size)}
+        presets.get_preset_config(changed.model, **size, **changed.settings)  # refuses what no model can be
     return changed
 
 
-def _field(recipe: Recipe, name: str) -> tuple[str, type, str]:
+def _find_field(recipe: Recipe, name: str) -> tuple[str, type, str]:
     """The part of a recipe that has a setting of that name, its class, and the setting's own name there."""
     parts: dict[str, tuple[type, Iterable[str]]] = {
-        "recipe": (Recipe, _OWN),
-        "optimiser": (Optimiser, [field.name for field in dataclasses.fields(Optimiser) if field.name != "kind"]),
-        "schedule": (Schedule, [field.name for field in dataclasses.fields(Schedule)]),
-        "augment": (Augment, [field.name for field in dataclasses.fields(Augment)]),
+        "recipe": (Recipe, _RECIPE_FIELDS),
+        "optimizer": (
+            OptimizerConfig,
+            [field.name for field in dataclasses.fields(OptimizerConfig) if field.name != "kind"],
+        ),
+        "schedule": (ScheduleConfig, [field.name for field in dataclasses.fields(ScheduleConfig)]),
+        "augment": (AugmentConfig, [field.name for field in dataclasses.fields(AugmentConfig)]),
     }
     if recipe.model is not None:
-        kind = BiTConfig if isinstance(presets.config(recipe.model), BiTConfig) else ViTConfig
-        parts["model"] = kind, [field.name for field in dataclasses.fields(kind) if field.name not in _FIXED]
-    if name in _OPTIONS:
+        kind = BiTConfig if isinstance(presets.get_preset_config(recipe.model), BiTConfig) else ViTConfig
+        parts["model"] = (
+            kind,
+            [field.name for field in dataclasses.fields(kind) if field.name not in _FIXED_MODEL_FIELDS],
+        )
+    if name in _OPTION_FIELDS:
         raise UsageError(f"{name} has an option of its own: --{name} instead of --set {name}=...")
     if name == "optimizer":
-        return "optimiser", Optimiser, "kind"
+        return "optimizer", OptimizerConfig, "kind"
     known = {field: (section, kind) for section, (kind, fields) in parts.items() for field in fields}
     if name in known:
         return *known[name], name
-    model = {field.name for field in dataclasses.fields(ViTConfig)} - set(_FIXED)
+    model = {field.name for field in dataclasses.fields(ViTConfig)} - set(_FIXED_MODEL_FIELDS)
     if name in model:
         why = "a trained model keeps its own" if recipe.model is None else f"{recipe.model} is a ResNet"
         raise UsageError(f"--set {name} is for recipes of ViTs with random weights: {why}")
     close = difflib.get_close_matches(name, ["optimizer", *known], n=1)
     meant = f"did you mean {close[0]}? " if close else ""
-    names = ", ".join(sorted({"optimizer", *known} - set(_OPTIONS)))
+    names = ", ".join(sorted({"optimizer", *known} - set(_OPTION_FIELDS)))
     raise UsageError(f"a recipe has no setting {name!r:.80}: {meant}--set takes {names}")

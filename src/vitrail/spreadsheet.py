@@ -7,15 +7,15 @@ So does text that begins with apostrophes before one of these, so that what was 
 
 import re
 
-_FORMULA = re.compile(r"'*[=+\-@\t\r]")
-_QUOTED = re.compile(r"'+[=+\-@\t\r]")
+_FORMULA_START = re.compile(r"'*[=+\-@\t\r]")
+_QUOTED_CELL = re.compile(r"'+[=+\-@\t\r]")
 
 
 def quote_cell(text: str) -> str:
     """The text as a cell."""
-    return f"'{text}" if _FORMULA.match(text) else text
+    return f"'{text}" if _FORMULA_START.match(text) else text
 
 
 def unquote_cell(cell: str) -> str:
     """The text of a cell that `quote_cell` made."""
-    return cell[1:] if _QUOTED.match(cell) else cell
+    return cell[1:] if _QUOTED_CELL.match(cell) else cell

@@ -11,7 +11,7 @@ import torch
 
 import vitrail
 from tests import making
-from vitrail.cli import VERBS, main
+from vitrail.cli import COMMANDS, main
 from vitrail.weights.load import load, save
 
 Capture = pytest.CaptureFixture[str]
@@ -129,7 +129,7 @@ def test_options_are_taken_with_dashes_underscores_and_equals(tmp_path: Path, ca
 
 def test_every_verb_is_explained(capsys: Capture) -> None:
     _, out, _ = run("--help", capsys=capsys)
-    for verb in VERBS:
+    for verb in COMMANDS:
         assert f"\n  {verb} " in out
         code, text, _ = run(*verb.split(), "--help", capsys=capsys)
         assert code == 0
@@ -276,7 +276,7 @@ def test_out_of_memory_is_exit_5(tmp_path: Path, capsys: Capture, monkeypatch: p
     def hungry(*_: object) -> None:
         torch.empty(2**60)
 
-    monkeypatch.setattr(adapt, "_new_grid", hungry)
+    monkeypatch.setattr(adapt, "_change_grid", hungry)
     code, _, err = run("convert", "ti16", str(tmp_path / "o.safetensors"), "--patch", "8", capsys=capsys)
     assert (code, err.splitlines()[-1]) == (5, "vitrail: out of memory")
 
@@ -291,12 +291,12 @@ def test_control_characters_in_names_are_not_printed(tmp_path: Path, capsys: Cap
 
 
 def test_a_full_disk_is_exit_5(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vitrail.weights import storage
+    from vitrail.weights import tensor_files
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(storage, "write", full)
+    monkeypatch.setattr(tensor_files, "write_tensors", full)
     code, _, err = run("convert", "ti16", str(tmp_path / "out.safetensors"), capsys=capsys)
     assert code == 5
     assert "no space left on the disk" in err

@@ -16,8 +16,8 @@ from tests.data.pictures import folder
 from tests.export import runtime
 from vitrail import Classifier, load, save
 from vitrail.cli import convert
-from vitrail.data.sources import open_data
-from vitrail.evaluate.agreement import agreement
+from vitrail.data.sources import open_dataset
+from vitrail.evaluate.agreement import measure_agreement
 
 
 @pytest.fixture
@@ -82,10 +82,10 @@ def test_precisions_are_measured_into_vitrails_own_file(model: Path, tmp_path: P
     data, path = folder(tmp_path / "pictures", each=30), tmp_path / "out.safetensors"
     code, out, _ = vitrail("convert", str(model), str(path), "--measure", str(data), "--json", capsys=capsys)
     assert code == 0
-    tried = load(path).tried
+    tried = load(path).precision_measurements
     assert [each["precision"] for each in json.loads(out)["tried"]] == [each.precision for each in tried]
     assert "bfloat16" in {each.precision for each in tried}
-    val = len(open_data(str(data)).splits["val"])
+    val = len(open_dataset(str(data)).splits["val"])
     assert all(0 < each.images <= val for each in tried), tried  # of what is slow, the first batch alone
     _, out, _ = vitrail("info", str(path), capsys=capsys)
     assert out.count("\nmeasured ") == len(tried)
@@ -104,23 +104,25 @@ def kept(path: Path) -> list[str]:
 
 def expected_of(session: Any, model: Path, data: Path) -> dict[str, Any]:
     """What int8 changes, of the images of val one by one, and against vitrail itself."""
-    classify, split = Classifier(load(model), device="cpu"), open_data(str(data)).splits["val"]
-    images = [split.read(index) for index in range(len(split))]
-    views = [classify.view(image)[None].numpy() for image in images]
+    classify, split = Classifier(load(model), device="cpu"), open_dataset(str(data)).splits["val"]
+    images = [split.read_image(index) for index in range(len(split))]
+    views = [classify.make_input(image)[None].numpy() for image in images]
     said = torch.cat([torch.from_numpy(session.run(["probabilities"], {"pixels": view})[0]) for view in views])
-    found = agreement(torch.cat([classify.probabilities([image]) for image in images]), said)
+    found = measure_agreement(torch.cat([classify.predict_proba([image]) for image in images]), said)
     return {"images": len(images), "top1": found.top1, "sure_images": found.sure_images}
 
 
 def test_a_large_set_is_sampled_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images are sorted by class, and the first of them would all be of one."""
-    dataset = open_data(str(folder(tmp_path / "pictures", each=40)))
+    dataset = open_dataset(str(folder(tmp_path / "pictures", each=40)))
     whole = dataset.splits["val"]
-    monkeypatch.setattr(convert, "MEASURED", 3)
-    some = convert._some(dataset)
+    monkeypatch.setattr(convert, "MAX_MEASURED_IMAGES", 3)
+    some = convert._select_images(dataset)
     assert 2 <= len(some) <= 3
-    assert some.name(0) == whole.name(0)
-    assert {some.labels(index) for index in range(len(some))} == {whole.labels(index) for index in range(len(whole))}
+    assert some.get_image_name(0) == whole.get_image_name(0)
+    assert {some.get_labels(index) for index in range(len(some))} == {
+        whole.get_labels(index) for index in range(len(whole))
+    }
 
 
 @pytest.mark.parametrize(

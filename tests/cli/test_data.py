@@ -14,10 +14,8 @@ from PIL import Image
 
 from tests.cli.test_cli import Capture, run
 from tests.data.pictures import encoded, folder, picture
-from vitrail.data import check as checking
-from vitrail.data import examine as examining
-from vitrail.data import public, shards
-from vitrail.data.sources import open_data
+from vitrail.data import audit, image_scan, public_datasets, shards
+from vitrail.data.sources import open_dataset
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +139,7 @@ def test_copies_inside_and_across_splits_and_against_another_set_are_found(tmp_p
     assert [(row["name"], row["shows"]) for row in report["against"]["found"]] == [("train/rose/3.png", "test/x/a.jpg")]
     assert [row["name"] for row in report["leave_out"]] == ["train/rose/3.png", "train/tulip/leak.jpg"]
     assert run("data", "pack", "./set", "packed", "--leave-out", "data_report.json", capsys=capsys)[0] == 0
-    assert len(open_data("./packed").splits["train"]) == 8
+    assert len(open_dataset("./packed").splits["train"]) == 8
 
 
 def test_every_copy_of_a_leak_is_left_out_and_nothing_of_what_it_leaks(tmp_path: Path, capsys: Capture) -> None:
@@ -174,7 +172,7 @@ def test_the_same_path_in_two_splits_is_left_out_of_train_alone(tmp_path: Path, 
     (place / "list.csv").write_text(f"path,label,split\n{lines}\n")
     assert run("data", "check", "set/list.csv", capsys=capsys)[0] == 0
     assert run("data", "pack", "set/list.csv", "out", "--leave-out", "data_report.json", capsys=capsys)[0] == 0
-    images = {name: len(split) for name, split in open_data("./out").splits.items()}
+    images = {name: len(split) for name, split in open_dataset("./out").splits.items()}
     assert images == {"train": 2, "val": 1, "test": 1}
 
 
@@ -193,8 +191,8 @@ def test_all_of_a_set_without_splits_is_compared_with(tmp_path: Path, capsys: Ca
 def test_of_a_large_set_the_check_says_how_many_were_compared_and_all_compares_all(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (examining, checking):
-        monkeypatch.setattr(module, "LIMIT", 10)
+    for module in (image_scan, audit):
+        monkeypatch.setattr(module, "MAX_DECODED_IMAGES", 10)
     for split, count in (("train", 24), ("val", 2)):
         place = tmp_path / "mine" / split / "a"
         place.mkdir(parents=True)
@@ -257,7 +255,9 @@ def test_pack_says_what_it_wrote(tmp_path: Path, capsys: Capture) -> None:
 
 def test_list_get_and_remove(tmp_path: Path, capsys: Capture) -> None:
     samples = [shards.Sample(split, "a.png", encoded(picture(0), "PNG"), (3,)) for split in ("train", "test")]
-    shards.write(public.home("cifar10"), samples, classes=[str(n) for n in range(10)], origin={})
+    shards.write_shards(
+        public_datasets.get_dataset_folder("cifar10"), samples, classes=[str(n) for n in range(10)], origin={}
+    )
     code, out, _ = run("data", "list", capsys=capsys)
     assert code == 0
     line = next(line for line in out.splitlines() if line.startswith("cifar10 "))
@@ -266,7 +266,7 @@ def test_list_get_and_remove(tmp_path: Path, capsys: Capture) -> None:
     rows = json.loads(run("data", "list", "--json", capsys=capsys)[1])["sets"]
     assert {row["name"] for row in rows if row["stored_bytes"]} == {"cifar10"}
     assert run("data", "remove", "cifar10", capsys=capsys)[0] == 0
-    assert not public.home("cifar10").exists()
+    assert not public_datasets.get_dataset_folder("cifar10").exists()
     assert run("data", "remove", "cifar10", capsys=capsys)[0] == 2
     code, _, err = run("data", "get", "cifar11", capsys=capsys)
     assert code == 2

@@ -19,10 +19,10 @@ from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.data.pictures import folder, picture
 from vitrail import Classifier, load, save
-from vitrail.data.loader import evaluation_batches
-from vitrail.data.sources import open_data
-from vitrail.evaluate.classify import asked, total
-from vitrail.weights.labels import imagenet1k
+from vitrail.data.loader import iter_eval_batches
+from vitrail.data.sources import open_dataset
+from vitrail.evaluate.predictions import count_predictions, predict_batches
+from vitrail.weights.labels import load_imagenet1k_classes
 
 CLASSES = ("rose", "tulip", "daisy")
 
@@ -52,11 +52,11 @@ def test_numbers_and_files_are_those_of_the_models_answers(
 ) -> None:
     out = tmp_path / "out"
     found = evaluated(model, flowers, "--out", out, "--batch", 4, capsys=capsys)["models"][0]
-    trained, split = load(model), open_data(str(flowers)).splits["test"]
+    trained, split = load(model), open_dataset(str(flowers)).splits["test"]
     assert trained.preprocess is not None
-    answers = Classifier(trained)([split.read(row) for row in range(len(split))], top=1)
-    names = open_data(str(flowers)).classes
-    right = [answer[0][0] == names[split.labels(row)[0]] for row, answer in enumerate(answers)]
+    answers = Classifier(trained)([split.read_image(row) for row in range(len(split))], top=1)
+    names = open_dataset(str(flowers)).classes
+    right = [answer[0][0] == names[split.get_labels(row)[0]] for row, answer in enumerate(answers)]
     assert (found["images"], found["right"]) == (15, sum(right))
     with (out / "predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -227,7 +227,7 @@ def test_a_run_that_held_out_another_share_is_not_measured_on_images_it_was_trai
     own = folder(tmp_path / "own", classes=CLASSES, each=10)
     run = ("finetune", str(own), "--model", str(model), "--epochs", "1", "--workers", "0", "--device", "cpu")
     with monkeypatch.context() as patch:
-        patch.setattr("vitrail.data.sources.open_data", partial(open_data, share=0.2))
+        patch.setattr("vitrail.data.sources.open_dataset", partial(open_dataset, holdout_fraction=0.2))
         assert vitrail(*run, capsys=capsys)[0] == 0
     shutil.rmtree(tmp_path / "runs/finetune/checkpoints")  # as a study does
     code, _, error = vitrail("evaluate", "runs/finetune", str(own), "--workers", "0", capsys=capsys)
@@ -254,7 +254,7 @@ def test_it_ends_with_what_came_of_it_and_where_it_is(
 def test_another_model_is_checked_before_the_first_runs(
     flowers: Path, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitrail.cli.evaluate._examined", lambda *_: pytest.fail("a model ran"))
+    monkeypatch.setattr("vitrail.cli.evaluate._evaluate_model", lambda *_: pytest.fail("a model ran"))
     other = tmp_path / "other.safetensors"
     save(making.trained(making.vit(classes=2), labels=("oak", "elm")), other)
     for against, code, message in (
@@ -326,7 +326,7 @@ def test_a_real_vit_knows_real_images_by_the_wordnet_ids_of_their_folders(
             to.parent.mkdir(parents=True)
             to.write_bytes(file.read())
     found = evaluated(deit_tiny, tmp_path / "images", "--split", "all", "--out", tmp_path / "out", capsys=capsys)
-    names = {entry.wordnet_id: entry.name for entry in imagenet1k()}
+    names = {entry.wordnet_id: entry.name for entry in load_imagenet1k_classes()}
     paths = sorted((tmp_path / "images").rglob("*.jpg"))
     answers = Classifier(load(deit_tiny))(paths, top=1)
     right = sum(answer[0][0] == names[path.parent.name] for path, answer in zip(paths, answers, strict=True))
@@ -335,10 +335,12 @@ def test_a_real_vit_knows_real_images_by_the_wordnet_ids_of_their_folders(
 
 
 def test_what_is_asked_adds_up_to_the_counts(flowers: Path, model: Path) -> None:
-    trained, split = load(model), open_data(str(flowers)).splits["test"]
+    trained, split = load(model), open_dataset(str(flowers)).splits["test"]
     assert trained.preprocess is not None
-    batches = [list(evaluation_batches(split, trained.preprocess, batch=size, classes=4)) for size in (15, 4)]
-    whole, parts = (asked(trained.model, some, trained.preprocess, temperature=2.0, classes=4) for some in batches)
+    batches = [list(iter_eval_batches(split, trained.preprocess, batch_size=size, num_classes=4)) for size in (15, 4)]
+    whole, parts = (
+        predict_batches(trained.model, some, trained.preprocess, temperature=2.0, num_classes=4) for some in batches
+    )
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other)
-    assert total(parts, 4).images == 15
+    assert count_predictions(parts, 4).images == 15

@@ -18,25 +18,30 @@ from tests import making
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.data.pictures import encoded, folder, picture
-from vitrail import Preprocess, load, save
+from vitrail import PreprocessConfig, load, save
 from vitrail.data.decode import decode
-from vitrail.data.sources import open_data
-from vitrail.data.transforms import evaluation_view, normalise
-from vitrail.figures import looks, plates
-from vitrail.figures.attention import attention_distance, class_attention, rollout, token_colours
-from vitrail.figures.cka import compute_cka, compute_products
-from vitrail.figures.embeddings import filters, position_similarity, untrained
+from vitrail.data.sources import open_dataset
+from vitrail.data.transforms import make_eval_input, normalize
+from vitrail.figures import attention_images, paper_figures
+from vitrail.figures.attention import (
+    compute_attention_distance,
+    compute_class_attention,
+    compute_rollout,
+    compute_token_colors,
+)
+from vitrail.figures.cka import compute_cka, compute_gram_matrices
+from vitrail.figures.embeddings import build_untrained, compute_filters, compute_position_similarity
 from vitrail.figures.faithfulness import measure_faithfulness
 from vitrail.figures.relevance import compute_relevance
 
-CROPPED = Preprocess(size=(32, 32), resize=(40,), mean=(0.4,) * 3, std=(0.3,) * 3)
+CROPPED = PreprocessConfig(size=(32, 32), resize=(40,), mean=(0.4,) * 3, std=(0.3,) * 3)
 
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plates that are empty files, for tests of all the rest: to draw them takes a second each time."""
     for name in ("filters", "positions", "distance", "cka", "faithfulness"):
-        monkeypatch.setattr(plates, name, lambda _, path, **__: path.write_bytes(b""))
+        monkeypatch.setattr(paper_figures, name, lambda _, path, **__: path.write_bytes(b""))
 
 
 @pytest.fixture
@@ -56,7 +61,7 @@ def files(out: Path) -> list[str]:
 
 
 def views(paths: list[Path]) -> torch.Tensor:
-    return normalise(torch.stack([evaluation_view(decode(path), CROPPED) for path in paths]), CROPPED)
+    return normalize(torch.stack([make_eval_input(decode(path), CROPPED) for path in paths]), CROPPED)
 
 
 def test_every_figure_is_a_png_and_the_arrays_are_the_functions(
@@ -80,24 +85,26 @@ def test_every_figure_is_a_png_and_the_arrays_are_the_functions(
     network, paths = load(model).model, sorted(pictures.rglob("*.jpg"))
     images = views(paths)
     stored = {name: dict(np.load(out / f"{name}.npz")) for name in ("filters", "positions", "distance", "images")}
-    assert np.array_equal(stored["filters"]["tiles"], filters(network).tiles)
-    assert np.array_equal(stored["positions"]["maps"], position_similarity(network).maps)
-    assert np.array_equal(stored["positions"]["initial_maps"], position_similarity(untrained(network)).maps)
-    np.testing.assert_allclose(
-        stored["distance"]["distance"], attention_distance(network, [images]).distance, rtol=1e-5
+    assert np.array_equal(stored["filters"]["tiles"], compute_filters(network).tiles)
+    assert np.array_equal(stored["positions"]["maps"], compute_position_similarity(network).maps)
+    assert np.array_equal(
+        stored["positions"]["initial_maps"], compute_position_similarity(build_untrained(network)).maps
     )
-    before = attention_distance(untrained(network), [images])
+    np.testing.assert_allclose(
+        stored["distance"]["distance"], compute_attention_distance(network, [images]).distance, rtol=1e-5
+    )
+    before = compute_attention_distance(build_untrained(network), [images])
     np.testing.assert_allclose(stored["distance"]["initial_entropy"], before.entropy, rtol=1e-5)
     assert list(stored["images"]["images"]) == list(map(str, paths))
-    np.testing.assert_allclose(stored["images"]["rollouts"], rollout(network, images), rtol=1e-5)
-    np.testing.assert_allclose(stored["images"]["heads"], class_attention(network, images), rtol=1e-5)
-    np.testing.assert_allclose(stored["images"]["tokens"], token_colours(network, images), atol=1e-4)
+    np.testing.assert_allclose(stored["images"]["rollouts"], compute_rollout(network, images), rtol=1e-5)
+    np.testing.assert_allclose(stored["images"]["heads"], compute_class_attention(network, images), rtol=1e-5)
+    np.testing.assert_allclose(stored["images"]["tokens"], compute_token_colors(network, images), atol=1e-4)
     relevant = compute_relevance(network, images)
     np.testing.assert_allclose(stored["images"]["relevance"], relevant.maps, rtol=1e-4, atol=1e-7)
     assert stored["images"]["classes"].tolist() == relevant.classes.tolist()
     probabilities = torch.softmax(network(images), dim=1).amax(dim=1).detach()
     np.testing.assert_allclose(stored["images"]["probabilities"], probabilities, rtol=1e-5)
-    products = compute_products(network, images)
+    products = compute_gram_matrices(network, images)
     np.testing.assert_allclose(np.load(out / "cka.npz")["layers"], compute_cka([products], [products]), atol=1e-4)
     # 20 x 24 pixels, resized to 40 x 48, of which the middle 32 x 32 are seen
     assert np.array_equal(stored["images"]["within"], [[4, 2, 20, 18]] * 4)
@@ -149,8 +156,8 @@ def test_two_models_stand_side_by_side_and_one_without_attention_is_named(
     code, _, error = vitrail("figures", str(model), str(other.parent), image, "--out", str(out), capsys=capsys)
     assert code == 0, error
     stored = dict(np.load(out / "filters.npz"))
-    assert np.array_equal(stored["tiles"], filters(load(model).model).tiles)
-    assert np.array_equal(stored["second_tiles"], filters(load(other).model).tiles)
+    assert np.array_equal(stored["tiles"], compute_filters(load(model).model).tiles)
+    assert np.array_equal(stored["second_tiles"], compute_filters(load(other).model).tiles)
     arrays = np.load(out / "images.npz")
     assert arrays["heads"].shape == (1, 4, 4, 4)
     assert arrays["second_heads"].shape == (1, 8, 4, 4)
@@ -173,7 +180,8 @@ def test_faithfulness_compares_relevance_with_rollout_and_a_random_order(
     """Beside a model of which an image may have several labels, each with a probability of its own."""
     other, out = tmp_path / "other.safetensors", tmp_path / "out"
     save(
-        dataclasses.replace(making.trained(making.vit(seed=1), preprocess=CROPPED), several=True, temperature=2), other
+        dataclasses.replace(making.trained(making.vit(seed=1), preprocess=CROPPED), multi_label=True, temperature=2),
+        other,
     )
     given = [str(model), str(other), str(pictures), "--out", str(out), "--json", "--faithfulness"]
     code, text, error = vitrail("figures", *given, capsys=capsys)
@@ -193,7 +201,7 @@ def test_faithfulness_compares_relevance_with_rollout_and_a_random_order(
         assert areas["other"][order]["insertion"] == pytest.approx(expected.insertion_area, abs=1e-5)
     assert not np.array_equal(stored["random_deletion"], stored["rollout_deletion"])
     between = np.load(out / "cka.npz")["layers_with_second"]
-    products = [compute_products(load(path).model, images) for path in (model, other)]
+    products = [compute_gram_matrices(load(path).model, images) for path in (model, other)]
     np.testing.assert_allclose(between, compute_cka([products[0]], [products[1]]), atol=1e-4)
 
 
@@ -288,7 +296,7 @@ def test_another_resolution_resamples_positions_and_sees_more_patches(
     code, _, error = vitrail("figures", *given, capsys=capsys)
     assert code == 0, error
     assert np.load(out / "images.npz")["rollouts"].shape == (2, 6, 8)
-    maps = position_similarity(load(model).model, (48, 64)).maps
+    maps = compute_position_similarity(load(model).model, (48, 64)).maps
     np.testing.assert_allclose(np.load(out / "positions.npz")["maps"], maps, atol=1e-5)
 
 
@@ -324,7 +332,7 @@ def test_of_a_dataset_only_the_images_that_are_drawn_are_decoded(
         decoded.append(str(source))
         return decode(source, *arguments, **options)
 
-    monkeypatch.setattr(looks, "decode", count)
+    monkeypatch.setattr(attention_images, "decode", count)
     given = [str(tmp_path / "dataset"), "--out", str(tmp_path / "out"), "--pictures"]
     assert vitrail("figures", str(model), *given, "5", capsys=capsys)[0] == 0
     assert decoded == [str(paths[place]) for place in (0, 8, 16, 24, 32)] * 2
@@ -346,8 +354,8 @@ def test_of_a_named_dataset_images_from_all_of_its_test_split_are_drawn(tmp_path
     code, _, error = vitrail("figures", str(tmp_path / "m.safetensors"), *given, capsys=capsys)
     assert code == 0, error
     names = np.load(tmp_path / "out" / "images.npz")["images"]
-    split = open_data("digits").splits["test"]
-    assert list(names) == [split.name(place * 179 // 3) for place in range(3)]
+    split = open_dataset("digits").splits["test"]
+    assert list(names) == [split.get_image_name(place * 179 // 3) for place in range(3)]
 
 
 @pytest.mark.usefixtures("undrawn")

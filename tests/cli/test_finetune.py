@@ -24,12 +24,12 @@ from tests.cli.test_train import HERE, PICTURES
 from tests.data.pictures import encoded, folder, picture
 from tests.train.test_run import tuned
 from vitrail.cli import runs
-from vitrail.cli.finetune import _plan, _trained_on_all
-from vitrail.data.dataset import less
-from vitrail.data.sources import open_data
-from vitrail.files import sha256
-from vitrail.report.gather import gather
-from vitrail.report.page import rerun
+from vitrail.cli.finetune import _is_trained_on_all, _plan_run
+from vitrail.data.dataset import without_images
+from vitrail.data.sources import open_dataset
+from vitrail.files import compute_sha256
+from vitrail.report.html_report import make_rerun_command
+from vitrail.report.run_facts import gather_facts
 from vitrail.train.deadline import Deadline
 from vitrail.weights.load import load, save
 
@@ -58,7 +58,7 @@ def refused(*options: str, capsys: Capture, **where: str) -> tuple[int, str]:
 
 
 def weights(run: str) -> list[str]:
-    return [sha256(Path(run) / "weights" / f"{name}.safetensors") for name in ("best", "last")]
+    return [compute_sha256(Path(run) / "weights" / f"{name}.safetensors") for name in ("best", "last")]
 
 
 # --- what it does ----------------------------------------------------------------------------------------------------
@@ -116,14 +116,16 @@ def test_the_report_of_a_timed_run_has_the_command_that_repeats_it(capsys: Captu
     code, _, err = finetune("--minutes", "0.1", "--out", "timed", *options, *HERE, capsys=capsys)
     assert code == 0
     assert re.search(r"0.1 minutes: about \S+ epochs.*; corrected as the run goes", err)
-    facts = gather(Path("timed"))
-    command = shlex.split(rerun(dataclasses.replace(facts, command=("finetune", "./set", "--minutes", "0.1"))) or "")
+    facts = gather_facts(Path("timed"))
+    command = shlex.split(
+        make_rerun_command(dataclasses.replace(facts, command=("finetune", "./set", "--minutes", "0.1"))) or ""
+    )
     again = command[command.index("--epochs") :]
     code, _, _ = finetune(*again, "--out", "again", *options, *HERE, capsys=capsys)
     assert code == 0
     timed, repeated = (json.loads((Path(run) / "config.json").read_text()) for run in ("timed", "again"))
     assert timed["recipe"] == repeated["recipe"]
-    assert repeated.get("decisions", []) == [list(each) for each in facts.decisions]  # they depend on the machine
+    assert repeated.get("decisions", []) == [list(each) for each in facts.replanned_steps]  # they depend on the machine
     assert weights("timed") == weights("again")
 
 
@@ -352,7 +354,7 @@ def test_bad_images_that_nobody_looked_for_are_left_out_as_the_run_goes(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One in each split, of more images than are looked at beforehand."""
-    monkeypatch.setattr(runs, "_CHECKED", 10)
+    monkeypatch.setattr(runs, "_MAX_SCANNED_IMAGES", 10)
     folder(tmp_path / "set", "train", "val", "test", each=6)
     bad = [f"{split}/rose/1.jpg" for split in ("train", "val", "test")]
     for name in bad:
@@ -370,17 +372,17 @@ def test_bad_images_that_nobody_looked_for_are_left_out_as_the_run_goes(
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_images_that_there_was_no_time_to_look_at_are_unchecked(capsys: Capture, strict: bool) -> None:
-    found, report = runs.check_images(open_data("./set"), "./set", strict=strict, seconds=0)
+    found, report = runs.check_images(open_dataset("./set"), "./set", strict=strict, seconds=0)
     assert (found.unchecked, report) == (not strict, None)
     assert "there was time to look at 0 of 24 images" in capsys.readouterr().err
-    found, report = runs.check_images(open_data("./set"), "./set", strict=strict)
+    found, report = runs.check_images(open_dataset("./set"), "./set", strict=strict)
     assert (found.unchecked, report is None) == (False, False)
 
 
 def test_many_bad_images_that_nobody_looked_for_stop_the_run(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "_CHECKED", 10)
+    monkeypatch.setattr(runs, "_MAX_SCANNED_IMAGES", 10)
     for number in range(3):
         (tmp_path / "set" / "train" / "rose" / f"{number}.jpg").write_bytes(b"<html>")
     code, _, err = finetune(*SHORT, capsys=capsys)
@@ -432,8 +434,8 @@ def test_several_labels_change_the_loss_and_are_said(tmp_path: Path, capsys: Cap
     assert set(found["labels"]) == {"micro_f1", "macro_f1", "mean_average_precision", "calibration_error", "bins"}
     assert found["calibration_error"] == found["labels"]["calibration_error"]
     assert (run / "per_class.csv").is_file()
-    assert "F1" in runs.sentence(found)
-    assert "images have exactly their labels (" in runs.sentence(found)
+    assert "F1" in runs.summarize_result(found)
+    assert "images have exactly their labels (" in runs.summarize_result(found)
     assert json.loads((run / "config.json").read_text())["recipe"]["loss"] == "sigmoid"
     assert {path.name for path in run.iterdir()} & PICTURES == PICTURES - {
         "confusion_matrix.png",
@@ -499,12 +501,12 @@ def test_a_short_limit_takes_smaller_images_and_a_long_one_the_models_own(tmp_pa
     task = tuned(tmp_path)
     sizes: dict[str, Any] = {"batch": 8, "images": 800, "val": 4, "test": 0, "every": 1}
     for image_seconds, expected in ((1.0, 24), (1e-4, 32)):
-        deadline = Deadline(seconds=60, most_steps=20_000, image_seconds=image_seconds, **sizes)
-        epochs, side = _plan(task, deadline, choose_side=True, warmup=0)
+        deadline = Deadline(budget_seconds=60, max_steps=20_000, seconds_per_image=image_seconds, **sizes)
+        epochs, side = _plan_run(task, deadline, choose_side=True, warmup=0)
         assert side == expected
         assert (f"images of {expected} pixels, the model's are 32" in capsys.readouterr().err) == (expected < 32)
         assert epochs * 800 % 8 == pytest.approx(0)
-        assert _plan(task, deadline, choose_side=False, warmup=0)[1] is None
+        assert _plan_run(task, deadline, choose_side=False, warmup=0)[1] is None
 
 
 def test_a_short_run_starts_its_head_from_a_probe_and_is_resumed_without_another(capsys: Capture) -> None:
@@ -557,10 +559,12 @@ def test_a_seed_that_was_not_begun_starts_from_a_probe_though_one_is_resumed(tmp
 def test_a_run_begun_without_a_look_at_its_images_is_resumed_with_all_of_them(tmp_path: Path, capsys: Capture) -> None:
     code, _, _ = finetune(*SHORT, "--out", "run", capsys=capsys)
     assert code == 0
-    dataset = open_data(str(tmp_path / "set"))
-    assert _trained_on_all(tmp_path / "run", dataset)
-    assert not _trained_on_all(tmp_path / "run", less(dataset, {("train", dataset.splits["train"].name(0))}))
-    assert not _trained_on_all(tmp_path / "none", dataset)
+    dataset = open_dataset(str(tmp_path / "set"))
+    assert _is_trained_on_all(tmp_path / "run", dataset)
+    assert not _is_trained_on_all(
+        tmp_path / "run", without_images(dataset, {("train", dataset.splits["train"].get_image_name(0))})
+    )
+    assert not _is_trained_on_all(tmp_path / "none", dataset)
 
 
 def test_a_model_that_is_not_there_is_said_before_the_images_are_looked_at(

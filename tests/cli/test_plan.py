@@ -49,11 +49,11 @@ def test_b16_on_jft_takes_what_the_paper_says(capsys: Capture) -> None:
     assert found["steps"] == 517_823  # 2,121,000,000 / 4096, rounded up
 
 
-@pytest.mark.parametrize("name", plan.PAPER)
+@pytest.mark.parametrize("name", plan.PAPER_COSTS)
 def test_every_system_of_the_paper_takes_its_exaflops(name: str, capsys: Capture) -> None:
-    """4 % off for ResNets, whose stride is elsewhere (tests/model/test_count.py)."""
+    """4 % off for ResNets, whose stride is elsewhere (tests/model/test_cost.py)."""
     found = facts(name, capsys=capsys)
-    assert found["exaflops"] == pytest.approx(plan.PAPER[name].exaflops, rel=0.05)
+    assert found["exaflops"] == pytest.approx(plan.PAPER_COSTS[name].exaflops, rel=0.05)
 
 
 def test_a_masked_run_is_planned_with_its_heads_and_without_classes(capsys: Capture) -> None:
@@ -135,7 +135,7 @@ def test_memory_disk_and_traffic_by_hand(capsys: Capture) -> None:
 def test_an_average_and_the_optimiser_count(capsys: Capture) -> None:
     found = facts("cifar10", capsys=capsys)
     weights = 4 * found["parameters"]
-    assert recipes.RECIPES["cifar10"].optimiser.kind == "muon"
+    assert recipes.RECIPES["cifar10"].optimizer.kind == "muon"
     assert (found["memory"]["whole"]["optimizer"], found["memory"]["whole"]["average"]) == (weights, weights)
     assert found["disk"]["checkpoint"] == 3 * weights
 

@@ -11,14 +11,14 @@ from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.data.pictures import folder
 from vitrail import Classifier, load, save
-from vitrail.model.lowered import cpu
-from vitrail.serve.batching import Queue
-from vitrail.serve.models import served
-from vitrail.weights.precision import Tried
+from vitrail.model.quantized import describe_cpu
+from vitrail.serve.batching import BatchQueue
+from vitrail.serve.served_model import start_model
+from vitrail.weights.precision_measurements import PrecisionMeasurement
 
-FASTER = Tried(
-    cpu=cpu(), precision="bfloat16", threads=2, speed=1.9, images=500, top1=0.998, sure=1.0, sure_images=400,
-    change=0.002,
+FASTER = PrecisionMeasurement(
+    cpu=describe_cpu(), precision="bfloat16", threads=2, speedup=1.9, images=500, top1_agreement=0.998, confident_agreement=1.0, confident_images=400,
+    mean_probability_change=0.002,
     data="photos",
 )  # fmt: skip
 
@@ -65,7 +65,7 @@ def test_a_file_of_rows_is_not_continued_in_another_precision(
 
 def test_features_and_attention_stay_as_they_are(model: Path, pictures: Path, tmp_path: Path, capsys: Capture) -> None:
     plain = tmp_path / "plain.safetensors"
-    save(dataclasses.replace(load(model), tried=()), plain)
+    save(dataclasses.replace(load(model), precision_measurements=()), plain)
     embedded = [
         vitrail("predict", str(each), str(pictures), "--device", "cpu", "--embed", capsys=capsys)
         for each in (model, plain)
@@ -92,13 +92,13 @@ def test_info_tells_what_was_measured_and_what_this_cpu_would_use(model: Path, c
 
 
 def test_a_served_model_tells_its_precision_and_still_explains(model: Path) -> None:
-    queue = Queue(batch=4, room=8, deadline=1.0)
+    queue = BatchQueue(max_batch=4, capacity=8, deadline=1.0)
     try:
-        found = served("model", Classifier(load(model), device="cpu"), queue)
-        found.warm.result()
-        assert found.described()["precision"] == "bfloat16"
-        view = found.classifier.view(making.images(found.classifier.model.config, 1).mul(40).byte()[0])
-        assert found.rollouts([view]).shape == (1, 4, 4)
-        assert found.attention([view], 1)[0].shape == (4, 17, 16)
+        found = start_model("model", Classifier(load(model), device="cpu"), queue)
+        found.warmup.result()
+        assert found.describe()["precision"] == "bfloat16"
+        view = found.classifier.make_input(making.images(found.classifier.model.config, 1).mul(40).byte()[0])
+        assert found.compute_rollouts([view]).shape == (1, 4, 4)
+        assert found.compute_attention([view], 1)[0].shape == (4, 17, 16)
     finally:
         queue.close()

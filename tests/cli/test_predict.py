@@ -33,19 +33,17 @@ from tests.test_locks import holder
 from vitrail import Classifier, load, save
 from vitrail.cli import main
 from vitrail.cli import predict as command
-from vitrail.config import Preprocess
-from vitrail.data import decode
-from vitrail.data import paths as paths_module
-from vitrail.data.loader import evaluation_batches
-from vitrail.data.sources import open_data
-from vitrail.data.transforms import normalise
-from vitrail.evaluate import classify
-from vitrail.evaluate.subject import examined, measurable
+from vitrail.config import PreprocessConfig
+from vitrail.data import decode, image_paths
+from vitrail.data.loader import iter_eval_batches
+from vitrail.data.sources import open_dataset
+from vitrail.data.transforms import normalize
+from vitrail.evaluate import predictions
+from vitrail.evaluate.evaluator import evaluate_split, make_evaluated_model
 from vitrail.export import graph
-from vitrail.figures import attention, boxes
-from vitrail.figures import pictures as overlays
-from vitrail.serve import app
-from vitrail.serve.run import of_classifiers
+from vitrail.figures import attention, crops, image_grids
+from vitrail.serve import routes
+from vitrail.serve.server import make_service
 from vitrail.spreadsheet import unquote_cell
 from vitrail.weights.adapt import adapt
 from vitrail.weights.trained import Trained
@@ -218,8 +216,8 @@ def test_a_packed_dataset_is_predicted_as_its_images(
 def test_photos_that_cannot_be_read_here_are_counted_in_the_last_line(
     model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "readable_formats", lambda: decode.FORMATS[:6])
-    monkeypatch.setattr(paths_module, "image_suffixes", lambda: decode.SUFFIXES)
+    monkeypatch.setattr(decode, "get_readable_formats", lambda: decode.FORMATS[:6])
+    monkeypatch.setattr(image_paths, "image_suffixes", lambda: decode.IMAGE_SUFFIXES)
     root = folder(tmp_path / "photos", each=2)
     for name in ("a.heic", "rose/B.HEIC", "rose/c.avif", "notes.txt"):
         (root / name).write_bytes(b"x")
@@ -259,7 +257,7 @@ def test_features_are_a_matrix_with_names_beside_it_or_lines(
     assert [row["image"] for row in rows] == sorted(str(path) for path in pictures.rglob("*.jpg"))
     assert np.isnan(matrix).all(axis=1).tolist() == bad
     good = [row["image"] for row in rows if not row["error"]]
-    expected = Classifier(load(model), device="cpu").features(good)
+    expected = Classifier(load(model), device="cpu").extract_features(good)
     torch.testing.assert_close(torch.from_numpy(matrix[~np.array(bad)]), expected, atol=1e-5, rtol=1e-5)
     objects = [json.loads(line) for line in vitrail(*given, capsys=capsys)[1].splitlines()]
     for row, each, values in zip(rows, objects, matrix, strict=True):
@@ -280,14 +278,14 @@ def test_overlays_show_the_rollout_one_picture_for_each_image(
     for row in rows:
         assert bool(row["attention"]) != bool(row["error"])
     row = rows[-1]
-    view = Classifier(trained, device="cpu").view(row["image"])
+    view = Classifier(trained, device="cpu").make_input(row["image"])
     assert trained.preprocess is not None
-    rollout = attention.rollout(trained.model, normalise(view[None], trained.preprocess))[0]
+    rollout = attention.compute_rollout(trained.model, normalize(view[None], trained.preprocess))[0]
     with Image.open(row["image"]) as image:
-        whole = overlays.scaled(np.asarray(image).transpose(2, 0, 1), 12)  # 20 pixels become 240
-    within = boxes.seen(20, 24, trained.preprocess).scaled(12)
+        whole = image_grids.resize_image(np.asarray(image).transpose(2, 0, 1), 12)  # 20 pixels become 240
+    within = crops.compute_crop_box(20, 24, trained.preprocess).scale(12)
     with Image.open(row["attention"]) as drawn:
-        assert np.array_equal(np.asarray(drawn), overlays.overlaid(whole, rollout, within))
+        assert np.array_equal(np.asarray(drawn), image_grids.overlay_attention(whole, rollout, within))
     code, _, error = vitrail(*given, capsys=capsys)
     assert (code, "--attention" in error, "must be a folder that is new or empty" in error) == (2, True, True)
 
@@ -371,7 +369,7 @@ def test_a_signal_leaves_whole_batches_and_the_rest_alone_is_computed_then(
     root = folder(tmp_path / "set", each=10)
     given = ("predict", str(model), str(root), "--batch", "4", "--device", "cpu", "--out")
     assert vitrail(*given, str(tmp_path / "whole.csv"), capsys=capsys)[0] == 0
-    answers, sizes = Classifier.answers, list[int]()
+    answers, sizes = Classifier.predict, list[int]()
 
     def answered(self: Classifier, images: Sequence[Any], top: int = 5) -> Any:
         sizes.append(len(images))
@@ -395,7 +393,7 @@ def killed_at(batch: int, *arguments: str) -> int:
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     signal.alarm(60)
-    rows, batches = command._rows, [0]
+    rows, batches = command._predict_rows, [0]
 
     def dying(*given: Any) -> Any:
         batches[0] += 1
@@ -403,7 +401,7 @@ def killed_at(batch: int, *arguments: str) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         return rows(*given)
 
-    pytest.MonkeyPatch().setattr(command, "_rows", dying)
+    pytest.MonkeyPatch().setattr(command, "_predict_rows", dying)
     os._exit(main(arguments))
 
 
@@ -581,7 +579,7 @@ def test_memory_stays_the_same_over_20_000_images(
             member = tarfile.TarInfo(f"{number}.png")
             member.size = len(content)
             file.addfile(member, io.BytesIO(content))
-    resident, answers = list[int](), Classifier.answers
+    resident, answers = list[int](), Classifier.predict
 
     def answered(self: Classifier, images: Sequence[Any], top: int = 5) -> Any:
         resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
@@ -637,9 +635,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch, where: str) -> list[Tensor]:
     """The pixels that come to be normalised there, image by image."""
     seen = list[Tensor]()
 
-    def noted(pixels: Tensor, preprocess: Preprocess) -> Tensor:
+    def noted(pixels: Tensor, preprocess: PreprocessConfig) -> Tensor:
         seen.extend(pixels)
-        return normalise(pixels, preprocess)
+        return normalize(pixels, preprocess)
 
     monkeypatch.setattr(where, noted)
     return seen
@@ -648,9 +646,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch, where: str) -> list[Tensor]:
 def served(classifier: Classifier, paths: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The pixels that the service computes on when the files are sent to it one by one."""
     with monkeypatch.context() as patches:
-        seen = recorded(patches, "vitrail.compute.normalise")
-        service = of_classifiers({"model": classifier}, deadline=60.0)
-        client = TestClient(app.build(service))
+        seen = recorded(patches, "vitrail.inference.compute.normalise")
+        service = make_service({"model": classifier}, deadline=60.0)
+        client = TestClient(routes.build_app(service))
         for path in paths:
             headers = {"content-type": "application/octet-stream"}
             assert client.post("/v1/predict", content=path.read_bytes(), headers=headers).status_code == 200
@@ -664,7 +662,7 @@ def documented(trained: Trained, paths: Sequence[Path]) -> list[Tensor]:
     [code] = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def pixels_of" in block]
     named: dict[str, Any] = {}
     exec(code, named)
-    how = json.loads(graph.metadata(trained)["pixels"])
+    how = json.loads(graph.build_metadata(trained)["pixels"])
     return [torch.tensor(named["pixels_of"](path, how)) for path in paths]
 
 
@@ -684,19 +682,21 @@ def test_odd_images_have_the_same_pixels_in_training_evaluate_predict_serve_and_
     for number in range(count):
         suffix, content = odd_image(generator)
         (root / f"kind {number % 2}" / f"{number:04}{suffix}").write_bytes(content)
-    preprocess = Preprocess(size=(32, 32), resize=resize)
+    preprocess = PreprocessConfig(size=(32, 32), resize=resize)
     trained = making.trained(making.vit(), preprocess=preprocess)
     save(trained, model)
     paths, classifier = sorted(root.rglob("*.*")), Classifier(trained, device="cpu")
-    views = [classifier.view(path) for path in paths]
+    views = [classifier.make_input(path) for path in paths]
     assert len({view.numpy().tobytes() for view in views}) > 0.9 * count
-    splits = open_data(str(root)).splits
-    whole = splits["train"].joined(splits["val"]).joined(splits["test"])
-    assert [whole.name(row) for row in range(count)] == [str(path.relative_to(root)) for path in paths]
-    asked = recorded(monkeypatch, "vitrail.evaluate.classify.normalise")
-    classify.classify(trained.model, evaluation_batches(whole, preprocess, batch=16, classes=7), preprocess)
-    examined(measurable(trained, "model"), whole, range(7), device=torch.device("cpu"), batch=7)
-    predicted = recorded(monkeypatch, "vitrail.compute.normalise")
+    splits = open_dataset(str(root)).splits
+    whole = splits["train"].merge(splits["val"]).merge(splits["test"])
+    assert [whole.get_image_name(row) for row in range(count)] == [str(path.relative_to(root)) for path in paths]
+    asked = recorded(monkeypatch, "vitrail.evaluate.predictions.normalise")
+    predictions.evaluate_batches(
+        trained.model, iter_eval_batches(whole, preprocess, batch_size=16, num_classes=7), preprocess
+    )
+    evaluate_split(make_evaluated_model(trained, "model"), whole, range(7), device=torch.device("cpu"), batch=7)
+    predicted = recorded(monkeypatch, "vitrail.inference.compute.normalise")
     given = ("predict", str(model), str(root), "--device", "cpu", "--batch", "5", "--workers", "2")
     assert vitrail(*given, capsys=capsys)[0] == 0
     for name, pixels in (

@@ -19,15 +19,15 @@ from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.cli.test_train import HERE
 from tests.data.pictures import encoded, folder, picture
-from tests.train.test_distributed import ended, free_port
+from tests.runtime.test_distributed import ended, free_port
 from vitrail.cli import main
-from vitrail.data.loader import evaluation_batches
-from vitrail.data.sources import open_data
-from vitrail.evaluate.classify import classify
-from vitrail.evaluate.intervals import wilson
-from vitrail.files import cache_home
-from vitrail.predict import Classifier
-from vitrail.weights import storage
+from vitrail.data.loader import iter_eval_batches
+from vitrail.data.sources import open_dataset
+from vitrail.evaluate.intervals import wilson_interval
+from vitrail.evaluate.predictions import evaluate_batches
+from vitrail.files import get_cache_home
+from vitrail.inference.classifier import Classifier
+from vitrail.weights import tensor_files
 from vitrail.weights.load import load, save
 
 MODEL = "model.safetensors"
@@ -80,7 +80,7 @@ def test_the_table_has_a_row_for_each_method(capsys: Capture) -> None:
         assert f"{score['top1']:.1%}" in line
         assert score["top1"] == pytest.approx(sum(score["right"]) / len(score["right"]) / 12)
         if score["seeds"] == 1:
-            assert score["interval"] == list(wilson(score["right"][0], 12))
+            assert score["interval"] == list(wilson_interval(score["right"][0], 12))
     assert [score["seeds"] for score in found["scores"]] == [3, 3, 1, 1, 1]
 
 
@@ -135,9 +135,11 @@ def test_the_saved_model_answers_as_the_probe_did(tmp_path: Path, capsys: Captur
     found = facts("--methods", method, "--save", "made.safetensors", capsys=capsys)
     made = load("made.safetensors")
     assert made.preprocess is not None
-    split = open_data("./set").splits["test"]
-    counts = classify(made.model, evaluation_batches(split, made.preprocess, batch=5, classes=2), made.preprocess)
-    assert [counts.right] == found["scores"][0]["right"]
+    split = open_dataset("./set").splits["test"]
+    counts = evaluate_batches(
+        made.model, iter_eval_batches(split, made.preprocess, batch_size=5, num_classes=2), made.preprocess
+    )
+    assert [counts.correct] == found["scores"][0]["right"]
     assert made.labels == ("rose", "tulip")
     assert made.temperature == found["saved"]["temperature"]
     assert made.origin.changes[-1].startswith(f"head: {method} probe of {tmp_path / 'set'}, ")
@@ -167,7 +169,7 @@ def test_the_better_of_the_heads_by_val_is_saved(capsys: Capture) -> None:
 def test_two_processes_say_what_one_says(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "set" / "test" / "tulip" / "5.jpg").unlink()  # shares of 5 and 6
     one = facts(capsys=capsys)
-    kept = cache_home() / "features"
+    kept = get_cache_home() / "features"
     kept.rename(tmp_path / "kept by one")
     arguments = ("probe", MODEL, "./set", *HERE, "--json", "--save", "two.safetensors")
     port = free_port()
@@ -179,7 +181,7 @@ def test_two_processes_say_what_one_says(tmp_path: Path, capsys: Capture) -> Non
     assert two["scores"] == one["scores"]
     assert Path("two.safetensors").exists()
     for path in (tmp_path / "kept by one").iterdir():
-        features = [storage.read(folder / path.name).tensors["features"] for folder in (path.parent, kept)]
+        features = [tensor_files.read_tensors(folder / path.name).tensors["features"] for folder in (path.parent, kept)]
         torch.testing.assert_close(*features, atol=1e-5, rtol=0)
 
 

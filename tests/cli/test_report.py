@@ -14,8 +14,8 @@ from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.report.folders import alone, written
 from vitrail.cli import main, runs
-from vitrail.report import write as writing
-from vitrail.report.gather import gather
+from vitrail.report import write_report
+from vitrail.report.run_facts import gather_facts
 
 DIGITS = ("train", "digits", "--data", "digits", "--workers", "0", "--device", "cpu", "--epochs", "0.2")
 
@@ -40,9 +40,9 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_ends_with_its_report_and_remembers_its_command(digits: Path) -> None:
     assert (digits / "report.html").stat().st_size < 1_000_000
     assert (digits / "README.md").exists()
-    facts = gather(digits)
+    facts = gather_facts(digits)
     assert facts.command == (*DIGITS, "--out", str(digits))
-    assert facts.given_in == str(digits.parent)
+    assert facts.working_folder == str(digits.parent)
     assert "vitrail train digits --data digits --workers 0 --device cpu --epochs 0.2" in (
         digits / "report.html"
     ).read_text(encoding="utf-8")
@@ -101,7 +101,7 @@ def test_a_report_that_fails_does_not_lose_the_run(
     def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(writing, "write", fails)
+    monkeypatch.setattr(write_report, "write_report", fails)
     code, out, err = vitrail(*DIGITS, "--out", "run", capsys=capsys)
     assert code == 0
     assert "; weights: run/weights/best.safetensors; next: vitrail predict run IMAGES" in out
@@ -126,9 +126,9 @@ def test_whatever_a_report_meets_is_a_warning_of_one_line(
     def fails(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(writing, "write", fails)
+    monkeypatch.setattr(write_report, "write_report", fails)
     task: Any = SimpleNamespace(dataset=None, device=None)
-    runs.page(task, tmp_path / "my run", {})
+    runs.write_run_report(task, tmp_path / "my run", {})
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert said.startswith("warning: the report is not written (")

@@ -15,7 +15,7 @@ from tests import making
 from tests.serve.serving import picture
 from vitrail import save
 from vitrail.cli import main
-from vitrail.serve import run
+from vitrail.serve import server
 
 WATCHED = """
 import socket, sys
@@ -78,7 +78,7 @@ def test_what_cannot_be_meant_is_refused(
 
 
 def test_a_port_that_is_taken_is_refused_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
-    with run.listening("127.0.0.1", 0) as listener:
+    with server.open_listener("127.0.0.1", 0) as listener:
         listener.listen()
         port = listener.getsockname()[1]
         assert main(["serve", "there/is/no/such/model", "--port", str(port)]) == 2

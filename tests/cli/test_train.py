@@ -14,8 +14,8 @@ from tests.cli.test_cli import run as vitrail
 from tests.data.pictures import encoded, folder, picture
 from vitrail import recipes
 from vitrail.cli import runs
-from vitrail.config import Optimiser, Schedule
-from vitrail.evaluate.classify import Counts
+from vitrail.config import OptimizerConfig, ScheduleConfig
+from vitrail.evaluate.predictions import Counts
 from vitrail.weights.load import load
 
 HERE = ("--workers", "0", "--device", "cpu")
@@ -68,8 +68,8 @@ def test_a_dry_run_shows_what_would_be_done_and_trains_nothing(tmp_path: Path, c
 def test_bad_images_and_empty_class_folders_are_left_out_of_training_too(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named = recipes.named("digits")
-    made = dataclasses.replace(named, batch=8, epochs=1, schedule=Schedule())
+    named = recipes.get_recipe("digits")
+    made = dataclasses.replace(named, batch=8, epochs=1, schedule=ScheduleConfig())
     monkeypatch.setitem(recipes.RECIPES, "short", made)
     folder(tmp_path / "set", "train", "val", each=6)
     (tmp_path / "set" / "train" / "orchid").mkdir()
@@ -95,9 +95,11 @@ def test_bad_images_and_empty_class_folders_are_left_out_of_training_too(
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recipes without labels that take seconds: mpp-small and mae-small, of 16 patches of 4 x 4 pixels."""
     for kind in ("mpp", "mae"):
-        named = recipes.named(f"{kind}-cifar10")
+        named = recipes.get_recipe(f"{kind}-cifar10")
         settings = named.settings | {"width": 32, "depth": 1, "mlp": 64, "heads": 2}
-        made = dataclasses.replace(named, settings=settings, image_size=16, batch=8, epochs=2, schedule=Schedule())
+        made = dataclasses.replace(
+            named, settings=settings, image_size=16, batch=8, epochs=2, schedule=ScheduleConfig()
+        )
         monkeypatch.setitem(recipes.RECIPES, f"{kind}-small", made)
 
 
@@ -136,7 +138,7 @@ def test_images_without_labels_make_a_model_that_every_command_takes(
 def test_bad_images_that_nobody_looked_for_are_left_out_of_masked_training(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(runs, "_CHECKED", 10)
+    monkeypatch.setattr(runs, "_MAX_SCANNED_IMAGES", 10)
     folder(tmp_path / "set", "train", "val", each=8)
     bad = [f"{split}/rose/3.jpg" for split in ("train", "val")]
     for name in bad:
@@ -181,8 +183,8 @@ def test_a_warm_up_for_a_larger_dataset_is_shortened_to_fit(tmp_path: Path, caps
     assert said is not None
     assert int(said[3]) == int(said[2]) // 10
     assert f"{said[3]} steps of warm-up" in out
-    recipe = runs.changed(recipes.named("digits"), epochs=None, batch=None, lr=None, warmup=None)
-    assert runs.fit_warmup(recipe, 1439) is recipe, "its own dataset"
+    recipe = runs.override_recipe(recipes.get_recipe("digits"), epochs=None, batch=None, lr=None, warmup=None)
+    assert runs.shorten_warmup(recipe, 1439) is recipe, "its own dataset"
 
 
 def test_a_bad_image_ends_a_run_with_advice_and_without_a_folder(tmp_path: Path, capsys: Capture) -> None:
@@ -206,7 +208,7 @@ def test_a_learning_rate_that_diverges_ends_with_6(tmp_path: Path, capsys: Captu
 def test_the_next_folder_is_the_first_that_is_free(tmp_path: Path) -> None:
     names = []
     for _ in range(3):
-        names.append(str(runs.next_folder("train")))
+        names.append(str(runs.choose_next_folder("train")))
         (tmp_path / names[-1]).mkdir(parents=True)
     assert names == ["runs/train", "runs/train-2", "runs/train-3"]
 
@@ -214,33 +216,35 @@ def test_the_next_folder_is_the_first_that_is_free(tmp_path: Path) -> None:
 def test_a_run_ends_with_its_accuracy_its_weakest_class_and_what_to_do_next() -> None:
     confusion = torch.tensor([[9, 1, 0], [2, 4, 4], [0, 0, 10]])
     counts = Counts(30, 23, 30, 1.0, confusion)
-    weakest = runs.find_weakest(counts, ("cat", "dog", "cow"))
+    weakest = runs.find_weakest_class(counts, ("cat", "dog", "cow"))
     assert weakest == {"class": "dog", "right": pytest.approx(0.4), "images": 10, "taken_for": "cow"}
-    assert runs.find_weakest(Counts(30, 30, 30, 1.0, torch.eye(3).long() * 10), ("cat", "dog", "cow")) is None
+    assert runs.find_weakest_class(Counts(30, 30, 30, 1.0, torch.eye(3).long() * 10), ("cat", "dog", "cow")) is None
     found = {"split": "test", "top1": 0.95, "images": 1200, "macro": 0.94, "folder": "runs/train", "trained_on": False}
     found |= {"interval": [0.936, 0.961], "weakest": weakest, "report": "runs/train/report.html"}
     where = "; weights: runs/train/weights/best.safetensors; report: runs/train/report.html"
     where += "; next: vitrail predict runs/train IMAGES, vitrail serve runs/train"
     accuracy, worst = "95.0% of 1,200 test images right (93.6 to 96.1)", "; weakest: dog, 40%, taken for cow"
-    assert runs.sentence(found) == accuracy + worst + where
-    flattered = runs.sentence(found | {"macro": 0.5})
+    assert runs.summarize_result(found) == accuracy + worst + where
+    flattered = runs.summarize_result(found | {"macro": 0.5})
     assert flattered == f"{accuracy}, 50.0% of a class on average{worst}{where}"
-    trained_on = runs.sentence(found | {"split": "val", "trained_on": True, "weakest": None, "images": 1})
+    trained_on = runs.summarize_result(found | {"split": "val", "trained_on": True, "weakest": None, "images": 1})
     assert trained_on == f"95.0% of 1 image right (on images that were trained on){where}"
-    assert "report" not in runs.sentence(found | {"report": None})
-    assert runs.sentence(found | {"macro": None}) == runs.sentence(found)  # several labels: there is no such average
+    assert "report" not in runs.summarize_result(found | {"report": None})
+    assert runs.summarize_result(found | {"macro": None}) == runs.summarize_result(
+        found
+    )  # several labels: there is no such average
 
 
 def changed(**given: Any) -> Any:
     """A recipe of 100 epochs, batch 64 and 40 steps of warm-up, with these in their place."""
     recipe = dataclasses.replace(
-        recipes.named("digits"),
+        recipes.get_recipe("digits"),
         batch=64,
         epochs=100,
-        schedule=Schedule(warmup=40),
-        optimiser=Optimiser(kind="muon", lr=1e-2, head_lr=2e-2, adam_lr=1e-3),
+        schedule=ScheduleConfig(warmup=40),
+        optimizer=OptimizerConfig(kind="muon", lr=1e-2, head_lr=2e-2, adam_lr=1e-3),
     )
-    return runs.changed(recipe, **({"epochs": None, "batch": None, "lr": None, "warmup": None} | given))
+    return runs.override_recipe(recipe, **({"epochs": None, "batch": None, "lr": None, "warmup": None} | given))
 
 
 def test_a_shorter_run_has_a_shorter_warm_up_and_a_given_one_stays() -> None:
@@ -264,7 +268,7 @@ def test_a_learning_rate_takes_those_of_head_and_adam_with_it() -> None:
     [(0.4, "0 s"), (89, "89 s"), (91, "2 min"), (3600, "60 min"), (93_784, "26 h 3 min"), (432_000, "5.0 days")],
 )
 def test_a_duration_is_said_as_people_do(seconds: float, said: str) -> None:
-    assert runs.duration(seconds) == said
+    assert runs.format_duration(seconds) == said
 
 
 @pytest.mark.slow

@@ -37,10 +37,10 @@ def folder(root: Path, *tops: str, classes: tuple[str, ...] = ("rose", "tulip"),
 
 def content(split: Split) -> list[tuple[bytes, tuple[int, ...]]]:
     """Each image's bytes and labels, in an order that does not depend on the set's."""
-    images = [split.read(index) for index in range(len(split))]
+    images = [split.read_image(index) for index in range(len(split))]
     raw = [image.read_bytes() if isinstance(image, Path) else image for image in images]
-    return sorted((item, split.labels(index)) for index, item in enumerate(raw) if isinstance(item, bytes))
+    return sorted((item, split.get_labels(index)) for index, item in enumerate(raw) if isinstance(item, bytes))
 
 
 def names(dataset: Dataset) -> dict[str, list[str]]:
-    return {key: [split.name(index) for index in range(len(split))] for key, split in dataset.splits.items()}
+    return {key: [split.get_image_name(index) for index in range(len(split))] for key, split in dataset.splits.items()}

@@ -15,7 +15,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from tests.data.test_mutations import originals
 from vitrail.data import decode as decoding
-from vitrail.data.decode import decode, opened, read_header, readable_formats
+from vitrail.data.decode import decode, get_readable_formats, open_image, read_header
 from vitrail.errors import DataError
 
 RED = (200, 30, 40)
@@ -31,7 +31,7 @@ def picture(size: tuple[int, int] = (6, 4)) -> Image.Image:
     return Image.new("RGB", size, RED)
 
 
-@pytest.mark.parametrize("kind", readable_formats())
+@pytest.mark.parametrize("kind", get_readable_formats())
 def test_every_format_gives_its_pixels(kind: str) -> None:
     pixels = decode(encoded(picture(), kind))
     assert pixels.shape == (3, 4, 6)
@@ -80,7 +80,7 @@ def test_heif_is_read_where_its_decoder_is_installed() -> None:
     content = encoded(picture((64, 48)), "HEIF")
     assert decode(content).shape == (3, 48, 64)
     assert read_header(content, name="x") == ("HEIF", 48, 64)
-    assert {".heic", ".heif"} <= set(decoding.image_suffixes())
+    assert {".heic", ".heif"} <= set(decoding.get_image_suffixes())
 
 
 def test_heif_is_decoded_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_heif_is_decoded_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, object] = {}
     decoder = SimpleNamespace(register_heif_opener=lambda **given: options.update(given))
     monkeypatch.setitem(sys.modules, "pillow_heif", decoder)
-    assert "HEIF" in decoding.readable_formats.__wrapped__()
+    assert "HEIF" in decoding.get_readable_formats.__wrapped__()
     assert options["decode_threads"] == 1
 
 
@@ -121,7 +121,7 @@ TURNS = {
 def test_every_orientation_is_applied_once_in_every_format_that_states_it(
     kind: str, options: dict[str, Any], orientation: int, strip: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "_STRIP", strip)
+    monkeypatch.setattr(decoding, "_STRIP_PIXELS", strip)
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 16, 3), dtype=np.uint8))
     exif = Image.Exif()
     exif[0x0112] = orientation
@@ -135,12 +135,12 @@ def test_every_orientation_is_applied_once_in_every_format_that_states_it(
     loaded.load()
     for fast in (True, False):
         if not fast:
-            monkeypatch.setattr(decoding, "_simplejpeg", lambda: None)
+            monkeypatch.setattr(decoding, "_load_simplejpeg", lambda: None)
         for source in (content, Image.open(io.BytesIO(content)), loaded):
-            found = opened(source)
+            found = open_image(source)
             assert (found.height, found.width) == upright.shape[:2]
-            assert np.array_equal(found.pixels().permute(1, 2, 0), upright)
-            assert np.array_equal(found.pixels(rows=3)[:, :3].permute(1, 2, 0), upright[:3])
+            assert np.array_equal(found.decode_pixels().permute(1, 2, 0), upright)
+            assert np.array_equal(found.decode_pixels(min_rows=3)[:, :3].permute(1, 2, 0), upright[:3])
         assert read_header(content, name="x") == (kind, *upright.shape[:2])
 
 
@@ -205,15 +205,15 @@ def test_a_jpeg_of_more_pixels_than_fit_is_decoded_at_half_its_sides(
     half.draft(None, (50, 40))
     expected = np.asarray(ImageOps.exif_transpose(half))
     monkeypatch.setattr(decoding, "PIXEL_LIMIT", 8_079)
-    monkeypatch.setattr(decoding, "JPEG_LIMIT", 8_080)
+    monkeypatch.setattr(decoding, "JPEG_PIXEL_LIMIT", 8_080)
     assert np.array_equal(decode(content).permute(1, 2, 0).numpy(), expected)
     assert expected.shape == ((51, 40, 3) if orientation == 6 else (40, 51, 3))
-    found = decoding.opened(content)
+    found = decoding.open_image(content)
     assert (found.height, found.width, found.reduction) == (*expected.shape[:2], 2)
     assert read_header(content, name="x") == ("JPEG", *((101, 80) if orientation == 6 else (80, 101)))
     with pytest.raises(DataError, match="x has 101 x 80 pixels; from 1 to 8,079 are decoded, of a JPEG 205,000,000"):
         decode(encoded(Image.open(io.BytesIO(content)), "PNG"), name="x")
-    monkeypatch.setattr(decoding, "JPEG_LIMIT", 8_079)
+    monkeypatch.setattr(decoding, "JPEG_PIXEL_LIMIT", 8_079)
     with pytest.raises(DataError, match=r"x has 101 x 80 pixels; from 1 to 8,079 are decoded$"):
         decode(content, name="x")
 
@@ -236,7 +236,7 @@ def test_four_channels_are_not_read_from_a_file() -> None:
 
 def without_simplejpeg(content: bytes, monkeypatch: pytest.MonkeyPatch) -> Any:
     with monkeypatch.context() as patched:
-        patched.setattr(decoding, "_simplejpeg", lambda: None)
+        patched.setattr(decoding, "_load_simplejpeg", lambda: None)
         return decode(content)
 
 
@@ -247,7 +247,7 @@ def test_simplejpegs_pixels_are_pillows_to_the_bit(
     quality: int, subsampling: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("simplejpeg", reason="the extra `fast` is not installed")
-    assert decoding.decoder() == "simplejpeg, bit-equal to Pillow"
+    assert decoding.get_jpeg_decoder_name() == "simplejpeg, bit-equal to Pillow"
     generator = np.random.default_rng(quality)
     for size in [(1, 1), (7, 9), (16, 16), (61, 83)]:
         noise = generator.integers(0, 256, (*size, 3), dtype=np.uint8)
@@ -265,12 +265,12 @@ def test_the_first_rows_alone_are_those_of_the_whole(subsampling: int, options: 
     content = encoded(noise, "JPEG", quality=85, subsampling=subsampling, **options)
     whole = decode(content)
     for rows in range(1, 158):
-        part = opened(content).pixels(3, rows)
+        part = open_image(content).decode_pixels(3, rows)
         assert part.shape[1] >= rows
         assert torch.equal(part[:, :rows], whole[:, :rows])
-    if not options and decoding.decoder() != "Pillow":
-        assert opened(content).pixels(3, 10).shape[1] == 32  # the rest was not decoded
-    assert opened(content)[1:3] == (157, 83)
+    if not options and decoding.get_jpeg_decoder_name() != "Pillow":
+        assert open_image(content).decode_pixels(3, 10).shape[1] == 32  # the rest was not decoded
+    assert open_image(content)[1:3] == (157, 83)
 
 
 def test_a_file_cut_short_is_refused_even_where_its_first_rows_are_whole() -> None:
@@ -278,17 +278,17 @@ def test_a_file_cut_short_is_refused_even_where_its_first_rows_are_whole() -> No
     content = encoded(noise, "JPEG")
     for broken in (content[:-2], content[:-1000], content[: len(content) // 2]):
         with pytest.raises(DataError, match="truncated"):
-            opened(broken).pixels(3, 10)
+            open_image(broken).decode_pixels(3, 10)
 
 
 def test_sizes_are_those_of_the_pixels_for_every_kind() -> None:
     for content in originals():
-        assert opened(content)[1:3] == tuple(decode(content).shape[1:])
-    assert opened(picture((5, 9)))[1:3] == (9, 5)
+        assert open_image(content)[1:3] == tuple(decode(content).shape[1:])
+    assert open_image(picture((5, 9)))[1:3] == (9, 5)
     with pytest.raises(DataError, match=r"^thing is no image"):
-        opened(b"x", name="thing")
+        open_image(b"x", name="thing")
     with pytest.raises(DataError, match="600 times"):
-        opened(encoded(picture((1, 3000)), "JPEG"))
+        open_image(encoded(picture((1, 3000)), "JPEG"))
 
 
 def test_what_simplejpeg_would_do_otherwise_pillow_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ def test_what_simplejpeg_would_do_otherwise_pillow_does(monkeypatch: pytest.Monk
     for content in [encoded(image, "JPEG", exif=exif), encoded(image.convert("CMYK"), "JPEG"), *flawed]:
         found = [outcome(lambda content=content: decode(content)), outcome(lambda content=content: decode(content, 1))]
         with monkeypatch.context() as patched:
-            patched.setattr(decoding, "_simplejpeg", lambda: None)
+            patched.setattr(decoding, "_load_simplejpeg", lambda: None)
             expected = [
                 outcome(lambda content=content: decode(content)),
                 outcome(lambda content=content: decode(content, 1)),
@@ -320,11 +320,11 @@ def test_a_decoder_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     simplejpeg = pytest.importorskip("simplejpeg", reason="the extra `fast` is not installed")
     honest = simplejpeg.decode_jpeg
     monkeypatch.setattr(simplejpeg, "decode_jpeg", lambda *arguments: honest(*arguments) ^ 1)
-    decoding._simplejpeg.cache_clear()
+    decoding._load_simplejpeg.cache_clear()
     try:
-        assert decoding.decoder() == "Pillow"
+        assert decoding.get_jpeg_decoder_name() == "Pillow"
     finally:
-        decoding._simplejpeg.cache_clear()
+        decoding._load_simplejpeg.cache_clear()
 
 
 @pytest.mark.parametrize("size", [(1, 3000), (3000, 1), (2, 1300)])

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 
 from vitrail.data.decode import decode
-from vitrail.data.duplicates import FINGERPRINT, fingerprint, pairs
+from vitrail.data.duplicates import FINGERPRINT_BYTES, compute_fingerprint, find_duplicate_pairs
 
 Prints = NDArray[np.uint8]
 
@@ -51,7 +51,7 @@ def digit(seed: int, side: int) -> Image.Image:
 
 
 def prints(images: list[Image.Image]) -> Prints:
-    return np.stack([fingerprint(decode(image)) for image in images])
+    return np.stack([compute_fingerprint(decode(image)) for image in images])
 
 
 def noise(level: int, seed: int) -> Image.Image:
@@ -109,7 +109,7 @@ def photos(data: Path) -> list[Image.Image]:
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_copy_is_paired_with_its_source_and_nothing_else(change: str, textures: list[Image.Image]) -> None:
     copies = prints([CHANGES[change](image, seed) for seed, image in enumerate(textures)])
-    found = pairs(prints(textures), copies)
+    found = find_duplicate_pairs(prints(textures), copies)
     assert found.indices.tolist() == [[i, i] for i in range(len(textures))]
     assert (found.scores > 0.8).all()
     assert (found.scores <= 1.0001).all()
@@ -120,7 +120,7 @@ def test_copies_of_real_photos_are_found_without_a_false_pair(
     change: str, least: int, photos: list[Image.Image]
 ) -> None:
     copies = prints([CHANGES[change](image, seed) for seed, image in enumerate(photos)])
-    found = pairs(prints(photos), copies).indices
+    found = find_duplicate_pairs(prints(photos), copies).indices
     assert (found[:, 0] == found[:, 1]).all()
     assert len(found) >= least
 
@@ -128,7 +128,7 @@ def test_copies_of_real_photos_are_found_without_a_false_pair(
 def test_cells_of_a_larger_set_lose_no_copy() -> None:
     """1,000 images lie in five cells, of which each window visits four."""
     images = [texture(seed, 64, 64) for seed in range(500)]
-    found = pairs(prints(images + [cropped(image, 0.8, seed) for seed, image in enumerate(images)]))
+    found = find_duplicate_pairs(prints(images + [cropped(image, 0.8, seed) for seed, image in enumerate(images)]))
     planted = found.indices[:, 1] - found.indices[:, 0] == len(images)
     assert planted.all()
     assert planted.sum() >= 0.98 * len(images)
@@ -136,7 +136,7 @@ def test_cells_of_a_larger_set_lose_no_copy() -> None:
 
 def test_a_set_against_itself_gives_each_pair_in_both_directions(textures: list[Image.Image]) -> None:
     mixed = prints([*textures[:20], *(cropped(image, 0.8, 0) for image in textures[:10]), *textures[:5]])
-    inside, across = pairs(mixed), pairs(mixed, mixed)
+    inside, across = find_duplicate_pairs(mixed), find_duplicate_pairs(mixed, mixed)
     assert (inside.indices[:, 0] < inside.indices[:, 1]).all()
     both = {(i, j) for i, j in across.indices.tolist() if i != j}
     assert {(j, i) for i, j in both} == both
@@ -147,23 +147,23 @@ def test_a_set_against_itself_gives_each_pair_in_both_directions(textures: list[
 def test_empty_pages_are_the_same_only_by_equal_pixels() -> None:
     pages = [noise(level, level + shade) for level in (0, 128, 250) for shade in range(5)]
     flat = [Image.new("RGB", (100, 80), (level,) * 3) for level in (0, 1, 128, 255)]
-    assert len(pairs(prints(pages + flat)).indices) == 0
-    assert pairs(prints([*flat, flat[2]])).indices.tolist() == [[2, 4]]
+    assert len(find_duplicate_pairs(prints(pages + flat)).indices) == 0
+    assert find_duplicate_pairs(prints([*flat, flat[2]])).indices.tolist() == [[2, 4]]
     larger = Image.new("RGB", (200, 80), (128,) * 3)
-    assert len(pairs(prints([*flat, larger])).indices) == 0, "of another size"
+    assert len(find_duplicate_pairs(prints([*flat, larger])).indices) == 0, "of another size"
 
 
 @pytest.mark.parametrize("side", [8, 28, 32, 64])
 def test_strokes_that_look_alike_are_not_copies(side: int) -> None:
     strokes = [digit(seed, side) for seed in range(100)]
-    assert len(pairs(prints(strokes)).indices) == 0
-    assert pairs(prints([*strokes, strokes[7].copy()])).indices.tolist() == [[7, 100]]
+    assert len(find_duplicate_pairs(prints(strokes)).indices) == 0
+    assert find_duplicate_pairs(prints([*strokes, strokes[7].copy()])).indices.tolist() == [[7, 100]]
 
 
 def test_a_placeholder_copied_often_is_one_group_and_few_pairs(textures: list[Image.Image]) -> None:
     equal = [textures[0]] * 400
     encodings = [encoded(textures[0], quality=quality) for quality in range(30, 95)]
-    found = pairs(prints([*equal, *encodings, *textures[1:20]]))
+    found = find_duplicate_pairs(prints([*equal, *encodings, *textures[1:20]]))
     assert len(found.indices) <= 399 + 16 * 66
     assert linked(found.indices, 400 + 65 + 19) == 1 + 19
     assert found.indices.max() < 465
@@ -172,33 +172,33 @@ def test_a_placeholder_copied_often_is_one_group_and_few_pairs(textures: list[Im
 def test_every_copy_in_either_set_is_named(textures: list[Image.Image]) -> None:
     first = prints([textures[0]] * 30 + textures[1:10] + [encoded(textures[1])] * 7)
     second = prints([textures[1]] * 50 + [cropped(textures[0], 0.8, 0)] * 20 + textures[20:30])
-    found = pairs(first, second).indices
+    found = find_duplicate_pairs(first, second).indices
     assert set(found[:, 0].tolist()) == {*range(31), *range(39, 46)}
     assert set(found[:, 1].tolist()) == set(range(70))
     assert len(found) == (30 + 20 - 1) + (1 + 50 - 1) + (7 + 50 - 1)
 
 
 def test_sets_of_none_and_one() -> None:
-    none, one = np.empty((0, FINGERPRINT), np.uint8), prints([texture(0)])
+    none, one = np.empty((0, FINGERPRINT_BYTES), np.uint8), prints([texture(0)])
     for first, second in [(none, None), (one, None), (none, none), (none, one), (one, none)]:
-        found = pairs(first, second)
+        found = find_duplicate_pairs(first, second)
         assert found.indices.shape == (0, 2)
         assert found.scores.shape == (0,)
-    assert pairs(one, one).indices.tolist() == [[0, 0]]
+    assert find_duplicate_pairs(one, one).indices.tolist() == [[0, 0]]
 
 
 def test_fingerprints_are_read_from_a_memory_map(tmp_path: Path, textures: list[Image.Image]) -> None:
     fresh = prints([*textures[:5], ImageOps.mirror(textures[3])])
     np.save(tmp_path / "prints.npy", fresh)
     mapped = np.load(tmp_path / "prints.npy", mmap_mode="r")
-    assert pairs(mapped).indices.tolist() == pairs(fresh).indices.tolist() == [[3, 5]]
+    assert find_duplicate_pairs(mapped).indices.tolist() == find_duplicate_pairs(fresh).indices.tolist() == [[3, 5]]
 
 
 def test_a_fingerprint_depends_on_pixels_and_not_on_their_layout() -> None:
     image = decode(texture(0))
-    assert fingerprint(image).shape == (FINGERPRINT,)
-    assert fingerprint(image).dtype == np.uint8
-    assert np.array_equal(fingerprint(image), fingerprint(image.contiguous()))
+    assert compute_fingerprint(image).shape == (FINGERPRINT_BYTES,)
+    assert compute_fingerprint(image).dtype == np.uint8
+    assert np.array_equal(compute_fingerprint(image), compute_fingerprint(image.contiguous()))
     grey = decode(texture(0).convert("L"), channels=1)
-    assert np.array_equal(fingerprint(grey), fingerprint(grey.expand(3, -1, -1)))
+    assert np.array_equal(compute_fingerprint(grey), compute_fingerprint(grey.expand(3, -1, -1)))
     assert not torch.equal(image[:1], grey)

@@ -12,7 +12,7 @@ from tests.data.pictures import encoded, folder, names, picture
 from vitrail.data.decode import decode
 from vitrail.data.folder import open_folder
 from vitrail.errors import DataError
-from vitrail.files import cache_home
+from vitrail.files import get_cache_home
 
 
 def test_given_splits_and_classes_are_taken(tmp_path: Path) -> None:
@@ -20,9 +20,9 @@ def test_given_splits_and_classes_are_taken(tmp_path: Path) -> None:
     assert {name: len(split) for name, split in found.splits.items()} == {"train": 6, "val": 6, "test": 6}
     assert found.classes == ("rose", "tulip")
     train = found.splits["train"]
-    assert [train.labels(number) for number in range(6)] == [(0,)] * 3 + [(1,)] * 3
-    assert train.name(4) == "train/tulip/1.jpg"
-    assert train.read(4) == tmp_path / "train/tulip/1.jpg"
+    assert [train.get_labels(number) for number in range(6)] == [(0,)] * 3 + [(1,)] * 3
+    assert train.get_image_name(4) == "train/tulip/1.jpg"
+    assert train.read_image(4) == tmp_path / "train/tulip/1.jpg"
     assert found.notes == ()
 
 
@@ -30,7 +30,7 @@ def test_without_splits_a_tenth_of_each_class_is_held_out_twice(tmp_path: Path) 
     found = open_folder(folder(tmp_path / "set", each=20))
     assert {name: len(split) for name, split in found.splits.items()} == {"train": 32, "val": 4, "test": 4}
     for split in found.splits.values():
-        assert len(set(split.counts(2).tolist())) == 1
+        assert len(set(split.count_per_class(2).tolist())) == 1
     parts = names(found)
     assert len({name for part in parts.values() for name in part}) == 40
     assert "10% of each class held out for each" in found.notes[0]
@@ -79,7 +79,7 @@ def test_files_below_a_class_belong_to_it_and_others_are_reported(tmp_path: Path
     assert len(found.splits["train"]) == 5
     assert found.classes == ("rose", "tulip")
     assert found.empty_classes == ("orchid",)
-    assert found.splits["train"].counts(2).tolist() == [3, 2]
+    assert found.splits["train"].count_per_class(2).tolist() == [3, 2]
     assert any("notes.txt" in note for note in found.notes)
     assert "1 class folder without an image left out: orchid" in found.notes
 
@@ -92,7 +92,7 @@ def test_folders_named_after_splits_are_splits(tmp_path: Path, train: str, test:
     found = open_folder(folder(tmp_path, train, test, each=10))
     assert found.classes == ("rose", "tulip")
     assert {name: len(split) for name, split in found.splits.items()} == {"train": 18, "val": 2, "test": 20}
-    assert found.question == ""
+    assert found.layout_warning == ""
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_classes_that_speak_of_splits_or_have_numbers_stay_classes(tmp_path: Pat
         folder(tmp_path / name, classes=("images",), each=3)
     found = open_folder(tmp_path)
     assert found.classes == tuple(sorted(classes))
-    assert found.question == ""
+    assert found.layout_warning == ""
 
 
 @pytest.mark.parametrize("classes", [("training_shoe", "test_tube"), ("dev kit", "test kit")])
@@ -115,12 +115,12 @@ def test_classes_with_the_names_of_splits_keep_their_labels_and_are_asked_about(
         folder(tmp_path / "deep" / name, classes=tuple(f"{name} {number}" for number in range(2)))
     for found in (flat, open_folder(tmp_path / "deep")):
         assert found.classes == tuple(sorted(classes))
-        assert found.made_up == ("val", "test")
-        assert "which have splits' names and no class in common: are these the classes?" in found.question
+        assert found.generated_splits == ("val", "test")
+        assert "which have splits' names and no class in common: are these the classes?" in found.layout_warning
 
 
 def test_photos_that_need_a_decoder_are_named_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.data.decode.readable_formats", lambda: ("JPEG",))
+    monkeypatch.setattr("vitrail.data.decode.get_readable_formats", lambda: ("JPEG",))
     monkeypatch.setattr("vitrail.data.folder.image_suffixes", lambda: (".jpg",))
     (folder(tmp_path / "set") / "rose" / "a.HEIC").write_bytes(b"x")
     note = "1 file without an image's suffix left out: rose/a.HEIC; pip install 'vitrail[heif]' reads .heic"
@@ -131,13 +131,16 @@ def test_photos_that_need_a_decoder_are_named_with_it(tmp_path: Path, monkeypatc
 
 def test_folders_that_may_be_no_classes_are_asked_about(tmp_path: Path) -> None:
     years = open_folder(folder(tmp_path / "a", "2023", "2024", each=1))
-    assert "holds the folders 2023, 2024, each with rose, tulip in it: are these the classes?" in years.question
-    assert "a/2023; if they are classes, list the images in a .csv with path and label" in years.question
-    assert ", which look like dates: " in open_folder(folder(tmp_path / "b", classes=("2023-05", "2023-06"))).question
-    assert "batch1, batch2, each with" in open_folder(folder(tmp_path / "c", "batch1", "batch2")).question
+    assert "holds the folders 2023, 2024, each with rose, tulip in it: are these the classes?" in years.layout_warning
+    assert "a/2023; if they are classes, list the images in a .csv with path and label" in years.layout_warning
+    assert (
+        ", which look like dates: "
+        in open_folder(folder(tmp_path / "b", classes=("2023-05", "2023-06"))).layout_warning
+    )
+    assert "batch1, batch2, each with" in open_folder(folder(tmp_path / "c", "batch1", "batch2")).layout_warning
     folder(tmp_path / "d", "test set")
     mixed = open_folder(folder(tmp_path / "d"))
-    assert "rose, test set, tulip, and test set has a split's name and rose in it" in mixed.question
+    assert "rose, test set, tulip, and test set has a split's name and rose in it" in mixed.layout_warning
 
 
 def test_a_second_name_for_a_folder_is_a_folder_too(tmp_path: Path) -> None:
@@ -162,7 +165,7 @@ def test_images_without_classes_have_no_labels(tmp_path: Path) -> None:
         (tmp_path / f"{number}.jpg").write_bytes(encoded(picture(number)))
     found = open_folder(tmp_path)
     assert found.classes == ()
-    assert found.splits["train"].labels(0) == ()
+    assert found.splits["train"].get_labels(0) == ()
     assert len(found.splits["train"]) == 24
 
 
@@ -194,7 +197,7 @@ def test_links_are_followed_and_never_in_circles(tmp_path: Path) -> None:
     elsewhere = folder(tmp_path / "elsewhere", classes=("lily",), each=3)
     (root / "train" / "lily").symlink_to(elsewhere / "lily", target_is_directory=True)
     found = open_folder(root)
-    assert found.splits["train"].counts(3).tolist() == [3, 2, 2]
+    assert found.splits["train"].count_per_class(3).tolist() == [3, 2, 2]
 
 
 def aged(root: Path) -> None:
@@ -210,7 +213,7 @@ def test_a_settled_folder_is_listed_once_and_a_change_is_seen(tmp_path: Path, mo
     aged(root)
     first = names(open_folder(root))
     with monkeypatch.context() as patched:
-        patched.setattr("vitrail.data.folder._walked", lambda _: pytest.fail("listed again"))
+        patched.setattr("vitrail.data.folder._list_local_files", lambda _: pytest.fail("listed again"))
         assert names(open_folder(root)) == first
     (root / "train" / "rose" / "new.jpg").write_bytes(encoded(picture(77)))
     assert "train/rose/new.jpg" in names(open_folder(root))["train"]
@@ -232,7 +235,7 @@ def test_a_damaged_cache_is_built_again(tmp_path: Path) -> None:
     root = folder(tmp_path / "set", "train", "val", each=3)
     aged(root)
     first = names(open_folder(root))
-    [facts] = (cache_home() / "index").glob("*/facts.json")
+    [facts] = (get_cache_home() / "index").glob("*/facts.json")
     for file, broken in ((facts, "{"), (facts.parent / "label.npy", "x"), (facts, '{"version": 1}')):
         file.write_text(broken)
         assert names(open_folder(root)) == first
@@ -257,7 +260,7 @@ def test_a_split_travels_to_a_process_as_a_path_and_not_as_rows(tmp_path: Path) 
     packed = pickle.dumps(split)
     assert len(packed) < 3000
     again = pickle.loads(packed)
-    assert [again.name(number) for number in range(60)] == [split.name(number) for number in range(60)]
+    assert [again.name(number) for number in range(60)] == [split.get_image_name(number) for number in range(60)]
 
 
 def test_a_name_that_is_no_utf8_survives(tmp_path: Path) -> None:

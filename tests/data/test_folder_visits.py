@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.pictures import encoded, folder, picture
-from vitrail.data import paths
+from vitrail.data import image_paths
 from vitrail.data.folder import open_folder
 from vitrail.data.folder_visits import VISIT_LIMIT
 
@@ -82,8 +82,8 @@ def test_links_of_sensible_layouts_are_followed(tmp_path: Path) -> None:
     dataset = open_folder(root)
     assert {name: len(split) for name, split in dataset.splits.items()} == {"train": 20, "val": 20, "test": 20}
     assert not dataset.notes
-    assert len(list(paths.found([str(root)]))) == 60
-    assert len(list(paths.found([str(root), str(root)]))) == 120
+    assert len(list(image_paths.iter_image_refs([str(root)]))) == 60
+    assert len(list(image_paths.iter_image_refs([str(root), str(root)]))) == 120
 
 
 def test_what_a_pattern_names_is_what_pythons_glob_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_what_a_pattern_names_is_what_pythons_glob_finds(tmp_path: Path, monkeyp
         ):
             expected = sorted(set(glob.glob(base + pattern, recursive=True)))  # noqa: PTH207
             names = [name for name in expected if not os.path.isdir(name)]  # noqa: PTH112
-            assert [found.name for found in paths.found([base + pattern])] == names, base + pattern
+            assert [found.name for found in image_paths.iter_image_refs([base + pattern])] == names, base + pattern
 
 
 @pytest.mark.attack
@@ -115,7 +115,7 @@ def test_folders_a_thousand_deep_are_walked(tmp_path: Path, attacked: Attacked) 
         root += "/d"
         os.mkdir(root)  # noqa: PTH102
     Path(root, "0.jpg").write_bytes(encoded(picture(0)))
-    [image] = paths.found([str(tmp_path)])
+    [image] = image_paths.iter_image_refs([str(tmp_path)])
     assert image.name == f"{root}/0.jpg"
     subprocess.run(["rm", "-r", tmp_path / "d"], check=True)  # pytest would remove it by recursion, and fail
     attacked("folders 1,500 deep", "walked to the end")

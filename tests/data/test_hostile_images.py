@@ -20,7 +20,7 @@ from vitrail.data.decode import MARKER_LIMIT, SCAN_LIMIT, decode, read_header
 from vitrail.data.folder import open_folder
 from vitrail.data.pack import pack
 from vitrail.errors import DataError
-from vitrail.files import open_regular
+from vitrail.files import open_regular_file
 
 Attacked = Callable[[str, str], None]
 
@@ -77,9 +77,9 @@ def test_a_jpeg_beyond_the_pixel_limit_may_have_fewer_scans() -> None:
         content = progressive(9_500, scans)
         if reason:
             with pytest.raises(DataError, match=reason):
-                decoding.opened(content)
+                decoding.open_image(content)
         else:
-            assert decoding.opened(content).height == 4_750
+            assert decoding.open_image(content).height == 4_750
 
 
 def test_scans_of_a_preview_or_behind_the_image_are_not_the_images() -> None:
@@ -255,7 +255,7 @@ def test_strips_give_the_pixels_of_the_whole(strip: int, monkeypatch: pytest.Mon
         *(colors, colors.convert("LA"), palette, clear, keyed),
         *(Image.fromarray(deep), Image.fromarray(short.astype("<u2")), Image.fromarray(short.astype(">u2"))),
     ]
-    monkeypatch.setattr(decoding, "_STRIP", strip)
+    monkeypatch.setattr(decoding, "_STRIP_PIXELS", strip)
     for image in images:
         for channels, mode in ((3, "RGB"), (1, "L")):
             expected = np.asarray(convert_whole(image).convert(mode)).reshape(23, 31, channels)
@@ -314,7 +314,7 @@ def test_pipes_and_devices_named_like_images_are_refused_at_once(tmp_path: Path,
 CHECKED = """
 import sys
 from pathlib import Path
-from vitrail.data.examine import examine
+from vitrail.data.image_scan import examine
 from vitrail.data.folder import open_folder
 for limit in (200_000, 1):
     seen = examine(open_folder(Path(sys.argv[1])), limit=limit)
@@ -351,12 +351,12 @@ def test_a_file_that_grows_is_read_to_the_size_it_had(tmp_path: Path, monkeypatc
         return status
 
     monkeypatch.setattr(os, "fstat", grow)
-    assert len(decoding.read_file(path, name="a")) == sizes[-1]
+    assert len(decoding.read_image_file(path, name="a")) == sizes[-1]
 
 
 def test_a_descriptor_is_closed_after_a_refusal(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     for _ in range(10):
-        with pytest.raises(DataError), open_regular(tmp_path):
+        with pytest.raises(DataError), open_regular_file(tmp_path):
             pass
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

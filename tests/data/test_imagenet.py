@@ -15,7 +15,7 @@ from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.data.pictures import content, encoded, names, picture
 from vitrail.data import imagenet, matlab
-from vitrail.data.sources import open_data
+from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError
 
 WNIDS = ("n01440764", "n01443537", "n15075141")
@@ -96,15 +96,15 @@ VALIDATION = [labelled(number) for number in range(1, 5)]
 
 def test_the_archives_pack_as_they_are(raw: Path, tmp_path: Path, capsys: Capture) -> None:
     assert VALIDATION == [2, 0, 1, 1]
-    dataset = open_data(str(raw))
+    dataset = open_dataset(str(raw))
     assert dataset.classes == WNIDS
     assert set(dataset.splits) == {"train", "val"}
     assert content(dataset.splits["train"]) == expected(images())
-    assert [dataset.splits["val"].labels(index)[0] for index in range(4)] == VALIDATION
+    assert [dataset.splits["val"].get_labels(index)[0] for index in range(4)] == VALIDATION
     assert any("labels of 4 validation images are the devkit's" in note for note in dataset.notes)
     code, _, err = vitrail("data", "pack", str(raw), str(tmp_path / "packed"), capsys=capsys)
     assert code == 0, err
-    packed = open_data(f"{tmp_path}/packed")
+    packed = open_dataset(f"{tmp_path}/packed")
     assert packed.classes == WNIDS
     for split in ("train", "val"):
         assert content(packed.splits[split]) == content(dataset.splits[split])
@@ -114,9 +114,9 @@ def test_the_archives_pack_as_they_are(raw: Path, tmp_path: Path, capsys: Captur
 def test_one_tar_of_class_tars_is_data_too(raw: Path) -> None:
     """As ImageNet-21k is given out, without a split in its name."""
     (raw / "ILSVRC2012_img_train.tar").rename(raw / "winter21_whole.tar")
-    dataset = open_data(str(raw / "winter21_whole.tar"))
+    dataset = open_dataset(str(raw / "winter21_whole.tar"))
     assert dataset.classes == WNIDS
-    assert dataset.made_up == ("val", "test")
+    assert dataset.generated_splits == ("val", "test")
     assert sorted(item for split in dataset.splits.values() for item in content(split)) == expected(images())
 
 
@@ -124,7 +124,7 @@ def test_class_tars_in_a_folder_are_classes(tmp_path: Path) -> None:
     (tmp_path / "tars").mkdir()
     for wnid, each in images().items():
         (tmp_path / "tars" / f"{wnid}.tar").write_bytes(tar(each))
-    dataset = open_data(str(tmp_path / "tars"))
+    dataset = open_dataset(str(tmp_path / "tars"))
     assert dataset.classes == WNIDS
     assert sorted(item for split in dataset.splits.values() for item in content(split)) == expected(images())
 
@@ -150,9 +150,9 @@ def test_a_flat_validation_folder_has_the_devkits_labels(tmp_path: Path, kind: s
         place.mkdir(parents=True, exist_ok=True)
         for name, data in devkit().items():
             (place / name).write_bytes(data)
-    dataset = open_data(str(root))
+    dataset = open_dataset(str(root))
     assert dataset.classes == WNIDS
-    assert [dataset.splits["val"].labels(index)[0] for index in range(4)] == VALIDATION
+    assert [dataset.splits["val"].get_labels(index)[0] for index in range(4)] == VALIDATION
     assert names(dataset)["val"][0].endswith("ILSVRC2012_val_00000001.JPEG")
     if not alone:
         assert content(dataset.splits["train"]) == expected(images())
@@ -177,38 +177,38 @@ def test_train_may_be_tars_beside_a_flat_validation_folder(
     assert code == 0, err
     assert "the labels of 4 validation images are the devkit's" in err
     assert "held out" not in err
-    packed = open_data(f"{tmp_path}/packed")
+    packed = open_dataset(f"{tmp_path}/packed")
     assert packed.classes == WNIDS
     assert content(packed.splits["train"]) == expected(images())
-    dataset = open_data(str(raw))
-    assert [dataset.splits["val"].labels(index)[0] for index in range(4)] == VALIDATION
+    dataset = open_dataset(str(raw))
+    assert [dataset.splits["val"].get_labels(index)[0] for index in range(4)] == VALIDATION
     assert content(packed.splits["val"]) == content(dataset.splits["val"])
     assert not (tmp_path / "home" / "vitrail" / "splits").exists()  # all of train is train
 
     (raw / archive / "n01440764.tar" if archive == "train" else raw / archive).unlink()
     if archive == "train":
         with pytest.raises(DataError, match=r"has 2 classes and the validation images have 3, which are not the same"):
-            open_data(str(raw))
+            open_dataset(str(raw))
     (raw / "train.tar").write_bytes(tar({f"{wnid}.tar": tar(each) for wnid, each in images().items()}))
     (raw / "ILSVRC2012_devkit_t12.tar.gz").unlink()
     with pytest.raises(DataError, match=r"put ILSVRC2012_devkit_t12\.tar\.gz beside them"):
-        open_data(str(raw))
+        open_dataset(str(raw))
 
 
 def test_what_lacks_labels_is_refused_with_what_has_them(raw: Path) -> None:
     (raw / "ILSVRC2012_devkit_t12.tar.gz").unlink()
     with pytest.raises(DataError, match=r"labels are in its devkit: put ILSVRC2012_devkit_t12\.tar\.gz beside them"):
-        open_data(str(raw))
+        open_dataset(str(raw))
     inside = {f"ILSVRC2012_devkit_t12/data/{name}": data for name, data in devkit().items()}
     for name, data in {"meta.mat": b"no mat", "ILSVRC2012_validation_ground_truth.txt": b"9\n"}.items():
         damaged = inside | {f"ILSVRC2012_devkit_t12/data/{name}": data}
         (raw / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(gzip.compress(tar(damaged)))
         with pytest.raises(DataError, match=r"MATLAB file|no devkit of ImageNet"):
-            open_data(str(raw))
+            open_dataset(str(raw))
     few = inside | {"ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt": b"1\n2\n3\n"}
     (raw / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(gzip.compress(tar(few)))
     with pytest.raises(DataError, match="a validation image 4, and the devkit has labels of 3"):
-        open_data(str(raw))
+        open_dataset(str(raw))
 
 
 @pytest.mark.parametrize("below", ["", "val"])
@@ -220,18 +220,18 @@ def test_validation_images_alone_have_no_labels_without_the_devkit(raw: Path, tm
     for name, data in validation().items():
         (root / below / name).write_bytes(data)
     for source, place in ((root, root), (raw / "ILSVRC2012_img_val.tar", raw)):
-        dataset = open_data(str(source))
+        dataset = open_dataset(str(source))
         assert dataset.classes == ()
         assert sum(map(len, dataset.splits.values())) == 4
         assert any("put ILSVRC2012_devkit_t12.tar.gz beside them" in note for note in dataset.notes)
         (place / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(inside)
-        assert open_data(str(source)).classes == WNIDS
+        assert open_dataset(str(source)).classes == WNIDS
 
 
 def test_test_images_alone_have_no_labels(raw: Path) -> None:
     hidden = {f"ILSVRC2012_test_{n:08d}.JPEG": encoded(picture(n)) for n in range(1, 3)}
     (raw / "ILSVRC2012_img_test.tar").write_bytes(tar(hidden))
-    dataset = open_data(str(raw / "ILSVRC2012_img_test.tar"))
+    dataset = open_dataset(str(raw / "ILSVRC2012_img_test.tar"))
     assert (dataset.classes, [len(split) for split in dataset.splits.values()]) == ((), [2])
 
 
@@ -241,15 +241,15 @@ def test_a_train_beside_a_flat_validation_folder_is_seen_when_it_comes(tmp_path:
     for name, data in {**validation(), **devkit()}.items():
         (root / "val" / name).write_bytes(data)
     settle(root, 1e9)
-    assert set(open_data(str(root)).splits) == {"val"}
+    assert set(open_dataset(str(root)).splits) == {"val"}
     (root / "train").mkdir()
     settle(root, 1.1e9)
-    assert set(open_data(str(root)).splits) == {"val"}
+    assert set(open_dataset(str(root)).splits) == {"val"}
     for wnid, each in images().items():
         (root / "train" / wnid).mkdir()
         for name, data in each.items():
             (root / "train" / wnid / name).write_bytes(data)
-    assert content(open_data(str(root)).splits["train"]) == expected(images())
+    assert content(open_dataset(str(root)).splits["train"]) == expected(images())
 
 
 def settle(root: Path, seconds: float) -> None:
@@ -261,39 +261,39 @@ def settle(root: Path, seconds: float) -> None:
 def test_test_images_are_left_out_and_a_damaged_class_tar_is_named(raw: Path) -> None:
     hidden = {f"ILSVRC2012_test_{n:08d}.JPEG": encoded(picture(n)) for n in range(1, 3)}
     (raw / "ILSVRC2012_img_test.tar").write_bytes(tar(hidden))
-    dataset = open_data(str(raw))
+    dataset = open_dataset(str(raw))
     assert set(dataset.splits) == {"train", "val"}
     assert any("2 test images have no published labels and were left out" in note for note in dataset.notes)
     whole = tar(images()["n01440764"])
     (raw / "ILSVRC2012_img_train.tar").write_bytes(tar({"n01440764.tar": whole[:900]}))
     with pytest.raises(DataError, match=r"train\.tar:n01440764\.tar is truncated or damaged"):
-        open_data(str(raw))
+        open_dataset(str(raw))
     outside = tar({"../../n.JPEG": b"x"})
     (raw / "ILSVRC2012_img_train.tar").write_bytes(tar({"n01440764.tar": outside}))
     with pytest.raises(DataError, match="a path that leads outside"):
-        open_data(str(raw))
+        open_dataset(str(raw))
 
 
 def test_a_compressed_tar_is_refused_and_one_that_is_only_called_so_is_read(raw: Path) -> None:
     whole = (raw / "ILSVRC2012_img_train.tar").read_bytes()
     path = raw / "winter21_whole.tar.gz"
     path.write_bytes(whole)
-    assert open_data(str(path)).classes == WNIDS
+    assert open_dataset(str(path)).classes == WNIDS
     path.write_bytes(gzip.compress(whole))
     with pytest.raises(DataError, match=r"is compressed, .*: gunzip .*winter21_whole\.tar\.gz"):
-        open_data(str(path))
+        open_dataset(str(path))
 
 
 @pytest.mark.parametrize(("count", "words"), [(21_841, "fall 2011"), (21_843, "Google's"), (19_167, "winter 2021")])
 def test_the_releases_of_imagenet_21k_are_told_apart(count: int, words: str) -> None:
     classes = [f"n{number:08d}" for number in range(count)]
-    assert words in imagenet.describe_classes(classes)
-    assert imagenet.describe_classes(classes[1:]) == ""
-    assert imagenet.describe_classes([f"{number}" for number in range(count)]) == ""
+    assert words in imagenet.describe_release(classes)
+    assert imagenet.describe_release(classes[1:]) == ""
+    assert imagenet.describe_release([f"{number}" for number in range(count)]) == ""
 
 
 def test_pack_tells_of_the_release(raw: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    monkeypatch.setitem(imagenet._CLASSES, 3, imagenet._CLASSES[21_841])
+    monkeypatch.setitem(imagenet._RELEASES, 3, imagenet._RELEASES[21_841])
     train = str(raw / "ILSVRC2012_img_train.tar")
     code, _, err = vitrail("data", "pack", train, str(tmp_path / "packed"), capsys=capsys)
     assert code == 0

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from vitrail.config import MASK, OWN, Masked
-from vitrail.data.draws import Draws
-from vitrail.data.masking import drawn
+from vitrail.config import MASK_TOKEN, UNCHANGED_PATCH, MaskedConfig
+from vitrail.data.counter_rng import CounterRNG
+from vitrail.data.masking import draw_masked_patches
 from vitrail.errors import UsageError
 
-MPP = Masked(kind="mpp", share=0.5, target="mean-colour")
-MAE = Masked(kind="mae", share=0.75, target="normalised-pixels")
+MPP = MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-colour")
+MAE = MaskedConfig(kind="mae", mask_ratio=0.75, target="normalised-pixels")
 PATCHES = 196
 IMAGES = 5103  # a million patches and more
 POSITIONS = np.arange(IMAGES)
@@ -18,7 +18,7 @@ POSITIONS = np.arange(IMAGES)
 
 @pytest.fixture(scope="module")
 def million() -> NDArray[np.int64]:
-    return drawn(Draws(0, POSITIONS), MPP, PATCHES)
+    return draw_masked_patches(CounterRNG(0, POSITIONS), MPP, PATCHES)
 
 
 def within(found: int, share: float, count: int, sigmas: float = 3.0) -> bool:
@@ -33,10 +33,12 @@ def test_half_are_hidden_and_of_these_eight_one_and_one_in_ten_are_masked_replac
     hidden = order[:, : PATCHES // 2]
     by = np.take_along_axis(stands, hidden, axis=1)
     assert by.size * 2 == stands.size >= 10**6
-    assert within(int((by == MASK).sum()), 0.8, by.size)
+    assert within(int((by == MASK_TOKEN).sum()), 0.8, by.size)
     assert within(int((by >= 0).sum()), 0.1, by.size)
-    assert within(int((by == OWN).sum()), 0.1, by.size)
-    assert (np.take_along_axis(stands, order[:, PATCHES // 2 :], axis=1) == OWN).all()  # what is not hidden is itself
+    assert within(int((by == UNCHANGED_PATCH).sum()), 0.1, by.size)
+    assert (
+        np.take_along_axis(stands, order[:, PATCHES // 2 :], axis=1) == UNCHANGED_PATCH
+    ).all()  # what is not hidden is itself
 
 
 def test_every_image_hides_as_many_patches_each_once_and_every_patch_as_often(million: NDArray[np.int64]) -> None:
@@ -58,21 +60,26 @@ def test_a_patch_never_replaces_one_of_its_own_place_and_all_others_do_alike(mil
 
 
 def test_it_is_a_function_of_seed_and_position_however_they_are_cut(million: NDArray[np.int64]) -> None:
-    parts = [drawn(Draws(0, some), MPP, PATCHES) for some in np.array_split(POSITIONS[:1000], [1, 400, 777])]
+    parts = [
+        draw_masked_patches(CounterRNG(0, some), MPP, PATCHES)
+        for some in np.array_split(POSITIONS[:1000], [1, 400, 777])
+    ]
     assert np.array_equal(np.concatenate(parts), million[:1000])
-    assert not np.array_equal(drawn(Draws(1, POSITIONS[:9]), MPP, PATCHES), million[:9])
+    assert not np.array_equal(draw_masked_patches(CounterRNG(1, POSITIONS[:9]), MPP, PATCHES), million[:9])
 
 
 def test_a_masked_autoencoder_hides_the_same_patches_first_and_only_masks() -> None:
-    found = drawn(Draws(0, POSITIONS[:50]), MAE, 64)
-    assert np.array_equal(found[:, 0], drawn(Draws(0, POSITIONS[:50]), MPP, 64)[:, 0])
+    found = draw_masked_patches(CounterRNG(0, POSITIONS[:50]), MAE, 64)
+    assert np.array_equal(found[:, 0], draw_masked_patches(CounterRNG(0, POSITIONS[:50]), MPP, 64)[:, 0])
     for order, stands in found:
-        assert set(order[:48]) == set(np.flatnonzero(stands == MASK))
-        assert (stands[order[48:]] == OWN).all()
+        assert set(order[:48]) == set(np.flatnonzero(stands == MASK_TOKEN))
+        assert (stands[order[48:]] == UNCHANGED_PATCH).all()
 
 
 def test_so_few_patches_that_all_or_none_would_be_hidden_are_refused() -> None:
-    assert [Masked(kind="mpp", share=share, target="pixels").hidden(4) for share in (0.2, 0.5, 0.8)] == [1, 2, 3]
+    assert [
+        MaskedConfig(kind="mpp", mask_ratio=share, target="pixels").count_masked(4) for share in (0.2, 0.5, 0.8)
+    ] == [1, 2, 3]
     for share, patches in ((0.1, 4), (0.9, 4), (0.5, 1)):
         with pytest.raises(UsageError, match="of each image some must, not all"):
-            Masked(kind="mpp", share=share, target="pixels").hidden(patches)
+            MaskedConfig(kind="mpp", mask_ratio=share, target="pixels").count_masked(patches)

@@ -8,10 +8,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from vitrail.config import Augment, Preprocess
-from vitrail.data.draws import Draws
-from vitrail.data.mixing import Mix, beta, drawn_mix, mixed, partnered
-from vitrail.data.transforms import normalise
+from vitrail.config import AugmentConfig, PreprocessConfig
+from vitrail.data.counter_rng import CounterRNG
+from vitrail.data.mixing import MixParams, apply_mix, draw_beta, draw_mix, list_positions_with_partner
+from vitrail.data.transforms import normalize
 
 SIZE = (31, 45)
 
@@ -20,14 +20,14 @@ def noise(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def mixes(augment: Augment, count: int = 300, size: tuple[int, int] = SIZE) -> list[Mix]:
-    found = [drawn_mix(0, 1000 * batch, augment, size) for batch in range(count)]
+def mixes(augment: AugmentConfig, count: int = 300, size: tuple[int, int] = SIZE) -> list[MixParams]:
+    found = [draw_mix(0, 1000 * batch, augment, size) for batch in range(count)]
     return [mix for mix in found if mix is not None]
 
 
 @pytest.mark.parametrize("alpha", [0.2, 0.8, 1.0, 2.0])
 def test_beta_has_betas_moments_and_law(alpha: float) -> None:
-    values = beta(Draws(0, np.arange(4000)), "mixup", alpha)
+    values = draw_beta(CounterRNG(0, np.arange(4000)), "mixup", alpha)
     variance, fourth = 1 / (4 * (2 * alpha + 1)), 3 / (16 * (2 * alpha + 1) * (2 * alpha + 3))
     error = 4 / np.sqrt(4000)  # four standard errors
     assert abs(values.mean() - 0.5) < error * np.sqrt(variance)
@@ -37,15 +37,15 @@ def test_beta_has_betas_moments_and_law(alpha: float) -> None:
 
 
 def test_a_tiny_alpha_gives_shares_of_nearly_all_or_nothing() -> None:
-    values = beta(Draws(0, np.arange(200)), "mixup", 1e-4)
+    values = draw_beta(CounterRNG(0, np.arange(200)), "mixup", 1e-4)
     assert np.isfinite(values).all()
     assert ((values < 0.01) | (values > 0.99)).mean() > 0.95
     assert 0.35 < values.mean() < 0.65
 
 
 def test_mixup_keeps_the_greater_share_for_the_sample_itself() -> None:
-    shares = np.array([mix.share for mix in mixes(Augment(mixup=0.5))])
-    assert all(mix.box is None for mix in mixes(Augment(mixup=0.5)))
+    shares = np.array([mix.lam for mix in mixes(AugmentConfig(mixup=0.5))])
+    assert all(mix.box is None for mix in mixes(AugmentConfig(mixup=0.5)))
     assert (shares >= 0.5).all()
     assert stats.kstest(shares, lambda x: 2 * stats.beta(0.5, 0.5).cdf(x) - 1).pvalue > 0.001
 
@@ -53,17 +53,17 @@ def test_mixup_keeps_the_greater_share_for_the_sample_itself() -> None:
 def test_a_cutmix_share_is_that_of_the_pixels_left() -> None:
     """Images of 0 with partners of 1: what is not pasted over is the share, at any clipping."""
     pixels, shares = torch.tensor([0.0, 1.0])[:, None, None, None].expand(2, 1, *SIZE), []
-    for mix in mixes(Augment(cutmix=1.0)):
-        image, target = mixed(pixels, torch.tensor([0, 1]), mix, 2)
-        assert float(1 - image.mean()) == pytest.approx(mix.share, abs=1e-6)
-        assert target.tolist()[0] == pytest.approx([mix.share, 1 - mix.share])
-        shares.append(mix.share)
+    for mix in mixes(AugmentConfig(cutmix=1.0)):
+        image, target = apply_mix(pixels, torch.tensor([0, 1]), mix, 2)
+        assert float(1 - image.mean()) == pytest.approx(mix.lam, abs=1e-6)
+        assert target.tolist()[0] == pytest.approx([mix.lam, 1 - mix.lam])
+        shares.append(mix.lam)
     assert min(shares) < 0.3
     assert max(shares) > 0.95
 
 
 def test_a_cutmix_box_has_the_images_shape_and_any_centre() -> None:
-    boxes = np.array([mix.box for mix in mixes(Augment(cutmix=1.0), 1000, (100, 200))])
+    boxes = np.array([mix.box for mix in mixes(AugmentConfig(cutmix=1.0), 1000, (100, 200))])
     top, left, bottom, right = boxes.T
     unclipped = (top > 0) & (left > 0) & (bottom < 100) & (right < 200)
     assert unclipped.sum() > 100
@@ -74,52 +74,52 @@ def test_a_cutmix_box_has_the_images_shape_and_any_centre() -> None:
 
 
 def test_where_both_are_set_each_takes_half_of_the_batches_as_it_would_alone() -> None:
-    both = mixes(Augment(mixup=0.2, cutmix=1.0))
+    both = mixes(AugmentConfig(mixup=0.2, cutmix=1.0))
     upped = [mix.box is None for mix in both]
     assert 120 < sum(upped) < 180
-    alone = zip(mixes(Augment(mixup=0.2)), mixes(Augment(cutmix=1.0)), strict=True)
+    alone = zip(mixes(AugmentConfig(mixup=0.2)), mixes(AugmentConfig(cutmix=1.0)), strict=True)
     assert both == [mixup if up else cutmix for up, (mixup, cutmix) in zip(upped, alone, strict=True)]
 
 
 def test_nothing_is_drawn_where_neither_is_set() -> None:
-    assert drawn_mix(0, 0, Augment(), SIZE) is None
+    assert draw_mix(0, 0, AugmentConfig(), SIZE) is None
 
 
 def test_mixup_by_hand() -> None:
     pixels = torch.tensor([0, 100, 200], dtype=torch.uint8)[:, None, None, None]
-    images, targets = mixed(pixels, torch.tensor([2, 0, 0]), Mix(0.75, None), 3)
+    images, targets = apply_mix(pixels, torch.tensor([2, 0, 0]), MixParams(0.75, None), 3)
     assert images.flatten().tolist() == [25.0, 125.0]
     assert targets.tolist() == [[0.25, 0.0, 0.75], [1.0, 0.0, 0.0]]
 
 
 def test_cutmix_by_hand() -> None:
     pixels = torch.stack([torch.zeros(1, 2, 3), torch.ones(1, 2, 3)])
-    images, targets = mixed(pixels, torch.tensor([[1.0, 1, 0], [0, 1, 1]]), Mix(2 / 3, (0, 1, 2, 2)), 3)
+    images, targets = apply_mix(pixels, torch.tensor([[1.0, 1, 0], [0, 1, 1]]), MixParams(2 / 3, (0, 1, 2, 2)), 3)
     assert images.tolist() == [[[[0, 1, 0], [0, 1, 0]]]]
     torch.testing.assert_close(targets, torch.tensor([[2 / 3, 1, 1 / 3]]))
     assert pixels[0].sum() == 0  # what was given stays
 
 
 def test_the_last_samples_partner_is_the_first_of_the_global_batch() -> None:
-    assert partnered(20, 5, 20, 5).tolist() == [20, 21, 22, 23, 24, 20]
-    assert partnered(20, 5, 21, 2).tolist() == [21, 22, 23]
-    assert partnered(20, 5, 24, 1).tolist() == [24, 20]
-    assert partnered(20, 1, 20, 1).tolist() == [20, 20]
+    assert list_positions_with_partner(20, 5, 20, 5).tolist() == [20, 21, 22, 23, 24, 20]
+    assert list_positions_with_partner(20, 5, 21, 2).tolist() == [21, 22, 23]
+    assert list_positions_with_partner(20, 5, 24, 1).tolist() == [24, 20]
+    assert list_positions_with_partner(20, 1, 20, 1).tolist() == [20, 20]
 
 
 @pytest.mark.parametrize("kind", ["float", "bytes", "bfloat16", "shares"])
-@pytest.mark.parametrize("augment", [Augment(mixup=0.8), Augment(cutmix=1.0)])
-def test_however_a_global_batch_is_cut_its_samples_are_mixed_alike(augment: Augment, kind: str) -> None:
+@pytest.mark.parametrize("augment", [AugmentConfig(mixup=0.8), AugmentConfig(cutmix=1.0)])
+def test_however_a_global_batch_is_cut_its_samples_are_mixed_alike(augment: AugmentConfig, kind: str) -> None:
     """Every way to cut 6 samples into ranks and micro-batches gives the bits of the whole."""
     pixels, targets = noise(6, 3, *SIZE), torch.arange(6) % 4
     pixels = {"bytes": (50 * pixels).to(torch.uint8), "bfloat16": pixels.bfloat16()}.get(kind, pixels)
     targets = noise(6, 4).softmax(dim=1) if kind == "shares" else targets
-    mix = drawn_mix(0, 60, augment, SIZE)
+    mix = draw_mix(0, 60, augment, SIZE)
     assert mix is not None
 
     def part(start: int, count: int) -> tuple[Tensor, Tensor]:
-        held = torch.from_numpy(partnered(60, 6, 60 + start, count) - 60)
-        return mixed(pixels[held], targets[held], mix, 4)
+        held = torch.from_numpy(list_positions_with_partner(60, 6, 60 + start, count) - 60)
+        return apply_mix(pixels[held], targets[held], mix, 4)
 
     whole = part(0, 6)
     for cuts in itertools.chain.from_iterable(itertools.combinations(range(1, 6), count) for count in range(6)):
@@ -131,9 +131,9 @@ def test_however_a_global_batch_is_cut_its_samples_are_mixed_alike(augment: Augm
 
 
 def test_mixing_bytes_then_normalising_is_mixing_what_is_normalised() -> None:
-    view = Preprocess(size=SIZE, resize=SIZE, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
+    view = PreprocessConfig(size=SIZE, resize=SIZE, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
     pixels = (50 * noise(4, 3, *SIZE)).to(torch.uint8)
-    for mix in (Mix(0.7, None), Mix(0.5, (3, 4, 20, 30))):
-        late = normalise(mixed(pixels, torch.zeros(4, dtype=torch.long), mix, 2)[0], view)
-        early = mixed(normalise(pixels, view), torch.zeros(4, dtype=torch.long), mix, 2)[0]
+    for mix in (MixParams(0.7, None), MixParams(0.5, (3, 4, 20, 30))):
+        late = normalize(apply_mix(pixels, torch.zeros(4, dtype=torch.long), mix, 2)[0], view)
+        early = apply_mix(normalize(pixels, view), torch.zeros(4, dtype=torch.long), mix, 2)[0]
         torch.testing.assert_close(late, early, atol=2e-6, rtol=1e-5)

@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 
 from tests.data.pictures import encoded, folder, picture
-from vitrail.data.check import check
-from vitrail.data.decode import decode, readable_formats
-from vitrail.data.examine import examine
+from vitrail.data.audit import audit_dataset
+from vitrail.data.decode import decode, get_readable_formats
 from vitrail.data.folder import open_folder
+from vitrail.data.image_scan import scan_dataset
 from vitrail.errors import DataError
 
 
@@ -26,7 +26,7 @@ def originals() -> list[bytes]:
     clear.putalpha(90)
     frames = [picture(seed, (16, 16)) for seed in range(3)]
     return [
-        *(encoded(image, kind) for kind in readable_formats()),
+        *(encoded(image, kind) for kind in get_readable_formats()),
         encoded(image, "JPEG", progressive=True, exif=exif),
         encoded(image.convert("CMYK"), "JPEG"),
         encoded(image.convert("L"), "JPEG"),
@@ -123,7 +123,7 @@ def checked_mutants(root: Path, count: int) -> None:
             decode(content)
         except DataError:
             bad.add(f"train/rose/m{number:05d}.jpg")
-    report = check(examine(open_folder(root)))
+    report = audit_dataset(scan_dataset(open_folder(root)))
     assert {row["name"] for row in report["bad"]} == bad
     assert all(row["reason"] for row in report["bad"])
     assert report["decoded"] == count + 4 - len(bad)

@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 
 from tests.data.pictures import content, encoded, folder, names, picture
-from vitrail.data import shards, table
-from vitrail.data.check import to_leave_out
-from vitrail.data.dataset import less
+from vitrail.data import sample_table, shards
+from vitrail.data.audit import read_excluded_images
+from vitrail.data.dataset import without_images
+from vitrail.data.file_list import open_file_list
 from vitrail.data.folder import open_folder
-from vitrail.data.lists import open_list
 from vitrail.data.pack import pack
-from vitrail.data.shards import Sample, open_set, write
-from vitrail.data.tars import expanded, open_tars
+from vitrail.data.shards import Sample, open_shards, write_shards
+from vitrail.data.webdataset import expand_braces, open_tars
 from vitrail.errors import DataError, UsageError
-from vitrail.files import sha256
+from vitrail.files import compute_sha256
 
 
 def packed(tmp_path: Path, **options: Any) -> Path:
@@ -34,14 +34,14 @@ def packed(tmp_path: Path, **options: Any) -> Path:
 
 def test_shards_equal_the_folder_they_came_from(tmp_path: Path) -> None:
     out = packed(tmp_path, each=7)
-    source, found, foreign = open_folder(tmp_path / "set"), open_set(out), open_tars(str(out / "*.tar"))
+    source, found, foreign = open_folder(tmp_path / "set"), open_shards(out), open_tars(str(out / "*.tar"))
     assert found.classes == source.classes
     assert foreign.classes == ("0", "1")  # anyone's reader knows the numbers alone
     for name, split in source.splits.items():
         assert content(found.splits[name]) == content(split)
         assert content(foreign.splits[name]) == content(split)
-        inside = {found.splits[name].name(index).split(":")[1] for index in range(len(split))}
-        assert inside == {split.name(index) for index in range(len(split))}
+        inside = {found.splits[name].get_image_name(index).split(":")[1] for index in range(len(split))}
+        assert inside == {split.get_image_name(index) for index in range(len(split))}
 
 
 def test_shards_are_plain_tars_in_webdatasets_naming(tmp_path: Path) -> None:
@@ -53,16 +53,16 @@ def test_shards_are_plain_tars_in_webdatasets_naming(tmp_path: Path) -> None:
         assert Counter(labels) == {b"0": 2, b"1": 2}
     described = json.loads((out / "set.json").read_text())
     assert described["images"] == {"train": 4, "val": 4, "test": 4}
-    assert described["shards"]["val-000000.tar"]["sha256"] == sha256(out / "val-000000.tar")
+    assert described["shards"]["val-000000.tar"]["sha256"] == compute_sha256(out / "val-000000.tar")
 
 
 def test_classes_are_mixed_and_shards_cut_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "SHARD_BYTES", 6000)
     out = packed(tmp_path, each=40)
-    train = open_set(out).splits["train"]
-    assert len(train.shards()) > 3
-    assert sum(train.shards()) == 80
-    first = [train.labels(index)[0] for index in range(train.shards()[0])]
+    train = open_shards(out).splits["train"]
+    assert len(train.count_per_shard()) > 3
+    assert sum(train.count_per_shard()) == 80
+    first = [train.get_labels(index)[0] for index in range(train.count_per_shard()[0])]
     assert len(set(first)) == 2
 
 
@@ -78,10 +78,10 @@ def test_several_labels_and_none_survive(tmp_path: Path) -> None:
     lines = [json.dumps({"path": path, "labels": labels, "split": "train"}) for path, labels in rows]
     lines.append(json.dumps({"path": "x/0.jpg", "labels": ["sea"], "split": "val"}))
     (root / "list.jsonl").write_text("\n".join(lines))
-    pack(open_list(root / "list.jsonl"), tmp_path / "out")
-    found, foreign = open_set(tmp_path / "out"), open_tars(str(tmp_path / "out" / "*.tar"))
-    expected = content(open_list(root / "list.jsonl").splits["train"])
-    assert found.several
+    pack(open_file_list(root / "list.jsonl"), tmp_path / "out")
+    found, foreign = open_shards(tmp_path / "out"), open_tars(str(tmp_path / "out" / "*.tar"))
+    expected = content(open_file_list(root / "list.jsonl").splits["train"])
+    assert found.multi_label
     assert found.classes == ("sea", "sun")
     for split in (found.splits["train"], foreign.splits["train"]):
         assert content(split) == expected
@@ -89,8 +89,8 @@ def test_several_labels_and_none_survive(tmp_path: Path) -> None:
     for path in (root / "x").iterdir():
         path.rename(root / "flat" / path.name)
     pack(open_folder(root / "flat"), tmp_path / "unlabelled")
-    assert open_set(tmp_path / "unlabelled").splits["train"].labels(0) == ()
-    assert not open_set(tmp_path / "unlabelled").several
+    assert open_shards(tmp_path / "unlabelled").splits["train"].get_labels(0) == ()
+    assert not open_shards(tmp_path / "unlabelled").multi_label
 
 
 def test_packing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +113,7 @@ def test_packing_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.tar")}
     assert all(after[name] == time for name, time in before.items())
     assert not gathering.exists()
-    assert content(open_set(tmp_path / "out").splits["train"]) == content(dataset.splits["train"])
+    assert content(open_shards(tmp_path / "out").splits["train"]) == content(dataset.splits["train"])
 
 
 def test_a_changed_set_does_not_go_on_with_another_ones_shards(tmp_path: Path) -> None:
@@ -135,10 +135,14 @@ def test_changed_labels_do_not_go_on_with_the_old_ones(tmp_path: Path) -> None:
         return root / "list.csv"
 
     with pytest.raises(KeyboardInterrupt):
-        pack(open_list(written(rows)), tmp_path / "out", progress=lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        pack(
+            open_file_list(written(rows)),
+            tmp_path / "out",
+            progress=lambda *_: (_ for _ in ()).throw(KeyboardInterrupt),
+        )
     swapped = [(path, "ba"["ab".index(label)]) for path, label in rows]
     with pytest.raises(UsageError, match="another packing"):
-        pack(open_list(written(swapped)), tmp_path / "out")
+        pack(open_file_list(written(swapped)), tmp_path / "out")
 
 
 def test_a_set_rebuilt_meanwhile_is_noticed_and_never_mislabelled(tmp_path: Path) -> None:
@@ -155,14 +159,14 @@ def test_the_kind_of_labels_survives(tmp_path: Path) -> None:
     root = folder(tmp_path / "set", classes=("x",), each=3)
     lines = [json.dumps({"path": f"x/{number}.jpg", "labels": ["a"], "split": "train"}) for number in range(3)]
     (root / "several.jsonl").write_text("\n".join(lines))
-    pack(open_list(root / "several.jsonl"), tmp_path / "several")
-    assert open_set(tmp_path / "several").several
+    pack(open_file_list(root / "several.jsonl"), tmp_path / "several")
+    assert open_shards(tmp_path / "several").multi_label
     partly = [{"path": "x/0.jpg", "label": "a", "split": "train"}, {"path": "x/1.jpg", "split": "train"}]
     (root / "partly.jsonl").write_text("\n".join(map(json.dumps, partly)))
-    pack(open_list(root / "partly.jsonl"), tmp_path / "partly")
-    found = open_set(tmp_path / "partly")
-    assert not found.several
-    assert content(found.splits["train"]) == content(open_list(root / "partly.jsonl").splits["train"])
+    pack(open_file_list(root / "partly.jsonl"), tmp_path / "partly")
+    found = open_shards(tmp_path / "partly")
+    assert not found.multi_label
+    assert content(found.splits["train"]) == content(open_file_list(root / "partly.jsonl").splits["train"])
 
 
 def test_class_names_that_are_no_utf8_survive(tmp_path: Path) -> None:
@@ -172,7 +176,7 @@ def test_class_names_that_are_no_utf8_survive(tmp_path: Path) -> None:
     except OSError:
         pytest.skip("this file system takes UTF-8 names only")
     pack(open_folder(root), tmp_path / "out")
-    assert open_set(tmp_path / "out").classes == ("a", odd)
+    assert open_shards(tmp_path / "out").classes == ("a", odd)
 
 
 def test_a_packed_set_without_val_gets_one_from_train_as_its_folder_does(tmp_path: Path) -> None:
@@ -181,16 +185,16 @@ def test_a_packed_set_without_val_gets_one_from_train_as_its_folder_does(tmp_pat
         for split in ("train", "test")
         for number in range(20)
     ]
-    write(tmp_path / "set", samples, classes=["a", "b"], origin={})
-    found = open_set(tmp_path / "set")
-    assert {name: split.counts(2).tolist() for name, split in found.splits.items()} == {
+    write_shards(tmp_path / "set", samples, classes=["a", "b"], origin={})
+    found = open_shards(tmp_path / "set")
+    assert {name: split.count_per_class(2).tolist() for name, split in found.splits.items()} == {
         "train": [9, 9],
         "val": [1, 1],
         "test": [10, 10],
     }
-    assert found.made_up == ("val",)
-    assert names(open_set(tmp_path / "set")) == names(found)
-    assert sum(found.splits["train"].shards()) == 18
+    assert found.generated_splits == ("val",)
+    assert names(open_shards(tmp_path / "set")) == names(found)
+    assert sum(found.splits["train"].count_per_shard()) == 18
 
 
 def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
@@ -206,20 +210,20 @@ def test_what_a_report_says_is_left_out(tmp_path: Path) -> None:
     report = tmp_path / "data_report.json"
     unwanted = [{"split": "train", "name": "train/rose/1.jpg"}, {"split": "val", "name": "val/tulip/0.jpg"}]
     report.write_text(json.dumps({"data": dataset.name, "leave_out": unwanted}))
-    left = names(less(dataset, to_leave_out(report, dataset)))
+    left = names(without_images(dataset, read_excluded_images(report, dataset)))
     assert "train/rose/1.jpg" not in left["train"]
     assert (len(left["train"]), len(left["val"])) == (5, 5)
     report.write_text("{}")
     with pytest.raises(DataError, match=r"no data_report.json"):
-        to_leave_out(report, dataset)
+        read_excluded_images(report, dataset)
     report.write_text(json.dumps({"data": "/another", "leave_out": []}))
     with pytest.raises(UsageError, match="is the report of /another"):
-        to_leave_out(report, dataset)
+        read_excluded_images(report, dataset)
     with pytest.raises(UsageError, match="which would then hold itself"):
         pack(dataset, tmp_path / "set" / "out")
     every = {(key, name) for key, part in names(dataset).items() for name in part}
     with pytest.raises(DataError, match="nothing is left"):
-        less(dataset, every)
+        without_images(dataset, every)
 
 
 def test_a_set_appears_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -228,10 +232,10 @@ def test_a_set_appears_whole_or_not_at_all(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "set", samples(), classes=["x"], origin={})
+        write_shards(tmp_path / "set", samples(), classes=["x"], origin={})
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(DataError, match=r"suffix '.txt'"):
-        write(tmp_path / "set", [Sample("train", "a.txt", b"", (0,))], classes=["x"], origin={})
+        write_shards(tmp_path / "set", [Sample("train", "a.txt", b"", (0,))], classes=["x"], origin={})
 
 
 @pytest.mark.parametrize("harm", ["cut", "missing", "no index", "no set", "bad json", "outside"])
@@ -253,11 +257,11 @@ def test_a_damaged_set_is_refused(tmp_path: Path, harm: str) -> None:
         facts.write_text(facts.read_text().replace("train-000000.tar", "../train-000000.tar"))
         tar.rename(tmp_path / "train-000000.tar")
     with pytest.raises(DataError, match="pack or get it again"):
-        open_set(out)
+        open_shards(out)
 
 
 def test_shards_travel_to_processes_without_their_open_files(tmp_path: Path) -> None:
-    split = open_set(packed(tmp_path, each=30)).splits["train"]
+    split = open_shards(packed(tmp_path, each=30)).splits["train"]
     expected = content(split)
     assert len(pickle.dumps(split)) < 3000
     assert content(pickle.loads(pickle.dumps(split))) == expected
@@ -265,11 +269,11 @@ def test_shards_travel_to_processes_without_their_open_files(tmp_path: Path) -> 
 
 def test_more_shards_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "SHARD_BYTES", 500)
-    monkeypatch.setattr(shards, "_OPEN_FILES", 3)
+    monkeypatch.setattr(shards, "_MAX_OPEN_FILES", 3)
     source = open_folder(folder(tmp_path / "set", "train", "val", each=10))
     pack(source, tmp_path / "out")
-    train = open_set(tmp_path / "out").splits["train"]
-    assert len(train.shards()) > 10
+    train = open_shards(tmp_path / "out").splits["train"]
+    assert len(train.count_per_shard()) > 10
     assert content(train) == content(source.splits["train"])
 
 
@@ -318,8 +322,8 @@ def test_names_numbers_and_json_are_labels(tmp_path: Path) -> None:
         "train": ["train-0.tar:n/a.jpg", "train-0.tar:n/b.seg.png"],
         "val": ["val-0.tar:n/a.jpg"],
     }
-    assert found.splits["train"].read(0) == IMAGE
-    assert found.splits["train"].labels(1) == (1,)
+    assert found.splits["train"].read_image(0) == IMAGE
+    assert found.splits["train"].get_labels(1) == (1,)
 
 
 def test_a_number_is_a_place_in_the_head_even_if_others_do_not_occur(tmp_path: Path) -> None:
@@ -327,19 +331,19 @@ def test_a_number_is_a_place_in_the_head_even_if_others_do_not_occur(tmp_path: P
     tar_of(tmp_path / "val.tar", ("a.jpg", IMAGE), ("a.cls", b"0"))
     found = open_tars(str(tmp_path / "*.tar"))
     assert len(found.classes) == 8
-    assert [found.splits["train"].labels(index) for index in (0, 1)] == [(7,), (3,)]
+    assert [found.splits["train"].get_labels(index) for index in (0, 1)] == [(7,), (3,)]
 
 
 def test_braces_count(tmp_path: Path) -> None:
-    assert expanded("s/{08..11}.tar") == ["s/08.tar", "s/09.tar", "s/10.tar", "s/11.tar"]
-    assert expanded("{0..1}-{0..1}.tar") == ["0-0.tar", "0-1.tar", "1-0.tar", "1-1.tar"]
+    assert expand_braces("s/{08..11}.tar") == ["s/08.tar", "s/09.tar", "s/10.tar", "s/11.tar"]
+    assert expand_braces("{0..1}-{0..1}.tar") == ["0-0.tar", "0-1.tar", "1-0.tar", "1-1.tar"]
     for number in range(3):
         tar_of(tmp_path / f"{number:03d}.tar", (f"{number}.jpg", IMAGE), (f"{number}.cls", b"0"))
     assert sum(map(len, open_tars(str(tmp_path / "{000..002}.tar")).splits.values())) == 3
     with pytest.raises(DataError, match=r"003.tar does not exist"):
         open_tars(str(tmp_path / "{000..003}.tar"))
     with pytest.raises(DataError, match="count upwards"):
-        expanded("{5..1}.tar")
+        expand_braces("{5..1}.tar")
 
 
 def entry(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
@@ -379,7 +383,7 @@ def test_class_tars_named_by_numbers_are_classes_whatever_zeros_they_begin_with(
     found = open_tars(str(tar_of(tmp_path / "x.tar", ("000.tar", CLASS_TAR), ("002.tar", CLASS_TAR))))
     assert found.classes == ("0", "1", "2")
     labels = {
-        name: split.labels(row) for key, split in found.splits.items() for row, name in enumerate(names(found)[key])
+        name: split.get_labels(row) for key, split in found.splits.items() for row, name in enumerate(names(found)[key])
     }
     assert labels == {"x.tar:000/a.jpg": (0,), "x.tar:002/a.jpg": (2,)}
 
@@ -429,7 +433,7 @@ def test_mutated_tars_are_read_or_refused_and_nothing_is_written(tmp_path: Path)
             found = open_tars(str(path))
             for split in found.splits.values():
                 for index in range(len(split)):
-                    split.read(index)
+                    split.read_image(index)
         except DataError:
             pass
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.tar"]
@@ -478,7 +482,7 @@ def rewrite_index(out: Path, change: Callable[[Columns], object], *, honest: boo
     columns = {name: np.load(out / "index" / f"{name}.npy") for name in facts["columns"]}
     change(columns)
     if honest:
-        table.write(out / "index", columns, {"files": facts["files"]})
+        sample_table.write_table(out / "index", columns, {"files": facts["files"]})
         return
     for name, values in columns.items():
         np.save(out / "index" / f"{name}.npy", values)
@@ -526,10 +530,10 @@ def test_an_index_that_does_not_fit_its_shards_is_refused_in_one_line(
     out = packed(tmp_path, each=3)
     rewrite_index(out, UNFIT[harm], honest=True)
     with pytest.raises(DataError, match=r"is no whole set of shards .*; pack or get it again") as caught:
-        open_set(out)
+        open_shards(out)
     assert "\n" not in str(caught.value)
     with pytest.raises(DataError, match="is no whole set of shards"):  # fetched, it is the same
-        open_set(f"file://{out}")
+        open_shards(f"file://{out}")
     attacked(f"a packed set's index with {harm}", "refused when it is opened, exit 3")
 
 
@@ -539,9 +543,9 @@ def test_an_index_that_fits_but_is_not_as_it_was_written_is_refused(
     out = packed(tmp_path, each=3)
     rewrite_index(out, lambda columns: columns["label"].__setitem__(slice(None), 0), honest=False)
     with pytest.raises(DataError, match="is not as it was written"):
-        open_set(out)
-    monkeypatch.setattr(shards, "VERIFIED_BYTES", 10)  # an index so large is not read whole
-    open_set(out)
+        open_shards(out)
+    monkeypatch.setattr(shards, "MAX_VERIFIED_BYTES", 10)  # an index so large is not read whole
+    open_shards(out)
 
 
 @pytest.mark.parametrize(
@@ -563,4 +567,4 @@ def test_facts_that_are_none_are_refused(change: Callable[[Columns], object], tm
     change(facts)
     (out / "index" / "facts.json").write_text(json.dumps(facts))
     with pytest.raises(DataError, match="pack or get it again"):
-        open_set(out)
+        open_shards(out)

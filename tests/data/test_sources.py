@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from tests.data.pictures import content, encoded, folder, names, picture
-from vitrail.data import public, shards
+from vitrail.data import public_datasets, shards
 from vitrail.data.folder import open_folder
 from vitrail.data.pack import pack
-from vitrail.data.sources import open_data
+from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
 
 
@@ -22,12 +22,12 @@ def test_a_folder_a_list_a_packed_set_and_bare_tars_are_told_apart(tmp_path: Pat
     (tmp_path / "bare").mkdir()
     for tar in (tmp_path / "packed").glob("*.tar"):
         (tmp_path / "bare" / tar.name).write_bytes(tar.read_bytes())
-    expected = content(open_data(str(root)).splits["train"])
+    expected = content(open_dataset(str(root)).splits["train"])
     assert len(expected) == 8
-    assert content(open_data(str(tmp_path / "packed")).splits["train"]) == expected
-    assert content(open_data(str(tmp_path / "bare")).splits["train"]) == expected
-    assert content(open_data(str(tmp_path / "bare" / "train-{000000..000000}.tar")).splits["train"])
-    assert names(open_data(str(root / "list.csv")))["train"] == ["train/rose/0.jpg"]
+    assert content(open_dataset(str(tmp_path / "packed")).splits["train"]) == expected
+    assert content(open_dataset(str(tmp_path / "bare")).splits["train"]) == expected
+    assert content(open_dataset(str(tmp_path / "bare" / "train-{000000..000000}.tar")).splits["train"])
+    assert names(open_dataset(str(root / "list.csv")))["train"] == ["train/rose/0.jpg"]
 
 
 def test_a_known_name_wins_over_a_folder_here_and_a_path_over_both(
@@ -35,30 +35,32 @@ def test_a_known_name_wins_over_a_folder_here_and_a_path_over_both(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder(tmp_path / "digits", each=5)
-    assert len(open_data("digits").classes) == 10
-    assert open_data("./digits").classes == ("rose", "tulip")
+    assert len(open_dataset("digits").classes) == 10
+    assert open_dataset("./digits").classes == ("rose", "tulip")
     folder(tmp_path / "mine", each=5)
-    assert open_data("mine").classes == ("rose", "tulip")
+    assert open_dataset("mine").classes == ("rose", "tulip")
     with pytest.raises(DataError, match="vitrail data get cifar10"):
-        open_data("cifar10")
+        open_dataset("cifar10")
 
 
 def test_a_folder_of_images_that_holds_its_archive_is_a_folder(tmp_path: Path) -> None:
     root = folder(tmp_path / "br[1]", "train", "val", each=2)
     pack(open_folder(root), tmp_path / "out")
     (root / "original.tar").write_bytes((tmp_path / "out" / "train-000000.tar").read_bytes())
-    found = open_data(str(root))
+    found = open_dataset(str(root))
     assert found.classes == ("rose", "tulip")
     assert "original.tar" in found.notes[0]
     shutil.rmtree(root / "train")
     shutil.rmtree(root / "val")
-    assert len(open_data(str(root)).classes) == 2
+    assert len(open_dataset(str(root)).classes) == 2
 
 
 def test_a_stored_set_is_opened_by_name() -> None:
     samples = [shards.Sample(split, "a.png", encoded(picture(0), "PNG"), (3,)) for split in ("train", "test")]
-    shards.write(public.home("cifar10"), samples, classes=[str(n) for n in range(10)], origin={})
-    assert open_data("cifar10").splits["train"].labels(0) == (3,)
+    shards.write_shards(
+        public_datasets.get_dataset_folder("cifar10"), samples, classes=[str(n) for n in range(10)], origin={}
+    )
+    assert open_dataset("cifar10").splits["train"].get_labels(0) == (3,)
 
 
 @pytest.mark.parametrize(
@@ -75,22 +77,22 @@ def test_what_is_no_set_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "x.zip").write_bytes(b"")
     with pytest.raises(DataError, match=message):
-        open_data(name)
+        open_dataset(name)
     with pytest.raises(UsageError, match="share held out"):
-        open_data("digits", share=0.7)
+        open_dataset("digits", holdout_fraction=0.7)
 
 
 def test_digits_are_scikit_learns() -> None:
     from sklearn.datasets import load_digits
 
-    found = open_data("digits")
+    found = open_dataset("digits")
     assert {name: len(split) for name, split in found.splits.items()} == {"train": 1439, "val": 179, "test": 179}
     bunch = load_digits()
     split = found.splits["val"]
-    row = int(split.name(0).removesuffix(".png"))
-    image = split.read(0)
+    row = int(split.get_image_name(0).removesuffix(".png"))
+    image = split.read_image(0)
     assert np.array_equal(np.asarray(image), np.round(bunch.images[row] * 255 / 16))
-    assert split.labels(0) == (int(bunch.target[row]),)
+    assert split.get_labels(0) == (int(bunch.target[row]),)
 
 
 # --- Hugging Face ----------------------------------------------------------------------------------------------------
@@ -112,17 +114,17 @@ def test_a_hugging_face_set_is_read_through_its_own_library(tmp_path: Path, monk
     blobs = [{"bytes": image, "path": None} for image in images]
     made(tmp_path / "org/name/data", "train", {"picture": blobs[:20], "kind": [n % 2 for n in range(20)]}, features)
     made(tmp_path / "org/name/data", "test", {"picture": blobs[20:], "kind": [1] * 10}, features)
-    found = open_data("hf:org/name")
+    found = open_dataset("hf:org/name")
     assert found.classes == ("cat", "dog")
     assert {name: len(split) for name, split in found.splits.items()} == {"train": 18, "val": 2, "test": 10}
     for split, start in (("train", 0), ("test", 20)):
         rows = found.splits[split]
         for index in (0, len(rows) - 1):
-            number = int(rows.name(index).split("/")[1]) + start
-            assert rows.read(index) == images[number]
-            assert rows.labels(index) == ((number % 2 if start == 0 else 1),)
+            number = int(rows.get_image_name(index).split("/")[1]) + start
+            assert rows.read_image(index) == images[number]
+            assert rows.get_labels(index) == ((number % 2 if start == 0 else 1),)
     pack(found, tmp_path / "packed")
-    assert content(open_data(str(tmp_path / "packed")).splits["test"]) == content(found.splits["test"])
+    assert content(open_dataset(str(tmp_path / "packed")).splits["test"]) == content(found.splits["test"])
 
 
 def test_a_hugging_face_set_with_several_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,9 +136,9 @@ def test_a_hugging_face_set_with_several_labels(tmp_path: Path, monkeypatch: pyt
     rows = {"image": blobs, "labels": [[0, 1], [], [1]]}
     for split in ("train", "validation"):
         made(tmp_path / "org/many/data", split, rows, datasets.Features({"image": datasets.Image(), "labels": inner}))
-    found = open_data("hf:org/many")
-    assert found.several
-    assert [found.splits["val"].labels(index) for index in range(3)] == [(0, 1), (), (1,)]
+    found = open_dataset("hf:org/many")
+    assert found.multi_label
+    assert [found.splits["val"].get_labels(index) for index in range(3)] == [(0, 1), (), (1,)]
 
 
 def test_a_hugging_face_name_that_cannot_be_loaded_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +146,7 @@ def test_a_hugging_face_name_that_cannot_be_loaded_is_one_line(monkeypatch: pyte
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UsageError, match="write hf:ORG/NAME"):
-        open_data("hf:name")
+        open_dataset("hf:name")
     with pytest.raises(DataError, match="hf:org/absent cannot be loaded") as caught:
-        open_data("hf:org/absent")
+        open_dataset("hf:org/absent")
     assert "\n" not in str(caught.value)

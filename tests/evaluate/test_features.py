@@ -11,17 +11,17 @@ from torch import Tensor
 
 from tests import making
 from tests.data.pictures import encoded, folder, picture
-from vitrail.config import Preprocess
+from vitrail.config import PreprocessConfig
 from vitrail.data import shards
 from vitrail.data.dataset import Split
-from vitrail.data.loader import Batch, evaluation_batches
-from vitrail.data.sources import open_data
-from vitrail.data.transforms import normalise
+from vitrail.data.loader import Batch, iter_eval_batches
+from vitrail.data.sources import open_dataset
+from vitrail.data.transforms import normalize
 from vitrail.errors import DataError, ModelError
 from vitrail.evaluate import features
 from vitrail.model.build import Model
 
-VIEW = Preprocess(size=(32, 32), resize=(36,))
+VIEW = PreprocessConfig(size=(32, 32), resize=(36,))
 
 
 def pictures(number: int) -> Tensor:
@@ -35,7 +35,7 @@ def batches(pixels: Tensor, sizes: tuple[int, ...]) -> list[Batch]:
 
 
 def train(name: Path | str) -> Split:
-    return open_data(str(name)).splits["train"]
+    return open_dataset(str(name)).splits["train"]
 
 
 # --- what they are ---------------------------------------------------------------------------------------------------
@@ -54,39 +54,43 @@ MODELS: dict[str, Callable[[], Model]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_they_are_what_the_head_reads(name: str) -> None:
     model, pixels = MODELS[name](), pictures(5)
-    found = features.extract(model, batches(pixels, (2, 3)), VIEW, images=5)
-    assert found.shape == (5, model.config.features)
+    found = features.extract_features(model, batches(pixels, (2, 3)), VIEW, num_images=5)
+    assert found.shape == (5, model.config.num_features)
     assert found.dtype == torch.float32
     with torch.no_grad():
-        logits = model(normalise(pixels, VIEW))
+        logits = model(normalize(pixels, VIEW))
         torch.testing.assert_close(model.head(found), logits)
 
 
 def test_batches_of_any_sizes_and_order_give_the_same_rows() -> None:
     model, pixels = making.vit(), pictures(7)
-    whole = features.extract(model, batches(pixels, (7,)), VIEW, images=7)
+    whole = features.extract_features(model, batches(pixels, (7,)), VIEW, num_images=7)
     for sizes in ((1, 6), (3, 3, 1)):
         parts = batches(pixels, sizes)
-        torch.testing.assert_close(features.extract(model, parts[::-1], VIEW, images=7), whole, atol=1e-5, rtol=0)
+        torch.testing.assert_close(
+            features.extract_features(model, parts[::-1], VIEW, num_images=7), whole, atol=1e-5, rtol=0
+        )
 
 
 def test_the_shares_of_ranks_are_summed_to_all_rows(tmp_path: Path) -> None:
     split, model = train(folder(tmp_path, "train", "val", each=5)), making.vit()
 
     def share(rank: int, world: int, others: Tensor | float = 0.0) -> Tensor:
-        mine = evaluation_batches(split, VIEW, batch=3, classes=2, rank=rank, world=world)
-        return features.extract(model, mine, VIEW, images=len(split), over_ranks=lambda values: values + others)
+        mine = iter_eval_batches(split, VIEW, batch_size=3, num_classes=2, rank=rank, world_size=world)
+        return features.extract_features(
+            model, mine, VIEW, num_images=len(split), reduce_ranks=lambda values: values + others
+        )
 
     torch.testing.assert_close(share(1, 3, share(0, 3) + share(2, 3)), share(0, 1), atol=1e-5, rtol=0)
 
 
 def test_dropout_is_off_and_progress_is_told() -> None:
     model = making.vit()
-    expected = features.extract(model, batches(pictures(4), (4,)), VIEW, images=4)
-    model.regularise(dropout=0.5).train()
+    expected = features.extract_features(model, batches(pictures(4), (4,)), VIEW, num_images=4)
+    model.set_regularization(dropout=0.5).train()
     seen: list[tuple[int, int]] = []
-    found = features.extract(
-        model, batches(pictures(4), (3, 1)), VIEW, images=4, progress=lambda *told: seen.append(told)
+    found = features.extract_features(
+        model, batches(pictures(4), (3, 1)), VIEW, num_images=4, progress=lambda *told: seen.append(told)
     )
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     assert seen == [(3, 4), (4, 4)]
@@ -97,46 +101,50 @@ def test_features_that_are_not_finite_are_refused() -> None:
     with torch.no_grad():
         model.get_parameter("norm.weight")[3] = torch.inf
     with pytest.raises(ModelError, match="features are not all finite"):
-        features.extract(model, batches(pictures(2), (2,)), VIEW, images=2)
+        features.extract_features(model, batches(pictures(2), (2,)), VIEW, num_images=2)
 
 
 def test_labels_are_one_for_each_image(tmp_path: Path) -> None:
     split = train(folder(tmp_path / "set", "train", "val", each=3))
-    assert features.labels(split).tolist() == [0, 0, 0, 1, 1, 1]
+    assert features.read_labels(split).tolist() == [0, 0, 0, 1, 1, 1]
     split.store.table.columns["label"] = split.store.table["label"].copy()
     split.store.table["label"][split.rows[4]] = -1
     with pytest.raises(DataError, match=r"1 image without a label, such as train/tulip/1\.jpg"):
-        features.labels(split)
+        features.read_labels(split)
 
 
 # --- the cache -------------------------------------------------------------------------------------------------------
 
 
 def test_the_digest_of_a_model_is_of_all_but_its_head() -> None:
-    first = features.of_model(making.vit())
+    first = features.digest_model(making.vit())
     other_head = making.vit()
     with torch.no_grad():
         other_head.get_parameter("head.weight").add_(1)
-    assert features.of_model(other_head) == first
+    assert features.digest_model(other_head) == first
     other = making.vit()
     with torch.no_grad():
         other.get_parameter("blocks.1.mlp.fc1.bias")[0] += 1e-7
-    found = {features.of_model(other), features.of_model(making.vit(gelu="erf")), features.of_model(making.bit())}
+    found = {
+        features.digest_model(other),
+        features.digest_model(making.vit(gelu="erf")),
+        features.digest_model(making.bit()),
+    }
     assert len(found | {first}) == 4
 
 
 def test_the_digest_of_a_folder_changes_with_an_image_its_name_and_its_neighbours(tmp_path: Path) -> None:
     root = folder(tmp_path, "train", "val")
-    first = features.of_images(train(root))
-    assert features.of_images(train(root)) == first
-    assert features.of_images(open_data(str(root)).splits["val"]) != first
+    first = features.digest_images(train(root))
+    assert features.digest_images(train(root)) == first
+    assert features.digest_images(open_dataset(str(root)).splits["val"]) != first
     image = root / "train" / "rose" / "0.jpg"
     image.write_bytes(encoded(picture(99), quality=30))
-    changed = features.of_images(train(root))
+    changed = features.digest_images(train(root))
     image.rename(image.with_name("00.jpg"))
-    renamed = features.of_images(train(root))
+    renamed = features.digest_images(train(root))
     (root / "train" / "rose" / "1.jpg").unlink()
-    assert len({first, changed, renamed, features.of_images(train(root))}) == 4
+    assert len({first, changed, renamed, features.digest_images(train(root))}) == 4
 
 
 def test_the_digest_of_shards_changes_with_their_file(tmp_path: Path) -> None:
@@ -145,42 +153,42 @@ def test_the_digest_of_shards_changes_with_their_file(tmp_path: Path) -> None:
         for name in ("train", "val")
         for number in range(4)
     ]
-    shards.write(tmp_path / "packed", samples, classes=["rose", "tulip"], origin={})
-    first = features.of_images(train(tmp_path / "packed"))
-    assert features.of_images(train(tmp_path / "packed")) == first
+    shards.write_shards(tmp_path / "packed", samples, classes=["rose", "tulip"], origin={})
+    first = features.digest_images(train(tmp_path / "packed"))
+    assert features.digest_images(train(tmp_path / "packed")) == first
     shard = next((tmp_path / "packed").rglob("*train*.tar"))
     status = shard.stat()
     os.utime(shard, ns=(status.st_atime_ns, status.st_mtime_ns + 1_000_000))
-    assert features.of_images(train(tmp_path / "packed")) != first
+    assert features.digest_images(train(tmp_path / "packed")) != first
 
 
 def test_the_digest_of_images_in_memory_changes_with_a_pixel() -> None:
     split = train("digits")
-    first = features.of_images(split)
-    assert features.of_images(train("digits")) == first
+    first = features.digest_images(split)
+    assert features.digest_images(train("digits")) == first
     split.store.pixels[split.rows[7], 0, 0] += 1  # type: ignore[attr-defined]
-    assert features.of_images(split) != first
+    assert features.digest_images(split) != first
 
 
 def test_each_preprocessing_has_a_place_of_its_own() -> None:
     views = [VIEW, dataclasses.replace(VIEW, resize=(32,)), dataclasses.replace(VIEW, mean=(0.4, 0.5, 0.5))]
-    places = {features.place("model", "images", view) for view in views}
-    places |= {features.place("other", "images", VIEW), features.place("model", "others", VIEW)}
+    places = {features.build_cache_path("model", "images", view) for view in views}
+    places |= {features.build_cache_path("other", "images", VIEW), features.build_cache_path("model", "others", VIEW)}
     assert len(places) == 5
 
 
 def test_what_is_kept_is_recalled_and_what_is_damaged_is_not() -> None:
-    place = features.place("model", "images", VIEW)
-    assert features.recall(place) is None
+    place = features.build_cache_path("model", "images", VIEW)
+    assert features.load_cached_features(place) is None
     values = torch.randn(5, 3)
-    features.keep(place, values)
-    found = features.recall(place)
+    features.cache_features(place, values)
+    found = features.load_cached_features(place)
     assert found is not None
     assert torch.equal(found, values)
     place.write_bytes(place.read_bytes()[:-4])
-    assert features.recall(place) is None
-    features.keep(place, values)
-    found = features.recall(place)
+    assert features.load_cached_features(place) is None
+    features.cache_features(place, values)
+    found = features.load_cached_features(place)
     assert found is not None
     assert torch.equal(found, values)
 
@@ -188,6 +196,6 @@ def test_what_is_kept_is_recalled_and_what_is_damaged_is_not() -> None:
 def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    place = features.place("model", "images", VIEW)
-    features.keep(place, torch.zeros(2, 2))
-    assert features.recall(place) is None
+    place = features.build_cache_path("model", "images", VIEW)
+    features.cache_features(place, torch.zeros(2, 2))
+    assert features.load_cached_features(place) is None

@@ -8,24 +8,24 @@ from hypothesis import strategies as st
 from sklearn import metrics
 from torch.nn import functional as F
 
-from vitrail.evaluate.classify import Answers, _said, total
-from vitrail.evaluate.measure import measured
+from vitrail.evaluate.metrics import compute_metrics
 from vitrail.evaluate.multi_label import average_precision, measure_labels
+from vitrail.evaluate.predictions import Predictions, _make_predictions, count_predictions
 
 
-def predictions(images: int = 300, classes: int = 6) -> tuple[Answers, np.ndarray, np.ndarray]:
+def predictions(images: int = 300, classes: int = 6) -> tuple[Predictions, np.ndarray, np.ndarray]:
     """Multi-label predictions that know something; the last class is one that no image has."""
     draws = torch.Generator().manual_seed(0)
     truths = torch.rand(images, classes, generator=draws) < torch.linspace(0.6, 0.1, classes)
     truths[:, -1], truths[:, 0] = False, truths[:, 0] | ~truths.any(dim=1)
     logits = torch.randn(images, classes, generator=draws) + 2 * (truths.float() - 0.5)
-    return _said(logits, truths.float(), 1.0, several=True), logits.sigmoid().numpy(), truths.numpy()
+    return _make_predictions(logits, truths.float(), 1.0, multi_label=True), logits.sigmoid().numpy(), truths.numpy()
 
 
 def test_f1_exact_match_and_average_precision_are_scikit_learns() -> None:
     said, scores, truths = predictions()
     found, given_labels = measure_labels(said), scores > 0.5
-    assert total(said, 6).top1 == pytest.approx(metrics.accuracy_score(truths, given_labels))
+    assert count_predictions(said, 6).top1 == pytest.approx(metrics.accuracy_score(truths, given_labels))
     assert found.micro_f1 == pytest.approx(metrics.f1_score(truths, given_labels, average="micro"))
     there = truths.any(axis=0)
     assert found.macro_f1 == pytest.approx(metrics.f1_score(truths[:, there], given_labels[:, there], average="macro"))
@@ -48,7 +48,7 @@ def test_calibration_is_of_every_label_and_not_of_the_likeliest() -> None:
     """Ten images with one of two labels; each probability is what it promises."""
     truths = torch.tensor([[1.0, 0.0]] * 8 + [[0.0, 1.0]] * 2)
     logits = torch.tensor([0.8, 0.2]).logit().repeat(10, 1)
-    found = measure_labels(_said(logits, truths, 1.0, several=True))
+    found = measure_labels(_make_predictions(logits, truths, 1.0, multi_label=True))
     assert found.calibration_error == pytest.approx(0, abs=1e-6)
     assert sum(count for count, _, _ in found.bins) == 20
     assert sum(true for _, _, true in found.bins) == 10
@@ -56,7 +56,7 @@ def test_calibration_is_of_every_label_and_not_of_the_likeliest() -> None:
 
 def test_what_is_measured_has_exact_match_and_no_top_1() -> None:
     said, _, _ = predictions()
-    facts = measured(total(said, 6), said).facts()
+    facts = compute_metrics(count_predictions(said, 6), said).to_dict()
     assert not {"top1", "top5", "macro"} & set(facts)
     for name in ("exact_match", "micro_f1", "macro_f1", "mean_average_precision", "calibration_error"):
         low, high = facts[f"{name}_interval"]
@@ -65,8 +65,8 @@ def test_what_is_measured_has_exact_match_and_no_top_1() -> None:
 
 def test_one_label_each_has_no_such_numbers() -> None:
     logits = F.one_hot(torch.tensor([0, 1, 1]), 3).float()
-    said = _said(logits, torch.tensor([0, 1, 2]), 1.0, several=False)
-    facts = measured(total(said, 3), said).facts()
+    said = _make_predictions(logits, torch.tensor([0, 1, 2]), 1.0, multi_label=False)
+    facts = compute_metrics(count_predictions(said, 3), said).to_dict()
     assert "top1" in facts
     assert "exact_match" not in facts
 
@@ -79,7 +79,7 @@ def test_the_interval_of_a_calibration_error_is_over_images_whose_labels_go_toge
     widths = []
     for copies in (1, 20):
         logits = scores.logit().repeat(1, copies)
-        answers = _said(logits, truths.float().repeat(1, copies), 1.0, several=True)
-        low, high = measured(total(answers, copies), answers).calibration_error_interval
+        answers = _make_predictions(logits, truths.float().repeat(1, copies), 1.0, multi_label=True)
+        low, high = compute_metrics(count_predictions(answers, copies), answers).calibration_error_interval
         widths.append(high - low)
     assert widths[1] == pytest.approx(widths[0], rel=0.05)

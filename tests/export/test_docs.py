@@ -11,7 +11,7 @@ from tests import making
 from tests.data.pictures import picture
 from tests.export import runtime
 from vitrail import Classifier, save
-from vitrail.export.write import write
+from vitrail.export.export import export_model
 
 
 def test_what_the_page_tells_to_run_answers_as_vitrail_does(
@@ -21,7 +21,7 @@ def test_what_the_page_tells_to_run_answers_as_vitrail_does(
     monkeypatch.chdir(tmp_path)
     trained = making.trained(making.vit(depth=1))
     save(trained, "model.safetensors")
-    write(trained, Path("out.onnx"), "onnx")
+    export_model(trained, Path("out.onnx"), "onnx")
     picture(1).save("cat.jpg")
     picture(2).save("dog.jpg")
     text = (Path(__file__).parents[2] / "docs" / "exporting.md").read_text()
@@ -30,7 +30,7 @@ def test_what_the_page_tells_to_run_answers_as_vitrail_does(
     exec(first, named)
     pixels, probabilities = named["pixels"], named["probabilities"]
     classifier = Classifier(trained, device="cpu")
-    assert np.abs(probabilities - classifier.probabilities(["cat.jpg", "dog.jpg"]).numpy()).max() < 1e-5
+    assert np.abs(probabilities - classifier.predict_proba(["cat.jpg", "dog.jpg"]).numpy()).max() < 1e-5
     exec("\n".join(rest), named)
     assert np.array_equal(named["pixels"], pixels)
     assert np.array_equal(named["probabilities"], probabilities)

@@ -7,22 +7,22 @@ import pytest
 import torch
 
 from tests import making
-from vitrail.config import Preprocess
+from vitrail.config import PreprocessConfig
 from vitrail.errors import UsageError
 from vitrail.export import graph, parity
 from vitrail.model.build import Model
 from vitrail.model.resnet import BiT
 from vitrail.weights.trained import Trained
 
-VIEW = Preprocess(size=(24, 40), resize=(48,), interpolation="area", mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+VIEW = PreprocessConfig(size=(24, 40), resize=(48,), interpolation="area", mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
 
 
 def same_as_vitrail(trained: Trained) -> bool:
     """Whether graph and model agree to the bit."""
-    pixels = parity.pictures(3, trained)
+    pixels = parity.make_test_pixels(3, trained)
     with torch.inference_mode():
-        here, there = graph.Graph(trained)(pixels), parity.own(trained, pixels)
-    assert tuple(here) == tuple(there) == graph.outputs(trained)
+        here, there = graph.ExportGraph(trained)(pixels), parity.compute_reference_outputs(trained, pixels)
+    assert tuple(here) == tuple(there) == graph.get_output_names(trained)
     return all(torch.equal(here[name], there[name]) for name in there)
 
 
@@ -39,7 +39,7 @@ def test_it_says_what_a_resnet_says_whose_border_of_zeros_may_be_the_largest(siz
     negative = torch.full((1, 3, *size), -1.0)
     with torch.inference_mode():
         expected = trained.model.stem(negative)
-        assert torch.equal(graph.PooledStem(trained.model.stem, size)(negative), expected)
+        assert torch.equal(graph.PaddingFreeBiTStem(trained.model.stem, size)(negative), expected)
     assert (expected[:, :, 0] >= 0).all()
 
 
@@ -47,7 +47,7 @@ def test_several_labels_have_a_probability_each() -> None:
     trained = making.trained(making.vit(), several=True)
     assert same_as_vitrail(trained)
     with torch.inference_mode():
-        found = graph.Graph(trained)(parity.pictures(1, trained))
+        found = graph.ExportGraph(trained)(parity.make_test_pixels(1, trained))
     assert torch.equal(found["probabilities"], found["logits"].sigmoid())
 
 
@@ -57,17 +57,17 @@ def test_several_labels_have_a_probability_each() -> None:
 def test_images_may_have_another_size_than_positions(model: Model) -> None:
     assert model.config.image_size != VIEW.size
     trained = making.trained(model, preprocess=VIEW)
-    pixels = parity.pictures(2, trained)
+    pixels = parity.make_test_pixels(2, trained)
     with torch.inference_mode():
-        found = graph.Graph(trained)(pixels)["logits"]
-    torch.testing.assert_close(found, parity.own(trained, pixels)["logits"], rtol=0, atol=1e-6)
+        found = graph.ExportGraph(trained)(pixels)["logits"]
+    torch.testing.assert_close(found, parity.compute_reference_outputs(trained, pixels)["logits"], rtol=0, atol=1e-6)
 
 
 def test_the_model_stays_as_it_was() -> None:
     trained = making.trained(making.vit(positions="sincos-2d"))
     trained.model.train()
     before = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
-    graph.program(trained)
+    graph.export_program(trained)
     assert trained.model.training
     assert trained.model.config.positions == "sincos-2d"
     assert all(torch.equal(tensor, before[name]) for name, tensor in trained.model.state_dict().items())
@@ -78,7 +78,7 @@ def test_metadata_say_all_that_the_other_side_needs() -> None:
     trained = making.trained(
         making.vit(), preprocess=VIEW, labels=labels, temperature=1.5, several=True, threshold=0.25
     )
-    found = {name: json.loads(text) for name, text in graph.metadata(trained).items()}
+    found = {name: json.loads(text) for name, text in graph.build_metadata(trained).items()}
     assert found["labels"] == list(labels)
     assert (found["temperature"], found["several"], found["threshold"]) == (1.5, True, 0.25)
     assert found["pixels"] == {
@@ -95,4 +95,4 @@ def test_metadata_say_all_that_the_other_side_needs() -> None:
 def test_a_model_that_does_not_say_how_images_are_prepared_is_refused() -> None:
     bare = dataclasses.replace(making.trained(making.vit()), preprocess=None)
     with pytest.raises(UsageError, match="add --preprocess imagenet"):
-        graph.program(bare)
+        graph.export_program(bare)

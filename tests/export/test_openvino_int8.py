@@ -9,9 +9,9 @@ import torch
 
 from tests import making
 from tests.conftest import peer
-from vitrail import compute
-from vitrail.data.transforms import normalise
-from vitrail.model.lowered import ranges
+from vitrail.data.transforms import normalize
+from vitrail.inference import compute
+from vitrail.model.quantized import measure_activation_ranges
 from vitrail.model.vit import ViT
 from vitrail.weights.trained import Trained
 
@@ -23,7 +23,9 @@ VIEWS = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8, generator=torch
 def ranged(model: ViT) -> Trained:
     trained = making.trained(model)
     assert trained.preprocess is not None
-    return dataclasses.replace(trained, ranges=ranges(model, normalise(VIEWS, trained.preprocess)))
+    return dataclasses.replace(
+        trained, activation_ranges=measure_activation_ranges(model, normalize(VIEWS, trained.preprocess))
+    )
 
 
 def test_ranges_hold_all_that_the_blocks_multiply() -> None:
@@ -32,12 +34,12 @@ def test_ranges_hold_all_that_the_blocks_multiply() -> None:
     trained = ranged(model)
     assert trained.preprocess is not None
     with torch.inference_mode():
-        tokens, _, _ = model.embed(normalise(VIEWS, trained.preprocess))
+        tokens, _, _ = model.embed(normalize(VIEWS, trained.preprocess))
         first = model.blocks[0].norm1(tokens)
         queries, keys, _ = model.blocks[0].attn.split(first)
-    assert len(trained.ranges) == 2 * 6 * 3
+    assert len(trained.activation_ranges) == 2 * 6 * 3
     expected = [float(end) for values in (first, queries, keys) for end in values.aminmax()]
-    assert trained.ranges[:6] == pytest.approx(expected)
+    assert trained.activation_ranges[:6] == pytest.approx(expected)
     assert not any(part._forward_pre_hooks for part in model.modules()), "nothing is left behind"
 
 
@@ -48,8 +50,8 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     trained = ranged(making.vit(depth=1))
-    made = openvino_int8.rounded(trained)
-    monkeypatch.setattr(openvino_int8, "rounded", lambda _: made.clone())
+    made = openvino_int8.build_quantized_graph(trained)
+    monkeypatch.setattr(openvino_int8, "build_quantized_graph", lambda _: made.clone())
     return trained
 
 
@@ -62,25 +64,25 @@ def test_a_cache_that_is_damaged_or_cannot_be_written_costs_time_alone(
     trained = cached
     if damage == "unwritable":
         (tmp_path / "vitrail").write_text("a file where a folder should be")
-    expected = compute.functions(trained, "openvino-int8").probabilities(VIEWS)
-    weights = openvino_int8._place(trained) / "model.bin"
+    expected = compute.build_inference_functions(trained, "openvino-int8").probabilities(VIEWS)
+    weights = openvino_int8._get_cache_folder(trained) / "model.bin"
     if damage == "truncated":
         weights.write_bytes(weights.read_bytes()[:100])
     elif damage == "missing":
         weights.unlink()
-    assert torch.equal(compute.functions(trained, "openvino-int8").probabilities(VIEWS), expected)
+    assert torch.equal(compute.build_inference_functions(trained, "openvino-int8").probabilities(VIEWS), expected)
     assert weights.exists() == (damage != "unwritable")
 
 
 def test_the_cache_keeps_the_newest(cached: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.export import openvino_int8
 
-    monkeypatch.setattr(openvino_int8, "_GRAPHS", 2)
+    monkeypatch.setattr(openvino_int8, "_MAX_CACHED_GRAPHS", 2)
     models = [dataclasses.replace(cached, temperature=1.0 + number) for number in range(3)]
     for number, trained in enumerate(models):
-        compute.functions(trained, "openvino-int8")
-        os.utime(openvino_int8._place(trained), (number, number))
-    assert [openvino_int8._place(trained).exists() for trained in models] == [False, True, True]
+        compute.build_inference_functions(trained, "openvino-int8")
+        os.utime(openvino_int8._get_cache_folder(trained), (number, number))
+    assert [openvino_int8._get_cache_folder(trained).exists() for trained in models] == [False, True, True]
 
 
 @pytest.mark.parametrize("variant", ["plain", "relative", "hybrid"])
@@ -92,15 +94,15 @@ def test_it_answers_nearly_as_float32_does_with_int8_in_every_block(variant: str
     from vitrail.export import openvino_int8
 
     trained = ranged(making.vit(**making.VARIANTS[variant], depth=2))
-    expected = compute.functions(trained).probabilities(VIEWS)
-    found = compute.functions(trained, "openvino-int8")
+    expected = compute.build_inference_functions(trained).probabilities(VIEWS)
+    found = compute.build_inference_functions(trained, "openvino-int8")
     said = found.probabilities(VIEWS)
     assert not torch.equal(said, expected)
     assert (said - expected).abs().max() < 0.05
-    torch.testing.assert_close(found.features(VIEWS), compute.functions(trained).features(VIEWS))
-    again = compute.functions(trained, "openvino-int8").probabilities(VIEWS)  # from what was kept
+    torch.testing.assert_close(found.features(VIEWS), compute.build_inference_functions(trained).features(VIEWS))
+    again = compute.build_inference_functions(trained, "openvino-int8").probabilities(VIEWS)  # from what was kept
     assert torch.equal(again, said)
-    graph = openvino.Core().read_model(openvino_int8._place(trained) / "model.xml")
+    graph = openvino.Core().read_model(openvino_int8._get_cache_folder(trained) / "model.xml")
     kinds = [node.get_type_name() for node in graph.get_ordered_ops()]
     assert kinds.count("FakeQuantize") == {"plain": 1 + 16, "relative": 1 + 8, "hybrid": 16}[variant]
     assert "ScaledDotProductAttention" not in kinds
@@ -115,12 +117,12 @@ def test_normalising_moves_into_the_first_weights() -> None:
     assert isinstance(model, ViT)
     assert trained.preprocess is not None
     preprocess = dataclasses.replace(trained.preprocess, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3))
-    moved = openvino_int8.for_bytes(dataclasses.replace(trained, preprocess=preprocess))
+    moved = openvino_int8.fold_normalization(dataclasses.replace(trained, preprocess=preprocess))
     weight, std = model.patch_embed.proj.weight, torch.tensor(preprocess.std).reshape(-1, 1, 1)
     with torch.inference_mode():
-        exact = model(normalise(VIEWS, preprocess))
+        exact = model(normalize(VIEWS, preprocess))
         step = (weight / std).abs().amax((1, 2, 3), keepdim=True) / 127
         weight.copy_((weight / std / step).round() * step * std)
-        expected = model(normalise(VIEWS, preprocess))
+        expected = model(normalize(VIEWS, preprocess))
         torch.testing.assert_close(moved.model(VIEWS / 255), expected, rtol=0, atol=1e-5)
     assert (expected - exact).abs().max() > 1e-4

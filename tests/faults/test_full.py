@@ -16,9 +16,9 @@ import pytest
 from tests.faults.shim import How, Shim
 from tests.faults.test_saves import Soaked, newest, prepared, save_checkpoints, snapshot
 from tests.train.test_resume import story, sums, task, trained
-from vitrail.config import Schedule
-from vitrail.train import state as states
-from vitrail.train.task import Task
+from vitrail.config import ScheduleConfig
+from vitrail.train import checkpoint
+from vitrail.train.training_run import TrainingRun
 
 NO_ROOM = re.compile(r"no room for a checkpoint in \S+: it takes ([\d,]+) bytes and [\d,]+ are free")
 FULL = 5
@@ -38,14 +38,14 @@ def test_a_disk_full_at_any_call_of_a_save_costs_no_state(
         if ended.code:
             assert ended.code == FULL, ended.said
             assert found is not None
-            assert found[1] == f"{snapshot(step).bytes:,}"
+            assert found[1] == f"{snapshot(step).num_bytes:,}"
             whole, nothing = "What was saved before is whole" in ended.said, "Nothing was saved yet" in ended.said
             assert (whole, nothing) == (newest(folder) is not None, newest(folder) is None), ended.said
             failed += 1
         assert newest(folder) in (step - 1 or None, step)
         assert ended.code or newest(folder) == step
         assert not list(folder.glob("checkpoints/.*"))
-        states.write(folder / "checkpoints", snapshot(step))
+        checkpoint.write_checkpoint(folder / "checkpoints", snapshot(step))
         assert newest(folder) == step
         shutil.rmtree(folder)
         if 0 < ended.calls < calls:
@@ -54,11 +54,11 @@ def test_a_disk_full_at_any_call_of_a_save_costs_no_state(
     soaked(3, "a full disk costs no state: a save", "full from every call on", f"{calls - 1} calls, {failed} exits 5")
 
 
-def few_steps() -> Task:
+def few_steps() -> TrainingRun:
     """Three steps of the run that draws and remembers everything, in small."""
     recipe = task().recipe
     settings = recipe.settings | {"width": 24, "mlp": 24, "depth": 1}
-    few = dataclasses.replace(recipe, settings=settings, epochs=3 * 64 / 1439, schedule=Schedule(warmup=1))
+    few = dataclasses.replace(recipe, settings=settings, epochs=3 * 64 / 1439, schedule=ScheduleConfig(warmup=1))
     return task(recipe=few, workers=0)
 
 
@@ -85,7 +85,7 @@ def hurt(shim: Shim, memory: Path, how: How, choose: Callable[[int], list[int]])
 
 def newest_step(folder: Path) -> int:
     """Of the newest checkpoint that is whole, or 0."""
-    found = states.newest(folder / "checkpoints", lambda _: None)
+    found = checkpoint.read_newest_checkpoint(folder / "checkpoints", lambda _: None)
     return found.step if found else 0
 
 
@@ -136,7 +136,7 @@ def test_a_small_file_system_that_is_full_costs_no_state(small_disk: Path, tmp_p
         with (small_disk / "others").open("ab") as file:
             file.write(bytes(250_000))
 
-    with pytest.raises(states.DiskFullError, match=NO_ROOM) as caught:
+    with pytest.raises(checkpoint.DiskFullError, match=NO_ROOM) as caught:
         trained(one, run, crowd)
     assert caught.value.exit_code == FULL
     kept = newest_step(run)

@@ -9,7 +9,7 @@ import torch
 from tests.data.test_loader import flowers as flowers  # a fixture
 from tests.data.test_loader import seen, training
 from tests.faults.test_saves import Soaked
-from vitrail.data.loader import Plan
+from vitrail.data.loader import BatchPlan
 
 WORLDS, WORKERS, STARTS = (1, 2, 4), (0, 1, 2, 4), (0, 2, 5)
 
@@ -18,9 +18,9 @@ WORLDS, WORKERS, STARTS = (1, 2, 4), (0, 1, 2, 4), (0, 2, 5)
 def test_any_machine_goes_on_where_any_other_stopped(flowers: Path, soaked: Soaked) -> None:
     """Pixels and targets of each step, mixed and augmented, are those of one process without workers."""
     task = training(flowers)
-    reference = seen(task, Plan(batch=8, total=45))
+    reference = seen(task, BatchPlan(batch_size=8, total_positions=45))
     for world, workers, start in itertools.product(WORLDS, WORKERS, STARTS):
-        plans = [Plan(batch=8, total=45, rank=rank, world=world) for rank in range(world)]
+        plans = [BatchPlan(batch_size=8, total_positions=45, rank=rank, world_size=world) for rank in range(world)]
         shares = [seen(task, plan, start=start, workers=workers) for plan in plans]
         for step, (images, targets) in enumerate(reference[start:]):
             mine = [share[step] for share in shares if len(share[step][0])]

@@ -11,7 +11,7 @@ from tests.faults.shim import Shim
 from tests.faults.test_full import few_steps
 from tests.faults.test_saves import Soaked
 from tests.train.test_resume import story, sums, trained
-from vitrail.train import state as states
+from vitrail.train import checkpoint
 
 
 def remains_of_a_run(shim: Shim, memory: Path) -> list[replay.Tree]:
@@ -31,7 +31,7 @@ def remains_of_a_run(shim: Shim, memory: Path) -> list[replay.Tree]:
 
 def check_whole(folder: Path) -> None:
     """The newest checkpoint loads, and speaks of no line of the run's own files that is not on the disk."""
-    newest = states.newest(folder / "checkpoints", lambda _: None)
+    newest = checkpoint.read_newest_checkpoint(folder / "checkpoints", lambda _: None)
     for name, size in newest.facts["files"].items() if newest else ():
         assert not size or (folder / name).stat().st_size >= size, f"{name} is shorter than step {newest.step} says"
 

@@ -17,10 +17,9 @@ from tests.faults import replay
 from tests.faults.shim import How, Shim
 from tests.making import trained, vit
 from vitrail import recipes
-from vitrail.train import optimizer
-from vitrail.train import state as states
-from vitrail.train.state import Snapshot
-from vitrail.train.step import State, begin
+from vitrail.train import checkpoint, optimizer
+from vitrail.train.checkpoint import Checkpoint
+from vitrail.train.step import TrainState, build_train_state
 from vitrail.weights.load import load, save
 from vitrail.weights.trained import Trained
 
@@ -44,40 +43,40 @@ CASES = [
 ]
 
 
-def state(step: int) -> State:
+def state(step: int) -> TrainState:
     """What training changes, after so many steps; every step has other numbers."""
-    recipe = dataclasses.replace(recipes.named("digits"), ema=0.9)
-    found = begin(vit(seed=step, depth=1), recipe)
+    recipe = dataclasses.replace(recipes.get_recipe("digits"), ema=0.9)
+    found = build_train_state(vit(seed=step, depth=1), recipe)
     for parameter in found.model.parameters():
         parameter.grad = parameter.detach() * 0.1
     found.optimizer.step()
-    assert found.average is not None
-    found.average.update(0.5)
+    assert found.ema is not None
+    found.ema.update(0.5)
     found.step = step
     return found
 
 
 @functools.cache
-def snapshot(step: int) -> Snapshot:
-    return states.taken(state(step), {"files": {}, "words": f"after step {step}"})
+def snapshot(step: int) -> Checkpoint:
+    return checkpoint.copy_state(state(step), {"files": {}, "words": f"after step {step}"})
 
 
 @functools.cache
 def digest(step: int) -> str:
     """Of all numbers of a state."""
-    return states.digest(tensors(state(step)))
+    return checkpoint.digest_tensors(tensors(state(step)))
 
 
-def tensors(state: State) -> dict[str, Tensor]:
-    assert state.average is not None
-    groups = (state.model.state_dict(), optimizer.state(state.optimizer), state.average.tensors)
+def tensors(state: TrainState) -> dict[str, Tensor]:
+    assert state.ema is not None
+    groups = (state.model.state_dict(), optimizer.get_optimizer_state(state.optimizer), state.ema.tensors)
     return {f"{number} {name}": tensor for number, group in enumerate(groups) for name, tensor in group.items()}
 
 
 _spare = functools.cache(state)
 
 
-def emptied() -> State:
+def emptied() -> TrainState:
     """A state to restore into, all zeros."""
     fresh = _spare(0)
     for tensor in tensors(fresh).values():
@@ -88,7 +87,7 @@ def emptied() -> State:
 def save_checkpoints(shim: Shim, folder: Path, *steps: int) -> None:
     """Save the states after some steps, one after the other, and say after each that it is saved."""
     for step in steps:
-        states.write(folder / "checkpoints", snapshot(step))
+        checkpoint.write_checkpoint(folder / "checkpoints", snapshot(step))
         shim.note(f"saved\t{step}")
 
 
@@ -120,22 +119,24 @@ def prepared(folder: Path, before: list[int], damaged: list[int]) -> Path:
     """A run's folder with checkpoints."""
     folder.mkdir(parents=True)
     for step in before:
-        states.write(folder / "checkpoints", snapshot(step))
+        checkpoint.write_checkpoint(folder / "checkpoints", snapshot(step))
     for step in damaged:
-        with (folder / "checkpoints" / states.name(step) / "model.safetensors").open("r+b") as file:
+        with (folder / "checkpoints" / checkpoint.format_checkpoint_name(step) / "model.safetensors").open(
+            "r+b"
+        ) as file:
             file.truncate(100)
     return folder
 
 
 def newest(folder: Path) -> int | None:
     """The step of the newest checkpoint that is whole, when every number of it was compared with what was saved."""
-    found = states.newest(folder / "checkpoints", lambda _: None)
+    found = checkpoint.read_newest_checkpoint(folder / "checkpoints", lambda _: None)
     if found is None:
         return None
     assert found.facts == snapshot(found.step).facts
     fresh = emptied()
-    states.restore(fresh, found)
-    assert states.digest(tensors(fresh)) == digest(found.step)
+    checkpoint.restore_state(fresh, found)
+    assert checkpoint.digest_tensors(tensors(fresh)) == digest(found.step)
     assert fresh.step == found.step
     return found.step
 
@@ -162,11 +163,11 @@ def test_a_checkpoint_killed_at_any_call_is_whole_or_invisible(
         seen.add(found)
         assert found in (old, step)
         following = max(*before, step) + 1 if before else 2
-        states.write(folder / "checkpoints", snapshot(following))  # no hand work is needed to go on
+        checkpoint.write_checkpoint(folder / "checkpoints", snapshot(following))  # no hand work is needed to go on
         assert newest(folder) == following
         kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
-        assert kept[-1] == states.name(following)
-        assert len(kept) <= states.KEPT, "what the killed save left behind is still there"
+        assert kept[-1] == checkpoint.format_checkpoint_name(following)
+        assert len(kept) <= checkpoint.KEPT_CHECKPOINTS, "what the killed save left behind is still there"
         shutil.rmtree(folder)
         if ended.code == 0:
             break

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from tests.faults.test_saves import Soaked
-from tests.train.test_distributed import ended, started, task, trained
-from vitrail.files import sha256
-from vitrail.train import state as states
-from vitrail.train.distributed import Group
-from vitrail.train.loop import Moment
+from tests.runtime.test_distributed import ended, started, task, trained
+from vitrail.files import compute_sha256
+from vitrail.runtime.distributed import ProcessGroup
+from vitrail.train import checkpoint
+from vitrail.train.loop import StepEnd
 
 EPOCHS, STEPS = 2, 28
 
@@ -25,10 +25,10 @@ def ranks(folder: Path, **options: Any) -> list[int]:
     """Start two processes that train as one; each writes down when it has made a step."""
     recipe = dataclasses.replace(task().recipe, epochs=EPOCHS)
 
-    def work(group: Group) -> None:
+    def work(group: ProcessGroup) -> None:
         with notes(folder, group.rank).open("a", buffering=1) as file:
 
-            def note(moment: Moment) -> None:
+            def note(moment: StepEnd) -> None:
                 file.write(f"{moment.step} {time.monotonic()}\n")
 
             trained(task(group, recipe=recipe), folder, note, **options)
@@ -63,7 +63,9 @@ def terminated(folder: Path, draws: random.Random) -> None:
     assert made(folder, 1 - asked[0])[-1][0] == stopped
     assert sum(when > at for _, when in made(folder, asked[0])) <= 1  # the step in which it came
     assert f"SIGTERM: stopped after step {stopped} of {STEPS}, the state is saved" in (folder / "run.log").read_text()
-    assert states.read(folder / "checkpoints" / states.name(stopped)).step == stopped
+    assert (
+        checkpoint.read_checkpoint(folder / "checkpoints" / checkpoint.format_checkpoint_name(stopped)).step == stopped
+    )
     assert ended(ranks(folder, resume=True)) == [0, 0]
     assert made(folder, 0)[-1][0] == STEPS
     assert [step for step, _ in made(folder, 0)] == list(range(1, STEPS + 1))
@@ -71,11 +73,11 @@ def terminated(folder: Path, draws: random.Random) -> None:
 
 def many(root: Path, count: int, seed: int) -> None:
     assert ended(ranks(root / "whole")) == [0, 0]
-    whole, draws = sha256(root / "whole" / "weights" / "last.safetensors"), random.Random(seed)
+    whole, draws = compute_sha256(root / "whole" / "weights" / "last.safetensors"), random.Random(seed)
     for number in range(count):
         folder = root / f"run{number}"
         terminated(folder, draws)
-        assert sha256(folder / "weights" / "last.safetensors") == whole
+        assert compute_sha256(folder / "weights" / "last.safetensors") == whole
         shutil.rmtree(folder)
 
 

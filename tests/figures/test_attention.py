@@ -14,7 +14,13 @@ from torch import Tensor
 from tests import making
 from vitrail.errors import DataError, ModelError, UsageError
 from vitrail.figures import attention
-from vitrail.figures.attention import attended, attention_distance, class_attention, rollout, token_colours
+from vitrail.figures.attention import (
+    compute_attention_distance,
+    compute_attention_stats,
+    compute_class_attention,
+    compute_rollout,
+    compute_token_colors,
+)
 from vitrail.model.vit import ViT, attention_maps
 
 VARIANTS = pytest.mark.parametrize("change", making.VARIANTS.values(), ids=making.VARIANTS.keys())
@@ -48,25 +54,25 @@ def test_uniform_attention_has_the_known_distance_and_entropy_and_rolls_out_even
             block.attn.qkv.weight.zero_()
             block.attn.qkv.bias.zero_()
     images = making.images(model.config, 3)
-    found = attention_distance(model, [images])
+    found = compute_attention_distance(model, [images])
     mean = (8 + 8 + 8 * math.sqrt(2)) / 4
     np.testing.assert_allclose(found.distance, np.full((3, 4), mean), rtol=1e-6)
     np.testing.assert_allclose(found.entropy, np.full((3, 4), 2), rtol=1e-6)
     assert found.uniform_distance == pytest.approx(mean)
     assert found.uniform_entropy == pytest.approx(2)
     assert found.images == 3
-    np.testing.assert_allclose(rollout(model, images), np.full((3, 2, 2), 0.25), rtol=1e-6)
-    np.testing.assert_allclose(class_attention(model, images), np.full((3, 4, 2, 2), 0.25), rtol=1e-6)
+    np.testing.assert_allclose(compute_rollout(model, images), np.full((3, 2, 2), 0.25), rtol=1e-6)
+    np.testing.assert_allclose(compute_class_attention(model, images), np.full((3, 4, 2, 2), 0.25), rtol=1e-6)
 
 
 def test_identity_attention_is_at_distance_zero_and_rolls_out_to_the_identity() -> None:
     model = attending(list(range(16)))
-    found = attention_distance(model, [making.images(model.config, 2)])
+    found = compute_attention_distance(model, [making.images(model.config, 2)])
     np.testing.assert_allclose(found.distance, 0, atol=1e-4)
     np.testing.assert_allclose(found.entropy, 0, atol=1e-4)
     rolled = identity = torch.eye(5).expand(2, 5, 5)
     for _ in range(7):
-        rolled = attention._onward(rolled, identity[:, None].expand(2, 4, 5, 5))
+        rolled = attention._multiply_rollout(rolled, identity[:, None].expand(2, 4, 5, 5))
     assert torch.equal(rolled, identity)
 
 
@@ -76,7 +82,7 @@ def test_attention_to_the_neighbour_is_one_patch_away(size: tuple[int, int]) -> 
     rows, columns = size[0] // 8, size[1] // 8
     target = [row * columns + (column + 1) % columns for row in range(rows) for column in range(columns)]
     model = attending(target, image_size=size)
-    found = attention_distance(model, [making.images(model.config, 1)])
+    found = compute_attention_distance(model, [making.images(model.config, 1)])
     expected = 8 * ((columns - 1) * 1 + (columns - 1)) / columns
     np.testing.assert_allclose(found.distance, [[expected]], rtol=1e-4)
     np.testing.assert_allclose(found.entropy, 0, atol=1e-3)
@@ -85,8 +91,8 @@ def test_attention_to_the_neighbour_is_one_patch_away(size: tuple[int, int]) -> 
 def test_distance_counts_pixels_of_the_image_in_a_hybrid() -> None:
     """The total stride is that of the stem times the patch: 4 x 2 pixels here."""
     model = making.vit(**making.VARIANTS["hybrid"])
-    found = attention_distance(model, [making.images(model.config, 1)])
-    plain = attention_distance(making.vit(), [making.images(making.vit().config, 1)])
+    found = compute_attention_distance(model, [making.images(model.config, 1)])
+    plain = compute_attention_distance(making.vit(), [making.images(making.vit().config, 1)])
     assert model.config.patch == 2
     assert found.uniform_distance == plain.uniform_distance == pytest.approx(8 * mean_distance(4, 4))
 
@@ -103,7 +109,7 @@ def by_loops(model: ViT, images: Tensor) -> tuple[NDArray[Any], NDArray[Any], ND
     places = [(row, column) for row in range(rows) for column in range(columns)]
     apart = config.stride * np.array([[math.dist(one, other) for other in places] for one in places])
     maps = np.stack([layer.double().numpy() for layer in attention_maps(model, images)], axis=1)  # (B, layers, H, N, N)
-    patches = maps[..., config.prefix :, config.prefix :]
+    patches = maps[..., config.num_prefix_tokens :, config.num_prefix_tokens :]
     patches = patches / patches.sum(axis=-1, keepdims=True)
     distance = (patches * apart).sum(axis=-1).mean(axis=-1)
     entropy = -(patches * np.log2(patches)).sum(axis=-1).mean(axis=-1)
@@ -119,8 +125,8 @@ def test_every_model_agrees_with_plain_loops(change: dict[str, Any]) -> None:
     """The head's token is the class token, the mean of two, all patches, or what attention pooling weighs."""
     model = making.vit(**change)
     images = making.images(model.config, 3)
-    prefix, pool = model.config.prefix, model.config.pool
-    found = attended(model, images)
+    prefix, pool = model.config.num_prefix_tokens, model.config.pool
+    found = compute_attention_stats(model, images)
     distance, entropy, joint = by_loops(model, images)
     np.testing.assert_allclose(found.distance, distance, rtol=1e-4)
     np.testing.assert_allclose(found.entropy, entropy, rtol=1e-4)
@@ -139,7 +145,9 @@ def test_every_model_agrees_with_plain_loops(change: dict[str, Any]) -> None:
 
 def pooling(model: ViT, images: Tensor) -> Tensor:
     with torch.no_grad():
-        return attention.weigh_patches(model.attn_pool, model.encode(images)[:, model.config.prefix :])
+        return attention.compute_map_attention(
+            model.attn_pool, model.encode(images)[:, model.config.num_prefix_tokens :]
+        )
 
 
 def test_poolings_maps_times_values_are_its_output() -> None:
@@ -152,7 +160,9 @@ def test_poolings_maps_times_values_are_its_output() -> None:
         mixed = torch.einsum("bhn,bnhk->bhk", pooling(model, images), values).flatten(1)
         pooled = pool.proj(mixed)
         torch.testing.assert_close(pooled + pool.mlp(pool.norm(pooled)), pool(patches), atol=1e-5, rtol=1e-5)
-    np.testing.assert_allclose(class_attention(model, images).reshape(3, 4, -1), pooling(model, images), rtol=1e-5)
+    np.testing.assert_allclose(
+        compute_class_attention(model, images).reshape(3, 4, -1), pooling(model, images), rtol=1e-5
+    )
 
 
 @VARIANTS
@@ -181,7 +191,7 @@ def test_the_class_tokens_attention_is_its_row_of_the_last_layer() -> None:
     *_, last = attention_maps(model, images)
     row = last[:, :, 0, 5:]
     torch.testing.assert_close(
-        torch.from_numpy(class_attention(model, images)).flatten(2), row / row.sum(dim=-1, keepdim=True)
+        torch.from_numpy(compute_class_attention(model, images)).flatten(2), row / row.sum(dim=-1, keepdim=True)
     )
 
 
@@ -196,7 +206,7 @@ def test_what_prefix_tokens_take_is_left_out_of_distances(monkeypatch: pytest.Mo
         maps[..., 3:, 3:] = (1 - taken) * patches
         maps[..., 3:, 1], maps[..., :3, 2] = taken, 1.0
         monkeypatch.setattr(attention, "attention_maps", lambda *_: iter([maps]))
-        return attention_distance(model, [making.images(model.config, 1)])
+        return compute_attention_distance(model, [making.images(model.config, 1)])
 
     np.testing.assert_allclose(found(0.999).distance, found(0.0).distance, rtol=1e-4)
     np.testing.assert_allclose(found(0.999).entropy, found(0.0).entropy, rtol=1e-4)
@@ -209,13 +219,13 @@ def test_rollout_counts_what_passes_through_registers(monkeypatch: pytest.Monkey
     first[..., 1, :] = torch.tensor([0.0, 0.0, 0.0, 1.0])  # tokens: class, register, two patches
     second[..., 0, :] = torch.tensor([0.0, 1.0, 0.0, 0.0])
     monkeypatch.setattr(attention, "attention_maps", lambda *_: iter([first, second]))
-    np.testing.assert_allclose(rollout(model, making.images(model.config, 1)), [[[0.0, 1.0]]])
+    np.testing.assert_allclose(compute_rollout(model, making.images(model.config, 1)), [[[0.0, 1.0]]])
 
 
 def test_memory_is_bounded_by_chunks_that_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = making.vit()
     images = making.images(model.config, 5)
-    whole, colours = attended(model, images), token_colours(model, images)
+    whole, colours = compute_attention_stats(model, images), compute_token_colors(model, images)
     sizes: list[int] = []
 
     def counted(network: ViT, chunk: Tensor) -> Iterator[Tensor]:
@@ -223,12 +233,12 @@ def test_memory_is_bounded_by_chunks_that_change_nothing(monkeypatch: pytest.Mon
         return attention_maps(network, chunk)
 
     monkeypatch.setattr(attention, "attention_maps", counted)
-    monkeypatch.setattr(attention, "_MAPS", 2 * 4 * 4 * 17 * 17)  # two images' maps
-    for one, two in zip(attended(model, images), whole, strict=True):
+    monkeypatch.setattr(attention, "_MAX_MAP_BYTES", 2 * 4 * 4 * 17 * 17)  # two images' maps
+    for one, two in zip(compute_attention_stats(model, images), whole, strict=True):
         np.testing.assert_allclose(one, two, rtol=1e-4)
     assert sizes == [2, 2, 1]
-    np.testing.assert_allclose(token_colours(model, images), colours, atol=1e-3)
-    split = attention_distance(model, images.split([1, 4]))
+    np.testing.assert_allclose(compute_token_colors(model, images), colours, atol=1e-3)
+    split = compute_attention_distance(model, images.split([1, 4]))
     np.testing.assert_allclose(split.distance, whole.distance.mean(axis=0), rtol=1e-5)
     assert split.images == 5
 
@@ -242,16 +252,18 @@ def test_attention_stays_fused(monkeypatch: pytest.MonkeyPatch) -> None:
         return fused(query, key, value)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
-    attended(model, making.images(model.config))
+    compute_attention_stats(model, making.images(model.config))
     assert shapes == [(2, 4, 17, 8)] * 3
 
 
 def test_another_image_size_has_another_grid() -> None:
     model = making.vit(**making.VARIANTS["hybrid"])
-    found = attended(model, making.images(model.config, 2, size=(16, 48)))
+    found = compute_attention_stats(model, making.images(model.config, 2, size=(16, 48)))
     assert found.rollout.shape == (2, 2, 6)
     assert found.heads.shape == (2, 4, 2, 6)
-    both = attention_distance(model, [making.images(model.config, 1), making.images(model.config, 3, size=(16, 48))])
+    both = compute_attention_distance(
+        model, [making.images(model.config, 1), making.images(model.config, 3, size=(16, 48))]
+    )
     assert both.uniform_distance == pytest.approx(8 * (mean_distance(4, 4) + 3 * mean_distance(2, 6)) / 4)
 
 
@@ -260,37 +272,42 @@ def test_colours_follow_patches_and_groups_have_one_each() -> None:
     model = making.vit(positions="none")
     image = making.images(model.config, 1)
     image[..., :16, :] = image[..., :8, :8].repeat(1, 1, 2, 4)  # the upper half is one patch eight times
-    colours = token_colours(model, image)
+    colours = compute_token_colors(model, image)
     assert colours.shape == (1, 4, 4, 3)
     assert (colours >= 0).all()
     assert (colours <= 1).all()
     np.testing.assert_allclose(colours[:, :2], np.broadcast_to(colours[:, :1, :1], (1, 2, 4, 3)), atol=1e-4)
-    turned = token_colours(model, image.unflatten(2, (4, 8)).flip(2).flatten(2, 3))
+    turned = compute_token_colors(model, image.unflatten(2, (4, 8)).flip(2).flatten(2, 3))
     np.testing.assert_allclose(turned[:, ::-1], colours, atol=1e-3)
     assert np.ptp(colours[0, 2:], axis=(0, 1)).min() > 0.2
 
 
 def test_a_single_patch_is_grey() -> None:
     model = making.vit(image_size=(8, 8))
-    np.testing.assert_allclose(token_colours(model, making.images(model.config, 2)), 0.5)
+    np.testing.assert_allclose(compute_token_colors(model, making.images(model.config, 2)), 0.5)
 
 
 def test_what_cannot_be_measured_is_said_in_a_sentence() -> None:
     model = making.vit()
-    for function in (rollout, class_attention, token_colours, lambda *given: attention_distance(given[0], [given[1]])):
+    for function in (
+        compute_rollout,
+        compute_class_attention,
+        compute_token_colors,
+        lambda *given: compute_attention_distance(given[0], [given[1]]),
+    ):
         with pytest.raises(UsageError, match="BiT ResNet has no attention"):
             function(making.bit(), making.images(making.bit().config))
         with pytest.raises(DataError, match="there is none"):
             function(model, making.images(model.config, 0))
     with pytest.raises(DataError, match="there is none"):
-        attention_distance(model, [])
+        compute_attention_distance(model, [])
     with torch.no_grad():
         model.blocks[1].attn.qkv.weight.fill_(torch.nan)
     with pytest.raises(ModelError, match="not all finite"):
-        rollout(model, making.images(model.config))
+        compute_rollout(model, making.images(model.config))
 
 
 def test_dropout_is_off_while_attention_is_measured() -> None:
-    model = making.vit().regularise(dropout=0.5, stochastic_depth=0.5).train()
+    model = making.vit().set_regularization(dropout=0.5, stochastic_depth=0.5).train()
     images = making.images(model.config)
-    assert np.array_equal(rollout(model, images), rollout(model, images))
+    assert np.array_equal(compute_rollout(model, images), compute_rollout(model, images))

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tests import making
 from vitrail.errors import DataError, UsageError
-from vitrail.figures.cka import compute_cka, compute_products, estimate_hsic
+from vitrail.figures.cka import compute_cka, compute_gram_matrices, estimate_hsic
 
 Products = NDArray[np.float64]
 
@@ -89,7 +89,7 @@ def test_layers_are_the_embedding_and_the_output_of_each_block(name: str) -> Non
     outputs: list[torch.Tensor] = []
     for block in model.blocks:
         block.register_forward_hook(lambda _, __, output: outputs.append(output))
-    found = compute_products(model, images)
+    found = compute_gram_matrices(model, images)
     assert found.shape == (4, 5, 5)
     rows = [model.embed(images)[0], *outputs]
     for layer, tokens in zip(found, rows, strict=True):
@@ -108,4 +108,4 @@ def test_what_cannot_be_compared_says_so() -> None:
     assert compute_cka([few, enough], [few, enough])[0, 0] == pytest.approx(1)
     assert np.isnan(compute_cka([products(np.zeros((5, 2)))], [products(drawn(0, 5))])).all()
     with pytest.raises(UsageError, match="ResNet has no attention"):
-        compute_products(making.bit(), making.images(making.config(), 4))
+        compute_gram_matrices(making.bit(), making.images(making.config(), 4))

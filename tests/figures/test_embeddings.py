@@ -9,7 +9,7 @@ import torch
 
 from tests import making
 from vitrail.errors import ModelError, UsageError
-from vitrail.figures.embeddings import filters, position_similarity, untrained
+from vitrail.figures.embeddings import build_untrained, compute_filters, compute_position_similarity
 from vitrail.weights.adapt import adapt
 from vitrail.weights.load import load
 
@@ -30,8 +30,8 @@ def test_planted_components_are_found_in_order_with_their_share_and_sign() -> No
     planted = 2 * turns.cos()[:, None, None, None] * unit[0] + turns.sin()[:, None, None, None] * unit[1]
     with torch.no_grad():
         model.patch_embed.proj.weight.copy_(planted + torch.randn(3, 8, 8))
-    found = filters(model, count=2)
-    np.testing.assert_allclose(found.explained, [0.8, 0.2], atol=1e-6)
+    found = compute_filters(model, count=2)
+    np.testing.assert_allclose(found.explained_variance_ratio, [0.8, 0.2], atol=1e-6)
     for tile, pattern in zip(found.tiles, (first, second), strict=True):
         expected = 0.5 - 0.5 * pattern / pattern.abs().max()  # its negative has the greatest entry above zero
         np.testing.assert_allclose(tile, expected.permute(1, 2, 0).numpy(), atol=1e-6)
@@ -39,14 +39,14 @@ def test_planted_components_are_found_in_order_with_their_share_and_sign() -> No
 
 def test_tiles_do_not_depend_on_the_sign_or_scale_of_the_filters() -> None:
     model = making.vit()
-    before = filters(model)
+    before = compute_filters(model)
     with torch.no_grad():
         model.patch_embed.proj.weight.mul_(-3)
-    after = filters(model)
+    after = compute_filters(model)
     np.testing.assert_allclose(before.tiles, after.tiles, atol=1e-5)
-    np.testing.assert_allclose(before.explained, after.explained, atol=1e-6)
+    np.testing.assert_allclose(before.explained_variance_ratio, after.explained_variance_ratio, atol=1e-6)
     assert (before.tiles.reshape(28, -1).max(axis=1) == 1).all()
-    assert (np.diff(before.explained) <= 0).all()
+    assert (np.diff(before.explained_variance_ratio) <= 0).all()
 
 
 def test_components_are_scikit_learns() -> None:
@@ -54,11 +54,11 @@ def test_components_are_scikit_learns() -> None:
     model = making.vit(3)
     rows = model.patch_embed.proj.weight.detach().double().flatten(1).numpy()
     theirs = decomposition.PCA(28, svd_solver="full").fit(rows)
-    found = filters(model)
+    found = compute_filters(model)
     axes = (found.tiles.transpose(0, 3, 1, 2).reshape(28, -1) - 0.5).astype(np.float64)
     axes /= np.linalg.norm(axes, axis=1, keepdims=True)
     np.testing.assert_allclose(abs((axes * theirs.components_).sum(axis=1)), 1, atol=1e-6)
-    np.testing.assert_allclose(found.explained, theirs.explained_variance_ratio_, atol=1e-6)
+    np.testing.assert_allclose(found.explained_variance_ratio, theirs.explained_variance_ratio_, atol=1e-6)
 
 
 def test_a_hybrids_and_a_resnets_filters_are_their_first_convolutions() -> None:
@@ -67,19 +67,19 @@ def test_a_hybrids_and_a_resnets_filters_are_their_first_convolutions() -> None:
         (hybrid := making.vit(**making.VARIANTS["hybrid"]), hybrid.patch_embed.backbone.stem),
         (resnet := making.bit(), resnet.stem),
     ):
-        before = filters(model)
+        before = compute_filters(model)
         assert before.layer == "first convolution"
         assert before.tiles.shape == (28, 7, 7, 3)
         with torch.no_grad():
             stem.conv.weight.mul_(torch.rand(len(stem.conv.weight), 1, 1, 1) + 1).add_(1)
-        np.testing.assert_allclose(filters(model).tiles, before.tiles, atol=1e-3)
+        np.testing.assert_allclose(compute_filters(model).tiles, before.tiles, atol=1e-3)
 
 
 def test_there_are_no_more_components_than_filters_span() -> None:
     model = making.vit(width=8, heads=2, channels=1)
-    found = filters(model)
+    found = compute_filters(model)
     assert found.tiles.shape == (7, 8, 8, 1)
-    assert found.explained.sum() == pytest.approx(1)
+    assert found.explained_variance_ratio.sum() == pytest.approx(1)
 
 
 def test_weights_that_are_no_numbers_are_named() -> None:
@@ -87,7 +87,7 @@ def test_weights_that_are_no_numbers_are_named() -> None:
     with torch.no_grad():
         model.patch_embed.proj.weight[0, 0, 0, 0] = torch.nan
     with pytest.raises(ModelError, match="patch embedding holds weights that are not finite"):
-        filters(model)
+        compute_filters(model)
 
 
 def test_a_planted_position_pattern_is_found() -> None:
@@ -100,7 +100,7 @@ def test_a_planted_position_pattern_is_found() -> None:
     with torch.no_grad():
         model.pos_embed[0, 1:] = table.flatten(0, 1)
         model.pos_embed[0, 0] = 7
-    found = position_similarity(model)
+    found = compute_position_similarity(model)
     same_row = np.eye(rows)[:, None, :, None]
     same_column = np.eye(columns)[None, :, None, :]
     np.testing.assert_allclose(found.maps, (same_row + same_column) / 2, atol=1e-6)
@@ -115,7 +115,7 @@ def test_profiles_by_hand() -> None:
         model.pos_embed.zero_()
         model.pos_embed[0, 0, 0], model.pos_embed[0, 2, 1] = 2.0, -1.0
         model.pos_embed[0, 1, :2] = torch.tensor([0.6, 0.8])
-    found = position_similarity(model)
+    found = compute_position_similarity(model)
     np.testing.assert_allclose(found.by_row, [1, (0.6 - 0.8) / 2, 0], atol=1e-6)
     np.testing.assert_allclose(found.by_column, [1], atol=1e-6)
 
@@ -125,39 +125,39 @@ def test_at_another_size_positions_are_those_the_adapted_model_has(change: dict[
     model = making.vit(**change)
     if model.config.positions in ("none", "relative"):
         with pytest.raises(UsageError, match="no position embedding to compare"):
-            position_similarity(model)
+            compute_position_similarity(model)
         return
-    found = position_similarity(model, (48, 64))
+    found = compute_position_similarity(model, (48, 64))
     assert found.maps.shape == (6, 8, 6, 8)
     adapted = adapt(making.trained(model), image_size=(48, 64)).model
-    np.testing.assert_allclose(found.maps, position_similarity(adapted).maps, atol=1e-5)
+    np.testing.assert_allclose(found.maps, compute_position_similarity(adapted).maps, atol=1e-5)
     np.testing.assert_allclose(np.einsum("rcrc->rc", found.maps), 1, atol=1e-6)
     assert np.array_equal(found.maps, found.maps.transpose(2, 3, 0, 1))
 
 
 def test_models_without_positions_and_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UsageError, match="BiT ResNet has no position"):
-        position_similarity(making.bit())
+        compute_position_similarity(making.bit())
     with pytest.raises(UsageError, match="does not divide into patches"):
-        position_similarity(making.vit(), (30, 32))
+        compute_position_similarity(making.vit(), (30, 32))
 
 
 def test_before_training_the_network_is_the_same_and_its_weights_are_the_papers() -> None:
     model = making.vit()
     before = [parameter.clone() for parameter in model.parameters()]
-    network = untrained(model)
+    network = build_untrained(model)
     assert network.config == model.config
     assert not network.training
     assert network.cls_token.abs().max() == 0  # Google's code starts with zeros
     assert 0.01 < float(network.pos_embed.detach().std()) < 0.03
-    again = untrained(model)
+    again = build_untrained(model)
     assert all(torch.equal(one, two) for one, two in zip(network.parameters(), again.parameters(), strict=True))
     assert all(torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
 
 
 def test_a_real_models_positions_are_most_like_their_neighbours(deit_tiny: Path) -> None:
     """What the paper found: closer patches are more alike, and those of one row or column alike too."""
-    found = position_similarity(load(deit_tiny).model)
+    found = compute_position_similarity(load(deit_tiny).model)
     others = found.maps.reshape(196, 196) - 2 * np.eye(196)
     rows, columns = np.divmod(np.arange(196), 14)
     nearest = others.argmax(axis=1)

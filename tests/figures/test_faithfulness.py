@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.errors import UsageError
-from vitrail.figures.faithfulness import join, measure_faithfulness
+from vitrail.figures.faithfulness import join_faithfulness, measure_faithfulness
 
 ROW, COLUMN = 1, 3  # of 4 rows and 5 columns of patches, each 8 x 8 pixels
 IMAGES = torch.ones(2, 3, 32, 40)
@@ -64,7 +64,7 @@ def test_every_patch_goes_and_comes_once_and_the_rest_of_the_image_stays() -> No
 def test_fewer_patches_than_steps_make_fewer_steps_and_batches_are_joined() -> None:
     maps = np.array([[[0.1, 0.9], [0.2, 0.3]]], dtype=np.float32)
     parts = [measure_faithfulness(see_patch, IMAGES[:1], maps, CLASSES[:1]) for _ in range(3)]
-    assert join(parts).fractions.tolist() == [0, 0.25, 0.5, 0.75, 1]
-    assert join(parts).deletion.tolist() == [[1, 0, 0, 0, 0]] * 3
+    assert join_faithfulness(parts).fractions.tolist() == [0, 0.25, 0.5, 0.75, 1]
+    assert join_faithfulness(parts).deletion.tolist() == [[1, 0, 0, 0, 0]] * 3
     with pytest.raises(UsageError, match="images of 32 x 40 have no 3 x 4 patches"):
         measure_faithfulness(see_patch, IMAGES[:1], np.ones((1, 3, 4), dtype=np.float32), CLASSES[:1])

@@ -39,7 +39,7 @@ def run_plainly(model: ViT, image: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
         maps.append(heads)
     x = model.norm(x)
     if model.config.pool == "map":
-        pool, patches = model.attn_pool, x[model.config.prefix :]
+        pool, patches = model.attn_pool, x[model.config.num_prefix_tokens :]
         q = pool.q(pool.latent[0, 0]).unflatten(-1, (pool.heads, -1))
         k, v = (part.unflatten(-1, (pool.heads, -1)) for part in pool.kv(patches).chunk(2, dim=-1))
         maps.append([torch.softmax(k[:, head] @ q[head] / q.shape[-1] ** 0.5, dim=0) for head in range(pool.heads)])
@@ -69,12 +69,12 @@ def relevance_by_loops(model: ViT, image: Tensor, label: int) -> NDArray[Any]:
         case "class":
             row = found[: 1 + config.distillation_head].mean(axis=0)
         case "class-mean":
-            row = (found[0] + (found - np.eye(tokens))[config.prefix :].mean(axis=0)) / 2
+            row = (found[0] + (found - np.eye(tokens))[config.num_prefix_tokens :].mean(axis=0)) / 2
         case "map":
-            row = layers[-1] @ found[config.prefix :]
+            row = layers[-1] @ found[config.num_prefix_tokens :]
         case _:
-            row = (found - np.eye(tokens))[config.prefix :].mean(axis=0)
-    patches = row[config.prefix :]
+            row = (found - np.eye(tokens))[config.num_prefix_tokens :].mean(axis=0)
+    patches = row[config.num_prefix_tokens :]
     return patches / patches.sum()
 
 
@@ -117,7 +117,7 @@ def test_what_only_another_patch_feeds_the_class_token_is_what_is_relevant() -> 
     assert maps.shape == (1, 4, 4)
     assert maps[0].ravel().argmax() == 6
     assert maps[0, 1, 2] > 0.99
-    assert attention.rollout(model, images).ravel()[6] == pytest.approx(1 / 16)  # rollout cannot know it
+    assert attention.compute_rollout(model, images).ravel()[6] == pytest.approx(1 / 16)  # rollout cannot know it
 
 
 def test_chunks_change_nothing_and_the_model_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_chunks_change_nothing_and_the_model_stays_as_it_was(monkeypatch: pytest
     images, classes = making.images(model.config, 5), torch.tensor([0, 1, 2, 3, 4])
     whole = compute_relevance(model, images, classes)
     model.requires_grad_(requires_grad=False)
-    monkeypatch.setattr(attention, "_MAPS", 2 * 2 * 3 * 4 * 4 * 17 * 17)  # two images' maps and gradients
+    monkeypatch.setattr(attention, "_MAX_MAP_BYTES", 2 * 2 * 3 * 4 * 4 * 17 * 17)  # two images' maps and gradients
     with torch.no_grad():
         parts = compute_relevance(model, images, classes)
     np.testing.assert_allclose(parts.maps, whole.maps, rtol=1e-4, atol=1e-7)

@@ -13,35 +13,37 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests import making
 from tests.making import STEM, VARIANTS
 from vitrail import presets
-from vitrail.config import MASK, OWN, Masked, Preprocess, Target, ViTConfig
-from vitrail.data.draws import Draws
-from vitrail.data.masking import drawn
-from vitrail.data.transforms import normalise
+from vitrail.config import MASK_TOKEN, UNCHANGED_PATCH, MaskedConfig, MaskedTarget, PreprocessConfig, ViTConfig
+from vitrail.data.counter_rng import CounterRNG
+from vitrail.data.masking import draw_masked_patches
+from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError
 from vitrail.model import masked as masking
-from vitrail.model.masked import MaskedViT, corrupted, initialise_heads, losses
-from vitrail.model.vit import ViT, cut
+from vitrail.model.masked import MaskedViT, compute_masked_losses, corrupt_patches, initialize_masked_heads
+from vitrail.model.vit import ViT, patchify
 
-TARGETS: tuple[Target, ...] = ("mean-colour", "4x4-colours", "pixels", "normalised-pixels")
+TARGETS: tuple[MaskedTarget, ...] = ("mean-colour", "4x4-colours", "pixels", "normalised-pixels")
 HIDEABLE = {name: change for name, change in VARIANTS.items() if name not in ("grey", "distilled")}
 STRANGE = ("relative", "every-layer", "every-layer-shared", "2d-every-layer", "sincos-shared", "hybrid")  # for mae
 
 
-def how(kind: Any = "mpp", target: Target = "mean-colour") -> Masked:
-    return Masked(kind=kind, share=0.5 if kind == "mpp" else 0.75, target=target)
+def how(kind: Any = "mpp", target: MaskedTarget = "mean-colour") -> MaskedConfig:
+    return MaskedConfig(kind=kind, mask_ratio=0.5 if kind == "mpp" else 0.75, target=target)
 
 
-def view(config: ViTConfig) -> Preprocess:
+def view(config: ViTConfig) -> PreprocessConfig:
     values = (0.4, 0.5, 0.6)[: config.channels]
-    return Preprocess(
+    return PreprocessConfig(
         size=config.image_size, resize=config.image_size, mean=values, std=(0.3, 0.2, 0.25)[: len(values)]
     )
 
 
-def taught(masked: Masked | None = None, seed: int = 0, **changes: Any) -> MaskedViT:
+def taught(masked: MaskedConfig | None = None, seed: int = 0, **changes: Any) -> MaskedViT:
     """A small masked model; its head is not zero, so that gradients reach everything."""
     vit = making.vit(seed, **({"classes": 0} | changes))
-    made = initialise_heads(MaskedViT(vit, masked or how(), view(vit.config)), torch.Generator().manual_seed(seed))
+    made = initialize_masked_heads(
+        MaskedViT(vit, masked or how(), view(vit.config)), torch.Generator().manual_seed(seed)
+    )
     torch.nn.init.normal_(made.head.weight, generator=torch.Generator().manual_seed(seed + 1))
     return made.eval()
 
@@ -55,8 +57,8 @@ def batch(model: MaskedViT, count: int = 3) -> tuple[Tensor, Tensor]:
     """Images, of mpp one more, and what is hidden of them."""
     config = model.vit.config
     pixels = bytes_of(config, count + (model.decoder is None))
-    hiding = drawn(Draws(0, np.arange(count)), model.masked, math.prod(config.grid))
-    return normalise(pixels, view(config)), torch.from_numpy(hiding)
+    hiding = draw_masked_patches(CounterRNG(0, np.arange(count)), model.masked, math.prod(config.grid))
+    return normalize(pixels, view(config)), torch.from_numpy(hiding)
 
 
 # --- hiding ----------------------------------------------------------------------------------------------------------
@@ -66,11 +68,11 @@ def test_corruption_by_hand() -> None:
     """Three patches of width 2: masked, replaced by the next image's patch 0, itself."""
     patches = torch.arange(3 * 3 * 2.0).reshape(3, 3, 2)
     token = torch.tensor([[[-1.0, -2.0]]])
-    stands = torch.tensor([[MASK, 0, OWN], [2, MASK, OWN]])
+    stands = torch.tensor([[MASK_TOKEN, 0, UNCHANGED_PATCH], [2, MASK_TOKEN, UNCHANGED_PATCH]])
     expected = torch.tensor([[[-1, -2], [6, 7], [4, 5]], [[16, 17], [-1, -2], [10, 11]]])
     same = torch.nn.Identity()
-    assert torch.equal(corrupted(patches, stands, same, token), expected.float())
-    alone = corrupted(patches[:2], stands, same, token)  # without a partner, the last image's next is the first
+    assert torch.equal(corrupt_patches(patches, stands, same, token), expected.float())
+    alone = corrupt_patches(patches[:2], stands, same, token)  # without a partner, the last image's next is the first
     assert torch.equal(alone[0], expected[0].float())
     assert alone[1].tolist() == [[4, 5], [-1, -2], [10, 11]]
 
@@ -83,10 +85,10 @@ def test_exchanging_patches_is_exchanging_embeddings(change: dict[str, Any]) -> 
     embed = model.vit.patch_embed
     embeddings, stands = embed(images), hiding[:, 1]
     expected = embeddings[:-1].clone()
-    for image, place in (stands != OWN).nonzero().tolist():
+    for image, place in (stands != UNCHANGED_PATCH).nonzero().tolist():
         other = int(stands[image, place])
-        expected[image, place] = model.mask_token[0, 0] if other == MASK else embeddings[image + 1, other]
-    found = corrupted(embed.patches(images), stands, embed.project, model.mask_token)
+        expected[image, place] = model.mask_token[0, 0] if other == MASK_TOKEN else embeddings[image + 1, other]
+    found = corrupt_patches(embed.extract_patches(images), stands, embed.project, model.mask_token)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
 
 
@@ -108,18 +110,18 @@ def test_what_is_masked_is_not_seen_and_what_is_kept_is(change: dict[str, Any]) 
     with torch.no_grad():
         before = model(images, hiding)[0]
         if model.vit.config.stem is None:
-            assert torch.equal(changed(int((stands == MASK).nonzero()[0])), before)
-        assert not torch.allclose(changed(int((stands == OWN).nonzero()[0])), before, atol=1e-4)
+            assert torch.equal(changed(int((stands == MASK_TOKEN).nonzero()[0])), before)
+        assert not torch.allclose(changed(int((stands == UNCHANGED_PATCH).nonzero()[0])), before, atol=1e-4)
 
 
 @pytest.mark.parametrize("change", [{}, {"pool": "norm-mean", "class_token": False, "positions": "sincos-2d"}])
 def test_an_autoencoder_tells_what_is_hidden_from_the_visible_patches_alone(change: dict[str, Any]) -> None:
     model = taught(how("mae", "pixels"), **change)
     images, hiding = batch(model)
-    seen = cut(images, 8).clone()
+    seen = patchify(images, 8).clone()
     order = hiding[:, 0]
     for index in range(len(images)):
-        seen[index, order[index, : model.hidden]] = torch.randn(model.hidden, seen.shape[-1])
+        seen[index, order[index, : model.num_masked]] = torch.randn(model.num_masked, seen.shape[-1])
     grid, side = model.vit.config.grid, 8
     other = seen.reshape(-1, *grid, 3, side, side).permute(0, 3, 1, 4, 2, 5).reshape(images.shape)
     with torch.no_grad():
@@ -133,7 +135,7 @@ def test_an_autoencoders_order_does_not_matter() -> None:
     """Predictions follow the order in which hidden patches are named, and the visible ones' order changes nothing."""
     model = taught(how("mae", "pixels"))
     images, hiding = batch(model)
-    hidden, visible = hiding[:, 0].tensor_split([model.hidden], dim=1)
+    hidden, visible = hiding[:, 0].tensor_split([model.num_masked], dim=1)
     turned = torch.stack([torch.cat([hidden.flip(1), visible.flip(1)], dim=1), hiding[:, 1]], dim=1)
     with torch.no_grad():
         torch.testing.assert_close(model(images, turned).flip(1), model(images, hiding), atol=1e-5, rtol=1e-5)
@@ -157,11 +159,11 @@ def test_mean_colours_of_planted_images_are_exact(change: dict[str, Any]) -> Non
     shape = (3, *config.grid)
     squares = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (40, *shape), dtype=np.uint8))
     squares[:8, 0, 0, 0] = torch.tensor([0, 31, 32, 63, 64, 223, 224, 255], dtype=torch.uint8)
-    hiding = torch.from_numpy(drawn(Draws(0, np.arange(40)), model.masked, math.prod(config.grid)))
-    found = model.targets(normalise(planted(squares, config.stride), view(config)), hiding)
+    hiding = torch.from_numpy(draw_masked_patches(CounterRNG(0, np.arange(40)), model.masked, math.prod(config.grid)))
+    found = model.compute_targets(normalize(planted(squares, config.stride), view(config)), hiding)
     red, green, blue = (squares[:, channel].flatten(1).long() // 32 for channel in range(3))
-    expected = (64 * red + 8 * green + blue).gather(1, hiding[:, 0, : model.hidden])
-    assert found.shape == (40, model.hidden, 1)
+    expected = (64 * red + 8 * green + blue).gather(1, hiding[:, 0, : model.num_masked])
+    assert found.shape == (40, model.num_masked, 1)
     assert torch.equal(found[..., 0], expected)
 
 
@@ -180,7 +182,7 @@ def test_a_mean_on_the_edge_of_two_colours_belongs_to_the_brighter(side: int) ->
     def seen(bytes_of_squares: Any) -> Tensor:
         pixels = bytes_of_squares.reshape(200, 3, 2, 2, side, side).transpose(0, 1, 2, 4, 3, 5)
         images = torch.from_numpy(pixels.reshape(200, 3, 2 * side, 2 * side).astype(np.uint8))
-        return model.colours(normalise(images, view(model.vit.config)), side)
+        return model.quantize_colors(normalize(images, view(model.vit.config)), side)
 
     red, green, blue = at[:, 0], at[:, 1], at[:, 2]
     assert torch.equal(seen(squares), torch.from_numpy(64 * red + 8 * green + blue))
@@ -192,11 +194,11 @@ def test_small_colours_are_those_of_a_sixteenth_of_a_patch_in_raster_order() -> 
     model = taught(how(target="4x4-colours"))
     squares = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (2, 3, 16, 16), dtype=np.uint8))
     _, hiding = batch(model, 2)
-    found = model.targets(normalise(planted(squares, 2), view(model.vit.config)), hiding)
+    found = model.compute_targets(normalize(planted(squares, 2), view(model.vit.config)), hiding)
     digits = squares.long() // 32
     whole = digits[:, 0] * 64 + digits[:, 1] * 8 + digits[:, 2]  # (2, 16, 16): four places a patch, four patches a side
     for image in range(2):
-        for place, patch in enumerate(hiding[image, 0, : model.hidden].tolist()):
+        for place, patch in enumerate(hiding[image, 0, : model.num_masked].tolist()):
             row, column = divmod(patch, 4)
             own = whole[image, row * 4 : row * 4 + 4, column * 4 : column * 4 + 4]
             assert found[image, place].tolist() == own.flatten().tolist()
@@ -206,36 +208,36 @@ def test_pixels_are_those_that_were_decoded_whatever_the_normalisation() -> None
     plain, normal = taught(how(target="pixels")), taught(how(target="normalised-pixels"))
     pixels = bytes_of(plain.vit.config, 2)
     hiding = batch(plain, 2)[1]
-    images = normalise(pixels, view(plain.vit.config))
-    wanted = cut(pixels.float() / 255, 8)[torch.arange(2)[:, None], hiding[:, 0, :8]]
-    assert torch.equal(plain.targets(images, hiding), wanted)
-    found = normal.targets(images, hiding)
+    images = normalize(pixels, view(plain.vit.config))
+    wanted = patchify(pixels.float() / 255, 8)[torch.arange(2)[:, None], hiding[:, 0, :8]]
+    assert torch.equal(plain.compute_targets(images, hiding), wanted)
+    found = normal.compute_targets(images, hiding)
     torch.testing.assert_close(found.mean(dim=-1), torch.zeros(2, 8), atol=1e-5, rtol=0)
     torch.testing.assert_close(found.std(dim=-1), torch.ones(2, 8), atol=1e-4, rtol=0)
     assert torch.equal(found.argsort(dim=-1), wanted.argsort(dim=-1))
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_painted_targets_are_the_picture_again(target: Target) -> None:
+def test_painted_targets_are_the_picture_again(target: MaskedTarget) -> None:
     """A picture whose colours lie in the middle of their levels comes back from its targets to the level."""
     model = taught(how(target=target))
     side = {"mean-colour": 8, "4x4-colours": 2}.get(target, 1)
     levels = np.random.default_rng(2).integers(0, 8, (2, 3, 32 // side, 32 // side))
     pixels = planted(torch.from_numpy((levels * 32 + 16).astype(np.uint8)), side)
-    images, hiding = normalise(pixels, view(model.vit.config)), batch(model, 2)[1]
-    painted = model.painted(model.targets(images, hiding), images, hiding)
+    images, hiding = normalize(pixels, view(model.vit.config)), batch(model, 2)[1]
+    painted = model.render_patches(model.compute_targets(images, hiding), images, hiding)
     assert painted.shape[3:] == ({"mean-colour": 1, "4x4-colours": 4}.get(target, 8),) * 2
     whole = painted.repeat_interleave(8 // painted.shape[-1], dim=-1).repeat_interleave(8 // painted.shape[-1], dim=-2)
-    own = cut(pixels, 8)[torch.arange(2)[:, None], hiding[:, 0, :8]].unflatten(-1, (3, 8, 8))
+    own = patchify(pixels, 8)[torch.arange(2)[:, None], hiding[:, 0, :8]].unflatten(-1, (3, 8, 8))
     assert torch.equal(whole, own)
 
 
 def test_a_prediction_is_painted_as_its_likeliest_colour() -> None:
     model = taught()
     images, hiding = batch(model, 2)
-    targets = model.targets(images, hiding)
-    told = torch.zeros(2, model.hidden, 512).scatter(2, targets, 1.0)
-    assert torch.equal(model.painted(told, images, hiding), model.painted(targets, images, hiding))
+    targets = model.compute_targets(images, hiding)
+    told = torch.zeros(2, model.num_masked, 512).scatter(2, targets, 1.0)
+    assert torch.equal(model.render_patches(told, images, hiding), model.render_patches(targets, images, hiding))
 
 
 # --- loss and gradients ----------------------------------------------------------------------------------------------
@@ -244,13 +246,15 @@ def test_a_prediction_is_painted_as_its_likeliest_colour() -> None:
 def test_losses_by_hand() -> None:
     """Equal logits cost log 512; a squared error is averaged over patches and pixels; each image by itself."""
     classes = torch.tensor([[[3], [500]], [[0], [1]]])
-    assert losses(torch.zeros(2, 2, 512), classes).tolist() == pytest.approx([math.log(512)] * 2)
+    assert compute_masked_losses(torch.zeros(2, 2, 512), classes).tolist() == pytest.approx([math.log(512)] * 2)
     sure = torch.zeros(2, 2, 512)
     sure[0, 0, 3] = sure[0, 1, 500] = 100.0
-    assert losses(sure, classes).tolist() == pytest.approx([0, math.log(512)], abs=1e-5)
-    assert losses(torch.zeros(1, 1, 32), torch.zeros(1, 1, 4, dtype=torch.int64)).item() == pytest.approx(math.log(8))
+    assert compute_masked_losses(sure, classes).tolist() == pytest.approx([0, math.log(512)], abs=1e-5)
+    assert compute_masked_losses(
+        torch.zeros(1, 1, 32), torch.zeros(1, 1, 4, dtype=torch.int64)
+    ).item() == pytest.approx(math.log(8))
     pixels = torch.tensor([[[1.0, 3.0], [0.0, 0.0]], [[0.0, 0.0], [0.0, 2.0]]])
-    assert losses(torch.zeros(2, 2, 2), pixels).tolist() == [2.5, 1.0]
+    assert compute_masked_losses(torch.zeros(2, 2, 2), pixels).tolist() == [2.5, 1.0]
 
 
 @pytest.mark.parametrize("change", HIDEABLE.values(), ids=HIDEABLE)
@@ -261,21 +265,21 @@ def test_only_output_tokens_of_hidden_patches_get_a_gradient(
     model = taught(**change)
     images, hiding = batch(model)
     found: list[Tensor] = []
-    through = ViT.through_blocks
+    through = ViT.run_blocks
 
     def watched(*arguments: Any) -> Tensor:
         found.append(through(*arguments))
         found[0].retain_grad()
         return found[0]
 
-    monkeypatch.setattr(ViT, "through_blocks", watched)
-    losses(model(images, hiding), model.targets(images, hiding)).sum().backward()
+    monkeypatch.setattr(ViT, "run_blocks", watched)
+    compute_masked_losses(model(images, hiding), model.compute_targets(images, hiding)).sum().backward()
     assert found[0].grad is not None
     reached = found[0].grad.abs().sum(dim=-1) > 0  # (B, N)
     expected = torch.zeros_like(reached)
-    expected.scatter_(1, hiding[:, 0, : model.hidden] + model.vit.config.prefix, True)
+    expected.scatter_(1, hiding[:, 0, : model.num_masked] + model.vit.config.num_prefix_tokens, True)
     assert torch.equal(reached, expected)
-    kept = hiding[:, 1].gather(1, hiding[:, 0, : model.hidden]) == OWN
+    kept = hiding[:, 1].gather(1, hiding[:, 0, : model.num_masked]) == UNCHANGED_PATCH
     assert kept.any()
 
 
@@ -291,22 +295,22 @@ def test_every_kind_of_vit_learns_in_every_parameter(kind: str, change: dict[str
         return
     model = taught(how(kind), **change).train()
     images, hiding = batch(model)
-    losses(model(images, hiding), model.targets(images, hiding)).sum().backward()
+    compute_masked_losses(model(images, hiding), model.compute_targets(images, hiding)).sum().backward()
     for place, parameter in model.named_parameters():
         assert (parameter.grad is not None) == parameter.requires_grad, place
         assert parameter.requires_grad == (not place.startswith(("vit.attn_pool.", "vit.pre_logits."))), place
 
 
 @pytest.mark.parametrize(("kind", "target"), [*(("mpp", target) for target in TARGETS), ("mae", "normalised-pixels")])
-def test_every_target_is_learned(kind: str, target: Target) -> None:
+def test_every_target_is_learned(kind: str, target: MaskedTarget) -> None:
     """Two images by heart: the loss falls to two thirds of what it is at the start."""
     model = taught(how(kind, target)).train()
     torch.nn.init.zeros_(model.head.weight)
     images, hiding = batch(model, 2)
-    wanted = model.targets(images, hiding)
+    wanted = model.compute_targets(images, hiding)
     optimizer, first = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0), 0.0
     for step in range(50):
-        loss = losses(model(images, hiding), wanted).mean()
+        loss = compute_masked_losses(model(images, hiding), wanted).mean()
         first = float(loss.detach()) if not step else first
         optimizer.zero_grad()
         loss.backward()
@@ -321,27 +325,29 @@ def test_every_target_is_learned(kind: str, target: Target) -> None:
 
 @pytest.mark.parametrize("name", ["b16", "l16", "h14"])
 def test_the_decoder_is_that_of_the_paper(name: str) -> None:
-    config = presets.config(name)
+    config = presets.get_preset_config(name)
     assert isinstance(config, ViTConfig)
-    light = masking.lighter(config)
+    light = masking.build_decoder_config(config)
     assert (light.width, light.depth, light.heads, light.mlp) == (512, 8, 16, 2048)
-    small = masking.lighter(making.config())
+    small = masking.build_decoder_config(making.config())
     assert (small.width, small.depth, small.heads) == (32, 2, 1)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kind", ["mpp", "mae"])
 @pytest.mark.parametrize("change", [{}, {"class_token": False, "pool": "norm-mean"}, {"registers": 4}])
-def test_multiply_adds_equal_torchs_counter(kind: str, target: Target, change: dict[str, Any]) -> None:
+def test_multiply_adds_equal_torchs_counter(kind: str, target: MaskedTarget, change: dict[str, Any]) -> None:
     model = taught(how(kind, target), **change).to("meta")
     config, partner = model.vit.config, int(kind == "mpp")
     images = torch.empty(1, 3, *config.image_size, device="meta")
     hiding = torch.zeros(1, 2, math.prod(config.grid), dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(images, hiding)
-    assert counter.get_total_flops() // 2 == masking.multiply_adds(config, how(kind, target))
-    assert masking.parameters(config, how(kind, target)) == sum(each.numel() for each in model.parameters())
-    held = masking.stand_ins(config, how(kind, target))
+    assert counter.get_total_flops() // 2 == masking.count_masked_multiply_adds(config, how(kind, target))
+    assert masking.count_masked_parameters(config, how(kind, target)) == sum(
+        each.numel() for each in model.parameters()
+    )
+    held = masking.list_memory_equivalents(config, how(kind, target))
     assert len(held) == 2 - partner
 
 
@@ -354,6 +360,6 @@ def test_what_cannot_be_taught_so_is_refused() -> None:
         (making.config(patch=32), how(), "of each image some must, not all"),
     ):
         with pytest.raises(UsageError, match=reason):
-            masking.outputs(config, masked)
-    assert masking.outputs(dataclasses.replace(vit, channels=1), how()) == 8
-    assert [masking.outputs(vit, how(target=target)) for target in TARGETS] == [512, 16 * 512, 192, 192]
+            masking.count_outputs_per_patch(config, masked)
+    assert masking.count_outputs_per_patch(dataclasses.replace(vit, channels=1), how()) == 8
+    assert [masking.count_outputs_per_patch(vit, how(target=target)) for target in TARGETS] == [512, 16 * 512, 192, 192]

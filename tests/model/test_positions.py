@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.conftest import peer
 from vitrail.config import Resample
-from vitrail.model.positions import resample, resample_offsets, sincos
+from vitrail.model.positions import build_sincos_positions, resample_offsets, resample_positions
 
 OPERATORS: tuple[Resample, ...] = (
     "bilinear-corners",
@@ -32,7 +32,7 @@ def grid_of(rows: int, columns: int, width: int = 8) -> Tensor:
 def test_bilinear_corners_is_scipys_zoom(old: tuple[int, int], new: tuple[int, int]) -> None:
     table = grid_of(*old)
     expected = zoom(table.reshape(*old, 8).numpy(), (new[0] / old[0], new[1] / old[1], 1), order=1)
-    ours = resample(table, old, new, "bilinear-corners").reshape(*new, 8).numpy()
+    ours = resample_positions(table, old, new, "bilinear-corners").reshape(*new, 8).numpy()
     np.testing.assert_allclose(ours, expected, atol=1e-5)
 
 
@@ -43,7 +43,7 @@ def test_bicubic_antialias_is_timms(new: tuple[int, int]) -> None:
 
     table = grid_of(14, 14)
     theirs = resample_abs_pos_embed(table, new_size=list(new), old_size=[14, 14], num_prefix_tokens=0)
-    torch.testing.assert_close(resample(table, (14, 14), new, "bicubic-antialias"), theirs)
+    torch.testing.assert_close(resample_positions(table, (14, 14), new, "bicubic-antialias"), theirs)
 
 
 def test_bicubic_is_transformers() -> None:
@@ -54,7 +54,7 @@ def test_bicubic_is_transformers() -> None:
     with torch.no_grad():
         embeddings.position_embeddings.normal_(generator=torch.Generator().manual_seed(0))
         theirs = embeddings.interpolate_pos_encoding(torch.zeros(1, 1 + 24 * 20, 8), 384, 320)[:, 1:]
-        ours = resample(embeddings.position_embeddings[:, 1:], (14, 14), (24, 20), "bicubic")
+        ours = resample_positions(embeddings.position_embeddings[:, 1:], (14, 14), (24, 20), "bicubic")
     torch.testing.assert_close(ours, theirs)
 
 
@@ -64,7 +64,7 @@ def test_bicubic_corners_is_torchvisions() -> None:
 
     table = torch.cat([torch.zeros(1, 1, 8), grid_of(14, 14)], dim=1)
     theirs = interpolate_embeddings(384, 16, {"encoder.pos_embedding": table})["encoder.pos_embedding"]
-    torch.testing.assert_close(resample(table[:, 1:], (14, 14), (24, 24), "bicubic-corners"), theirs[:, 1:])
+    torch.testing.assert_close(resample_positions(table[:, 1:], (14, 14), (24, 24), "bicubic-corners"), theirs[:, 1:])
 
 
 def test_bicubic_offset_reads_where_dinos_scale_factor_puts_it() -> None:
@@ -83,7 +83,7 @@ def test_bicubic_offset_reads_where_dinos_scale_factor_puts_it() -> None:
         for tap in range(int(np.floor(at)) - 1, int(np.floor(at)) + 3):
             expected[i] += kernel(at - tap) * signal[min(max(tap, 0), old - 1)]
     table = signal.float().repeat(old, 1).reshape(1, old * old, 1)
-    for row in resample(table, (old, old), (new, new), "bicubic-offset").reshape(new, new):
+    for row in resample_positions(table, (old, old), (new, new), "bicubic-offset").reshape(new, new):
         torch.testing.assert_close(row, expected.float(), atol=1e-5, rtol=1e-5)
 
 
@@ -93,14 +93,14 @@ def test_every_operator_gives_the_grid_asked_for_and_keeps_a_constant(
     operator: Resample, old: tuple[int, int], new: tuple[int, int]
 ) -> None:
     table = grid_of(*old)
-    assert resample(table, old, new, operator).shape == (1, new[0] * new[1], 8)
-    assert resample(table, old, old, operator) is table
-    constant = resample(torch.full((1, old[0] * old[1], 8), 3.0), old, new, operator)
+    assert resample_positions(table, old, new, operator).shape == (1, new[0] * new[1], 8)
+    assert resample_positions(table, old, old, operator) is table
+    constant = resample_positions(torch.full((1, old[0] * old[1], 8), 3.0), old, new, operator)
     torch.testing.assert_close(constant, torch.full_like(constant, 3.0), atol=1e-4, rtol=1e-4)
 
 
 def test_the_operators_differ() -> None:
-    tables = {name: resample(grid_of(14, 14), (14, 14), (24, 24), name) for name in OPERATORS}
+    tables = {name: resample_positions(grid_of(14, 14), (14, 14), (24, 24), name) for name in OPERATORS}
     for i, first in enumerate(OPERATORS):
         for second in OPERATORS[i + 1 :]:
             assert (tables[first] - tables[second]).abs().max() > 1e-3, (first, second)
@@ -108,7 +108,7 @@ def test_the_operators_differ() -> None:
 
 def test_gradients_reach_the_stored_positions_through_resampling() -> None:
     table = grid_of(4, 4).requires_grad_()
-    resample(table, (4, 4), (6, 6), "bicubic").sum().backward()
+    resample_positions(table, (4, 4), (6, 6), "bicubic").sum().backward()
     assert table.grad is not None
     assert (table.grad != 0).all()
 
@@ -142,7 +142,7 @@ def test_a_constant_table_of_offsets_stays_constant(old: tuple[int, int], new: t
 
 def test_sincos_by_hand() -> None:
     """Row 2, column 1 of width 8: two frequencies, 1 and 1e-4, for x then y."""
-    table = sincos((3, 4), 8)
+    table = build_sincos_positions((3, 4), 8)
     x, y = torch.tensor([1.0, 1e-4]), torch.tensor([2.0, 2e-4])
     torch.testing.assert_close(table[2 * 4 + 1], torch.cat([x.sin(), x.cos(), y.sin(), y.cos()]))
     assert table.shape == (12, 8)
@@ -150,23 +150,23 @@ def test_sincos_by_hand() -> None:
 
 def test_sincos_comes_on_the_device_and_in_the_numbers_asked_for() -> None:
     """Computed on the CPU in float64 whatever the default device is, and only then rounded."""
-    plain = sincos((3, 5), 8)
+    plain = build_sincos_positions((3, 5), 8)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        found = sincos((3, 5), 8, "cpu", dtype)
+        found = build_sincos_positions((3, 5), 8, "cpu", dtype)
         assert found.dtype == dtype
         assert torch.equal(found, plain.to(dtype))
-    assert sincos((3, 5), 8, torch.device("meta"), torch.bfloat16).device.type == "meta"
+    assert build_sincos_positions((3, 5), 8, torch.device("meta"), torch.bfloat16).device.type == "meta"
     with torch.device("meta"):
-        under = sincos((5, 3), 8)
+        under = build_sincos_positions((5, 3), 8)
     assert under.device.type == "cpu"
-    assert torch.equal(under, sincos.__wrapped__((5, 3), 8))
+    assert torch.equal(under, build_sincos_positions.__wrapped__((5, 3), 8))
 
 
 def test_sincos_kept_from_inference_serves_training() -> None:
     """A tensor made in inference mode could not be saved for a backward pass."""
     with torch.inference_mode():
-        table = sincos((7, 3), 8)
-    assert sincos((7, 3), 8) is table
+        table = build_sincos_positions((7, 3), 8)
+    assert build_sincos_positions((7, 3), 8) is table
     scale = torch.ones((), requires_grad=True)
     (scale * table).sum().backward()
     torch.testing.assert_close(scale.grad, table.sum())
@@ -174,8 +174,8 @@ def test_sincos_kept_from_inference_serves_training() -> None:
 
 def test_resampling_is_the_same_for_any_lead_and_dtype() -> None:
     table = torch.cat([grid_of(4, 4), grid_of(4, 4) * 2])
-    both = resample(table, (4, 4), (6, 5), "bicubic-antialias")
+    both = resample_positions(table, (4, 4), (6, 5), "bicubic-antialias")
     torch.testing.assert_close(both[1], both[0] * 2)
-    half = resample(table.bfloat16(), (4, 4), (6, 5), "bicubic-antialias")
+    half = resample_positions(table.bfloat16(), (4, 4), (6, 5), "bicubic-antialias")
     assert half.dtype == torch.bfloat16
     assert F.cosine_similarity(half.float().flatten(), both.flatten(), dim=0) > 0.999

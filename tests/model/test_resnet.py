@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from tests import making
 from vitrail.config import ConvConfig
 from vitrail.errors import UsageError
-from vitrail.model.initialise import initialise
-from vitrail.model.resnet import BiT, StandardisedConv, pad_same
+from vitrail.model.initialize import initialize_weights
+from vitrail.model.resnet import BiT, StandardizedConv2d, pad_same
 from vitrail.model.vit import ViT, attention_maps
 from vitrail.weights.load import load, save
 from vitrail.weights.trained import create
@@ -30,11 +30,11 @@ def test_same_padding_is_tensorflows(kernel: int, stride: int, size: int, before
 def test_standardisation_by_hand() -> None:
     """The kernel (1, 3) has mean 2 and variance 1; the two forms differ where a kernel is faint."""
     for form, faint in (("std + eps", 1e-3 / (1e-3 + 1e-2)), ("sqrt(var + eps)", 1e-3 / (1e-6 + 1e-2) ** 0.5)):
-        config = ConvConfig(units=(1,), norm_eps=1e-5, standardise=form, standardise_eps=1e-2)
-        layer = StandardisedConv(config, 2, 1, 1, same=True)
+        config = ConvConfig(units=(1,), norm_eps=1e-5, standardization=form, standardization_eps=1e-2)
+        layer = StandardizedConv2d(config, 2, 1, 1, same=True)
         with torch.no_grad():
             layer.weight.copy_(torch.tensor([1e-3, 3e-3]).reshape(1, 2, 1, 1))
-            torch.testing.assert_close(layer.standardised().flatten(), torch.tensor([-faint, faint]))
+            torch.testing.assert_close(layer.standardize_weight().flatten(), torch.tensor([-faint, faint]))
 
 
 def test_scaling_or_shifting_a_kernel_changes_nothing() -> None:
@@ -50,7 +50,7 @@ def test_scaling_or_shifting_a_kernel_changes_nothing() -> None:
 def test_a_resnet_takes_any_size(size: tuple[int, int]) -> None:
     model = making.bit()
     with torch.no_grad():
-        found = model.feature_map(making.images(model.config, size=size))
+        found = model.compute_feature_map(making.images(model.config, size=size))
     assert found.shape[2:] == tuple(-(-side // 8) for side in size)  # stem 4, two stages: 8
     assert model(making.images(model.config, size=size)).shape == (2, 7)
 
@@ -69,7 +69,7 @@ def test_a_hybrids_patches_are_cut_from_the_feature_map() -> None:
 
 
 def test_fresh_convolutions_start_as_the_authors_do() -> None:
-    hybrid = initialise(ViT(making.config(stem=making.STEM, patch=2)), torch.Generator().manual_seed(0))
+    hybrid = initialize_weights(ViT(making.config(stem=making.STEM, patch=2)), torch.Generator().manual_seed(0))
     unit = hybrid.patch_embed.backbone.stages[0].blocks[0]
     assert not unit.norm3.weight.any()  # each unit starts as its shortcut
     assert (unit.norm1.weight == 1).all()
@@ -85,7 +85,7 @@ def test_every_parameter_of_a_resnet_is_set_and_matters() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
-    initialise(model, torch.Generator().manual_seed(0))
+    initialize_weights(model, torch.Generator().manual_seed(0))
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
     model = making.bit()
     model(making.images(model.config, size=(64, 64))).square().sum().backward()
@@ -106,7 +106,10 @@ def test_a_resnet_saves_loads_and_adapts(tmp_path: Path) -> None:
         assert torch.equal(after.model(images), before.model(images))
         grey = adapt(before, channels=1, classes=2, image_size=64)
         assert not grey.model(images[:, :1]).any()
-        kernel, whole = grey.model.stem.conv.standardised(), before.model.stem.conv.standardised().sum(1, keepdim=True)
+        kernel, whole = (
+            grey.model.stem.conv.standardize_weight(),
+            before.model.stem.conv.standardize_weight().sum(1, keepdim=True),
+        )
     for one, three in zip(kernel, whole, strict=True):  # the same pattern; its scale is what standardisation makes it
         assert F.cosine_similarity(one.flatten(), three.flatten(), dim=0) > 1 - 1e-5
     assert "head.fc.weight (7, 512, 1, 1): removed" in grey.origin.changes

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests import making
 from tests.making import VARIANTS
 from vitrail.errors import UsageError
-from vitrail.model.vit import Block, ViT, attention_maps, cut, residual
+from vitrail.model.vit import Block, ViT, add_residual, attention_maps, patchify
 
 LAST_BLOCK = {
     name: change for name, change in VARIANTS.items() if change.get("pool", "class") == "class" and name != "relative"
@@ -26,7 +26,7 @@ def test_every_variant_answers_at_its_own_and_at_another_size(change: dict[str, 
     model = making.vit(**change)
     own = model(making.images(model.config))
     other = model(making.images(model.config, size=(40, 16)))
-    assert own.shape == other.shape == (2, model.config.classes or model.config.features)
+    assert own.shape == other.shape == (2, model.config.classes or model.config.num_features)
     assert torch.isfinite(own).all()
     assert torch.isfinite(other).all()
 
@@ -71,9 +71,9 @@ def test_the_last_block_for_the_class_token_alone_equals_the_full_one(change: di
     model = making.vit(**change)
     images = making.images(model.config)
     with torch.no_grad():
-        short, full = model.tokens(images, model.head_tokens), model.encode(images)
+        short, full = model.compute_tokens(images, model.num_head_tokens), model.encode(images)
     assert short.shape[1] == 1 + model.config.distillation_token
-    assert full.shape[1] == model.config.prefix + model.config.grid[0] * model.config.grid[1]
+    assert full.shape[1] == model.config.num_prefix_tokens + model.config.grid[0] * model.config.grid[1]
     torch.testing.assert_close(short, full[:, : short.shape[1]], atol=1e-6, rtol=1e-6)
 
 
@@ -103,13 +103,13 @@ def test_attention_maps_reproduce_the_fused_output(change: dict[str, Any]) -> No
     for hook in hooks:
         hook.remove()
     assert len(maps) == model.config.depth
-    tokens = model.config.prefix + model.config.grid[0] * model.config.grid[1]
+    tokens = model.config.num_prefix_tokens + model.config.grid[0] * model.config.grid[1]
     for block, attention, (tokens_in, out) in zip(model.blocks, maps, seen, strict=True):
         assert isinstance(block, Block)
         assert attention.shape == (2, model.config.heads, tokens, tokens)
         torch.testing.assert_close(attention.sum(-1), torch.ones(attention.shape[:-1]))
         with torch.no_grad():
-            values = block.attn.split(tokens_in)[2]
+            values = block.attn.project_qkv(tokens_in)[2]
             mixed = block.attn.proj((attention @ values).transpose(1, 2).flatten(2))
         torch.testing.assert_close(mixed, out, atol=1e-5, rtol=1e-5)
 
@@ -137,7 +137,7 @@ def test_patches_are_cut_as_the_convolution_reads_them() -> None:
 def test_positions_by_hand() -> None:
     """A 2-D position is its column's half joined with its row's; an every-layer table is added layer by layer."""
     model = making.vit(positions="learned-2d", image_size=(16, 24))
-    table = model.positions((2, 3))
+    table = model.compute_positions((2, 3))
     assert table is not None
     with torch.no_grad():
         expected = torch.cat([model.pos_embed_x[0, 2], model.pos_embed_y[0, 1]])
@@ -204,7 +204,7 @@ def test_stochastic_depth_computes_only_the_samples_it_keeps(batch: int, rate: f
         computed.append(kept)
         return kept * 10
 
-    out = residual(x, branch, rate)
+    out = add_residual(x, branch, rate)
     kept = set(computed[0].flatten().tolist())
     expected = [v + (v * 10 / (1 - rate) if v in kept else 0) for v in x.flatten().tolist()]
     torch.testing.assert_close(out.flatten(), torch.tensor(expected))
@@ -217,7 +217,7 @@ def test_stochastic_depth_drops_each_sample_with_its_probability() -> None:
     for batch in (1, 3):
         counts = torch.zeros(batch)
         for _ in range(4000):
-            counts += residual(torch.zeros(batch, 1, 1), lambda kept: torch.ones_like(kept) * 0.7, 0.3).flatten()
+            counts += add_residual(torch.zeros(batch, 1, 1), lambda kept: torch.ones_like(kept) * 0.7, 0.3).flatten()
         assert (counts / 4000 - 0.7).abs().max() < 4 * (0.3 * 0.7 / 4000) ** 0.5
 
 
@@ -235,7 +235,7 @@ def test_stochastic_depth_with_no_survivor_still_gives_every_parameter_a_gradien
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 def test_blocks_computed_again_give_the_same_loss_and_gradients(kind: str, noise: float) -> None:
     """With dropout and stochastic depth too, whose draws are made again."""
-    model = making.vit(**VARIANTS[kind]).regularise(dropout=noise, stochastic_depth=noise).train()
+    model = making.vit(**VARIANTS[kind]).set_regularization(dropout=noise, stochastic_depth=noise).train()
     images = making.images(model.config, count=4)
     runs = list[int]()
     model.blocks[1].register_forward_pre_hook(lambda *_: runs.append(1))
@@ -272,13 +272,13 @@ def test_compiled_blocks_belong_to_the_model_and_not_to_its_copies(
         return run
 
     monkeypatch.setattr(torch, "compile", noted)
-    model = making.vit().regularise(stochastic_depth=stochastic_depth)
+    model = making.vit().set_regularization(stochastic_depth=stochastic_depth)
     images = making.images(model.config)
     with torch.no_grad():
         expected = model(images)
-        assert not model.compiled
+        assert not model.is_compiled
         model.compile_blocks()
-        assert model.compiled
+        assert model.is_compiled
         assert torch.equal(copy.deepcopy(model)(images), expected)
         assert compiled == []
         assert torch.equal(model(images), expected)
@@ -297,4 +297,4 @@ def test_a_size_that_does_not_fit_the_patch_is_refused_with_the_nearest_that_doe
 
 def test_patches_of_one_colour_are_cut_in_raster_order() -> None:
     image = torch.arange(6.0).reshape(1, 1, 2, 3).repeat_interleave(4, 2).repeat_interleave(4, 3)
-    assert cut(image, 4)[0].unique(dim=1).flatten().tolist() == [0, 1, 2, 3, 4, 5]
+    assert patchify(image, 4)[0].unique(dim=1).flatten().tolist() == [0, 1, 2, 3, 4, 5]

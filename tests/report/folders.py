@@ -14,7 +14,7 @@ from tests import making
 from tests.cli.test_train import HERE
 from tests.data.pictures import folder as pictures
 from vitrail.cli import main
-from vitrail.evaluate.classify import CONFUSED
+from vitrail.evaluate.predictions import MAX_CONFUSION_CLASSES
 from vitrail.weights.load import save
 
 CONFIG: dict[str, Any] = {
@@ -83,7 +83,7 @@ def written(
         if several and judged:
             events.append({"at": 86_400.0, "event": "multi_label", **LABELS})
             _table(folder / "per_class.csv", HEADS, [(name, 5, 4, 2, 0.5, 0.4, 5, 0.44, 0.625) for name in names])
-        elif not several and len(names) <= CONFUSED:
+        elif not several and len(names) <= MAX_CONFUSION_CLASSES:
             classes = [(name, TRAINED.get(name, 5), 0, 0, "", "") for name in names]
             _table(folder / "per_class.csv", HEADS[:6], classes)
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))

@@ -10,8 +10,8 @@ from PIL import Image
 from tests import browser
 from tests.browser import Chromium
 from tests.report.folders import written
-from vitrail.report.gather import gather
-from vitrail.report.page import page
+from vitrail.report.html_report import render_page
+from vitrail.report.run_facts import gather_facts
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +26,9 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wide")
     classes = [f"{'unbreakable' * 9}{number}" for number in range(28)]
     answers = [(classes[n % 28], classes[(n // 3) % 28], 0.5) for n in range(200)]
-    facts = gather(written(folder / "run", answers=answers, classes=classes, data=f"/data/{'photos' * 30}"))
+    facts = gather_facts(written(folder / "run", answers=answers, classes=classes, data=f"/data/{'photos' * 30}"))
     path = folder / "report.html"
-    path.write_text(page(facts, None, "No weights have been kept yet.", None), encoding="utf-8")
+    path.write_text(render_page(facts, None, "No weights have been kept yet.", None), encoding="utf-8")
     return path
 
 
@@ -72,8 +72,8 @@ def test_the_first_screen_ends_with_what_to_do_next(chromium: Chromium, run: Pat
     classes = [f"class number {number}" for number in range(21)]
     answers = [(classes[n % 21], classes[(n // 3) % 21], 0.5) for n in range(200)]
     many = tmp_path / "report.html"
-    facts = gather(written(tmp_path / "run", answers=answers, classes=classes))
-    many.write_text(page(facts, None, "No weights have been kept yet.", None), encoding="utf-8")
+    facts = gather_facts(written(tmp_path / "run", answers=answers, classes=classes))
+    many.write_text(render_page(facts, None, "No weights have been kept yet.", None), encoding="utf-8")
     for path in (run / "report.html", many):
         shown = chromium.visit(path.as_uri(), width=1280, height=900)
         bottom = "document.querySelector('%s').getBoundingClientRect().bottom"
@@ -85,8 +85,8 @@ def test_a_confusion_of_many_classes_is_whole_at_1280_pixels(chromium: Chromium,
     names = [f"a flower with a long name, {number}" for number in range(classes)]
     answers = [(name, names[(5 * place) % classes], 0.5) for place, name in enumerate(names)]
     path = tmp_path / "report.html"
-    facts = gather(written(tmp_path / "run", answers=answers, classes=names))
-    path.write_text(page(facts, None, "No weights have been kept yet.", None), encoding="utf-8")
+    facts = gather_facts(written(tmp_path / "run", answers=answers, classes=names))
+    path.write_text(render_page(facts, None, "No weights have been kept yet.", None), encoding="utf-8")
     shown = chromium.visit(path.as_uri(), width=1280)
     assert shown.overflow == []
     scrolled = "(e => [e.scrollWidth, e.clientWidth])(document.querySelector('.wide .scroll'))"

@@ -20,9 +20,9 @@ import pytest
 from PIL import Image
 
 from vitrail.data.decode import decode
-from vitrail.serve import decoding
-from vitrail.serve.decoding import ModelInput, Recipe
-from vitrail.serve.limits import Limits
+from vitrail.serve import upload_decoding
+from vitrail.serve.limits import RequestLimits
+from vitrail.serve.upload_decoding import InputSpec, ModelInput
 
 
 def make_slow_jpeg(side: int = 7000, scans: int = 8000) -> bytes:
@@ -61,11 +61,11 @@ def make_form(parts: int, content: bytes = b"") -> bytes:
     return (head + content + b"\r\n") * parts + b"--edge--\r\n"
 
 
-def run_test_decoder(connection: socket.socket, recipes: Sequence[Recipe], limits: Limits) -> None:
+def run_test_decoder(connection: socket.socket, recipes: Sequence[InputSpec], limits: RequestLimits) -> None:
     """A decoder of which a file can ask for anything: `sleep SECONDS`, `die`, `lie`, `grow BYTES`."""
-    plain = decoding.make_input
+    plain = upload_decoding.decode_input
 
-    def make_input(content: bytes, recipe: Recipe, limits: Limits, name: str = "") -> ModelInput:
+    def make_input(content: bytes, input_spec: InputSpec, limits: RequestLimits, name: str = "") -> ModelInput:
         match content[:100].split():
             case [b"sleep", seconds]:
                 time.sleep(float(seconds))
@@ -75,12 +75,14 @@ def run_test_decoder(connection: socket.socket, recipes: Sequence[Recipe], limit
                 connection.sendall(b"\xff" * 1000)
             case [b"grow", size]:
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(decoding, "decode", lambda *_, **__: (bytearray(int(size)), decode(make_jpeg()))[1])
-                    return plain(make_jpeg(), recipe, limits, name)
-        return plain(content, recipe, limits, name)
+                    patch.setattr(
+                        upload_decoding, "decode", lambda *_, **__: (bytearray(int(size)), decode(make_jpeg()))[1]
+                    )
+                    return plain(make_jpeg(), input_spec, limits, name)
+        return plain(content, input_spec, limits, name)
 
-    decoding.make_input = make_input
-    decoding.run_decoder(connection, recipes, limits)
+    upload_decoding.decode_input = make_input
+    upload_decoding.run_decoder(connection, recipes, limits)
 
 
 def make_jpeg() -> bytes:

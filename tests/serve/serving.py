@@ -10,9 +10,9 @@ import numpy as np
 from PIL import Image
 
 from tests import making
-from vitrail.predict import Classifier
-from vitrail.serve import run
-from vitrail.serve.service import Service
+from vitrail.inference.classifier import Classifier
+from vitrail.serve import server as run
+from vitrail.serve.request_handling import Service
 
 
 def classifier(seed: int = 0, batch_size: int = 8, **changes: Any) -> Classifier:
@@ -21,7 +21,7 @@ def classifier(seed: int = 0, batch_size: int = 8, **changes: Any) -> Classifier
 
 def service(**settings: Any) -> Service:
     """Two small models that may wait long."""
-    return run.of_classifiers({"small": classifier(0), "other": classifier(1)}, **({"deadline": 60.0} | settings))
+    return run.make_service({"small": classifier(0), "other": classifier(1)}, **({"deadline": 60.0} | settings))
 
 
 def picture(seed: int = 0, size: tuple[int, int] = (50, 40), format: str = "PNG") -> bytes:  # noqa: A002
@@ -35,10 +35,10 @@ def picture(seed: int = 0, size: tuple[int, int] = (50, 40), format: str = "PNG"
 @contextlib.contextmanager
 def running(served: Service) -> Iterator[tuple[str, int, Any]]:
     """Host and port of a server in a thread, and the server, which stops when `should_exit` is set."""
-    with run.listening("127.0.0.1", 0) as listener:
+    with run.open_listener("127.0.0.1", 0) as listener:
         listener.listen()
         host, port = listener.getsockname()
-        server = run.server(served)
+        server = run.make_server(served)
         served.decoders.start()
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

@@ -20,13 +20,14 @@ from tests.serve import attacks, serving
 from tests.serve.attacks import Server, find_processes, serve_process, watch_memory
 from tests.serve.client import Client, Reply, quantile
 from tests.serve.serving import picture
-from tests.serve.test_decoders import is_running, wait_until
+from tests.serve.test_decoder_processes import is_running, wait_until
 from vitrail import save
-from vitrail.data.workers import available
-from vitrail.serve import decoders, run
-from vitrail.serve.decoding import memory_limit
-from vitrail.serve.limits import Limits
-from vitrail.serve.uploads import FULL
+from vitrail.runtime.workers import count_available_cores
+from vitrail.serve import decoder_processes
+from vitrail.serve import server as run
+from vitrail.serve.limits import RequestLimits
+from vitrail.serve.upload_decoding import compute_memory_limit
+from vitrail.serve.uploads import MAX_FULL_BODIES
 
 GOOD = [picture(seed, (224, 224), "JPEG") for seed in range(4)]
 FORM = "multipart/form-data; boundary=edge"
@@ -83,9 +84,9 @@ def test_slow_images_leave_the_server_to_others(
     monkeypatch: pytest.MonkeyPatch, attacked: Callable[[str, str], None]
 ) -> None:
     """Four clients send images of half a minute, all the time; a tenth of the usual times is allowed."""
-    monkeypatch.setattr(decoders, "run_decoder", attacks.run_test_decoder)
-    monkeypatch.setattr(decoders, "SLICE", 0.05)
-    served = serving.service(limits=Limits(decode_seconds=1.0), deadline=1.0)
+    monkeypatch.setattr(decoder_processes, "run_decoder", attacks.run_test_decoder)
+    monkeypatch.setattr(decoder_processes, "SLICE_SECONDS", 0.05)
+    served = serving.service(limits=RequestLimits(decode_seconds=1.0), deadline=1.0)
     with serving.running(served) as (host, port, _):
         file = b"sleep 30".ljust(40)  # of which no size is seen, so that it is taken for large
         slow, good, health = asyncio.run(ask_beside_attackers(host, port, [file], attackers=4, seconds=3))
@@ -128,19 +129,19 @@ def test_slow_images_of_every_kind_beside_a_good_client(
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def find_bound(idle: int, limits: Limits, connections: int) -> int:
+def find_bound(idle: int, limits: RequestLimits, connections: int) -> int:
     """The bytes that docs/serving.md, "Memory", allows: more than a server has when nobody asks, by so much."""
-    bodies, pixels = FULL * limits.bytes, max(2, available()) * memory_limit(limits)
+    bodies, pixels = MAX_FULL_BODIES * limits.max_bytes, max(2, count_available_cores()) * compute_memory_limit(limits)
     return idle + bodies + pixels + connections * 2**18 + 2**26
 
 
-def attack_memory(server: Server, limits: Limits, connections: int, seconds: float) -> tuple[int, int]:
+def attack_memory(server: Server, limits: RequestLimits, connections: int, seconds: float) -> tuple[int, int]:
     """The bytes before, and the most there are while large forms and bodies come slowly, then with 16-bit PNGs."""
     server.ask("/v1/predict", GOOD[0])
     time.sleep(0.5)
-    side = int((limits.megapixels * 1e6) ** 0.5)
+    side = int((limits.max_megapixels * 1e6) ** 0.5)
     png, end = attacks.make_wide_png(side), time.monotonic() + seconds
-    room = limits.bytes - 200
+    room = limits.max_bytes - 200
     bodies = [(FORM, attacks.make_form(1, os.urandom(room))), ("image/png", os.urandom(room))]
     with contextlib.ExitStack() as opened, watch_memory(server.process.pid) as found:
         held = []
@@ -171,7 +172,7 @@ def repeat(server: Server, body: bytes, end: float) -> None:
 
 @pytest.mark.attack
 def test_memory_stays_within_its_bound(small_model: Path, tmp_path: Path, attacked: Callable[[str, str], None]) -> None:
-    limits = Limits(megabytes=8, megapixels=2)
+    limits = RequestLimits(max_megabytes=8, max_megapixels=2)
     with serve_process(small_model, tmp_path, "--max-megabytes", "8", "--max-megapixels", "2") as server:
         idle, most = attack_memory(server, limits, connections=64, seconds=2)
         assert server.ask("/v1/predict", GOOD[0])[0] in (200, 503)
@@ -190,9 +191,9 @@ def test_memory_stays_within_its_bound_at_full_size(
     deit_tiny: Path, tmp_path: Path, attacked: Callable[[str, str], None]
 ) -> None:
     with serve_process(deit_tiny, tmp_path) as server:
-        idle, most = attack_memory(server, Limits(), connections=200, seconds=20)
+        idle, most = attack_memory(server, RequestLimits(), connections=200, seconds=20)
         server.stop()
-    bound = find_bound(idle, Limits(), 200)
+    bound = find_bound(idle, RequestLimits(), 200)
     attacked(
         "200 slow forms and bodies of 20 MB, then PNGs of 50 megapixels and 16 bits",
         f"{most / 1e9:.2f} GB, {idle / 1e9:.2f} before; the bound is {bound / 1e9:.2f}",
@@ -249,9 +250,9 @@ def test_half_sent_headers_up_to_the_descriptors_keep_nobody_out(
 def test_a_stop_does_not_wait_for_ever_and_counts_what_it_did_not_answer(
     monkeypatch: pytest.MonkeyPatch, attacked: Callable[[str, str], None]
 ) -> None:
-    monkeypatch.setattr(decoders, "run_decoder", attacks.run_test_decoder)
-    monkeypatch.setattr(run, "GRACE", 0.5)
-    served = serving.service(limits=Limits(decode_seconds=60))
+    monkeypatch.setattr(decoder_processes, "run_decoder", attacks.run_test_decoder)
+    monkeypatch.setattr(run, "GRACE_SECONDS", 0.5)
+    served = serving.service(limits=RequestLimits(decode_seconds=60))
     answers: list[bytes] = []
 
     def send(head: bytes, body: bytes) -> None:
@@ -264,17 +265,17 @@ def test_a_stop_does_not_wait_for_ever_and_counts_what_it_did_not_answer(
         threads += [threading.Thread(target=send, args=(b"content-length: 1000", b"half"))]
         for thread in threads:
             thread.start()
-        assert wait_until(lambda: served.uploads.open_count == 2 and served.models["small"].queue.inside == 1)
+        assert wait_until(lambda: served.uploads.open_count == 2 and served.models["small"].queue.accepted_images == 1)
         numbers = find_processes(os.getpid())
         start = time.monotonic()
         server.should_exit = True
         for thread in threads:
             thread.join()
     seconds = time.monotonic() - start
-    assert served.unanswered == 2
+    assert served.unanswered_requests == 2
     assert [answer.split()[1] for answer in answers] == [b"503", b"503"]
     assert seconds < 5
-    assert served.uploads.bytes == served.uploads.open_count == 0
+    assert served.uploads.held_bytes == served.uploads.open_count == 0
     assert wait_until(lambda: len(find_processes(os.getpid())) <= len(numbers) - 2)
     attacked("a stop while an image decodes for a minute (0.5 s of grace)", f"stopped after {seconds:.1f} s, 2 counted")
 

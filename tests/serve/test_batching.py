@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.serve.batching import BusyError, Queue
+from vitrail.serve.batching import BatchQueue, BusyError
 
 
 class Recorder:
@@ -39,12 +39,12 @@ def views(*numbers: int) -> list[Tensor]:
     return [torch.tensor(number) for number in numbers]
 
 
-async def asked(queue: Queue, work: Recorder, *numbers: int, kind: str = "double") -> list[int]:
-    with queue.enter(len(numbers)) as place:
-        return list(await place.computed(kind, work, views(*numbers)))
+async def asked(queue: BatchQueue, work: Recorder, *numbers: int, kind: str = "double") -> list[int]:
+    with queue.acquire(len(numbers)) as place:
+        return list(await place.compute(kind, work, views(*numbers)))
 
 
-async def blocked(queue: Queue, work: Recorder) -> "asyncio.Task[list[int]]":
+async def blocked(queue: BatchQueue, work: Recorder) -> "asyncio.Task[list[int]]":
     """A request that the thread is computing, until `work.go` is set."""
     work.go.clear()
     first = asyncio.create_task(asked(queue, work, 0))
@@ -54,7 +54,7 @@ async def blocked(queue: Queue, work: Recorder) -> "asyncio.Task[list[int]]":
 
 
 def test_everyone_gets_his_own_results_in_his_own_order(work: Recorder) -> None:
-    queue, generator = Queue(batch=7, room=10_000, deadline=60), random.Random(0)
+    queue, generator = BatchQueue(max_batch=7, capacity=10_000, deadline=60), random.Random(0)
     requests = [[generator.randrange(1000) for _ in range(generator.randint(1, 5))] for _ in range(300)]
 
     async def every() -> list[list[int]]:
@@ -62,18 +62,18 @@ def test_everyone_gets_his_own_results_in_his_own_order(work: Recorder) -> None:
 
     assert asyncio.run(every()) == [[2 * number for number in numbers] for numbers in requests]
     assert max(map(len, work.batches)) <= 7
-    assert queue.inside == 0
+    assert queue.accepted_images == 0
     queue.close()
 
 
 def test_a_batch_is_what_waits_when_the_thread_is_free(work: Recorder) -> None:
-    queue = Queue(batch=4, room=100, deadline=60)
+    queue = BatchQueue(max_batch=4, capacity=100, deadline=60)
 
     async def every() -> None:
         first = await blocked(queue, work)
         others = [asyncio.create_task(asked(queue, work, number)) for number in range(1, 7)]
         await asyncio.sleep(0.01)
-        assert queue.inside == 7
+        assert queue.accepted_images == 7
         work.go.set()
         await asyncio.gather(first, *others)
 
@@ -83,7 +83,7 @@ def test_a_batch_is_what_waits_when_the_thread_is_free(work: Recorder) -> None:
 
 
 def test_the_images_of_a_request_stay_together_and_kinds_apart(work: Recorder) -> None:
-    queue = Queue(batch=4, room=100, deadline=60)
+    queue = BatchQueue(max_batch=4, capacity=100, deadline=60)
 
     async def every() -> None:
         first = await blocked(queue, work)
@@ -99,7 +99,7 @@ def test_the_images_of_a_request_stay_together_and_kinds_apart(work: Recorder) -
 
 
 def test_a_request_that_finds_no_room_is_refused_and_leaves_nothing(work: Recorder) -> None:
-    queue = Queue(batch=4, room=3, deadline=60)
+    queue = BatchQueue(max_batch=4, capacity=3, deadline=60)
 
     async def every() -> None:
         first = await blocked(queue, work)
@@ -108,8 +108,8 @@ def test_a_request_that_finds_no_room_is_refused_and_leaves_nothing(work: Record
         second = asyncio.create_task(asked(queue, work, 1, 2))
         await asyncio.sleep(0.01)
         with pytest.raises(BusyError) as refused:
-            queue.check()
-        assert refused.value.seconds >= 1
+            queue.check_capacity()
+        assert refused.value.retry_seconds >= 1
         work.go.set()
         assert await first == [0]
         assert await second == [2, 4]
@@ -121,38 +121,38 @@ def test_a_request_that_finds_no_room_is_refused_and_leaves_nothing(work: Record
 
 def test_a_request_that_would_wait_too_long_is_refused_by_the_measured_pace(work: Recorder) -> None:
     """Ten images at 0.2 s each are two seconds of work: not for one who may wait for one second."""
-    queue = Queue(batch=4, room=100, deadline=1.0)
+    queue = BatchQueue(max_batch=4, capacity=100, deadline=1.0)
 
     async def every() -> None:
         first = await blocked(queue, work)
         others = asyncio.create_task(asked(queue, work, *range(9)))
         await asyncio.sleep(0.01)
-        queue.pace = 0.2
-        assert queue.wait == pytest.approx(2.0)
+        queue.seconds_per_image = 0.2
+        assert queue.expected_wait == pytest.approx(2.0)
         with pytest.raises(BusyError, match="more to do than 1 s") as refused:
-            queue.enter(1)
-        assert refused.value.seconds == pytest.approx(2.0)
+            queue.acquire(1)
+        assert refused.value.retry_seconds == pytest.approx(2.0)
         work.go.set()
         await asyncio.gather(first, others)
 
     asyncio.run(every())
-    assert queue.decoded == queue.inside == 0
+    assert queue.queued_images == queue.accepted_images == 0
     queue.close()
 
 
 def test_images_that_are_not_decoded_are_no_work_for_the_model() -> None:
     """They may never be: one who waits for a model does not wait for those."""
-    queue = Queue(batch=4, room=100, deadline=1.0)
-    queue.pace = 0.2
-    with queue.enter(50), queue.enter(50):
-        assert (queue.inside, queue.wait) == (100, 0)
+    queue = BatchQueue(max_batch=4, capacity=100, deadline=1.0)
+    queue.seconds_per_image = 0.2
+    with queue.acquire(50), queue.acquire(50):
+        assert (queue.accepted_images, queue.expected_wait) == (100, 0)
         with pytest.raises(BusyError, match="all 100 places are taken"):
-            queue.enter(1)
+            queue.acquire(1)
     queue.close()
 
 
 def test_the_pace_is_seconds_for_an_image(work: Recorder) -> None:
-    queue = Queue(batch=8, room=100, deadline=60)
+    queue = BatchQueue(max_batch=8, capacity=100, deadline=60)
 
     def slow(views: Sequence[Tensor]) -> list[int]:
         time.sleep(0.04 * len(views))
@@ -160,16 +160,16 @@ def test_the_pace_is_seconds_for_an_image(work: Recorder) -> None:
 
     async def every() -> None:
         for _ in range(3):
-            with queue.enter(4) as place:
-                await place.computed("slow", slow, views(1, 2, 3, 4))
+            with queue.acquire(4) as place:
+                await place.compute("slow", slow, views(1, 2, 3, 4))
 
     asyncio.run(every())
-    assert 0.04 <= queue.pace < 0.4
+    assert 0.04 <= queue.seconds_per_image < 0.4
     queue.close()
 
 
 def test_what_has_not_begun_by_its_deadline_is_refused_and_never_computed(work: Recorder) -> None:
-    queue = Queue(batch=4, room=100, deadline=0.05)
+    queue = BatchQueue(max_batch=4, capacity=100, deadline=0.05)
 
     async def every() -> None:
         first = await blocked(queue, work)
@@ -181,19 +181,19 @@ def test_what_has_not_begun_by_its_deadline_is_refused_and_never_computed(work: 
     asyncio.run(every())
     queue.close()
     assert work.batches == [[0]]
-    assert queue.inside == 0
+    assert queue.accepted_images == 0
 
 
 def test_a_failure_reaches_all_of_its_batch_and_no_other(work: Recorder) -> None:
-    queue = Queue(batch=4, room=100, deadline=60)
+    queue = BatchQueue(max_batch=4, capacity=100, deadline=60)
 
     def failing(views: Sequence[Tensor]) -> list[int]:
         raise RuntimeError("planted")
 
     async def every() -> list[object]:
         first = await blocked(queue, work)
-        places = [queue.enter(1) for _ in range(2)]
-        bad = [asyncio.ensure_future(place.computed("bad", failing, views(1))) for place in places]
+        places = [queue.acquire(1) for _ in range(2)]
+        bad = [asyncio.ensure_future(place.compute("bad", failing, views(1))) for place in places]
         good = asyncio.create_task(asked(queue, work, 3))
         await asyncio.sleep(0.01)
         work.go.set()
@@ -206,7 +206,7 @@ def test_a_failure_reaches_all_of_its_batch_and_no_other(work: Recorder) -> None
 
 
 def test_closing_computes_what_waits(work: Recorder) -> None:
-    queue = Queue(batch=2, room=100, deadline=60)
+    queue = BatchQueue(max_batch=2, capacity=100, deadline=60)
 
     async def every() -> list[list[int]]:
         first = await blocked(queue, work)

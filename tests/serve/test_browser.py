@@ -11,7 +11,7 @@ import pytest
 from tests import browser
 from tests.browser import Chromium, Page
 from tests.serve import serving
-from vitrail.serve.service import Service
+from vitrail.serve.request_handling import Service
 
 SHOWN = "document.querySelectorAll('.head').length > 0 && !document.querySelector('.busy')"
 KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
@@ -181,7 +181,7 @@ def test_a_file_that_is_not_an_image_is_refused_in_words_and_clears_the_answer(
 def test_a_busy_server_is_said_and_asked_again(chromium: Chromium, url: str, service: Service, image: Path) -> None:
     page = chromium.visit(url)
     with contextlib.ExitStack() as full:
-        full.enter_context(service.models["small"].queue.enter(64))
+        full.enter_context(service.models["small"].queue.acquire(64))
         upload(page, image)
         until(page, "!document.getElementById('problem').hidden")
     assert text(page, "#problem p").startswith("Too busy: all 64 places are taken. Try again in ")

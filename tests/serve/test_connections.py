@@ -14,7 +14,7 @@ from tests.serve import serving
 from tests.serve.client import Client
 from tests.serve.serving import picture
 from vitrail.serve import connections
-from vitrail.serve.connections import LogLimit, count_connections
+from vitrail.serve.connections import LogRateLimit, raise_connection_limit
 
 HALF = b"GET /healthz HTTP/1.1\r\nhost: x\r\nsome-he"
 
@@ -23,7 +23,7 @@ HALF = b"GET /healthz HTTP/1.1\r\nhost: x\r\nsome-he"
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """A server that waits for headers for half a second and has room for ten connections."""
     monkeypatch.setattr(connections, "HEADER_SECONDS", 0.5)
-    monkeypatch.setattr(connections, "CONNECTIONS", 10)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 10)
     served = serving.service()
     with serving.running(served) as (host, port, _):
         yield host, port
@@ -111,12 +111,12 @@ def test_connections_fit_into_the_descriptors_there_may_be(
     limits: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda _, pair: limits.append(pair))
-    assert count_connections() == connections
+    assert raise_connection_limit() == connections
     assert limits == ([] if raised is None else [(raised, hard)])
 
 
 def test_a_log_passes_so_many_lines_a_second_and_counts_the_others() -> None:
-    limit, passed = LogLimit(lines=3), []
+    limit, passed = LogRateLimit(lines=3), []
     for second, count in ((1, 10), (2, 1), (5, 2)):
         for number in range(count):
             record = logging.makeLogRecord({"msg": "line %d", "args": (number,), "created": second + 0.5})

@@ -11,8 +11,8 @@ from fastapi.testclient import TestClient
 
 from tests.data.test_mutations import mutated, originals
 from tests.serve import serving
-from vitrail.serve import app
-from vitrail.serve.limits import Limits
+from vitrail.serve import routes
+from vitrail.serve.limits import RequestLimits
 
 ALLOWED = {200, 400, 413, 415, 422}
 TYPES = (
@@ -60,8 +60,8 @@ def resident() -> int:
 
 def fuzzed(count: int, seed: int) -> tuple[collections.Counter[int], int]:
     """How often each status came, and how many bytes the process grew by after the first tenth."""
-    served = serving.service(limits=Limits(megabytes=0.05, megapixels=1))
-    client = TestClient(app.build(served), raise_server_exceptions=False)
+    served = serving.service(limits=RequestLimits(max_megabytes=0.05, max_megapixels=1))
+    client = TestClient(routes.build_app(served), raise_server_exceptions=False)
     generator, kinds, statuses, before = np.random.default_rng(seed), originals(), collections.Counter[int](), 0
     kinds.append(b"x" * 60_000)
     for number in range(count):
@@ -73,7 +73,7 @@ def fuzzed(count: int, seed: int) -> tuple[collections.Counter[int], int]:
         assert answer.status_code == 200 or list(answer.json()) == ["error"]
         before = resident() if number == count // 10 else before
     grown = resident() - before
-    assert all(each.queue.inside == 0 for each in served.models.values())
+    assert all(each.queue.accepted_images == 0 for each in served.models.values())
     served.close()
     return statuses, grown
 

@@ -7,18 +7,18 @@ from fastapi.testclient import TestClient
 
 from tests.serve import serving
 from tests.serve.serving import picture
-from vitrail.serve import app
-from vitrail.serve.hosts import Hosts, make_hosts
+from vitrail.serve import routes
+from vitrail.serve.hosts import AllowedHosts, make_allowed_hosts
 from vitrail.serve.limits import RefusedError
 
-LOOPBACK, ANYWHERE = make_hosts("127.0.0.1", ()), make_hosts("0.0.0.0", ())
-NAMED = make_hosts("127.0.0.1", ("Vitrail.example",))
+LOOPBACK, ANYWHERE = make_allowed_hosts("127.0.0.1", ()), make_allowed_hosts("0.0.0.0", ())
+NAMED = make_allowed_hosts("127.0.0.1", ("Vitrail.example",))
 
 
-def find_status(hosts: Hosts, host: str | None, origin: str | None = None, *, path: str = "/v1/predict") -> int:
+def find_status(hosts: AllowedHosts, host: str | None, origin: str | None = None, *, path: str = "/v1/predict") -> int:
     pairs = ((b"host", host), (b"origin", origin))
     try:
-        hosts.check(path, "POST", [(name, value.encode()) for name, value in pairs if value is not None])
+        hosts.check_request(path, "POST", [(name, value.encode()) for name, value in pairs if value is not None])
     except RefusedError as error:
         return error.status
     return 200
@@ -30,8 +30,8 @@ def find_status(hosts: Hosts, host: str | None, origin: str | None = None, *, pa
         (LOOPBACK, "127.0.0.1:8000", 200),
         (LOOPBACK, "LOCALHOST", 200),
         (LOOPBACK, "[::1]:1", 200),
-        (make_hosts("127.0.0.2", ()), "127.0.0.2", 200),
-        (make_hosts("::1", ()), "[::1]:8000", 200),
+        (make_allowed_hosts("127.0.0.2", ()), "127.0.0.2", 200),
+        (make_allowed_hosts("::1", ()), "[::1]:8000", 200),
         (LOOPBACK, "evil.example:8000", 421),
         (LOOPBACK, "localhost.evil.example", 421),
         (LOOPBACK, "localhost@evil.example", 421),
@@ -42,10 +42,10 @@ def find_status(hosts: Hosts, host: str | None, origin: str | None = None, *, pa
         (NAMED, "localhost:80", 200),
         (NAMED, "other.example", 421),
         (ANYWHERE, "whatever.example", 200),
-        (make_hosts("0.0.0.0", ("vitrail.example",)), "whatever.example", 421),
+        (make_allowed_hosts("0.0.0.0", ("vitrail.example",)), "whatever.example", 421),
     ],
 )
-def test_a_server_answers_to_its_own_names(hosts: Hosts, host: str | None, status: int) -> None:
+def test_a_server_answers_to_its_own_names(hosts: AllowedHosts, host: str | None, status: int) -> None:
     assert find_status(hosts, host) == status
     assert find_status(hosts, host, path="/healthz") == 200
 
@@ -65,7 +65,7 @@ def test_a_server_answers_to_its_own_names(hosts: Hosts, host: str | None, statu
         (ANYWHERE, "box:8000", "http://evil.example", 403),
     ],
 )
-def test_a_page_of_another_site_is_refused(hosts: Hosts, host: str, origin: str, status: int) -> None:
+def test_a_page_of_another_site_is_refused(hosts: AllowedHosts, host: str, origin: str, status: int) -> None:
     assert find_status(hosts, host, origin) == status
     assert find_status(hosts, host, origin, path="/") == status  # every POST
 
@@ -73,7 +73,7 @@ def test_a_page_of_another_site_is_refused(hosts: Hosts, host: str, origin: str,
 @pytest.mark.attack
 def test_a_foreign_host_or_origin_gets_one_line(attacked: Callable[[str, str], None]) -> None:
     served = serving.service(hosts=LOOPBACK)
-    client = TestClient(app.build(served), base_url="http://localhost:8000")
+    client = TestClient(routes.build_app(served), base_url="http://localhost:8000")
     kind = {"content-type": "image/png"}
     assert client.post("/v1/predict", content=picture(), headers=kind).status_code == 200
     assert client.get("/").status_code == 200
@@ -92,7 +92,7 @@ def test_a_foreign_host_or_origin_gets_one_line(attacked: Callable[[str, str], N
 
 def test_no_redirect_leads_to_the_host_a_request_names() -> None:
     served = serving.service()
-    client = TestClient(app.build(served), follow_redirects=False)
+    client = TestClient(routes.build_app(served), follow_redirects=False)
     for path in ("/v1/models/", "/healthz/", "/v1/predict/"):
         answer = client.get(path, headers={"host": "evil.example"})
         assert (answer.status_code, answer.headers.get("location")) == (404, None)

@@ -20,8 +20,8 @@ import torch
 from tests.serve import serving
 from tests.serve.client import RESET, Client, offered, quantile
 from tests.serve.serving import picture
-from vitrail.serve import run
-from vitrail.serve.limits import Limits
+from vitrail.serve import server as run
+from vitrail.serve.limits import RequestLimits
 
 IMAGES = [picture(seed, (224, 224), "JPEG") for seed in range(8)]
 
@@ -34,8 +34,8 @@ def test_overload_is_refused_at_once_and_nothing_is_reset(monkeypatch: pytest.Mo
         time.sleep(0.1)
         return torch.ones(len(views), 7) / 7
 
-    monkeypatch.setattr(classify, "probabilities", slow)
-    served = run.of_classifiers({"slow": classify}, room=16, deadline=1.0)
+    monkeypatch.setattr(classify, "predict_proba", slow)
+    served = run.make_service({"slow": classify}, capacity=16, deadline=1.0)
     with serving.running(served) as (host, port, _):
         replies, health = asyncio.run(offered(host, port, IMAGES, rate=160, seconds=1.5))
     counts = collections.Counter(reply.status for reply in replies)
@@ -43,7 +43,7 @@ def test_overload_is_refused_at_once_and_nothing_is_reset(monkeypatch: pytest.Mo
     assert counts[200] >= 30
     assert all(int(reply.headers["retry-after"]) >= 1 for reply in replies if reply.status == 503)
     assert {reply.status for reply in health} == {200}
-    assert served.models["slow"].queue.inside == 0
+    assert served.models["slow"].queue.accepted_images == 0
 
 
 def test_a_stop_answers_what_was_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,14 +54,14 @@ def test_a_stop_answers_what_was_accepted(monkeypatch: pytest.MonkeyPatch) -> No
         assert go.wait(20)
         return torch.ones(len(views), 7) / 7
 
-    monkeypatch.setattr(classify, "probabilities", waiting)
-    served = run.of_classifiers({"m": classify}, deadline=30)
+    monkeypatch.setattr(classify, "predict_proba", waiting)
+    served = run.make_service({"m": classify}, deadline=30)
     with serving.running(served) as (host, port, server):
 
         async def stopped() -> list[int]:
             client = Client(host, port)
             asked = [asyncio.create_task(client.ask("/v1/predict", IMAGES[0])) for _ in range(5)]
-            while not started.is_set() or served.models["m"].queue.inside < 5:
+            while not started.is_set() or served.models["m"].queue.accepted_images < 5:
                 await asyncio.sleep(0.005)
             server.should_exit = True
             while True:  # nobody new is let in
@@ -80,12 +80,12 @@ def test_a_stop_answers_what_was_accepted(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("connection", ["close", "keep-alive"])
 def test_a_refused_upload_is_answered_and_not_reset(connection: str) -> None:
     """A megabyte and a half that is too large, or finds no room, by a client that reads when it has sent it all."""
-    served = serving.service(limits=Limits(megabytes=2))
+    served = serving.service(limits=RequestLimits(max_megabytes=2))
     with serving.running(served) as (host, port, _):
         for held, size, status in ((64, 1_500_000, b"503"), (0, 3_000_000, b"413")):
             with contextlib.ExitStack() as full, socket.create_connection((host, port)) as raw:
                 if held:
-                    full.enter_context(served.models["small"].queue.enter(held))
+                    full.enter_context(served.models["small"].queue.acquire(held))
                 head = f"POST /v1/predict HTTP/1.1\r\nhost: x\r\nconnection: {connection}\r\ncontent-length: {size}\r\n"
                 raw.sendall(head.encode() + b"\r\n")
                 time.sleep(0.05)
@@ -96,7 +96,7 @@ def test_a_refused_upload_is_answered_and_not_reset(connection: str) -> None:
 
 def test_a_client_that_asks_before_sending_is_refused_without_being_let_send() -> None:
     """What curl does with large files: Expect: 100-continue."""
-    served = serving.service(limits=Limits(megabytes=1))
+    served = serving.service(limits=RequestLimits(max_megabytes=1))
     with serving.running(served) as (host, port, _), socket.create_connection((host, port)) as raw:
         raw.sendall(b"POST /v1/predict HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 9999999\r\n\r\n")
         assert raw.recv(100).startswith(b"HTTP/1.1 413")
@@ -111,7 +111,7 @@ def test_one_who_leaves_gives_his_place_back() -> None:
         until = time.monotonic() + 10
         while served.uploads.open_count and time.monotonic() < until:
             time.sleep(0.01)
-        assert served.uploads.open_count == served.uploads.bytes == 0
+        assert served.uploads.open_count == served.uploads.held_bytes == 0
         reply = asyncio.run(Client(host, port).ask("/v1/predict", IMAGES[0]))
         assert reply.status == 200
         assert len(json.loads(reply.body)["answers"]) == 1
@@ -124,7 +124,7 @@ def test_answers_do_not_wait_for_an_acknowledgement() -> None:
 
         async def asked() -> list[float]:
             client = Client(host, port)
-            with served.models["small"].queue.enter(64):
+            with served.models["small"].queue.acquire(64):
                 return [(await client.ask("/v1/predict", IMAGES[0])).seconds for _ in range(30)]
 
         assert min(asyncio.run(asked())[5:]) < 0.03

@@ -12,9 +12,9 @@ from tests.serve import attacks, serving
 from tests.serve.client import Client
 from tests.serve.serving import picture
 from tests.serve.test_fuzz import form
-from vitrail.serve import app
-from vitrail.serve.limits import Limits, RefusedError
-from vitrail.serve.uploads import FULL, find_files
+from vitrail.serve import routes
+from vitrail.serve.limits import RefusedError, RequestLimits
+from vitrail.serve.uploads import MAX_FULL_BODIES, find_files
 
 FORM = "multipart/form-data; boundary=edge"
 HEAD = b'Content-Disposition: form-data; name="image"; filename="a"'
@@ -86,31 +86,31 @@ def test_a_large_form_takes_no_time(attack: str, content: bytes, attacked: Calla
 
 def test_memory_of_bodies_is_shared_and_given_back() -> None:
     """Of so many large bodies that come slowly, those beyond the memory are refused; then all is as it was."""
-    served = serving.service(limits=Limits(megabytes=0.25))
-    size = served.limits.bytes
+    served = serving.service(limits=RequestLimits(max_megabytes=0.25))
+    size = served.limits.max_bytes
     with serving.running(served) as (host, port, _), contextlib.ExitStack() as opened:
         halves = []
-        for _ in range(FULL):
+        for _ in range(MAX_FULL_BODIES):
             raw = opened.enter_context(socket.create_connection((host, port)))
             raw.sendall(b"POST /v1/predict HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size + bytes(size - 1))
             halves.append(raw)
         end = time.monotonic() + 10
-        while served.uploads.bytes < FULL * (size - 1) and time.monotonic() < end:
+        while served.uploads.held_bytes < MAX_FULL_BODIES * (size - 1) and time.monotonic() < end:
             time.sleep(0.01)
-        assert served.uploads.bytes == FULL * (size - 1)
+        assert served.uploads.held_bytes == MAX_FULL_BODIES * (size - 1)
         reply = asyncio.run(Client(host, port).ask("/v1/predict", picture()))
         assert (reply.status, b"MB of images are being read" in reply.body) == (503, True)
         assert asyncio.run(Client(host, port).ask("/healthz")).status == 200
         for raw in halves:
             raw.sendall(b"x")
             assert raw.recv(100).split()[1] in (b"400", b"503")
-        assert served.uploads.bytes == served.uploads.open_count == 0
+        assert served.uploads.held_bytes == served.uploads.open_count == 0
         assert asyncio.run(Client(host, port).ask("/v1/predict", picture())).status == 200
 
 
 @pytest.mark.attack
 def test_a_body_that_comes_too_slowly_is_408(attacked: Callable[[str, str], None]) -> None:
-    served = serving.service(limits=Limits(upload_seconds=0.3))
+    served = serving.service(limits=RequestLimits(upload_seconds=0.3))
     with serving.running(served) as (host, port, _), socket.create_connection((host, port)) as raw:
         raw.sendall(b"POST /v1/predict HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\nhalf")
         start = time.monotonic()
@@ -118,7 +118,7 @@ def test_a_body_that_comes_too_slowly_is_408(attacked: Callable[[str, str], None
         seconds = time.monotonic() - start
     assert answer.startswith(b"HTTP/1.1 408")
     assert 0.2 < seconds < 3
-    assert served.uploads.bytes == served.uploads.open_count == 0
+    assert served.uploads.held_bytes == served.uploads.open_count == 0
     attacked("a body that never ends, 0.3 s allowed", f"408 after {seconds:.1f} s")
 
 
@@ -141,7 +141,7 @@ def test_a_refusal_does_not_wait_for_the_body(
     monkeypatch: pytest.MonkeyPatch,
     attacked: Callable[[str, str], None],
 ) -> None:
-    monkeypatch.setattr(app, "DRAIN", 0.3)
+    monkeypatch.setattr(routes, "DRAIN_SECONDS", 0.3)
     served = serving.service(key="sesame" if status == b"401" else None)
     with serving.running(served) as (host, port, _), socket.create_connection((host, port)) as raw:
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: {connection}\r\n{header}\r\n\r\n"

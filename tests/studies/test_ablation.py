@@ -9,30 +9,30 @@ from tests import making
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.data.pictures import folder
-from vitrail.data.sources import open_data
+from vitrail.data.sources import open_dataset
 from vitrail.errors import UsageError
-from vitrail.recipes import named
+from vitrail.recipes import get_recipe
 from vitrail.studies import ablation
 from vitrail.weights.load import save
 
 
 def test_every_variant_has_every_seed_and_only_its_own_settings_differ() -> None:
-    variants = ablation.list_variants(named("digits"), ["positions=none", "pool=norm-mean+lr=0.003"])
-    dataset = open_data("digits")
+    variants = ablation.list_variants(get_recipe("digits"), ["positions=none", "pool=norm-mean+lr=0.003"])
+    dataset = open_dataset("digits")
     study = ablation.plan_ablation("digits", dataset, "digits", variants, runs=2, seed=3, micro_batches=1)
-    cells = ablation.list_cells(study)
+    cells = ablation.list_ablation_cells(study)
     assert len({cell.name for cell in cells}) == 6
     assert [cell.seed for cell in cells] == [3, 3, 3, 4, 4, 4]
-    assert {cell.measured for cell in cells} == {"val"}
+    assert {cell.eval_split for cell in cells} == {"val"}
     plain, bare, pooled = (cell.recipe for cell in cells[:3])
-    assert plain == named("digits")
+    assert plain == get_recipe("digits")
     assert bare.settings == plain.settings | {"positions": "none"}
-    assert (pooled.settings["pool"], pooled.optimiser.lr) == ("norm-mean", 0.003)
+    assert (pooled.settings["pool"], pooled.optimizer.lr) == ("norm-mean", 0.003)
     records = [
         {"variant": "positions=none", "status": "done", "top1": top1} for top1 in (0.5, 0.7)
     ] + [{"variant": "unchanged", "status": "diverged"}]  # fmt: skip
     described = {"variants": variants, "dataset": "digits", "recipe": "digits", "images": {"val": 179}}
-    found = ablation.summarize(described, records)["variants"]
+    found = ablation.summarize_ablation(described, records)["variants"]
     assert found["positions=none"]["mean"] == pytest.approx(0.6)
     assert found["positions=none"]["std"] == pytest.approx(0.1 * 2**0.5)
     assert found["unchanged"]["n"] == 0
@@ -45,9 +45,9 @@ def test_what_is_no_variant_is_refused_before_anything_is_read() -> None:
         (("dept=2",), "did you mean depth"),
     ):
         with pytest.raises(UsageError, match=message):
-            ablation.list_variants(named("digits"), variants)
+            ablation.list_variants(get_recipe("digits"), variants)
     with pytest.raises(UsageError, match="without labels"):
-        ablation.list_variants(named("mpp-cifar10"), ["depth=2"])
+        ablation.list_variants(get_recipe("mpp-cifar10"), ["depth=2"])
 
 
 def test_one_class_and_folders_that_may_be_no_classes_are_refused_before_a_run(tmp_path: Path, capsys: Capture) -> None:

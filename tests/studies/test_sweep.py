@@ -14,10 +14,10 @@ from tests import making
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.data.pictures import folder, names
-from vitrail.data.sources import open_data
+from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
 from vitrail.studies import grid, sweep
-from vitrail.studies.grid import CellsError, results
+from vitrail.studies.grid import CellsError, read_results
 from vitrail.weights.load import load, save
 
 OPTIONS = ("--rates", "0.01", "--steps", "4", "--batch", "8", "--image-size", "32", "--runs", "1")
@@ -38,10 +38,10 @@ def study(*options: str, capsys: Capture) -> tuple[int, str, str]:
 
 
 def planned(rates: tuple[float, ...] = (), **changes: Any) -> sweep.Sweep:
-    dataset, share = sweep.opened("./set")
+    dataset, share = sweep.open_sweep_dataset("./set")
     given = {"steps": None, "batch": None, "image_size": None, "runs": 3, "seed": 0, "micro_batches": 1} | changes
     start = load("model.safetensors")
-    return sweep.planned("./set", dataset, share, "model.safetensors", start, rates=rates, preprocess=None, **given)
+    return sweep.plan_sweep("./set", dataset, share, "model.safetensors", start, rates=rates, preprocess=None, **given)
 
 
 def test_test_is_not_read_before_the_rate_is_chosen(tmp_path: Path, capsys: Capture) -> None:
@@ -53,7 +53,7 @@ def test_test_is_not_read_before_the_rate_is_chosen(tmp_path: Path, capsys: Capt
         path.symlink_to(tmp_path / "gone" / path.name)
     code, out, err = study(*OPTIONS, capsys=capsys)
     place = tmp_path / "runs" / "sweep-set-model.safetensors"
-    found = results(place)
+    found = read_results(place)
     assert code == 3
     first, name = found
     assert (first, found[first]["status"], found[first]["split"], found[first]["images"]) == (
@@ -115,15 +115,17 @@ def test_the_study_is_the_papers_for_a_small_set() -> None:
         384,
         100,
     )
-    assert (found.recipe.optimiser.kind, found.recipe.optimiser.clip, found.recipe.optimiser.weight_decay) == (
+    assert (found.recipe.optimizer.kind, found.recipe.optimizer.clip, found.recipe.optimizer.weight_decay) == (
         "sgd",
         1,
         0,
     )
-    choosing, testing = sweep.choosing(found), sweep.testing(found, 0.003)
-    assert [cell.recipe.optimiser.lr for cell in choosing] == [0.001, 0.003, 0.01, 0.03]
-    assert {(cell.measured, cell.everything, cell.seed) for cell in choosing} == {("val", False, 0)}
-    assert [(cell.measured, cell.everything, cell.seed) for cell in testing] == [("test", True, s) for s in (0, 1, 2)]
+    choosing, testing = sweep.list_rate_cells(found), sweep.list_test_cells(found, 0.003)
+    assert [cell.recipe.optimizer.lr for cell in choosing] == [0.001, 0.003, 0.01, 0.03]
+    assert {(cell.eval_split, cell.train_on_val, cell.seed) for cell in choosing} == {("val", False, 0)}
+    assert [(cell.eval_split, cell.train_on_val, cell.seed) for cell in testing] == [
+        ("test", True, s) for s in (0, 1, 2)
+    ]
     for cell, images in ((choosing[0], 8), (testing[0], 16)):  # as many steps, whether val is trained on or not
         assert cell.recipe.epochs * images == 500 * 512
 
@@ -145,7 +147,7 @@ def test_a_shorter_run_has_a_shorter_warm_up() -> None:
 def test_rates_and_the_share_held_out_go_by_the_size_of_the_set(
     images: int, rates: tuple[float, ...], share: float
 ) -> None:
-    assert sweep._by_size(images)[1:] == (rates, share)
+    assert sweep._get_size_settings(images)[1:] == (rates, share)
 
 
 def test_what_makes_no_study_is_refused(tmp_path: Path) -> None:
@@ -156,21 +158,21 @@ def test_what_makes_no_study_is_refused(tmp_path: Path) -> None:
         planned(runs=0)
     folder(tmp_path / "two", "train", "test", each=2)
     with pytest.raises(DataError, match="has no val"):
-        sweep.opened("./two")
+        sweep.open_sweep_dataset("./two")
 
 
 def test_the_usual_imagenet_is_measured_on_val_and_chosen_on_a_part_of_train(tmp_path: Path, capsys: Capture) -> None:
     """With the validation images unreadable, the rate is still chosen: only the run on test needs them."""
     folder(tmp_path / "imagenet", "train", each=20)
     folder(tmp_path / "imagenet", "val", each=3, start=500)
-    plain = open_data("./imagenet")
+    plain = open_dataset("./imagenet")
     assert set(plain.splits) == {"train", "val"}
-    dataset, share = sweep.opened("./imagenet")
+    dataset, share = sweep.open_sweep_dataset("./imagenet")
     assert share == 0.1
     assert {name: len(split) for name, split in dataset.splits.items()} == {"train": 36, "val": 4, "test": 6}
     assert names(dataset)["test"] == names(plain)["val"]
     assert sorted(names(dataset)["train"] + names(dataset)["val"]) == sorted(names(plain)["train"])
-    assert [int(count) for count in dataset.splits["val"].counts(2)] == [2, 2]  # of each class alike
+    assert [int(count) for count in dataset.splits["val"].count_per_class(2)] == [2, 2]  # of each class alike
     assert "val is the test, as there is no other; 10% of each class of train (4 images)" in dataset.notes[-1]
     for path in (tmp_path / "imagenet" / "val").rglob("*.jpg"):
         path.unlink()
@@ -178,7 +180,7 @@ def test_the_usual_imagenet_is_measured_on_val_and_chosen_on_a_part_of_train(tmp
     command = ("study", "sweep", "./imagenet", "--model", "model.safetensors", *OPTIONS, *HERE)
     code, _, err = vitrail(*command, capsys=capsys)
     place = tmp_path / "runs" / "sweep-imagenet-model.safetensors"
-    found = results(place)
+    found = read_results(place)
     assert code == 3
     assert (found["rate-0.01"]["split"], found["rate-0.01"]["images"]) == ("val", 4)
     assert found["test-0.01-seed-0"]["error"].startswith("val/rose/")
@@ -200,7 +202,7 @@ def test_timms_own_network_is_refused_before_anything_is_read(capsys: Capture) -
 
 def test_the_optimizer_and_decay_of_a_sweep_can_be_others_and_its_rate_only_by_rates() -> None:
     found = planned(settings=["optimizer=adam", "weight_decay=0.1", "decay=linear", "mixup=0.2"])
-    assert (found.recipe.optimiser.kind, found.recipe.optimiser.weight_decay) == ("adam", 0.1)
+    assert (found.recipe.optimizer.kind, found.recipe.optimizer.weight_decay) == ("adam", 0.1)
     assert (found.recipe.schedule.decay, found.recipe.augment.mixup) == ("linear", 0.2)
     assert found.settings == ("optimizer=adam", "weight_decay=0.1", "decay=linear", "mixup=0.2")
     with pytest.raises(UsageError, match="a sweep chooses the rate; --rates gives"):
@@ -210,11 +212,11 @@ def test_the_optimizer_and_decay_of_a_sweep_can_be_others_and_its_rate_only_by_r
 
 
 def test_a_study_begun_before_a_field_existed_is_the_same_one() -> None:
-    assert grid.difference({"seed": 0}, {"seed": 0, "settings": []}) == ""
+    assert grid.find_difference({"seed": 0}, {"seed": 0, "settings": []}) == ""
     old, new = {"recipe": {"lr": 1}, "seed": 0}, {"recipe": {"lr": 1, "head": None}, "seed": 7}
-    assert grid.difference(old, new) == "seed 0 and not 7"
-    assert grid.difference(old, new | {"seed": 0}) == ""
-    assert grid.difference({"seed": 0}, {"seed": 0, "settings": ["a=1"]}) == "settings None and not ['a=1']"
+    assert grid.find_difference(old, new) == "seed 0 and not 7"
+    assert grid.find_difference(old, new | {"seed": 0}) == ""
+    assert grid.find_difference({"seed": 0}, {"seed": 0, "settings": ["a=1"]}) == "settings None and not ['a=1']"
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
@@ -230,10 +232,10 @@ def tried(lr: float, right: int | None, loss: float = 1.0) -> dict[str, object]:
 
 
 def test_the_rate_with_the_most_right_answers_is_chosen_and_of_equals_that_of_the_lowest_loss() -> None:
-    assert sweep.chosen([tried(0.1, 5), tried(0.2, 7), tried(0.3, None)]) == 0.2
-    assert sweep.chosen([tried(0.1, 7, 0.4), tried(0.2, 7, 0.3), tried(0.3, 7, 0.5)]) == 0.2
+    assert sweep.choose_learning_rate([tried(0.1, 5), tried(0.2, 7), tried(0.3, None)]) == 0.2
+    assert sweep.choose_learning_rate([tried(0.1, 7, 0.4), tried(0.2, 7, 0.3), tried(0.3, 7, 0.5)]) == 0.2
     with pytest.raises(CellsError, match="diverged at every rate") as failed:
-        sweep.chosen([tried(0.1, None)])
+        sweep.choose_learning_rate([tried(0.1, None)])
     assert failed.value.exit_code == 6
 
 
@@ -243,10 +245,10 @@ def test_the_summary_is_the_mean_and_deviation_at_the_chosen_rate() -> None:
         {"stage": "test", "lr": lr, "status": "done", "top1": top1, "images": 10}
         for lr, top1 in ((0.2, 0.5), (0.2, 0.7), (0.2, 0.9), (0.1, 0.0))
     ]
-    found = sweep.summary(study, [tried(0.1, 5), tried(0.2, 7), *tests])
+    found = sweep.summarize_sweep(study, [tried(0.1, 5), tried(0.2, 7), *tests])
     assert (found["lr"], found["n"]) == (0.2, 3)
     assert found["mean"] == pytest.approx(0.7)
     assert found["std"] == pytest.approx(0.2)
     assert found["validation"] == {"0.1": 0.5, "0.2": 0.7}
-    unfinished = sweep.summary(study, [tried(0.1, 5)])
+    unfinished = sweep.summarize_sweep(study, [tried(0.1, 5)])
     assert (unfinished["lr"], unfinished["mean"]) == (None, None)

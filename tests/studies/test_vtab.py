@@ -13,11 +13,11 @@ from tests import making
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.data.pictures import encoded, names, picture
-from vitrail.data import public, shards
+from vitrail.data import public_datasets, shards
 from vitrail.data.shards import Sample
 from vitrail.errors import DataError, UsageError
-from vitrail.studies import cell, samples, tasks, vtab
-from vitrail.studies.tasks import TASKS
+from vitrail.studies import grid_cell, vtab, vtab_splits, vtab_tasks
+from vitrail.studies.vtab_tasks import TASKS
 from vitrail.weights.load import load, save
 
 HERE = ("--workers", "0", "--device", "cpu")
@@ -36,7 +36,7 @@ def lists(root: Path, task: str, **counts: int) -> Path:
     place = root / task
     (place / "images").mkdir(parents=True)
     number = 0
-    for split, name in samples.LISTS.items():
+    for split, name in vtab_splits.LIST_FILES.items():
         lines = []
         for _ in range(counts.get(split, 4)):
             (place / "images" / f"{number:03d}.png").write_bytes(encoded(picture(number, (20, 40)), "PNG"))
@@ -50,18 +50,18 @@ def lists(root: Path, task: str, **counts: int) -> Path:
 
 
 def test_the_tasks_are_the_papers() -> None:
-    groups = [sum(task.group == group for task in TASKS.values()) for group in tasks.GROUPS]
+    groups = [sum(task.group == group for task in TASKS.values()) for group in vtab_tasks.TASK_GROUPS]
     assert groups == [7, 4, 8]
-    views: dict[tuple[bool, bool], set[str]] = {(task.crop, task.flip): set() for task in TASKS.values()}
+    views: dict[tuple[bool, bool], set[str]] = {(task.random_crop, task.flip): set() for task in TASKS.values()}
     for name, task in TASKS.items():
-        views[task.crop, task.flip].add(name)
+        views[task.random_crop, task.flip].add(name)
     assert views[False, False] == {"dsprites_loc"}
     assert views[True, False] == {"dsprites_ori", "smallnorb_azi"}
     assert views[False, True] == {"clevr_count", "clevr_dist", "dmlab", "kitti"}
     assert len(views[True, True]) == 12
     assert sum(task.classes for task in TASKS.values()) == 940
     with pytest.raises(UsageError, match="VTAB has no task 'mnist'"):
-        tasks.named("mnist")
+        vtab_tasks.get_task("mnist")
 
 
 # --- images ----------------------------------------------------------------------------------------------------------
@@ -69,14 +69,14 @@ def test_the_tasks_are_the_papers() -> None:
 
 def test_lists_are_read_as_they_are(tmp_path: Path) -> None:
     lists(tmp_path, "svhn", train=800, val=200, test=3)
-    found = samples.opened("svhn", tmp_path, 0)
+    found = vtab_splits.open_vtab_dataset("svhn", tmp_path, 0)
     assert {name: len(split) for name, split in found.splits.items()} == {"train": 800, "val": 200, "test": 3}
     assert (found.classes, found.notes) == (tuple("0123456789"), ())
     for first, split in ((0, "train"), (800, "val"), (1000, "test")):
         for index in (0, len(found.splits[split]) - 1):
-            assert found.splits[split].name(index) == f"images/{first + index:03d}.png"
-            assert found.splits[split].labels(index) == ((first + index) % 10,)
-    joined = found.splits["train"].joined(found.splits["val"])
+            assert found.splits[split].get_image_name(index) == f"images/{first + index:03d}.png"
+            assert found.splits[split].get_labels(index) == ((first + index) % 10,)
+    joined = found.splits["train"].merge(found.splits["val"])
     assert len(joined) == 1000
 
 
@@ -85,7 +85,7 @@ def test_a_line_that_is_no_path_and_label_is_named(line: str, tmp_path: Path) ->
     lists(tmp_path, "svhn")
     (tmp_path / "svhn" / "val200.txt").write_text(f"images/000.png 3\n{line}\n")
     with pytest.raises(DataError, match=r"val200.txt, line 2 is .*; it must be a path and 0 to 9"):
-        samples.opened("svhn", tmp_path, 0)
+        vtab_splits.open_vtab_dataset("svhn", tmp_path, 0)
 
 
 def test_a_stored_set_is_drawn_from_by_seed() -> None:
@@ -95,9 +95,9 @@ def test_a_stored_set_is_drawn_from_by_seed() -> None:
         for split, count in (("train", 900), ("val", 250), ("test", 30))
         for number in range(count)
     ]
-    shards.write(public.home("svhn"), made, classes=list("0123456789"), origin={})
-    assert samples.kind("svhn", Path("nowhere")) == "public"
-    found = [samples.opened("svhn", Path("nowhere"), seed) for seed in (0, 0, 1)]
+    shards.write_shards(public_datasets.get_dataset_folder("svhn"), made, classes=list("0123456789"), origin={})
+    assert vtab_splits.find_source_kind("svhn", Path("nowhere")) == "public"
+    found = [vtab_splits.open_vtab_dataset("svhn", Path("nowhere"), seed) for seed in (0, 0, 1)]
     assert {name: len(split) for name, split in found[0].splits.items()} == {"train": 800, "val": 200, "test": 30}
     assert names(found[0]) == names(found[1])
     assert set(names(found[0])["train"]) != set(names(found[2])["train"])
@@ -107,37 +107,37 @@ def test_a_stored_set_is_drawn_from_by_seed() -> None:
 
 def test_a_set_that_is_not_there_is_named_with_its_source(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"sun397 has no test.txt, and Sun397 is not here otherwise: https://vision"):
-        samples.opened("sun397", tmp_path, 0)
+        vtab_splits.open_vtab_dataset("sun397", tmp_path, 0)
     with pytest.raises(DataError, match="has none of 19 tasks"):
-        vtab.there(tmp_path, (), 0)
+        vtab.find_tasks(tmp_path, (), 0)
 
 
 # --- the runs --------------------------------------------------------------------------------------------------------
 
 
-def planned(tmp_path: Path, **changes: Any) -> vtab.Vtab:
-    found, _ = vtab.there(tmp_path, (), 0)
+def planned(tmp_path: Path, **changes: Any) -> vtab.VtabStudy:
+    found, _ = vtab.find_tasks(tmp_path, (), 0)
     given = {"steps": None, "batch": None, "image_size": None, "runs": 1, "seed": 0, "micro_batches": 1} | changes
-    return vtab.planned(tmp_path, found, "model.safetensors", load("model.safetensors"), preprocess=None, **given)
+    return vtab.plan_vtab(tmp_path, found, "model.safetensors", load("model.safetensors"), preprocess=None, **given)
 
 
 def test_a_run_is_the_papers_on_all_thousand_images(tmp_path: Path) -> None:
     for task in ("dtd", "kitti"):
         lists(tmp_path, task, train=12, val=4)
-    textures, distances = vtab.cells(planned(tmp_path))
+    textures, distances = vtab.list_vtab_cells(planned(tmp_path))
     for one in (textures, distances):
         recipe = one.recipe
-        assert (recipe.batch, recipe.image_size, recipe.schedule.warmup, recipe.optimiser.lr) == (512, 384, 200, 0.01)
+        assert (recipe.batch, recipe.image_size, recipe.schedule.warmup, recipe.optimizer.lr) == (512, 384, 200, 0.01)
         assert recipe.epochs * 16 == 2500 * 512
-        assert (one.everything, one.measured) == (True, "test")
+        assert (one.train_on_val, one.eval_split) == (True, "test")
     assert (textures.recipe.augment.crop, textures.recipe.augment.flip) == ("window", True)
     assert (distances.recipe.augment.crop, distances.recipe.augment.flip) == ("squash", True)
 
 
 def test_settings_reach_the_runs_and_crop_and_flip_stay_the_tasks(tmp_path: Path) -> None:
     lists(tmp_path, "dtd", train800=2, val200=1, test=1)
-    (one,) = vtab.cells(planned(tmp_path, settings=["optimizer=adam", "lr=0.001", "mixup=0.2"]))
-    assert (one.recipe.optimiser.kind, one.recipe.optimiser.lr, one.recipe.augment.mixup) == ("adam", 0.001, 0.2)
+    (one,) = vtab.list_vtab_cells(planned(tmp_path, settings=["optimizer=adam", "lr=0.001", "mixup=0.2"]))
+    assert (one.recipe.optimizer.kind, one.recipe.optimizer.lr, one.recipe.augment.mixup) == ("adam", 0.001, 0.2)
     assert (one.recipe.augment.crop, one.recipe.augment.flip) == ("window", True)
     with pytest.raises(UsageError, match="crop and flip are each task's own"):
         planned(tmp_path, settings=["flip=false"])
@@ -145,19 +145,19 @@ def test_settings_reach_the_runs_and_crop_and_flip_stay_the_tasks(tmp_path: Path
 
 def test_evaluation_sees_all_of_an_image_and_windows_are_cut_of_seven_sixths(tmp_path: Path) -> None:
     lists(tmp_path, "dtd")
-    (one,) = vtab.cells(planned(tmp_path))
-    view = cell.prepared(one, samples.opened("dtd", tmp_path, 0)).preprocess
+    (one,) = vtab.list_vtab_cells(planned(tmp_path))
+    view = grid_cell.prepare_model(one, vtab_splits.open_vtab_dataset("dtd", tmp_path, 0)).preprocess
     assert view is not None
     assert (view.size, view.resize) == ((384, 384), (384, 384))
-    assert cell.roomy(view).resize == (448, 448)
-    assert dataclasses.replace(cell.roomy(view), resize=view.resize) == view
+    assert grid_cell.add_crop_margin(view).resize == (448, 448)
+    assert dataclasses.replace(grid_cell.add_crop_margin(view), resize=view.resize) == view
 
 
 def test_classes_without_a_training_image_are_let_be(tmp_path: Path) -> None:
     """Of Sun397's classes a draw of 1,000 images misses some; 8 images miss most."""
     lists(tmp_path, "sun397")
-    (one,) = vtab.cells(planned(tmp_path, steps=1, batch=4, image_size=32))
-    result = cell.computed(one, tmp_path / "run", "cpu", 0)
+    (one,) = vtab.list_vtab_cells(planned(tmp_path, steps=1, batch=4, image_size=32))
+    result = grid_cell.run_cell(one, tmp_path / "run", "cpu", 0)
     assert (result["split"], result["images"], result["steps"]) == ("test", 4, 1)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["preprocess"]["resize"], config["view"]["resize"]) == ([32, 32], [37, 37])
@@ -205,11 +205,13 @@ def test_means_are_of_tasks_then_of_seeds() -> None:
         {"task": task, "seed": seed, "status": "done", "top1": share, "draw": "VTAB"}
         for (task, seed), share in shares.items()
     ]
-    found = vtab.summary(study, records)
+    found = vtab.summarize_vtab(study, records)
     assert found["tasks"]["dtd"]["mean"] == pytest.approx(0.3)
     assert found["groups"] == pytest.approx({"Natural": 0.4, "Structured": 0.85})
     assert (found["mean"], found["std"]) == (pytest.approx(0.55), pytest.approx(0.1 / 2**0.5))
-    assert vtab.summary(study, records[:-1])["n"] == 1  # the second seed lacks a task, so its mean is another thing
-    drawn = vtab.groups(found)
+    assert (
+        vtab.summarize_vtab(study, records[:-1])["n"] == 1
+    )  # the second seed lacks a task, so its mean is another thing
+    drawn = vtab.group_by_task_group(found)
     assert list(drawn) == ["Natural, mean 40.0%", "Structured, mean 85.0%"]
     assert list(drawn["Natural, mean 40.0%"]) == ["DTD", "SVHN"]

@@ -13,17 +13,17 @@ import torch
 
 from tests import making
 from tests.data.pictures import folder
-from tests.train.test_distributed import ended, started
+from tests.runtime.test_distributed import ended, started
 from tests.train.test_resume import sums, task, trained
 from vitrail.cli import main
 from vitrail.cli.finetune import _parse_decisions
-from vitrail.config import Schedule
+from vitrail.config import ScheduleConfig
 from vitrail.errors import UsageError
+from vitrail.runtime.distributed import ProcessGroup
+from vitrail.runtime.signals import StoppedError
 from vitrail.train import schedule
 from vitrail.train.deadline import Deadline, PlannedSteps
-from vitrail.train.distributed import Group
-from vitrail.train.signals import StoppedError
-from vitrail.train.task import Task
+from vitrail.train.training_run import TrainingRun
 from vitrail.weights.load import save
 
 BATCH = 64
@@ -58,20 +58,20 @@ def simulate(machine: Machine, deadline: Deadline) -> tuple[PlannedSteps, float]
     machine.work(100)  # reading the images
     planned, step = PlannedSteps(max(1, deadline.fit_steps(0))), 0
     evaluated = 0
-    while step < planned.total(step):
+    while step < planned.get_total(step):
         machine.work(BATCH)
         step += 1
         deadline.end_step()
-        planned.change(step, deadline.replan(step, planned.total(step)))
-        epoch = step * BATCH // deadline.images // deadline.every
-        if epoch > evaluated or step == planned.total(step):
+        planned.set_total(step, deadline.replan(step, planned.get_total(step)))
+        epoch = step * BATCH // deadline.train_images // deadline.eval_every_epochs
+        if epoch > evaluated or step == planned.get_total(step):
             evaluated, before = epoch, machine.now
-            machine.work(deadline.val / 3)
+            machine.work(deadline.val_images / 3)
             deadline.end_evaluation(machine.now - before)
         deadline.begin_step()
-    machine.work(deadline.val / 3)  # the temperature
+    machine.work(deadline.val_images / 3)  # the temperature
     machine.now += min(30, 0.05 * machine.now, max(0.0, deadline.precision_seconds))
-    machine.work((deadline.test + 300) / 3)
+    machine.work((deadline.test_images + 300) / 3)
     machine.now += 4 * (machine.slowdown if machine.now >= machine.shared_after else 1.0)
     return planned, machine.now
 
@@ -116,7 +116,7 @@ def test_a_first_step_that_waited_for_workers_ends_no_run() -> None:
     deadline.begin_step()
     machine.now += 20.0
     planned, ended = simulate(machine, deadline)
-    assert planned.total(10_000) > 20
+    assert planned.get_total(10_000) > 20
     assert ended <= 120
 
 
@@ -137,22 +137,24 @@ def test_a_run_that_has_come_to_its_end_is_not_prolonged() -> None:
 def test_what_one_rank_does_alone_is_counted_at_its_own_speed() -> None:
     """By hand: 0.05 s of a training image on 8 ranks, 0.4 s on one; a third of it for an image that is evaluated."""
     alone, eight = limit(Machine()), limit(Machine(), world=8)
-    assert alone.seconds_after(evaluated=False) == pytest.approx(4 + 0.05 / 3 * (100 + 100 + 200 + 300))
-    assert eight.seconds_after(evaluated=False) == pytest.approx(4 + 0.05 / 3 * (100 + 8 * (100 + 200 + 300)))
-    assert eight.seconds_after(evaluated=True) == pytest.approx(4 + 0.05 / 3 * 8 * (200 + 300))
+    assert alone.estimate_seconds_after(is_evaluated=False) == pytest.approx(4 + 0.05 / 3 * (100 + 100 + 200 + 300))
+    assert eight.estimate_seconds_after(is_evaluated=False) == pytest.approx(
+        4 + 0.05 / 3 * (100 + 8 * (100 + 200 + 300))
+    )
+    assert eight.estimate_seconds_after(is_evaluated=True) == pytest.approx(4 + 0.05 / 3 * 8 * (200 + 300))
 
 
 def test_a_step_of_few_images_has_one_evaluation_at_most() -> None:
     """By hand: 6 training images, steps of 64: after each step 100 images are evaluated, not ten times as many."""
     deadline = limit(Machine(), images=6)
-    left = 600 * 0.97 - 1.5 * deadline.seconds_after(evaluated=False) - 30
+    left = 600 * 0.97 - 1.5 * deadline.estimate_seconds_after(is_evaluated=False) - 30
     assert deadline.fit_steps(0) == int(left / (0.05 * (64 + 100 / 3)))
 
 
 def test_no_more_steps_than_help() -> None:
     machine = Machine(image=0.001)
     planned, ended = simulate(machine, limit(machine, image_seconds=0.001, most_steps=300))
-    assert planned.total(10_000) == 300
+    assert planned.get_total(10_000) == 300
     assert ended < 600
 
 
@@ -160,12 +162,12 @@ def test_small_changes_of_speed_change_no_plan() -> None:
     machine, draws = Machine(), random.Random(0)
     deadline = limit(machine)
     planned, step = PlannedSteps(deadline.fit_steps(0)), 0
-    while step < planned.total(step) // 2:
+    while step < planned.get_total(step) // 2:
         machine.image = 0.05 * draws.uniform(0.98, 1.02)
         machine.work(BATCH * (1 + 100 / 3000))  # its share of evaluations included
         step += 1
         deadline.end_step()
-        planned.change(step, deadline.replan(step, planned.total(step)))
+        planned.set_total(step, deadline.replan(step, planned.get_total(step)))
         deadline.begin_step()
     assert len(planned.decisions) <= 1
 
@@ -175,14 +177,14 @@ def test_small_changes_of_speed_change_no_plan() -> None:
 
 def test_without_a_decision_a_step_lies_where_it_is() -> None:
     planned = PlannedSteps(977)
-    assert [planned.position(step) for step in range(978)] == list(range(978))
+    assert [planned.get_schedule_position(step) for step in range(978)] == list(range(978))
 
 
 def test_a_decision_walks_the_rest_of_the_curve_in_the_steps_that_are_left() -> None:
     """By hand: 100 steps planned; after 40 of them 20 are left, so each counts 3; after 50 again 30, each 1."""
     planned = PlannedSteps(100, [(40, 60), (50, 80)])
-    assert [planned.total(step) for step in (0, 39, 40, 49, 50, 80)] == [100, 100, 60, 60, 80, 80]
-    assert [planned.position(step) for step in (0, 40, 41, 50, 51, 80)] == [0, 40, 43, 70, 71, 100]
+    assert [planned.get_total(step) for step in (0, 39, 40, 49, 50, 80)] == [100, 100, 60, 60, 80, 80]
+    assert [planned.get_schedule_position(step) for step in (0, 40, 41, 50, 51, 80)] == [0, 40, 43, 70, 71, 100]
 
 
 def test_the_rate_is_continuous_and_ends_at_its_end_whatever_is_decided() -> None:
@@ -190,12 +192,14 @@ def test_the_rate_is_continuous_and_ends_at_its_end_whatever_is_decided() -> Non
     for _ in range(100):
         planned, step = PlannedSteps(draws.randint(20, 400)), 0
         rates = []
-        while step < planned.total(step):
-            rates.append(schedule.share(Schedule(warmup=10), planned.position(step), planned.first))
+        while step < planned.get_total(step):
+            rates.append(
+                schedule.lr_scale(ScheduleConfig(warmup=10), planned.get_schedule_position(step), planned.initial_steps)
+            )
             step += 1
             if draws.random() < 0.05:
-                planned.change(step, step + draws.randint(1, 2 * max(1, planned.total(step) - step)))
-        assert planned.position(step) == pytest.approx(planned.first)
+                planned.set_total(step, step + draws.randint(1, 2 * max(1, planned.get_total(step) - step)))
+        assert planned.get_schedule_position(step) == pytest.approx(planned.initial_steps)
         top = rates.index(max(rates))
         assert rates[top:] == sorted(rates[top:], reverse=True)
         assert all(0 <= rate <= 1 for rate in rates)
@@ -216,18 +220,18 @@ class Ticking:
         return self.now
 
 
-def timed(chosen: Task, seconds: float, slow_after: int) -> Deadline:
+def timed(chosen: TrainingRun, seconds: float, slow_after: int) -> Deadline:
     """A limit by which a step takes about four looks at the clock."""
     return Deadline(
-        seconds=seconds,
-        most_steps=200,
-        image_seconds=1 / 64,
-        batch=chosen.recipe.batch,
-        images=len(chosen.split),
-        val=0,
-        test=0,
-        every=1,
-        began=0.0,
+        budget_seconds=seconds,
+        max_steps=200,
+        seconds_per_image=1 / 64,
+        batch_size=chosen.recipe.batch,
+        train_images=len(chosen.train_split),
+        val_images=0,
+        test_images=0,
+        eval_every_epochs=1,
+        start_time=0.0,
         clock=Ticking(slow_after),
     )
 
@@ -242,8 +246,8 @@ def test_a_run_is_repeated_to_the_bit_by_its_decisions_and_can_be_interrupted(tm
     result = trained(whole, tmp_path / "timed", deadline=timed(whole, 260.0, slow_after=60))
     made = decisions(tmp_path / "timed")
     assert len(made) >= 2
-    assert made[-1][1] < whole.plan.steps
-    assert result.epochs == made[-1][1] * whole.recipe.batch / len(whole.split)
+    assert made[-1][1] < whole.plan.total_steps
+    assert result.epochs == made[-1][1] * whole.recipe.batch / len(whole.train_split)
     again = dataclasses.replace(whole, decisions=made)
 
     def stop(moment: Any) -> None:
@@ -273,7 +277,7 @@ def test_a_resumed_run_goes_on_with_its_decisions_and_the_time_that_is_left(tmp_
     assert before
     left = timed(whole, 260.0, slow_after=0)
     trained(whole, tmp_path / "run", resume=True, deadline=left)
-    assert left.began < 0
+    assert left.start_time < 0
     made = decisions(tmp_path / "run")
     assert list(made[: len(before)]) == before
     trained(dataclasses.replace(whole, decisions=made), tmp_path / "again")
@@ -281,7 +285,7 @@ def test_a_resumed_run_goes_on_with_its_decisions_and_the_time_that_is_left(tmp_
 
 
 def test_ranks_whose_clocks_differ_take_the_steps_that_the_first_decides(tmp_path: Path) -> None:
-    def work(group: Group) -> None:
+    def work(group: ProcessGroup) -> None:
         whole = task(group=group)
         slow_after = 20 if group.rank == 0 else 10_000
         trained(whole, tmp_path / "two", deadline=timed(whole, 260.0, slow_after=slow_after))
@@ -310,7 +314,7 @@ def test_the_command_with_a_time_limit_runs_on_two_ranks(tmp_path: Path, monkeyp
         "0",
     ]
 
-    def work(_: Group) -> None:
+    def work(_: ProcessGroup) -> None:
         torch.distributed.destroy_process_group()  # the command joins by itself
         os._exit(main([*command, "--workers", "0", "--device", "cpu", "--out", "two"]))
 

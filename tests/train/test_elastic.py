@@ -21,7 +21,7 @@ import pytest
 
 from vitrail import recipes
 from vitrail.cli import main
-from vitrail.config import Optimiser
+from vitrail.config import OptimizerConfig
 from vitrail.data import loader
 
 EPOCHS, BATCH = 4, 64
@@ -40,21 +40,21 @@ def worker(folder: Path, dropout: float) -> int:
     SGD, because Muon makes steps of one size from gradients of nothing but rounding.
     """
     named = recipes.RECIPES["digits"]
-    optimiser = Optimiser(kind="sgd", lr=0.1, weight_decay=0.01, clip=1.0)
+    optimiser = OptimizerConfig(kind="sgd", lr=0.1, weight_decay=0.01, clip=1.0)
     settings = named.settings | {"width": 48, "mlp": 96, "depth": 2}
-    recipes.RECIPES["digits"] = dataclasses.replace(named, settings=settings, optimiser=optimiser, dropout=dropout)
-    prepared = loader.prepared
+    recipes.RECIPES["digits"] = dataclasses.replace(named, settings=settings, optimizer=optimiser, dropout=dropout)
+    prepared = loader.prepare_train_batch
 
-    def recorded(batch: loader.Batch, training: loader.Training, plan: loader.Plan, step: int) -> Any:
+    def recorded(batch: loader.Batch, training_data: loader.TrainingData, plan: loader.BatchPlan, step: int) -> Any:
         time.sleep(float((folder / "pace").read_text()))
-        images, targets = prepared(batch, training, plan, step)
+        images, targets = prepared(batch, training_data, plan, step)
         mine = batch.positions[: len(images)].tolist()  # without the partner of the last, which is mixed into it
-        entry = {"at": time.time(), "step": step, "rank": plan.rank, "world": plan.world, "positions": mine}
+        entry = {"at": time.time(), "step": step, "rank": plan.rank, "world": plan.world_size, "positions": mine}
         with (folder / f"positions-{os.getpid()}").open("a") as file:
             file.write(json.dumps(entry) + "\n")
         return images, targets
 
-    loader.prepared = recorded
+    loader.prepare_train_batch = recorded
     options = ("--epochs", str(EPOCHS), "--workers", "0", "--device", "cpu", "--save-every", "0")
     return main(["train", "digits", "--data", "digits", *options, "--out", str(folder / "run")])
 
@@ -132,7 +132,7 @@ def saved(folder: Path) -> int:
 @contextlib.contextmanager
 def uninterrupted(folder: Path, dropout: float) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The same run in two processes that nothing happens to, started without torchrun."""
-    from tests.train.test_distributed import free_port
+    from tests.runtime.test_distributed import free_port
 
     made(folder, 0)
     common = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port())}
@@ -219,7 +219,7 @@ def test_a_group_that_loses_a_rank_twenty_times_ends_with_the_same_weights(tmp_p
 
 @pytest.mark.soak
 def test_a_node_that_is_lost_and_comes_back_trains_nothing_twice(tmp_path: Path, soaked: Soaked) -> None:
-    from tests.train.test_distributed import free_port
+    from tests.runtime.test_distributed import free_port
 
     with uninterrupted(tmp_path / "whole", 0.0) as whole:
         ended_well(whole, tmp_path / "whole")

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from tests import making
 from vitrail.errors import ModelError
-from vitrail.model.build import build
-from vitrail.train.ema import Average, warmed
+from vitrail.model.build import build_model
+from vitrail.train.ema import ModelEMA, compute_warmup_decay
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -32,7 +32,7 @@ def set_to(model: Counted, *values: float) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_average_by_hand(device: str) -> None:
     model = Counted().to(device)
-    average = Average(model)
+    average = ModelEMA(model)
     assert average.tensors["weight"].tolist() == [1.0, 2.0]
     set_to(model, 5.0, -2.0)
     average.update(0.75)
@@ -49,7 +49,7 @@ def test_the_average_by_hand(device: str) -> None:
 def test_small_steps_are_not_lost_where_the_model_is_bf16() -> None:
     """A thousandth of the way from 1 to 2 is less than bf16 can add to 1."""
     model = Counted(torch.bfloat16)
-    average = Average(model)
+    average = ModelEMA(model)
     set_to(model, 2.0, 3.0)
     for _ in range(3):
         average.update(0.999)
@@ -59,8 +59,8 @@ def test_small_steps_are_not_lost_where_the_model_is_bf16() -> None:
 
 def test_a_model_that_was_given_the_tensors_computes_with_the_average() -> None:
     model = making.vit()
-    average = Average(model)
-    other = build(model.config).eval()
+    average = ModelEMA(model)
+    other = build_model(model.config).eval()
     other.load_state_dict(average.tensors, assign=True)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -72,14 +72,14 @@ def test_a_model_that_was_given_the_tensors_computes_with_the_average() -> None:
 
 def test_going_on_from_what_was_stored_is_as_if_it_had_never_stopped() -> None:
     model, resumed = making.vit(), making.vit()
-    whole = Average(model)
+    whole = ModelEMA(model)
     with torch.no_grad():
         model.patch_embed.proj.weight.add_(1.0)
         whole.update(0.9)
         stored = {name: tensor.clone() for name, tensor in whole.tensors.items()}
         model.patch_embed.proj.weight.add_(1.0)
         resumed.load_state_dict(model.state_dict())
-    again = Average(resumed)
+    again = ModelEMA(resumed)
     again.load(stored)
     whole.update(0.9)
     again.update(0.9)
@@ -88,11 +88,11 @@ def test_going_on_from_what_was_stored_is_as_if_it_had_never_stopped() -> None:
 
 def test_averages_of_another_model_are_refused() -> None:
     with pytest.raises(ModelError, match="another model: 'scratch'"):
-        Average(Counted()).load({"weight": torch.zeros(2), "seen": torch.tensor(0), "scratch": torch.zeros(3)})
+        ModelEMA(Counted()).load({"weight": torch.zeros(2), "seen": torch.tensor(0), "scratch": torch.zeros(3)})
 
 
 def test_the_decay_warms_up_by_hand() -> None:
-    assert warmed(0.9999, 0) == 0.1
-    assert warmed(0.9999, 8) == 0.5
-    assert warmed(0.9999, 89_989) < 0.9999 == warmed(0.9999, 89_991)
-    assert warmed(0.3, 8) == 0.3
+    assert compute_warmup_decay(0.9999, 0) == 0.1
+    assert compute_warmup_decay(0.9999, 8) == 0.5
+    assert compute_warmup_decay(0.9999, 89_989) < 0.9999 == compute_warmup_decay(0.9999, 89_991)
+    assert compute_warmup_decay(0.3, 8) == 0.3

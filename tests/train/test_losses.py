@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests import making
-from vitrail.train.losses import offsets, sigmoid_cross_entropy, smoothed, softmax_cross_entropy
+from vitrail.train.losses import compute_logit_adjustment, sigmoid_cross_entropy, smooth_labels, softmax_cross_entropy
 
 Loss = Callable[..., Tensor]
 LOSSES = [softmax_cross_entropy, sigmoid_cross_entropy]
@@ -62,7 +62,7 @@ def test_the_losses_by_hand() -> None:
 def test_smoothing_moves_labels_and_adds_none() -> None:
     rows = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
     expected = torch.tensor([[0.85, 0.05, 0.05, 0.05], [0.9, 0.9, 0.1, 0.1], [0.0, 0.0, 0.0, 0.0]])
-    torch.testing.assert_close(smoothed(rows, 0.2), expected)
+    torch.testing.assert_close(smooth_labels(rows, 0.2), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -137,8 +137,8 @@ def test_offsets_by_hand() -> None:
     """90 and 10 of 100: logarithms of the shares for softmax, of the odds for sigmoids."""
     counts = torch.tensor([90, 10])
     for found, expected in (
-        (offsets(counts, "softmax"), [math.log(0.9), math.log(0.1)]),
-        (offsets(counts, "sigmoid"), [math.log(9), -math.log(9)]),
+        (compute_logit_adjustment(counts, "softmax"), [math.log(0.9), math.log(0.1)]),
+        (compute_logit_adjustment(counts, "sigmoid"), [math.log(9), -math.log(9)]),
     ):
         assert found.dtype is torch.float32
         assert found.tolist() == pytest.approx(expected)
@@ -149,7 +149,7 @@ def test_with_offsets_nothing_is_learned_from_how_many_images_a_class_has(name: 
     """90 images of one class and 10 of another, all alike: the logits become equal, which they do not without."""
     targets = torch.tensor([0] * 90 + [1] * 10)
     learned = []
-    for added in (offsets(torch.tensor([90, 10]), name), torch.zeros(2)):
+    for added in (compute_logit_adjustment(torch.tensor([90, 10]), name), torch.zeros(2)):
         free = torch.tensor([1.0, -2.0], requires_grad=True)
         optimizer = torch.optim.LBFGS([free], max_iter=100, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
 
@@ -171,7 +171,9 @@ def test_with_offsets_an_informative_input_is_answered_as_if_classes_were_of_equ
     logits = torch.stack([seen / (seen + unseen), unseen / (seen + unseen)]).log().requires_grad_()  # of equal classes
     targets = torch.tensor([0] * 54 + [1] * 8 + [0] * 36 + [1] * 2)
     inputs = torch.tensor([0] * 62 + [1] * 38)
-    softmax_cross_entropy(logits[inputs] + offsets(torch.tensor([90, 10]), "softmax"), targets).backward()
+    softmax_cross_entropy(
+        logits[inputs] + compute_logit_adjustment(torch.tensor([90, 10]), "softmax"), targets
+    ).backward()
     assert logits.grad is not None
     assert logits.grad.abs().max() < 1e-4  # the loss is convex: this is its optimum
     assert logits[0].argmax() == 1

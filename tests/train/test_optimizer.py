@@ -15,12 +15,20 @@ from torch.optim import Optimizer
 
 from tests import making
 from tests.making import VARIANTS
-from vitrail.config import Optimiser
+from vitrail.config import OptimizerConfig
 from vitrail.errors import ModelError, UsageError
 from vitrail.model.build import Model
 from vitrail.model.vit import ViT
 from vitrail.train import optimizer as optimizers
-from vitrail.train.optimizer import build, clip, load_state, newton_schulz, orthogonalised, set_lr, state
+from vitrail.train.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    get_optimizer_state,
+    load_optimizer_state,
+    newton_schulz,
+    orthogonalize,
+    set_lr,
+)
 
 KINDS = ["adam", "sgd", "muon"]
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -81,7 +89,7 @@ def by_name(optimizer: Optimizer) -> dict[str, dict[str, Any]]:
 def test_every_parameter_is_in_one_group_with_its_decay_and_rate(model: Model, kind: Any) -> None:
     if kind == "muon" and not isinstance(model, ViT):
         return  # refused, below
-    optimizer = build(model, Optimiser(kind=kind, lr=0.5, weight_decay=0.25, layer_decay=0.5))
+    optimizer = build_optimizer(model, OptimizerConfig(kind=kind, lr=0.5, weight_decay=0.25, layer_decay=0.5))
     groups = by_name(optimizer)
     assert groups.keys() == dict(model.named_parameters()).keys()
     for name, group in groups.items():
@@ -96,16 +104,16 @@ def test_every_parameter_is_in_one_group_with_its_decay_and_rate(model: Model, k
 
 def test_without_layer_decay_there_are_as_few_groups_as_rules() -> None:
     for kind, count in (("adam", 2), ("sgd", 2), ("muon", 4)):
-        assert len(build(making.vit(), Optimiser(kind=kind, lr=1.0)).param_groups) == count
+        assert len(build_optimizer(making.vit(), OptimizerConfig(kind=kind, lr=1.0)).param_groups) == count
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_frozen_parameters_are_left_out(kind: Any) -> None:
     model = making.vit().requires_grad_(False)
     with pytest.raises(UsageError, match="every parameter is frozen"):
-        build(model, Optimiser(kind=kind, lr=1.0))
+        build_optimizer(model, OptimizerConfig(kind=kind, lr=1.0))
     model.blocks[1].mlp.requires_grad_(True)
-    trained = by_name(build(model, Optimiser(kind=kind, lr=1.0)))
+    trained = by_name(build_optimizer(model, OptimizerConfig(kind=kind, lr=1.0)))
     assert trained.keys() == {f"blocks.1.mlp.{part}" for part in ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")}
 
 
@@ -114,16 +122,16 @@ def test_muon_without_a_matrix_to_move_is_refused() -> None:
     model.blocks.requires_grad_(False)
     for without in (making.bit(), model):
         with pytest.raises(UsageError, match="choose adam"):
-            build(without, Optimiser(kind="muon", lr=1.0))
+            build_optimizer(without, OptimizerConfig(kind="muon", lr=1.0))
 
 
 def test_a_learning_rate_for_adam_is_that_of_what_muon_leaves() -> None:
-    groups = by_name(build(making.vit(), Optimiser(kind="muon", lr=0.5, adam_lr=0.125)))
+    groups = by_name(build_optimizer(making.vit(), OptimizerConfig(kind="muon", lr=0.5, adam_lr=0.125)))
     assert groups["blocks.0.mlp.fc1.weight"]["top"] == 0.5
     assert groups["head.weight"]["top"] == groups["blocks.0.mlp.fc1.bias"]["top"] == 0.125
     for wrong in ({"kind": "adam", "adam_lr": 0.1}, {"kind": "muon", "adam_lr": 0.0}):
         with pytest.raises(UsageError, match="adam_lr"):
-            Optimiser(lr=0.1, **wrong)
+            OptimizerConfig(lr=0.1, **wrong)
 
 
 @pytest.mark.parametrize("layer_decay", [1.0, 0.5])
@@ -134,9 +142,9 @@ def test_the_head_has_its_own_learning_rate_and_nothing_else_changes(name: str, 
     if kind == "muon" and name == "bit":
         return  # refused, above
     model = MODELS[name]
-    chosen = Optimiser(kind=kind, lr=0.5, weight_decay=0.25, layer_decay=layer_decay)
-    plain = by_name(build(model, chosen))
-    groups = by_name(build(model, dataclasses.replace(chosen, head_lr=3.0)))
+    chosen = OptimizerConfig(kind=kind, lr=0.5, weight_decay=0.25, layer_decay=layer_decay)
+    plain = by_name(build_optimizer(model, chosen))
+    groups = by_name(build_optimizer(model, dataclasses.replace(chosen, head_lr=3.0)))
     assert groups.keys() == plain.keys()
     heads = [each for each in groups if re.fullmatch(r"(head|head_dist|head\.fc)\.(weight|bias)", each)]
     assert len(heads) == {"distilled": 4, "headless": 0}.get(name, 2)
@@ -145,7 +153,7 @@ def test_the_head_has_its_own_learning_rate_and_nothing_else_changes(name: str, 
         same = group.keys() - {"params", "param_names", "lr", "top", "initial_lr"}
         assert all(group[key] == plain[each][key] for key in same), each
     if kind == "muon":
-        both = by_name(build(model, dataclasses.replace(chosen, head_lr=3.0, adam_lr=0.125)))
+        both = by_name(build_optimizer(model, dataclasses.replace(chosen, head_lr=3.0, adam_lr=0.125)))
         assert all(both[each]["top"] == 3.0 for each in heads)
         assert both["blocks.2.norm1.bias"]["top"] == 0.125 * layer_decay
 
@@ -153,11 +161,11 @@ def test_the_head_has_its_own_learning_rate_and_nothing_else_changes(name: str, 
 def test_a_learning_rate_of_the_head_that_is_none_is_refused() -> None:
     for wrong in (0.0, -1.0, math.inf):
         with pytest.raises(UsageError, match="head_lr is"):
-            Optimiser(lr=0.1, head_lr=wrong)
+            OptimizerConfig(lr=0.1, head_lr=wrong)
 
 
 def test_the_schedule_scales_the_heads_learning_rate_too() -> None:
-    optimizer = build(making.vit(), Optimiser(lr=0.5, head_lr=3.0))
+    optimizer = build_optimizer(making.vit(), OptimizerConfig(lr=0.5, head_lr=3.0))
     set_lr(optimizer, 0.25)
     assert {name: group["lr"] for name, group in by_name(optimizer).items() if name.startswith("head")} == {
         "head.weight": 0.75, "head.bias": 0.75,
@@ -171,7 +179,7 @@ def two(device: str, kind: Any, **changes: Any) -> tuple[Tensor, Tensor, Optimiz
     kernel, bias = (model.get_parameter(f"blocks.0.attn.proj.{name}") for name in ("weight", "bias"))
     for parameter in (kernel, bias):
         torch.nn.init.ones_(parameter).requires_grad_(True)
-    return kernel, bias, build(model, Optimiser(kind=kind, lr=0.5, weight_decay=0.25, **changes))
+    return kernel, bias, build_optimizer(model, OptimizerConfig(kind=kind, lr=0.5, weight_decay=0.25, **changes))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -250,7 +258,7 @@ SHAPES = ((8, 8), (16, 4), (4, 16), (8, 8), (1, 5), (5, 1), (16, 4))
 def test_newton_schulz_is_its_polynomial_of_the_singular_values(device: str) -> None:
     precision = 1e-5 if device == "cpu" else 0.03  # bf16 there
     given = matrices(device, *SHAPES)
-    for matrix, found in zip(given, orthogonalised(given), strict=True):
+    for matrix, found in zip(given, orthogonalize(given), strict=True):
         assert found.dtype is (torch.float32 if device == "cpu" else torch.bfloat16)
         torch.testing.assert_close(found.double(), straightforward(matrix), atol=precision, rtol=0)
 
@@ -270,12 +278,12 @@ def test_singular_values_come_to_lie_in_the_known_band(device: str) -> None:
 def test_a_batch_gives_what_each_gives_alone(device: str) -> None:
     given = matrices(device, *SHAPES)
     precision = 1e-6 if device == "cpu" else 0.02
-    for matrix, found in zip(given, orthogonalised(given), strict=True):
-        torch.testing.assert_close(found, orthogonalised([matrix])[0], atol=precision, rtol=0)
+    for matrix, found in zip(given, orthogonalize(given), strict=True):
+        torch.testing.assert_close(found, orthogonalize([matrix])[0], atol=precision, rtol=0)
 
 
 def test_a_gradient_of_zero_moves_nothing() -> None:
-    assert not orthogonalised([torch.zeros(4, 8)])[0].any()
+    assert not orthogonalize([torch.zeros(4, 8)])[0].any()
 
 
 def learning(model: Model, count: int, optimizer: Optimizer, start: int = 0) -> list[dict[str, Tensor]]:
@@ -298,9 +306,9 @@ def learning(model: Model, count: int, optimizer: Optimizer, start: int = 0) -> 
 def test_muon_is_the_textbooks_matrix_by_matrix(device: str, layer_decay: float) -> None:
     """In float64: an average of gradients, the polynomial of its singular values, and q, k and v each by itself."""
     model = making.vit().to(device)
-    chosen = Optimiser(kind="muon", lr=0.01, weight_decay=0.1, momentum=0.95, layer_decay=layer_decay)
+    chosen = OptimizerConfig(kind="muon", lr=0.01, weight_decay=0.1, momentum=0.95, layer_decay=layer_decay)
     start = {name: p.detach().double().clone() for name, p in model.named_parameters()}
-    gradients = learning(model, 3, build(model, chosen))
+    gradients = learning(model, 3, build_optimizer(model, chosen))
     for name in filter(re.compile(MATRICES).fullmatch, start):
         weight, average = start[name], torch.zeros_like(start[name])
         top = 0.01 * layer_decay ** expected(name)[1]
@@ -326,7 +334,9 @@ def test_muon_is_torchs_own_but_for_what_that_rounds() -> None:
         lr=0.01, weight_decay=0.1, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw",
     )  # fmt: skip
     before = {name: theirs.get_parameter(name).detach().clone() for name in names}
-    gradients = learning(ours, 1, build(ours, Optimiser(kind="muon", lr=0.01, weight_decay=0.1, momentum=0.95)))
+    gradients = learning(
+        ours, 1, build_optimizer(ours, OptimizerConfig(kind="muon", lr=0.01, weight_decay=0.1, momentum=0.95))
+    )
     for name in names:
         theirs.get_parameter(name).grad = gradients[0][name]
     reference.step()
@@ -342,7 +352,7 @@ def test_what_muon_leaves_and_the_other_two_are_torchs_own(kind: Any, device: st
     """Without decay SGD is torch's, with it AdamW is: three steps of all parameters but Muon's matrices."""
     model, other = making.vit().to(device), making.vit().to(device)
     decay = 0.0 if kind == "sgd" else 0.1
-    gradients = learning(model, 3, build(model, Optimiser(kind=kind, lr=0.01, weight_decay=decay)))
+    gradients = learning(model, 3, build_optimizer(model, OptimizerConfig(kind=kind, lr=0.01, weight_decay=decay)))
     names = [name for name, _ in model.named_parameters() if kind != "muon" or not re.fullmatch(MATRICES, name)]
     groups = [
         {"params": [other.get_parameter(n) for n in names if expected(n)[0]], "weight_decay": decay},
@@ -362,17 +372,17 @@ def test_what_muon_leaves_and_the_other_two_are_torchs_own(kind: Any, device: st
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_steps_a_file_and_three_more_are_six_steps_to_the_bit(kind: Any, device: str, tmp_path: Path) -> None:
-    chosen = Optimiser(kind=kind, lr=0.01, weight_decay=0.1, layer_decay=0.7)
+    chosen = OptimizerConfig(kind=kind, lr=0.01, weight_decay=0.1, layer_decay=0.7)
     whole = making.vit().to(device)
-    learning(whole, 6, build(whole, chosen))
+    learning(whole, 6, build_optimizer(whole, chosen))
     model = making.vit().to(device)
-    optimizer = build(model, chosen)
+    optimizer = build_optimizer(model, chosen)
     learning(model, 3, optimizer)
-    safetensors.torch.save_file(state(optimizer), tmp_path / "state.safetensors")
+    safetensors.torch.save_file(get_optimizer_state(optimizer), tmp_path / "state.safetensors")
     fresh = making.vit().to(device)
     fresh.load_state_dict(model.state_dict())
-    again = build(fresh, chosen)
-    load_state(again, safetensors.torch.load_file(tmp_path / "state.safetensors"))
+    again = build_optimizer(fresh, chosen)
+    load_optimizer_state(again, safetensors.torch.load_file(tmp_path / "state.safetensors"))
     learning(fresh, 3, again, start=3)
     for name, parameter in whole.named_parameters():
         assert torch.equal(parameter, fresh.get_parameter(name)), name
@@ -380,14 +390,14 @@ def test_three_steps_a_file_and_three_more_are_six_steps_to_the_bit(kind: Any, d
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_loaded_is_a_copy_and_torchs_own_state_dict_serves_too(kind: Any) -> None:
-    chosen = Optimiser(kind=kind, lr=0.01, weight_decay=0.1)
+    chosen = OptimizerConfig(kind=kind, lr=0.01, weight_decay=0.1)
     model, second, third = making.vit(), making.vit(), making.vit()
-    optimizer = build(model, chosen)
+    optimizer = build_optimizer(model, chosen)
     learning(model, 2, optimizer)
     for fresh in (second, third):
         fresh.load_state_dict(model.state_dict())
-    by_name, by_number = build(second, chosen), build(third, chosen)
-    load_state(by_name, state(optimizer))
+    by_name, by_number = build_optimizer(second, chosen), build_optimizer(third, chosen)
+    load_optimizer_state(by_name, get_optimizer_state(optimizer))
     by_number.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     learning(second, 1, by_name, start=2)
     learning(third, 1, by_number, start=2)
@@ -399,14 +409,16 @@ def test_what_was_loaded_is_a_copy_and_torchs_own_state_dict_serves_too(kind: An
 
 def test_a_state_that_does_not_fit_the_model_is_refused() -> None:
     model = making.vit()
-    optimizer = build(model, Optimiser(lr=0.01))
-    load_state(optimizer, {})  # of a run that has not stepped yet
+    optimizer = build_optimizer(model, OptimizerConfig(lr=0.01))
+    load_optimizer_state(optimizer, {})  # of a run that has not stepped yet
     learning(model, 1, optimizer)
-    stored = state(optimizer)
+    stored = get_optimizer_state(optimizer)
     with pytest.raises(ModelError, match="lacks 'cls_token'"):
-        load_state(optimizer, {key: value for key, value in stored.items() if not key.startswith("cls_token")})
+        load_optimizer_state(
+            optimizer, {key: value for key, value in stored.items() if not key.startswith("cls_token")}
+        )
     with pytest.raises(ModelError, match=r"holds 'blocks\.9\.norm1\.bias/step'"):
-        load_state(optimizer, stored | {"blocks.9.norm1.bias/step": torch.tensor(1.0)})
+        load_optimizer_state(optimizer, stored | {"blocks.9.norm1.bias/step": torch.tensor(1.0)})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -417,7 +429,7 @@ def test_the_number_of_threads_changes_no_bit(kind: Any) -> None:
         model = making.vit(width=128, mlp=515, heads=4)
         for index, parameter in enumerate(model.parameters()):
             parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
-        optimizer = build(model, Optimiser(kind=kind, lr=0.01, weight_decay=0.1))
+        optimizer = build_optimizer(model, OptimizerConfig(kind=kind, lr=0.01, weight_decay=0.1))
         torch.set_num_threads(threads)
         try:
             optimizer.step()
@@ -432,10 +444,10 @@ def test_clipping_by_hand(device: str) -> None:
     first, second, idle = (torch.nn.Parameter(torch.zeros(2, device=device)) for _ in range(3))
     first.grad, second.grad = torch.tensor([3.0, 0.0], device=device), torch.tensor([0.0, -4.0], device=device)
     parameters = [first, second, idle]
-    assert clip(parameters, None).item() == 5.0
-    assert clip(parameters, 10.0).item() == 5.0
+    assert clip_gradients(parameters, None).item() == 5.0
+    assert clip_gradients(parameters, 10.0).item() == 5.0
     assert second.grad.tolist() == [0.0, -4.0]
-    assert clip(iter(parameters), 2.5).item() == 5.0
+    assert clip_gradients(iter(parameters), 2.5).item() == 5.0
     assert first.grad.tolist() == pytest.approx([1.5, 0.0], abs=1e-6)
     assert second.grad.tolist() == pytest.approx([0.0, -2.0], abs=1e-6)
     assert idle.grad is None
@@ -445,7 +457,7 @@ def test_clipping_by_hand(device: str) -> None:
 def test_a_gradient_that_is_no_number_shows_in_the_norm(value: float) -> None:
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([1.0, value])
-    assert not clip([parameter], 1.0).isfinite()
+    assert not clip_gradients([parameter], 1.0).isfinite()
 
 
 def test_muon_needs_two_batches_for_a_whole_transformer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -457,5 +469,5 @@ def test_muon_needs_two_batches_for_a_whole_transformer(monkeypatch: pytest.Monk
         return newton_schulz(batch)
 
     monkeypatch.setattr(optimizers, "newton_schulz", noted)
-    learning(model, 1, build(model, Optimiser(kind="muon", lr=0.01)))
+    learning(model, 1, build_optimizer(model, OptimizerConfig(kind="muon", lr=0.01)))
     assert batches == [(12, 32, 32), (6, 32, 64)]

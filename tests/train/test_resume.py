@@ -20,40 +20,44 @@ import torch
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from vitrail import recipes
-from vitrail.config import Schedule
-from vitrail.data.sources import open_data
+from vitrail.config import ScheduleConfig
+from vitrail.data.sources import open_dataset
 from vitrail.errors import ModelError, UsageError
-from vitrail.files import sha256
-from vitrail.train import state as states
-from vitrail.train.run import run
-from vitrail.train.signals import StoppedError
-from vitrail.train.step import DivergedError, begin
-from vitrail.train.task import Task
+from vitrail.files import compute_sha256
+from vitrail.runtime.signals import StoppedError
+from vitrail.train import checkpoint as states
+from vitrail.train.run import run_training
+from vitrail.train.step import DivergedError, build_train_state
+from vitrail.train.training_run import TrainingRun
 
 Soaked = Callable[[int, str, str, str], None]
 WEIGHTS = ("weights/last.safetensors", "weights/best.safetensors")
 
 
-def task(**changes: Any) -> Task:
+def task(**changes: Any) -> TrainingRun:
     """Everything that draws or remembers is on: dropout, stochastic depth, mixup, an average of weights."""
-    named = recipes.named("digits")
+    named = recipes.get_recipe("digits")
     augment = dataclasses.replace(named.augment, mixup=0.5, cutmix=0.5, randaugment=(1, 5))
     settings = named.settings | {"width": 48, "mlp": 96, "depth": 3}
     recipe = dataclasses.replace(
         named,
         settings=settings,
         epochs=2,
-        schedule=Schedule(warmup=5),
+        schedule=ScheduleConfig(warmup=5),
         dropout=0.1,
         stochastic_depth=0.2,
         ema=0.9,
         augment=augment,
     )
-    return Task(**({"recipe": recipe, "dataset": open_data("digits"), "device": torch.device("cpu")} | changes))
+    return TrainingRun(
+        **({"recipe": recipe, "dataset": open_dataset("digits"), "device": torch.device("cpu")} | changes)
+    )
 
 
-def trained(task: Task, folder: Path, after_step: Callable[[Any], None] = lambda _: None, **options: Any) -> Any:
-    return run(task, folder, after_step=after_step, after_epoch=lambda _: None, **({"save_every": 0.0} | options))
+def trained(task: TrainingRun, folder: Path, after_step: Callable[[Any], None] = lambda _: None, **options: Any) -> Any:
+    return run_training(
+        task, folder, after_step=after_step, after_evaluation=lambda _: None, **({"save_every": 0.0} | options)
+    )
 
 
 def story(folder: Path) -> list[dict[str, Any]]:
@@ -63,10 +67,10 @@ def story(folder: Path) -> list[dict[str, Any]]:
 
 
 def sums(folder: Path) -> list[str]:
-    return [sha256(folder / name) for name in WEIGHTS]
+    return [compute_sha256(folder / name) for name in WEIGHTS]
 
 
-def killed(task: Task, folder: Path, seconds: float, number: int = signal.SIGKILL) -> int:
+def killed(task: TrainingRun, folder: Path, seconds: float, number: int = signal.SIGKILL) -> int:
     """Run in a child process, which gets a signal after so many seconds; its wait status."""
     child = os.fork()
     if not child:
@@ -116,7 +120,7 @@ def interrupted(count: int, root: Path, workers: int, seed: int) -> int:
 def test_a_signal_during_the_last_save_loses_nothing(tmp_path: Path) -> None:
     whole = task()
     trained(whole, tmp_path / "whole")
-    last = states.name(whole.plan.steps)
+    last = states.format_checkpoint_name(whole.plan.total_steps)
 
     def saved(path: Path) -> None:
         if path.name == last:
@@ -212,7 +216,7 @@ def checkpointed(folder: Path) -> Path:
 
     with pytest.raises(StoppedError):
         trained(task(), folder, ask)
-    assert [path.name for path in states.found(folder / "checkpoints")] == ["step-00000009", "step-00000008"]
+    assert [path.name for path in states.list_checkpoints(folder / "checkpoints")] == ["step-00000009", "step-00000008"]
     return folder / "checkpoints"
 
 
@@ -256,20 +260,20 @@ def mutated(root: Path, count: int) -> None:
             del content[place:]
         (checkpoint / name).write_bytes(content)
         told: list[str] = []
-        taken = states.newest(checkpoints, told.append)
+        taken = states.read_newest_checkpoint(checkpoints, told.append)
         assert taken is not None
         assert taken.step == 8, f"{name} with a change at byte {place} was taken"
         assert str(checkpoint) in told[0]
         (checkpoint / name).write_bytes(kept[name])
     with pytest.raises(ModelError) as caught:
-        states.read(checkpoint.with_name("step-00000010"))
+        states.read_checkpoint(checkpoint.with_name("step-00000010"))
     assert caught.value.exit_code == 4
-    assert states.read(checkpoint).step == 9
+    assert states.read_checkpoint(checkpoint).step == 9
 
 
 def test_where_no_checkpoint_is_whole_nothing_is_trained(tmp_path: Path) -> None:
     checkpoints = checkpointed(tmp_path / "run")
-    for path in states.found(checkpoints):
+    for path in states.list_checkpoints(checkpoints):
         (path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"none of the 2 checkpoints .* is whole; --overwrite begins anew"):
         trained(task(), tmp_path / "run", resume=True)
@@ -279,7 +283,7 @@ def test_where_no_checkpoint_is_whole_nothing_is_trained(tmp_path: Path) -> None
 @pytest.mark.parametrize("place", ["loss", "gradient"])
 def test_a_bad_number_stops_the_run_before_it_spreads(tmp_path: Path, soaked: Soaked, place: str, value: float) -> None:
     one = task()
-    model = one.model()
+    model = one.build_model()
     weight = next(parameter for parameter in model.parameters() if parameter.ndim > 1)
 
     def poison(moment: Any) -> None:
@@ -288,7 +292,7 @@ def test_a_bad_number_stops_the_run_before_it_spreads(tmp_path: Path, soaked: So
         elif moment.step == 6:
             weight.register_hook(lambda gradient: gradient + value)
 
-    class Poisoned(Task):
+    class Poisoned(TrainingRun):
         def model(self) -> Any:
             return model
 
@@ -298,13 +302,15 @@ def test_a_bad_number_stops_the_run_before_it_spreads(tmp_path: Path, soaked: So
     assert caught.value.exit_code == 6
     end = story(tmp_path / "run")[-1]
     assert (end["event"], end["step"]) == ("stopped", 6)
-    rows = one.training.order.samples(np.arange(6 * 64, 7 * 64))
-    assert end["batch"] == [one.split.name(row) for row in rows.tolist()]
-    kept = states.newest(tmp_path / "run" / "checkpoints", print)
+    rows = one.training_data.order.get_sample_indices(np.arange(6 * 64, 7 * 64))
+    assert end["batch"] == [one.train_split.get_image_name(row) for row in rows.tolist()]
+    kept = states.read_newest_checkpoint(tmp_path / "run" / "checkpoints", print)
     assert kept is not None
     assert kept.step == 6
-    states.restore(restored := begin(one.model(), one.recipe), kept)
-    assert states.digest(restored.model.state_dict()) == states.digest(model.state_dict())  # nothing moved
+    states.restore_state(restored := build_train_state(one.build_model(), one.recipe), kept)
+    assert states.digest_tensors(restored.model.state_dict()) == states.digest_tensors(
+        model.state_dict()
+    )  # nothing moved
     assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
     soaked(9, "a bad number stops the run before it spreads", f"{value} in the {place}", "exit 6, weights as saved")
 
@@ -334,10 +340,10 @@ def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
 
 def test_other_threads_are_said_to_change_the_bits(tmp_path: Path) -> None:
     checkpoints = checkpointed(tmp_path / "run")
-    for path in states.found(checkpoints):
-        snapshot = states.read(path)
+    for path in states.list_checkpoints(checkpoints):
+        snapshot = states.read_checkpoint(path)
         snapshot.facts["machine"]["threads"] = 7
-        states.write(checkpoints, snapshot)
+        states.write_checkpoint(checkpoints, snapshot)
     told: list[str] = []
     trained(task(), tmp_path / "run", resume=True, tell=told.append)
     assert "Not to the bit what it would have been: threads 7 -> 1" in told[0]
@@ -363,7 +369,7 @@ def test_a_signal_to_the_whole_group_does_not_kill_the_workers_first(tmp_path: P
                 traceback.print_exc()  # which pytest shows if the test fails
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 75
-    assert states.found(tmp_path / "run" / "checkpoints")[0].name == "step-00000005"
+    assert states.list_checkpoints(tmp_path / "run" / "checkpoints")[0].name == "step-00000005"
 
 
 def test_a_run_that_has_ended_is_measured_again_and_not_trained_again(tmp_path: Path) -> None:
@@ -381,12 +387,12 @@ def test_a_run_that_has_ended_is_measured_again_and_not_trained_again(tmp_path: 
 
 def test_a_half_removed_checkpoint_does_not_stop_later_ones(tmp_path: Path) -> None:
     checkpoints = checkpointed(tmp_path / "run")
-    (checkpoints / "step-00000008" / states.MANIFEST).unlink()
+    (checkpoints / "step-00000008" / states.MANIFEST_FILE).unlink()
     shutil.copytree(checkpoints / "step-00000008", checkpoints / "step-00000099")
-    snapshot = states.read(checkpoints / "step-00000009")
+    snapshot = states.read_checkpoint(checkpoints / "step-00000009")
     for step in (10, 11):
-        states.write(checkpoints, dataclasses.replace(snapshot, step=step))
-    assert [path.name for path in states.found(checkpoints)] == ["step-00000011", "step-00000010"]
+        states.write_checkpoint(checkpoints, dataclasses.replace(snapshot, step=step))
+    assert [path.name for path in states.list_checkpoints(checkpoints)] == ["step-00000011", "step-00000010"]
 
 
 def test_overwriting_removes_runs_alone_and_only_when_the_new_one_begins(

@@ -13,35 +13,43 @@ import torch
 from PIL import Image
 
 from tests import making
-from tests.train.test_task import CPU, known, learning, pictures, recipe, tuning
-from vitrail.config import Augment, Optimiser, Schedule
+from tests.train.test_training_run import CPU, known, learning, pictures, recipe, tuning
+from vitrail.config import AugmentConfig, OptimizerConfig, ScheduleConfig
 from vitrail.data.dataset import Dataset
-from vitrail.data.sources import open_data
-from vitrail.data.transforms import normalise
+from vitrail.data.sources import open_dataset
+from vitrail.data.transforms import normalize
 from vitrail.errors import DataError, UsageError
-from vitrail.evaluate.classify import Counts
-from vitrail.evaluate.probe import few_shot
-from vitrail.files import sha256
-from vitrail.predict import Classifier
-from vitrail.train import keeper
-from vitrail.train.log import COLUMNS
-from vitrail.train.run import Result, run
+from vitrail.evaluate.predictions import Counts
+from vitrail.evaluate.probe import measure_few_shot
+from vitrail.files import compute_sha256
+from vitrail.inference.classifier import Classifier
+from vitrail.train import trainer
+from vitrail.train.run import RunResult, run_training
+from vitrail.train.run_log import RESULT_COLUMNS
 from vitrail.train.step import DivergedError
-from vitrail.train.task import Task, fitted
+from vitrail.train.training_run import TrainingRun, adapt_to_dataset
 from vitrail.weights.load import load
 
 
-def trained(task: Task, folder: Path, **options: Any) -> Result:
-    result = run(task, folder, **({"after_step": lambda _: None, "after_epoch": lambda _: None} | options))
-    assert isinstance(result, Result)
+def trained(task: TrainingRun, folder: Path, **options: Any) -> RunResult:
+    result = run_training(task, folder, **({"after_step": lambda _: None, "after_epoch": lambda _: None} | options))
+    assert isinstance(result, RunResult)
     return result
 
 
-def tuned(root: Path, dataset: Dataset | None = None, model: Any = None, changes: Any = None, **more: Any) -> Task:
+def tuned(
+    root: Path, dataset: Dataset | None = None, model: Any = None, changes: Any = None, **more: Any
+) -> TrainingRun:
     """A run of fine-tuning on a few pictures; a step is an epoch."""
     dataset = dataset or pictures(root)
     chosen = tuning(**({"batch": len(dataset.splits["train"])} | (changes or {})))
-    return Task(recipe=chosen, dataset=dataset, start=fitted(model or known(), dataset, chosen), device=CPU, **more)
+    return TrainingRun(
+        recipe=chosen,
+        dataset=dataset,
+        initial_model=adapt_to_dataset(model or known(), dataset, chosen),
+        device=CPU,
+        **more,
+    )
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -63,28 +71,28 @@ def kept_step(path: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Task, Path, Result]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingRun, Path, RunResult]:
     """A run of four epochs over the digits, with an average of the weights."""
-    task = learning({"epochs": 4, "ema": 0.9, "optimiser": Optimiser(kind="muon", lr=1e-2, clip=1.0)})
+    task = learning({"epochs": 4, "ema": 0.9, "optimiser": OptimizerConfig(kind="muon", lr=1e-2, clip=1.0)})
     path = tmp_path_factory.mktemp("whole") / "run"
     return task, path, trained(task, path)
 
 
-def test_results_and_events_tell_the_same_story(whole: tuple[Task, Path, Result]) -> None:
+def test_results_and_events_tell_the_same_story(whole: tuple[TrainingRun, Path, RunResult]) -> None:
     _, path, result = whole
     table, told = rows(path / "results.csv"), events(path)
-    assert tuple(table[0]) == COLUMNS
+    assert tuple(table[0]) == RESULT_COLUMNS
     assert [event["event"] for event in told] == ["epoch"] * 4 + ["checkpoint", "end"]
     steps = [event["step"] for event in told[:-2]]
     assert steps == [math.ceil(epoch * 1439 / 64) for epoch in (1, 2, 3, 4)]
     for row, event in zip(table, told, strict=False):
-        for name in COLUMNS:
+        for name in RESULT_COLUMNS:
             assert float(row[name]) == pytest.approx(event[name], rel=1e-5)
         assert event["epoch"] == pytest.approx(min(event["step"] * 64, 4 * 1439) / 1439)
     assert float(table[-1]["train/loss"]) < float(table[0]["train/loss"])
     end = told[-1]
     counts = result.counts
-    assert (end["split"], end["images"], end["right"]) == (result.split, counts.images, counts.right)
+    assert (end["split"], end["images"], end["right"]) == (result.split, counts.images, counts.correct)
     assert (end["top1"], end["loss"]) == (counts.top1, counts.mean_loss)
     assert end["temperature"] == load(path / "weights" / "best.safetensors").temperature == result.temperature
     log = (path / "run.log").read_text().splitlines()
@@ -96,66 +104,70 @@ def test_results_and_events_tell_the_same_story(whole: tuple[Task, Path, Result]
     assert config["classes"] == list("0123456789")
 
 
-def test_the_accuracy_can_be_counted_again_from_the_tables(whole: tuple[Task, Path, Result]) -> None:
+def test_the_accuracy_can_be_counted_again_from_the_tables(whole: tuple[TrainingRun, Path, RunResult]) -> None:
     task, path, result = whole
     said = rows(path / "predictions.csv")
     counts = result.counts
     right = [row["label"] == row["predicted"] for row in said]
     assert [row["right"] == "1" for row in said] == right
-    assert (len(said), sum(right)) == (counts.images, counts.right)
+    assert (len(said), sum(right)) == (counts.images, counts.correct)
     assert sum(float(row["loss"]) for row in said) / len(said) == pytest.approx(counts.mean_loss, abs=1e-5)
     split = task.dataset.splits["test"]
-    assert [row["image"] for row in said] == [split.name(index) for index in range(len(split))]
+    assert [row["image"] for row in said] == [split.get_image_name(index) for index in range(len(split))]
     for row in rows(path / "per_class.csv"):
         name = row["class"]
         own = [line for line in said if line["label"] == name]
         called = [line for line in said if line["predicted"] == name]
         true = sum(line["predicted"] == name for line in own)
         assert (int(row["images"]), int(row["right"])) == (len(own), true)
-        assert int(row["train_images"]) == task.counts[int(name)]
+        assert int(row["train_images"]) == task.class_counts[int(name)]
         assert float(row["recall"]) == pytest.approx(true / len(own), abs=1e-6)
         assert row["precision"] == (f"{true / len(called):.6f}" if called else "")
 
 
-def test_what_predict_says_is_what_the_run_wrote_down(whole: tuple[Task, Path, Result]) -> None:
+def test_what_predict_says_is_what_the_run_wrote_down(whole: tuple[TrainingRun, Path, RunResult]) -> None:
     """The probabilities too: the temperature that was fitted is the one that is used."""
     task, path, result = whole
     best = load(path / "weights" / "best.safetensors")
     assert best.labels == tuple("0123456789")
     assert result.temperature != 1
     split = task.dataset.splits["test"]
-    answers = Classifier(best, device="cpu")([split.read(index) for index in range(len(split))], top=1)
+    answers = Classifier(best, device="cpu")([split.read_image(index) for index in range(len(split))], top=1)
     for row, ((label, probability),) in zip(rows(path / "predictions.csv"), answers, strict=True):
         assert label == row["predicted"]
         assert probability == pytest.approx(float(row["probability"]), abs=2e-6)
-    raw = Classifier(dataclasses.replace(best, temperature=1.0), device="cpu").probabilities([split.read(0)]).max()
+    raw = (
+        Classifier(dataclasses.replace(best, temperature=1.0), device="cpu").predict_proba([split.read_image(0)]).max()
+    )
     assert float(raw) != pytest.approx(answers[0][0][1], abs=1e-4)
 
 
 def test_the_same_run_gives_the_same_bytes_with_workers_too(tmp_path: Path) -> None:
     sums = []
-    changes = {"dropout": 0.1, "ema": 0.9, "augment": Augment(crop="pad", flip=False, mixup=0.2)}
+    changes = {"dropout": 0.1, "ema": 0.9, "augment": AugmentConfig(crop="pad", flip=False, mixup=0.2)}
     for number, more in enumerate(({}, {"workers": 2}, {"seed": 1})):
         trained(learning(changes, **more), tmp_path / str(number))
-        sums.append(sha256(tmp_path / str(number) / "weights" / "last.safetensors"))
+        sums.append(compute_sha256(tmp_path / str(number) / "weights" / "last.safetensors"))
     assert sums[0] == sums[1] != sums[2]
 
 
 def test_a_probe_at_each_evaluation_tells_what_features_are_worth_and_changes_nothing(tmp_path: Path) -> None:
     plain = learning({"epochs": 2.0})
     trained(plain, tmp_path / "plain")
-    probed = dataclasses.replace(plain, probe=3)
+    probed = dataclasses.replace(plain, probe_shots=3)
     trained(probed, tmp_path / "probed")
     found = [event for event in events(tmp_path / "probed") if event["event"] == "probe"]
     evaluations = [event["step"] for event in events(tmp_path / "probed") if event["event"] == "epoch"]
     assert [event["step"] for event in found] == evaluations
     last, splits = load(tmp_path / "probed" / "weights" / "last.safetensors"), probed.dataset.splits
-    again = few_shot(last.model, splits["train"], splits["val"], probed.preprocess, probed.dataset.classes, shots=3)
+    again = measure_few_shot(
+        last.model, splits["train"], splits["val"], probed.preprocess, probed.dataset.classes, shots=3
+    )
     assert (found[-1]["shots"], found[-1]["top1"]) == (3, pytest.approx(again.top1))
-    same = {sha256(tmp_path / name / "weights" / "last.safetensors") for name in ("plain", "probed")}
+    same = {compute_sha256(tmp_path / name / "weights" / "last.safetensors") for name in ("plain", "probed")}
     assert len(same) == 1
     with pytest.raises(DataError, match="training images of each class"):
-        dataclasses.replace(plain, probe=10**6)
+        dataclasses.replace(plain, probe_shots=10**6)
 
 
 def test_what_is_fine_tuned_remembers_where_it_came_from(tmp_path: Path) -> None:
@@ -172,9 +184,10 @@ def test_what_is_fine_tuned_remembers_where_it_came_from(tmp_path: Path) -> None
 def test_a_resnet_is_fine_tuned_too(tmp_path: Path) -> None:
     task = tuned(tmp_path, model=making.trained(making.bit()), changes={"epochs": 3, "layers": 1})
     trained(task, tmp_path / "run")
-    assert task.start is not None
+    assert task.initial_model is not None
     before, after = (
-        trained.model.state_dict() for trained in (task.start, load(tmp_path / "run" / "weights" / "last.safetensors"))
+        trained.model.state_dict()
+        for trained in (task.initial_model, load(tmp_path / "run" / "weights" / "last.safetensors"))
     )
     moved = {name.partition(".blocks.")[0] for name in before if not torch.equal(before[name], after[name])}
     assert moved == {"stages.1", "norm.weight", "norm.bias", "head.fc.weight", "head.fc.bias"}
@@ -192,15 +205,15 @@ def test_without_test_images_the_validation_images_are_measured(tmp_path: Path) 
 
 
 def test_the_standard_error_of_a_share_by_hand() -> None:
-    assert keeper.doubt(0.5, 100) == pytest.approx(0.05)
-    assert keeper.doubt(0.9, 100) == pytest.approx(0.03)
-    assert keeper.doubt(0.9, 10) == pytest.approx(0.0948683)
-    assert (keeper.doubt(0.0, 10), keeper.doubt(1.0, 10)) == (0, 0)
+    assert trainer.standard_error(0.5, 100) == pytest.approx(0.05)
+    assert trainer.standard_error(0.9, 100) == pytest.approx(0.03)
+    assert trainer.standard_error(0.9, 10) == pytest.approx(0.0948683)
+    assert (trainer.standard_error(0.0, 10), trainer.standard_error(1.0, 10)) == (0, 0)
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, found: Iterator[Counts]) -> None:
     """Let the evaluations of a run find these counts, whatever its weights are."""
-    monkeypatch.setattr(keeper, "classify", lambda *_, **__: next(found))
+    monkeypatch.setattr(trainer, "classify", lambda *_, **__: next(found))
 
 
 @pytest.mark.parametrize(
@@ -266,7 +279,7 @@ def coloured(root: Path) -> Dataset:
         split = "val" if number < 32 else "test" if number < 64 else "train"
         lines.append(json.dumps({"path": f"{number}.png", "labels": labels, "split": split}))
     (root / "list.jsonl").write_text("\n".join(lines) + "\n")
-    return open_data(str(root / "list.jsonl"))
+    return open_dataset(str(root / "list.jsonl"))
 
 
 def test_several_labels_are_learned_as_questions_of_their_own(tmp_path: Path) -> None:
@@ -279,23 +292,23 @@ def test_several_labels_are_learned_as_questions_of_their_own(tmp_path: Path) ->
         batch=32,
         epochs=15,
         loss="sigmoid",
-        optimiser=Optimiser(lr=1e-2, clip=1.0),
-        augment=Augment(crop="squash"),
+        optimiser=OptimizerConfig(lr=1e-2, clip=1.0),
+        augment=AugmentConfig(crop="squash"),
     )
-    result = trained(Task(recipe=chosen, dataset=dataset, device=CPU), tmp_path / "run")
+    result = trained(TrainingRun(recipe=chosen, dataset=dataset, device=CPU), tmp_path / "run")
     said = rows(tmp_path / "run" / "predictions.csv")
     assert result.counts.images == len(said) == 28  # of 32, four are black and count for nothing
-    assert result.counts.right == sum(row["predicted"] == row["label"] for row in said)
+    assert result.counts.correct == sum(row["predicted"] == row["label"] for row in said)
     assert result.counts.top1 > 0.95
     assert not (tmp_path / "run" / "per_class.csv").exists()
     best = load(tmp_path / "run" / "weights" / "best.safetensors")
     split = dataset.splits["test"]
-    pixels = torch.stack([torch.tensor(list(Image.open(split.read(row)).getpixel((0, 0)))) for row in range(32)])
+    pixels = torch.stack([torch.tensor(list(Image.open(split.read_image(row)).getpixel((0, 0)))) for row in range(32)])
     views = pixels[:, :, None, None].expand(32, 3, 8, 8).to(torch.uint8)
     assert best.preprocess is not None
     with torch.inference_mode():
-        logits = best.model(normalise(views, best.preprocess))
-    truth = torch.tensor([[place in split.labels(row) for place in range(3)] for row in range(32)])
+        logits = best.model(normalize(views, best.preprocess))
+    truth = torch.tensor([[place in split.get_labels(row) for place in range(3)] for row in range(32)])
     assert ((logits > 0) == truth).float().mean() > 0.95  # all of an image's labels, not its likeliest alone
     scores = (logits[truth.any(dim=1)] / best.temperature).sigmoid()
     together = scores.maximum(1 - scores).prod(dim=1)  # that all labels are right
@@ -323,7 +336,7 @@ def test_a_run_that_fails_before_its_first_evaluation_leaves_no_folder(tmp_path:
 
 
 def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
-    muon = {"layers": 0, "optimiser": Optimiser(kind="muon", lr=1e-3)}
+    muon = {"layers": 0, "optimiser": OptimizerConfig(kind="muon", lr=1e-3)}
     with pytest.raises(UsageError, match="muon moves the matrices of a Transformer's blocks, and none is left"):
         trained(tuned(tmp_path, changes=muon), tmp_path / "run")
     with pytest.raises(UsageError, match="a ResNet has neither dropout nor stochastic depth"):
@@ -333,17 +346,17 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
 
 def test_a_run_that_diverges_later_keeps_what_it_learned_and_says_why(tmp_path: Path) -> None:
     """The rate is 0 in step 0, which is evaluated, and then far too high."""
-    optimiser, schedule = Optimiser(kind="sgd", lr=1e25, clip=None), Schedule(decay="constant", warmup=5)
+    optimiser, schedule = OptimizerConfig(kind="sgd", lr=1e25, clip=None), ScheduleConfig(decay="constant", warmup=5)
     dataset = pictures(tmp_path, each=6)
-    dataset = dataclasses.replace(dataset, splits=dataset.splits | {"val": dataset.splits["val"].without(range(9))})
+    dataset = dataclasses.replace(dataset, splits=dataset.splits | {"val": dataset.splits["val"].drop_images(range(9))})
     task = tuned(tmp_path, dataset, changes={"epochs": 9, "optimiser": optimiser, "schedule": schedule})
-    assert task.every == 1
+    assert task.eval_every_epochs == 1
     with pytest.raises(DivergedError, match="nothing was updated"):
         trained(task, tmp_path / "run")
     stopped = events(tmp_path / "run")[-1]
     assert stopped["event"] == "stopped"
     assert "the loss is" in stopped["reason"]
-    names = [task.split.name(row) for row in range(len(task.split))]
+    names = [task.train_split.get_image_name(row) for row in range(len(task.train_split))]
     assert sorted(stopped["batch"]) == sorted(names)  # of that step: here all
     last = (tmp_path / "run" / "run.log").read_text().splitlines()[-1]
     assert last.endswith(f"stopped: {stopped['reason']}")

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitrail.config import Schedule
+from vitrail.config import ScheduleConfig
 from vitrail.errors import UsageError
-from vitrail.train.schedule import share
+from vitrail.train.schedule import lr_scale
 
 BY_HAND: dict[str, tuple[dict[str, Any], list[float]]] = {
     "constant": ({"decay": "constant"}, [1.0, 1.0, 1.0]),
@@ -37,45 +37,45 @@ BY_HAND: dict[str, tuple[dict[str, Any], list[float]]] = {
 
 @pytest.mark.parametrize(("fields", "expected"), BY_HAND.values(), ids=BY_HAND)
 def test_the_shares_are_those_computed_by_hand(fields: dict[str, Any], expected: list[float]) -> None:
-    found = [share(Schedule(**fields), step, len(expected)) for step in range(len(expected))]
+    found = [lr_scale(ScheduleConfig(**fields), step, len(expected)) for step in range(len(expected))]
     assert found == pytest.approx(expected, abs=1e-12)
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> tuple[Schedule, int]:
+def runs(draw: st.DrawFn) -> tuple[ScheduleConfig, int]:
     steps = draw(st.integers(2, 500))
     warmup = draw(st.integers(0, steps - 1))
     decay = draw(st.sampled_from(["cosine", "linear", "rsqrt", "constant"]))
     if decay in ("cosine", "linear"):
-        return Schedule(decay=decay, warmup=warmup, final=draw(st.floats(0, 1))), steps
+        return ScheduleConfig(decay=decay, warmup=warmup, final_lr_scale=draw(st.floats(0, 1))), steps
     cooldown = draw(st.integers(0, steps - warmup))
-    return Schedule(decay=decay, warmup=warmup, cooldown=cooldown, timescale=draw(st.integers(1, 1000))), steps
+    return ScheduleConfig(decay=decay, warmup=warmup, cooldown=cooldown, timescale=draw(st.integers(1, 1000))), steps
 
 
 @given(runs())
-def test_it_rises_to_exactly_one_and_never_rises_again(run: tuple[Schedule, int]) -> None:
+def test_it_rises_to_exactly_one_and_never_rises_again(run: tuple[ScheduleConfig, int]) -> None:
     schedule, steps = run
-    shares = [share(schedule, step, steps) for step in range(steps)]
+    shares = [lr_scale(schedule, step, steps) for step in range(steps)]
     top = schedule.warmup
     assert shares[top] == 1.0
     assert shares[: top + 1] == sorted(shares[: top + 1])
     assert all(later <= earlier + 1e-15 for earlier, later in zip(shares[top:], shares[top + 1 :], strict=False))
     assert all(0 <= value <= 1 for value in shares)
-    assert shares[-1] >= schedule.final - 1e-12
+    assert shares[-1] >= schedule.final_lr_scale - 1e-12
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
 def test_the_last_step_is_one_short_of_the_end(decay: Any) -> None:
     """At 1,000 steps a straight line has a thousandth left, a cosine a fourth of (pi / 1000)^2."""
     left = {"linear": 0.9e-3, "cosine": 0.9 * (3.14159265 / 1000) ** 2 / 4}[decay]
-    assert share(Schedule(decay=decay, final=0.1), 999, 1000) == pytest.approx(0.1 + left, rel=1e-6)
+    assert lr_scale(ScheduleConfig(decay=decay, final_lr_scale=0.1), 999, 1000) == pytest.approx(0.1 + left, rel=1e-6)
 
 
 def test_what_does_not_fit_into_the_run_is_refused_with_its_numbers() -> None:
-    schedule = Schedule(decay="constant", warmup=60, cooldown=41)
+    schedule = ScheduleConfig(decay="constant", warmup=60, cooldown=41)
     with pytest.raises(UsageError, match="a warm-up of 60 steps and a cooldown of 41 do not fit into 100 steps"):
-        share(schedule, 0, 100)
-    assert share(schedule, 60, 101) == 1.0
+        lr_scale(schedule, 0, 100)
+    assert lr_scale(schedule, 60, 101) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -95,4 +95,4 @@ def test_what_does_not_fit_into_the_run_is_refused_with_its_numbers() -> None:
 )
 def test_a_field_that_would_do_nothing_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="cannot be"):
-        Schedule(**fields)
+        ScheduleConfig(**fields)

@@ -15,44 +15,44 @@ import torch
 from torch import Tensor
 
 from tests import making
-from tests.train.test_distributed import ended, last_row, started, trained, weights
+from tests.runtime.test_distributed import ended, last_row, started, trained, weights
 from vitrail import recipes
 from vitrail.cli import main
-from vitrail.config import Optimiser, Schedule
-from vitrail.data.sources import open_data
-from vitrail.files import sha256
+from vitrail.config import OptimizerConfig, ScheduleConfig
+from vitrail.data.sources import open_dataset
+from vitrail.files import compute_sha256
 from vitrail.model.build import Model
-from vitrail.train import distributed, keeper, sharding
-from vitrail.train import state as states
-from vitrail.train.distributed import ALONE, Group
-from vitrail.train.step import State, advance, begin
-from vitrail.train.task import Task
-from vitrail.weights import storage
+from vitrail.runtime import distributed
+from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
+from vitrail.train import checkpoint, fsdp, trainer
+from vitrail.train.step import TrainState, build_train_state, train_step
+from vitrail.train.training_run import TrainingRun
+from vitrail.weights import tensor_files
 
 CPU = torch.device("cpu")
 OPTIMISERS = {
-    "adam": Optimiser(kind="adam", lr=1e-3, weight_decay=0.1, clip=1.0, eps=1e-4),
-    "muon": Optimiser(kind="muon", lr=3e-3, weight_decay=0.1, clip=1.0, eps=1e-4),
-    "sgd": Optimiser(kind="sgd", lr=0.1, weight_decay=0.01, clip=1.0),
+    "adam": OptimizerConfig(kind="adam", lr=1e-3, weight_decay=0.1, clip=1.0, eps=1e-4),
+    "muon": OptimizerConfig(kind="muon", lr=3e-3, weight_decay=0.1, clip=1.0, eps=1e-4),
+    "sgd": OptimizerConfig(kind="sgd", lr=0.1, weight_decay=0.01, clip=1.0),
 }
 
 
-def task(group: Group = ALONE, kind: str = "adam", **changes: Any) -> Task:
+def task(group: ProcessGroup = SINGLE_PROCESS, kind: str = "adam", **changes: Any) -> TrainingRun:
     """Six steps of 103 digits with an average of weights, and an evaluation of shares that differ by a batch.
 
     A key's bias has gradients of nothing but rounding, of which Adam with a small eps would make whole steps.
     """
-    named = recipes.named("digits")
+    named = recipes.get_recipe("digits")
     settings = named.settings | {"width": 48, "mlp": 96, "depth": 2}
     recipe = dataclasses.replace(named, settings=settings, batch=103, epochs=618 / 1439, ema=0.9)
-    recipe = dataclasses.replace(recipe, schedule=Schedule(warmup=3), optimiser=OPTIMISERS[kind])
-    fields = {"recipe": recipe, "dataset": open_data("digits"), "device": CPU, "group": group, "shard": True}
-    return Task(**(fields | changes))
+    recipe = dataclasses.replace(recipe, schedule=ScheduleConfig(warmup=3), optimizer=OPTIMISERS[kind])
+    fields = {"recipe": recipe, "dataset": open_dataset("digits"), "device": CPU, "group": group, "shard": True}
+    return TrainingRun(**(fields | changes))
 
 
 @pytest.fixture(autouse=True)
 def _shares_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "_EVALUATION_BATCH", len(open_data("digits").splits["val"]) // 2)
+    monkeypatch.setattr(trainer, "_EVAL_BATCH_SIZE", len(open_dataset("digits").splits["val"]) // 2)
 
 
 def losses(folder: Path) -> Callable[[Any], None]:
@@ -74,9 +74,9 @@ def test_sharded_ranks_compute_what_one_process_computes(tmp_path: Path, kind: s
     one, two = tmp_path / "one", tmp_path / "two"
     trained(task(kind=kind), one, losses(one))
 
-    def work(group: Group) -> None:
+    def work(group: ProcessGroup) -> None:
         mine = task(group, kind, micro_batches=micro_batches)
-        assert trained(mine, two, losses(two) if group.leads else lambda _: None) is None or group.leads
+        assert trained(mine, two, losses(two) if group.is_rank0 else lambda _: None) is None or group.is_rank0
 
     assert ended(started(2, work)) == [0, 0]
     assert noted(two) == pytest.approx(noted(one), rel=1e-5)
@@ -85,7 +85,9 @@ def test_sharded_ranks_compute_what_one_process_computes(tmp_path: Path, kind: s
 
 
 def test_a_rank_without_an_image_in_a_part_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
-    few = dataclasses.replace(task(kind="sgd").recipe, epochs=104 / 1439, schedule=Schedule())  # 103 images, then one
+    few = dataclasses.replace(
+        task(kind="sgd").recipe, epochs=104 / 1439, schedule=ScheduleConfig()
+    )  # 103 images, then one
     trained(task(recipe=few), tmp_path / "one")
     assert ended(started(2, lambda group: trained(task(group, recipe=few, micro_batches=2), tmp_path / "two"))) == [
         0,
@@ -101,7 +103,7 @@ def gradients(model: Model, images: Tensor) -> dict[str, Tensor]:
     model.train()
     model(images).square().sum().backward()
     return {
-        name: sharding.whole(parameter.grad)
+        name: fsdp.to_full_tensor(parameter.grad)
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
@@ -137,29 +139,29 @@ MODELS: dict[str, Callable[[], Model]] = {
 def test_every_kind_of_model_has_its_gradients_and_copies(tmp_path: Path) -> None:
     """Each of three ranks has the same images, so the mean of their gradients is the gradient of a whole model."""
 
-    def work(group: Group) -> None:
+    def work(group: ProcessGroup) -> None:
         for make in MODELS.values():
             model, other = make(), make()
             images = making.images(model.config, 2)
             wanted = gradients(model, images)
-            sharding.shard(other, CPU)
+            fsdp.shard_model(other, CPU)
             found = gradients(other, images)
             assert found.keys() == wanted.keys()
             for name, gradient in wanted.items():
                 torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4)
-            copied = sharding.copied(other)
+            copied = fsdp.copy_full_model(other)
             assert (copied is None) == (group.rank > 0)
             for name, tensor in model.state_dict().items() if copied else ():
                 assert torch.equal(copied.state_dict()[name], tensor)
-            units = [module for module in other.modules() if isinstance(module, sharding.UNITS)]
+            units = [module for module in other.modules() if isinstance(module, fsdp.SHARDED_UNITS)]
             assert units
-            assert all(map(sharding.is_sharded, units))
+            assert all(map(fsdp.is_sharded, units))
 
     assert ended(started(3, work)) == [0] * 3
 
 
 def test_compiled_blocks_stay_compiled_in_a_sharded_model() -> None:
-    def work(_: Group) -> None:
+    def work(_: ProcessGroup) -> None:
         graphs = []
 
         def counting(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
@@ -169,7 +171,7 @@ def test_compiled_blocks_stay_compiled_in_a_sharded_model() -> None:
         model, other = making.vit(depth=3), making.vit(depth=3)
         for block in other.blocks:
             block.compile(backend=counting)  # as ViT.compile_blocks does, with a compiler that counts
-        sharding.shard(other, CPU)
+        fsdp.shard_model(other, CPU)
         images = making.images(model.config, 2)
         wanted, found = gradients(model, images), gradients(other, images)
         for name in wanted:
@@ -182,24 +184,26 @@ def test_compiled_blocks_stay_compiled_in_a_sharded_model() -> None:
 # --- the state -------------------------------------------------------------------------------------------------------
 
 
-def stepped(mine: Task, steps: int = 3) -> State:
+def stepped(mine: TrainingRun, steps: int = 3) -> TrainState:
     """The state after some steps of the same images on every rank."""
-    state = begin(mine.model(), mine.recipe)
+    state = build_train_state(mine.build_model(), mine.recipe)
     images = making.images(mine.config, 4)
     for _ in range(steps):
-        advance(state, [(images, torch.arange(4))], mine.recipe, size=4 * mine.group.world, steps=9, seed=0)
+        train_step(
+            state, [(images, torch.arange(4))], mine.recipe, step_images=4 * mine.group.world_size, steps=9, seed=0
+        )
     return state
 
 
-def everything(state: State) -> dict[str, Tensor]:
+def everything(state: TrainState) -> dict[str, Tensor]:
     """All tensors of a state, whole."""
     found = {f"model {name}": tensor for name, tensor in state.model.state_dict().items()}
     for group in state.optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             found |= {f"{name} {kind}": tensor for kind, tensor in state.optimizer.state[parameter].items()}
-    assert state.average is not None
-    found |= {f"average {name}": tensor for name, tensor in state.average.tensors.items()}
-    return {name: sharding.whole(tensor.detach()).clone() for name, tensor in found.items()}
+    assert state.ema is not None
+    found |= {f"average {name}": tensor for name, tensor in state.ema.tensors.items()}
+    return {name: fsdp.to_full_tensor(tensor.detach()).clone() for name, tensor in found.items()}
 
 
 def test_a_state_saved_by_two_ranks_is_loaded_by_any_number(tmp_path: Path) -> None:
@@ -207,21 +211,23 @@ def test_a_state_saved_by_two_ranks_is_loaded_by_any_number(tmp_path: Path) -> N
 
     With Muon, which leaves some parameters to AdamW and so has both kinds of state.
     """
-    path = tmp_path / states.name(3)
+    path = tmp_path / checkpoint.format_checkpoint_name(3)
 
-    def save(group: Group) -> None:
+    def save(group: ProcessGroup) -> None:
         state = stepped(task(group, "muon"))
         whole = everything(state)
-        states.write(tmp_path, states.taken(state, {"seen": group.rank}), distributed.exchange())
-        if group.leads:
+        checkpoint.write_checkpoint(
+            tmp_path, checkpoint.copy_state(state, {"seen": group.rank}), distributed.make_all_gather()
+        )
+        if group.is_rank0:
             torch.save(whole, tmp_path / "expected.pt")
 
-    def load(group: Group, *, shard: bool = True) -> State:
-        state = begin((mine := task(group, "muon", shard=shard)).model(), mine.recipe)
-        assert sharding.is_sharded(state.model) == (shard and group.world > 1)
-        snapshot = states.read(path)
+    def load(group: ProcessGroup, *, shard: bool = True) -> TrainState:
+        state = build_train_state((mine := task(group, "muon", shard=shard)).build_model(), mine.recipe)
+        assert fsdp.is_sharded(state.model) == (shard and group.world_size > 1)
+        snapshot = checkpoint.read_checkpoint(path)
         assert snapshot.facts == {"seen": 0}
-        states.restore(state, snapshot)
+        checkpoint.restore_state(state, snapshot)
         found, expected = everything(state), torch.load(tmp_path / "expected.pt")
         assert state.step == 3
         assert found.keys() == expected.keys()
@@ -235,7 +241,7 @@ def test_a_state_saved_by_two_ranks_is_loaded_by_any_number(tmp_path: Path) -> N
     assert sizes[1] == pytest.approx(sizes[0], rel=0.2)  # each has its half
     assert ended(started(4, load)) == [0] * 4
     assert ended(started(2, lambda group: load(group, shard=False))) == [0, 0]
-    states.write(tmp_path, states.taken(load(ALONE), {"seen": 0}))
+    checkpoint.write_checkpoint(tmp_path, checkpoint.copy_state(load(SINGLE_PROCESS), {"seen": 0}))
     assert (path / "model.safetensors").exists()
     assert ended(started(3, load)) == [0] * 3
 
@@ -244,15 +250,15 @@ def test_a_state_saved_by_two_ranks_is_loaded_by_any_number(tmp_path: Path) -> N
 def test_rows_are_found_in_whatever_pieces_hold_them(rows: range) -> None:
     whole = torch.arange(10.0).reshape(5, 2)
     pieces = [(4, whole[4:]), (0, whole[:3]), (5, whole[5:]), (3, whole[3:4])]
-    assert torch.equal(states.assembled(pieces, rows), whole[rows.start : rows.stop])
-    assert torch.equal(states.assembled([(0, whole)], rows), whole[rows.start : rows.stop])
+    assert torch.equal(checkpoint.assemble_rows(pieces, rows), whole[rows.start : rows.stop])
+    assert torch.equal(checkpoint.assemble_rows([(0, whole)], rows), whole[rows.start : rows.stop])
 
 
-def in_threads(world: int) -> Callable[[int], states.Exchange]:
+def in_threads(world: int) -> Callable[[int], checkpoint.AllGather]:
     """The exchange of so many ranks that are threads."""
     barrier, said = threading.Barrier(world), [None] * world
 
-    def of(rank: int) -> states.Exchange:
+    def of(rank: int) -> checkpoint.AllGather:
         def exchange(mine: Any) -> list[Any]:
             said[rank] = mine
             barrier.wait(10)
@@ -269,7 +275,7 @@ def in_threads(world: int) -> Callable[[int], states.Exchange]:
 def test_a_checkpoint_appears_when_all_ranks_have_written_and_not_if_one_cannot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int | None
 ) -> None:
-    exchange, raised, write = in_threads(2), [], storage.write
+    exchange, raised, write = in_threads(2), [], tensor_files.write_tensors
 
     def limited(path: Path, *arguments: Any) -> None:
         assert not list(tmp_path.glob("step-*"))
@@ -281,18 +287,20 @@ def test_a_checkpoint_appears_when_all_ranks_have_written_and_not_if_one_cannot(
         tensors = {f"model-0000{rank}": {"weight": torch.full((2, 3), float(rank))}}
         first = {f"model-0000{rank}": {"weight": 2}} if rank else {}
         try:
-            states.write(tmp_path, states.Snapshot(7, tensors, {}, first, rank), exchange(rank))
-        except states.DiskFullError as error:
+            checkpoint.write_checkpoint(tmp_path, checkpoint.Checkpoint(7, tensors, {}, first, rank), exchange(rank))
+        except checkpoint.DiskFullError as error:
             raised.append(error)
 
-    monkeypatch.setattr(storage, "write", limited)
+    monkeypatch.setattr(tensor_files, "write_tensors", limited)
     threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if failing is None:
-        ((_, top), (start, bottom)) = states.read(tmp_path / states.name(7)).pieces("model")["weight"]
+        ((_, top), (start, bottom)) = checkpoint.read_checkpoint(
+            tmp_path / checkpoint.format_checkpoint_name(7)
+        ).get_pieces("model")["weight"]
         assert (start, top.tolist(), bottom.tolist()) == (2, [[0.0] * 3] * 2, [[1.0] * 3] * 2)
         assert not raised
     else:
@@ -304,16 +312,16 @@ def test_a_checkpoint_appears_when_all_ranks_have_written_and_not_if_one_cannot(
 
 
 def test_a_group_that_lost_a_rank_goes_on_to_the_same_weights(tmp_path: Path) -> None:
-    def dropping(group: Group) -> Task:
+    def dropping(group: ProcessGroup) -> TrainingRun:
         mine = task(group)
         return dataclasses.replace(mine, recipe=dataclasses.replace(mine.recipe, dropout=0.1))
 
-    def work(folder: str, lost: int | None) -> Callable[[Group], None]:
+    def work(folder: str, lost: int | None) -> Callable[[ProcessGroup], None]:
         def die(moment: Any) -> None:
             if moment.step == lost:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        def run(group: Group) -> None:
+        def run(group: ProcessGroup) -> None:
             after = die if group.rank == 1 else lambda _: None
             trained(dropping(group), tmp_path / folder, after, save_every=0.0, resume=True)
 
@@ -321,11 +329,14 @@ def test_a_group_that_lost_a_rank_goes_on_to_the_same_weights(tmp_path: Path) ->
 
     assert ended(started(2, work("whole", None))) == [0, 0]
     assert ended(started(2, work("run", 4))) == [1, -signal.SIGKILL]
-    assert states.found(tmp_path / "run" / "checkpoints")[0].name in (states.name(2), states.name(3))
+    assert checkpoint.list_checkpoints(tmp_path / "run" / "checkpoints")[0].name in (
+        checkpoint.format_checkpoint_name(2),
+        checkpoint.format_checkpoint_name(3),
+    )
     assert ended(started(2, work("run", None))) == [0, 0]
     for name in ("best", "last"):
         one, other = (tmp_path / folder / "weights" / f"{name}.safetensors" for folder in ("whole", "run"))
-        assert sha256(one) == sha256(other)
+        assert compute_sha256(one) == compute_sha256(other)
     digests = [
         [json.loads(line).get("weights") for line in (tmp_path / folder / "events.jsonl").read_text().splitlines()]
         for folder in ("whole", "run")
@@ -336,7 +347,7 @@ def test_a_group_that_lost_a_rank_goes_on_to_the_same_weights(tmp_path: Path) ->
 def test_what_one_rank_is_asked_all_do_and_the_state_goes_on_in_one_process(tmp_path: Path) -> None:
     trained(task(), tmp_path / "one")
 
-    def work(group: Group) -> None:
+    def work(group: ProcessGroup) -> None:
         def ask(moment: Any) -> None:
             if moment.step == 3 and group.rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -356,19 +367,19 @@ def test_the_command_shards_over_several_processes(
     monkeypatch.chdir(tmp_path)
     command = ["train", "digits", "--data", "digits", "--epochs", "0.2", "--warmup", "1", "--workers", "0", "--shard"]
 
-    def work(_: Group) -> None:
+    def work(_: ProcessGroup) -> None:
         torch.distributed.destroy_process_group()  # the command joins by itself
         os._exit(main([*command, "--device", "cpu", "--out", "two"]))
 
     assert ended(started(2, work)) == [0, 0]
     assert json.loads(Path("two/config.json").read_text())["sharded"] is True
     assert list(Path("two/checkpoints").glob("*/model-00001.safetensors"))
-    monkeypatch.setattr("vitrail.train.run.run", lambda *_, **__: None)
+    monkeypatch.setattr("vitrail.train.run.run_training", lambda *_, **__: None)
     assert main([*command, "--device", "cpu", "--out", "one"]) == 0
     assert "--shard changes nothing in one process" in capsys.readouterr().err
 
 
 def test_sharded_steps_are_not_recorded() -> None:
     cuda = torch.device("cuda")
-    assert task(device=cuda).recorded
-    assert not task(Group(world=2), device=cuda).recorded
+    assert task(device=cuda).can_use_cuda_graph
+    assert not task(ProcessGroup(world_size=2), device=cuda).can_use_cuda_graph

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from tests import making
-from vitrail.config import Augment, Optimiser, Recipe, Schedule
-from vitrail.train.losses import offsets
-from vitrail.train.step import DivergedError, State, advance, begin
+from vitrail.config import AugmentConfig, OptimizerConfig, Recipe, ScheduleConfig
+from vitrail.train.losses import compute_logit_adjustment
+from vitrail.train.step import DivergedError, TrainState, build_train_state, train_step
 
 RECIPE = Recipe(
     model="ti8",
     batch=8,
     epochs=1,
-    optimiser=Optimiser(lr=1e-2, clip=1.0),
-    schedule=Schedule(decay="constant"),
-    augment=Augment(),
+    optimizer=OptimizerConfig(lr=1e-2, clip=1.0),
+    schedule=ScheduleConfig(decay="constant"),
+    augment=AugmentConfig(),
     source="test",
 )
 
@@ -29,23 +29,23 @@ def data(count: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 3, 32, 32, generator=generator), torch.arange(count) % 7
 
 
-def after(parts: list[tuple[Tensor, Tensor]], recipe: Recipe = RECIPE, steps: int = 1, **changes: Any) -> State:
+def after(parts: list[tuple[Tensor, Tensor]], recipe: Recipe = RECIPE, steps: int = 1, **changes: Any) -> TrainState:
     model = making.vit()
-    model.regularise(dropout=recipe.dropout, stochastic_depth=recipe.stochastic_depth)
-    state = begin(model, recipe)
+    model.set_regularization(dropout=recipe.dropout, stochastic_depth=recipe.stochastic_depth)
+    state = build_train_state(model, recipe)
     for _ in range(steps):
-        advance(state, parts, recipe, **({"size": 8, "steps": 10, "seed": 0} | changes))
+        train_step(state, parts, recipe, **({"size": 8, "steps": 10, "seed": 0} | changes))
     return state
 
 
-def weights(state: State) -> list[Tensor]:
+def weights(state: TrainState) -> list[Tensor]:
     return [parameter.detach() for parameter in state.model.parameters()]
 
 
 def test_training_does_without_the_attention_whose_gradient_may_be_no_number() -> None:
     """cuDNN's, torch's first choice on some GPUs: docs/experiments."""
     torch.backends.cuda.enable_cudnn_sdp(True)
-    begin(making.vit(), RECIPE)
+    build_train_state(making.vit(), RECIPE)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
@@ -54,7 +54,7 @@ def test_training_does_without_the_attention_whose_gradient_may_be_no_number() -
 def test_micro_batches_make_one_batch(cut: tuple[int, ...], loss: Any) -> None:
     """Gradients of any division agree with the whole's to 1e-6; SGD, which shows gradients as they are."""
     images, targets = data()
-    recipe = dataclasses.replace(RECIPE, loss=loss, optimiser=Optimiser(kind="sgd", lr=0.1))
+    recipe = dataclasses.replace(RECIPE, loss=loss, optimizer=OptimizerConfig(kind="sgd", lr=0.1))
     whole = weights(after([(images, targets)], recipe))
     parts = list(zip(images.split(list(cut)), targets.split(list(cut)), strict=True))
     for one, two in zip(whole, weights(after(parts, recipe)), strict=True):
@@ -78,27 +78,27 @@ def test_dropout_depends_on_seed_and_step_and_on_nothing_left_over() -> None:
 def test_a_number_that_is_none_stops_before_anything_moves(bad: float) -> None:
     images, targets = data()
     images[3, 0, 0, 0] = bad
-    state = begin(making.vit(), RECIPE)
+    state = build_train_state(making.vit(), RECIPE)
     before = [tensor.clone() for tensor in weights(state)]
     with pytest.raises(DivergedError, match="step 0: the loss is nan") as caught:
-        advance(state, [(images, targets)], RECIPE, size=8, steps=10, seed=0)
+        train_step(state, [(images, targets)], RECIPE, step_images=8, steps=10, seed=0)
     assert caught.value.exit_code == 6
     assert state.step == 0
     assert all(torch.equal(a, b) for a, b in zip(before, weights(state), strict=True))
 
 
 def test_the_learning_rate_is_the_schedules() -> None:
-    recipe = dataclasses.replace(RECIPE, schedule=Schedule(decay="linear", warmup=2))
-    state = begin(making.vit(), recipe)
-    rates = [advance(state, [data()], recipe, size=8, steps=6, seed=0).lr for _ in range(6)]
+    recipe = dataclasses.replace(RECIPE, schedule=ScheduleConfig(decay="linear", warmup=2))
+    state = build_train_state(making.vit(), recipe)
+    rates = [train_step(state, [data()], recipe, step_images=8, steps=6, seed=0).lr for _ in range(6)]
     assert rates == pytest.approx([0, 0.005, 0.01, 0.0075, 0.005, 0.0025])
 
 
 def test_the_average_follows() -> None:
     recipe = dataclasses.replace(RECIPE, ema=0.5)
     state = after([data()], recipe, steps=2)
-    assert state.average is not None
-    moved = [not torch.equal(state.average.tensors[name], value) for name, value in state.model.named_parameters()]
+    assert state.ema is not None
+    moved = [not torch.equal(state.ema.tensors[name], value) for name, value in state.model.named_parameters()]
     assert any(moved)
 
 
@@ -107,15 +107,15 @@ def test_the_average_by_its_recursion(warmup: bool) -> None:
     """Without a warm-up 0.75 is kept in every step; with one (1 + t) / (10 + t) of the t-th, while that is less."""
     recipe = dataclasses.replace(RECIPE, ema=0.75, ema_warmup=warmup)
     model = making.vit()
-    state = begin(model, recipe)
-    assert state.average is not None
+    state = build_train_state(model, recipe)
+    assert state.ema is not None
     expected = {name: value.detach().double() for name, value in model.named_parameters()}
     for step in range(1, 4):
-        advance(state, [data()], recipe, size=8, steps=10, seed=0)
+        train_step(state, [data()], recipe, step_images=8, steps=10, seed=0)
         kept = (1 + step) / (10 + step) if warmup else 0.75
         for name, value in model.named_parameters():
             expected[name] = kept * expected[name] + (1 - kept) * value.detach().double()
-            torch.testing.assert_close(state.average.tensors[name].double(), expected[name], atol=1e-6, rtol=0)
+            torch.testing.assert_close(state.ema.tensors[name].double(), expected[name], atol=1e-6, rtol=0)
 
 
 COUNTS = (50, 1, 2, 3, 20, 10, 4)
@@ -124,19 +124,19 @@ COUNTS = (50, 1, 2, 3, 20, 10, 4)
 @pytest.mark.parametrize("loss", ["softmax", "sigmoid"])
 def test_a_balanced_step_is_that_of_a_model_whose_head_says_the_classes_sizes(loss: Any) -> None:
     """Offsets added to the logits are a bias that does not learn: they shift the head's bias and nothing else."""
-    recipe = dataclasses.replace(RECIPE, loss=loss, optimiser=Optimiser(kind="sgd", lr=0.1))
-    balanced = dataclasses.replace(recipe, balanced=True)
-    state, shifted = begin(making.vit(), balanced, COUNTS), begin(making.vit(), recipe, COUNTS)
-    assert shifted.offsets is None
-    added = offsets(torch.tensor(COUNTS), loss)
+    recipe = dataclasses.replace(RECIPE, loss=loss, optimizer=OptimizerConfig(kind="sgd", lr=0.1))
+    balanced = dataclasses.replace(recipe, logit_adjustment=True)
+    state, shifted = build_train_state(making.vit(), balanced, COUNTS), build_train_state(making.vit(), recipe, COUNTS)
+    assert shifted.logit_adjustment is None
+    added = compute_logit_adjustment(torch.tensor(COUNTS), loss)
     with torch.no_grad():
         shifted.model.head.bias += added
     cut = [3, 5]  # micro-batches have them each
     parts = list(zip(*(each.split(cut) for each in data()), strict=True))
     for _ in range(2):
-        one = advance(state, parts, balanced, size=8, steps=10, seed=0)
-        two = advance(shifted, parts, recipe, size=8, steps=10, seed=0)
-        assert (one.loss, one.norm) == pytest.approx((two.loss, two.norm), rel=1e-5)
+        one = train_step(state, parts, balanced, step_images=8, steps=10, seed=0)
+        two = train_step(shifted, parts, recipe, step_images=8, steps=10, seed=0)
+        assert (one.loss, one.grad_norm) == pytest.approx((two.loss, two.grad_norm), rel=1e-5)
     with torch.no_grad():
         shifted.model.head.bias -= added
     for ours, theirs in zip(weights(state), weights(shifted), strict=True):
@@ -145,12 +145,12 @@ def test_a_balanced_step_is_that_of_a_model_whose_head_says_the_classes_sizes(lo
 
 def test_the_offsets_are_no_part_of_the_model() -> None:
     """Neither its answers nor its tensors know them."""
-    recipe = dataclasses.replace(RECIPE, balanced=True)
-    state = begin(making.vit(), recipe, COUNTS)
-    assert state.offsets is not None
-    assert state.offsets.tolist() == pytest.approx([math.log(count / 90) for count in COUNTS])
+    recipe = dataclasses.replace(RECIPE, logit_adjustment=True)
+    state = build_train_state(making.vit(), recipe, COUNTS)
+    assert state.logit_adjustment is not None
+    assert state.logit_adjustment.tolist() == pytest.approx([math.log(count / 90) for count in COUNTS])
     plain, images = making.vit(), data()[0]
     assert state.model.state_dict().keys() == plain.state_dict().keys()
     with torch.no_grad():
         assert torch.equal(state.model.eval()(images), plain(images))
-    assert begin(making.vit(), RECIPE, COUNTS).offsets is None
+    assert build_train_state(making.vit(), RECIPE, COUNTS).logit_adjustment is None

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tests import making
 from tests.making import VARIANTS
-from vitrail.config import Preprocess
+from vitrail.config import PreprocessConfig
 from vitrail.errors import UsageError
 from vitrail.model.build import Model
-from vitrail.model.vit import cut
-from vitrail.weights.adapt import adapt, reordered, resize_patches
+from vitrail.model.vit import patchify
+from vitrail.weights.adapt import adapt, reorder_head, resize_patch_kernels
 
 
 @pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
@@ -55,7 +55,7 @@ def test_a_distilled_model_gets_two_new_heads_and_a_headless_one_none() -> None:
     bare = adapt(before, classes=0)
     images = making.images(before.model.config)
     with torch.no_grad():
-        assert torch.equal(bare.model(images), before.model.features(images))
+        assert torch.equal(bare.model(images), before.model.compute_features(images))
 
 
 def test_the_model_it_came_from_is_left_alone() -> None:
@@ -78,7 +78,7 @@ def test_larger_patches_of_a_resized_image_give_equal_tokens(old: int, new: int,
         torch.randn(9, 3, old, old, generator=generator),
     )
     grown = F.interpolate(patches, (new, new), mode="bilinear", align_corners=False)
-    answers = torch.einsum("bchw,dchw->bd", grown, resize_patches(kernels, new))
+    answers = torch.einsum("bchw,dchw->bd", grown, resize_patch_kernels(kernels, new))
     expected = torch.einsum("bchw,dchw->bd", patches, kernels)
     if new >= old:
         torch.testing.assert_close(answers, expected, atol=1e-3, rtol=1e-3)
@@ -91,7 +91,7 @@ def test_larger_patches_of_a_resized_image_give_equal_tokens(old: int, new: int,
             wanted = torch.einsum("bchw,dchw->bd", basis, kernels)
             return (torch.einsum("bchw,dchw->bd", shrunk, candidate) - wanted).square().sum()
 
-        assert error(resize_patches(kernels, new)) <= error(naive) * (1 + 1e-4)
+        assert error(resize_patch_kernels(kernels, new)) <= error(naive) * (1 + 1e-4)
 
 
 def test_a_new_patch_side_keeps_the_image_size_or_the_grid() -> None:
@@ -102,7 +102,7 @@ def test_a_new_patch_side_keeps_the_image_size_or_the_grid() -> None:
     same_grid = adapt(before, patch=16, image_size=64)
     assert torch.equal(same_grid.model.pos_embed, before.model.pos_embed)
     small = making.images(before.model.config)
-    panes = cut(small, 8).reshape(-1, 3, 8, 8)
+    panes = patchify(small, 8).reshape(-1, 3, 8, 8)
     grown = F.interpolate(panes, (16, 16), mode="bilinear", align_corners=False)  # each patch on its own
     large = grown.reshape(2, 4, 4, 3, 16, 16).permute(0, 3, 1, 4, 2, 5).reshape(2, 3, 64, 64)
     with torch.no_grad():
@@ -129,7 +129,7 @@ def test_six_channels_of_a_picture_twice_give_the_same_answer() -> None:
 
 
 def test_four_channels_take_kernels_mean_and_std_in_turn() -> None:
-    view = Preprocess(size=(32, 32), resize=(32,), mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+    view = PreprocessConfig(size=(32, 32), resize=(32,), mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
     after = adapt(making.trained(making.vit(), preprocess=view), channels=4)
     assert after.preprocess is not None
     assert after.preprocess.mean == (0.1, 0.2, 0.3, 0.1)
@@ -139,14 +139,14 @@ def test_four_channels_take_kernels_mean_and_std_in_turn() -> None:
 
 def test_without_a_new_size_the_preprocessing_is_left_as_it_is() -> None:
     """DINOv2's positions are for 518 pixels and its preprocessing crops 224."""
-    view = Preprocess(size=(16, 16), resize=(20,))
+    view = PreprocessConfig(size=(16, 16), resize=(20,))
     before = making.trained(making.vit(), preprocess=view)
     assert adapt(before).preprocess == view
     assert adapt(before, classes=3).preprocess == view
 
 
 def test_the_preprocessing_follows_the_size() -> None:
-    view = Preprocess(size=(32, 32), resize=(36,), mean=(0.4,) * 3, std=(0.3,) * 3)
+    view = PreprocessConfig(size=(32, 32), resize=(36,), mean=(0.4,) * 3, std=(0.3,) * 3)
     before = making.trained(making.vit(), preprocess=view)
     square, wide = adapt(before, image_size=64), adapt(before, image_size=(64, 32))
     assert square.preprocess is not None
@@ -209,28 +209,28 @@ def test_a_head_in_another_order_gives_the_same_logits_in_that_order(model: Mode
     before = making.trained(model, temperature=1.75)
     assert before.labels is not None
     labels = tuple(before.labels[index] for index in order)
-    after = reordered(before, labels)
+    after = reorder_head(before, labels)
     assert (after.labels, after.preprocess, after.temperature) == (labels, before.preprocess, 1.75)
     assert after.origin.changes == ("head: rows put into another order of the same classes",)
     images = making.images(model.config)
     with torch.no_grad():
         torch.testing.assert_close(after.model(images), model(images)[:, order], atol=1e-6, rtol=1e-6)
-        again = reordered(after, before.labels)
+        again = reorder_head(after, before.labels)
     assert all(map(torch.equal, again.model.parameters(), model.parameters()))
-    assert reordered(before, before.labels) is before
+    assert reorder_head(before, before.labels) is before
 
 
 def test_a_head_of_other_classes_cannot_be_put_in_order() -> None:
     before = making.trained(making.vit())
     assert before.labels is not None
     with pytest.raises(UsageError, match=r"2 classes in one of model and data alone, such as 'kind 6' of the model"):
-        reordered(before, (*before.labels[:6], "new kind"))
+        reorder_head(before, (*before.labels[:6], "new kind"))
     with pytest.raises(UsageError, match=r"1 class .* such as 'a kind' of the data"):
-        reordered(before, (*before.labels, "a kind"))
+        reorder_head(before, (*before.labels, "a kind"))
     with pytest.raises(UsageError, match=r"1 class .* such as 'kind 6' of the model"):
-        reordered(before, before.labels[:6])
+        reorder_head(before, before.labels[:6])
     with pytest.raises(UsageError, match="no names, so its head cannot be kept"):
-        reordered(making.trained(making.vit(), labels=None), before.labels)
+        reorder_head(making.trained(making.vit(), labels=None), before.labels)
     twins = making.trained(making.vit(classes=3), labels=("crane", "crane", "dog"))
     with pytest.raises(UsageError, match="several of its classes are called 'crane'"):
-        reordered(twins, ("dog", "crane"))
+        reorder_head(twins, ("dog", "crane"))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from vitrail import Classifier, Trained
-from vitrail.weights.labels import imagenet1k
-from vitrail.weights.load import Format, load, save
+from vitrail.weights.labels import load_imagenet1k_classes
+from vitrail.weights.load import WeightsFormat, load, save
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +24,11 @@ def photographs(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Pa
 def test_top_1_is_the_stated(deit_tiny: Path, photographs: list[Path]) -> None:
     """77.2 % of 500 images by an independent reference; within 0.4 points of it."""
     trained = load(deit_tiny)
-    classify, classes = Classifier(trained, device="cpu"), [entry.wordnet_id for entry in imagenet1k()]
+    classify, classes = Classifier(trained, device="cpu"), [entry.wordnet_id for entry in load_imagenet1k_classes()]
     right = 0
     for start in range(0, len(photographs), 50):
         batch = photographs[start : start + 50]
-        best = classify.probabilities(batch).argmax(dim=1).tolist()
+        best = classify.predict_proba(batch).argmax(dim=1).tolist()
         right += sum(classes[index] == path.parent.name for index, path in zip(best, batch, strict=True))
     assert len(photographs) == 500
     assert right / 500 == pytest.approx(0.772, abs=0.004)
@@ -42,7 +42,7 @@ def logits(trained: Trained) -> Tensor:
 def test_logits_are_identical_through_every_format_and_back(deit_tiny: Path, tmp_path: Path) -> None:
     trained = load(deit_tiny)
     expected = logits(trained)
-    steps: list[tuple[Format, str]] = [
+    steps: list[tuple[WeightsFormat, str]] = [
         ("vitrail", "1.safetensors"),
         ("timm", "2"),
         ("timm", "3.safetensors"),

@@ -17,7 +17,7 @@ from tests.making import VARIANTS
 from vitrail import presets
 from vitrail.config import BiTConfig, ConvConfig, ViTConfig
 from vitrail.errors import ModelError, UsageError
-from vitrail.weights import storage, timm, timm_resnet
+from vitrail.weights import tensor_files, timm, timm_resnet
 from vitrail.weights.load import load, save
 
 VITS: dict[str, Any] = {
@@ -180,9 +180,9 @@ def test_what_the_file_does_not_say_is_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["r50-b16", "r26-s32", "r-ti16", "bit-r50x1", "ti16"])
 def test_presets_have_the_shapes_of_googles_files(name: str, tmp_path: Path) -> None:
     """Other depths and widths are read off the file: a preset with few classes, written and read, is itself."""
-    from vitrail.weights.trained import random
+    from vitrail.weights.trained import create_random
 
-    before = random(name, num_classes=2)
+    before = create_random(name, num_classes=2)
     save(before, tmp_path / "model.npz", "google")
     assert load(tmp_path / "model.npz").model.config == before.model.config
 
@@ -212,7 +212,7 @@ def test_deit_tiny_with_its_erf_gelu_is_refused(deit_tiny: Path, tmp_path: Path)
         save(load(deit_tiny), tmp_path / "model", "google")
 
 
-TIMM_STEM = ConvConfig(units=(), norm_eps=1e-5, standardise="sqrt(var + eps)", standardise_eps=1e-8)
+TIMM_STEM = ConvConfig(units=(), norm_eps=1e-5, standardization="sqrt(var + eps)", standardization_eps=1e-8)
 MODELS: dict[str, tuple[Any, set[str]]] = {  # a model, and the formats that hold it beside the native one
     "ViT, tanh": (lambda: making.vit(), {"google", "timm", "transformers"}),
     "ViT, erf": (
@@ -267,7 +267,7 @@ def test_hostile_npz_files_are_refused_before_anything_is_unpacked(
 
     path = tmp_path / "model.npz"
     with monkeypatch.context() as patched:
-        patched.setattr(storage, "read_npz", never)
+        patched.setattr(tensor_files, "read_npz", never)
         np.savez(path, **{"head/kernel": np.array([Explosive()], dtype=object)})
         refused(path, r"holds \|O|does not have the size")
         np.savez(path, **arrays("ViT") | {"evil": np.zeros(3, np.float32)})
@@ -468,7 +468,7 @@ def test_timms_own_reader_puts_every_array_where_ours_does(kind: str, tmp_path: 
     theirs = timm_library.create_model(name, num_classes=7, **sizes | change)
     path = stored(tmp_path, make(np.random.default_rng(0)))
     theirs.load_pretrained(str(path))
-    expected = timm.rename(theirs.state_dict())
+    expected = timm.rename_tensors(theirs.state_dict())
     ours = load(path).model.state_dict()
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[key], expected[key]) for key in ours)

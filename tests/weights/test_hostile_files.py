@@ -17,7 +17,7 @@ import torch
 
 from tests import making
 from vitrail.errors import ModelError
-from vitrail.weights import storage
+from vitrail.weights import tensor_files
 from vitrail.weights.load import load, save
 from vitrail.weights.torch_pickle import PickleError, check_pickle
 
@@ -137,14 +137,14 @@ def test_every_pickle_that_torch_reads_of_a_checkpoint_is_read(tmp_path: Path) -
     torch.save({"model": model.state_dict()} | beside, tmp_path / "model.pth")
     assert torch.load(tmp_path / "model.pth", weights_only=True)["epoch"] == 3
     with pytest.raises(ModelError, match=r"holds torch\.int64, not floating"):  # BatchNorm counts by it
-        storage.read(tmp_path / "model.pth")
+        tensor_files.read_tensors(tmp_path / "model.pth")
     del model[1]
     torch.save({"model": model.state_dict()} | beside, tmp_path / "model.pth")
-    assert storage.read(tmp_path / "model.pth").tensors.keys() == {"0.weight", "0.bias"}
+    assert tensor_files.read_tensors(tmp_path / "model.pth").tensors.keys() == {"0.weight", "0.bias"}
 
 
 def test_a_pickle_of_endless_instructions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.weights.torch_pickle.OPCODE_LIMIT", 100)
+    monkeypatch.setattr("vitrail.weights.torch_pickle.MAX_OPCODES", 100)
     with pytest.raises(PickleError, match="over 100 instructions"):
         check_pickle(b"\x80\x02" + b"N" * 200 + b".")
 
@@ -187,7 +187,7 @@ def test_an_npz_header_of_every_version_is_read(tmp_path: Path) -> None:
             file = io.BytesIO()
             np.lib.format.write_array(file, np.ones((2, 3), np.float32), version=version)
             archive.writestr(f"{version[0]}.npy", file.getvalue())
-    assert set(storage.npz_headers(tmp_path / "a.npz").values()) == {storage.ArrayHeader((2, 3), "<f4")}
+    assert set(tensor_files.read_npz_headers(tmp_path / "a.npz").values()) == {tensor_files.ArrayHeader((2, 3), "<f4")}
 
 
 @pytest.mark.attack

@@ -14,9 +14,9 @@ from tests import making
 from tests.hub_server import Hub, serving
 from vitrail.cli import push as verb
 from vitrail.errors import UsageError
-from vitrail.report import card
+from vitrail.report import model_card
 from vitrail.weights import hub
-from vitrail.weights.load import Format, read, save
+from vitrail.weights.load import WeightsFormat, read_model, save
 from vitrail.weights.trained import Origin, Trained
 
 FETCH = """
@@ -80,7 +80,7 @@ def push(server: Hub, home: Path, *calls: tuple[Path, str, bool], **environment:
     return [json.loads(line) for line in found.stdout.splitlines()]
 
 
-def folder_files(trained: Trained, folder: Path, to: Format) -> dict[str, bytes]:
+def folder_files(trained: Trained, folder: Path, to: WeightsFormat) -> dict[str, bytes]:
     save(trained, folder, to)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -110,16 +110,16 @@ def test_folders_and_single_files_come_with_their_commit_and_only_their_own_file
     assert (tmp_path / "hub") in folder.parents  # where the Hub's own tools cache
     assert arrays.read_bytes() == b"arrays"
     for path in (folder, other, file):
-        assert_same(trained, read(path))
+        assert_same(trained, read_model(path))
     wanted = {"config.json", "preprocessor_config.json", "README.md", "model.safetensors", "ViT-B_16.npz"}
     assert server.requested() == wanted | {"any%20name%20%5B1%5D.safetensors"}
 
-    for fetched in (hub.Fetched(folder, names[0], "apache-2.0"), hub.Fetched(other, names[1], None)):
-        origin = hub.credit(read(fetched.path), fetched).origin
-        assert (origin.name, origin.licence) == (fetched.name, fetched.licence)
+    for fetched in (hub.HubModel(folder, names[0], "apache-2.0"), hub.HubModel(other, names[1], None)):
+        origin = hub.add_hub_origin(read_model(fetched.path), fetched).origin
+        assert (origin.name, origin.license) == (fetched.name, fetched.license)
         assert len(origin.sha256 or "") == 64
-    credited = hub.credit(read(file), hub.Fetched(file, names[2], "mit"))
-    assert (credited.origin.name, credited.origin.licence) == (f"test, from {names[2]}", "mit")
+    credited = hub.add_hub_origin(read_model(file), hub.HubModel(file, names[2], "mit"))
+    assert (credited.origin.name, credited.origin.license) == (f"test, from {names[2]}", "mit")
 
 
 def test_torch_weights_are_taken_where_there_are_no_others(server: Hub, tmp_path: Path) -> None:
@@ -204,8 +204,11 @@ def test_remote_names_are_told_from_paths() -> None:
     assert hub.is_remote("hf:a/b")
     assert hub.is_remote("timm:vit")
     assert not any(hub.is_remote(name) for name in ("b16", "./hf:a", "a/timm:b", "model.safetensors"))
-    assert hub.parse("timm:vit_tiny_patch16_224.augreg_in21k") == ("timm/vit_tiny_patch16_224.augreg_in21k", None)
-    assert hub.parse("hf:a-b/c_d.e@refs/pr/1") == ("a-b/c_d.e", "refs/pr/1")
+    assert hub.parse_model_name("timm:vit_tiny_patch16_224.augreg_in21k") == (
+        "timm/vit_tiny_patch16_224.augreg_in21k",
+        None,
+    )
+    assert hub.parse_model_name("hf:a-b/c_d.e@refs/pr/1") == ("a-b/c_d.e", "refs/pr/1")
 
 
 def test_without_the_extra_the_pip_line_is_named(server: Hub, tmp_path: Path) -> None:
@@ -234,18 +237,18 @@ def test_a_pushed_run_comes_back_the_same(server: Hub, tmp_path: Path) -> None:
     assert server.private == {"org/mine"}
     assert stored["model-vitrail.safetensors"] == (run / "weights" / "best.safetensors").read_bytes()
     [[folder, *_]] = fetch(server, tmp_path, "hf:org/mine", HF_TOKEN="hf_test")
-    assert_same(trained, read(Path(folder)))
-    assert read(Path(folder)).labels == trained.labels
+    assert_same(trained, read_model(Path(folder)))
+    assert read_model(Path(folder)).labels == trained.labels
 
     # A model that transformers cannot hold takes its place: none of the earlier files may be read as this one.
     other = making.trained(making.vit(seed=3, registers=4, prefix_positions=False))
-    [note] = verb.prepare(other, tmp_path / "other", "org/mine")
+    [note] = verb.prepare_upload(other, tmp_path / "other", "org/mine")
     assert "only the native file" in note
     [address] = push(server, tmp_path, (tmp_path / "other", "hf:org/mine", True))
     assert address.startswith(f"{server.endpoint}/org/mine/commit/")
     assert sorted(server.files("org/mine")) == [".gitattributes", "README.md", "model-vitrail.safetensors"]
     [[file, *_]] = fetch(server, tmp_path, "hf:org/mine", HF_TOKEN="hf_test")
-    assert_same(other, read(Path(file)))
+    assert_same(other, read_model(Path(file)))
 
 
 def test_a_push_that_may_not_be_gets_one_line_and_changes_nothing(server: Hub, tmp_path: Path) -> None:
@@ -280,7 +283,9 @@ def test_a_card_says_what_is_known_and_unknown_where_it_is_not() -> None:
     model = making.vit()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = making.trained(model, preprocess=None, labels=None)
-    text = card.addressed(card.card(trained).markdown(), trained, card.Address("org/mine"))
+    text = model_card.set_hub_address(
+        model_card.build_card(trained).to_markdown(), trained, model_card.HubAddress("org/mine")
+    )
     front, _, body = text.removeprefix("---\n").partition("\n---\n")
     assert front.splitlines() == [
         "library_name: transformers", "pipeline_tag: image-classification", "tags:", "- vitrail", "- pytorch",
@@ -300,13 +305,13 @@ def test_a_card_cannot_be_forged_by_names_in_a_file() -> None:
         format="timm",
         name="x\n---\nlicense: mit\n<script>",
         sha256="ab" * 32,
-        licence="My: Own\nLicence",
+        license="My: Own\nLicence",
         assumptions=("heads: 3, assumed",),
         changes=("head: removed",),
     )
     trained = making.trained(making.vit(classes=0), origin=origin)
-    address = card.Address("org/mine", refusal="it cannot `hold`")
-    text = card.addressed(card.card(trained).markdown(), trained, address)
+    address = model_card.HubAddress("org/mine", refusal="it cannot `hold`")
+    text = model_card.set_hub_address(model_card.build_card(trained).to_markdown(), trained, address)
     front, _, body = text.removeprefix("---\n").partition("\n---\n")
     assert front.splitlines()[:4] == [
         "license: other", 'license_name: "my-own-licence"', "library_name: vitrail",
@@ -321,8 +326,8 @@ def test_a_card_cannot_be_forged_by_names_in_a_file() -> None:
         "cannot \\`hold",
     ):
         assert part in body
-    known = making.trained(making.vit(), origin=Origin(format="timm", name="x", licence="Apache-2.0"))
-    assert card.card(known).markdown().startswith("---\nlicense: apache-2.0\n")
+    known = making.trained(making.vit(), origin=Origin(format="timm", name="x", license="Apache-2.0"))
+    assert model_card.build_card(known).to_markdown().startswith("---\nlicense: apache-2.0\n")
 
 
 def test_a_target_is_a_repository_and_no_revision() -> None:

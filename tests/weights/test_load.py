@@ -10,32 +10,36 @@ from tests import making
 from vitrail import Classifier
 from vitrail.errors import ModelError, UsageError
 from vitrail.weights import native
-from vitrail.weights.load import Format, load, locate, save
+from vitrail.weights.load import WeightsFormat, find_model_path, load, save
 
 
 def test_a_path_wins_over_a_name_only_with_a_separator_or_as_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert locate("ti16") is None
-    assert locate("./ti16") == Path("ti16")
-    assert locate("models/ti16") == Path("models/ti16")
-    assert locate(tmp_path) == tmp_path
+    assert find_model_path("ti16") is None
+    assert find_model_path("./ti16") == Path("ti16")
+    assert find_model_path("models/ti16") == Path("models/ti16")
+    assert find_model_path(tmp_path) == tmp_path
     Path("ti16").mkdir()
-    assert locate("ti16") is None
+    assert find_model_path("ti16") is None
     Path("ti16").rmdir()
     save(making.trained(making.vit()), "model.safetensors")
     Path("model.safetensors").rename("ti16")
-    assert locate("ti16") == Path("ti16")
+    assert find_model_path("ti16") == Path("ti16")
 
 
 def test_a_runs_folder_means_its_best_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     save(making.trained(making.vit()), "run/weights/best.safetensors")
     Path("run/config.json").write_text("{}")
-    assert locate("run") == locate(tmp_path / "run").relative_to(tmp_path) == Path("run/weights/best.safetensors")
+    assert (
+        find_model_path("run")
+        == find_model_path(tmp_path / "run").relative_to(tmp_path)
+        == Path("run/weights/best.safetensors")
+    )
     assert load("run").model.config == making.vit().config
-    assert locate("a" * 300) == Path("a" * 300)
+    assert find_model_path("a" * 300) == Path("a" * 300)
 
 
 def test_a_preset_is_random_and_the_same_each_time() -> None:
@@ -52,7 +56,7 @@ def test_a_name_that_means_nothing_gets_the_nearest(tmp_path: Path, monkeypatch:
     with pytest.raises(UsageError, match=r"Did you mean b16\?"):
         load("B16")
     save(making.trained(making.vit()), "mine", "timm")
-    assert locate("mine") == Path("mine")  # a folder, where no preset has its name
+    assert find_model_path("mine") == Path("mine")  # a folder, where no preset has its name
     assert load("mine").labels is not None
 
 
@@ -144,7 +148,7 @@ def test_names_and_formats_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     [("google", "model.npz"), ("timm", "model"), ("transformers", "model"), ("torchvision", "model.pth")],
 )
 def test_other_formats_have_no_place_for_a_temperature_and_it_is_noted(
-    format_name: Format, file: str, tmp_path: Path
+    format_name: WeightsFormat, file: str, tmp_path: Path
 ) -> None:
     change = {"width": 64, "heads": 1} if format_name == "torchvision" else {}  # it knows heads of 64 alone
     model = making.vit(gelu="tanh" if format_name == "google" else "erf", **change)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import making
 from tests.making import VARIANTS
-from vitrail.config import Preprocess
+from vitrail.config import PreprocessConfig
 from vitrail.errors import ModelError, UsageError
 from vitrail.weights.load import load, save
 from vitrail.weights.trained import Origin
@@ -54,8 +54,8 @@ def test_any_words_and_numbers_survive(
     changes: tuple[str, ...],
 ) -> None:
     path = tmp_path_factory.mktemp("native") / "model.safetensors"
-    view = Preprocess(size=(32, 32), resize=resize, mean=mean, std=(0.1, 1.0, 2.0), interpolation="lanczos")
-    origin = Origin(format="timm", name="näme", sha256="0" * 64, licence=licence, changes=changes)
+    view = PreprocessConfig(size=(32, 32), resize=resize, mean=mean, std=(0.1, 1.0, 2.0), interpolation="lanczos")
+    origin = Origin(format="timm", name="näme", sha256="0" * 64, license=licence, changes=changes)
     before = making.trained(making.vit(), labels=labels, preprocess=view, origin=origin)
     save(before, path)
     after = load(path)

@@ -15,7 +15,7 @@ from tests import making
 from tests.conftest import peer
 from tests.making import VARIANTS
 from vitrail import presets
-from vitrail.config import ConvConfig, Preprocess
+from vitrail.config import ConvConfig, PreprocessConfig
 from vitrail.errors import ModelError
 from vitrail.weights import timm_resnet
 from vitrail.weights.load import load, save
@@ -84,7 +84,7 @@ def test_logits_equal_timms_own(kind: str, tmp_path: Path) -> None:
     assert ours.abs().max() > 0.1
     assert (ours - expected).abs().max() <= 1e-5
     if kind != "distilled":
-        assert (loaded.model.features(images) - features).abs().max() <= 1e-5
+        assert (loaded.model.compute_features(images) - features).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("kind", HELD)
@@ -154,7 +154,7 @@ def test_preprocessing_survives_timms_crop_fraction(
     size: tuple[int, int], resize: tuple[int, ...], tmp_path: Path
 ) -> None:
     model = making.vit(patch=math.gcd(*size), image_size=size, positions="none", depth=1)
-    view = Preprocess(size=size, resize=resize)
+    view = PreprocessConfig(size=size, resize=resize)
     notes = save(making.trained(model, preprocess=view), tmp_path / "model", "timm")
     again = load(tmp_path / "model").preprocess
     assert (again == view) or any("timm cannot say" in note for note in notes)
@@ -242,20 +242,20 @@ def test_a_dot_in_a_folders_name_is_part_of_it(tmp_path: Path) -> None:
 
 
 def test_area_is_called_box(tmp_path: Path) -> None:
-    view = Preprocess(size=(32, 32), resize=(36,), interpolation="area", mean=(0.4,) * 3, std=(0.3,) * 3)
+    view = PreprocessConfig(size=(32, 32), resize=(36,), interpolation="area", mean=(0.4,) * 3, std=(0.3,) * 3)
     save(making.trained(making.vit(), preprocess=view), tmp_path / "model", "timm")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["pretrained_cfg"]["interpolation"] == "box"
     assert load(tmp_path / "model").preprocess == view
 
 
 def test_what_a_folder_cannot_say_is_noted(tmp_path: Path) -> None:
-    origin = Origin(format="timm", name="a", licence="mit", assumptions=("one",), changes=("two",))
+    origin = Origin(format="timm", name="a", license="mit", assumptions=("one",), changes=("two",))
     trained = making.trained(making.vit(), origin=origin)
     for format_name in ("timm", "transformers"):
         notes = save(trained, tmp_path / format_name, format_name)
         assert any("resample: at other image sizes" in note for note in notes)
         assert f"origin: {format_name} has no place for the assumptions and changes" in notes
-        assert load(tmp_path / format_name).origin.licence == "mit"
+        assert load(tmp_path / format_name).origin.license == "mit"
 
 
 def test_imagenet_names_are_given_only_where_the_origin_says_so(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_imagenet_names_are_given_only_where_the_origin_says_so(tmp_path: Path) 
         (folder / "config.json").write_text(json.dumps(settings))
         loaded = load(folder)
         assert (loaded.labels is not None) == named, tag
-        assert loaded.origin.licence == "mit"
+        assert loaded.origin.license == "mit"
     assert load(tmp_path / "in1k").labels[1] == "goldfish, Carassius auratus"
 
 

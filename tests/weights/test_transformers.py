@@ -28,9 +28,9 @@ from transformers import (
 from tests import making
 from tests.making import VARIANTS
 from vitrail import Classifier
-from vitrail.config import Preprocess
+from vitrail.config import PreprocessConfig
 from vitrail.data.decode import decode
-from vitrail.data.transforms import evaluation_view, normalise
+from vitrail.data.transforms import make_eval_input, normalize
 from vitrail.errors import ModelError, UsageError
 from vitrail.weights.load import load, save
 
@@ -152,14 +152,14 @@ def test_a_pooler_beside_a_classifier_is_left_out_and_said(tmp_path: Path) -> No
 
 def test_a_crop_is_taken_where_transformers_takes_it(tmp_path: Path) -> None:
     """Short side 40, crop 33: the corner falls on 3.5, which rounds to 4 here and to 3 there."""
-    view = Preprocess(size=(33, 33), resize=(40,), interpolation="bilinear", crop_rounding="down")
+    view = PreprocessConfig(size=(33, 33), resize=(40,), interpolation="bilinear", crop_rounding="down")
     ours = making.trained(making.vit(patch=11, image_size=(33, 33)), preprocess=view)
     save(ours, tmp_path / "model", "transformers")
     assert load(tmp_path / "model").preprocess == view
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 47, 3), dtype=np.uint8))
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "model")
     theirs_pixels = processor(picture, return_tensors="pt")["pixel_values"][0]
-    pixels = normalise(evaluation_view(decode(picture), view), view)
+    pixels = normalize(make_eval_input(decode(picture), view), view)
     torch.testing.assert_close(pixels, theirs_pixels, atol=1e-5, rtol=1e-5)
 
 
@@ -224,7 +224,7 @@ def test_an_old_folder_with_a_bin_file_and_an_integer_size_loads(tmp_path: Path)
     assert loaded.preprocess is not None
     assert loaded.preprocess.resize == loaded.preprocess.size == (32, 32)
     assert loaded.preprocess.interpolation == "bilinear"
-    assert loaded.origin.licence == "apache-2.0"
+    assert loaded.origin.license == "apache-2.0"
     for kind, expected in (("DeiTFeatureExtractor", "bicubic"), ("ViTFeatureExtractor", "bilinear")):
         silent = {key: value for key, value in old.items() if key != "resample"} | {"feature_extractor_type": kind}
         (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(silent))

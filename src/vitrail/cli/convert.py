@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from vitrail import presets
-from vitrail.cli import show
-from vitrail.config import Resample, sides
+from vitrail.cli import output
+from vitrail.config import Resample, expand_image_size
 from vitrail.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -19,27 +19,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vitrail.data.dataset import Dataset, Split
-    from vitrail.export.graph import Run
+    from vitrail.export.graph import GraphRunner
     from vitrail.weights.trained import Trained
 
-To = Literal["vitrail", "google", "timm", "transformers", "torchvision", "onnx", "torch-export", "openvino"]
-Normalisation = Literal["imagenet", "inception", "torchvision"]
-MEASURED = 1000  # images at most
-_BATCH = 16
-_SECONDS = 120.0  # of comparing precisions, at most
+TargetFormat = Literal["vitrail", "google", "timm", "transformers", "torchvision", "onnx", "torch-export", "openvino"]
+PreprocessName = Literal["imagenet", "inception", "torchvision"]
+MAX_MEASURED_IMAGES = 1000  # images at most
+_BATCH_SIZE = 16
+_MAX_PRECISION_SECONDS = 120.0  # of comparing precisions, at most
 
 
 def main(
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
     destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
-    to: To = "vitrail",
+    to: TargetFormat = "vitrail",
     classes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     labels: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None,
     image_size: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="HEIGHT [WIDTH]")] = None,
     patch: Annotated[int | None, tyro.conf.arg(metavar="SIDE")] = None,
     channels: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
     resample: Resample | None = None,
-    preprocess: Normalisation | None = None,
+    preprocess: PreprocessName | None = None,
     int8: bool = False,
     measure: Annotated[str | None, tyro.conf.arg(metavar="DATA")] = None,
     overwrite: bool = False,
@@ -68,28 +68,28 @@ def main(
     from vitrail.weights import labels as known_labels
     from vitrail.weights.adapt import adapt
 
-    _check_measured(to, int8=int8, measure=measure)
-    _check_destination(destination, to, overwrite=overwrite)  # before a large model is read or made
-    dataset = None if measure is None else _opened(measure)
-    trained = _read(source)
+    _check_measure_options(to, int8=int8, measure=measure)
+    _check_target(destination, to, overwrite=overwrite)  # before a large model is read or made
+    dataset = None if measure is None else _open_measure_dataset(measure)
+    trained = _load_source(source)
     before = len(trained.origin.changes)
     if preprocess is not None:
-        trained = _prepared(trained, preprocess)
+        trained = _set_preprocess(trained, preprocess)
     trained = adapt(
         trained,
         classes=classes,
-        labels=None if labels is None else known_labels.named(labels),
-        image_size=None if image_size is None else sides(image_size),
+        labels=None if labels is None else known_labels.read_labels(labels),
+        image_size=None if image_size is None else expand_image_size(image_size),
         patch=patch,
         channels=channels,
         operator=resample,
     )
-    found = _written(trained, destination, to, dataset, overwrite=overwrite)
+    found = _write_model(trained, destination, to, dataset, overwrite=overwrite)
     found = {"written": str(destination), "format": to, "changes": list(trained.origin.changes[before:]), **found}
-    show.as_json(found) if json else _tell(found)
+    output.print_json(found) if json else _print_result(found)
 
 
-def _check_measured(to: To, *, int8: bool, measure: str | None) -> None:
+def _check_measure_options(to: TargetFormat, *, int8: bool, measure: str | None) -> None:
     if int8 and to != "onnx":
         raise UsageError(f"--int8 is of onnx, not of {to}: add --to onnx")
     if int8 and measure is None:
@@ -98,68 +98,70 @@ def _check_measured(to: To, *, int8: bool, measure: str | None) -> None:
         raise UsageError(f"--measure has no place in {to}: add --to onnx --int8, or leave --to away")
 
 
-def _check_destination(path: Path, to: To, *, overwrite: bool) -> None:
-    from vitrail.export import write as export
+def _check_target(path: Path, to: TargetFormat, *, overwrite: bool) -> None:
+    from vitrail.export import export
     from vitrail.weights.load import check_destination
 
     match to:
         case "onnx" | "torch-export" | "openvino":
-            export.check_destination(path, to, overwrite=overwrite)
+            export.check_export_destination(path, to, overwrite=overwrite)
         case _:
             check_destination(path, to, overwrite=overwrite)
 
 
-def _read(source: str) -> "Trained":
+def _load_source(source: str) -> "Trained":
     from vitrail.weights import hub
-    from vitrail.weights.load import load, locate
+    from vitrail.weights.load import find_model_path, load
 
     trained = load(source)
-    preset = locate(source) is None and not hub.is_remote(source)
-    show.note(f"model: preset {source}, random weights" if preset else f"model: {source}")
+    preset = find_model_path(source) is None and not hub.is_remote(source)
+    output.print_note(f"model: preset {source}, random weights" if preset else f"model: {source}")
     return trained
 
 
-def _prepared(trained: "Trained", preprocess: Normalisation) -> "Trained":
+def _set_preprocess(trained: "Trained", preprocess: PreprocessName) -> "Trained":
     config = trained.model.config
-    view = presets.preprocess(preprocess, config.image_size, config.channels)
+    view = presets.build_preprocess_config(preprocess, config.image_size, config.channels)
     sentence = f"preprocess: {preprocess}, given by hand"
     origin = dataclasses.replace(trained.origin, changes=(*trained.origin.changes, sentence))
-    return dataclasses.replace(trained, preprocess=view, origin=origin, tried=(), ranges=())
+    return dataclasses.replace(trained, preprocess=view, origin=origin, precision_measurements=(), activation_ranges=())
 
 
-def _written(trained: "Trained", path: Path, to: To, dataset: "Dataset | None", *, overwrite: bool) -> dict[str, Any]:
+def _write_model(
+    trained: "Trained", path: Path, to: TargetFormat, dataset: "Dataset | None", *, overwrite: bool
+) -> dict[str, Any]:
     """Write the file, and tell what came of it."""
-    from vitrail.export import write as export
+    from vitrail.export import export
     from vitrail.weights.load import save
 
     if dataset is not None and to == "onnx":
 
-        def measured(float32: "Run", int8: "Run") -> dict[str, Any]:
-            return _measured(float32, int8, trained, dataset)
+        def compare_int8(float32: "GraphRunner", int8: "GraphRunner") -> dict[str, Any]:
+            return _compare_int8_with_float32(float32, int8, trained, dataset)
 
-        parity, int8 = export.write_int8(trained, path, measured, overwrite=overwrite)
+        parity, int8 = export.export_int8_model(trained, path, compare_int8, overwrite=overwrite)
         return {"notes": [], **parity._asdict(), "int8": int8}
     if dataset is not None:
-        trained = _tried(trained, dataset)
+        trained = _measure_precisions(trained, dataset)
         notes = save(trained, path, overwrite=overwrite)
-        return {"notes": notes, "tried": [dataclasses.asdict(tried) for tried in trained.tried]}
+        return {"notes": notes, "tried": [dataclasses.asdict(tried) for tried in trained.precision_measurements]}
     match to:
         case "onnx" | "torch-export" | "openvino":
-            return {"notes": [], **export.write(trained, path, to, overwrite=overwrite)._asdict()}
+            return {"notes": [], **export.export_model(trained, path, to, overwrite=overwrite)._asdict()}
         case _:
             return {"notes": save(trained, path, to, overwrite=overwrite)}
 
 
-def _opened(data: str) -> "Dataset":
-    from vitrail.data.sources import open_data
+def _open_measure_dataset(data: str) -> "Dataset":
+    from vitrail.data.sources import open_dataset
 
-    dataset = open_data(data)
+    dataset = open_dataset(data)
     if not {"val", "test"} & dataset.splits.keys():
         raise DataError(f"{dataset.name} has neither val nor test to measure on")
     return dataset
 
 
-def _some(dataset: "Dataset") -> "Split":
+def _select_images(dataset: "Dataset") -> "Split":
     """At most MEASURED images of val, or of test where there is no val, taken evenly: they may be sorted by class."""
     import numpy as np
 
@@ -167,75 +169,81 @@ def _some(dataset: "Dataset") -> "Split":
 
     split = dataset.splits.get("val", dataset.splits.get("test"))
     assert split is not None
-    return Split(split.store, np.asarray(split.rows)[:: -(-len(split) // MEASURED)])
+    return Split(split.store, np.asarray(split.rows)[:: -(-len(split) // MAX_MEASURED_IMAGES)])
 
 
-def _views(trained: "Trained", dataset: "Dataset") -> "Iterator[Tensor]":
+def _iterate_inputs(trained: "Trained", dataset: "Dataset") -> "Iterator[Tensor]":
     """Batches of what the model sees of the images to measure on, with progress."""
-    from vitrail.data.loader import evaluation_batches
+    from vitrail.data.loader import iter_eval_batches
 
     if trained.preprocess is None:
         raise UsageError("the weights do not say how images must be prepared: add --preprocess imagenet")
-    split, done = _some(dataset), 0
-    with show.progress("measuring") as report:
-        for batch in evaluation_batches(split, trained.preprocess, batch=_BATCH, classes=len(dataset.classes)):
+    split, done = _select_images(dataset), 0
+    with output.show_progress("measuring") as report:
+        for batch in iter_eval_batches(
+            split, trained.preprocess, batch_size=_BATCH_SIZE, num_classes=len(dataset.classes)
+        ):
             yield batch.pixels
             done += len(batch.pixels)
             report(done, len(split))
 
 
-def _tried(trained: "Trained", dataset: "Dataset") -> "Trained":
+def _measure_precisions(trained: "Trained", dataset: "Dataset") -> "Trained":
     """The model with what every precision says of the images, and how quickly, on this machine."""
-    from vitrail.evaluate import precision
+    from vitrail.evaluate import precision_benchmark
 
     if not trained.model.config.classes:
         raise UsageError("precisions are measured by answers, and the model has no head: leave --measure away")
-    return precision.measured(trained, _views(trained, dataset), seconds=_SECONDS, data=Path(dataset.name).name)
+    return precision_benchmark.measure_precisions(
+        trained, _iterate_inputs(trained, dataset), seconds=_MAX_PRECISION_SECONDS, data=Path(dataset.name).name
+    )
 
 
-def _measured(float32: "Run", int8: "Run", trained: "Trained", dataset: "Dataset") -> dict[str, Any]:
+def _compare_int8_with_float32(
+    float32: "GraphRunner", int8: "GraphRunner", trained: "Trained", dataset: "Dataset"
+) -> dict[str, Any]:
     """How far int8 agrees with float32, and how many times faster it is, in ONNX Runtime on this machine."""
     import torch
 
-    from vitrail.evaluate.agreement import agreement
+    from vitrail.evaluate.agreement import measure_agreement
 
     both = (float32, int8)
     said: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     faster = []
-    for number, pixels in enumerate(_views(trained, dataset)):
+    for number, pixels in enumerate(_iterate_inputs(trained, dataset)):
         seconds = [0.0, 0.0]
         for which in ((0, 1), (1, 0))[number % 2]:  # by turns, so that what else runs here meets both
             begun = time.perf_counter()
             said[which].append(both[which](pixels)["probabilities"])
             seconds[which] = time.perf_counter() - begun
         faster.append(seconds[0] / seconds[1])
-    found = agreement(torch.cat(said[0]), torch.cat(said[1]))
+    found = measure_agreement(torch.cat(said[0]), torch.cat(said[1]))
     return {"data": Path(dataset.name).name, **found._asdict(), "speed": statistics.median(faster)}
 
 
-def _tell(found: dict[str, Any]) -> None:
-    rows = [("changed", change) for change in found["changes"]] + [("note", text) for text in found["notes"]]
-    if "difference" in found:
-        allowed = f"{found['allowed']:.0e} is allowed"
-        rows.append(("difference", f"{found['difference']:.1e} from vitrail's own float32; {allowed}"))
-    if "int8" in found:
-        int8 = found["int8"]
+def _print_result(result: dict[str, Any]) -> None:
+    rows = [("changed", change) for change in result["changes"]] + [("note", text) for text in result["notes"]]
+    if "difference" in result:
+        allowed = f"{result['allowed']:.0e} is allowed"
+        rows.append(("difference", f"{result['difference']:.1e} from vitrail's own float32; {allowed}"))
+    if "int8" in result:
+        int8 = result["int8"]
         sure = (
             ""
             if int8["sure"] is None
-            else f", {int8['sure']:.2%} where it is sure ({show.plural(int8['sure_images'], 'image')})"
+            else f", {int8['sure']:.2%} where it is sure ({output.pluralize(int8['sure_images'], 'image')})"
         )
         rows += [
             (
                 "int8 agrees",
-                f"with float32's answer on {int8['top1']:.2%} of {show.plural(int8['images'], 'image')} of"
+                f"with float32's answer on {int8['top1']:.2%} of {output.pluralize(int8['images'], 'image')} of"
                 f" {int8['data']}{sure}",
             ),
             ("int8 changes", f"the probability of that answer by {int8['change']:.4f} on average"),
             ("int8 speed", f"{int8['speed']:.2f} times float32's, ONNX Runtime on this machine"),
         ]
-    for tried in found.get("tried", ()):
-        from vitrail.weights.precision import Tried
+    for tried in result.get("tried", ()):
+        from vitrail.weights.precision_measurements import PrecisionMeasurement
 
-        rows.append(("measured", Tried(**tried).told()))
-    show.table([*rows, ("written", f"{found['written']} ({found['format']})")])
+        rows.append(("measured", PrecisionMeasurement(**tried).describe()))
+    output.print_table([*rows, ("written", f"{result['written']} ({result['format']})")])

@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vitrail import recipes
-from vitrail.cli import runs, show
+from vitrail.cli import output, runs
 
 if TYPE_CHECKING:
     from vitrail.data.dataset import Dataset
-    from vitrail.evaluate.classify import Counts
+    from vitrail.evaluate.predictions import Counts
 
 
 def main(out: Path | None = None, resume: bool = False, json: bool = False) -> None:
@@ -21,59 +21,62 @@ def main(out: Path | None = None, resume: bool = False, json: bool = False) -> N
     """
     import torch
 
-    from vitrail.data.sources import open_data
-    from vitrail.train.distributed import ALONE
-    from vitrail.train.run import Result
-    from vitrail.train.task import Task
+    from vitrail.data.sources import open_dataset
+    from vitrail.runtime.distributed import SINGLE_PROCESS
+    from vitrail.train.run import RunResult
+    from vitrail.train.training_run import TrainingRun
 
-    dataset = open_data("digits")
-    folder, resume = runs.place("demo", out, ALONE, resume=resume, overwrite=False)
-    recipe = recipes.named("digits")
-    show.note(
-        f"training {recipe.model} on {len(dataset.splits['train']):,} digits for {show.plural(recipe.epochs, 'epoch')}"
+    dataset = open_dataset("digits")
+    folder, resume = runs.choose_run_folder("demo", out, SINGLE_PROCESS, resume=resume, overwrite=False)
+    recipe = recipes.get_recipe("digits")
+    output.print_note(
+        f"training {recipe.model} on {len(dataset.splits['train']):,} digits for {output.pluralize(recipe.epochs, 'epoch')}"
     )
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a model gains nothing by a second thread, and loses much on a busy machine
     try:
-        task = Task(recipe=recipe, dataset=dataset, device=torch.device("cpu"))
-        nearest, (_, report) = _nearest_neighbour(dataset), runs.check_images(dataset, "digits")
+        task = TrainingRun(recipe=recipe, dataset=dataset, device=torch.device("cpu"))
+        nearest, (_, report) = _count_nearest_neighbor_right(dataset), runs.check_images(dataset, "digits")
         others = {"nearest neighbour by pixels": nearest}
-        trained = runs.trained(task, folder, data="digits", resume=resume, report=report, baselines=others)
+        trained = runs.train_and_report(task, folder, data="digits", resume=resume, report=report, baselines=others)
     finally:
         torch.set_num_threads(before)
-    assert isinstance(trained, Result), "the demo is one process, and has labels"
+    assert isinstance(trained, RunResult), "the demo is one process, and has labels"
     result = trained.counts
     if json:
-        facts = {"folder": str(folder), "images": result.images, "right": result.right, "nearest_neighbour": nearest}
-        show.as_json(facts)
+        facts = {"folder": str(folder), "images": result.images, "right": result.correct, "nearest_neighbour": nearest}
+        output.print_json(facts)
         return
-    show.table(
+    output.print_table(
         [
-            ("vision transformer", f"{result.right} of {result.images} test digits right ({result.top1:.1%})"),
+            ("vision transformer", f"{result.correct} of {result.images} test digits right ({result.top1:.1%})"),
             ("nearest neighbour", f"{nearest} of {result.images} ({nearest / result.images:.1%}), by pixels"),
-            ("mistakes", "; ".join(_mistakes(result)) or "none"),
+            ("mistakes", "; ".join(_list_mistakes(result)) or "none"),
             ("run", str(folder)),
             ("report", f"{folder}/report.html"),
         ]
     )
 
 
-def _mistakes(result: "Counts") -> list[str]:
+def _list_mistakes(counts: "Counts") -> list[str]:
     """What was taken for what, the most frequent first."""
-    confusion = result.confusion.clone().fill_diagonal_(0)
+    confusion = counts.confusion.clone().fill_diagonal_(0)
     pairs = sorted(((int(count), true, said) for true, row in enumerate(confusion) for said, count in enumerate(row)))
     return [
         f"{true} read as {said}{f' {count} times' if count > 1 else ''}" for count, true, said in pairs[::-1] if count
     ]
 
 
-def _nearest_neighbour(dataset: "Dataset") -> int:
+def _count_nearest_neighbor_right(dataset: "Dataset") -> int:
     """Test digits that the most similar training digit names rightly: the simplest of baselines."""
     import torch
 
-    from vitrail.data.loader import resident
+    from vitrail.data.loader import load_resident_images
 
-    splits = (resident(dataset.splits[name], channels=1, classes=10, device="cpu") for name in ("train", "test"))
+    splits = (
+        load_resident_images(dataset.splits[name], channels=1, num_classes=10, device="cpu")
+        for name in ("train", "test")
+    )
     (train, labels), (test, truth) = (found for found in splits if found is not None)
     nearest = torch.cdist(test.flatten(1).float(), train.flatten(1).float()).argmin(dim=1)
     return int((labels[nearest] == truth).sum())

@@ -9,67 +9,69 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import tyro
 
 from vitrail import presets, recipes
-from vitrail.cli import runs, show
-from vitrail.cli.list import H200
-from vitrail.config import Masked, Optimiser, Recipe, Schedule, ViTConfig, sides
+from vitrail.cli import output, runs
+from vitrail.cli.list import H200_FLOPS
+from vitrail.config import MaskedConfig, OptimizerConfig, Recipe, ScheduleConfig, ViTConfig, expand_image_size
 from vitrail.errors import UsageError
 
 if TYPE_CHECKING:
-    from vitrail.model.build import Config
-    from vitrail.model.memory import Parts
+    from vitrail.model.build import ModelConfig
+    from vitrail.model.memory import TrainingMemory
 
 
-class Gpu(NamedTuple):
+class GpuSpec(NamedTuple):
     memory: float
     """Bytes, as the data sheet counts them: a GB is 1e9, which is somewhat less than there is."""
-    peak: float
+    peak_flops: float
     """FLOP/s of dense matrix products in bf16, as the data sheet has it."""
 
 
 GPUS = {
-    "a100": Gpu(80e9, 312e12),
-    "h100": Gpu(80e9, 989e12),
-    "h200": Gpu(141e9, 989e12),
-    "b200": Gpu(180e9, 2250e12),
-    "l40s": Gpu(48e9, 362e12),
-    "rtx4090": Gpu(24e9, 165e12),
-    "tpuv3": Gpu(16 * 2**30, 61.5e12),  # a core, of which a chip has two: what the paper counts its costs in
+    "a100": GpuSpec(80e9, 312e12),
+    "h100": GpuSpec(80e9, 989e12),
+    "h200": GpuSpec(141e9, 989e12),
+    "b200": GpuSpec(180e9, 2250e12),
+    "l40s": GpuSpec(48e9, 362e12),
+    "rtx4090": GpuSpec(24e9, 165e12),
+    "tpuv3": GpuSpec(16 * 2**30, 61.5e12),  # a core, of which a chip has two: what the paper counts its costs in
 }
-EFFICIENCY = H200 / GPUS["h200"].peak  # of the peak, assumed: `vitrail list recipes` counts with the same
-TPU = "tpuv3"
-USABLE = 0.9  # of a GPU's memory: the rest is for gradients of activations and for CUDA itself
+DEFAULT_EFFICIENCY = (
+    H200_FLOPS / GPUS["h200"].peak_flops
+)  # of the peak, assumed: `vitrail list recipes` counts with the same
+TPU_NAME = "tpuv3"
+USABLE_MEMORY_SHARE = 0.9  # of a GPU's memory: the rest is for gradients of activations and for CUDA itself
 
 
-class Published(NamedTuple):
+class PublishedCost(NamedTuple):
     exaflops: float
     core_days: float | None = None
     """Of a TPUv3, where the paper's headline table has the system."""
 
 
-PAPER = {  # Dosovitskiy et al. 2021, tables 2 and 6
-    "vit-b32-jft": Published(55),
-    "vit-b16-jft": Published(224),
-    "vit-l32-jft": Published(196),
-    "vit-l16-jft": Published(783),
-    "vit-l16-jft-14": Published(1567, 680),
-    "vit-h14-jft": Published(4262, 2500),
-    "bit-r50x1-jft": Published(50),
-    "bit-r50x2-jft": Published(199),
-    "bit-r101x1-jft": Published(96),
-    "bit-r152x1-jft": Published(141),
-    "bit-r152x2-jft": Published(563),
-    "bit-r152x2-jft-14": Published(1126),
-    "bit-r200x3-jft": Published(3306),
-    "r50-b32-jft": Published(106),
-    "r50-b16-jft": Published(274),
-    "r50-l32-jft": Published(246),
-    "r50-l16-jft": Published(859),
-    "r50-l16-jft-14": Published(1668),
+PAPER_COSTS = {  # Dosovitskiy et al. 2021, tables 2 and 6
+    "vit-b32-jft": PublishedCost(55),
+    "vit-b16-jft": PublishedCost(224),
+    "vit-l32-jft": PublishedCost(196),
+    "vit-l16-jft": PublishedCost(783),
+    "vit-l16-jft-14": PublishedCost(1567, 680),
+    "vit-h14-jft": PublishedCost(4262, 2500),
+    "bit-r50x1-jft": PublishedCost(50),
+    "bit-r50x2-jft": PublishedCost(199),
+    "bit-r101x1-jft": PublishedCost(96),
+    "bit-r152x1-jft": PublishedCost(141),
+    "bit-r152x2-jft": PublishedCost(563),
+    "bit-r152x2-jft-14": PublishedCost(1126),
+    "bit-r200x3-jft": PublishedCost(3306),
+    "r50-b32-jft": PublishedCost(106),
+    "r50-b16-jft": PublishedCost(274),
+    "r50-l32-jft": PublishedCost(246),
+    "r50-l16-jft": PublishedCost(859),
+    "r50-l16-jft-14": PublishedCost(1668),
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
+class PlannedMachine:
     """What a run is computed on, and how."""
 
     gpu: str
@@ -99,7 +101,7 @@ class Machine:
 
 
 def main(
-    what: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE|MODEL")],
+    recipe_name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE|MODEL")],
     gpu: str = "h200",
     nodes: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
     gpus: Annotated[int, tyro.conf.arg(metavar="N")] = 1,
@@ -134,50 +136,50 @@ def main(
         sbatch: Print a SLURM script instead, which goes on where its time limit stopped it.
         json: Print JSON.
     """
-    machine = Machine(
+    machine = PlannedMachine(
         gpu=gpu,
         nodes=nodes,
         gpus=gpus,
         micro_batches=micro_batches,
         recompute=recompute,
         shard=shard,
-        efficiency=EFFICIENCY if efficiency is None else efficiency,
+        efficiency=DEFAULT_EFFICIENCY if efficiency is None else efficiency,
     )
-    recipe, images = chosen(what, epochs=epochs, steps=steps, batch=batch, data_images=data_images)
-    text = script(what, recipe, machine) if sbatch else None
+    recipe, images = choose_recipe(recipe_name, epochs=epochs, steps=steps, batch=batch, data_images=data_images)
+    text = make_sbatch_script(recipe_name, recipe, machine) if sbatch else None
     if text is not None and not json:
         print(text, end="")
         return
-    found = {"what": what} | planned(recipe, images, machine, classes=classes) | {"paper": None, "sbatch": text}
-    if what in PAPER and recipe == recipes.RECIPES[what] and data_images is None:
-        found["paper"] = PAPER[what]._asdict()
+    found = {"what": recipe_name} | plan_run(recipe, images, machine, classes=classes) | {"paper": None, "sbatch": text}
+    if recipe_name in PAPER_COSTS and recipe == recipes.RECIPES[recipe_name] and data_images is None:
+        found["paper"] = PAPER_COSTS[recipe_name]._asdict()
     if json:
-        show.as_json(found)
+        output.print_json(found)
     else:
-        _print(found)
+        _print_plan(found)
 
 
-def chosen(
-    what: str, *, epochs: float | None, steps: int | None, batch: int | None, data_images: int | None
+def choose_recipe(
+    recipe_name: str, *, epochs: float | None, steps: int | None, batch: int | None, data_images: int | None
 ) -> tuple[Recipe, int]:
     """The recipe of that name, or one for that preset, with what was given in its place; and its training images."""
-    if what in recipes.RECIPES:
-        recipe = recipes.RECIPES[what]
-    elif presets.exists(what):
+    if recipe_name in recipes.RECIPES:
+        recipe = recipes.RECIPES[recipe_name]
+    elif presets.has_preset(recipe_name):
         recipe = Recipe(
-            model=what,
+            model=recipe_name,
             image_size=None,
             epochs=300,
-            optimiser=Optimiser(lr=1e-3),
-            schedule=Schedule(),
+            optimizer=OptimizerConfig(lr=1e-3),
+            schedule=ScheduleConfig(),
             data="imagenet",
             source="vitrail",
         )
     else:
-        close = difflib.get_close_matches(what.lower(), [*recipes.RECIPES, *presets.names()], n=3)
+        close = difflib.get_close_matches(recipe_name.lower(), [*recipes.RECIPES, *presets.list_presets()], n=3)
         meant = f"did you mean {' or '.join(close)}? " if close else ""
         raise UsageError(
-            f"there is no recipe or preset {what!r:.80}: {meant}`vitrail list recipes` and `vitrail list` show them"
+            f"there is no recipe or preset {recipe_name!r:.80}: {meant}`vitrail list recipes` and `vitrail list` show them"
         )
     if epochs is not None and steps is not None:
         raise UsageError("--epochs and --steps both say how long; give one of them")
@@ -185,42 +187,44 @@ def chosen(
         if number is not None and number < 1:
             raise UsageError(f"{name} is {number}; it must be at least 1")
     assert recipe.data is not None
-    images = recipes.IMAGES[recipe.data] if data_images is None else data_images
+    images = recipes.TRAIN_IMAGE_COUNTS[recipe.data] if data_images is None else data_images
     if steps is not None:
         epochs = steps * (batch or recipe.batch) / images
-    return runs.changed(recipe, epochs=epochs, batch=batch, lr=None, warmup=None), images
+    return runs.override_recipe(recipe, epochs=epochs, batch=batch, lr=None, warmup=None), images
 
 
-def planned(recipe: Recipe, images: int, machine: Machine, *, classes: int = 1000) -> dict[str, Any]:
+def plan_run(recipe: Recipe, images: int, machine: PlannedMachine, *, classes: int = 1000) -> dict[str, Any]:
     """What the run takes; its keys are those of --json."""
-    from vitrail.model import count, memory
+    from vitrail.model import cost, memory
 
     assert recipe.model is not None
-    size = {} if recipe.image_size is None else {"image_size": sides(recipe.image_size)}
-    config = presets.config(recipe.model, classes=classes if recipe.masked is None else 0, **size, **recipe.settings)
-    models, parameters, each = _trained(config, recipe.masked)
+    size = {} if recipe.image_size is None else {"image_size": expand_image_size(recipe.image_size)}
+    config = presets.get_preset_config(
+        recipe.model, classes=classes if recipe.masked is None else 0, **size, **recipe.settings
+    )
+    models, parameters, each = _count_training_cost(config, recipe.masked)
     devices, total = machine.devices, round(recipe.epochs * images)
     part = -(-recipe.batch // (devices * machine.micro_batches))
     settings: dict[str, Any] = {
-        "optimiser": recipe.optimiser.kind,
+        "optimizer": recipe.optimizer.kind,
         "average": recipe.ema > 0,
         "dropout": recipe.dropout,
         "stochastic_depth": recipe.stochastic_depth,
         "recompute": machine.recompute,
     }
     whole, sharded = (
-        _added([memory.parts(model, images=part, shards=shards, **settings) for model in models])
+        _add_parts([memory.estimate_training_memory(model, images=part, shards=shards, **settings) for model in models])
         for shards in (1, devices)
     )
     if machine.micro_batches > 1:  # gradients of parts are kept whole until the last part's are sent
         sharded = dataclasses.replace(sharded, gradients=whole.gradients)
     flops = each * total
-    rate = devices * machine.efficiency * GPUS[machine.gpu].peak
+    rate = devices * machine.efficiency * GPUS[machine.gpu].peak_flops
     seconds = flops * (4 / 3 if machine.recompute else 1) / rate  # one more forward pass beside three
     weights = whole.weights
     return {
         "model": recipe.model,
-        "machine": dataclasses.asdict(machine) | {"devices": devices, "peak": GPUS[machine.gpu].peak},
+        "machine": dataclasses.asdict(machine) | {"devices": devices, "peak": GPUS[machine.gpu].peak_flops},
         "parameters": parameters,
         "flops_per_image": each,
         "images": total,
@@ -236,37 +240,44 @@ def planned(recipe: Recipe, images: int, machine: Machine, *, classes: int = 100
             "sharded": dataclasses.asdict(sharded) | {"total": sharded.total},
             "available": round(GPUS[machine.gpu].memory),
         },
-        "disk": {"checkpoint": weights + whole.optimizer + whole.average, "weights": 4 * count.parameters(config)},
-        "traffic": traffic(weights, machine),
+        "disk": {"checkpoint": weights + whole.optimizer + whole.ema, "weights": 4 * cost.count_parameters(config)},
+        "traffic": compute_traffic(weights, machine),
     }
 
 
-def _trained(config: "Config", masked: Masked | None) -> tuple[tuple["Config", ...], int, int]:
+def _count_training_cost(
+    config: "ModelConfig", masked: MaskedConfig | None
+) -> tuple[tuple["ModelConfig", ...], int, int]:
     """Models that together hold what is held in training, their parameters, the FLOPs of training on an image."""
-    from vitrail.model import count
+    from vitrail.model import cost
     from vitrail.model import masked as masking
 
     if masked is None:
-        return (config,), count.parameters(config), count.training_flops(config, 1)
+        return (config,), cost.count_parameters(config), cost.count_training_flops(config, 1)
     assert isinstance(config, ViTConfig)
-    models, parameters = masking.stand_ins(config, masked), masking.parameters(config, masked)
-    return models, parameters, masking.training_flops(config, masked, 1)
+    models, parameters = (
+        masking.list_memory_equivalents(config, masked),
+        masking.count_masked_parameters(config, masked),
+    )
+    return models, parameters, masking.count_masked_training_flops(config, masked, 1)
 
 
-def _added(parts: Sequence["Parts"]) -> "Parts":
+def _add_parts(parts: Sequence["TrainingMemory"]) -> "TrainingMemory":
     """What several models hold on one device."""
     names = [field.name for field in dataclasses.fields(parts[0])]
     return dataclasses.replace(parts[0], **{name: sum(getattr(part, name) for part in parts) for name in names})
 
 
-def count_core_days(what: str) -> float:
+def count_core_days(recipe_name: str) -> float:
     """TPUv3-core-days of a recipe or preset, at the share of their peak that is assumed of GPUs."""
-    machine = Machine(gpu=TPU, nodes=1, gpus=1, micro_batches=1, recompute=False, shard=False, efficiency=EFFICIENCY)
-    recipe, images = chosen(what, epochs=None, steps=None, batch=None, data_images=None)
-    return float(planned(recipe, images, machine)["gpu_days"])
+    machine = PlannedMachine(
+        gpu=TPU_NAME, nodes=1, gpus=1, micro_batches=1, recompute=False, shard=False, efficiency=DEFAULT_EFFICIENCY
+    )
+    recipe, images = choose_recipe(recipe_name, epochs=None, steps=None, batch=None, data_images=None)
+    return float(plan_run(recipe, images, machine)["gpu_days"])
 
 
-def traffic(weights: int, machine: Machine) -> int:
+def compute_traffic(weights: int, machine: PlannedMachine) -> int:
     """Bytes that each GPU sends in a step, in rings: gradients are summed and handed round.
 
     Sharded weights are gathered before each forward and each backward pass, in bf16 and so half as large, and gradients
@@ -279,67 +290,72 @@ def traffic(weights: int, machine: Machine) -> int:
 # --- as text ---------------------------------------------------------------------------------------------------------
 
 
-def _print(found: dict[str, Any]) -> None:
-    machine, paper, disk = found["machine"], found["paper"], found["disk"]
-    unit = "TPUv3-core-days" if machine["gpu"] == TPU else "GPU-days"
-    exaflops, days = f"{_number(found['exaflops'])} exaFLOPs", f"{_number(found['gpu_days'])} {unit}"
+def _print_plan(plan: dict[str, Any]) -> None:
+    machine, paper, disk = plan["machine"], plan["paper"], plan["disk"]
+    unit = "TPUv3-core-days" if machine["gpu"] == TPU_NAME else "GPU-days"
+    exaflops, days = f"{_format_number(plan['exaflops'])} exaFLOPs", f"{_format_number(plan['gpu_days'])} {unit}"
     if paper is not None:
         exaflops += f" (the paper: {paper['exaflops']:,})"
         days += f" (the paper: {paper['core_days']:,} TPUv3-core-days)" if paper["core_days"] else ""
     nodes = f"{machine['nodes']} nodes of " if machine["nodes"] > 1 else ""
     share = f"{machine['efficiency']:.0%} of {machine['peak'] / 1e12:,.0f} TFLOP/s each, an assumption"
     rows = [
-        ("run", found["what"] if found["what"] == found["model"] else f"{found['what']}: {found['model']}"),
+        ("run", plan["what"] if plan["what"] == plan["model"] else f"{plan['what']}: {plan['model']}"),
         ("machine", f"{nodes}{machine['gpus']} x {machine['gpu']} at {share}"),
-        ("parameters", show.count(found["parameters"])),
-        ("FLOPs", f"{found['flops_per_image'] / 1e9:,.1f} G to train on an image, {exaflops}"),
+        ("parameters", output.format_count(plan["parameters"])),
+        ("FLOPs", f"{plan['flops_per_image'] / 1e9:,.1f} G to train on an image, {exaflops}"),
         (
             "steps",
-            f"{found['steps']:,} of {show.plural(found['batch'], 'image')}, {show.plural(found['epochs'], 'epoch')}",
+            f"{plan['steps']:,} of {output.pluralize(plan['batch'], 'image')}, {output.pluralize(plan['epochs'], 'epoch')}",
         ),
-        ("time", f"{runs.duration(found['seconds'])}, {days}"),
-        ("disk", f"{show.size(disk['checkpoint'])} a checkpoint, {show.size(disk['weights'])} the weights"),
+        ("time", f"{runs.format_duration(plan['seconds'])}, {days}"),
+        (
+            "disk",
+            f"{output.format_bytes(disk['checkpoint'])} a checkpoint, {output.format_bytes(disk['weights'])} the weights",
+        ),
     ]
     if machine["devices"] > 1:
-        rows.append(("traffic", f"{show.size(found['traffic'])} from each GPU in a step"))
-    show.table(rows)
-    _print_memory(found)
+        rows.append(("traffic", f"{output.format_bytes(plan['traffic'])} from each GPU in a step"))
+    output.print_table(rows)
+    _print_memory(plan)
 
 
-def _print_memory(found: dict[str, Any]) -> None:
-    whole, sharded = found["memory"]["whole"], found["memory"]["sharded"]
-    rows = [(part, show.size(whole[part]), show.size(sharded[part])) for part in whole if whole[part]]
-    header, columns = ("memory", "whole", "--shard"), 3 if found["machine"]["devices"] > 1 else 2
+def _print_memory(plan: dict[str, Any]) -> None:
+    whole, sharded = plan["memory"]["whole"], plan["memory"]["sharded"]
+    rows = [
+        (part, output.format_bytes(whole[part]), output.format_bytes(sharded[part])) for part in whole if whole[part]
+    ]
+    header, columns = ("memory", "whole", "--shard"), 3 if plan["machine"]["devices"] > 1 else 2
     print()
-    show.table([row[:columns] for row in (header, *rows)], right=range(1, columns))
-    print(f"\n{_fitting(found)}")
+    output.print_table([row[:columns] for row in (header, *rows)], right=range(1, columns))
+    print(f"\n{_describe_fit(plan)}")
 
 
-def _fitting(found: dict[str, Any]) -> str:
+def _describe_fit(plan: dict[str, Any]) -> str:
     """Whether it fits, and what would make it."""
-    machine, memory = found["machine"], found["memory"]
+    machine, memory = plan["machine"], plan["memory"]
     parts = memory["sharded" if machine["shard"] else "whole"]
-    room = USABLE * memory["available"] - (parts["total"] - parts["activations"])
-    images = found["micro_batch"]
-    at_once = f"{show.plural(images, 'image')} at once {'takes' if images == 1 else 'take'} {show.size(parts['total'])}"
-    available = f"a {'core' if machine['gpu'] == TPU else 'GPU'} of {show.size(memory['available'])}"
+    room = USABLE_MEMORY_SHARE * memory["available"] - (parts["total"] - parts["activations"])
+    images = plan["micro_batch"]
+    at_once = f"{output.pluralize(images, 'image')} at once {'takes' if images == 1 else 'take'} {output.format_bytes(parts['total'])}"
+    available = f"a {'core' if machine['gpu'] == TPU_NAME else 'GPU'} of {output.format_bytes(memory['available'])}"
     if parts["activations"] <= room:
         return f"{at_once} of {available}."
-    each = parts["activations"] // found["micro_batch"]
+    each = parts["activations"] // plan["micro_batch"]
     if room < each:
         return f"{at_once}, and not even one fits {available}: --recompute, or --shard on several, takes less."
-    share = -(-found["batch"] // machine["devices"])
+    share = -(-plan["batch"] // machine["devices"])
     return f"{at_once}, too much for {available}: --micro-batches {-(-share // int(room / each))} fits."
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     """Three digits, or all before the point where there are more."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 # --- as a script -----------------------------------------------------------------------------------------------------
 
-_SCRIPT = """\
+_SBATCH_TEMPLATE = """\
 #!/bin/bash
 # sbatch NAME.sbatch DATA
 #SBATCH --job-name={name}
@@ -374,11 +390,11 @@ exit "$code"
 """
 
 
-def script(name: str, recipe: Recipe, machine: Machine) -> str:
+def make_sbatch_script(name: str, recipe: Recipe, machine: PlannedMachine) -> str:
     """A SLURM script that trains by the recipe, and goes on after its time limit."""
     if name not in recipes.RECIPES:
         raise UsageError(f"--sbatch is for a recipe, and {name} is a preset: `vitrail list recipes` shows them")
-    if machine.gpu == TPU:
+    if machine.gpu == TPU_NAME:
         raise UsageError("--sbatch is for GPUs, and a tpuv3 only counts costs as the paper does: name a GPU with --gpu")
     own = recipes.RECIPES[name]
     command = ["vitrail", "train", name, "--out", f"runs/{name}", "--resume"]
@@ -389,4 +405,4 @@ def script(name: str, recipe: Recipe, machine: Machine) -> str:
     if machine.micro_batches > 1:
         command += ["--micro-batches", str(machine.micro_batches)]
     command += ["--recompute"] * machine.recompute + ["--shard"] * machine.shard
-    return _SCRIPT.format(name=name, nodes=machine.nodes, gpus=machine.gpus, command=shlex.join(command))
+    return _SBATCH_TEMPLATE.format(name=name, nodes=machine.nodes, gpus=machine.gpus, command=shlex.join(command))

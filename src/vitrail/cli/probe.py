@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from vitrail.cli import runs, show
-from vitrail.cli.finetune import prepared
+from vitrail.cli import output, runs
+from vitrail.cli.finetune import set_preprocess
 from vitrail.errors import DataError, ModelError, UsageError
 from vitrail.remote import RemoteError
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vitrail.data.dataset import Dataset
-    from vitrail.evaluate.probe import Fitted, Parts, Score
-    from vitrail.train.distributed import Group
+    from vitrail.evaluate.probe import FittedProbe, ProbeScore, ProbeSplits
+    from vitrail.runtime.distributed import ProcessGroup
     from vitrail.weights.trained import Trained
 
-Method = Literal["few-shot", "knn", "linear", "logistic"]
+ProbeMethod = Literal["few-shot", "knn", "linear", "logistic"]
 
 
 def main(
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")],
     data: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")],
-    methods: tuple[Method, ...] = ("few-shot", "knn", "linear", "logistic"),
+    methods: tuple[ProbeMethod, ...] = ("few-shot", "knn", "linear", "logistic"),
     shots: Annotated[tuple[int, ...], tyro.conf.arg(metavar="N...")] = (),
     seeds: Annotated[int, tyro.conf.arg(metavar="N")] = 3,
     penalty: Annotated[float | Literal["auto"], tyro.conf.arg(name="lambda", metavar="NUMBER|auto")] = 1024.0,
     k: Annotated[int, tyro.conf.arg(metavar="N")] = 20,
-    everything: bool = False,
+    train_on_val: bool = False,
     save: Annotated[Path | None, tyro.conf.arg(metavar="OUT.safetensors")] = None,
     overwrite: bool = False,
     preprocess: Literal["imagenet", "inception", "torchvision"] | None = None,
@@ -63,45 +63,47 @@ def main(
     """
     import torch
 
-    from vitrail.data.sources import open_data
-    from vitrail.data.workers import available
+    from vitrail.data.sources import open_dataset
     from vitrail.evaluate import probe
+    from vitrail.runtime.workers import count_available_cores
     from vitrail.weights.load import check_loadable, load
 
     check_loadable(model)
     _check_options(methods, save, overwrite=overwrite, batch=batch, seeds=seeds, k=k, shots=min(shots, default=1))
     if penalty != "auto" and not penalty > 0:
         raise UsageError(f"--lambda is {penalty:g}; it must be above 0, or auto")
-    with runs.process(device) as (group, there):
-        dataset = open_data(data)
-        trained = prepared(load(model), preprocess)
-        runs.tell_of(dataset)
+    with runs.join_processes(device) as (group, there):
+        dataset = open_dataset(data)
+        trained = set_preprocess(load(model), preprocess)
+        runs.print_dataset_notes(dataset)
         runs.check_classes(dataset)
-        targets = _targets(dataset, everything=everything)
-        shots = _shots(shots, targets, dataset, everything=everything) if "few-shot" in methods else ()
-        processes = max(0, available() - 1) if workers is None else workers
+        targets = _read_targets(dataset, train_on_val=train_on_val)
+        shots = _choose_shots(shots, targets, dataset, train_on_val=train_on_val) if "few-shot" in methods else ()
+        processes = max(0, count_available_cores() - 1) if workers is None else workers
         begun = time.monotonic()
-        values, cached = _features(trained, dataset, data, group, there, batch=batch, workers=processes)
-        if not group.leads:
+        values, cached = _extract_features(trained, dataset, data, group, there, batch=batch, workers=processes)
+        if not group.is_rank0:
             return
         facts = {"model": model, "cached": cached, "seconds": time.monotonic() - begun}
         solver = there if there.type == "cuda" else torch.device("cpu")  # Apple's GPUs have no float64
         images = {name: probe.Features(values[name].to(solver), targets[name].to(solver)) for name in values}
-        of = probe.parts(images, everything=everything)
+        of = probe.split_features(images, train_on_val=train_on_val)
         number = None if penalty == "auto" else penalty
-        scores, fitted = _probed(of, dataset.classes, methods, shots, seeds=seeds, penalty=number, k=k)
-        facts |= _facts(dataset, of, scores, everything=everything)
-        facts["saved"] = None if save is None else _saved(trained, fitted, dataset, of, save, overwrite=overwrite)
+        scores, fitted = _fit_classifiers(of, dataset.classes, methods, shots, seeds=seeds, penalty=number, k=k)
+        facts |= _collect_facts(dataset, of, scores, train_on_val=train_on_val)
+        facts["saved"] = (
+            None if save is None else _save_with_head(trained, fitted, dataset, of, save, overwrite=overwrite)
+        )
         if json:
-            show.as_json(facts)
+            output.print_json(facts)
         else:
-            _print(facts)
+            _print_scores(facts)
 
 
 # --- before anything is computed -------------------------------------------------------------------------------------
 
 
-def _check_options(methods: tuple[Method, ...], save: Path | None, *, overwrite: bool, **numbers: int) -> None:
+def _check_options(methods: tuple[ProbeMethod, ...], save: Path | None, *, overwrite: bool, **numbers: int) -> None:
     """Refuse what cannot be meant."""
     from vitrail.weights.load import check_destination
 
@@ -116,7 +118,7 @@ def _check_options(methods: tuple[Method, ...], save: Path | None, *, overwrite:
             raise UsageError("--save writes a linear head: let --methods name linear or logistic")
 
 
-def _targets(dataset: "Dataset", *, everything: bool) -> dict[str, "Tensor"]:
+def _read_targets(dataset: "Dataset", *, train_on_val: bool) -> dict[str, "Tensor"]:
     """The classes of the images of each split, if they can be learned."""
     from vitrail.evaluate import features
 
@@ -125,52 +127,54 @@ def _targets(dataset: "Dataset", *, everything: bool) -> dict[str, "Tensor"]:
     there = ", ".join(dataset.splits)
     if "train" not in dataset.splits or len(dataset.splits) < 2:
         raise DataError(f"{dataset.name} has the splits {there}; a probe needs train, and test or val to measure on")
-    if everything and len(dataset.splits) < 3:
+    if train_on_val and len(dataset.splits) < 3:
         raise UsageError(f"--everything learns from val and measures on test, and {dataset.name} has {there}")
-    targets = {name: features.labels(split) for name, split in dataset.splits.items()}
+    targets = {name: features.read_labels(split) for name, split in dataset.splits.items()}
     for name in dataset.classes:
         if not name.isascii() and name.encode(errors="replace").decode() != name:
             raise DataError(f"the class {name!r} has no valid name in UTF-8: rename its folder")
     return targets
 
 
-def _shots(
-    asked: tuple[int, ...], targets: dict[str, "Tensor"], dataset: "Dataset", *, everything: bool
+def _choose_shots(
+    requested: tuple[int, ...], targets: dict[str, "Tensor"], dataset: "Dataset", *, train_on_val: bool
 ) -> tuple[int, ...]:
     """Those that were asked for, or those of the paper that every class has the images for."""
     import torch
 
     from vitrail.evaluate import probe
 
-    learned = torch.cat([targets["train"], targets["val"]]) if everything else targets["train"]
-    if asked:
-        probe.check_shots(learned, dataset.classes, max(asked))
-        return asked
+    learned = torch.cat([targets["train"], targets["val"]]) if train_on_val else targets["train"]
+    if requested:
+        probe.check_shots(learned, dataset.classes, max(requested))
+        return requested
     counts = learned.bincount()
     least = int(counts.argmin())
-    kept = tuple(shots for shots in probe.SHOTS if shots <= counts[least])
-    if left := [f"{shots}-shot" for shots in probe.SHOTS if shots not in kept]:
-        show.note(f"note: without {', '.join(left)}: {dataset.classes[least]} has {counts[least]} training images")
+    kept = tuple(shots for shots in probe.DEFAULT_SHOTS if shots <= counts[least])
+    if left := [f"{shots}-shot" for shots in probe.DEFAULT_SHOTS if shots not in kept]:
+        output.print_note(
+            f"note: without {', '.join(left)}: {dataset.classes[least]} has {counts[least]} training images"
+        )
     return kept
 
 
 # --- features --------------------------------------------------------------------------------------------------------
 
 
-def _features(
+def _extract_features(
     trained: "Trained",
     dataset: "Dataset",
     data: str,
-    group: "Group",
+    group: "ProcessGroup",
     device: "torch.device",
     *,
     batch: int,
     workers: int,
 ) -> tuple[dict[str, "Tensor"], list[str]]:
     """The features of each split's images, all of them on the first rank, and which splits' were in the cache."""
-    from vitrail.data.loader import evaluation_batches
+    from vitrail.data.loader import iter_eval_batches
     from vitrail.evaluate import features
-    from vitrail.train import distributed
+    from vitrail.runtime import distributed
 
     view = trained.preprocess
     if view is None:
@@ -178,44 +182,44 @@ def _features(
             "the weights do not say how images must be prepared: name it with --preprocess imagenet"
             " (or inception, torchvision)"
         )
-    digest = features.of_model(trained.model) if group.leads else ""
+    digest = features.digest_model(trained.model) if group.is_rank0 else ""
     network = trained.model.to(device)
     values: dict[str, Tensor] = {}
     cached: list[str] = []
     for name, split in dataset.splits.items():
-        place = features.place(digest, features.of_images(split), view) if group.leads else Path()
-        known = features.recall(place) if group.leads else None
+        place = features.build_cache_path(digest, features.digest_images(split), view) if group.is_rank0 else Path()
+        known = features.load_cached_features(place) if group.is_rank0 else None
         if known is not None:
             values[name] = known
             cached.append(name)
-        if distributed.told("" if known is None else "known"):
+        if distributed.broadcast("" if known is None else "known"):
             continue
-        batches = evaluation_batches(
-            split, view, batch=batch, classes=0, rank=group.rank, world=group.world, workers=workers
+        batches = iter_eval_batches(
+            split, view, batch_size=batch, num_classes=0, rank=group.rank, world_size=group.world_size, workers=workers
         )
-        with show.progress(f"features of {name}") as progress:
+        with output.show_progress(f"features of {name}") as progress:
             try:
-                values[name] = features.extract(
+                values[name] = features.extract_features(
                     network,
                     batches,
                     view,
-                    images=len(split),
-                    over_ranks=lambda rows: distributed.completed(rows, device),
-                    progress=partial(_told, progress, group.world),
+                    num_images=len(split),
+                    reduce_ranks=lambda rows: distributed.all_reduce_rows(rows, device),
+                    progress=partial(_report_all_ranks, progress, group.world_size),
                 )
             except RemoteError:
                 raise
             except DataError as error:
                 advice = f"`vitrail data check {data}` names every bad image, and how to leave them out"
                 raise DataError(f"{error}. {advice}") from error
-        if group.leads:
-            features.keep(place, values[name])
+        if group.is_rank0:
+            features.cache_features(place, values[name])
     if cached:
-        show.note(f"features of {', '.join(cached)}: from the cache")
+        output.print_note(f"features of {', '.join(cached)}: from the cache")
     return values, cached
 
 
-def _told(progress: Callable[[int, int], None], world: int, done: int, total: int) -> None:
+def _report_all_ranks(progress: Callable[[int, int], None], world: int, done: int, total: int) -> None:
     """Show how far all ranks are by how far this one is with its share."""
     progress(min(done * world, total), total)
 
@@ -223,56 +227,62 @@ def _told(progress: Callable[[int, int], None], world: int, done: int, total: in
 # --- classifiers -----------------------------------------------------------------------------------------------------
 
 
-def _probed(
-    of: "Parts",
+def _fit_classifiers(
+    parts: "ProbeSplits",
     names: tuple[str, ...],
-    methods: tuple[Method, ...],
+    methods: tuple[ProbeMethod, ...],
     shots: tuple[int, ...],
     *,
     seeds: int,
     penalty: float | None,
     k: int,
-) -> tuple[list["Score"], list["Fitted"]]:
+) -> tuple[list["ProbeScore"], list["FittedProbe"]]:
     """The scores of all that was asked for, and those classifiers that can be a model's head."""
     from vitrail.evaluate import probe
 
-    scores: list[Score] = []
-    fitted: list[Fitted] = []
-    with show.progress("classifiers") as progress:
+    scores: list[ProbeScore] = []
+    fitted: list[FittedProbe] = []
+    with output.show_progress("classifiers") as progress:
         for done, method in enumerate(methods):
             progress(done, len(methods))
             match method:
                 case "few-shot":
                     scores += [
-                        probe.score_few_shot(of, names, number, seeds=seeds, penalty=penalty) for number in shots
+                        probe.score_few_shot(parts, names, number, seeds=seeds, penalty=penalty) for number in shots
                     ]
                 case "knn":
-                    scores.append(probe.score_neighbours(of, len(names), k))
+                    scores.append(probe.score_knn(parts, len(names), k))
                 case "linear":
-                    fitted.append(probe.fit_linear(of, len(names), penalty))
+                    fitted.append(probe.fit_linear(parts, len(names), penalty))
                 case "logistic":
-                    fitted.append(probe.fit_logistic(of, len(names)))
+                    fitted.append(probe.fit_logistic(parts, len(names)))
     return [*scores, *(one.score for one in fitted)], fitted
 
 
-def _saved(
-    trained: "Trained", fitted: list["Fitted"], dataset: "Dataset", of: "Parts", path: Path, *, overwrite: bool
+def _save_with_head(
+    trained: "Trained",
+    fitted: list["FittedProbe"],
+    dataset: "Dataset",
+    parts: "ProbeSplits",
+    path: Path,
+    *,
+    overwrite: bool,
 ) -> dict[str, Any]:
     """Write the model with the best of the heads, and say which that is."""
     from vitrail.evaluate import probe
     from vitrail.weights.load import save
 
-    best = max(fitted, key=lambda one: one.right)
+    best = max(fitted, key=lambda one: one.tuning_correct)
     name, number = best.score.setting
-    learned = show.plural(best.score.learned, "image")
+    learned = output.pluralize(best.score.train_images, "image")
     change = f"head: {best.score.method} probe of {dataset.name}, {name} {number:g}, {learned}"
-    made = probe.with_head(trained, best.head, dataset.classes, best.temperature, change)
+    made = probe.replace_head(trained, best.head, dataset.classes, best.temperature, change)
     save(made, path, overwrite=overwrite)
-    choice = len(of.choice.targets)
+    choice = len(parts.tuning_val.targets)
     return {
         "path": str(path),
         "method": best.score.method,
-        "chosen": best.right / choice if choice else None,
+        "chosen": best.tuning_correct / choice if choice else None,
         "temperature": best.temperature,
     }
 
@@ -280,57 +290,59 @@ def _saved(
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
-def _facts(dataset: "Dataset", of: "Parts", scores: list["Score"], *, everything: bool) -> dict[str, Any]:
+def _collect_facts(
+    dataset: "Dataset", parts: "ProbeSplits", scores: list["ProbeScore"], *, train_on_val: bool
+) -> dict[str, Any]:
     """What was found, for programs."""
     tested = "test" in dataset.splits
     return {
         "data": dataset.name,
         "classes": len(dataset.classes),
-        "features": of.final.values.shape[1],
+        "features": parts.train.values.shape[1],
         "split": "test" if tested else "val",
-        "images": len(of.measured.targets),
+        "images": len(parts.test.targets),
         "chosen_on": "val" if tested and "val" in dataset.splits else "a fifth of train",
-        "everything": everything,
+        "everything": train_on_val,
         "scores": [
             {
                 "method": score.method,
                 "shots": score.shots,
-                "learned": score.learned,
+                "learned": score.train_images,
                 score.setting[0]: score.setting[1],
                 "top1": score.top1,
                 "std": score.std,
                 "interval": score.interval,
-                "seeds": len(score.right),
-                "right": list(score.right),
+                "seeds": len(score.correct),
+                "right": list(score.correct),
             }
             for score in scores
         ],
     }
 
 
-def _print(found: dict[str, Any]) -> None:
+def _print_scores(facts: dict[str, Any]) -> None:
     """What was found, for people."""
-    chosen = f"settings chosen on {found['chosen_on']}{', then learned from too' if found['everything'] else ''}"
+    chosen = f"settings chosen on {facts['chosen_on']}{', then learned from too' if facts['everything'] else ''}"
     print(
-        f"{found['split']}: {show.plural(found['images'], 'image')}, {show.plural(found['classes'], 'class')}; {chosen}"
+        f"{facts['split']}: {output.pluralize(facts['images'], 'image')}, {output.pluralize(facts['classes'], 'class')}; {chosen}"
     )
     rows = [("method", "learned from", "setting", "right", "")]
-    for score in found["scores"]:
+    for score in facts["scores"]:
         method = f"{score['shots']}-shot" if score["shots"] else score["method"]
         setting = next(f"{name} {score[name]:.4g}" for name in ("lambda", "k", "L2") if name in score)
         if score["std"] is None:
             low, high = score["interval"]
             doubt = f"95 %: {low:.1%} to {high:.1%}"
         else:
-            doubt = f"± {score['std']:.1%}, {show.plural(score['seeds'], 'draw')}"
-        rows.append((method, show.plural(score["learned"], "image"), setting, f"{score['top1']:.1%}", doubt))
-    show.table(rows, right=(1, 3))
-    best = max(found["scores"], key=lambda score: float(score["top1"]))
+            doubt = f"± {score['std']:.1%}, {output.pluralize(score['seeds'], 'draw')}"
+        rows.append((method, output.pluralize(score["learned"], "image"), setting, f"{score['top1']:.1%}", doubt))
+    output.print_table(rows, right=(1, 3))
+    best = max(facts["scores"], key=lambda score: float(score["top1"]))
     method = f"{best['shots']}-shot" if best["shots"] else best["method"]
-    kept = "" if found["saved"] else "; --save FILE keeps a linear head with the model"
-    show.note(
-        f"best: {method}, {best['top1']:.1%} of {show.plural(found['images'], found['split'] + ' image')} right{kept}"
+    kept = "" if facts["saved"] else "; --save FILE keeps a linear head with the model"
+    output.print_note(
+        f"best: {method}, {best['top1']:.1%} of {output.pluralize(facts['images'], facts['split'] + ' image')} right{kept}"
     )
-    if saved := found["saved"]:
-        why = "" if saved["chosen"] is None else f", {saved['chosen']:.1%} right of {found['chosen_on']}"
+    if saved := facts["saved"]:
+        why = "" if saved["chosen"] is None else f", {saved['chosen']:.1%} right of {facts['chosen_on']}"
         print(f"{saved['path']}: {saved['method']}{why}, temperature {saved['temperature']:.3f}")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from vitrail.cli import runs, show
+from vitrail.cli import output, runs
 from vitrail.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -33,37 +33,37 @@ def main(
 
     repo = hub.parse_target(target)
     if not dry_run:
-        hub.require()
-    from vitrail.weights.load import load, locate
+        hub.require_huggingface_hub()
+    from vitrail.weights.load import find_model_path, load
 
-    place = locate(run)
-    show.note(f"model: {run if place is None else place}")
+    place = find_model_path(run)
+    output.print_note(f"model: {run if place is None else place}")
     trained = load(run)
     with tempfile.TemporaryDirectory(prefix="vitrail-push-") as workshop:
         folder = Path(workshop) / "model"
-        notes = prepare(trained, folder, repo, None if place in (None, Path(run)) else Path(run))
+        notes = prepare_upload(trained, folder, repo, None if place in (None, Path(run)) else Path(run))
         sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
         commit = None if dry_run else hub.push(folder, target, private=private)
     if json:
         listed = [{"name": name, "bytes": size} for name, size in sizes.items()]
-        show.as_json({"repository": target, "files": listed, "notes": notes, "dry_run": dry_run, "commit": commit})
+        output.print_json({"repository": target, "files": listed, "notes": notes, "dry_run": dry_run, "commit": commit})
         return
-    show.table(
+    output.print_table(
         [
             *(("note", text) for text in notes),
-            *(("file", f"{name}, {show.count(size)} bytes") for name, size in sizes.items()),
+            *(("file", f"{name}, {output.format_count(size)} bytes") for name, size in sizes.items()),
             ("dry run", f"nothing was uploaded to {target}") if commit is None else ("uploaded", commit),
         ]
     )
 
 
-def prepare(trained: "Trained", folder: Path, repo: str, run: Path | None = None) -> list[str]:
+def prepare_upload(trained: "Trained", folder: Path, repo: str, run: Path | None = None) -> list[str]:
     """Write what is to be uploaded, and return notes on what transformers' format could not take along.
 
     Of a run the card is its README.md, as it was written at its end or edited since.
     """
-    from vitrail.report import card
-    from vitrail.report.gather import gather
+    from vitrail.report import model_card
+    from vitrail.report.run_facts import gather_facts
     from vitrail.weights import hub
     from vitrail.weights.load import save
 
@@ -74,19 +74,19 @@ def prepare(trained: "Trained", folder: Path, repo: str, run: Path | None = None
         refusal = str(error)
         notes = [f"only the native file, no transformers folder: {refusal}"]
         folder.mkdir()
-    save(trained, folder / hub.NATIVE)
-    address = card.Address(repo, refusal, () if refusal else tuple(notes))
+    save(trained, folder / hub.NATIVE_FILE)
+    address = model_card.HubAddress(repo, refusal, () if refusal else tuple(notes))
     written = None if run is None else run / "README.md"
     if written is not None and written.is_file():
-        text = _read(written)
+        text = _read_card(written)
     else:
-        facts = gather(run) if run is not None and runs.is_run(run) else None
-        text = card.card(trained, facts).markdown()
-    (folder / "README.md").write_text(card.addressed(text, trained, address), encoding="utf-8")
+        facts = gather_facts(run) if run is not None and runs.is_run_folder(run) else None
+        text = model_card.build_card(trained, facts).to_markdown()
+    (folder / "README.md").write_text(model_card.set_hub_address(text, trained, address), encoding="utf-8")
     return notes
 
 
-def _read(card: Path) -> str:
+def _read_card(card: Path) -> str:
     try:
         return card.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:

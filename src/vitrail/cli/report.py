@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from vitrail.cli import show
+from vitrail.cli import output
 from vitrail.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -28,34 +28,36 @@ def main(
         data: Where the run's images are now, if not where they were.
         json: Print JSON.
     """
-    from vitrail.model.device import best
-    from vitrail.report.write import PAGE, write
+    from vitrail.report.write_report import REPORT_FILE, write_report
+    from vitrail.runtime.devices import find_best_device
 
     if not run.is_dir():
         raise UsageError(f"{run} is no folder; give that of a run, such as runs/train")
     if out is not None and out.is_dir():
         raise UsageError(f"--out {out} is a folder; name a file for the page")
-    path = out or run / PAGE
-    facts = write(run, _opened(run, data), best(), path)
+    path = out or run / REPORT_FILE
+    facts = write_report(run, _open_run_dataset(run, data), find_best_device(), path)
     size = path.stat().st_size
     if json:
-        show.as_json({"report": str(path), "bytes": size, "missing": facts.missing})
+        output.print_json({"report": str(path), "bytes": size, "missing": facts.missing})
         return
     for sentence in facts.missing:
-        show.note(f"note: {sentence}")
-    print(f"{path}, {show.size(size)}")
+        output.print_note(f"note: {sentence}")
+    print(f"{path}, {output.format_bytes(size)}")
 
 
-def _opened(run: Path, data: str | None) -> "Dataset | str":
+def _open_run_dataset(run: Path, data: str | None) -> "Dataset | str":
     """The run's set, or where it is not to be found the sentence that says so."""
-    from vitrail.data.sources import open_data
-    from vitrail.report.gather import configuration
+    from vitrail.data.sources import open_dataset
+    from vitrail.report.run_facts import read_config
 
     if data is not None:
-        return open_data(data)
-    recorded = str(configuration(run)["data"])
+        return open_dataset(data)
+    recorded = str(read_config(run)["data"])
     try:
-        return open_data(recorded)
+        return open_dataset(recorded)
     except (DataError, UsageError) as error:
-        show.note(f"note: the images are not shown, since the data is not found ({error}); --data says where it is")
+        output.print_note(
+            f"note: the images are not shown, since the data is not found ({error}); --data says where it is"
+        )
         return "The images are not shown: the data was not found where it was when this page was written."

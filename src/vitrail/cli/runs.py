@@ -16,34 +16,40 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vitrail import remote
-from vitrail.cli import sheets, show
+from vitrail.cli import output
 from vitrail.config import Recipe
 from vitrail.errors import DataError, UsageError, VitrailError
 from vitrail.remote import RemoteError
+from vitrail.report import image_sheets
 
 if TYPE_CHECKING:
     import torch
 
     from vitrail.data.dataset import Dataset
-    from vitrail.evaluate.classify import Counts
+    from vitrail.evaluate.predictions import Counts
+    from vitrail.runtime.distributed import ProcessGroup
     from vitrail.train.deadline import Deadline
-    from vitrail.train.distributed import Group
-    from vitrail.train.keeper import Evaluated
-    from vitrail.train.log import Logger
-    from vitrail.train.loop import Moment
-    from vitrail.train.run import Pretrained, Result
-    from vitrail.train.task import Task
+    from vitrail.train.loop import StepEnd
+    from vitrail.train.run import PretrainingResult, RunResult
+    from vitrail.train.run_log import Logger
+    from vitrail.train.trainer import ValidationResult
+    from vitrail.train.training_run import TrainingRun
 
-Track = Literal["tensorboard"]
-_TRAINING = ("demo", "finetune", "train")  # the verbs that make a run
-_CHECKED = 20_000  # images that are looked at before a run: a minute at most
-_ODD = (ArithmeticError, LookupError, TypeError, ValueError)  # what a file may lead to that no check knows
-_LONGEST_WARMUP = 5  # a fifth of the run: a recipe's warm-up beyond that was meant for more images
-_SHOWN = 16  # images in the picture of a batch
-_WORST = 24  # images in the picture of the greatest losses
+Tracker = Literal["tensorboard"]
+_TRAINING_COMMANDS = ("demo", "finetune", "train")  # the verbs that make a run
+_MAX_SCANNED_IMAGES = 20_000  # images that are looked at before a run: a minute at most
+_UNEXPECTED_ERRORS = (
+    ArithmeticError,
+    LookupError,
+    TypeError,
+    ValueError,
+)  # what a file may lead to that no check knows
+_MIN_STEPS_PER_WARMUP_STEP = 5  # a fifth of the run: a recipe's warm-up beyond that was meant for more images
+_GRID_IMAGES = 16  # images in the picture of a batch
+_WORST_IMAGES = 24  # images in the picture of the greatest losses
 
 
-def next_folder(name: str) -> Path:
+def choose_next_folder(name: str) -> Path:
     """runs/NAME, or the first of runs/NAME-2, runs/NAME-3, ... that is free."""
     for number in itertools.count(1):
         folder = Path("runs") / (name if number == 1 else f"{name}-{number}")
@@ -52,100 +58,102 @@ def next_folder(name: str) -> Path:
     raise AssertionError
 
 
-def place(name: str, out: str | Path | None, group: "Group", *, resume: bool, overwrite: bool) -> tuple[Path, bool]:
+def choose_run_folder(
+    name: str, out: str | Path | None, group: "ProcessGroup", *, resume: bool, overwrite: bool
+) -> tuple[Path, bool]:
     """The folder of a run and whether it is gone on with, the same for all processes."""
     from vitrail import locks
-    from vitrail.train import distributed
-    from vitrail.train.run import LOCK, started_again
+    from vitrail.runtime import distributed
+    from vitrail.train.run import LOCK_FILE, is_torchrun_restart
 
     if resume and overwrite:
         raise UsageError("--resume goes on with a run and --overwrite removes it; give one of them")
-    given = None if out is None else _here(str(out))
+    given = None if out is None else _resolve_local_folder(str(out))
 
-    def found() -> tuple[Path, bool]:
-        folder = given or _last(name)
-        if folder is not None and started_again(folder, group):
+    def choose_on_rank0() -> tuple[Path, bool]:
+        folder = given or _find_last_folder(name)
+        if folder is not None and is_torchrun_restart(folder, group):
             return folder, True
         if given is not None and (resume or overwrite):
-            locks.check_lock(given / LOCK, str(given))  # before anything is fetched into it
+            locks.check_lock(given / LOCK_FILE, str(given))  # before anything is fetched into it
         if given and isinstance(out, str) and remote.is_remote(out):
-            _look_there(out.rstrip("/"), given, resume=resume, overwrite=overwrite)
-        return _place(name, given, resume=resume, overwrite=overwrite), resume
+            _prepare_remote(out.rstrip("/"), given, resume=resume, overwrite=overwrite)
+        return _resolve_folder(name, given, resume=resume, overwrite=overwrite), resume
 
-    return distributed.led(found)
+    return distributed.run_on_rank0(choose_on_rank0)
 
 
-def _look_there(url: str, folder: Path, *, resume: bool, overwrite: bool) -> None:
+def _prepare_remote(url: str, folder: Path, *, resume: bool, overwrite: bool) -> None:
     """Fetch what a run goes on from, or refuse a URL that is taken."""
-    from vitrail.train import mirror
+    from vitrail.train import upload
 
     if resume:
-        mirror.fetch(url, folder, show.note)
+        upload.download_runs(url, folder, output.print_note)
     else:
-        mirror.check_free(url, overwrite=overwrite)
-    show.note(f"the run works in {folder} and is copied to {url}")
+        upload.check_url_free(url, overwrite=overwrite)
+    output.print_note(f"the run works in {folder} and is copied to {url}")
 
 
-def _last(name: str) -> Path | None:
+def _find_last_folder(name: str) -> Path | None:
     """The youngest of runs/NAME, runs/NAME-2, ..."""
     taken = [path for path in Path("runs").glob(f"{name}*") if re.fullmatch(rf"{name}(-\d+)?", path.name)]
     return max(taken, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def _place(name: str, out: Path | None, *, resume: bool, overwrite: bool) -> Path:
+def _resolve_folder(name: str, out: Path | None, *, resume: bool, overwrite: bool) -> Path:
     """The folder that was given, the last of its name where it is to go on, else the next that is free."""
     from vitrail import locks
-    from vitrail.train.run import LOCK, list_run
+    from vitrail.train.run import LOCK_FILE, list_run_files
 
     folder = out
     if folder is None:
-        last = _last(name)
-        folder = last if resume and last is not None else Path("runs") / name if overwrite else next_folder(name)
+        last = _find_last_folder(name)
+        folder = last if resume and last is not None else Path("runs") / name if overwrite else choose_next_folder(name)
     if resume or overwrite:
-        locks.check_lock(folder / LOCK, str(folder))
+        locks.check_lock(folder / LOCK_FILE, str(folder))
     if resume and not folder.exists():
-        show.note(f"{folder} is not there yet, so there is nothing to resume: a new run")
-    if overwrite and folder.is_dir() and not all(is_run(run) for run in _runs(folder)):
+        output.print_note(f"{folder} is not there yet, so there is nothing to resume: a new run")
+    if overwrite and folder.is_dir() and not all(is_run_folder(run) for run in _list_runs(folder)):
         raise UsageError(f"{folder} is no run to overwrite: choose another name with --out")
-    if folder.is_file() or (folder.is_dir() and list_run(folder) and not resume and not overwrite):
+    if folder.is_file() or (folder.is_dir() and list_run_files(folder) and not resume and not overwrite):
         raise UsageError(
             f"{folder} exists already; go on with it (--resume), replace it (--overwrite) or choose another (--out)"
         )
     return folder
 
 
-def is_run(folder: Path) -> bool:
+def is_run_folder(folder: Path) -> bool:
     """Whether a folder is one that `train` or `finetune` wrote."""
-    from vitrail.train.state import is_configuration
+    from vitrail.train.checkpoint import is_run_config
 
     try:
-        return not folder.is_symlink() and is_configuration((folder / "config.json").read_bytes())
+        return not folder.is_symlink() and is_run_config((folder / "config.json").read_bytes())
     except OSError:
         return False
 
 
-def _runs(folder: Path) -> list[Path]:
+def _list_runs(folder: Path) -> list[Path]:
     """The folder, or all that it holds where that are the runs of several seeds."""
-    from vitrail.train.run import list_run
+    from vitrail.train.run import list_run_files
 
-    inside = list_run(folder)
+    inside = list_run_files(folder)
     return inside if inside and all(path.name.startswith("seed-") for path in inside) else [folder] if inside else []
 
 
 @contextlib.contextmanager
-def process(device: str | None) -> Iterator[tuple["Group", "torch.device"]]:
+def join_processes(device: str | None) -> Iterator[tuple["ProcessGroup", "torch.device"]]:
     """This process's place among those that torchrun started, and its device; only the first one is heard."""
-    from vitrail.train import distributed
+    from vitrail.runtime import distributed
 
-    with distributed.joined(device) as (group, found), contextlib.ExitStack() as stack:
-        if not group.leads:
+    with distributed.join_process_group(device) as (group, found), contextlib.ExitStack() as stack:
+        if not group.is_rank0:
             silence = stack.enter_context(Path(os.devnull).open("w"))
             stack.enter_context(contextlib.redirect_stdout(silence))
             stack.enter_context(contextlib.redirect_stderr(silence))
         yield group, found
 
 
-def be_deterministic() -> None:
+def enable_determinism() -> None:
     """Let a GPU add in one order, for which some of torch's kernels are slower."""
     import torch
 
@@ -154,17 +162,19 @@ def be_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def changed(recipe: Recipe, *, epochs: float | None, batch: int | None, lr: float | None, warmup: int | None) -> Recipe:
+def override_recipe(
+    recipe: Recipe, *, epochs: float | None, batch: int | None, lr: float | None, warmup: int | None
+) -> Recipe:
     """The recipe with what was given in its place; a shorter run has a shorter warm-up."""
     given: dict[str, Any] = {name: value for name, value in (("epochs", epochs), ("batch", batch)) if value is not None}
     if lr is not None:
-        scale = lr / recipe.optimiser.lr
+        scale = lr / recipe.optimizer.lr
         others = {
-            name: getattr(recipe.optimiser, name) * scale
+            name: getattr(recipe.optimizer, name) * scale
             for name in ("head_lr", "adam_lr")
-            if getattr(recipe.optimiser, name) is not None
+            if getattr(recipe.optimizer, name) is not None
         }
-        given["optimiser"] = dataclasses.replace(recipe.optimiser, lr=lr, **others)
+        given["optimizer"] = dataclasses.replace(recipe.optimizer, lr=lr, **others)
     new = dataclasses.replace(recipe, **given)
     length = min(1.0, new.epochs / new.batch * recipe.batch / recipe.epochs)
     if warmup is None:
@@ -172,33 +182,35 @@ def changed(recipe: Recipe, *, epochs: float | None, batch: int | None, lr: floa
     return dataclasses.replace(new, schedule=dataclasses.replace(recipe.schedule, warmup=warmup))
 
 
-def fit_warmup(recipe: Recipe, images: int) -> Recipe:
+def shorten_warmup(recipe: Recipe, images: int) -> Recipe:
     """The recipe with a tenth of the run as warm-up, where its own was meant for a far larger dataset."""
     steps = math.ceil(recipe.epochs * images / recipe.batch)
     warmup = recipe.schedule.warmup
-    if warmup <= steps / _LONGEST_WARMUP:
+    if warmup <= steps / _MIN_STEPS_PER_WARMUP_STEP:
         return recipe
     shorter = steps // 10
-    show.note(
+    output.print_note(
         f"note: the recipe's warm-up of {warmup:,} steps is for a larger dataset; of this run's"
-        f" {show.plural(steps, 'step')} {shorter:,} {'is' if shorter == 1 else 'are'} taken (--warmup changes it)"
+        f" {output.pluralize(steps, 'step')} {shorter:,} {'is' if shorter == 1 else 'are'} taken (--warmup changes it)"
     )
     return dataclasses.replace(recipe, schedule=dataclasses.replace(recipe.schedule, warmup=shorter))
 
 
-def tell_of(dataset: "Dataset") -> None:
+def print_dataset_notes(dataset: "Dataset") -> None:
     """What is worth knowing of the data before it is learned."""
     for note in dataset.notes:
-        show.note(f"{'warning' if 'left out' in note else 'note'}: {note}")
-    if dataset.several:
-        show.note("note: images may have several labels, so each class is a question of its own (loss sigmoid)")
+        output.print_note(f"{'warning' if 'left out' in note else 'note'}: {note}")
+    if dataset.multi_label:
+        output.print_note("note: images may have several labels, so each class is a question of its own (loss sigmoid)")
     numbers = [int(name) for name in dataset.classes if name.isdecimal()]
     if len(numbers) == len(dataset.classes) and numbers != sorted(numbers):
         first = ", ".join(dataset.classes[:4])
-        show.note(f"warning: classes are in the order of their names ({first}, ...), so output 2 is not class 2")
+        output.print_note(
+            f"warning: classes are in the order of their names ({first}, ...), so output 2 is not class 2"
+        )
 
 
-def check_classes(dataset: "Dataset", *, strict: bool = False, everything: bool = False) -> None:
+def check_classes(dataset: "Dataset", *, strict: bool = False, train_on_val: bool = False) -> None:
     """Refuse labels that leave nothing to choose or may be none, and with `strict` class folders without an image.
 
     With `everything` val is trained on too.
@@ -206,31 +218,37 @@ def check_classes(dataset: "Dataset", *, strict: bool = False, everything: bool 
     empty = dataset.empty_classes
     if strict and empty:
         raise DataError(
-            f"{show.plural(len(empty), 'class folder')} of {dataset.name} without an image, such as {empty[0]}:"
+            f"{output.pluralize(len(empty), 'class folder')} of {dataset.name} without an image, such as {empty[0]}:"
             " remove them, or omit --strict"
         )
-    if dataset.question:
-        raise DataError(dataset.question)
-    learned = [split for name, split in dataset.splits.items() if name == "train" or (everything and name == "val")]
-    counts = [sum(column) for column in zip(*(split.counts(len(dataset.classes)) for split in learned), strict=True)]
+    if dataset.layout_warning:
+        raise DataError(dataset.layout_warning)
+    learned = [split for name, split in dataset.splits.items() if name == "train" or (train_on_val and name == "val")]
+    counts = [
+        sum(column) for column in zip(*(split.count_per_class(len(dataset.classes)) for split in learned), strict=True)
+    ]
     bare = [name for name, count in zip(dataset.classes, counts, strict=False) if not count]
     if bare:
-        without = f"{show.plural(len(bare), 'class')} of {dataset.name} without a training image"
+        without = f"{output.pluralize(len(bare), 'class')} of {dataset.name} without a training image"
         raise DataError(f"{without}, such as {bare[0]}: add some, or remove the class")
     if len(dataset.classes) != 1:
         return
     (name,) = dataset.classes
-    if not dataset.several:
+    if not dataset.multi_label:
         raise DataError(
-            f"{dataset.name} has one class, {name}, and a classifier needs two or more{_look_inside(dataset, name)}"
+            f"{dataset.name} has one class, {name}, and a classifier needs two or more{_suggest_subfolder(dataset, name)}"
         )
-    if all(split.counts(1)[0] == len(split) for split in dataset.splits.values()):
+    if all(split.count_per_class(1)[0] == len(split) for split in dataset.splits.values()):
         raise DataError(f"every image of {dataset.name} has the label {name}: add images without it, with empty labels")
 
 
-def _look_inside(dataset: "Dataset", name: str) -> str:
+def _suggest_subfolder(dataset: "Dataset", name: str) -> str:
     """What may have been meant by a dataset of one class: the folders in its folder, or images without labels."""
-    paths = (split.name(place) for split in dataset.splits.values() for place in range(min(len(split), _CHECKED)))
+    paths = (
+        split.get_image_name(place)
+        for split in dataset.splits.values()
+        for place in range(min(len(split), _MAX_SCANNED_IMAGES))
+    )
     inner = sorted({path.split("/")[1] for path in paths if path.startswith(f"{name}/") and path.count("/") > 1})
     if len(inner) > 1:
         more = " ..." if len(inner) > 3 else ""
@@ -238,20 +256,20 @@ def _look_inside(dataset: "Dataset", name: str) -> str:
     return ": one subfolder each. Without labels: vitrail train mae-... (vitrail list recipes)"
 
 
-def fitting(recipe: Recipe, dataset: "Dataset") -> Recipe:
+def choose_loss(recipe: Recipe, dataset: "Dataset") -> Recipe:
     """The recipe with the loss that the data asks for."""
-    return dataclasses.replace(recipe, loss="sigmoid") if dataset.several else recipe
+    return dataclasses.replace(recipe, loss="sigmoid") if dataset.multi_label else recipe
 
 
-def warn_of_imbalance(task: "Task") -> None:
+def warn_about_imbalance(run: "TrainingRun") -> None:
     """Say where accuracy alone would mislead."""
-    from vitrail.train.task import IMBALANCE
+    from vitrail.train.training_run import IMBALANCE_THRESHOLD
 
-    if task.imbalance >= IMBALANCE and not task.dataset.several:
-        names, counts = task.dataset.classes, task.counts
+    if run.imbalance >= IMBALANCE_THRESHOLD and not run.dataset.multi_label:
+        names, counts = run.dataset.classes, run.class_counts
         most, least = max(range(len(counts)), key=counts.__getitem__), min(range(len(counts)), key=counts.__getitem__)
-        advice = "" if task.recipe.balanced else "; --balanced lets every class count alike"
-        show.note(
+        advice = "" if run.recipe.logit_adjustment else "; --balanced lets every class count alike"
+        output.print_note(
             f"warning: {names[most]} has {counts[most]:,} training images and {names[least]} {counts[least]:,}, so look"
             f" at the average over classes beside the accuracy{advice}"
         )
@@ -265,82 +283,84 @@ def check_images(
     Of so many that it would take long, or more than `seconds`, there is no report, and unless `strict` training leaves
     out those it meets. The process that leads looks at them.
     """
-    from vitrail.data.dataset import less
-    from vitrail.train import distributed
+    from vitrail.data.dataset import without_images
+    from vitrail.runtime import distributed
 
     reports: list[dict[str, Any]] = []
 
-    def look() -> list[tuple[str, str]] | None:
-        report = _examine(dataset, data, seconds)
+    def scan_on_rank0() -> list[tuple[str, str]] | None:
+        report = _scan_images(dataset, data, seconds)
         reports.extend([] if report is None else [report])
-        return None if report is None else _check_bad(report["bad"], dataset, data, strict=strict)
+        return None if report is None else _check_bad_images(report["bad"], dataset, data, strict=strict)
 
-    bad = distributed.led(look)
+    bad = distributed.run_on_rank0(scan_on_rank0)
     if bad is None:
         return dataclasses.replace(dataset, unchecked=not strict), None
-    return less(dataset, set(bad)) if bad else dataset, reports[0] if reports else None
+    return without_images(dataset, set(bad)) if bad else dataset, reports[0] if reports else None
 
 
 class _OutOfTimeError(Exception):
     """Looking at the images takes longer than it may."""
 
 
-def _examine(dataset: "Dataset", data: str, seconds: float) -> dict[str, Any] | None:
-    from vitrail.data.check import check
-    from vitrail.data.examine import examine
+def _scan_images(dataset: "Dataset", data: str, seconds: float) -> dict[str, Any] | None:
+    from vitrail.data.audit import audit_dataset
+    from vitrail.data.image_scan import scan_dataset
 
     images = sum(len(split) for split in dataset.splits.values())
-    if images > _CHECKED:
-        show.note(f"note: {images:,} images are not looked at one by one before training: vitrail data check {data}")
+    if images > _MAX_SCANNED_IMAGES:
+        output.print_note(
+            f"note: {images:,} images are not looked at one by one before training: vitrail data check {data}"
+        )
         return None
     end = time.monotonic() + seconds
-    with show.progress("looking at images") as progress:
+    with output.show_progress("looking at images") as progress:
 
-        def in_time(done: int, total: int) -> None:
+        def report_or_stop(done: int, total: int) -> None:
             progress(done, total)
             if done < total and time.monotonic() > end:
-                raise _OutOfTimeError(f"{done:,} of {show.plural(total, 'image')}")
+                raise _OutOfTimeError(f"{done:,} of {output.pluralize(total, 'image')}")
 
         try:
-            report = check(examine(dataset, progress=in_time))
+            report = audit_dataset(scan_dataset(dataset, progress=report_or_stop))
         except _OutOfTimeError as looked_at:
-            show.note(f"note: there was time to look at {looked_at} before training: vitrail data check {data}")
+            output.print_note(f"note: there was time to look at {looked_at} before training: vitrail data check {data}")
             return None
     if across := report["duplicates"]["across_splits"]:
-        show.note(
-            f"warning: {show.plural(across, 'group')} of copies across splits, so results look too good:"
+        output.print_note(
+            f"warning: {output.pluralize(across, 'group')} of copies across splits, so results look too good:"
             f" vitrail data check {data}"
         )
     return report
 
 
-def _check_bad(bad: Sequence[dict[str, str]], dataset: "Dataset", data: str, *, strict: bool) -> list[tuple[str, str]]:
+def _check_bad_images(
+    bad: Sequence[dict[str, str]], dataset: "Dataset", data: str, *, strict: bool
+) -> list[tuple[str, str]]:
     """Split and name of the images to leave out; refused where they are many, or with `strict` any."""
     from vitrail.data.dataset import BAD_SHARE
 
     if not bad:
         return []
     images = sum(len(split) for split in dataset.splits.values())
-    first = (
-        f"{show.plural(len(bad), 'image')} of {images:,} cannot be read, such as {bad[0]['name']}: {bad[0]['reason']}"
-    )
+    first = f"{output.pluralize(len(bad), 'image')} of {images:,} cannot be read, such as {bad[0]['name']}: {bad[0]['reason']}"
     if strict or len(bad) > BAD_SHARE * images:
         rule = "--strict takes none" if strict else f"more than {BAD_SHARE:.0%} are too many"
         raise DataError(
             f"{first}; {rule}. `vitrail data check {data}` names every bad image, and how to leave them out"
         )
     them = "it" if len(bad) == 1 else "them"
-    show.note(f"warning: {first}; left out, and listed in data_report.json (--strict refuses {them})")
+    output.print_note(f"warning: {first}; left out, and listed in data_report.json (--strict refuses {them})")
     return [(each["split"], each["name"]) for each in bad]
 
 
-def trained(
-    task: "Task",
+def train_and_report(
+    run: "TrainingRun",
     folder: Path,
     *,
     data: str,
     out: str | None = None,
-    track: Track | None = None,
+    track: Tracker | None = None,
     report: dict[str, Any] | None = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -348,65 +368,65 @@ def trained(
     baselines: Mapping[str, int] | None = None,
     deadline: "Deadline | None" = None,
     verify_every: int = 0,
-) -> "Result | Pretrained | None":
+) -> "RunResult | PretrainingResult | None":
     """Train and show how far it is: a bar on a terminal, a line an evaluation everywhere; then draw what it came to.
 
     Of several processes the first has the result, and does all this. `baselines` say what simpler ways get right.
     """
-    from vitrail.data.digest import ChangedDataError
-    from vitrail.figures import reconstruction
-    from vitrail.train import distributed
-    from vitrail.train.run import lock_run, run
-    from vitrail.train.verification import TOLERANCE, is_bitwise
+    from vitrail.data.dataset_digest import ChangedDataError
+    from vitrail.figures import reconstruction_images
+    from vitrail.runtime import distributed
+    from vitrail.train.run import lock_run_folder, run_training
+    from vitrail.train.step_verification import TOLERANCE, is_deterministic
 
     if not 0 <= save_every < math.inf:
         raise UsageError(f"--save-every is {save_every}; give minutes, 0 for every step")
     if verify_every < 0:
         raise UsageError(f"--verify-every is {verify_every}; give a number of steps, 0 for never")
-    if verify_every and not is_bitwise(task.device):
-        show.note(
+    if verify_every and not is_deterministic(run.device):
+        output.print_note(
             f"note: a GPU adds in any order, so --verify-every lets gradients differ by {TOLERANCE:.0%} of their norm;"
             " with --deterministic it compares every bit"
         )
-    warn_of_imbalance(task)
-    if task.shard and not task.sharded:
-        show.note(
+    warn_about_imbalance(run)
+    if run.shard and not run.is_sharded:
+        output.print_note(
             "note: --shard changes nothing in one process, which has to hold the whole model; torchrun starts more"
         )
     accuracy, remembered = "", False
 
-    def stepped(moment: "Moment") -> None:
+    def show_step(moment: "StepEnd") -> None:
         nonlocal remembered
-        if not remembered and task.group.leads:
-            remember(folder)
+        if not remembered and run.group.is_rank0:
+            log_command(folder)
         remembered = True
-        rate = moment.step * task.recipe.batch / max(moment.seconds, 1e-9)
-        progress(moment.step, moment.steps, f"loss {moment.outcome.loss:.3f}{accuracy}, {rate:,.0f} images/s")
+        rate = moment.step * run.recipe.batch / max(moment.seconds, 1e-9)
+        progress(moment.step, moment.steps, f"loss {moment.result.loss:.3f}{accuracy}, {rate:,.0f} images/s")
 
-    def evaluated(found: "Evaluated") -> None:
+    def show_evaluation(found: "ValidationResult") -> None:
         nonlocal accuracy
-        accuracy = f", {found.validation}"
-        show.note(str(found))
-        if found.shown is not None and task.group.leads:
-            reconstruction.draw(*found.shown, folder / "reconstruction.jpg")
+        accuracy = f", {found.val_summary}"
+        output.print_note(str(found))
+        if found.examples is not None and run.group.is_rank0:
+            reconstruction_images.draw_reconstruction(*found.examples, folder / "reconstruction.jpg")
 
     with contextlib.ExitStack() as stack:
-        distributed.led(lambda: stack.enter_context(lock_run(folder)))
-        saved = stack.enter_context(copied(folder, out, task.group, anew=overwrite and not resume))
-        with show.progress("training") as progress:
+        distributed.run_on_rank0(lambda: stack.enter_context(lock_run_folder(folder)))
+        saved = stack.enter_context(upload_checkpoints(folder, out, run.group, anew=overwrite and not resume))
+        with output.show_progress("training") as progress:
             try:
-                result = run(
-                    task,
+                result = run_training(
+                    run,
                     folder,
-                    after_step=stepped,
-                    after_epoch=evaluated,
-                    loggers=_loggers(track),
+                    after_step=show_step,
+                    after_evaluation=show_evaluation,
+                    make_loggers=_choose_loggers(track),
                     resume=resume,
-                    save_every=save_every * 60,
-                    saved=saved,
-                    tell=show.note,
-                    contents="" if report is None else report["contents"],
-                    overwrite=overwrite and not resume and is_run(folder),
+                    save_every_seconds=save_every * 60,
+                    after_checkpoint=saved,
+                    notify=output.print_note,
+                    contents_digest="" if report is None else report["contents"],
+                    overwrite=overwrite and not resume and is_run_folder(folder),
                     deadline=deadline,
                     verify_every=verify_every,
                 )
@@ -419,87 +439,92 @@ def trained(
             return None
         if report is not None:
             (folder / "data_report.json").write_text(json.dumps(report, indent=1) + "\n")
-        draw(task, result, folder)
-        write_label_scores(task, result, folder)
-        page(task, folder, baselines or {}, None if resume else deadline)
+        draw_run_figures(run, result, folder)
+        write_multi_label_scores(run, result, folder)
+        write_run_report(run, folder, baselines or {}, None if resume else deadline)
         return result
 
 
-def remember(folder: Path) -> None:
+def log_command(folder: Path) -> None:
     """Write down the command that a run goes by, for whoever wants it again."""
-    from vitrail.train.log import Book
+    from vitrail.train.run_log import RunLog
 
-    if sys.argv[1:2] and sys.argv[1] in _TRAINING:  # not where main is called from Python
-        Book(folder).event("command", arguments=sys.argv[1:], folder=str(Path.cwd()))
+    if sys.argv[1:2] and sys.argv[1] in _TRAINING_COMMANDS:  # not where main is called from Python
+        RunLog(folder).log_event("command", arguments=sys.argv[1:], folder=str(Path.cwd()))
 
 
-def write_label_scores(task: "Task", result: "Result | Pretrained", folder: Path) -> None:
+def write_multi_label_scores(run: "TrainingRun", result: "RunResult | PretrainingResult", folder: Path) -> None:
     """Write what a multi-label run's predictions are worth, as an event and class by class."""
     from vitrail.evaluate.multi_label import measure_labels
-    from vitrail.evaluate.tables import write_label_scores as write_classes
-    from vitrail.train.log import Book
-    from vitrail.train.run import Result
+    from vitrail.evaluate.prediction_tables import write_label_scores as write_classes
+    from vitrail.train.run import RunResult
+    from vitrail.train.run_log import RunLog
 
-    if isinstance(result, Result) and result.answers.multi_label:
-        found = measure_labels(result.answers)
-        Book(folder).event("multi_label", **found.facts())
-        write_classes(found, task.dataset.classes, folder / "per_class.csv", task.counts)
+    if isinstance(result, RunResult) and result.predictions.multi_label:
+        found = measure_labels(result.predictions)
+        RunLog(folder).log_event("multi_label", **found.to_dict())
+        write_classes(found, run.dataset.classes, folder / "per_class.csv", run.class_counts)
 
 
-def page(task: "Task", folder: Path, baselines: Mapping[str, int], deadline: "Deadline | None" = None) -> None:
+def write_run_report(
+    run: "TrainingRun", folder: Path, baselines: Mapping[str, int], deadline: "Deadline | None" = None
+) -> None:
     """Write the run's report and card. The run has ended well: what goes wrong here is said and costs it nothing."""
     from jinja2 import TemplateError
 
-    from vitrail.report.write import PAGE, write
-    from vitrail.train.log import Book
+    from vitrail.report.write_report import REPORT_FILE, write_report
+    from vitrail.train.run_log import RunLog
 
     try:
         for name, right in baselines.items():
-            Book(folder).event("baseline", name=name, right=right)
-        figures = deadline is None or deadline.left > deadline.figure_seconds
-        write(folder, task.dataset, task.device, figures=figures)
-        show.note(f"report: {folder / PAGE}")
+            RunLog(folder).log_event("baseline", name=name, right=right)
+        figures = deadline is None or deadline.seconds_left > deadline.figure_seconds
+        write_report(folder, run.dataset, run.device, with_figures=figures)
+        output.print_note(f"report: {folder / REPORT_FILE}")
         if not figures:
             command = shlex.join(["vitrail", "report", str(folder)])
-            show.note(f"note: no time was left for the report's figures of the model: `{command}` draws them")
-    except (VitrailError, OSError, MemoryError, RuntimeError, TemplateError, *_ODD) as error:
+            output.print_note(f"note: no time was left for the report's figures of the model: `{command}` draws them")
+    except (VitrailError, OSError, MemoryError, RuntimeError, TemplateError, *_UNEXPECTED_ERRORS) as error:
         command = shlex.join(["vitrail", "report", str(folder)])
-        show.note(f"warning: the report is not written ({' '.join(str(error).split())}); `{command}` does it")
+        output.print_note(f"warning: the report is not written ({' '.join(str(error).split())}); `{command}` does it")
 
 
 @contextlib.contextmanager
-def copied(folder: Path, out: str | None, group: "Group", *, anew: bool) -> Iterator[Callable[[Path], None]]:
+def upload_checkpoints(
+    folder: Path, out: str | None, group: "ProcessGroup", *, anew: bool
+) -> Iterator[Callable[[Path], None]]:
     """What is to be called with each finished checkpoint: of an --out that is a URL it copies it there.
 
     At the end all of the run's folder is copied.
     """
-    from vitrail.train import distributed, mirror
-    from vitrail.train.signals import StoppedError
+    from vitrail.runtime import distributed
+    from vitrail.runtime.signals import StoppedError
+    from vitrail.train import upload
 
     if out is None or not remote.is_remote(out):
         yield lambda _: None
         return
     try:
-        if not group.leads:
+        if not group.is_rank0:
             yield lambda _: None
             return
-        url = _url(folder, out)
+        url = _make_upload_url(folder, out)
         if anew:
-            mirror.clear(url)
-        with contextlib.closing(mirror.Mirror(folder, url, show.note)) as copy:
-            yield copy.give
+            upload.remove_upload(url)
+        with contextlib.closing(upload.RunUploader(folder, url, output.print_note)) as copy:
+            yield copy.submit
             copy.finish()
     except StoppedError:
-        distributed.wait()  # the first that ends would have torchrun end the one that still copies
+        distributed.barrier()  # the first that ends would have torchrun end the one that still copies
         raise
 
 
-def _url(folder: Path, out: str) -> str:
+def _make_upload_url(folder: Path, out: str) -> str:
     """Where the copy of a run is, or of one of several seeds."""
-    return "/".join([out.rstrip("/"), *folder.relative_to(_here(out)).parts])
+    return "/".join([out.rstrip("/"), *folder.relative_to(_resolve_local_folder(out)).parts])
 
 
-def _here(out: str) -> Path:
+def _resolve_local_folder(out: str) -> Path:
     """The folder that a run works in: the one given, or of a URL that of the same path below runs."""
     if not remote.is_remote(out):
         return Path(out)
@@ -509,47 +534,47 @@ def _here(out: str) -> Path:
     return Path("runs", *parts)
 
 
-def _loggers(track: Track | None) -> Any:
-    def made(folder: Path) -> Sequence["Logger"]:
-        from vitrail.train.log import TensorBoard
+def _choose_loggers(track: Tracker | None) -> Any:
+    def make_loggers(folder: Path) -> Sequence["Logger"]:
+        from vitrail.train.run_log import TensorBoardLogger
 
-        return [TensorBoard(folder / "tensorboard")]
+        return [TensorBoardLogger(folder / "tensorboard")]
 
-    return made if track == "tensorboard" else lambda _: ()
+    return make_loggers if track == "tensorboard" else lambda _: ()
 
 
-def sentence(found: dict[str, Any]) -> str:
+def summarize_result(facts: dict[str, Any]) -> str:
     """What a run came to, in a line."""
-    if "patches" in found:
-        right = "" if found["top1"] is None else f", {found['top1']:.1%} of the colours right"
-        text = f"{found['split']}: loss {found['loss']:.3f} of {found['patches']:,} hidden patches{right}"
-        return f"{text} ({found['folder']}/weights/best.safetensors)"
-    what = show.plural(found["images"], "image" if found["trained_on"] else f"{found['split']} image")
-    labels = found.get("labels")
-    text = f"{found['top1']:.1%} of {what} {'have exactly their labels' if labels else 'right'}"
-    text += " (on images that were trained on)" if found["trained_on"] else _interval(found["interval"])
+    if "patches" in facts:
+        right = "" if facts["top1"] is None else f", {facts['top1']:.1%} of the colours right"
+        text = f"{facts['split']}: loss {facts['loss']:.3f} of {facts['patches']:,} hidden patches{right}"
+        return f"{text} ({facts['folder']}/weights/best.safetensors)"
+    what = output.pluralize(facts["images"], "image" if facts["trained_on"] else f"{facts['split']} image")
+    labels = facts.get("labels")
+    text = f"{facts['top1']:.1%} of {what} {'have exactly their labels' if labels else 'right'}"
+    text += " (on images that were trained on)" if facts["trained_on"] else _format_interval(facts["interval"])
     if labels:
         text += f", F1 {labels['micro_f1']:.1%}, mAP {labels['mean_average_precision']:.1%}"
-    if found["macro"] is not None and found["macro"] < found["top1"] - 0.02:
-        text += f", {found['macro']:.1%} of a class on average"
-    if weakest := found["weakest"]:
+    if facts["macro"] is not None and facts["macro"] < facts["top1"] - 0.02:
+        text += f", {facts['macro']:.1%} of a class on average"
+    if weakest := facts["weakest"]:
         taken = f", taken for {weakest['taken_for']}" if weakest["taken_for"] else ""
         text += f"; weakest: {weakest['class']}, {weakest['right']:.0%}{taken}"
-    folder = found["folder"]
-    report = f"; report: {found['report']}" if found["report"] else ""
+    folder = facts["folder"]
+    report = f"; report: {facts['report']}" if facts["report"] else ""
     return (
-        f"{show.printable(text)}; weights: {folder}/weights/best.safetensors{report};"
+        f"{output.strip_control_characters(text)}; weights: {folder}/weights/best.safetensors{report};"
         f" next: vitrail predict {shlex.quote(folder)} IMAGES, vitrail serve {shlex.quote(folder)}"
     )
 
 
-def _interval(found: Sequence[float]) -> str:
-    return f" ({100 * found[0]:.1f} to {100 * found[1]:.1f})"
+def _format_interval(interval: Sequence[float]) -> str:
+    return f" ({100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
 
 
-def find_weakest(counts: "Counts", classes: Sequence[str]) -> dict[str, Any] | None:
+def find_weakest_class(counts: "Counts", classes: Sequence[str]) -> dict[str, Any] | None:
     """The class of which least is right, and what it is most often taken for; None where nothing is wrong."""
-    if not counts.by_class or counts.right == counts.images:
+    if not counts.has_confusion or counts.correct == counts.images:
         return None
     images, right = counts.confusion.sum(dim=1), counts.confusion.diagonal()
     share = (right / images.clamp(min=1)).masked_fill(images == 0, 2.0)
@@ -560,130 +585,147 @@ def find_weakest(counts: "Counts", classes: Sequence[str]) -> dict[str, Any] | N
     return {"class": classes[worst], "right": float(share[worst]), "images": int(images[worst]), "taken_for": taken_for}
 
 
-def facts(task: "Task", result: "Result | Pretrained", folder: Path) -> dict[str, Any]:
+def collect_result_facts(run: "TrainingRun", result: "RunResult | PretrainingResult", folder: Path) -> dict[str, Any]:
     """What a run came to, for programs."""
-    from vitrail.evaluate.intervals import wilson
+    from vitrail.evaluate.intervals import wilson_interval
     from vitrail.evaluate.multi_label import measure_labels
-    from vitrail.train.run import Pretrained
+    from vitrail.train.run import PretrainingResult
 
-    if isinstance(result, Pretrained):
+    if isinstance(result, PretrainingResult):
         found = {"folder": str(folder), "split": "val", **dataclasses.asdict(result)}
-        return found | {"trained": round(result.epochs * len(task.split)), "seed": task.seed}
+        return found | {"trained": round(result.epochs * len(run.train_split)), "seed": run.seed}
     counts, report = result.counts, folder / "report.html"
-    labels = measure_labels(result.answers).facts() if result.answers.multi_label else None
+    labels = measure_labels(result.predictions).to_dict() if result.predictions.multi_label else None
     return {
         "folder": str(folder),
         "report": str(report) if report.exists() else None,
         "split": result.split,
         "images": counts.images,
-        "right": counts.right,
+        "right": counts.correct,
         "top1": counts.top1,
-        "interval": list(wilson(counts.right, counts.images)),
+        "interval": list(wilson_interval(counts.correct, counts.images)),
         "top5": counts.top5,
-        "weakest": find_weakest(counts, task.dataset.classes),
-        "macro": counts.macro if counts.by_class else None,
-        "trained_on": task.everything and result.split == "val",
+        "weakest": find_weakest_class(counts, run.dataset.classes),
+        "macro": counts.macro_accuracy if counts.has_confusion else None,
+        "trained_on": run.train_on_val and result.split == "val",
         "loss": counts.mean_loss,
         "temperature": result.temperature,
         "calibration_error": result.calibration_error,
         "labels": labels,
         "epochs": result.epochs,
-        "trained": round(result.epochs * len(task.split)),
+        "trained": round(result.epochs * len(run.train_split)),
         "seconds": result.seconds,
-        "seed": task.seed,
+        "seed": run.seed,
     }
 
 
 # --- pictures --------------------------------------------------------------------------------------------------------
 
 
-def draw(task: "Task", result: "Result | Pretrained", folder: Path) -> None:
+def draw_run_figures(run: "TrainingRun", result: "RunResult | PretrainingResult", folder: Path) -> None:
     """The pictures of a run's folder."""
-    from vitrail.figures import draw as drawing
-    from vitrail.train.run import Pretrained
+    from vitrail.figures import plots
+    from vitrail.train.run import PretrainingResult
 
     with (folder / "results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     columns = {name: [float(row[name] or "nan") for row in rows] for name in rows[0]}
-    drawing.results(columns, folder / "results.png")
-    first_batch(task, folder / "train_batch0.jpg")
-    if isinstance(result, Pretrained):
+    plots.plot_training_curves(columns, folder / "results.png")
+    draw_first_batch(run, folder / "train_batch0.jpg")
+    if isinstance(result, PretrainingResult):
         return
-    said = result.answers
-    if result.counts.by_class:
-        confusion, names = result.counts.confusion.numpy(), task.dataset.classes
-        drawing.confusion(confusion, names, folder / "confusion_matrix.png")
-        drawing.confusion(confusion, names, folder / "confusion_matrix_normalized.png", normalised=True)
-    sure, true = said.claims
-    drawing.reliability(sure.numpy(), true.numpy(), folder / "reliability.png", error=result.calibration_error)
-    split, some = task.dataset.splits[result.split], range(min(_SHOWN, len(said.images)))
-    classes, preprocess = task.dataset.classes, task.preprocess
-    worst = said.losses.argsort(descending=True)[:_WORST].tolist()
-    sheets.answered(split, classes, preprocess, said, some, folder / "val_batch0_pred.jpg")
-    sheets.labelled(split, classes, preprocess, said.images[list(some)].tolist(), folder / "val_batch0_labels.jpg")
-    sheets.answered(split, classes, preprocess, said, worst, folder / "top_losses.jpg")
+    said = result.predictions
+    if result.counts.has_confusion:
+        confusion, names = result.counts.confusion.numpy(), run.dataset.classes
+        plots.plot_confusion_matrix(confusion, names, folder / "confusion_matrix.png")
+        plots.plot_confusion_matrix(confusion, names, folder / "confusion_matrix_normalized.png", normalize=True)
+    sure, true = said.calibration_pairs
+    plots.plot_reliability(
+        sure.numpy(), true.numpy(), folder / "reliability.png", calibration_error=result.calibration_error
+    )
+    split, some = run.dataset.splits[result.split], range(min(_GRID_IMAGES, len(said.images)))
+    classes, preprocess = run.dataset.classes, run.preprocess
+    worst = said.losses.argsort(descending=True)[:_WORST_IMAGES].tolist()
+    image_sheets.draw_prediction_sheet(split, classes, preprocess, said, some, folder / "val_batch0_pred.jpg")
+    image_sheets.draw_labeled_sheet(
+        split, classes, preprocess, said.images[list(some)].tolist(), folder / "val_batch0_labels.jpg"
+    )
+    image_sheets.draw_prediction_sheet(split, classes, preprocess, said, worst, folder / "top_losses.jpg")
 
 
-def first_batch(task: "Task", path: Path) -> None:
+def draw_first_batch(run: "TrainingRun", path: Path) -> None:
     """The first training images as the model sees them, before they are mixed."""
-    from vitrail.data.loader import Plan, training_batches
-    from vitrail.figures import pictures
+    from vitrail.data.loader import BatchPlan, iter_train_batches
+    from vitrail.figures import image_grids
 
-    training = task.training
-    count = min(_SHOWN, task.plan.size(0))
-    batch = next(training_batches(training, Plan(batch=count, total=count)))
-    rows = training.order.samples(batch.positions.numpy()).tolist()[:count]
-    pictures.grid(batch.pixels[:count], [sheets.label(training.split, task.dataset.classes, row) for row in rows], path)
+    training = run.training_data
+    count = min(_GRID_IMAGES, run.plan.get_step_size(0))
+    batch = next(iter_train_batches(training, BatchPlan(batch_size=count, total_positions=count)))
+    rows = training.order.get_sample_indices(batch.positions.numpy()).tolist()[:count]
+    image_grids.write_image_grid(
+        batch.pixels[:count],
+        [image_sheets.format_labels(training.split, run.dataset.classes, row) for row in rows],
+        path,
+    )
 
 
 # --- what a run will take --------------------------------------------------------------------------------------------
 
 
-def dry_run(task: "Task", *, as_json: bool) -> None:
+def print_dry_run(run: "TrainingRun", *, as_json: bool) -> None:
     """Show what would be done and what it would take, and draw the first batch."""
-    from vitrail.train.estimate import estimate
-    from vitrail.train.task import described
+    from vitrail.train.time_estimate import estimate_run
+    from vitrail.train.training_run import make_run_config
 
-    show.note("timing a few steps")
-    found = estimate(task)
+    output.print_note("timing a few steps")
+    found = estimate_run(run)
     picture = Path("runs") / "dry-run" / "train_batch0.jpg"
     picture.parent.mkdir(parents=True, exist_ok=True)
-    first_batch(task, picture)
+    draw_first_batch(run, picture)
     if as_json:
-        show.as_json(described(task) | {"estimate": dataclasses.asdict(found), "picture": str(picture)})
+        output.print_json(make_run_config(run) | {"estimate": dataclasses.asdict(found), "picture": str(picture)})
         return
-    recipe, plan, view = task.recipe, task.plan, task.preprocess
-    optimiser, schedule = recipe.optimiser, recipe.schedule
-    how = ["sharded"] * task.sharded + ["compiled"] * task.compiles
-    show.table(
+    recipe, plan, view = run.recipe, run.plan, run.preprocess
+    optimizer, schedule = recipe.optimizer, recipe.schedule
+    how = ["sharded"] * run.is_sharded + ["compiled"] * run.is_compiled
+    output.print_table(
         [
-            ("data", f"{task.dataset.name}: " + ", ".join(f"{k} {len(v):,}" for k, v in task.dataset.splits.items())),
-            _learned(task),
-            ("model", task.start.origin.name if task.start else f"{recipe.model}, random weights"),
+            ("data", f"{run.dataset.name}: " + ", ".join(f"{k} {len(v):,}" for k, v in run.dataset.splits.items())),
+            _describe_targets(run),
+            ("model", run.initial_model.origin.name if run.initial_model else f"{recipe.model}, random weights"),
             ("input", f"{view.size[0]} x {view.size[1]} pixels, mean {view.mean}, std {view.std}"),
-            ("steps", f"{plan.steps:,} of {show.plural(plan.batch, 'image')}, {show.plural(recipe.epochs, 'epoch')}"),
-            ("optimiser", f"{optimiser.kind}, learning rate {optimiser.lr:g}, weight decay {optimiser.weight_decay:g}"),
-            ("schedule", f"{show.plural(schedule.warmup, 'step')} of warm-up, then {schedule.decay}"),
-            ("augmentation", _augmentation(recipe)),
-            ("device", ", ".join([str(task.device), show.plural(plan.micro_batches, "micro-batch"), *how])),
-            ("time", f"about {duration(found.seconds)} at {found.images_per_second:,.0f} images/s"),
-            ("memory", f"about {show.size(found.memory)} of {show.size(found.available)}{_advice(task, found)}"),
+            (
+                "steps",
+                f"{plan.total_steps:,} of {output.pluralize(plan.batch_size, 'image')}, {output.pluralize(recipe.epochs, 'epoch')}",
+            ),
+            ("optimizer", f"{optimizer.kind}, learning rate {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}"),
+            ("schedule", f"{output.pluralize(schedule.warmup, 'step')} of warm-up, then {schedule.decay}"),
+            ("augmentation", _describe_augmentation(recipe)),
+            ("device", ", ".join([str(run.device), output.pluralize(plan.micro_batches, "micro-batch"), *how])),
+            ("time", f"about {format_duration(found.seconds)} at {found.images_per_second:,.0f} images/s"),
+            (
+                "memory",
+                f"about {output.format_bytes(found.memory_bytes)} of {output.format_bytes(found.available_bytes)}{_suggest_micro_batches(run, found)}",
+            ),
             ("first batch", str(picture)),
         ]
     )
     print("\n--json shows the whole configuration. Nothing was trained.")
 
 
-def _learned(task: "Task") -> tuple[str, str]:
+def _describe_targets(run: "TrainingRun") -> tuple[str, str]:
     """What there is to learn."""
-    masked, counts = task.recipe.masked, task.counts
+    masked, counts = run.recipe.masked, run.class_counts
     if masked is None:
-        return "classes", f"{len(task.dataset.classes):,}, with {min(counts):,} to {show.plural(max(counts), 'image')}"
-    hidden = masked.hidden(task.patches)
-    return "hidden", f"{hidden} of {task.patches} patches ({masked.kind}), to tell: {masked.target}"
+        return (
+            "classes",
+            f"{len(run.dataset.classes):,}, with {min(counts):,} to {output.pluralize(max(counts), 'image')}",
+        )
+    hidden = masked.count_masked(run.num_patches)
+    return "hidden", f"{hidden} of {run.num_patches} patches ({masked.kind}), to tell: {masked.target}"
 
 
-def _augmentation(recipe: Recipe) -> str:
+def _describe_augmentation(recipe: Recipe) -> str:
     default = {field.name: field.default for field in dataclasses.fields(recipe.augment)}
     parts = [recipe.augment.crop + " crop"]
     for name, value in dataclasses.asdict(recipe.augment).items():
@@ -692,14 +734,14 @@ def _augmentation(recipe: Recipe) -> str:
     return ", ".join(parts)
 
 
-def _advice(task: "Task", found: Any) -> str:
-    if found.memory <= found.available * 0.9:
+def _suggest_micro_batches(run: "TrainingRun", estimate: Any) -> str:
+    if estimate.memory <= estimate.available * 0.9:
         return ""
-    parts = -(-found.memory * task.micro_batches * 10 // (found.available * 8))
+    parts = -(-estimate.memory * run.micro_batches * 10 // (estimate.available * 8))
     return f": too much. --micro-batches {parts} computes a step in parts"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """93784 -> 26 h 3 min."""
     if seconds < 90:
         return f"{seconds:.0f} s"

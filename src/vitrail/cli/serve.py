@@ -6,11 +6,11 @@ from typing import Annotated
 
 import tyro
 
-from vitrail.cli import show
+from vitrail.cli import output
 from vitrail.config import Precision
 from vitrail.errors import UsageError
 
-KEY = "VITRAIL_API_KEY"
+API_KEY_VARIABLE = "VITRAIL_API_KEY"
 
 
 def main(
@@ -51,48 +51,54 @@ def main(
                         ("--max-megabytes", max_megabytes), ("--max-megapixels", max_megapixels)):  # fmt: skip
         if not value > 0:
             raise UsageError(f"{name} is {value}; it must be above 0")
-    key = _key(api_key_file)
+    key = _read_api_key(api_key_file)
     try:
-        from vitrail import compute
-        from vitrail.serve import decoders, hosts, run
-        from vitrail.serve.limits import Limits
+        from vitrail.inference import compute
+        from vitrail.serve import decoder_processes, hosts, server
+        from vitrail.serve.limits import RequestLimits
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("fastapi", "python_multipart", "uvicorn"):
             raise
         raise UsageError(f"serving needs {error.name}: pip install 'vitrail[serve]'") from None
-    compute.keep_memory()
-    with run.listening(host, port) as listener:
-        decoders.prepare_decoders()  # while models are loaded
-        service = run.service(
+    compute.keep_freed_memory()
+    with server.open_listener(host, port) as listener:
+        decoder_processes.start_forkserver()  # while models are loaded
+        service = server.load_service(
             models,
             device=device,
             precision=precision,
-            batch=batch,
-            room=queue,
+            max_batch=batch,
+            capacity=queue,
             deadline=deadline,
-            limits=Limits(max_megabytes, max_megapixels),
+            limits=RequestLimits(max_megabytes, max_megapixels),
             key=key,
-            hosts=hosts.make_hosts(listener.getsockname()[0], host_name),
+            hosts=hosts.make_allowed_hosts(listener.getsockname()[0], host_name),
         )
         service.decoders.start()
-        compute.give_way()
+        compute.lower_thread_priority()
         for served in service.models.values():
             where = f"{served.classifier.device} in {served.classifier.precision}"
-            show.note(f"model: {show.printable(served.name)} on {where}")
+            output.print_note(f"model: {output.strip_control_characters(served.name)} on {where}")
         listener.listen()  # whoever reads the address may ask at once
-        print(run.address(listener), flush=True)
-        run.run(service, listener)
-    unanswered = f"{show.plural(service.unanswered, 'request')} without an answer within {run.GRACE} s"
-    show.note(f"stopped; {unanswered if service.unanswered else 'all that was accepted is answered'}")
+        print(server.get_url(listener), flush=True)
+        server.serve_until_stopped(service, listener)
+    unanswered = (
+        f"{output.pluralize(service.unanswered_requests, 'request')} without an answer within {server.GRACE_SECONDS} s"
+    )
+    output.print_note(f"stopped; {unanswered if service.unanswered_requests else 'all that was accepted is answered'}")
 
 
-def _key(file: Path | None) -> str | None:
+def _read_api_key(file: Path | None) -> str | None:
     """The key, if there is to be one. It is in no option: those can be read by every user of the machine."""
-    key = os.environ.get(KEY) if file is None else file.read_bytes().decode("latin-1").strip()
+    key = os.environ.get(API_KEY_VARIABLE) if file is None else file.read_bytes().decode("latin-1").strip()
     if key is None:
         return None
     if not key:
-        raise UsageError(f"the key in {file or KEY} is empty; write one, or leave it away to serve without")
+        raise UsageError(
+            f"the key in {file or API_KEY_VARIABLE} is empty; write one, or leave it away to serve without"
+        )
     if not key.isascii() or not key.isprintable():
-        raise UsageError(f"the key in {file or KEY} has characters that a header cannot carry; use printable ASCII")
+        raise UsageError(
+            f"the key in {file or API_KEY_VARIABLE} has characters that a header cannot carry; use printable ASCII"
+        )
     return key

@@ -6,8 +6,8 @@ from typing import Annotated
 import tyro
 
 from vitrail import recipes
-from vitrail.cli import runs, show
-from vitrail.config import Recipe, Target
+from vitrail.cli import output, runs
+from vitrail.config import MaskedTarget, Recipe
 from vitrail.errors import UsageError
 
 
@@ -20,10 +20,10 @@ def main(
     lr: Annotated[float | None, tyro.conf.arg(metavar="RATE")] = None,
     warmup: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None,
     settings: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="NAME=VALUE...")] = (),
-    target: Target | None = None,
+    target: MaskedTarget | None = None,
     balanced: bool = False,
     strict: bool = False,
-    everything: bool = False,
+    train_on_val: bool = False,
     probe: Annotated[int, tyro.conf.arg(metavar="SHOTS")] = 0,
     seed: int = 0,
     device: str | None = None,
@@ -36,7 +36,7 @@ def main(
     save_every: Annotated[float, tyro.conf.arg(metavar="MINUTES")] = 10,
     deterministic: bool = False,
     verify_every: Annotated[int, tyro.conf.arg(metavar="STEPS")] = 0,
-    track: runs.Track | None = None,
+    track: runs.Tracker | None = None,
     dry_run: bool = False,
     json: bool = False,
 ) -> None:
@@ -75,43 +75,43 @@ def main(
         dry_run: Show what would be done, what it would take and the first batch, and train nothing.
         json: Print the result as JSON.
     """
-    from vitrail.data.sources import open_data
-    from vitrail.data.workers import available
-    from vitrail.train.task import Task
+    from vitrail.data.sources import open_dataset
+    from vitrail.runtime.workers import count_available_cores
+    from vitrail.train.training_run import TrainingRun
 
     if deterministic:
-        runs.be_deterministic()
-    named = recipes.override_settings(recipes.named(recipe), settings)
-    chosen = runs.changed(_telling(named, target), epochs=epochs, batch=batch, lr=lr, warmup=warmup)
-    with runs.process(device) as (group, found):
-        dataset = open_data(data)
-        runs.tell_of(dataset)
+        runs.enable_determinism()
+    named = recipes.override_settings(recipes.get_recipe(recipe), settings)
+    chosen = runs.override_recipe(_set_masked_target(named, target), epochs=epochs, batch=batch, lr=lr, warmup=warmup)
+    with runs.join_processes(device) as (group, found):
+        dataset = open_dataset(data)
+        runs.print_dataset_notes(dataset)
         if chosen.masked is None:
-            runs.check_classes(dataset, strict=strict, everything=everything)
+            runs.check_classes(dataset, strict=strict, train_on_val=train_on_val)
         if warmup is None and "train" in dataset.splits:
-            chosen = runs.fit_warmup(chosen, len(dataset.splits["train"]))
-        task = Task(
-            recipe=runs.fitting(dataclasses.replace(chosen, balanced=balanced), dataset),
+            chosen = runs.shorten_warmup(chosen, len(dataset.splits["train"]))
+        task = TrainingRun(
+            recipe=runs.choose_loss(dataclasses.replace(chosen, logit_adjustment=balanced), dataset),
             dataset=dataset,
             seed=seed,
             group=group,
             device=found,
-            workers=max(0, available() - 1) if workers is None else workers,
+            workers=max(0, count_available_cores() - 1) if workers is None else workers,
             micro_batches=micro_batches,
             recompute=recompute,
             shard=shard,
-            everything=everything,
-            probe=probe,
+            train_on_val=train_on_val,
+            probe_shots=probe,
         )
         if dry_run:
-            runs.dry_run(task, as_json=json)
+            runs.print_dry_run(task, as_json=json)
             return
-        folder, resume = runs.place("train", out, group, resume=resume, overwrite=overwrite)
+        folder, resume = runs.choose_run_folder("train", out, group, resume=resume, overwrite=overwrite)
         dataset, report = runs.check_images(dataset, data, strict=strict)
         if chosen.masked is None:
-            runs.check_classes(dataset, everything=everything)
+            runs.check_classes(dataset, train_on_val=train_on_val)
         task = dataclasses.replace(task, dataset=dataset)
-        result = runs.trained(
+        result = runs.train_and_report(
             task,
             folder,
             out=out,
@@ -125,11 +125,11 @@ def main(
         )
         if result is None:
             return
-        facts = runs.facts(task, result, folder)
-        show.as_json(facts) if json else print(runs.sentence(facts))
+        facts = runs.collect_result_facts(task, result, folder)
+        output.print_json(facts) if json else print(runs.summarize_result(facts))
 
 
-def _telling(recipe: Recipe, target: Target | None) -> Recipe:
+def _set_masked_target(recipe: Recipe, target: MaskedTarget | None) -> Recipe:
     """The recipe with another target of its hidden patches, if one is given."""
     if target is None:
         return recipe

@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from vitrail.data.tar_members import TarError, walk_members
+from vitrail.data.tar_headers import TarError, walk_members
 from vitrail.errors import DataError
 
 MEMBER_LIMIT = 2**28  # bytes: the largest member of any set has 221 million
-_DAMAGE = (
+_DAMAGE_ERRORS = (
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
     *(EOFError, OSError, ValueError, OverflowError, NotImplementedError),
 )
@@ -27,30 +27,32 @@ _COMPRESSIONS: dict[bytes, Callable[[IO[bytes]], Any]] = {
 }
 
 
-def members(path: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+def iter_members(path: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
     """The wanted files of a tar, zip or deb with their names, in the order of the archive."""
     try:
         with path.open("rb") as file:
             magic = file.read(8)
             file.seek(0)
             if magic.startswith(b"PK"):
-                yield from _zip_members(path, file, wanted)
+                yield from _read_zip_members(path, file, is_wanted)
             else:
-                yield from _tar_members(path, _debian_data(file) if magic == b"!<arch>\n" else file, wanted)
+                yield from _read_tar_members(
+                    path, _open_debian_data(file) if magic == b"!<arch>\n" else file, is_wanted
+                )
     except TarError as error:
         raise DataError(f"{path} cannot be read as an archive: it {error}") from error
-    except _DAMAGE as error:
+    except _DAMAGE_ERRORS as error:
         raise DataError(f"{path} cannot be read as an archive: {error}") from error
 
 
-def _tar_members(path: Path, file: IO[bytes], wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+def _read_tar_members(path: Path, file: IO[bytes], is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
     magic = file.read(6)
     file.seek(0)
     unpack = next((unpack for start, unpack in _COMPRESSIONS.items() if magic.startswith(start)), None)
     tar = file if unpack is None else unpack(file)
     for member in walk_members(tar):
         name = member.name.removeprefix("./")
-        if wanted(name):
+        if is_wanted(name):
             _check_member(path, name, is_file=member.is_file, size=member.size)
             tar.seek(member.offset_data)
             content = tar.read(member.size)
@@ -59,10 +61,10 @@ def _tar_members(path: Path, file: IO[bytes], wanted: Callable[[str], bool]) -> 
             yield name, content
 
 
-def _zip_members(path: Path, file: IO[bytes], wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+def _read_zip_members(path: Path, file: IO[bytes], is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
     with zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
-            if wanted(member.filename):
+            if is_wanted(member.filename):
                 kind = stat.S_IFMT(member.external_attr >> 16)
                 is_file = kind in (0, stat.S_IFREG) and not member.flag_bits & 1  # 1: encrypted
                 _check_member(path, member.filename, is_file=is_file, size=member.file_size)
@@ -78,7 +80,7 @@ def _check_member(path: Path, name: str, *, is_file: bool, size: int) -> None:
         raise DataError(f"{path} holds {name!r:.120} with {size:,} bytes; at most {MEMBER_LIMIT:,} are read")
 
 
-def _debian_data(file: IO[bytes]) -> IO[bytes]:
+def _open_debian_data(file: IO[bytes]) -> IO[bytes]:
     """The tar with the files of a Debian package, which is an `ar` archive of three."""
     file.seek(8)
     while header := file.read(60):
@@ -92,16 +94,16 @@ def _debian_data(file: IO[bytes]) -> IO[bytes]:
     raise ValueError("the Debian package has no data.tar")
 
 
-def contents(path: Path, names: Collection[str]) -> dict[str, bytes]:
+def read_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
     """The named files of an archive; reading ends with the last of them."""
-    found = dict(itertools.islice(members(path, set(names).__contains__), len(names)))
+    found = dict(itertools.islice(iter_members(path, set(names).__contains__), len(names)))
     for name in names:
         if name not in found:
             raise DataError(f"{path} does not hold {name} once, as it should")
     return found
 
 
-def lines(path: Path, *names: str) -> list[list[str]]:
+def read_text_lines(path: Path, *names: str) -> list[list[str]]:
     """The lines of each of the named text files of an archive, less the empty ones."""
-    texts = contents(path, names)
+    texts = read_members(path, names)
     return [[line for line in texts[name].decode().splitlines() if line] for name in names]

@@ -33,20 +33,34 @@ from PIL.TiffImagePlugin import TiffImageFile
 from torch import Tensor
 
 from vitrail.errors import DataError
-from vitrail.files import open_regular
+from vitrail.files import open_regular_file
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "HEIF")
 """All that may be read; `readable_formats` are those that can be, here."""
-_SUFFIXES = {".avif": "AVIF", ".heic": "HEIF", ".heif": "HEIF"}
-UNREAD_SUFFIXES = (*_SUFFIXES, ".jxl", ".jp2", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".orf", ".rw2", ".raf")
+_OPTIONAL_SUFFIXES = {".avif": "AVIF", ".heic": "HEIF", ".heif": "HEIF"}
+UNSUPPORTED_SUFFIXES = (
+    *_OPTIONAL_SUFFIXES,
+    ".jxl",
+    ".jp2",
+    ".dng",
+    ".cr2",
+    ".cr3",
+    ".nef",
+    ".arw",
+    ".orf",
+    ".rw2",
+    ".raf",
+)
 """Of photos that are read nowhere, or not without a decoder."""
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 """Of images that can be read everywhere."""
 FILE_LIMIT = 2**30  # bytes
 PIXEL_LIMIT = 89_478_485  # where Pillow begins to warn; at twice that it refuses
-JPEG_LIMIT = 205_000_000  # pixels of a JPEG, decoded at half its sides: at 8 bytes a pixel no more than others take
-RATIO_LIMIT = 600  # of the sides: a line of pixels is no picture, and resized it would fill the memory
-DAMAGE = (
+JPEG_PIXEL_LIMIT = (
+    205_000_000  # pixels of a JPEG, decoded at half its sides: at 8 bytes a pixel no more than others take
+)
+ASPECT_RATIO_LIMIT = 600  # of the sides: a line of pixels is no picture, and resized it would fill the memory
+DECODE_ERRORS = (
     *(OSError, ValueError, SyntaxError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error),
     RuntimeError,  # libavif's
 )
@@ -57,74 +71,76 @@ MARKER_LIMIT = 2_000  # before a JPEG's first scan: a large color profile and a 
 JUNK_LIMIT = 2**16  # bytes between those markers, which Pillow skips one by one
 PROFILE_LIMIT = 16  # of a PNG
 TILE_LIMIT = 2**22  # pixels of a TIFF's tile that is larger than the image
-_STRIP = 2**20  # pixels that are converted at once
-_CHANNELS = {1: "L", 3: "RGB"}
-_WHITE = (1, 255, 65535)  # levels of white in float images
-_OF_A_JPEG = f", of a JPEG {JPEG_LIMIT:,}"
+_STRIP_PIXELS = 2**20  # pixels that are converted at once
+_CHANNEL_MODES = {1: "L", 3: "RGB"}
+_FLOAT_WHITE_LEVELS = (1, 255, 65535)  # levels of white in float images
+_JPEG_LIMIT_NOTE = f", of a JPEG {JPEG_PIXEL_LIMIT:,}"
 _SOI, _SOS, _EOI = 0xD8, 0xDA, 0xD9
-_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # markers that state the size
-_MARKER = re.compile(rb"\xff([\x02-\xcf\xd8-\xfe])")  # none of those that stand within a scan
-_WITHOUT_LENGTH = {0xC8, _SOI, _EOI, *range(0xF0, 0xFE)}
+_FRAME_MARKERS = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # markers that state the size
+_MARKER_PATTERN = re.compile(rb"\xff([\x02-\xcf\xd8-\xfe])")  # none of those that stand within a scan
+_MARKERS_WITHOUT_LENGTH = {0xC8, _SOI, _EOI, *range(0xF0, 0xFE)}
 
-Pixels = NDArray[np.uint8]  # (H, W) or (H, W, C)
-Source = str | Path | bytes | Image.Image | Pixels
+PixelArray = NDArray[np.uint8]  # (H, W) or (H, W, C)
+ImageSource = str | Path | bytes | Image.Image | PixelArray
 
 
-def decode(source: Source, channels: int = 3, *, name: str | None = None) -> Tensor:
+def decode(source: ImageSource, channels: int = 3, *, name: str | None = None) -> Tensor:
     """A path, the bytes of an image file, a Pillow image or an array -> uint8 (C, H, W). Errors call it `name`."""
-    return opened(source, name=name).pixels(channels)
+    return open_image(source, name=name).decode_pixels(channels)
 
 
-class Encoded(NamedTuple):
+class EncodedImage(NamedTuple):
     """An image whose header was read: its size is known, and its pixels can be had."""
 
     name: str
     height: int
     width: int
-    jpeg: bytes | None
+    jpeg_bytes: bytes | None
     """The file, where simplejpeg can decode it."""
     image: Image.Image | None
     """All others."""
     reduction: int = 1
     """By which the sides of the file were divided."""
 
-    def pixels(self, channels: int = 3, rows: int | None = None) -> Tensor:
+    def decode_pixels(self, channels: int = 3, min_rows: int | None = None) -> Tensor:
         """uint8 (C, H, W). With `rows`, at least so many: what lies below may be left out where that saves time."""
-        if channels not in _CHANNELS:
+        if channels not in _CHANNEL_MODES:
             raise DataError(f"image files hold 1 or 3 channels and the model takes {channels}: give it tensors instead")
-        with _named(self.name):
+        with _wrap_decode_errors(self.name):
             found = None
-            if self.jpeg is not None and channels == 3:
-                found = _by_simplejpeg(self.jpeg, self.height, self.width, rows)
+            if self.jpeg_bytes is not None and channels == 3:
+                found = _decode_with_simplejpeg(self.jpeg_bytes, self.height, self.width, min_rows)
             if found is None:
-                found = _convert(_image(self.jpeg) if self.image is None else self.image, channels)
+                found = _convert_to_pixels(
+                    _open_with_pillow(self.jpeg_bytes) if self.image is None else self.image, channels
+                )
         return torch.from_numpy(found).permute(2, 0, 1)
 
 
-def opened(source: Source, *, name: str | None = None) -> Encoded:
+def open_image(source: ImageSource, *, name: str | None = None) -> EncodedImage:
     """The image of a source, its header read and its size found acceptable."""
     if not isinstance(source, str | Path | bytes | Image.Image | np.ndarray):
         kind = type(source).__name__
         raise DataError(f"an image is a path, the bytes of a file, a Pillow image or a NumPy array, not {kind}")
     name = name or (str(source) if isinstance(source, str | Path) else "the image")
-    with _named(name):
+    with _wrap_decode_errors(name):
         if isinstance(source, np.ndarray):
-            source = _from_array(source, name)
+            source = _convert_array(source, name)
         if isinstance(source, Image.Image):
-            return _checked(name, source)
-        content = source if isinstance(source, bytes) else read_file(Path(source), name=name)
+            return _check_image(name, source)
+        content = source if isinstance(source, bytes) else read_image_file(Path(source), name=name)
         _check_jpeg(content, name)
         _check_profiles(content, name)
         if _is_large_jpeg(content):
             return _open_large_jpeg(content, name)
-        size = _plain_jpeg_size(content)
+        size = _read_plain_jpeg_size(content)
         if size is None:
-            return _checked(name, _image(content))
+            return _check_image(name, _open_with_pillow(content))
         _check_size(*size, name, PIXEL_LIMIT)
-        return Encoded(name, *size, content, None)
+        return EncodedImage(name, *size, content, None)
 
 
-class Header(NamedTuple):
+class ImageHeader(NamedTuple):
     """What an image file says before its pixels."""
 
     format: str
@@ -133,9 +149,9 @@ class Header(NamedTuple):
     width: int
 
 
-def read_header(source: Path | bytes, *, name: str) -> Header:
+def read_header(source: Path | bytes, *, name: str) -> ImageHeader:
     """Read an image's format and size, and of a file no more than it takes; errors call it `name`."""
-    with _named(name), _open_source(source, name) as file:
+    with _wrap_decode_errors(name), _open_source(source, name) as file:
         head = file.read(2**16)
         if bytes((0xFF, _SOS)) not in head:
             head += file.read() if head.startswith(bytes((0xFF, _SOI))) else b""
@@ -143,20 +159,22 @@ def read_header(source: Path | bytes, *, name: str) -> Header:
         _check_profiles(head, name)
         file.seek(0)
         large = _is_large_jpeg(head)
-        with JpegImageFile(file) if large else Image.open(file, formats=readable_formats()) as image:
-            encoded = _checked(name, image, JPEG_LIMIT if large else PIXEL_LIMIT)
+        with JpegImageFile(file) if large else Image.open(file, formats=get_readable_formats()) as image:
+            encoded = _check_image(name, image, JPEG_PIXEL_LIMIT if large else PIXEL_LIMIT)
             kind = str(image.format)
-    return Header("JPEG" if kind == "MPO" else kind, encoded.height, encoded.width)  # MPO: a JPEG with others behind it
+    return ImageHeader(
+        "JPEG" if kind == "MPO" else kind, encoded.height, encoded.width
+    )  # MPO: a JPEG with others behind it
 
 
-def read_file(path: Path, *, name: str) -> bytes:
+def read_image_file(path: Path, *, name: str) -> bytes:
     """Read an image file, whole; errors call it `name`."""
     with _open_source(path, name) as file:
-        return file.read(_file_size(file, name))  # and no more, should it grow meanwhile
+        return file.read(_check_file_size(file, name))  # and no more, should it grow meanwhile
 
 
 @lru_cache(maxsize=1)
-def readable_formats() -> tuple[str, ...]:
+def get_readable_formats() -> tuple[str, ...]:
     """Those of FORMATS that can be read in this process."""
     missing = set() if features.check("avif") else {"AVIF"}
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # images are decoded side by side already
@@ -170,40 +188,40 @@ def readable_formats() -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=1)
-def image_suffixes() -> tuple[str, ...]:
+def get_image_suffixes() -> tuple[str, ...]:
     """The suffixes of the images that can be read in this process."""
-    return (*SUFFIXES, *(suffix for suffix, kind in _SUFFIXES.items() if kind in readable_formats()))
+    return (*IMAGE_SUFFIXES, *(suffix for suffix, kind in _OPTIONAL_SUFFIXES.items() if kind in get_readable_formats()))
 
 
 def suggest_decoder(names: Iterable[str]) -> str:
     """What reads those of the files that are HEIC, where nothing does yet; else nothing."""
-    unread = "HEIF" not in readable_formats() and any(name.lower().endswith((".heic", ".heif")) for name in names)
+    unread = "HEIF" not in get_readable_formats() and any(name.lower().endswith((".heic", ".heif")) for name in names)
     return "; pip install 'vitrail[heif]' reads .heic" if unread else ""
 
 
-def decoder() -> str:
+def get_jpeg_decoder_name() -> str:
     """What decodes JPEGs in this process, for a run's records."""
-    readable_formats()  # loads its modules
-    return "Pillow" if _simplejpeg() is None else "simplejpeg, bit-equal to Pillow"
+    get_readable_formats()  # loads its modules
+    return "Pillow" if _load_simplejpeg() is None else "simplejpeg, bit-equal to Pillow"
 
 
 @contextlib.contextmanager
-def _named(name: str) -> Iterator[None]:
+def _wrap_decode_errors(name: str) -> Iterator[None]:
     """Whatever goes wrong with an image is said in one line that begins with its name."""
     try:
         yield
     except Image.DecompressionBombError as error:
-        raise DataError(f"{name} has too many pixels: at most {PIXEL_LIMIT:,} are decoded{_OF_A_JPEG}") from error
+        raise DataError(f"{name} has too many pixels: at most {PIXEL_LIMIT:,} are decoded{_JPEG_LIMIT_NOTE}") from error
     except UnidentifiedImageError as error:
-        known = ", ".join(readable_formats())
+        known = ", ".join(get_readable_formats())
         raise DataError(f"{name} is no image of a known kind ({known}){suggest_decoder([name])}") from error
     except FileNotFoundError as error:
         raise DataError(f"{name} does not exist") from error
-    except DAMAGE as error:
+    except DECODE_ERRORS as error:
         raise DataError(f"{name} cannot be decoded: {' '.join(str(error).split())}") from error
 
 
-def _from_array(array: Pixels, name: str) -> Image.Image:
+def _convert_array(array: PixelArray, name: str) -> Image.Image:
     """The image of an array (H, W) or (H, W, C): grey, RGB, or RGB with transparency."""
     if array.dtype != np.uint8 or not (array.ndim == 2 or (array.ndim == 3 and array.shape[2] in (1, 3, 4))):
         raise DataError(
@@ -220,12 +238,12 @@ def _open_source(source: Path | bytes, name: str) -> Iterator[IO[bytes]]:
     if isinstance(source, bytes):
         yield io.BytesIO(source)
         return
-    with open_regular(source, name=name) as file:
-        _file_size(file, name)
+    with open_regular_file(source, name=name) as file:
+        _check_file_size(file, name)
         yield file
 
 
-def _file_size(file: IO[bytes], name: str) -> int:
+def _check_file_size(file: IO[bytes], name: str) -> int:
     size = os.fstat(file.fileno()).st_size
     if size > FILE_LIMIT:
         raise DataError(f"{name} has {size:,} bytes; images of at most {FILE_LIMIT:,} are read")
@@ -239,7 +257,7 @@ def _check_jpeg(content: bytes, name: str) -> None:
     """Refuse a JPEG whose markers or scans would take longer than its pixels; other files pass."""
     if _check_markers(content, name):
         limit = LARGE_SCAN_LIMIT if _is_large_jpeg(content) else SCAN_LIMIT
-        if _count(content, bytes((0xFF, _SOS))) > limit:  # embedded previews too
+        if _count_byte_pair(content, bytes((0xFF, _SOS))) > limit:  # embedded previews too
             _check_scans(content, name, limit)
 
 
@@ -277,21 +295,21 @@ def _walk_markers(content: bytes) -> Iterator[tuple[int, int, int]]:
     """
     place = 2 if content.startswith(bytes((0xFF, _SOI))) else len(content)
     while place < len(content):
-        found = _MARKER.search(content, place, place + JUNK_LIMIT)
+        found = _MARKER_PATTERN.search(content, place, place + JUNK_LIMIT)
         if found is None:
             yield 0, min(JUNK_LIMIT, len(content) - place), place
             place += JUNK_LIMIT - 1  # its last byte may be a marker's first
             continue
         kind, skipped, place = found[1][0], found.start() - place, found.end()
         yield kind, skipped, place
-        if kind not in _WITHOUT_LENGTH:
+        if kind not in _MARKERS_WITHOUT_LENGTH:
             place += int.from_bytes(content[place : place + 2], "big")
 
 
-def _jpeg_size(content: bytes) -> tuple[int, int]:
+def _read_jpeg_size(content: bytes) -> tuple[int, int]:
     """Height and width as a JPEG states them; zeros of other files."""
     for kind, _, place in _walk_markers(content):
-        if kind in _FRAMES:
+        if kind in _FRAME_MARKERS:
             height, width = content[place + 3 : place + 5], content[place + 5 : place + 7]
             return int.from_bytes(height, "big"), int.from_bytes(width, "big")
         if kind == _SOS:
@@ -300,7 +318,7 @@ def _jpeg_size(content: bytes) -> tuple[int, int]:
 
 
 def _is_large_jpeg(content: bytes) -> bool:
-    height, width = _jpeg_size(content)
+    height, width = _read_jpeg_size(content)
     return height * width > PIXEL_LIMIT
 
 
@@ -314,7 +332,7 @@ def _check_profiles(content: bytes, name: str) -> None:
             raise DataError(f"{name} has over {PROFILE_LIMIT} color profiles; a PNG has one at most: save it again")
 
 
-def _count(content: bytes, pair: bytes) -> int:
+def _count_byte_pair(content: bytes, pair: bytes) -> int:
     """How often two bytes follow each other; ten times as quick as bytes.count."""
     word = np.frombuffer(pair, dtype=np.uint16)[0]
     halves = (np.frombuffer(content, np.uint16, (len(content) - first) // 2, first) for first in (0, 1))
@@ -324,27 +342,27 @@ def _count(content: bytes, pair: bytes) -> int:
 # --- Pillow ----------------------------------------------------------------------------------------------------------
 
 
-def _image(content: bytes | None) -> Image.Image:
+def _open_with_pillow(content: bytes | None) -> Image.Image:
     assert content is not None, "an image is a file or Pillow's"
-    return Image.open(io.BytesIO(content), formats=readable_formats())
+    return Image.open(io.BytesIO(content), formats=get_readable_formats())
 
 
-def _open_large_jpeg(content: bytes, name: str) -> Encoded:
+def _open_large_jpeg(content: bytes, name: str) -> EncodedImage:
     """A JPEG that is decoded at half its sides. Image.open would refuse it by the size that the file states."""
     image = JpegImageFile(io.BytesIO(content))
-    whole = _checked(name, image, JPEG_LIMIT)
+    whole = _check_image(name, image, JPEG_PIXEL_LIMIT)
     image.draft(None, (image.width // 2, image.height // 2))
     return whole._replace(height=-(-whole.height // 2), width=-(-whole.width // 2), reduction=2)
 
 
-def _checked(name: str, image: Image.Image, limit: int | None = None) -> Encoded:
-    width, height = _stored_size(image)
+def _check_image(name: str, image: Image.Image, limit: int | None = None) -> EncodedImage:
+    width, height = _get_stored_size(image)
     _check_size(height, width, name, limit or PIXEL_LIMIT)
     _check_tiles(image, name)
-    return Encoded(name, *((width, height) if _orientation(image) >= 5 else (height, width)), None, image)
+    return EncodedImage(name, *((width, height) if _read_orientation(image) >= 5 else (height, width)), None, image)
 
 
-def _stored_size(image: Image.Image) -> tuple[int, int]:
+def _get_stored_size(image: Image.Image) -> tuple[int, int]:
     """Width and height of the pixels as `_orientation` finds them.
 
     Pillow turns TIFFs itself when it loads them, and some of its versions give the turned size before that.
@@ -356,30 +374,30 @@ def _stored_size(image: Image.Image) -> tuple[int, int]:
 
 def _check_size(height: int, width: int, name: str, limit: int) -> None:
     if not 0 < width * height <= limit:
-        other = "" if limit == JPEG_LIMIT else _OF_A_JPEG
+        other = "" if limit == JPEG_PIXEL_LIMIT else _JPEG_LIMIT_NOTE
         raise DataError(f"{name} has {width} x {height} pixels; from 1 to {limit:,} are decoded{other}")
-    if max(width, height) > RATIO_LIMIT * min(width, height):
-        raise DataError(f"{name} has {width} x {height} pixels; one side is over {RATIO_LIMIT} times the other")
+    if max(width, height) > ASPECT_RATIO_LIMIT * min(width, height):
+        raise DataError(f"{name} has {width} x {height} pixels; one side is over {ASPECT_RATIO_LIMIT} times the other")
 
 
-def _convert(image: Image.Image, channels: int) -> Pixels:
+def _convert_to_pixels(image: Image.Image, channels: int) -> PixelArray:
     """The image upright, (H, W, C), strip by strip: a second copy of 50 megapixels in Pillow would take 200 MB."""
     image.load()  # a TIFF is turned by this, and says so
-    orientation = _orientation(image)
+    orientation = _read_orientation(image)
     height, width = (image.width, image.height) if orientation >= 5 else (image.height, image.width)
     pixels = np.empty((height, width, channels), dtype=np.uint8)
-    stored = _unturn(pixels, orientation)
-    rows = max(1, _STRIP // image.width)
-    white = _white_level(image)
+    stored = _view_in_stored_orientation(pixels, orientation)
+    rows = max(1, _STRIP_PIXELS // image.width)
+    white = _find_white_level(image)
     for top in range(0, image.height, rows):
         bottom = min(image.height, top + rows)
         strip = image if bottom - top == image.height else image.crop((0, top, image.width, bottom))
-        converted = np.asarray(_plain(strip, white).convert(_CHANNELS[channels]))
+        converted = np.asarray(_convert_to_opaque_8bit(strip, white).convert(_CHANNEL_MODES[channels]))
         stored[top:bottom] = converted.reshape(*converted.shape[:2], channels)
     return pixels
 
 
-def _unturn(pixels: Pixels, orientation: int) -> Pixels:
+def _view_in_stored_orientation(pixels: PixelArray, orientation: int) -> PixelArray:
     """A view of upright pixels (H, W, C) as a camera held that way stores them."""
     match orientation:
         case 2:
@@ -409,7 +427,7 @@ def _check_tiles(image: Image.Image, name: str) -> None:
             )
 
 
-def _white_level(image: Image.Image) -> int:
+def _find_white_level(image: Image.Image) -> int:
     """The value that stands for white: of floats and 32-bit integers the least usual one that no value exceeds.
 
     A tenth more, or less than 0, is clipped: resampling overshoots.
@@ -421,7 +439,7 @@ def _white_level(image: Image.Image) -> int:
     assert isinstance(most, int | float)
     if image.mode == "I":
         return 255 if most <= 255 else 65535
-    white = next((level for level in _WHITE if most <= 1.1 * level), 0)
+    white = next((level for level in _FLOAT_WHITE_LEVELS if most <= 1.1 * level), 0)
     if not white or least < -0.1 * white:
         raise ValueError(
             f"its pixels are floats from {least:.4g} to {most:.4g}, and 0 to 1, 255 or 65535 are known: save it with 8"
@@ -430,7 +448,7 @@ def _white_level(image: Image.Image) -> int:
     return white
 
 
-def _plain(image: Image.Image, white: int) -> Image.Image:
+def _convert_to_opaque_8bit(image: Image.Image, white: int) -> Image.Image:
     """The image with 8 bits a channel and nothing transparent; `white` is the highest value where it has more."""
     if image.mode.startswith("I;16") or image.mode == "I":
         wide = np.asarray(image).astype(np.int64)
@@ -446,11 +464,11 @@ def _plain(image: Image.Image, white: int) -> Image.Image:
     return image
 
 
-def _orientation(image: Image.Image) -> int:
+def _read_orientation(image: Image.Image) -> int:
     """How the camera was held, 1 to 8; a damaged EXIF block says nothing, and costs the image nothing else."""
     try:
         orientation = int(image.getexif().get(ExifTags.Base.Orientation, 1))
-    except DAMAGE:
+    except DECODE_ERRORS:
         return 1
     return orientation if 1 <= orientation <= 8 else 1
 
@@ -458,43 +476,45 @@ def _orientation(image: Image.Image) -> int:
 # --- simplejpeg ------------------------------------------------------------------------------------------------------
 
 
-def _plain_jpeg_size(content: bytes) -> tuple[int, int] | None:
+def _read_plain_jpeg_size(content: bytes) -> tuple[int, int] | None:
     """Height and width of an upright colour or grey JPEG, if simplejpeg is there to decode it."""
-    if content[:2] != b"\xff\xd8" or _simplejpeg() is None:
+    if content[:2] != b"\xff\xd8" or _load_simplejpeg() is None:
         return None
     try:
-        height, width, colours, _ = _simplejpeg().decode_jpeg_header(content)
+        height, width, colours, _ = _load_simplejpeg().decode_jpeg_header(content)
     except ValueError:
         return None
-    return (height, width) if colours in ("YCbCr", "Gray", "RGB") and not _may_be_turned(content) else None
+    return (height, width) if colours in ("YCbCr", "Gray", "RGB") and not _is_rotated(content) else None
 
 
-def _may_be_turned(content: bytes) -> bool:
+def _is_rotated(content: bytes) -> bool:
     """Whether metadata say that the camera was not held upright; most files hold none, which is quickly seen."""
     head = content[: content.find(b"\xff\xda")]  # metadata stand before the scan, or the first of them does
     if b"Exif\0\0" not in head and b"http://ns.adobe.com/xap" not in head:
         return False
-    return _orientation(_image(content)) != 1
+    return _read_orientation(_open_with_pillow(content)) != 1
 
 
-def _by_simplejpeg(content: bytes, height: int, width: int, rows: int | None) -> Pixels | None:
+def _decode_with_simplejpeg(content: bytes, height: int, width: int, min_rows: int | None) -> PixelArray | None:
     """The pixels of a JPEG, or its first rows and some more; None of a file with a flaw, which Pillow is to judge."""
-    kept = height if rows is None else (rows + 31) // 16 * 16  # whole blocks, and one more: colours blend downwards
-    place = _height_field(content) if kept < height else None
+    kept = (
+        height if min_rows is None else (min_rows + 31) // 16 * 16
+    )  # whole blocks, and one more: colours blend downwards
+    place = _find_height_field(content) if kept < height else None
     if place is None:
         with contextlib.suppress(ValueError):
-            return _simplejpeg().decode_jpeg(content, "RGB")
+            return _load_simplejpeg().decode_jpeg(content, "RGB")
         return None
     shorter = b"".join((content[:place], kept.to_bytes(2, "big"), content[place + 2 :]))
     pixels = np.empty((kept, width, 3), dtype=np.uint8)
     try:
-        _simplejpeg().decode_jpeg(shorter, "RGB", buffer=pixels)
+        _load_simplejpeg().decode_jpeg(shorter, "RGB", buffer=pixels)
     except ValueError as error:  # of a whole file it says that data are left, up to the mark that ends the image
         return pixels if str(error).endswith("extraneous bytes before marker 0xd9") else None
     return None
 
 
-def _height_field(content: bytes) -> int | None:
+def _find_height_field(content: bytes) -> int | None:
     """Where a JPEG states its height, if it is one that is decoded from top to bottom."""
     place = 2
     while content[place : place + 1] == b"\xff" and place + 9 < len(content):
@@ -508,7 +528,7 @@ def _height_field(content: bytes) -> int | None:
 
 
 @lru_cache(maxsize=1)
-def _simplejpeg() -> Any:
+def _load_simplejpeg() -> Any:
     """The module, if it is installed and its pixels are Pillow's on noise in every usual kind of JPEG."""
     try:
         import simplejpeg

@@ -7,20 +7,20 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data import holdout
-from vitrail.data.dataset import Dataset, from_column
-from vitrail.data.table import Table
+from vitrail.data.dataset import Dataset, build_splits
+from vitrail.data.sample_table import SampleTable
 from vitrail.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True)
-class Pictures:
+class InMemoryStore:
     """Grey images held in memory."""
 
     pixels: NDArray[np.uint8]  # (n, H, W)
-    table: Table
-    far = False
+    table: SampleTable
+    is_remote = False
 
-    def name(self, row: int) -> str:
+    def get_name(self, row: int) -> str:
         """The number in the set, as a file would be called."""
         return f"{row:04d}.png"
 
@@ -29,7 +29,7 @@ class Pictures:
         return Image.fromarray(self.pixels[row])
 
 
-def open_digits(*, share: float = 0.1) -> Dataset:
+def open_digits(*, holdout_fraction: float = 0.1) -> Dataset:
     """The digits, their 17 levels of grey spread over 0 to 255."""
     try:
         from sklearn.datasets import load_digits
@@ -38,13 +38,13 @@ def open_digits(*, share: float = 0.1) -> Dataset:
     bunch = load_digits()
     pixels = np.round(bunch.images * (255 / 16)).astype(np.uint8)
     label = bunch.target.astype(np.int32)
-    store = Pictures(pixels, Table({"label": label}))
+    store = InMemoryStore(pixels, SampleTable({"label": label}))
     none = np.full(len(label), holdout.NO_SPLIT, dtype=np.int8)
-    split = holdout.completed(none, label, store.name, identity="digits", share=share)
+    split = holdout.complete_splits(none, label, store.get_name, identity="digits", holdout_fraction=holdout_fraction)
     return Dataset(
         name="digits",
         classes=tuple("0123456789"),
-        splits=from_column(store, split.column),
-        made_up=split.made_up,
+        splits=build_splits(store, split.column),
+        generated_splits=split.generated_splits,
         notes=split.notes,
     )

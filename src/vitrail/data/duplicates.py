@@ -38,66 +38,80 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-SIDE = 32
-FINGERPRINT = SIDE * SIDE + 8  # bytes: the thumbnail, then a digest of the pixels where there is too little content
+THUMBNAIL_SIDE = 32
+FINGERPRINT_BYTES = (
+    THUMBNAIL_SIDE * THUMBNAIL_SIDE + 8
+)  # bytes: the thumbnail, then a digest of the pixels where there is too little content
 
-SAME = 0.8  # correlation of the evened detail from which two thumbnails show the same picture
-SPARSE_SAME = 0.97  # correlation of the plain detail, where one of the two is sparse; handwritten digits reach 0.963
-_EMPTY, _SPARSE = 0.25, 0.5  # content below which an image needs equal pixels, or SPARSE_SAME
+MIN_CORRELATION = 0.8  # correlation of the evened detail from which two thumbnails show the same picture
+MIN_SPARSE_CORRELATION = (
+    0.97  # correlation of the plain detail, where one of the two is sparse; handwritten digits reach 0.963
+)
+_EMPTY_CONTENT, _SPARSE_CONTENT = 0.25, 0.5  # content below which an image needs equal pixels, or SPARSE_SAME
 
-_UNIT = 128  # windows are given by what they trim off each edge, in 128ths: a quarter of a thumbnail's pixel
+_TRIM_UNIT = 128  # windows are given by what they trim off each edge, in 128ths: a quarter of a thumbnail's pixel
 _TRIMS = (0, 10, 20, 30)  # of the candidates' windows, at most 30 along each axis together: 59 to 100 % of the area
 _TRIM_LIMIT = 56  # of an aligned window, from each edge
 _FREQUENCIES = 6  # along each axis; their 36 products less the mean make D
-_FAINT = 4.0  # a window whose whitened contrast is below this is scaled up no further: its noise is no pattern
-_BLOCK = 512  # thumbnails a thread works on at once, in about 75 MB
-_CELL = 200  # thumbnails in a cell, on average
+_MIN_WHITENED_NORM = (
+    4.0  # a window whose whitened contrast is below this is scaled up no further: its noise is no pattern
+)
+_BLOCK_IMAGES = 512  # thumbnails a thread works on at once, in about 75 MB
+_CELL_SIZE = 200  # thumbnails in a cell, on average
 _PROBES = 4  # cells a window visits
-_NEAR = 0.86  # cosine between frequencies from which a pair is a candidate
-_KEPT = 16  # candidates of one image: a thousand copies of one picture make 16,000 pairs, not 500,000
-_COARSE, _FINE = 12, 24  # sides M of the aligned windows
-_NOISE = 2.0  # grey levels: detail weaker than this is not evened up
-_COARSE_SAME = 0.95  # correlation of coarse windows below which the fine ones are not compared
+_MIN_CANDIDATE_COSINE = 0.86  # cosine between frequencies from which a pair is a candidate
+_MAX_CANDIDATES = 16  # candidates of one image: a thousand copies of one picture make 16,000 pairs, not 500,000
+_COARSE_SIDE, _FINE_SIDE = 12, 24  # sides M of the aligned windows
+_DETAIL_NOISE = 2.0  # grey levels: detail weaker than this is not evened up
+_MIN_COARSE_CORRELATION = 0.95  # correlation of coarse windows below which the fine ones are not compared
 
 
-class Pairs(NamedTuple):
+class DuplicatePairs(NamedTuple):
     """K pairs of images that show the same picture."""
 
     indices: NDArray[np.int64]  # (K, 2), sorted
     scores: NDArray[np.float32]  # (K,): the correlation of their detail; 1 for equal fingerprints
 
 
-def fingerprint(image: Tensor) -> NDArray[np.uint8]:
+def compute_fingerprint(image: Tensor) -> NDArray[np.uint8]:
     """uint8 (C, H, W) -> uint8 (1032,)."""
     pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())  # (H, W, C)
     picture = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).convert("L")
     # A triangle filter: with a box the detail of a crop correlates with its source by 0.89, not 0.97 (64 x 64 images).
-    thumbnail = np.array(picture.resize((SIDE, SIDE), Image.Resampling.BILINEAR))
+    thumbnail = np.array(picture.resize((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.BILINEAR))
     digest = bytes(8)
-    if min(pixels.shape[:2]) < SIDE or _content(torch.from_numpy(thumbnail)[None]).item() < _EMPTY:
+    if (
+        min(pixels.shape[:2]) < THUMBNAIL_SIDE
+        or _compute_content(torch.from_numpy(thumbnail)[None]).item() < _EMPTY_CONTENT
+    ):
         digest = hashlib.blake2b(repr(pixels.shape).encode() + pixels.tobytes(), digest_size=8).digest()
     return np.concatenate([thumbnail.ravel(), np.frombuffer(digest, np.uint8)])
 
 
-def pairs(first: NDArray[np.uint8], second: NDArray[np.uint8] | None = None) -> Pairs:
+def find_duplicate_pairs(first: NDArray[np.uint8], second: NDArray[np.uint8] | None = None) -> DuplicatePairs:
     """The pairs (i, j) of images that show the same picture, from fingerprints (n, 1032) that may be memory-mapped:
     i < j of one set, or i of the first and j of the second.
 
     Of many copies of one picture not every pair is given, but enough to link each copy to the others, or to one in the
     other set. The time grows a little faster than n, and is shared by as many threads as torch has, up to eight.
     """
-    keys, leaders = _leaders(first)
+    keys, leaders = _find_leaders(first)
     if second is None:
         copies = np.flatnonzero(leaders != np.arange(len(first)))
         equal = np.stack([leaders[copies], copies], axis=1)
-        return _sorted(equal, _near(_Thumbnails.of(first, leaders), None))
-    second_keys, second_leaders = _leaders(second)
+        return _merge_pairs(equal, _find_near_pairs(_Thumbnails.from_fingerprints(first, leaders), None))
+    second_keys, second_leaders = _find_leaders(second)
     equal = np.stack(np.intersect1d(keys, second_keys, return_indices=True)[1:], axis=1)
-    found = _sorted(equal, _near(_Thumbnails.of(first, leaders), _Thumbnails.of(second, second_leaders)))
-    return _with_copies(found, leaders, second_leaders)
+    found = _merge_pairs(
+        equal,
+        _find_near_pairs(
+            _Thumbnails.from_fingerprints(first, leaders), _Thumbnails.from_fingerprints(second, second_leaders)
+        ),
+    )
+    return _add_equal_images(found, leaders, second_leaders)
 
 
-def _leaders(fingerprints: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+def _find_leaders(fingerprints: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     """64 bits of each fingerprint, and the first position that has the same ones; both (n,)."""
     digests = b"".join(hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in fingerprints)
     keys = np.frombuffer(digests, np.uint64)
@@ -105,7 +119,7 @@ def _leaders(fingerprints: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], NDArr
     return keys, firsts[inverse].astype(np.int64)
 
 
-def _sorted(equal: NDArray[np.int64], near: Pairs) -> Pairs:
+def _merge_pairs(equal: NDArray[np.int64], near: DuplicatePairs) -> DuplicatePairs:
     """Pairs of equal fingerprints and of near ones as one list, each pair once."""
     indices = np.concatenate([equal, near.indices])
     scores = np.concatenate([np.ones(len(equal), np.float32), near.scores])
@@ -113,22 +127,26 @@ def _sorted(equal: NDArray[np.int64], near: Pairs) -> Pairs:
     indices, scores = indices[order], scores[order]
     fresh = np.ones(len(indices), bool)
     fresh[1:] = (indices[1:] != indices[:-1]).any(axis=1)
-    return Pairs(indices[fresh], scores[fresh])
+    return DuplicatePairs(indices[fresh], scores[fresh])
 
 
-def _with_copies(found: Pairs, first: NDArray[np.int64], second: NDArray[np.int64]) -> Pairs:
+def _add_equal_images(
+    leader_pairs: DuplicatePairs, first_leaders: NDArray[np.int64], second_leaders: NDArray[np.int64]
+) -> DuplicatePairs:
     """Pairs of leaders, and each copy of a leader with the other leader of the pair: a sum of copies, no product."""
     indices, scores = [], []
-    for column, leaders in enumerate((first, second)):
+    for column, leaders in enumerate((first_leaders, second_leaders)):
         order = np.argsort(leaders, kind="stable")
-        low, high = (np.searchsorted(leaders[order], found.indices[:, column], side) for side in ("left", "right"))
-        rows = np.repeat(np.arange(len(found.indices)), high - low)
+        low, high = (
+            np.searchsorted(leaders[order], leader_pairs.indices[:, column], side) for side in ("left", "right")
+        )
+        rows = np.repeat(np.arange(len(leader_pairs.indices)), high - low)
         nth = np.arange(len(rows)) - np.repeat(np.cumsum(high - low) - (high - low), high - low)
-        spread = found.indices[rows]
+        spread = leader_pairs.indices[rows]
         spread[:, column] = order[low[rows] + nth]
         indices.append(spread)
-        scores.append(found.scores[rows])
-    return _sorted(np.empty((0, 2), np.int64), Pairs(np.concatenate(indices), np.concatenate(scores)))
+        scores.append(leader_pairs.scores[rows])
+    return _merge_pairs(np.empty((0, 2), np.int64), DuplicatePairs(np.concatenate(indices), np.concatenate(scores)))
 
 
 class _Thumbnails(NamedTuple):
@@ -136,71 +154,77 @@ class _Thumbnails(NamedTuple):
 
     pixels: Tensor  # uint8 (n, S, S)
     sparse: Tensor  # bool (n,)
-    origin: NDArray[np.int64]  # (n,): their positions in the set
+    positions: NDArray[np.int64]  # (n,): their positions in the set
 
     @classmethod
-    def of(cls, fingerprints: NDArray[np.uint8], leaders: NDArray[np.int64]) -> "_Thumbnails":
-        full = ~fingerprints[:, SIDE * SIDE :].any(axis=1)
+    def from_fingerprints(cls, fingerprints: NDArray[np.uint8], leaders: NDArray[np.int64]) -> "_Thumbnails":
+        full = ~fingerprints[:, THUMBNAIL_SIDE * THUMBNAIL_SIDE :].any(axis=1)
         origin = np.flatnonzero(full & (leaders == np.arange(len(leaders))))
-        pixels = torch.from_numpy(fingerprints[origin, : SIDE * SIDE]).view(-1, SIDE, SIDE)
-        return cls(pixels, torch.cat([_content(block) < _SPARSE for block in pixels.split(4096)]), origin)
+        pixels = torch.from_numpy(fingerprints[origin, : THUMBNAIL_SIDE * THUMBNAIL_SIDE]).view(
+            -1, THUMBNAIL_SIDE, THUMBNAIL_SIDE
+        )
+        return cls(
+            pixels, torch.cat([_compute_content(block) < _SPARSE_CONTENT for block in pixels.split(4096)]), origin
+        )
 
 
-def _near(first: _Thumbnails, second: _Thumbnails | None) -> Pairs:
+def _find_near_pairs(first: _Thumbnails, second: _Thumbnails | None) -> DuplicatePairs:
     """The pairs of unequal fingerprints: windows of each set against whole thumbnails of the other."""
-    forward = _matches(first, second or first, same=second is None)
+    forward = _match_windows(first, second or first, is_same_dataset=second is None)
     if second is None:
-        return Pairs(np.sort(forward.indices, axis=1), forward.scores)
-    backward = _matches(second, first, same=False)
+        return DuplicatePairs(np.sort(forward.indices, axis=1), forward.scores)
+    backward = _match_windows(second, first, is_same_dataset=False)
     indices = np.concatenate([forward.indices, backward.indices[:, ::-1]])
-    return Pairs(indices, np.concatenate([forward.scores, backward.scores]))
+    return DuplicatePairs(indices, np.concatenate([forward.scores, backward.scores]))
 
 
-def _matches(wholes: _Thumbnails, parts: _Thumbnails, *, same: bool) -> Pairs:
+def _match_windows(wholes: _Thumbnails, parts: _Thumbnails, *, is_same_dataset: bool) -> DuplicatePairs:
     """The pairs (i, j) where part j is the whole i or a window of it."""
-    if not (len(wholes.origin) and len(parts.origin)):
-        return Pairs(np.empty((0, 2), np.int64), np.empty(0, np.float32))
-    index = _index(parts.pixels)
+    if not (len(wholes.positions) and len(parts.positions)):
+        return DuplicatePairs(np.empty((0, 2), np.int64), np.empty(0, np.float32))
+    index = _build_cell_index(parts.pixels)
 
-    def matches(start: int) -> Pairs:
-        whole, part, window = _candidates(wholes.pixels[start : start + _BLOCK], index, start if same else None)
+    def match_block(start: int) -> DuplicatePairs:
+        whole, part, window = _find_candidates(
+            wholes.pixels[start : start + _BLOCK_IMAGES], index, start if is_same_dataset else None
+        )
         whole = whole + start
         sparse = wholes.sparse[whole] | parts.sparse[part]
-        scores = _scores(wholes.pixels[whole], parts.pixels[part], window, sparse)
-        kept = (scores >= torch.where(sparse, SPARSE_SAME, SAME)).numpy()
-        indices = np.stack([wholes.origin[whole.numpy()[kept]], parts.origin[part.numpy()[kept]]], axis=1)
-        return Pairs(indices, scores.numpy()[kept])
+        scores = _score_pairs(wholes.pixels[whole], parts.pixels[part], window, sparse)
+        kept = (scores >= torch.where(sparse, MIN_SPARSE_CORRELATION, MIN_CORRELATION)).numpy()
+        indices = np.stack([wholes.positions[whole.numpy()[kept]], parts.positions[part.numpy()[kept]]], axis=1)
+        return DuplicatePairs(indices, scores.numpy()[kept])
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the products are small: two threads on one of them take twice as long as one
     try:
         with ThreadPoolExecutor(min(threads, 8)) as pool:
-            found = list(pool.map(matches, range(0, len(wholes.origin), _BLOCK)))
+            found = list(pool.map(match_block, range(0, len(wholes.positions), _BLOCK_IMAGES)))
     finally:
         torch.set_num_threads(threads)
-    return Pairs(*(np.concatenate(part) for part in zip(*found, strict=True)))
+    return DuplicatePairs(*(np.concatenate(part) for part in zip(*found, strict=True)))
 
 
-class _Index(NamedTuple):
+class _CellIndex(NamedTuple):
     """Whole thumbnails in cells of similar ones."""
 
-    centres: Tensor  # (cells, D)
+    centers: Tensor  # (cells, D)
     members: Tensor  # (n, D), cell after cell
-    origin: Tensor  # (n,): which thumbnail a member is
-    place: Tensor  # (n,): which member a thumbnail is
+    thumbnail_of_member: Tensor  # (n,): which thumbnail a member is
+    member_of_thumbnail: Tensor  # (n,): which member a thumbnail is
     starts: list[int]  # the first member of each cell, and n
 
 
-def _index(thumbnails: Tensor) -> _Index:
-    members = torch.cat([_frequencies(block, _windows()[:1])[:, 0] for block in thumbnails.split(4096)])
-    centres = _centres(members, max(1, len(members) // _CELL))
+def _build_cell_index(thumbnails: Tensor) -> _CellIndex:
+    members = torch.cat([_compute_frequencies(block, _list_windows()[:1])[:, 0] for block in thumbnails.split(4096)])
+    centres = _fit_centers(members, max(1, len(members) // _CELL_SIZE))
     cells = torch.cat([(block @ centres.T).argmax(dim=1) for block in members.split(8192)])
     origin = cells.argsort(stable=True)
     starts = torch.searchsorted(cells[origin], torch.arange(len(centres) + 1)).tolist()
-    return _Index(centres, members[origin], origin, origin.argsort(), starts)
+    return _CellIndex(centres, members[origin], origin, origin.argsort(), starts)
 
 
-def _centres(members: Tensor, count: int) -> Tensor:
+def _fit_centers(members: Tensor, count: int) -> Tensor:
     """(count, D): k-means by cosine on a sample, six rounds; the cells need be useful, not optimal."""
     sample = members[torch.randperm(len(members), generator=torch.Generator().manual_seed(0))[: 64 * count]]
     centres = sample[:count]
@@ -212,119 +236,123 @@ def _centres(members: Tensor, count: int) -> Tensor:
     return centres
 
 
-def _candidates(thumbnails: Tensor, index: _Index, start: int | None) -> tuple[Tensor, Tensor, Tensor]:
+def _find_candidates(thumbnails: Tensor, index: _CellIndex, start: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Which thumbnail resembles which whole one of the index by which of its windows; each (K,).
 
     start: the place of these thumbnails in the index, where it holds them too: none shall resemble itself.
     """
-    windows = _frequencies(thumbnails, _windows())  # (B, W, D)
-    windows = torch.cat([windows, windows * _mirror()], dim=1)  # (B, 2 W, D)
+    windows = _compute_frequencies(thumbnails, _list_windows())  # (B, W, D)
+    windows = torch.cat([windows, windows * _build_mirror_signs()], dim=1)  # (B, 2 W, D)
     images = torch.arange(len(thumbnails)).repeat_interleave(windows.shape[1])
-    cosines, partners = _nearest(windows.flatten(0, 1), index, None if start is None else images + start)
-    rows, probes = (cosines > _NEAR).nonzero(as_tuple=True)
+    cosines, partners = _search_nearest(windows.flatten(0, 1), index, None if start is None else images + start)
+    rows, probes = (cosines > _MIN_CANDIDATE_COSINE).nonzero(as_tuple=True)
     image, partner, cosine = (v.numpy() for v in (images[rows], partners[rows, probes], cosines[rows, probes]))
     order = np.lexsort((-cosine, partner, image))
     image, partner, cosine, row = image[order], partner[order], cosine[order], rows.numpy()[order]
-    best = np.flatnonzero(np.diff(image * len(index.origin) + partner, prepend=-1))  # of each pair its best window
+    best = np.flatnonzero(
+        np.diff(image * len(index.thumbnail_of_member) + partner, prepend=-1)
+    )  # of each pair its best window
     best = best[np.lexsort((-cosine[best], image[best]))]
-    best = best[np.arange(len(best)) - np.searchsorted(image[best], image[best]) < _KEPT]
+    best = best[np.arange(len(best)) - np.searchsorted(image[best], image[best]) < _MAX_CANDIDATES]
     whole, part, window = (torch.from_numpy(v[best]) for v in (image, partner, row % windows.shape[1]))
     return whole, part, window
 
 
-def _nearest(windows: Tensor, index: _Index, own: Tensor | None) -> tuple[Tensor, Tensor]:
+def _search_nearest(windows: Tensor, index: _CellIndex, own_thumbnails: Tensor | None) -> tuple[Tensor, Tensor]:
     """The nearest thumbnail in each of the cells visited: cosines and positions, both (windows, probes)."""
-    probes = min(_PROBES, len(index.centres))
-    cells = torch.cat([(block @ index.centres.T).topk(probes).indices for block in windows.split(8192)]).flatten()
+    probes = min(_PROBES, len(index.centers))
+    cells = torch.cat([(block @ index.centers.T).topk(probes).indices for block in windows.split(8192)]).flatten()
     visits = cells.argsort(stable=True)  # grouped by cell, so that each cell is one matrix product
-    bounds = torch.searchsorted(cells[visits], torch.arange(len(index.centres) + 1)).tolist()
+    bounds = torch.searchsorted(cells[visits], torch.arange(len(index.centers) + 1)).tolist()
     cosines = torch.full((len(cells),), -1.0)
     nearest = torch.zeros(len(cells), dtype=torch.long)
-    for cell in range(len(index.centres)):
+    for cell in range(len(index.centers)):
         low, high = index.starts[cell : cell + 2]
         for visit in visits[bounds[cell] : bounds[cell + 1]].split(2**24 // (high - low + 1) + 1):  # 64 MB of products
             if low == high or not len(visit):
                 continue
             rows = visit // probes
             products = windows[rows] @ index.members[low:high].T
-            if own is not None:
-                column = index.place[own[rows]] - low
+            if own_thumbnails is not None:
+                column = index.member_of_thumbnail[own_thumbnails[rows]] - low
                 inside = ((column >= 0) & (column < high - low)).nonzero().flatten()
                 products[inside, column[inside]] = -1
             cosines[visit], column = products.max(dim=1)
             nearest[visit] = column + low
-    return cosines.view(-1, probes), index.origin[nearest].view(-1, probes)
+    return cosines.view(-1, probes), index.thumbnail_of_member[nearest].view(-1, probes)
 
 
-def _frequencies(thumbnails: Tensor, windows: Tensor) -> Tensor:
+def _compute_frequencies(thumbnails: Tensor, windows: Tensor) -> Tensor:
     """uint8 (B, S, S) and (W, 4) trims -> (B, W, D), of length 1 unless the window is faint."""
     spans, place = windows.reshape(-1, 2).unique(dim=0, return_inverse=True)  # ten spans make the hundred windows
-    cosines = _cosines()[spans[:, 0], spans[:, 1]].flatten(0, 1)  # (spans 6, S)
+    cosines = _build_cosine_transforms()[spans[:, 0], spans[:, 1]].flatten(0, 1)  # (spans 6, S)
     products = cosines @ thumbnails.float() @ cosines.T
     products = products.view(-1, len(spans), _FREQUENCIES, len(spans), _FREQUENCIES)
     vertical, horizontal = place.view(-1, 2).T
     whole = products[:, vertical, :, horizontal].transpose(0, 1)  # (B, W, 6, 6)
     steps = torch.arange(_FREQUENCIES, dtype=torch.float32)
     whitened = (whole * torch.hypot(steps[:, None], steps)).flatten(2)[..., 1:]
-    return whitened / whitened.norm(dim=2, keepdim=True).clamp(min=_FAINT)
+    return whitened / whitened.norm(dim=2, keepdim=True).clamp(min=_MIN_WHITENED_NORM)
 
 
 @lru_cache
-def _cosines() -> Tensor:
+def _build_cosine_transforms() -> Tensor:
     """(57, 57, 6, S): entry [a, b] takes the cosine transform of what trimming a and b leaves."""
     steps = torch.arange(_FREQUENCIES)[:, None]
     scale = torch.where(steps == 0, math.sqrt(1 / 16), math.sqrt(2 / 16))
-    return scale * torch.cos(math.pi / 16 * steps * (torch.arange(16) + 0.5)) @ _resamplers(16)
+    return scale * torch.cos(math.pi / 16 * steps * (torch.arange(16) + 0.5)) @ _build_resamplers(16)
 
 
 @lru_cache
-def _mirror() -> Tensor:
+def _build_mirror_signs() -> Tensor:
     """(D,): mirroring changes the sign of the odd horizontal frequencies."""
     return (1.0 - 2.0 * (torch.arange(_FREQUENCIES) % 2)).repeat(_FREQUENCIES)[1:]
 
 
 @lru_cache
-def _windows() -> Tensor:
+def _list_windows() -> Tensor:
     """(W, 4): what each window trims off top, bottom, left and right; the first is the whole."""
     spans = [(low, high) for low in _TRIMS for high in _TRIMS if low + high <= _TRIMS[-1]]
     return torch.tensor([(*vertical, *horizontal) for vertical in spans for horizontal in spans])
 
 
 @lru_cache
-def _resamplers(count: int) -> Tensor:
+def _build_resamplers(count: int) -> Tensor:
     """(58, 58, count, S): entry [a, b] averages S pixels over `count` equal parts of what trimming a and b leaves."""
-    trims = torch.arange(_TRIM_LIMIT + 2) / _UNIT  # one more than the limit, for the slope there
+    trims = torch.arange(_TRIM_LIMIT + 2) / _TRIM_UNIT  # one more than the limit, for the slope there
     low, high = trims[:, None, None], 1 - trims[None, :, None]
-    edges = SIDE * (low + (high - low) * torch.linspace(0, 1, count + 1))
-    pixels = torch.arange(SIDE)
+    edges = THUMBNAIL_SIDE * (low + (high - low) * torch.linspace(0, 1, count + 1))
+    pixels = torch.arange(THUMBNAIL_SIDE)
     overlap = torch.minimum(edges[..., 1:, None], pixels + 1) - torch.maximum(edges[..., :-1, None], pixels)
     overlap = overlap.clamp(min=0)
     return overlap / overlap.sum(dim=-1, keepdim=True)
 
 
-def _scores(wholes: Tensor, parts: Tensor, windows: Tensor, sparse: Tensor) -> Tensor:
+def _score_pairs(wholes: Tensor, parts: Tensor, windows: Tensor, sparse: Tensor) -> Tensor:
     """uint8 (B, S, S) twice, (B,) windows -> (B,): the correlation of the detail, -1 where no alignment fits.
 
     sparse: (B,) whose detail is compared plain rather than evened.
     """
     scores = torch.full((len(windows),), -1.0)
     for rows in torch.arange(len(windows)).split(1024):
-        mirrored = (windows[rows] >= len(_windows()))[:, None, None]
+        mirrored = (windows[rows] >= len(_list_windows()))[:, None, None]
         whole, part = wholes[rows].float(), torch.where(mirrored, parts[rows].flip(2), parts[rows]).float()
-        trims = _windows()[windows[rows] % len(_windows())]
-        trims, views, targets = _aligned(whole, part, trims, _COARSE)
-        fit = _correlation(views, targets) >= _COARSE_SAME
+        trims = _list_windows()[windows[rows] % len(_list_windows())]
+        trims, views, targets = _align_windows(whole, part, trims, _COARSE_SIDE)
+        fit = _compute_correlation(views, targets) >= _MIN_COARSE_CORRELATION
         if fit.any():
-            _, views, targets = _aligned(whole[fit], part[fit], trims[fit], _FINE)
-            plain = _correlation(_detail(views), _detail(targets))
-            evened = _correlation(_evened(_detail(views)), _evened(_detail(targets)))
+            _, views, targets = _align_windows(whole[fit], part[fit], trims[fit], _FINE_SIDE)
+            plain = _compute_correlation(_compute_detail(views), _compute_detail(targets))
+            evened = _compute_correlation(
+                _normalize_contrast(_compute_detail(views)), _normalize_contrast(_compute_detail(targets))
+            )
             scores[rows[fit]] = torch.where(sparse[rows[fit]], plain, evened)
     return scores
 
 
-def _aligned(whole: Tensor, part: Tensor, trims: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
+def _align_windows(whole: Tensor, part: Tensor, trims: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
     """The trims (B, 4) by which the whole best shows the part, near those given, and both views (B, M, M)."""
-    table = _resamplers(side)
+    table = _build_resamplers(side)
     target = table[0, 0] @ part @ table[0, 0].T
     views, tried = [], []
     for _ in range(3):
@@ -342,46 +370,48 @@ def _aligned(whole: Tensor, part: Tensor, trims: Tensor, side: int) -> tuple[Ten
             ],
             dim=1,
         )
-        trims = (trims + _step(views[-1], target, slopes).clamp(-8, 8).round().long()).clamp(0, _TRIM_LIMIT)
+        trims = (trims + _solve_gauss_newton_step(views[-1], target, slopes).clamp(-8, 8).round().long()).clamp(
+            0, _TRIM_LIMIT
+        )
     top, bottom, left, right = trims.T
     views.append(table[top, bottom] @ whole @ table[left, right].mT)
     tried.append(trims)
-    best = torch.stack([_correlation(view, target) for view in views]).argmax(dim=0)
+    best = torch.stack([_compute_correlation(view, target) for view in views]).argmax(dim=0)
     chosen = best, torch.arange(len(best))
     return torch.stack(tried)[chosen], torch.stack(views)[chosen], target
 
 
-def _step(view: Tensor, target: Tensor, slopes: Tensor) -> Tensor:
+def _solve_gauss_newton_step(window: Tensor, target: Tensor, slopes: Tensor) -> Tensor:
     """(B, 4): the change of trims after which view = gain * target + offset in least squares, to first order."""
     unknowns = torch.cat([slopes, -target[:, None]], dim=1).flatten(2)  # (B, 5, M M): four trims and the gain
     unknowns = unknowns - unknowns.mean(dim=2, keepdim=True)  # the offset is free
     normal = unknowns @ unknowns.mT
     damped = normal + torch.diag_embed(normal.diagonal(dim1=1, dim2=2) * 1e-3 + 1e-3)
-    return -torch.linalg.solve(damped, unknowns @ view.flatten(1)[..., None])[:, :4, 0]
+    return -torch.linalg.solve(damped, unknowns @ window.flatten(1)[..., None])[:, :4, 0]
 
 
-def _correlation(first: Tensor, second: Tensor) -> Tensor:
+def _compute_correlation(first: Tensor, second: Tensor) -> Tensor:
     """(B, M, M) twice -> (B,)."""
     first, second = (x.flatten(1) - x.mean(dim=(1, 2))[:, None] for x in (first, second))
     return F.cosine_similarity(first, second, dim=1)
 
 
-def _detail(images: Tensor) -> Tensor:
+def _compute_detail(images: Tensor) -> Tensor:
     """(B, M, M) -> (B, M, M): each pixel less the mean of the 3 x 3 around it."""
-    return images - _around(images, 3)
+    return images - _compute_local_mean(images, 3)
 
 
-def _evened(detail: Tensor) -> Tensor:
+def _normalize_contrast(detail: Tensor) -> Tensor:
     """(B, M, M) -> (B, M, M): each pixel over the root mean square of the 5 x 5 around it."""
-    return detail / (_around(detail.square(), 5).sqrt() + _NOISE)
+    return detail / (_compute_local_mean(detail.square(), 5).sqrt() + _DETAIL_NOISE)
 
 
-def _around(images: Tensor, side: int) -> Tensor:
+def _compute_local_mean(images: Tensor, side: int) -> Tensor:
     """(B, M, M) -> (B, M, M): the mean of the square around each pixel."""
     padded = F.pad(images[:, None], [side // 2] * 4, mode="replicate")  # a channel, or torch refuses B = 0
     return F.avg_pool2d(padded, side, stride=1)[:, 0]
 
 
-def _content(thumbnails: Tensor) -> Tensor:
+def _compute_content(thumbnails: Tensor) -> Tensor:
     """uint8 (B, S, S) -> (B,): the share of pixels that differ by more than one grey level from their surroundings."""
-    return (_detail(thumbnails.float()).abs() > 1).float().mean(dim=(1, 2))
+    return (_compute_detail(thumbnails.float()).abs() > 1).float().mean(dim=(1, 2))

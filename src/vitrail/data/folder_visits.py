@@ -8,11 +8,11 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 
-from vitrail.plurals import plural
+from vitrail.plurals import pluralize
 
 VISIT_LIMIT = 16  # through links, in one walk
 
-Identity = tuple[int, int]
+InodeKey = tuple[int, int]
 """Device and inode."""
 
 
@@ -20,33 +20,33 @@ class FolderVisits:
     """The folders that one walk has entered."""
 
     def __init__(self) -> None:
-        self._through_links: Counter[Identity] = Counter()
-        self.left_out: list[str] = []
+        self._through_links: Counter[InodeKey] = Counter()
+        self.skipped_folders: list[str] = []
         """Paths of folders that were not entered once more."""
 
-    def enter(self, folder: str, above: tuple[Identity, ...], *, linked: bool) -> tuple[Identity, ...] | None:
+    def enter(self, folder: str, ancestors: tuple[InodeKey, ...], *, through_link: bool) -> tuple[InodeKey, ...] | None:
         """The folders above whatever is in this one; None where it is not to be entered.
 
         `above` says how the walk came here, and `linked` whether through any link.
         """
         status = os.stat(folder)  # noqa: PTH116, a million paths as plain text
         here = (status.st_dev, status.st_ino)
-        if here in above:
+        if here in ancestors:
             return None  # a circle, which holds nothing new
-        if linked:
+        if through_link:
             self._through_links[here] += 1
             if self._through_links[here] > VISIT_LIMIT:
-                self.left_out.append(folder)
+                self.skipped_folders.append(folder)
                 return None
-        return (*above, here)
+        return (*ancestors, here)
 
     def describe(self) -> str:
         """What was left out, in words; nothing where nothing was."""
-        if not self.left_out:
+        if not self.skipped_folders:
             return ""
         return (
-            f"{plural(len(self.left_out), 'link')} left out, to folders that were listed {VISIT_LIMIT} times through"
-            f" others, such as {self.left_out[0]}"
+            f"{pluralize(len(self.skipped_folders), 'link')} left out, to folders that were listed {VISIT_LIMIT} times through"
+            f" others, such as {self.skipped_folders[0]}"
         )
 
 
@@ -55,15 +55,15 @@ def walk_folders(root: str, visits: FolderVisits) -> Iterator[tuple[str, list[os
 
     What begins with a dot is hidden.
     """
-    waiting: list[tuple[str, tuple[Identity, ...], bool]] = [(root, (), False)]
+    waiting: list[tuple[str, tuple[InodeKey, ...], bool]] = [(root, (), False)]
     while waiting:
         folder, above, linked = waiting.pop()
         try:
-            within = visits.enter(folder or ".", above, linked=linked)
+            within = visits.enter(folder or ".", above, through_link=linked)
             if within is None:
                 continue
             with os.scandir(folder or ".") as scanned:
-                entries = sorted((entry for entry in scanned if not entry.name.startswith(".")), key=_name)
+                entries = sorted((entry for entry in scanned if not entry.name.startswith(".")), key=_get_entry_name)
         except OSError as error:
             yield folder, error
             continue
@@ -82,5 +82,5 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _name(entry: os.DirEntry[str]) -> str:
+def _get_entry_name(entry: os.DirEntry[str]) -> str:
     return entry.name

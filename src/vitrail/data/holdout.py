@@ -14,30 +14,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.dataset import SPLITS
-from vitrail.data.table import Array
+from vitrail.data.sample_table import Array
 from vitrail.errors import DataError
-from vitrail.files import data_home, replacing
-from vitrail.plurals import plural
+from vitrail.files import get_data_home, write_atomically
+from vitrail.plurals import pluralize
 
 NO_SPLIT = -1
-NOTHING_GIVEN = "no val and test given"
+NO_SPLITS_NOTE = "no val and test given"
 """How the sentence begins of a dataset without any split."""
 _TRAIN, _VAL, _TEST = range(3)
-Column = NDArray[np.int8]
+SplitColumn = NDArray[np.int8]
 
 
-class Completed(NamedTuple):
+class CompletedSplits(NamedTuple):
     """The splits of a set, with those made up that it lacks."""
 
-    column: Column
-    made_up: tuple[str, ...]
+    column: SplitColumn
+    generated_splits: tuple[str, ...]
     """The splits that were held out here."""
     notes: tuple[str, ...]
 
 
-def completed(
-    column: Column, strata: Array, name: Callable[[int], str], *, identity: str, share: float = 0.1
-) -> Completed:
+def complete_splits(
+    column: SplitColumn, strata: Array, get_name: Callable[[int], str], *, identity: str, holdout_fraction: float = 0.1
+) -> CompletedSplits:
     """The split column with what is missing held out, and a sentence that says so.
 
     Without any split a `share` becomes val and as much test; with train but no val, a share of train becomes val.
@@ -49,24 +49,29 @@ def completed(
     elif _TRAIN in known and _VAL not in known:
         wanted, pool = (_VAL,), column == _TRAIN
     else:
-        return Completed(column, (), ())
-    stored = _stored_at(identity, share)
+        return CompletedSplits(column, (), ())
+    stored = _get_list_path(identity, holdout_fraction)
     rows = np.flatnonzero(pool)
-    before = _read(stored) if stored.exists() else {}
-    held = _held(rows, strata, name, wanted, share, before)
+    before = _read_list(stored) if stored.exists() else {}
+    held = _choose_held_out(rows, strata, get_name, wanted, holdout_fraction, before)
     out = column.copy()
     out[rows] = _TRAIN
     for row in rows.tolist():
-        out[row] = held.get(name(row), _TRAIN)
-    where = _write(stored, before | held, before)
+        out[row] = held.get(get_name(row), _TRAIN)
+    where = _write_list(stored, before | held, before)
     names = tuple(SPLITS[split] for split in sorted(wanted))
-    sentence = f"no {' and '.join(names)} given: {share:.0%} of each class held out for {'each' if names[1:] else 'it'}"
+    sentence = f"no {' and '.join(names)} given: {holdout_fraction:.0%} of each class held out for {'each' if names[1:] else 'it'}"
     count = int((out[rows] != _TRAIN).sum())
-    return Completed(out, names, (f"{sentence} ({plural(count, 'image')}, {where})",))
+    return CompletedSplits(out, names, (f"{sentence} ({pluralize(count, 'image')}, {where})",))
 
 
-def _held(
-    rows: Array, strata: Array, name: Callable[[int], str], wanted: Sequence[int], share: float, stored: dict[str, int]
+def _choose_held_out(
+    rows: Array,
+    strata: Array,
+    get_name: Callable[[int], str],
+    missing_splits: Sequence[int],
+    holdout_fraction: float,
+    stored_splits: dict[str, int],
 ) -> dict[str, int]:
     """Names to hold out: those stored, and of a class without any, those that have the smallest digests.
 
@@ -75,28 +80,30 @@ def _held(
     held: dict[str, int] = {}
     by_stratum: dict[int, dict[str, None]] = {}
     for row in rows.tolist():
-        by_stratum.setdefault(int(strata[row]), {})[name(row)] = None
+        by_stratum.setdefault(int(strata[row]), {})[get_name(row)] = None
     for members in by_stratum.values():
-        known = {text: stored[text] for text in members if text in stored}
+        known = {text: stored_splits[text] for text in members if text in stored_splits}
         if not known and len(members) > 2:
-            count = min(max(1, round(share * len(members))), (len(members) - 1) // len(wanted))
-            ranked = sorted(members, key=_digest)
-            known = {text: wanted[place // count] for place, text in enumerate(ranked[: count * len(wanted)])}
+            count = min(max(1, round(holdout_fraction * len(members))), (len(members) - 1) // len(missing_splits))
+            ranked = sorted(members, key=_digest_name)
+            known = {
+                text: missing_splits[place // count] for place, text in enumerate(ranked[: count * len(missing_splits)])
+            }
         held = known | held
     return held
 
 
-def _digest(name: str) -> bytes:
+def _digest_name(name: str) -> bytes:
     return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
-def _stored_at(identity: str, share: float) -> Path:
-    digest = hashlib.sha256(f"{identity} {share}".encode(errors="surrogateescape")).hexdigest()[:12]
+def _get_list_path(identity: str, holdout_fraction: float) -> Path:
+    digest = hashlib.sha256(f"{identity} {holdout_fraction}".encode(errors="surrogateescape")).hexdigest()[:12]
     word = "".join(c if c.isalnum() else "-" for c in Path(identity).name)[:40]
-    return data_home() / "splits" / f"{word}-{digest}.csv"
+    return get_data_home() / "splits" / f"{word}-{digest}.csv"
 
 
-def _read(path: Path) -> dict[str, int]:
+def _read_list(path: Path) -> dict[str, int]:
     try:
         with path.open(newline="", errors="surrogateescape") as file:
             return {row["name"]: SPLITS.index(row["split"]) for row in csv.DictReader(file)}
@@ -104,15 +111,18 @@ def _read(path: Path) -> dict[str, int]:
         raise DataError(f"{path}, which says what is held out, is damaged ({error}); repair or remove it") from error
 
 
-def _write(path: Path, held: dict[str, int], before: dict[str, int]) -> str:
+def _write_list(path: Path, held_out: dict[str, int], previous: dict[str, int]) -> str:
     """Store what is held out, and say where; a home that cannot be written loses the list and not the run."""
-    if held == before:
+    if held_out == previous:
         return f"listed in {path}"
     try:
-        with replacing(path, overwrite=True) as fresh, fresh.open("w", newline="", errors="surrogateescape") as file:
+        with (
+            write_atomically(path, overwrite=True) as fresh,
+            fresh.open("w", newline="", errors="surrogateescape") as file,
+        ):
             rows = csv.writer(file)
             rows.writerow(("name", "split"))
-            rows.writerows((text, SPLITS[split]) for text, split in sorted(held.items()))
+            rows.writerows((text, SPLITS[split]) for text, split in sorted(held_out.items()))
     except OSError as error:
         return f"by their names; the list could not be stored: {error}"
     return f"listed in {path}"

@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 
 from vitrail.data import archives, holdout, index, matlab
-from vitrail.data.dataset import SPLITS, SUFFIXES, Dataset, from_column
-from vitrail.data.folder import Files, open_folder
-from vitrail.data.table import Array, texts
+from vitrail.data.dataset import IMAGE_SUFFIXES, SPLITS, Dataset, build_splits
+from vitrail.data.folder import FileStore, open_folder
+from vitrail.data.sample_table import Array, encode_text_column
 from vitrail.errors import DataError
 
 WORDNET_ID = re.compile(r"n\d{8}")
-VALIDATION = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
-TEST = re.compile(r"ILSVRC2012_test_(\d{8})\.JPEG")
-_FIRST = "ILSVRC2012_val_00000001.JPEG"
+VAL_IMAGE_NAME = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
+TEST_IMAGE_NAME = re.compile(r"ILSVRC2012_test_(\d{8})\.JPEG")
+_FIRST_VAL_IMAGE = "ILSVRC2012_val_00000001.JPEG"
 _DEVKIT = "ILSVRC2012_devkit_t12"
-_LABELS, _META = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
-_CLASSES = {  # classes of a release: what there is to know of it
+_LABELS_FILE, _META_FILE = "ILSVRC2012_validation_ground_truth.txt", "meta.mat"
+_RELEASES = {  # classes of a release: what there is to know of it
     21_841: "ImageNet-21k of fall 2011. The heads of Google's checkpoints have 21,843 outputs, in the order of the"
     " WordNet ids and with two more (n03931044 and n09859684, outputs 9,205 and 15,027): behind the first of them"
     " output and class differ",
@@ -37,9 +37,9 @@ _CLASSES = {  # classes of a release: what there is to know of it
 }
 
 
-def describe_classes(classes: Sequence[str]) -> str:
+def describe_release(classes: Sequence[str]) -> str:
     """What release of ImageNet-21k these classes are, or nothing where they are none."""
-    known = _CLASSES.get(len(classes), "")
+    known = _RELEASES.get(len(classes), "")
     return f"{len(classes):,} classes are {known}" if known and all(map(WORDNET_ID.fullmatch, classes)) else ""
 
 
@@ -47,7 +47,7 @@ def find_devkit(folder: Path) -> Path | None:
     """The devkit's archive or folder in a folder or the one above it, or the folder where its two files lie."""
     for place in (folder, folder.parent):
         for path in (place / f"{_DEVKIT}.tar.gz", place / _DEVKIT / "data", place):
-            if path.is_file() or ((path / _LABELS).is_file() and (path / _META).is_file()):
+            if path.is_file() or ((path / _LABELS_FILE).is_file() and (path / _META_FILE).is_file()):
                 return path
     return None
 
@@ -69,15 +69,15 @@ def read_validation_labels(folder: Path) -> list[str]:
     if devkit is None:
         raise DataError(explain_missing_labels(folder))
     if devkit.is_file():
-        names = [f"{_DEVKIT}/data/{name}" for name in (_LABELS, _META)]
-        found = archives.contents(devkit, names)
+        names = [f"{_DEVKIT}/data/{name}" for name in (_LABELS_FILE, _META_FILE)]
+        found = archives.read_members(devkit, names)
         labels, meta = (found[name] for name in names)
     else:
-        labels, meta = ((devkit / name).read_bytes() for name in (_LABELS, _META))
-    return _labels(labels, meta, devkit)
+        labels, meta = ((devkit / name).read_bytes() for name in (_LABELS_FILE, _META_FILE))
+    return _parse_devkit(labels, meta, devkit)
 
 
-def _labels(labels: bytes, meta: bytes, devkit: Path) -> list[str]:
+def _parse_devkit(labels: bytes, meta: bytes, devkit: Path) -> list[str]:
     try:
         synsets = matlab.read_structures(meta)["synsets"]
         ids = {int(row["ILSVRC2012_ID"].item()): str(row["WNID"]) for row in synsets}
@@ -92,7 +92,7 @@ def _labels(labels: bytes, meta: bytes, devkit: Path) -> list[str]:
 
 def label_validation(names: Sequence[str], labels: Sequence[str]) -> list[str]:
     """The labels of validation images by the numbers in their names."""
-    numbers = [int(VALIDATION.fullmatch(name)[1]) for name in names]  # type: ignore[index]
+    numbers = [int(VAL_IMAGE_NAME.fullmatch(name)[1]) for name in names]  # type: ignore[index]
     if not numbers or max(numbers) > len(labels) or min(numbers) < 1:
         last = max(numbers, default=0)
         raise DataError(f"there is a validation image {last:,}, and the devkit has labels of {len(labels):,}")
@@ -104,12 +104,12 @@ def label_validation(names: Sequence[str], labels: Sequence[str]) -> list[str]:
 
 def has_flat_validation(root: Path) -> bool:
     """Whether a folder has ImageNet's validation images, or a `val` with them, without folders of classes."""
-    return (find_validation(root) / _FIRST).exists()
+    return (find_validation(root) / _FIRST_VAL_IMAGE).exists()
 
 
 def find_validation(root: Path) -> Path:
     """The folder that ImageNet's validation images lie in, if they do: the root itself or its `val`."""
-    return root if (root / _FIRST).exists() else root / "val"
+    return root if (root / _FIRST_VAL_IMAGE).exists() else root / "val"
 
 
 def find_train_archives(root: Path) -> str:
@@ -119,7 +119,7 @@ def find_train_archives(root: Path) -> str:
     return next((pattern for pattern in ("*train*.tar", "train/*.tar") if next(root.glob(pattern), None)), "")
 
 
-def open_images(root: Path, *, share: float = 0.1) -> Dataset:
+def open_imagenet_folder(root: Path, *, holdout_fraction: float = 0.1) -> Dataset:
     """ImageNet with a flat validation folder: the folder itself, or `val` beside a `train` with a folder a class.
 
     Validation images alone are without labels where there is no devkit; beside others they need one.
@@ -128,36 +128,40 @@ def open_images(root: Path, *, share: float = 0.1) -> Dataset:
     val = find_validation(root)
     train = sorted(path for path in (root / "train").glob("*") if path.is_dir()) if val != root else []
     if not train and (missing := explain_missing_labels(val)):
-        dataset = open_folder(root, share=share)
+        dataset = open_folder(root, holdout_fraction=holdout_fraction)
         return dataclasses.replace(dataset, notes=(*dataset.notes, missing))
     watched = [root, val, *filter(Path.is_dir, [root / "train"]), *train, *filter(None, [find_devkit(val)])]
-    source = f"imagenet {root} {share}"
-    rows = index.cached(source, lambda: map(str, watched), lambda: _columns(root, val, train, share))
+    source = f"imagenet {root} {holdout_fraction}"
+    rows = index.load_or_build_table(
+        source, lambda: map(str, watched), lambda: _build_columns(root, val, train, holdout_fraction)
+    )
     return Dataset(
         name=str(root),
-        classes=tuple(rows.facts["classes"]),
-        splits=from_column(Files(root, rows), rows["split"]),
-        made_up=tuple(rows.facts["made_up"]),
-        notes=tuple(rows.facts["notes"]),
+        classes=tuple(rows.metadata["classes"]),
+        splits=build_splits(FileStore(root, rows), rows["split"]),
+        generated_splits=tuple(rows.metadata["made_up"]),
+        notes=tuple(rows.metadata["notes"]),
     )
 
 
-def _columns(root: Path, val: Path, train: Sequence[Path], share: float) -> tuple[Mapping[str, Array], dict[str, Any]]:
-    names = sorted(path.name for path in val.iterdir() if VALIDATION.fullmatch(path.name))
+def _build_columns(
+    root: Path, val: Path, train: Sequence[Path], holdout_fraction: float
+) -> tuple[Mapping[str, Array], dict[str, Any]]:
+    names = sorted(path.name for path in val.iterdir() if VAL_IMAGE_NAME.fullmatch(path.name))
     labels = label_validation(names, read_validation_labels(val))
     paths = [(val / name).relative_to(root).as_posix() for name in names]
     splits = [SPLITS.index("val")] * len(paths)
     for folder in train:
-        images = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(SUFFIXES))
+        images = sorted(path.name for path in folder.iterdir() if path.name.lower().endswith(IMAGE_SUFFIXES))
         paths += [f"train/{folder.name}/{name}" for name in images]
         labels += [folder.name] * len(images)
         splits += [SPLITS.index("train")] * len(images)
     classes = sorted(set(labels))
     number = {name: place for place, name in enumerate(classes)}
     label = np.array([number[name] for name in labels], dtype=np.int32)
-    split = holdout.completed(
-        np.array(splits, dtype=np.int8), label, paths.__getitem__, identity=str(root), share=share
+    split = holdout.complete_splits(
+        np.array(splits, dtype=np.int8), label, paths.__getitem__, identity=str(root), holdout_fraction=holdout_fraction
     )
     notes = (*split.notes, f"the labels of {len(names):,} validation images are the devkit's")
-    columns = {**texts("path", paths), "label": label, "split": split.column}
-    return columns, {"classes": classes, "made_up": split.made_up, "notes": notes}
+    columns = {**encode_text_column("path", paths), "label": label, "split": split.column}
+    return columns, {"classes": classes, "made_up": split.generated_splits, "notes": notes}

@@ -22,14 +22,14 @@ from torch.utils.data import DataLoader
 
 from vitrail.errors import DataError, VitrailError
 
-DEADLINE = 5.0  # seconds in which workers end by themselves once they are asked to
-_NO_MEMORY = {
+WORKER_EXIT_SECONDS = 5.0  # seconds in which workers end by themselves once they are asked to
+_MEMORY_SIGNALS = {
     int(signal.SIGKILL): "as the system does when memory runs out: give fewer --workers, or a smaller --batch",
     int(signal.SIGBUS): "for want of shared memory (/dev/shm): enlarge it, or give --workers 0",
 }
-_workers: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
+_live_workers: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_workers.clear)  # they are not its children
+    os.register_at_fork(after_in_child=_live_workers.clear)  # they are not its children
 
 
 class WorkerKilledError(VitrailError):
@@ -43,7 +43,7 @@ def iterate_loader(loader: "DataLoader[Any]") -> Generator[Any, None, None]:
     if not loader.num_workers:
         yield from loader
         return
-    loader.worker_init_fn = partial(_begin_work, os.getpid())
+    loader.worker_init_fn = partial(_init_worker, os.getpid())
     batches: Any = _start_workers(loader)
     workers: list[BaseProcess] = batches._workers
     try:
@@ -56,7 +56,7 @@ def iterate_loader(loader: "DataLoader[Any]") -> Generator[Any, None, None]:
                 raise _explain_death(workers, error) from error
             yield batch
     finally:
-        _end_workers(batches, workers)
+        _shut_down_workers(batches, workers)
 
 
 def _start_workers(loader: "DataLoader[Any]") -> Any:
@@ -74,12 +74,12 @@ def _start_workers(loader: "DataLoader[Any]") -> Any:
         _kill_workers([worker for worker in multiprocessing.active_children() if worker not in others])
         raise
     finally:
-        _workers.update(worker for worker in multiprocessing.active_children() if worker not in others)
+        _live_workers.update(worker for worker in multiprocessing.active_children() if worker not in others)
         if before is not None:  # a handler that is not Python's can be neither named nor set
             signal.signal(signal.SIGCHLD, before)
 
 
-def _begin_work(parent: int, _: int) -> None:
+def _init_worker(parent: int, _: int) -> None:
     """Leave requests to stop to the process that can save: they often go to a whole group, its workers too.
 
     A worker notices its parent's death, but not one from before it began to look, and would then live for ever.
@@ -100,7 +100,7 @@ def _explain_death(workers: list[BaseProcess], error: Exception) -> Exception:
     if dead.exitcode > 0:
         return DataError(f"the loader worker with process number {dead.pid} ended with exit code {dead.exitcode}")
     sentence = f"the loader worker with process number {dead.pid} was killed by {_name_signal(-dead.exitcode)}"
-    if reason := _NO_MEMORY.get(-dead.exitcode):
+    if reason := _MEMORY_SIGNALS.get(-dead.exitcode):
         return WorkerKilledError(f"{sentence}, {reason}")
     return DataError(f"{sentence}, a crash while it decoded an image")
 
@@ -112,7 +112,7 @@ def _name_signal(number: int) -> str:
         return f"signal {number}"
 
 
-def _end_workers(batches: Any, workers: list[BaseProcess]) -> None:
+def _shut_down_workers(batches: Any, workers: list[BaseProcess]) -> None:
     """Ask the processes to end, and kill those that have not after the deadline.
 
     By a thread, because a worker that was killed may hold a lock for which torch then waits for ever.
@@ -120,14 +120,14 @@ def _end_workers(batches: Any, workers: list[BaseProcess]) -> None:
     with contextlib.suppress(RuntimeError):  # no thread can be started any more where the interpreter ends
         asking = threading.Thread(target=batches._shutdown_workers, daemon=True, name="end loader workers")
         asking.start()
-        asking.join(DEADLINE)
+        asking.join(WORKER_EXIT_SECONDS)
     _kill_workers(workers)
 
 
 @atexit.register  # runs before multiprocessing's own, which would join them for ever
 def kill_all_workers() -> None:
     """Kill the workers of every loader, also of iterators that nobody closed: a traceback may hold them to the end."""
-    _kill_workers(list(_workers))
+    _kill_workers(list(_live_workers))
 
 
 def _kill_workers(workers: list[BaseProcess]) -> None:
@@ -135,4 +135,4 @@ def _kill_workers(workers: list[BaseProcess]) -> None:
         if worker.is_alive():
             worker.kill()
     for worker in workers:
-        worker.join(DEADLINE)  # not for ever: a read that the system cannot interrupt outlives SIGKILL
+        worker.join(WORKER_EXIT_SECONDS)  # not for ever: a read that the system cannot interrupt outlives SIGKILL

@@ -19,31 +19,31 @@ _TYPES = {1: "<i1", 2: "<u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 
 _MATRIX, _COMPRESSED = 14, 15
 _STRUCTURE_CLASS, _TEXT_CLASS = 2, 4
 _NUMERIC_CLASSES = range(6, 16)  # double, single and the integers; below are cells, structures, text and the like
-_WIDE_LETTERS = (4, 17)
+_UTF16_TYPES = (4, 17)
 _COMPLEX = 0x800
-_LIMIT = 2**30  # bytes of one variable, against files that unpack without end
+_MAX_VARIABLE_BYTES = 2**30  # bytes of one variable, against files that unpack without end
 T = TypeVar("T")
 
 
-def read(content: bytes) -> dict[str, NDArray[np.generic]]:
+def read_matrices(content: bytes) -> dict[str, NDArray[np.generic]]:
     """The numeric matrices of a file by name, with MATLAB's shapes; variables of other kinds are left out."""
-    return _read(content, _matrix)
+    return _read_variables(content, _parse_matrix)
 
 
 def read_structures(content: bytes) -> dict[str, list[dict[str, Any]]]:
     """The arrays of structures of a file by name: of each its fields, which are matrices, text, or None if neither."""
-    return _read(content, _structures)
+    return _read_variables(content, _parse_structures)
 
 
-def _read(content: bytes, parse: Callable[[memoryview], tuple[str, T] | None]) -> dict[str, T]:
+def _read_variables(content: bytes, parse: Callable[[memoryview], tuple[str, T] | None]) -> dict[str, T]:
     """The variables of a file that are of one kind, by name."""
     if len(content) < 128 or content[124:128] != b"\x00\x01IM":
         raise DataError("the file is no little-endian MATLAB file of version 5")
     found = {}
     try:
-        for kind, data in _elements(content, 128):
+        for kind, data in _iter_elements(content, 128):
             if kind == _COMPRESSED:
-                kind, data = next(_elements(_unpacked(data), 0))
+                kind, data = next(_iter_elements(_decompress(data), 0))
             if kind == _MATRIX and (variable := parse(data)):
                 found[variable[0]] = variable[1]
     except (struct.error, zlib.error, ValueError, KeyError, IndexError, StopIteration) as error:
@@ -51,7 +51,7 @@ def _read(content: bytes, parse: Callable[[memoryview], tuple[str, T] | None]) -
     return found
 
 
-def _elements(content: bytes, start: int) -> Iterator[tuple[int, memoryview]]:
+def _iter_elements(content: bytes, start: int) -> Iterator[tuple[int, memoryview]]:
     """Each data element's type and bytes; up to 4 bytes may stand in the tag itself, and others are padded to 8."""
     view = memoryview(content)
     while start < len(content):
@@ -67,17 +67,17 @@ def _elements(content: bytes, start: int) -> Iterator[tuple[int, memoryview]]:
         start = following
 
 
-def _unpacked(data: memoryview) -> bytes:
+def _decompress(data: memoryview) -> bytes:
     unpacker = zlib.decompressobj()
-    unpacked = unpacker.decompress(data, _LIMIT)
+    unpacked = unpacker.decompress(data, _MAX_VARIABLE_BYTES)
     if not unpacker.eof:
-        raise ValueError(f"a variable is cut short or larger than {_LIMIT:,} bytes")
+        raise ValueError(f"a variable is cut short or larger than {_MAX_VARIABLE_BYTES:,} bytes")
     return unpacked
 
 
-def _matrix(data: memoryview) -> tuple[str, NDArray[np.generic]] | None:
+def _parse_matrix(data: memoryview) -> tuple[str, NDArray[np.generic]] | None:
     """A matrix's name and values, whatever type its numbers were narrowed to in the file."""
-    parts = _elements(data, 0)  # type: ignore[arg-type]  # struct reads any buffer
+    parts = _iter_elements(data, 0)  # type: ignore[arg-type]  # struct reads any buffer
     flags = int.from_bytes(next(parts)[1][:4], "little")
     if flags & 0xFF not in _NUMERIC_CLASSES or flags & _COMPLEX:
         return None
@@ -90,9 +90,9 @@ def _matrix(data: memoryview) -> tuple[str, NDArray[np.generic]] | None:
     return name, values.reshape(shape, order="F")
 
 
-def _structures(data: memoryview) -> tuple[str, list[dict[str, Any]]] | None:
+def _parse_structures(data: memoryview) -> tuple[str, list[dict[str, Any]]] | None:
     """The name and elements of an array of structures, whose fields follow one another, element by element."""
-    parts = _elements(data, 0)  # type: ignore[arg-type]
+    parts = _iter_elements(data, 0)  # type: ignore[arg-type]
     if int.from_bytes(next(parts)[1][:4], "little") & 0xFF != _STRUCTURE_CLASS:
         return None
     count = math.prod(np.frombuffer(next(parts)[1], "<i4").tolist())
@@ -102,22 +102,22 @@ def _structures(data: memoryview) -> tuple[str, list[dict[str, Any]]] | None:
     if not 0 < length <= 64 or count < 0 or len(joined) % length:
         raise ValueError(f"{name} has fields of {length} letters in {len(joined)} bytes")
     names = [joined[at : at + length].partition(b"\0")[0].decode("ascii") for at in range(0, len(joined), length)]
-    values = [_field(field) for _, field in parts]
+    values = [_parse_field(field) for _, field in parts]
     if len(values) != count * len(names):
         raise ValueError(f"{name} has {len(values)} values for {count} structures of {len(names)} fields")
     rows = [values[at : at + len(names)] for at in range(0, len(values), len(names))]
     return name, [dict(zip(names, row, strict=True)) for row in rows]
 
 
-def _field(data: memoryview) -> NDArray[np.generic] | str | None:
+def _parse_field(data: memoryview) -> NDArray[np.generic] | str | None:
     """A matrix of numbers or a line of text."""
     if not len(data):
         return None
-    if matrix := _matrix(data):
+    if matrix := _parse_matrix(data):
         return matrix[1]
-    parts = _elements(data, 0)  # type: ignore[arg-type]
+    parts = _iter_elements(data, 0)  # type: ignore[arg-type]
     if int.from_bytes(next(parts)[1][:4], "little") & 0xFF != _TEXT_CLASS:
         return None
     next(parts), next(parts)  # shape and name
     kind, letters = next(parts)
-    return bytes(letters).decode("utf-16-le" if kind in _WIDE_LETTERS else "utf-8")
+    return bytes(letters).decode("utf-16-le" if kind in _UTF16_TYPES else "utf-8")

@@ -12,89 +12,89 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data import draws
+from vitrail.data import counter_rng
 from vitrail.errors import DataError
 
-Integers = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 _ROUNDS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Order:
+class SampleOrder:
     """The samples of a set of `count`, in the order in which training sees them."""
 
     seed: int
-    count: int
-    shards: tuple[int, ...] = ()
+    num_samples: int
+    shard_sizes: tuple[int, ...] = ()
     """Samples in each tar shard: `window` shards are shuffled together, so that disks read in long strokes. Empty: all
     samples are shuffled together."""
-    window: int = 16
+    shard_window: int = 16
 
     def __post_init__(self) -> None:
-        if self.count < 1:
+        if self.num_samples < 1:
             raise DataError("there is no image to train on")
-        if self.shards and sum(self.shards) != self.count:
-            raise DataError(f"the shards hold {sum(self.shards)} samples and the set {self.count}")
+        if self.shard_sizes and sum(self.shard_sizes) != self.num_samples:
+            raise DataError(f"the shards hold {sum(self.shard_sizes)} samples and the set {self.num_samples}")
 
-    def samples(self, positions: Integers) -> Integers:
+    def get_sample_indices(self, positions: IntArray) -> IntArray:
         """For each position the number of its sample."""
-        epochs, places = np.divmod(positions, self.count)
+        epochs, places = np.divmod(positions, self.num_samples)
         out = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            out[here] = self._of_epoch(epoch, places[here])
+            out[here] = self._permute_epoch(epoch, places[here])
         return out
 
-    def _of_epoch(self, epoch: int, places: Integers) -> Integers:
-        if not self.shards:
-            return permuted(places, self.count, draws.key(self.seed, f"order {epoch}"))
-        starts, order = _shard_starts(self, epoch)  # of the shards in this epoch's order, and which they are
-        windows = starts[:: self.window]
+    def _permute_epoch(self, epoch: int, places: IntArray) -> IntArray:
+        if not self.shard_sizes:
+            return permute_indices(places, self.num_samples, counter_rng.derive_key(self.seed, f"order {epoch}"))
+        starts, order = _shuffle_shards(self, epoch)  # of the shards in this epoch's order, and which they are
+        windows = starts[:: self.shard_window]
         number = np.searchsorted(windows, places, side="right") - 1
         inside = np.empty_like(places)
         for window in np.unique(number).tolist():
             here, first = number == window, int(windows[window])
-            last = int(windows[window + 1]) if window + 1 < len(windows) else self.count
-            keyed = draws.key(self.seed, f"window {epoch} {window}")
-            inside[here] = first + permuted(places[here] - first, last - first, keyed)
+            last = int(windows[window + 1]) if window + 1 < len(windows) else self.num_samples
+            keyed = counter_rng.derive_key(self.seed, f"window {epoch} {window}")
+            inside[here] = first + permute_indices(places[here] - first, last - first, keyed)
         shard = np.searchsorted(starts, inside, side="right") - 1
-        return inside - starts[shard] + self._first[order[shard]]
+        return inside - starts[shard] + self._shard_offsets[order[shard]]
 
     @cached_property
-    def _first(self) -> Integers:
+    def _shard_offsets(self) -> IntArray:
         """The number of each shard's first sample."""
-        return np.concatenate([[0], np.cumsum(self.shards)])[:-1].astype(np.int64)
+        return np.concatenate([[0], np.cumsum(self.shard_sizes)])[:-1].astype(np.int64)
 
 
 @lru_cache(maxsize=4)
-def _shard_starts(order: Order, epoch: int) -> tuple[Integers, Integers]:
-    sizes = np.array(order.shards, dtype=np.int64)
+def _shuffle_shards(order: SampleOrder, epoch: int) -> tuple[IntArray, IntArray]:
+    sizes = np.array(order.shard_sizes, dtype=np.int64)
     count = len(sizes)
-    shuffled = permuted(np.arange(count), count, draws.key(order.seed, f"shards {epoch}"))
+    shuffled = permute_indices(np.arange(count), count, counter_rng.derive_key(order.seed, f"shards {epoch}"))
     filled = shuffled[sizes[shuffled] > 0]  # an empty shard has no place
     return np.cumsum(sizes[filled]) - sizes[filled], filled
 
 
-def permuted(numbers: Integers, count: int, key: int) -> Integers:
+def permute_indices(indices: IntArray, count: int, key: int) -> IntArray:
     """Where a keyed permutation of 0 .. count - 1 puts each of the numbers."""
     rows = int(np.ceil(np.sqrt(count)))
     columns = -(-count // rows)
-    out = numbers.astype(np.int64, copy=True)
+    out = indices.astype(np.int64, copy=True)
     walking = np.arange(len(out))
     while len(walking):  # rows * columns exceeds count by less than a row, so few walk twice
-        out[walking] = _network(out[walking], rows, columns, key)
+        out[walking] = _run_feistel_network(out[walking], rows, columns, key)
         walking = walking[out[walking] >= count]
     return out
 
 
-def _network(numbers: Integers, rows: int, columns: int, key: int) -> Integers:
+def _run_feistel_network(indices: IntArray, rows: int, columns: int, key: int) -> IntArray:
     """A permutation of 0 .. rows * columns - 1: each round moves a number along its row or its column by a hash."""
-    row, column = np.divmod(numbers, columns)
+    row, column = np.divmod(indices, columns)
     for turn in range(0, _ROUNDS, 2):
-        row = (row + _hash(key, turn, column, rows)) % rows
-        column = (column + _hash(key, turn + 1, row, columns)) % columns
+        row = (row + _hash_below(key, turn, column, rows)) % rows
+        column = (column + _hash_below(key, turn + 1, row, columns)) % columns
     return row * columns + column
 
 
-def _hash(key: int, turn: int, numbers: Integers, below: int) -> Integers:
-    return (draws.hashed(key, turn, numbers) % np.uint64(below)).astype(np.int64)
+def _hash_below(key: int, round_index: int, numbers: IntArray, high: int) -> IntArray:
+    return (counter_rng.hash_counters(key, round_index, numbers) % np.uint64(high)).astype(np.int64)

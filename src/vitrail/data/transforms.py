@@ -7,11 +7,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vitrail.config import Preprocess
-from vitrail.data.decode import PIXEL_LIMIT, Pixels
+from vitrail.config import PreprocessConfig
+from vitrail.data.decode import PIXEL_LIMIT, PixelArray
 from vitrail.errors import DataError
 
-RESAMPLING = {
+PIL_RESAMPLING = {
     "bilinear": Image.Resampling.BILINEAR,
     "bicubic": Image.Resampling.BICUBIC,
     "area": Image.Resampling.BOX,
@@ -19,9 +19,9 @@ RESAMPLING = {
 }
 
 
-def evaluation_view(image: Tensor, preprocess: Preprocess) -> Tensor:
+def make_eval_input(image: Tensor, preprocess: PreprocessConfig) -> Tensor:
     """uint8 (C, H, W) -> uint8 (C, S, S): resized by Pillow, which filters before it shrinks, then centre-cropped."""
-    target = resized_size(image.shape[1], image.shape[2], preprocess)
+    target = compute_resize_size(image.shape[1], image.shape[2], preprocess)
     middle = [(side - crop) / 2 for side, crop in zip(target, preprocess.size, strict=True)]
     top, left = (round(corner) if preprocess.crop_rounding == "nearest" else int(corner) for corner in middle)
     rows, columns = slice(top, top + preprocess.size[0]), slice(left, left + preprocess.size[1])
@@ -29,11 +29,11 @@ def evaluation_view(image: Tensor, preprocess: Preprocess) -> Tensor:
     if target == image.shape[1:]:
         kept = pixels[rows, columns]
     else:
-        kept = _resized(pixels, target, columns, RESAMPLING[preprocess.interpolation])[rows]
+        kept = _resize_columns(pixels, target, columns, PIL_RESAMPLING[preprocess.interpolation])[rows]
     return torch.from_numpy(np.ascontiguousarray(kept.transpose(2, 0, 1)))  # torch would wake all its threads for this
 
 
-def resized_size(height: int, width: int, preprocess: Preprocess) -> tuple[int, int]:
+def compute_resize_size(height: int, width: int, preprocess: PreprocessConfig) -> tuple[int, int]:
     """Height and width before the crop; the long side is rounded down, as every project rounds it."""
     if len(preprocess.resize) == 2:
         return preprocess.resize[0], preprocess.resize[1]
@@ -44,7 +44,9 @@ def resized_size(height: int, width: int, preprocess: Preprocess) -> tuple[int, 
     return target
 
 
-def _resized(pixels: Pixels, target: tuple[int, int], columns: slice, resampling: Image.Resampling) -> Pixels:
+def _resize_columns(
+    pixels: PixelArray, target: tuple[int, int], columns: slice, resampling: Image.Resampling
+) -> PixelArray:
     """(H, W, C) -> some columns of the image resized to a height and a width.
 
     Rows first, then columns of what that gave, as Pillow long did both; newer ones begin with columns for some shapes.
@@ -57,14 +59,14 @@ def _resized(pixels: Pixels, target: tuple[int, int], columns: slice, resampling
     return np.array(kept.resize((kept.width, height), resampling)).reshape(height, kept.width, -1)
 
 
-def normalise(pixels: Tensor, preprocess: Preprocess) -> Tensor:
+def normalize(pixels: Tensor, preprocess: PreprocessConfig) -> Tensor:
     """uint8 (..., C, S, S) -> float32: to [0, 1], minus mean, over std."""
-    mean, std = (_on(pixels.device, values) for values in (preprocess.mean, preprocess.std))
+    mean, std = (_make_channel_tensor(pixels.device, values) for values in (preprocess.mean, preprocess.std))
     return (pixels.float() / 255 - mean) / std
 
 
 @functools.lru_cache(maxsize=64)
-def _on(device: torch.device, values: tuple[float, ...]) -> Tensor:
+def _make_channel_tensor(device: torch.device, values: tuple[float, ...]) -> Tensor:
     """(C, 1, 1), kept: to send it anew would make the host wait for a GPU at every batch."""
     with torch.inference_mode(False):  # it is used in training too
         return torch.tensor(values, device=device).reshape(-1, 1, 1)

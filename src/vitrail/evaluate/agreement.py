@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vitrail.errors import DataError
 
-MARGIN = 0.1  # float32 is sure of an answer that is this much likelier than the next
+CONFIDENT_MARGIN = 0.1  # float32 is sure of an answer that is this much likelier than the next
 
 
 class Agreement(NamedTuple):
@@ -26,17 +26,17 @@ class Agreement(NamedTuple):
     """By how much the probability of float32's likeliest class is another, on average."""
 
 
-def agreement(float32: Tensor, other: Tensor) -> Agreement:
+def measure_agreement(reference: Tensor, candidate: Tensor) -> Agreement:
     """Of the probabilities (n, L) that both give to the same images in the same order."""
-    if not len(float32):
+    if not len(reference):
         raise DataError("there is no image on which to compare")
-    if float32.shape[1] == 1:  # a class, or not
-        float32, other = (torch.cat([yes, 1 - yes], dim=1) for yes in (float32, other))
-    best = float32.topk(2, dim=1)
+    if reference.shape[1] == 1:  # a class, or not
+        reference, candidate = (torch.cat([yes, 1 - yes], dim=1) for yes in (reference, candidate))
+    best = reference.topk(2, dim=1)
     likeliest = best.indices[:, :1]  # (n, 1)
-    same = likeliest[:, 0] == other.argmax(dim=1)
-    sure = best.values[:, 0] - best.values[:, 1] > MARGIN
-    change = (other.gather(1, likeliest) - best.values[:, :1]).abs()
+    same = likeliest[:, 0] == candidate.argmax(dim=1)
+    sure = best.values[:, 0] - best.values[:, 1] > CONFIDENT_MARGIN
+    change = (candidate.gather(1, likeliest) - best.values[:, :1]).abs()
     return Agreement(
         images=len(same),
         top1=float(same.double().mean()),

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.evaluate import calibrate, intervals
-from vitrail.evaluate.classify import Answers
+from vitrail.evaluate import calibration, intervals
 from vitrail.evaluate.intervals import Interval
+from vitrail.evaluate.predictions import Predictions
 
 BINS = 15
 
@@ -27,7 +27,7 @@ class ClassScore:
     """That have the label."""
     predicted: int
     """That were given it."""
-    right: int
+    correct: int
     """That have it and were given it."""
     average_precision: float | None
     """None where no image has the label."""
@@ -35,7 +35,7 @@ class ClassScore:
     @property
     def f1(self) -> float:
         """The harmonic mean of precision and recall."""
-        return 2 * self.right / max(1, self.images + self.predicted)
+        return 2 * self.correct / max(1, self.images + self.predicted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,14 +53,14 @@ class LabelScores:
     """Labels, the sum of their probabilities and how many of them are true, in bins of equal width."""
     classes: tuple[ClassScore, ...]
 
-    def facts(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """For JSON: all but the classes."""
         return {key: value for key, value in dataclasses.asdict(self).items() if key != "classes"}
 
 
-def measure_labels(said: Answers) -> LabelScores:
+def measure_labels(predictions: Predictions) -> LabelScores:
     """The scores of multi-label predictions."""
-    scores, truths = said.scores.double().numpy(), said.truths.numpy()  # (n, L) each
+    scores, truths = predictions.label_probabilities.double().numpy(), predictions.label_targets.numpy()  # (n, L) each
     predicted = scores > 0.5
     classes = tuple(
         ClassScore(
@@ -75,21 +75,23 @@ def measure_labels(said: Answers) -> LabelScores:
         micro_f1=micro_f1(predicted, truths),
         macro_f1=macro_f1(predicted, truths),
         mean_average_precision=mean_average_precision(scores, truths),
-        calibration_error=calibrate.expected_calibration_error(said.scores.flatten(), said.truths.flatten(), BINS),
+        calibration_error=calibration.expected_calibration_error(
+            predictions.label_probabilities.flatten(), predictions.label_targets.flatten(), BINS
+        ),
         bins=_count_bins(scores.ravel(), truths.ravel()),
         classes=classes,
     )
 
 
-def measure_intervals(said: Answers) -> dict[str, Interval]:
+def measure_label_intervals(predictions: Predictions) -> dict[str, Interval]:
     """95 % intervals of the scores, over the choice of images."""
-    scores, truths = said.scores.double().numpy(), said.truths.numpy()
+    scores, truths = predictions.label_probabilities.double().numpy(), predictions.label_targets.numpy()
     measures: dict[str, Callable[[NDArray[np.int64]], float]] = {
         "micro_f1": lambda places: micro_f1(scores[places] > 0.5, truths[places]),
         "macro_f1": lambda places: macro_f1(scores[places] > 0.5, truths[places]),
         "mean_average_precision": lambda places: mean_average_precision(scores[places], truths[places]),
     }
-    found = {name: intervals.bootstrap(measure, len(scores)) for name, measure in measures.items()}
+    found = {name: intervals.bootstrap_interval(measure, len(scores)) for name, measure in measures.items()}
     return {name: (max(0.0, low), min(1.0, high)) for name, (low, high) in found.items()}
 
 

@@ -14,23 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from vitrail.config import Preprocess
+from vitrail.config import PreprocessConfig
 from vitrail.errors import UsageError
 from vitrail.model.build import Model
 from vitrail.model.resnet import BiT, BiTStem
 from vitrail.model.vit import ViT
 from vitrail.weights.adapt import adapt
-from vitrail.weights.trained import Trained, assemble, require
+from vitrail.weights.trained import Trained, assemble_model, require_trained
 
-INPUT = "pixels"
-READ = ("labels", "pixels", "normalised", "several", "temperature", "threshold")
+INPUT_NAME = "pixels"
+REQUIRED_METADATA = ("labels", "pixels", "normalised", "several", "temperature", "threshold")
 """The entries of `metadata` that a file is run by."""
 
-Run = Callable[[Tensor], dict[str, Tensor]]
+GraphRunner = Callable[[Tensor], dict[str, Tensor]]
 """An opened file: pixels, uint8 (B, C, S, S) -> its outputs by name."""
 
 
-class Graph(nn.Module):
+class ExportGraph(nn.Module):
     """uint8 (B, C, S, S) -> logits and probabilities (B, L), or features (B, D) where the model has no head.
 
     Other software feeds it, which must not get the normalisation wrong: that is inside.
@@ -41,9 +41,9 @@ class Graph(nn.Module):
 
     def __init__(self, trained: Trained) -> None:
         super().__init__()
-        preprocess = prepared(trained)
-        self.model = _fixed(trained, preprocess.size)
-        self.temperature, self.several = trained.temperature, trained.several
+        preprocess = require_preprocess(trained)
+        self.model = _fix_image_size(trained, preprocess.size)
+        self.temperature, self.multi_label = trained.temperature, trained.multi_label
         for name in ("mean", "std"):
             self.register_buffer(name, torch.tensor(getattr(preprocess, name)).reshape(-1, 1, 1))
 
@@ -52,10 +52,10 @@ class Graph(nn.Module):
         if not self.model.config.classes:
             return {"features": found}
         logits = found / self.temperature
-        return {"logits": logits, "probabilities": logits.sigmoid() if self.several else logits.softmax(dim=-1)}
+        return {"logits": logits, "probabilities": logits.sigmoid() if self.multi_label else logits.softmax(dim=-1)}
 
 
-class PooledStem(nn.Module):
+class PaddingFreeBiTStem(nn.Module):
     """BiT's stem, whose pooling sees a border of zeros, without an operator that pads.
 
     ONNX Runtime, 1.31 at least, merges that operator into the pooling, whose own border is never the largest.
@@ -73,10 +73,14 @@ class PooledStem(nn.Module):
         return torch.maximum(F.max_pool2d(self.conv(images), 3, 2, padding=1), self.border)
 
 
-def program(trained: Trained, change: Callable[[Model], Model] = lambda model: model) -> ExportedProgram:
+def export_program(trained: Trained, transform: Callable[[Model], Model] = lambda model: model) -> ExportedProgram:
     """The graph of a model, for batches of any size; it shares the model's weights. A runtime may change its parts."""
-    graph, channels, size = Graph(usable(trained)), trained.model.config.channels, prepared(trained).size
-    graph.model = change(graph.model)
+    graph, channels, size = (
+        ExportGraph(prepare_for_export(trained)),
+        trained.model.config.channels,
+        require_preprocess(trained).size,
+    )
+    graph.model = transform(graph.model)
     example = torch.zeros((2, channels, *size), dtype=torch.uint8)  # of two: a one would be taken for a constant
     with torch.no_grad():
         found = torch.export.export(graph, (example,), dynamic_shapes=({0: Dim("batch", min=1)},))
@@ -86,20 +90,20 @@ def program(trained: Trained, change: Callable[[Model], Model] = lambda model: m
     return found
 
 
-def outputs(trained: Trained) -> tuple[str, ...]:
+def get_output_names(trained: Trained) -> tuple[str, ...]:
     """What comes out, in this order."""
     return ("logits", "probabilities") if trained.model.config.classes else ("features",)
 
 
-def metadata(trained: Trained) -> dict[str, str]:
+def build_metadata(trained: Trained) -> dict[str, str]:
     """What a file says beside its graph, each a JSON value: how an image becomes pixels and what the outputs mean."""
-    preprocess = dataclasses.asdict(prepared(trained))
+    preprocess = dataclasses.asdict(require_preprocess(trained))
     normalised = {name: preprocess.pop(name) for name in ("mean", "std")}
     facts = {
         "labels": trained.labels,
         "pixels": {"channels": trained.model.config.channels, **preprocess},
         "normalised": normalised,  # inside; for the record
-        "several": trained.several,
+        "several": trained.multi_label,
         "temperature": trained.temperature,  # logits are divided by it already
         "threshold": trained.threshold,
         "origin": dataclasses.asdict(trained.origin),
@@ -108,9 +112,9 @@ def metadata(trained: Trained) -> dict[str, str]:
     return {name: json.dumps(value, ensure_ascii=False) for name, value in facts.items()}
 
 
-def prepared(trained: Trained) -> Preprocess:
+def require_preprocess(trained: Trained) -> PreprocessConfig:
     """How images are prepared, or an error that says how to state it."""
-    preprocess = require(trained).preprocess
+    preprocess = require_trained(trained).preprocess
     if preprocess is None:
         raise UsageError(
             "the weights do not say how images must be prepared, and the graph does a part of that:"
@@ -119,7 +123,7 @@ def prepared(trained: Trained) -> Preprocess:
     return preprocess
 
 
-def usable(trained: Trained) -> Trained:
+def prepare_for_export(trained: Trained) -> Trained:
     """The model on the CPU, in eval mode; the caller's own stays where and how it is."""
     model = trained.model
     if model.training or next(model.parameters()).device.type != "cpu":
@@ -127,13 +131,13 @@ def usable(trained: Trained) -> Trained:
     return trained
 
 
-def _fixed(trained: Trained, size: tuple[int, int]) -> Model:
+def _fix_image_size(trained: Trained, size: tuple[int, int]) -> Model:
     """The model at one image size, in a form that every runtime computes alike; weights are shared, not copied."""
     model = trained.model
     if isinstance(model, BiT):
-        model = assemble(model.config, model.state_dict())
+        model = assemble_model(model.config, model.state_dict())
         assert isinstance(model, BiT)
-        model.register_module("stem", PooledStem(model.stem, size))
+        model.register_module("stem", PaddingFreeBiTStem(model.stem, size))
         return model
     if model.config.image_size != size:
         model = adapt(trained, image_size=size).model  # once and for all, as the model would for every batch
@@ -146,4 +150,4 @@ def _fixed(trained: Trained, size: tuple[int, int]) -> Model:
         positions_at="stem" if model.config.positions_at == "stem" else "every-layer-shared",
         prefix_positions=True,
     )
-    return assemble(config, model.state_dict() | {"pos_embed": model.positions(config.grid)})
+    return assemble_model(config, model.state_dict() | {"pos_embed": model.compute_positions(config.grid)})

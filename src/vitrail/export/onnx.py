@@ -26,10 +26,10 @@ from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 from torch import Tensor
 
 from vitrail.export import graph
-from vitrail.export.graph import Run
+from vitrail.export.graph import GraphRunner
 from vitrail.weights.trained import Trained
 
-DAMAGE = (
+READ_ERRORS = (
     *(DecodeError, Fail, InvalidArgument, InvalidGraph, InvalidProtobuf, NoSuchFile, NotImplemented, RuntimeException),
 )
 """What is raised of files that are damaged, or made by others for what is not here."""
@@ -38,23 +38,23 @@ OPSET = 20  # the first with a GELU; ONNX Runtime reads it since 1.17
 
 def write(trained: Trained, path: Path) -> None:
     """Write the model in float32, for batches of any size."""
-    names = list(graph.outputs(trained))
-    with _without_advice():
+    names = list(graph.get_output_names(trained))
+    with _silence_torch_warnings():
         found = torch.onnx.export(
-            graph.program(trained),
-            input_names=[graph.INPUT],
+            graph.export_program(trained),
+            input_names=[graph.INPUT_NAME],
             output_names=names,
             dynamic_shapes=({0: "batch"},),
             opset_version=OPSET,
             verbose=False,
         )
     assert found is not None
-    found.model.metadata_props.update(graph.metadata(trained))
+    found.model.metadata_props.update(graph.build_metadata(trained))
     found.save(path)
 
 
 @contextlib.contextmanager
-def _without_advice() -> Iterator[None]:
+def _silence_torch_warnings() -> Iterator[None]:
     """Keep back what torch says of its own code, and of operators of a torchvision that is not installed."""
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
 
@@ -69,7 +69,7 @@ def _without_advice() -> Iterator[None]:
         logger.removeFilter(is_ours)
 
 
-def quantise(source: Path, path: Path) -> None:
+def quantize(source: Path, path: Path) -> None:
     """Write the float32 model `source` with the weights of its matrix products in int8, a scale for each output.
 
     What they are multiplied with is rounded to 8 bits too, by its range in each batch, so no images are needed for it.
@@ -89,7 +89,7 @@ def quantise(source: Path, path: Path) -> None:
     )
 
 
-def tell(path: Path, name: str, value: Any) -> None:
+def add_metadata(path: Path, name: str, value: Any) -> None:
     """Add a JSON value to a file's metadata."""
     found = onnx.load(path, load_external_data=False)
     found.metadata_props.add(key=name, value=json.dumps(value, ensure_ascii=False))
@@ -101,15 +101,15 @@ def read_metadata(path: Path) -> dict[str, str]:
     return {entry.key: entry.value for entry in onnx.load(path, load_external_data=False).metadata_props}
 
 
-def run(path: Path) -> Run:
+def load_runner(path: Path) -> GraphRunner:
     """How a file is run, on the CPU with as many threads as torch has."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
 
-    def answered(pixels: Tensor) -> dict[str, Tensor]:
-        found = session.run(names, {graph.INPUT: pixels.numpy()})
+    def run_graph(pixels: Tensor) -> dict[str, Tensor]:
+        found = session.run(names, {graph.INPUT_NAME: pixels.numpy()})
         return {name: torch.from_numpy(values) for name, values in zip(names, found, strict=True)}
 
-    return answered
+    return run_graph

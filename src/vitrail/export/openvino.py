@@ -14,18 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vitrail.export import graph as graphs
-from vitrail.export.graph import Run
+from vitrail.export.graph import GraphRunner
 from vitrail.model.build import Model
 from vitrail.model.positions import Grid
 from vitrail.model.vit import Attention
 from vitrail.weights.trained import Trained
 
-DAMAGE: tuple[type[Exception], ...] = ()
+READ_ERRORS: tuple[type[Exception], ...] = ()
 """What is raised of files that are damaged, besides RuntimeError."""
-_PART = "vitrail"  # of a model's runtime information
+_RT_INFO_SECTION = "vitrail"  # of a model's runtime information
 
 
-class Apart(nn.Module):
+class SplitQKVAttention(nn.Module):
     """Attention with products of their own for queries, keys and values, and its scale in the queries' weights.
 
     OpenVINO splits one product's result, scales a part and moves all of it: a tenth of the time in int8.
@@ -53,32 +53,34 @@ class Apart(nn.Module):
         return found
 
 
-def is_apart(part: object) -> TypeGuard[Attention]:
+def can_split_qkv(part: object) -> TypeGuard[Attention]:
     """Whether a model's attention takes that form: not where positions belong to it."""
     return isinstance(part, Attention) and part.config.positions != "relative"
 
 
-def graph(trained: Trained) -> openvino.Model:
+def build_openvino_model(trained: Trained) -> openvino.Model:
     """The model in float32, for batches of any size; inputs, outputs and metadata are those of every exported file."""
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of torch, about what openvino calls
-        found = openvino.convert_model(graphs.program(trained, _taken_apart))
-    found.reshape([-1, trained.model.config.channels, *graphs.prepared(trained).size])
-    for output, name in zip(found.outputs, graphs.outputs(trained), strict=True):
+        found = openvino.convert_model(graphs.export_program(trained, _split_attention))
+    found.reshape([-1, trained.model.config.channels, *graphs.require_preprocess(trained).size])
+    for output, name in zip(found.outputs, graphs.get_output_names(trained), strict=True):
         output.get_tensor().set_names({name})
-    for name, value in graphs.metadata(trained).items():
-        found.set_rt_info(value, [_PART, name])
+    for name, value in graphs.build_metadata(trained).items():
+        found.set_rt_info(value, [_RT_INFO_SECTION, name])
     return found
 
 
-def _taken_apart(model: Model) -> Model:
+def _split_attention(model: Model) -> Model:
     """The model with its attentions in that form; all other weights are shared, not copied."""
     instead = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, instead | {id(part): Apart(part) for part in model.modules() if is_apart(part)})
+    return copy.deepcopy(
+        model, instead | {id(part): SplitQKVAttention(part) for part in model.modules() if can_split_qkv(part)}
+    )
 
 
 def write(trained: Trained, path: Path) -> None:
     """Write the .xml and, beside it, the .bin."""
-    openvino.save_model(graph(trained), path, compress_to_fp16=False)
+    openvino.save_model(build_openvino_model(trained), path, compress_to_fp16=False)
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -87,17 +89,19 @@ def read_metadata(path: Path) -> dict[str, str]:
         if b"<net" not in file.read(1000):  # OpenVINO would try it as whatever else it knows
             raise ValueError("it is no graph of OpenVINO's")
     found = openvino.Core().read_model(path)
-    places = ([_PART, name] for name in graphs.READ if found.has_rt_info([_PART, name]))
+    places = (
+        [_RT_INFO_SECTION, name] for name in graphs.REQUIRED_METADATA if found.has_rt_info([_RT_INFO_SECTION, name])
+    )
     return {name: found.get_rt_info([part, name]).astype(str) for part, name in places}
 
 
-def run(path: Path) -> Run:
+def load_runner(path: Path) -> GraphRunner:
     """How a file is run: on the CPU in float32, whatever else it has, with as many threads as torch has."""
     settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
     compiled = openvino.Core().compile_model(path, "CPU", settings)
 
-    def answered(pixels: Tensor) -> dict[str, Tensor]:
+    def run_graph(pixels: Tensor) -> dict[str, Tensor]:
         found = compiled(pixels.numpy())
         return {output.any_name: torch.from_numpy(found[output].copy()) for output in compiled.outputs}
 
-    return answered
+    return run_graph

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.data.transforms import normalise
+from vitrail.data.transforms import normalize
 from vitrail.errors import ModelError
-from vitrail.export.graph import Run, outputs, prepared
+from vitrail.export.graph import GraphRunner, get_output_names, require_preprocess
 from vitrail.model.resnet import BiT
 from vitrail.weights.trained import Trained
 
-LIMIT = 1e-5
-BATCHES = (1, 3)
+MAX_DIFFERENCE = 1e-5
+BATCH_SIZES = (1, 3)
 
 
 class Parity(NamedTuple):
@@ -30,15 +30,21 @@ class Parity(NamedTuple):
     """LIMIT; of deep ResNets, in which float32 itself is further from the truth, three times that."""
 
 
-def check(run: Run, trained: Trained) -> Parity:
+def check_parity(run: GraphRunner, trained: Trained) -> Parity:
     """How far an opened file is from vitrail's own float32; an error where that is too far."""
-    batches = [pictures(batch, trained) for batch in BATCHES]
-    float32 = [own(trained, pixels) for pixels in batches]
-    difference = _largest(zip(float32, map(run, batches), strict=True))
-    allowed = LIMIT
-    if not difference <= LIMIT and isinstance(trained.model, BiT):
+    batches = [make_test_pixels(batch, trained) for batch in BATCH_SIZES]
+    float32 = [compute_reference_outputs(trained, pixels) for pixels in batches]
+    difference = _compute_max_difference(zip(float32, map(run, batches), strict=True))
+    allowed = MAX_DIFFERENCE
+    if not difference <= MAX_DIFFERENCE and isinstance(trained.model, BiT):
         exact = dataclasses.replace(trained, model=copy.deepcopy(trained.model).double())
-        allowed = max(LIMIT, 3 * _largest(zip(float32, (own(exact, pixels) for pixels in batches), strict=True)))
+        allowed = max(
+            MAX_DIFFERENCE,
+            3
+            * _compute_max_difference(
+                zip(float32, (compute_reference_outputs(exact, pixels) for pixels in batches), strict=True)
+            ),
+        )
     if not difference <= allowed:
         raise ModelError(
             f"nothing was written: the exported file differs from vitrail's own float32 by {difference:.1e}, and"
@@ -47,7 +53,7 @@ def check(run: Run, trained: Trained) -> Parity:
     return Parity(difference, allowed)
 
 
-def _largest(pairs: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> float:
+def _compute_max_difference(pairs: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> float:
     """Of all outputs of all batches; NaN where one is."""
     found = [
         (there[name] - values).abs().max().double() / values.abs().max().clamp(min=1)
@@ -58,19 +64,19 @@ def _largest(pairs: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> fl
 
 
 @torch.inference_mode()
-def own(trained: Trained, pixels: Tensor) -> dict[str, Tensor]:
+def compute_reference_outputs(trained: Trained, pixels: Tensor) -> dict[str, Tensor]:
     """What vitrail says, in the precision of its weights and by the code that answers everywhere else."""
-    images = normalise(pixels, prepared(trained)).to(next(trained.model.parameters()).dtype)
+    images = normalize(pixels, require_preprocess(trained)).to(next(trained.model.parameters()).dtype)
     found = trained.model(images)
-    if len(outputs(trained)) == 1:
+    if len(get_output_names(trained)) == 1:
         return {"features": found}
     logits = found / trained.temperature
-    return {"logits": logits, "probabilities": logits.sigmoid() if trained.several else logits.softmax(dim=-1)}
+    return {"logits": logits, "probabilities": logits.sigmoid() if trained.multi_label else logits.softmax(dim=-1)}
 
 
-def pictures(batch: int, trained: Trained) -> Tensor:
+def make_test_pixels(batch: int, trained: Trained) -> Tensor:
     """uint8 (B, C, S, S): smooth shapes and noise by turns, the same in every call."""
-    channels, size = trained.model.config.channels, prepared(trained).size
+    channels, size = trained.model.config.channels, require_preprocess(trained).size
     generator = torch.Generator().manual_seed(batch)
     noise = torch.rand(batch, channels, *size, generator=generator)
     coarse = torch.rand(batch, channels, 4, 4, generator=generator)

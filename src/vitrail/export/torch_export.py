@@ -6,22 +6,22 @@ import torch
 from torch import Tensor
 
 from vitrail.export import graph
-from vitrail.export.graph import Run
+from vitrail.export.graph import GraphRunner
 from vitrail.weights.trained import Trained
 
 
 def write(trained: Trained, path: Path) -> None:
     """Write the model, its metadata as extra files of the archive."""
-    torch.export.save(graph.program(trained), path, extra_files=graph.metadata(trained))
+    torch.export.save(graph.export_program(trained), path, extra_files=graph.build_metadata(trained))
 
 
-def run(path: Path) -> Run:
+def load_runner(path: Path) -> GraphRunner:
     """How a file is run, on the CPU."""
     module = torch.export.load(path).module()
 
     @torch.inference_mode()
-    def answered(pixels: Tensor) -> dict[str, Tensor]:
+    def run_graph(pixels: Tensor) -> dict[str, Tensor]:
         found: dict[str, Tensor] = module(pixels)
         return found
 
-    return answered
+    return run_graph

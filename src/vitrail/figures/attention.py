@@ -22,21 +22,21 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitrail.config import ViTConfig, grid_for
+from vitrail.config import ViTConfig, compute_grid
 from vitrail.errors import DataError, ModelError, UsageError
-from vitrail.figures.embeddings import upright
+from vitrail.figures.embeddings import fix_signs
 from vitrail.model.build import Model
 from vitrail.model.positions import Grid
 from vitrail.model.vit import AttentionPool, ViT, attention_maps
 
 Array = NDArray[np.float32]
 
-_MAPS = 2**27  # bytes of one layer's maps; a few times that is in use while they are measured
-_CHUNK = 32  # images at most: a hybrid's convolutions need more than its maps do
-_DEVIATIONS = 2.5  # of a component, from grey to full colour
+_MAX_MAP_BYTES = 2**27  # bytes of one layer's maps; a few times that is in use while they are measured
+_MAX_CHUNK_IMAGES = 32  # images at most: a hybrid's convolutions need more than its maps do
+_COLOR_STDS = 2.5  # of a component, from grey to full colour
 
 
-class Attended(NamedTuple):
+class AttentionStats(NamedTuple):
     """What one pass over images shows, image by image."""
 
     distance: Array  # (B, layers, H): in pixels of the model's input
@@ -59,60 +59,62 @@ class AttentionDistance:
     images: int
 
 
-def attention_distance(model: Model, batches: Iterable[Tensor]) -> AttentionDistance:
+def compute_attention_distance(model: Model, batches: Iterable[Tensor]) -> AttentionDistance:
     """Distance and entropy over all images of normalised batches (B, C, S, S).
 
     Rows and columns of tokens that are no patches are dropped, and rows divided by their sums. The distance of two
     patches is that of their centres on the grid, times the total stride; a patch is at distance 0 from itself.
     """
-    return averaged(model, (attended(model, batch) for batch in batches))
+    return average_attention_stats(model, (compute_attention_stats(model, batch) for batch in batches))
 
 
-def averaged(model: Model, parts: Iterable[Attended]) -> AttentionDistance:
+def average_attention_stats(model: Model, stats: Iterable[AttentionStats]) -> AttentionDistance:
     """The same of images that were attended to already."""
     config = require_attention(model).config
     images, sums, uniform = 0, np.zeros((2, config.depth, config.heads)), np.zeros(2)
-    for part in parts:
+    for part in stats:
         number, grid = len(part.rollout), (part.rollout.shape[1], part.rollout.shape[2])
         images += number
         sums += np.stack([part.distance, part.entropy]).sum(axis=1, dtype=np.float64)
-        uniform += number * np.array([float(_distances(grid, config.stride).mean()), math.log2(grid[0] * grid[1])])
+        uniform += number * np.array(
+            [float(_compute_patch_distances(grid, config.stride).mean()), math.log2(grid[0] * grid[1])]
+        )
     if not images:
         raise DataError("attention is measured on images, and there is none")
     (distance, entropy), (far, even) = (sums / images).astype(np.float32), uniform / images
     return AttentionDistance(distance, entropy, float(far), float(even), images)
 
 
-def rollout(model: Model, images: Tensor) -> Array:
+def compute_rollout(model: Model, images: Tensor) -> Array:
     """(B, R, C): what reaches the head's token from each patch over all layers (Abnar and Zuidema, 2020).
 
     Heads are averaged, half of each token is its own (the residual), and the layers' matrices are multiplied.
     """
-    return attended(model, images).rollout
+    return compute_attention_stats(model, images).rollout
 
 
-def class_attention(model: Model, images: Tensor) -> Array:
+def compute_class_attention(model: Model, images: Tensor) -> Array:
     """(B, H, R, C): what the head's token attends to in the last layer, or in attention pooling."""
-    return attended(model, images).heads
+    return compute_attention_stats(model, images).heads
 
 
-def attended(model: Model, images: Tensor) -> Attended:
+def compute_attention_stats(model: Model, images: Tensor) -> AttentionStats:
     """All of it of normalised images (B, C, S, S), in one pass. The model is left in eval mode."""
-    parts = [_attended(chunk, vit) for vit, chunk in split_images(model, images)]
-    found = Attended(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+    parts = [_compute_chunk_stats(chunk, vit) for vit, chunk in iterate_image_chunks(model, images)]
+    found = AttentionStats(*(np.concatenate(column) for column in zip(*parts, strict=True)))
     if not all(np.isfinite(values).all() for values in found):
         raise ModelError("the attention is not all finite: the weights, or the mean and std of the images, are wrong")
     return found
 
 
 @torch.no_grad()
-def token_colours(model: Model, images: Tensor) -> Array:
+def compute_token_colors(model: Model, images: Tensor) -> Array:
     """(B, R, C, 3) from 0 to 1: each image's patch tokens along their first three principal components.
 
     The components are the image's own, of the encoder's output, so colours compare places of one image and nothing
     else. The score of greatest magnitude is positive, and 2.5 standard deviations from grey is full colour.
     """
-    return np.concatenate([_colours(chunk, vit) for vit, chunk in split_images(model, images)])
+    return np.concatenate([_compute_chunk_colors(chunk, vit) for vit, chunk in iterate_image_chunks(model, images)])
 
 
 def require_attention(model: Model) -> ViT:
@@ -122,89 +124,91 @@ def require_attention(model: Model) -> ViT:
     return model
 
 
-def split_images(model: Model, images: Tensor, layers: int = 1) -> Iterator[tuple[ViT, Tensor]]:
+def iterate_image_chunks(model: Model, images: Tensor, layers: int = 1) -> Iterator[tuple[ViT, Tensor]]:
     """The model, in eval mode, and as many images at a time as the maps of so many layers may take memory."""
     vit = require_attention(model).eval()
     if not len(images):
         raise DataError("attention is measured on images, and there is none")
-    rows, columns = grid_for((images.shape[2], images.shape[3]), vit.config.stride)
-    each = layers * 4 * vit.config.heads * (vit.config.prefix + rows * columns) ** 2
+    rows, columns = compute_grid((images.shape[2], images.shape[3]), vit.config.stride)
+    each = layers * 4 * vit.config.heads * (vit.config.num_prefix_tokens + rows * columns) ** 2
     device = next(vit.parameters()).device
-    for chunk in images.split(max(1, min(_CHUNK, _MAPS // each))):
+    for chunk in images.split(max(1, min(_MAX_CHUNK_IMAGES, _MAX_MAP_BYTES // each))):
         yield vit, chunk.to(device)
 
 
 @torch.no_grad()
-def _attended(images: Tensor, model: ViT) -> tuple[Array, ...]:
-    grid, prefix = grid_for((images.shape[2], images.shape[3]), model.config.stride), model.config.prefix
+def _compute_chunk_stats(images: Tensor, model: ViT) -> tuple[Array, ...]:
+    grid, prefix = compute_grid((images.shape[2], images.shape[3]), model.config.stride), model.config.num_prefix_tokens
     number = grid[0] * grid[1]
-    pixels = _distances(grid, model.config.stride).to(images).flatten()  # (n n)
+    pixels = _compute_patch_distances(grid, model.config.stride).to(images).flatten()  # (n n)
     distances, entropies = [], []
     rolled = torch.eye(prefix + number, device=images.device)  # (N, N), with the first layer (B, N, N)
     for maps in attention_maps(model, images):  # (B, H, N, N)
-        patches = to_shares(maps[..., prefix:, prefix:])  # (B, H, n, n)
+        patches = normalize_rows(maps[..., prefix:, prefix:])  # (B, H, n, n)
         distances.append(patches.flatten(2) @ pixels / number)  # (B, H)
         entropies.append(torch.special.entr(patches).sum(dim=(2, 3)) / (number * math.log(2)))
-        rolled = _onward(rolled, maps)
-    reader, heads = _reader(model, images, maps)
+        rolled = _multiply_rollout(rolled, maps)
+    reader, heads = _weigh_head_inputs(model, images, maps)
     rollout = torch.einsum("bn,bnm->bm", reader, rolled)[:, prefix:]
     by_layer = (torch.stack(values, dim=1) for values in (distances, entropies))
-    by_place = (to_shares(values).unflatten(-1, grid) for values in (rollout, heads))
+    by_place = (normalize_rows(values).unflatten(-1, grid) for values in (rollout, heads))
     return tuple(values.float().cpu().numpy() for values in (*by_layer, *by_place))
 
 
-def _onward(rolled: Tensor, maps: Tensor) -> Tensor:
+def _multiply_rollout(rollout: Tensor, maps: Tensor) -> Tensor:
     """(B, N, N): (A + I) / 2 of a layer's maps (B, H, N, N), heads averaged, times that of the layers before."""
-    return rolled.lerp(maps.mean(dim=1) @ rolled, 0.5)
+    return rollout.lerp(maps.mean(dim=1) @ rollout, 0.5)
 
 
-def _distances(grid: Grid, stride: int) -> Tensor:
+def _compute_patch_distances(grid: Grid, stride: int) -> Tensor:
     """(n, n): pixels between the centres of two patches."""
     rows, columns = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
     places = torch.stack([rows.flatten(), columns.flatten()], dim=1).float()  # (n, 2)
     return stride * (places[:, None] - places[None]).norm(dim=2)
 
 
-def to_shares(values: Tensor) -> Tensor:
+def normalize_rows(values: Tensor) -> Tensor:
     """Each row divided by its sum; one of zeros, all of whose attention is elsewhere, stays so."""
     return values / values.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(values.dtype).tiny)
 
 
-def _reader(model: ViT, images: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+def _weigh_head_inputs(model: ViT, images: Tensor, last_maps: Tensor) -> tuple[Tensor, Tensor]:
     """How much of each token the head reads, (B, N), and the last attention by which it got it, (B, H, n)."""
     config = model.config
-    tokens, prefix = last.shape[-1], config.prefix
+    tokens, prefix = last_maps.shape[-1], config.num_prefix_tokens
     if config.pool == "map":
-        pooling = weigh_patches(model.attn_pool, model.encode(images)[:, prefix:])
+        pooling = compute_map_attention(model.attn_pool, model.encode(images)[:, prefix:])
         return F.pad(pooling.mean(dim=1), (prefix, 0)), pooling
-    reader = weigh_tokens(config, tokens).to(last)
-    return reader.expand(len(images), -1), torch.einsum("n,bhnm->bhm", reader, last)[..., prefix:]
+    reader = compute_pooling_weights(config, tokens).to(last_maps)
+    return reader.expand(len(images), -1), torch.einsum("n,bhnm->bhm", reader, last_maps)[..., prefix:]
 
 
-def weigh_tokens(config: ViTConfig, tokens: int) -> Tensor:
+def compute_pooling_weights(config: ViTConfig, tokens: int) -> Tensor:
     """(N,), of sum 1: how much of each token the head reads, unless it pools by attention (MAP)."""
     reader = torch.zeros(tokens)
     if config.pool in ("class", "class-mean"):
         reader[: 1 + config.distillation_head] = 1 / (1 + config.distillation_head)
     if config.pool != "class":
-        patches = F.pad(torch.ones(tokens - config.prefix), (config.prefix, 0)) / (tokens - config.prefix)
+        patches = F.pad(torch.ones(tokens - config.num_prefix_tokens), (config.num_prefix_tokens, 0)) / (
+            tokens - config.num_prefix_tokens
+        )
         reader = (reader + patches) / (reader + patches).sum()
     return reader
 
 
-def weigh_patches(pool: AttentionPool, patches: Tensor) -> Tensor:
+def compute_map_attention(pool: AttentionPool, patches: Tensor) -> Tensor:
     """(B, H, n): what the query of attention pooling attends to."""
     query = pool.q(pool.latent).unflatten(-1, (pool.heads, -1)).transpose(1, 2)  # (1, H, 1, K)
     keys = pool.kv(patches).chunk(2, dim=-1)[0].unflatten(-1, (pool.heads, -1)).transpose(1, 2)  # (B, H, n, K)
     return (query @ keys.mT * query.shape[-1] ** -0.5).softmax(dim=-1)[:, :, 0]
 
 
-def _colours(images: Tensor, model: ViT) -> Array:
-    grid = grid_for((images.shape[2], images.shape[3]), model.config.stride)
-    patches = model.encode(images)[:, model.config.prefix :].cpu().double()  # (B, n, D)
+def _compute_chunk_colors(images: Tensor, model: ViT) -> Array:
+    grid = compute_grid((images.shape[2], images.shape[3]), model.config.stride)
+    patches = model.encode(images)[:, model.config.num_prefix_tokens :].cpu().double()  # (B, n, D)
     left, values, _ = torch.linalg.svd(patches - patches.mean(dim=1, keepdim=True), full_matrices=False)
-    scores = upright((left * values[:, None])[..., :3].mT)  # (B, 3, n); their mean is 0
+    scores = fix_signs((left * values[:, None])[..., :3].mT)  # (B, 3, n); their mean is 0
     scores = F.pad(scores, (0, 0, 0, 3 - scores.shape[1]))  # fewer than three patches have fewer components
     deviations = scores.square().mean(dim=2, keepdim=True).sqrt().clamp(min=torch.finfo(scores.dtype).tiny)
-    colours = (0.5 + scores / (2 * _DEVIATIONS * deviations)).clamp(0, 1)
+    colours = (0.5 + scores / (2 * _COLOR_STDS * deviations)).clamp(0, 1)
     return colours.mT.unflatten(1, grid).float().numpy()

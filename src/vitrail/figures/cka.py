@@ -19,38 +19,38 @@ from vitrail.errors import DataError
 from vitrail.figures.attention import Array, require_attention
 from vitrail.model.build import Model
 
-FEWEST = 4
+MIN_BATCH = 4
 """Images of a batch: the estimate divides by B (B - 3)."""
 
-Products = NDArray[np.float64]
+GramMatrices = NDArray[np.float64]
 
 
 @torch.no_grad()
-def compute_products(model: Model, images: Tensor) -> Products:
+def compute_gram_matrices(model: Model, images: Tensor) -> GramMatrices:
     """(E, B, B): in each layer the inner products of normalized images (B, C, S, S). The model is left in eval mode."""
     vit = require_attention(model).eval()
     x, positions, grid = vit.embed(images.to(next(vit.parameters()).device))
-    products = [_product(x)]
+    products = [_compute_gram_matrix(x)]
     for block, position in zip(vit.blocks, positions, strict=False):
         x = block(x if position is None else x + position, grid)
-        products.append(_product(x))
+        products.append(_compute_gram_matrix(x))
     return torch.stack(products).cpu().numpy()
 
 
-def _product(x: Tensor) -> Tensor:
+def _compute_gram_matrix(x: Tensor) -> Tensor:
     rows = x.flatten(1).cpu().double()  # a GPU's float64 may be slow or, on mps, absent
     return rows @ rows.mT
 
 
-def compute_cka(first: Sequence[Products], second: Sequence[Products]) -> Array:
+def compute_cka(first: Sequence[GramMatrices], second: Sequence[GramMatrices]) -> Array:
     """(E, F): the CKA of each layer of one model with each of another, or of the same.
 
     Both are batch by batch the `compute_products` of the same images; batches of fewer than four do not count. Where
     a layer is zero it is NaN.
     """
-    batches = [(one, other) for one, other in zip(first, second, strict=True) if one.shape[1] >= FEWEST]
+    batches = [(one, other) for one, other in zip(first, second, strict=True) if one.shape[1] >= MIN_BATCH]
     if not batches:
-        raise DataError(f"CKA compares layers on {FEWEST} images or more")
+        raise DataError(f"CKA compares layers on {MIN_BATCH} images or more")
     across = sum(estimate_hsic(one[:, None], other[None]) for one, other in batches)
     own = sum(estimate_hsic(one, one) for one, _ in batches)
     others = sum(estimate_hsic(other, other) for _, other in batches)
@@ -59,7 +59,7 @@ def compute_cka(first: Sequence[Products], second: Sequence[Products]) -> Array:
     return np.where(np.isfinite(found), found, np.nan).astype(np.float32)
 
 
-def estimate_hsic(one: Products, other: Products) -> NDArray[np.float64]:
+def estimate_hsic(one: GramMatrices, other: GramMatrices) -> NDArray[np.float64]:
     """The unbiased estimate of HSIC (Song et al., 2012) from inner products (..., B, B), B of at least 4.
 
     It is the inner product of the two without their diagonals, once rows, columns and all of it are centered.
@@ -68,7 +68,7 @@ def estimate_hsic(one: Products, other: Products) -> NDArray[np.float64]:
     return (_center(one) * _center(other)).sum(axis=(-2, -1)) / (number * (number - 3))
 
 
-def _center(products: Products) -> Products:
+def _center(products: GramMatrices) -> GramMatrices:
     number = products.shape[-1]
     apart = products * (1 - np.eye(number))  # an image's product with itself is what makes the plain estimate biased
     rows = apart.sum(axis=-1, keepdims=True) / (number - 2)

@@ -34,14 +34,14 @@ class Faithfulness:
     @property
     def deletion_area(self) -> float:
         """Under the mean curve: the smaller, the better the order."""
-        return self._area(self.deletion)
+        return self._compute_area(self.deletion)
 
     @property
     def insertion_area(self) -> float:
         """Under the mean curve: the larger, the better the order."""
-        return self._area(self.insertion)
+        return self._compute_area(self.insertion)
 
-    def _area(self, curves: Array) -> float:
+    def _compute_area(self, curves: Array) -> float:
         mean, widths = curves.mean(axis=0, dtype=np.float64), np.diff(self.fractions.astype(np.float64))
         return float(widths @ (mean[1:] + mean[:-1]) / 2)
 
@@ -66,15 +66,17 @@ def measure_faithfulness(
     counts = sorted({round(step * number / STEPS) for step in range(STEPS + 1)})  # a small grid has fewer steps
     chosen = torch.from_numpy(classes).to(images.device)[:, None]
 
-    def follow(present: Callable[[int], Tensor]) -> Array:
+    def measure_curve(present: Callable[[int], Tensor]) -> Array:
         steps = [predict(images * present(count)).gather(1, chosen) for count in counts]
         return torch.cat(steps, dim=1).float().cpu().numpy()  # (B, S + 1)
 
     fractions = np.array(counts, dtype=np.float32) / number
-    return Faithfulness(fractions, follow(lambda count: ranks >= count), follow(lambda count: ranks < count))
+    return Faithfulness(
+        fractions, measure_curve(lambda count: ranks >= count), measure_curve(lambda count: ranks < count)
+    )
 
 
-def join(parts: Sequence[Faithfulness]) -> Faithfulness:
+def join_faithfulness(parts: Sequence[Faithfulness]) -> Faithfulness:
     """The curves of several batches as one."""
     deletion, insertion = (
         np.concatenate([getattr(part, field) for part in parts]) for field in ("deletion", "insertion")

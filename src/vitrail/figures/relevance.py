@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vitrail.config import ViTConfig, grid_for
+from vitrail.config import ViTConfig, compute_grid
 from vitrail.errors import ModelError, UsageError
 from vitrail.figures.attention import (
     Array,
+    compute_map_attention,
+    compute_pooling_weights,
+    iterate_image_chunks,
+    normalize_rows,
     require_attention,
-    split_images,
-    to_shares,
-    weigh_patches,
-    weigh_tokens,
 )
 from vitrail.model.build import Model
 from vitrail.model.positions import Grid
@@ -51,9 +51,9 @@ def compute_relevance(model: Model, images: Tensor, classes: Tensor | None = Non
     if not config.classes:
         raise UsageError("the model has no head, and relevance is that of a patch to a class")
     parts, start = [], 0
-    for vit, chunk in split_images(model, images, layers=2 * config.depth):  # all maps, and as many gradients
+    for vit, chunk in iterate_image_chunks(model, images, layers=2 * config.depth):  # all maps, and as many gradients
         wanted = None if classes is None else classes[start : start + len(chunk)].to(chunk.device)
-        parts.append(_relevance(vit, chunk, wanted))
+        parts.append(_compute_chunk_relevance(vit, chunk, wanted))
         start += len(chunk)
     found = Relevance(*(np.concatenate(column) for column in zip(*parts, strict=True)))
     if not (np.isfinite(found.maps).all() and np.isfinite(found.logits).all()):
@@ -62,18 +62,18 @@ def compute_relevance(model: Model, images: Tensor, classes: Tensor | None = Non
 
 
 @torch.enable_grad()
-def _relevance(model: ViT, images: Tensor, classes: Tensor | None) -> tuple[NDArray[Any], ...]:
-    with _recorded_attention(model) as maps:
+def _compute_chunk_relevance(model: ViT, images: Tensor, classes: Tensor | None) -> tuple[NDArray[Any], ...]:
+    with _record_attention(model) as maps:
         logits = model(images)
     classes = logits.argmax(dim=1) if classes is None else classes
     gradients = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), maps)
     layers = [(each * gradient).detach().relu().mean(dim=1) for each, gradient in zip(maps, gradients, strict=True)]
-    grid = grid_for((images.shape[2], images.shape[3]), model.config.stride)
-    found = to_shares(_chain(layers, model.config)).unflatten(1, grid)
+    grid = compute_grid((images.shape[2], images.shape[3]), model.config.stride)
+    found = normalize_rows(_propagate_relevance(layers, model.config)).unflatten(1, grid)
     return found.float().cpu().numpy(), classes.cpu().numpy(), logits.detach().float().cpu().numpy()
 
 
-def _chain(layers: list[Tensor], config: ViTConfig) -> Tensor:
+def _propagate_relevance(layers: list[Tensor], config: ViTConfig) -> Tensor:
     """(B, n): what the layers' A, (B, T, N), and at last attention pooling's, (B, 1, n), carry from patch to head."""
     pooling = layers.pop() if config.pool == "map" else None
     tokens = layers[0].shape[2]
@@ -82,14 +82,14 @@ def _chain(layers: list[Tensor], config: ViTConfig) -> Tensor:
     for layer in layers:  # where the last computes the head's tokens alone, the other rows stay as they are
         relevance = relevance + F.pad(layer @ relevance, (0, 0, 0, tokens - layer.shape[1]))
     if pooling is None:
-        read = weigh_tokens(config, tokens).to(relevance) @ (relevance - identity)  # (B, N)
+        read = compute_pooling_weights(config, tokens).to(relevance) @ (relevance - identity)  # (B, N)
     else:
-        read = (F.pad(pooling, (config.prefix, 0)) @ relevance)[:, 0]
-    return read[:, config.prefix :]
+        read = (F.pad(pooling, (config.num_prefix_tokens, 0)) @ relevance)[:, 0]
+    return read[:, config.num_prefix_tokens :]
 
 
 @contextlib.contextmanager
-def _recorded_attention(model: ViT) -> Iterator[list[Tensor]]:
+def _record_attention(model: ViT) -> Iterator[list[Tensor]]:
     """The maps of all layers, (B, H, T, N), of the passes that the model makes meanwhile, as parts of their graph.
 
     The fused kernel has no maps, so these passes do without it.
@@ -101,13 +101,13 @@ def _recorded_attention(model: ViT) -> Iterator[list[Tensor]]:
         return weights
 
     def attend(module: Attention, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
-        q, k, v = module.split(x, queries)
-        out = record(module.logits(q, k, grid).softmax(dim=-1)) @ v
+        q, k, v = module.project_qkv(x, queries)
+        out = record(module.compute_logits(q, k, grid).softmax(dim=-1)) @ v
         return module.proj(out.transpose(1, 2).flatten(2))
 
-    def pool(module: AttentionPool, x: Tensor) -> Tensor:
+    def attend_pool(module: AttentionPool, x: Tensor) -> Tensor:
         values = module.kv(x).chunk(2, dim=-1)[1].unflatten(-1, (module.heads, -1)).transpose(1, 2)
-        out = record(weigh_patches(module, x)[:, :, None]) @ values  # (B, H, 1, K)
+        out = record(compute_map_attention(module, x)[:, :, None]) @ values  # (B, H, 1, K)
         pooled = module.proj(out.transpose(1, 2).flatten(2))[:, 0]
         return pooled + module.mlp(module.norm(pooled))
 
@@ -116,7 +116,7 @@ def _recorded_attention(model: ViT) -> Iterator[list[Tensor]]:
             if isinstance(module, Attention):
                 module.forward = partial(attend, module)  # type: ignore[method-assign]
             elif isinstance(module, AttentionPool):
-                module.forward = partial(pool, module)  # type: ignore[method-assign]
+                module.forward = partial(attend_pool, module)  # type: ignore[method-assign]
             else:
                 continue
             stack.callback(delattr, module, "forward")  # the class's own is there again

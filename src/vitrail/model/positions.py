@@ -16,7 +16,7 @@ from torch import Tensor
 from vitrail.config import Resample
 
 Grid = tuple[int, int]
-_INTERPOLATE: dict[Resample, Callable[[Tensor, Grid], Tensor]] = {
+_RESAMPLE_OPERATORS: dict[Resample, Callable[[Tensor, Grid], Tensor]] = {
     # Google's code: scipy.ndimage.zoom(order=1)
     "bilinear-corners": functools.partial(F.interpolate, mode="bilinear", align_corners=True),
     # timm, reading Google's .npz
@@ -34,13 +34,13 @@ _INTERPOLATE: dict[Resample, Callable[[Tensor, Grid], Tensor]] = {
 }
 
 
-def resample(table: Tensor, old: Grid, new: Grid, operator: Resample) -> Tensor:
+def resample_positions(table: Tensor, old: Grid, new: Grid, operator: Resample) -> Tensor:
     """(..., n, D) on the old grid -> (..., n', D) on the new one; the same tensor where the grids are equal."""
     if old == new:
         return table
     *lead, _, width = table.shape
     image = table.float().cpu().reshape(-1, *old, width).permute(0, 3, 1, 2)  # (-1, D, rows, columns)
-    image = _INTERPOLATE[operator](image, new)
+    image = _RESAMPLE_OPERATORS[operator](image, new)
     return image.permute(0, 2, 3, 1).reshape(*lead, new[0] * new[1], width).to(table)
 
 
@@ -53,17 +53,17 @@ def resample_offsets(table: Tensor, old: Grid, new: Grid, operator: Resample) ->
     """
     if old == new:
         return table
-    laid_out = table[_raster_offsets(old).flatten()]
+    laid_out = table[_index_raster_offsets(old).flatten()]
     spread = [(2 * rows - 1, 2 * columns - 1) for rows, columns in (old, new)]
-    laid_out = resample(laid_out, spread[0], spread[1], operator)
-    index = _raster_offsets(new).flatten().to(table.device)
+    laid_out = resample_positions(laid_out, spread[0], spread[1], operator)
+    index = _index_raster_offsets(new).flatten().to(table.device)
     count = 2 * new[0] * new[1] - 1
     total = laid_out.new_zeros(count, table.shape[-1]).index_add(0, index, laid_out)
     readings = laid_out.new_zeros(count).index_add(0, index, laid_out.new_ones(len(index)))
     return total / readings[:, None]
 
 
-def _raster_offsets(grid: Grid) -> Tensor:
+def _index_raster_offsets(grid: Grid) -> Tensor:
     """(2 rows - 1, 2 columns - 1): the index into the offset table of each step in rows and columns."""
     rows, columns = grid
     down, right = torch.arange(1 - rows, rows), torch.arange(1 - columns, columns)
@@ -71,7 +71,9 @@ def _raster_offsets(grid: Grid) -> Tensor:
 
 
 @functools.lru_cache(maxsize=16)
-def sincos(grid: Grid, width: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
+def build_sincos_positions(
+    grid: Grid, width: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Tensor:
     """(n, D) fixed positions (Chen et al. 2021, as big_vision computes them): sin x, cos x, sin y, cos y."""
     with torch.device("cpu"), torch.inference_mode(False):  # whatever is current: the result is kept
         rows, columns = (side.flatten() for side in torch.meshgrid(*map(torch.arange, grid), indexing="ij"))

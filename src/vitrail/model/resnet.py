@@ -17,31 +17,31 @@ from torch import Tensor, nn
 from vitrail.config import BiTConfig, ConvConfig
 from vitrail.errors import UsageError
 
-GROUPS = 32
+NORM_GROUPS = 32
 
 
-class StandardisedConv(nn.Conv2d):
+class StandardizedConv2d(nn.Conv2d):
     """A convolution whose kernels have zero mean and unit variance."""
 
     def __init__(
-        self, config: ConvConfig, inputs: int, outputs: int, kernel: int, stride: int = 1, *, same: bool
+        self, config: ConvConfig, in_channels: int, out_channels: int, kernel_size: int, stride: int = 1, *, same: bool
     ) -> None:
-        super().__init__(inputs, outputs, kernel, stride, bias=False)
+        super().__init__(in_channels, out_channels, kernel_size, stride, bias=False)
         self.config, self.same = config, same
 
     def forward(self, x: Tensor) -> Tensor:
         half = self.kernel_size[0] // 2
         x = pad_same(x, self.kernel_size[0], self.stride[0]) if self.same else F.pad(x, (half, half, half, half))
-        return F.conv2d(x, self.standardised().to(x.dtype), stride=self.stride)
+        return F.conv2d(x, self.standardize_weight().to(x.dtype), stride=self.stride)
 
-    def standardised(self) -> Tensor:
+    def standardize_weight(self) -> Tensor:
         """(O, I, K, K) in float32: each output's kernel centred and scaled."""
         kernel = self.weight.float()
         centred = kernel - kernel.mean(dim=(1, 2, 3), keepdim=True)
         variance = centred.square().mean(dim=(1, 2, 3), keepdim=True)
-        if self.config.standardise == "std + eps":
-            return centred / (variance.sqrt() + self.config.standardise_eps)
-        return centred / (variance + self.config.standardise_eps).sqrt()
+        if self.config.standardization == "std + eps":
+            return centred / (variance.sqrt() + self.config.standardization_eps)
+        return centred / (variance + self.config.standardization_eps).sqrt()
 
 
 def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
@@ -53,8 +53,8 @@ def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
     return F.pad(x, sides, value=value)
 
 
-def group_norm(config: ConvConfig, channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(GROUPS, channels, eps=config.norm_eps)
+def build_group_norm(config: ConvConfig, channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(NORM_GROUPS, channels, eps=config.norm_eps)
 
 
 class HybridStem(nn.Module):
@@ -63,8 +63,8 @@ class HybridStem(nn.Module):
     def __init__(self, config: ConvConfig, channels: int) -> None:
         super().__init__()
         width = config.width
-        self.conv = StandardisedConv(config, channels, width, 7, 2, same=True)
-        self.norm = group_norm(config, width)
+        self.conv = StandardizedConv2d(config, channels, width, 7, 2, same=True)
+        self.norm = build_group_norm(config, width)
 
     def forward(self, images: Tensor) -> Tensor:
         x = F.relu(self.norm(self.conv(images)))
@@ -76,19 +76,19 @@ class BiTStem(nn.Module):
 
     def __init__(self, config: ConvConfig, channels: int) -> None:
         super().__init__()
-        self.conv = StandardisedConv(config, channels, config.width, 7, 2, same=False)
+        self.conv = StandardizedConv2d(config, channels, config.width, 7, 2, same=False)
 
     def forward(self, images: Tensor) -> Tensor:
         return F.max_pool2d(F.pad(self.conv(images), (1, 1, 1, 1)), 3, 2)  # zeros, which may be the largest
 
 
-class Projection(nn.Module):
+class ShortcutProjection(nn.Module):
     """The shortcut of a stage's first unit."""
 
-    def __init__(self, config: ConvConfig, inputs: int, outputs: int, stride: int, *, same: bool) -> None:
+    def __init__(self, config: ConvConfig, in_channels: int, out_channels: int, stride: int, *, same: bool) -> None:
         super().__init__()
-        self.conv = StandardisedConv(config, inputs, outputs, 1, stride, same=same)
-        self.norm = group_norm(config, outputs) if same else nn.Identity()
+        self.conv = StandardizedConv2d(config, in_channels, out_channels, 1, stride, same=same)
+        self.norm = build_group_norm(config, out_channels) if same else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.conv(x))
@@ -97,17 +97,19 @@ class Projection(nn.Module):
 class HybridUnit(nn.Module):
     """Post-activation bottleneck: ReLU after the sum."""
 
-    def __init__(self, config: ConvConfig, inputs: int, width: int, stride: int) -> None:
+    def __init__(self, config: ConvConfig, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
         outputs = 4 * width
-        first = stride > 1 or inputs != outputs
-        self.downsample = Projection(config, inputs, outputs, stride, same=True) if first else nn.Identity()
-        self.conv1 = StandardisedConv(config, inputs, width, 1, same=True)
-        self.norm1 = group_norm(config, width)
-        self.conv2 = StandardisedConv(config, width, width, 3, stride, same=True)
-        self.norm2 = group_norm(config, width)
-        self.conv3 = StandardisedConv(config, width, outputs, 1, same=True)
-        self.norm3 = group_norm(config, outputs)
+        first = stride > 1 or in_channels != outputs
+        self.downsample = (
+            ShortcutProjection(config, in_channels, outputs, stride, same=True) if first else nn.Identity()
+        )
+        self.conv1 = StandardizedConv2d(config, in_channels, width, 1, same=True)
+        self.norm1 = build_group_norm(config, width)
+        self.conv2 = StandardizedConv2d(config, width, width, 3, stride, same=True)
+        self.norm2 = build_group_norm(config, width)
+        self.conv3 = StandardizedConv2d(config, width, outputs, 1, same=True)
+        self.norm3 = build_group_norm(config, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm1(self.conv1(x)))
@@ -118,17 +120,17 @@ class HybridUnit(nn.Module):
 class BiTUnit(nn.Module):
     """Pre-activation bottleneck: the projection reads what the first norm and ReLU give."""
 
-    def __init__(self, config: ConvConfig, inputs: int, width: int, stride: int) -> None:
+    def __init__(self, config: ConvConfig, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
         outputs = 4 * width
-        first = stride > 1 or inputs != outputs
-        self.downsample = Projection(config, inputs, outputs, stride, same=False) if first else None
-        self.norm1 = group_norm(config, inputs)
-        self.conv1 = StandardisedConv(config, inputs, width, 1, same=False)
-        self.norm2 = group_norm(config, width)
-        self.conv2 = StandardisedConv(config, width, width, 3, stride, same=False)
-        self.norm3 = group_norm(config, width)
-        self.conv3 = StandardisedConv(config, width, outputs, 1, same=False)
+        first = stride > 1 or in_channels != outputs
+        self.downsample = ShortcutProjection(config, in_channels, outputs, stride, same=False) if first else None
+        self.norm1 = build_group_norm(config, in_channels)
+        self.conv1 = StandardizedConv2d(config, in_channels, width, 1, same=False)
+        self.norm2 = build_group_norm(config, width)
+        self.conv2 = StandardizedConv2d(config, width, width, 3, stride, same=False)
+        self.norm3 = build_group_norm(config, width)
+        self.conv3 = StandardizedConv2d(config, width, outputs, 1, same=False)
 
     def forward(self, x: Tensor) -> Tensor:
         active = F.relu(self.norm1(x))
@@ -146,7 +148,7 @@ class Stage(nn.Module):
         return self.blocks(x)
 
 
-def stages(config: ConvConfig, unit: type[HybridUnit] | type[BiTUnit]) -> nn.Sequential:
+def build_stages(config: ConvConfig, unit: type[HybridUnit] | type[BiTUnit]) -> nn.Sequential:
     """The stages behind a stem; each but the first halves the map, and each doubles the width."""
     built, inputs = [], config.width
     for index, count in enumerate(config.units):
@@ -164,7 +166,7 @@ class Backbone(nn.Module):
     def __init__(self, config: ConvConfig, channels: int) -> None:
         super().__init__()
         self.stem = HybridStem(config, channels)
-        self.stages = stages(config, HybridUnit)
+        self.stages = build_stages(config, HybridUnit)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.stages(self.stem(images))
@@ -188,19 +190,19 @@ class BiT(nn.Module):
         super().__init__()
         self.config = config
         self.stem = BiTStem(config.conv, config.channels)
-        self.stages = stages(config.conv, BiTUnit)
-        self.norm = group_norm(config.conv, config.features)
-        self.head = PooledHead(config.features, config.classes) if config.classes else nn.Identity()
+        self.stages = build_stages(config.conv, BiTUnit)
+        self.norm = build_group_norm(config.conv, config.num_features)
+        self.head = PooledHead(config.num_features, config.classes) if config.classes else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, S, S) -> logits (B, L), or the features where the model has no head."""
-        return self.head(self.features(images))
+        return self.head(self.compute_features(images))
 
-    def features(self, images: Tensor) -> Tensor:
+    def compute_features(self, images: Tensor) -> Tensor:
         """(B, C, S, S) -> (B, features): what the head reads."""
-        return self.feature_map(images).mean(dim=(2, 3))
+        return self.compute_feature_map(images).mean(dim=(2, 3))
 
-    def feature_map(self, images: Tensor) -> Tensor:
+    def compute_feature_map(self, images: Tensor) -> Tensor:
         """(B, C, S, S) -> (B, features, S/32, S/32), after the last norm and ReLU."""
         if images.ndim != 4 or images.shape[1] != self.config.channels:
             wanted = f"(batch, {self.config.channels}, height, width)"

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vitrail.config import ViTConfig, grid_for
+from vitrail.config import ViTConfig, compute_grid
 from vitrail.errors import UsageError
-from vitrail.model.positions import Grid, resample, resample_offsets, sincos
+from vitrail.model.positions import Grid, build_sincos_positions, resample_offsets, resample_positions
 from vitrail.model.resnet import Backbone
 
 
@@ -27,15 +27,15 @@ class PatchEmbed(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.backbone = None if config.stem is None else Backbone(config.stem, config.channels)
-        channels = config.channels if config.stem is None else config.stem.features
+        channels = config.channels if config.stem is None else config.stem.out_channels
         self.proj = nn.Conv2d(channels, config.width, config.patch, config.patch)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.project(self.patches(images))  # (B, N, D)
+        return self.project(self.extract_patches(images))  # (B, N, D)
 
-    def patches(self, images: Tensor) -> Tensor:
+    def extract_patches(self, images: Tensor) -> Tensor:
         """(B, N, C P P), of the image, or of the feature map of a hybrid."""
-        return cut(images if self.backbone is None else self.backbone(images), self.proj.kernel_size[0])
+        return patchify(images if self.backbone is None else self.backbone(images), self.proj.kernel_size[0])
 
     def project(self, patches: Tensor) -> Tensor:
         """(B, N, C P P) -> (B, N, D)."""
@@ -43,10 +43,10 @@ class PatchEmbed(nn.Module):
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
-def cut(images: Tensor, patch: int) -> Tensor:
+def patchify(images: Tensor, patch: int) -> Tensor:
     """(B, C, S, S) -> (B, N, C P P), patches in raster order, each flattened as the convolution's kernel is."""
     batch, channels, height, width = images.shape
-    rows, columns = grid_for((height, width), patch)
+    rows, columns = compute_grid((height, width), patch)
     pieces = images.reshape(batch, channels, rows, patch, columns, patch)
     return pieces.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, channels * patch * patch)
 
@@ -65,19 +65,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
         """(B, N, D) -> (B, N, D), or only the first `queries` tokens of it."""
-        q, k, v = self.split(x, queries)
+        q, k, v = self.project_qkv(x, queries)
         if queries is None and self.config.positions != "relative":
             out = F.scaled_dot_product_attention(q, k, v)
         else:  # a single query gains nothing from the fused kernels, and cuDNN's backward gives NaN for it
-            out = self.logits(q, k, grid).softmax(dim=-1) @ v
+            out = self.compute_logits(q, k, grid).softmax(dim=-1) @ v
         return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
-    def weights(self, x: Tensor, grid: Grid) -> Tensor:
+    def compute_weights(self, x: Tensor, grid: Grid) -> Tensor:
         """The attention itself, (B, H, N, N), which the fused kernel above never materialises."""
-        q, k, _ = self.split(x)
-        return self.logits(q, k, grid).softmax(dim=-1)
+        q, k, _ = self.project_qkv(x)
+        return self.compute_logits(q, k, grid).softmax(dim=-1)
 
-    def split(self, x: Tensor, queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def project_qkv(self, x: Tensor, queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, queries or N, K), keys and values (B, H, N, K)."""
         if queries is None or not isinstance(self.qkv, nn.Linear):  # a lowered layer is one product, never a part of it
             q, k, v = self.qkv(x).unflatten(-1, (3, self.config.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -88,16 +88,16 @@ class Attention(nn.Module):
         k, v = kv.unflatten(-1, (2, self.config.heads, -1)).permute(2, 0, 3, 1, 4)
         return q.unflatten(-1, (self.config.heads, -1)).transpose(1, 2), k, v
 
-    def logits(self, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
+    def compute_logits(self, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         """(B, H, N, N) before the softmax, relative positions included."""
         logits = q @ k.mT
         if self.config.positions == "relative" and q.shape[-2] == k.shape[-2]:
-            logits = logits + self.relative(q, grid)
+            logits = logits + self.compute_relative_logits(q, grid)
         return logits * q.shape[-1] ** -0.5
 
-    def relative(self, q: Tensor, grid: Grid) -> Tensor:
+    def compute_relative_logits(self, q: Tensor, grid: Grid) -> Tensor:
         """(B, H, N, N): each patch's query times the embedding of the raster offset to each patch; 0 for the prefix."""
-        patches, prefix = grid[0] * grid[1], self.config.prefix
+        patches, prefix = grid[0] * grid[1], self.config.num_prefix_tokens
         offsets = resample_offsets(self.offsets, self.config.grid, grid, self.config.resample)
         keys = offsets.unflatten(-1, (self.config.heads, -1)).permute(1, 2, 0).to(q.dtype)  # (H, K, 2n - 1)
         index = torch.arange(patches, device=q.device)
@@ -144,11 +144,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
         """(B, N, D) -> (B, N, D), or only the first `queries` tokens of it, which read all N."""
         rate = self.drop_path if self.training else 0.0
-        x = residual(x, lambda kept: self.ls1(self.attn(self.norm1(kept), grid, queries)), rate, queries)
-        return residual(x, lambda kept: self.ls2(self.mlp(self.norm2(kept))), rate)
+        x = add_residual(x, lambda kept: self.ls1(self.attn(self.norm1(kept), grid, queries)), rate, queries)
+        return add_residual(x, lambda kept: self.ls2(self.mlp(self.norm2(kept))), rate)
 
 
-def residual(x: Tensor, branch: Callable[[Tensor], Tensor], rate: float, queries: int | None = None) -> Tensor:
+def add_residual(x: Tensor, branch: Callable[[Tensor], Tensor], rate: float, queries: int | None = None) -> Tensor:
     """x + branch(x), where each sample's branch is left out, uncomputed, with probability `rate`."""
     trunk = x if queries is None else x[:, :queries]
     if rate == 0.0:
@@ -200,19 +200,21 @@ class ViT(nn.Module):
         self.config = config
         width = config.width
         self.patch_embed = PatchEmbed(config)
-        for name, count in self.prefix_tokens():
+        for name, count in self.list_prefix_tokens():
             setattr(self, name, nn.Parameter(torch.empty(1, count, width)))
         tables = config.depth if config.positions_at == "every-layer" else 1
         rows, columns = config.grid
         if config.positions == "learned-1d":
-            self.pos_embed = nn.Parameter(torch.empty(tables, config.positioned_prefix + rows * columns, width))
+            self.pos_embed = nn.Parameter(
+                torch.empty(tables, config.num_positioned_prefix_tokens + rows * columns, width)
+            )
         elif config.positions == "learned-2d":
             self.pos_embed_y = nn.Parameter(torch.empty(tables, rows, width // 2))
             self.pos_embed_x = nn.Parameter(torch.empty(tables, columns, width // 2))
         self.pos_drop = nn.Dropout(0.0)
         self.recompute = False
         """Whether training computes each block again in the backward pass rather than keep what it needs."""
-        self.compiled = False
+        self.is_compiled = False
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         norm = nn.LayerNorm(width, eps=config.norm_eps)
         self.norm = norm if config.pool != "mean-norm" else nn.Identity()
@@ -220,12 +222,12 @@ class ViT(nn.Module):
         if config.pool == "map":
             self.attn_pool = AttentionPool(config)
         self.pre_logits = HiddenHead(width) if config.hidden_head else nn.Identity()
-        self.head = nn.Linear(config.features, config.classes) if config.classes else nn.Identity()
+        self.head = nn.Linear(config.num_features, config.classes) if config.classes else nn.Identity()
         if config.distillation_head:
             self.head_dist = nn.Linear(width, config.classes)
-        self.regularise(dropout=dropout, stochastic_depth=stochastic_depth)
+        self.set_regularization(dropout=dropout, stochastic_depth=stochastic_depth)
 
-    def regularise(self, *, dropout: float = 0.0, stochastic_depth: float = 0.0) -> "ViT":
+    def set_regularization(self, *, dropout: float = 0.0, stochastic_depth: float = 0.0) -> "ViT":
         """Set what training adds: dropout where the paper has it, branches dropped at a rate that grows with depth."""
         for name, rate in (("dropout", dropout), ("stochastic_depth", stochastic_depth)):
             if not 0.0 <= rate < 1.0:
@@ -239,13 +241,13 @@ class ViT(nn.Module):
 
     def compile_blocks(self) -> None:
         """Let torch compile the blocks, in place: one after the other is compiled once, and copies are not."""
-        self.compiled = True
+        self.is_compiled = True
         for block in self.blocks:
             assert isinstance(block, Block)
             for part in (block.attn, block.mlp) if block.drop_path else (block,):
                 part.compile()
 
-    def prefix_tokens(self) -> list[tuple[str, int]]:
+    def list_prefix_tokens(self) -> list[tuple[str, int]]:
         """Name and number of the learned tokens before the patches, in their order."""
         config = self.config
         counts = (
@@ -257,22 +259,22 @@ class ViT(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, S, S) -> logits (B, L), or the features where the model has no head."""
-        tokens = self.tokens(images, self.head_tokens)
+        tokens = self.compute_tokens(images, self.num_head_tokens)
         logits = self.head(self.pool(tokens))
         if self.config.distillation_head:
             logits = (logits + self.head_dist(tokens[:, 1])) / 2
         return logits
 
-    def features(self, images: Tensor) -> Tensor:
+    def compute_features(self, images: Tensor) -> Tensor:
         """(B, C, S, S) -> (B, D): what the head reads."""
-        return self.pool(self.tokens(images, self.head_tokens))
+        return self.pool(self.compute_tokens(images, self.num_head_tokens))
 
     def encode(self, images: Tensor) -> Tensor:
         """(B, C, S, S) -> (B, N, D): the encoder's output, prefix tokens first."""
-        return self.tokens(images)
+        return self.compute_tokens(images)
 
     @property
-    def head_tokens(self) -> int | None:
+    def num_head_tokens(self) -> int | None:
         """How many leading tokens the last block computes for the head; None for all of them.
 
         Relative offsets are between patches, so a last block without patch queries would leave its own untouched, and
@@ -282,11 +284,11 @@ class ViT(nn.Module):
             return None
         return 1 + self.config.distillation_token
 
-    def tokens(self, images: Tensor, queries: int | None = None) -> Tensor:
+    def compute_tokens(self, images: Tensor, queries: int | None = None) -> Tensor:
         """The encoder's output (B, N, D), or (B, T, D): the last block then computes only `queries` leading ones."""
-        return self.norm(self.through_blocks(*self.embed(images), queries))
+        return self.norm(self.run_blocks(*self.embed(images), queries))
 
-    def through_blocks(
+    def run_blocks(
         self, x: Tensor, positions: Iterator[Tensor | None], grid: Grid, queries: int | None = None
     ) -> Tensor:
         """Equations 2 and 3 in every layer: (B, N, D) -> (B, N, D), or (B, T, D), before the last norm."""
@@ -306,14 +308,14 @@ class ViT(nn.Module):
             raise UsageError(
                 f"images must have the shape (batch, {self.config.channels}, height, width), not {tuple(images.shape)}"
             )
-        grid = grid_for((images.shape[2], images.shape[3]), self.config.stride)
-        return self.place(self.patch_embed(images), grid)
+        grid = compute_grid((images.shape[2], images.shape[3]), self.config.stride)
+        return self.add_prefix_and_positions(self.patch_embed(images), grid)
 
-    def place(self, patches: Tensor, grid: Grid) -> tuple[Tensor, Iterator[Tensor | None], Grid]:
+    def add_prefix_and_positions(self, patches: Tensor, grid: Grid) -> tuple[Tensor, Iterator[Tensor | None], Grid]:
         """Equation 1 of embedded patches: prefix tokens put before them, and positions added or left to the blocks."""
-        prefix = [getattr(self, name).expand(patches.shape[0], -1, -1) for name, _ in self.prefix_tokens()]
+        prefix = [getattr(self, name).expand(patches.shape[0], -1, -1) for name, _ in self.list_prefix_tokens()]
         x = torch.cat([*prefix, patches], dim=1)  # (B, N, D)
-        positions = self.positions(grid)
+        positions = self.compute_positions(grid)
         if positions is None:
             return self.pos_drop(x), repeat(None), grid
         if self.config.positions_at == "stem":
@@ -325,27 +327,27 @@ class ViT(nn.Module):
         )
         return self.pos_drop(x), by_layer, grid
 
-    def positions(self, grid: Grid) -> Tensor | None:
+    def compute_positions(self, grid: Grid) -> Tensor | None:
         """(1, N, D) on the given grid, or (layers, N, D) where each layer has its own; zeros for bare prefix tokens."""
         config = self.config
         if config.positions == "learned-1d":
-            prefix, patches = self.pos_embed.tensor_split([config.positioned_prefix], dim=1)
-            table = torch.cat([prefix, resample(patches, config.grid, grid, config.resample)], dim=1)
+            prefix, patches = self.pos_embed.tensor_split([config.num_positioned_prefix_tokens], dim=1)
+            table = torch.cat([prefix, resample_positions(patches, config.grid, grid, config.resample)], dim=1)
         elif config.positions == "learned-2d":
-            y = resample(self.pos_embed_y, (config.grid[0], 1), (grid[0], 1), config.resample)
-            x = resample(self.pos_embed_x, (1, config.grid[1]), (1, grid[1]), config.resample)
+            y = resample_positions(self.pos_embed_y, (config.grid[0], 1), (grid[0], 1), config.resample)
+            x = resample_positions(self.pos_embed_x, (1, config.grid[1]), (1, grid[1]), config.resample)
             y, x = y[:, :, None].expand(-1, -1, grid[1], -1), x[:, None].expand(-1, grid[0], -1, -1)
             table = torch.cat([x, y], dim=-1).flatten(1, 2)  # (tables, n, D)
         elif config.positions == "sincos-2d":
             some = next(self.parameters())
-            table = sincos(grid, config.width, some.device, some.dtype)[None]
+            table = build_sincos_positions(grid, config.width, some.device, some.dtype)[None]
         else:
             return None
-        return F.pad(table, (0, 0, config.prefix - config.positioned_prefix, 0))
+        return F.pad(table, (0, 0, config.num_prefix_tokens - config.num_positioned_prefix_tokens, 0))
 
     def pool(self, tokens: Tensor) -> Tensor:
         """(B, N, D) -> (B, D): equation 4, or another way to read the encoder's output."""
-        patches = tokens[:, self.config.prefix :]
+        patches = tokens[:, self.config.num_prefix_tokens :]
         match self.config.pool:
             case "class":
                 pooled = tokens[:, 0]
@@ -367,5 +369,5 @@ def attention_maps(model: nn.Module, images: Tensor) -> Iterator[Tensor]:
     for block, position in zip(model.blocks, positions, strict=False):
         x = x if position is None else x + position
         assert isinstance(block, Block)
-        yield block.attn.weights(block.norm1(x), grid)
+        yield block.attn.compute_weights(block.norm1(x), grid)
         x = block(x, grid)

@@ -7,14 +7,14 @@ from html import escape
 from typing import Any
 
 Schema = Mapping[str, Any]
-_IMAGE = "--data-binary @photo.jpg "
-_VALUES = {"layer": "12"}  # of required options, in examples
+_IMAGE_ARGUMENT = "--data-binary @photo.jpg "
+_EXAMPLE_VALUES = {"layer": "12"}  # of required options, in examples
 
 
-def render_api(schema: Schema) -> str:
+def render_api_page(schema: Schema) -> str:
     """The page of an OpenAPI schema."""
     routes = [(path, method, about) for path, methods in schema["paths"].items() for method, about in methods.items()]
-    parts = "".join(f'<li><a href="#{_anchor(path)}">{escape(path)}</a></li>' for path, _, _ in routes)
+    parts = "".join(f'<li><a href="#{_make_anchor(path)}">{escape(path)}</a></li>' for path, _, _ in routes)
     title = escape(f"{schema['info']['title']} {schema['info']['version']}")
     return f"""<!doctype html>
 <html lang="en">
@@ -48,7 +48,7 @@ def _render_text(text: str) -> str:
     return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
-def _anchor(path: str) -> str:
+def _make_anchor(path: str) -> str:
     return path.strip("/").replace("/", "-")
 
 
@@ -63,12 +63,12 @@ def _render_route(schema: Schema, path: str, method: str, about: Schema) -> str:
         if status != "200"
     )
     problems = f"<details><summary>What may be refused</summary><table><tbody>{statuses}</tbody></table></details>"
-    return f"""<section id="{_anchor(path)}">
+    return f"""<section id="{_make_anchor(path)}">
 <h2><span class="method">{method.upper()}</span> {escape(path)}</h2>
 <p>{_render_text(about.get("description", ""))}</p>
 {options}
-<pre><code>{escape(_example(path, method, about))}</code></pre>
-{_render_answer(schema, about)}
+<pre><code>{escape(_make_example(path, method, about))}</code></pre>
+{_render_response(schema, about)}
 {problems if statuses else ""}
 </section>
 """
@@ -77,39 +77,39 @@ def _render_route(schema: Schema, path: str, method: str, about: Schema) -> str:
 def _render_option(option: Schema) -> str:
     kind = option["schema"]
     choices = kind.get("enum")
-    values = " or ".join(map(str, choices)) if choices else _bounded(kind)
+    values = " or ".join(map(str, choices)) if choices else _describe_range(kind)
     default = kind.get("default")
     usual = "needed" if option.get("required") else f"{default} by default" if default is not None else ""
     about = "; ".join(filter(None, (option.get("description", ""), usual)))
     return f"<tr><th><code>{escape(option['name'])}</code></th><td>{escape(values)}</td><td>{escape(about)}</td></tr>"
 
 
-def _bounded(kind: Schema) -> str:
+def _describe_range(kind: Schema) -> str:
     name = kind.get("type") or next((each["type"] for each in kind.get("anyOf", ()) if each["type"] != "null"), "")
     between = f", {kind['minimum']} to {kind['maximum']}" if "minimum" in kind and "maximum" in kind else ""
     return f"{name}{between}"
 
 
-def _example(path: str, method: str, about: Schema) -> str:
+def _make_example(path: str, method: str, about: Schema) -> str:
     needed = [each["name"] for each in about.get("parameters", ()) if each.get("required")]
-    query = "&".join(f"{name}={_VALUES.get(name, 'VALUE')}" for name in needed)
-    body = _IMAGE if method == "post" else ""
+    query = "&".join(f"{name}={_EXAMPLE_VALUES.get(name, 'VALUE')}" for name in needed)
+    body = _IMAGE_ARGUMENT if method == "post" else ""
     binary = not any(kind == "application/json" for kind in about["responses"]["200"].get("content", {}))
     out = " > answer.png" if binary and method == "post" else ""
     return f"curl {body}'http://127.0.0.1:8000{path}{'?' * bool(query)}{query}'{out}"
 
 
-def _render_answer(schema: Schema, about: Schema) -> str:
+def _render_response(schema: Schema, about: Schema) -> str:
     """What comes back: an outline of the JSON, or the type of what is none."""
     content = about["responses"]["200"].get("content", {})
     if "application/json" not in content:
         return f"<p>Answers with {escape(' or '.join(content) or 'nothing')}.</p>"
     kind = content["application/json"].get("schema", {})
-    outline = json.dumps(_outline(schema, kind), indent=2, ensure_ascii=False)
+    outline = json.dumps(_outline_schema(schema, kind), indent=2, ensure_ascii=False)
     outline = re.sub(
         r'\[\s+("[^\[\]{}]*?")\s+\]', lambda found: f"[{' '.join(found[1].split())}]", outline
     )  # in a line
-    notes = "".join(f"<p>{_render_text(text)}</p>" for text in _descriptions(schema, kind))
+    notes = "".join(f"<p>{_render_text(text)}</p>" for text in _list_descriptions(schema, kind))
     return f"{notes}<pre><code>{escape(outline)}</code></pre>"
 
 
@@ -120,21 +120,21 @@ def _resolve(schema: Schema, kind: Schema) -> Schema:
     return found
 
 
-def _outline(schema: Schema, kind: Schema) -> Any:
+def _outline_schema(schema: Schema, kind: Schema) -> Any:
     """A value of a kind, with the names of types where numbers and texts stand."""
     kind = _resolve(schema, kind)
     if "properties" in kind:
-        return {name: _outline(schema, each) for name, each in kind["properties"].items()}
+        return {name: _outline_schema(schema, each) for name, each in kind["properties"].items()}
     if "prefixItems" in kind:
-        return [_outline(schema, each) for each in kind["prefixItems"]]
+        return [_outline_schema(schema, each) for each in kind["prefixItems"]]
     if kind.get("type") == "array":
-        return [_outline(schema, kind["items"]), "..."]
+        return [_outline_schema(schema, kind["items"]), "..."]
     if "anyOf" in kind:
-        return _outline(schema, kind["anyOf"][0])
+        return _outline_schema(schema, kind["anyOf"][0])
     return kind.get("type", "any")
 
 
-def _descriptions(schema: Schema, kind: Schema) -> Iterator[str]:
+def _list_descriptions(schema: Schema, kind: Schema) -> Iterator[str]:
     """The sentences on a kind and what it is made of."""
     kind = _resolve(schema, kind)
     if "description" in kind:
@@ -142,4 +142,4 @@ def _descriptions(schema: Schema, kind: Schema) -> Iterator[str]:
     for each in kind.get("properties", {}).values():
         inner = each.get("items", each)
         if "$ref" in inner:
-            yield from _descriptions(schema, inner)
+            yield from _list_descriptions(schema, inner)

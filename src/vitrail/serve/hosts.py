@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 
 from vitrail.serve.limits import RefusedError
 
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-OPEN = ("/healthz", "/readyz")  # probes call a machine by any address, and learn nothing
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
+OPEN_PATHS = ("/healthz", "/readyz")  # probes call a machine by any address, and learn nothing
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]/@\s]+)(?::\d*)?")
 
 
 @dataclasses.dataclass(frozen=True)
-class Hosts:
+class AllowedHosts:
     """The names of a server: those it was given, and where it listens on loopback alone, those of loopback."""
 
     names: frozenset[str]
@@ -25,35 +25,35 @@ class Hosts:
     address: str
     """Where the server listens."""
 
-    def check(self, path: str, method: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def check_request(self, path: str, method: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Refuse a request for another host, or from a page of one."""
         found = {name: value.decode("latin-1").strip().lower() for name, value in headers}
         host, origin = found.get(b"host", ""), found.get(b"origin")
-        if path not in OPEN and not self._is_own(host):
+        if path not in OPEN_PATHS and not self._is_allowed(host):
             raise RefusedError(421, f"this server is not called {host!r:.80}; --host-name adds a name")
         if origin is not None and (method == "POST" or path.startswith("/v1/")):
             from_where = origin.partition("://")[2]
-            if from_where != host and _name(from_where) not in self.names:
+            if from_where != host and _strip_port(from_where) not in self.names:
                 raise RefusedError(403, f"pages of {origin!r:.80} may not ask this server; --host-name adds a name")
 
-    def _is_own(self, host: str) -> bool:
+    def _is_allowed(self, host: str) -> bool:
         if not self.names and not _is_loopback(self.address):
             return True  # nobody said what it is called
-        return _name(host) in {*self.names, *LOOPBACK, _bracketed(self.address)}
+        return _strip_port(host) in {*self.names, *LOOPBACK_NAMES, _bracket_ipv6(self.address)}
 
 
-def make_hosts(address: str, names: Sequence[str]) -> Hosts:
+def make_allowed_hosts(address: str, names: Sequence[str]) -> AllowedHosts:
     """The names by which a server at an address may be called."""
-    return Hosts(frozenset(name.lower() for name in names), address)
+    return AllowedHosts(frozenset(name.lower() for name in names), address)
 
 
-def _name(host: str) -> str:
+def _strip_port(host: str) -> str:
     """A host without its port; nothing of what is none."""
     found = _HOST.fullmatch(host)
     return found[1] if found else ""
 
 
-def _bracketed(address: str) -> str:
+def _bracket_ipv6(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 

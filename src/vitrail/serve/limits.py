@@ -6,19 +6,19 @@ from typing import NamedTuple
 class RefusedError(Exception):
     """A request that is answered with a status and a sentence."""
 
-    def __init__(self, status: int, sentence: str) -> None:
-        super().__init__(sentence)
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
         self.status = status
 
 
-class Limits(NamedTuple):
+class RequestLimits(NamedTuple):
     """What is read and decoded at most."""
 
-    megabytes: float = 20.0
+    max_megabytes: float = 20.0
     """Of one request."""
-    megapixels: float = 50.0
+    max_megapixels: float = 50.0
     """Of one image."""
-    images: int = 32
+    max_images: int = 32
     """Of one request."""
     upload_seconds: float = 30.0
     """In which a body must have come."""
@@ -26,6 +26,6 @@ class Limits(NamedTuple):
     """For one image, once its decoding has begun: 50 megapixels took 0.9 to 3.8 on one core."""
 
     @property
-    def bytes(self) -> int:
+    def max_bytes(self) -> int:
         """Of one request."""
-        return int(self.megabytes * 2**20)
+        return int(self.max_megabytes * 2**20)

@@ -5,10 +5,10 @@ import collections
 import threading
 from collections.abc import Iterator, Mapping
 
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+SECONDS_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128)
 
-HELP = {
+METRICS = {
     "vitrail_requests_total": ("counter", "Requests, by route and status."),
     "vitrail_request_seconds": ("histogram", "From the request's first line to the answer's last byte."),
     "vitrail_images_total": ("counter", "Images that were computed, by model."),
@@ -18,21 +18,24 @@ HELP = {
     "vitrail_queue_images": ("gauge", "Images that were accepted and are not answered, by model."),
     "vitrail_queue_places": ("gauge", "The most images there may be of them, by model."),
 }
-_BOUNDS: dict[str, tuple[float, ...]] = {"vitrail_request_seconds": SECONDS, "vitrail_batch_images": SIZES}
+_BOUNDS: dict[str, tuple[float, ...]] = {
+    "vitrail_request_seconds": SECONDS_BOUNDS,
+    "vitrail_batch_images": BATCH_BOUNDS,
+}
 
-Labels = tuple[tuple[str, str], ...]
+MetricLabels = tuple[tuple[str, str], ...]
 
 
-class Metrics:
+class ServerMetrics:
     """Numbers that grow; any thread may add to them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts: dict[tuple[str, Labels], float] = collections.defaultdict(float)
-        self._buckets: dict[tuple[str, Labels], list[int]] = {}
-        self._sums: dict[tuple[str, Labels], float] = collections.defaultdict(float)
+        self._counts: dict[tuple[str, MetricLabels], float] = collections.defaultdict(float)
+        self._buckets: dict[tuple[str, MetricLabels], list[int]] = {}
+        self._sums: dict[tuple[str, MetricLabels], float] = collections.defaultdict(float)
 
-    def count(self, name: str, amount: float = 1, **labels: str) -> None:
+    def increment(self, name: str, amount: float = 1, **labels: str) -> None:
         """Add to a counter."""
         with self._lock:
             self._counts[name, tuple(labels.items())] += amount
@@ -45,38 +48,38 @@ class Metrics:
             buckets[bisect.bisect_left(bounds, value)] += 1
             self._sums[key] += value
 
-    def text(self, gauges: Mapping[tuple[str, Labels], float]) -> str:
+    def render(self, gauges: Mapping[tuple[str, MetricLabels], float]) -> str:
         """The page that Prometheus reads."""
         with self._lock:
             counts = {**self._counts, **gauges}
-            lines = [line for name in HELP for line in self._lines(name, counts)]
+            lines = [line for name in METRICS for line in self._render_metric(name, counts)]
         return "\n".join(lines) + "\n"
 
-    def _lines(self, name: str, counts: Mapping[tuple[str, Labels], float]) -> Iterator[str]:
-        sort, sentence = HELP[name]
+    def _render_metric(self, name: str, counts: Mapping[tuple[str, MetricLabels], float]) -> Iterator[str]:
+        sort, sentence = METRICS[name]
         yield f"# HELP {name} {sentence}"
         yield f"# TYPE {name} {sort}"
         for (each, labels), value in counts.items():
             if each == name:
-                yield f"{name}{_braced(labels)} {value:.17g}"
+                yield f"{name}{_format_labels(labels)} {value:.17g}"
         for (each, labels), buckets in self._buckets.items():
             if each == name:
-                yield from _histogram(name, labels, buckets, self._sums[each, labels])
+                yield from _render_histogram(name, labels, buckets, self._sums[each, labels])
 
 
-def _histogram(name: str, labels: Labels, buckets: list[int], total: float) -> Iterator[str]:
+def _render_histogram(name: str, labels: MetricLabels, buckets: list[int], total: float) -> Iterator[str]:
     reached = 0
     for bound, number in zip((*(f"{bound:g}" for bound in _BOUNDS[name]), "+Inf"), buckets, strict=True):
         reached += number
-        yield f"{name}_bucket{_braced((*labels, ('le', bound)))} {reached}"
-    yield f"{name}_sum{_braced(labels)} {total:.17g}"
-    yield f"{name}_count{_braced(labels)} {reached}"
+        yield f"{name}_bucket{_format_labels((*labels, ('le', bound)))} {reached}"
+    yield f"{name}_sum{_format_labels(labels)} {total:.17g}"
+    yield f"{name}_count{_format_labels(labels)} {reached}"
 
 
-def _braced(labels: Labels) -> str:
-    pairs = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels)
+def _format_labels(labels: MetricLabels) -> str:
+    pairs = ",".join(f'{name}="{_escape_label(value)}"' for name, value in labels)
     return f"{{{pairs}}}" if pairs else ""
 
 
-def _escaped(value: str) -> str:
+def _escape_label(value: str) -> str:
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -14,41 +14,45 @@ from collections.abc import Iterator
 from fastapi import Request
 from python_multipart.multipart import parse_options_header
 
-from vitrail.plurals import plural
+from vitrail.plurals import pluralize
 from vitrail.serve.batching import BusyError
-from vitrail.serve.limits import Limits, RefusedError
+from vitrail.serve.limits import RefusedError, RequestLimits
 
-RAW = ("image/", "application/octet-stream", "application/x-www-form-urlencoded")  # the last is what curl says of bytes
-FORM = "multipart/form-data"
-FULL = 16  # bodies of the largest size that there is memory for; of smaller ones more
-_BOUNDARY = 70  # bytes of it, as RFC 2046 has it
-_HEADERS, _HEADER_BYTES = 8, 8192  # of one part of a form
+RAW_TYPES = (
+    "image/",
+    "application/octet-stream",
+    "application/x-www-form-urlencoded",
+)  # the last is what curl says of bytes
+FORM_TYPE = "multipart/form-data"
+MAX_FULL_BODIES = 16  # bodies of the largest size that there is memory for; of smaller ones more
+_MAX_BOUNDARY_BYTES = 70  # bytes of it, as RFC 2046 has it
+_MAX_PART_HEADERS, _MAX_HEADER_BYTES = 8, 8192  # of one part of a form
 
 
 class Uploads:
     """The memory for bodies. Only the event loop's thread uses it."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: RequestLimits) -> None:
         self.limits = limits
-        self.most = 500
+        self.max_open = 500
         """Requests that may be sending."""
         self.open_count = 0
         """Requests whose body is being read or decoded."""
-        self.bytes = 0
+        self.held_bytes = 0
         """What they hold."""
 
     @property
-    def most_bytes(self) -> int:
-        return FULL * self.limits.bytes
+    def max_bytes(self) -> int:
+        return MAX_FULL_BODIES * self.limits.max_bytes
 
     @contextlib.contextmanager
     def open(self, request: Request) -> Iterator["Upload"]:
         """Room for the body of a request, until it is closed; refused by its length before a byte is read."""
         declared = request.headers.get("content-length", "")
-        size = int(declared[:20]) if declared.isdecimal() else self.limits.bytes
-        if size > self.limits.bytes:
-            raise _too_large(self.limits)
-        if self.open_count >= self.most:
+        size = int(declared[:20]) if declared.isdecimal() else self.limits.max_bytes
+        if size > self.limits.max_bytes:
+            raise _make_size_error(self.limits)
+        if self.open_count >= self.max_open:
             raise BusyError(f"{self.open_count} requests are being read", 1)
         upload = Upload(self, size)
         try:
@@ -68,30 +72,30 @@ class Upload:
         self._files: list[memoryview] = []
         uploads.open_count += 1
 
-    async def read(self, request: Request) -> None:
+    async def read_body(self, request: Request) -> None:
         """Read all that is sent, if it is not too much and comes in time."""
         seconds = self._uploads.limits.upload_seconds
         try:
             async with asyncio.timeout(seconds):
                 async for chunk in request.stream():
-                    self._add(chunk)
+                    self._append(chunk)
         except TimeoutError:
             raise RefusedError(408, f"the body did not come within {seconds:g} s") from None
 
-    def _add(self, chunk: bytes) -> None:
+    def _append(self, chunk: bytes) -> None:
         uploads, end = self._uploads, self.size + len(chunk)
         if end > len(self._memory):
-            raise _too_large(uploads.limits)
-        if uploads.bytes + len(chunk) > uploads.most_bytes:
-            raise BusyError(f"{uploads.bytes / 2**20:.0f} MB of images are being read", 1)
+            raise _make_size_error(uploads.limits)
+        if uploads.held_bytes + len(chunk) > uploads.max_bytes:
+            raise BusyError(f"{uploads.held_bytes / 2**20:.0f} MB of images are being read", 1)
         self._memory[self.size : end] = chunk
         self.size = end
-        uploads.bytes += len(chunk)
+        uploads.held_bytes += len(chunk)
 
-    def files(self, content_type: str) -> list[memoryview]:
+    def split_files(self, content_type: str) -> list[memoryview]:
         """The files of the body: itself, or those of a form."""
-        if content_type.lower().startswith(FORM):
-            places = find_files(self._memory, self.size, content_type, self._uploads.limits.images)
+        if content_type.lower().startswith(FORM_TYPE):
+            places = find_files(self._memory, self.size, content_type, self._uploads.limits.max_images)
         else:
             places = [slice(0, self.size)]
         whole = memoryview(self._memory)
@@ -106,27 +110,31 @@ class Upload:
             file.release()
         self._memory.close()
         self._uploads.open_count -= 1
-        self._uploads.bytes -= self.size
+        self._uploads.held_bytes -= self.size
 
 
-def _too_large(limits: Limits) -> RefusedError:
-    return RefusedError(413, f"a request may have {limits.megabytes:g} MB")
+def _make_size_error(limits: RequestLimits) -> RefusedError:
+    return RefusedError(413, f"a request may have {limits.max_megabytes:g} MB")
 
 
 def check_content_type(request: Request) -> str:
     """What the body is said to be; refused where it is said to be neither an image nor a form."""
-    content_type = request.headers.get("content-type", RAW[1])
+    content_type = request.headers.get("content-type", RAW_TYPES[1])
     name = content_type.partition(";")[0].strip().lower()
-    if name != FORM and not name.startswith(RAW):
-        raise RefusedError(415, f"{name or 'nothing'!r:.80} is no type of image: send image/*, or {FORM} with files")
+    if name != FORM_TYPE and not name.startswith(RAW_TYPES):
+        raise RefusedError(
+            415, f"{name or 'nothing'!r:.80} is no type of image: send image/*, or {FORM_TYPE} with files"
+        )
     return content_type
 
 
-def find_files(content: mmap.mmap | bytes, size: int, content_type: str, most: int) -> list[slice]:
+def find_files(content: mmap.mmap | bytes, size: int, content_type: str, max_files: int) -> list[slice]:
     """Where the files of a form are, in their order. A field that is no file is refused, rather than ignored."""
     boundary = parse_options_header(content_type)[1].get(b"boundary")
-    if not boundary or len(boundary) > _BOUNDARY:
-        raise RefusedError(400, f"the form does not say what its boundary is, in at most {_BOUNDARY} characters")
+    if not boundary or len(boundary) > _MAX_BOUNDARY_BYTES:
+        raise RefusedError(
+            400, f"the form does not say what its boundary is, in at most {_MAX_BOUNDARY_BYTES} characters"
+        )
     delimiter, files = b"\r\n--" + boundary, list[slice]()
     damaged, cut = RefusedError(400, "the form is damaged"), RefusedError(400, "the form ends too early")
     start = len(delimiter) - 2  # the first delimiter begins no new line
@@ -137,12 +145,12 @@ def find_files(content: mmap.mmap | bytes, size: int, content_type: str, most: i
             raise cut
         if content[start : start + 2] != b"\r\n":
             raise damaged
-        if len(files) == most:
-            raise RefusedError(413, f"a request may have {plural(most, 'image')}, and this one has more")
-        first = content.find(b"\r\n\r\n", start, min(size, start + _HEADER_BYTES)) + 4
+        if len(files) == max_files:
+            raise RefusedError(413, f"a request may have {pluralize(max_files, 'image')}, and this one has more")
+        first = content.find(b"\r\n\r\n", start, min(size, start + _MAX_HEADER_BYTES)) + 4
         if first < 4:
-            raise cut if size < start + _HEADER_BYTES else damaged
-        _check_headers(content[start:first])
+            raise cut if size < start + _MAX_HEADER_BYTES else damaged
+        _check_part_headers(content[start:first])
         last = content.find(delimiter, first, size)
         if last < 0:
             raise cut
@@ -153,11 +161,11 @@ def find_files(content: mmap.mmap | bytes, size: int, content_type: str, most: i
     return files
 
 
-def _check_headers(block: bytes) -> None:
+def _check_part_headers(block: bytes) -> None:
     headers = dict[bytes, bytes]()
     lines = block.strip(b"\r\n").split(b"\r\n")
-    if len(lines) > _HEADERS:
-        raise RefusedError(400, f"a part of the form has more than {_HEADERS} headers")
+    if len(lines) > _MAX_PART_HEADERS:
+        raise RefusedError(400, f"a part of the form has more than {_MAX_PART_HEADERS} headers")
     for line in lines:
         name, _, value = line.partition(b":")
         headers[name.strip().lower()] = value.strip()

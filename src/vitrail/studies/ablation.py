@@ -12,12 +12,12 @@ from vitrail.config import Recipe
 from vitrail.data.dataset import Dataset
 from vitrail.errors import UsageError
 from vitrail.recipes import override_settings
-from vitrail.studies.grid import Cell, Result
-from vitrail.studies.sweep import mean_and_deviation
+from vitrail.studies.grid import Cell, CellResult
+from vitrail.studies.sweep import compute_mean_and_std
 
-UNCHANGED = "unchanged"
-_NO_NAME = re.compile(r"[^\w.+-]+")
-SHARE = 0.1  # of train that becomes val where the dataset has none
+UNCHANGED_VARIANT = "unchanged"
+_UNSAFE_CHARACTERS = re.compile(r"[^\w.+-]+")
+VAL_SHARE = 0.1  # of train that becomes val where the dataset has none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ def list_variants(recipe: Recipe, variants: Sequence[str]) -> dict[str, Recipe]:
         raise UsageError("a recipe without labels has no accuracy to compare: choose one that learns from labels")
     if not variants or len(set(variants)) < len(variants):
         raise UsageError(f"--variants is {list(variants)}; give settings such as positions=none, each once")
-    return {UNCHANGED: recipe} | {text: override_settings(recipe, text.split("+")) for text in variants}
+    return {UNCHANGED_VARIANT: recipe} | {text: override_settings(recipe, text.split("+")) for text in variants}
 
 
 def plan_ablation(
@@ -65,29 +65,29 @@ def plan_ablation(
     )
 
 
-def list_cells(study: Ablation) -> list[Cell]:
+def list_ablation_cells(study: Ablation) -> list[Cell]:
     """A run of each variant with each seed, measured on val."""
     return [
         Cell(
-            name=f"{number}-{_NO_NAME.sub('-', variant)[:80]}-seed-{seed}",
-            about={"variant": variant, "seed": seed},
+            name=f"{number}-{_UNSAFE_CHARACTERS.sub('-', variant)[:80]}-seed-{seed}",
+            result_fields={"variant": variant, "seed": seed},
             model=str(recipe.model),
-            data={"name": study.data, "share": SHARE},
+            data={"name": study.data, "share": VAL_SHARE},
             recipe=recipe,
             seed=seed,
-            measured="val",
+            eval_split="val",
             micro_batches=study.micro_batches,
-            keeps=True,
+            keep_weights=True,
         )
         for seed in range(study.seed, study.seed + study.runs)
         for number, (variant, recipe) in enumerate(study.variants.items())
     ]
 
 
-def summarize(study: Mapping[str, Any], records: Sequence[Result]) -> dict[str, Any]:
+def summarize_ablation(study: Mapping[str, Any], records: Sequence[CellResult]) -> dict[str, Any]:
     """Mean and deviation over the seeds of each variant, as far as they have ended."""
     by_variant = {
-        variant: mean_and_deviation([r["top1"] for r in records if r["variant"] == variant and r["status"] == "done"])
+        variant: compute_mean_and_std([r["top1"] for r in records if r["variant"] == variant and r["status"] == "done"])
         for variant in study["variants"]
     }
     return {

@@ -14,17 +14,17 @@ from vitrail import recipes
 from vitrail.config import Recipe, ViTConfig, to_json
 from vitrail.data import holdout
 from vitrail.data.dataset import Dataset, Split
-from vitrail.data.sources import open_data
+from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
-from vitrail.plurals import plural
-from vitrail.studies.grid import Cell, CellsError, Result
+from vitrail.plurals import pluralize
+from vitrail.studies.grid import Cell, CellResult, CellsError
 from vitrail.train.step import DivergedError
 from vitrail.weights.trained import Trained
 
 # Dosovitskiy et al. 2021, table 4: from so many training images on, the rates tried and the share of train held out
-_LARGE = (500_000, (0.003, 0.01, 0.03, 0.06), 0.01)
-_MIDDLE = (20_000, (0.001, 0.003, 0.01, 0.03), 0.02)
-_SMALL = (0, (0.001, 0.003, 0.01, 0.03), 0.1)
+_LARGE_DATASET = (500_000, (0.003, 0.01, 0.03, 0.06), 0.01)
+_MEDIUM_DATASET = (20_000, (0.001, 0.003, 0.01, 0.03), 0.02)
+_SMALL_DATASET = (0, (0.001, 0.003, 0.01, 0.03), 0.1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,51 +60,55 @@ class Sweep:
             raise UsageError(f"runs {self.runs}, steps {self.steps} and micro-batches {self.micro_batches}: 1 at least")
 
 
-def opened(data: str) -> tuple[Dataset, float]:
+def open_sweep_dataset(data: str) -> tuple[Dataset, float]:
     """The set, and the share of train that becomes val where it has none: the paper's, by the set's size.
 
     Of a set with train and val alone, such as ImageNet, val is the test, and a share of train is held out to choose by.
     """
-    share = _SMALL[2]
-    dataset = open_data(data, share=share)
-    if {"train", "val"} <= dataset.splits.keys() and "test" not in dataset.splits and not dataset.made_up:
-        share = _by_size(len(dataset.splits["train"]))[2]
-        return measure_on_val(dataset, share), share
+    share = _SMALL_DATASET[2]
+    dataset = open_dataset(data, holdout_fraction=share)
+    if {"train", "val"} <= dataset.splits.keys() and "test" not in dataset.splits and not dataset.generated_splits:
+        share = _get_size_settings(len(dataset.splits["train"]))[2]
+        return use_val_as_test(dataset, share), share
     missing = {"train", "val", "test"} - dataset.splits.keys()
     if missing:
         raise DataError(f"{dataset.name} has no {min(missing)}; a sweep chooses on val and measures on test")
-    wanted = _by_size(_all_of_train(dataset))[2]
-    if "val" in dataset.made_up and wanted != share:
-        share, dataset = wanted, open_data(data, share=wanted)
+    wanted = _get_size_settings(_count_train_and_val(dataset))[2]
+    if "val" in dataset.generated_splits and wanted != share:
+        share, dataset = wanted, open_dataset(data, holdout_fraction=wanted)
     return dataset, share
 
 
-def measure_on_val(dataset: Dataset, share: float) -> Dataset:
+def use_val_as_test(dataset: Dataset, share: float) -> Dataset:
     """The set with its val as test, and a share of each class of train held out as val."""
     train = dataset.splits["train"]
     rows = np.asarray(train.rows)
-    strata = np.zeros(len(rows)) if train.several else train.store.table["label"][rows]
-    found = holdout.completed(
-        np.zeros(len(rows), dtype=np.int8), strata, train.name, identity=f"{dataset.name} val is test", share=share
+    strata = np.zeros(len(rows)) if train.multi_label else train.store.table["label"][rows]
+    found = holdout.complete_splits(
+        np.zeros(len(rows), dtype=np.int8),
+        strata,
+        train.get_image_name,
+        identity=f"{dataset.name} val is test",
+        holdout_fraction=share,
     )
     splits = {name: Split(train.store, rows[found.column == place]) for place, name in enumerate(("train", "val"))}
     held = len(splits["val"])
     if not held:
         raise DataError(f"{dataset.name} has too few images in train to hold some out: of a class with three, one is")
     note = (
-        f"val is the test, as there is no other; {share:.0%} of each class of train ({plural(held, 'image')}) is held"
+        f"val is the test, as there is no other; {share:.0%} of each class of train ({pluralize(held, 'image')}) is held"
         " out to choose by, and trained on again before test is measured"
     )
     splits["test"] = dataset.splits["val"]
-    return dataclasses.replace(dataset, splits=splits, made_up=("val",), notes=(*dataset.notes, note))
+    return dataclasses.replace(dataset, splits=splits, generated_splits=("val",), notes=(*dataset.notes, note))
 
 
-def planned(
+def plan_sweep(
     data: str,
     dataset: Dataset,
     share: float,
     model: str,
-    start: Trained,
+    trained: Trained,
     *,
     rates: Sequence[float],
     steps: int | None,
@@ -117,9 +121,9 @@ def planned(
     preprocess: str | None,
 ) -> Sweep:
     """The study of a model and a set: the paper's, but for what is given."""
-    images = _all_of_train(dataset)
-    config = start.model.config
-    recipe = recipes.finetuning("paper", images, config.stride if isinstance(config, ViTConfig) else 1)
+    images = _count_train_and_val(dataset)
+    config = trained.model.config
+    recipe = recipes.build_finetune_recipe("paper", images, config.stride if isinstance(config, ViTConfig) else 1)
     if rate := next((text for text in settings if text.startswith("lr=")), None):
         raise UsageError(f"--set {rate}: a sweep chooses the rate; --rates gives those to try")
     recipe = recipes.override_settings(recipe, settings)
@@ -130,14 +134,14 @@ def planned(
         share=share,
         images={name: len(split) for name, split in dataset.splits.items()},
         model=model,
-        origin=to_json(start.origin),
+        origin=to_json(trained.origin),
         preprocess=preprocess,
         recipe=dataclasses.replace(
-            shortened(recipe, usual, steps=steps, batch=batch, image_size=image_size),
-            loss="sigmoid" if dataset.several else "softmax",
+            override_length(recipe, usual, steps=steps, batch=batch, image_size=image_size),
+            loss="sigmoid" if dataset.multi_label else "softmax",
         ),
         steps=usual if steps is None else steps,
-        rates=tuple(rates) or _by_size(images)[1],
+        rates=tuple(rates) or _get_size_settings(images)[1],
         runs=runs,
         seed=seed,
         micro_batches=micro_batches,
@@ -146,9 +150,11 @@ def planned(
     )
 
 
-def shortened(recipe: Recipe, usual: int, *, steps: int | None, batch: int | None, image_size: int | None) -> Recipe:
+def override_length(
+    recipe: Recipe, default_steps: int, *, steps: int | None, batch: int | None, image_size: int | None
+) -> Recipe:
     """The recipe with what was given in its place; a shorter run has a shorter warm-up."""
-    part = 1.0 if steps is None else min(1.0, steps / usual)
+    part = 1.0 if steps is None else min(1.0, steps / default_steps)
     return dataclasses.replace(
         recipe,
         batch=recipe.batch if batch is None else batch,
@@ -157,21 +163,21 @@ def shortened(recipe: Recipe, usual: int, *, steps: int | None, batch: int | Non
     )
 
 
-def lasting(recipe: Recipe, steps: int, images: int, lr: float) -> Recipe:
+def set_length(recipe: Recipe, steps: int, images: int, lr: float) -> Recipe:
     """The recipe of so many steps over a set of so many images, at a learning rate."""
-    optimiser = dataclasses.replace(recipe.optimiser, lr=lr)
-    return dataclasses.replace(recipe, epochs=steps * recipe.batch / images, optimiser=optimiser)
+    optimizer = dataclasses.replace(recipe.optimizer, lr=lr)
+    return dataclasses.replace(recipe, epochs=steps * recipe.batch / images, optimizer=optimizer)
 
 
-def choosing(sweep: Sweep) -> list[Cell]:
+def list_rate_cells(sweep: Sweep) -> list[Cell]:
     """A run at each rate, on train alone, measured on val."""
     images = sweep.images["train"]
     return [
-        _cell(
+        _make_cell(
             sweep,
             name=f"rate-{lr}",
             about={"stage": "rate", "lr": lr, "seed": sweep.seed},
-            recipe=lasting(sweep.recipe, sweep.steps, images, lr),
+            recipe=set_length(sweep.recipe, sweep.steps, images, lr),
             seed=sweep.seed,
             measured="val",
         )
@@ -179,15 +185,15 @@ def choosing(sweep: Sweep) -> list[Cell]:
     ]
 
 
-def testing(sweep: Sweep, lr: float) -> list[Cell]:
+def list_test_cells(sweep: Sweep, lr: float) -> list[Cell]:
     """A run with each seed at the chosen rate, on all of train, measured on test."""
     images = sweep.images["train"] + sweep.images["val"]
     return [
-        _cell(
+        _make_cell(
             sweep,
             name=f"test-{lr}-seed-{seed}",
             about={"stage": "test", "lr": lr, "seed": seed},
-            recipe=lasting(sweep.recipe, sweep.steps, images, lr),
+            recipe=set_length(sweep.recipe, sweep.steps, images, lr),
             seed=seed,
             everything=True,
             measured="test",
@@ -197,7 +203,7 @@ def testing(sweep: Sweep, lr: float) -> list[Cell]:
     ]
 
 
-def _cell(sweep: Sweep, **fields: Any) -> Cell:
+def _make_cell(sweep: Sweep, **fields: Any) -> Cell:
     return Cell(
         model=sweep.model,
         preprocess=sweep.preprocess,
@@ -207,22 +213,22 @@ def _cell(sweep: Sweep, **fields: Any) -> Cell:
     )
 
 
-def chosen(records: Sequence[Result]) -> float:
+def choose_learning_rate(results: Sequence[CellResult]) -> float:
     """The rate with the most right answers on val; of equals that of the lowest loss."""
-    done = [record for record in records if record["stage"] == "rate" and record["status"] == "done"]
+    done = [record for record in results if record["stage"] == "rate" and record["status"] == "done"]
     if not done:
         raise CellsError("the runs diverged at every rate: give lower ones with --rates", DivergedError.exit_code)
     best = max(done, key=lambda record: (record["right"], -record["loss"]))
     return float(best["lr"])
 
 
-def summary(study: Mapping[str, Any], records: Sequence[Result]) -> dict[str, Any]:
+def summarize_sweep(study: Mapping[str, Any], results: Sequence[CellResult]) -> dict[str, Any]:
     """What a sweep came to, as far as it is."""
-    rates = [record for record in records if record["stage"] == "rate"]
+    rates = [record for record in results if record["stage"] == "rate"]
     by_rate = {str(record["lr"]): record.get("top1") for record in rates}
     whole = sum(record["status"] in ("done", "diverged") for record in rates) == len(study["rates"])
-    lr = chosen(rates) if whole and any(found is not None for found in by_rate.values()) else None
-    done = [r for r in records if r["stage"] == "test" and r["status"] == "done" and r["lr"] == lr]
+    lr = choose_learning_rate(rates) if whole and any(found is not None for found in by_rate.values()) else None
+    done = [r for r in results if r["stage"] == "test" and r["status"] == "done" and r["lr"] == lr]
     return {
         "study": "sweep",
         "set": study["dataset"],
@@ -231,11 +237,11 @@ def summary(study: Mapping[str, Any], records: Sequence[Result]) -> dict[str, An
         "lr": lr,
         "test": [record["top1"] for record in done],
         "images": done[0]["images"] if done else study["images"]["test"],
-        **mean_and_deviation([record["top1"] for record in done]),
+        **compute_mean_and_std([record["top1"] for record in done]),
     }
 
 
-def mean_and_deviation(values: Sequence[float]) -> dict[str, Any]:
+def compute_mean_and_std(values: Sequence[float]) -> dict[str, Any]:
     """Mean, standard deviation (of two and more) and number."""
     return {
         "mean": statistics.mean(values) if values else None,
@@ -244,10 +250,10 @@ def mean_and_deviation(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _all_of_train(dataset: Dataset) -> int:
+def _count_train_and_val(dataset: Dataset) -> int:
     """Training images, those held out of them for val included."""
     return len(dataset.splits["train"]) + len(dataset.splits["val"])
 
 
-def _by_size(images: int) -> tuple[int, tuple[float, ...], float]:
-    return next(row for row in (_LARGE, _MIDDLE, _SMALL) if images >= row[0])
+def _get_size_settings(images: int) -> tuple[int, tuple[float, ...], float]:
+    return next(row for row in (_LARGE_DATASET, _MEDIUM_DATASET, _SMALL_DATASET) if images >= row[0])

@@ -6,20 +6,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from vitrail.config import Augment, Optimiser, Recipe, Schedule, ViTConfig, to_json
+from vitrail.config import AugmentConfig, OptimizerConfig, Recipe, ScheduleConfig, ViTConfig, to_json
 from vitrail.errors import DataError, UsageError
 from vitrail.recipes import override_settings
-from vitrail.studies import samples, tasks
-from vitrail.studies.grid import Cell, Result
-from vitrail.studies.sweep import lasting, mean_and_deviation, shortened
+from vitrail.studies import vtab_splits, vtab_tasks
+from vitrail.studies.grid import Cell, CellResult
+from vitrail.studies.sweep import compute_mean_and_std, override_length, set_length
 from vitrail.weights.trained import Trained
 
-LR, STEPS, WARMUP = 0.01, 2_500, 200
-PAPER = {"ViT-H/14 (JFT)": 77.63, "ViT-L/16 (JFT)": 76.28, "ViT-L/16 (I21k)": 72.72, "BiT-L (R152x4)": 76.29}  # table 2
+DEFAULT_LR, DEFAULT_STEPS, DEFAULT_WARMUP = 0.01, 2_500, 200
+PAPER_ACCURACIES = {
+    "ViT-H/14 (JFT)": 77.63,
+    "ViT-L/16 (JFT)": 76.28,
+    "ViT-L/16 (I21k)": 72.72,
+    "BiT-L (R152x4)": 76.29,
+}  # table 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Vtab:
+class VtabStudy:
     """The benchmark of one model."""
 
     study: str = "vtab"
@@ -43,17 +48,17 @@ class Vtab:
             raise UsageError(f"runs {self.runs}, steps {self.steps} and micro-batches {self.micro_batches}: 1 at least")
 
 
-def there(root: Path, wanted: Sequence[str], seed: int) -> tuple[dict[str, dict[str, Any]], list[str]]:
+def find_tasks(root: Path, names: Sequence[str], seed: int) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """The tasks whose images are here, with their forms and counts, and those that are missing."""
     found: dict[str, dict[str, Any]] = {}
     missing = []
-    for name in wanted or tuple(tasks.TASKS):
-        tasks.named(name)
-        kind = samples.kind(name, root)
+    for name in names or tuple(vtab_tasks.TASKS):
+        vtab_tasks.get_task(name)
+        kind = vtab_splits.find_source_kind(name, root)
         if kind is None:
             missing.append(name)
             continue
-        dataset = samples.opened(name, root, seed)
+        dataset = vtab_splits.open_vtab_dataset(name, root, seed)
         found[name] = {"kind": kind, "images": {part: len(split) for part, split in dataset.splits.items()}}
     if not found:
         raise DataError(
@@ -62,11 +67,11 @@ def there(root: Path, wanted: Sequence[str], seed: int) -> tuple[dict[str, dict[
     return found, missing
 
 
-def planned(
+def plan_vtab(
     root: Path,
-    found: dict[str, dict[str, Any]],
+    found_tasks: dict[str, dict[str, Any]],
     model: str,
-    start: Trained,
+    trained: Trained,
     *,
     steps: int | None,
     batch: int | None,
@@ -76,21 +81,21 @@ def planned(
     seed: int,
     micro_batches: int,
     preprocess: str | None,
-) -> Vtab:
+) -> VtabStudy:
     """The study of a model: the paper's, but for what is given."""
     if own := next((text for text in settings if text.startswith(("crop=", "flip="))), None):
         raise UsageError(f"--set {own}: crop and flip are each task's own in VTAB")
-    config = start.model.config
+    config = trained.model.config
     stride = config.stride if isinstance(config, ViTConfig) else 1
-    recipe = override_settings(usual(stride), settings)
-    return Vtab(
+    recipe = override_settings(make_default_recipe(stride), settings)
+    return VtabStudy(
         root=str(root),
-        tasks=found,
+        tasks=found_tasks,
         model=model,
-        origin=to_json(start.origin),
+        origin=to_json(trained.origin),
         preprocess=preprocess,
-        recipe=shortened(recipe, STEPS, steps=steps, batch=batch, image_size=image_size),
-        steps=STEPS if steps is None else steps,
+        recipe=override_length(recipe, DEFAULT_STEPS, steps=steps, batch=batch, image_size=image_size),
+        steps=DEFAULT_STEPS if steps is None else steps,
         runs=runs,
         seed=seed,
         micro_batches=micro_batches,
@@ -98,35 +103,35 @@ def planned(
     )
 
 
-def usual(stride: int) -> Recipe:
+def make_default_recipe(stride: int) -> Recipe:
     """SGD, batch 512, 384 pixels, 2,500 steps."""
     return Recipe(
         model=None,
         image_size=round(384 / stride) * stride,
         batch=512,
-        epochs=STEPS * 512 / 1000,
-        optimiser=Optimiser(kind="sgd", lr=LR, momentum=0.9, clip=1.0),
-        schedule=Schedule(warmup=WARMUP),
-        augment=Augment(crop="window"),
+        epochs=DEFAULT_STEPS * 512 / 1000,
+        optimizer=OptimizerConfig(kind="sgd", lr=DEFAULT_LR, momentum=0.9, clip=1.0),
+        schedule=ScheduleConfig(warmup=DEFAULT_WARMUP),
+        augment=AugmentConfig(crop="window"),
         source="Dosovitskiy et al. 2021, table 4; views of the authors' later code",
     )
 
 
-def cells(study: Vtab) -> list[Cell]:
+def list_vtab_cells(study: VtabStudy) -> list[Cell]:
     """A run of each task with each seed, on all 1,000 images, measured on test."""
     return [
         Cell(
             name=f"{name}-seed-{seed}",
-            about={"task": name, "draw": "VTAB" if found["kind"] == "lists" else "own", "seed": seed},
+            result_fields={"task": name, "draw": "VTAB" if found["kind"] == "lists" else "own", "seed": seed},
             model=study.model,
             preprocess=study.preprocess,
             data={"task": name, "root": study.root, "seed": study.seed},
-            recipe=_recipe(study, name, found["images"]),
-            whole=True,
-            sparse=True,
+            recipe=_make_task_recipe(study, name, found["images"]),
+            resize_whole_image=True,
+            allow_empty_classes=True,
             seed=seed,
-            everything=True,
-            measured="test",
+            train_on_val=True,
+            eval_split="test",
             micro_batches=study.micro_batches,
         )
         for seed in range(study.seed, study.seed + study.runs)
@@ -134,16 +139,16 @@ def cells(study: Vtab) -> list[Cell]:
     ]
 
 
-def _recipe(study: Vtab, name: str, images: Mapping[str, int]) -> Recipe:
-    task = tasks.named(name)
-    made = lasting(study.recipe, study.steps, images["train"] + images["val"], study.recipe.optimiser.lr)
-    augment = dataclasses.replace(made.augment, crop="window" if task.crop else "squash", flip=task.flip)
+def _make_task_recipe(study: VtabStudy, name: str, images: Mapping[str, int]) -> Recipe:
+    task = vtab_tasks.get_task(name)
+    made = set_length(study.recipe, study.steps, images["train"] + images["val"], study.recipe.optimizer.lr)
+    augment = dataclasses.replace(made.augment, crop="window" if task.random_crop else "squash", flip=task.flip)
     return dataclasses.replace(made, augment=augment)
 
 
-def summary(study: Mapping[str, Any], records: Sequence[Result]) -> dict[str, Any]:
+def summarize_vtab(study: Mapping[str, Any], results: Sequence[CellResult]) -> dict[str, Any]:
     """Means by task, by group and over all tasks that have ended, of each seed and over the seeds."""
-    done = [record for record in records if record["status"] == "done"]
+    done = [record for record in results if record["status"] == "done"]
     by_task = {
         name: [record["top1"] for record in done if record["task"] == name]
         for name in study["tasks"]
@@ -154,26 +159,26 @@ def summary(study: Mapping[str, Any], records: Sequence[Result]) -> dict[str, An
     whole = [[r["top1"] for r in done if r["seed"] == seed] for seed in seeds]
     whole = [values for values in whole if len(values) == len(by_task)]  # a seed that lacks a task has another mean
     groups = {
-        group: [statistics.mean(by_task[name]) for name in by_task if tasks.named(name).group == group]
-        for group in tasks.GROUPS
+        group: [statistics.mean(by_task[name]) for name in by_task if vtab_tasks.get_task(name).group == group]
+        for group in vtab_tasks.TASK_GROUPS
     }
     return {
         "study": "vtab",
         "model": study["model"],
-        "tasks": {name: mean_and_deviation(found) | {"draw": draws[name]} for name, found in by_task.items()},
+        "tasks": {name: compute_mean_and_std(found) | {"draw": draws[name]} for name, found in by_task.items()},
         "groups": {group: statistics.mean(found) for group, found in groups.items() if found},
-        "of": len(tasks.TASKS),
-        **mean_and_deviation([statistics.mean(values) for values in whole]),
+        "of": len(vtab_tasks.TASKS),
+        **compute_mean_and_std([statistics.mean(values) for values in whole]),
     }
 
 
-def groups(found: Mapping[str, Any]) -> dict[str, dict[str, tuple[float, float | None]]]:
+def group_by_task_group(summary: Mapping[str, Any]) -> dict[str, dict[str, tuple[float, float | None]]]:
     """The tasks of a summary by group and its mean, each with mean and deviation, for a plot."""
     return {
         f"{group}, mean {mean:.1%}": {
-            tasks.named(name).title: (values["mean"], values["std"])
-            for name, values in found["tasks"].items()
-            if tasks.named(name).group == group
+            vtab_tasks.get_task(name).title: (values["mean"], values["std"])
+            for name, values in summary["tasks"].items()
+            if vtab_tasks.get_task(name).group == group
         }
-        for group, mean in found["groups"].items()
+        for group, mean in summary["groups"].items()
     }

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.errors import ModelError
-from vitrail.train.sharding import local
+from vitrail.train.fsdp import to_local
 
 
-class Average:
+class ModelEMA:
     """The average of a model's parameters from now on, and its buffers as they are.
 
     `tensors` are updated in place, so a model that was given them by `load_state_dict(tensors, assign=True)` always
@@ -31,15 +31,15 @@ class Average:
     @torch.no_grad()
     def update(self, decay: float) -> None:
         """Keep `decay` of the average and take the rest from the model as it is now."""
-        averages = [local(self.tensors[name]) for name in self.parameters]
-        current = [local(parameter).float() for parameter in self.parameters.values()]  # no copy where it is float32
+        averages = [to_local(self.tensors[name]) for name in self.parameters]
+        current = [to_local(parameter).float() for parameter in self.parameters.values()]  # no copy where it is float32
         torch._foreach_lerp_(averages, current, 1 - decay)
         for name, buffer in self.buffers.items():
             self.tensors[name].copy_(buffer)
 
     @contextlib.contextmanager
     @torch.no_grad()
-    def in_place(self) -> Iterator[None]:
+    def apply_to_model(self) -> Iterator[None]:
         """While the block lasts, the model computes with the average."""
         kept = {name: parameter.clone() for name, parameter in self.parameters.items()}
         try:
@@ -58,7 +58,7 @@ class Average:
             average.copy_(tensors[name])
 
 
-def warmed(decay: float, updates: int) -> float:
+def compute_warmup_decay(decay: float, updates: int) -> float:
     """The decay after so many updates: small at first, so that a model from scratch soon forgets its start.
 
     min(decay, (1 + t) / (10 + t)) is what TensorFlow's ExponentialMovingAverage does; 0.9999 is reached at 89,990.

@@ -13,81 +13,83 @@ from torch import Tensor
 
 from vitrail.config import Recipe
 from vitrail.data import loader
-from vitrail.data.loader import Batch, Plan, Training
-from vitrail.data.loader_workers import DEADLINE, kill_all_workers
+from vitrail.data.loader import Batch, BatchPlan, TrainingData
+from vitrail.data.loader_workers import WORKER_EXIT_SECONDS, kill_all_workers
 from vitrail.train.deadline import PlannedSteps
-from vitrail.train.step import Outcome, State, advance
-from vitrail.train.verification import Verification
+from vitrail.train.step import StepResult, TrainState, train_step
+from vitrail.train.step_verification import StepVerification
 
 T = TypeVar("T")
-_AHEAD = 2  # micro-batches that wait on a GPU
+_PREFETCHED_BATCHES = 2  # micro-batches that wait on a GPU
 
 
-class Moment(NamedTuple):
+class StepEnd(NamedTuple):
     """Where a run stands after a step."""
 
     step: int
     """Steps done."""
     steps: int
     epoch: float
-    outcome: Outcome
+    result: StepResult
     seconds: float
     """Since the loop began."""
 
 
-def run(
-    state: State,
+def train_steps(
+    state: TrainState,
     batches: Iterator[Batch],
-    training: Training,
-    plan: Plan,
+    training_data: TrainingData,
+    plan: BatchPlan,
     recipe: Recipe,
     *,
-    after_step: Callable[[Moment], None],
-    planned: PlannedSteps | None = None,
-    verification: Verification | None = None,
+    after_step: Callable[[StepEnd], None],
+    planned_steps: PlannedSteps | None = None,
+    verification: StepVerification | None = None,
 ) -> None:
     """Train from the state's step to the end of the plan; `batches` begin with that step's first micro-batch.
 
     With `planned` the run ends after as many steps as that says, which `after_step` may change; the plan has enough.
     """
-    planned = PlannedSteps(plan.steps) if planned is None else planned
+    planned_steps = PlannedSteps(plan.total_steps) if planned_steps is None else planned_steps
     device = next(state.model.parameters()).device
-    prepared = _prepared(batches, training, plan, state.step, device)
+    prepared = _prepare_batches(batches, training_data, plan, state.step, device)
     begun = time.perf_counter()
-    with contextlib.closing(_ahead(prepared) if device.type == "cuda" else prepared) as parts:
-        while state.step < planned.total(state.step):
+    with contextlib.closing(_prefetch(prepared) if device.type == "cuda" else prepared) as parts:
+        while state.step < planned_steps.get_total(state.step):
             step = state.step
             mine = islice(parts, plan.micro_batches)
-            outcome = advance(
+            outcome = train_step(
                 state,
                 mine,
                 recipe,
-                size=plan.size(step),
-                steps=planned.first,
-                position=planned.position(step),
-                seed=training.seed,
+                step_images=plan.get_step_size(step),
+                steps=planned_steps.initial_steps,
+                schedule_position=planned_steps.get_schedule_position(step),
+                seed=training_data.seed,
                 rank=plan.rank,
                 verification=verification,
             )
-            done = step * plan.batch + plan.size(step)
-            epoch = done / training.order.count
-            after_step(Moment(state.step, planned.total(state.step), epoch, outcome, time.perf_counter() - begun))
+            done = step * plan.batch_size + plan.get_step_size(step)
+            epoch = done / training_data.order.num_samples
+            after_step(
+                StepEnd(state.step, planned_steps.get_total(state.step), epoch, outcome, time.perf_counter() - begun)
+            )
 
 
-def _prepared(
-    batches: Iterator[Batch], training: Training, plan: Plan, start: int, device: torch.device
+def _prepare_batches(
+    batches: Iterator[Batch], training_data: TrainingData, plan: BatchPlan, start: int, device: torch.device
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
     """Micro-batches on the device, as the model takes them."""
     for number, batch in enumerate(batches):
         there = batch._replace(
             pixels=batch.pixels.to(device, non_blocking=True), targets=batch.targets.to(device, non_blocking=True)
         )
-        yield loader.prepared(there, training, plan, start + number // plan.micro_batches)
+        yield loader.prepare_train_batch(there, training_data, plan, start + number // plan.micro_batches)
 
 
-def _ahead(items: Generator[T, None, None]) -> Generator[T, None, None]:
+def _prefetch(items: Generator[T, None, None]) -> Generator[T, None, None]:
     """The same items, made by a thread: its work for the next step is done while a GPU computes this one."""
-    made: queue.Queue[tuple[bool, T | BaseException | None]] = queue.Queue(_AHEAD)
+    made: queue.Queue[tuple[bool, T | BaseException | None]] = queue.Queue(_PREFETCHED_BATCHES)
     left = threading.Event()
 
     def put(*entry: object) -> bool:
@@ -122,7 +124,7 @@ def _ahead(items: Generator[T, None, None]) -> Generator[T, None, None]:
             yield item  # type: ignore[misc]
     finally:
         left.set()
-        thread.join(DEADLINE)
+        thread.join(WORKER_EXIT_SECONDS)
         if thread.is_alive():  # it waits for a worker that may never answer
             kill_all_workers()
             thread.join()

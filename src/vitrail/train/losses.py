@@ -18,24 +18,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitrail.data.dataset import UNLABELLED
+from vitrail.data.dataset import UNLABELED
 
 
 def softmax_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """(B, L) -> (): minus the log probability of the targets, summed over images; k labels count k times."""
     logits = logits.float()
     if targets.ndim == 1:
-        return F.cross_entropy(logits, targets, ignore_index=UNLABELLED, reduction="sum", label_smoothing=smoothing)
-    return -(smoothed(targets, smoothing) * logits.log_softmax(dim=-1)).sum()
+        return F.cross_entropy(logits, targets, ignore_index=UNLABELED, reduction="sum", label_smoothing=smoothing)
+    return -(smooth_labels(targets, smoothing) * logits.log_softmax(dim=-1)).sum()
 
 
 def sigmoid_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
     """(B, L) -> (): each class a question of its own, summed over classes and images, as for ImageNet-21k."""
     logits = logits.float()
     if targets.ndim == 2:
-        return F.binary_cross_entropy_with_logits(logits, smoothed(targets, smoothing), reduction="sum")
+        return F.binary_cross_entropy_with_logits(logits, smooth_labels(targets, smoothing), reduction="sum")
     # log(1 + e^x) - t x for each class, without a (B, L) tensor of t, which is 0 but for one class
-    labelled = targets != UNLABELLED
+    labelled = targets != UNLABELED
     true = logits.gather(1, torch.where(labelled, targets, 0)[:, None])[:, 0]
     each = F.softplus(logits).sum(dim=1) - (1 - smoothing) * true
     if smoothing:
@@ -43,16 +43,16 @@ def sigmoid_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.
     return torch.where(labelled, each, 0.0).sum()
 
 
-def offsets(counts: Tensor, loss: str) -> Tensor:
+def compute_logit_adjustment(class_counts: Tensor, loss: str) -> Tensor:
     """(L,) float32: the logits that images a class alone explain; added in training, they leave none of it to learn.
 
     Logit adjustment (Menon et al. 2021): the best answer of a model so trained is the best for classes of equal size.
     """
-    share = counts / counts.sum()
+    share = class_counts / class_counts.sum()
     return (share.log() if loss == "softmax" else share.logit(eps=1e-6)).float()
 
 
-def smoothed(shares: Tensor, smoothing: float) -> Tensor:
+def smooth_labels(targets: Tensor, smoothing: float) -> Tensor:
     """(B, L) float32: of each row's shares, `smoothing` spread evenly; its sum stays."""
-    shares = shares.float()
-    return (1 - smoothing) * shares + smoothing * shares.mean(dim=-1, keepdim=True) if smoothing else shares
+    targets = targets.float()
+    return (1 - smoothing) * targets + smoothing * targets.mean(dim=-1, keepdim=True) if smoothing else targets

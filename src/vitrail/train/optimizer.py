@@ -16,58 +16,73 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import SGD, AdamW, Optimizer
 
-from vitrail.config import Optimiser
+from vitrail.config import OptimizerConfig
 from vitrail.errors import ModelError, UsageError
 from vitrail.model.build import Model
 from vitrail.model.masked import MaskedViT
 from vitrail.model.vit import ViT
-from vitrail.train import sharding
-from vitrail.train.sharding import local
+from vitrail.train import fsdp
+from vitrail.train.fsdp import to_local
 
-FUSED = ("cpu", "cuda", "mps")  # devices on which torch has one kernel for a whole group's step
-BLOCKS = ("blocks.", "vit.blocks.", "decoder.blocks.")  # of a ViT, or of one that is masked
-BOTTOM = ("patch_embed", "cls_token", "dist_token", "reg_token", "pos_embed", "pos_embed_y", "pos_embed_x", "stem")
+FUSED_DEVICES = ("cpu", "cuda", "mps")  # devices on which torch has one kernel for a whole group's step
+BLOCK_PREFIXES = ("blocks.", "vit.blocks.", "decoder.blocks.")  # of a ViT, or of one that is masked
+EMBEDDING_MODULES = (
+    "patch_embed",
+    "cls_token",
+    "dist_token",
+    "reg_token",
+    "pos_embed",
+    "pos_embed_y",
+    "pos_embed_x",
+    "stem",
+)
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steepest at 0, so that five iterations are enough
-ITERATIONS = 5
-MATCHED_RMS = 0.2  # Liu et al. 2025: a Muon step as large as AdamW's, so that one learning rate and decay serve both
+NEWTON_SCHULZ_COEFFICIENTS = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # Jordan et al. 2024: steepest at 0, so that five iterations are enough
+NEWTON_SCHULZ_ITERATIONS = 5
+MUON_UPDATE_RMS = (
+    0.2  # Liu et al. 2025: a Muon step as large as AdamW's, so that one learning rate and decay serve both
+)
 
-Group = dict[str, Any]
+ParamGroup = dict[str, Any]
 
 
-def build(model: Model | MaskedViT, optimiser: Optimiser, *, recorded: bool = False) -> Optimizer:
+def build_optimizer(model: Model | MaskedViT, config: OptimizerConfig, *, capturable: bool = False) -> Optimizer:
     """The optimizer of all parameters that are not frozen, its learning rates at their top.
 
     With `recorded` its step may become part of a CUDA graph: learning rates then lie on the device. Not for sgd.
     """
-    groups = parameter_groups(model, optimiser)
+    groups = build_param_groups(model, config)
     if not groups:
         raise UsageError("every parameter is frozen; leave one to train")
     device = groups[0]["params"][0][1].device
-    fused = device.type in FUSED
-    betas = (optimiser.beta1, optimiser.beta2)
-    if recorded:
+    fused = device.type in FUSED_DEVICES
+    betas = (config.beta1, config.beta2)
+    if capturable:
         for group in groups:
             group["lr"] = torch.tensor(group["lr"], device=device)
-    if optimiser.kind == "adam":
-        return AdamW(groups, betas=betas, eps=optimiser.eps, fused=fused, capturable=recorded)
-    if optimiser.kind == "muon":
+    if config.kind == "adam":
+        return AdamW(groups, betas=betas, eps=config.eps, fused=fused, capturable=capturable)
+    if config.kind == "muon":
         if not any(group["matrices"] for group in groups):
             raise UsageError(
                 "muon moves the matrices of a Transformer's blocks, and none is left to train; choose adam"
             )
-        return Muon(groups, momentum=optimiser.momentum, betas=betas, eps=optimiser.eps, fused=fused, recorded=recorded)
+        return Muon(groups, momentum=config.momentum, betas=betas, eps=config.eps, fused=fused, capturable=capturable)
     for group in groups:  # torch's SGD would add its weight decay to the gradient, and so to the momentum
         group["decoupled"] = group.pop("weight_decay")
-    sharded = sharding.is_sharded(model)  # there is no fused SGD for tensors that are
-    optimizer = SGD(groups, momentum=optimiser.momentum, fused=fused and not sharded, foreach=sharded or None)
-    optimizer.register_step_pre_hook(_decay_groups)
+    sharded = fsdp.is_sharded(model)  # there is no fused SGD for tensors that are
+    optimizer = SGD(groups, momentum=config.momentum, fused=fused and not sharded, foreach=sharded or None)
+    optimizer.register_step_pre_hook(_decay_param_groups)
     return optimizer
 
 
-def parameter_groups(model: Model | MaskedViT, optimiser: Optimiser) -> list[Group]:
+def build_param_groups(model: Model | MaskedViT, config: OptimizerConfig) -> list[ParamGroup]:
     """Parameters by name, together where decay, learning rate and rule are the same; frozen ones in none."""
-    groups: dict[tuple[bool, int, int], Group] = {}
+    groups: dict[tuple[bool, int, int], ParamGroup] = {}
     for owner, module in model.named_modules():
         for name, parameter in module.named_parameters(owner, recurse=False):
             if not parameter.requires_grad:
@@ -75,32 +90,32 @@ def parameter_groups(model: Model | MaskedViT, optimiser: Optimiser) -> list[Gro
             kernel = name.endswith(".weight") and isinstance(module, nn.Linear | nn.Conv2d)
             # Query, key and value are three maps that only lie in one matrix: each is orthogonalised by itself.
             stacked = 3 if name.endswith(".qkv.weight") else 1
-            matrices = stacked if optimiser.kind == "muon" and kernel and name.startswith(BLOCKS) else 0
+            matrices = stacked if config.kind == "muon" and kernel and name.startswith(BLOCK_PREFIXES) else 0
             # a masked recipe refuses to have layers learn at different rates
-            level = 0 if optimiser.layer_decay == 1 or isinstance(model, MaskedViT) else height(model, name)
-            top = optimiser.lr if matrices or optimiser.adam_lr is None else optimiser.adam_lr
-            top = top * optimiser.layer_decay**level
-            if optimiser.head_lr is not None and name.startswith(("head.", "head_dist.")):
-                top, level = optimiser.head_lr, -1
+            level = 0 if config.layer_decay == 1 or isinstance(model, MaskedViT) else layers_below_head(model, name)
+            top = config.lr if matrices or config.adam_lr is None else config.adam_lr
+            top = top * config.layer_decay**level
+            if config.head_lr is not None and name.startswith(("head.", "head_dist.")):
+                top, level = config.head_lr, -1
             fresh = {
                 "params": [],
                 "top": top,
                 "lr": top,
-                "weight_decay": optimiser.weight_decay if kernel else 0.0,
+                "weight_decay": config.weight_decay if kernel else 0.0,
                 "matrices": matrices,
             }
             groups.setdefault((kernel, matrices, level), fresh)["params"].append((name, parameter))
     return list(groups.values())
 
 
-def height(model: Model, name: str) -> int:
+def layers_below_head(model: Model, name: str) -> int:
     """Layers from a parameter up to the head: 0 for the head, 1 for the last block, most for embedding and positions.
 
     The blocks of a BiT ResNet are its units; a hybrid's convolutions belong to its embedding.
     """
     place = name.split(".")
     units = (model.config.depth,) if isinstance(model, ViT) else model.config.conv.units
-    if place[0] in BOTTOM:
+    if place[0] in EMBEDDING_MODULES:
         return sum(units) + 1
     if place[0] == "blocks":
         return sum(units) - int(place[1])
@@ -109,17 +124,17 @@ def height(model: Model, name: str) -> int:
     return 0
 
 
-def set_lr(optimizer: Optimizer, share: float) -> None:
+def set_lr(optimizer: Optimizer, lr_scale: float) -> None:
     """Set every group's learning rate to this share of its top."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(share * group["top"])
+            group["lr"].fill_(lr_scale * group["top"])
         else:
-            group["lr"] = share * group["top"]
+            group["lr"] = lr_scale * group["top"]
 
 
 @torch.no_grad()
-def clip(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
     """The norm of all gradients together, which are then scaled down to `limit` where it is above.
 
     It stays on the device: nothing waits for it here. Where it is not finite, neither are the gradients any more, so
@@ -127,13 +142,13 @@ def clip(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
     """
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = sharding.whole(get_total_norm(gradients))
-    if limit is not None:
-        clip_grads_with_norm_(parameters, limit, norm)
+    norm = fsdp.to_full_tensor(get_total_norm(gradients))
+    if max_norm is not None:
+        clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
 
-def state(optimizer: Optimizer) -> dict[str, Tensor]:
+def get_optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
     """What the steps so far left in the optimizer: `PARAMETER/momentum_buffer` and the like, ready for a file."""
     return {
         f"{name}/{kind}": value
@@ -143,7 +158,7 @@ def state(optimizer: Optimizer) -> dict[str, Tensor]:
     }
 
 
-def load_state(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
+def load_optimizer_state(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Go on from a copy of what `state` gave: the next steps are the same to the bit."""
     fresh = optimizer.state_dict()
     numbers = {
@@ -167,16 +182,16 @@ class Muon(Optimizer):
 
     def __init__(
         self,
-        groups: list[Group],
+        groups: list[ParamGroup],
         *,
         momentum: float,
         betas: tuple[float, float],
         eps: float,
         fused: bool,
-        recorded: bool = False,
+        capturable: bool = False,
     ) -> None:
         # it completes the groups, which both then share
-        self.adam = AdamW(groups, betas=betas, eps=eps, fused=fused, capturable=recorded)
+        self.adam = AdamW(groups, betas=betas, eps=eps, fused=fused, capturable=capturable)
         super().__init__(groups, {"momentum": momentum})
 
     @torch.no_grad()
@@ -186,14 +201,16 @@ class Muon(Optimizer):
         moved: list[Tensor] = []  # whole: where they are sharded, every rank computes with all of them
         rates: list[float | Tensor] = []
         for group in self.param_groups:
-            if group["matrices"] and (trained := _with_gradient(group["params"])):
-                _decay(trained, group["lr"] * group["weight_decay"])
-                for parameter, direction in zip(trained, self._momentum(trained, group["momentum"]), strict=True):
-                    matrices += _matrices(parameter, group["matrices"])
-                    moved += sharding.whole(sharding.divided(direction, parameter)).chunk(group["matrices"])
+            if group["matrices"] and (trained := _filter_with_gradient(group["params"])):
+                _apply_weight_decay(trained, group["lr"] * group["weight_decay"])
+                for parameter, direction in zip(
+                    trained, self._update_momentum(trained, group["momentum"]), strict=True
+                ):
+                    matrices += _split_matrices(parameter, group["matrices"])
+                    moved += fsdp.to_full_tensor(fsdp.shard_like(direction, parameter)).chunk(group["matrices"])
                     rates += [group["lr"]] * group["matrices"]
-        for (matrix, rows), direction, lr in zip(matrices, orthogonalised(moved), rates, strict=True):
-            rate = lr * MATCHED_RMS * max(direction.shape) ** 0.5
+        for (matrix, rows), direction, lr in zip(matrices, orthogonalize(moved), rates, strict=True):
+            rate = lr * MUON_UPDATE_RMS * max(direction.shape) ** 0.5
             if isinstance(rate, Tensor):
                 matrix.sub_(direction[rows].float() * rate)
             else:
@@ -203,30 +220,30 @@ class Muon(Optimizer):
         self.adam.param_groups = [group for group in self.param_groups if not group["matrices"]]
         self.adam.step()
 
-    def _momentum(self, trained: list[Tensor], momentum: float) -> Iterable[Tensor]:
+    def _update_momentum(self, trained: list[Tensor], momentum: float) -> Iterable[Tensor]:
         """The direction of each parameter: the average of its gradients, leaning to the last one (Nesterov's form).
 
         Of parameters that are sharded, the rows of this rank.
         """
-        gradients = _gradients(trained)
+        gradients = _get_local_gradients(trained)
         for parameter in trained:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        averages = [local(self.state[parameter]["momentum_buffer"]) for parameter in trained]
+        averages = [to_local(self.state[parameter]["momentum_buffer"]) for parameter in trained]
         torch._foreach_lerp_(averages, gradients, 1 - momentum)
         return torch._foreach_lerp(gradients, averages, momentum)
 
 
-def _matrices(parameter: Tensor, count: int) -> Iterator[tuple[Tensor, slice]]:
+def _split_matrices(parameter: Tensor, count: int) -> Iterator[tuple[Tensor, slice]]:
     """Of each matrix in a parameter the rows that this rank holds, maybe none, and which of the matrix's they are."""
-    mine, here, height = local(parameter), sharding.rows(parameter), len(parameter) // count
+    mine, here, height = to_local(parameter), fsdp.get_local_rows(parameter), len(parameter) // count
     for top in range(0, len(parameter), height):
         first = max(here.start, top)
         last = max(first, min(here.stop, top + height))
         yield mine[first - here.start : last - here.start], slice(first - top, last - top)
 
 
-def orthogonalised(matrices: list[Tensor]) -> list[Tensor]:
+def orthogonalize(matrices: list[Tensor]) -> list[Tensor]:
     """Each matrix with its singular values brought near 1; those of one shape, upright or lying, in one batch."""
     lying = [matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT for matrix in matrices]
     results = list(lying)
@@ -245,30 +262,30 @@ def newton_schulz(matrices: Tensor) -> Tensor:
 
     On CUDA it is bf16, for tensor cores; what that rounds away is far less than the width of the band.
     """
-    a, b, c = COEFFICIENTS
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     x = matrices.bfloat16() if matrices.is_cuda else matrices
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value is above the norm
-    for _ in range(ITERATIONS):
+    for _ in range(NEWTON_SCHULZ_ITERATIONS):
         gram = x @ x.mT  # (M, R, R)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)  # a x + (b g + c g g) x
     return x
 
 
-def _with_gradient(parameters: Iterable[Tensor]) -> list[Tensor]:
+def _filter_with_gradient(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [parameter for parameter in parameters if parameter.grad is not None]
 
 
-def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+def _get_local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """The rows of gradients that this rank holds."""
-    return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    return [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 @torch.no_grad()
-def _decay_groups(optimizer: Optimizer, *_: object) -> None:
+def _decay_param_groups(optimizer: Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
-        _decay(_with_gradient(group["params"]), group["lr"] * group["decoupled"])
+        _apply_weight_decay(_filter_with_gradient(group["params"]), group["lr"] * group["decoupled"])
 
 
-def _decay(parameters: list[Tensor], rate: float | Tensor) -> None:
+def _apply_weight_decay(parameters: list[Tensor], rate: float | Tensor) -> None:
     if parameters and (isinstance(rate, Tensor) or rate):
-        torch._foreach_mul_([local(parameter) for parameter in parameters], 1 - rate)
+        torch._foreach_mul_([to_local(parameter) for parameter in parameters], 1 - rate)

@@ -5,11 +5,11 @@ torch's schedulers count their own calls, and what they counted must be saved an
 
 import math
 
-from vitrail.config import Schedule
+from vitrail.config import ScheduleConfig
 from vitrail.errors import UsageError
 
 
-def share(schedule: Schedule, step: float, steps: int) -> float:
+def lr_scale(schedule: ScheduleConfig, step: float, steps: int) -> float:
     """The learning rate of step `step`, from 0 to `steps` - 1, as a share of its top.
 
     As in the authors' code a step takes the value at its beginning. With a warm-up of w steps, step 0 gives 0 (it fills
@@ -27,13 +27,13 @@ def share(schedule: Schedule, step: float, steps: int) -> float:
     since, left = step - warmup, steps - step
     match schedule.decay:
         case "cosine":
-            return 1 - (1 - schedule.final) * (1 - math.cos(math.pi * since / (since + left))) / 2
+            return 1 - (1 - schedule.final_lr_scale) * (1 - math.cos(math.pi * since / (since + left))) / 2
         case "linear":
-            return 1 - (1 - schedule.final) * since / (since + left)
+            return 1 - (1 - schedule.final_lr_scale) * since / (since + left)
         case "rsqrt":
             level = (1 + since / schedule.timescale) ** -0.5
         case "constant":
             level = 1.0
         case "stairs":
-            level = 10.0 ** -sum(step > part * steps for part in schedule.stairs or ())
+            level = 10.0 ** -sum(step > part * steps for part in schedule.milestones or ())
     return level * left / cooldown if left < cooldown else level

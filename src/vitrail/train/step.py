@@ -16,19 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from vitrail.config import Recipe
-from vitrail.data import draws
+from vitrail.data import counter_rng
 from vitrail.errors import VitrailError
 from vitrail.model import masked
 from vitrail.model.build import Model
 from vitrail.model.masked import MaskedViT
 from vitrail.model.vit import ViT
-from vitrail.train import distributed, ema, losses, optimizer, schedule, sharding
+from vitrail.runtime import distributed
+from vitrail.train import ema, fsdp, losses, optimizer, schedule
 
 if TYPE_CHECKING:
-    from vitrail.train.verification import Verification
+    from vitrail.train.step_verification import StepVerification
 
-LOSSES = {"softmax": losses.softmax_cross_entropy, "sigmoid": losses.sigmoid_cross_entropy}
-Learner = Model | MaskedViT
+LOSS_FUNCTIONS = {"softmax": losses.softmax_cross_entropy, "sigmoid": losses.sigmoid_cross_entropy}
+TrainableModel = Model | MaskedViT
 
 
 class DivergedError(VitrailError):
@@ -38,36 +39,38 @@ class DivergedError(VitrailError):
 
 
 @dataclasses.dataclass
-class State:
+class TrainState:
     """What training changes."""
 
-    model: Learner
+    model: TrainableModel
     network: nn.Module
     """What computes the model: itself, sharded or not, or its wrapper that adds up gradients over ranks."""
     optimizer: Optimizer
-    average: ema.Average | None
-    recording: "Recording | None" = None
+    ema: ema.ModelEMA | None
+    cuda_graph_step: "CudaGraphStep | None" = None
     """Whether, and then how, steps are recorded and replayed."""
-    offsets: Tensor | None = None
+    logit_adjustment: Tensor | None = None
     """(L,): added to the logits in training alone, where classes shall count alike."""
     step: int = 0
     """The next step."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class StepResult:
     """What a step showed."""
 
     loss: float
     """Of an image on average, over all ranks."""
     images: int
     """Of all ranks."""
-    norm: float
+    grad_norm: float
     """Of all gradients together, before clipping."""
     lr: float
 
 
-def begin(model: Learner, recipe: Recipe, counts: Sequence[int] = (), *, recorded: bool = False) -> State:
+def build_train_state(
+    model: TrainableModel, recipe: Recipe, class_counts: Sequence[int] = (), *, cuda_graph: bool = False
+) -> TrainState:
     """The state before the first step; a balanced recipe needs the training images of each class.
 
     With `recorded` the steps of a GPU are replayed (`Recording`); the loop then gives each as one part. From here on
@@ -75,36 +78,38 @@ def begin(model: Learner, recipe: Recipe, counts: Sequence[int] = (), *, recorde
     logits pass about 100, where the loss and every other kernel's gradient are fine (H200, torch 2.11).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
-    average = ema.Average(model) if recipe.ema else None
+    average = ema.ModelEMA(model) if recipe.ema else None
     offsets = None
-    if recipe.balanced:
+    if recipe.logit_adjustment:
         device = next(model.parameters()).device
-        offsets = losses.offsets(torch.tensor(counts, dtype=torch.float64), recipe.loss).to(device)
-    built = optimizer.build(model, recipe.optimiser, recorded=recorded)
-    return State(model, _wrapped(model), built, average, Recording() if recorded else None, offsets)
+        offsets = losses.compute_logit_adjustment(torch.tensor(class_counts, dtype=torch.float64), recipe.loss).to(
+            device
+        )
+    built = optimizer.build_optimizer(model, recipe.optimizer, capturable=cuda_graph)
+    return TrainState(model, _wrap_ddp(model), built, average, CudaGraphStep() if cuda_graph else None, offsets)
 
 
-def _wrapped(model: Learner) -> nn.Module:
+def _wrap_ddp(model: TrainableModel) -> nn.Module:
     """The model, or where each of several ranks has all of it torch's wrapper, which sends gradients as they come."""
-    if not distributed.together() or sharding.is_sharded(model):
+    if not distributed.is_distributed() or fsdp.is_sharded(model):
         return model
     device = next(model.parameters()).device
     ids = [device] if device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
 
-def advance(
-    state: State,
-    parts: Iterable[tuple[Tensor, Tensor]],
+def train_step(
+    state: TrainState,
+    micro_batches: Iterable[tuple[Tensor, Tensor]],
     recipe: Recipe,
     *,
-    size: int,
+    step_images: int,
     steps: int,
     seed: int,
     rank: int = 0,
-    position: float | None = None,
-    verification: "Verification | None" = None,
-) -> Outcome:
+    schedule_position: float | None = None,
+    verification: "StepVerification | None" = None,
+) -> StepResult:
     """Compute the step's micro-batches, (images, targets) each, and move the weights by their gradient.
 
     Targets of a masked model are what is hidden, and there may be one image more (`loader.prepared`).
@@ -113,117 +118,127 @@ def advance(
     With a `verification` some steps are computed twice, and refused where that gives two results.
     """
     state.model.train()
-    if size != recipe.batch:
-        state.recording = None  # the last step is short; what was recorded would hold its memory beside it
+    if step_images != recipe.batch:
+        state.cuda_graph_step = None  # the last step is short; what was recorded would hold its memory beside it
     due = verification is not None and verification.is_due(state)
-    held = list(parts) if due else parts
+    held = list(micro_batches) if due else micro_batches
 
     def compute() -> tuple[Tensor, Tensor, int]:
-        if state.recording is None:
-            return _gradients(state, held, recipe, size, lambda part: _dropout_seed(seed, state.step, rank, part))
+        if state.cuda_graph_step is None:
+            return _compute_gradients(
+                state, held, recipe, step_images, lambda part: _derive_dropout_seed(seed, state.step, rank, part)
+            )
         ((pixels, targets),) = held
-        torch.manual_seed(_dropout_seed(seed, state.step, rank, 0))
-        return *state.recording.gradients(state, pixels, targets, recipe), len(targets)
+        torch.manual_seed(_derive_dropout_seed(seed, state.step, rank, 0))
+        return *state.cuda_graph_step.replay_gradients(state, pixels, targets, recipe), len(targets)
 
     total, norm, images = verification.compute_twice(state, compute) if verification and due else compute()
-    loss, images = _over_ranks(total, images)
-    found = Outcome(loss / max(images, 1), images, float(norm), _set_lr(state, recipe, steps, position))
-    if not (abs(found.loss) < float("inf") and found.norm < float("inf")):
+    loss, images = _all_reduce_loss(total, images)
+    found = StepResult(
+        loss / max(images, 1), images, float(norm), _apply_schedule(state, recipe, steps, schedule_position)
+    )
+    if not (abs(found.loss) < float("inf") and found.grad_norm < float("inf")):
         raise DivergedError(
-            f"step {state.step}: the loss is {found.loss} and the gradient's norm {found.norm}; nothing was updated."
-            f" Try a lower learning rate than {recipe.optimiser.lr}, or a longer warm-up"
+            f"step {state.step}: the loss is {found.loss} and the gradient's norm {found.grad_norm}; nothing was updated."
+            f" Try a lower learning rate than {recipe.optimizer.lr}, or a longer warm-up"
         )
-    if state.recording is not None:
-        state.recording.update(state)
+    if state.cuda_graph_step is not None:
+        state.cuda_graph_step.replay_update(state)
     else:
         state.optimizer.step()
     state.step += 1
-    if state.average is not None:
-        state.average.update(ema.warmed(recipe.ema, state.step) if recipe.ema_warmup else recipe.ema)
+    if state.ema is not None:
+        state.ema.update(ema.compute_warmup_decay(recipe.ema, state.step) if recipe.ema_warmup else recipe.ema)
     return found
 
 
-def _gradients(
-    state: State, parts: Iterable[tuple[Tensor, Tensor]], recipe: Recipe, size: int, seed: Callable[[int], int] | None
+def _compute_gradients(
+    state: TrainState,
+    micro_batches: Iterable[tuple[Tensor, Tensor]],
+    recipe: Recipe,
+    step_images: int,
+    seed: Callable[[int], int] | None,
 ) -> tuple[Tensor, Tensor, int]:
     """The loss summed over these images, the norm of all gradients, and how many images there were."""
     state.optimizer.zero_grad(set_to_none=True)
     total: Tensor | None = None
     images = 0
-    for number, (pixels, targets), last in _counted(parts):
+    for number, (pixels, targets), last in _enumerate_micro_batches(micro_batches):
         if seed is not None:
             torch.manual_seed(seed(number))
-        with _sent(state.network, now=last):
+        with _defer_gradient_sync(state.network, sync=last):
             if len(pixels):
-                loss = _loss(state, pixels, targets, recipe, whole=size == recipe.batch)
+                loss = _compute_loss(state, pixels, targets, recipe, is_full_step=step_images == recipe.batch)
                 # torch's wrapper takes the mean over ranks, and what is wanted is the sum
-                (loss * (distributed.world() / size)).backward()
+                (loss * (distributed.get_world_size() / step_images)).backward()
                 total = loss.detach() if total is None else total + loss.detach()
                 images += len(targets)
-            elif sharding.is_sharded(state.network) or (last and distributed.together()):
+            elif fsdp.is_sharded(state.network) or (last and distributed.is_distributed()):
                 # the others wait for this rank's gradients, which are nothing, and where it is sharded for its weights
-                (_said(state, *nothing(pixels, targets), whole=False).sum() * 0).backward()
-    norm = optimizer.clip(state.model.parameters(), recipe.optimiser.clip)
+                (_forward(state, *make_blank_batch(pixels, targets), is_full_step=False).sum() * 0).backward()
+    norm = optimizer.clip_gradients(state.model.parameters(), recipe.optimizer.clip)
     return torch.zeros((), device=norm.device) if total is None else total, norm, images
 
 
-def _counted(
-    parts: Iterable[tuple[Tensor, Tensor]],
+def _enumerate_micro_batches(
+    micro_batches: Iterable[tuple[Tensor, Tensor]],
 ) -> Iterator[tuple[int, tuple[Tensor, Tensor], bool]]:
     """Each part with its number and whether it is the last."""
-    parts = iter(parts)
-    part = next(parts, None)
+    micro_batches = iter(micro_batches)
+    part = next(micro_batches, None)
     for number in itertools.count():
         if part is None:
             return
-        following = next(parts, None)
+        following = next(micro_batches, None)
         yield number, part, following is None
         part = following
 
 
-def _sent(network: nn.Module, *, now: bool) -> contextlib.AbstractContextManager[None]:
+def _defer_gradient_sync(network: nn.Module, *, sync: bool) -> contextlib.AbstractContextManager[None]:
     """Where gradients go to the other ranks, or are kept to be sent with those of the step's last part."""
-    if sharding.is_sharded(network):
-        sharding.send_gradients(network, now=now)
-    if now or not isinstance(network, DistributedDataParallel):
+    if fsdp.is_sharded(network):
+        fsdp.set_gradient_sync(network, sync=sync)
+    if sync or not isinstance(network, DistributedDataParallel):
         return contextlib.nullcontext()
     return network.no_sync()
 
 
-def _over_ranks(total: Tensor, images: int) -> tuple[float, int]:
+def _all_reduce_loss(total: Tensor, images: int) -> tuple[float, int]:
     """The loss summed over all ranks' images, and how many there are."""
-    if not distributed.together():
+    if not distributed.is_distributed():
         return float(total), images
-    loss, count = distributed.summed(torch.stack([total.double(), total.new_tensor(images).double()])).tolist()
+    loss, count = distributed.all_reduce_sum(torch.stack([total.double(), total.new_tensor(images).double()])).tolist()
     return loss, int(count)
 
 
-class Recording:
+class CudaGraphStep:
     """A step as two CUDA graphs, gradients and update, between which the host may look at the loss.
 
     Kernels of a small model or batch are over before Python has launched the next; a replay launches all at once. The
     first steps are computed as they are, which leaves in place what must not be made while recording.
     """
 
-    STEPS_BEFORE = 3
+    EAGER_STEPS = 3
 
     def __init__(self) -> None:
-        self.left = self.STEPS_BEFORE
+        self.eager_steps_left = self.EAGER_STEPS
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.inputs: tuple[Tensor, Tensor]
         self.outputs: tuple[Tensor, Tensor]
 
-    def gradients(self, state: State, pixels: Tensor, targets: Tensor, recipe: Recipe) -> tuple[Tensor, Tensor]:
+    def replay_gradients(
+        self, state: TrainState, pixels: Tensor, targets: Tensor, recipe: Recipe
+    ) -> tuple[Tensor, Tensor]:
         """The loss summed over the images and the norm of all gradients, which are in place."""
-        if self.left:
-            total, norm, _ = _gradients(state, [(pixels, targets)], recipe, recipe.batch, None)
+        if self.eager_steps_left:
+            total, norm, _ = _compute_gradients(state, [(pixels, targets)], recipe, recipe.batch, None)
             return total, norm
         if not self.graphs:
             self.inputs = (pixels.clone(), targets.clone())
             state.optimizer.zero_grad(set_to_none=True)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads prepare batches
-                total, norm, _ = _gradients(state, [self.inputs], recipe, recipe.batch, None)
+                total, norm, _ = _compute_gradients(state, [self.inputs], recipe, recipe.batch, None)
             self.outputs = (total, norm)
             self.graphs.append(graph)
         else:
@@ -232,10 +247,10 @@ class Recording:
         self.graphs[0].replay()
         return self.outputs
 
-    def update(self, state: State) -> None:
+    def replay_update(self, state: TrainState) -> None:
         """Move the weights."""
-        if self.left:
-            self.left -= 1
+        if self.eager_steps_left:
+            self.eager_steps_left -= 1
             state.optimizer.step()
             return
         if len(self.graphs) == 1:
@@ -246,47 +261,47 @@ class Recording:
         self.graphs[1].replay()
 
 
-def _dropout_seed(seed: int, step: int, rank: int, part: int) -> int:
-    return draws.key(seed, f"dropout {step} {rank} {part}") >> 1
+def _derive_dropout_seed(seed: int, step: int, rank: int, part: int) -> int:
+    return counter_rng.derive_key(seed, f"dropout {step} {rank} {part}") >> 1
 
 
-def precision(device: torch.device) -> torch.autocast:
+def make_autocast(device: torch.device) -> torch.autocast:
     """The forward pass of training: in bf16 on a GPU, whose weights stay float32; in float32 elsewhere."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def _loss(state: State, pixels: Tensor, targets: Tensor, recipe: Recipe, *, whole: bool) -> Tensor:
+def _compute_loss(state: TrainState, pixels: Tensor, targets: Tensor, recipe: Recipe, *, is_full_step: bool) -> Tensor:
     """Summed over the images."""
-    said = _said(state, pixels, targets, whole=whole)
+    said = _forward(state, pixels, targets, is_full_step=is_full_step)
     if isinstance(state.model, MaskedViT):
-        return masked.losses(said, state.model.targets(pixels, targets)).sum()
-    logits = said if state.offsets is None else said.float() + state.offsets
-    return LOSSES[recipe.loss](logits, targets, recipe.label_smoothing)
+        return masked.compute_masked_losses(said, state.model.compute_targets(pixels, targets)).sum()
+    logits = said if state.logit_adjustment is None else said.float() + state.logit_adjustment
+    return LOSS_FUNCTIONS[recipe.loss](logits, targets, recipe.label_smoothing)
 
 
-def _said(state: State, pixels: Tensor, targets: Tensor, *, whole: bool) -> Tensor:
+def _forward(state: TrainState, pixels: Tensor, targets: Tensor, *, is_full_step: bool) -> Tensor:
     """What the network says; compiled for whole steps, and a run's last, short one is not worth another time."""
-    with contextlib.nullcontext() if whole else uncompiled(state.model), precision(pixels.device):
-        return state.network(*inputs(state.model, pixels, targets))
+    with contextlib.nullcontext() if is_full_step else disable_compile(state.model), make_autocast(pixels.device):
+        return state.network(*select_inputs(state.model, pixels, targets))
 
 
-def inputs(model: Learner, pixels: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+def select_inputs(model: TrainableModel, pixels: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     """What the forward pass takes of a micro-batch: the images, and of a masked model also what is hidden of them."""
     return (pixels, targets) if isinstance(model, MaskedViT) else (pixels,)
 
 
-def nothing(pixels: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def make_blank_batch(pixels: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """A black image in place of none, for a pass that others wait for."""
     return pixels.new_zeros(1, *pixels.shape[1:]), targets.new_zeros(1, *targets.shape[1:])
 
 
-def uncompiled(model: Learner) -> contextlib.AbstractContextManager[object]:
+def disable_compile(model: TrainableModel) -> contextlib.AbstractContextManager[object]:
     """Where a model that was compiled for training's batches computes others, as it is written."""
-    compiled = isinstance(model, ViT | MaskedViT) and model.compiled
+    compiled = isinstance(model, ViT | MaskedViT) and model.is_compiled
     return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
-def _set_lr(state: State, recipe: Recipe, steps: int, position: float | None) -> float:
-    share = schedule.share(recipe.schedule, state.step if position is None else position, steps)
+def _apply_schedule(state: TrainState, recipe: Recipe, steps: int, schedule_position: float | None) -> float:
+    share = schedule.lr_scale(recipe.schedule, state.step if schedule_position is None else schedule_position, steps)
     optimizer.set_lr(state.optimizer, share)
-    return share * recipe.optimiser.lr
+    return share * recipe.optimizer.lr

@@ -21,20 +21,23 @@ from torch import Tensor
 from vitrail import presets
 from vitrail.config import BiTConfig, ViTConfig, from_json
 from vitrail.errors import ModelError
-from vitrail.model.build import Config
+from vitrail.model.build import ModelConfig
 from vitrail.model.vit import ViT
-from vitrail.weights import foreign, storage
+from vitrail.weights import foreign_format, tensor_files
 from vitrail.weights.trained import Tensors, Trained
 
 FORMAT = "google"
-PREFIXES = ("opt/target/", "params/img/", "params/")
-POSITIONS, BARE_POSITIONS = "Transformer/posembed_input/pos_embedding", "pos_embedding"  # with the class token, without
+TRAINING_PREFIXES = ("opt/target/", "params/img/", "params/")
+POSITIONS, PATCH_POSITIONS = (
+    "Transformer/posembed_input/pos_embedding",
+    "pos_embedding",
+)  # with the class token, without
 BACKBONE = "patch_embed.backbone."
 DEFAULT_SIDE = 224  # where no positions are stored, nothing tells the image size
 
-Project = Literal["vision_transformer", "big_vision", "bit"]
-Kind = Literal["dense", "conv", "norm", "gamma", "heads", "out", "whole"]
-LEAVES: dict[Kind, dict[str, str]] = {  # the last part of a path -> of a name
+GoogleProject = Literal["vision_transformer", "big_vision", "bit"]
+LayerKind = Literal["dense", "conv", "norm", "gamma", "heads", "out", "whole"]
+LEAF_NAMES: dict[LayerKind, dict[str, str]] = {  # the last part of a path -> of a name
     "dense": {"kernel": "weight", "bias": "bias"},
     "conv": {"kernel": "weight", "bias": "bias"},
     "heads": {"kernel": "weight", "bias": "bias"},  # of query, key or value: (D, H, K), (H, K)
@@ -44,91 +47,91 @@ LEAVES: dict[Kind, dict[str, str]] = {  # the last part of a path -> of a name
 }
 
 
-class Shape(NamedTuple):
+class GoogleLayout(NamedTuple):
     """What the list of layers depends on."""
 
-    project: Project
+    project: GoogleProject
     depth: int = 0
     units: tuple[int, ...] = ()
-    bare_positions: bool = False
+    patch_positions_only: bool = False
 
 
-class Layer(NamedTuple):
+class GoogleLayer(NamedTuple):
     path: str
     own: str
-    kind: Kind
+    kind: LayerKind
 
 
-def layers(shape: Shape) -> Iterator[Layer]:
+def list_layers(layout: GoogleLayout) -> Iterator[GoogleLayer]:
     """Every layer that a model of this shape may have, by Google's path and by the model's own name."""
-    if shape.project == "bit":
-        yield from _bit_layers(shape.units)
+    if layout.project == "bit":
+        yield from _list_bit_layers(layout.units)
         return
-    yield from (Layer("embedding", "patch_embed.proj", "conv"), Layer("cls", "cls_token", "whole"))
-    yield Layer(BARE_POSITIONS if shape.bare_positions else POSITIONS, "pos_embed", "whole")
-    yield Layer("conv_root", f"{BACKBONE}stem.conv", "conv")
-    yield Layer("gn_root", f"{BACKBONE}stem.norm", "norm")
-    for stage, unit in _each_unit(shape.units):
+    yield from (GoogleLayer("embedding", "patch_embed.proj", "conv"), GoogleLayer("cls", "cls_token", "whole"))
+    yield GoogleLayer(PATCH_POSITIONS if layout.patch_positions_only else POSITIONS, "pos_embed", "whole")
+    yield GoogleLayer("conv_root", f"{BACKBONE}stem.conv", "conv")
+    yield GoogleLayer("gn_root", f"{BACKBONE}stem.norm", "norm")
+    for stage, unit in _list_units(layout.units):
         path, own = f"block{stage + 1}/unit{unit + 1}", f"{BACKBONE}stages.{stage}.blocks.{unit}"
         for part in "123":
-            yield Layer(f"{path}/conv{part}", f"{own}.conv{part}", "conv")
-            yield Layer(f"{path}/gn{part}", f"{own}.norm{part}", "norm")
-        yield Layer(f"{path}/conv_proj", f"{own}.downsample.conv", "conv")
-        yield Layer(f"{path}/gn_proj", f"{own}.downsample.norm", "norm")
-    attention, norm, mlp = ("1", "2", "3") if shape.project == "vision_transformer" else ("0", "1", "0")
-    for index in range(shape.depth):
+            yield GoogleLayer(f"{path}/conv{part}", f"{own}.conv{part}", "conv")
+            yield GoogleLayer(f"{path}/gn{part}", f"{own}.norm{part}", "norm")
+        yield GoogleLayer(f"{path}/conv_proj", f"{own}.downsample.conv", "conv")
+        yield GoogleLayer(f"{path}/gn_proj", f"{own}.downsample.norm", "norm")
+    attention, norm, mlp = ("1", "2", "3") if layout.project == "vision_transformer" else ("0", "1", "0")
+    for index in range(layout.depth):
         path, own = f"Transformer/encoderblock_{index}", f"blocks.{index}"
-        yield Layer(f"{path}/LayerNorm_0", f"{own}.norm1", "norm")
-        yield from _attention(f"{path}/MultiHeadDotProductAttention_{attention}", f"{own}.attn")
-        yield Layer(f"{path}/LayerNorm_{norm}", f"{own}.norm2", "norm")
-        yield from _mlp(f"{path}/MlpBlock_{mlp}", f"{own}.mlp")
-    yield Layer("Transformer/encoder_norm", "norm", "norm")
-    yield Layer("MAPHead_0/probe", "attn_pool.latent", "whole")
-    yield from _attention("MAPHead_0/MultiHeadDotProductAttention_0", "attn_pool")
-    yield Layer("MAPHead_0/LayerNorm_0", "attn_pool.norm", "norm")
-    yield from _mlp("MAPHead_0/MlpBlock_0", "attn_pool.mlp")
-    yield from (Layer("pre_logits", "pre_logits.fc", "dense"), Layer("head", "head", "dense"))
+        yield GoogleLayer(f"{path}/LayerNorm_0", f"{own}.norm1", "norm")
+        yield from _list_attention_layers(f"{path}/MultiHeadDotProductAttention_{attention}", f"{own}.attn")
+        yield GoogleLayer(f"{path}/LayerNorm_{norm}", f"{own}.norm2", "norm")
+        yield from _list_mlp_layers(f"{path}/MlpBlock_{mlp}", f"{own}.mlp")
+    yield GoogleLayer("Transformer/encoder_norm", "norm", "norm")
+    yield GoogleLayer("MAPHead_0/probe", "attn_pool.latent", "whole")
+    yield from _list_attention_layers("MAPHead_0/MultiHeadDotProductAttention_0", "attn_pool")
+    yield GoogleLayer("MAPHead_0/LayerNorm_0", "attn_pool.norm", "norm")
+    yield from _list_mlp_layers("MAPHead_0/MlpBlock_0", "attn_pool.mlp")
+    yield from (GoogleLayer("pre_logits", "pre_logits.fc", "dense"), GoogleLayer("head", "head", "dense"))
 
 
-def _attention(path: str, own: str) -> Iterator[Layer]:
+def _list_attention_layers(path: str, own: str) -> Iterator[GoogleLayer]:
     for theirs, ours in (("query", "q"), ("key", "k"), ("value", "v")):
-        yield Layer(f"{path}/{theirs}", f"{own}.{ours}", "heads")
-    yield Layer(f"{path}/out", f"{own}.proj", "out")
+        yield GoogleLayer(f"{path}/{theirs}", f"{own}.{ours}", "heads")
+    yield GoogleLayer(f"{path}/out", f"{own}.proj", "out")
 
 
-def _mlp(path: str, own: str) -> Iterator[Layer]:
+def _list_mlp_layers(path: str, own: str) -> Iterator[GoogleLayer]:
     for index, ours in enumerate(("fc1", "fc2")):
-        yield Layer(f"{path}/Dense_{index}", f"{own}.{ours}", "dense")
+        yield GoogleLayer(f"{path}/Dense_{index}", f"{own}.{ours}", "dense")
 
 
-def _bit_layers(units: tuple[int, ...]) -> Iterator[Layer]:
+def _list_bit_layers(units: tuple[int, ...]) -> Iterator[GoogleLayer]:
     convolution, norm = "standardized_conv2d", "group_norm"
-    yield Layer(f"resnet/root_block/{convolution}", "stem.conv", "conv")
-    for stage, unit in _each_unit(units):
+    yield GoogleLayer(f"resnet/root_block/{convolution}", "stem.conv", "conv")
+    for stage, unit in _list_units(units):
         path, own = f"resnet/block{stage + 1}/unit{unit + 1:02d}", f"stages.{stage}.blocks.{unit}"
         for letter, part in zip("abc", "123", strict=True):
-            yield Layer(f"{path}/{letter}/{convolution}", f"{own}.conv{part}", "conv")
-            yield Layer(f"{path}/{letter}/{norm}", f"{own}.norm{part}", "gamma")
-        yield Layer(f"{path}/a/proj/{convolution}", f"{own}.downsample.conv", "conv")
-    yield Layer(f"resnet/{norm}", "norm", "gamma")
-    yield Layer("resnet/head/conv2d", "head.fc", "conv")
+            yield GoogleLayer(f"{path}/{letter}/{convolution}", f"{own}.conv{part}", "conv")
+            yield GoogleLayer(f"{path}/{letter}/{norm}", f"{own}.norm{part}", "gamma")
+        yield GoogleLayer(f"{path}/a/proj/{convolution}", f"{own}.downsample.conv", "conv")
+    yield GoogleLayer(f"resnet/{norm}", "norm", "gamma")
+    yield GoogleLayer("resnet/head/conv2d", "head.fc", "conv")
 
 
-def _each_unit(units: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+def _list_units(units: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     return ((stage, unit) for stage, count in enumerate(units) for unit in range(count))
 
 
-def arrays(shape: Shape) -> Iterator[tuple[str, str, Kind]]:
+def list_arrays(layout: GoogleLayout) -> Iterator[tuple[str, str, LayerKind]]:
     """Google's name, the model's own name and the kind of every array and tensor."""
-    for layer in layers(shape):
+    for layer in list_layers(layout):
         if layer.kind == "whole":
             yield layer.path, layer.own, layer.kind
         else:
-            for theirs, ours in LEAVES[layer.kind].items():
+            for theirs, ours in LEAF_NAMES[layer.kind].items():
                 yield f"{layer.path}/{theirs}", f"{layer.own}.{ours}", layer.kind
 
 
-def to_own(name: str, kind: Kind, array: Tensor) -> Tensor:
+def convert_from_google(name: str, kind: LayerKind, array: Tensor) -> Tensor:
     """Output first, heads joined, norms flat."""
     kernel, sides = name.endswith("/kernel"), tuple(array.shape)
     match kind:
@@ -151,7 +154,7 @@ def to_own(name: str, kind: Kind, array: Tensor) -> Tensor:
     raise ModelError(f"array {name!r} has the shape {sides}, which is none for it")
 
 
-def from_own(name: str, kind: Kind, tensor: Tensor, heads: int) -> Tensor:
+def convert_to_google(name: str, kind: LayerKind, tensor: Tensor, heads: int) -> Tensor:
     """The inverse of `to_own`."""
     kernel = name.endswith("/kernel")
     match kind:
@@ -166,10 +169,10 @@ def from_own(name: str, kind: Kind, tensor: Tensor, heads: int) -> Tensor:
     return tensor
 
 
-def image_model(names: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def select_image_model_arrays(names: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """The names of the image model's arrays, without the prefix of training code -> in full; sentences on the rest."""
     names = list(names)
-    prefix = next((p for p in PREFIXES if any(name.startswith(p) for name in names)), "")
+    prefix = next((p for p in TRAINING_PREFIXES if any(name.startswith(p) for name in names)), "")
     kept = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
     others = Counter(name.split("/")[0] for name in names if not name.startswith(prefix))
     rest = (f"{top}: {count} arrays left out, no part of the image model" for top, count in sorted(others.items()))
@@ -177,7 +180,7 @@ def image_model(names: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Renamed:
+class RenamedArrays:
     """The tensors under the model's own names, with what only their old names and shapes told."""
 
     tensors: dict[str, Tensor]
@@ -185,21 +188,23 @@ class Renamed:
     prefix_positions: bool
 
 
-def rename(found: Tensors, path: Path) -> Renamed:
+def rename_arrays(google_arrays: Tensors, path: Path) -> RenamedArrays:
     """The arrays of the image model as the model's own tensors."""
-    found = _unscanned(found, path)
-    shape = _shape(found)
-    table = {theirs: (own, kind) for theirs, own, kind in arrays(shape)}
-    if unknown := sorted(found.keys() - table.keys()):
+    google_arrays = _unstack_blocks(google_arrays, path)
+    shape = _infer_layout(google_arrays)
+    table = {theirs: (own, kind) for theirs, own, kind in list_arrays(shape)}
+    if unknown := sorted(google_arrays.keys() - table.keys()):
         raise ModelError(f"{path} has an array this model has no place for: {unknown[0]!r:.120}")
-    own = {table[name][0]: to_own(name, table[name][1], array) for name, array in found.items()}
-    heads = {array.shape[1] for name, array in found.items() if name.endswith("/query/kernel")}
+    own = {table[name][0]: convert_from_google(name, table[name][1], array) for name, array in google_arrays.items()}
+    heads = {array.shape[1] for name, array in google_arrays.items() if name.endswith("/query/kernel")}
     if len(heads) > 1:
         raise ModelError(f"{path} has blocks of {', '.join(map(str, sorted(heads)))} heads; a plain ViT has one number")
-    return Renamed(_fuse_pool(foreign.fuse_qkv(own)), next(iter(heads), None), POSITIONS in found)
+    return RenamedArrays(
+        _fuse_pool_kv(foreign_format.fuse_qkv(own)), next(iter(heads), None), POSITIONS in google_arrays
+    )
 
 
-def _shape(names: Iterable[str]) -> Shape:
+def _infer_layout(names: Iterable[str]) -> GoogleLayout:
     """The shape that the paths show; a number they do not reach in turn is found missing later."""
     names = list(names)
     blocks = [int(m[1]) for name in names if (m := re.match(r"Transformer/encoderblock_(\d{1,4})/", name))]
@@ -208,18 +213,18 @@ def _shape(names: Iterable[str]) -> Shape:
         if found := re.match(r"(?:resnet/)?block([1-4])/unit(\d{1,3})/", name):
             units[int(found[1])] = max(units.get(int(found[1]), 0), int(found[2]))
     counts = tuple(units.get(stage, 0) for stage in range(1, max(units, default=0) + 1))
-    project: Project = "big_vision"
+    project: GoogleProject = "big_vision"
     if any(name.startswith("resnet/") for name in names):
         project = "bit"
     elif any("/MlpBlock_3/" in name for name in names):
         project = "vision_transformer"
-    return Shape(project, 1 + max(blocks, default=-1), counts, BARE_POSITIONS in names)
+    return GoogleLayout(project, 1 + max(blocks, default=-1), counts, PATCH_POSITIONS in names)
 
 
-def _unscanned(found: Tensors, path: Path) -> dict[str, Tensor]:
+def _unstack_blocks(google_arrays: Tensors, path: Path) -> dict[str, Tensor]:
     """One array a block, where big_vision stored all blocks in one with a leading axis."""
     split: dict[str, Tensor] = {}
-    for name, array in found.items():
+    for name, array in google_arrays.items():
         if not name.startswith("Transformer/encoderblock/"):
             split[name] = array
             continue
@@ -230,7 +235,7 @@ def _unscanned(found: Tensors, path: Path) -> dict[str, Tensor]:
     return split
 
 
-def _fuse_pool(own: dict[str, Tensor]) -> dict[str, Tensor]:
+def _fuse_pool_kv(own: dict[str, Tensor]) -> dict[str, Tensor]:
     """The attention pool's keys and values in one."""
     for leaf in ("weight", "bias"):
         key, value = (own.pop(f"attn_pool.{part}.{leaf}", None) for part in "kv")
@@ -241,16 +246,24 @@ def _fuse_pool(own: dict[str, Tensor]) -> dict[str, Tensor]:
     return own
 
 
-def architecture(renamed: Renamed, path: Path) -> foreign.Read:
+def read_info(renamed: RenamedArrays, path: Path) -> foreign_format.ForeignModelInfo:
     """The function these arrays compute in the authors' code."""
     tensors = renamed.tensors
     if "stem.conv.weight" in tensors:
-        return _resnet(tensors, path)
-    size, assumptions = foreign.shape(tensors, path), []
-    count, prefix = foreign.tokens(tensors, "pos_embed", path), int("cls_token" in tensors)
-    stem = foreign.conv(tensors, BACKBONE, presets.HYBRID_NUMERICS, path) if foreign.STEM in tensors else None
+        return _read_resnet_info(tensors, path)
+    size, assumptions = foreign_format.infer_sizes(tensors, path), []
+    count, prefix = foreign_format.count_tokens(tensors, "pos_embed", path), int("cls_token" in tensors)
+    stem = (
+        foreign_format.infer_conv_config(tensors, BACKBONE, presets.HYBRID_NUMERICS, path)
+        if foreign_format.STEM_KERNEL in tensors
+        else None
+    )
     stride = size.patch * (stem.stride if stem else 1)
-    grid = foreign.square_grid(count - prefix * renamed.prefix_positions) if count else _default_grid(stride)
+    grid = (
+        foreign_format.find_square_grid(count - prefix * renamed.prefix_positions)
+        if count
+        else _get_default_grid(stride)
+    )
     if grid is None:
         raise ModelError(f"{path}: its {count} positions are no square grid{' and a class token' if prefix else ''}")
     if not count:
@@ -270,45 +283,49 @@ def architecture(renamed: Renamed, path: Path) -> foreign.Read:
         "positions": "learned-1d" if count else "sincos-2d",
         "prefix_positions": renamed.prefix_positions,
     }
-    return _with_view(from_json(ViTConfig, config), assumptions)
+    return _add_preprocess(from_json(ViTConfig, config), assumptions)
 
 
-def _default_grid(stride: int) -> tuple[int, int]:
+def _get_default_grid(stride: int) -> tuple[int, int]:
     side = max(1, DEFAULT_SIDE // stride)
     return side, side
 
 
-def _resnet(tensors: Tensors, path: Path) -> foreign.Read:
-    _, channels, _, _ = foreign.dimensions(tensors, "stem.conv.weight", 4, path)
-    classes = foreign.dimensions(tensors, "head.fc.weight", 4, path)[0] if "head.fc.weight" in tensors else 0
-    conv = foreign.conv(tensors, "", presets.BIT_NUMERICS, path)
+def _read_resnet_info(tensors: Tensors, path: Path) -> foreign_format.ForeignModelInfo:
+    _, channels, _, _ = foreign_format.get_dimensions(tensors, "stem.conv.weight", 4, path)
+    classes = foreign_format.get_dimensions(tensors, "head.fc.weight", 4, path)[0] if "head.fc.weight" in tensors else 0
+    conv = foreign_format.infer_conv_config(tensors, "", presets.BIT_NUMERICS, path)
     assumptions = ["image size: 224 x 224, a ResNet's file does not state it"]
-    return _with_view(BiTConfig(conv=conv, channels=channels, classes=classes), assumptions)
+    return _add_preprocess(BiTConfig(conv=conv, channels=channels, classes=classes), assumptions)
 
 
-def _with_view(config: Config, assumptions: list[str]) -> foreign.Read:
+def _add_preprocess(config: ModelConfig, assumptions: list[str]) -> foreign_format.ForeignModelInfo:
     """Google's evaluation of the time: pixels from -1 to 1, resized without keeping the shape."""
-    view = presets.preprocess("inception", config.image_size, config.channels)
+    view = presets.build_preprocess_config("inception", config.image_size, config.channels)
     view = dataclasses.replace(view, resize=config.image_size, interpolation="bilinear")
     assumptions.append("preprocessing: mean and std 0.5, resized to the input's size, as Google's code does")
-    return foreign.Read(config=config, preprocess=view, assumptions=tuple(assumptions))
+    return foreign_format.ForeignModelInfo(config=config, preprocess=view, assumptions=tuple(assumptions))
 
 
 def write(trained: Trained, path: Path) -> list[str]:
     """Write an .npz that Google's code reads; the notes say what that loses."""
     config, tensors, notes = trained.model.config, dict(trained.model.state_dict()), list[str]()
     if isinstance(trained.model, ViT) and _needs_table(trained.model.config):
-        config, tensors, notes = foreign.with_table(trained.model, prefix=trained.model.config.class_token)
-    shape = _shape_of(config)
-    table = {own: (theirs, kind) for theirs, own, kind in arrays(shape)}
-    tensors = _split_pool(dict(foreign.split_qkv(tensors)))
+        config, tensors, notes = foreign_format.convert_positions_to_table(
+            trained.model, prefix=trained.model.config.class_token
+        )
+    shape = _choose_layout(config)
+    table = {own: (theirs, kind) for theirs, own, kind in list_arrays(shape)}
+    tensors = _split_pool_kv(dict(foreign_format.split_qkv(tensors)))
     if unknown := sorted(tensors.keys() - table.keys()):
         raise ModelError(f"the google format cannot hold this model: it has no place for {unknown[0]!r}")
     heads = config.heads if isinstance(config, ViTConfig) else 0
-    stored = {table[own][0]: from_own(*table[own], tensor, heads).contiguous() for own, tensor in tensors.items()}
-    held = architecture(rename(stored, foreign.DRAFT), foreign.DRAFT).config
-    notes += foreign.check_held(FORMAT, config, held)
-    storage.write_npz(path, stored)
+    stored = {
+        table[own][0]: convert_to_google(*table[own], tensor, heads).contiguous() for own, tensor in tensors.items()
+    }
+    held = read_info(rename_arrays(stored, foreign_format.DRAFT_PATH), foreign_format.DRAFT_PATH).config
+    notes += foreign_format.check_round_trip(FORMAT, config, held)
+    tensor_files.write_npz(path, stored)
     lost = (
         "preprocessing, labels and origin"
         if isinstance(config, ViTConfig)
@@ -320,22 +337,22 @@ def write(trained: Trained, path: Path) -> list[str]:
 def _needs_table(config: ViTConfig) -> bool:
     """Whether positions must be stored as the table that vision_transformer has."""
     if config.positions == "sincos-2d":  # big_vision stores none, so its size must be the one a reader takes
-        return config.stem is not None or config.grid != _default_grid(config.stride)
+        return config.stem is not None or config.grid != _get_default_grid(config.stride)
     return config.positions in ("none", "learned-2d") or (config.stem is not None and not config.prefix_positions)
 
 
-def _shape_of(config: Config) -> Shape:
+def _choose_layout(config: ModelConfig) -> GoogleLayout:
     if isinstance(config, BiTConfig):
-        return Shape("bit", units=config.conv.units)
+        return GoogleLayout("bit", units=config.conv.units)
     if config.stem is not None:
         if config.pool == "map":
             raise ModelError("the google format cannot hold this model: it has no hybrid with attention pooling")
-        return Shape("vision_transformer", config.depth, config.stem.units)
+        return GoogleLayout("vision_transformer", config.depth, config.stem.units)
     bare = config.pool == "map" or config.positions == "sincos-2d" or not config.prefix_positions
-    return Shape("big_vision" if bare else "vision_transformer", config.depth, bare_positions=bare)
+    return GoogleLayout("big_vision" if bare else "vision_transformer", config.depth, patch_positions_only=bare)
 
 
-def _split_pool(own: dict[str, Tensor]) -> dict[str, Tensor]:
+def _split_pool_kv(own: dict[str, Tensor]) -> dict[str, Tensor]:
     for leaf in ("weight", "bias"):
         if (both := own.pop(f"attn_pool.kv.{leaf}", None)) is not None:
             own[f"attn_pool.k.{leaf}"], own[f"attn_pool.v.{leaf}"] = both.chunk(2)

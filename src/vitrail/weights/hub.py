@@ -17,28 +17,33 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from vitrail.errors import ModelError, UsageError
-from vitrail.weights import card
+from vitrail.weights import model_license
 
 if TYPE_CHECKING:
     from vitrail.weights.trained import Trained
 
-CONFIG = "config.json"
-BESIDE = (CONFIG, "preprocessor_config.json", "README.md")  # what goes with the weights, where it exists
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # the first that exists
-NATIVE = "model-vitrail.safetensors"
-SINGLE = (".safetensors", ".npz")  # a repository without config.json holds one such file
-PUSHED = {CONFIG, "preprocessor_config.json", "model.safetensors", NATIVE}  # a push replaces all of these
-_PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"
+CONFIG_FILE = "config.json"
+SIDE_FILES = (CONFIG_FILE, "preprocessor_config.json", "README.md")  # what goes with the weights, where it exists
+WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")  # the first that exists
+NATIVE_FILE = "model-vitrail.safetensors"
+SINGLE_FILE_SUFFIXES = (".safetensors", ".npz")  # a repository without config.json holds one such file
+PUSHED_FILES = {
+    CONFIG_FILE,
+    "preprocessor_config.json",
+    "model.safetensors",
+    NATIVE_FILE,
+}  # a push replaces all of these
+_NAME_PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"
 
 
-class Fetched(NamedTuple):
+class HubModel(NamedTuple):
     """A model of the Hub on this machine."""
 
     path: Path
     """The snapshot folder with config.json and weights, or the one file of a repository that has no config.json."""
     name: str
     """hf:ORG/NAME@COMMIT, the commit in full."""
-    licence: str | None
+    license: str | None
 
 
 def is_remote(model: str) -> bool:
@@ -46,12 +51,12 @@ def is_remote(model: str) -> bool:
     return model.startswith(("hf:", "timm:"))
 
 
-def parse(model: str) -> tuple[str, str | None]:
+def parse_model_name(model: str) -> tuple[str, str | None]:
     """ORG/NAME and the revision, where one is given; a name that the Hub cannot have is refused."""
     scheme, _, rest = model.partition(":")
     name, at, revision = rest.partition("@")
     repo = f"timm/{name}" if scheme == "timm" else name
-    legal = re.fullmatch(f"{_PART}/{_PART}", repo, re.ASCII) and len(repo) <= 96
+    legal = re.fullmatch(f"{_NAME_PART}/{_NAME_PART}", repo, re.ASCII) and len(repo) <= 96
     if not legal or "--" in repo or ".." in repo or repo.endswith(".git"):
         raise UsageError(f"{model!r:.200} is no name on the Hub: write hf:ORG/NAME[@REVISION] or timm:NAME")
     if at and (not re.fullmatch(r"\w(?:[\w./-]{0,250}\w)?", revision, re.ASCII) or re.search(r"\.\.|//", revision)):
@@ -61,27 +66,27 @@ def parse(model: str) -> tuple[str, str | None]:
     return repo, revision or None
 
 
-def fetch(model: str) -> Fetched:
+def download_model(model: str) -> HubModel:
     """The files of a model on the Hub, from the cache where the Hub cannot be reached."""
-    repo, revision = parse(model)
-    require()
-    with _explained(repo, revision):
-        folder = _snapshot(repo, revision)
+    repo, revision = parse_model_name(model)
+    require_huggingface_hub()
+    with _translate_hub_errors(repo, revision):
+        folder = _download_snapshot(repo, revision)
     names = [entry.name for entry in folder.iterdir() if entry.is_file()]
-    chosen = choose(names, f"hf:{repo}")
-    path = folder if CONFIG in chosen else folder / chosen[-1]
-    return Fetched(path=path, name=f"hf:{repo}@{folder.name}", licence=card.licence(folder))
+    chosen = choose_model_files(names, f"hf:{repo}")
+    path = folder if CONFIG_FILE in chosen else folder / chosen[-1]
+    return HubModel(path=path, name=f"hf:{repo}@{folder.name}", license=model_license.read_license(folder))
 
 
-def credit(trained: "Trained", fetched: Fetched) -> "Trained":
+def add_hub_origin(trained: "Trained", hub_model: HubModel) -> "Trained":
     """`trained`, read from `fetched`, with the pinned name and the licence in its origin.
 
     A native file keeps the origin it states, and the name is added to it.
     """
     origin = trained.origin
-    unnamed = origin.name == fetched.path.resolve().name  # the cache's own name for a file or folder
-    name = fetched.name if unnamed else f"{origin.name}, from {fetched.name}"
-    origin = dataclasses.replace(origin, name=name, licence=origin.licence or fetched.licence)
+    unnamed = origin.name == hub_model.path.resolve().name  # the cache's own name for a file or folder
+    name = hub_model.name if unnamed else f"{origin.name}, from {hub_model.name}"
+    origin = dataclasses.replace(origin, name=name, license=origin.license or hub_model.license)
     return dataclasses.replace(trained, origin=origin)
 
 
@@ -91,19 +96,19 @@ def push(folder: Path, target: str, *, private: bool = False) -> str:
     Files of an earlier push that `folder` no longer has are removed, or they would be read as this model.
     """
     repo = parse_target(target)
-    require()
+    require_huggingface_hub()
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     files = sorted(path for path in folder.iterdir() if path.is_file())
-    with _explained(repo, None, writing=True):
+    with _translate_hub_errors(repo, None, writing=True):
         api = HfApi()
         api.create_repo(repo, private=private or None, exist_ok=True)  # None: the organisation's own default
         found = api.model_info(repo)
         if private and not found.private:
             raise UsageError(
-                f"{repo} exists and is public: make it private at {_page(repo)}/settings, or leave out --private"
+                f"{repo} exists and is public: make it private at {_get_page_url(repo)}/settings, or leave out --private"
             )
-        stale = {entry.rfilename for entry in found.siblings or ()} & PUSHED - {path.name for path in files}
+        stale = {entry.rfilename for entry in found.siblings or ()} & PUSHED_FILES - {path.name for path in files}
         commit = api.create_commit(
             repo,
             operations=[
@@ -119,10 +124,10 @@ def parse_target(target: str) -> str:
     """ORG/NAME of a repository to write to."""
     if not target.startswith("hf:") or "@" in target:
         raise UsageError(f"{target!r:.200} is no place to push to: write hf:ORG/NAME, without a revision")
-    return parse(target)[0]
+    return parse_model_name(target)[0]
 
 
-def require() -> ModuleType:
+def require_huggingface_hub() -> ModuleType:
     """huggingface_hub, or the line that installs it."""
     try:
         import huggingface_hub
@@ -131,55 +136,61 @@ def require() -> ModuleType:
     return huggingface_hub
 
 
-def _snapshot(repo: str, revision: str | None) -> Path:
+def _download_snapshot(repo: str, revision: str | None) -> Path:
     """The folder of the cache that holds the model's files at one commit, which is its name."""
     from huggingface_hub import HfApi, snapshot_download
 
     try:
         found = HfApi().model_info(repo, revision=revision)
-    except _failures() as error:
-        cached = _cached(repo, revision) if _is_unreachable(error) else None
+    except _get_hub_errors() as error:
+        cached = _find_cached_snapshot(repo, revision) if _is_unreachable(error) else None
         if cached is None:
             raise
         return cached
-    chosen = choose([entry.rfilename for entry in found.siblings or ()], f"hf:{repo}")
+    chosen = choose_model_files([entry.rfilename for entry in found.siblings or ()], f"hf:{repo}")
     # By branch and not by commit, so that the cache learns which commit the branch is at and knows it offline.
     return Path(snapshot_download(repo, revision=revision, allow_patterns=[glob.escape(name) for name in chosen]))
 
 
-def _cached(repo: str, revision: str | None) -> Path | None:
+def _find_cached_snapshot(repo: str, revision: str | None) -> Path | None:
     """The snapshot folder, if the cache has the whole model."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     with contextlib.suppress(LocalEntryNotFoundError, ModelError):
-        folder = Path(snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=list(BESIDE)))
-        choose([entry.name for entry in folder.iterdir() if entry.is_file()], repo)
+        folder = Path(
+            snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=list(SIDE_FILES))
+        )
+        choose_model_files([entry.name for entry in folder.iterdir() if entry.is_file()], repo)
         return folder
     return None
 
 
-def choose(names: Collection[str], repo: str) -> list[str]:
+def choose_model_files(names: Collection[str], repo: str) -> list[str]:
     """The files of a repository that make up its model, the weights last."""
-    beside = [name for name in BESIDE if name in names]
-    if NATIVE in names:  # what we pushed: the native file loses nothing, transformers' folder beside it does
-        return [name for name in beside if name == "README.md"] + [NATIVE]
-    if CONFIG in names:
-        weights = [name for name in WEIGHTS if name in names][:1]
+    beside = [name for name in SIDE_FILES if name in names]
+    if NATIVE_FILE in names:  # what we pushed: the native file loses nothing, transformers' folder beside it does
+        return [name for name in beside if name == "README.md"] + [NATIVE_FILE]
+    if CONFIG_FILE in names:
+        weights = [name for name in WEIGHTS_FILES if name in names][:1]
         if not weights:
-            raise ModelError(f"{repo} has a {CONFIG} but neither {' nor '.join(WEIGHTS)}, so no weights that are read")
+            raise ModelError(
+                f"{repo} has a {CONFIG_FILE} but neither {' nor '.join(WEIGHTS_FILES)}, so no weights that are read"
+            )
         return beside + weights
-    single = sorted(name for name in names if name.endswith(SINGLE) and "/" not in name and "\\" not in name)
+    single = sorted(
+        name for name in names if name.endswith(SINGLE_FILE_SUFFIXES) and "/" not in name and "\\" not in name
+    )
     if len(single) != 1:
         held = f"{len(single)} weights files ({', '.join(single[:3])})" if single else "no weights file"
         raise ModelError(
-            f"{repo} has no {CONFIG} and {held}; one {' or '.join(SINGLE)} is read: give the file that is meant,"
+            f"{repo} has no {CONFIG_FILE} and {held}; one {' or '.join(SINGLE_FILE_SUFFIXES)} is read: give the file that is meant,"
             " fetched with `hf download` where it is on the Hub"
         )
     return [name for name in beside if name == "README.md"] + single
 
 
-def _failures() -> tuple[type[Exception], ...]:
+def _get_hub_errors() -> tuple[type[Exception], ...]:
     """What huggingface_hub raises when the Hub refuses or cannot be reached.
 
     A failed connection is an error of the HTTP library beneath, which changed with its releases: its base is named here
@@ -191,28 +202,28 @@ def _failures() -> tuple[type[Exception], ...]:
     return *beneath, ConnectionError, LocalEntryNotFoundError, LocalTokenNotFoundError
 
 
-def _status(error: Exception) -> int | None:
+def _get_http_status(error: Exception) -> int | None:
     """The Hub's HTTP status, where it answered."""
     return getattr(getattr(error, "response", None), "status_code", None)
 
 
 def _is_unreachable(error: Exception) -> bool:
-    status = _status(error)
+    status = _get_http_status(error)
     return status is None or status == 429 or status >= 500
 
 
 @contextlib.contextmanager
-def _explained(repo: str, revision: str | None, *, writing: bool = False) -> Iterator[None]:
+def _translate_hub_errors(repo: str, revision: str | None, *, writing: bool = False) -> Iterator[None]:
     """A block whose failures at the Hub become one line that says what to do."""
     try:
-        with _bars():
+        with _hide_progress_bars():
             yield
-    except _failures() as error:
-        raise UsageError(_explanation(error, repo, revision, writing=writing)) from error
+    except _get_hub_errors() as error:
+        raise UsageError(_explain_failure(error, repo, revision, writing=writing)) from error
 
 
 @contextlib.contextmanager
-def _bars() -> Iterator[None]:
+def _hide_progress_bars() -> Iterator[None]:
     """A block in which huggingface_hub draws its progress bars on a terminal only."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
@@ -226,7 +237,7 @@ def _bars() -> Iterator[None]:
         enable_progress_bars()
 
 
-def _explanation(error: Exception, repo: str, revision: str | None, *, writing: bool) -> str:
+def _explain_failure(error: Exception, repo: str, revision: str | None, *, writing: bool) -> str:
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalTokenNotFoundError,
@@ -235,48 +246,48 @@ def _explanation(error: Exception, repo: str, revision: str | None, *, writing: 
     )
 
     if isinstance(error, RevisionNotFoundError):
-        return f"{repo} has no revision {revision!r}: {_page(repo)}/commits lists them"
+        return f"{repo} has no revision {revision!r}: {_get_page_url(repo)}/commits lists them"
     if isinstance(error, GatedRepoError):
-        return f"{repo} is gated: ask for access at {_page(repo)}, then `hf auth login`"
-    if (writing and _status(error) in (401, 403)) or isinstance(error, LocalTokenNotFoundError):
+        return f"{repo} is gated: ask for access at {_get_page_url(repo)}, then `hf auth login`"
+    if (writing and _get_http_status(error) in (401, 403)) or isinstance(error, LocalTokenNotFoundError):
         return f"the Hub does not let you write to {repo}: `hf auth login` with a token that may"
-    if isinstance(error, RepositoryNotFoundError) or _status(error) in (401, 403, 404):
-        return f"the Hub has no model {repo}, or it is private: check {_page(repo)}; `hf auth login` if it is yours"
-    reason = _reason(error)
+    if isinstance(error, RepositoryNotFoundError) or _get_http_status(error) in (401, 403, 404):
+        return f"the Hub has no model {repo}, or it is private: check {_get_page_url(repo)}; `hf auth login` if it is yours"
+    reason = _summarize_error(error)
     if writing or not _is_unreachable(error):
         return f"the Hub did not take the request for {repo} ({reason}): try again later"
     wanted = repo if revision is None else f"{repo} at {revision}"
     return (
-        f"the Hub cannot be reached ({reason}), and its cache {_cache()} does not hold {wanted}: connect and try again,"
+        f"the Hub cannot be reached ({reason}), and its cache {_get_cache_folder()} does not hold {wanted}: connect and try again,"
         f" or on another machine `pip install huggingface_hub` and `hf download {repo} --local-dir FOLDER`, then give"
         " that folder"
     )
 
 
-def _reason(error: Exception) -> str:
+def _summarize_error(error: Exception) -> str:
     """A few words on one line."""
     from huggingface_hub.errors import OfflineModeIsEnabled
 
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set"
-    status = _status(error)
+    status = _get_http_status(error)
     if status is not None:
         return f"it answered {status}"
     return f"{type(error).__name__}: {' '.join(str(error).split()):.120}"
 
 
-def _page(repo: str) -> str:
+def _get_page_url(repo: str) -> str:
     """The repository's web address."""
-    return f"{_constants().ENDPOINT}/{repo}"
+    return f"{_import_hub_constants().ENDPOINT}/{repo}"
 
 
-def _cache() -> str:
+def _get_cache_folder() -> str:
     """Where the Hub's own tools keep what they fetched."""
-    return str(_constants().HF_HUB_CACHE)
+    return str(_import_hub_constants().HF_HUB_CACHE)
 
 
-def _constants() -> ModuleType:
-    require()
+def _import_hub_constants() -> ModuleType:
+    require_huggingface_hub()
     return importlib.import_module("huggingface_hub.constants")  # which nothing else may have imported yet
 
 
@@ -285,7 +296,7 @@ def list_cached() -> list[str]:
     if importlib.util.find_spec("huggingface_hub") is None:
         return []
     names = []
-    for folder in sorted(Path(_cache()).glob("models--*--*")):
+    for folder in sorted(Path(_get_cache_folder()).glob("models--*--*")):
         _, owner, name = folder.name.split("--", 2)
         if any(path.suffix in (".safetensors", ".npz", ".bin") for path in folder.glob("snapshots/*/*")):
             names.append(f"timm:{name}" if owner == "timm" else f"hf:{owner}/{name}")
@@ -298,5 +309,7 @@ def suggest_name(model: str) -> str:
         r"(?:vit|deit|deit3|beit|beitv2|eva|eva02|mobile|resnetv2|flexivit)\w*_\w+(?:\.\w+)?", model, re.ASCII
     ):
         return f"timm:{model}"
-    legal = re.fullmatch(f"{_PART}/{_PART}", model, re.ASCII) and not model.endswith((".safetensors", ".npz", ".pth"))
+    legal = re.fullmatch(f"{_NAME_PART}/{_NAME_PART}", model, re.ASCII) and not model.endswith(
+        (".safetensors", ".npz", ".pth")
+    )
     return f"hf:{model}" if legal else ""

@@ -14,16 +14,16 @@ class ImageNetClass(NamedTuple):
 
 
 @functools.cache
-def imagenet1k() -> tuple[ImageNetClass, ...]:
+def load_imagenet1k_classes() -> tuple[ImageNetClass, ...]:
     """The 1,000 ImageNet classes in the order of every published head."""
     text = importlib.resources.files("vitrail.weights").joinpath("imagenet1k.tsv").read_text(encoding="utf-8")
     return tuple(ImageNetClass(*line.split("\t")) for line in text.splitlines())
 
 
-def named(source: str) -> tuple[str, ...]:
+def read_labels(source: str) -> tuple[str, ...]:
     """`imagenet1k`, or the lines of a text file."""
     if source == "imagenet1k":
-        return tuple(entry.name for entry in imagenet1k())
+        return tuple(entry.name for entry in load_imagenet1k_classes())
     path = Path(source)
     if not path.is_file():
         raise UsageError(f"labels {source!r} are neither 'imagenet1k' nor a text file with a name on each line")

@@ -12,76 +12,87 @@ from typing import Any
 
 from torch import Tensor
 
-from vitrail.config import Preprocess, ViTConfig, from_json
+from vitrail.config import PreprocessConfig, ViTConfig, from_json
 from vitrail.errors import ModelError, UsageError
-from vitrail.model.build import Config, Model
+from vitrail.model.build import Model, ModelConfig
 from vitrail.model.vit import ViT
-from vitrail.weights import foreign, storage, timm_resnet
-from vitrail.weights.labels import named
+from vitrail.weights import foreign_format, tensor_files, timm_resnet
+from vitrail.weights.labels import read_labels
 from vitrail.weights.trained import Tensors, Trained
 
 FORMAT = "timm"
-TANH_GELU = re.compile(  # the architectures that timm itself builds with act_layer="gelu_tanh"
+TANH_GELU_NAMES = re.compile(  # the architectures that timm itself builds with act_layer="gelu_tanh"
     r"vit_(base_patch32_siglip|large_patch16_siglip_(gap_)?512|so400m_patch16_siglip|giantopt_patch16_siglip)"
 )
-HEADS = {  # architectures of timm whose heads neither the published sizes nor width / 64 tell
+KNOWN_HEADS = {  # architectures of timm whose heads neither the published sizes nor width / 64 tell
     r"vit_giantopt_patch16_siglip": 16,
     r"vit_base_patch16_gap_224": 16,
     r"test_vit2?$": 2,
     r"test_vit[34]$": 3,
 }
-INTERPOLATION = {"box": "area"}  # all others have one name
+INTERPOLATION_NAMES = {"box": "area"}  # all others have one name
 _KNOWN_ARGUMENTS = {
     "img_size", "patch_size", "in_chans", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias",
     "init_values", "class_token", "no_embed_class", "reg_tokens", "global_pool", "fc_norm", "act_layer", "pos_embed",
     "dynamic_img_size", "drop_rate", "drop_path_rate", "weight_init",
 }  # fmt: skip
-STEMS = {  # units of a hybrid's stem -> the architecture that timm builds with it
+STEM_ARCHITECTURES = {  # units of a hybrid's stem -> the architecture that timm builds with it
     (): "vit_tiny_r_s16_p8_224",
     (2, 2, 2, 2): "vit_small_r26_s32_224",
     (3, 4, 9): "vit_base_r50_s16_224",
     (3, 4, 6, 3): "vit_large_r50_s32_224",
 }
-_OURS, _BARE_STEM = "patch_embed.backbone.stem.", "patch_embed.backbone."  # a stem without stages is not called stem
+_OWN_STEM, _BARE_STEM = (
+    "patch_embed.backbone.stem.",
+    "patch_embed.backbone.",
+)  # a stem without stages is not called stem
 
 
-def recognises(tensors: Tensors) -> bool:
+def can_read(tensors: Tensors) -> bool:
     """Whether these are timm's tensor names."""
     vit = "patch_embed.proj.weight" in tensors and "blocks.0.norm1.weight" in tensors
-    return vit or timm_resnet.recognises(tensors)
+    return vit or timm_resnet.is_bit_resnet(tensors)
 
 
-def rename(tensors: Tensors) -> dict[str, Tensor]:
+def rename_tensors(tensors: Tensors) -> dict[str, Tensor]:
     """The tensors under the model's own names."""
-    bare = {f"{_BARE_STEM}{part}": f"{_OURS}{part}" for part in ("conv.weight", "norm.weight", "norm.bias")}
+    bare = {f"{_BARE_STEM}{part}": f"{_OWN_STEM}{part}" for part in ("conv.weight", "norm.weight", "norm.bias")}
     if both := [name for name, own in bare.items() if name in tensors and own in tensors]:
         raise ModelError(f"the file has two tensors for {bare[both[0]]!r}, one of them {both[0]!r}")
     return {bare.get(name, name): tensor for name, tensor in tensors.items()}
 
 
-def architecture(tensors: Tensors, settings: dict[str, Any] | None, path: Path) -> foreign.Read:
+def infer_architecture(
+    tensors: Tensors, settings: dict[str, Any] | None, path: Path
+) -> foreign_format.ForeignModelInfo:
     """The function these weights compute; `settings` is config.json where there is one."""
-    if timm_resnet.recognises(tensors):
-        return timm_resnet.architecture(tensors, settings, path)
-    size, assumptions = foreign.shape(tensors, path), []
-    stem = foreign.conv(tensors, _BARE_STEM, timm_resnet.NUMERICS, path) if foreign.STEM in tensors else None
+    if timm_resnet.is_bit_resnet(tensors):
+        return timm_resnet.infer_resnet_architecture(tensors, settings, path)
+    size, assumptions = foreign_format.infer_sizes(tensors, path), []
+    stem = (
+        foreign_format.infer_conv_config(tensors, _BARE_STEM, timm_resnet.NUMERICS, path)
+        if foreign_format.STEM_KERNEL in tensors
+        else None
+    )
     stride = size.patch * (stem.stride if stem else 1)
-    arguments = storage.section(settings or {}, "model_args", path)
+    arguments = tensor_files.get_section(settings or {}, "model_args", path)
     name = str((settings or {}).get("architecture", ""))
-    _refuse_unknown(name, arguments, path)
+    _check_architecture_name(name, arguments, path)
     units = None if stem is None else stem.units
-    if name and _named_units(name) != units:
-        raise ModelError(f"{path} is damaged: {name} has the stem {_named_units(name)}, the tensors {units}")
-    heads = arguments.get("num_heads") or next((n for pattern, n in HEADS.items() if re.match(pattern, name)), None)
+    if name and _parse_stem_units(name) != units:
+        raise ModelError(f"{path} is damaged: {name} has the stem {_parse_stem_units(name)}, the tensors {units}")
+    heads = arguments.get("num_heads") or next(
+        (n for pattern, n in KNOWN_HEADS.items() if re.match(pattern, name)), None
+    )
     if heads is None:
-        heads, sentence = foreign.guess_heads(size.width, size.depth)
+        heads, sentence = foreign_format.guess_heads(size.width, size.depth)
         assumptions.append(sentence)
     if settings is None:
         assumptions.append("GELU: the erf form, timm's default")
-    registers = foreign.tokens(tensors, "reg_token", path)
+    registers = foreign_format.count_tokens(tensors, "reg_token", path)
     prefix = ("cls_token" in tensors) + ("dist_token" in tensors) + registers
-    stated = _stated_grid(settings or {}, stride, path)
-    grid, prefix_positions = _grid(foreign.tokens(tensors, "pos_embed", path), prefix, stated, path)
+    stated = _parse_stated_grid(settings or {}, stride, path)
+    grid, prefix_positions = _infer_grid(foreign_format.count_tokens(tensors, "pos_embed", path), prefix, stated, path)
     if stated not in (None, grid):
         assumptions.append(f"image size: from the {grid[0]} x {grid[1]} positions, config.json states another")
     stated_pool = arguments.get("global_pool") or (settings or {}).get("global_pool")
@@ -93,21 +104,21 @@ def architecture(tensors: Tensors, settings: dict[str, Any] | None, path: Path) 
         "distillation_token": "dist_token" in tensors,
         "distillation_head": "head_dist.weight" in tensors,
         "registers": registers,
-        "pool": _pool(tensors, stated_pool, path),
+        "pool": _infer_pool(tensors, stated_pool, path),
         "hidden_head": "pre_logits.fc.weight" in tensors,
         "positions": "learned-1d" if "pos_embed" in tensors else "none",
         "prefix_positions": prefix_positions,
         "resample": "bicubic-antialias",
         "qkv_bias": "blocks.0.attn.qkv.bias" in tensors,
         "layer_scale": "blocks.0.ls1.gamma" in tensors,
-        "gelu": _gelu(arguments.get("act_layer"), name, path),
+        "gelu": _parse_gelu(arguments.get("act_layer"), name, path),
     }
     found = from_json(ViTConfig, config)
-    _check_stated(found, {"num_classes": (settings or {}).get("num_classes")} | arguments, path)
-    return foreign.Read(config=found, assumptions=tuple(assumptions))
+    _check_stated_config(found, {"num_classes": (settings or {}).get("num_classes")} | arguments, path)
+    return foreign_format.ForeignModelInfo(config=found, assumptions=tuple(assumptions))
 
 
-def _check_stated(config: ViTConfig, stated: dict[str, Any], path: Path) -> None:
+def _check_stated_config(config: ViTConfig, stated: dict[str, Any], path: Path) -> None:
     """Refuse a config.json that says other than the tensors do: one of them is damaged."""
     shown = {
         "num_classes": config.classes,
@@ -127,13 +138,13 @@ def _check_stated(config: ViTConfig, stated: dict[str, Any], path: Path) -> None
             )
 
 
-def _named_units(name: str) -> tuple[int, ...] | None:
+def _parse_stem_units(name: str) -> tuple[int, ...] | None:
     """The units of the stem that an architecture's name speaks of; None for a plain ViT."""
     found = re.search(r"_r(?:26|50)?_s(?:16|32)", name)
-    return next((units for units, known in STEMS.items() if found and found[0] in known), None)
+    return next((units for units, known in STEM_ARCHITECTURES.items() if found and found[0] in known), None)
 
 
-def _refuse_unknown(name: str, arguments: dict[str, Any], path: Path) -> None:
+def _check_architecture_name(name: str, arguments: dict[str, Any], path: Path) -> None:
     if unknown := sorted(arguments.keys() - _KNOWN_ARGUMENTS):
         raise ModelError(f"{path} was built with {unknown[0]}={arguments[unknown[0]]!r}, which no plain ViT has")
     for part, what in {"quickgelu": "QuickGELU", "_rpn_": "post-normalised blocks"}.items():
@@ -141,8 +152,8 @@ def _refuse_unknown(name: str, arguments: dict[str, Any], path: Path) -> None:
             raise ModelError(f"{path} is {name} with {what}, which no plain ViT has")
 
 
-def _gelu(activation: object, name: str, path: Path) -> str:
-    match activation or ("gelu_tanh" if TANH_GELU.match(name) else "gelu"):
+def _parse_gelu(activation: object, name: str, path: Path) -> str:
+    match activation or ("gelu_tanh" if TANH_GELU_NAMES.match(name) else "gelu"):
         case "gelu":
             return "erf"
         case "gelu_tanh":
@@ -150,7 +161,7 @@ def _gelu(activation: object, name: str, path: Path) -> str:
     raise ModelError(f"{path} uses the activation {activation!r}; a plain ViT has 'gelu' or 'gelu_tanh'")
 
 
-def _pool(tensors: Tensors, stated: object, path: Path) -> str:
+def _infer_pool(tensors: Tensors, stated: object, path: Path) -> str:
     shown = "map" if "attn_pool.latent" in tensors else "avg" if "fc_norm.weight" in tensors else None
     pool = stated or shown or ("token" if "cls_token" in tensors else "avg")
     if pool not in ("token", "avg", "map") or shown not in (None, pool) or (pool == "map" and not shown):
@@ -158,7 +169,7 @@ def _pool(tensors: Tensors, stated: object, path: Path) -> str:
     return {"token": "class", "map": "map", "avg": "mean-norm" if shown else "norm-mean"}[str(pool)]
 
 
-def _grid(count: int, prefix: int, stated: tuple[int, int] | None, path: Path) -> tuple[tuple[int, int], bool]:
+def _infer_grid(count: int, prefix: int, stated: tuple[int, int] | None, path: Path) -> tuple[tuple[int, int], bool]:
     """The grid that `count` positions belong to, and whether the prefix tokens have some of them."""
     if not count:
         if stated is None:
@@ -168,17 +179,17 @@ def _grid(count: int, prefix: int, stated: tuple[int, int] | None, path: Path) -
         if stated is not None and count - prefix * positioned == stated[0] * stated[1]:
             return stated, positioned
     for positioned in (True, False):
-        if grid := foreign.square_grid(count - prefix * positioned):
+        if grid := foreign_format.find_square_grid(count - prefix * positioned):
             return grid, positioned
     where = f"a grid of {stated[0]} x {stated[1]}" if stated else "a square grid"
     raise ModelError(f"{path}: its {count} positions fit {where} neither with nor without {prefix} prefix tokens")
 
 
-def _stated_grid(settings: dict[str, Any], stride: int, path: Path) -> tuple[int, int] | None:
+def _parse_stated_grid(settings: dict[str, Any], stride: int, path: Path) -> tuple[int, int] | None:
     """The grid of the image size in config.json."""
-    stated: Any = storage.section(settings, "model_args", path).get("img_size")
+    stated: Any = tensor_files.get_section(settings, "model_args", path).get("img_size")
     if stated is None:
-        stated = storage.section(settings, "pretrained_cfg", path).get("input_size")
+        stated = tensor_files.get_section(settings, "pretrained_cfg", path).get("input_size")
         stated = stated[1:] if isinstance(stated, list) else None
     found = [stated, stated] if isinstance(stated, int) else stated
     if isinstance(found, list) and len(found) == 2 and all(type(side) is int and side >= stride for side in found):
@@ -186,28 +197,28 @@ def _stated_grid(settings: dict[str, Any], stride: int, path: Path) -> tuple[int
     return None
 
 
-def read(tensors: Tensors, settings: dict[str, Any] | None, path: Path) -> foreign.Read:
+def read_info(tensors: Tensors, settings: dict[str, Any] | None, path: Path) -> foreign_format.ForeignModelInfo:
     """Everything a timm folder or bare state dict says."""
-    found = architecture(tensors, settings, path)
+    found = infer_architecture(tensors, settings, path)
     if settings is None:
         unknown = "preprocessing: unknown, the file does not state it"
         return dataclasses.replace(found, assumptions=(*found.assumptions, unknown))
-    pretrained = storage.section(settings, "pretrained_cfg", path)
-    preprocess, sentences = preprocessing(pretrained)
+    pretrained = tensor_files.get_section(settings, "pretrained_cfg", path)
+    preprocess, sentences = parse_preprocess_config(pretrained)
     licence = pretrained.get("license")
-    labels = labels_of(settings, pretrained, found.config.classes)
+    labels = parse_labels(settings, pretrained, found.config.classes)
     if labels is None and settings.get("label_names"):
         sentences.append("labels: unnamed, label_names in config.json is no list with a name for every class")
     return dataclasses.replace(
         found,
         preprocess=preprocess,
         labels=labels,
-        licence=licence if isinstance(licence, str) else None,
+        license=licence if isinstance(licence, str) else None,
         assumptions=(*found.assumptions, *sentences),
     )
 
 
-def preprocessing(pretrained: dict[str, Any]) -> tuple[Preprocess | None, list[str]]:
+def parse_preprocess_config(pretrained: dict[str, Any]) -> tuple[PreprocessConfig | None, list[str]]:
     """The preprocessing, or why it is unknown."""
     try:
         height, width = pretrained["input_size"][1:]
@@ -216,49 +227,52 @@ def preprocessing(pretrained: dict[str, Any]) -> tuple[Preprocess | None, list[s
             raise UsageError(f"crop_mode {mode!r} for {height} x {width}")
         scaled = (math.floor(height / fraction), math.floor(width / fraction))
         fields = {name: pretrained[name] for name in ("interpolation", "mean", "std")}
-        fields["interpolation"] = INTERPOLATION.get(fields["interpolation"], fields["interpolation"])
+        fields["interpolation"] = INTERPOLATION_NAMES.get(fields["interpolation"], fields["interpolation"])
         fields |= {"size": (height, width), "resize": scaled[:1] if mode == "center" else scaled}
-        return from_json(Preprocess, fields), []
+        return from_json(PreprocessConfig, fields), []
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         return None, [f"preprocessing: unknown, config.json does not state it in full ({error})"]
 
 
-def labels_of(settings: dict[str, Any], pretrained: dict[str, Any], classes: int) -> tuple[str, ...] | None:
+def parse_labels(settings: dict[str, Any], pretrained: dict[str, Any], classes: int) -> tuple[str, ...] | None:
     stated = settings.get("label_names") or pretrained.get("label_names")
     if isinstance(stated, list) and len(stated) == classes and all(isinstance(label, str) for label in stated):
         return tuple(stated)
     tag = str(pretrained.get("tag") or "")
     if classes == 1000 and re.search(r"(^|_)in1k$", tag):  # "augreg_in21k_ft_in1k": the head is ImageNet's
-        return named("imagenet1k")
+        return read_labels("imagenet1k")
     return None
 
 
 def write(trained: Trained, path: Path) -> list[str]:
     """Write a folder, or where `path` names a file the bare state dict; the notes say what that loses."""
-    config, tensors, notes = _expressed(trained.model)
-    bare = path.suffix in storage.SUFFIXES
-    settings = None if bare else _settings(config, trained)
-    notes += foreign.check_held(
-        "bare timm" if bare else FORMAT, config, architecture(tensors, settings, foreign.DRAFT).config
+    config, tensors, notes = _convert_for_timm(trained.model)
+    bare = path.suffix in tensor_files.SUFFIXES
+    settings = None if bare else _build_config_json(config, trained)
+    notes += foreign_format.check_round_trip(
+        "bare timm" if bare else FORMAT, config, infer_architecture(tensors, settings, foreign_format.DRAFT_PATH).config
     )
     if isinstance(config, ViTConfig) and config.stem is not None and not config.stem.units:
-        tensors = {name.replace(_OURS, _BARE_STEM): tensor for name, tensor in tensors.items()}
+        tensors = {name.replace(_OWN_STEM, _BARE_STEM): tensor for name, tensor in tensors.items()}
     if settings is None:
-        storage.write(path, tensors, {})
+        tensor_files.write_tensors(path, tensors, {})
         return [*notes, "a bare state dict has no place for preprocessing, labels and origin: they were left out"]
     path.mkdir()
-    storage.write_json(path / "config.json", settings)
-    storage.write(path / "model.safetensors", tensors, {})
-    if trained.preprocess is not None and (held := preprocessing(settings["pretrained_cfg"])[0]) != trained.preprocess:
-        names = [field.name for field in dataclasses.fields(Preprocess)]
+    tensor_files.write_json(path / "config.json", settings)
+    tensor_files.write_tensors(path / "model.safetensors", tensors, {})
+    if (
+        trained.preprocess is not None
+        and (held := parse_preprocess_config(settings["pretrained_cfg"])[0]) != trained.preprocess
+    ):
+        names = [field.name for field in dataclasses.fields(PreprocessConfig)]
         differ = [name for name in names if getattr(held, name, None) != getattr(trained.preprocess, name)]
         notes.append(
             f"preprocessing: timm cannot say {', '.join(differ)} as this model has it; the nearest was written"
         )
-    return notes + foreign.lost(FORMAT, trained.origin)
+    return notes + foreign_format.describe_lost_origin(FORMAT, trained.origin)
 
 
-def _expressed(model: Model) -> tuple[Config, dict[str, Tensor], list[str]]:
+def _convert_for_timm(model: Model) -> tuple[ModelConfig, dict[str, Tensor], list[str]]:
     """Configuration and tensors as timm has them, and notes; or why it does not."""
     if not isinstance(model, ViT):
         return model.config, dict(model.state_dict()), []
@@ -269,32 +283,32 @@ def _expressed(model: Model) -> tuple[Config, dict[str, Tensor], list[str]]:
         "pooling of the class token and the mean together": config.pool == "class-mean",
         "distillation token without a head of its own": config.distillation_token and not config.distillation_head,
         "registers beside a distillation token": config.distillation_token and config.registers > 0,
-        "distillation token without a position": config.distillation_token and not config.positioned_prefix,
+        "distillation token without a position": config.distillation_token and not config.num_positioned_prefix_tokens,
         "distillation token in a hybrid": config.distillation_token and config.stem is not None,
         "stem of these units and width": config.stem is not None
-        and (config.stem.units not in STEMS or config.stem.width_factor != 1),
+        and (config.stem.units not in STEM_ARCHITECTURES or config.stem.width_factor != 1),
     }
     for what, wanted in lacks.items():
         if wanted:
             raise ModelError(f"the timm format cannot hold this model: timm's ViT has no {what}")
     if config.positions == "none":
         return config, dict(model.state_dict()), []
-    return foreign.with_table(model, prefix=config.prefix_positions)
+    return foreign_format.convert_positions_to_table(model, prefix=config.prefix_positions)
 
 
-def _settings(config: Config, trained: Trained) -> dict[str, Any]:
+def _build_config_json(config: ModelConfig, trained: Trained) -> dict[str, Any]:
     """config.json. timm builds the named architecture with model_args in place of its own arguments."""
     if isinstance(config, ViTConfig):
-        named, first = _vit_settings(config), "patch_embed.proj"
+        named, first = _build_vit_config_json(config), "patch_embed.proj"
         if config.stem is not None:
-            first = f"{_OURS if config.stem.units else _BARE_STEM}conv"
+            first = f"{_OWN_STEM if config.stem.units else _BARE_STEM}conv"
         classifier: Any = ["head", "head_dist"] if config.distillation_head else "head"
     else:
-        named, first = {"architecture": timm_resnet.architecture_name(config)}, "stem.conv"
+        named, first = {"architecture": timm_resnet.find_architecture_name(config)}, "stem.conv"
         classifier = "head.fc"
     settings = named | {
         "num_classes": config.classes,
-        "num_features": config.features,
+        "num_features": config.num_features,
         "pretrained_cfg": {
             "input_size": [config.channels, *config.image_size],
             "fixed_input_size": isinstance(config, ViTConfig),
@@ -302,8 +316,8 @@ def _settings(config: Config, trained: Trained) -> dict[str, Any]:
             "pool_size": None,
             "first_conv": first,
             "classifier": classifier,
-            **({} if trained.preprocess is None else _pretrained(trained.preprocess)),
-            **({} if trained.origin.licence is None else {"license": trained.origin.licence}),
+            **({} if trained.preprocess is None else _format_preprocess_config(trained.preprocess)),
+            **({} if trained.origin.license is None else {"license": trained.origin.license}),
         },
     }
     if trained.labels is not None:
@@ -311,7 +325,7 @@ def _settings(config: Config, trained: Trained) -> dict[str, Any]:
     return settings
 
 
-def _vit_settings(config: ViTConfig) -> dict[str, Any]:
+def _build_vit_config_json(config: ViTConfig) -> dict[str, Any]:
     ratio = config.mlp / config.width
     if int(config.width * ratio) != config.mlp:
         ratio = (config.mlp + 0.5) / config.width
@@ -335,11 +349,11 @@ def _vit_settings(config: ViTConfig) -> dict[str, Any]:
         "pos_embed": "none" if config.positions == "none" else "learn",
         "in_chans": config.channels,
     }
-    name = plain if config.stem is None else STEMS[config.stem.units]
+    name = plain if config.stem is None else STEM_ARCHITECTURES[config.stem.units]
     return {"architecture": name, "global_pool": pool, "model_args": arguments}
 
 
-def _pretrained(preprocess: Preprocess) -> dict[str, Any]:
+def _format_preprocess_config(preprocess: PreprocessConfig) -> dict[str, Any]:
     """timm's words for the preprocessing; the crop fraction is chosen so that timm's own rounding gives our sizes."""
     side, scaled = preprocess.size[0], preprocess.resize[0]
     fraction = round(side / scaled, 3)

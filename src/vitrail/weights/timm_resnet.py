@@ -7,38 +7,40 @@ from typing import Any
 from vitrail import presets
 from vitrail.config import BiTConfig
 from vitrail.errors import ModelError
-from vitrail.weights import foreign, storage
+from vitrail.weights import foreign_format, tensor_files
 from vitrail.weights.trained import Tensors
 
 NUMERICS: dict[str, Any] = {"norm_eps": 1e-5, "standardise": "sqrt(var + eps)", "standardise_eps": 1e-8}
-PUBLISHED = ("50x1", "50x3", "101x1", "101x3", "152x2", "152x4")  # what timm has names for
+TIMM_VARIANTS = ("50x1", "50x3", "101x1", "101x3", "152x2", "152x4")  # what timm has names for
 
 
-def recognises(tensors: Tensors) -> bool:
+def is_bit_resnet(tensors: Tensors) -> bool:
     """Whether these are the tensor names of timm's pre-activation ResNets."""
     return "stem.conv.weight" in tensors and "stages.0.blocks.0.conv3.weight" in tensors
 
 
-def architecture(tensors: Tensors, settings: dict[str, Any] | None, path: Path) -> foreign.Read:
+def infer_resnet_architecture(
+    tensors: Tensors, settings: dict[str, Any] | None, path: Path
+) -> foreign_format.ForeignModelInfo:
     """The function these weights compute."""
     _check_settings(settings or {}, path)
-    _, channels, _, _ = foreign.dimensions(tensors, "stem.conv.weight", 4, path)
-    classes = foreign.dimensions(tensors, "head.fc.weight", 4, path)[0] if "head.fc.weight" in tensors else 0
-    size: Any = storage.section(settings or {}, "pretrained_cfg", path).get("input_size")
+    _, channels, _, _ = foreign_format.get_dimensions(tensors, "stem.conv.weight", 4, path)
+    classes = foreign_format.get_dimensions(tensors, "head.fc.weight", 4, path)[0] if "head.fc.weight" in tensors else 0
+    size: Any = tensor_files.get_section(settings or {}, "pretrained_cfg", path).get("input_size")
     stated = isinstance(size, list) and len(size) == 3 and all(type(side) is int for side in size)
     sides = (size[1], size[2]) if stated else (224, 224)
-    conv = foreign.conv(tensors, "", NUMERICS, path)
+    conv = foreign_format.infer_conv_config(tensors, "", NUMERICS, path)
     config = BiTConfig(conv=conv, channels=channels, classes=classes, image_size=sides)
     if (settings or {}).get("num_classes") not in (None, classes):
         raise ModelError(f"{path} is damaged: config.json and the tensors differ in the number of classes")
-    return foreign.Read(
+    return foreign_format.ForeignModelInfo(
         config=config, assumptions=() if stated else ("image size: 224 x 224, the file does not state it",)
     )
 
 
 def _check_settings(settings: dict[str, Any], path: Path) -> None:
     """Refuse a config.json that names another network than BiT's."""
-    arguments = storage.section(settings, "model_args", path)
+    arguments = tensor_files.get_section(settings, "model_args", path)
     name, pools = (
         settings.get("architecture", "resnetv2_bit"),
         {settings.get("global_pool"), arguments.get("global_pool")},
@@ -51,11 +53,11 @@ def _check_settings(settings: dict[str, Any], path: Path) -> None:
         raise ModelError(f"{path}: global_pool is {sorted(map(str, pools))}; a BiT ResNet averages")
 
 
-def architecture_name(config: BiTConfig) -> str:
+def find_architecture_name(config: BiTConfig) -> str:
     """timm's name for a ResNet of these units and width."""
-    for name in PUBLISHED:
+    for name in TIMM_VARIANTS:
         depth, factor = name.split("x")
-        if (presets.UNITS[depth], int(factor)) == (config.conv.units, config.conv.width_factor):
+        if (presets.RESNET_UNITS[depth], int(factor)) == (config.conv.units, config.conv.width_factor):
             return f"resnetv2_{name}_bit"
     shape = f"units {list(config.conv.units)}, width x{config.conv.width_factor:g}"
     raise ModelError(f"the timm format cannot hold this model: it has no name for a ResNet of {shape}")

@@ -11,15 +11,27 @@ from typing import Any
 
 import torch
 
-OPCODE_LIMIT = 2_000_000  # 35 for a tensor; a checkpoint with its optimizer has some ten thousand
-REBUILDS = {
+MAX_OPCODES = 2_000_000  # 35 for a tensor; a checkpoint with its optimizer has some ten thousand
+REBUILD_FUNCTIONS = {
     *(f"torch._utils _rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "sparse_tensor")),
     *(f"torch._utils _rebuild_{kind}" for kind in ("parameter", "parameter_with_state", "meta_tensor_no_storage")),
 }
-REBUILD_OF_TYPE = "torch._tensor _rebuild_from_type_v2"  # which calls its first argument
-CONSTANTS = {"torch Size", "torch device", "torch.serialization _get_layout", "builtins complex", "__builtin__ complex"}
-COPIES = {"collections OrderedDict", "collections Counter", "builtins set", "__builtin__ set", "_codecs encode"}
-MENTIONED = {"torch.nn.parameter Parameter", "torch Tensor"}  # and storages and dtypes; they are not called
+REBUILD_FROM_TYPE = "torch._tensor _rebuild_from_type_v2"  # which calls its first argument
+CONSTANT_FUNCTIONS = {
+    "torch Size",
+    "torch device",
+    "torch.serialization _get_layout",
+    "builtins complex",
+    "__builtin__ complex",
+}
+COPYING_FUNCTIONS = {
+    "collections OrderedDict",
+    "collections Counter",
+    "builtins set",
+    "__builtin__ set",
+    "_codecs encode",
+}
+REFERENCED_CLASSES = {"torch.nn.parameter Parameter", "torch Tensor"}  # and storages and dtypes; they are not called
 
 
 class PickleError(ValueError):
@@ -30,7 +42,7 @@ class _Global(str):
     """The module and name of a function or class."""
 
 
-class _Sized:
+class _SizedValue:
     """A text or container, of which the size alone matters."""
 
     def __init__(self, size: int = 0) -> None:
@@ -39,17 +51,17 @@ class _Sized:
 
 def check_pickle(content: bytes) -> None:
     """Refuse a pickle that would call anything but what puts a state dict together, or with more than it holds."""
-    machine = _Machine(len(content))
+    machine = _PickleMachine(len(content))
     for number, (opcode, argument, _) in enumerate(pickletools.genops(io.BytesIO(content))):
-        if number >= OPCODE_LIMIT:
-            raise PickleError(f"it has over {OPCODE_LIMIT:,} instructions")
+        if number >= MAX_OPCODES:
+            raise PickleError(f"it has over {MAX_OPCODES:,} instructions")
         try:
             machine.run(opcode.name, argument)
         except (IndexError, KeyError) as error:
             raise PickleError(f"its instruction {opcode.name} takes what is not there") from error
 
 
-class _Machine:
+class _PickleMachine:
     """Pickle's stack and memo, with sizes where the objects would be."""
 
     def __init__(self, budget: int) -> None:
@@ -68,9 +80,9 @@ class _Machine:
             case "GLOBAL":
                 self.stack.append(_check_global(argument))
             case "BINUNICODE" | "SHORT_BINSTRING":
-                self.stack.append(_Sized(len(argument)))
+                self.stack.append(_SizedValue(len(argument)))
             case "EMPTY_LIST" | "EMPTY_DICT" | "EMPTY_SET":
-                self.stack.append(_Sized())
+                self.stack.append(_SizedValue())
             case "NONE" | "NEWTRUE" | "NEWFALSE" | "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
                 self.stack.append(None)
             case "EMPTY_TUPLE":
@@ -117,30 +129,36 @@ class _Machine:
 
     def fill(self, count: int) -> None:
         """Put so many values into the container on top of the stack."""
-        if not isinstance(self.stack[-1], _Sized):
+        if not isinstance(self.stack[-1], _SizedValue):
             raise PickleError("it fills what is no list or dictionary")
         self.stack[-1].size += count
 
-    def call(self, function: Any, arguments: Any) -> _Sized:
+    def call(self, function: Any, arguments: Any) -> _SizedValue:
         """What a call gives, if it may be made."""
-        if function == REBUILD_OF_TYPE and arguments:
+        if function == REBUILD_FROM_TYPE and arguments:
             function = arguments[0]
-        if not isinstance(function, _Global) or function not in REBUILDS | CONSTANTS | COPIES:
+        if (
+            not isinstance(function, _Global)
+            or function not in REBUILD_FUNCTIONS | CONSTANT_FUNCTIONS | COPYING_FUNCTIONS
+        ):
             raise PickleError(f"it calls {function or 'a value'!s:.80}")
         if not isinstance(arguments, tuple):
             raise PickleError(f"it calls {function} with what is no tuple")
-        size = sum(value.size for value in arguments if isinstance(value, _Sized))
-        if function in COPIES:
+        size = sum(value.size for value in arguments if isinstance(value, _SizedValue))
+        if function in COPYING_FUNCTIONS:
             self.budget -= size
         if self.budget < 0:
             raise PickleError(f"it has {function} copy the same values again and again")
-        return _Sized(size)
+        return _SizedValue(size)
 
 
 def _check_global(argument: str) -> _Global:
     """A name that a state dict may mention."""
     module, _, name = argument.partition(" ")
-    known = argument in REBUILDS | CONSTANTS | COPIES | MENTIONED or argument == REBUILD_OF_TYPE
+    known = (
+        argument in REBUILD_FUNCTIONS | CONSTANT_FUNCTIONS | COPYING_FUNCTIONS | REFERENCED_CLASSES
+        or argument == REBUILD_FROM_TYPE
+    )
     of_torch = module in ("torch", "torch.cuda", "torch.storage")
     if known or (of_torch and (name.endswith("Storage") or isinstance(getattr(torch, name, None), torch.dtype))):
         return _Global(argument)

@@ -5,14 +5,14 @@ from pathlib import Path
 
 from vitrail.config import ViTConfig, from_json
 from vitrail.errors import ModelError
-from vitrail.weights import foreign, storage
+from vitrail.weights import foreign_format, tensor_files
 from vitrail.weights.trained import Tensors, Trained
 
 FORMAT = "torchvision"
-NAMES = foreign.Names(
-    layer=re.compile(r"encoder\.layers\.encoder_layer_(\d+)\."),
-    written_layer="encoder.layers.encoder_layer_{}.",
-    top={
+TENSOR_NAMES = foreign_format.TensorNameMap(
+    layer_pattern=re.compile(r"encoder\.layers\.encoder_layer_(\d+)\."),
+    layer_template="encoder.layers.encoder_layer_{}.",
+    top_prefixes={
         "class_token": "cls_token",
         "encoder.pos_embedding": "pos_embed",
         "conv_proj.": "patch_embed.proj.",
@@ -20,7 +20,7 @@ NAMES = foreign.Names(
         "heads.pre_logits.": "pre_logits.fc.",
         "heads.head.": "head.",
     },
-    block={
+    block_prefixes={
         "ln_1.": "norm1.",
         "self_attention.in_proj_": "attn.qkv.",
         "self_attention.out_proj.": "attn.proj.",
@@ -33,17 +33,17 @@ NAMES = foreign.Names(
 )
 
 
-def recognises(tensors: Tensors) -> bool:
+def can_read(tensors: Tensors) -> bool:
     """Whether these are torchvision's tensor names."""
     return "conv_proj.weight" in tensors and "encoder.ln.weight" in tensors
 
 
-def read(tensors: Tensors, path: Path) -> foreign.Read:
+def read_info(tensors: Tensors, path: Path) -> foreign_format.ForeignModelInfo:
     """What the tensors, under the model's own names, say."""
-    size = foreign.shape(tensors, path)
-    heads, sentence = foreign.guess_heads(size.width, size.depth)
-    positions = foreign.tokens(tensors, "pos_embed", path)
-    grid = foreign.square_grid(positions - 1)
+    size = foreign_format.infer_sizes(tensors, path)
+    heads, sentence = foreign_format.guess_heads(size.width, size.depth)
+    positions = foreign_format.count_tokens(tensors, "pos_embed", path)
+    grid = foreign_format.find_square_grid(positions - 1)
     if grid is None:
         raise ModelError(f"{path}: its {positions} positions are not one class token and a square grid")
     config = size._asdict() | {
@@ -54,15 +54,17 @@ def read(tensors: Tensors, path: Path) -> foreign.Read:
         "gelu": "erf",
     }
     unknown = "preprocessing: unknown, a torchvision file does not state it"
-    return foreign.Read(config=from_json(ViTConfig, config), assumptions=(sentence, unknown))
+    return foreign_format.ForeignModelInfo(config=from_json(ViTConfig, config), assumptions=(sentence, unknown))
 
 
 def write(trained: Trained, path: Path) -> list[str]:
     """Write the state dict that torchvision's VisionTransformer loads; the notes say what that loses."""
-    model = foreign.require_vit(FORMAT, trained.model)
+    model = foreign_format.require_vit(FORMAT, trained.model)
     if not model.config.classes or model.config.channels != 3:
         raise ModelError("the torchvision format cannot hold this model: its ViT always has a head and three channels")
-    config, tensors, notes = foreign.with_table(model, prefix=True)
-    notes += foreign.check_held(FORMAT, config, read(tensors, foreign.DRAFT).config)
-    storage.write(path, {NAMES.theirs(name): tensor for name, tensor in tensors.items()}, {})
+    config, tensors, notes = foreign_format.convert_positions_to_table(model, prefix=True)
+    notes += foreign_format.check_round_trip(FORMAT, config, read_info(tensors, foreign_format.DRAFT_PATH).config)
+    tensor_files.write_tensors(
+        path, {TENSOR_NAMES.to_foreign_name(name): tensor for name, tensor in tensors.items()}, {}
+    )
     return [*notes, "a torchvision file has no place for preprocessing, labels and origin: they were left out"]

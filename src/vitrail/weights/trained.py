@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from vitrail import presets
-from vitrail.config import Preprocess, ViTConfig, check_patches, sides
+from vitrail.config import PreprocessConfig, ViTConfig, check_patches, expand_image_size
 from vitrail.errors import ModelError, UsageError
-from vitrail.model.build import Config, Model, build
-from vitrail.model.initialise import initialise
+from vitrail.model.build import Model, ModelConfig, build_model
+from vitrail.model.initialize import initialize_weights
 from vitrail.model.vit import ViT
-from vitrail.plurals import plural
-from vitrail.weights.precision import Tried
-from vitrail.weights.storage import ALIGNMENT
+from vitrail.plurals import pluralize
+from vitrail.weights.precision_measurements import PrecisionMeasurement
+from vitrail.weights.tensor_files import ALIGNMENT
 
 Tensors = Mapping[str, Tensor]
-TEMPERATURES = (1e-3, 1e3)  # far beyond what is ever fitted: logits over less are no longer float32
+TEMPERATURE_RANGE = (1e-3, 1e3)  # far beyond what is ever fitted: logits over less are no longer float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ class Origin:
     format: Literal["vitrail", "random", "google", "timm", "transformers", "torchvision"]
     name: str
     sha256: str | None = None
-    licence: str | None = None
+    license: str | None = None
     assumptions: tuple[str, ...] = ()
     """What the source did not say and the reader had to choose, a sentence each."""
     changes: tuple[str, ...] = ()
@@ -41,53 +41,53 @@ class Trained:
     """A model, how its images are prepared, and what its outputs are called; None where that is unknown."""
 
     model: Model
-    preprocess: Preprocess | None = None
+    preprocess: PreprocessConfig | None = None
     labels: tuple[str, ...] | None = None
     origin: Origin = Origin(format="vitrail", name="made in Python")
     temperature: float = 1.0
     """What logits are divided by before they become probabilities, fitted on validation images (Guo et al. 2017)."""
-    several: bool = False
+    multi_label: bool = False
     """Whether an image may have several labels: each class then has a probability of its own."""
     threshold: float = 0.0
     """The probability below which an answer is "unsure", chosen on validation images; 0 for never."""
-    tried: tuple[Tried, ...] = ()
+    precision_measurements: tuple[PrecisionMeasurement, ...] = ()
     """What these very weights lose and gain in fewer bits, measured on validation images."""
-    ranges: tuple[float, ...] = ()
+    activation_ranges: tuple[float, ...] = ()
     """Least and greatest of what the blocks multiply there, six pairs a block, for runtimes with fixed scales."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, Model):
             raise UsageError(f"a Trained holds a model of vitrail, not {type(self.model).__name__}")
-        if not TEMPERATURES[0] <= self.temperature <= TEMPERATURES[1]:
+        if not TEMPERATURE_RANGE[0] <= self.temperature <= TEMPERATURE_RANGE[1]:
             raise UsageError(
-                f"temperature is {self.temperature}; it must be from {TEMPERATURES[0]} to {TEMPERATURES[1]}"
+                f"temperature is {self.temperature}; it must be from {TEMPERATURE_RANGE[0]} to {TEMPERATURE_RANGE[1]}"
             )
         if not 0 <= self.threshold <= 1:
             raise UsageError(f"threshold is {self.threshold}; it must be a probability")
         config = self.model.config
-        if self.ranges:
-            self._check_ranges()
+        if self.activation_ranges:
+            self._check_activation_ranges()
         if self.labels is not None and len(self.labels) != config.classes:
             raise UsageError(
-                f"{plural(len(self.labels), 'label')} given for a head of {plural(config.classes, 'class')}"
+                f"{pluralize(len(self.labels), 'label')} given for a head of {pluralize(config.classes, 'class')}"
             )
         if self.preprocess is not None and len(self.preprocess.mean) != config.channels:
             raise UsageError(
-                f"the preprocessing has {plural(len(self.preprocess.mean), 'channel')} and the model {config.channels}"
+                f"the preprocessing has {pluralize(len(self.preprocess.mean), 'channel')} and the model {config.channels}"
             )
         if self.preprocess is not None and isinstance(config, ViTConfig):
             check_patches(self.preprocess.size, config.stride)
 
-    def _check_ranges(self) -> None:
+    def _check_activation_ranges(self) -> None:
         wanted = 12 * self.model.config.depth if isinstance(self.model, ViT) else 0
-        if len(self.ranges) != wanted:
-            raise UsageError(f"{len(self.ranges)} ends of ranges were given for a model that has {wanted}")
-        for least, greatest in zip(self.ranges[::2], self.ranges[1::2], strict=True):
+        if len(self.activation_ranges) != wanted:
+            raise UsageError(f"{len(self.activation_ranges)} ends of ranges were given for a model that has {wanted}")
+        for least, greatest in zip(self.activation_ranges[::2], self.activation_ranges[1::2], strict=True):
             if not -math.inf < least <= greatest < math.inf:
                 raise UsageError(f"a range is from {least} to {greatest}; both must be numbers, the second not below")
 
 
-def require(trained: Trained) -> Trained:
+def require_trained(trained: Trained) -> Trained:
     """`trained`, if it is one: a bare model says neither how its images are prepared nor what its classes are."""
     if not isinstance(trained, Trained):
         kind = type(trained).__name__
@@ -106,15 +106,15 @@ def create(
     **settings: Any,
 ) -> Model:
     """A preset with random weights, ready to train; `settings` are fields of its configuration, such as registers=4."""
-    model = random(name, image_size=image_size, num_classes=num_classes, seed=seed, **settings).model
+    model = create_random(name, image_size=image_size, num_classes=num_classes, seed=seed, **settings).model
     if isinstance(model, ViT):
-        model.regularise(dropout=dropout, stochastic_depth=stochastic_depth)
+        model.set_regularization(dropout=dropout, stochastic_depth=stochastic_depth)
     elif dropout or stochastic_depth:
         raise UsageError(f"{name} is a ResNet, which has neither dropout nor stochastic depth")
     return model.train()
 
 
-def random(
+def create_random(
     name: str,
     *,
     image_size: int | tuple[int, int] | None = None,
@@ -128,41 +128,41 @@ def random(
     if "classes" in settings:
         raise UsageError("the number of classes is called num_classes here")
     if image_size is not None:
-        settings["image_size"] = sides(image_size)
-    config = presets.config(name, classes=num_classes, **settings)
+        settings["image_size"] = expand_image_size(image_size)
+    config = presets.get_preset_config(name, classes=num_classes, **settings)
     with torch.device("meta"):  # torch's own initialisation would be thrown away
-        model = build(config)
+        model = build_model(config)
     model = model.to_empty(device="cpu")
-    initialise(model, torch.Generator().manual_seed(seed), head_bias=head_bias, mimetic=mimetic).eval()
-    preprocess = presets.preprocess("inception", config.image_size, config.channels)
+    initialize_weights(model, torch.Generator().manual_seed(seed), head_bias=head_bias, mimetic=mimetic).eval()
+    preprocess = presets.build_preprocess_config("inception", config.image_size, config.channels)
     origin = Origin(format="random", name=f"{name}, seed {seed}")
     return Trained(model=model, preprocess=preprocess, labels=None, origin=origin)
 
 
-def assemble(config: Config, tensors: Tensors) -> Model:
+def assemble_model(config: ModelConfig, tensors: Tensors) -> Model:
     """The model whose parameters are exactly `tensors`, in float32; any other name, shape or a NaN is an error."""
-    model = fit(config, tensors)
-    single = {name: _aligned(tensor.to(torch.float32).contiguous()) for name, tensor in tensors.items()}
+    model = build_matching_model(config, tensors)
+    single = {name: _align_tensor(tensor.to(torch.float32).contiguous()) for name, tensor in tensors.items()}
     if broken := sorted(name for name, tensor in single.items() if not torch.isfinite(tensor).all()):
-        raise ModelError(f"NaN or infinity in the weights of {broken[0]!r}{_more(broken)}")
+        raise ModelError(f"NaN or infinity in the weights of {broken[0]!r}{_format_more(broken)}")
     model.load_state_dict(single, assign=True)
     return model.requires_grad_(True).eval()
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def _align_tensor(tensor: Tensor) -> Tensor:
     """The same values where vectors can be read whole: a file that is mapped has them anywhere."""
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
-def fit(config: Config, tensors: Tensors) -> Model:
+def build_matching_model(config: ModelConfig, tensors: Tensors) -> Model:
     """The network of a configuration, without memory, if its parameters have just these names and shapes."""
     with torch.device("meta"):
-        model = build(config)
+        model = build_model(config)
     expected = model.state_dict()
     if missing := sorted(expected.keys() - tensors.keys()):
-        raise ModelError(f"the file lacks the tensor {missing[0]!r}{_more(missing)}")
+        raise ModelError(f"the file lacks the tensor {missing[0]!r}{_format_more(missing)}")
     if unknown := sorted(tensors.keys() - expected.keys()):
-        raise ModelError(f"the file has a tensor this model has no place for: {unknown[0]!r}{_more(unknown)}")
+        raise ModelError(f"the file has a tensor this model has no place for: {unknown[0]!r}{_format_more(unknown)}")
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape:
             wanted = tuple(expected[name].shape)
@@ -170,5 +170,5 @@ def fit(config: Config, tensors: Tensors) -> Model:
     return model
 
 
-def _more(names: list[str]) -> str:
+def _format_more(names: list[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""

@@ -10,21 +10,21 @@ from typing import Any
 
 from torch import Tensor
 
-from vitrail.config import Preprocess, ViTConfig, from_json
+from vitrail.config import PreprocessConfig, ViTConfig, from_json
 from vitrail.errors import ModelError, UsageError
-from vitrail.weights import card, foreign, storage
+from vitrail.weights import foreign_format, model_license, tensor_files
 from vitrail.weights.trained import Tensors, Trained
 
 FORMAT = "transformers"
-KINDS = ("vit", "deit", "dinov2", "dinov2_with_registers")
-RESAMPLE = {"dinov2_with_registers": "bicubic-antialias"}  # all others: bicubic
-GELU = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
-INTERPOLATION = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+MODEL_TYPES = ("vit", "deit", "dinov2", "dinov2_with_registers")
+RESAMPLE_OPERATORS = {"dinov2_with_registers": "bicubic-antialias"}  # all others: bicubic
+GELU_FORMS = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+INTERPOLATION_CODES = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 
-NAMES = foreign.Names(
-    layer=re.compile(r"(?:encoder\.layer|layers)\.(\d+)\."),
-    written_layer="encoder.layer.{}.",
-    top={
+TENSOR_NAMES = foreign_format.TensorNameMap(
+    layer_pattern=re.compile(r"(?:encoder\.layer|layers)\.(\d+)\."),
+    layer_template="encoder.layer.{}.",
+    top_prefixes={
         "embeddings.cls_token": "cls_token",
         "embeddings.distillation_token": "dist_token",
         "embeddings.register_tokens": "reg_token",
@@ -36,7 +36,7 @@ NAMES = foreign.Names(
         "cls_classifier.": "head.",
         "distillation_classifier.": "head_dist.",
     },
-    block={
+    block_prefixes={
         "layernorm_before.": "norm1.",  # ViT and DeiT, in files
         "attention.attention.query.": "attn.q.",
         "attention.attention.key.": "attn.k.",
@@ -59,20 +59,20 @@ NAMES = foreign.Names(
 )
 
 
-def recognises(tensors: Tensors) -> bool:
+def can_read(tensors: Tensors) -> bool:
     """Whether these are transformers' tensor names."""
     return any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in tensors)
 
 
-def rename(tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
+def convert_tensors(tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors under the model's own names, and a sentence on each that it has no use for."""
-    base = re.compile(rf"^({'|'.join(KINDS)})\.")
+    base = re.compile(rf"^({'|'.join(MODEL_TYPES)})\.")
     inner = {base.sub("", name): tensor for name, tensor in tensors.items()}
     unused = {"embeddings.mask_token": "only pre-training uses it"}
     if any(name.endswith("classifier.weight") for name in inner):
         unused |= dict.fromkeys(("pooler.dense.weight", "pooler.dense.bias"), "the classifier does not read the pooler")
     dropped = [f"{name}: left out, {reason}" for name, reason in unused.items() if inner.pop(name, None) is not None]
-    own = foreign.fuse_qkv(NAMES.rename(inner))
+    own = foreign_format.fuse_qkv(TENSOR_NAMES.rename_tensors(inner))
     if "reg_token" in own:  # registers have no position, the class token has: an equal class token without one
         token, position = own.get("cls_token"), own.get("pos_embed")
         fit = token is not None and position is not None and token.ndim == position.ndim == 3
@@ -82,40 +82,44 @@ def rename(tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
     return own, dropped
 
 
-def read(tensors: Tensors, settings: dict[str, Any], processor: dict[str, Any] | None, path: Path) -> foreign.Read:
+def read_info(
+    tensors: Tensors, settings: dict[str, Any], processor: dict[str, Any] | None, path: Path
+) -> foreign_format.ForeignModelInfo:
     """What the folder says, for tensors under the model's own names."""
-    config = architecture(tensors, settings, path)
-    preprocess, sentences = _preprocess(processor)
-    labels = _labels(settings, config.classes)
+    config = infer_config(tensors, settings, path)
+    preprocess, sentences = _parse_preprocess_config(processor)
+    labels = _parse_labels(settings, config.classes)
     if labels is None and config.classes and settings.get("id2label"):
         sentences.append("labels: unnamed, id2label in config.json does not name every class")
-    if labels == _unnamed(config.classes):
+    if labels == _list_default_labels(config.classes):
         labels = None
-    return foreign.Read(config=config, preprocess=preprocess, labels=labels, assumptions=tuple(sentences))
+    return foreign_format.ForeignModelInfo(
+        config=config, preprocess=preprocess, labels=labels, assumptions=tuple(sentences)
+    )
 
 
-def model_type(settings: dict[str, Any], path: Path) -> str:
+def get_model_type(settings: dict[str, Any], path: Path) -> str:
     """The kind of model in config.json, one of those that are read."""
     kind = settings.get("model_type")
-    if kind not in KINDS:
-        raise ModelError(f"{path} has the model_type {kind!r:.80}; {', '.join(KINDS)} are read")
+    if kind not in MODEL_TYPES:
+        raise ModelError(f"{path} has the model_type {kind!r:.80}; {', '.join(MODEL_TYPES)} are read")
     return str(kind)
 
 
-def architecture(tensors: Tensors, settings: dict[str, Any], path: Path) -> ViTConfig:
+def infer_config(tensors: Tensors, settings: dict[str, Any], path: Path) -> ViTConfig:
     """The function these weights compute, by config.json."""
-    kind = model_type(settings, path)
+    kind = get_model_type(settings, path)
     if settings.get("use_swiglu_ffn"):
         raise ModelError(f"{path} has SwiGLU layers, which no plain ViT has")
     activation = settings.get("hidden_act", "gelu")
-    if not isinstance(activation, str) or activation not in GELU:
-        raise ModelError(f"{path} uses the activation {activation!r}; a plain ViT has one of {', '.join(GELU)}")
+    if not isinstance(activation, str) or activation not in GELU_FORMS:
+        raise ModelError(f"{path} uses the activation {activation!r}; a plain ViT has one of {', '.join(GELU_FORMS)}")
     if "pre_logits.fc.weight" in tensors and settings.get("pooler_act", "tanh") != "tanh":
         raise ModelError(f"{path} has a pooler with {settings['pooler_act']!r}; the paper's hidden layer has tanh")
-    size = foreign.shape(tensors, path)
+    size = foreign_format.infer_sizes(tensors, path)
     image = settings.get("image_size", 224)
     dino = kind.startswith("dinov2")
-    registers = foreign.tokens(tensors, "reg_token", path) if dino else 0
+    registers = foreign_format.count_tokens(tensors, "reg_token", path) if dino else 0
     config = size._asdict() | {
         "heads": settings.get("num_attention_heads", 12),
         "image_size": (image, image) if isinstance(image, int) else image,
@@ -125,22 +129,24 @@ def architecture(tensors: Tensors, settings: dict[str, Any], path: Path) -> ViTC
         "pool": "class-mean" if dino and size.classes else "class",
         "hidden_head": "pre_logits.fc.weight" in tensors,
         "prefix_positions": not registers,  # see rename
-        "resample": RESAMPLE.get(kind, "bicubic"),
+        "resample": RESAMPLE_OPERATORS.get(kind, "bicubic"),
         "qkv_bias": settings.get("qkv_bias", True),
         "layer_scale": dino,
-        "gelu": GELU[activation],
+        "gelu": GELU_FORMS[activation],
         "norm_eps": settings.get("layer_norm_eps", 1e-12 if not dino else 1e-6),
     }
     return from_json(ViTConfig, config)
 
 
-def _preprocess(processor: dict[str, Any] | None) -> tuple[Preprocess | None, list[str]]:
+def _parse_preprocess_config(processor: dict[str, Any] | None) -> tuple[PreprocessConfig | None, list[str]]:
     """The preprocessing in preprocessor_config.json, or why it is unknown."""
     if processor is None:
         return None, ["preprocessing: unknown, the folder has no preprocessor_config.json"]
     try:
-        resize = _sides(processor["size"]) if processor.get("do_resize", True) else None
-        crop = _sides(processor["crop_size"]) if processor.get("do_center_crop", "crop_size" in processor) else resize
+        resize = _parse_size(processor["size"]) if processor.get("do_resize", True) else None
+        crop = (
+            _parse_size(processor["crop_size"]) if processor.get("do_center_crop", "crop_size" in processor) else resize
+        )
         if resize is None or crop is None or not processor.get("do_normalize", True):
             raise UsageError("do_resize and do_normalize must be on")
         factor = processor.get("rescale_factor", 1 / 255)
@@ -149,78 +155,80 @@ def _preprocess(processor: dict[str, Any] | None) -> tuple[Preprocess | None, li
         fields = {
             "size": crop if len(crop) == 2 else crop * 2,
             "resize": resize,
-            "interpolation": INTERPOLATION[processor.get("resample", _default_resample(processor))],
+            "interpolation": INTERPOLATION_CODES[processor.get("resample", _get_default_resample(processor))],
             "crop_rounding": "nearest" if crop == resize else "down",
             "mean": processor["image_mean"],
             "std": processor["image_std"],
         }
-        return from_json(Preprocess, fields), []
+        return from_json(PreprocessConfig, fields), []
     except (KeyError, TypeError, ValueError) as error:
         return None, [f"preprocessing: unknown, preprocessor_config.json does not state it in full ({error})"]
 
 
-def _default_resample(processor: dict[str, Any]) -> int:
+def _get_default_resample(processor: dict[str, Any]) -> int:
     """What transformers takes where the file does not say: bilinear for ViT, bicubic for DeiT and DINOv2."""
     kind = processor.get("image_processor_type") or processor.get("feature_extractor_type") or "ViT"
     return 2 if str(kind).startswith("ViT") else 3
 
 
-def _sides(size: Any) -> tuple[int, ...]:
+def _parse_size(size: Any) -> tuple[int, ...]:
     """One side (the shortest) or height and width."""
     if isinstance(size, int):  # written before version 4.25
         return size, size
     return (size["shortest_edge"],) if "shortest_edge" in size else (size["height"], size["width"])
 
 
-def _labels(settings: dict[str, Any], classes: int) -> tuple[str, ...] | None:
+def _parse_labels(settings: dict[str, Any], classes: int) -> tuple[str, ...] | None:
     named = settings.get("id2label")
     if not isinstance(named, dict) or named.keys() != {str(index) for index in range(classes)}:
         return None
     return tuple(str(named[str(index)]) for index in range(classes)) or None
 
 
-def _unnamed(classes: int) -> tuple[str, ...]:
+def _list_default_labels(classes: int) -> tuple[str, ...]:
     """What transformers writes for classes that have no names."""
     return tuple(f"LABEL_{index}" for index in range(classes))
 
 
 def write(trained: Trained, path: Path) -> list[str]:
     """Write a folder that transformers' own classes load; the notes say what that loses."""
-    config, tensors, notes = foreign.with_table(foreign.require_vit(FORMAT, trained.model), prefix=True)
+    config, tensors, notes = foreign_format.convert_positions_to_table(
+        foreign_format.require_vit(FORMAT, trained.model), prefix=True
+    )
     if config.classes and config.hidden_head:
         raise ModelError("the transformers format cannot hold this model: its classifiers have no hidden layer")
-    settings = _settings(config, trained.labels)
-    notes += foreign.check_held(FORMAT, config, architecture(tensors, settings, foreign.DRAFT))
-    renamed = {_file_name(name, config): tensor for name, tensor in foreign.split_qkv(tensors)}
+    settings = _build_config_json(config, trained.labels)
+    notes += foreign_format.check_round_trip(FORMAT, config, infer_config(tensors, settings, foreign_format.DRAFT_PATH))
+    renamed = {_get_file_tensor_name(name, config): tensor for name, tensor in foreign_format.split_qkv(tensors)}
     path.mkdir()
-    storage.write_json(path / "config.json", settings)
-    storage.write(path / "model.safetensors", renamed, {})
+    tensor_files.write_json(path / "config.json", settings)
+    tensor_files.write_tensors(path / "model.safetensors", renamed, {})
     if not config.classes and not config.hidden_head:
         notes.append("pooler: none was written, so transformers adds a random one; read last_hidden_state[:, 0]")
-    if trained.origin.licence is not None:
-        (path / "README.md").write_text(card.front_matter(trained.origin.licence), encoding="utf-8")
-    notes += foreign.lost(FORMAT, trained.origin)
-    return notes + _write_preprocess(trained.preprocess, path / "preprocessor_config.json")
+    if trained.origin.license is not None:
+        (path / "README.md").write_text(model_license.format_front_matter(trained.origin.license), encoding="utf-8")
+    notes += foreign_format.describe_lost_origin(FORMAT, trained.origin)
+    return notes + _write_processor_json(trained.preprocess, path / "preprocessor_config.json")
 
 
-def _write_preprocess(preprocess: Preprocess | None, path: Path) -> list[str]:
+def _write_processor_json(preprocess: PreprocessConfig | None, path: Path) -> list[str]:
     """Write preprocessor_config.json; the notes say where transformers would prepare images in another way."""
     if preprocess is None:
         return [f"preprocessing: unknown, so no {path.name} was written"]
-    if preprocess.interpolation not in INTERPOLATION.values():
+    if preprocess.interpolation not in INTERPOLATION_CODES.values():
         return [
             f"preprocessing: transformers cannot resize by {preprocess.interpolation}, so no {path.name} was written"
         ]
-    processor = _processor(preprocess)
-    storage.write_json(path, processor)
+    processor = _build_processor_json(preprocess)
+    tensor_files.write_json(path, processor)
     if preprocess.crop_rounding == "nearest" and preprocess.size != preprocess.resize:
         return ["preprocessing: transformers rounds the crop's corner down where this model takes the nearest pixel"]
     return []
 
 
-def _file_name(own: str, config: ViTConfig) -> str:
+def _get_file_tensor_name(own: str, config: ViTConfig) -> str:
     """The name in a transformers file of a tensor of ours."""
-    theirs = NAMES.theirs(own)
+    theirs = TENSOR_NAMES.to_foreign_name(own)
     if theirs.startswith("classifier."):
         return f"cls_{theirs}" if config.distillation_head else theirs
     if theirs.startswith("distillation_classifier.") or not config.classes:
@@ -228,11 +236,11 @@ def _file_name(own: str, config: ViTConfig) -> str:
     return f"{'deit' if config.distillation_token else 'vit'}.{theirs}"
 
 
-def _settings(config: ViTConfig, labels: tuple[str, ...] | None) -> dict[str, Any]:
+def _build_config_json(config: ViTConfig, labels: tuple[str, ...] | None) -> dict[str, Any]:
     """config.json."""
     family = "DeiT" if config.distillation_token else "ViT"
     task = "Model" if not config.classes else "ForImageClassification"
-    named = _unnamed(config.classes) if labels is None else labels
+    named = _list_default_labels(config.classes) if labels is None else labels
     return {
         "architectures": [f"{family}{task}{'WithTeacher' if config.distillation_head else ''}"],
         "model_type": family.lower(),
@@ -256,12 +264,12 @@ def _settings(config: ViTConfig, labels: tuple[str, ...] | None) -> dict[str, An
     }
 
 
-def _processor(preprocess: Preprocess) -> dict[str, Any]:
+def _build_processor_json(preprocess: PreprocessConfig) -> dict[str, Any]:
     """preprocessor_config.json."""
     height, width = preprocess.size
     processor: dict[str, Any] = {
         "do_resize": True,
-        "resample": {name: number for number, name in INTERPOLATION.items()}[preprocess.interpolation],
+        "resample": {name: number for number, name in INTERPOLATION_CODES.items()}[preprocess.interpolation],
         "do_rescale": True,
         "rescale_factor": 1 / 255,
         "do_normalize": True,

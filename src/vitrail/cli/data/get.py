@@ -5,7 +5,7 @@ from typing import Annotated
 
 import tyro
 
-from vitrail.cli import show
+from vitrail.cli import output
 
 
 def main(
@@ -20,15 +20,19 @@ def main(
         files: The set's own archives, where they are on this machine already.
         json: Print JSON.
     """
-    from vitrail.data import public
+    from vitrail.data import public_datasets
 
-    with show.progress(f"fetching {name}", of_bytes=True) as progress:
-        folder = public.get(name, files, progress=progress, note=show.note)
-    stored = next(one for one in public.stored() if one.name == name)
+    with output.show_progress(f"fetching {name}", of_bytes=True) as progress:
+        folder = public_datasets.download_dataset(name, files, progress=progress, note=output.print_note)
+    stored = next(one for one in public_datasets.list_downloaded_datasets() if one.name == name)
     if json:
-        show.as_json({"name": name, "folder": str(folder), "images": dict(stored.images), "bytes": stored.bytes})
+        output.print_json({"name": name, "folder": str(folder), "images": dict(stored.images), "bytes": stored.bytes})
         return
-    images = ", ".join(f"{split} {show.count(number)}" for split, number in stored.images.items() if number)
-    show.table(
-        [("images", images), ("terms", public.SETS[name].terms), ("stored", f"{folder} ({show.size(stored.bytes)})")]
+    images = ", ".join(f"{split} {output.format_count(number)}" for split, number in stored.images.items() if number)
+    output.print_table(
+        [
+            ("images", images),
+            ("terms", public_datasets.PUBLIC_DATASETS[name].terms),
+            ("stored", f"{folder} ({output.format_bytes(stored.bytes)})"),
+        ]
     )

@@ -1,6 +1,6 @@
 """`vitrail data list`: sets by name."""
 
-from vitrail.cli import show
+from vitrail.cli import output
 
 
 def main(json: bool = False) -> None:
@@ -9,10 +9,10 @@ def main(json: bool = False) -> None:
     Args:
         json: Print JSON.
     """
-    from vitrail.data import public
-    from vitrail.files import data_home
+    from vitrail.data import public_datasets
+    from vitrail.files import get_data_home
 
-    here = {one.name: one for one in public.stored()}
+    here = {one.name: one for one in public_datasets.list_downloaded_datasets()}
     if json:
         rows = [
             {
@@ -22,13 +22,13 @@ def main(json: bool = False) -> None:
                 "images": dict(known.splits),
                 "stored_bytes": here[name].bytes if name in here else None,
             }
-            for name, known in public.SETS.items()
+            for name, known in public_datasets.PUBLIC_DATASETS.items()
         ]
-        show.as_json({"folder": str(data_home() / "data"), "sets": rows})
+        output.print_json({"folder": str(get_data_home() / "data"), "sets": rows})
         return
     table = [("name", "what it is", "images", "here", "terms")]
-    for name, known in public.SETS.items():
-        stored = show.size(here[name].bytes) if name in here else "-"
-        table.append((name, known.description, show.count(sum(known.splits.values())), stored, known.terms))
-    show.table(table, right=(2, 3))
-    print(f"\nvitrail data get NAME fetches one into {data_home() / 'data'}; vitrail data remove NAME deletes it.")
+    for name, known in public_datasets.PUBLIC_DATASETS.items():
+        stored = output.format_bytes(here[name].bytes) if name in here else "-"
+        table.append((name, known.description, output.format_count(sum(known.splits.values())), stored, known.terms))
+    output.print_table(table, right=(2, 3))
+    print(f"\nvitrail data get NAME fetches one into {get_data_home() / 'data'}; vitrail data remove NAME deletes it.")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from vitrail.cli import show
+from vitrail.cli import output
 
 if TYPE_CHECKING:
     from vitrail.data.dataset import Dataset
@@ -28,47 +28,53 @@ def main(
         leave_out: A data_report.json: bad images and those it found in another split or set are left out.
         json: Print JSON.
     """
-    from vitrail.data.check import to_leave_out
-    from vitrail.data.dataset import less
-    from vitrail.data.imagenet import describe_classes
+    from vitrail.data.audit import read_excluded_images
+    from vitrail.data.dataset import without_images
+    from vitrail.data.imagenet import describe_release
     from vitrail.data.pack import pack
-    from vitrail.data.sources import open_data
+    from vitrail.data.sources import open_dataset
 
-    dataset = open_data(data)
-    show.note(f"data: {dataset.name}")
-    for note in filter(None, (*dataset.notes, describe_classes(dataset.classes))):
-        show.note(f"note: {note}")
-    if dataset.question:
-        show.note(f"warning: {dataset.question}")
+    dataset = open_dataset(data)
+    output.print_note(f"data: {dataset.name}")
+    for note in filter(None, (*dataset.notes, describe_release(dataset.classes))):
+        output.print_note(f"note: {note}")
+    if dataset.layout_warning:
+        output.print_note(f"warning: {dataset.layout_warning}")
     before = sum(map(len, dataset.splits.values()))
     if leave_out is not None:
-        dataset = less(dataset, to_leave_out(leave_out, dataset))
-        for sentence in _emptied(dataset):
-            show.note(f"warning: {sentence}")
+        dataset = without_images(dataset, read_excluded_images(leave_out, dataset))
+        for sentence in _describe_empty_classes(dataset):
+            output.print_note(f"warning: {sentence}")
     try:
-        with show.progress("writing shards") as progress:
+        with output.show_progress("writing shards") as progress:
             pack(dataset, out, progress=progress)
     except KeyboardInterrupt:
-        show.note("the same command goes on where this one stopped")
+        output.print_note("the same command goes on where this one stopped")
         raise
     images = {name: len(split) for name, split in dataset.splits.items()}
     written = sum(path.stat().st_size for path in out.glob("*.tar"))
     left = before - sum(images.values())
     if json:
-        show.as_json({"written": str(out), "images": images, "left_out": left, "bytes": written})
+        output.print_json({"written": str(out), "images": images, "left_out": left, "bytes": written})
         return
-    rows = [("images", ", ".join(f"{split} {show.count(number)}" for split, number in images.items()))]
+    rows = [("images", ", ".join(f"{split} {output.format_count(number)}" for split, number in images.items()))]
     if leave_out is not None:
-        rows.append(("left out", show.count(left)))
-    show.table(
-        [*rows, ("written", f"{out} ({show.plural(len(list(out.glob('*.tar'))), 'shard')}, {show.size(written)})")]
+        rows.append(("left out", output.format_count(left)))
+    output.print_table(
+        [
+            *rows,
+            (
+                "written",
+                f"{out} ({output.pluralize(len(list(out.glob('*.tar'))), 'shard')}, {output.format_bytes(written)})",
+            ),
+        ]
     )
 
 
-def _emptied(dataset: "Dataset") -> Iterator[str]:
+def _describe_empty_classes(dataset: "Dataset") -> Iterator[str]:
     """The splits in which a class has no image any more."""
     for name, split in dataset.splits.items():
-        counts = split.counts(len(dataset.classes))
+        counts = split.count_per_class(len(dataset.classes))
         empty = [label for label, count in zip(dataset.classes, counts, strict=True) if not count]
         if empty:
             yield f"{name} has no image of {', '.join(empty[:5])}{' ...' if len(empty) > 5 else ''}"

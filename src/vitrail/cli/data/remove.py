@@ -4,7 +4,7 @@ from typing import Annotated
 
 import tyro
 
-from vitrail.cli import show
+from vitrail.cli import output
 
 
 def main(
@@ -17,11 +17,11 @@ def main(
         name: One of those that `vitrail data list` shows as here.
         json: Print JSON.
     """
-    from vitrail.data import public
+    from vitrail.data import public_datasets
 
-    freed = {one.name: one.bytes for one in public.stored()}
-    public.remove(name)
+    freed = {one.name: one.bytes for one in public_datasets.list_downloaded_datasets()}
+    public_datasets.remove_dataset(name)
     if json:
-        show.as_json({"removed": name, "bytes": freed.get(name, 0)})
+        output.print_json({"removed": name, "bytes": freed.get(name, 0)})
         return
-    show.table([("removed", f"{name} ({show.size(freed.get(name, 0))})")])
+    output.print_table([("removed", f"{name} ({output.format_bytes(freed.get(name, 0))})")])

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import tyro
 
 from vitrail import recipes
-from vitrail.cli import runs, show, study
+from vitrail.cli import output, runs, study
 
 
 def main(
@@ -44,37 +44,39 @@ def main(
         json: Print the result as JSON.
     """
     from vitrail.config import to_json
-    from vitrail.data.sources import open_data
-    from vitrail.figures import draw
+    from vitrail.data.sources import open_dataset
+    from vitrail.figures import plots
     from vitrail.studies import ablation, grid
 
-    named = recipes.override_settings(recipes.named(recipe), settings)
+    named = recipes.override_settings(recipes.get_recipe(recipe), settings)
     ablation.list_variants(named, variants)  # refuses a wrong setting before the data is opened
-    dataset = open_data(data, share=ablation.SHARE)
-    runs.tell_of(dataset)
+    dataset = open_dataset(data, holdout_fraction=ablation.VAL_SHARE)
+    runs.print_dataset_notes(dataset)
     runs.check_classes(dataset)
-    named = runs.fitting(runs.changed(named, epochs=epochs, batch=batch, lr=None, warmup=None), dataset)
+    named = runs.choose_loss(runs.override_recipe(named, epochs=epochs, batch=batch, lr=None, warmup=None), dataset)
     if "train" in dataset.splits:
-        named = runs.fit_warmup(named, len(dataset.splits["train"]))
+        named = runs.shorten_warmup(named, len(dataset.splits["train"]))
     planned = ablation.plan_ablation(
         *(data, dataset, recipe, ablation.list_variants(named, variants)),
         runs=number_of_runs,
         seed=seed,
         micro_batches=micro_batches,
     )
-    folder = study.place(out, "ablate", data, recipe)
-    with grid.opened(folder, to_json(planned)) as lock:
-        found = study.runner(folder, lock, device, workers)(ablation.list_cells(planned))
-        summary = ablation.summarize(to_json(planned), found)
+    folder = study.choose_study_folder(out, "ablate", data, recipe)
+    with grid.open_study(folder, to_json(planned)) as lock:
+        found = study.make_runner(folder, lock, device, workers)(ablation.list_ablation_cells(planned))
+        summary = ablation.summarize_ablation(to_json(planned), found)
         bars = {name: (one["mean"], one["std"]) for name, one in summary["variants"].items() if one["n"]}
         if bars:
-            draw.bars({"validation": bars}, folder / "study.png", title=f"variants of {recipe}")
-        show.as_json(summary | {"folder": str(folder)}) if json else _tell(summary, folder)
-        grid.check(found, folder)
+            plots.plot_accuracy_bars({"validation": bars}, folder / "study.png", title=f"variants of {recipe}")
+        output.print_json(summary | {"folder": str(folder)}) if json else _print_summary(summary, folder)
+        grid.check_failures(found, folder)
 
 
-def _tell(summary: dict[str, Any], folder: Path) -> None:
+def _print_summary(summary: dict[str, Any], folder: Path) -> None:
     rows = [("variant", "validation")]
-    rows += [(name, study.accuracy(one) if one["n"] else "diverged") for name, one in summary["variants"].items()]
-    show.table(rows)
+    rows += [
+        (name, study.format_accuracy(one) if one["n"] else "diverged") for name, one in summary["variants"].items()
+    ]
+    output.print_table(rows)
     print(f"\nof {summary['images']:,} validation images ({folder}/study.png)")

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from vitrail.cli import runs, show, study
-from vitrail.cli.finetune import prepared
-from vitrail.plurals import plural
+from vitrail.cli import output, runs, study
+from vitrail.cli.finetune import set_preprocess
+from vitrail.plurals import pluralize
 
 if TYPE_CHECKING:
     from vitrail.studies.sweep import Sweep
@@ -56,11 +56,11 @@ def main(
     from vitrail.weights.load import check_loadable, load
 
     check_loadable(model)
-    dataset, share = sweep.opened(data)
-    runs.tell_of(dataset)
+    dataset, share = sweep.open_sweep_dataset(data)
+    runs.print_dataset_notes(dataset)
     runs.check_classes(dataset)
-    planned = sweep.planned(
-        *(data, dataset, share, model, prepared(load(model), preprocess)),
+    planned = sweep.plan_sweep(
+        *(data, dataset, share, model, set_preprocess(load(model), preprocess)),
         rates=rates,
         steps=steps,
         batch=batch,
@@ -71,36 +71,38 @@ def main(
         micro_batches=micro_batches,
         preprocess=preprocess,
     )
-    folder = study.place(out, "sweep", data, model)
-    with grid.opened(folder, to_json(planned)) as lock:
-        run = study.runner(folder, lock, device, workers)
-        tried = run(sweep.choosing(planned))
-        grid.check(tried, folder)
-        lr = sweep.chosen(tried)
-        show.note(f"val chose the learning rate {lr:g}; test is looked at from here on")
-        found = tried + run(sweep.testing(planned, lr))
-        summary = sweep.summary(to_json(planned), found)
-        draw(planned, summary, folder)
-        show.as_json(summary | {"folder": str(folder)}) if json else _tell(summary, folder)
-        grid.check(found, folder)
+    folder = study.choose_study_folder(out, "sweep", data, model)
+    with grid.open_study(folder, to_json(planned)) as lock:
+        run = study.make_runner(folder, lock, device, workers)
+        tried = run(sweep.list_rate_cells(planned))
+        grid.check_failures(tried, folder)
+        lr = sweep.choose_learning_rate(tried)
+        output.print_note(f"val chose the learning rate {lr:g}; test is looked at from here on")
+        found = tried + run(sweep.list_test_cells(planned, lr))
+        summary = sweep.summarize_sweep(to_json(planned), found)
+        draw_sweep(planned, summary, folder)
+        output.print_json(summary | {"folder": str(folder)}) if json else _print_summary(summary, folder)
+        grid.check_failures(found, folder)
 
 
-def draw(planned: "Sweep", summary: dict[str, Any], folder: Path) -> None:
+def draw_sweep(planned: "Sweep", summary: dict[str, Any], folder: Path) -> None:
     """The accuracies by rate and on test, as a picture."""
-    from vitrail.figures import draw as drawing
+    from vitrail.figures import plots
 
     groups = {"validation": {lr: (top1, None) for lr, top1 in summary["validation"].items() if top1 is not None}}
     if summary["mean"] is not None:
         groups["test"] = {f"{summary['lr']:g}, n = {summary['n']}": (summary["mean"], summary["std"])}
     model, data = (name.rstrip("/").rpartition("/")[2] for name in (planned.model, planned.data))
-    drawing.bars(groups, folder / "study.png", title=f"{model} on {data} by learning rate")
+    plots.plot_accuracy_bars(groups, folder / "study.png", title=f"{model} on {data} by learning rate")
 
 
-def _tell(summary: dict[str, Any], folder: Path) -> None:
+def _print_summary(summary: dict[str, Any], folder: Path) -> None:
     rows = [("learning rate", "validation")]
     for lr, top1 in summary["validation"].items():
         mark = " (chosen)" if summary["lr"] is not None and float(lr) == summary["lr"] else ""
         rows.append((lr, "diverged" if top1 is None else f"{top1:.2%}{mark}"))
-    show.table(rows)
+    output.print_table(rows)
     if summary["mean"] is not None:
-        print(f"test: {study.accuracy(summary)}, of {plural(summary['images'], 'image')} ({folder}/study.png)")
+        print(
+            f"test: {study.format_accuracy(summary)}, of {pluralize(summary['images'], 'image')} ({folder}/study.png)"
+        )

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from vitrail.cli import plan, show
+from vitrail.cli import output, plan
 from vitrail.errors import UsageError
 
 if TYPE_CHECKING:
-    from vitrail.studies.table import Measured
+    from vitrail.studies.headline_table import TableEntry
 
 
 def main(
@@ -29,28 +29,28 @@ def main(
         csv: A file to write the table to as well.
         json: Print the table as JSON.
     """
-    from vitrail.files import replacing
-    from vitrail.studies import table
+    from vitrail.files import write_atomically
+    from vitrail.studies import headline_table
 
-    found = [table.measured(folder) for folder in studies]
+    found = [headline_table.read_entry(folder) for folder in studies]
     if real is not None:
-        found += table.measure_real(studies, real)
-    found += [_cost(text, [one.model for one in found]) for text in cost]
-    rows, notes = table.assembled(found)
+        found += headline_table.read_real_entries(studies, real)
+    found += [_make_cost_cell(text, [one.model for one in found]) for text in cost]
+    rows, notes = headline_table.build_table(found)
     if csv is not None:
-        with replacing(csv) as fresh, fresh.open("w", newline="", encoding="utf-8") as file:
+        with write_atomically(csv) as fresh, fresh.open("w", newline="", encoding="utf-8") as file:
             csv_module.writer(file).writerows(rows)
     if json:
         heads, *lines = rows
         cells = {line[0]: dict(zip(heads[1:], line[1:], strict=True)) for line in lines}
-        show.as_json({"table": cells, "notes": notes, "studies": [one.facts for one in found]})
+        output.print_json({"table": cells, "notes": notes, "studies": [one.facts for one in found]})
     else:
-        print(table.markdown(rows, notes))
+        print(headline_table.render_markdown(rows, notes))
 
 
-def _cost(text: str, models: list[str]) -> "Measured":
+def _make_cost_cell(text: str, models: list[str]) -> "TableEntry":
     """The cell of a model's cost, given as a number of core-days or as a recipe."""
-    from vitrail.studies import table
+    from vitrail.studies import headline_table
 
     model, equals, value = text.rpartition("=")
     if not equals or model not in models:
@@ -60,7 +60,9 @@ def _cost(text: str, models: list[str]) -> "Measured":
         days, note = float(value), ""
     except ValueError:
         days = plan.count_core_days(value)
-        note = f"planned for {value}, at {plan.EFFICIENCY:.0%} of {plan.GPUS[plan.TPU].peak / 1e12:g} TFLOP/s a core"
+        note = f"planned for {value}, at {plan.DEFAULT_EFFICIENCY:.0%} of {plan.GPUS[plan.TPU_NAME].peak_flops / 1e12:g} TFLOP/s a core"
     if not 0 < days < float("inf"):
         raise UsageError(f"--cost {text}: core-days must be above 0")
-    return table.Measured(table.COST, model, table.core_days(days), note, {"model": model, "core_days": days})
+    return headline_table.TableEntry(
+        headline_table.COST_ROW, model, headline_table.format_core_days(days), note, {"model": model, "core_days": days}
+    )

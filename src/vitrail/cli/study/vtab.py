@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from vitrail.cli import show, study
-from vitrail.cli.finetune import prepared
+from vitrail.cli import output, study
+from vitrail.cli.finetune import set_preprocess
 
 
 def main(
@@ -48,17 +48,19 @@ def main(
         json: Print the result as JSON.
     """
     from vitrail.config import to_json
-    from vitrail.figures import draw
+    from vitrail.figures import plots
     from vitrail.studies import grid, vtab
-    from vitrail.studies.tasks import named
+    from vitrail.studies.vtab_tasks import get_task
     from vitrail.weights.load import check_loadable, load
 
     check_loadable(model)
-    there, missing = vtab.there(data_root, tasks, seed)
+    there, missing = vtab.find_tasks(data_root, tasks, seed)
     for name in missing:
-        show.note(f"missing: {named(name).title}, {data_root / name}/train800.txt and so on; from {named(name).source}")
-    planned = vtab.planned(
-        *(data_root, there, model, prepared(load(model), preprocess)),
+        output.print_note(
+            f"missing: {get_task(name).title}, {data_root / name}/train800.txt and so on; from {get_task(name).source}"
+        )
+    planned = vtab.plan_vtab(
+        *(data_root, there, model, set_preprocess(load(model), preprocess)),
         steps=steps,
         batch=batch,
         image_size=image_size,
@@ -68,31 +70,33 @@ def main(
         micro_batches=micro_batches,
         preprocess=preprocess,
     )
-    folder = study.place(out, "vtab", model)
-    with grid.opened(folder, to_json(planned)) as lock:
-        found = study.runner(folder, lock, device, workers)(vtab.cells(planned))
-        summary = vtab.summary(to_json(planned), found)
+    folder = study.choose_study_folder(out, "vtab", model)
+    with grid.open_study(folder, to_json(planned)) as lock:
+        found = study.make_runner(folder, lock, device, workers)(vtab.list_vtab_cells(planned))
+        summary = vtab.summarize_vtab(to_json(planned), found)
         if summary["tasks"]:
-            draw.bars(vtab.groups(summary), folder / "study.png", title=f"{model.rpartition('/')[2]} on VTAB-1k")
-            facts = summary | {"missing": missing, "paper": vtab.PAPER, "folder": str(folder)}
-            show.as_json(facts) if json else _tell(summary, vtab.PAPER, folder)
-        grid.check(found, folder)
+            plots.plot_accuracy_bars(
+                vtab.group_by_task_group(summary), folder / "study.png", title=f"{model.rpartition('/')[2]} on VTAB-1k"
+            )
+            facts = summary | {"missing": missing, "paper": vtab.PAPER_ACCURACIES, "folder": str(folder)}
+            output.print_json(facts) if json else _print_summary(summary, vtab.PAPER_ACCURACIES, folder)
+        grid.check_failures(found, folder)
 
 
-def _tell(summary: dict[str, Any], paper: dict[str, float], folder: Path) -> None:
-    from vitrail.studies.tasks import named
+def _print_summary(summary: dict[str, Any], paper: dict[str, float], folder: Path) -> None:
+    from vitrail.studies.vtab_tasks import get_task
 
     rows = [("task", "group", "top-1", "training images")]
     for name, found in summary["tasks"].items():
         draw = "VTAB's" if found["draw"] == "VTAB" else "a draw of our own"
-        rows.append((named(name).title, named(name).group, study.accuracy(found), draw))
-    show.table(rows)
+        rows.append((get_task(name).title, get_task(name).group, study.format_accuracy(found), draw))
+    output.print_table(rows)
     print()
     number = len(summary["tasks"])
     total = "all 19 tasks" if number == summary["of"] else f"{number} of {summary['of']} tasks"
     means = [(group, f"{mean:.2%}") for group, mean in summary["groups"].items()]
     if summary["mean"] is not None:
-        means.append((total, study.accuracy(summary)))
+        means.append((total, study.format_accuracy(summary)))
     means += [(f"the paper, {name}", f"{share:.2f}% of 19 tasks") for name, share in paper.items()]
-    show.table(means)
-    show.note(f"drawn: {folder}/study.png")
+    output.print_table(means)
+    output.print_note(f"drawn: {folder}/study.png")

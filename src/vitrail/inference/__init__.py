@@ -1,0 +1,1 @@
+"""Images in, predictions and features out: a model in use."""

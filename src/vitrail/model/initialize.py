@@ -1,0 +1,147 @@
+"""Weights at the start of training, as the paper's own code draws them.
+
+Kernels are Xavier-uniform (query, key and value each on its own), the patch embedding LeCun-normal, MLP biases normal
+with deviation 1e-6, positions normal with 0.02, the class token and every head zero. Registers are not in that code:
+they get the small noise that tells them apart (Darcet et al. 2024).
+"""
+
+import math
+from typing import TypeVar, cast
+
+import torch
+from torch import Generator, Tensor, nn
+
+from vitrail.model.resnet import BiT, HybridUnit, PooledHead, StandardizedConv2d
+from vitrail.model.vit import Attention, AttentionPool, Block, HiddenHead, LayerScale, Mlp, ViT
+
+LAYER_SCALE_INIT = 1e-5  # Touvron et al. 2021b for models of this depth; DINOv2
+
+
+M = TypeVar("M", bound=ViT | BiT)
+
+
+@torch.no_grad()
+def initialize_weights(model: M, generator: Generator, *, head_bias: float = 0.0, mimetic: bool = False) -> M:
+    """The same model with every parameter drawn from `generator`, on the CPU; -10 is the I21k recipes' head bias.
+
+    `mimetic` (Trockman and Kolter 2023) starts attention as trained models have it, which small sets alone teach late.
+    """
+    _initialize_convolutions(model, generator)
+    if isinstance(model, ViT):
+        _initialize_vit(model, generator)
+        if mimetic:
+            _initialize_mimetic(model, generator)
+    for head in (getattr(model, name, None) for name in ("head", "head_dist")):
+        head = head.fc if isinstance(head, PooledHead) else head
+        if isinstance(head, nn.Linear | nn.Conv2d):
+            nn.init.zeros_(head.weight)
+            nn.init.constant_(cast(Tensor, head.bias), head_bias)
+    return model
+
+
+def _initialize_convolutions(model: nn.Module, generator: Generator) -> None:
+    """Standardised kernels LeCun-normal (their scale does not matter), norms one and zero.
+
+    The last norm of a post-activation unit starts at zero, so that each unit starts as its shortcut.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.GroupNorm):
+            module.reset_parameters()
+        elif isinstance(module, StandardizedConv2d):
+            _fill_lecun_normal(module.weight, module.weight[0].numel(), generator)
+    for module in model.modules():
+        if isinstance(module, HybridUnit):
+            nn.init.zeros_(module.norm3.weight)
+
+
+def _initialize_vit(model: ViT, generator: Generator) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        elif isinstance(module, LayerScale):
+            module.gamma.fill_(LAYER_SCALE_INIT)
+        elif isinstance(module, Block):
+            _fill_xavier_uniform(module.attn.qkv, generator, parts=3)
+            _fill_xavier_uniform(module.attn.proj, generator)
+            if model.config.positions == "relative":
+                _fill_normal(module.attn.offsets, 0.02, generator)
+        elif isinstance(module, Mlp):
+            for layer in (module.fc1, module.fc2):
+                _fill_xavier_uniform(layer, generator)
+                _fill_normal(layer.bias, 1e-6, generator)
+        elif isinstance(module, AttentionPool):
+            _fill_xavier_uniform(module.q, generator)
+            _fill_xavier_uniform(module.kv, generator, parts=2)
+            _fill_xavier_uniform(module.proj, generator)
+            _fill_uniform(module.latent, math.sqrt(6 / (1 + model.config.width)), generator)
+        elif isinstance(module, HiddenHead):
+            _fill_lecun_normal(module.fc.weight, module.fc.in_features, generator)
+            nn.init.zeros_(module.fc.bias)
+    projection = model.patch_embed.proj
+    _fill_lecun_normal(projection.weight, projection.weight[0].numel(), generator)
+    for name, parameter in model.named_parameters(recurse=False):
+        deviation = {"cls_token": 0.0, "reg_token": 1e-6}.get(name, 0.02)
+        _fill_normal(parameter, deviation, generator)
+    if projection.bias is not None:
+        nn.init.zeros_(projection.bias)
+
+
+def _initialize_mimetic(model: ViT, generator: Generator) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # decompositions wait for each thread a hundred times, on a busy machine for ever
+    try:
+        for block in model.blocks:
+            _mimic_attention(cast(Block, block).attn, generator)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _mimic_attention(attention: Attention, generator: Generator) -> None:
+    """Tokens attend to those like themselves, and what a token is told of itself is taken away from it.
+
+    With Z normal of variance 1/D, each head's W_q W_k^T is nearest to 0.7 Z + 0.7 I, and W_v W_proj is 0.4 Z - 0.4 I.
+    """
+    width, heads = attention.config.width, attention.config.heads
+    each = width // heads
+
+    def factorize(scale: float, sign: float) -> tuple[Tensor, Tensor]:
+        noise = torch.empty(width, width).normal_(0.0, width**-0.5, generator=generator)
+        left, values, right = torch.linalg.svd(scale * (noise + sign * torch.eye(width)))
+        return left * values.sqrt(), right.mT * values.sqrt()
+
+    query, key, value = attention.qkv.weight.chunk(3)
+    for head in range(heads):
+        rows = slice(head * each, (head + 1) * each)
+        left, right = factorize(0.7, 1.0)
+        query[rows], key[rows] = left[:, :each].mT, right[:, :each].mT
+    left, right = factorize(0.4, -1.0)
+    value.copy_(left.mT)
+    attention.proj.weight.copy_(right)
+
+
+def _fill_xavier_uniform(layer: nn.Linear, generator: Generator, parts: int = 1) -> None:
+    """Xavier-uniform for each of `parts` stacked output blocks; no bias."""
+    for part in layer.weight.chunk(parts):
+        _fill_uniform(part, math.sqrt(6 / (part.shape[0] + part.shape[1])), generator)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
+def _fill_lecun_normal(weight: Tensor, fan_in: int, generator: Generator) -> None:
+    """Normal, cut at two deviations and rescaled so that the variance left is 1 / fan_in."""
+    deviation = math.sqrt(1 / fan_in) / 0.87962566103423978
+    _fill_normal(weight, deviation, generator)
+    flat = weight.view(-1)
+    beyond = (flat.abs() > 2 * deviation).nonzero()[:, 0]
+    while len(beyond):  # drawn again, which is quicker than torch's way over the error function
+        fresh = torch.empty(len(beyond)).normal_(0.0, deviation, generator=generator)
+        flat[beyond] = fresh
+        beyond = beyond[fresh.abs() > 2 * deviation]
+
+
+def _fill_uniform(tensor: Tensor, bound: float, generator: Generator) -> None:
+    tensor.uniform_(-bound, bound, generator=generator)
+
+
+def _fill_normal(tensor: Tensor, deviation: float, generator: Generator) -> None:
+    tensor.normal_(0.0, deviation, generator=generator)

@@ -1,0 +1,345 @@
+"""The model card: what a model is, what it was trained on and what it came to; "unknown" where that is not known.
+
+A card is made of sections once, and written as Markdown with the Hub's front matter (README.md) or shown in the report.
+What `vitrail push` uploads is a run's README.md, edited or not, in which one section is put anew: how the model is
+loaded, now that it has an address.
+"""
+
+import dataclasses
+import itertools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from vitrail.config import to_json
+from vitrail.evaluate.predictions import MIN_TOP5_CLASSES
+from vitrail.figures.plots import make_printable
+from vitrail.model import cost
+from vitrail.plurals import pluralize
+from vitrail.report import fact_rows
+from vitrail.report.run_facts import FinalMetrics, RunFacts, strip_folders
+from vitrail.weights import model_license
+from vitrail.weights.trained import Trained
+
+USE_TITLE = "Use"
+
+
+class TableBlock(NamedTuple):
+    """Rows, the first of them the head."""
+
+    rows: tuple[tuple[str, ...], ...]
+
+
+class ListBlock(NamedTuple):
+    """A list."""
+
+    texts: tuple[str, ...]
+
+
+class CodeBlock(NamedTuple):
+    """What is typed."""
+
+    language: str
+    text: str
+
+
+CardBlock = str | TableBlock | ListBlock | CodeBlock
+
+
+@dataclasses.dataclass(frozen=True)
+class CardSection:
+    """A part of a card under its heading."""
+
+    title: str
+    blocks: tuple[CardBlock, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class HubAddress:
+    """Where a model is to be had on the Hub."""
+
+    repo: str
+    """ORG/NAME."""
+    refusal: str | None = None
+    """Why there is no folder for transformers, where there is none."""
+    notes: tuple[str, ...] = ()
+    """What transformers' format could not take along."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelCard:
+    """A model card."""
+
+    title: str
+    front_matter: tuple[str, ...]
+    """The lines of its YAML."""
+    sections: tuple[CardSection, ...]
+
+    def to_markdown(self) -> str:
+        """README.md."""
+        parts = ["\n".join(["---", *self.front_matter, "---"]), f"# {_escape_markdown(self.title)}"]
+        for section in self.sections:
+            parts += [f"## {section.title}", *map(_render_markdown, section.blocks)]
+        return "\n\n".join(parts) + "\n"
+
+
+def build_card(trained: Trained, facts: RunFacts | None = None) -> ModelCard:
+    """The card of a model, and of the run that made it where that is known."""
+    of_model = [
+        CardSection(USE_TITLE, tuple(_describe_file_use(trained))),
+        CardSection("What it is", (_tabulate_model(trained),)),
+        CardSection("Where it comes from", (_list_origin(trained, facts),)),
+    ]
+    if facts is None:
+        stated = "Training data, accuracy, intended use and limits are unknown to this card."
+        of_run = [CardSection("Not stated", (stated,))]
+        title = strip_folders(trained.origin.name)
+    else:
+        of_run = list(_make_run_sections(facts, trained))
+        title = fact_rows.make_title(facts)
+    first, *others = of_model
+    return ModelCard(title, tuple(_make_front_matter(trained, facts)), (first, *of_run, *others))
+
+
+def set_hub_address(text: str, trained: Trained, address: HubAddress) -> str:
+    """A card in Markdown for the Hub: its section on use says how to load the model from there."""
+    use = "\n\n".join([f"## {USE_TITLE}", *map(_render_markdown, _describe_hub_use(trained, address))])
+    library = "vitrail" if address.refusal is not None else "transformers"
+    text = re.sub(r"^library_name: .*$", f"library_name: {library}", text, count=1, flags=re.MULTILINE)
+    for (start, title), (end, _) in itertools.pairwise([*_find_headings(text), (len(text), "")]):
+        if title == f"## {USE_TITLE}":
+            return f"{text[:start]}{use}\n\n{text[end:]}"
+    return text
+
+
+def _find_headings(text: str) -> Iterator[tuple[int, str]]:
+    """Where each section of a card in Markdown begins, and its heading; what looks like one in code is none."""
+    place, fence = 0, ""
+    for line in text.splitlines(keepends=True):
+        marks = re.match(r" {0,3}(`{3,}|~{3,})", line)
+        if fence:
+            closed = marks is not None and marks[1].startswith(fence) and line.strip() == marks[1]
+            fence = "" if closed else fence
+        elif marks is not None:
+            fence = marks[1]
+        elif line.startswith("## "):
+            yield place, line.rstrip()
+        place += len(line)
+
+
+# --- the Hub's front matter ------------------------------------------------------------------------------------------
+
+
+def _make_front_matter(trained: Trained, facts: RunFacts | None) -> Iterator[str]:
+    """The YAML, in the Hub's terms; what is unknown is left out. Strings are quoted as JSON, which YAML includes."""
+    task = "image-classification" if trained.model.config.classes else "image-feature-extraction"
+    yield from model_license.format_license_lines(trained.origin.license)
+    yield from ("library_name: vitrail", f"pipeline_tag: {task}", "tags:", "- vitrail", "- pytorch")
+    if facts is not None and facts.result is not None and not facts.is_measured_on_train:
+        yield from ("metrics:", "- accuracy", "model-index:")
+        yield from _make_model_index(facts, facts.result)
+
+
+def _make_model_index(facts: RunFacts, result: FinalMetrics) -> Iterator[str]:
+    hub = facts.data.removeprefix("hf:") if facts.data.startswith("hf:") else None
+    yield f"- name: {_quote_yaml(fact_rows.make_title(facts))}"
+    yield "  results:"
+    yield "  - task:"
+    yield "      type: image-classification"
+    yield "    dataset:"
+    yield f"      name: {_quote_yaml(facts.data)}"
+    yield f"      type: {_quote_yaml(hub or _make_slug(facts.data))}"
+    yield f"      split: {result.split}"
+    yield "    metrics:"
+    for kind, name, value in _list_metrics(facts, result):
+        yield f"    - type: {kind}"
+        yield f"      name: {_quote_yaml(name)}"
+        yield f"      value: {value:.6g}"
+
+
+def _list_metrics(facts: RunFacts, result: FinalMetrics) -> Iterator[tuple[str, str, float]]:
+    if facts.multi_label_metrics is not None:
+        yield "accuracy", f"exact match of {pluralize(result.images, 'image')}", result.top1
+        yield "f1", "F1 over all labels", facts.multi_label_metrics.micro_f1
+        yield "mean_average_precision", "mean average precision", facts.multi_label_metrics.mean_average_precision
+        yield "expected_calibration_error", "expected calibration error, 15 bins", result.calibration_error
+        return
+    yield "accuracy", f"top-1 accuracy of {pluralize(result.images, 'image')}", result.top1
+    if len(facts.config["classes"]) >= MIN_TOP5_CLASSES:
+        yield "accuracy", "top-5 accuracy", result.top5
+    if facts.macro_accuracy is not None:
+        yield "recall", "recall averaged over classes", facts.macro_accuracy
+    yield "expected_calibration_error", "expected calibration error, 15 bins", result.calibration_error
+
+
+def _quote_yaml(text: str) -> str:
+    return json.dumps(make_printable(text))
+
+
+def _make_slug(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", name).strip("-") or "unnamed"
+
+
+# --- sections --------------------------------------------------------------------------------------------------------
+
+
+def _make_run_sections(facts: RunFacts, trained: Trained) -> Iterator[CardSection]:
+    result, pretrained = facts.result, facts.pretraining
+    if pretrained is not None:
+        told = f"On the {pluralize(pretrained.images, 'image')} of {pretrained.split}, {pretrained.patches:,} hidden patches:"
+        yield CardSection("Result", (told, _make_table(fact_rows.list_pretraining_rows(pretrained))))
+    elif result is None:
+        yield CardSection("Result", ("Unknown: the run has not ended.",))
+    else:
+        told = f"On the {pluralize(result.images, 'image')} of {result.split}:"
+        yield CardSection(
+            "Result",
+            (
+                told,
+                _make_table(fact_rows.list_result_rows(facts, result)),
+                ListBlock(tuple(fact_rows.list_cautions(facts))),
+            ),
+        )
+        yield CardSection("Calibration", (_describe_calibration(result),))
+    yield CardSection("Intended use", ("Unknown: whoever publishes this model should say it here.",))
+    licence = ("licence of the images", fact_rows.UNKNOWN)
+    yield CardSection("Data", (_make_table([*fact_rows.list_data_rows(facts), licence, *_list_data_checks(facts)]),))
+    yield CardSection("Preprocessing", (_make_table(fact_rows.list_preprocess_rows(facts.config)),))
+    yield CardSection("Training", (_make_table(fact_rows.list_training_rows(facts)),))
+    yield CardSection("Limits", (ListBlock(tuple(_list_limits(facts, trained))),))
+
+
+def _describe_calibration(result: FinalMetrics) -> str:
+    fitted = (
+        "No temperature was fitted; probabilities are as the network gives them."
+        if result.temperature == 1.0
+        else f"Logits are divided by {result.temperature:.3f}, fitted on validation images and stored in the file."
+    )
+    return f"{fitted} The expected calibration error (15 bins) is {fact_rows.format_percent(result.calibration_error)}."
+
+
+def _list_data_checks(facts: RunFacts) -> Iterator[fact_rows.FactRow]:
+    report = facts.data_report
+    if report is None:
+        yield "copies across splits", f"{fact_rows.UNKNOWN}: the images were not compared"
+        return
+    yield "copies across splits", pluralize(report["duplicates"]["across_splits"], "group")
+    yield "unreadable images", f"{len(report['bad']):,}"
+
+
+def _list_limits(facts: RunFacts, trained: Trained) -> Iterator[str]:
+    classes = trained.model.config.classes
+    if classes and not trained.multi_label:
+        yield f"It answers every image with one of its {pluralize(classes, 'class')}, also one that shows none of them."
+    yield f"How it does on images other than those of {facts.data} is unknown."
+    yield "Whether it treats groups of people or things unequally is unknown; nothing of the kind was measured."
+    if trained.threshold:
+        yield f"Below a probability of {trained.threshold:.3f} it says that it is unsure."
+
+
+def _tabulate_model(trained: Trained) -> TableBlock:
+    config = trained.model.config
+    preprocess = {"preprocessing": fact_rows.UNKNOWN}
+    if trained.preprocess is not None:
+        preprocess = {
+            f"preprocessing: {name}": _format_value(value) for name, value in to_json(trained.preprocess).items()
+        }
+    rows = {
+        "parameters": f"{cost.count_parameters(config):,}",
+        "multiply-adds": f"{cost.count_multiply_adds(config):,} an image",
+        **{f"architecture: {name}": _format_value(value) for name, value in to_json(config).items()},
+        **preprocess,
+        "labels": fact_rows.UNKNOWN if trained.labels is None else f"{len(trained.labels):,}",
+    }
+    return _make_table(rows.items())
+
+
+def _list_origin(trained: Trained, facts: RunFacts | None) -> ListBlock:
+    origin = trained.origin
+    plain = strip_folders if facts is None else facts.clean_text
+    lines = (
+        f"format: {origin.format}",
+        f"name: {origin.name}",
+        f"sha256 of the original file: {origin.sha256 or fact_rows.UNKNOWN}",
+        f"licence: {origin.license or fact_rows.UNKNOWN}",
+        *(f"assumed: {sentence}" for sentence in origin.assumptions),
+        *(f"changed: {sentence}" for sentence in origin.changes),
+    )
+    return ListBlock(tuple(map(plain, lines)))
+
+
+def _describe_file_use(trained: Trained) -> Iterator[CardBlock]:
+    yield _describe_model(trained)
+    yield "With vitrail, in the run's folder:"
+    yield CodeBlock("python", _write_loading_code(trained, "weights/best.safetensors"))
+
+
+def _describe_hub_use(trained: Trained, address: HubAddress) -> Iterator[CardBlock]:
+    classes = bool(trained.model.config.classes)
+    yield _describe_model(trained)
+    yield "With vitrail and huggingface_hub:"
+    yield CodeBlock("python", _write_loading_code(trained, f"hf:{address.repo}"))
+    if address.refusal is not None:
+        yield f"There are no files for transformers: {address.refusal}."
+        return
+    yield "With transformers:"
+    task = "image-classification" if classes else "image-feature-extraction"
+    yield CodeBlock("python", f'from transformers import pipeline\n\npipeline("{task}", "{address.repo}")("image.jpg")')
+    if address.notes:
+        yield "What transformers' format could not take along:"
+        yield ListBlock(address.notes)
+
+
+def _describe_model(trained: Trained) -> str:
+    classes = trained.model.config.classes
+    named = "their names are unknown" if trained.labels is None else "the files name them"
+    does = (
+        f"It tells {pluralize(classes, 'class')} apart; {named}."
+        if classes
+        else "It has no classes: it ends with its features."
+    )
+    return f"An image model in PyTorch, made with vitrail. {does}"
+
+
+def _write_loading_code(trained: Trained, name: str) -> str:
+    classes = trained.model.config.classes
+    call = 'vitrail.Classifier(trained)(["image.jpg"])' if classes else "trained.model.features(images)  # (B, D)"
+    return f'import vitrail\n\ntrained = vitrail.load("{name}")  # model, preprocess, labels, origin\n{call}'
+
+
+# --- Markdown --------------------------------------------------------------------------------------------------------
+
+
+def _make_table(rows: Any) -> TableBlock:
+    return TableBlock((("", ""), *((str(name), str(text)) for name, text in rows)))
+
+
+def _format_value(value: Any) -> str:
+    """A number, a word or several of them, from a configuration that was checked when it was read."""
+    if isinstance(value, list):
+        return ", ".join(map(_format_value, value))
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _render_markdown(block: CardBlock) -> str:
+    match block:
+        case str():
+            return _escape_markdown(block)
+        case ListBlock(texts):
+            return "\n".join(f"- {_escape_markdown(text)}" for text in texts)
+        case CodeBlock(language, text):
+            return f"```{language}\n{text}\n```"
+        case TableBlock((head, *rows)):
+            return "\n".join([_render_table_row(head), "|---" * len(head) + "|", *map(_render_table_row, rows)])
+    raise AssertionError
+
+
+def _render_table_row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(map(_escape_markdown, cells))} |" if any(cells) else "| " * len(cells) + "|"
+
+
+def _escape_markdown(text: str) -> str:
+    """Text that is no markup and stays on its line: names in files are anyone's."""
+    shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in make_printable(text))
+    return re.sub(r"([\\`*{}\[\]<>|~]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", shown)  # image_size is no markup

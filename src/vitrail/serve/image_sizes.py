@@ -1,0 +1,54 @@
+"""How many pixels a file says it has, by a look at its first bytes: who is decoded first must not depend on decoding.
+
+Nothing else depends on it. Pillow knows more formats and cases, and takes as long as a file wants.
+"""
+
+import math
+from typing import Literal
+
+_MAX_JPEG_MARKERS = 64  # of a JPEG, before it says its size
+_JPEG_FRAME_MARKERS = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})  # the markers that say it
+
+
+def estimate_pixels(file: memoryview) -> float:
+    """Width times height; infinity where that is not seen at once, as in a TIFF."""
+    head = bytes(file[:32])
+    if len(head) < 32:
+        return 0
+    if head.startswith(b"\x89PNG"):
+        return _parse_integer(head[16:20], "big") * _parse_integer(head[20:24], "big")
+    if head.startswith(b"GIF8"):
+        return _parse_integer(head[6:8]) * _parse_integer(head[8:10])
+    if head.startswith(b"BM"):
+        return abs(_parse_integer(head[18:22], signed=True) * _parse_integer(head[22:26], signed=True))
+    if head.startswith(b"RIFF"):
+        return _estimate_webp(head)
+    return _estimate_jpeg(file) if head.startswith(b"\xff\xd8") else math.inf
+
+
+def _estimate_webp(head: bytes) -> float:
+    match head[12:16]:
+        case b"VP8X":
+            return (1 + _parse_integer(head[24:27])) * (1 + _parse_integer(head[27:30]))
+        case b"VP8L":
+            sides = _parse_integer(head[21:25])
+            return (1 + sides % 2**14) * (1 + (sides >> 14) % 2**14)
+        case b"VP8 ":
+            return (_parse_integer(head[26:28]) % 2**14) * (_parse_integer(head[28:30]) % 2**14)
+    return math.inf
+
+
+def _estimate_jpeg(file: memoryview) -> float:
+    place = 2
+    for _ in range(_MAX_JPEG_MARKERS):
+        segment = bytes(file[place : place + 9])  # a marker, its length, bits of a sample, height, width
+        if len(segment) < 9 or segment[0] != 0xFF:
+            break
+        if segment[1] in _JPEG_FRAME_MARKERS:
+            return _parse_integer(segment[5:7], "big") * _parse_integer(segment[7:9], "big")
+        place += 2 + _parse_integer(segment[2:4], "big")
+    return math.inf
+
+
+def _parse_integer(part: bytes, order: Literal["little", "big"] = "little", *, signed: bool = False) -> int:
+    return int.from_bytes(part, order, signed=signed)

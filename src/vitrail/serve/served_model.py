@@ -1,0 +1,192 @@
+"""A model that is served: its name, its queue, and what can be computed of views.
+
+B views   C channels   S image side   H heads   N tokens   n = R K patches in R rows and K columns   L classes
+"""
+
+import dataclasses
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from vitrail.config import compute_grid
+from vitrail.data.transforms import normalize
+from vitrail.errors import UsageError
+from vitrail.figures.attention import compute_rollout
+from vitrail.figures.image_grids import overlay_attention
+from vitrail.figures.plots import get_heat_colormap
+from vitrail.inference.classifier import Classifier
+from vitrail.model.vit import ViT, attention_maps
+from vitrail.serve.batching import BatchQueue
+from vitrail.serve.upload_decoding import InputSpec
+
+_OPACITY_RANGE = (0.35, 0.75)  # its opacity where attention is least and greatest, as in script.js
+_QUANTILE_RANGE = (0.05, 0.99)  # of the patches: one that is far above all others would leave these dark
+CONFIG_FILE = "config.json"
+_SUFFIXES = (".safetensors", ".npz", ".pth", ".pt", ".bin")
+_GENERIC_NAMES = (
+    "best",
+    "last",
+    "model",
+    "weights",
+    "checkpoints",
+    "snapshots",
+    "blobs",
+)  # what holds them has the name
+_LIST_NAMES = ("list", "labels", "train", "data", "images", "metadata")  # of a dataset: its folder has the name
+_HASH = re.compile(r"[0-9a-f]{16,}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """One model, which one thread computes."""
+
+    name: str
+    classifier: Classifier
+    queue: BatchQueue
+    warmup: Future[Any]
+    """A first pass, which is done when requests are answered as quickly as they will be."""
+
+    @property
+    def input_spec(self) -> InputSpec:
+        """How its images are decoded."""
+        return InputSpec(self.classifier.preprocess, self.classifier.model.config.channels)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.warmup.done() and self.warmup.exception() is None
+
+    def rank_labels(self, probabilities: Tensor, top: int) -> dict[str, Any]:
+        """Probabilities (L,) -> the likeliest labels, and whether the first is below the model's threshold."""
+        best = probabilities.topk(min(top, len(probabilities)))
+        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        labels, threshold = self.classifier.labels, self.classifier.threshold
+        return {
+            "model": self.name,
+            "predictions": [{"label": labels[index], "probability": value} for index, value in pairs],
+            "unsure": bool(best.values[0] < threshold),
+        }
+
+    def compute_rollouts(self, inputs: Sequence[Tensor]) -> NDArray[np.float32]:
+        """(B, R, K): how much of each patch reaches the head."""
+        return compute_rollout(self.classifier.model, self._normalize_inputs(inputs))
+
+    def compute_attention(self, inputs: Sequence[Tensor], layer: int) -> list[NDArray[np.uint8]]:
+        """Of each view (H, 1 + n, n): what the class token and then each patch attend to in a layer, counted from 1.
+
+        Each row is scaled to its greatest value, so that a byte suffices. Without a class token the first row is the
+        mean of all patches.
+        """
+        model, depth = self.classifier.model, self.depth
+        if not 1 <= layer <= depth:
+            raise UsageError(f"layer is {layer}; {self.name} has {depth}, counted from 1")
+        for _, maps in zip(range(layer), attention_maps(model, self._normalize_inputs(inputs)), strict=False):
+            found = maps  # (B, H, N, N)
+        assert isinstance(model, ViT)
+        prefix = model.config.num_prefix_tokens
+        patches = found[:, :, prefix:, prefix:]
+        first = found[:, :, :1, prefix:] if model.config.class_token else patches.mean(dim=2, keepdim=True)
+        rows = torch.cat([first, patches], dim=2)
+        rows = rows / rows.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+        return list((rows * 255).round().to(torch.uint8).cpu().numpy())
+
+    def _normalize_inputs(self, inputs: Sequence[Tensor]) -> Tensor:
+        return normalize(torch.stack(list(inputs)).to(self.classifier.device), self.classifier.preprocess)
+
+    @property
+    def depth(self) -> int:
+        """Layers that attend; a ResNet has none."""
+        model = self.classifier.model
+        return model.config.depth if isinstance(model, ViT) else 0
+
+    def describe(self) -> dict[str, Any]:
+        """What there is to know before asking it."""
+        model, preprocess = self.classifier.model, self.classifier.preprocess
+        config = model.config if isinstance(model, ViT) else None
+        return {
+            "name": self.name,
+            "classes": model.config.classes,
+            "input": list(preprocess.size),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "grid": list(compute_grid(preprocess.size, config.stride)) if config else None,
+            "layers": self.depth,
+            "heads": config.heads if config else 0,
+            "several": self.classifier.multi_label,
+            "threshold": self.classifier.threshold,
+            "precision": self.classifier.precision,
+        }
+
+
+def start_model(name: str, classifier: Classifier, queue: BatchQueue) -> ServedModel:
+    """A model whose first pass has begun."""
+    preprocess, channels = classifier.preprocess, classifier.model.config.channels
+    blank = torch.zeros((channels, *preprocess.size), dtype=torch.uint8)
+    first = classifier.predict_proba if classifier.labels else classifier.extract_features
+    return ServedModel(name, classifier, queue, queue.submit(lambda: first([blank])))
+
+
+def choose_names(models: Sequence[str]) -> list[str]:
+    """Short names for MODELs, all different, and none a path or a hash: a run's is its dataset's, others are files'."""
+    names: list[str] = []
+    for model in models:
+        name = _read_dataset_name(Path(model)) or _make_file_name(model)
+        number = 1 + sum(each.rpartition(" ")[0] == name or each == name for each in names)
+        names.append(name if number == 1 else f"{name} {number}")
+    return names
+
+
+def _read_dataset_name(model: Path) -> str | None:
+    """What the dataset is called that a run, or weights in its folder, learned from; None of what is no run."""
+    folder = next((each for each in (model, *model.parents[:2]) if (each / CONFIG_FILE).is_file()), None)
+    if folder is None or not (folder / "weights").is_dir():
+        return None
+    try:
+        data = json.loads((folder / CONFIG_FILE).read_bytes())["data"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    if not isinstance(data, str):
+        return None
+    hub = re.match(r"hf:([^:@]+)", data)  # and a configuration or revision
+    parts = [part for part in re.split(r"[\\/]", hub[1] if hub else data) if part]
+    stems = [re.sub(r"\.(csv|tsv|jsonl|ndjson|tar)$", "", part) for part in parts]
+    return next((stem for stem in reversed(stems) if stem not in _LIST_NAMES and not set(stem) & set("*?[{")), None)
+
+
+def _make_file_name(model: str) -> str:
+    path = Path(model.partition(":")[2] if model.startswith(("hf:", "timm:")) else Path(model).absolute())
+    stem = path.with_suffix("" if path.suffix in _SUFFIXES else path.suffix)
+    parts = [re.sub(rf"@{_HASH.pattern}$", "", part) for part in stem.parts if part != "/"]
+    return next((part for part in reversed(parts) if part not in _GENERIC_NAMES and not _HASH.fullmatch(part)), model)
+
+
+def render_rollout(pixels: Tensor, rollout: NDArray[np.float32], *, over_image: bool) -> bytes:
+    """A PNG of a rollout (R, K) over what the model saw; or alone, as a veil to be laid over that."""
+    if over_image:
+        return _encode_png(Image.fromarray(overlay_attention(pixels, rollout)))
+    size = pixels.shape[2], pixels.shape[1]
+    least, most = np.quantile(rollout, _QUANTILE_RANGE)
+    smooth = np.asarray(Image.fromarray(rollout).resize(size, Image.Resampling.BICUBIC))
+    light = ((smooth - least) / max(most - least, 1e-30)).clip(0, 1)[..., None]
+    colors = get_heat_colormap()[(255 * light[..., 0]).round().astype(np.uint8)]  # as in the report
+    opacity = 255 * (_OPACITY_RANGE[0] + (_OPACITY_RANGE[1] - _OPACITY_RANGE[0]) * light)
+    return _encode_png(Image.fromarray(np.concatenate([colors, opacity], axis=2).round().astype(np.uint8)))
+
+
+def _encode_png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG", compress_level=3)
+    return file.getvalue()
+
+
+def find_model(models: Mapping[str, ServedModel], name: str | None) -> ServedModel | None:
+    """The model of a name; the first where none is given."""
+    return next(iter(models.values())) if name is None else models.get(name)

@@ -1,0 +1,405 @@
+"""Masked runs: they learn from images alone, end with the same weights however they are computed, and leave a ViT."""
+
+import dataclasses
+import json
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_sample_images
+
+from tests.data.pictures import encoded, folder, picture
+from tests.runtime.test_distributed import ended, started, weights
+from tests.train.test_resume import killed
+from tests.train.test_training_run import CPU, recipe
+from vitrail.config import AugmentConfig, MaskedConfig, OptimizerConfig, ScheduleConfig
+from vitrail.data.dataset import Dataset
+from vitrail.data.sources import open_dataset
+from vitrail.data.transforms import normalize
+from vitrail.errors import DataError, UsageError
+from vitrail.evaluate.probe import measure_few_shot
+from vitrail.files import compute_sha256
+from vitrail.model.masked import MaskedViT
+from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
+from vitrail.runtime.signals import StoppedError
+from vitrail.train import checkpoint, trainer
+from vitrail.train.masked_evaluation import MaskedCounts, evaluate_masked
+from vitrail.train.run import PretrainingResult, run_training
+from vitrail.train.time_estimate import estimate_run
+from vitrail.train.trainer import ValidationResult, iterate_split_batches
+from vitrail.train.training_run import TrainingRun, adapt_to_dataset, make_run_config
+from vitrail.weights.load import load
+
+MPP = MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-colour")
+MAE = MaskedConfig(kind="mae", mask_ratio=0.75, target="normalised-pixels")
+KINDS = pytest.mark.parametrize("masked", [MPP, MAE], ids=["mpp", "mae"])
+SGD = OptimizerConfig(kind="sgd", lr=0.1, weight_decay=0.01, clip=1.0)
+
+
+def task(
+    masked: MaskedConfig = MPP,
+    *,
+    group: ProcessGroup = SINGLE_PROCESS,
+    changes: dict[str, Any] | None = None,
+    **more: Any,
+) -> TrainingRun:
+    """Six steps of 103 digits, of which the last has 85; 16 patches each."""
+    fields: dict[str, Any] = {
+        "batch": 103,
+        "epochs": 600 / 1439,
+        "masked": masked,
+        "schedule": ScheduleConfig(warmup=3),
+    }
+    made = recipe(**(fields | (changes or {})))
+    return TrainingRun(**({"recipe": made, "dataset": open_dataset("digits"), "device": CPU, "group": group} | more))
+
+
+def trained(task: TrainingRun, folder: Path, **options: Any) -> PretrainingResult:
+    result = run_training(task, folder, **({"after_step": lambda _: None, "after_epoch": lambda _: None} | options))
+    assert isinstance(result, PretrainingResult)
+    return result
+
+
+def losses(folder: Path) -> list[float]:
+    """Of training and validation, at the last evaluation."""
+    rows = [line.split(",") for line in (folder / "results.csv").read_text().splitlines()]
+    return [float(rows[-1][rows[0].index(name)]) for name in ("train/loss", "val/loss")]
+
+
+def sums(folder: Path) -> list[str]:
+    return [compute_sha256(folder / "weights" / f"{name}.safetensors") for name in ("best", "last")]
+
+
+# --- the same weights, however they are computed ---------------------------------------------------------------------
+
+
+@KINDS
+def test_a_run_that_is_stopped_or_has_workers_ends_with_the_same_bits(tmp_path: Path, masked: MaskedConfig) -> None:
+    """With all that draws or remembers: dropout, stochastic depth, augmentation, an average of weights."""
+    changes = {
+        "dropout": 0.1,
+        "stochastic_depth": 0.2,
+        "ema": 0.9,
+        "augment": AugmentConfig(crop="pad", randaugment=(1, 5)),
+    }
+    whole = trained(task(masked, changes=changes), tmp_path / "whole", save_every=0.0)
+
+    def ask(moment: Any) -> None:
+        if moment.step in (1, 4):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    for step in (1, 4):
+        with pytest.raises(StoppedError, match=f"stopped after step {step} of 6"):
+            trained(task(masked, changes=changes), tmp_path / "stopped", after_step=ask, resume=True)
+    again = trained(task(masked, changes=changes, workers=1), tmp_path / "stopped", resume=True)
+    assert sums(tmp_path / "stopped") == sums(tmp_path / "whole")
+    assert dataclasses.replace(again, seconds=0) == dataclasses.replace(whole, seconds=0)
+    assert trained(task(masked, changes=changes, seed=1), tmp_path / "other").loss != whole.loss
+    assert sums(tmp_path / "other")[1] != sums(tmp_path / "whole")[1]
+
+
+def test_a_masked_run_that_is_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
+    made = task(changes={"epochs": 1.0, "dropout": 0.1})
+    trained(made, tmp_path / "whole", save_every=0.0)
+    statuses = [killed(made, tmp_path / "killed", seconds) for seconds in (0.15, 0.25, 0.35)]
+    assert any(os.WIFSIGNALED(status) for status in statuses)
+    trained(made, tmp_path / "killed", save_every=0.0, resume=True)
+    assert sums(tmp_path / "killed") == sums(tmp_path / "whole")
+
+
+@KINDS
+def test_ranks_parts_and_shards_compute_what_one_process_computes(
+    tmp_path: Path, masked: MaskedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is hidden, and by which patch of which image, does not depend on who computes it."""
+    monkeypatch.setattr(trainer, "_EVAL_BATCH_SIZE", 90)  # so that ranks have different numbers of batches
+    changes = {"optimiser": SGD, "ema": 0.9}
+    trained(task(masked, changes=changes), tmp_path / "one")
+    ways: dict[str, dict[str, Any]] = {"two": {"micro_batches": 2}, "sharded": {"shard": True, "micro_batches": 2}}
+    for name, way in ways.items():
+
+        def work(group: ProcessGroup, name: str = name, way: dict[str, Any] = way) -> None:
+            found = run_training(
+                task(masked, group=group, changes=changes, **way),
+                tmp_path / name,
+                after_step=lambda _: None,
+                after_evaluation=lambda _: None,
+            )
+            assert (found is None) == (group.rank > 0)
+
+        assert ended(started(2, work)) == [0, 0]
+    trained(task(masked, changes=changes, micro_batches=5), tmp_path / "parts")
+    for name in (*ways, "parts"):
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+        torch.testing.assert_close(weights(tmp_path / name), weights(tmp_path / "one"), atol=1e-5, rtol=0)
+
+
+def test_a_rank_without_an_image_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
+    few = {"optimiser": SGD, "epochs": 104 / 1439, "schedule": ScheduleConfig()}  # 103 images, and then one
+    trained(task(changes=few), tmp_path / "one")
+
+    def work(group: ProcessGroup) -> None:
+        run_training(
+            task(group=group, changes=few), tmp_path / "two", after_step=lambda _: None, after_evaluation=lambda _: None
+        )
+
+    assert ended(started(2, work)) == [0, 0]
+    torch.testing.assert_close(weights(tmp_path / "two"), weights(tmp_path / "one"), atol=1e-5, rtol=0)
+
+
+def test_a_checkpoint_holds_the_heads_and_the_weights_that_are_kept_do_not(tmp_path: Path) -> None:
+    made = task(MAE, changes={"optimiser": OptimizerConfig(kind="muon", lr=3e-3)})
+    trained(made, tmp_path / "run")
+    newest = checkpoint.read_newest_checkpoint(tmp_path / "run" / "checkpoints", print)
+    assert newest is not None
+    names, model = newest.tensors["model"].keys(), made.build_model()
+    assert isinstance(model, MaskedViT)
+    assert names == model.state_dict().keys()
+    assert {name.partition(".")[0] for name in names} == {"vit", "decoder", "head", "mask_token"}
+    kept = load(tmp_path / "run" / "weights" / "last.safetensors").model.state_dict()
+    assert kept.keys() == {name.removeprefix("vit.") for name in names if name.startswith("vit.")}
+    assert all(torch.equal(kept[name], newest.tensors["model"][f"vit.{name}"]) for name in kept)
+    moved = newest.tensors["optimizer"]
+    assert "decoder.blocks.0.attn.qkv.weight/momentum_buffer" in moved  # muon's, as the encoder's are
+    assert "vit.blocks.0.attn.qkv.weight/momentum_buffer" in moved
+    assert "head.weight/exp_avg" in moved
+
+
+@KINDS
+def test_activations_computed_again_are_the_same_run(tmp_path: Path, masked: MaskedConfig) -> None:
+    """To rounding: of a block without dropout, which is what recomputing repeats."""
+    found = [trained(task(masked, recompute=again), tmp_path / str(again)).loss for again in (False, True)]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+# --- what is written -------------------------------------------------------------------------------------------------
+
+
+@KINDS
+def test_the_tables_tell_what_was_measured_and_the_lowest_loss_is_kept(
+    tmp_path: Path, masked: MaskedConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = iter((2.0, 1.0, 1.5))
+
+    def with_loss(*arguments: Any, **options: Any) -> MaskedCounts:
+        found = evaluate_masked(*arguments, **options)
+        return dataclasses.replace(found, loss=next(told) * found.images)
+
+    monkeypatch.setattr(trainer, "reconstruct", with_loss)
+    seen: list[ValidationResult] = []
+    changes = {"epochs": 3.0, "batch": 480}
+    result = trained(task(masked, changes=changes), tmp_path / "run", after_epoch=seen.append)
+    assert [found.val.mean_loss for found in seen] == [2.0, 1.0, 1.5]
+    lines = [line.split(",") for line in (tmp_path / "run" / "results.csv").read_text().splitlines()]
+    colours = masked.target == "mean-colour"
+    for line, found in zip(lines[1:], seen, strict=True):
+        row = dict(zip(lines[0], line, strict=True))
+        assert float(row["val/loss"]) == pytest.approx(found.val.mean_loss)
+        assert (row["metrics/accuracy_top1"] != "") == colours
+        if colours:
+            assert float(row["metrics/accuracy_top1"]) == pytest.approx(found.val.top1, rel=1e-5)
+            assert found.val.top1 <= found.val.top5
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["epoch"] * 3 + ["checkpoint", "pretrained"]
+    assert events[-1]["loss"] == result.loss == 1.0
+    assert result.top1 == seen[1].val.top1
+    hidden = {"mpp": 8, "mae": 12}[masked.kind]
+    assert (result.images, result.patches) == (179, 179 * hidden)
+    best, last = (load(tmp_path / "run" / "weights" / f"{name}.safetensors") for name in ("best", "last"))
+    assert ("step 6 of 9" in best.origin.name, "step 9 of 9" in last.origin.name) == (True, True)
+    assert best.origin.name.startswith(f"pre-trained without labels ({masked.kind}, {masked.target}) on digits")
+    assert (best.labels, best.model.config.classes) == (None, 0)
+    assert not (tmp_path / "run" / "predictions.csv").exists()
+    assert make_run_config(task(masked))["recipe"]["masked"]["kind"] == masked.kind
+
+
+def test_a_run_begun_before_recipes_could_be_masked_goes_on(tmp_path: Path) -> None:
+    """A field that a configuration does not have is one that was not set; any other difference is still one."""
+    from tests.train.test_training_run import learning
+
+    made = learning({})
+    run_training(made, tmp_path / "run", after_step=lambda _: None, after_evaluation=lambda _: None)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["recipe"].pop("masked") is None
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    assert (
+        run_training(made, tmp_path / "run", after_step=lambda _: None, after_evaluation=lambda _: None, resume=True)
+        is not None
+    )
+    with pytest.raises(UsageError, match=r"was begun with another recipe\.masked: None, not \{'kind': 'mpp'"):
+        trained(
+            task(changes={"batch": 64, "epochs": 1.0, "schedule": ScheduleConfig(warmup=2)}),
+            tmp_path / "run",
+            resume=True,
+        )
+
+
+# --- what it is worth ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    """3,400 windows of 16 x 16 pixels out of two real photos at half their size, in folders and without labels.
+
+    The photos are cut into upright strips, every fourth of which is for val, so that no pixel is in both.
+    """
+    root = tmp_path_factory.mktemp("photos")
+    generator = np.random.default_rng(0)
+    halves: list[Any] = [Image.fromarray(image).reduce(2) for image in load_sample_images().images]
+    for split, count in (("train", 3000), ("val", 400)):
+        (root / split).mkdir()
+        for number in range(count):
+            image = halves[number % 2]
+            strips = [strip for strip in range(image.width // 32) if (strip % 4 == 3) == (split == "val")]
+            left = 32 * int(generator.choice(strips)) + int(generator.integers(0, 17))
+            top = int(generator.integers(0, image.height - 15))
+            image.crop((left, top, left + 16, top + 16)).save(root / split / f"{number}.png")
+    return open_dataset(str(root))
+
+
+def test_the_loss_falls_below_the_entropy_of_the_colours_on_real_images(photos: Dataset, tmp_path: Path) -> None:
+    """Knowing how frequent each colour is in the very images held out costs their entropy; the patches around tell
+    more than that."""
+    settings = {"width": 64, "depth": 2, "mlp": 128, "heads": 2}
+    optimiser, schedule = OptimizerConfig(kind="muon", lr=5e-3, clip=1.0), ScheduleConfig(warmup=5)
+    changes = {"model": "ti4", "settings": settings, "image_size": 16, "batch": 60, "epochs": 1.0}
+    changes |= {"augment": AugmentConfig(crop="squash"), "optimiser": optimiser, "schedule": schedule}
+    made = task(changes=changes, dataset=photos)
+    assert photos.classes == ()
+    result = trained(made, tmp_path / "run")
+    counts = torch.zeros(512)
+    model = made.build_model()
+    assert isinstance(model, MaskedViT)
+    for batch in iterate_split_batches(made, "val"):
+        targets = model.compute_targets(normalize(batch.pixels, made.preprocess), batch.targets)
+        counts += torch.bincount(targets.flatten(), minlength=512)
+    shares = counts[counts > 0] / counts.sum()
+    entropy = float(-(shares * shares.log()).sum())
+    assert entropy > 2  # there is something to tell
+    assert result.loss < entropy - 0.5
+
+
+@KINDS
+def test_evaluation_is_the_same_in_batches_of_any_size(masked: MaskedConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = task(masked)
+    model = made.build_model()
+    assert isinstance(model, MaskedViT)
+    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
+    found = []
+    for size in (256, 64, 7):
+        monkeypatch.setattr(trainer, "_EVAL_BATCH_SIZE", size)
+        found.append(evaluate_masked(model, iterate_split_batches(made, "val"), made.preprocess))
+    assert found[0].images == 179
+    assert found[0].examples is not None
+    assert len(found[0].examples.masking) == 6
+    for other in found[1:]:
+        assert other.mean_loss == pytest.approx(found[0].mean_loss, rel=1e-6)
+        assert (other.right, other.right_in_five, other.patches) == (
+            found[0].right,
+            found[0].right_in_five,
+            179 * model.num_masked,
+        )
+
+
+def test_scores_by_hand() -> None:
+    """A head of nothing but a bias tells every patch the same colours, so the scores are the shares of these."""
+    made = task()
+    model = made.build_model()
+    assert isinstance(model, MaskedViT)
+    with torch.no_grad():
+        model.head.bias.copy_(torch.tensor([3.0, 2.9, 2.8, 2.7, 2.6, -9, -9, -9]))
+    found = evaluate_masked(model, iterate_split_batches(made, "val"), made.preprocess)
+    targets = torch.cat(
+        [
+            model.compute_targets(normalize(batch.pixels, made.preprocess), batch.targets).flatten()
+            for batch in iterate_split_batches(made, "val")
+        ]
+    )
+    assert found.top1 == pytest.approx(float((targets == 0).float().mean()))
+    assert found.top5 == pytest.approx(float((targets < 5).float().mean()))
+    assert found.mean_loss == pytest.approx(float(-model.head.bias.detach().log_softmax(0)[targets].mean()), rel=1e-5)
+
+
+@KINDS
+def test_what_was_learned_is_fine_tuned_and_probed_as_any_model(tmp_path: Path, masked: MaskedConfig) -> None:
+    made = task(masked, probe=2)
+    trained(made, tmp_path / "run")
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    told = next(event for event in events if event["event"] == "probe")
+    best = load(tmp_path / "run" / "weights" / "best.safetensors")
+    splits = made.dataset.splits
+    again = measure_few_shot(best.model, splits["train"], splits["val"], made.preprocess, made.dataset.classes, shots=2)
+    assert told["top1"] == pytest.approx(again.top1)
+    tuned = recipe(model=None, settings={}, image_size=None)
+    start = adapt_to_dataset(best, made.dataset, tuned)
+    assert start.model.config.classes == 10
+    assert all(torch.equal(start.model.state_dict()[name], value) for name, value in best.model.state_dict().items())
+    result = run_training(
+        TrainingRun(recipe=tuned, dataset=made.dataset, initial_model=start, device=CPU),
+        tmp_path / "tuned",
+        after_step=lambda _: None,
+        after_evaluation=lambda _: None,
+    )
+    assert result is not None
+    assert load(tmp_path / "tuned" / "weights" / "last.safetensors").origin.name.startswith(
+        "pre-trained without labels"
+    )
+
+
+def test_images_without_labels_are_enough_and_what_needs_labels_is_refused(tmp_path: Path) -> None:
+    for number in range(40):
+        (tmp_path / "photos").mkdir(exist_ok=True)
+        (tmp_path / "photos" / f"{number}.jpg").write_bytes(encoded(picture(number)))
+    dataset = open_dataset(str(tmp_path / "photos"))
+    settings = {"width": 32, "depth": 1, "mlp": 64, "heads": 2}
+    small = {
+        "model": "ti4",
+        "settings": settings,
+        "image_size": 8,
+        "batch": 8,
+        "epochs": 1.0,
+        "schedule": ScheduleConfig(),
+    }
+    found = trained(task(changes=small, dataset=dataset), tmp_path / "run")
+    assert found.images == len(dataset.splits["val"])
+    with pytest.raises(DataError, match="has no labels for --probe to learn from"):
+        task(changes=small, dataset=dataset, probe=1)
+    with pytest.raises(DataError, match="has no labels to learn"):
+        task(changes=small | {"masked": None}, dataset=dataset)
+    empty = folder(tmp_path / "set", "train", "val", each=3)
+    (empty / "train" / "orchid").mkdir()
+    assert (
+        task(changes=small | {"batch": 4}, dataset=open_dataset(str(empty))).plan.total_steps == 2
+    )  # no class needs an image
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"augment": AugmentConfig(mixup=0.2)}, "mixup is for learning from labels, and this recipe is masked"),
+        ({"label_smoothing": 0.1}, "label_smoothing is for learning from labels"),
+        ({"balanced": True}, "balanced is for learning from labels"),
+        ({"layers": 2}, "layers is for learning from labels"),
+        ({"optimiser": OptimizerConfig(lr=1e-3, layer_decay=0.75)}, "layer_decay is for learning from labels"),
+        ({"model": None}, "a masked recipe begins with random weights"),
+        ({"model": "bit-r50x1", "settings": {"channels": 1}}, "patches are hidden of a ViT or a hybrid"),
+        ({"model": "ti8"}, "50% of 1 patches hide 0"),
+    ],
+)
+def test_what_cannot_be_learned_without_labels_is_refused_before_it(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        task(changes=changes)
+
+
+@KINDS
+def test_an_estimate_counts_what_a_masked_step_keeps(masked: MaskedConfig) -> None:
+    made = task(masked, changes={"batch": 64})
+    found = estimate_run(made)
+    assert 0 < found.seconds < math.inf
+    assert found.memory_bytes > 64 * 1000
