@@ -435,7 +435,7 @@ class Recipe:
             "cutmix": self.augment.cutmix,
             "layer_decay": self.optimizer.layer_decay != 1,
         }
-        of |= {name: getattr(self, name) for name in ("balanced", "label_smoothing", "head_bias")}
+        of |= {name: getattr(self, name) for name in ("logit_adjustment", "label_smoothing", "head_bias")}
         of["layers"] = self.trainable_layers is not None
         if unfit := [name for name, value in of.items() if value]:
             raise UsageError(f"{unfit[0]} is for learning from labels, and this recipe is masked: leave it away")

@@ -36,7 +36,7 @@ class PrecisionMeasurement:
     """Which images those are; nothing in files of before this was kept."""
 
     def __post_init__(self) -> None:
-        for name in ("top1", "sure", "change"):
+        for name in ("top1_agreement", "confident_agreement", "mean_probability_change"):
             if not 0 <= (getattr(self, name) or 0.0) <= 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be from 0 to 1")
         if not 0 < self.speedup < math.inf:
