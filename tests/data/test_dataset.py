@@ -62,5 +62,5 @@ def test_joined_splits_count_the_samples_of_all_their_shards(tmp_path: Path, mon
 
 def test_splits_of_two_stores_are_not_joined(tmp_path: Path) -> None:
     one, two = (open_folder(folder(tmp_path / name, "train", "val", each=2)) for name in ("one", "two"))
-    with pytest.raises(DataError, match="two stores and cannot be joined"):
+    with pytest.raises(DataError, match="two stores and cannot be merged"):
         one.splits["train"].merge(two.splits["val"])

@@ -10,8 +10,9 @@ from PIL import Image
 
 from tests.data.pictures import encoded, folder, picture
 from vitrail.data.audit import audit_dataset
-from vitrail.data.decode import decode, get_readable_formats
+from vitrail.data.decode import decode
 from vitrail.data.folder import open_folder
+from vitrail.data.image_headers import get_readable_formats
 from vitrail.data.image_scan import scan_dataset
 from vitrail.errors import DataError
 

@@ -80,7 +80,7 @@ def test_a_run_is_not_resumed_with_other_images(
     kept = sums(run) if (run / "weights").exists() else []
     change(photos)
     assert main([*long, "--resume"]) == 3
-    assert f"{photos} is not the dataset that the run was begun with, {words}" in capsys.readouterr().err
+    assert f"{photos} is not the dataset that the run started with, {words}" in capsys.readouterr().err
     assert kept == (sums(run) if (run / "weights").exists() else [])
     attacked(f"{change.__name__.replace('_', ' ')} between a stop and --resume", "refused by name, exit 3")
 
@@ -106,7 +106,7 @@ def test_what_is_too_large_to_be_read_is_told_by_its_times(tmp_path: Path, monke
     replace_picture(photos)
     assert digest_dataset(open_dataset(str(photos))) == before, "nothing tells it but its contents"
     os.utime(next(photos.rglob("*.bmp")), (1, 1))
-    assert "time of change" in check_unchanged(before, digest_dataset(open_dataset(str(photos))), "photos")
+    assert "modification times" in check_unchanged(before, digest_dataset(open_dataset(str(photos))), "photos")
 
 
 @pytest.mark.parametrize("limit", [10**6, 8])
