@@ -50,6 +50,11 @@ class CropParams(NamedTuple):
     crop_offset: IntArray  # (B, 2) top and left of the window; beyond the resized box its pixels are reflected
     flip: NDArray[np.bool_]  # (B,)
 
+    def select(self, index: int) -> "CropParams":
+        """Select the parameters of one image, with B = 1."""
+        one = slice(index, index + 1)
+        return CropParams(self.source_box[one], self.resize_size[one], self.crop_offset[one], self.flip[one])
+
 
 class RandAugmentParams(NamedTuple):
     """RandAugment's choices; `affine` and `cutout_box` are used only where `op_index` is such an operation."""
@@ -242,8 +247,7 @@ def crop_image(image: Tensor, crops: CropParams, index: int, preprocess: Preproc
     if is_inside:  # nothing is reflected: slices are ten times cheaper
         window = pixels[top : top + height, left : left + width]
         return window[:, ::-1] if crops.flip[index] else window
-    one = CropParams(*(field[index : index + 1] for field in crops))
-    rows, columns = compute_window_indices(one, preprocess.size)
+    rows, columns = compute_window_indices(crops.select(index), preprocess.size)
     return pixels[rows[0]][:, columns[0]]
 
 
