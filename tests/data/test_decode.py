@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import ExifTags, Image, ImageOps
 
-from tests.data.test_mutations import originals
+from tests.data.test_mutations import encode_originals
 from vitrail.data import decode as decoding
 from vitrail.data import image_headers
 from vitrail.data.decode import decode, open_image
@@ -319,7 +319,7 @@ def test_a_file_cut_short_is_refused_even_where_its_first_rows_are_whole() -> No
 
 
 def test_sizes_are_those_of_the_pixels_for_every_kind() -> None:
-    for content in originals():
+    for content in encode_originals():
         assert open_image(content)[1:3] == tuple(decode(content).shape[1:])
     assert open_image(picture((5, 9)))[1:3] == (9, 5)
     with pytest.raises(DataError, match=r"^thing is not an image"):

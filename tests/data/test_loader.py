@@ -307,6 +307,12 @@ def test_a_bad_image_is_an_error_or_skipped_by_name(flowers: Path, tmp_path: Pat
         list(iter_eval_batches(split, PREPROCESS, batch_size=3, num_classes=2, workers=workers))
     kept = list(iter_eval_batches(split, PREPROCESS, batch_size=3, num_classes=2, workers=workers, skip_bad=True))
     assert torch.cat([batch.positions for batch in kept]).tolist() == [0, 2, 3, 4, 5, 6, 7]
+    assert [batch.skipped_images for batch in kept] == [("val/rose/1.jpg",), (), ()]
+    [whole] = iter_masked_eval_batches(
+        split, PREPROCESS, MASKED["mae"], 16, batch_size=8, workers=workers, skip_bad=True
+    )
+    assert torch.equal(whole.pixels[1], whole.pixels[2])  # the next readable image
+    assert whole.skipped_images == ("val/rose/1.jpg",)
 
 
 def test_several_labels_become_multi_hot_targets(flowers: Path) -> None:

@@ -28,8 +28,8 @@ def draw_masked_patches(rng: CounterRNG, masked: MaskedConfig, num_patches: int)
     order = rng.bits("hidden", num_patches).argsort(axis=1)
     masked_indices = order[:, :num_masked]
     replacements = np.full_like(order, UNCHANGED_PATCH)
-    drawn = MASK_TOKEN if masked.kind == "mae" else _draw_replacements(rng, masked_indices, num_patches)
-    np.put_along_axis(replacements, masked_indices, drawn, axis=1)
+    replacement = MASK_TOKEN if masked.kind == "mae" else _draw_replacements(rng, masked_indices, num_patches)
+    np.put_along_axis(replacements, masked_indices, replacement, axis=1)
     return np.stack([order, replacements], axis=1)
 
 
