@@ -19,8 +19,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageOps
 
-from vitrail.data.decode import FORMATS, decode
+from vitrail.data.decode import decode
 from vitrail.data.duplicates import compute_fingerprint, find_duplicate_pairs
+from vitrail.data.image_headers import FORMATS
 
 COPIES, AMONG, TEXTURES = 500, 10_000, 300
 Change = Callable[[Image.Image, np.random.Generator], Image.Image]

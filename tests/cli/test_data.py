@@ -50,8 +50,8 @@ def test_check_names_each_bad_file_with_its_reason_and_ends_with_3(tmp_path: Pat
     assert code == 3
     reasons = {
         "cut.jpg": "truncated",
-        "empty.jpg": "no image of a known kind",
-        "page.jpg": "no image of a known kind",
+        "empty.jpg": "not an image of a known format",
+        "page.jpg": "not an image of a known format",
         "bomb.png": "too many pixels: at most 89478485",
     }
     for name, reason in reasons.items():

@@ -94,7 +94,7 @@ def test_a_bad_image_is_left_out_named_and_listed_and_many_are_refused(
     bad.write_bytes(b"<html>")
     command = ("evaluate", str(model), str(flowers), "--workers", "0", "--against", str(model))
     code, _, err = vitrail(*command, "--strict", "--out", str(tmp_path / "strict"), capsys=capsys)
-    assert (code, "test/rose/1.jpg is no image" in err) == (3, True)
+    assert (code, "test/rose/1.jpg is not an image" in err) == (3, True)
     code, _, err = vitrail(*command, "--out", str(tmp_path / "out"), capsys=capsys)
     assert code == 0, err
     assert "warning: 1 image of 15 cannot be read, such as test/rose/1.jpg; left out, and listed in evaluate" in err

@@ -231,7 +231,7 @@ def test_a_bad_image_is_named_the_others_are_drawn_and_the_exit_code_says_so(
     given = [str(pictures), *others, "--out", str(tmp_path / "out")]
     code, _, error = vitrail("figures", str(model), *given, capsys=capsys)
     assert code == 3
-    assert "broken.jpg is no image of a known kind" in error
+    assert "broken.jpg is not an image of a known format" in error
     assert "nowhere.jpg does not exist" in error
     assert "empty holds no image" in error
     assert "no file is named" in error

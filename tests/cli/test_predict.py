@@ -34,7 +34,7 @@ from vitrail import Classifier, load, save
 from vitrail.cli import main
 from vitrail.cli import predict as command
 from vitrail.config import PreprocessConfig
-from vitrail.data import decode, image_paths
+from vitrail.data import image_headers, image_paths
 from vitrail.data.loader import iter_eval_batches
 from vitrail.data.sources import open_dataset
 from vitrail.data.transforms import normalize
@@ -216,8 +216,8 @@ def test_a_packed_dataset_is_predicted_as_its_images(
 def test_photos_that_cannot_be_read_here_are_counted_in_the_last_line(
     model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "get_readable_formats", lambda: decode.FORMATS[:6])
-    monkeypatch.setattr(image_paths, "image_suffixes", lambda: decode.IMAGE_SUFFIXES)
+    monkeypatch.setattr(image_headers, "get_readable_formats", lambda: image_headers.FORMATS[:6])
+    monkeypatch.setattr(image_paths, "get_image_suffixes", lambda: image_headers.IMAGE_SUFFIXES)
     root = folder(tmp_path / "photos", each=2)
     for name in ("a.heic", "rose/B.HEIC", "rose/c.avif", "notes.txt"):
         (root / name).write_bytes(b"x")

@@ -193,7 +193,7 @@ def test_a_bad_image_ends_a_run_with_advice_and_without_a_folder(tmp_path: Path,
     sizes = ("--batch", "4", "--epochs", "2", "--warmup", "1")
     code, _, err = vitrail("train", "digits", "--data", "./set", "--strict", *sizes, *HERE, capsys=capsys)
     assert code == 3
-    assert "train/rose/1.jpg: is no image" in err
+    assert "train/rose/1.jpg: is not an image" in err
     assert "vitrail data check ./set" in err
     assert not (tmp_path / "runs" / "train").exists()
 

@@ -1,4 +1,4 @@
-"""Splits put together again."""
+"""Merged splits."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from vitrail.data.shards import open_shards
 from vitrail.errors import DataError
 
 
-def test_joined_splits_hold_the_images_of_both_in_the_order_of_their_store(tmp_path: Path) -> None:
+def test_merged_splits_hold_the_images_of_both_in_the_order_of_their_store(tmp_path: Path) -> None:
     """Val is held out of every class, so its rows lie between those of train."""
     splits = open_folder(folder(tmp_path / "set", each=20)).splits
     both = splits["train"].merge(splits["val"])
@@ -31,23 +31,29 @@ def test_joined_splits_hold_the_images_of_both_in_the_order_of_their_store(tmp_p
     assert content(splits["val"].merge(splits["train"])) == content(both)
 
 
-def test_joined_splits_of_several_labels_keep_them(tmp_path: Path) -> None:
+def test_merged_splits_of_several_labels_keep_them(tmp_path: Path) -> None:
     root = folder(tmp_path, each=3)
-    given = {"rose/0.jpg": "a;c", "rose/1.jpg": "b", "rose/2.jpg": "", "tulip/0.jpg": "c", "tulip/1.jpg": "a;b;c"}
+    image_labels = {
+        "rose/0.jpg": "a;c",
+        "rose/1.jpg": "b",
+        "rose/2.jpg": "",
+        "tulip/0.jpg": "c",
+        "tulip/1.jpg": "a;b;c",
+    }
     parts = ("train", "val", "train", "test", "val")
-    lines = [f"{name},{labels},{part}" for (name, labels), part in zip(given.items(), parts, strict=True)]
+    lines = [f"{name},{labels},{part}" for (name, labels), part in zip(image_labels.items(), parts, strict=True)]
     (root / "list.csv").write_text("\n".join(["path,labels,split", *lines]) + "\n")
-    found = open_file_list(root / "list.csv")
-    both = found.splits["train"].merge(found.splits["val"])
+    dataset = open_file_list(root / "list.csv")
+    both = dataset.splits["train"].merge(dataset.splits["val"])
     named = {
-        both.get_image_name(index): ";".join(found.classes[each] for each in both.get_labels(index))
+        both.get_image_name(index): ";".join(dataset.classes[label] for label in both.get_labels(index))
         for index in range(4)
     }
-    assert named == {name: labels for name, labels in given.items() if name != "tulip/0.jpg"}
+    assert named == {name: labels for name, labels in image_labels.items() if name != "tulip/0.jpg"}
     assert both.count_per_class(3).tolist() == [2, 2, 2]
 
 
-def test_joined_splits_count_the_samples_of_all_their_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_splits_count_the_samples_of_all_their_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "SHARD_BYTES", 6000)
     pack(open_folder(folder(tmp_path / "set", "train", "val", "test", each=12)), tmp_path / "out")
     splits = open_shards(tmp_path / "out").splits
@@ -60,7 +66,7 @@ def test_joined_splits_count_the_samples_of_all_their_shards(tmp_path: Path, mon
     assert content(both) == sorted(content(splits["train"]) + content(splits["val"]))
 
 
-def test_splits_of_two_stores_are_not_joined(tmp_path: Path) -> None:
+def test_splits_of_two_stores_are_not_merged(tmp_path: Path) -> None:
     one, two = (open_folder(folder(tmp_path / name, "train", "val", each=2)) for name in ("one", "two"))
-    with pytest.raises(DataError, match="two stores and cannot be joined"):
+    with pytest.raises(DataError, match="two stores and cannot be merged"):
         one.splits["train"].merge(two.splits["val"])

@@ -1,4 +1,4 @@
-"""Image bytes to pixels: the odd kinds by hand, the broken ones named."""
+"""Image bytes to pixels: unusual formats checked by hand, broken files named."""
 
 import io
 import sys
@@ -13,9 +13,11 @@ import pytest
 import torch
 from PIL import ExifTags, Image, ImageOps
 
-from tests.data.test_mutations import originals
+from tests.data.test_mutations import encode_originals
 from vitrail.data import decode as decoding
-from vitrail.data.decode import decode, get_readable_formats, open_image, read_header
+from vitrail.data import image_headers
+from vitrail.data.decode import decode, open_image
+from vitrail.data.image_headers import get_readable_formats, read_header
 from vitrail.errors import DataError
 
 RED = (200, 30, 40)
@@ -59,9 +61,9 @@ def test_floats_are_scaled_by_the_range_they_lie_in(white: int) -> None:
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ([0.0, 3e5], "floats from 0 to 3e.05, and 0 to 1, 255 or 65535 are known: save it with 8 or 16 bits"),
+        ([0.0, 3e5], "floats from 0 to 3e.05; 0 to 1, 255 or 65535 are known: save it with 8 or 16 bits"),
         ([-2.0, 0.5], "floats from -2 to 0.5"),
-        ([0.5, float("nan")], "no finite numbers"),
+        ([0.5, float("nan")], "not finite"),
     ],
 )
 def test_floats_of_no_known_range_are_refused(values: list[float], reason: str) -> None:
@@ -80,19 +82,19 @@ def test_heif_is_read_where_its_decoder_is_installed() -> None:
     content = encoded(picture((64, 48)), "HEIF")
     assert decode(content).shape == (3, 48, 64)
     assert read_header(content, name="x") == ("HEIF", 48, 64)
-    assert {".heic", ".heif"} <= set(decoding.get_image_suffixes())
+    assert {".heic", ".heif"} <= set(image_headers.get_image_suffixes())
 
 
 def test_heif_is_decoded_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images are decoded side by side already. Its decoder is rarely installed, so what it is told is looked at."""
+    """Images are decoded side by side already. Its decoder is rarely installed, so its options are checked."""
     options: dict[str, object] = {}
-    decoder = SimpleNamespace(register_heif_opener=lambda **given: options.update(given))
+    decoder = SimpleNamespace(register_heif_opener=lambda **keywords: options.update(keywords))
     monkeypatch.setitem(sys.modules, "pillow_heif", decoder)
-    assert "HEIF" in decoding.get_readable_formats.__wrapped__()
+    assert "HEIF" in image_headers.get_readable_formats.__wrapped__()
     assert options["decode_threads"] == 1
 
 
-TURNS = {
+TRANSPOSES = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
     4: Image.Transpose.FLIP_TOP_BOTTOM,
@@ -125,22 +127,22 @@ def test_every_orientation_is_applied_once_in_every_format_that_states_it(
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 16, 3), dtype=np.uint8))
     exif = Image.Exif()
     exif[0x0112] = orientation
-    said: dict[str, Any] = {"exif": exif}
+    metadata: dict[str, Any] = {"exif": exif}
     if options.get("xmp"):
-        options, said = {}, {"tiffinfo": {700: b'<x tiff:Orientation="%d"/>' % orientation}}
+        options, metadata = {}, {"tiffinfo": {700: b'<x tiff:Orientation="%d"/>' % orientation}}
     stored = Image.open(io.BytesIO(encoded(image, kind, **options))).convert("RGB")
-    upright = np.asarray(stored if orientation == 1 else stored.transpose(TURNS[orientation]))
-    content = encoded(image, kind, **options, **said)
+    upright = np.asarray(stored if orientation == 1 else stored.transpose(TRANSPOSES[orientation]))
+    content = encoded(image, kind, **options, **metadata)
     loaded = Image.open(io.BytesIO(content))
     loaded.load()
     for fast in (True, False):
         if not fast:
             monkeypatch.setattr(decoding, "_load_simplejpeg", lambda: None)
         for source in (content, Image.open(io.BytesIO(content)), loaded):
-            found = open_image(source)
-            assert (found.height, found.width) == upright.shape[:2]
-            assert np.array_equal(found.decode_pixels().permute(1, 2, 0), upright)
-            assert np.array_equal(found.decode_pixels(min_rows=3)[:, :3].permute(1, 2, 0), upright[:3])
+            opened = open_image(source)
+            assert (opened.height, opened.width) == upright.shape[:2]
+            assert np.array_equal(opened.decode_pixels().permute(1, 2, 0), upright)
+            assert np.array_equal(opened.decode_pixels(min_rows=3)[:, :3].permute(1, 2, 0), upright[:3])
         assert read_header(content, name="x") == (kind, *upright.shape[:2])
 
 
@@ -170,15 +172,15 @@ def test_cmyk_grey_and_animations_become_plain_pictures() -> None:
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (b"", "no image of a known kind"),
-        (b"<html><body>404</body></html>", "no image of a known kind"),
+        (b"", "not an image of a known format"),
+        (b"<html><body>404</body></html>", "not an image of a known format"),
         (encoded(picture((64, 64)), "JPEG")[:-60], "cannot be decoded: image file is truncated|cannot be decoded"),
         (encoded(Image.effect_noise((64, 64), 50))[:600], "cannot be decoded"),
-        (encoded(picture(), "PPM"), "no image of a known kind"),
+        (encoded(picture(), "PPM"), "not an image of a known format"),
         ("/nowhere/a.png", "/nowhere/a.png does not exist"),
     ],
 )
-def test_what_is_no_whole_image_is_named_with_its_reason(source: bytes | str, reason: str) -> None:
+def test_a_broken_image_is_named_with_its_reason(source: bytes | str, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         decode(source)
 
@@ -188,8 +190,8 @@ def test_a_bomb_is_refused_before_it_is_decoded() -> None:
         bomb = bytearray(encoded(Image.new("1", (8, 8))))
         bomb[16:24] = side.to_bytes(4, "big") * 2  # the header's width and height
         bomb[29:33] = zlib.crc32(bomb[12:29]).to_bytes(4, "big")
-        warned = pytest.warns(Image.DecompressionBombWarning) if side == 10_000 else nullcontext()
-        with warned, pytest.raises(DataError, match=reason):
+        expected_warning = pytest.warns(Image.DecompressionBombWarning) if side == 10_000 else nullcontext()
+        with expected_warning, pytest.raises(DataError, match=reason):
             decode(bytes(bomb))
 
 
@@ -204,16 +206,16 @@ def test_a_jpeg_of_more_pixels_than_fit_is_decoded_at_half_its_sides(
     half = Image.open(io.BytesIO(content))
     half.draft(None, (50, 40))
     expected = np.asarray(ImageOps.exif_transpose(half))
-    monkeypatch.setattr(decoding, "PIXEL_LIMIT", 8_079)
-    monkeypatch.setattr(decoding, "JPEG_PIXEL_LIMIT", 8_080)
+    monkeypatch.setattr(image_headers, "PIXEL_LIMIT", 8_079)
+    monkeypatch.setattr(image_headers, "JPEG_PIXEL_LIMIT", 8_080)
     assert np.array_equal(decode(content).permute(1, 2, 0).numpy(), expected)
     assert expected.shape == ((51, 40, 3) if orientation == 6 else (40, 51, 3))
-    found = decoding.open_image(content)
-    assert (found.height, found.width, found.reduction) == (*expected.shape[:2], 2)
+    opened = decoding.open_image(content)
+    assert (opened.height, opened.width, opened.reduction) == (*expected.shape[:2], 2)
     assert read_header(content, name="x") == ("JPEG", *((101, 80) if orientation == 6 else (80, 101)))
     with pytest.raises(DataError, match="x has 101 x 80 pixels; from 1 to 8,079 are decoded, of a JPEG 205,000,000"):
         decode(encoded(Image.open(io.BytesIO(content)), "PNG"), name="x")
-    monkeypatch.setattr(decoding, "JPEG_PIXEL_LIMIT", 8_079)
+    monkeypatch.setattr(image_headers, "JPEG_PIXEL_LIMIT", 8_079)
     with pytest.raises(DataError, match=r"x has 101 x 80 pixels; from 1 to 8,079 are decoded$"):
         decode(content, name="x")
 
@@ -231,10 +233,45 @@ def test_four_channels_are_not_read_from_a_file() -> None:
         decode(picture(), channels=4)
 
 
+@pytest.mark.parametrize("strip", [1, 7, 64, 2**20])
+def test_strips_give_the_pixels_of_the_whole(strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every mode, against the same conversions of the whole image at once."""
+    generator = np.random.default_rng(0)
+    colors = Image.fromarray(generator.integers(0, 256, (23, 31, 4), dtype=np.uint8), "RGBA")
+    deep = generator.integers(-70_000, 140_000, (23, 31), dtype=np.int32)
+    palette = colors.convert("RGB").quantize(16)
+    clear = palette.copy()
+    clear.info["transparency"] = 3
+    keyed = colors.convert("RGB")
+    keyed.info["transparency"] = keyed.getpixel((0, 0))
+    short = deep.clip(0, 65535)
+    images = [
+        *(colors.convert("RGB").convert(mode) for mode in ("RGB", "L", "1", "CMYK", "YCbCr", "HSV", "F")),
+        *(colors, colors.convert("LA"), palette, clear, keyed),
+        *(Image.fromarray(deep), Image.fromarray(short.astype("<u2")), Image.fromarray(short.astype(">u2"))),
+    ]
+    monkeypatch.setattr(decoding, "_STRIP_PIXELS", strip)
+    for image in images:
+        for channels, mode in ((3, "RGB"), (1, "L")):
+            expected = np.asarray(convert_whole(image).convert(mode)).reshape(23, 31, channels)
+            assert np.array_equal(decode(image, channels).permute(1, 2, 0).numpy(), expected), image.mode
+
+
+def convert_whole(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):
+        values = np.asarray(image).astype(np.int64)
+        image = Image.fromarray((values.clip(0, 65535) * 255 // 65535).astype(np.uint8))
+    if image.mode == "F":
+        image = Image.fromarray(np.rint(np.asarray(image)).astype(np.uint8))
+    if image.has_transparency_data:
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image
+
+
 # --- the fast decoder ------------------------------------------------------------------------------------------------
 
 
-def without_simplejpeg(content: bytes, monkeypatch: pytest.MonkeyPatch) -> Any:
+def decode_without_simplejpeg(content: bytes, monkeypatch: pytest.MonkeyPatch) -> Any:
     with monkeypatch.context() as patched:
         patched.setattr(decoding, "_load_simplejpeg", lambda: None)
         return decode(content)
@@ -254,7 +291,7 @@ def test_simplejpegs_pixels_are_pillows_to_the_bit(
         for mode in ("RGB", "L"):
             image = Image.fromarray(noise).convert(mode)
             content = encoded(image, "JPEG", quality=quality, subsampling=subsampling, **options)
-            assert decode(content).tolist() == without_simplejpeg(content, monkeypatch).tolist()
+            assert decode(content).tolist() == decode_without_simplejpeg(content, monkeypatch).tolist()
 
 
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
@@ -282,16 +319,16 @@ def test_a_file_cut_short_is_refused_even_where_its_first_rows_are_whole() -> No
 
 
 def test_sizes_are_those_of_the_pixels_for_every_kind() -> None:
-    for content in originals():
+    for content in encode_originals():
         assert open_image(content)[1:3] == tuple(decode(content).shape[1:])
     assert open_image(picture((5, 9)))[1:3] == (9, 5)
-    with pytest.raises(DataError, match=r"^thing is no image"):
+    with pytest.raises(DataError, match=r"^thing is not an image"):
         open_image(b"x", name="thing")
     with pytest.raises(DataError, match="600 times"):
         open_image(encoded(picture((1, 3000)), "JPEG"))
 
 
-def test_what_simplejpeg_would_do_otherwise_pillow_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pillow_decodes_what_simplejpeg_would_decode_differently(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotated, CMYK and grey-wanted JPEGs, and ones with a flaw: the same pixels or the same refusal."""
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8))
     exif = Image.Exif()
@@ -299,19 +336,16 @@ def test_what_simplejpeg_would_do_otherwise_pillow_does(monkeypatch: pytest.Monk
     whole = encoded(image, "JPEG")
     flawed = [whole + b"trailing", whole[:-2], whole[:300], whole[:-200] + b"\xff" * 50 + whole[-150:]]
     for content in [encoded(image, "JPEG", exif=exif), encoded(image.convert("CMYK"), "JPEG"), *flawed]:
-        found = [outcome(lambda content=content: decode(content)), outcome(lambda content=content: decode(content, 1))]
+        results = [decode_or_error(content, channels) for channels in (3, 1)]
         with monkeypatch.context() as patched:
             patched.setattr(decoding, "_load_simplejpeg", lambda: None)
-            expected = [
-                outcome(lambda content=content: decode(content)),
-                outcome(lambda content=content: decode(content, 1)),
-            ]
-        assert found == expected
+            expected = [decode_or_error(content, channels) for channels in (3, 1)]
+        assert results == expected
 
 
-def outcome(call: Any) -> object:
+def decode_or_error(content: bytes, channels: int) -> object:
     try:
-        return call().tolist()
+        return decode(content, channels).tolist()
     except DataError as error:
         return str(error)
 
@@ -328,7 +362,7 @@ def test_a_decoder_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("size", [(1, 3000), (3000, 1), (2, 1300)])
-def test_a_line_of_pixels_is_no_picture(size: tuple[int, int]) -> None:
+def test_a_line_of_pixels_is_refused(size: tuple[int, int]) -> None:
     with pytest.raises(DataError, match="600 times the other"):
         decode(encoded(picture(size)))
 
@@ -352,5 +386,5 @@ def test_a_damaged_exif_block_costs_the_image_nothing() -> None:
 
 
 def test_an_error_calls_the_image_by_the_name_given() -> None:
-    with pytest.raises(DataError, match=r"^train/7 is no image"):
+    with pytest.raises(DataError, match=r"^train/7 is not an image"):
         decode(b"x", name="train/7")

@@ -120,12 +120,12 @@ def test_classes_with_the_names_of_splits_keep_their_labels_and_are_asked_about(
 
 
 def test_photos_that_need_a_decoder_are_named_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.data.decode.get_readable_formats", lambda: ("JPEG",))
+    monkeypatch.setattr("vitrail.data.image_headers.get_readable_formats", lambda: ("JPEG",))
     monkeypatch.setattr("vitrail.data.folder.image_suffixes", lambda: (".jpg",))
     (folder(tmp_path / "set") / "rose" / "a.HEIC").write_bytes(b"x")
     note = "1 file without an image's suffix left out: rose/a.HEIC; pip install 'vitrail[heif]' reads .heic"
     assert note in open_folder(tmp_path / "set").notes
-    with pytest.raises(DataError, match=r"no image of a known kind .*heif.* reads \.heic"):
+    with pytest.raises(DataError, match=r"not an image of a known format .*heif.* reads \.heic"):
         decode(tmp_path / "set" / "rose" / "a.HEIC")
 
 

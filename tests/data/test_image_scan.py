@@ -39,7 +39,7 @@ def test_of_a_large_set_a_stated_sample_is_decoded_and_the_rest_known_by_headers
     assert len(seen.fingerprinted_images) == 15
     assert (status == DECODED).sum() + (status == BAD).sum() >= 15
     assert (status == HEADER_ONLY).sum() >= 40 - 15 - 2
-    assert seen.bad_reasons[3].startswith("is no image of a known kind (JPEG, PNG, ")  # even by its header
+    assert seen.bad_reasons[3].startswith("is not an image of a known format (JPEG, PNG, ")  # even by its header
     cut = 4 in seen.fingerprinted_images
     assert (status[4] == BAD) == cut  # a header does not show that the rest is missing
     again = scan_dataset(open_folder(root), max_decoded=15)

@@ -1,4 +1,4 @@
-"""Batches: the same samples, pixels and mixtures for any workers, ranks, micro-batches and point of resumption."""
+"""Batches: the same samples, pixels and mixes for any workers, ranks, micro-batches and step of a resume."""
 
 import os
 import subprocess
@@ -36,8 +36,8 @@ from vitrail.data.shards import open_shards
 from vitrail.data.transforms import make_eval_input
 from vitrail.errors import DataError, UsageError
 
-VIEW = PreprocessConfig(size=(8, 8), resize=(10,))
-EVERYTHING = AugmentConfig(randaugment=(2, 10), jitter=0.3, erase=0.5, mixup=0.3, cutmix=1.0)
+PREPROCESS = PreprocessConfig(size=(8, 8), resize=(10,))
+ALL_AUGMENTATIONS = AugmentConfig(randaugment=(2, 10), jitter=0.3, erase=0.5, mixup=0.3, cutmix=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -45,19 +45,21 @@ def flowers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder(tmp_path_factory.mktemp("set"), "train", "val", each=9)
 
 
-def training(root: Path, augment: AugmentConfig = EVERYTHING, **changes: object) -> TrainingData:
+def build_training_data(root: Path, augment: AugmentConfig = ALL_AUGMENTATIONS, **changes: object) -> TrainingData:
     split = open_folder(root).splits["train"]
     order = SampleOrder(seed=4, num_samples=len(split))
-    fields = {"split": split, "order": order, "augment": augment, "preprocess": VIEW, "seed": 4, "classes": 2}
+    fields = {"split": split, "order": order, "augment": augment, "preprocess": PREPROCESS, "seed": 4, "num_classes": 2}
     return TrainingData(**(fields | changes))
 
 
-def seen(task: TrainingData, plan: BatchPlan, start: int = 0, workers: int = 0) -> list[tuple[Tensor, Tensor]]:
-    """Per step what all of this rank's micro-batches hold, joined."""
-    batches = iter_train_batches(task, plan, start_step=start, workers=workers)
+def load_steps(
+    training_data: TrainingData, plan: BatchPlan, start: int = 0, workers: int = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """Return the images and targets of each step, concatenated over this rank's micro-batches."""
+    batches = iter_train_batches(training_data, plan, start_step=start, workers=workers)
     steps = []
     for step in range(start, plan.total_steps):
-        parts = [prepare_train_batch(next(batches), task, plan, step) for _ in range(plan.micro_batches)]
+        parts = [prepare_train_batch(next(batches), training_data, plan, step) for _ in range(plan.micro_batches)]
         parts = [part for part in parts if len(part[0])]
         if parts:
             steps.append((torch.cat([image for image, _ in parts]), torch.cat([target for _, target in parts])))
@@ -67,7 +69,7 @@ def seen(task: TrainingData, plan: BatchPlan, start: int = 0, workers: int = 0) 
     return steps
 
 
-def equal(one: list[tuple[Tensor, Tensor]], two: list[tuple[Tensor, Tensor]]) -> bool:
+def steps_equal(one: list[tuple[Tensor, Tensor]], two: list[tuple[Tensor, Tensor]]) -> bool:
     return len(one) == len(two) and all(
         torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(one, two, strict=True)
     )
@@ -84,14 +86,14 @@ def test_positions_of_ranks_and_micro_batches_tile_every_step(data: st.DataObjec
         for rank in range(world)
     ]
     start = data.draw(st.integers(0, plans[0].total_steps))
-    line = [
+    positions = [
         position
         for step in range(start, plans[0].total_steps)
         for plan in plans
         for part in plan.list_micro_batches(step)
         for position in part
     ]
-    assert line == list(range(start * batch, total))
+    assert positions == list(range(start * batch, total))
 
 
 @given(st.data())
@@ -100,57 +102,59 @@ def test_mixing_partners_are_the_next_of_the_global_batch_whatever_the_ranks(dat
     batch, total = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 200))
     world, micro = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3))
     step = data.draw(st.integers(0, -(-total // batch) - 1))
-    task = TrainingData.__new__(TrainingData)
-    object.__setattr__(task, "augment", AugmentConfig(mixup=0.2))
+    training_data = TrainingData.__new__(TrainingData)
+    object.__setattr__(training_data, "augment", AugmentConfig(mixup=0.2))
     size = min(batch, total - step * batch)
     for rank in range(world):
         plan = BatchPlan(batch_size=batch, total_positions=total, rank=rank, world_size=world, micro_batches=micro)
         for part in plan.list_micro_batches(step):
             if part:
-                loaded = task.get_positions(plan, step, part).tolist()
-                assert loaded[:-1] == list(part)
-                assert loaded[-1] == step * batch + (part[-1] + 1 - step * batch) % size
+                positions = training_data.get_positions(plan, step, part).tolist()
+                assert positions[:-1] == list(part)
+                assert positions[-1] == step * batch + (part[-1] + 1 - step * batch) % size
 
 
 @pytest.mark.parametrize(("world", "micro"), [(1, 1), (1, 3), (2, 1), (2, 2), (4, 1)])
-@pytest.mark.parametrize("augment", [EVERYTHING, AugmentConfig()], ids=["everything", "plain"])
+@pytest.mark.parametrize("augment", [ALL_AUGMENTATIONS, AugmentConfig()], ids=["everything", "plain"])
 def test_world_size_and_micro_batches_change_no_pixel(
     flowers: Path, augment: AugmentConfig, world: int, micro: int
 ) -> None:
-    task = training(flowers, augment)
-    reference = seen(task, BatchPlan(batch_size=8, total_positions=45))
+    training_data = build_training_data(flowers, augment)
+    reference = load_steps(training_data, BatchPlan(batch_size=8, total_positions=45))
     plans = [
         BatchPlan(batch_size=8, total_positions=45, rank=rank, world_size=world, micro_batches=micro)
         for rank in range(world)
     ]
-    shares = [seen(task, plan) for plan in plans]
+    shares = [load_steps(training_data, plan) for plan in plans]
     for step, (images, targets) in enumerate(reference):
-        mine = [share[step] for share in shares if len(share[step][0])]
-        assert torch.equal(torch.cat([image for image, _ in mine]), images)
-        assert torch.equal(torch.cat([target for _, target in mine]), targets)
+        parts = [share[step] for share in shares if len(share[step][0])]
+        assert torch.equal(torch.cat([image for image, _ in parts]), images)
+        assert torch.equal(torch.cat([target for _, target in parts]), targets)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_workers_change_no_pixel(flowers: Path, workers: int) -> None:
-    task, plan = training(flowers), BatchPlan(batch_size=8, total_positions=45)
-    assert equal(seen(task, plan), seen(task, plan, workers=workers))
+    training_data, plan = build_training_data(flowers), BatchPlan(batch_size=8, total_positions=45)
+    assert steps_equal(load_steps(training_data, plan), load_steps(training_data, plan, workers=workers))
 
 
 @pytest.mark.parametrize("start", [1, 3, 5, 6])
-def test_a_resumed_run_sees_what_it_would_have_seen(flowers: Path, start: int) -> None:
-    task, plan = training(flowers), BatchPlan(batch_size=8, total_positions=45)
-    assert equal(seen(task, plan)[start:], seen(task, plan, start=start, workers=start % 3))
+def test_a_resumed_run_gets_the_same_batches(flowers: Path, start: int) -> None:
+    training_data, plan = build_training_data(flowers), BatchPlan(batch_size=8, total_positions=45)
+    assert steps_equal(
+        load_steps(training_data, plan)[start:], load_steps(training_data, plan, start=start, workers=start % 3)
+    )
 
 
 def test_batches_run_across_epochs_and_only_the_last_is_short(flowers: Path) -> None:
-    task, plan = training(flowers, AugmentConfig()), BatchPlan(batch_size=8, total_positions=36)
-    batches = list(iter_train_batches(task, plan))
+    training_data, plan = build_training_data(flowers, AugmentConfig()), BatchPlan(batch_size=8, total_positions=36)
+    batches = list(iter_train_batches(training_data, plan))
     assert [len(batch.targets) for batch in batches] == [8, 8, 8, 8, 4]
     assert torch.cat([batch.positions for batch in batches]).tolist() == list(range(36))
-    samples = [task.order.get_sample_indices(batch.positions.numpy()) for batch in batches]
+    samples = [training_data.order.get_sample_indices(batch.positions.numpy()) for batch in batches]
     twice = np.concatenate(samples)
     assert sorted(twice.tolist()) == sorted([*range(18), *range(18)])
-    labels = [task.split.get_labels(int(sample))[0] for sample in twice]
+    labels = [training_data.split.get_labels(int(sample))[0] for sample in twice]
     assert torch.cat([batch.targets for batch in batches]).tolist() == labels
 
 
@@ -158,9 +162,9 @@ def test_shards_are_read_window_by_window_with_the_folders_pixels(flowers: Path,
     pack(open_folder(flowers), tmp_path / "out")
     split = open_shards(tmp_path / "out").splits["train"]
     order = SampleOrder(seed=4, num_samples=len(split), shard_sizes=split.count_per_shard(), shard_window=1)
-    task = training(flowers, AugmentConfig(crop="squash", flip=False), split=split, order=order)
-    [batch] = iter_train_batches(task, BatchPlan(batch_size=18, total_positions=18))
-    plain = training(flowers, AugmentConfig(crop="squash", flip=False))
+    training_data = build_training_data(flowers, AugmentConfig(crop="squash", flip=False), split=split, order=order)
+    [batch] = iter_train_batches(training_data, BatchPlan(batch_size=18, total_positions=18))
+    plain = build_training_data(flowers, AugmentConfig(crop="squash", flip=False))
     [expected] = iter_train_batches(plain, BatchPlan(batch_size=18, total_positions=18))
     assert sorted(image.tolist() for image in batch.pixels) == sorted(image.tolist() for image in expected.pixels)
 
@@ -170,19 +174,19 @@ def test_spawned_workers_give_the_same(flowers: Path) -> None:
     code = f"""
 import multiprocessing, sys
 from pathlib import Path
-from tests.data.test_loader import EVERYTHING, seen, training
-from vitrail.data.loader import Plan
+from tests.data.test_loader import ALL_AUGMENTATIONS, load_steps, build_training_data
+from vitrail.data.loader import BatchPlan
 if __name__ == "__main__":
     multiprocessing.set_start_method("spawn")
-    task, plan = training(Path({str(flowers)!r})), Plan(batch=8, total=20)
-    for images, targets in seen(task, plan, workers=2):
+    training_data, plan = build_training_data(Path({str(flowers)!r})), BatchPlan(batch_size=8, total_positions=20)
+    for images, targets in load_steps(training_data, plan, workers=2):
         print(images.double().sum().item(), targets.double().sum().item())
 """
     script = flowers.parent / f"spawn-{os.getpid()}.py"
     script.write_text(code)
     environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"}
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=300)
-    expected = seen(training(flowers), BatchPlan(batch_size=8, total_positions=20))
+    expected = load_steps(build_training_data(flowers), BatchPlan(batch_size=8, total_positions=20))
     lines = [f"{images.double().sum().item()} {targets.double().sum().item()}" for images, targets in expected]
     assert run.stdout.splitlines() == lines, run.stderr[-2000:]
 
@@ -191,16 +195,17 @@ if __name__ == "__main__":
 def test_evaluation_sees_every_image_once_as_the_classifier_does(flowers: Path, workers: int) -> None:
     split = open_folder(flowers).splits["val"]
     for world in (1, 3):
-        found: list[Batch] = []
+        batches: list[Batch] = []
         for rank in range(world):
-            share = iter_eval_batches(
-                split, VIEW, batch_size=4, num_classes=2, rank=rank, world_size=world, workers=workers
+            batches.extend(
+                iter_eval_batches(
+                    split, PREPROCESS, batch_size=4, num_classes=2, rank=rank, world_size=world, workers=workers
+                )
             )
-            found.extend(share)
-        assert torch.cat([batch.positions for batch in found]).tolist() == list(range(18))
-        pixels = torch.cat([batch.pixels for batch in found])
+        assert torch.cat([batch.positions for batch in batches]).tolist() == list(range(18))
+        pixels = torch.cat([batch.pixels for batch in batches])
         for index in range(18):
-            assert torch.equal(pixels[index], make_eval_input(decode(split.read_image(index)), VIEW))
+            assert torch.equal(pixels[index], make_eval_input(decode(split.read_image(index)), PREPROCESS))
 
 
 MASKED = {
@@ -210,17 +215,14 @@ MASKED = {
 
 
 @pytest.mark.parametrize("masked", MASKED.values(), ids=MASKED)
-def test_every_part_of_a_masked_step_has_its_images_what_is_hidden_and_the_next_image(
+def test_every_micro_batch_of_a_masked_step_has_its_images_masks_and_the_next_image(
     flowers: Path, masked: MaskedConfig
 ) -> None:
-    """However a step is cut, each image stands beside the same one, its partner, and the same is hidden of it."""
-    task = training(flowers, AugmentConfig(), masked=masked, patches=16)
-    [(images, hiding)] = [
-        prepare_train_batch(
-            next(iter_train_batches(task, plan := BatchPlan(batch_size=18, total_positions=18))), task, plan, 0
-        )
-    ]
-    assert hiding.shape == (18, 2, 16)
+    """However a step is split, each image stands beside the same partner and has the same masked patches."""
+    training_data = build_training_data(flowers, AugmentConfig(), masked=masked, num_patches=16)
+    plan = BatchPlan(batch_size=18, total_positions=18)
+    images, masks = prepare_train_batch(next(iter_train_batches(training_data, plan)), training_data, plan, 0)
+    assert masks.shape == (18, 2, 16)
     partners = 1 if masked.kind == "mpp" else 0
     assert len(images) == 18 + partners
     whole = torch.cat([images[:18], images[:1]])  # the last one's partner is the first
@@ -230,47 +232,48 @@ def test_every_part_of_a_masked_step_has_its_images_what_is_hidden_and_the_next_
         first = 0
         for rank in range(world):
             plan = BatchPlan(batch_size=18, total_positions=18, rank=rank, world_size=world, micro_batches=micro)
-            for batch in iter_train_batches(task, plan, workers=rank % 2):
-                some, hidden = prepare_train_batch(batch, task, plan, 0)
-                assert len(some) == len(hidden) + partners
-                assert torch.equal(hidden, hiding[first : first + len(hidden)])
-                assert torch.equal(some, whole[first : first + len(some)])
-                first += len(hidden)
+            for batch in iter_train_batches(training_data, plan, workers=rank % 2):
+                part_images, part_masks = prepare_train_batch(batch, training_data, plan, 0)
+                assert len(part_images) == len(part_masks) + partners
+                assert torch.equal(part_masks, masks[first : first + len(part_masks)])
+                assert torch.equal(part_images, whole[first : first + len(part_images)])
+                first += len(part_masks)
         assert first == 18
 
 
 @pytest.mark.parametrize("masked", MASKED.values(), ids=MASKED)
-def test_a_masked_set_on_the_device_gives_what_the_workers_give(masked: MaskedConfig) -> None:
+def test_masked_batches_from_the_device_equal_those_of_the_workers(masked: MaskedConfig) -> None:
     split = open_digits().splits["train"]
-    order, view = (
-        SampleOrder(seed=1, num_samples=len(split)),
-        PreprocessConfig(size=(8, 8), resize=(8, 8), mean=(0.5,), std=(0.5,)),
+    training_data = TrainingData(
+        split=split,
+        order=SampleOrder(seed=1, num_samples=len(split)),
+        augment=AugmentConfig(crop="pad", flip=False),
+        preprocess=PreprocessConfig(size=(8, 8), resize=(8, 8), mean=(0.5,), std=(0.5,)),
+        seed=1,
+        num_classes=10,
+        masked=masked,
+        num_patches=16,
     )
-    fields: dict[str, Any] = {
-        "augment": AugmentConfig(crop="pad", flip=False),
-        "preprocess": view,
-        "seed": 1,
-        "classes": 10,
-    }
-    task = TrainingData(split=split, order=order, masked=masked, num_patches=16, **fields)
     plan = BatchPlan(batch_size=50, total_positions=170, micro_batches=3)
-    found = loader.load_resident_images(split, channels=1, num_classes=10, device="cpu")
-    assert found is not None
-    there = list(loader.iter_resident_train_batches(task, plan, *found, start_step=1))
-    for number, (one, two) in enumerate(zip(there, iter_train_batches(task, plan, start_step=1), strict=True)):
-        for ours, theirs in zip(
-            prepare_train_batch(one, task, plan, 1 + number // 3),
-            prepare_train_batch(two, task, plan, 1 + number // 3),
-            strict=True,
-        ):
-            assert torch.equal(ours, theirs)
+    resident = loader.load_resident_images(split, channels=1, num_classes=10, device="cpu")
+    assert resident is not None
+    from_device = loader.iter_resident_train_batches(training_data, plan, *resident, start_step=1)
+    from_workers = iter_train_batches(training_data, plan, start_step=1)
+    for number, batches in enumerate(zip(from_device, from_workers, strict=True)):
+        device_batch, worker_batch = (
+            prepare_train_batch(batch, training_data, plan, 1 + number // 3) for batch in batches
+        )
+        assert torch.equal(device_batch[0], worker_batch[0])
+        assert torch.equal(device_batch[1], worker_batch[1])
 
 
 @pytest.mark.parametrize("masked", MASKED.values(), ids=MASKED)
-def test_masked_evaluation_hides_the_same_in_batches_and_ranks_of_any_size(flowers: Path, masked: MaskedConfig) -> None:
+def test_masked_evaluation_masks_the_same_patches_in_batches_and_ranks_of_any_size(
+    flowers: Path, masked: MaskedConfig
+) -> None:
     split = open_folder(flowers).splits["val"]
-    [whole] = iter_masked_eval_batches(split, VIEW, masked, 16, batch_size=100)
-    [plain] = iter_eval_batches(split, VIEW, batch_size=100, num_classes=2)
+    [whole] = iter_masked_eval_batches(split, PREPROCESS, masked, 16, batch_size=100)
+    [plain] = iter_eval_batches(split, PREPROCESS, batch_size=100, num_classes=2)
     partners = 1 if masked.kind == "mpp" else 0
     around = torch.cat([plain.pixels, plain.pixels[:1]])
     assert torch.equal(whole.pixels, around[: 18 + partners])
@@ -279,7 +282,7 @@ def test_masked_evaluation_hides_the_same_in_batches_and_ranks_of_any_size(flowe
         first = 0
         for rank in range(world):
             for part in iter_masked_eval_batches(
-                split, VIEW, masked, 16, batch_size=batch, rank=rank, world_size=world
+                split, PREPROCESS, masked, 16, batch_size=batch, rank=rank, world_size=world
             ):
                 count = len(part.targets)
                 assert torch.equal(part.targets, whole.targets[first : first + count])
@@ -289,48 +292,56 @@ def test_masked_evaluation_hides_the_same_in_batches_and_ranks_of_any_size(flowe
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_image_is_named_and_left_out_only_when_told_to(flowers: Path, tmp_path: Path, workers: int) -> None:
+def test_a_bad_image_is_an_error_or_skipped_by_name(flowers: Path, tmp_path: Path, workers: int) -> None:
     root = folder(tmp_path, "train", "val", each=4)
     (root / "train" / "rose" / "2.jpg").write_bytes(b"<html>")
     (root / "val" / "rose" / "1.jpg").write_bytes(b"")
     plan = BatchPlan(batch_size=4, total_positions=16)
-    with pytest.raises(DataError, match=r"^train/rose/2.jpg is no image"):
-        list(iter_train_batches(training(root), plan, workers=workers))
-    batches = list(iter_train_batches(training(root, AugmentConfig(), skip_bad=True), plan, workers=workers))
+    with pytest.raises(DataError, match=r"^train/rose/2.jpg is not an image"):
+        list(iter_train_batches(build_training_data(root), plan, workers=workers))
+    batches = list(iter_train_batches(build_training_data(root, AugmentConfig(), skip_bad=True), plan, workers=workers))
     assert {name for batch in batches for name in batch.skipped_images} == {"train/rose/2.jpg"}
     assert sum(len(batch.pixels) for batch in batches) == 16
     split = open_folder(root).splits["val"]
     with pytest.raises(DataError, match=r"^val/rose/1.jpg"):
-        list(iter_eval_batches(split, VIEW, batch_size=3, num_classes=2, workers=workers))
-    kept = list(iter_eval_batches(split, VIEW, batch_size=3, num_classes=2, workers=workers, skip_bad=True))
+        list(iter_eval_batches(split, PREPROCESS, batch_size=3, num_classes=2, workers=workers))
+    kept = list(iter_eval_batches(split, PREPROCESS, batch_size=3, num_classes=2, workers=workers, skip_bad=True))
     assert torch.cat([batch.positions for batch in kept]).tolist() == [0, 2, 3, 4, 5, 6, 7]
+    assert [batch.skipped_images for batch in kept] == [("val/rose/1.jpg",), (), ()]
+    [whole] = iter_masked_eval_batches(
+        split, PREPROCESS, MASKED["mae"], 16, batch_size=8, workers=workers, skip_bad=True
+    )
+    assert torch.equal(whole.pixels[1], whole.pixels[2])  # the next readable image
+    assert whole.skipped_images == ("val/rose/1.jpg",)
 
 
-def test_several_labels_become_shares(flowers: Path) -> None:
+def test_several_labels_become_multi_hot_targets(flowers: Path) -> None:
     path = flowers / "list.csv"
     path.write_text(
         "path,labels,split\ntrain/rose/0.jpg,a;c,train\ntrain/rose/1.jpg,,train\ntrain/rose/2.jpg,b,train\n"
     )
     split = open_file_list(path).splits["train"]
-    [batch] = iter_eval_batches(split, VIEW, batch_size=9, num_classes=3)
+    [batch] = iter_eval_batches(split, PREPROCESS, batch_size=9, num_classes=3)
     by_name = {split.get_image_name(index): batch.targets[index].tolist() for index in range(len(split))}
-    known = {"train/rose/0.jpg": [1, 0, 1], "train/rose/1.jpg": [0, 0, 0], "train/rose/2.jpg": [0, 1, 0]}
-    assert all(by_name[name] == known[name] for name in by_name)
+    expected = {"train/rose/0.jpg": [1, 0, 1], "train/rose/1.jpg": [0, 0, 0], "train/rose/2.jpg": [0, 1, 0]}
+    assert all(by_name[name] == expected[name] for name in by_name)
     assert len(by_name) >= 2
 
 
-def digits(augment: AugmentConfig, split: str = "train") -> tuple[TrainingData, tuple[Tensor, Tensor]]:
-    """A task that resizes nothing, and its images on the device."""
+def load_digits(augment: AugmentConfig, split: str = "train") -> tuple[TrainingData, tuple[Tensor, Tensor]]:
+    """Return build_training_data data that resize nothing, and their images on the device."""
     images = open_digits().splits[split]
-    view = PreprocessConfig(size=(8, 8), resize=(8, 8), mean=(0.5,), std=(0.5,))
+    preprocess = PreprocessConfig(size=(8, 8), resize=(8, 8), mean=(0.5,), std=(0.5,))
     order = SampleOrder(seed=1, num_samples=len(images))
-    task = TrainingData(split=images, order=order, augment=augment, preprocess=view, seed=1, num_classes=10)
-    found = loader.load_resident_images(images, channels=1, num_classes=10, device="cpu")
-    assert found is not None
-    return task, found
+    training_data = TrainingData(
+        split=images, order=order, augment=augment, preprocess=preprocess, seed=1, num_classes=10
+    )
+    resident = loader.load_resident_images(images, channels=1, num_classes=10, device="cpu")
+    assert resident is not None
+    return training_data, resident
 
 
-def same(one: Iterable[Batch], two: Iterable[Batch]) -> bool:
+def batches_equal(one: Iterable[Batch], two: Iterable[Batch]) -> bool:
     pairs = list(zip(one, two, strict=True))
     return all(torch.equal(a, b) for batches in pairs for a, b in zip(*(batch[:3] for batch in batches), strict=True))
 
@@ -357,74 +368,78 @@ PLANS = {
     ],
     ids=["plain", "mixed", "everything"],
 )
-def test_a_set_on_the_device_gives_what_the_workers_give(
+def test_batches_from_the_device_equal_those_of_the_workers(
     monkeypatch: pytest.MonkeyPatch, augment: AugmentConfig, plan: BatchPlan
 ) -> None:
-    """However many batches are made at once, and from whichever step on; without a resize, to the bit."""
-    task, found = digits(augment)
+    """However many batches are made at once, and from any step on; without a resize, to the bit."""
+    training_data, resident = load_digits(augment)
     for start in (0, plan.total_steps // 2, plan.total_steps - 1, plan.total_steps):
-        by_workers = list(iter_train_batches(task, plan, start_step=start))
-        for room in (1, 5000, 2**26):
-            monkeypatch.setattr(loader, "_AUGMENT_CHUNK_BYTES", room)
-            assert same(by_workers, loader.iter_resident_train_batches(task, plan, *found, start_step=start)), (
-                start,
-                room,
-            )
+        by_workers = list(iter_train_batches(training_data, plan, start_step=start))
+        for chunk_bytes in (1, 5000, 2**26):
+            monkeypatch.setattr(loader, "_AUGMENT_CHUNK_BYTES", chunk_bytes)
+            on_device = loader.iter_resident_train_batches(training_data, plan, *resident, start_step=start)
+            assert batches_equal(by_workers, on_device), (start, chunk_bytes)
 
 
-def test_as_many_batches_are_made_at_once_as_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Views of 8 x 8 bytes, 16 a step: two steps in 2048 to 3071 bytes, in halves that count together."""
-    task, found = digits(AugmentConfig(crop="pad"))
-    made, views = list[int](), gpu_augment.make_train_inputs
+def test_as_many_batches_are_augmented_at_once_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Crops of 8 x 8 bytes, 16 a step: two steps in 2048 to 3071 bytes, in halves that count together."""
+    training_data, resident = load_digits(AugmentConfig(crop="pad"))
+    chunk_sizes, original = list[int](), gpu_augment.make_train_inputs
 
-    def noted(pixels: Tensor, *rest: Any) -> Tensor:
-        made.append(len(pixels))
-        return views(pixels, *rest)
+    def record_chunk(pixels: Tensor, *rest: Any) -> Tensor:
+        chunk_sizes.append(len(pixels))
+        return original(pixels, *rest)
 
-    monkeypatch.setattr(gpu_augment, "make_train_inputs", noted)
-    for room, expected in ((1, [16, 16, 16, 16, 6]), (2047, [16, 16, 16, 16, 6]), (2048, [32, 32, 6]), (2**26, [70])):
-        monkeypatch.setattr(loader, "_AUGMENT_CHUNK_BYTES", room)
-        made.clear()
-        batches = loader.iter_resident_train_batches(
-            task, BatchPlan(batch_size=16, total_positions=70, micro_batches=2), *found
-        )
+    monkeypatch.setattr(gpu_augment, "make_train_inputs", record_chunk)
+    for chunk_bytes, expected in (
+        (1, [16, 16, 16, 16, 6]),
+        (2047, [16, 16, 16, 16, 6]),
+        (2048, [32, 32, 6]),
+        (2**26, [70]),
+    ):
+        monkeypatch.setattr(loader, "_AUGMENT_CHUNK_BYTES", chunk_bytes)
+        chunk_sizes.clear()
+        plan = BatchPlan(batch_size=16, total_positions=70, micro_batches=2)
+        batches = loader.iter_resident_train_batches(training_data, plan, *resident)
         next(batches)
-        assert made == expected[:1]  # the others not before they are wanted
+        assert chunk_sizes == expected[:1]  # the others not before they are needed
         assert sum(1 for _ in batches) == 2 * 5 - 1
-        assert made == expected
+        assert chunk_sizes == expected
 
 
 @pytest.mark.parametrize("jitter", [0.0, 0.5])
 @pytest.mark.parametrize("crop", ["inception", "window", "pad", "squash"])
 def test_a_short_last_step_may_leave_a_rank_nothing(crop: Any, jitter: float) -> None:
-    task, found = digits(AugmentConfig(crop=crop, mixup=0.2, jitter=jitter, randaugment=(2, 10), erase=0.5), "val")
+    training_data, resident = load_digits(
+        AugmentConfig(crop=crop, mixup=0.2, jitter=jitter, randaugment=(2, 10), erase=0.5), "val"
+    )
     plan = BatchPlan(batch_size=8, total_positions=9, rank=0, world_size=2)
     for start in (0, 1):  # beside others, and alone
         for batches in (
-            iter_train_batches(task, plan, start_step=start),
-            loader.iter_resident_train_batches(task, plan, *found, start_step=start),
+            iter_train_batches(training_data, plan, start_step=start),
+            loader.iter_resident_train_batches(training_data, plan, *resident, start_step=start),
         ):
             last = list(batches)[-1]
-            images, shares = prepare_train_batch(last, task, plan, 1)
+            images, targets = prepare_train_batch(last, training_data, plan, 1)
             assert images.shape == (0, 1, 8, 8)
-            assert shares.shape == (0, 10)
-            assert shares.dtype == torch.float32
+            assert targets.shape == (0, 10)
+            assert targets.dtype == torch.float32
 
 
-def test_a_set_on_the_device_holds_every_image_and_target(flowers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_holds_every_image_and_target(flowers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "_CHUNK_IMAGES", 4)  # four full chunks and a short one
     split = open_folder(flowers).splits["train"]
     for workers in (0, 2):
-        found = loader.load_resident_images(split, channels=3, num_classes=2, device="cpu", workers=workers)
-        assert found is not None
-        pixels, targets = found
+        resident = loader.load_resident_images(split, channels=3, num_classes=2, device="cpu", workers=workers)
+        assert resident is not None
+        pixels, targets = resident
         assert torch.equal(pixels, torch.stack([decode(split.read_image(index)) for index in range(18)]))
         assert targets.tolist() == [split.get_labels(index)[0] for index in range(18)]
 
 
 @pytest.mark.parametrize("odd", ["rose/0.jpg", "tulip/3.jpg"])
 @pytest.mark.parametrize("size", [(30, 30), (24, 20)])
-def test_images_of_different_sizes_do_not_live_on_the_device(
+def test_images_of_different_sizes_are_not_held_on_the_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], odd: str
 ) -> None:
     """Wherever the odd one is, in the first chunk or in the last, and where it has as many pixels."""
@@ -436,30 +451,31 @@ def test_images_of_different_sizes_do_not_live_on_the_device(
     assert loader.load_resident_images(splits["val"], channels=3, num_classes=2, device="cpu") is not None
 
 
-def test_large_images_or_too_many_do_not_live_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size, lives in (("limit", (128, 128), True), ("above", (128, 129), False)):
+def test_large_images_or_too_many_are_not_held_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size, is_resident in (("limit", (128, 128), True), ("above", (128, 129), False)):
         place = tmp_path / name / "train" / "rose"
         place.mkdir(parents=True)
         for number in range(2):
             (place / f"{number}.jpg").write_bytes(encoded(picture(number, size)))
         split = open_folder(tmp_path / name).splits["train"]
-        found = loader.load_resident_images(split, channels=3, num_classes=1, device="cpu")
-        assert (found is not None) == lives, name
+        resident = loader.load_resident_images(split, channels=3, num_classes=1, device="cpu")
+        assert (resident is not None) == is_resident, name
     split = open_folder(tmp_path / "limit").splits["train"]
-    bytes_together = len(split) * 3 * 128 * 128
-    for room, lives in ((bytes_together, True), (bytes_together - 1, False)):
-        monkeypatch.setattr(loader, "_MAX_RESIDENT_BYTES", room)
-        assert (loader.load_resident_images(split, channels=3, num_classes=1, device="cpu") is not None) == lives
+    total_bytes = len(split) * 3 * 128 * 128
+    for limit, is_resident in ((total_bytes, True), (total_bytes - 1, False)):
+        monkeypatch.setattr(loader, "_MAX_RESIDENT_BYTES", limit)
+        resident = loader.load_resident_images(split, channels=3, num_classes=1, device="cpu")
+        assert (resident is not None) == is_resident
 
 
-def test_a_bad_image_of_a_set_for_the_device_is_named(tmp_path: Path) -> None:
+def test_a_bad_image_among_resident_images_is_named(tmp_path: Path) -> None:
     root = folder(tmp_path, "train", "val", each=3)
     (root / "train" / "rose" / "2.jpg").write_bytes(b"<html>")
-    with pytest.raises(DataError, match=r"^train/rose/2.jpg is no image"):
+    with pytest.raises(DataError, match=r"^train/rose/2.jpg is not an image"):
         loader.load_resident_images(open_folder(root).splits["train"], channels=3, num_classes=2, device="cpu")
 
 
-def test_a_plan_that_cannot_be_is_refused() -> None:
-    for wrong in ({"batch": 0}, {"rank": 2, "world": 2}, {"micro_batches": 0}):
-        with pytest.raises(UsageError, match="cannot be"):
-            BatchPlan(**({"batch": 4, "total": 8} | wrong))
+def test_an_impossible_plan_is_refused() -> None:
+    for invalid in ({"batch_size": 0}, {"rank": 2, "world_size": 2}, {"micro_batches": 0}):
+        with pytest.raises(UsageError, match="is impossible"):
+            BatchPlan(**({"batch_size": 4, "total_positions": 8} | invalid))

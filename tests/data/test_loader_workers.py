@@ -1,4 +1,4 @@
-"""Loader workers end with whoever started them, also where starting them fails or one of them never answers."""
+"""Loader workers end with the process that started them, even where starting fails or one of them hangs."""
 
 import subprocess
 import sys
@@ -23,14 +23,14 @@ HANGS = """
 import time, torch
 from torch.utils.data import DataLoader, Dataset
 from vitrail.data.loader_workers import iterate_loader
-from vitrail.train.loop import _ahead
+from vitrail.train.loop import _prefetch
 class Slow(Dataset):
     def __len__(self):
         return 8
     def __getitem__(self, index):
         time.sleep(1000 if index else 0)
         return index
-batches = _ahead(iterate_loader(DataLoader(Slow(), num_workers=1)))
+batches = _prefetch(iterate_loader(DataLoader(Slow(), num_workers=1)))
 print(next(batches), flush=True)
 raise KeyboardInterrupt
 """
@@ -39,20 +39,20 @@ raise KeyboardInterrupt
 @pytest.mark.attack
 @pytest.mark.parametrize("error", ["BlockingIOError(11, 'no more processes')", "KeyboardInterrupt"])
 def test_workers_that_cannot_all_be_started_leave_none(error: str) -> None:
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", FORK_FAILS.replace("ERROR", error)],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
-    assert ended.returncode != 0
-    assert error.partition("(")[0] in ended.stderr
+    assert process.returncode != 0
+    assert error.partition("(")[0] in process.stderr
 
 
 @pytest.mark.attack
-def test_a_worker_that_never_answers_does_not_keep_the_thread_that_waits_for_it() -> None:
+def test_a_hanging_worker_does_not_keep_the_thread_that_waits_for_it() -> None:
     """As on a GPU, where a thread takes the batches."""
-    ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False)
-    assert "tensor([0])" in ended.stdout, ended.stderr
-    assert ended.returncode != 0
+    process = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False)
+    assert "tensor([0])" in process.stdout, process.stderr
+    assert process.returncode != 0

@@ -1,4 +1,4 @@
-"""Mixup and cutmix: Beta's law, mixtures by hand, and that how a batch is cut changes no bit."""
+"""Mixup and cutmix: Beta's law, mixes by hand, and that splitting a batch changes no bit."""
 
 import itertools
 
@@ -20,9 +20,9 @@ def noise(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def mixes(augment: AugmentConfig, count: int = 300, size: tuple[int, int] = SIZE) -> list[MixParams]:
-    found = [draw_mix(0, 1000 * batch, augment, size) for batch in range(count)]
-    return [mix for mix in found if mix is not None]
+def draw_mixes(augment: AugmentConfig, count: int = 300, size: tuple[int, int] = SIZE) -> list[MixParams]:
+    drawn = [draw_mix(0, 1000 * batch, augment, size) for batch in range(count)]
+    return [mix for mix in drawn if mix is not None]
 
 
 @pytest.mark.parametrize("alpha", [0.2, 0.8, 1.0, 2.0])
@@ -43,27 +43,27 @@ def test_a_tiny_alpha_gives_shares_of_nearly_all_or_nothing() -> None:
     assert 0.35 < values.mean() < 0.65
 
 
-def test_mixup_keeps_the_greater_share_for_the_sample_itself() -> None:
-    shares = np.array([mix.lam for mix in mixes(AugmentConfig(mixup=0.5))])
-    assert all(mix.box is None for mix in mixes(AugmentConfig(mixup=0.5)))
-    assert (shares >= 0.5).all()
-    assert stats.kstest(shares, lambda x: 2 * stats.beta(0.5, 0.5).cdf(x) - 1).pvalue > 0.001
+def test_mixup_keeps_the_greater_weight_for_the_sample_itself() -> None:
+    lams = np.array([mix.lam for mix in draw_mixes(AugmentConfig(mixup=0.5))])
+    assert all(mix.box is None for mix in draw_mixes(AugmentConfig(mixup=0.5)))
+    assert (lams >= 0.5).all()
+    assert stats.kstest(lams, lambda x: 2 * stats.beta(0.5, 0.5).cdf(x) - 1).pvalue > 0.001
 
 
-def test_a_cutmix_share_is_that_of_the_pixels_left() -> None:
+def test_lambda_of_cutmix_is_the_fraction_of_pixels_left() -> None:
     """Images of 0 with partners of 1: what is not pasted over is the share, at any clipping."""
-    pixels, shares = torch.tensor([0.0, 1.0])[:, None, None, None].expand(2, 1, *SIZE), []
-    for mix in mixes(AugmentConfig(cutmix=1.0)):
+    pixels, lams = torch.tensor([0.0, 1.0])[:, None, None, None].expand(2, 1, *SIZE), []
+    for mix in draw_mixes(AugmentConfig(cutmix=1.0)):
         image, target = apply_mix(pixels, torch.tensor([0, 1]), mix, 2)
         assert float(1 - image.mean()) == pytest.approx(mix.lam, abs=1e-6)
         assert target.tolist()[0] == pytest.approx([mix.lam, 1 - mix.lam])
-        shares.append(mix.lam)
-    assert min(shares) < 0.3
-    assert max(shares) > 0.95
+        lams.append(mix.lam)
+    assert min(lams) < 0.3
+    assert max(lams) > 0.95
 
 
 def test_a_cutmix_box_has_the_images_shape_and_any_centre() -> None:
-    boxes = np.array([mix.box for mix in mixes(AugmentConfig(cutmix=1.0), 1000, (100, 200))])
+    boxes = np.array([mix.box for mix in draw_mixes(AugmentConfig(cutmix=1.0), 1000, (100, 200))])
     top, left, bottom, right = boxes.T
     unclipped = (top > 0) & (left > 0) & (bottom < 100) & (right < 200)
     assert unclipped.sum() > 100
@@ -74,10 +74,10 @@ def test_a_cutmix_box_has_the_images_shape_and_any_centre() -> None:
 
 
 def test_where_both_are_set_each_takes_half_of_the_batches_as_it_would_alone() -> None:
-    both = mixes(AugmentConfig(mixup=0.2, cutmix=1.0))
+    both = draw_mixes(AugmentConfig(mixup=0.2, cutmix=1.0))
     upped = [mix.box is None for mix in both]
     assert 120 < sum(upped) < 180
-    alone = zip(mixes(AugmentConfig(mixup=0.2)), mixes(AugmentConfig(cutmix=1.0)), strict=True)
+    alone = zip(draw_mixes(AugmentConfig(mixup=0.2)), draw_mixes(AugmentConfig(cutmix=1.0)), strict=True)
     assert both == [mixup if up else cutmix for up, (mixup, cutmix) in zip(upped, alone, strict=True)]
 
 
@@ -97,7 +97,7 @@ def test_cutmix_by_hand() -> None:
     images, targets = apply_mix(pixels, torch.tensor([[1.0, 1, 0], [0, 1, 1]]), MixParams(2 / 3, (0, 1, 2, 2)), 3)
     assert images.tolist() == [[[[0, 1, 0], [0, 1, 0]]]]
     torch.testing.assert_close(targets, torch.tensor([[2 / 3, 1, 1 / 3]]))
-    assert pixels[0].sum() == 0  # what was given stays
+    assert pixels[0].sum() == 0  # the original is unchanged
 
 
 def test_the_last_samples_partner_is_the_first_of_the_global_batch() -> None:
@@ -107,13 +107,13 @@ def test_the_last_samples_partner_is_the_first_of_the_global_batch() -> None:
     assert list_positions_with_partner(20, 1, 20, 1).tolist() == [20, 20]
 
 
-@pytest.mark.parametrize("kind", ["float", "bytes", "bfloat16", "shares"])
+@pytest.mark.parametrize("kind", ["float", "bytes", "bfloat16", "probabilities"])
 @pytest.mark.parametrize("augment", [AugmentConfig(mixup=0.8), AugmentConfig(cutmix=1.0)])
-def test_however_a_global_batch_is_cut_its_samples_are_mixed_alike(augment: AugmentConfig, kind: str) -> None:
+def test_however_a_global_batch_is_split_its_samples_are_mixed_alike(augment: AugmentConfig, kind: str) -> None:
     """Every way to cut 6 samples into ranks and micro-batches gives the bits of the whole."""
     pixels, targets = noise(6, 3, *SIZE), torch.arange(6) % 4
     pixels = {"bytes": (50 * pixels).to(torch.uint8), "bfloat16": pixels.bfloat16()}.get(kind, pixels)
-    targets = noise(6, 4).softmax(dim=1) if kind == "shares" else targets
+    targets = noise(6, 4).softmax(dim=1) if kind == "probabilities" else targets
     mix = draw_mix(0, 60, augment, SIZE)
     assert mix is not None
 
@@ -130,10 +130,10 @@ def test_however_a_global_batch_is_cut_its_samples_are_mixed_alike(augment: Augm
     assert torch.allclose(whole[1].sum(dim=1), torch.ones(6))
 
 
-def test_mixing_bytes_then_normalising_is_mixing_what_is_normalised() -> None:
-    view = PreprocessConfig(size=SIZE, resize=SIZE, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
+def test_mixing_bytes_then_normalizing_equals_mixing_normalized_images() -> None:
+    preprocess = PreprocessConfig(size=SIZE, resize=SIZE, mean=(0.4, 0.5, 0.6), std=(0.2, 0.3, 0.4))
     pixels = (50 * noise(4, 3, *SIZE)).to(torch.uint8)
     for mix in (MixParams(0.7, None), MixParams(0.5, (3, 4, 20, 30))):
-        late = normalize(apply_mix(pixels, torch.zeros(4, dtype=torch.long), mix, 2)[0], view)
-        early = apply_mix(normalize(pixels, view), torch.zeros(4, dtype=torch.long), mix, 2)[0]
+        late = normalize(apply_mix(pixels, torch.zeros(4, dtype=torch.long), mix, 2)[0], preprocess)
+        early = apply_mix(normalize(pixels, preprocess), torch.zeros(4, dtype=torch.long), mix, 2)[0]
         torch.testing.assert_close(late, early, atol=2e-6, rtol=1e-5)

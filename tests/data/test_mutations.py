@@ -10,13 +10,14 @@ from PIL import Image
 
 from tests.data.pictures import encoded, folder, picture
 from vitrail.data.audit import audit_dataset
-from vitrail.data.decode import decode, get_readable_formats
+from vitrail.data.decode import decode
 from vitrail.data.folder import open_folder
+from vitrail.data.image_headers import get_readable_formats
 from vitrail.data.image_scan import scan_dataset
 from vitrail.errors import DataError
 
 
-def originals() -> list[bytes]:
+def encode_originals() -> list[bytes]:
     """Every format, in several of its kinds."""
     image = picture(0, (40, 56))
     wide = Image.fromarray(np.random.default_rng(0).integers(0, 65536, (20, 30), dtype=np.uint16))
@@ -44,7 +45,7 @@ def originals() -> list[bytes]:
     ]
 
 
-def mutated(original: bytes, generator: np.random.Generator) -> bytes:
+def mutate(original: bytes, generator: np.random.Generator) -> bytes:
     """Bytes flipped, cut, doubled, zeroed or from elsewhere; half of the harm near the front, where headers are."""
     content = bytearray(original)
     for _ in range(int(generator.integers(1, 6))):
@@ -67,13 +68,13 @@ def mutated(original: bytes, generator: np.random.Generator) -> bytes:
     return bytes(content)
 
 
-def survives(count: int, seed: int) -> tuple[int, int]:
+def decode_mutants(count: int, seed: int) -> tuple[int, int]:
     """How many of `count` mutants were decoded and how many refused; anything else fails."""
     generator = np.random.default_rng(seed)
-    kinds = originals()
+    kinds = encode_originals()
     decoded, reasons = 0, []
     for number in range(count):
-        content = mutated(kinds[number % len(kinds)], generator)
+        content = mutate(kinds[number % len(kinds)], generator)
         start = time.monotonic()
         try:
             pixels = decode(content)
@@ -87,14 +88,14 @@ def survives(count: int, seed: int) -> tuple[int, int]:
 
 
 def test_six_hundred_mutants_are_decoded_or_refused() -> None:
-    decoded, refused = survives(600, seed=1)
+    decoded, refused = decode_mutants(600, seed=1)
     assert refused > 100
     assert decoded > 10
 
 
 @pytest.mark.soak
 def test_ten_thousand_mutants_are_decoded_or_refused(soaked: Callable[[int, str, str, str], None]) -> None:
-    decoded, refused = survives(10_000, seed=2)
+    decoded, refused = decode_mutants(10_000, seed=2)
     assert decoded + refused == 10_000
     soaked(11, "bad images are refused, none crashes", "10,000 mutants", f"{refused:,} refused, {decoded:,} decoded")
 
@@ -103,21 +104,21 @@ def test_ten_thousand_mutants_are_decoded_or_refused(soaked: Callable[[int, str,
 def test_a_check_names_each_of_ten_thousand_mutants_or_decodes_it(
     tmp_path: Path, soaked: Callable[[int, str, str, str], None]
 ) -> None:
-    checked_mutants(tmp_path, 10_000)
+    audit_mutants(tmp_path, 10_000)
     soaked(11, "bad images are named before training", "10,000 mutants", "each bad one named, with its reason")
 
 
 def test_a_check_names_each_of_two_hundred_mutants_or_decodes_it(tmp_path: Path) -> None:
-    checked_mutants(tmp_path, 200)
+    audit_mutants(tmp_path, 200)
 
 
-def checked_mutants(root: Path, count: int) -> None:
+def audit_mutants(root: Path, count: int) -> None:
     generator = np.random.default_rng(3)
-    kinds = originals()
+    kinds = encode_originals()
     place = folder(root, "train", "val", each=1) / "train" / "rose"
     bad = set()
     for number in range(count):
-        content = mutated(kinds[number % len(kinds)], generator)
+        content = mutate(kinds[number % len(kinds)], generator)
         (place / f"m{number:05d}.jpg").write_bytes(content)
         try:
             decode(content)

@@ -1,6 +1,5 @@
 """Positions to samples: every sample once an epoch, in an order that looks random and depends on nothing else."""
 
-import hashlib
 import itertools
 import time
 import tracemalloc
@@ -12,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitrail.data import counter_rng
-from vitrail.data.counter_rng import CounterRNG
 from vitrail.data.order import SampleOrder, permute_indices
 from vitrail.errors import DataError
 
 
-def line(order: SampleOrder, start: int, stop: int) -> list[int]:
+def list_samples(order: SampleOrder, start: int, stop: int) -> list[int]:
     return order.get_sample_indices(np.arange(start, stop)).tolist()
 
 
@@ -40,7 +38,7 @@ def test_every_sample_comes_once_an_epoch_with_shards_of_any_sizes_too(data: st.
         shard_window=window,
     )
     epoch = data.draw(st.integers(0, 10**6))
-    assert sorted(line(order, epoch * count, (epoch + 1) * count)) == list(range(count))
+    assert sorted(list_samples(order, epoch * count, (epoch + 1) * count)) == list(range(count))
 
 
 @given(st.data())
@@ -50,9 +48,9 @@ def test_any_cut_of_the_line_gives_the_same_samples(data: st.DataObject) -> None
     shards = data.draw(st.sampled_from([(), (7, 3, 11, 2)]))
     order = SampleOrder(seed=1, num_samples=23, shard_sizes=shards, shard_window=2)
     start, length = data.draw(st.integers(0, 200)), data.draw(st.integers(1, 80))
-    whole = line(order, start, start + length)
+    whole = list_samples(order, start, start + length)
     cut = data.draw(st.integers(0, length))
-    assert line(order, start, start + cut) + line(order, start + cut, start + length) == whole
+    assert list_samples(order, start, start + cut) + list_samples(order, start + cut, start + length) == whole
     again = SampleOrder(seed=1, num_samples=23, shard_sizes=shards, shard_window=2).get_sample_indices(
         np.arange(start + length - 1, start - 1, -1)
     )
@@ -61,8 +59,8 @@ def test_any_cut_of_the_line_gives_the_same_samples(data: st.DataObject) -> None
 
 def test_epochs_and_seeds_differ() -> None:
     order = SampleOrder(seed=0, num_samples=1000)
-    first, second = line(order, 0, 1000), line(order, 1000, 2000)
-    other = line(SampleOrder(seed=1, num_samples=1000), 0, 1000)
+    first, second = list_samples(order, 0, 1000), list_samples(order, 1000, 2000)
+    other = list_samples(SampleOrder(seed=1, num_samples=1000), 0, 1000)
     for one, two in itertools.combinations([first, second, other, list(range(1000))], 2):
         assert sum(a == b for a, b in zip(one, two, strict=True)) < 12  # one is expected
 
@@ -76,11 +74,11 @@ def test_each_sample_is_equally_likely_at_each_place() -> None:
 
 
 def test_all_orders_of_four_occur_equally_often() -> None:
-    seen = Counter(
+    counts = Counter(
         tuple(permute_indices(np.arange(4), 4, counter_rng.derive_key(key, "four")).tolist()) for key in range(4800)
     )
-    assert len(seen) == 24
-    assert sum((n - 200) ** 2 / 200 for n in seen.values()) < 23 + 5 * np.sqrt(2 * 23)
+    assert len(counts) == 24
+    assert sum((n - 200) ** 2 / 200 for n in counts.values()) < 23 + 5 * np.sqrt(2 * 23)
 
 
 @pytest.mark.parametrize("count", [1000, 4096, 100_003])
@@ -96,7 +94,7 @@ def test_neighbours_land_independently(count: int) -> None:
 
 def test_shards_are_read_in_windows_and_mixed_inside_them() -> None:
     order = SampleOrder(seed=3, num_samples=1000, shard_sizes=(100,) * 10, shard_window=2)
-    shards = [sample // 100 for sample in line(order, 0, 1000)]
+    shards = [sample // 100 for sample in list_samples(order, 0, 1000)]
     for start in range(0, 1000, 200):
         inside = shards[start : start + 200]
         assert sorted(Counter(inside).values()) == [100, 100]
@@ -120,33 +118,3 @@ def test_a_billion_samples_cost_neither_memory_nor_time() -> None:
 def test_an_empty_set_is_refused() -> None:
     with pytest.raises(DataError, match="no image"):
         SampleOrder(seed=0, num_samples=0)
-
-
-def test_draws_are_uniform_and_independent() -> None:
-    values = CounterRNG(5, np.arange(20_000)).uniform("crop", 4)
-    assert values.min() >= 0
-    assert values.max() < 1
-    assert np.abs(values.mean(axis=0) - 0.5).max() < 5 / np.sqrt(12 * 20_000)
-    correlations = np.corrcoef(np.concatenate([values[:-1], values[1:]], axis=1).T)
-    assert np.abs(correlations - np.eye(8)).max() < 5 / np.sqrt(20_000)
-    other = CounterRNG(5, np.arange(20_000)).uniform("flip", 1)[:, 0]
-    assert abs(np.corrcoef(values[:, 0], other)[0, 1]) < 5 / np.sqrt(20_000)
-
-
-def test_draws_of_a_position_depend_on_seed_purpose_and_position_alone() -> None:
-    """Fixed values: these numbers are part of a run's identity and must not change with a version."""
-    several = CounterRNG(0, np.arange(9)).bits("crop", 5)
-    assert CounterRNG.from_positions(0, 3).bits("crop", 2).tolist() == [several[3, :2].tolist()]
-    assert several.tolist() == [[by_hand(0, "crop", position, slot) for slot in range(5)] for position in range(9)]
-    assert CounterRNG.from_positions(0, 0).bits("crop", 1).tolist() == [[2185967382836963344]]
-
-
-def by_hand(seed: int, purpose: str, position: int, slot: int) -> int:
-    """The hash again, in whole numbers of any size."""
-    state = int.from_bytes(hashlib.sha256(f"{seed}:{purpose}".encode()).digest()[:8], "little")
-    for part in (position, slot):
-        state = (state + (part + 1) * 0x9E3779B97F4A7C15) % 2**64
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
-        state ^= state >> 31
-    return state

@@ -13,28 +13,28 @@ from vitrail.errors import DataError
 COLUMNS = {"label": np.arange(5), **sample_table.encode_text_column("path", ["a", "b", "c", "d", "e"])}
 
 
-def written(folder: Path) -> sample_table.SampleTable:
+def write_example(folder: Path) -> sample_table.SampleTable:
     return sample_table.write_table(folder, COLUMNS, {"classes": ["one"]})
 
 
 def test_a_table_that_was_written_is_read_after_another_process_took_its_place(tmp_path: Path) -> None:
-    found = written(tmp_path / "index")
+    table = write_example(tmp_path / "index")
     (tmp_path / "index").rename(tmp_path / "aside")  # as it is while another is put there
-    assert found["label"].tolist() == [0, 1, 2, 3, 4]
-    assert found.get_text("path", 3) == "d"
+    assert table["label"].tolist() == [0, 1, 2, 3, 4]
+    assert table.get_text("path", 3) == "d"
 
 
 def test_a_worker_waits_for_the_instant_in_which_a_table_is_replaced(tmp_path: Path) -> None:
-    sent = pickle.dumps(written(tmp_path / "index"))
+    pickled = pickle.dumps(write_example(tmp_path / "index"))
     (tmp_path / "index").rename(tmp_path / "aside")
     back = threading.Timer(0.1, (tmp_path / "aside").rename, [tmp_path / "index"])
     back.start()
-    assert pickle.loads(sent)["label"].tolist() == [0, 1, 2, 3, 4]
+    assert pickle.loads(pickled)["label"].tolist() == [0, 1, 2, 3, 4]
     back.join()
 
 
 def test_a_table_that_is_gone_is_named(tmp_path: Path) -> None:
-    sent = pickle.dumps(written(tmp_path / "index"))
+    pickled = pickle.dumps(write_example(tmp_path / "index"))
     (tmp_path / "index").rename(tmp_path / "aside")
     with pytest.raises(DataError, match=r"index can no longer be read .*run the command again"):
-        pickle.loads(sent)["label"]
+        pickle.loads(pickled)["label"]

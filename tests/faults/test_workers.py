@@ -110,6 +110,6 @@ def test_a_worker_that_dies_is_named_with_its_signal(
     os.kill(worker, number)
     said = end(process)
     assert process.returncode == code, said
-    assert f"the loader worker with process number {worker} {words}" in said
+    assert f"the loader worker with process ID {worker} {words}" in said
     assert "Traceback" not in said
     attacked(f"{number.name} to a loader worker", f"named with its signal, exit {code}")

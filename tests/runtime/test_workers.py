@@ -11,7 +11,7 @@ from vitrail.errors import DataError
 from vitrail.runtime.workers import map_in_processes, prefetch_batches
 
 
-def worked(item: int) -> int:
+def square_or_fail(item: int) -> int:
     if item == 3:
         os.abort()
     if item == 100:
@@ -20,19 +20,19 @@ def worked(item: int) -> int:
 
 
 def test_results_come_with_their_items() -> None:
-    assert sorted(map_in_processes(worked, [1, 2, 4], workers=2)) == [(1, 1), (2, 4), (4, 16)]
-    assert list(map_in_processes(worked, [])) == []
+    assert sorted(map_in_processes(square_or_fail, [1, 2, 4], workers=2)) == [(1, 1), (2, 4), (4, 16)]
+    assert list(map_in_processes(square_or_fail, [])) == []
 
 
 def test_an_error_of_the_function_is_raised_here() -> None:
     with pytest.raises(DataError, match="item 100 is bad"):
-        list(map_in_processes(worked, [1, 100, 2], workers=1))
+        list(map_in_processes(square_or_fail, [1, 100, 2], workers=1))
 
 
-def test_a_process_that_dies_is_named_and_the_rest_goes_on() -> None:
-    found = dict(map_in_processes(worked, list(range(6)), workers=2))
-    assert isinstance(found.pop(3), BrokenProcessPool)
-    assert found == {0: 0, 1: 1, 2: 4, 4: 16, 5: 25}
+def test_a_process_that_dies_is_named_and_the_other_items_finish() -> None:
+    results = dict(map_in_processes(square_or_fail, list(range(6)), workers=2))
+    assert isinstance(results.pop(3), BrokenProcessPool)
+    assert results == {0: 0, 1: 1, 2: 4, 4: 16, 5: 25}
 
 
 def test_threads_work_one_batch_ahead_and_no_further() -> None:

@@ -110,7 +110,7 @@ def test_who_waits_too_long_for_a_decoder_is_told_so(pool: DecoderPool) -> None:
 
     late, *slow = asyncio.run(decode_three())
     assert isinstance(late, BusyError)
-    assert all("no image of a known kind" in str(error) for error in slow)
+    assert all("not an image of a known format" in str(error) for error in slow)
     assert (pool._free, len(pool._idle), len(pool._small), len(pool._large)) == (2, 2, 0, 0)
 
 
@@ -160,7 +160,7 @@ def test_alone_a_slow_image_has_all_of_its_time(pool: DecoderPool, monkeypatch: 
     async def decode_two() -> list[object]:
         return await asyncio.gather(*(decode(pool, b"sleep 0.3") for _ in range(2)), return_exceptions=True)
 
-    assert all("no image of a known kind" in str(error) for error in asyncio.run(decode_two()))
+    assert all("not an image of a known format" in str(error) for error in asyncio.run(decode_two()))
 
 
 def test_who_leaves_gives_his_decoder_back(pool: DecoderPool) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.data.test_mutations import mutated, originals
+from tests.data.test_mutations import encode_originals, mutate
 from tests.serve import serving
 from vitrail.serve import routes
 from vitrail.serve.limits import RequestLimits
@@ -42,15 +42,15 @@ def upload(generator: np.random.Generator, kinds: list[bytes]) -> tuple[str, byt
     path = PATHS[int(generator.integers(0, len(PATHS)))] if generator.random() < 0.3 else PATHS[0]
     match int(generator.integers(0, 6)):
         case 0:
-            return path, form([mutated(image, generator) for image in images]), FORM
+            return path, form([mutate(image, generator) for image in images]), FORM
         case 1:
-            return path, mutated(form(images), generator), FORM
+            return path, mutate(form(images), generator), FORM
         case 2:
-            return path, mutated(images[0], generator), TYPES[int(generator.integers(0, len(TYPES)))]
+            return path, mutate(images[0], generator), TYPES[int(generator.integers(0, len(TYPES)))]
         case 3:
-            return path, mutated(form(images), generator), mutated(FORM.encode(), generator).decode("latin-1")
+            return path, mutate(form(images), generator), mutate(FORM.encode(), generator).decode("latin-1")
         case _:
-            return path, mutated(images[0], generator), TYPES[0]
+            return path, mutate(images[0], generator), TYPES[0]
 
 
 def resident() -> int:
@@ -62,7 +62,7 @@ def fuzzed(count: int, seed: int) -> tuple[collections.Counter[int], int]:
     """How often each status came, and how many bytes the process grew by after the first tenth."""
     served = serving.service(limits=RequestLimits(max_megabytes=0.05, max_megapixels=1))
     client = TestClient(routes.build_app(served), raise_server_exceptions=False)
-    generator, kinds, statuses, before = np.random.default_rng(seed), originals(), collections.Counter[int](), 0
+    generator, kinds, statuses, before = np.random.default_rng(seed), encode_originals(), collections.Counter[int](), 0
     kinds.append(b"x" * 60_000)
     for number in range(count):
         path, body, kind = upload(generator, kinds)

@@ -157,8 +157,8 @@ def test_what_the_model_sees_is_said_as_a_part_of_the_image() -> None:
 @pytest.mark.parametrize(
     ("path", "content", "headers", "status", "words"),
     [
-        ("/v1/predict", b"hello", {}, 400, "no image of a known kind"),
-        ("/v1/predict", b"", {}, 400, "no image of a known kind"),
+        ("/v1/predict", b"hello", {}, 400, "not an image of a known format"),
+        ("/v1/predict", b"", {}, 400, "not an image of a known format"),
         ("/v1/predict", picture()[:200], {}, 400, "cannot be decoded"),
         ("/v1/predict", picture(), {"content-type": "text/plain"}, 415, "'text/plain' is no type of image"),
         ("/v1/predict", picture(), {"content-type": "application/json"}, 415, "is no type of image"),
@@ -185,7 +185,7 @@ def test_a_refusal_is_one_sentence_with_its_status(
 
 def test_a_bad_image_among_several_is_named_by_its_number(client: TestClient) -> None:
     files = [("image", ("a.png", picture())), ("image", ("b.jpg", b"text"))]
-    assert client.post("/v1/predict", files=files).json()["error"].startswith("image 2 is no image")
+    assert client.post("/v1/predict", files=files).json()["error"].startswith("image 2 is not an image")
     answer = client.post("/v1/explain", files=[files[0]] * 2)
     assert (answer.status_code, answer.json()["error"][:19]) == (422, "one image at a time")
 

@@ -288,7 +288,7 @@ def _measure_model(dataset: "Dataset", images: "Split", settings: EvalSettings, 
 
 def _check_unreadable(images: "Split", results: Sequence[ModelResult]) -> list[str]:
     """The names of the images that were left out; refused where they are many."""
-    from vitrail.data.dataset import BAD_SHARE
+    from vitrail.data.dataset import MAX_BAD_FRACTION
 
     names = [
         images.get_image_name(place)
@@ -297,8 +297,8 @@ def _check_unreadable(images: "Split", results: Sequence[ModelResult]) -> list[s
     if not names:
         return []
     first = f"{output.pluralize(len(names), 'image')} of {len(images):,} cannot be read, such as {names[0]}"
-    if len(names) > BAD_SHARE * len(images):
-        raise DataError(f"{first}; more than {BAD_SHARE:.0%} are too many: `vitrail data check` says why")
+    if len(names) > MAX_BAD_FRACTION * len(images):
+        raise DataError(f"{first}; more than {MAX_BAD_FRACTION:.0%} are too many: `vitrail data check` says why")
     them = "it" if len(names) == 1 else "them"
     output.print_note(f"warning: {first}; left out, and listed in evaluate.json (--strict refuses {them})")
     return names

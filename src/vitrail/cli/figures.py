@@ -166,7 +166,7 @@ def _split_models_and_images(model: str, others: Sequence[str]) -> tuple[list[st
 def _is_model(argument: str) -> bool:
     """Whether an argument after the first is a model: a name of one, a file of weights, or a folder without images."""
     from vitrail import presets
-    from vitrail.data.dataset import IMAGE_SUFFIXES
+    from vitrail.data.image_headers import IMAGE_SUFFIXES
     from vitrail.weights import hub, tensor_files
     from vitrail.weights.load import find_model_path
 

@@ -145,7 +145,7 @@ def main(
             dataset, report = runs.check_images(dataset, data, strict=strict, seconds=seconds)
             if resume and distributed.run_on_rank0(lambda: _is_trained_on_all(folder, whole)):
                 dataset = dataclasses.replace(
-                    whole, unchecked=not strict
+                    whole, skip_bad=not strict
                 )  # there was no time to look for bad images then
             runs.check_classes(dataset, train_on_val=train_on_val)
         stride = config.stride if isinstance(config, ViTConfig) else 1
@@ -267,7 +267,7 @@ def compute_median_pixels(dataset: "Dataset") -> int:
     import numpy as np
 
     from vitrail.data import counter_rng
-    from vitrail.data.decode import read_header
+    from vitrail.data.image_headers import read_header
     from vitrail.data.order import permute_indices
     from vitrail.errors import DataError
 

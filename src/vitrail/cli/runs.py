@@ -295,7 +295,7 @@ def check_images(
 
     bad = distributed.run_on_rank0(scan_on_rank0)
     if bad is None:
-        return dataclasses.replace(dataset, unchecked=not strict), None
+        return dataclasses.replace(dataset, skip_bad=not strict), None
     return without_images(dataset, set(bad)) if bad else dataset, reports[0] if reports else None
 
 
@@ -338,14 +338,14 @@ def _check_bad_images(
     bad: Sequence[dict[str, str]], dataset: "Dataset", data: str, *, strict: bool
 ) -> list[tuple[str, str]]:
     """Split and name of the images to leave out; refused where they are many, or with `strict` any."""
-    from vitrail.data.dataset import BAD_SHARE
+    from vitrail.data.dataset import MAX_BAD_FRACTION
 
     if not bad:
         return []
     images = sum(len(split) for split in dataset.splits.values())
     first = f"{output.pluralize(len(bad), 'image')} of {images:,} cannot be read, such as {bad[0]['name']}: {bad[0]['reason']}"
-    if strict or len(bad) > BAD_SHARE * images:
-        rule = "--strict takes none" if strict else f"more than {BAD_SHARE:.0%} are too many"
+    if strict or len(bad) > MAX_BAD_FRACTION * images:
+        rule = "--strict takes none" if strict else f"more than {MAX_BAD_FRACTION:.0%} are too many"
         raise DataError(
             f"{first}; {rule}. `vitrail data check {data}` names every bad image, and how to leave them out"
         )

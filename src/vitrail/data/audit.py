@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from vitrail.data import counter_rng, duplicates
 from vitrail.data.dataset import SPLITS, Dataset
-from vitrail.data.decode import FORMATS
+from vitrail.data.image_headers import FORMATS
 from vitrail.data.image_scan import BAD, DECODED, HEADER_ONLY, MAX_DECODED_IMAGES, DatasetScan
 from vitrail.data.order import permute_indices
 from vitrail.errors import DataError, UsageError

@@ -1,4 +1,4 @@
-"""A set of labelled images: its splits, its classes, and what was assumed about it."""
+"""A dataset of labeled images: its splits, its classes, and what was assumed about it."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -6,44 +6,43 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail import remote
-from vitrail.data.decode import IMAGE_SUFFIXES as IMAGE_SUFFIXES
+from vitrail.data.counter_rng import IntArray
 from vitrail.data.sample_table import Array, SampleTable
 from vitrail.errors import DataError
 from vitrail.plurals import pluralize
 
 SPLITS = ("train", "val", "test")
 UNLABELED = -1
-BAD_SHARE = 0.1
-"""Of the images may be unreadable, and are left out of training."""
+MAX_BAD_FRACTION = 0.1
+"""Up to this fraction of the images may be unreadable and are skipped; more are an error."""
 
 
 class Store(Protocol):
-    """Images by row; the columns `label`, and `label.ends` where an image has several, belong to its table."""
+    """Images by row. Its table has the column `label`, and `label.ends` where an image may have several labels."""
 
     @property
     def table(self) -> SampleTable: ...
 
     @property
     def is_remote(self) -> bool:
-        """Whether a read is a request to a store, so that several should be on their way at once."""
+        """Whether a read is a request to an object store, so that several should run concurrently."""
         ...
 
     def get_name(self, row: int) -> str:
-        """What a person calls it: a path, or a shard and a member."""
+        """Return the image's name for people: a path, or a shard and a member."""
         ...
 
     def read(self, row: int) -> Path | bytes | Image.Image:
-        """What `decode` takes."""
+        """Read the image, still encoded, as `decode` takes it."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Some rows of a store, by number from 0."""
+    """Some rows of a store, indexed from 0."""
 
     store: Store
     rows: Array | range
@@ -52,18 +51,18 @@ class Split:
         return len(self.rows)
 
     def get_image_name(self, index: int) -> str:
-        """What a person calls the image."""
+        """Return the image's name for people."""
         return self.store.get_name(int(self.rows[index]))
 
     def read_image(self, index: int) -> Path | bytes | Image.Image:
-        """The image, still encoded."""
+        """Read an image, still encoded."""
         return self.store.read(int(self.rows[index]))
 
     def read_images(self, indices: Sequence[int]) -> Iterator[Path | bytes | Image.Image]:
-        """Several images, still encoded, in order."""
-        return (
-            remote.map_concurrently(self.read_image, indices) if self.store.is_remote else map(self.read_image, indices)
-        )
+        """Read several images, still encoded, in order."""
+        if self.store.is_remote:
+            return remote.map_concurrently(self.read_image, indices)
+        return map(self.read_image, indices)
 
     @property
     def multi_label(self) -> bool:
@@ -71,69 +70,67 @@ class Split:
         return "label.ends" in self.store.table
 
     def get_labels(self, index: int) -> tuple[int, ...]:
-        """The classes of one image."""
+        """Return the classes of one image."""
         row, column = int(self.rows[index]), self.store.table["label"]
         if not self.multi_label:
             return () if column[row] == UNLABELED else (int(column[row]),)
         ends = self.store.table["label.ends"]
         return tuple(column[int(ends[row - 1]) if row else 0 : int(ends[row])].tolist())
 
-    def count_per_class(self, num_classes: int) -> NDArray[np.int64]:
-        """Images of each class."""
+    def count_per_class(self, num_classes: int) -> IntArray:
+        """Count the images of each class."""
         column = self.store.table["label"]
         if self.multi_label:
             ends = self.store.table["label.ends"]
-            owners = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
-            labels = column[np.isin(owners, np.asarray(self.rows))]
+            owner_rows = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
+            labels = column[np.isin(owner_rows, np.asarray(self.rows))]
         else:
             labels = column[_to_index(self.rows)]
         return np.bincount(labels[labels != UNLABELED], minlength=num_classes)
 
     def count_per_shard(self) -> tuple[int, ...]:
-        """Samples in each tar shard, in the order of the rows; empty where the images are no shards."""
+        """Count the samples in each tar shard, in the order of the rows; empty where the images are not in shards."""
         if "shard" not in self.store.table:
             return ()
-        column = self.store.table["shard"][
-            _to_index(self.rows)
-        ]  # rising, so that its steps are found without reading it
-        steps = np.searchsorted(column, np.arange(int(column[-1]) + 2))
-        return tuple(np.diff(steps).tolist())
+        shards = self.store.table["shard"][_to_index(self.rows)]  # ascending: a binary search need not read it all
+        starts = np.searchsorted(shards, np.arange(int(shards[-1]) + 2))
+        return tuple(np.diff(starts).tolist())
 
     def merge(self, other: "Split") -> "Split":
-        """The images of both, in the order of their store."""
+        """Merge two splits, in the order of their store."""
         if self.store is not other.store:
-            raise DataError("the splits lie in two stores and cannot be joined")
+            raise DataError("the splits are in two stores and cannot be merged")
         return Split(self.store, np.sort(np.concatenate([np.asarray(self.rows), np.asarray(other.rows)])))
 
     def drop_images(self, indices: Sequence[int]) -> "Split":
-        """The split less some of its images."""
+        """Return the split without these images."""
         return Split(self.store, np.delete(np.asarray(self.rows), list(indices)))
 
 
 def _to_index(rows: Array | range) -> Array | slice:
-    """Rows as an index that copies nothing where they are consecutive."""
+    """Return rows as an index that copies nothing where they are consecutive."""
     return slice(rows.start, rows.stop) if isinstance(rows, range) else rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """What a DATA argument names."""
+    """The dataset that a DATA argument names."""
 
     name: str
     classes: tuple[str, ...]
-    """In the order of the model's outputs; empty for images without labels."""
+    """In the order of the model's outputs; empty for unlabeled images."""
     splits: Mapping[str, Split]
-    """Those of train, val and test that there are."""
+    """Those of train, val and test that exist."""
     generated_splits: tuple[str, ...] = ()
-    """Splits that the set does not have itself: they were held out of its images."""
+    """Splits that the dataset does not have itself: they were held out of its images."""
     notes: tuple[str, ...] = ()
-    """What was taken for granted or left out, for the user to read."""
+    """What was assumed or omitted, for the user to read."""
     empty_classes: tuple[str, ...] = ()
-    """Folders that would be classes and hold no image: they are left out."""
+    """Folders that would be classes but hold no image: they are omitted."""
     layout_warning: str = ""
-    """Why the classes may be none, and what to do about it; asked before anyone learns or measures them."""
-    unchecked: bool = False
-    """Whether nobody has looked for images that cannot be read, so that training is to leave out those it meets."""
+    """Why the folders may not be classes, and what to do about it; checked before training and evaluation."""
+    skip_bad: bool = False
+    """Whether training skips unreadable images when it meets them, because no check has looked for them before."""
 
     @property
     def multi_label(self) -> bool:
@@ -142,30 +139,31 @@ class Dataset:
 
 
 def build_splits(store: Store, column: Array) -> dict[str, Split]:
-    """The splits that a column of places in SPLITS describes."""
-    found = {name: _find_rows(column, number) for number, name in enumerate(SPLITS)}
-    return {name: Split(store, rows) for name, rows in found.items() if len(rows)}
+    """Build the splits that a column of indices into SPLITS describes."""
+    split_rows = {name: _find_rows(column, number) for number, name in enumerate(SPLITS)}
+    return {name: Split(store, rows) for name, rows in split_rows.items() if len(rows)}
 
 
 def _find_rows(column: Array, split_number: int, block: int = 2**24) -> Array | range:
-    """Where a column holds a number: a range if those places are consecutive, found without listing them."""
+    """Find the rows of a split: a range if they are consecutive, found without listing them."""
     first, last, count = 0, -1, 0
     for start in range(0, len(column), block):
-        here = np.flatnonzero(column[start : start + block] == split_number)
-        if len(here):
-            first = first if count else start + int(here[0])
-            last = start + int(here[-1])
-            count += len(here)
+        rows = np.flatnonzero(column[start : start + block] == split_number)
+        if len(rows):
+            first = first if count else start + int(rows[0])
+            last = start + int(rows[-1])
+            count += len(rows)
     return range(first, last + 1) if last - first + 1 == count else np.flatnonzero(column == split_number)
 
 
 def without_images(dataset: Dataset, images: Collection[tuple[str, str]]) -> Dataset:
-    """The set without these images, each given by its split and name."""
+    """Return the dataset without these images, each given by its split and name."""
     splits = {}
-    for key, split in dataset.splits.items():
-        left = split.drop_images([index for index in range(len(split)) if (key, split.get_image_name(index)) in images])
-        if len(left):
-            splits[key] = left
+    for name, split in dataset.splits.items():
+        dropped = [index for index in range(len(split)) if (name, split.get_image_name(index)) in images]
+        remaining = split.drop_images(dropped)
+        if len(remaining):
+            splits[name] = remaining
     if not splits:
-        raise DataError(f"{dataset.name}: nothing is left without {pluralize(len(images), 'image')}")
+        raise DataError(f"{dataset.name}: no image is left without {pluralize(len(images), 'image')}")
     return dataclasses.replace(dataset, splits=splits)

@@ -1,12 +1,12 @@
-"""Digests of a dataset, by which a resumed run knows that its images are still those it was begun with.
+"""Digests of a dataset, by which a resumed run knows that its images are still those it started with.
 
     listing    names, labels, classes and splits
     sizes      of the image files
     times      of their last change, which a copy to another machine may alter
     contents   of the files, where they are few bytes or were read already; else empty
 
-Of a dataset with more than 200,000 images, sizes and times are those of so many drawn at random: on a network file
-system a question for each of a million files takes minutes.
+For a dataset of more than 200,000 images, sizes and times cover a random sample of that many: on a network file system
+a request for each of a million files takes minutes.
 """
 
 import dataclasses
@@ -19,31 +19,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
-from vitrail.data import counter_rng, index
+from vitrail.data import counter_rng
+from vitrail.data.counter_rng import IntArray
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.folder import FileStore
 from vitrail.data.order import permute_indices
-from vitrail.data.sample_table import SampleTable
+from vitrail.data.sample_table import SampleTable, read_stamp
 from vitrail.data.shards import ShardStore
 from vitrail.errors import DataError
 
-MAX_STAMPED_IMAGES = 200_000  # images whose files are asked for size and time
-MAX_CONTENT_BYTES = 2**28  # of all images together, up to which their contents are read: a second
+MAX_STAMPED_IMAGES = 200_000  # images whose files' sizes and times are read
+MAX_CONTENT_BYTES = 2**28  # of all images together, up to which their contents are read: takes a second
 MAX_CONTENT_IMAGES = 20_000  # likewise: on a network file system each is a round trip
 _ASSUMED_SIZE = 2**14  # bytes, a guess for images that are not in files
 _THREADS = 16
-_CHUNK = 1024  # images that a thread asks for in one go
+_CHUNK = 1024  # images a thread handles at once
 
 
 class ChangedDataError(DataError):
-    """A dataset that is not what a run was begun with."""
+    """A dataset that is not the one a run started with."""
 
 
 class DataDigest(NamedTuple):
-    """What tells one state of a dataset from another, as hexadecimal numbers."""
+    """The digests of a dataset, as hexadecimal numbers."""
 
     listing: str
     sizes: str
@@ -52,28 +52,28 @@ class DataDigest(NamedTuple):
 
 
 def digest_dataset(dataset: Dataset, contents: str = "") -> DataDigest:
-    """The digests of a dataset as it is now. Of the test images, which decide nothing, names and labels count alone.
+    """Compute the digests of a dataset as it is now. Test images decide nothing: only their names and labels count.
 
     `contents` is the digest of all images' contents where a check has read them.
     """
-    dataset = dataclasses.replace(dataset, splits={k: split for k, split in dataset.splits.items() if k != "test"})
+    splits = {name: split for name, split in dataset.splits.items() if name != "test"}
+    dataset = dataclasses.replace(dataset, splits=splits)
     listing = hashlib.sha256(repr((dataset.classes, list(dataset.splits))).encode(errors="surrogateescape"))
-    tables = {id(split.store.table): split.store.table for split in dataset.splits.values()}
+    tables = {id(split.store.table): split.store.table for split in splits.values()}
     for table in tables.values():
         _update_digest(listing, table)
-    for split in dataset.splits.values():
+    for split in splits.values():
         listing.update(repr(split.rows).encode() if isinstance(split.rows, range) else np.asarray(split.rows).tobytes())
-    files = [_stat_files(split) for split in dataset.splits.values()]  # (n, 2) each
-    sizes, times = np.concatenate([part[:, 0] for part in files]), np.concatenate([part[:, 1] for part in files])
-    few = np.where(sizes < 0, _ASSUMED_SIZE, sizes).sum() <= MAX_CONTENT_BYTES
-    near = not any(split.store.is_remote for split in dataset.splits.values())
-    if few and near and sum(map(len, dataset.splits.values())) <= MAX_CONTENT_IMAGES:
+    sizes, times = np.concatenate([_stat_files(split) for split in splits.values()]).T
+    is_small = np.where(sizes < 0, _ASSUMED_SIZE, sizes).sum() <= MAX_CONTENT_BYTES
+    is_local = not any(split.store.is_remote for split in splits.values())
+    if is_small and is_local and sum(map(len, splits.values())) <= MAX_CONTENT_IMAGES:
         contents = _digest_contents(dataset)
     return DataDigest(listing.hexdigest(), _digest_array(sizes), _digest_array(times), contents)
 
 
 def check_unchanged(recorded: DataDigest, current: DataDigest, name: str) -> str:
-    """Refuse a dataset that is not what it was; else what of it may have changed, or nothing."""
+    """Refuse a changed dataset; otherwise return a note on what may have changed, or an empty string."""
     difference = ""
     if recorded.listing != current.listing:
         difference = "names, labels or splits of its images"
@@ -83,15 +83,12 @@ def check_unchanged(recorded: DataDigest, current: DataDigest, name: str) -> str
         difference = "contents of its images"
     if difference:
         raise ChangedDataError(
-            f"{name} is not the dataset that the run was begun with, other {difference}: bring it back, or begin anew"
+            f"{name} is not the dataset that the run started with, other {difference}: restore it, or start a new run"
             " (--overwrite, or another --out)"
         )
-    known = recorded.contents and current.contents
-    return (
-        "image files have changed since, by their time of change"
-        if recorded.times != current.times and not known
-        else ""
-    )
+    contents_known = recorded.contents and current.contents
+    times_differ = recorded.times != current.times and not contents_known
+    return "image files have changed since, by their modification times" if times_differ else ""
 
 
 def _update_digest(digest: Any, table: SampleTable) -> None:
@@ -101,37 +98,37 @@ def _update_digest(digest: Any, table: SampleTable) -> None:
         digest.update(column.data if column.size else b"")
 
 
-def _digest_array(values: NDArray[np.int64]) -> str:
+def _digest_array(values: IntArray) -> str:
     return hashlib.sha256(values.tobytes()).hexdigest()
 
 
-def _stat_files(split: Split) -> NDArray[np.int64]:
-    """(n, 2): size and time of change in nanoseconds of each image, or of its shard; -1 and 0 where unknown."""
+def _stat_files(split: Split) -> IntArray:
+    """Read (n, 2): size and time of change in nanoseconds of each image, or of its shard; -1 and 0 where unknown."""
     store, count = split.store, len(split)
-    chosen = np.arange(count)
+    sampled = np.arange(count)
     if count > MAX_STAMPED_IMAGES:
-        chosen = np.sort(permute_indices(np.arange(MAX_STAMPED_IMAGES), count, counter_rng.derive_key(0, "digest")))
-    rows = [int(split.rows[place]) for place in chosen.tolist()]
-    found = np.zeros((len(rows), 2), dtype=np.int64)
-    found[:, 0] = store.table["size"][rows] if "size" in store.table else -1
+        sampled = np.sort(permute_indices(np.arange(MAX_STAMPED_IMAGES), count, counter_rng.derive_key(0, "digest")))
+    rows = [int(split.rows[index]) for index in sampled.tolist()]
+    sizes_and_times = np.zeros((len(rows), 2), dtype=np.int64)
+    sizes_and_times[:, 0] = store.table["size"][rows] if "size" in store.table else -1
     if isinstance(store, FileStore) and isinstance(store.root, Path):
         with ThreadPoolExecutor(_THREADS) as threads:
             chunks = [rows[start : start + _CHUNK] for start in range(0, len(rows), _CHUNK)]
             stamps = threads.map(lambda chunk: [_read_stamp_or_missing(str(store.read(row))) for row in chunk], chunks)
-            for place, (time, size) in enumerate(itertools.chain.from_iterable(stamps)):
-                found[place] = size, time
+            for index, (time, size) in enumerate(itertools.chain.from_iterable(stamps)):
+                sizes_and_times[index] = size, time
     elif isinstance(store, ShardStore) and isinstance(store.folder, Path):
         shards = store.table["shard"][rows]
         for shard in np.unique(shards).tolist():
-            found[shards == shard, 1] = _read_stamp_or_missing(f"{store.folder}/{store.files[shard]}")[0]
-    return found
+            sizes_and_times[shards == shard, 1] = _read_stamp_or_missing(f"{store.folder}/{store.files[shard]}")[0]
+    return sizes_and_times
 
 
 def _read_stamp_or_missing(path: str) -> list[int]:
     try:
-        return index.read_stamp(path)
+        return read_stamp(path)
     except OSError:
-        return [0, -1]  # it will be named when it is read
+        return [0, -1]  # the error comes when it is read
 
 
 def _digest_contents(dataset: Dataset) -> str:
@@ -139,18 +136,18 @@ def _digest_contents(dataset: Dataset) -> str:
     for content in _read_contents(dataset):
         total += len(content)
         if total > MAX_CONTENT_BYTES:
-            return ""  # sizes that were not known beforehand
+            return ""  # the sizes were not known before
         digest.update(len(content).to_bytes(8, "big"))
         digest.update(content)
     return digest.hexdigest()
 
 
 def _read_contents(dataset: Dataset) -> Iterator[bytes]:
-    """The bytes of all image files; nothing of those that cannot be read, which are named when they are used."""
+    """Yield the bytes of all image files; nothing for unreadable ones, which are reported when they are used."""
     for split in dataset.splits.values():
-        for place in range(len(split)):
+        for index in range(len(split)):
             try:
-                source = split.read_image(place)
+                source = split.read_image(index)
                 content = source.read_bytes() if isinstance(source, Path) and os.path.isfile(source) else source  # noqa: PTH113
             except (DataError, OSError):
                 content = b""

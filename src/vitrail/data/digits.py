@@ -1,50 +1,52 @@
-"""The 1,797 handwritten digits of 8 x 8 pixels that scikit-learn's wheel carries (Alpaydin and Kaynak, UCI 1998)."""
+"""The 1,797 handwritten digits of 8 x 8 pixels in scikit-learn's wheel (Alpaydin and Kaynak, UCI 1998)."""
 
 import dataclasses
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data import holdout
 from vitrail.data.dataset import Dataset, build_splits
+from vitrail.data.decode import PixelArray
 from vitrail.data.sample_table import SampleTable
 from vitrail.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True)
 class InMemoryStore:
-    """Grey images held in memory."""
+    """Gray images held in memory."""
 
-    pixels: NDArray[np.uint8]  # (n, H, W)
+    pixels: PixelArray  # (n, H, W)
     table: SampleTable
     is_remote = False
 
     def get_name(self, row: int) -> str:
-        """The number in the set, as a file would be called."""
+        """Return the image's number in the dataset, as a file name."""
         return f"{row:04d}.png"
 
     def read(self, row: int) -> Image.Image:
-        """The picture."""
+        """Return the image."""
         return Image.fromarray(self.pixels[row])
 
 
 def open_digits(*, holdout_fraction: float = 0.1) -> Dataset:
-    """The digits, their 17 levels of grey spread over 0 to 255."""
+    """Open the digits, with their 17 gray levels spread over 0 to 255."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise UsageError("digits come with scikit-learn: pip install 'vitrail[demo]'") from error
-    bunch = load_digits()
-    pixels = np.round(bunch.images * (255 / 16)).astype(np.uint8)
-    label = bunch.target.astype(np.int32)
-    store = InMemoryStore(pixels, SampleTable({"label": label}))
-    none = np.full(len(label), holdout.NO_SPLIT, dtype=np.int8)
-    split = holdout.complete_splits(none, label, store.get_name, identity="digits", holdout_fraction=holdout_fraction)
+    digits = load_digits()
+    pixels = np.round(digits.images * (255 / 16)).astype(np.uint8)
+    labels = digits.target.astype(np.int32)
+    store = InMemoryStore(pixels, SampleTable({"label": labels}))
+    unsplit = np.full(len(labels), holdout.NO_SPLIT, dtype=np.int8)
+    completed = holdout.complete_splits(
+        unsplit, labels, store.get_name, identity="digits", holdout_fraction=holdout_fraction
+    )
     return Dataset(
         name="digits",
         classes=tuple("0123456789"),
-        splits=build_splits(store, split.column),
-        generated_splits=split.generated_splits,
-        notes=split.notes,
+        splits=build_splits(store, completed.column),
+        generated_splits=completed.generated_splits,
+        notes=completed.notes,
     )

@@ -11,21 +11,19 @@ import subprocess
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 from urllib.parse import urlsplit
 
 from vitrail.errors import DataError
 from vitrail.files import compute_sha256
+from vitrail.runtime.workers import ProgressCallback  # called with the bytes received and the total
 
 TIMEOUT = 20.0  # seconds without a byte
 MAX_CONNECTIONS = 5  # connections that may break in one download
 _BLOCK_BYTES = 2**18
 _PROGRAM_TIMEOUT = 3600.0
-
-ProgressCallback = Callable[[int, int], None]
-"""Called with the bytes that are there and those there will be."""
 
 
 class ExpectedFile(NamedTuple):

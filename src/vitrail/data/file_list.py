@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 
 from vitrail import remote
-from vitrail.data import holdout, index
+from vitrail.data import holdout, sample_table
 from vitrail.data.dataset import UNLABELED, Dataset, build_splits
 from vitrail.data.folder import SPLIT_NAMES, FileStore
 from vitrail.data.sample_table import Array, encode_text_column
@@ -34,7 +34,7 @@ def open_file_list(path: Path | str, *, holdout_fraction: float = 0.1) -> Datase
     """The set that a list describes, given by its path or its URL; the images lie where the list does."""
     path = path.resolve() if isinstance(path, Path) else path
     folder = path.parent if isinstance(path, Path) else path.rpartition("/")[0]
-    table = index.load_or_build_table(
+    table = sample_table.load_or_build_table(
         f"list {path} {holdout_fraction}", lambda: [str(path)], lambda: _build_columns(path, holdout_fraction)
     )
     return Dataset(

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitrail import remote
-from vitrail.data import holdout, index
+from vitrail.data import holdout, sample_table
 from vitrail.data.dataset import UNLABELED, Dataset, build_splits
-from vitrail.data.decode import IMAGE_SUFFIXES, get_image_suffixes, suggest_decoder
 from vitrail.data.folder_visits import FolderVisits, is_folder, walk_folders
+from vitrail.data.image_headers import IMAGE_SUFFIXES, get_image_suffixes, suggest_decoder
 from vitrail.data.sample_table import Array, SampleTable, encode_text_column
 from vitrail.errors import DataError
 from vitrail.plurals import pluralize
@@ -79,7 +79,7 @@ def open_folder(root: Path | str, *, holdout_fraction: float = 0.1) -> Dataset:
         return _build_columns(root, listing, holdout_fraction)
 
     source = " ".join(["folder", str(root), str(holdout_fraction), *get_image_suffixes()[len(IMAGE_SUFFIXES) :]])
-    table = index.load_or_build_table(source, lambda: folders if isinstance(root, Path) else [root], build_table)
+    table = sample_table.load_or_build_table(source, lambda: folders if isinstance(root, Path) else [root], build_table)
     facts = table.metadata
     store = FileStore(root, table)
     return Dataset(

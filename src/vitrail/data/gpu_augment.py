@@ -1,11 +1,11 @@
-"""Training views of whole batches on any device, for data sets that live there as bytes.
+"""Training augmentation of whole batches on any device, for datasets that are held there as bytes.
 
-    B images   C channels   H, W sides of the stored images   S sides of the view   b images an operation applies to
+    B images   C channels   H, W sides of the stored images   S sides of the crop   b images an operation applies to
 
-The draws are those of `augment`, made on the host and sent over in a few small tensors, so nothing here waits for the
-device and nothing loops over images. Every operation equals that of `augment.training_views` to the bit, but for
-resizing: here it is two products with matrices of the same filter's weights, not rounded, where the CPU's kernel rounds
-them to 16 bits. So up to a tenth of the levels differ by 1 (where sums fall on halves), and very few by 2.
+The parameters are those of `augment`, drawn on the host and copied over in a few small tensors. So nothing here waits
+for the device, and nothing loops over images. Every operation equals that of `augment.make_train_inputs` to the bit,
+except the resize. Here it is two products with matrices of the same filter's weights, not rounded; the CPU's kernel
+rounds them to 16 bits. So up to a tenth of the levels differ by 1 (where sums fall on halves), and very few by 2.
 """
 
 import numpy as np
@@ -20,7 +20,6 @@ from vitrail.data.augment import (
     RANDAUGMENT_OPS,
     ColorJitterParams,
     CropParams,
-    IntArray,
     RandAugmentParams,
     build_level_table,
     choose_resize_filter,
@@ -33,6 +32,7 @@ from vitrail.data.counter_rng import (
     SPLITMIX_MULTIPLIER_1,
     SPLITMIX_MULTIPLIER_2,
     CounterRNG,
+    IntArray,
     derive_key,
     hash_counters,
 )
@@ -45,39 +45,36 @@ _OP_GROUPS = np.array(
 
 
 def make_train_inputs(pixels: Tensor, rng: CounterRNG, augment: AugmentConfig, preprocess: PreprocessConfig) -> Tensor:
-    """uint8 (B, C, H, W) at B positions -> uint8 (B, C, S, S), a new tensor on the same device."""
+    """Augment uint8 (B, C, H, W) at B positions to uint8 (B, C, S, S), a new tensor on the same device."""
     if not len(pixels):
         return pixels.new_empty((0, pixels.shape[1], *preprocess.size))
     heights, widths = (np.full(len(pixels), side) for side in pixels.shape[2:])
-    drawn = draw_augment_params(rng, heights, widths, augment, preprocess)
-    result = crop_batch(pixels, drawn.crops, preprocess)
-    if drawn.randaugment and augment.randaugment:
-        apply_randaugment(result, drawn.randaugment, augment.randaugment[1])
-    if drawn.color_jitter:
-        result = apply_color_jitter(result, drawn.color_jitter)
-    if drawn.erase_boxes is not None:
-        erase_boxes(result, drawn.erase_boxes, rng)
-    return result
+    params = draw_augment_params(rng, heights, widths, augment, preprocess)
+    inputs = crop_batch(pixels, params.crops, preprocess)
+    if params.randaugment and augment.randaugment:
+        apply_randaugment(inputs, params.randaugment, augment.randaugment[1])
+    if params.color_jitter:
+        inputs = apply_color_jitter(inputs, params.color_jitter)
+    if params.erase_boxes is not None:
+        erase_boxes(inputs, params.erase_boxes, rng)
+    return inputs
 
 
 def crop_batch(pixels: Tensor, crops: CropParams, preprocess: PreprocessConfig) -> Tensor:
-    """uint8 (B, C, H, W) -> uint8 (B, C, S, S): resized, cut, reflected and flipped, all at once."""
+    """Resize, crop, reflect and flip uint8 (B, C, H, W) to uint8 (B, C, S, S), all at once."""
     shape, device = pixels.shape, pixels.device
-    taken = compute_window_indices(crops.resize_size, crops.crop_offset, crops.flip, preprocess.size)
-    rows, columns = (_copy_to_device(places, device) for places in taken)  # (B, S) each
-    if (crops.source_box == (0, 0, *shape[2:])).all() and (
-        crops.resize_size == shape[2:]
-    ).all():  # the host knows: no resize
-        places = rows[:, :, None] * shape[3] + columns[:, None]  # (B, S, S)
-        return _gather_pixels(pixels, places.flatten(1)).reshape(*shape[:2], *preprocess.size)
-    across, down = (
-        _compute_resize_weights(places, crops, axis, shape[2 + axis], choose_resize_filter(preprocess))
-        for places, axis in ((columns, 1), (rows, 0))
-    )
-    halfway = _round_to_levels(
-        torch.einsum("bchw,bsw->bchs", pixels.float(), across)
-    )  # rounded in between, as on the CPU
-    return _round_to_levels(torch.einsum("bchs,brh->bcrs", halfway, down)).to(torch.uint8).contiguous()
+    window = compute_window_indices(crops, preprocess.size)
+    rows, columns = (_copy_to_device(indices, device) for indices in window)  # (B, S) each
+    whole_image = (crops.source_box == (0, 0, *shape[2:])).all()
+    if whole_image and (crops.resize_size == shape[2:]).all():  # the host knows: no resize
+        indices = rows[:, :, None] * shape[3] + columns[:, None]  # (B, S, S)
+        return _gather_pixels(pixels, indices.flatten(1)).reshape(*shape[:2], *preprocess.size)
+    resize_filter = choose_resize_filter(preprocess)
+    across = _compute_resize_weights(columns, crops, 1, shape[3], resize_filter)
+    down = _compute_resize_weights(rows, crops, 0, shape[2], resize_filter)
+    wide = torch.einsum("bchw,bsw->bchs", pixels.float(), across)
+    wide = _round_to_levels(wide)  # rounded in between, as on the CPU
+    return _round_to_levels(torch.einsum("bchs,brh->bcrs", wide, down)).to(torch.uint8).contiguous()
 
 
 def _round_to_levels(values: Tensor) -> Tensor:
@@ -87,39 +84,38 @@ def _round_to_levels(values: Tensor) -> Tensor:
 def _compute_resize_weights(
     target_indices: Tensor, crops: CropParams, axis: int, side: int, interpolation: str
 ) -> Tensor:
-    """(B, S, side) float32: how much of each of the image's rows (axis 0) or columns is in each one taken."""
-    start, length, grid = crops.source_box[:, axis], crops.source_box[:, 2 + axis], crops.resize_size[:, axis]
-    packed = _copy_to_device(
-        np.stack([start, start + length, length / grid], axis=1).astype(np.float32), target_indices.device
-    )
+    """Compute (B, S, side) float32: the weight of each of the image's rows (axis 0) or columns in each target one."""
+    device = target_indices.device
+    start, length, resized = crops.source_box[:, axis], crops.source_box[:, 2 + axis], crops.resize_size[:, axis]
+    packed = _copy_to_device(np.stack([start, start + length, length / resized], axis=1).astype(np.float32), device)
     start, end, scale = packed.T[:, :, None, None]  # (B, 1, 1) each
-    place = torch.arange(side, device=target_indices.device) + 0.5
-    offset = (place - start - (target_indices[:, :, None] + 0.5) * scale).abs() / scale.clamp(min=1)
+    centers = torch.arange(side, device=device) + 0.5
+    offset = (centers - start - (target_indices[:, :, None] + 0.5) * scale).abs() / scale.clamp(min=1)
     weights = _compute_cubic_weights(offset) if interpolation == "bicubic" else (1 - offset).clamp(min=0)
-    weights = weights * ((place > start) & (place < end))
+    weights = weights * ((centers > start) & (centers < end))
     return weights / weights.sum(dim=2, keepdim=True)
 
 
 def _compute_cubic_weights(offset: Tensor) -> Tensor:
-    """Keys' (1981) kernel with a = -1/2, which is Pillow's and torch's where they filter before shrinking."""
+    """Evaluate Keys' (1981) kernel with a = -1/2, which Pillow and torch use where they filter before shrinking."""
     near = (1.5 * offset - 2.5) * offset * offset + 1
     far = ((-0.5 * offset + 2.5) * offset - 4) * offset + 2
     return torch.where(offset < 1, near, torch.where(offset < 2, far, 0))
 
 
 def apply_randaugment(pixels: Tensor, params: RandAugmentParams, magnitude: int) -> None:
-    """Apply RandAugment's operations to uint8 (B, C, S, S) in place, one group of alike operations at a time."""
+    """Apply RandAugment's operations to uint8 (B, C, S, S) in place, one group of similar operations at a time."""
     for step in range(params.op_index.shape[1]):
         groups = _OP_GROUPS[params.op_index[:, step]]
         for group in np.unique(groups):
             selected = np.flatnonzero(groups == group)
-            chosen = RandAugmentParams(*(field[selected, step] for field in params))
+            group_params = RandAugmentParams(*(field[selected, step] for field in params))
             index = _copy_to_device(selected, pixels.device)
-            pixels[index] = _apply_op_group(pixels[index], group, chosen, magnitude)
+            pixels[index] = _apply_op_group(pixels[index], group, group_params, magnitude)
 
 
 def _apply_op_group(pixels: Tensor, group: str, params: RandAugmentParams, magnitude: int) -> Tensor:
-    """uint8 (b, C, S, S) after one operation of this group each; the fields of `chosen` are (b,), (b, 6) and (b, 4)."""
+    """Apply one operation of this group to each of uint8 (b, C, S, S); `params` are (b,), (b, 6) and (b, 4)."""
     match group:
         case "move":
             return _apply_affine(pixels, params.affine)
@@ -138,30 +134,30 @@ def _apply_affine(pixels: Tensor, affine: IntArray) -> Tensor:
     y, x = torch.arange(height, device=pixels.device)[:, None], torch.arange(width, device=pixels.device)
     column, row = (a * x + b * y + c) >> 16, (d * x + e * y + f) >> 16  # (b, S, S), Pillow's own arithmetic
     outside = (column < 0) | (column >= width) | (row < 0) | (row >= height)
-    places = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
-    return _gather_pixels(pixels, places.flatten(1)).reshape(pixels.shape).masked_fill(outside[:, None], FILL_LEVEL)
+    indices = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
+    return _gather_pixels(pixels, indices.flatten(1)).reshape(pixels.shape).masked_fill(outside[:, None], FILL_LEVEL)
 
 
 def _gather_pixels(pixels: Tensor, indices: Tensor) -> Tensor:
-    """(b, C, H, W) and (b, n) places in raster order -> (b, C, n)."""
+    """Gather (b, C, n) from (b, C, H, W) at (b, n) indices in raster order."""
     return pixels.flatten(2).gather(2, indices[:, None].expand(-1, pixels.shape[1], -1))
 
 
 def _apply_level_tables(pixels: Tensor, op_indices: IntArray, magnitude: int) -> Tensor:
-    """Operations that replace each level by another: looked up in a table of 256 for each image and channel."""
+    """Apply operations that replace each level by another, from a table of 256 for each image and channel."""
     fixed = [build_level_table(name, magnitude) for name in RANDAUGMENT_OPS]
-    table = np.stack([np.zeros(256, dtype=np.uint8) if each is None else each for each in fixed])[op_indices]
-    tables = _copy_to_device(table, pixels.device)[:, None].repeat(1, pixels.shape[1], 1)  # (b, C, 256)
-    for name, tabulate in (("autocontrast", _build_autocontrast_tables), ("equalize", _build_equalize_tables)):
+    op_tables = np.stack([np.zeros(256, dtype=np.uint8) if table is None else table for table in fixed])
+    tables = _copy_to_device(op_tables[op_indices], pixels.device)[:, None].repeat(1, pixels.shape[1], 1)  # (b, C, 256)
+    for name, build_tables in (("autocontrast", _build_autocontrast_tables), ("equalize", _build_equalize_tables)):
         selected = np.flatnonzero(op_indices == RANDAUGMENT_OPS.index(name))
         if len(selected):
             index = _copy_to_device(selected, pixels.device)
-            tables[index] = tabulate(pixels[index])
+            tables[index] = build_tables(pixels[index])
     return tables.gather(2, pixels.flatten(2).long()).reshape(pixels.shape)
 
 
 def _build_autocontrast_tables(pixels: Tensor) -> Tensor:
-    """uint8 (b, C, 256): from the darkest level to 0, from the brightest to 255, in doubles that round as Pillow's."""
+    """Build uint8 (b, C, 256): the darkest level to 0, the brightest to 255, in doubles that round as Pillow's."""
     low, high = pixels.flatten(2).double().aminmax(dim=2, keepdim=True)
     level = torch.arange(256, device=pixels.device, dtype=torch.float64)
     scale = level[255] / (high - low).clamp(min=1)  # 255 / tensor would multiply by the reciprocal
@@ -169,7 +165,7 @@ def _build_autocontrast_tables(pixels: Tensor) -> Tensor:
 
 
 def _build_equalize_tables(pixels: Tensor) -> Tensor:
-    """uint8 (b, C, 256): each level by the share of darker pixels, in Pillow's whole numbers."""
+    """Build uint8 (b, C, 256): each level by the fraction of darker pixels, in Pillow's integers."""
     index = pixels.flatten(2).long()
     counts = torch.zeros(*index.shape[:2], 256, dtype=torch.int32, device=pixels.device)
     counts.scatter_add_(2, index, torch.ones((), dtype=torch.int32, device=pixels.device).expand(index.shape))
@@ -181,13 +177,13 @@ def _build_equalize_tables(pixels: Tensor) -> Tensor:
 
 
 def _blend_pixels(degenerate: Tensor, pixels: Tensor, factor: float | Tensor) -> Tensor:
-    """uint8: `degenerate` at factor 0, the image at 1, and the same way on beyond; rounded down."""
+    """Blend to uint8: `degenerate` at factor 0, the image at 1, extrapolated beyond; rounded down."""
     degenerate = degenerate.float()
     return (degenerate + factor * (pixels.float() - degenerate)).clamp(0, 255).to(torch.uint8)
 
 
 def _compute_luma(pixels: Tensor) -> Tensor:
-    """int32 (b, 1, S, S): ITU-R 601 grey in Pillow's fixed point; a grey image itself."""
+    """Compute int32 (b, 1, S, S): ITU-R 601 gray in Pillow's fixed point; a gray image itself."""
     if pixels.shape[1] == 1:
         return pixels.int()
     red, green, blue = pixels.int().split(1, dim=1)
@@ -195,24 +191,24 @@ def _compute_luma(pixels: Tensor) -> Tensor:
 
 
 def _smooth_pixels(pixels: Tensor) -> Tensor:
-    """int32 (b, C, S, S): the mean of 3 x 3 pixels with the middle one weighing 5, rounded; the edge as it is."""
+    """Compute int32 (b, C, S, S): the rounded mean of 3 x 3 pixels, the center weighing 5; the edge is unchanged."""
     kernel = torch.ones(1, 1, 3, 3, device=pixels.device)
     kernel[0, 0, 1, 1] = 5
-    sums = F.conv2d(pixels.float().flatten(0, 1)[:, None], kernel).int()  # whole numbers, exact in floats
-    result = pixels.int()
-    result[:, :, 1:-1, 1:-1] = ((2 * sums + 13) // 26).reshape(*pixels.shape[:2], *sums.shape[2:])
-    return result
+    sums = F.conv2d(pixels.float().flatten(0, 1)[:, None], kernel).int()  # integers, exact in floats
+    smoothed = pixels.int()
+    smoothed[:, :, 1:-1, 1:-1] = ((2 * sums + 13) // 26).reshape(*pixels.shape[:2], *sums.shape[2:])
+    return smoothed
 
 
 def apply_color_jitter(pixels: Tensor, params: ColorJitterParams) -> Tensor:
-    """uint8 (B, C, S, S) with brightness, contrast and saturation changed, in each image's own order."""
+    """Change brightness, contrast and saturation of uint8 (B, C, S, S), in each image's own order."""
     factor = np.take_along_axis(params.factor, params.order, axis=1)
     packed = _copy_to_device(np.stack([params.order, factor]).astype(np.float32), pixels.device)  # (2, B, 3)
-    for kind, amount in packed.permute(2, 0, 1)[..., None, None, None]:  # (B, 1, 1, 1) each
+    for kind, strength in packed.permute(2, 0, 1)[..., None, None, None]:  # (B, 1, 1, 1) each
         luma = _compute_luma(pixels)
         count = luma[0].numel()
         mean = (2 * luma.sum(dim=(1, 2, 3), keepdim=True) + count) // (2 * count)
-        pixels = _blend_pixels(torch.where(kind == 0, 0, torch.where(kind == 1, mean, luma)), pixels, amount)
+        pixels = _blend_pixels(torch.where(kind == 0, 0, torch.where(kind == 1, mean, luma)), pixels, strength)
     return pixels
 
 
@@ -227,26 +223,24 @@ def erase_boxes(pixels: Tensor, boxes: IntArray, rng: CounterRNG) -> None:
 
 
 def _generate_erase_noise(rng: CounterRNG, count: int, device: torch.device) -> Tensor:
-    """uint8 (b, count): the bytes of draws.bits("erase-noise"), hashed on the device to spare their transfer."""
-    state = _copy_to_device(hash_counters(derive_key(rng.seed, "erase-noise"), rng.positions).view(np.int64), device)[
-        :, None
-    ]
-    golden, first, second = (
-        np.array([SPLITMIX_GAMMA, SPLITMIX_MULTIPLIER_1, SPLITMIX_MULTIPLIER_2]).view(np.int64).tolist()
-    )
-    state = state + torch.arange(1, -(-count // 8) + 1, device=device) * golden
+    """Generate uint8 (b, count): the bytes of rng.bits("erase-noise"), hashed on the device to spare their transfer."""
+    keys = hash_counters(derive_key(rng.seed, "erase-noise"), rng.positions).view(np.int64)
+    state = _copy_to_device(keys, device)[:, None]
+    constants = np.array([SPLITMIX_GAMMA, SPLITMIX_MULTIPLIER_1, SPLITMIX_MULTIPLIER_2])
+    gamma, first, second = constants.view(np.int64).tolist()
+    state = state + torch.arange(1, -(-count // 8) + 1, device=device) * gamma
     state = (state ^ _shift_right_logical(state, 30)) * first
     state = (state ^ _shift_right_logical(state, 27)) * second
     return (state ^ _shift_right_logical(state, 31)).view(torch.uint8)[:, :count]
 
 
 def _shift_right_logical(state: Tensor, bits: int) -> Tensor:
-    """Bits moved to the right with zeros after them; torch's shift of signed numbers repeats the sign."""
+    """Shift bits to the right and fill with zeros; torch's shift of signed integers repeats the sign."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _make_box_mask(boxes: IntArray, pixels: Tensor) -> Tensor:
-    """bool (b, 1, S, S): the pixels in each image's box."""
+    """Make bool (b, 1, S, S): the pixels in each image's box."""
     top, left, height, width = _copy_to_device(boxes, pixels.device).T[:, :, None, None, None]  # (b, 1, 1, 1) each
     y = torch.arange(pixels.shape[2], device=pixels.device)[:, None]
     x = torch.arange(pixels.shape[3], device=pixels.device)
@@ -254,6 +248,6 @@ def _make_box_mask(boxes: IntArray, pixels: Tensor) -> Tensor:
 
 
 def _copy_to_device(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """The array on the device; from pinned memory, so that the host does not wait."""
+    """Copy an array to the device, from pinned memory, so that the host does not wait."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,7 +1,7 @@
-"""A split where a set has none: stratified, the same on every machine, and written down.
+"""Splits for a dataset that has none: stratified, the same on every machine, and written to a file.
 
-An image's fate depends on its name alone, so another machine with the same folder splits alike. What was held out once
-is stored and stays held out when the folder grows: an image that was tested on never becomes one that is trained on.
+An image's split depends on its name alone, so another machine with the same folder gets the same splits. Held-out
+images are stored and stay held out when the folder grows: a test image never becomes a training image.
 """
 
 import csv
@@ -21,13 +21,13 @@ from vitrail.plurals import pluralize
 
 NO_SPLIT = -1
 NO_SPLITS_NOTE = "no val and test given"
-"""How the sentence begins of a dataset without any split."""
+"""How the note begins of a dataset without any split."""
 _TRAIN, _VAL, _TEST = range(3)
 SplitColumn = NDArray[np.int8]
 
 
 class CompletedSplits(NamedTuple):
-    """The splits of a set, with those made up that it lacks."""
+    """The splits of a dataset, with those generated that it lacks."""
 
     column: SplitColumn
     generated_splits: tuple[str, ...]
@@ -38,31 +38,33 @@ class CompletedSplits(NamedTuple):
 def complete_splits(
     column: SplitColumn, strata: Array, get_name: Callable[[int], str], *, identity: str, holdout_fraction: float = 0.1
 ) -> CompletedSplits:
-    """The split column with what is missing held out, and a sentence that says so.
+    """Hold out the splits that a split column lacks, and return it with a note about that.
 
-    Without any split a `share` becomes val and as much test; with train but no val, a share of train becomes val.
+    Without any split, `holdout_fraction` of each class becomes val and as much test. With train but no val, that
+    fraction of train becomes val.
     """
-    known = set(np.unique(column).tolist())
-    wanted: tuple[int, ...]
-    if NO_SPLIT in known:
-        wanted, pool = (_TEST, _VAL), column == NO_SPLIT
-    elif _TRAIN in known and _VAL not in known:
-        wanted, pool = (_VAL,), column == _TRAIN
+    existing = set(np.unique(column).tolist())
+    missing: tuple[int, ...]
+    if NO_SPLIT in existing:
+        missing, pool = (_TEST, _VAL), column == NO_SPLIT
+    elif _TRAIN in existing and _VAL not in existing:
+        missing, pool = (_VAL,), column == _TRAIN
     else:
         return CompletedSplits(column, (), ())
-    stored = _get_list_path(identity, holdout_fraction)
+    path = _get_list_path(identity, holdout_fraction)
     rows = np.flatnonzero(pool)
-    before = _read_list(stored) if stored.exists() else {}
-    held = _choose_held_out(rows, strata, get_name, wanted, holdout_fraction, before)
-    out = column.copy()
-    out[rows] = _TRAIN
-    for row in rows.tolist():
-        out[row] = held.get(get_name(row), _TRAIN)
-    where = _write_list(stored, before | held, before)
-    names = tuple(SPLITS[split] for split in sorted(wanted))
-    sentence = f"no {' and '.join(names)} given: {holdout_fraction:.0%} of each class held out for {'each' if names[1:] else 'it'}"
-    count = int((out[rows] != _TRAIN).sum())
-    return CompletedSplits(out, names, (f"{sentence} ({pluralize(count, 'image')}, {where})",))
+    stored = _read_list(path) if path.exists() else {}
+    held_out = _choose_held_out(rows, strata, get_name, missing, holdout_fraction, stored)
+    completed = column.copy()
+    completed[rows] = [held_out.get(get_name(row), _TRAIN) for row in rows.tolist()]
+    location = _write_list(path, stored | held_out, stored)
+    names = tuple(SPLITS[split] for split in sorted(missing))
+    count = pluralize(int((completed[rows] != _TRAIN).sum()), "image")
+    note = (
+        f"no {' and '.join(names)} given: {holdout_fraction:.0%} of each class held out for"
+        f" {'each' if names[1:] else 'it'} ({count}, {location})"
+    )
+    return CompletedSplits(completed, names, (note,))
 
 
 def _choose_held_out(
@@ -73,24 +75,22 @@ def _choose_held_out(
     holdout_fraction: float,
     stored_splits: dict[str, int],
 ) -> dict[str, int]:
-    """Names to hold out: those stored, and of a class without any, those that have the smallest digests.
+    """Choose names to hold out: the stored ones, and for a class without any, those with the smallest digests.
 
-    A name that occurs twice goes where it went first, so that no image stands on both sides.
+    A name that occurs twice goes where it went first, so that no image is on both sides.
     """
-    held: dict[str, int] = {}
-    by_stratum: dict[int, dict[str, None]] = {}
+    held_out: dict[str, int] = {}
+    strata_names: dict[int, dict[str, None]] = {}
     for row in rows.tolist():
-        by_stratum.setdefault(int(strata[row]), {})[get_name(row)] = None
-    for members in by_stratum.values():
-        known = {text: stored_splits[text] for text in members if text in stored_splits}
-        if not known and len(members) > 2:
-            count = min(max(1, round(holdout_fraction * len(members))), (len(members) - 1) // len(missing_splits))
-            ranked = sorted(members, key=_digest_name)
-            known = {
-                text: missing_splits[place // count] for place, text in enumerate(ranked[: count * len(missing_splits)])
-            }
-        held = known | held
-    return held
+        strata_names.setdefault(int(strata[row]), {})[get_name(row)] = None
+    for names in strata_names.values():
+        chosen = {name: stored_splits[name] for name in names if name in stored_splits}
+        if not chosen and len(names) > 2:
+            count = min(max(1, round(holdout_fraction * len(names))), (len(names) - 1) // len(missing_splits))
+            ranked = sorted(names, key=_digest_name)[: count * len(missing_splits)]
+            chosen = {name: missing_splits[rank // count] for rank, name in enumerate(ranked)}
+        held_out = chosen | held_out
+    return held_out
 
 
 def _digest_name(name: str) -> bytes:
@@ -108,11 +108,13 @@ def _read_list(path: Path) -> dict[str, int]:
         with path.open(newline="", errors="surrogateescape") as file:
             return {row["name"]: SPLITS.index(row["split"]) for row in csv.DictReader(file)}
     except (ValueError, KeyError, csv.Error) as error:
-        raise DataError(f"{path}, which says what is held out, is damaged ({error}); repair or remove it") from error
+        raise DataError(
+            f"{path}, which lists the held-out images, is damaged ({error}); repair or remove it"
+        ) from error
 
 
 def _write_list(path: Path, held_out: dict[str, int], previous: dict[str, int]) -> str:
-    """Store what is held out, and say where; a home that cannot be written loses the list and not the run."""
+    """Store the held-out names, and return where; a home that cannot be written loses the list and not the run."""
     if held_out == previous:
         return f"listed in {path}"
     try:
@@ -122,7 +124,7 @@ def _write_list(path: Path, held_out: dict[str, int], previous: dict[str, int]) 
         ):
             rows = csv.writer(file)
             rows.writerow(("name", "split"))
-            rows.writerows((text, SPLITS[split]) for text, split in sorted(held_out.items()))
+            rows.writerows((name, SPLITS[split]) for name, split in sorted(held_out.items()))
     except OSError as error:
         return f"by their names; the list could not be stored: {error}"
     return f"listed in {path}"

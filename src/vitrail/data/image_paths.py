@@ -18,8 +18,8 @@ from typing import NamedTuple, TextIO
 
 from vitrail import remote
 from vitrail.data import file_list, webdataset
-from vitrail.data.decode import FILE_LIMIT, UNSUPPORTED_SUFFIXES, get_image_suffixes, suggest_decoder
 from vitrail.data.folder_visits import FolderVisits, InodeKey, is_folder, walk_folders
+from vitrail.data.image_headers import FILE_LIMIT, UNSUPPORTED_SUFFIXES, get_image_suffixes, suggest_decoder
 from vitrail.errors import DataError
 from vitrail.files import open_regular_file
 from vitrail.plurals import pluralize

@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail import remote
-from vitrail.data import counter_rng, duplicates, index, sample_table
+from vitrail.data import counter_rng, duplicates, sample_table
 from vitrail.data.dataset import Dataset, Split
-from vitrail.data.decode import FORMATS, decode, open_image, read_header, read_image_file
+from vitrail.data.decode import decode, open_image
 from vitrail.data.folder import FileStore
+from vitrail.data.image_headers import FORMATS, read_header, read_image_file
 from vitrail.data.order import permute_indices
 from vitrail.data.sample_table import Array
 from vitrail.data.shards import ShardStore
@@ -207,7 +208,7 @@ def _select_images(
 
 def _run_jobs(jobs: Sequence[_ScanJob]) -> Iterator[tuple[_ScanJob, _ScanResult]]:
     """Each job's result; where a process died, its images are looked at one by one to find the one that killed it."""
-    for job, found in workers.map_in_processes(_scan_images, jobs):
+    for job, found in workers.map_in_processes(_scan_images, jobs, preload=[__name__]):
         if not isinstance(found, BrokenProcessPool):
             yield job, found
         elif len(job.scan_indices) > 1:
@@ -303,11 +304,11 @@ def _compute_cache_keys(part: Split, decode_mask: NDArray[np.bool_]) -> NDArray[
         row = int(part.rows[place])
         try:
             if isinstance(part.store, FileStore):
-                stamp = index.read_stamp(str(part.store.read(row)))
+                stamp = sample_table.read_stamp(str(part.store.read(row)))
             else:
                 file = f"{part.store.folder}/{part.store.files[part.store.table['shard'][row]]}"
                 if file not in stamps:
-                    stamps[file] = index.read_stamp(file)
+                    stamps[file] = sample_table.read_stamp(file)
                 stamp = [*stamps[file], int(part.store.table["offset"][row])]
         except OSError:
             continue  # it will be named when it is read

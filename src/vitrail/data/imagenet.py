@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data import archives, holdout, index, matlab
-from vitrail.data.dataset import IMAGE_SUFFIXES, SPLITS, Dataset, build_splits
+from vitrail.data import archives, holdout, matlab, sample_table
+from vitrail.data.dataset import SPLITS, Dataset, build_splits
 from vitrail.data.folder import FileStore, open_folder
+from vitrail.data.image_headers import IMAGE_SUFFIXES
 from vitrail.data.sample_table import Array, encode_text_column
 from vitrail.errors import DataError
 
@@ -132,7 +133,7 @@ def open_imagenet_folder(root: Path, *, holdout_fraction: float = 0.1) -> Datase
         return dataclasses.replace(dataset, notes=(*dataset.notes, missing))
     watched = [root, val, *filter(Path.is_dir, [root / "train"]), *train, *filter(None, [find_devkit(val)])]
     source = f"imagenet {root} {holdout_fraction}"
-    rows = index.load_or_build_table(
+    rows = sample_table.load_or_build_table(
         source, lambda: map(str, watched), lambda: _build_columns(root, val, train, holdout_fraction)
     )
     return Dataset(

@@ -1,10 +1,10 @@
-"""Batches, on time: read, decoded and augmented by worker processes, in an order that none of them decides.
+"""Batches for training and evaluation: worker processes read, decode and augment them; none of them decides the order.
 
-    step s of training holds the positions  s * batch ... s * batch + batch - 1
-    a rank computes a consecutive share of them, in consecutive micro-batches
+    step s of training holds the positions  s * batch_size ... (s + 1) * batch_size - 1
+    a rank computes a consecutive part of them, in consecutive micro-batches
 
-Order, augmentation, mixing and masking are functions of the position (`order`, `augment`, `mixing`, `masking`), so
-workers, ranks, micro-batches and the step at which a run goes on change no sample. torch's DataLoader moves them.
+Order, augmentation, mixing and masking are functions of the position (`order`, `augment`, `mixing`, `masking`). So
+workers, ranks, micro-batches and the step of a resume change no sample. torch's DataLoader moves the batches.
 """
 
 import contextlib
@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from vitrail.config import AugmentConfig, MaskedConfig, PreprocessConfig
 from vitrail.data import gpu_augment, masking, mixing
 from vitrail.data.augment import make_train_inputs
-from vitrail.data.counter_rng import CounterRNG
+from vitrail.data.counter_rng import CounterRNG, IntArray
 from vitrail.data.dataset import Split
 from vitrail.data.decode import decode, open_image
 from vitrail.data.loader_workers import iterate_loader
@@ -32,30 +31,29 @@ from vitrail.data.transforms import make_eval_input, normalize
 from vitrail.errors import DataError, UsageError, VitrailError
 from vitrail.remote import RemoteError
 
-IntArray = NDArray[np.int64]
 _MAX_SKIPPED_IMAGES = 100
-_MAX_RESIDENT_PIXELS = 128 * 128  # pixels; larger ones are mostly photos, of all sizes
+_MAX_RESIDENT_PIXELS = 128 * 128  # pixels; larger images are mostly photos, of all sizes
 _MAX_RESIDENT_BYTES = 4 * 2**30
 _CHUNK_IMAGES = 512
-_AUGMENT_CHUNK_BYTES = 2**26  # of views that are made together
+_AUGMENT_CHUNK_BYTES = 2**26  # of inputs that are augmented together
 
 
 class Batch(NamedTuple):
     """Images of consecutive positions (training) or indices (evaluation)."""
 
     pixels: Tensor
-    """uint8 (B, C, S, S); where images need their neighbour, one more: the partner of the last."""
+    """uint8 (B, C, S, S). Where images need their neighbor, one image more: the partner of the last."""
     targets: Tensor
-    """Classes (B,), or shares (B, L) where an image may have several; -1 where it has none. Of masked training what is
-    hidden, (B, 2, N): `masking.drawn`."""
+    """Classes (B,), -1 for none, or multi-hot (B, L) where an image may have several labels. In masked training
+    (B, 2, N), as `masking.draw_masked_patches` returns it."""
     positions: Tensor  # (B,)
     skipped_images: tuple[str, ...] = ()
-    """Images that could not be read and were replaced by their neighbours, if that was asked for."""
+    """Names of unreadable images that were skipped, where that is allowed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """Which positions are computed when, and by whom."""
+    """Which positions are computed in which step, by which rank."""
 
     batch_size: int
     """Images in a step, over all ranks."""
@@ -67,13 +65,11 @@ class BatchPlan:
     """Parts in which a rank computes its share of a step."""
 
     def __post_init__(self) -> None:
-        if (
-            self.batch_size < 1
-            or self.total_positions < 0
-            or not 0 <= self.rank < self.world_size
-            or self.micro_batches < 1
-        ):
-            raise UsageError(f"{self} cannot be: a batch has an image at least, a rank lies below the world size")
+        is_valid_rank = 0 <= self.rank < self.world_size
+        if self.batch_size < 1 or self.total_positions < 0 or not is_valid_rank or self.micro_batches < 1:
+            raise UsageError(
+                f"{self} is impossible: batches and micro-batches are 1 or more, the rank is below the world size"
+            )
 
     @property
     def total_steps(self) -> int:
@@ -81,20 +77,20 @@ class BatchPlan:
         return -(-self.total_positions // self.batch_size)
 
     def get_step_size(self, step: int) -> int:
-        """Images in a step, over all ranks."""
+        """Return the number of images in a step, over all ranks."""
         return min(self.batch_size, self.total_positions - step * self.batch_size)
 
     def list_micro_batches(self, step: int) -> list[range]:
-        """The positions of each of this rank's micro-batches; a part of a short step may be empty."""
+        """List the positions of each of this rank's micro-batches; in a short step some may be empty."""
         first, size, count = step * self.batch_size, self.get_step_size(step), self.world_size * self.micro_batches
-        cuts = [first + size * part // count for part in range(count + 1)]
-        mine = range(self.rank * self.micro_batches, (self.rank + 1) * self.micro_batches)
-        return [range(cuts[part], cuts[part + 1]) for part in mine]
+        bounds = [first + size * part // count for part in range(count + 1)]
+        own_parts = range(self.rank * self.micro_batches, (self.rank + 1) * self.micro_batches)
+        return [range(bounds[part], bounds[part + 1]) for part in own_parts]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    """What training sees, whoever computes it."""
+    """The data of a training run, the same for every rank."""
 
     split: Split
     order: SampleOrder
@@ -103,11 +99,11 @@ class TrainingData:
     seed: int
     num_classes: int
     masked: MaskedConfig | None = None
-    """What is hidden of an image and to be told, in place of its classes."""
+    """Which patches are masked and predicted, instead of classes."""
     num_patches: int = 0
-    """Of an image, where some are hidden."""
+    """Patches of an image, for masked training."""
     skip_bad: bool = False
-    """Show an image's neighbour where it cannot be read, rather than stop."""
+    """Replace an unreadable image by its next readable neighbor, instead of stopping."""
 
     @property
     def has_mixing(self) -> bool:
@@ -116,27 +112,29 @@ class TrainingData:
 
     @property
     def has_partner(self) -> bool:
-        """Whether a part needs the partner of its last image too: to mix it in, or to take patches of."""
+        """Whether a micro-batch needs the partner of its last image too: to mix it in, or to take patches from it."""
         return self.has_mixing or _has_patch_replacement(self.masked)
 
     def get_positions(self, plan: BatchPlan, step: int, part: range) -> IntArray:
-        """The positions to load for a micro-batch."""
+        """Return the positions to load for a micro-batch."""
         if self.has_partner and part:
             first = step * plan.batch_size
             return mixing.list_positions_with_partner(first, plan.get_step_size(step), part.start, len(part))
         return np.arange(part.start, part.stop)
 
+    def iter_positions(self, plan: BatchPlan, start_step: int) -> Iterator[IntArray]:
+        """Yield the positions to load for each of this rank's micro-batches, from `start_step` on."""
+        for step in range(start_step, plan.total_steps):
+            for part in plan.list_micro_batches(step):
+                yield self.get_positions(plan, step, part)
+
 
 def iter_train_batches(
     training_data: TrainingData, plan: BatchPlan, *, start_step: int = 0, workers: int = 0
 ) -> Generator[Batch, None, None]:
-    """This rank's micro-batches from step `start` on, in order."""
-    line = (
-        training_data.get_positions(plan, step, part).tolist()
-        for step in range(start_step, plan.total_steps)
-        for part in plan.list_micro_batches(step)
-    )
-    return _iter_loader_batches(partial(_load_train_batch, training_data), line, workers)
+    """Yield this rank's micro-batches from `start_step` on, in order."""
+    positions = (positions.tolist() for positions in training_data.iter_positions(plan, start_step))
+    return _iter_loader_batches(partial(_load_train_batch, training_data), positions, workers)
 
 
 def iter_eval_batches(
@@ -150,10 +148,13 @@ def iter_eval_batches(
     workers: int = 0,
     skip_bad: bool = False,
 ) -> Iterator[Batch]:
-    """Each image of this rank's share once, in order; the last batch may be short."""
-    first, last = len(split) * rank // world_size, len(split) * (rank + 1) // world_size
-    line = (list(range(start, min(start + batch_size, last))) for start in range(first, last, batch_size))
-    return _iter_loader_batches(partial(_load_eval_batch, split, preprocess, num_classes, skip_bad), line, workers)
+    """Yield each image of this rank's share once, in order; the last batch may be short.
+
+    With `skip_bad`, unreadable images are omitted.
+    """
+    index_batches = map(list, _split_into_ranges(len(split), batch_size, rank, world_size))
+    load_batch = partial(_load_eval_batch, split, preprocess, num_classes, skip_bad)
+    return _iter_loader_batches(load_batch, index_batches, workers)
 
 
 def iter_masked_eval_batches(
@@ -168,27 +169,33 @@ def iter_masked_eval_batches(
     workers: int = 0,
     skip_bad: bool = False,
 ) -> Iterator[Batch]:
-    """The same with what is hidden of each image, always the same patches, and with the partner of each batch's last.
+    """Yield evaluation batches with masks, always of the same patches, and with the partner of each batch's last image.
 
-    An image's partner is the next of the split, so batches and ranks change nothing. With `skip_bad` the next image
-    that can be read stands for one that cannot.
+    An image's partner is the next of the split, so batches and ranks change nothing. With `skip_bad`, the next readable
+    image replaces an unreadable one.
     """
-    first, last = len(split) * rank // world_size, len(split) * (rank + 1) // world_size
-    partner = 1 if _has_patch_replacement(masked) else 0
-    ends = ((start, min(start + batch_size, last)) for start in range(first, last, batch_size))
-    line = ([index % len(split) for index in range(start, end + partner)] for start, end in ends)
-    return _iter_loader_batches(
-        partial(_load_masked_batch, split, preprocess, masked, num_patches, skip_bad), line, workers
+    partners = 1 if _has_patch_replacement(masked) else 0
+    index_batches = (
+        [index % len(split) for index in range(part.start, part.stop + partners)]
+        for part in _split_into_ranges(len(split), batch_size, rank, world_size)
     )
+    load_batch = partial(_load_masked_batch, split, preprocess, masked, num_patches, skip_bad)
+    return _iter_loader_batches(load_batch, index_batches, workers)
+
+
+def _split_into_ranges(count: int, batch_size: int, rank: int = 0, world_size: int = 1) -> Iterator[range]:
+    """Yield a rank's share of 0 .. count - 1 in ranges of `batch_size`; the last may be short."""
+    first, last = count * rank // world_size, count * (rank + 1) // world_size
+    return (range(start, min(start + batch_size, last)) for start in range(first, last, batch_size))
 
 
 def _has_patch_replacement(masked: MaskedConfig | None) -> bool:
-    """Whether hidden patches may be replaced by those of the next image."""
+    """Tell whether patches of the next image may replace masked ones."""
     return masked is not None and masked.kind == "mpp"
 
 
 def prepare_train_batch(batch: Batch, training_data: TrainingData, plan: BatchPlan, step: int) -> tuple[Tensor, Tensor]:
-    """Normalised images and targets of a training batch, mixed if training mixes, on the device of its pixels.
+    """Return normalized images and targets, mixed if training mixes, on the device of the batch's pixels.
 
     Where patches of a partner may be taken, there is one image more than targets.
     """
@@ -199,14 +206,13 @@ def prepare_train_batch(batch: Batch, training_data: TrainingData, plan: BatchPl
         return images, batch.targets
     if not len(images):
         return images, images.new_zeros((0, training_data.num_classes))
-    mix = mixing.draw_mix(
-        training_data.seed, step * plan.batch_size, training_data.augment, training_data.preprocess.size
-    )
-    assert mix is not None, "one of mixup and cutmix is set"
+    first, size = step * plan.batch_size, training_data.preprocess.size
+    mix = mixing.draw_mix(training_data.seed, first, training_data.augment, size)
+    assert mix is not None, "one of mixup and cutmix is enabled"
     return mixing.apply_mix(images, batch.targets, mix, training_data.num_classes)
 
 
-# --- sets that live on the device ------------------------------------------------------------------------------------
+# --- datasets held in the device's memory ----------------------------------------------------------------------------
 
 
 def load_resident_images(
@@ -218,90 +224,71 @@ def load_resident_images(
     workers: int = 0,
     skip_bad: bool = False,
 ) -> tuple[Tensor, Tensor] | None:
-    """All images of a split, uint8 (n, C, H, W), and their targets, on the device; None if that is not for them.
+    """Load all images of a split, uint8 (n, C, H, W), and their targets onto the device; None if they do not qualify.
 
-    It is for images that are small, all of one size, and no more than a few gigabytes together; with `skip_bad` all
-    must be readable too.
+    Images qualify if they are small, all of one size, and at most a few gigabytes together. With `skip_bad`, a split
+    with an unreadable image does not qualify either.
     """
     with contextlib.suppress(*([DataError] if skip_bad else [])):
-        return _resident(split, channels, num_classes, device, workers)
-    return None
-
-
-def _resident(
-    split: Split, channels: int, classes: int, device: torch.device | str, workers: int
-) -> tuple[Tensor, Tensor] | None:
-    shape = _decode_image(split, 0, channels).shape
-    if shape[1] * shape[2] > _MAX_RESIDENT_PIXELS or len(split) * shape.numel() > _MAX_RESIDENT_BYTES:
-        return None
-    pixels = torch.empty((len(split), *shape), dtype=torch.uint8)
-    line = (list(range(start, min(start + _CHUNK_IMAGES, len(split)))) for start in range(0, len(split), _CHUNK_IMAGES))
-    for batch in _iter_loader_batches(partial(_load_whole_images, split, shape, classes), line, workers):
-        if not len(batch.pixels):
+        shape = decode(split.read_image(0), channels, name=split.get_image_name(0)).shape
+        if shape[1] * shape[2] > _MAX_RESIDENT_PIXELS or len(split) * shape.numel() > _MAX_RESIDENT_BYTES:
             return None
-        pixels[batch.positions] = batch.pixels
-    return pixels.to(device), _build_targets(split, np.arange(len(split)), classes).to(device)
+        pixels = torch.empty((len(split), *shape), dtype=torch.uint8)
+        load_batch = partial(_load_whole_images, split, shape, num_classes)
+        index_batches = map(list, _split_into_ranges(len(split), _CHUNK_IMAGES))
+        for batch in _iter_loader_batches(load_batch, index_batches, workers):
+            if not len(batch.pixels):
+                return None
+            pixels[batch.positions] = batch.pixels
+        return pixels.to(device), _build_targets(split, np.arange(len(split)), num_classes).to(device)
+    return None
 
 
 def iter_resident_train_batches(
     training_data: TrainingData, plan: BatchPlan, pixels: Tensor, targets: Tensor, *, start_step: int = 0
 ) -> Generator[Batch, None, None]:
-    """`training_batches` of images that live on a device, augmented there, those of several batches at once.
+    """Yield what `iter_train_batches` does, for images on a device, augmented there, several batches at once.
 
-    What an operation costs the host does not depend on how many images it is for, and small batches do not fill a GPU.
+    An operation costs the host the same for any number of images, and small batches do not fill a GPU.
     """
-    size = training_data.preprocess.size
-    together = (
-        max(1, _AUGMENT_CHUNK_BYTES // (pixels.shape[1] * size[0] * size[1] * plan.batch_size)) * plan.micro_batches
-    )
-    parts = (
-        training_data.get_positions(plan, step, part)
-        for step in range(start_step, plan.total_steps)
-        for part in plan.list_micro_batches(step)
-    )
-    while some := list(itertools.islice(parts, together)):
-        positions = np.concatenate(some)
+    height, width = training_data.preprocess.size
+    step_bytes = pixels.shape[1] * height * width * plan.batch_size
+    chunk_parts = max(1, _AUGMENT_CHUNK_BYTES // step_bytes) * plan.micro_batches
+    parts = training_data.iter_positions(plan, start_step)
+    while chunk := list(itertools.islice(parts, chunk_parts)):
+        positions = np.concatenate(chunk)
         rows = torch.from_numpy(training_data.order.get_sample_indices(positions)).to(pixels.device, non_blocking=True)
-        draws = CounterRNG(training_data.seed, positions)
-        views = gpu_augment.make_train_inputs(pixels[rows], draws, training_data.augment, training_data.preprocess)
-        cuts = [len(part) for part in some]
-        told = (
-            targets[rows] if training_data.masked is None else _draw_masks(training_data, positions).to(pixels.device)
-        )
-        columns = (views.split(cuts), told.split(cuts), torch.from_numpy(positions).split(cuts))
-        yield from map(Batch, *columns)
+        rng = CounterRNG(training_data.seed, positions)
+        inputs = gpu_augment.make_train_inputs(pixels[rows], rng, training_data.augment, training_data.preprocess)
+        masks = None if training_data.masked is None else _draw_masks(training_data, positions).to(pixels.device)
+        chunk_targets = targets[rows] if masks is None else masks
+        sizes = [len(part) for part in chunk]
+        yield from map(Batch, inputs.split(sizes), chunk_targets.split(sizes), torch.from_numpy(positions).split(sizes))
 
 
 def _load_whole_images(split: Split, shape: torch.Size, num_classes: int, indices: IntArray) -> Batch:
-    """The images as they are, or none where one has another shape."""
-    found = zip(indices.tolist(), split.read_images(indices.tolist()), strict=True)
-    images = [decode(source, shape[0], name=split.get_image_name(index)) for index, source in found]
-    alike = all(image.shape == shape for image in images)
-    pixels = torch.stack(images) if alike else torch.empty((0, *shape), dtype=torch.uint8)
+    """Load images without a crop; no pixels where one has another shape."""
+    sources = zip(indices.tolist(), split.read_images(indices.tolist()), strict=True)
+    images = [decode(source, shape[0], name=split.get_image_name(index)) for index, source in sources]
+    same_shape = all(image.shape == shape for image in images)
+    pixels = torch.stack(images) if same_shape else torch.empty((0, *shape), dtype=torch.uint8)
     return Batch(pixels, _build_targets(split, indices, num_classes), torch.from_numpy(indices))
 
 
-# --- what a worker does ----------------------------------------------------------------------------------------------
+# --- the work of a worker process ------------------------------------------------------------------------------------
 
 
 class _BatchDataset(Dataset[Any]):
-    """A function from a list of positions to a batch, in the form torch's DataLoader takes."""
+    """A function from a list of positions to a batch, as a dataset for torch's DataLoader."""
 
     def __init__(self, load_batch: partial[Batch]) -> None:
         self.load_batch = load_batch
 
-    def __getitems__(self, positions: list[int]) -> "Batch | _WorkerFailure":
+    def __getitems__(self, positions: list[int]) -> Batch | VitrailError:
         try:
             return self.load_batch(np.array(positions, dtype=np.int64))
-        except VitrailError as error:  # DataLoader would wrap it in its own traceback
-            return _WorkerFailure(error)
-
-
-@dataclasses.dataclass(frozen=True)
-class _WorkerFailure:
-    """A worker's error on its way to the process that reports it."""
-
-    error: VitrailError
+        except VitrailError as error:  # returned: DataLoader would wrap it in its own traceback
+            return error
 
 
 def _iter_loader_batches(
@@ -317,8 +304,8 @@ def _iter_loader_batches(
     )
     with contextlib.closing(iterate_loader(loader)) as batches:
         for batch in batches:
-            if isinstance(batch, _WorkerFailure):
-                raise batch.error
+            if isinstance(batch, VitrailError):
+                raise batch
             yield batch
 
 
@@ -327,38 +314,37 @@ def _identity_collate(batch: Any) -> Any:
 
 
 def _load_train_batch(training_data: TrainingData, positions: IntArray) -> Batch:
-    rows = training_data.order.get_sample_indices(positions)
-    left_out: list[str] = []
-    try:
-        pixels = _load_train_inputs(training_data, positions, rows)
-    except DataError as error:
-        if not training_data.skip_bad or isinstance(error, RemoteError):  # a store that does not answer is no bad image
-            raise
+    split, rows = training_data.split, training_data.order.get_sample_indices(positions)
+    load_inputs = partial(_load_train_inputs, training_data)
+    pixels, rows, skipped = _load_readable(load_inputs, split, positions, rows, training_data.skip_bad)
+    if training_data.masked is None:
+        targets = _build_targets(split, rows, training_data.num_classes)
+    else:
+        targets = _draw_masks(training_data, positions)
+    return Batch(pixels, targets, torch.from_numpy(positions), skipped)
 
-        def look(row: int) -> None:
-            _load_train_inputs(training_data, np.zeros(1, dtype=np.int64), np.array([row]))
 
-        rows = np.array(
-            [_find_readable_row(training_data.split, row, look, left_out) for row in rows.tolist()], dtype=np.int64
-        )
-        pixels = _load_train_inputs(training_data, positions, rows)
-    known = training_data.masked is None
-    targets = (
-        _build_targets(training_data.split, rows, training_data.num_classes)
-        if known
-        else _draw_masks(training_data, positions)
-    )
-    return Batch(pixels, targets, torch.from_numpy(positions), tuple(left_out))
+def _load_train_inputs(training_data: TrainingData, positions: IntArray, rows: IntArray) -> Tensor:
+    """Load and augment the images of these rows at these positions."""
+    split, preprocess, channels = training_data.split, training_data.preprocess, len(training_data.preprocess.mean)
+    if not len(rows):
+        return torch.empty((0, channels, *preprocess.size), dtype=torch.uint8)
+    sources = enumerate(zip(rows.tolist(), split.read_images(rows.tolist()), strict=True))
+    images = {index: open_image(source, name=split.get_image_name(row)) for index, (row, source) in sources}
+    sizes = np.array([(image.height, image.width) for image in images.values()], dtype=np.int64)
+
+    def load_image(index: int, min_rows: int) -> Tensor:
+        return images.pop(index).decode_pixels(channels, min_rows)  # popped: Pillow's image holds its decoded pixels
+
+    rng = CounterRNG(training_data.seed, positions)
+    return make_train_inputs(load_image, sizes, rng, training_data.augment, preprocess)
 
 
 def _draw_masks(training_data: TrainingData, positions: IntArray) -> Tensor:
-    """What is hidden of the images at these positions."""
+    """Draw the masked patches of the images at these positions."""
     assert training_data.masked is not None
-    return torch.from_numpy(
-        masking.draw_masked_patches(
-            CounterRNG(training_data.seed, positions), training_data.masked, training_data.num_patches
-        )
-    )
+    rng = CounterRNG(training_data.seed, positions)
+    return torch.from_numpy(masking.draw_masked_patches(rng, training_data.masked, training_data.num_patches))
 
 
 def _load_masked_batch(
@@ -369,101 +355,93 @@ def _load_masked_batch(
     skip_bad: bool,
     indices: IntArray,
 ) -> Batch:
-    left_out: list[str] = []
-    try:
-        views = torch.stack(_load_eval_inputs(split, preprocess, indices.tolist()))
-    except DataError as error:
-        if not skip_bad or isinstance(error, RemoteError):
-            raise
-
-        def look(row: int) -> None:
-            _load_eval_inputs(split, preprocess, [row])
-
-        rows = [_find_readable_row(split, row, look, left_out) for row in indices.tolist()]
-        views = torch.stack(_load_eval_inputs(split, preprocess, rows))
-    own = indices[:-1] if _has_patch_replacement(masked) else indices
-    hidden = masking.draw_masked_patches(CounterRNG(masking.EVAL_SEED, own), masked, num_patches)
-    return Batch(views, torch.from_numpy(hidden), torch.from_numpy(own), tuple(left_out))
-
-
-def _load_train_inputs(training_data: TrainingData, positions: IntArray, rows: IntArray) -> Tensor:
-    """The augmented images of these rows at these positions."""
-    split, preprocess, channels = training_data.split, training_data.preprocess, len(training_data.preprocess.mean)
-    if not len(rows):
-        return torch.empty((0, channels, *preprocess.size), dtype=torch.uint8)
-    found = zip(rows.tolist(), split.read_images(rows.tolist()), strict=True)
-    images = {index: open_image(source, name=split.get_image_name(row)) for index, (row, source) in enumerate(found)}
-    sizes = np.array([(image.height, image.width) for image in images.values()], dtype=np.int64)
-
-    def load_image(index: int, rows: int) -> Tensor:
-        return images.pop(index).decode_pixels(channels, rows)  # Pillow keeps what it decoded for as long as it is kept
-
-    return make_train_inputs(
-        load_image, sizes, CounterRNG(training_data.seed, positions), training_data.augment, preprocess
-    )
+    load_inputs = partial(_load_eval_inputs, split, preprocess)
+    pixels, _, skipped = _load_readable(load_inputs, split, indices, indices, skip_bad)
+    positions = indices[:-1] if _has_patch_replacement(masked) else indices
+    masks = masking.draw_masked_patches(CounterRNG(masking.EVAL_SEED, positions), masked, num_patches)
+    return Batch(pixels, torch.from_numpy(masks), torch.from_numpy(positions), skipped)
 
 
 def _load_eval_batch(
     split: Split, preprocess: PreprocessConfig, num_classes: int, skip_bad: bool, indices: IntArray
 ) -> Batch:
-    left_out: list[str] = []
-    views: list[Tensor] = []
+    load_inputs, readable = partial(_load_eval_inputs, split, preprocess), indices
     try:
-        views = _load_eval_inputs(split, preprocess, indices.tolist())
+        pixels = load_inputs(indices, indices)
     except DataError as error:
-        if not skip_bad or isinstance(error, RemoteError):
+        if not _is_bad_image(error, skip_bad):
             raise
-        kept = []
-        for index in indices.tolist():
-            try:
-                views += _load_eval_inputs(split, preprocess, [index])
-                kept.append(index)
-            except RemoteError:
-                raise
-            except DataError:
-                left_out.append(split.get_image_name(index))
-        indices = np.array(kept, dtype=np.int64)
-    shape = (0, len(preprocess.mean), *preprocess.size)
-    pixels = torch.stack(views) if views else torch.empty(shape, dtype=torch.uint8)
-    return Batch(pixels, _build_targets(split, indices, num_classes), torch.from_numpy(indices), tuple(left_out))
+        readable = indices[[_can_load(load_inputs, index, index) for index in indices.tolist()]]
+        pixels = load_inputs(readable, readable)
+    skipped = tuple(split.get_image_name(index) for index in np.setdiff1d(indices, readable).tolist())
+    return Batch(pixels, _build_targets(split, readable, num_classes), torch.from_numpy(readable), skipped)
 
 
-def _load_eval_inputs(split: Split, preprocess: PreprocessConfig, indices: list[int]) -> list[Tensor]:
-    found = zip(indices, split.read_images(indices), strict=True)
+def _load_eval_inputs(split: Split, preprocess: PreprocessConfig, _: IntArray, rows: IntArray) -> Tensor:
+    """Load and center-crop the images of these rows; their positions change nothing."""
     channels = len(preprocess.mean)
-    return [
-        make_eval_input(decode(source, channels, name=split.get_image_name(row)), preprocess) for row, source in found
-    ]
+    sources = zip(rows.tolist(), split.read_images(rows.tolist()), strict=True)
+    images = (decode(source, channels, name=split.get_image_name(row)) for row, source in sources)
+    inputs = [make_eval_input(image, preprocess) for image in images]
+    return torch.stack(inputs) if inputs else torch.empty((0, channels, *preprocess.size), dtype=torch.uint8)
 
 
-def _find_readable_row(split: Split, row: int, look: Callable[[int], None], skipped_images: list[str]) -> int:
-    """The row, or the next one that can be read, which `look` tries."""
-    for attempt in range(_MAX_SKIPPED_IMAGES):
-        here = (row + attempt) % len(split)
-        try:
-            look(here)
-        except RemoteError:
+_InputLoader = Callable[[IntArray, IntArray], Tensor]  # positions (B,), rows (B,) -> uint8 (B, C, S, S)
+
+
+def _load_readable(
+    load_inputs: _InputLoader, split: Split, positions: IntArray, rows: IntArray, skip_bad: bool
+) -> tuple[Tensor, IntArray, tuple[str, ...]]:
+    """Load the inputs of these rows; return them, the rows, and the names of skipped images.
+
+    With `skip_bad`, the next readable row replaces an unreadable one.
+    """
+    try:
+        return load_inputs(positions, rows), rows, ()
+    except DataError as error:
+        if not _is_bad_image(error, skip_bad):
             raise
-        except DataError:
-            skipped_images.append(split.get_image_name(here))
-        else:
-            return here
+    skipped: list[str] = []
+    pairs = zip(positions.tolist(), rows.tolist(), strict=True)
+    replaced = [_find_readable_row(load_inputs, split, position, row, skipped) for position, row in pairs]
+    rows = np.array(replaced, dtype=np.int64)
+    return load_inputs(positions, rows), rows, tuple(skipped)
+
+
+def _find_readable_row(load_inputs: _InputLoader, split: Split, position: int, row: int, skipped: list[str]) -> int:
+    """Return the row, or the next readable one; add the names of those between to `skipped`."""
+    for attempt in range(_MAX_SKIPPED_IMAGES):
+        candidate = (row + attempt) % len(split)
+        if _can_load(load_inputs, position, candidate):
+            return candidate
+        skipped.append(split.get_image_name(candidate))
     raise DataError(
-        f"{_MAX_SKIPPED_IMAGES} images after {split.get_image_name(row)} cannot be read either: vitrail data check shows why"
+        f"{split.get_image_name(row)} and the {_MAX_SKIPPED_IMAGES - 1} images after it cannot be read: `vitrail data"
+        " check` shows why"
     )
 
 
-def _decode_image(split: Split, index: int, channels: int) -> Tensor:
-    """The image, or an error that names it as the set does."""
-    return decode(split.read_image(index), channels, name=split.get_image_name(index))
+def _can_load(load_inputs: _InputLoader, position: int, row: int) -> bool:
+    try:
+        load_inputs(np.array([position]), np.array([row]))
+    except DataError as error:
+        if not _is_bad_image(error):
+            raise
+        return False
+    return True
+
+
+def _is_bad_image(error: DataError, skip_bad: bool = True) -> bool:
+    """Tell whether an error means an image to skip; a store that does not answer is not a bad image."""
+    return skip_bad and not isinstance(error, RemoteError)
 
 
 def _build_targets(split: Split, rows: IntArray, num_classes: int) -> Tensor:
-    """Classes (B,), or shares (B, L) where an image may have several."""
+    """Build classes (B,), or multi-hot targets (B, L) where an image may have several labels."""
     labels = [split.get_labels(row) for row in rows.tolist()]
     if not split.multi_label:
-        return torch.tensor([row[0] if row else -1 for row in labels], dtype=torch.int64)
-    shares = torch.zeros(len(labels), num_classes)
-    for place, row in enumerate(labels):
-        shares[place, list(row)] = 1
-    return shares
+        return torch.tensor([classes[0] if classes else -1 for classes in labels], dtype=torch.int64)
+    targets = torch.zeros(len(labels), num_classes)
+    for row, classes in enumerate(labels):
+        targets[row, list(classes)] = 1
+    return targets

@@ -1,8 +1,8 @@
-"""The worker processes of torch's DataLoader: how they begin, how their death is told, and that they always end.
+"""The worker processes of torch's DataLoader: how they start, how their death is reported, and that they always end.
 
-torch asks workers to end, then sends SIGTERM, then joins them for ever. Ours ignore SIGTERM, since a request to stop
-often goes to the whole process group and only the main process can save. So they are ended here: asked, and after a
-deadline killed.
+torch asks workers to end, then sends SIGTERM, then joins them without a limit. Ours ignore SIGTERM, since a request to
+stop often goes to the whole process group and only the main process can save. So they are ended here: asked first, and
+killed after a deadline.
 """
 
 import atexit
@@ -22,24 +22,24 @@ from torch.utils.data import DataLoader
 
 from vitrail.errors import DataError, VitrailError
 
-WORKER_EXIT_SECONDS = 5.0  # seconds in which workers end by themselves once they are asked to
+WORKER_EXIT_SECONDS = 5.0  # time for workers to end by themselves once they are asked to
 _MEMORY_SIGNALS = {
     int(signal.SIGKILL): "as the system does when memory runs out: give fewer --workers, or a smaller --batch",
-    int(signal.SIGBUS): "for want of shared memory (/dev/shm): enlarge it, or give --workers 0",
+    int(signal.SIGBUS): "for lack of shared memory (/dev/shm): enlarge it, or give --workers 0",
 }
 _live_workers: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_live_workers.clear)  # they are not its children
+    os.register_at_fork(after_in_child=_live_workers.clear)  # they are not the child's children
 
 
 class WorkerKilledError(VitrailError):
-    """A worker was killed, most likely for want of memory."""
+    """A worker was killed, most likely for lack of memory."""
 
     exit_code = 5
 
 
 def iterate_loader(loader: "DataLoader[Any]") -> Generator[Any, None, None]:
-    """The loader's batches. However this ends, the loader's processes have ended too."""
+    """Yield the loader's batches. However this ends, the loader's processes have ended too."""
     if not loader.num_workers:
         yield from loader
         return
@@ -52,7 +52,7 @@ def iterate_loader(loader: "DataLoader[Any]") -> Generator[Any, None, None]:
                 batch = next(batches)
             except StopIteration:
                 return
-            except (RuntimeError, OSError, EOFError) as error:  # torch's word for it, and what a half-sent batch gives
+            except (RuntimeError, OSError, EOFError) as error:  # torch's report, or the effect of a half-sent batch
                 raise _explain_death(workers, error) from error
             yield batch
     finally:
@@ -60,29 +60,29 @@ def iterate_loader(loader: "DataLoader[Any]") -> Generator[Any, None, None]:
 
 
 def _start_workers(loader: "DataLoader[Any]") -> Any:
-    """The loader's iterator, its processes started; where not all of them can be, none is left.
+    """Start the loader's processes and return its iterator; where not all of them can start, none is left.
 
-    torch's handler of SIGCHLD would raise a worker's death anywhere in the main thread, in the middle of a checkpoint
-    too. Without it the death is raised where the next batch is awaited, at most five seconds later.
+    torch's SIGCHLD handler would raise a worker's death anywhere in the main thread, even in the middle of a
+    checkpoint. Without it the death is raised where the next batch is awaited, at most five seconds later.
     """
-    others = set(multiprocessing.active_children())
+    other_children = set(multiprocessing.active_children())
     in_main = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD")
-    before = signal.getsignal(signal.SIGCHLD) if in_main else None
+    previous_handler = signal.getsignal(signal.SIGCHLD) if in_main else None
     try:
         return iter(loader)
     except BaseException:
-        _kill_workers([worker for worker in multiprocessing.active_children() if worker not in others])
+        _kill_workers([worker for worker in multiprocessing.active_children() if worker not in other_children])
         raise
     finally:
-        _live_workers.update(worker for worker in multiprocessing.active_children() if worker not in others)
-        if before is not None:  # a handler that is not Python's can be neither named nor set
-            signal.signal(signal.SIGCHLD, before)
+        _live_workers.update(worker for worker in multiprocessing.active_children() if worker not in other_children)
+        if previous_handler is not None:  # None also stands for a handler that Python did not install
+            signal.signal(signal.SIGCHLD, previous_handler)
 
 
 def _init_worker(parent: int, _: int) -> None:
-    """Leave requests to stop to the process that can save: they often go to a whole group, its workers too.
+    """Ignore requests to stop: they often go to the whole group, and only the main process can save.
 
-    A worker notices its parent's death, but not one from before it began to look, and would then live for ever.
+    A worker notices its parent's death, but not one from before it began to watch, and would then live forever.
     """
     if multiprocessing.get_start_method() == "fork" and os.getppid() != parent:
         os._exit(1)
@@ -92,14 +92,14 @@ def _init_worker(parent: int, _: int) -> None:
 
 
 def _explain_death(workers: list[BaseProcess], error: Exception) -> Exception:
-    """A worker's death in our words, or the error itself where all of them live."""
+    """Return an error that explains a worker's death, or the error itself where all workers live."""
     wait([worker.sentinel for worker in workers], timeout=1.0)  # its socket may be closed before it has ended
     dead = next((worker for worker in workers if worker.exitcode), None)
     if dead is None or dead.exitcode is None:
         return error
     if dead.exitcode > 0:
-        return DataError(f"the loader worker with process number {dead.pid} ended with exit code {dead.exitcode}")
-    sentence = f"the loader worker with process number {dead.pid} was killed by {_name_signal(-dead.exitcode)}"
+        return DataError(f"the loader worker with process ID {dead.pid} ended with exit code {dead.exitcode}")
+    sentence = f"the loader worker with process ID {dead.pid} was killed by {_name_signal(-dead.exitcode)}"
     if reason := _MEMORY_SIGNALS.get(-dead.exitcode):
         return WorkerKilledError(f"{sentence}, {reason}")
     return DataError(f"{sentence}, a crash while it decoded an image")
@@ -108,25 +108,25 @@ def _explain_death(workers: list[BaseProcess], error: Exception) -> Exception:
 def _name_signal(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # a real-time signal has none
+    except ValueError:  # a real-time signal has no name
         return f"signal {number}"
 
 
 def _shut_down_workers(batches: Any, workers: list[BaseProcess]) -> None:
-    """Ask the processes to end, and kill those that have not after the deadline.
+    """Ask the processes to end, and kill those that have not ended by the deadline.
 
-    By a thread, because a worker that was killed may hold a lock for which torch then waits for ever.
+    A thread asks, because a killed worker may hold a lock for which torch then waits forever.
     """
-    with contextlib.suppress(RuntimeError):  # no thread can be started any more where the interpreter ends
-        asking = threading.Thread(target=batches._shutdown_workers, daemon=True, name="end loader workers")
-        asking.start()
-        asking.join(WORKER_EXIT_SECONDS)
+    with contextlib.suppress(RuntimeError):  # no thread can start while the interpreter shuts down
+        shutdown = threading.Thread(target=batches._shutdown_workers, daemon=True, name="end loader workers")
+        shutdown.start()
+        shutdown.join(WORKER_EXIT_SECONDS)
     _kill_workers(workers)
 
 
-@atexit.register  # runs before multiprocessing's own, which would join them for ever
+@atexit.register  # runs before multiprocessing's own, which would join them without a limit
 def kill_all_workers() -> None:
-    """Kill the workers of every loader, also of iterators that nobody closed: a traceback may hold them to the end."""
+    """Kill the workers of every loader, even of unclosed iterators: a traceback may hold them to the end."""
     _kill_workers(list(_live_workers))
 
 
@@ -135,4 +135,4 @@ def _kill_workers(workers: list[BaseProcess]) -> None:
         if worker.is_alive():
             worker.kill()
     for worker in workers:
-        worker.join(WORKER_EXIT_SECONDS)  # not for ever: a read that the system cannot interrupt outlives SIGKILL
+        worker.join(WORKER_EXIT_SECONDS)  # with a limit: a read that the system cannot interrupt outlives SIGKILL

@@ -20,7 +20,7 @@ from PIL import Image
 
 from vitrail.data import counter_rng, shards
 from vitrail.data.dataset import Dataset, Split
-from vitrail.data.decode import get_image_suffixes, read_header, read_image_file
+from vitrail.data.image_headers import get_image_suffixes, read_header, read_image_file
 from vitrail.data.order import permute_indices
 from vitrail.data.shards import Sample, ShardInfo
 from vitrail.errors import DataError, UsageError
@@ -136,7 +136,9 @@ def _run_jobs(jobs: list[_ShardJob], progress: ProgressCallback) -> list[ShardIn
         job.file: known for job in jobs if (known := _read_finished_shard(job)) is not None
     }
     progress(len(results), len(jobs))
-    for job, written in workers.map_in_processes(_pack_shard, [job for job in jobs if job.file not in results]):
+    for job, written in workers.map_in_processes(
+        _pack_shard, [job for job in jobs if job.file not in results], preload=[__name__]
+    ):
         if not isinstance(written, ShardInfo):
             raise DataError(f"the process that wrote {job.file} died (out of memory?); run the command again to go on")
         results[job.file] = written

@@ -20,6 +20,7 @@ from vitrail.data.download import ExpectedFile, FetchError
 from vitrail.data.shards import Sample
 from vitrail.errors import DataError, UsageError
 from vitrail.files import get_cache_home, get_data_home
+from vitrail.runtime.workers import ProgressCallback
 
 NoteCallback = Callable[[str], None]
 
@@ -66,7 +67,7 @@ def download_dataset(
     name: str,
     files: Sequence[Path] = (),
     *,
-    progress: download.ProgressCallback = _ignore_call,
+    progress: ProgressCallback = _ignore_call,
     note: NoteCallback = _ignore_call,
 ) -> Path:
     """The folder of a public set, fetched from the first of its mirrors that has it, or read from `files`.
@@ -188,7 +189,7 @@ def _measure_folder_bytes(folder: Path) -> int:
 
 
 def _download_from_mirrors(
-    name: str, public_dataset: PublicDataset, folder: Path, progress: download.ProgressCallback, note: NoteCallback
+    name: str, public_dataset: PublicDataset, folder: Path, progress: ProgressCallback, note: NoteCallback
 ) -> tuple[DownloadMirror, dict[str, Path]]:
     """The first mirror that gives all its files, and where they are now."""
     failures = []
@@ -208,7 +209,7 @@ def _download_from_mirrors(
     )
 
 
-def _download_all_files(mirror: DownloadMirror, folder: Path, progress: download.ProgressCallback) -> dict[str, Path]:
+def _download_all_files(mirror: DownloadMirror, folder: Path, progress: ProgressCallback) -> dict[str, Path]:
     """Each file of a mirror, fetched; to `progress` they are one."""
     total = sum(file.size for file in mirror.files)
     paths: dict[str, Path] = {}
@@ -221,7 +222,7 @@ def _download_all_files(mirror: DownloadMirror, folder: Path, progress: download
     return paths
 
 
-def _report_progress(progress: download.ProgressCallback, before: int, total: int, now: int, _: int) -> None:
+def _report_progress(progress: ProgressCallback, before: int, total: int, now: int, _: int) -> None:
     progress(before + now, total)
 
 
@@ -229,9 +230,7 @@ def _describe_mirror(mirror: DownloadMirror) -> str:
     return mirror.address if mirror.kind == "web" else f"{mirror.kind} ({mirror.address})"
 
 
-def _download_mirror_file(
-    mirror: DownloadMirror, file: ExpectedFile, folder: Path, progress: download.ProgressCallback
-) -> Path:
+def _download_mirror_file(mirror: DownloadMirror, file: ExpectedFile, folder: Path, progress: ProgressCallback) -> Path:
     path = folder / file.name
     if path.exists() and download.describe_mismatch(path, file) is None:  # from a run that did not come to its end
         return path

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail.data import archives, matlab
-from vitrail.data.decode import decode
+from vitrail.data.decode import PixelArray, decode
 from vitrail.data.shards import Sample
 from vitrail.errors import DataError
 from vitrail.plurals import pluralize
@@ -166,8 +165,6 @@ def read_tiny_imagenet(files: DownloadedFiles) -> DatasetContents:
 
 
 # --- sets of arrays ------------------------------------------------------------------------------------------------
-
-PixelArray = NDArray[np.uint8]
 
 
 def _encode_samples(

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vitrail import remote
-from vitrail.data import holdout, index, sample_table
+from vitrail.data import holdout, sample_table
 from vitrail.data.dataset import SPLITS, UNLABELED, Dataset, build_splits
-from vitrail.data.decode import FILE_LIMIT, get_image_suffixes
+from vitrail.data.image_headers import FILE_LIMIT, get_image_suffixes
 from vitrail.data.sample_table import Array, SampleTable, encode_text_column
 from vitrail.errors import DataError
 from vitrail.files import compute_sha256, get_cache_home, write_atomically
@@ -333,4 +333,4 @@ def _hold_out_val(identity: str, rows: SampleTable, holdout_fraction: float) -> 
         return {"split": found.column}, {"made_up": found.generated_splits, "notes": found.notes}
 
     place = f"{identity}/{DESCRIPTION_FILE}"
-    return index.load_or_build_table(f"set {place} {holdout_fraction}", lambda: [place], build_columns)
+    return sample_table.load_or_build_table(f"set {place} {holdout_fraction}", lambda: [place], build_columns)

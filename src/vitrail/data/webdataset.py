@@ -21,10 +21,10 @@ from typing import IO, Any, NamedTuple, cast
 import numpy as np
 
 from vitrail import remote
-from vitrail.data import holdout, imagenet, index
+from vitrail.data import holdout, imagenet, sample_table
 from vitrail.data.dataset import SPLITS, UNLABELED, Dataset, build_splits
-from vitrail.data.decode import IMAGE_SUFFIXES, get_image_suffixes
 from vitrail.data.folder import SPLIT_NAMES
+from vitrail.data.image_headers import IMAGE_SUFFIXES, get_image_suffixes
 from vitrail.data.sample_table import Array, encode_text_column
 from vitrail.data.shards import ShardStore
 from vitrail.data.tar_headers import TarError, TarMember, walk_members
@@ -48,7 +48,7 @@ def open_tars(pattern: str, *, holdout_fraction: float | None = 0.1) -> Dataset:
     source = " ".join(
         ["tars 2", str(folder), *files, str(holdout_fraction), *get_image_suffixes()[len(IMAGE_SUFFIXES) :], *devkit]
     )
-    rows = index.load_or_build_table(
+    rows = sample_table.load_or_build_table(
         source, lambda: [*paths, *devkit], lambda: _build_columns(folder, files, holdout_fraction)
     )
     return Dataset(

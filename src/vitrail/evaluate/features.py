@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vitrail import files
 from vitrail.config import PreprocessConfig, ViTConfig, to_json
-from vitrail.data import index
+from vitrail.data import sample_table
 from vitrail.data.dataset import UNLABELED, Split
 from vitrail.data.folder import FileStore
 from vitrail.data.loader import Batch
@@ -118,7 +118,7 @@ def digest_images(split: Split) -> str:
 
     def read_stamp(path: str) -> list[int]:
         if path not in stamps:
-            stamps[path] = index.read_stamp(path)
+            stamps[path] = sample_table.read_stamp(path)
         return stamps[path]
 
     store, content = split.store, b""
@@ -132,7 +132,7 @@ def digest_images(split: Split) -> str:
             mark = read_stamp(store.root)  # of all that lies below, in one request
         else:
             source = split.read_image(place)
-            mark = index.read_stamp(str(source)) if isinstance(source, Path) else []
+            mark = sample_table.read_stamp(str(source)) if isinstance(source, Path) else []
             content = (
                 b"" if isinstance(source, Path) else source.tobytes() if isinstance(source, Image.Image) else source
             )

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.config import PreprocessConfig
-from vitrail.data.transforms import compute_resize_size
+from vitrail.data.transforms import compute_eval_crop
 from vitrail.errors import DataError
 
 _CENTER_PRIOR_STD = 0.25  # standard deviation of the centre prior, in sides of what the model sees
@@ -43,10 +43,8 @@ class BoxAttention:
 
 def compute_crop_box(height: int, width: int, preprocess: PreprocessConfig) -> Box:
     """The part of an image of so many pixels that `evaluation_view` keeps."""
-    across = compute_resize_size(height, width, preprocess)
-    middle = [(side - crop) / 2 for side, crop in zip(across, preprocess.size, strict=True)]
-    top, left = (round(corner) if preprocess.crop_rounding == "nearest" else int(corner) for corner in middle)
-    down, right = height / across[0], width / across[1]  # pixels of the image for one of the resized
+    (resized_height, resized_width), top, left = compute_eval_crop(height, width, preprocess)
+    down, right = height / resized_height, width / resized_width  # pixels of the image for one of the resized
     return Box(left * right, top * down, (left + preprocess.size[1]) * right, (top + preprocess.size[0]) * down)
 
 

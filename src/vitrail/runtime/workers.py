@@ -1,4 +1,4 @@
-"""Work shared among processes, and what became of each part of it."""
+"""Work in parallel processes and threads, with the result or failure of each item."""
 
 import contextlib
 import multiprocessing
@@ -12,57 +12,62 @@ from multiprocessing import forkserver, resource_tracker
 from typing import TypeVar
 
 ProgressCallback = Callable[[int, int], None]
-"""Called with how much is done, and of how much."""
+"""Called with the amount done and the total."""
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 
 def ignore_progress(done: int, total: int) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress: the default callback."""
 
 
 def count_available_cores() -> int:
-    """Processor cores this process may use."""
+    """Count the CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def prefetch_batches(
     function: Callable[[ItemT], ResultT], batches: Iterable[Sequence[ItemT]], threads: int
 ) -> Iterator[list[tuple[ItemT, ResultT]]]:
-    """Each batch's items with their results, in order; while one is used, threads work on the next, and no further."""
+    """Yield each batch's items with their results, in order; threads compute one batch ahead, and no further."""
     pool = ThreadPoolExecutor(threads)
-    before: list[tuple[ItemT, Future[ResultT]]] | None = None
+    pending: list[tuple[ItemT, Future[ResultT]]] | None = None
     try:
         for batch in batches:
-            coming = [(item, pool.submit(function, item)) for item in batch]
-            if before is not None:
-                yield [(item, future.result()) for item, future in before]
-            before = coming
-        if before is not None:
-            yield [(item, future.result()) for item, future in before]
+            submitted = [(item, pool.submit(function, item)) for item in batch]
+            if pending is not None:
+                yield [(item, future.result()) for item, future in pending]
+            pending = submitted
+        if pending is not None:
+            yield [(item, future.result()) for item, future in pending]
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def map_in_processes(
-    function: Callable[[ItemT], ResultT], items: Sequence[ItemT], workers: int | None = None
+    function: Callable[[ItemT], ResultT],
+    items: Sequence[ItemT],
+    workers: int | None = None,
+    *,
+    preload: Sequence[str] = (),
 ) -> Iterator[tuple[ItemT, ResultT | BrokenProcessPool]]:
-    """Each item with its result, in the order in which they are done; an exception of the function is raised here.
+    """Yield each item with its result, in the order of completion; an exception of the function is raised here.
 
-    A process that dies, by a decoder's crash or for want of memory, takes the pool with it: what was not done then is
-    done again, each item in a process of its own, and those whose process dies are returned with that error.
+    A process that dies, by a decoder's crash or for lack of memory, breaks the whole pool. Unfinished items then run
+    again, each in its own process, and those whose process dies are returned with that error. `preload` names the
+    modules that the processes share, so that each does not import them again.
     """
     if not items:
         return
-    alone: list[ItemT] = []
-    with _create_process_pool(workers or count_available_cores()) as pool:
+    unfinished: list[ItemT] = []
+    with _create_process_pool(workers or count_available_cores(), preload) as pool:
         with _defer_keyboard_interrupt():
             futures = {pool.submit(function, item): item for item in items}  # which starts the processes
         try:
             for future in as_completed(list(futures)):
                 item, error = futures.pop(future), future.exception()
                 if isinstance(error, BrokenProcessPool):
-                    alone.append(item)
+                    unfinished.append(item)
                 elif error is not None:
                     raise error
                 else:
@@ -70,8 +75,8 @@ def map_in_processes(
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-    for item in alone:  # one of these is to blame: each gets a process of its own
-        with _create_process_pool(1) as pool:
+    for item in unfinished:  # one of these killed its process: each gets its own
+        with _create_process_pool(1, preload) as pool:
             future = pool.submit(function, item)
             error = future.exception()
             if error is not None and not isinstance(error, BrokenProcessPool):
@@ -79,32 +84,32 @@ def map_in_processes(
             yield item, error if isinstance(error, BrokenProcessPool) else future.result()
 
 
-def _create_process_pool(workers: int) -> ProcessPoolExecutor:
-    """Processes forked from a fresh one that has our modules: this one may have threads, which a fork does not survive.
+def _create_process_pool(workers: int, preload: Sequence[str]) -> ProcessPoolExecutor:
+    """Create processes forked from a fresh one that has our modules: this one may have threads, which no fork survives.
 
-    Ctrl-C is for this process to handle; the others begin deaf to it, and end with this one.
+    This process handles Ctrl-C; the others start with it blocked, and end with this one.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vitrail.data.image_scan", "vitrail.data.pack"])
-    resource_tracker.ensure_running()  # by itself: it would undo what follows
+    context.set_forkserver_preload(list(preload))
+    resource_tracker.ensure_running()  # started separately: it would undo what follows
     with _defer_keyboard_interrupt():
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         forkserver.ensure_running()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
     return ProcessPoolExecutor(workers, mp_context=context)
 
 
 @contextlib.contextmanager
 def _defer_keyboard_interrupt() -> Iterator[None]:
-    """What cannot be stopped in the middle: Ctrl-C takes effect at its end."""
+    """Run a block that must not be interrupted: Ctrl-C takes effect at its end."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    previous_handler = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
     if pressed:
         raise KeyboardInterrupt

@@ -32,7 +32,7 @@ READY = b"+"  # said once, when a decoder can begin
 JOB_HEADER = struct.Struct("!IIQ")
 REPLY_HEADER = struct.Struct("!HII")
 BOX_FORMAT = struct.Struct("!4d")
-BYTES_PER_PIXEL = 20  # the most that decoding needs is 17, of a WebP (tests/data/test_hostile_images.py)
+BYTES_PER_PIXEL = 20  # the most that decoding needs is 17, of a WebP (tests/data/test_image_headers.py)
 SPARE_BYTES = 64 * 2**20  # bytes for the rest: modules that Pillow loads late, compressed data, the resized image
 _NICE = 10  # above that of the threads that compute (compute.give_way): slow images must not keep them waiting
 

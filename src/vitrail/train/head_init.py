@@ -46,7 +46,7 @@ def fit_head(
         rank=group.rank,
         world_size=group.world_size,
         workers=run.workers,
-        skip_bad=run.dataset.unchecked,
+        skip_bad=run.dataset.skip_bad,
     )
     values = features.extract_features(
         model,
@@ -58,7 +58,7 @@ def fit_head(
     )
     model.cpu()
     learned = Features(values, features.read_labels(split))
-    if run.dataset.unchecked:  # the rows of images that cannot be read have nothing in them
+    if run.dataset.skip_bad:  # the rows of images that cannot be read have nothing in them
         learned = learned.select(values.any(dim=1).nonzero()[:, 0])
     head = solve_head(learned, classes)
     fitted = probe.replace_head(start, head, run.dataset.classes, 1.0, "")

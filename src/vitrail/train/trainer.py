@@ -15,7 +15,7 @@ import torch
 
 from vitrail import files
 from vitrail.data import loader
-from vitrail.data.dataset import BAD_SHARE
+from vitrail.data.dataset import MAX_BAD_FRACTION
 from vitrail.data.dataset_digest import DataDigest
 from vitrail.data.loader import Batch
 from vitrail.errors import DataError
@@ -186,11 +186,11 @@ class Trainer:
             with (self.folder / UNREADABLE).open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.writelines(f"{line}\n" for line in found)
         images = sum(len(split) for split in self.run.dataset.splits.values())
-        if len(self.unreadable) > BAD_SHARE * images:
+        if len(self.unreadable) > MAX_BAD_FRACTION * images:
             first = next(iter(self.unreadable))
             raise DataError(
                 f"{pluralize(len(self.unreadable), 'image')} of {images:,} cannot be read, such as {first}: more than"
-                f" {BAD_SHARE:.0%} are too many"
+                f" {MAX_BAD_FRACTION:.0%} are too many"
             )
 
     def stop_on_signal(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -423,7 +423,7 @@ def iterate_split_batches(run: TrainingRun, split: str, group: ProcessGroup = SI
             rank=group.rank,
             world_size=group.world_size,
             workers=run.workers,
-            skip_bad=run.dataset.unchecked,
+            skip_bad=run.dataset.skip_bad,
         )
     return loader.iter_eval_batches(
         run.dataset.splits[split],
@@ -433,5 +433,5 @@ def iterate_split_batches(run: TrainingRun, split: str, group: ProcessGroup = SI
         rank=group.rank,
         world_size=group.world_size,
         workers=run.workers,
-        skip_bad=run.dataset.unchecked,
+        skip_bad=run.dataset.skip_bad,
     )

@@ -188,7 +188,7 @@ class TrainingRun:
             num_classes=len(self.dataset.classes),
             masked=self.recipe.masked,
             num_patches=self.num_patches,
-            skip_bad=self.dataset.unchecked,
+            skip_bad=self.dataset.skip_bad,
         )
 
     @property

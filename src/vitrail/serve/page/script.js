@@ -32,7 +32,7 @@ async function ask(path, body, signal) {
   if (answer.ok) return answer;
   if (answer.status === 401) lock();
   const problem = await answer.json().catch(() => ({ error: `The server answered ${answer.status}.` }));
-  const kinds = problem.error.match(/no image of a known kind \((.*)\)/);
+  const kinds = problem.error.match(/not an image of a known format \((.*)\)/);
   if (kinds || answer.status === 415) throw trouble(`This is not an image.${kinds ? ` Known kinds are ${kinds[1]}.` : ""}`, false);
   throw trouble(sentence(problem.error, answer.headers.get("Retry-After")), answer.status >= 500);
 }
