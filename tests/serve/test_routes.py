@@ -187,7 +187,7 @@ def test_a_bad_image_among_several_is_named_by_its_number(client: TestClient) ->
     files = [("image", ("a.png", picture())), ("image", ("b.jpg", b"text"))]
     assert client.post("/v1/predict", files=files).json()["error"].startswith("image 2 is no image")
     answer = client.post("/v1/explain", files=[files[0]] * 2)
-    assert (answer.status_code, answer.json()["error"][:19]) == (422, "this route takes one")
+    assert (answer.status_code, answer.json()["error"][:19]) == (422, "this route takes on")
 
 
 def test_a_form_field_that_is_no_file_is_refused(client: TestClient) -> None:
