@@ -66,8 +66,8 @@ def test_it_serves_until_a_signal_and_opens_one_socket(model: str, number: signa
     [
         (["--batch", "0"], "--batch is 0; it must be above 0"),
         (["--deadline", "nan"], "--deadline is nan"),
-        (["--host", "nowhere.invalid"], "nothing can be served at nowhere.invalid:8000"),
-        (["--port", "99999"], "nothing can be served at 127.0.0.1:99999"),
+        (["--host", "nowhere.invalid"], "cannot listen on nowhere.invalid:8000"),
+        (["--port", "99999"], "cannot listen on 127.0.0.1:99999"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(

@@ -103,7 +103,7 @@ def test_a_request_that_finds_no_room_is_refused_and_leaves_nothing(work: Record
 
     async def every() -> None:
         first = await blocked(queue, work)
-        with pytest.raises(BusyError, match="all 3 places are taken"):
+        with pytest.raises(BusyError, match="all 3 slots are taken"):
             await asked(queue, work, 1, 2, 3)
         second = asyncio.create_task(asked(queue, work, 1, 2))
         await asyncio.sleep(0.01)
@@ -129,7 +129,7 @@ def test_a_request_that_would_wait_too_long_is_refused_by_the_measured_pace(work
         await asyncio.sleep(0.01)
         queue.seconds_per_image = 0.2
         assert queue.expected_wait == pytest.approx(2.0)
-        with pytest.raises(BusyError, match="more to do than 1 s") as refused:
+        with pytest.raises(BusyError, match="queued takes longer than 1 s") as refused:
             queue.acquire(1)
         assert refused.value.retry_seconds == pytest.approx(2.0)
         work.go.set()
@@ -146,7 +146,7 @@ def test_images_that_are_not_decoded_are_no_work_for_the_model() -> None:
     queue.seconds_per_image = 0.2
     with queue.acquire(50), queue.acquire(50):
         assert (queue.accepted_images, queue.expected_wait) == (100, 0)
-        with pytest.raises(BusyError, match="all 100 places are taken"):
+        with pytest.raises(BusyError, match="all 100 slots are taken"):
             queue.acquire(1)
     queue.close()
 

@@ -184,7 +184,7 @@ def test_a_busy_server_is_said_and_asked_again(chromium: Chromium, url: str, ser
         full.enter_context(service.models["small"].queue.acquire(64))
         upload(page, image)
         until(page, "!document.getElementById('problem').hidden")
-    assert text(page, "#problem p").startswith("Too busy: all 64 places are taken. Try again in ")
+    assert text(page, "#problem p").startswith("Too busy: all 64 slots are taken. Try again in ")
     page.evaluate("document.getElementById('again').click()")
     until(page, SHOWN)
 

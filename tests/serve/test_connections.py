@@ -122,4 +122,4 @@ def test_a_log_passes_so_many_lines_a_second_and_counts_the_others() -> None:
             record = logging.makeLogRecord({"msg": "line %d", "args": (number,), "created": second + 0.5})
             if limit.filter(record):
                 passed.append(record.getMessage())
-    assert passed == ["line 0", "line 1", "line 2", "line 0 (7 lines before it were left out)", "line 0", "line 1"]
+    assert passed == ["line 0", "line 1", "line 2", "line 0 (7 lines before it were dropped)", "line 0", "line 1"]

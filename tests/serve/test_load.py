@@ -114,7 +114,7 @@ def test_one_who_leaves_gives_his_place_back() -> None:
         assert served.uploads.open_count == served.uploads.held_bytes == 0
         reply = asyncio.run(Client(host, port).ask("/v1/predict", IMAGES[0]))
         assert reply.status == 200
-        assert len(json.loads(reply.body)["answers"]) == 1
+        assert len(json.loads(reply.body)["results"]) == 1
 
 
 def test_answers_do_not_wait_for_an_acknowledgement() -> None:

@@ -51,7 +51,7 @@ def sent(client: TestClient, path: str, content: bytes, **headers: str) -> Any:
 def test_predictions_are_the_classifiers(client: TestClient, service: Service) -> None:
     classify = service.models["small"].classifier
     for seed in range(5):
-        [found] = sent(client, "/v1/predict?top=3", picture(seed)).json()["answers"]
+        [found] = sent(client, "/v1/predict?top=3", picture(seed)).json()["results"]
         pairs = [(each["label"], each["probability"]) for each in found["predictions"]]
         assert pairs == classify([picture(seed)], top=3)[0]
         assert (found["model"], found["unsure"]) == ("small", False)
@@ -60,7 +60,7 @@ def test_predictions_are_the_classifiers(client: TestClient, service: Service) -
 def test_several_images_are_answered_in_their_order(client: TestClient, service: Service) -> None:
     images = [picture(seed, format=kind) for seed, kind in enumerate(("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF"))]
     files = [("image", (f"{number}.bin", image)) for number, image in enumerate(images)]
-    found = client.post("/v1/predict?model=other&top=1", files=files).json()["answers"]
+    found = client.post("/v1/predict?model=other&top=1", files=files).json()["results"]
     expected = service.models["other"].classifier(images, top=1)
     assert [each["predictions"][0]["label"] for each in found] == [answer[0][0] for answer in expected]
     assert [each["predictions"][0]["probability"] for each in found] == pytest.approx([a[0][1] for a in expected])
@@ -84,14 +84,14 @@ def test_the_model_gets_the_very_pixels_that_predict_gives_it(
 def test_below_the_threshold_the_model_is_unsure() -> None:
     for threshold, unsure in ((0.0, False), (1.0, True)):
         served = server.make_service({"m": serving.classifier(threshold=threshold)}, deadline=60)
-        [found] = sent(TestClient(routes.build_app(served)), "/v1/predict", picture()).json()["answers"]
+        [found] = sent(TestClient(routes.build_app(served)), "/v1/predict", picture()).json()["results"]
         assert found["unsure"] is unsure
         assert len(found["predictions"]) == 5
         served.close()
 
 
 def test_embeddings_are_what_the_head_reads(client: TestClient, service: Service) -> None:
-    [found] = sent(client, "/v1/embed", picture()).json()["answers"]
+    [found] = sent(client, "/v1/embed", picture()).json()["results"]
     expected = service.models["small"].classifier.extract_features([picture()])[0]
     assert found["embedding"] == expected.tolist()
 
@@ -146,8 +146,8 @@ def test_what_the_model_sees_is_said_as_a_part_of_the_image() -> None:
         },
         deadline=60,
     )
-    [found] = sent(TestClient(routes.build_app(served)), "/v1/predict", picture(size=(100, 50))).json()["answers"]
-    assert found["seen"] == pytest.approx([0.3, 0.1, 0.7, 0.9])
+    [found] = sent(TestClient(routes.build_app(served)), "/v1/predict", picture(size=(100, 50))).json()["results"]
+    assert found["crop"] == pytest.approx([0.3, 0.1, 0.7, 0.9])
     served.close()
 
 
@@ -167,7 +167,7 @@ def test_what_the_model_sees_is_said_as_a_part_of_the_image() -> None:
         ("/v1/attention?layer=4", picture(), {}, 422, "layer is 4; small has 3, counted from 1"),
         ("/v1/attention", picture(), {}, 422, "layer: Field required"),
         ("/v1/explain?background=red", picture(), {}, 422, "background: Input should be 'image' or 'none'"),
-        ("/v1/predict", b"x", {"content-type": "multipart/form-data"}, 400, "what its boundary is"),
+        ("/v1/predict", b"x", {"content-type": "multipart/form-data"}, 400, "state its boundary"),
         ("/v1/predict", b"x", {"content-type": "multipart/form-data; boundary=b"}, 400, "damaged"),
         ("/v1/predict", b"--b\r\n", {"content-type": "multipart/form-data; boundary=b"}, 400, "too early"),
         ("/nothing", b"", {}, 404, "Not Found"),
@@ -187,7 +187,7 @@ def test_a_bad_image_among_several_is_named_by_its_number(client: TestClient) ->
     files = [("image", ("a.png", picture())), ("image", ("b.jpg", b"text"))]
     assert client.post("/v1/predict", files=files).json()["error"].startswith("image 2 is not an image")
     answer = client.post("/v1/explain", files=[files[0]] * 2)
-    assert (answer.status_code, answer.json()["error"][:19]) == (422, "one image at a time")
+    assert (answer.status_code, answer.json()["error"][:19]) == (422, "this route takes on")
 
 
 def test_a_form_field_that_is_no_file_is_refused(client: TestClient) -> None:
@@ -256,7 +256,7 @@ def test_a_full_queue_is_503_with_a_time_to_come_again(service: Service, client:
         answer = sent(client, "/v1/predict", picture())
         assert client.get("/healthz").status_code == 200
     assert answer.status_code == 503
-    assert answer.json() == {"error": "too busy: all 64 places are taken"}
+    assert answer.json() == {"error": "too busy: all 64 slots are taken"}
     assert int(answer.headers["retry-after"]) >= 1
     assert sent(client, "/v1/predict", picture()).status_code == 200
 
@@ -342,7 +342,7 @@ def test_the_api_is_described_by_a_page_that_loads_nothing_from_elsewhere(client
             for option in about.get("parameters", ()):
                 assert f"<code>{option['name']}</code>" in page
     assert "'http://127.0.0.1:8000/v1/attention?layer=12'" in html.unescape(page)
-    assert "<code>seen</code> is the part it saw" in page
+    assert "<code>crop</code> is the part it saw" in page
     assert "`" not in page
     assert not re.search(r"<script|<style|\sstyle=|\son\w+=", page)
     assert set(re.findall(r'(?:src|href)="([^"#]+)"', page)) <= {*routes.PAGE_FILES, "/openapi.json"}

@@ -1,7 +1,7 @@
-"""Connections: how many there are, and how long one may take to say what it wants.
+"""Connections: a limit on their number, and a deadline for a request's headers.
 
-uvicorn limits requests, not connections, and waits for a request's headers for ever. When all descriptors are taken,
-asyncio writes a trace to the log for every connection it cannot accept.
+uvicorn limits requests, not connections, and waits forever for a request's headers. When all file descriptors are in
+use, asyncio logs a traceback for every connection it cannot accept.
 """
 
 import asyncio
@@ -13,38 +13,34 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEADER_SECONDS = 10  # for the headers of a request, and for the rest of a body that was refused
+HEADER_SECONDS = 10  # for the headers of a request, and for the rest of a refused body
 MAX_CONNECTIONS = 1000
-BACKLOG = 1024  # connections that the system holds while we are busy
-ACCEPT_BACKLOG = (
-    32  # connections accepted in one turn of the event loop; one that is ended for another has four turns left
-)
-_RESERVED_DESCRIPTORS = (
-    128 + 4 * ACCEPT_BACKLOG
-)  # descriptors that are no connections: models, decoders, the log; and those on their way
+BACKLOG = 1024  # connections that the system queues while the server is busy
+ACCEPT_BACKLOG = 32  # connections accepted in one turn of the event loop; an aborted one lives for four turns more
+_RESERVED_DESCRIPTORS = 128 + 4 * ACCEPT_BACKLOG  # for models, decoders, the log, and aborted connections
 _MAX_LOG_LINES = 20  # of a logger in a second
 
 
 class Listener(socket.socket):
-    """A socket at which many may wait, though asyncio accepts few at a time: it takes both for one number."""
+    """A socket with a long backlog, though asyncio accepts few at a time: it uses one number for both."""
 
     def listen(self, _: int = BACKLOG, /) -> None:
         super().listen(BACKLOG)
 
 
 def raise_connection_limit() -> int:
-    """How many connections there may be, once this process may have as many descriptors as the system allows."""
+    """Raise the limit of file descriptors as far as the system allows; how many connections fit into it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
-    wanted = MAX_CONNECTIONS + _RESERVED_DESCRIPTORS
-    if soft < wanted:
-        soft = min(wanted, hard)
+    needed = MAX_CONNECTIONS + _RESERVED_DESCRIPTORS
+    if soft < needed:
+        soft = min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     return max(1, min(MAX_CONNECTIONS, soft - _RESERVED_DESCRIPTORS))
 
 
 class ConnectionRegistry:
-    """Those connections that have no request now, the one that has waited longest first; and how many there may be."""
+    """Idle connections, the longest idle first, and the most connections there may be."""
 
     def __init__(self, max_connections: int) -> None:
         self.max_connections = max_connections
@@ -58,16 +54,16 @@ class ConnectionRegistry:
         self._waiting.pop(connection, None)
 
     def abort_oldest(self) -> None:
-        """Make room for another; there is always one that waits, since a new one does."""
+        """Close the longest idle connection; a new one is idle too, so there always is one."""
         oldest = next(iter(self._waiting))
         self.remove(oldest)
         oldest.transport.abort()
 
 
 class HttpConnection(H11Protocol):
-    """uvicorn's connection, with a deadline for headers and a place among so many others.
+    """uvicorn's HTTP connection with a deadline for headers and a limit on their number.
 
-    It inherits, because uvicorn has no other way to be told.
+    It inherits because uvicorn offers no other hook.
     """
 
     def __init__(self, registry: ConnectionRegistry, **settings: Any) -> None:
@@ -109,17 +105,17 @@ class HttpConnection(H11Protocol):
 
 
 class LogRateLimit(logging.Filter):
-    """Lets so many lines a second pass, and says how many it kept back."""
+    """Pass so many lines a second, and count those that were dropped."""
 
     def __init__(self, lines: int = _MAX_LOG_LINES) -> None:
         super().__init__()
         self._lines, self._second, self._count = lines, 0, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        second, kept_back = int(record.created), self._count - self._lines
+        second, dropped = int(record.created), self._count - self._lines
         if second != self._second:
-            if kept_back > 0:
-                record.msg = f"{record.getMessage()} ({kept_back} lines before it were left out)"
+            if dropped > 0:
+                record.msg = f"{record.getMessage()} ({dropped} lines before it were dropped)"
                 record.args = None
             self._second, self._count = second, 0
         self._count += 1
@@ -127,7 +123,7 @@ class LogRateLimit(logging.Filter):
 
 
 def limit_log_rate() -> None:
-    """Let nobody fill the disk by what he sends: a line for every bad request is too much of them."""
+    """Limit log lines, so that bad requests cannot fill the disk."""
     for name in ("asyncio", "uvicorn.error"):
         logger = logging.getLogger(name)
         if not any(isinstance(each, LogRateLimit) for each in logger.filters):

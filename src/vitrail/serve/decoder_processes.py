@@ -1,9 +1,9 @@
-"""Processes that decode, of which each can be killed: no image holds the server, whatever is in it.
+"""A pool of decoder processes that can be killed: no image can block the server, whatever is in it.
 
-An image has `Limits.decode_seconds` once its decoding has begun. Where others wait and every decoder has had its image
-for longer than `SLICE`, the image that began last is given up for them. So all decoders but one may work on large
-images for as long as these may take, and the last one is never held for longer than a slice. Of those who wait, small
-images come first: whoever makes the server slow by large ones waits behind all others.
+An image may take `RequestLimits.decode_seconds` to decode. If others wait and every decoder has had its image for more
+than `SLICE_SECONDS`, the image that started last is given up for them. So all decoders but one may work on large images
+for as long as those may take, and the last is never held for longer than a slice. Small images are decoded first:
+whoever slows the server down by large ones waits behind all others.
 """
 
 import asyncio
@@ -36,29 +36,29 @@ from vitrail.serve.upload_decoding import (
     run_decoder,
 )
 
-SLICE_SECONDS = 0.3  # seconds that an image has in any case: a photo of 12 megapixels takes 0.2
+SLICE_SECONDS = 0.3  # that every image gets: a photo of 12 megapixels takes 0.2
 MAX_SMALL_PIXELS = 4e6  # pixels: decoded in less than a tenth of a second
-_START_SECONDS = 60  # seconds for a decoder to begin, on the busiest machine
-_MAX_MESSAGE_BYTES = 10_000  # bytes of a decoder's sentence
-_SECONDS_MOMENTUM = 0.7  # of the measured seconds, how much of the earlier ones stays with each image
+_START_SECONDS = 60  # for a decoder to start, on the busiest machine
+_MAX_MESSAGE_BYTES = 10_000  # of a decoder's error
+_SECONDS_MOMENTUM = 0.7  # weight of the earlier seconds in their moving average, at each image
 
 
 class _DecoderProcess:
-    """A process, and our end of the socket to it."""
+    """A decoder process, and the server's end of the socket to it."""
 
     def __init__(self, input_specs: Sequence[InputSpec], limits: RequestLimits) -> None:
         self.socket, theirs = socket.socketpair()
         with theirs:
             self.process = _start_process(theirs, input_specs, limits)
         self.kill = util.Finalize(self, partial(_kill_process, self.process, self.socket), exitpriority=0)
-        """At the latest when this process ends, before it would wait for the other."""
+        """Runs at exit at the latest, before multiprocessing would join the process."""
         self.socket.settimeout(_START_SECONDS)
         if self.socket.recv(1) != READY:
             raise ConnectionResetError(errno.ECONNRESET, "it died")
         self.socket.setblocking(False)
 
     async def send_job(self, spec_index: int, input_spec: InputSpec, name: str, content: memoryview) -> ModelInput:
-        """Send a job and read what was made of it; an OSError where the decoder does not answer as one."""
+        """Send a job and read its reply; an OSError if the reply is invalid."""
         loop, title = asyncio.get_running_loop(), name.encode()
         await loop.sock_sendall(self.socket, JOB_HEADER.pack(spec_index, len(title), len(content)) + title)
         await loop.sock_sendall(self.socket, content)
@@ -66,7 +66,7 @@ class _DecoderProcess:
         if status in (400, 413) and length <= _MAX_MESSAGE_BYTES and not size:
             raise RefusedError(status, (await self._read(length)).decode(errors="replace"))
         if (status, length, size) != (200, BOX_FORMAT.size, math.prod(input_spec.shape)):
-            raise OSError("what a decoder sent is no answer")
+            raise OSError("a decoder sent an invalid reply")
         text = await self._read(length)
         pixels = torch.frombuffer(await self._read(size), dtype=torch.uint8)
         return ModelInput(pixels.reshape(input_spec.shape), Box(*BOX_FORMAT.unpack(text)))
@@ -88,13 +88,13 @@ def _kill_process(process: multiprocessing.process.BaseProcess, ours: socket.soc
 
 
 def start_forkserver() -> None:
-    """Start the process that decoders are forked from, and let it load their modules meanwhile.
+    """Start the process that decoders are forked from, and let it preload their modules.
 
-    This one has threads, which a fork does not survive.
+    The server itself has threads, which a fork does not survive.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["vitrail.serve.upload_decoding"])
-    resource_tracker.ensure_running()  # by itself: it would undo what follows
-    with _block_signals():  # which is inherited: until decoders ignore them, signals do nothing
+    resource_tracker.ensure_running()  # first: it would undo the blocked signals
+    with _block_signals():  # inherited: until decoders ignore them, stop signals do nothing
         forkserver.ensure_running()
 
 
@@ -130,7 +130,7 @@ class _RunningDecode:
 
 
 class DecoderPool:
-    """As many decoders as there are cores, started when they are needed. Only the event loop's thread uses them."""
+    """As many decoders as cores, started on demand. Only the event loop's thread uses them."""
 
     def __init__(
         self, input_specs: Sequence[InputSpec], limits: RequestLimits, count: int, metrics: ServerMetrics
@@ -141,32 +141,32 @@ class DecoderPool:
         self._small: collections.deque[asyncio.Future[None]] = collections.deque()
         self._large: collections.deque[asyncio.Future[None]] = collections.deque()
         self._running: list[_RunningDecode] = []
-        self._mean_seconds = 0.0  # that a decoder has an image
+        self._mean_seconds = 0.0  # that an image takes
 
     def start(self) -> None:
-        """Start all of them now; else each starts with its first image."""
+        """Start all decoders now; otherwise each starts with its first image."""
         while len(self._idle) < self._free:
             self._idle.append(_DecoderProcess(self.input_specs, self.limits))
 
     def close(self) -> None:
-        """End them all, also in the middle of an image."""
+        """Kill all decoders, also in the middle of an image."""
         while self._idle:
             self._idle.pop().kill()
 
     @property
     def expected_wait(self) -> float:
-        """Seconds until those who wait now will have a decoder."""
+        """Seconds until the images that wait now get a decoder."""
         return (len(self._small) + len(self._large)) * self._mean_seconds / self.count
 
     def check_capacity(self, max_wait: float) -> None:
-        """A `BusyError` where one more would wait for longer."""
+        """Raise `BusyError` if one more image would wait for longer."""
         if self.expected_wait > max_wait:
-            raise BusyError(f"there is more to decode than {max_wait:g} s suffice for", self.expected_wait)
+            raise BusyError(f"what is to be decoded takes longer than {max_wait:g} s", self.expected_wait)
 
     async def decode(
         self, content: memoryview, input_spec: InputSpec, name: str, max_wait: float
     ) -> tuple[ModelInput, float]:
-        """A model input, and the seconds that decoding took. It waits for a decoder for as long as its patience."""
+        """Decode an image, waiting at most `max_wait` for a decoder; the model input and the seconds it took."""
         await self._acquire(self._small if estimate_pixels(content) <= MAX_SMALL_PIXELS else self._large, max_wait)
         try:
             decoder = self._idle.pop() if self._idle else await self._start_replacement()
@@ -187,21 +187,21 @@ class DecoderPool:
         timer = asyncio.get_running_loop().call_later(SLICE_SECONDS + 0.01, self._give_up_latest)
         try:
             async with running.timeout:
-                made = await decoder.send_job(self.input_specs.index(input_spec), input_spec, name, content)
+                decoded = await decoder.send_job(self.input_specs.index(input_spec), input_spec, name, content)
             reason = ""
-            return made
+            return decoded
         except RefusedError:
             reason = ""
             raise
         except TimeoutError:
             reason = "busy" if running.is_given_up else "slow"
             if running.is_given_up:
-                raise BusyError(f"{name} takes long to decode, and others wait", self.expected_wait) from None
-            sentence = f"{name} takes longer to decode than {self.limits.decode_seconds:g} s"
-            raise RefusedError(413, sentence) from None
+                raise BusyError(f"{name} takes long to decode, and other images wait", self.expected_wait) from None
+            message = f"{name} takes longer to decode than {self.limits.decode_seconds:g} s"
+            raise RefusedError(413, message) from None
         except OSError:
             reason = "died"
-            raise RefusedError(400, f"{name} cannot be decoded: its decoder died of it") from None
+            raise RefusedError(400, f"{name} cannot be decoded: it crashed the decoder") from None
         finally:
             timer.cancel()
             self._running.remove(running)
@@ -212,14 +212,14 @@ class DecoderPool:
                 self._idle.append(decoder)
 
     async def _start_replacement(self) -> _DecoderProcess:
-        """A new decoder, started by another thread, since that takes some milliseconds."""
+        """Start a new decoder in another thread, since that takes some milliseconds."""
         try:
             return await asyncio.to_thread(_DecoderProcess, self.input_specs, self.limits)
         except OSError as error:
             raise BusyError(f"no decoder can be started: {error.strerror}", self.expected_wait) from error
 
     async def _acquire(self, waiting: collections.deque[asyncio.Future[None]], max_wait: float) -> None:
-        """Wait for a decoder, in the order of coming."""
+        """Wait for a free decoder, first come, first served."""
         if self._free:
             self._free -= 1
             return

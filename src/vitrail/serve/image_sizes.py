@@ -1,17 +1,17 @@
-"""How many pixels a file says it has, by a look at its first bytes: who is decoded first must not depend on decoding.
+"""An image's pixels by its first bytes, to decide which upload is decoded first without decoding it.
 
-Nothing else depends on it. Pillow knows more formats and cases, and takes as long as a file wants.
+Nothing else depends on it. Pillow knows more formats and cases, but its time is in the hands of the file.
 """
 
 import math
 from typing import Literal
 
-_MAX_JPEG_MARKERS = 64  # of a JPEG, before it says its size
-_JPEG_FRAME_MARKERS = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})  # the markers that say it
+_MAX_JPEG_MARKERS = 64  # before the one with the size
+_JPEG_FRAME_MARKERS = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})  # the markers with the size
 
 
 def estimate_pixels(file: memoryview) -> float:
-    """Width times height; infinity where that is not seen at once, as in a TIFF."""
+    """Width times height; infinity if the first bytes do not tell, as in a TIFF."""
     head = bytes(file[:32])
     if len(head) < 32:
         return 0
@@ -39,14 +39,14 @@ def _estimate_webp(head: bytes) -> float:
 
 
 def _estimate_jpeg(file: memoryview) -> float:
-    place = 2
+    offset = 2
     for _ in range(_MAX_JPEG_MARKERS):
-        segment = bytes(file[place : place + 9])  # a marker, its length, bits of a sample, height, width
+        segment = bytes(file[offset : offset + 9])  # a marker, its length, bits of a sample, height, width
         if len(segment) < 9 or segment[0] != 0xFF:
             break
         if segment[1] in _JPEG_FRAME_MARKERS:
             return _parse_integer(segment[5:7], "big") * _parse_integer(segment[7:9], "big")
-        place += 2 + _parse_integer(segment[2:4], "big")
+        offset += 2 + _parse_integer(segment[2:4], "big")
     return math.inf
 
 

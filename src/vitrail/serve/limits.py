@@ -1,10 +1,10 @@
-"""What a request may cost, and how it is refused."""
+"""Limits of a request, and the error that refuses one."""
 
 from typing import NamedTuple
 
 
 class RefusedError(Exception):
-    """A request that is answered with a status and a sentence."""
+    """A refused request: the status code and the message of its response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -12,7 +12,7 @@ class RefusedError(Exception):
 
 
 class RequestLimits(NamedTuple):
-    """What is read and decoded at most."""
+    """The most that is read and decoded."""
 
     max_megabytes: float = 20.0
     """Of one request."""
@@ -21,9 +21,9 @@ class RequestLimits(NamedTuple):
     max_images: int = 32
     """Of one request."""
     upload_seconds: float = 30.0
-    """In which a body must have come."""
+    """In which a body must arrive."""
     decode_seconds: float = 10.0
-    """For one image, once its decoding has begun: 50 megapixels took 0.9 to 3.8 on one core."""
+    """To decode one image: 50 megapixels took 0.9 to 3.8 s on one core."""
 
     @property
     def max_bytes(self) -> int:

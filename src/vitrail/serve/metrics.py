@@ -1,4 +1,4 @@
-"""Counts and times in Prometheus' text format, by hand: it is forty lines, and its client a dependency."""
+"""Metrics in Prometheus' text format. By hand: it is forty lines, and the client library a dependency."""
 
 import bisect
 import collections
@@ -10,13 +10,13 @@ BATCH_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 METRICS = {
     "vitrail_requests_total": ("counter", "Requests, by route and status."),
-    "vitrail_request_seconds": ("histogram", "From the request's first line to the answer's last byte."),
-    "vitrail_images_total": ("counter", "Images that were computed, by model."),
-    "vitrail_batch_images": ("histogram", "Images that were computed together, by model."),
-    "vitrail_decoders_replaced_total": ("counter", "Decoders that were killed or died, by reason."),
-    "vitrail_upload_bytes": ("gauge", "Bytes of bodies that are not decoded yet."),
-    "vitrail_queue_images": ("gauge", "Images that were accepted and are not answered, by model."),
-    "vitrail_queue_places": ("gauge", "The most images there may be of them, by model."),
+    "vitrail_request_seconds": ("histogram", "From the request's first line to the response's last byte."),
+    "vitrail_images_total": ("counter", "Images computed, by model."),
+    "vitrail_batch_images": ("histogram", "Images computed together, by model."),
+    "vitrail_decoders_replaced_total": ("counter", "Decoders killed or lost, by reason."),
+    "vitrail_upload_bytes": ("gauge", "Bytes of uploads not decoded yet."),
+    "vitrail_queue_images": ("gauge", "Images accepted and not answered yet, by model."),
+    "vitrail_queue_places": ("gauge", "Capacity of the queue in images, by model."),
 }
 _BOUNDS: dict[str, tuple[float, ...]] = {
     "vitrail_request_seconds": SECONDS_BOUNDS,
@@ -27,7 +27,7 @@ MetricLabels = tuple[tuple[str, str], ...]
 
 
 class ServerMetrics:
-    """Numbers that grow; any thread may add to them."""
+    """Counters and histograms; any thread may add to them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,16 +49,16 @@ class ServerMetrics:
             self._sums[key] += value
 
     def render(self, gauges: Mapping[tuple[str, MetricLabels], float]) -> str:
-        """The page that Prometheus reads."""
+        """The text that Prometheus scrapes."""
         with self._lock:
             counts = {**self._counts, **gauges}
             lines = [line for name in METRICS for line in self._render_metric(name, counts)]
         return "\n".join(lines) + "\n"
 
     def _render_metric(self, name: str, counts: Mapping[tuple[str, MetricLabels], float]) -> Iterator[str]:
-        sort, sentence = METRICS[name]
-        yield f"# HELP {name} {sentence}"
-        yield f"# TYPE {name} {sort}"
+        kind, description = METRICS[name]
+        yield f"# HELP {name} {description}"
+        yield f"# TYPE {name} {kind}"
         for (each, labels), value in counts.items():
             if each == name:
                 yield f"{name}{_format_labels(labels)} {value:.17g}"

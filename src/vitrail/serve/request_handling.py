@@ -1,4 +1,4 @@
-"""From a request to what a model says of its images: read, let in, decoded, computed."""
+"""From a request to its results: read the upload, take a queue slot, decode the images, compute."""
 
 import asyncio
 import dataclasses
@@ -23,7 +23,7 @@ ResultT = TypeVar("ResultT")
 
 @dataclasses.dataclass
 class Service:
-    """The models, and what is shared by all requests. Only the event loop's thread uses it."""
+    """The models and what all requests share. Only the event loop's thread uses it."""
 
     models: Mapping[str, ServedModel]
     limits: RequestLimits
@@ -31,31 +31,31 @@ class Service:
     uploads: Uploads
     decoders: DecoderPool
     thread_pool: ThreadPoolExecutor
-    """They draw and encode what is answered."""
+    """Threads that draw and encode responses."""
     key: str | None = None
     hosts: AllowedHosts | None = None
-    """By which names the server may be called; by any unless given."""
+    """Host names that requests may use; any if None."""
     unanswered_requests: int = 0
-    """Requests that were given up when the server stopped."""
+    """Requests dropped when the server stopped."""
 
     def check_key(self, request: Request) -> None:
-        """Refuse a request without the key, in a time that does not depend on what it has in its place."""
+        """Refuse a request without the key, in constant time."""
         if self.key is None:
             return
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), self.key.encode()):
-            raise RefusedError(401, "this server wants a key: Authorization: Bearer KEY")
+        token = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(token.encode(), self.key.encode()):
+            raise RefusedError(401, "this server needs a key: Authorization: Bearer KEY")
 
     def get_model(self, name: str | None) -> ServedModel:
-        found = find_model(self.models, name)
-        if found is None:
-            raise RefusedError(404, f"there is no model {name!r:.80}; /v1/models lists those there are")
-        return found
+        model = find_model(self.models, name)
+        if model is None:
+            raise RefusedError(404, f"there is no model {name!r:.80}; /v1/models lists them")
+        return model
 
     async def compute_request(
         self, request: Request, model: ServedModel, kind: Hashable, function: BatchFunction, *, single: bool = False
     ) -> tuple[list[ModelInput], list[Any]]:
-        """What a model sees of a request's images, and what the work makes of them."""
+        """The model inputs of a request's images, and what `function` computes from them."""
         content_type = check_content_type(request)
         model.queue.check_capacity()
         self.decoders.check_capacity(model.queue.deadline)
@@ -63,35 +63,35 @@ class Service:
             await upload.read_body(request)
             files = upload.split_files(content_type)
             if single and len(files) > 1:
-                raise RefusedError(422, f"one image at a time is explained, and the form has {len(files)}")
-            with model.queue.acquire(len(files)) as place:
-                inputs = await self._decode_files(files, model, place)
+                raise RefusedError(422, f"this route takes one image, and the form has {len(files)}")
+            with model.queue.acquire(len(files)) as slot:
+                inputs = await self._decode_files(files, model, slot)
                 upload.close()  # only pixels wait for the model
-                found = await place.compute(kind, function, [each.pixels for each in inputs])
-        return inputs, list(found)
+                results = await slot.compute(kind, function, [each.pixels for each in inputs])
+        return inputs, list(results)
 
     async def run_in_thread(self, function: Callable[[], ResultT]) -> ResultT:
-        """Something done by another thread, so that this one goes on answering."""
+        """Run a function in another thread, so that the event loop stays free."""
         return await asyncio.get_running_loop().run_in_executor(self.thread_pool, function)
 
     async def _decode_files(self, files: Sequence[memoryview], model: ServedModel, slot: QueueSlot) -> list[ModelInput]:
-        """The model inputs of a request's files, decoded several at a time; after a failure no other is begun."""
+        """Decode a request's files, several at a time; after a failure no other is started."""
         inputs: dict[int, ModelInput] = {}
         failures: list[RefusedError | BusyError] = []
-        coming = iter(enumerate(files, 1))
+        numbered_files = iter(enumerate(files, 1))
 
         async def decode_next() -> float:
             spent = 0.0
-            for number, file in coming:
+            for number, file in numbered_files:
                 name = "the image" if len(files) == 1 else f"image {number}"
                 try:
-                    found = await self.decoders.decode(file, model.input_spec, name, model.queue.deadline)
+                    decoded, seconds = await self.decoders.decode(file, model.input_spec, name, model.queue.deadline)
                 except (RefusedError, BusyError) as error:
                     failures.append(error)
                 if failures:
                     break
-                inputs[number] = found[0]
-                spent += found[1]
+                inputs[number] = decoded
+                spent += seconds
             return spent
 
         spent = await asyncio.gather(*(decode_next() for _ in files[: self.decoders.count]))
@@ -99,20 +99,20 @@ class Service:
             raise failures[0]
         slot.deadline += max(
             0.0, max(spent) - SLICE_SECONDS
-        )  # the deadline is for those who wait: large images need time
+        )  # the deadline is of waiting, not of decoding large images
         return [inputs[number] for number in sorted(inputs)]
 
     def read_gauges(self) -> dict[tuple[str, MetricLabels], float]:
-        """What is so at this moment."""
-        found: dict[tuple[str, MetricLabels], float] = {("vitrail_upload_bytes", ()): self.uploads.held_bytes}
+        """Current values of the gauges."""
+        gauges: dict[tuple[str, MetricLabels], float] = {("vitrail_upload_bytes", ()): self.uploads.held_bytes}
         for served in self.models.values():
             labels = (("model", served.name),)
-            found["vitrail_queue_images", labels] = served.queue.accepted_images
-            found["vitrail_queue_places", labels] = served.queue.capacity
-        return found
+            gauges["vitrail_queue_images", labels] = served.queue.accepted_images
+            gauges["vitrail_queue_places", labels] = served.queue.capacity
+        return gauges
 
     def close(self) -> None:
-        """End the decoders and the threads. What is still waiting has nobody who waits for it."""
+        """End the decoders and the threads; pending work is dropped."""
         self.decoders.close()
         for served in self.models.values():
             served.queue.close()

@@ -1,4 +1,4 @@
-"""The routes. What they answer is computed elsewhere; here it gets its form, its status and its headers."""
+"""The HTTP routes: schemas, status codes and headers. What they return is computed in `request_handling`."""
 
 import asyncio
 import base64
@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vitrail import __version__
+from vitrail.config import Precision
 from vitrail.errors import UsageError
 from vitrail.serve.api_page import render_api_page
 from vitrail.serve.batching import BusyError
@@ -53,7 +54,7 @@ _IMAGE_BODY: dict[str, Any] = {
 }
 
 
-# --- what answers look like, for the schema --------------------------------------------------------------------------
+# --- response schemas -----------------------------------------------------------------------------------------------
 
 
 class LabelProbability(BaseModel):
@@ -62,7 +63,7 @@ class LabelProbability(BaseModel):
 
 
 class ImagePredictions(BaseModel):
-    """What a model says of one image. `seen` is the part it saw: left, top, right, bottom, from 0 to 1."""
+    """A model's predictions for one image. `crop` is the part it saw: left, top, right, bottom, from 0 to 1."""
 
     model: str
     predictions: list[LabelProbability]
@@ -103,10 +104,11 @@ class ModelInfo(BaseModel):
     heads: int
     multi_label: bool
     threshold: float
+    precision: Precision
 
 
 class ClassesResponse(BaseModel):
-    """What a model can answer, in the order of its outputs."""
+    """A model's classes, in the order of its outputs."""
 
     model: str
     classes: list[str]
@@ -124,15 +126,15 @@ class ErrorResponse(BaseModel):
 
 
 def _get_service(request: Request) -> Service:
-    found = request.app.state.service
-    assert isinstance(found, Service)
-    return found
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
 
 
 def _get_permitted_service(request: Request) -> Service:
-    found = _get_service(request)
-    found.check_key(request)
-    return found
+    service = _get_service(request)
+    service.check_key(request)
+    return service
 
 
 OpenService = Annotated[Service, Depends(_get_service)]
@@ -144,14 +146,14 @@ _ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     for status, sentence in {
         400: "no image, or a damaged one",
         401: "the key is missing or wrong",
-        403: "a page of another site asks",
+        403: "a request from another site's page",
         404: "no such model",
-        408: "the body came too slowly",
+        408: "the body arrived too slowly",
         413: "too many bytes, pixels or images, or too long to decode",
-        415: "a type that is no image",
-        421: "a name that is not this server's",
-        422: "an option that cannot be meant",
-        503: "too busy: come again after Retry-After seconds",
+        415: "a content type that is no image",
+        421: "a host name that is not this server's",
+        422: "an invalid option",
+        503: "too busy: retry after Retry-After seconds",
     }.items()
 }
 router = APIRouter(responses=_ERROR_RESPONSES)
@@ -162,19 +164,19 @@ health_router = APIRouter()
 async def predict(
     request: Request, service: LockedService, model: ModelName = None, top: Annotated[int, Query(ge=1, le=1000)] = 5
 ) -> Response:
-    """The likeliest labels of each image."""
+    """The most probable labels of each image."""
     served = service.get_model(model)
-    views, rows = await service.compute_request(request, served, "predict", served.classifier.predict_proba)
-    said = [{**served.rank_labels(row, top), "seen": view.crop} for row, view in zip(rows, views, strict=True)]
-    return JSONResponse({"answers": said})
+    inputs, rows = await service.compute_request(request, served, "predict", served.classifier.predict_proba)
+    results = [{**served.rank_labels(row, top), "crop": each.crop} for row, each in zip(rows, inputs, strict=True)]
+    return JSONResponse({"results": results})
 
 
 @router.post("/v1/embed", response_model=EmbedResponse, openapi_extra=_IMAGE_BODY)
 async def embed(request: Request, service: LockedService, model: ModelName = None) -> Response:
-    """What the head reads of each image, as numbers."""
+    """The features of each image: what the head reads."""
     served = service.get_model(model)
     _, rows = await service.compute_request(request, served, "embed", served.classifier.extract_features)
-    return JSONResponse({"answers": [{"model": served.name, "embedding": row.tolist()} for row in rows]})
+    return JSONResponse({"results": [{"model": served.name, "embedding": row.tolist()} for row in rows]})
 
 
 @router.post(
@@ -186,10 +188,10 @@ async def embed(request: Request, service: LockedService, model: ModelName = Non
 async def explain(
     request: Request, service: LockedService, model: ModelName = None, background: Literal["image", "none"] = "image"
 ) -> Response:
-    """Attention rollout as a PNG: over what the model saw of the image, or alone, to be laid over it."""
+    """Attention rollout as a PNG: over the crop that the model saw, or alone, as an overlay for it."""
     served = service.get_model(model)
-    [view], [found] = await service.compute_request(request, served, "explain", served.compute_rollouts, single=True)
-    png = await service.run_in_thread(partial(render_rollout, view.pixels, found, over_image=background == "image"))
+    [crop], [rollout] = await service.compute_request(request, served, "explain", served.compute_rollouts, single=True)
+    png = await service.run_in_thread(partial(render_rollout, crop.pixels, rollout, over_image=background == "image"))
     return Response(png, media_type="image/png")
 
 
@@ -197,17 +199,16 @@ async def explain(
 async def get_attention(request: Request, service: LockedService, layer: int, model: ModelName = None) -> Response:
     """What the class token and each patch attend to in one layer, head by head; each row's greatest value is 255."""
     served = service.get_model(model)
-    work = partial(served.compute_attention, layer=layer)
-    _, [maps] = await service.compute_request(request, served, ("attention", layer), work, single=True)
-    described = served.describe()
+    compute = partial(served.compute_attention, layer=layer)
+    _, [maps] = await service.compute_request(request, served, ("attention", layer), compute, single=True)
+    grid = served.describe()["grid"]
     encoded = await service.run_in_thread(lambda: base64.b64encode(maps.tobytes()).decode())
-    found = {"model": served.name, "layer": layer, "heads": len(maps), "grid": described["grid"], "maps": encoded}
-    return JSONResponse(found)
+    return JSONResponse({"model": served.name, "layer": layer, "heads": len(maps), "grid": grid, "maps": encoded})
 
 
 @router.get("/v1/models", response_model=ModelsResponse)
 async def list_models(service: LockedService) -> Response:
-    """The models there are."""
+    """The served models."""
     return JSONResponse({"models": [served.describe() for served in service.models.values()]})
 
 
@@ -220,7 +221,7 @@ async def list_classes(service: LockedService, model: ModelName = None) -> Respo
 
 @health_router.get("/healthz", response_class=PlainTextResponse)
 async def healthz() -> str:
-    """200 while the process answers."""
+    """200 while the process is alive."""
     return "ok\n"
 
 
@@ -228,7 +229,7 @@ async def healthz() -> str:
     "/readyz", response_class=PlainTextResponse, responses={503: {"description": "a model is warming up"}}
 )
 async def readyz(service: OpenService) -> Response:
-    """200 when every model has computed once."""
+    """200 once every model is warmed up."""
     waiting = [served.name for served in service.models.values() if not served.is_ready]
     text = f"not ready: {', '.join(waiting)}\n" if waiting else "ready\n"
     return PlainTextResponse(text, 503 if waiting else 200)
@@ -275,30 +276,30 @@ async def _handle_usage_error(_: Request, error: Exception) -> Response:
 
 
 async def _handle_disconnect(_: Request, error: Exception) -> Response:  # noqa: ARG001
-    return _make_error_response(400, "the request ended too early")  # nobody hears it; the log need not, either
+    return _make_error_response(400, "the request ended too early")  # the client is gone; nothing to log
 
 
 async def _handle_failure(_: Request, error: Exception) -> Response:  # noqa: ARG001
     return _make_error_response(500, "the server failed; its log says why")
 
 
-# --- the whole -------------------------------------------------------------------------------------------------------
+# --- application -----------------------------------------------------------------------------------------------------
 
 
 def build_app(service: Service) -> ASGIApp:
-    """The application of a service."""
+    """Build the ASGI application of a service."""
     app = FastAPI(
         title="vitrail",
         version=__version__,
-        docs_url=None,  # theirs load from elsewhere
+        docs_url=None,  # FastAPI's own pages load scripts from elsewhere
         redoc_url=None,
-        redirect_slashes=False,  # to whatever host a request names
+        redirect_slashes=False,  # it would redirect to any host that a request names
     )
     app.state.service = service
     app.include_router(router)
     app.include_router(health_router)
-    described = render_api_page(app.openapi()).encode()
-    app.add_route("/docs", _serve_bytes(described, "text/html; charset=utf-8"), include_in_schema=False)
+    api_page = render_api_page(app.openapi()).encode()
+    app.add_route("/docs", _serve_bytes(api_page, "text/html; charset=utf-8"), include_in_schema=False)
     for path, (name, kind) in PAGE_FILES.items():
         app.add_route(path, _serve_bytes((PAGE_FOLDER / name).read_bytes(), kind), include_in_schema=False)
     for error, handler in (
@@ -322,7 +323,7 @@ def _serve_bytes(content: bytes, media_type: str) -> Any:
 
 
 def _check_hosts(app: ASGIApp, service: Service) -> ASGIApp:
-    """The application for those who call the server by its name."""
+    """Wrap the application to refuse requests with a foreign Host or Origin."""
 
     async def handle_request(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and service.hosts is not None:
@@ -337,7 +338,7 @@ def _check_hosts(app: ASGIApp, service: Service) -> ASGIApp:
 
 
 def _measure_requests(app: ASGIApp, service: Service) -> ASGIApp:
-    """The application, its answers counted and given the headers that all have."""
+    """Wrap the application to count and time its responses, and to add the headers of every response."""
 
     async def measure_request(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -358,12 +359,12 @@ def _measure_requests(app: ASGIApp, service: Service) -> ASGIApp:
 
         try:
             await app(scope, receive, send_measured)
-        except asyncio.CancelledError:  # by the server, whose grace is over
+        except asyncio.CancelledError:  # by the server: the grace period is over
             service.unanswered_requests += 1
             if not status:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(1):  # who does not read does not keep us
-                        await _make_error_response(503, "the server stops", {"retry-after": "1"})(
+                    async with asyncio.timeout(1):  # a client that does not read must not delay the stop
+                        await _make_error_response(503, "the server is stopping", {"retry-after": "1"})(
                             scope, receive, send_measured
                         )
         finally:
@@ -375,10 +376,9 @@ def _measure_requests(app: ASGIApp, service: Service) -> ASGIApp:
 
 
 def _drain_refused(app: ASGIApp, max_bytes: int) -> ASGIApp:
-    """The application; where it answers before a body has come, the connection is closed a little later.
+    """Wrap the application to read the rest of a body that it refused, before the connection is closed.
 
-    Closed at once it would be reset, and the answer lost on its way. A connection that stays open is drained by
-    uvicorn.
+    Closed at once, the connection would be reset and the response lost. uvicorn drains connections that stay open.
     """
 
     async def drain_request(scope: Scope, receive: Receive, send: Send) -> None:
@@ -407,7 +407,7 @@ def _drain_refused(app: ASGIApp, max_bytes: int) -> ASGIApp:
 
 
 async def _drain_body(receive: Receive, max_bytes: int) -> None:
-    """Read the rest of a body, so much of it and for so long as is reasonable."""
+    """Read the rest of a body, up to `max_bytes` and for `DRAIN_SECONDS`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(DRAIN_SECONDS):
             while max_bytes > 0 and (message := await receive()).get("more_body", False):

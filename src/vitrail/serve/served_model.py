@@ -1,6 +1,6 @@
-"""A model that is served: its name, its queue, and what can be computed of views.
+"""A served model: its name, its queue, and what it computes from model inputs.
 
-B views   C channels   S image side   H heads   N tokens   n = R K patches in R rows and K columns   L classes
+B inputs  C channels   S image side   H heads   N tokens   n = R K patches in R rows and K columns   L classes
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ from vitrail.model.vit import ViT, attention_maps
 from vitrail.serve.batching import BatchQueue
 from vitrail.serve.upload_decoding import InputSpec
 
-_OPACITY_RANGE = (0.35, 0.75)  # its opacity where attention is least and greatest, as in script.js
-_QUANTILE_RANGE = (0.05, 0.99)  # of the patches: one that is far above all others would leave these dark
+_OPACITY_RANGE = (0.35, 0.75)  # of the overlay where attention is least and greatest; the same as in script.js
+_QUANTILE_RANGE = (0.05, 0.99)  # of the patches: one outlier would leave all others dark
 CONFIG_FILE = "config.json"
 _SUFFIXES = (".safetensors", ".npz", ".pth", ".pt", ".bin")
 _GENERIC_NAMES = (
@@ -41,24 +41,24 @@ _GENERIC_NAMES = (
     "checkpoints",
     "snapshots",
     "blobs",
-)  # what holds them has the name
+)  # the folder that holds them has the name
 _LIST_NAMES = ("list", "labels", "train", "data", "images", "metadata")  # of a dataset: its folder has the name
 _HASH = re.compile(r"[0-9a-f]{16,}")
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """One model, which one thread computes."""
+    """One model, computed by one thread."""
 
     name: str
     classifier: Classifier
     queue: BatchQueue
     warmup: Future[Any]
-    """A first pass, which is done when requests are answered as quickly as they will be."""
+    """The first pass; once it is done, requests run at full speed."""
 
     @property
     def input_spec(self) -> InputSpec:
-        """How its images are decoded."""
+        """How images are decoded for this model."""
         return InputSpec(self.classifier.preprocess, self.classifier.model.config.channels)
 
     @property
@@ -66,7 +66,7 @@ class ServedModel:
         return self.warmup.done() and self.warmup.exception() is None
 
     def rank_labels(self, probabilities: Tensor, top: int) -> dict[str, Any]:
-        """Probabilities (L,) -> the likeliest labels, and whether the first is below the model's threshold."""
+        """Probabilities (L,) -> the `top` labels, and whether the first is below the model's threshold."""
         best = probabilities.topk(min(top, len(probabilities)))
         pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         labels, threshold = self.classifier.labels, self.classifier.threshold
@@ -81,7 +81,7 @@ class ServedModel:
         return compute_rollout(self.classifier.model, self._normalize_inputs(inputs))
 
     def compute_attention(self, inputs: Sequence[Tensor], layer: int) -> list[NDArray[np.uint8]]:
-        """Of each view (H, 1 + n, n): what the class token and then each patch attend to in a layer, counted from 1.
+        """For each input (H, 1 + n, n): what the class token and then each patch attend to in a layer, counted from 1.
 
         Each row is scaled to its greatest value, so that a byte suffices. Without a class token the first row is the
         mean of all patches.
@@ -90,11 +90,11 @@ class ServedModel:
         if not 1 <= layer <= depth:
             raise UsageError(f"layer is {layer}; {self.name} has {depth}, counted from 1")
         for _, maps in zip(range(layer), attention_maps(model, self._normalize_inputs(inputs)), strict=False):
-            found = maps  # (B, H, N, N)
+            attention = maps  # (B, H, N, N)
         assert isinstance(model, ViT)
         prefix = model.config.num_prefix_tokens
-        patches = found[:, :, prefix:, prefix:]
-        first = found[:, :, :1, prefix:] if model.config.class_token else patches.mean(dim=2, keepdim=True)
+        patches = attention[:, :, prefix:, prefix:]
+        first = attention[:, :, :1, prefix:] if model.config.class_token else patches.mean(dim=2, keepdim=True)
         rows = torch.cat([first, patches], dim=2)
         rows = rows / rows.amax(dim=-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
         return list((rows * 255).round().to(torch.uint8).cpu().numpy())
@@ -104,12 +104,12 @@ class ServedModel:
 
     @property
     def depth(self) -> int:
-        """Layers that attend; a ResNet has none."""
+        """Attention layers; a ResNet has none."""
         model = self.classifier.model
         return model.config.depth if isinstance(model, ViT) else 0
 
     def describe(self) -> dict[str, Any]:
-        """What there is to know before asking it."""
+        """The model's entry of /v1/models."""
         model, preprocess = self.classifier.model, self.classifier.preprocess
         config = model.config if isinstance(model, ViT) else None
         return {
@@ -120,22 +120,22 @@ class ServedModel:
             "grid": list(compute_grid(preprocess.size, config.stride)) if config else None,
             "layers": self.depth,
             "heads": config.heads if config else 0,
-            "several": self.classifier.multi_label,
+            "multi_label": self.classifier.multi_label,
             "threshold": self.classifier.threshold,
             "precision": self.classifier.precision,
         }
 
 
 def start_model(name: str, classifier: Classifier, queue: BatchQueue) -> ServedModel:
-    """A model whose first pass has begun."""
+    """Start a model: its first pass has begun."""
     preprocess, channels = classifier.preprocess, classifier.model.config.channels
     blank = torch.zeros((channels, *preprocess.size), dtype=torch.uint8)
-    first = classifier.predict_proba if classifier.labels else classifier.extract_features
-    return ServedModel(name, classifier, queue, queue.submit(lambda: first([blank])))
+    compute = classifier.predict_proba if classifier.labels else classifier.extract_features
+    return ServedModel(name, classifier, queue, queue.submit(lambda: compute([blank])))
 
 
 def choose_names(models: Sequence[str]) -> list[str]:
-    """Short names for MODELs, all different, and none a path or a hash: a run's is its dataset's, others are files'."""
+    """Choose short, unique names for MODELs: the dataset's name for a run, else the file's; no paths, no hashes."""
     names: list[str] = []
     for model in models:
         name = _read_dataset_name(Path(model)) or _make_file_name(model)
@@ -145,7 +145,7 @@ def choose_names(models: Sequence[str]) -> list[str]:
 
 
 def _read_dataset_name(model: Path) -> str | None:
-    """What the dataset is called that a run, or weights in its folder, learned from; None of what is no run."""
+    """The name of the dataset that a run (or weights in its folder) was trained on; None where there is no run."""
     folder = next((each for each in (model, *model.parents[:2]) if (each / CONFIG_FILE).is_file()), None)
     if folder is None or not (folder / "weights").is_dir():
         return None
@@ -169,7 +169,7 @@ def _make_file_name(model: str) -> str:
 
 
 def render_rollout(pixels: Tensor, rollout: NDArray[np.float32], *, over_image: bool) -> bytes:
-    """A PNG of a rollout (R, K) over what the model saw; or alone, as a veil to be laid over that."""
+    """A PNG of a rollout (R, K) over the crop that the model saw; or alone, as an overlay for it."""
     if over_image:
         return _encode_png(Image.fromarray(overlay_attention(pixels, rollout)))
     size = pixels.shape[2], pixels.shape[1]
@@ -188,5 +188,5 @@ def _encode_png(image: Image.Image) -> bytes:
 
 
 def find_model(models: Mapping[str, ServedModel], name: str | None) -> ServedModel | None:
-    """The model of a name; the first where none is given."""
+    """The model of that name; the first if no name is given."""
     return next(iter(models.values())) if name is None else models.get(name)

@@ -1,4 +1,4 @@
-"""A service on a socket, until it is asked to stop."""
+"""Serve models on a socket until a signal asks to stop."""
 
 import contextlib
 import signal
@@ -32,7 +32,7 @@ from vitrail.serve.served_model import choose_names, start_model
 from vitrail.serve.uploads import Uploads
 from vitrail.weights.load import load
 
-GRACE_SECONDS = 25  # seconds for what was accepted, once a stop is asked for; with the end of all threads at most 30
+GRACE_SECONDS = 25  # for accepted requests after a stop signal; with the end of all threads at most 30
 
 
 def load_service(
@@ -47,7 +47,7 @@ def load_service(
     key: str | None = None,
     hosts: AllowedHosts | None = None,
 ) -> Service:
-    """MODELs, loaded and warming up."""
+    """Load MODELs and start their first pass."""
     classifiers = [
         Classifier(load(model), device=device, batch_size=max_batch, precision=precision) for model in models
     ]
@@ -70,8 +70,8 @@ def make_service(
     key: str | None = None,
     hosts: AllowedHosts | None = None,
 ) -> Service:
-    """The same of models that are loaded."""
-    metrics, found = ServerMetrics(), {}
+    """The same for models that are loaded already."""
+    metrics, models = ServerMetrics(), {}
     for name, classifier in classifiers.items():
         queue = BatchQueue(
             max_batch=classifier.batch_size,
@@ -79,13 +79,15 @@ def make_service(
             deadline=deadline,
             on_batch=partial(_count_batch, metrics, name),
         )
-        found[name] = start_model(name, classifier, queue)
+        models[name] = start_model(name, classifier, queue)
     batch = min(classifier.batch_size for classifier in classifiers.values())
     limits = (limits or RequestLimits())._replace(max_images=min(capacity, batch))
-    recipes = list(dict.fromkeys(each.input_spec for each in found.values()))
-    decoders = DecoderPool(recipes, limits, max(2, count_available_cores()), metrics)  # one of them for large images
+    input_specs = list(dict.fromkeys(each.input_spec for each in models.values()))
+    decoders = DecoderPool(
+        input_specs, limits, max(2, count_available_cores()), metrics
+    )  # one of them for large images
     threads = ThreadPoolExecutor(count_available_cores(), thread_name_prefix="draw")
-    return Service(found, limits, metrics, Uploads(limits), decoders, threads, key, hosts)
+    return Service(models, limits, metrics, Uploads(limits), decoders, threads, key, hosts)
 
 
 def _count_batch(metrics: ServerMetrics, model: str, images: int) -> None:
@@ -94,16 +96,16 @@ def _count_batch(metrics: ServerMetrics, model: str, images: int) -> None:
 
 
 def open_listener(host: str, port: int) -> socket.socket:
-    """The one socket there is, bound before models are loaded: a port that is taken is known at once."""
+    """Bind the listening socket, before models are loaded: a taken port is known at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # unnamed, asyncio leaves Nagle on: 40 ms
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener = Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # unnamed, asyncio leaves Nagle on: 40 ms
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((host, port))
+        listener.bind((host, port))
     except (OSError, OverflowError) as error:
-        found.close()
-        raise UsageError(f"nothing can be served at {host}:{port}: {error}. Try another --port, 0 for any") from error
-    return found
+        listener.close()
+        raise UsageError(f"cannot listen on {host}:{port}: {error}. Try another --port, 0 for any") from error
+    return listener
 
 
 def get_url(listener: socket.socket) -> str:
@@ -113,9 +115,9 @@ def get_url(listener: socket.socket) -> str:
 
 
 def make_server(service: Service) -> uvicorn.Server:
-    """What answers requests, once it is run with a listening socket."""
+    """The uvicorn server of a service, to be run with a listening socket."""
     connections = raise_connection_limit()
-    service.uploads.max_open = max(1, connections // 2)  # the others are for those who ask something else
+    service.uploads.max_open = max(1, connections // 2)  # the other half is for requests without a body
     limit_log_rate()
     config = uvicorn.Config(
         routes.build_app(service),
@@ -134,14 +136,14 @@ def make_server(service: Service) -> uvicorn.Server:
 
 
 def serve_until_stopped(service: Service, listener: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM; what was accepted by then is answered."""
+    """Serve until SIGINT or SIGTERM; requests accepted by then are answered."""
     with contextlib.closing(service), _ignore_signals():
         make_server(service).run(sockets=[listener])
 
 
 @contextlib.contextmanager
 def _ignore_signals() -> Iterator[None]:
-    """Signals that do nothing themselves: uvicorn stops by them, and raises them once more when it has."""
+    """Give stop signals an empty handler: uvicorn handles them, and raises them again once it has stopped."""
     before = {each: signal.signal(each, lambda *_: None) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

@@ -1,9 +1,9 @@
-"""The bodies of requests: how they are read, what memory they may take, and which files are in them.
+"""Uploads: how request bodies are read, how much memory they may take, and which files they hold.
 
-All bodies share a number of bytes, counted as they come. Each lies in pages of its own, which go back to the system
-when the body is decoded; the allocator would keep them, and copy them as the body grows. A form is cut at its
-delimiters without a copy, and no further than at the first file too many. python-multipart copies every file and calls
-us for every part, of which 300,000 took 11 to 24 s; here it parses headers only.
+All bodies share a budget of bytes, counted as they arrive. Each lies in pages of its own, which go back to the system
+once the body is decoded; the allocator would keep them, and copy them as the body grows. A form is cut at its
+delimiters without a copy, up to the first file too many. python-multipart copies every file and calls back for every
+part, of which 300,000 took 11 to 24 s; here it parses headers only.
 """
 
 import asyncio
@@ -30,16 +30,16 @@ _MAX_PART_HEADERS, _MAX_HEADER_BYTES = 8, 8192  # of one part of a form
 
 
 class Uploads:
-    """The memory for bodies. Only the event loop's thread uses it."""
+    """The memory of all uploads. Only the event loop's thread uses it."""
 
     def __init__(self, limits: RequestLimits) -> None:
         self.limits = limits
         self.max_open = 500
-        """Requests that may be sending."""
+        """Requests that may upload at once."""
         self.open_count = 0
         """Requests whose body is being read or decoded."""
         self.held_bytes = 0
-        """What they hold."""
+        """Bytes they hold."""
 
     @property
     def max_bytes(self) -> int:
@@ -47,7 +47,7 @@ class Uploads:
 
     @contextlib.contextmanager
     def open(self, request: Request) -> Iterator["Upload"]:
-        """Room for the body of a request, until it is closed; refused by its length before a byte is read."""
+        """Memory for the body of a request; one that is too long is refused before a byte is read."""
         declared = request.headers.get("content-length", "")
         size = int(declared[:20]) if declared.isdecimal() else self.limits.max_bytes
         if size > self.limits.max_bytes:
@@ -73,14 +73,14 @@ class Upload:
         uploads.open_count += 1
 
     async def read_body(self, request: Request) -> None:
-        """Read all that is sent, if it is not too much and comes in time."""
+        """Read the whole body, within its limits of size and time."""
         seconds = self._uploads.limits.upload_seconds
         try:
             async with asyncio.timeout(seconds):
                 async for chunk in request.stream():
                     self._append(chunk)
         except TimeoutError:
-            raise RefusedError(408, f"the body did not come within {seconds:g} s") from None
+            raise RefusedError(408, f"the body did not arrive within {seconds:g} s") from None
 
     def _append(self, chunk: bytes) -> None:
         uploads, end = self._uploads, self.size + len(chunk)
@@ -95,15 +95,15 @@ class Upload:
     def split_files(self, content_type: str) -> list[memoryview]:
         """The files of the body: itself, or those of a form."""
         if content_type.lower().startswith(FORM_TYPE):
-            places = find_files(self._memory, self.size, content_type, self._uploads.limits.max_images)
+            ranges = find_files(self._memory, self.size, content_type, self._uploads.limits.max_images)
         else:
-            places = [slice(0, self.size)]
-        whole = memoryview(self._memory)
-        self._files = [whole, *(whole[place] for place in places)]
+            ranges = [slice(0, self.size)]
+        body = memoryview(self._memory)
+        self._files = [body, *(body[each] for each in ranges)]
         return self._files[1:]
 
     def close(self) -> None:
-        """Give the memory back; a second time does nothing."""
+        """Free the memory; safe to call twice."""
         if self._memory.closed:
             return
         for file in reversed(self._files):
@@ -118,7 +118,7 @@ def _make_size_error(limits: RequestLimits) -> RefusedError:
 
 
 def check_content_type(request: Request) -> str:
-    """What the body is said to be; refused where it is said to be neither an image nor a form."""
+    """The content type, which must be an image or a form."""
     content_type = request.headers.get("content-type", RAW_TYPES[1])
     name = content_type.partition(";")[0].strip().lower()
     if name != FORM_TYPE and not name.startswith(RAW_TYPES):
@@ -129,12 +129,10 @@ def check_content_type(request: Request) -> str:
 
 
 def find_files(content: mmap.mmap | bytes, size: int, content_type: str, max_files: int) -> list[slice]:
-    """Where the files of a form are, in their order. A field that is no file is refused, rather than ignored."""
+    """Byte ranges of a form's files, in order. A field that is no file is refused, not ignored."""
     boundary = parse_options_header(content_type)[1].get(b"boundary")
     if not boundary or len(boundary) > _MAX_BOUNDARY_BYTES:
-        raise RefusedError(
-            400, f"the form does not say what its boundary is, in at most {_MAX_BOUNDARY_BYTES} characters"
-        )
+        raise RefusedError(400, f"the form does not state its boundary, in at most {_MAX_BOUNDARY_BYTES} characters")
     delimiter, files = b"\r\n--" + boundary, list[slice]()
     damaged, cut = RefusedError(400, "the form is damaged"), RefusedError(400, "the form ends too early")
     start = len(delimiter) - 2  # the first delimiter begins no new line
@@ -170,4 +168,4 @@ def _check_part_headers(block: bytes) -> None:
         name, _, value = line.partition(b":")
         headers[name.strip().lower()] = value.strip()
     if b"filename" not in parse_options_header(headers.get(b"content-disposition"))[1]:
-        raise RefusedError(422, "a field of the form is no file; send images only, and options in the address")
+        raise RefusedError(422, "a field of the form is no file; send only images, and options in the URL")

@@ -153,13 +153,13 @@ function panel(model) {
   if (touched()) part(".stage").setAttribute("aria-label", "The image, patch by patch: tap one to see what it looks at");
 
   async function predict(signal) {
-    const [found] = (await (await ask(`/v1/predict?${query}&top=5`, file, signal)).json()).answers;
-    const [first] = found.predictions;
+    const [result] = (await (await ask(`/v1/predict?${query}&top=5`, file, signal)).json()).results;
+    const [first] = result.predictions;
     part(".verdict").textContent = first.label;
-    part(".unsure").hidden = !found.unsure;
-    part(".bars").replaceChildren(...found.predictions.map(bar));
-    place(found.seen);
-    return `${model.name}: ${first.label}, ${percent(first.probability)}${found.unsure ? ", unsure" : ""}.`;
+    part(".unsure").hidden = !result.unsure;
+    part(".bars").replaceChildren(...result.predictions.map(bar));
+    place(result.crop);
+    return `${model.name}: ${first.label}, ${percent(first.probability)}${result.unsure ? ", unsure" : ""}.`;
   }
 
   function place([left, top, right, bottom]) {
