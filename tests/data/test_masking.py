@@ -9,8 +9,8 @@ from vitrail.data.counter_rng import CounterRNG
 from vitrail.data.masking import draw_masked_patches
 from vitrail.errors import UsageError
 
-MPP = MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-colour")
-MAE = MaskedConfig(kind="mae", mask_ratio=0.75, target="normalised-pixels")
+MPP = MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-color")
+MAE = MaskedConfig(kind="mae", mask_ratio=0.75, target="normalized-pixels")
 PATCHES = 196
 IMAGES = 5103  # a million patches and more
 POSITIONS = np.arange(IMAGES)

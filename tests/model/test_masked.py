@@ -18,16 +18,17 @@ from vitrail.data.counter_rng import CounterRNG
 from vitrail.data.masking import draw_masked_patches
 from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError
+from vitrail.model import cost, memory
 from vitrail.model import masked as masking
 from vitrail.model.masked import MaskedViT, compute_masked_losses, corrupt_patches, initialize_masked_heads
 from vitrail.model.vit import ViT, patchify
 
-TARGETS: tuple[MaskedTarget, ...] = ("mean-colour", "4x4-colours", "pixels", "normalised-pixels")
+TARGETS: tuple[MaskedTarget, ...] = ("mean-color", "4x4-colors", "pixels", "normalized-pixels")
 HIDEABLE = {name: change for name, change in VARIANTS.items() if name not in ("grey", "distilled")}
 STRANGE = ("relative", "every-layer", "every-layer-shared", "2d-every-layer", "sincos-shared", "hybrid")  # for mae
 
 
-def how(kind: Any = "mpp", target: MaskedTarget = "mean-colour") -> MaskedConfig:
+def how(kind: Any = "mpp", target: MaskedTarget = "mean-color") -> MaskedConfig:
     return MaskedConfig(kind=kind, mask_ratio=0.5 if kind == "mpp" else 0.75, target=target)
 
 
@@ -191,7 +192,7 @@ def test_a_mean_on_the_edge_of_two_colours_belongs_to_the_brighter(side: int) ->
 
 
 def test_small_colours_are_those_of_a_sixteenth_of_a_patch_in_raster_order() -> None:
-    model = taught(how(target="4x4-colours"))
+    model = taught(how(target="4x4-colors"))
     squares = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (2, 3, 16, 16), dtype=np.uint8))
     _, hiding = batch(model, 2)
     found = model.compute_targets(normalize(planted(squares, 2), view(model.vit.config)), hiding)
@@ -205,7 +206,7 @@ def test_small_colours_are_those_of_a_sixteenth_of_a_patch_in_raster_order() -> 
 
 
 def test_pixels_are_those_that_were_decoded_whatever_the_normalisation() -> None:
-    plain, normal = taught(how(target="pixels")), taught(how(target="normalised-pixels"))
+    plain, normal = taught(how(target="pixels")), taught(how(target="normalized-pixels"))
     pixels = bytes_of(plain.vit.config, 2)
     hiding = batch(plain, 2)[1]
     images = normalize(pixels, view(plain.vit.config))
@@ -221,12 +222,12 @@ def test_pixels_are_those_that_were_decoded_whatever_the_normalisation() -> None
 def test_painted_targets_are_the_picture_again(target: MaskedTarget) -> None:
     """A picture whose colours lie in the middle of their levels comes back from its targets to the level."""
     model = taught(how(target=target))
-    side = {"mean-colour": 8, "4x4-colours": 2}.get(target, 1)
+    side = {"mean-color": 8, "4x4-colors": 2}.get(target, 1)
     levels = np.random.default_rng(2).integers(0, 8, (2, 3, 32 // side, 32 // side))
     pixels = planted(torch.from_numpy((levels * 32 + 16).astype(np.uint8)), side)
     images, hiding = normalize(pixels, view(model.vit.config)), batch(model, 2)[1]
     painted = model.render_patches(model.compute_targets(images, hiding), images, hiding)
-    assert painted.shape[3:] == ({"mean-colour": 1, "4x4-colours": 4}.get(target, 8),) * 2
+    assert painted.shape[3:] == ({"mean-color": 1, "4x4-colors": 4}.get(target, 8),) * 2
     whole = painted.repeat_interleave(8 // painted.shape[-1], dim=-1).repeat_interleave(8 // painted.shape[-1], dim=-2)
     own = patchify(pixels, 8)[torch.arange(2)[:, None], hiding[:, 0, :8]].unflatten(-1, (3, 8, 8))
     assert torch.equal(whole, own)
@@ -290,7 +291,7 @@ def test_every_kind_of_vit_learns_in_every_parameter(kind: str, change: dict[str
     name = next(name for name, each in VARIANTS.items() if each is change)
     change = change | {"classes": 0, "distillation_head": False}
     if kind == "mae" and name in STRANGE:
-        with pytest.raises(UsageError, match="mae leaves patches out"):
+        with pytest.raises(UsageError, match="mae omits patches"):
             taught(how(kind), **change)
         return
     model = taught(how(kind), **change).train()
@@ -301,7 +302,7 @@ def test_every_kind_of_vit_learns_in_every_parameter(kind: str, change: dict[str
         assert parameter.requires_grad == (not place.startswith(("vit.attn_pool.", "vit.pre_logits."))), place
 
 
-@pytest.mark.parametrize(("kind", "target"), [*(("mpp", target) for target in TARGETS), ("mae", "normalised-pixels")])
+@pytest.mark.parametrize(("kind", "target"), [*(("mpp", target) for target in TARGETS), ("mae", "normalized-pixels")])
 def test_every_target_is_learned(kind: str, target: MaskedTarget) -> None:
     """Two images by heart: the loss falls to two thirds of what it is at the start."""
     model = taught(how(kind, target)).train()
@@ -315,7 +316,7 @@ def test_every_target_is_learned(kind: str, target: MaskedTarget) -> None:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    if target in ("mean-colour", "4x4-colours"):
+    if target in ("mean-color", "4x4-colors"):
         assert first == pytest.approx(math.log(512))
     assert float(loss.detach()) < first * 2 / 3
 
@@ -343,21 +344,18 @@ def test_multiply_adds_equal_torchs_counter(kind: str, target: MaskedTarget, cha
     hiding = torch.zeros(1, 2, math.prod(config.grid), dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(images, hiding)
-    assert counter.get_total_flops() // 2 == masking.count_masked_multiply_adds(config, how(kind, target))
-    assert masking.count_masked_parameters(config, how(kind, target)) == sum(
-        each.numel() for each in model.parameters()
-    )
-    held = masking.list_memory_equivalents(config, how(kind, target))
-    assert len(held) == 2 - partner
+    assert counter.get_total_flops() // 2 == cost.count_multiply_adds(config, how(kind, target))
+    assert cost.count_parameters(config, how(kind, target)) == sum(each.numel() for each in model.parameters())
+    assert len(memory.list_memory_equivalents(config, how(kind, target))) == 2 - partner
 
 
 def test_what_cannot_be_taught_so_is_refused() -> None:
     vit = making.config(classes=0)
     for config, masked, reason in (
         (making.bit().config, how(), "this recipe's model is a ResNet"),
-        (making.config(patch=14, image_size=(28, 28)), how(target="4x4-colours"), "14 pixels do not divide into 4 x 4"),
-        (dataclasses.replace(vit, channels=5), how(), "5 channels at 3 bits are too many colours"),
-        (making.config(patch=32), how(), "of each image some must, not all"),
+        (making.config(patch=14, image_size=(28, 28)), how(target="4x4-colors"), "14 pixels do not divide into 4 x 4"),
+        (dataclasses.replace(vit, channels=5), how(), "5 channels at 3 bits are too many colors"),
+        (making.config(patch=32), how(), "masks 0 of 1 patches"),
     ):
         with pytest.raises(UsageError, match=reason):
             masking.count_outputs_per_patch(config, masked)

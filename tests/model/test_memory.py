@@ -127,7 +127,7 @@ def test_the_parts_of_b16_by_hand() -> None:
 
 
 def test_sharding_divides_the_state_and_puts_two_blocks_together() -> None:
-    settings: dict[str, Any] = {"optimiser": "adam", "average": True, "images": 64}
+    settings: dict[str, Any] = {"optimizer": "adam", "ema": True, "images": 64}
     whole = memory.estimate_training_memory(presets.get_preset_config("b16"), **settings)
     shard = memory.estimate_training_memory(presets.get_preset_config("b16"), **settings, shards=8)
     block = 4 * (768**2 + 768) + 2 * 768 * 3072 + 3072 + 768 + 4 * 768

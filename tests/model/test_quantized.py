@@ -118,7 +118,7 @@ def test_the_largest_sums_of_products_are_exact() -> None:
 
 
 def test_a_cpu_without_exact_products_is_not_offered_int8() -> None:
-    script = "from vitrail.model.quantized import exact; print(exact())"
+    script = "from vitrail.model.quantized import has_exact_int8_products; print(has_exact_int8_products())"
     told = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}  # whose products are added in 16 bits
     found = subprocess.run([sys.executable, "-c", script], env=told, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
@@ -237,7 +237,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UsageError, match="a ResNet has convolutions"):
         convert_precision(making.bit(), "bfloat16", prepared(making.bit()))
     monkeypatch.setattr(quantized, "has_exact_int8_products", lambda: False)
-    with pytest.raises(UsageError, match=r"no exact product of bytes \(VNNI\)"):
+    with pytest.raises(UsageError, match=r"no exact int8 products \(VNNI\)"):
         convert_precision(making.vit(), "int8", prepared(making.vit()))
     assert explain_unsupported(making.bit(), "float32") is None
     same = making.vit()

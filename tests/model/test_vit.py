@@ -71,7 +71,7 @@ def test_the_last_block_for_the_class_token_alone_equals_the_full_one(change: di
     model = making.vit(**change)
     images = making.images(model.config)
     with torch.no_grad():
-        short, full = model.compute_tokens(images, model.num_head_tokens), model.encode(images)
+        short, full = model.encode(images, model.num_head_tokens), model.encode(images)
     assert short.shape[1] == 1 + model.config.distillation_token
     assert full.shape[1] == model.config.num_prefix_tokens + model.config.grid[0] * model.config.grid[1]
     torch.testing.assert_close(short, full[:, : short.shape[1]], atol=1e-6, rtol=1e-6)
@@ -99,12 +99,14 @@ def test_attention_maps_reproduce_the_fused_output(change: dict[str, Any]) -> No
         for block in model.blocks
         if isinstance(block, Block)
     ]
+    with torch.no_grad():
+        model.encode(images)
     maps = list(attention_maps(model, images))
     for hook in hooks:
         hook.remove()
     assert len(maps) == model.config.depth
     tokens = model.config.num_prefix_tokens + model.config.grid[0] * model.config.grid[1]
-    for block, attention, (tokens_in, out) in zip(model.blocks, maps, seen, strict=True):
+    for block, attention, (tokens_in, out) in zip(model.blocks, maps, seen[: model.config.depth], strict=True):
         assert isinstance(block, Block)
         assert attention.shape == (2, model.config.heads, tokens, tokens)
         torch.testing.assert_close(attention.sum(-1), torch.ones(attention.shape[:-1]))
@@ -157,7 +159,7 @@ def test_relative_positions_by_hand() -> None:
     attention = model.blocks[0].attn
     q, k = (torch.randn(1, 4, 7, 8, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
     with torch.no_grad():
-        gained = attention.logits(q, k, (2, 3)) - q @ k.mT * 8**-0.5
+        gained = attention.compute_logits(q, k, (2, 3)) - q @ k.mT * 8**-0.5
         by_hand = torch.zeros(1, 4, 7, 7)
         for head in range(4):
             for i in range(6):
