@@ -25,17 +25,23 @@ from vitrail.config import (
 from vitrail.config.serialization import _RENAMES
 from vitrail.errors import UsageError
 from vitrail.recipes import RECIPES, build_finetune_recipe
+from vitrail.studies.grid import Cell
 from vitrail.weights.native import NativeHeader
 from vitrail.weights.precision_measurements import PrecisionMeasurement
 from vitrail.weights.trained import Origin
 
-RENAMED_CLASSES = (ConvConfig, MaskedConfig, NativeHeader, Origin, PrecisionMeasurement, Recipe, ScheduleConfig)
+RENAMED_CLASSES = (Cell, ConvConfig, MaskedConfig, NativeHeader, Origin, PrecisionMeasurement, Recipe, ScheduleConfig)
 
 
 @pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
 def test_json_and_back_is_the_identity(change: dict[str, Any]) -> None:
     config = making.config(**change)
     assert from_json(ViTConfig, to_json(config)) == config
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_come_back(name: str) -> None:
+    assert from_json(Recipe, json.loads(json.dumps(to_json(RECIPES[name])))) == RECIPES[name]
 
 
 @pytest.mark.parametrize("name", ["r50-b16", "bit-r50x1"])
@@ -97,6 +103,7 @@ def test_a_run_of_an_earlier_version_has_the_recipe_of_today(name: str) -> None:
     assert "optimiser" in old
     assert "optimizer" not in old
     assert upgrade_keys(Recipe, old) == json.loads(json.dumps(to_json(RECIPES[name])))
+    assert from_json(Recipe, old) == RECIPES[name]
 
 
 def test_the_old_words_of_masking_and_steps() -> None:
@@ -116,6 +123,13 @@ def test_convolutions_of_an_earlier_version(name: str) -> None:
     assert "standardise_eps" in old["conv" if isinstance(config, BiTConfig) else "stem"]
     assert from_json(type(config), old) == config
     assert upgrade_keys(ViTConfig | BiTConfig, old) == json.loads(json.dumps(to_json(config)))
+
+
+def test_a_cell_of_a_study_of_an_earlier_version() -> None:
+    cell = Cell(name="a", result_fields={"lr": 1}, model="b16", data={}, recipe=RECIPES["digits"], eval_split="val")
+    old = write_as_before(Cell, cell)
+    assert {"about", "measured", "keeps"} <= old.keys()
+    assert from_json(Cell, old) == cell
 
 
 def test_old_names_in_lists() -> None:

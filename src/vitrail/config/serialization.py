@@ -28,6 +28,16 @@ class Renames(NamedTuple):
 
 
 _RENAMES = {  # by the class's name now
+    "Cell": Renames(
+        {
+            "about": "result_fields",
+            "whole": "resize_whole_image",
+            "sparse": "allow_empty_classes",
+            "everything": "train_on_val",
+            "measured": "eval_split",
+            "keeps": "keep_weights",
+        }
+    ),
     "ConvConfig": Renames({"standardise": "standardization", "standardise_eps": "standardization_eps"}),
     "MaskedConfig": Renames(
         {"share": "mask_ratio"},
@@ -96,7 +106,11 @@ def from_json(kind: type[T], value: object) -> T:
         raise UsageError(f"{kind.__name__} must be an object of fields, not {value!r:.80}")
     fields = _upgrade_fields(kind, value)
     hints = typing.get_type_hints(kind)
-    required = {field.name for field in dataclasses.fields(cast(Any, kind)) if field.default is dataclasses.MISSING}
+    required = {
+        field.name
+        for field in dataclasses.fields(cast(Any, kind))
+        if field.default is field.default_factory is dataclasses.MISSING
+    }
     if unknown := sorted(fields.keys() - hints.keys()):
         raise UsageError(f"{kind.__name__} has no field {unknown[0]!r:.80}")
     if missing := sorted(required - fields.keys()):
@@ -109,7 +123,7 @@ def from_json(kind: type[T], value: object) -> T:
 
 def upgrade_keys(kind: Any, value: Any) -> Any:
     """JSON of the type `kind` under today's names, at any depth; what is no dataclass of ours stays as it is."""
-    if typing.get_origin(kind) is types.UnionType:
+    if _is_union(kind):
         kind = _choose_class_by_kind(typing.get_args(kind), value)
     if typing.get_origin(kind) is tuple and isinstance(value, list):
         return [upgrade_keys(typing.get_args(kind)[0], item) for item in value]
@@ -169,11 +183,13 @@ def _parse_word(word: str) -> object:
 def _convert_value(name: str, hint: Any, value: object) -> Any:
     """`value` as the type `hint`: lists become tuples, objects dataclasses, and integers floats where one is wanted."""
     arguments = typing.get_args(hint)
+    if _is_union(hint):
+        if value is None and type(None) in arguments:
+            return None
+        return _convert_value(name, _choose_class_by_kind(arguments, value), value)
     match typing.get_origin(hint):
-        case types.UnionType:
-            if value is None and type(None) in arguments:
-                return None
-            return _convert_value(name, _choose_class_by_kind(arguments, value), value)
+        case origin if origin is dict and isinstance(value, dict):
+            return value
         case origin if origin is tuple and isinstance(value, list | tuple):
             kinds = [arguments[0]] * len(value) if arguments[-1] is Ellipsis else list(arguments)
             if len(kinds) == len(value):
@@ -196,11 +212,16 @@ def _describe_type(hint: Any) -> str:
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, arguments))}"
-    if typing.get_origin(hint) is types.UnionType:
+    if _is_union(hint):
         return " or ".join("none" if part is type(None) else _describe_type(part) for part in arguments)
     if typing.get_origin(hint) is tuple and Ellipsis not in arguments:
         return f"{len(arguments)} of {getattr(arguments[0], '__name__', arguments[0])}"
     return str(getattr(hint, "__name__", hint))
+
+
+def _is_union(hint: Any) -> bool:
+    """Whether a type is `A | B`; with a Literal among them it is typing's own union."""
+    return typing.get_origin(hint) in (types.UnionType, typing.Union)
 
 
 def _choose_class_by_kind(options: tuple[Any, ...], value: object) -> Any:
