@@ -81,5 +81,5 @@ def test_so_few_patches_that_all_or_none_would_be_hidden_are_refused() -> None:
         MaskedConfig(kind="mpp", mask_ratio=share, target="pixels").count_masked(4) for share in (0.2, 0.5, 0.8)
     ] == [1, 2, 3]
     for share, patches in ((0.1, 4), (0.9, 4), (0.5, 1)):
-        with pytest.raises(UsageError, match="of each image some must, not all"):
+        with pytest.raises(UsageError, match="at least one must be masked and one visible"):
             MaskedConfig(kind="mpp", mask_ratio=share, target="pixels").count_masked(patches)

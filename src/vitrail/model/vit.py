@@ -387,6 +387,6 @@ def attention_maps(model: nn.Module, images: Tensor) -> Iterator[Tensor]:
     if not isinstance(model, ViT):
         raise UsageError(f"a {type(model).__name__} has no attention; give a ViT or a hybrid")
     x, positions, grid = model.embed(images)
-    for block, hidden in zip(model.blocks, model.iterate_hidden_states(x, positions, grid), strict=False):
+    for hidden, block in zip(model.iterate_hidden_states(x, positions, grid), model.blocks, strict=False):
         assert isinstance(block, Block)
         yield block.attn.compute_weights(block.norm1(hidden), grid)
