@@ -88,9 +88,7 @@ def _initialize_vit(model: ViT, generator: Generator) -> None:
 
 def _initialize_mimetic(model: ViT, generator: Generator) -> None:
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # threads of a decomposition wait for each other: forever on a busy machine
+    torch.set_num_threads(1)  # threads of a decomposition wait for each other: forever on a busy machine
     try:
         for block in model.blocks:
             _mimic_attention(cast(Block, block).attn, generator)

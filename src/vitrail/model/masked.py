@@ -53,17 +53,17 @@ class MaskedViT(nn.Module):
     def forward(self, images: Tensor, masking: Tensor) -> Tensor:
         """(B, C, S, S) -> (B, M, Q): predictions of the masked patches. One extra image is the partner of the last."""
         order, replacements = masking.unbind(dim=1)  # each (B, n)
-        hidden, visible = order.tensor_split([self.num_masked], dim=1)
+        masked_indices, visible_indices = order.tensor_split([self.num_masked], dim=1)
         vit, grid, prefix = self.vit, self.vit.config.grid, self.vit.config.num_prefix_tokens
         patches = vit.patch_embed.extract_patches(images)  # (B, n, C P P), or one image more
         if self.decoder is None:
             embeddings = corrupt_patches(patches, replacements, vit.patch_embed.project, self.mask_token)
             x = vit.run_blocks(*vit.add_prefix_and_positions(embeddings, grid))[:, prefix:]
-            return self.head(self.apply_final_norm(gather_rows(x, hidden)))
+            return self.head(self.apply_final_norm(gather_rows(x, masked_indices)))
         x, positions, _ = vit.add_prefix_and_positions(vit.patch_embed.project(patches), grid)
-        tokens = torch.cat([x[:, :prefix], gather_rows(x[:, prefix:], visible)], dim=1)  # (B, prefix + V, D)
+        tokens = torch.cat([x[:, :prefix], gather_rows(x[:, prefix:], visible_indices)], dim=1)  # (B, prefix + V, D)
         encoded = self.apply_final_norm(vit.run_blocks(tokens, positions, grid))
-        return self.head(self.decoder(encoded, self.mask_token, hidden, visible))
+        return self.head(self.decoder(encoded, self.mask_token, masked_indices, visible_indices))
 
     def apply_final_norm(self, x: Tensor) -> Tensor:
         """(B, N, D) after the last norm, which is one of two modules depending on the pooling."""
@@ -71,18 +71,18 @@ class MaskedViT(nn.Module):
 
     def compute_targets(self, images: Tensor, masking: Tensor) -> Tensor:
         """Prediction targets of the masked patches: int64 classes (B, M, 1) or (B, M, 16), or pixels (B, M, Q)."""
-        images, hidden = images[: len(masking)].float(), masking[:, 0, : self.num_masked]
+        images, masked_indices = images[: len(masking)].float(), masking[:, 0, : self.num_masked]
         stride = self.vit.config.stride
         match self.masked.target:
             case "mean-color":
-                return gather_rows(self.quantize_colors(images, stride).flatten(1)[..., None], hidden)
+                return gather_rows(self.quantize_colors(images, stride).flatten(1)[..., None], masked_indices)
             case "4x4-colors":
                 cells = self.quantize_colors(images, stride // DOWNSIZED_SIDE)[:, None]
-                return gather_rows(patchify(cells, DOWNSIZED_SIDE), hidden)
+                return gather_rows(patchify(cells, DOWNSIZED_SIDE), masked_indices)
             case "pixels":
-                return self.extract_patch_pixels(images, hidden)
+                return self.extract_patch_pixels(images, masked_indices)
             case "normalized-pixels":
-                return standardize_patches(self.extract_patch_pixels(images, hidden))
+                return standardize_patches(self.extract_patch_pixels(images, masked_indices))
 
     def extract_patch_pixels(self, images: Tensor, patch_indices: Tensor) -> Tensor:
         """(B, C, S, S) at (B, m) -> (B, m, C P P): the decoded pixels of patches, from 0 to 1."""
