@@ -34,7 +34,7 @@ from vitrail.model.masked import MaskedViT, compute_masked_losses, corrupt_patch
 from vitrail.model.vit import ViT
 from vitrail.train.step import make_autocast
 
-TARGETS: tuple[MaskedTarget, ...] = ("mean-colour", "4x4-colours", "pixels")
+TARGETS: tuple[MaskedTarget, ...] = ("mean-color", "4x4-colors", "pixels")
 Work = Callable[[], None]
 
 
@@ -172,7 +172,7 @@ def main() -> None:
     config = presets.get_preset_config(options.model)
     if not isinstance(config, ViTConfig):
         raise SystemExit(f"{options.model} has no patches to hide")
-    how = MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-colour")
+    how = MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-color")
     drawing = math.inf
     for _ in range(rounds):
         begun = time.process_time()

@@ -2,7 +2,7 @@
 
     python bench/pretraining.py DATA --recipe tiny-imagenet --work FOLDER [--minutes 9]
         [--pretraining-steps 20000] [--steps 3000] [--seeds 3] [--rates 5e-4 2e-3] [--shares 0.01 0.1 1]
-        [--arms scratch mpp-mean-colour mpp-4x4-colours mpp-pixels mae supervised] [--device cuda] [--workers 4]
+        [--arms scratch mpp-mean-color mpp-4x4-colors mpp-pixels mae supervised] [--device cuda] [--workers 4]
 
 The classes of DATA are divided, every second one to either half. The recipe's model is pre-trained on the training
 images of one half: without labels (mpp with each of its targets, mae) or with them; from scratch it is not. Then each
@@ -49,8 +49,8 @@ from vitrail.weights.load import load
 
 ARMS = {
     "scratch": None,
-    "mpp-mean-colour": recipes.MPP,
-    "mpp-4x4-colours": dataclasses.replace(recipes.MPP, target="4x4-colours"),
+    "mpp-mean-color": recipes.MPP,
+    "mpp-4x4-colors": dataclasses.replace(recipes.MPP, target="4x4-colors"),
     "mpp-pixels": dataclasses.replace(recipes.MPP, target="pixels"),
     "mae": recipes.MAE,
     "supervised": None,

@@ -1,8 +1,8 @@
-"""Models by name: the papers' size tables, and the preprocessing that weights are usually trained with.
+"""Models by name: the papers' size tables, and the usual preprocessing of their weights.
 
-`b16` is size b with patches of 16; any patch side may be written, `PATCHES` lists the published ones. `r50-b16` is a
+`b16` is size b with patches of 16; any patch side is allowed, `PATCH_SIDES` lists the published ones. `r50-b16` is a
 hybrid, `bit-r50x1` a BiT ResNet. Presets compute what the paper's own code computes: tanh GELU, LayerNorm epsilon 1e-6,
-positions resampled as scipy's zoom, Google's epsilons of group norm and weight standardisation.
+positions resampled as scipy's zoom, Google's epsilons of group norm and weight standardization.
 """
 
 import dataclasses
@@ -15,6 +15,8 @@ from vitrail.errors import UsageError
 
 
 class ViTSize(NamedTuple):
+    """The dimensions of a ViT."""
+
     width: int
     depth: int
     mlp: int
@@ -63,12 +65,14 @@ BIT_VARIANTS = ("50x1", "50x2", "50x3", "101x1", "101x3", "152x1", "152x2", "152
 
 
 class HybridSize(NamedTuple):
+    """A hybrid: the ViT's size, the stem's units in each stage, and the patch on its feature map."""
+
     size: str
     units: tuple[int, ...]
     patch: int
 
 
-HYBRIDS = {  # stages of the stem, patch on its feature map; /16 moves the last stage's units into the third
+HYBRIDS = {  # /16 moves the last stage's units into the third
     "r-ti16": HybridSize("ti", (), 8),  # the name says 16, its stride is 32
     "r26-s32": HybridSize("s", RESNET_UNITS["26"], 1),
     "r26-b32": HybridSize("b", RESNET_UNITS["26"], 1),
@@ -77,8 +81,8 @@ HYBRIDS = {  # stages of the stem, patch on its feature map; /16 moves the last 
     "r50-l16": HybridSize("l", (3, 4, 9), 1),
     "r50-l32": HybridSize("l", RESNET_UNITS["50"], 1),
 }
-HYBRID_NUMERICS: dict[str, Any] = {"norm_eps": 1e-6, "standardise": "std + eps", "standardise_eps": 1e-5}
-BIT_NUMERICS: dict[str, Any] = {"norm_eps": 1e-5, "standardise": "sqrt(var + eps)", "standardise_eps": 1e-10}
+HYBRID_NUMERICS: dict[str, Any] = {"norm_eps": 1e-6, "standardization": "std + eps", "standardization_eps": 1e-5}
+BIT_NUMERICS: dict[str, Any] = {"norm_eps": 1e-5, "standardization": "sqrt(var + eps)", "standardization_eps": 1e-10}
 
 _VIT_PATTERN = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)")
 _BIT_PATTERN = re.compile(rf"bit-r({'|'.join(RESNET_UNITS)})x([1-9]\d*)")
@@ -86,8 +90,8 @@ _BIT_PATTERN = re.compile(rf"bit-r({'|'.join(RESNET_UNITS)})x([1-9]\d*)")
 
 def list_presets() -> list[str]:
     """The published presets: ViTs, hybrids, ResNets, each smallest first."""
-    plain = [f"{size}{patch}" for size in SIZES for patch in PATCH_SIDES[size]]
-    return [*plain, *HYBRIDS, *(f"bit-r{name}" for name in BIT_VARIANTS)]
+    vits = [f"{size}{patch}" for size in SIZES for patch in PATCH_SIDES[size]]
+    return [*vits, *HYBRIDS, *(f"bit-r{name}" for name in BIT_VARIANTS)]
 
 
 def has_preset(name: str) -> bool:
@@ -96,27 +100,27 @@ def has_preset(name: str) -> bool:
 
 
 def get_preset_config(name: str, **changes: Any) -> ViTConfig | BiTConfig:
-    """The configuration of a preset, `changes` applied."""
-    if found := _BIT_PATTERN.fullmatch(name):
-        conv = ConvConfig(units=RESNET_UNITS[found[1]], width_factor=int(found[2]), **BIT_NUMERICS)
+    """The configuration of a preset, with `changes` to its fields."""
+    if bit := _BIT_PATTERN.fullmatch(name):
+        conv = ConvConfig(units=RESNET_UNITS[bit[1]], width_factor=int(bit[2]), **BIT_NUMERICS)
         return _build_config(BiTConfig, {"conv": conv} | changes)
     if name in HYBRIDS:
         hybrid = HYBRIDS[name]
         stem = ConvConfig(units=hybrid.units, **HYBRID_NUMERICS)
         return _build_config(ViTConfig, SIZES[hybrid.size]._asdict() | {"patch": hybrid.patch, "stem": stem} | changes)
-    found = _VIT_PATTERN.fullmatch(name)
-    if found is None:
+    vit = _VIT_PATTERN.fullmatch(name)
+    if vit is None:
         raise UsageError(describe_unknown_preset(name))
-    patch = int(changes.get("patch") or found[2])
+    patch = int(changes.get("patch") or vit[2])
     side = max(1, round(224 / patch)) * patch  # 224 for every published patch side
-    return _build_config(ViTConfig, SIZES[found[1]]._asdict() | {"patch": patch, "image_size": (side, side)} | changes)
+    return _build_config(ViTConfig, SIZES[vit[1]]._asdict() | {"patch": patch, "image_size": (side, side)} | changes)
 
 
 def describe_unknown_preset(name: str) -> str:
-    """What to say of a name that no preset has."""
+    """The error message for a name that no preset has."""
     close = [name.lower()] if has_preset(name.lower()) else difflib.get_close_matches(name.lower(), list_presets(), n=1)
-    meant = f" Did you mean {close[0]}?" if close else ""
-    return f"there is no preset {name!r:.80}.{meant} `vitrail list` shows them; `b16` is size b, patch 16."
+    suggestion = f" Did you mean {close[0]}?" if close else ""
+    return f"there is no preset {name!r:.80}.{suggestion} `vitrail list` shows them; `b16` is size b, patch 16."
 
 
 C = TypeVar("C", ViTConfig, BiTConfig)
@@ -129,12 +133,12 @@ def _build_config(kind: type[C], fields: dict[str, Any]) -> C:
 
 
 def find_published_heads(width: int, depth: int) -> int | None:
-    """The number of heads of the published size with this width and depth, where there is one."""
+    """The number of heads of the published size with this width and depth, if there is one."""
     return next((size.heads for size in SIZES.values() if (size.width, size.depth) == (width, depth)), None)
 
 
 def build_preprocess_config(name: str, size: tuple[int, int], channels: int = 3) -> PreprocessConfig:
-    """The usual evaluation view of `name`'s weights: short side at 8/7 of the crop, as 256 is to 224."""
+    """The usual preprocessing of `name`'s weights: the short side is 8/7 of the crop, as 256 is of 224."""
     if name not in PREPROCESS_PRESETS:
         raise UsageError(f"there is no preprocessing {name!r}; choose one of {', '.join(PREPROCESS_PRESETS)}")
     resize = (round(size[0] * 8 / 7),) if size[0] == size[1] else size
@@ -146,7 +150,7 @@ def build_preprocess_config(name: str, size: tuple[int, int], channels: int = 3)
 
 
 def spread_over_channels(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """A value for each channel: the given ones in turn, or their mean for a single channel."""
+    """A value for each channel: `values` in turn, or their mean for a single channel."""
     if channels == 1:
         return (sum(values) / len(values),)
     return tuple(values[channel % len(values)] for channel in range(channels))

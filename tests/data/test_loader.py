@@ -209,7 +209,7 @@ def test_evaluation_sees_every_image_once_as_the_classifier_does(flowers: Path, 
 
 
 MASKED = {
-    "mpp": MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-colour"),
+    "mpp": MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-color"),
     "mae": MaskedConfig(kind="mae", mask_ratio=0.75, target="pixels"),
 }
 

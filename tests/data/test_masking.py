@@ -9,8 +9,8 @@ from vitrail.data.counter_rng import CounterRNG
 from vitrail.data.masking import draw_masked_patches
 from vitrail.errors import UsageError
 
-MPP = MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-colour")
-MAE = MaskedConfig(kind="mae", mask_ratio=0.75, target="normalised-pixels")
+MPP = MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-color")
+MAE = MaskedConfig(kind="mae", mask_ratio=0.75, target="normalized-pixels")
 PATCHES = 196
 IMAGES = 5103  # a million patches and more
 POSITIONS = np.arange(IMAGES)
@@ -83,5 +83,5 @@ def test_so_few_patches_that_all_or_none_would_be_masked_are_refused() -> None:
         MaskedConfig(kind="mpp", mask_ratio=fraction, target="pixels").count_masked(4) for fraction in (0.2, 0.5, 0.8)
     ] == [1, 2, 3]
     for fraction, patches in ((0.1, 4), (0.9, 4), (0.5, 1)):
-        with pytest.raises(UsageError, match="of each image some must, not all"):
+        with pytest.raises(UsageError, match="at least one must be masked and one visible"):
             MaskedConfig(kind="mpp", mask_ratio=fraction, target="pixels").count_masked(patches)

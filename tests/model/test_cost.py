@@ -83,8 +83,8 @@ def test_parameters_equal_the_authors(name: str, side: int) -> None:
 
 @pytest.mark.parametrize(("name", "side"), MILLIONS)
 def test_parameters_equal_timms_tables(name: str, side: int) -> None:
-    found = cost.count_parameters(presets.get_preset_config(name, image_size=(side, side)))
-    assert round(found / 1e6, 2) == MILLIONS[name, side]
+    parameters = cost.count_parameters(presets.get_preset_config(name, image_size=(side, side)))
+    assert round(parameters / 1e6, 2) == MILLIONS[name, side]
 
 
 def bottlenecks(units: tuple[int, ...], factor: int = 1, *, post_activation: bool) -> int:
@@ -165,8 +165,8 @@ def test_multiply_adds_equal_the_published(name: str, giga: float) -> None:
     [("b32", 7, 55), ("b16", 7, 224), ("l32", 7, 196), ("l16", 7, 783), ("l16", 14, 1567), ("h14", 14, 4262)],
 )
 def test_training_on_jft_costs_the_papers_exaflops(name: str, epochs: int, exaflops: float) -> None:
-    found = cost.count_training_flops(presets.get_preset_config(name), images=303_000_000 * epochs) / 1e18
-    assert found == pytest.approx(exaflops, rel=0.03)
+    counted = cost.count_training_flops(presets.get_preset_config(name), images=303_000_000 * epochs) / 1e18
+    assert counted == pytest.approx(exaflops, rel=0.03)
 
 
 @pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)

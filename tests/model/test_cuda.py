@@ -27,8 +27,8 @@ def test_logits_equal_the_cpus(change: dict[str, Any]) -> None:
     with torch.no_grad():
         expected = model(images), model(odd)
         model.cuda()
-        found = model(images.cuda()).cpu(), model(odd.cuda()).cpu()
-    for ours, theirs in zip(found, expected, strict=True):
+        outputs = model(images.cuda()).cpu(), model(odd.cuda()).cpu()
+    for ours, theirs in zip(outputs, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 

@@ -12,12 +12,12 @@ from vitrail.model.vit import ViT
 from vitrail.weights.trained import create
 
 
-def fresh(seed: int = 0, **changes: object) -> ViT:
+def build_vit(seed: int = 0, **changes: object) -> ViT:
     return initialize_weights(ViT(making.config(**changes)), torch.Generator().manual_seed(seed))
 
 
 def test_scales_are_those_of_the_papers_code() -> None:
-    model = fresh(width=256, mlp=512, patch=8, image_size=(64, 64), layer_scale=True, registers=2)
+    model = build_vit(width=256, mlp=512, patch=8, image_size=(64, 64), layer_scale=True, registers=2)
     block = model.blocks[0]
     for kernel in block.attn.qkv.weight.chunk(3):  # each of query, key and value is Xavier-uniform on its own
         bound = math.sqrt(6 / (256 + 256))
@@ -47,7 +47,7 @@ def test_every_parameter_is_set(change: dict[str, object]) -> None:
 
 
 def test_the_weights_are_a_function_of_the_seed() -> None:
-    first, again, other = fresh(0), fresh(0), fresh(1)
+    first, again, other = build_vit(0), build_vit(0), build_vit(1)
     assert all(map(torch.equal, first.parameters(), again.parameters()))
     assert not torch.equal(first.blocks[0].attn.qkv.weight, other.blocks[0].attn.qkv.weight)
 
@@ -107,14 +107,14 @@ def test_mimetic_tokens_attend_to_those_like_themselves() -> None:
             rows = slice(64 * head, 64 * head + 64)
             trace = (query[rows] * key[rows]).sum().item()  # of W_q W_k^T
             assert trace > 0.7 * 64  # that of 0.7 I cut down to the head's rank
-        told = block.attn.proj.weight.detach() @ value
-        assert told.diagonal().mean().item() == pytest.approx(-0.4, abs=0.01)
-        assert (told - torch.diag(told.diagonal())).std().item() == pytest.approx(0.4 / 16, rel=0.02)
+        product = block.attn.proj.weight.detach() @ value
+        assert product.diagonal().mean().item() == pytest.approx(-0.4, abs=0.01)
+        assert (product - torch.diag(product.diagonal())).std().item() == pytest.approx(0.4 / 16, rel=0.02)
 
 
 def test_the_hidden_head_and_attention_pool_follow_flax_defaults() -> None:
-    hidden = fresh(width=256, hidden_head=True)
+    hidden = build_vit(width=256, hidden_head=True)
     assert hidden.pre_logits.fc.weight.std().item() == pytest.approx(256**-0.5, rel=0.02)
-    pool = fresh(width=256, pool="map", class_token=False).attn_pool
+    pool = build_vit(width=256, pool="map", class_token=False).attn_pool
     assert pool.latent.abs().max() <= math.sqrt(6 / 257)
     assert pool.kv.weight.std().item() == pytest.approx(math.sqrt(2 / 512), rel=0.02)

@@ -1,4 +1,4 @@
-"""What training keeps in memory against what autograd saves, and against figures by hand."""
+"""The memory of training against what autograd saves, and against numbers by hand."""
 
 import dataclasses
 from typing import Any
@@ -19,8 +19,8 @@ ON_CPU = {"bf16": ElementSizes(matmul=2, norm=2, mask=2), "float32": ElementSize
 LARGER: dict[str, Any] = {"width": 96, "mlp": 160, "heads": 4, "image_size": (64, 64), "depth": 3}
 
 
-def saved(model: Model, images: Tensor, *, bf16: bool) -> int:
-    """Bytes of the storages that autograd saves, weights left out, pixels included."""
+def count_saved_bytes(model: Model, images: Tensor, *, bf16: bool) -> int:
+    """Bytes of the storages that autograd saves, without weights, with pixels."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     storages: dict[int, torch.UntypedStorage] = {}  # alive, so that no address is given twice
 
@@ -29,12 +29,12 @@ def saved(model: Model, images: Tensor, *, bf16: bool) -> int:
         if storage.data_ptr() not in weights:
             storages[storage.data_ptr()] = storage
 
-    def never(_: object) -> Tensor:
+    def refuse(_: object) -> Tensor:
         raise AssertionError("there is no backward pass")
 
     model.train()
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=bf16)
-    with torch.autograd.graph.saved_tensors_hooks(keep, never), autocast:
+    with torch.autograd.graph.saved_tensors_hooks(keep, refuse), autocast:
         model(images)
     return sum(storage.nbytes() for storage in storages.values()) + images.nbytes
 
@@ -44,20 +44,18 @@ def saved(model: Model, images: Tensor, *, bf16: bool) -> int:
 def test_a_vit_keeps_what_autograd_saves(change: dict[str, Any], precision: str) -> None:
     model = making.vit(**(LARGER | change))
     images = making.images(model.config, 8)
-    found = memory.count_weight_copy_bytes(model.config, ON_CPU[precision]) + 8 * memory.count_activation_bytes(
-        model.config, sizes=ON_CPU[precision]
-    )
-    assert found == pytest.approx(saved(model, images, bf16=precision == "bf16"), rel=0.03)
+    activations = memory.count_activation_bytes(model.config, sizes=ON_CPU[precision])
+    counted = memory.count_weight_copy_bytes(model.config, ON_CPU[precision]) + 8 * activations
+    assert counted == pytest.approx(count_saved_bytes(model, images, bf16=precision == "bf16"), rel=0.03)
 
 
 @pytest.mark.parametrize("precision", ON_CPU)
 def test_a_resnet_keeps_what_autograd_saves(precision: str) -> None:
     model = making.bit(image_size=(64, 64))
     images = making.images(model.config, 8)
-    found = memory.count_weight_copy_bytes(model.config, ON_CPU[precision]) + 8 * memory.count_activation_bytes(
-        model.config, sizes=ON_CPU[precision]
-    )
-    assert found == pytest.approx(saved(model, images, bf16=precision == "bf16"), rel=0.03)
+    activations = memory.count_activation_bytes(model.config, sizes=ON_CPU[precision])
+    counted = memory.count_weight_copy_bytes(model.config, ON_CPU[precision]) + 8 * activations
+    assert counted == pytest.approx(count_saved_bytes(model, images, bf16=precision == "bf16"), rel=0.03)
 
 
 @pytest.mark.parametrize("precision", ON_CPU)
@@ -65,26 +63,25 @@ def test_a_hybrid_of_several_stages_keeps_what_autograd_saves(precision: str) ->
     stem = dataclasses.replace(making.STEM, units=(1, 2))
     model = making.vit(stem=stem, patch=1, image_size=(64, 64))
     images = making.images(model.config, 8)
-    found = memory.count_weight_copy_bytes(model.config, ON_CPU[precision]) + 8 * memory.count_activation_bytes(
-        model.config, sizes=ON_CPU[precision]
-    )
-    assert found == pytest.approx(saved(model, images, bf16=precision == "bf16"), rel=0.03)
+    activations = memory.count_activation_bytes(model.config, sizes=ON_CPU[precision])
+    counted = memory.count_weight_copy_bytes(model.config, ON_CPU[precision]) + 8 * activations
+    assert counted == pytest.approx(count_saved_bytes(model, images, bf16=precision == "bf16"), rel=0.03)
 
 
 @pytest.mark.parametrize("precision", ON_CPU)
 def test_dropout_keeps_its_masks(precision: str) -> None:
     model = making.vit(**LARGER | {"depth": 6}).set_regularization(dropout=0.1)
     images = making.images(model.config, 8)
-    found = 8 * memory.count_activation_bytes(model.config, dropout=0.1, sizes=ON_CPU[precision])
-    found += memory.count_weight_copy_bytes(model.config, ON_CPU[precision])
-    assert found == pytest.approx(saved(model, images, bf16=precision == "bf16"), rel=0.03)
+    counted = 8 * memory.count_activation_bytes(model.config, dropout=0.1, sizes=ON_CPU[precision])
+    counted += memory.count_weight_copy_bytes(model.config, ON_CPU[precision])
+    assert counted == pytest.approx(count_saved_bytes(model, images, bf16=precision == "bf16"), rel=0.03)
 
 
 def test_branches_that_are_dropped_keep_nothing() -> None:
     """At 8 images the rates 0, 1/4 and 1/2 leave whole numbers of them, so nothing is left to chance."""
     model = making.vit(**LARGER | {"pool": "norm-mean"}).set_regularization(stochastic_depth=0.5)
-    found = 8 * memory.count_activation_bytes(model.config, stochastic_depth=0.5, sizes=ON_CPU["float32"])
-    assert found == pytest.approx(saved(model, making.images(model.config, 8), bf16=False), rel=0.03)
+    counted = 8 * memory.count_activation_bytes(model.config, stochastic_depth=0.5, sizes=ON_CPU["float32"])
+    assert counted == pytest.approx(count_saved_bytes(model, making.images(model.config, 8), bf16=False), rel=0.03)
 
 
 def test_b16_keeps_what_the_derivation_says() -> None:
@@ -112,22 +109,22 @@ def test_recomputing_keeps_each_blocks_input_and_one_block() -> None:
 
 def test_the_parts_of_b16_by_hand() -> None:
     parameters = 86_567_656
-    found = memory.estimate_training_memory(presets.get_preset_config("b16"), optimizer="adam", ema=True, images=64)
-    assert (found.weights, found.gradients, found.optimizer, found.ema) == (
+    parts = memory.estimate_training_memory(presets.get_preset_config("b16"), optimizer="adam", ema=True, images=64)
+    assert (parts.weights, parts.gradients, parts.optimizer, parts.ema) == (
         4 * parameters,
         4 * parameters,
         8 * parameters,
         4 * parameters,
     )
-    assert found.weight_copies == 2 * (12 * (4 * 768**2 + 2 * 768 * 3072) + 768 * 1000)
-    assert found.activations == 64 * 62_508_384
-    assert found.total == 20 * parameters + found.weight_copies + found.activations
+    assert parts.weight_copies == 2 * (12 * (4 * 768**2 + 2 * 768 * 3072) + 768 * 1000)
+    assert parts.activations == 64 * 62_508_384
+    assert parts.total == 20 * parameters + parts.weight_copies + parts.activations
     plain = memory.estimate_training_memory(presets.get_preset_config("b16"), optimizer="sgd", ema=False, images=64)
     assert (plain.optimizer, plain.ema) == (4 * parameters, 0)
 
 
 def test_sharding_divides_the_state_and_puts_two_blocks_together() -> None:
-    settings: dict[str, Any] = {"optimiser": "adam", "average": True, "images": 64}
+    settings: dict[str, Any] = {"optimizer": "adam", "ema": True, "images": 64}
     whole = memory.estimate_training_memory(presets.get_preset_config("b16"), **settings)
     shard = memory.estimate_training_memory(presets.get_preset_config("b16"), **settings, shards=8)
     block = 4 * (768**2 + 768) + 2 * 768 * 3072 + 3072 + 768 + 4 * 768

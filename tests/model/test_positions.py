@@ -152,9 +152,9 @@ def test_sincos_comes_on_the_device_and_in_the_numbers_asked_for() -> None:
     """Computed on the CPU in float64 whatever the default device is, and only then rounded."""
     plain = build_sincos_positions((3, 5), 8)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        found = build_sincos_positions((3, 5), 8, "cpu", dtype)
-        assert found.dtype == dtype
-        assert torch.equal(found, plain.to(dtype))
+        positions = build_sincos_positions((3, 5), 8, "cpu", dtype)
+        assert positions.dtype == dtype
+        assert torch.equal(positions, plain.to(dtype))
     assert build_sincos_positions((3, 5), 8, torch.device("meta"), torch.bfloat16).device.type == "meta"
     with torch.device("meta"):
         under = build_sincos_positions((5, 3), 8)

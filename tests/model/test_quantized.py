@@ -1,4 +1,4 @@
-"""A model in fewer bits."""
+"""Models in lower precision."""
 
 import copy
 import os
@@ -34,28 +34,28 @@ needs_int8 = pytest.mark.skipif(
 )
 
 
-def layer(inputs: int, outputs: int, *, bias: bool = True, seed: int = 0) -> nn.Linear:
+def build_layer(inputs: int, outputs: int, *, bias: bool = True, seed: int = 0) -> nn.Linear:
     generator = torch.Generator().manual_seed(seed)
-    found = nn.Linear(inputs, outputs, bias=bias)
-    for parameter in found.parameters():
+    linear = nn.Linear(inputs, outputs, bias=bias)
+    for parameter in linear.parameters():
         nn.init.normal_(parameter, std=0.3, generator=generator)
-    return found
+    return linear
 
 
-def prepared(model: Model) -> PreprocessConfig:
+def build_preprocess(model: Model) -> PreprocessConfig:
     size, channels = model.config.image_size, model.config.channels
     mean, std = (0.485, 0.456, 0.406)[:channels], (0.229, 0.224, 0.225)[:channels]
     return PreprocessConfig(size=size, resize=size, mean=mean, std=std)
 
 
-def seen(model: Model) -> Tensor:
-    """Three views."""
+def random_images(model: Model) -> Tensor:
+    """Three uint8 images."""
     shape = (3, model.config.channels, *model.config.image_size)
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
 def by_hand(linear: nn.Linear, x: Tensor) -> Tensor:
-    """The same layer in whole numbers, in float64 that holds them exactly."""
+    """The same build_layer in whole numbers, in float64 that holds them exactly."""
     weight, token = linear.weight.detach(), x.abs().amax(dim=-1, keepdim=True)
     scale = weight.abs().amax(dim=1) / 127
     rounded = (weight / scale[:, None]).round().double()
@@ -69,7 +69,7 @@ def by_hand(linear: nn.Linear, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("inputs", [8, 192, 770, 3072])
 @pytest.mark.parametrize("bias", [True, False])
 def test_int8_is_the_product_of_whole_numbers(inputs: int, bias: bool) -> None:
-    linear = layer(inputs, 40, bias=bias)
+    linear = build_layer(inputs, 40, bias=bias)
     x = torch.randn(3, 17, inputs, generator=torch.Generator().manual_seed(1))
     expected = by_hand(linear, x)
     torch.testing.assert_close(Int8Linear(linear)(x).double(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
@@ -79,7 +79,7 @@ def test_int8_is_the_product_of_whole_numbers(inputs: int, bias: bool) -> None:
 @pytest.mark.parametrize("size", [0.01, 1.0, 30.0])
 def test_what_a_gelu_gave_has_all_steps_of_a_byte(size: float) -> None:
     """32 of them below 0, which is -0.17 at least, and 223 above, of a size that holds both ends."""
-    linear = layer(192, 40)
+    linear = build_layer(192, 40)
     x = nn.functional.gelu(size * torch.randn(3, 17, 192, generator=torch.Generator().manual_seed(4)))
     weight, step = linear.weight.detach(), (x.amax(dim=-1, keepdim=True) / 223).clamp(min=0.17 / 32)
     scale = weight.abs().amax(dim=1) / 127
@@ -88,8 +88,8 @@ def test_what_a_gelu_gave_has_all_steps_of_a_byte(size: float) -> None:
     assert inputs.max() <= 223
     expected = inputs @ (weight / scale[:, None]).round().double().mT * scale.double() * step.double()
     expected += linear.bias.detach()
-    found = Int8Linear(linear, after_gelu=True)(x.clone())
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
+    outputs = Int8Linear(linear, after_gelu=True)(x.clone())
+    torch.testing.assert_close(outputs.double(), expected, rtol=1e-5, atol=1e-5 * expected.abs().max())
 
 
 def test_a_gelu_is_written_over_its_input() -> None:
@@ -104,7 +104,7 @@ def test_a_gelu_is_written_over_its_input() -> None:
 def test_the_inputs_of_other_layers_stay_as_they_are() -> None:
     x = torch.randn(3, 5, 64)
     before = x.clone()
-    Int8Linear(layer(64, 8))(x)
+    Int8Linear(build_layer(64, 8))(x)
     assert torch.equal(x, before)
 
 
@@ -118,16 +118,16 @@ def test_the_largest_sums_of_products_are_exact() -> None:
 
 
 def test_a_cpu_without_exact_products_is_not_offered_int8() -> None:
-    script = "from vitrail.model.quantized import exact; print(exact())"
-    told = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}  # whose products are added in 16 bits
-    found = subprocess.run([sys.executable, "-c", script], env=told, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "False"
+    script = "from vitrail.model.quantized import has_exact_int8_products; print(has_exact_int8_products())"
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}  # whose products are added in 16 bits
+    result = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
 
 
 @needs_int8
 def test_every_token_and_every_output_has_a_scale_of_its_own() -> None:
     """A token a thousand times as large changes no other, and rows of weights that are tiny keep their digits."""
-    linear = layer(64, 16)
+    linear = build_layer(64, 16)
     nn.init.zeros_(linear.bias)
     with torch.no_grad():
         linear.weight[3] *= 1e-6
@@ -135,17 +135,17 @@ def test_every_token_and_every_output_has_a_scale_of_its_own() -> None:
     small = Int8Linear(linear)(x)
     louder = x.clone()
     louder[:, 2] *= 1000
-    found = Int8Linear(linear)(louder)
-    torch.testing.assert_close(found[:, 2], 1000 * small[:, 2], rtol=1e-5, atol=0)
+    outputs = Int8Linear(linear)(louder)
+    torch.testing.assert_close(outputs[:, 2], 1000 * small[:, 2], rtol=1e-5, atol=0)
     others = [0, 1, 3, 4, 5]
-    assert torch.equal(found[:, others], small[:, others])
+    assert torch.equal(outputs[:, others], small[:, others])
     assert (small[..., 3] / linear(x)[..., 3] - 1).abs().median() < 0.03
 
 
 @needs_int8
 def test_int8_is_off_by_no_more_than_its_steps_allow() -> None:
     """Half a step of each input times the weights, and half a step of each weight times the inputs, at most."""
-    linear, x = layer(192, 64), torch.randn(50, 192, generator=torch.Generator().manual_seed(3))
+    linear, x = build_layer(192, 64), torch.randn(50, 192, generator=torch.Generator().manual_seed(3))
     weight = linear.weight.detach()
     input_step, weight_step = x.abs().amax(dim=1) / 127, weight.abs().amax(dim=1) / 127
     bound = input_step[:, None] / 2 * weight.abs().sum(dim=1) + weight_step / 2 * x.abs().sum(dim=1)[:, None]
@@ -162,7 +162,7 @@ def test_no_tokens_give_no_outputs() -> None:
 
 @needs_int8
 def test_zeros_give_the_bias() -> None:
-    linear = layer(32, 8)
+    linear = build_layer(32, 8)
     assert torch.equal(Int8Linear(linear)(torch.zeros(2, 3, 32)), linear.bias.detach().expand(2, 3, 8))
     nn.init.zeros_(linear.weight)
     assert torch.equal(Int8Linear(linear)(torch.ones(1, 32)), linear.bias.detach().expand(1, 8))
@@ -172,17 +172,17 @@ def test_zeros_give_the_bias() -> None:
 @pytest.mark.parametrize("variant", making.VARIANTS)
 def test_every_kind_of_vit_is_computed_nearly_alike_and_stays_as_it_was(variant: str, precision: str) -> None:
     model = making.vit(**making.VARIANTS[variant])
-    views, before = seen(model), copy.deepcopy(model.state_dict())
-    images = normalize(views, prepared(model))
+    uint8_images, before = random_images(model), copy.deepcopy(model.state_dict())
+    images = normalize(uint8_images, build_preprocess(model))
     with torch.inference_mode():
-        lower = convert_precision(model, precision, prepared(model))
+        lower = convert_precision(model, precision, build_preprocess(model))
         assert has_uint8_input(lower) == (precision == "int8" and variant != "hybrid")
-        given = views if has_uint8_input(lower) else images
-        expected, found = model(images), lower(given)
-        assert found.dtype == torch.float32
-        assert not torch.equal(found, expected)
-        assert (found - expected).norm() < 0.06 * expected.norm()
-        torch.testing.assert_close(lower.compute_features(given), model.compute_features(images), rtol=0.3, atol=0.3)
+        inputs = uint8_images if has_uint8_input(lower) else images
+        expected, outputs = model(images), lower(inputs)
+        assert outputs.dtype == torch.float32
+        assert not torch.equal(outputs, expected)
+        assert (outputs - expected).norm() < 0.06 * expected.norm()
+        torch.testing.assert_close(lower.compute_features(inputs), model.compute_features(images), rtol=0.3, atol=0.3)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert next(model.parameters()).requires_grad
 
@@ -191,7 +191,7 @@ def test_every_kind_of_vit_is_computed_nearly_alike_and_stays_as_it_was(variant:
 def test_a_lowered_model_holds_no_float32_of_what_was_lowered(precision: str, kind: type[nn.Module]) -> None:
     if precision == "int8" and not has_exact_int8_products():
         pytest.skip("int8 needs a CPU with VNNI and a torch with oneDNN")
-    lower = convert_precision(making.vit(), precision, prepared(making.vit()))
+    lower = convert_precision(making.vit(), precision, build_preprocess(making.vit()))
     inside = list(lower.blocks.modules())
     assert sum(isinstance(part, kind) for part in inside) == 4 * 3
     assert not any(isinstance(part, nn.Linear) for part in inside)
@@ -213,18 +213,18 @@ def test_a_lowered_model_holds_no_float32_of_what_was_lowered(precision: str, ki
 def test_patches_of_bytes_are_embedded_as_by_rounded_weights(changes: dict[str, Any]) -> None:
     """Nothing else is rounded: pixels are bytes already."""
     model = making.vit(**changes)
-    preprocess, views = prepared(model), seen(model)
+    preprocess, uint8_images = build_preprocess(model), random_images(model)
     lower = convert_precision(model, "int8", preprocess)
     assert isinstance(lower, ViT)
     mean, std = (torch.tensor(values).double().reshape(-1, 1, 1) for values in (preprocess.mean, preprocess.std))
     weight = model.patch_embed.proj.weight.detach().double() / std
     scale = weight.abs().amax((1, 2, 3), keepdim=True) / 127
-    pixels = views.double() / 255 - mean
+    pixels = uint8_images.double() / 255 - mean
     by_hand = F.conv2d(pixels, (weight / scale).round() * scale, stride=model.config.patch)
     expected = by_hand.flatten(2).mT + model.patch_embed.proj.bias.detach()
     with torch.inference_mode():
-        torch.testing.assert_close(lower.patch_embed(views).double(), expected, rtol=1e-5, atol=1e-5)
-        assert lower(views[:0]).shape == (0, model.config.classes)
+        torch.testing.assert_close(lower.patch_embed(uint8_images).double(), expected, rtol=1e-5, atol=1e-5)
+        assert lower(uint8_images[:0]).shape == (0, model.config.classes)
 
 
 def test_the_two_forms_of_gelu_differ_by_less_than_a_two_thousandth() -> None:
@@ -235,13 +235,13 @@ def test_the_two_forms_of_gelu_differ_by_less_than_a_two_thousandth() -> None:
 
 def test_what_cannot_be_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="a ResNet has convolutions"):
-        convert_precision(making.bit(), "bfloat16", prepared(making.bit()))
+        convert_precision(making.bit(), "bfloat16", build_preprocess(making.bit()))
     monkeypatch.setattr(quantized, "has_exact_int8_products", lambda: False)
-    with pytest.raises(UsageError, match=r"no exact product of bytes \(VNNI\)"):
-        convert_precision(making.vit(), "int8", prepared(making.vit()))
+    with pytest.raises(UsageError, match=r"no exact int8 products \(VNNI\)"):
+        convert_precision(making.vit(), "int8", build_preprocess(making.vit()))
     assert explain_unsupported(making.bit(), "float32") is None
     same = making.vit()
-    assert convert_precision(same, "float32", prepared(same)) is same
+    assert convert_precision(same, "float32", build_preprocess(same)) is same
 
 
 def test_the_cpu_is_named_by_what_it_can_do() -> None:

@@ -27,7 +27,7 @@ def test_same_padding_is_tensorflows(kernel: int, stride: int, size: int, before
     assert padded[0, 0, before, before] == 1
 
 
-def test_standardisation_by_hand() -> None:
+def test_standardization_by_hand() -> None:
     """The kernel (1, 3) has mean 2 and variance 1; the two forms differ where a kernel is faint."""
     for form, faint in (("std + eps", 1e-3 / (1e-3 + 1e-2)), ("sqrt(var + eps)", 1e-3 / (1e-6 + 1e-2) ** 0.5)):
         config = ConvConfig(units=(1,), norm_eps=1e-5, standardization=form, standardization_eps=1e-2)
@@ -50,8 +50,8 @@ def test_scaling_or_shifting_a_kernel_changes_nothing() -> None:
 def test_a_resnet_takes_any_size(size: tuple[int, int]) -> None:
     model = making.bit()
     with torch.no_grad():
-        found = model.compute_feature_map(making.images(model.config, size=size))
-    assert found.shape[2:] == tuple(-(-side // 8) for side in size)  # stem 4, two stages: 8
+        feature_map = model.compute_feature_map(making.images(model.config, size=size))
+    assert feature_map.shape[2:] == tuple(-(-side // 8) for side in size)  # stem 4, two stages: 8
     assert model(making.images(model.config, size=size)).shape == (2, 7)
 
 
@@ -110,7 +110,7 @@ def test_a_resnet_saves_loads_and_adapts(tmp_path: Path) -> None:
             grey.model.stem.conv.standardize_weight(),
             before.model.stem.conv.standardize_weight().sum(1, keepdim=True),
         )
-    for one, three in zip(kernel, whole, strict=True):  # the same pattern; its scale is what standardisation makes it
+    for one, three in zip(kernel, whole, strict=True):  # the same pattern; standardization sets its scale
         assert F.cosine_similarity(one.flatten(), three.flatten(), dim=0) > 1 - 1e-5
     assert "head.fc.weight (7, 512, 1, 1): removed" in grey.origin.changes
     assert "image_size: [32, 32] -> [64, 64]" in grey.origin.changes

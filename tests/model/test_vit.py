@@ -22,7 +22,7 @@ LAST_BLOCK = {
 
 
 @pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
-def test_every_variant_answers_at_its_own_and_at_another_size(change: dict[str, Any]) -> None:
+def test_every_variant_computes_logits_at_its_own_and_at_another_size(change: dict[str, Any]) -> None:
     model = making.vit(**change)
     own = model(making.images(model.config))
     other = model(making.images(model.config, size=(40, 16)))
@@ -49,8 +49,10 @@ def test_swapping_two_patches_without_positions_swaps_their_tokens(first: int, s
     images = making.images(model.config, seed=seed)
     swapped = images.clone()
     (a, b), (c, d) = divmod(first, 4), divmod(second, 4)
-    pane = [(slice(None), slice(None), slice(8 * r, 8 * r + 8), slice(8 * k, 8 * k + 8)) for r, k in ((a, b), (c, d))]
-    swapped[pane[0]], swapped[pane[1]] = images[pane[1]], images[pane[0]]
+    squares = [
+        (slice(None), slice(None), slice(8 * r, 8 * r + 8), slice(8 * k, 8 * k + 8)) for r, k in ((a, b), (c, d))
+    ]
+    swapped[squares[0]], swapped[squares[1]] = images[squares[1]], images[squares[0]]
     order = list(range(17))
     order[1 + first], order[1 + second] = order[1 + second], order[1 + first]
     with torch.no_grad():
@@ -71,7 +73,7 @@ def test_the_last_block_for_the_class_token_alone_equals_the_full_one(change: di
     model = making.vit(**change)
     images = making.images(model.config)
     with torch.no_grad():
-        short, full = model.compute_tokens(images, model.num_head_tokens), model.encode(images)
+        short, full = model.encode(images, model.num_head_tokens), model.encode(images)
     assert short.shape[1] == 1 + model.config.distillation_token
     assert full.shape[1] == model.config.num_prefix_tokens + model.config.grid[0] * model.config.grid[1]
     torch.testing.assert_close(short, full[:, : short.shape[1]], atol=1e-6, rtol=1e-6)
@@ -93,9 +95,9 @@ def test_attention_maps_reproduce_the_fused_output(change: dict[str, Any]) -> No
     """Maps times values, projected, is what each block's attention gave."""
     model = making.vit(**change)
     images = making.images(model.config)
-    seen: list[tuple[Tensor, Tensor]] = []
+    recorded: list[tuple[Tensor, Tensor]] = []
     hooks = [
-        block.attn.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0], output)))
+        block.attn.register_forward_hook(lambda _, inputs, output: recorded.append((inputs[0], output)))
         for block in model.blocks
         if isinstance(block, Block)
     ]
@@ -104,7 +106,7 @@ def test_attention_maps_reproduce_the_fused_output(change: dict[str, Any]) -> No
         hook.remove()
     assert len(maps) == model.config.depth
     tokens = model.config.num_prefix_tokens + model.config.grid[0] * model.config.grid[1]
-    for block, attention, (tokens_in, out) in zip(model.blocks, maps, seen, strict=True):
+    for block, attention, (tokens_in, out) in zip(model.blocks, maps, recorded, strict=True):
         assert isinstance(block, Block)
         assert attention.shape == (2, model.config.heads, tokens, tokens)
         torch.testing.assert_close(attention.sum(-1), torch.ones(attention.shape[:-1]))
@@ -126,6 +128,47 @@ def test_attention_maps_come_one_layer_at_a_time() -> None:
     assert ran == [0]
 
 
+@pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
+def test_hooks_observe_the_forward_pass(change: dict[str, Any]) -> None:
+    """Embedding, branches, attention weights and encoder output of `encode`, without repeating any of it."""
+    model = making.vit(**change)
+    images = making.images(model.config)
+    outputs: dict[str, Tensor] = {}
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.attn.fused = False
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda _, __, output, name=name: outputs.update({name: output}))
+    with torch.no_grad():
+        encoded = model.encode(images)
+        x, _, _ = model.embed(images)
+    prefix = model.config.num_prefix_tokens
+    assert outputs["patch_embed"].shape[1] == x.shape[1] - prefix
+    assert torch.equal(outputs["norm"], encoded)
+    for i in range(1, model.config.depth):
+        before, after = outputs[f"blocks.{i - 1}"], outputs[f"blocks.{i}"]
+        if model.config.positions_at == "stem":
+            torch.testing.assert_close(before + outputs[f"blocks.{i}.ls1"] + outputs[f"blocks.{i}.ls2"], after)
+    weights = [outputs[f"blocks.{i}.attn.softmax"] for i in range(model.config.depth)]
+    for observed, expected in zip(weights, attention_maps(model, images), strict=True):
+        torch.testing.assert_close(observed, expected)
+
+
+def test_attention_weights_can_be_observed_with_their_gradients() -> None:
+    model = making.vit(pool="map", class_token=False)
+    weights: list[Tensor] = []
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.attn.fused = False
+        block.attn.softmax.register_forward_hook(lambda _, __, output: weights.append(output))
+    model.attn_pool.softmax.register_forward_hook(lambda _, __, output: weights.append(output))
+    logits = model(making.images(model.config))
+    gradients = torch.autograd.grad(logits.sum(), weights)
+    assert [gradient.shape for gradient in gradients] == [(2, 4, 16, 16)] * 3 + [(2, 4, 1, 16)]
+    fused = making.vit(pool="map", class_token=False)
+    torch.testing.assert_close(logits, fused(making.images(model.config)), atol=1e-5, rtol=1e-5)
+
+
 def test_patches_are_cut_as_the_convolution_reads_them() -> None:
     model = making.vit(channels=5, image_size=(24, 40))
     images = making.images(model.config)
@@ -135,7 +178,7 @@ def test_patches_are_cut_as_the_convolution_reads_them() -> None:
 
 
 def test_positions_by_hand() -> None:
-    """A 2-D position is its column's half joined with its row's; an every-layer table is added layer by layer."""
+    """A 2-D position is its column's half concatenated with its row's; an every-layer table is added layer by layer."""
     model = making.vit(positions="learned-2d", image_size=(16, 24))
     table = model.compute_positions((2, 3))
     assert table is not None
@@ -157,14 +200,14 @@ def test_relative_positions_by_hand() -> None:
     attention = model.blocks[0].attn
     q, k = (torch.randn(1, 4, 7, 8, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
     with torch.no_grad():
-        gained = attention.logits(q, k, (2, 3)) - q @ k.mT * 8**-0.5
+        added = attention.compute_logits(q, k, (2, 3)) - q @ k.mT * 8**-0.5
         by_hand = torch.zeros(1, 4, 7, 7)
         for head in range(4):
             for i in range(6):
                 for j in range(6):
                     offset = attention.offsets[i - j + 5, 8 * head : 8 * head + 8]
                     by_hand[0, head, 1 + i, 1 + j] = q[0, head, 1 + i] @ offset * 8**-0.5
-    torch.testing.assert_close(gained, by_hand, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(added, by_hand, atol=1e-5, rtol=1e-5)
 
 
 def test_distillation_averages_both_heads() -> None:
@@ -239,7 +282,7 @@ def test_blocks_computed_again_give_the_same_loss_and_gradients(kind: str, noise
     images = making.images(model.config, count=4)
     runs = list[int]()
     model.blocks[1].register_forward_pre_hook(lambda *_: runs.append(1))
-    found = []
+    results = []
     for recompute in (False, True):
         model.recompute = recompute
         model.zero_grad(set_to_none=True)
@@ -247,9 +290,9 @@ def test_blocks_computed_again_give_the_same_loss_and_gradients(kind: str, noise
         loss = model(images).square().sum()
         loss.backward()
         after = torch.rand(3)  # whoever draws next is not disturbed either
-        found.append([loss.detach(), after, *(parameter.grad for parameter in model.parameters())])
+        results.append([loss.detach(), after, *(parameter.grad for parameter in model.parameters())])
     assert len(runs) == 1 + 2
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *results))
     with torch.no_grad():
         model(images)
     assert len(runs) == 1 + 2 + 1
@@ -264,14 +307,14 @@ def test_compiled_blocks_belong_to_the_model_and_not_to_its_copies(
     """What torch compiles is counted and run as it is; the first block's stochastic depth is 0."""
     compiled = list[str]()
 
-    def noted(function: MethodType) -> Callable[..., Tensor]:
+    def record_call(function: MethodType) -> Callable[..., Tensor]:
         def run(*arguments: Any) -> Tensor:
             compiled.append(type(function.__self__).__name__)
             return function(*arguments)
 
         return run
 
-    monkeypatch.setattr(torch, "compile", noted)
+    monkeypatch.setattr(torch, "compile", record_call)
     model = making.vit().set_regularization(stochastic_depth=stochastic_depth)
     images = making.images(model.config)
     with torch.no_grad():
@@ -295,6 +338,6 @@ def test_a_size_that_does_not_fit_the_patch_is_refused_with_the_nearest_that_doe
         ViT(model.config, dropout=1.0)
 
 
-def test_patches_of_one_colour_are_cut_in_raster_order() -> None:
+def test_patches_of_one_color_are_cut_in_raster_order() -> None:
     image = torch.arange(6.0).reshape(1, 1, 2, 3).repeat_interleave(4, 2).repeat_interleave(4, 3)
     assert patchify(image, 4)[0].unique(dim=1).flatten().tolist() == [0, 1, 2, 3, 4, 5]

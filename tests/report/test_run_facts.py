@@ -82,7 +82,7 @@ def test_an_interrupted_run_says_how_far_it_came(tmp_path: Path) -> None:
 
 
 def test_a_run_without_labels_has_a_result_of_its_own(tmp_path: Path) -> None:
-    masked = {"kind": "mpp", "share": 0.5, "target": "mean-colour"}
+    masked = {"kind": "mpp", "share": 0.5, "target": "mean-color"}
     folder = written(tmp_path / "run", ended=False, recipe={"masked": masked, "model": "ti16"}, model=None, classes=[])
     told = {"split": "val", "images": 6, "patches": 48, "loss": 4.5, "top1": 0.25, "top5": 0.5, "seconds": 3.0}
     with (folder / "events.jsonl").open("a") as file:

@@ -72,7 +72,7 @@ def test_recorded_steps_are_the_steps_that_were_not(kind: str, monkeypatch: pyte
     assert plain[-1] < plain[0]
 
 
-@pytest.mark.parametrize("target", ["mean-colour", "pixels"])
+@pytest.mark.parametrize("target", ["mean-color", "pixels"])
 @pytest.mark.parametrize("kind", ["mpp", "mae"])
 def test_recorded_masked_steps_are_the_steps_that_were_not(
     kind: Any, target: Any, monkeypatch: pytest.MonkeyPatch
@@ -90,7 +90,7 @@ def test_recorded_masked_steps_are_the_steps_that_were_not(
 
 
 def test_a_masked_run_on_a_gpu_leaves_a_model_and_what_was_told(tmp_path: Path) -> None:
-    masked = MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-colour")
+    masked = MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-color")
     made = recipe(masked=masked, augment=AugmentConfig(crop="pad"), epochs=3.0)
     for compiled in (False, True):
         seen: list[Any] = []

@@ -36,8 +36,8 @@ from vitrail.train.trainer import ValidationResult, iterate_split_batches
 from vitrail.train.training_run import TrainingRun, adapt_to_dataset, make_run_config
 from vitrail.weights.load import load
 
-MPP = MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-colour")
-MAE = MaskedConfig(kind="mae", mask_ratio=0.75, target="normalised-pixels")
+MPP = MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-color")
+MAE = MaskedConfig(kind="mae", mask_ratio=0.75, target="normalized-pixels")
 KINDS = pytest.mark.parametrize("masked", [MPP, MAE], ids=["mpp", "mae"])
 SGD = OptimizerConfig(kind="sgd", lr=0.1, weight_decay=0.01, clip=1.0)
 
@@ -197,7 +197,7 @@ def test_the_tables_tell_what_was_measured_and_the_lowest_loss_is_kept(
     result = trained(task(masked, changes=changes), tmp_path / "run", after_epoch=seen.append)
     assert [found.val.mean_loss for found in seen] == [2.0, 1.0, 1.5]
     lines = [line.split(",") for line in (tmp_path / "run" / "results.csv").read_text().splitlines()]
-    colours = masked.target == "mean-colour"
+    colours = masked.target == "mean-color"
     for line, found in zip(lines[1:], seen, strict=True):
         row = dict(zip(lines[0], line, strict=True))
         assert float(row["val/loss"]) == pytest.approx(found.val.mean_loss)
@@ -384,12 +384,12 @@ def test_images_without_labels_are_enough_and_what_needs_labels_is_refused(tmp_p
     [
         ({"augment": AugmentConfig(mixup=0.2)}, "mixup is for learning from labels, and this recipe is masked"),
         ({"label_smoothing": 0.1}, "label_smoothing is for learning from labels"),
-        ({"balanced": True}, "balanced is for learning from labels"),
-        ({"layers": 2}, "layers is for learning from labels"),
+        ({"logit_adjustment": True}, "logit_adjustment is for learning from labels"),
+        ({"trainable_layers": 2}, "trainable_layers is for learning from labels"),
         ({"optimiser": OptimizerConfig(lr=1e-3, layer_decay=0.75)}, "layer_decay is for learning from labels"),
-        ({"model": None}, "a masked recipe begins with random weights"),
-        ({"model": "bit-r50x1", "settings": {"channels": 1}}, "patches are hidden of a ViT or a hybrid"),
-        ({"model": "ti8"}, "50% of 1 patches hide 0"),
+        ({"model": None}, "a masked recipe starts from random weights"),
+        ({"model": "bit-r50x1", "settings": {"channels": 1}}, "masked pre-training needs a ViT or a hybrid"),
+        ({"model": "ti8"}, "masks 0 of 1 patches"),
     ],
 )
 def test_what_cannot_be_learned_without_labels_is_refused_before_it(changes: dict[str, Any], reason: str) -> None:

@@ -6,7 +6,7 @@ import tyro
 
 from vitrail import presets, recipes
 from vitrail.cli import output, runs
-from vitrail.config import BiTConfig, Recipe, ViTConfig, to_json
+from vitrail.config import BiTConfig, Recipe, to_json
 
 H200_FLOPS = 3e14  # FLOP/s of training a ViT in bf16, about two fifths of what its matrix products reach
 
@@ -79,17 +79,13 @@ def _get_data_name(recipe: Recipe) -> str:
 def _compute_flops(recipe: Recipe) -> float:
     """FLOPs of the whole run on its own set."""
     from vitrail.model import cost as count
-    from vitrail.model import masked
 
     assert recipe.model is not None
     assert recipe.data is not None
     size = {} if recipe.image_size is None else {"image_size": (recipe.image_size, recipe.image_size)}
     config = presets.get_preset_config(recipe.model, **size, **recipe.settings)
     images = round(recipe.epochs * recipes.TRAIN_IMAGE_COUNTS[recipe.data])
-    if recipe.masked is None:
-        return count.count_training_flops(config, images)
-    assert isinstance(config, ViTConfig)
-    return masked.count_masked_training_flops(config, recipe.masked, images)
+    return count.count_training_flops(config, images, recipe.masked)
 
 
 def _describe_preset(name: str) -> dict[str, Any]:

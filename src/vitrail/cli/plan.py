@@ -11,11 +11,10 @@ import tyro
 from vitrail import presets, recipes
 from vitrail.cli import output, runs
 from vitrail.cli.list import H200_FLOPS
-from vitrail.config import MaskedConfig, OptimizerConfig, Recipe, ScheduleConfig, ViTConfig, expand_image_size
+from vitrail.config import MaskedConfig, ModelConfig, OptimizerConfig, Recipe, ScheduleConfig, expand_image_size
 from vitrail.errors import UsageError
 
 if TYPE_CHECKING:
-    from vitrail.model.build import ModelConfig
     from vitrail.model.memory import TrainingMemory
 
 
@@ -246,20 +245,13 @@ def plan_run(recipe: Recipe, images: int, machine: PlannedMachine, *, classes: i
 
 
 def _count_training_cost(
-    config: "ModelConfig", masked: MaskedConfig | None
-) -> tuple[tuple["ModelConfig", ...], int, int]:
+    config: ModelConfig, masked: MaskedConfig | None
+) -> tuple[tuple[ModelConfig, ...], int, int]:
     """Models that together hold what is held in training, their parameters, the FLOPs of training on an image."""
-    from vitrail.model import cost
-    from vitrail.model import masked as masking
+    from vitrail.model import cost, memory
 
-    if masked is None:
-        return (config,), cost.count_parameters(config), cost.count_training_flops(config, 1)
-    assert isinstance(config, ViTConfig)
-    models, parameters = (
-        masking.list_memory_equivalents(config, masked),
-        masking.count_masked_parameters(config, masked),
-    )
-    return models, parameters, masking.count_masked_training_flops(config, masked, 1)
+    models, parameters = memory.list_memory_equivalents(config, masked), cost.count_parameters(config, masked)
+    return models, parameters, cost.count_training_flops(config, 1, masked)
 
 
 def _add_parts(parts: Sequence["TrainingMemory"]) -> "TrainingMemory":

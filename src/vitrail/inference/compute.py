@@ -20,10 +20,9 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from vitrail.config import Precision, ViTConfig
+from vitrail.config import ModelConfig, Precision, ViTConfig
 from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError
-from vitrail.model.build import ModelConfig
 from vitrail.model.quantized import convert_precision, explain_unsupported, has_uint8_input
 from vitrail.model.vit import ViT
 from vitrail.weights.trained import Trained

@@ -1,8 +1,8 @@
 """Weights at the start of training, as the paper's own code draws them.
 
 Kernels are Xavier-uniform (query, key and value each on its own), the patch embedding LeCun-normal, MLP biases normal
-with deviation 1e-6, positions normal with 0.02, the class token and every head zero. Registers are not in that code:
-they get the small noise that tells them apart (Darcet et al. 2024).
+with deviation 1e-6, positions normal with deviation 0.02, the class token and every head zero. Registers are not in
+that code: they get a small noise, so that they differ (Darcet et al. 2024).
 """
 
 import math
@@ -16,15 +16,15 @@ from vitrail.model.vit import Attention, AttentionPool, Block, HiddenHead, Layer
 
 LAYER_SCALE_INIT = 1e-5  # Touvron et al. 2021b for models of this depth; DINOv2
 
-
 M = TypeVar("M", bound=ViT | BiT)
 
 
 @torch.no_grad()
 def initialize_weights(model: M, generator: Generator, *, head_bias: float = 0.0, mimetic: bool = False) -> M:
-    """The same model with every parameter drawn from `generator`, on the CPU; -10 is the I21k recipes' head bias.
+    """Draw every parameter from `generator`, on the CPU, and return the model; the I21k recipes' head bias is -10.
 
-    `mimetic` (Trockman and Kolter 2023) starts attention as trained models have it, which small sets alone teach late.
+    `mimetic` (Trockman and Kolter 2023) makes attention resemble that of trained models, which small datasets alone
+    teach late.
     """
     _initialize_convolutions(model, generator)
     if isinstance(model, ViT):
@@ -40,9 +40,9 @@ def initialize_weights(model: M, generator: Generator, *, head_bias: float = 0.0
 
 
 def _initialize_convolutions(model: nn.Module, generator: Generator) -> None:
-    """Standardised kernels LeCun-normal (their scale does not matter), norms one and zero.
+    """Initialize standardized kernels LeCun-normal (their scale does not matter), norms with one and zero.
 
-    The last norm of a post-activation unit starts at zero, so that each unit starts as its shortcut.
+    The last norm of a post-activation unit starts at zero, so each unit starts as its shortcut.
     """
     for module in model.modules():
         if isinstance(module, nn.GroupNorm):
@@ -88,7 +88,7 @@ def _initialize_vit(model: ViT, generator: Generator) -> None:
 
 def _initialize_mimetic(model: ViT, generator: Generator) -> None:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # decompositions wait for each thread a hundred times, on a busy machine for ever
+    torch.set_num_threads(1)  # threads of a decomposition wait for each other: forever on a busy machine
     try:
         for block in model.blocks:
             _mimic_attention(cast(Block, block).attn, generator)
@@ -97,12 +97,12 @@ def _initialize_mimetic(model: ViT, generator: Generator) -> None:
 
 
 def _mimic_attention(attention: Attention, generator: Generator) -> None:
-    """Tokens attend to those like themselves, and what a token is told of itself is taken away from it.
+    """Make tokens attend to similar tokens, and subtract a token's own value from it.
 
-    With Z normal of variance 1/D, each head's W_q W_k^T is nearest to 0.7 Z + 0.7 I, and W_v W_proj is 0.4 Z - 0.4 I.
+    With Z normal of variance 1/D, each head's W_q W_k^T approximates 0.7 Z + 0.7 I, and W_v W_proj is 0.4 Z - 0.4 I.
     """
     width, heads = attention.config.width, attention.config.heads
-    each = width // heads
+    head_width = width // heads
 
     def factorize(scale: float, sign: float) -> tuple[Tensor, Tensor]:
         noise = torch.empty(width, width).normal_(0.0, width**-0.5, generator=generator)
@@ -111,16 +111,16 @@ def _mimic_attention(attention: Attention, generator: Generator) -> None:
 
     query, key, value = attention.qkv.weight.chunk(3)
     for head in range(heads):
-        rows = slice(head * each, (head + 1) * each)
+        rows = slice(head * head_width, (head + 1) * head_width)
         left, right = factorize(0.7, 1.0)
-        query[rows], key[rows] = left[:, :each].mT, right[:, :each].mT
+        query[rows], key[rows] = left[:, :head_width].mT, right[:, :head_width].mT
     left, right = factorize(0.4, -1.0)
     value.copy_(left.mT)
     attention.proj.weight.copy_(right)
 
 
 def _fill_xavier_uniform(layer: nn.Linear, generator: Generator, parts: int = 1) -> None:
-    """Xavier-uniform for each of `parts` stacked output blocks; no bias."""
+    """Xavier-uniform for each of `parts` stacked output blocks; the bias becomes zero."""
     for part in layer.weight.chunk(parts):
         _fill_uniform(part, math.sqrt(6 / (part.shape[0] + part.shape[1])), generator)
     if layer.bias is not None:
@@ -128,15 +128,15 @@ def _fill_xavier_uniform(layer: nn.Linear, generator: Generator, parts: int = 1)
 
 
 def _fill_lecun_normal(weight: Tensor, fan_in: int, generator: Generator) -> None:
-    """Normal, cut at two deviations and rescaled so that the variance left is 1 / fan_in."""
+    """Normal, truncated at two deviations and rescaled to a variance of 1 / fan_in."""
     deviation = math.sqrt(1 / fan_in) / 0.87962566103423978
     _fill_normal(weight, deviation, generator)
     flat = weight.view(-1)
     beyond = (flat.abs() > 2 * deviation).nonzero()[:, 0]
-    while len(beyond):  # drawn again, which is quicker than torch's way over the error function
-        fresh = torch.empty(len(beyond)).normal_(0.0, deviation, generator=generator)
-        flat[beyond] = fresh
-        beyond = beyond[fresh.abs() > 2 * deviation]
+    while len(beyond):  # drawn again, which is faster than torch's way over the error function
+        redrawn = torch.empty(len(beyond)).normal_(0.0, deviation, generator=generator)
+        flat[beyond] = redrawn
+        beyond = beyond[redrawn.abs() > 2 * deviation]
 
 
 def _fill_uniform(tensor: Tensor, bound: float, generator: Generator) -> None:

@@ -1,15 +1,15 @@
-"""A ViT that learns from images alone: some patches are hidden, and what they show is told from the others.
+"""Pre-training a ViT without labels: some patches are masked, and the model predicts them from the others.
 
     B images   C channels   S image side   P pixels from one patch to the next   n = rows x columns of patches
-    M hidden patches of an image   V = n - M   D width   E width of the decoder   Q numbers told of a patch
+    M masked patches of an image   V = n - M visible   D width   E width of the decoder   Q outputs for a patch
 
-Masked patch prediction (Dosovitskiy et al. 2021, B.1.2) replaces the embeddings of hidden patches and reads each one's
-own output token. A masked autoencoder (He et al. 2022) gives the encoder the other patches alone, and a light decoder
-the [mask] in their places. Which patches are hidden, and by what, is given with the images: (B, 2, n), as
-`data.masking.drawn` has it. A hybrid's patch is the P x P pixels around which its stem looks.
+Masked patch prediction (Dosovitskiy et al. 2021, B.1.2) replaces the embeddings of masked patches and predicts each one
+from its own output token. A masked autoencoder (He et al. 2022) encodes only the visible patches; a light decoder reads
+them with the [mask] in the other places. The masking comes with the images as (B, 2, n): the order of patches, masked
+ones first, and what replaces each (`data.masking.draw_masked_patches`). A hybrid's patch is the P x P pixels at the
+center of what its stem reads.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -18,24 +18,22 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from vitrail.config import MASK_TOKEN, MaskedConfig, PreprocessConfig, ViTConfig
+from vitrail.config import MASK_TOKEN, MaskedConfig, ModelConfig, PreprocessConfig, ViTConfig
 from vitrail.errors import UsageError
-from vitrail.model import cost
-from vitrail.model.build import Model, ModelConfig
+from vitrail.model.build import Model
 from vitrail.model.positions import build_sincos_positions
 from vitrail.model.vit import Block, ViT, patchify
-from vitrail.presets import build_preprocess_config
 
 COLOR_LEVELS = 8  # of a channel, at 3 bits
-COLOR_STEP = 256 // COLOR_LEVELS  # brightness from one level to the next
-DOWNSIZED_SIDE = 4  # places along a side of a downsized patch
+COLOR_STEP = 256 // COLOR_LEVELS  # byte values from one level to the next
+DOWNSIZED_SIDE = 4  # cells along a side of a downsized patch
 VARIANCE_EPS = 1e-6  # He et al. 2022
 
 
 class MaskedViT(nn.Module):
-    """A ViT and what it is taught with; its parameters are allocated, and `initialise_heads` sets those outside of it.
+    """A ViT with the parts that only masked pre-training uses; `initialize_masked_heads` initializes those.
 
-    Names of the ViT's parameters begin with `vit.`; without the others it is an ordinary model.
+    Names of the ViT's parameters begin with `vit.`; on its own it is an ordinary model.
     """
 
     def __init__(self, vit: ViT, masked: MaskedConfig, preprocess: PreprocessConfig) -> None:
@@ -47,93 +45,85 @@ class MaskedViT(nn.Module):
         width = vit.config.width if self.decoder is None else self.decoder.config.width
         self.mask_token = nn.Parameter(torch.empty(1, 1, width))
         self.head = nn.Linear(width, count_outputs_per_patch(vit.config, masked))
-        self.mean, self.std = preprocess.mean, preprocess.std  # no buffers: ranks would send them in every step
-        for name, parameter in vit.named_parameters():  # nothing here reads what pools: it waits for labels
+        self.mean, self.std = preprocess.mean, preprocess.std  # no buffers: ranks would broadcast them in every step
+        for name, parameter in vit.named_parameters():  # pooling and head are not trained without labels
             if name.startswith(("attn_pool.", "pre_logits.", "head.", "head_dist.")):
                 parameter.requires_grad_(False)
 
     def forward(self, images: Tensor, masking: Tensor) -> Tensor:
-        """(B, C, S, S) -> (B, M, Q): what is told of each hidden patch. One image more is the partner of the last."""
-        order, stands = masking.unbind(dim=1)  # each (B, n)
-        hidden, visible = order.tensor_split([self.num_masked], dim=1)
+        """(B, C, S, S) -> (B, M, Q): predictions of the masked patches. One extra image is the partner of the last."""
+        order, replacements = masking.unbind(dim=1)  # each (B, n)
+        masked_indices, visible_indices = order.tensor_split([self.num_masked], dim=1)
         vit, grid, prefix = self.vit, self.vit.config.grid, self.vit.config.num_prefix_tokens
-        patches = vit.patch_embed.extract_patches(images)  # (B, n, C P P), or one more
+        patches = vit.patch_embed.extract_patches(images)  # (B, n, C P P), or one image more
         if self.decoder is None:
-            embeddings = corrupt_patches(patches, stands, vit.patch_embed.project, self.mask_token)
+            embeddings = corrupt_patches(patches, replacements, vit.patch_embed.project, self.mask_token)
             x = vit.run_blocks(*vit.add_prefix_and_positions(embeddings, grid))[:, prefix:]
-            return self.head(self.apply_final_norm(gather_rows(x, hidden)))
+            return self.head(self.apply_final_norm(gather_rows(x, masked_indices)))
         x, positions, _ = vit.add_prefix_and_positions(vit.patch_embed.project(patches), grid)
-        seen = torch.cat([x[:, :prefix], gather_rows(x[:, prefix:], visible)], dim=1)  # (B, prefix + V, D)
-        encoded = self.apply_final_norm(vit.run_blocks(seen, positions, grid))
-        return self.head(self.decoder(encoded, self.mask_token, hidden, visible))
+        tokens = torch.cat([x[:, :prefix], gather_rows(x[:, prefix:], visible_indices)], dim=1)  # (B, prefix + V, D)
+        encoded = self.apply_final_norm(vit.run_blocks(tokens, positions, grid))
+        return self.head(self.decoder(encoded, self.mask_token, masked_indices, visible_indices))
 
     def apply_final_norm(self, x: Tensor) -> Tensor:
-        """(B, N, D) behind the last norm, whichever of the two the pool gave the model."""
+        """(B, N, D) after the last norm, which is one of two modules depending on the pooling."""
         return self.vit.fc_norm(self.vit.norm(x))
 
     def compute_targets(self, images: Tensor, masking: Tensor) -> Tensor:
-        """What is to be told of each hidden patch: classes (B, M, 1) or (B, M, 16), int64, or pixels (B, M, Q)."""
-        images, hidden, stride = (
-            images[: len(masking)].float(),
-            masking[:, 0, : self.num_masked],
-            self.vit.config.stride,
-        )
+        """Prediction targets of the masked patches: int64 classes (B, M, 1) or (B, M, 16), or pixels (B, M, Q)."""
+        images, masked_indices = images[: len(masking)].float(), masking[:, 0, : self.num_masked]
+        stride = self.vit.config.stride
         match self.masked.target:
-            case "mean-colour":
-                return gather_rows(self.quantize_colors(images, stride).flatten(1)[..., None], hidden)
-            case "4x4-colours":
-                return gather_rows(
-                    patchify(self.quantize_colors(images, stride // DOWNSIZED_SIDE)[:, None], DOWNSIZED_SIDE), hidden
-                )
+            case "mean-color":
+                return gather_rows(self.quantize_colors(images, stride).flatten(1)[..., None], masked_indices)
+            case "4x4-colors":
+                cells = self.quantize_colors(images, stride // DOWNSIZED_SIDE)[:, None]
+                return gather_rows(patchify(cells, DOWNSIZED_SIDE), masked_indices)
             case "pixels":
-                return self.extract_patch_pixels(images, hidden)
-            case "normalised-pixels":
-                return standardize_patches(self.extract_patch_pixels(images, hidden))
+                return self.extract_patch_pixels(images, masked_indices)
+            case "normalized-pixels":
+                return standardize_patches(self.extract_patch_pixels(images, masked_indices))
 
     def extract_patch_pixels(self, images: Tensor, patch_indices: Tensor) -> Tensor:
-        """(B, C, S, S) at (B, m) -> (B, m, C P P): pixels of patches as they were decoded, from 0 to 1."""
-        patches = gather_rows(patchify(images, self.vit.config.stride), patch_indices).unflatten(
-            -1, (len(self.mean), -1)
-        )
-        return (self.denormalize(patches).round_() / 255).flatten(2)
+        """(B, C, S, S) at (B, m) -> (B, m, C P P): the decoded pixels of patches, from 0 to 1."""
+        patches = gather_rows(patchify(images, self.vit.config.stride), patch_indices)
+        return (self.denormalize(patches.unflatten(-1, (len(self.mean), -1))).round_() / 255).flatten(2)
 
     def denormalize(self, values: Tensor) -> Tensor:
-        """Normalised values (..., C, _) -> what they were decoded to, 0 to 255, but for float32's rounding."""
-        mean, std = (
-            _get_channel_constant(values.device, tuple(255 * value for value in kept)) for kept in (self.mean, self.std)
-        )
+        """Normalized values (..., C, _) -> the decoded values from 0 to 255, within float32's rounding."""
+        mean = _get_channel_constant(values.device, tuple(255 * value for value in self.mean))
+        std = _get_channel_constant(values.device, tuple(255 * value for value in self.std))
         return torch.addcmul(mean, values, std)
 
     def quantize_colors(self, images: Tensor, side: int) -> Tensor:
-        """(B, C, S, S) -> int64 (B, S/side, S/side): the mean of each square's bytes, its top 3 bits a channel.
+        """(B, C, S, S) -> int64 (B, S/side, S/side): the mean color of each square, at its top 3 bits a channel.
 
-        It is exact: a sum of few is rounded to the whole number it is, and of the larger sums nothing is lost then.
+        It is exact: sums over small squares are rounded to the integers they are, and sums of those lose nothing.
         """
-        few = math.gcd(side, 4)
-        means = F.avg_pool2d(images, few)  # (B, C, S/few, S/few)
-        sums = (self.denormalize(means.flatten(2)) * few**2).round_().view_as(means)
-        digits = (F.avg_pool2d(sums, side // few) / (COLOR_STEP * few**2)).floor().long()  # of 0 to 7
+        small = math.gcd(side, 4)
+        means = F.avg_pool2d(images, small)  # (B, C, S/small, S/small)
+        sums = (self.denormalize(means.flatten(2)) * small**2).round_().view_as(means)
+        digits = (F.avg_pool2d(sums, side // small) / (COLOR_STEP * small**2)).floor().long()  # from 0 to 7
         total = digits[:, 0]
         for channel in range(1, digits.shape[1]):
             total = total * COLOR_LEVELS + digits[:, channel]
         return total
 
     def render_patches(self, predictions: Tensor, images: Tensor, masking: Tensor) -> Tensor:
-        """(B, M, Q), or targets -> uint8 (B, M, C, p, p): hidden patches as pictures of p = 1, 4 or P pixels a side."""
+        """Predictions (B, M, Q) or targets -> uint8 (B, M, C, p, p): masked patches as images of side p = 1, 4 or P."""
         channels, stride = self.vit.config.channels, self.vit.config.stride
-        if self.masked.target in ("pixels", "normalised-pixels"):
-            if self.masked.target == "normalised-pixels":  # the mean and deviation were never to be told
-                true = self.extract_patch_pixels(images[: len(predictions)].float(), masking[:, 0, : self.num_masked])
-                predictions = predictions * (true.var(dim=-1, keepdim=True) + VARIANCE_EPS).sqrt() + true.mean(
-                    dim=-1, keepdim=True
-                )
+        if self.masked.target in ("pixels", "normalized-pixels"):
+            if self.masked.target == "normalized-pixels":  # the mean and deviation are not predicted
+                pixels = self.extract_patch_pixels(images[: len(predictions)].float(), masking[:, 0, : self.num_masked])
+                mean, variance = pixels.mean(dim=-1, keepdim=True), pixels.var(dim=-1, keepdim=True)
+                predictions = predictions * (variance + VARIANCE_EPS).sqrt() + mean
             return (predictions * 255).round().clamp(0, 255).to(torch.uint8).unflatten(-1, (channels, stride, stride))
-        side = 1 if self.masked.target == "mean-colour" else DOWNSIZED_SIDE
+        side = 1 if self.masked.target == "mean-color" else DOWNSIZED_SIDE
         if predictions.is_floating_point():
             predictions = predictions.unflatten(-1, (side * side, -1)).argmax(dim=-1)
         digits = [predictions // COLOR_LEVELS**place % COLOR_LEVELS for place in reversed(range(channels))]
-        middle = torch.stack(digits, dim=2) * COLOR_STEP + COLOR_STEP // 2  # (B, M, C, p p)
-        return middle.to(torch.uint8).unflatten(-1, (side, side))
+        colors = torch.stack(digits, dim=2) * COLOR_STEP + COLOR_STEP // 2  # (B, M, C, p p), mid-level
+        return colors.to(torch.uint8).unflatten(-1, (side, side))
 
     @property
     def is_compiled(self) -> bool:
@@ -141,14 +131,14 @@ class MaskedViT(nn.Module):
         return self.vit.is_compiled
 
     def compile_blocks(self) -> None:
-        """Let torch compile the blocks of encoder and decoder, in place."""
+        """Compile the blocks of encoder and decoder with torch, in place."""
         self.vit.compile_blocks()
         for block in self.decoder.blocks if self.decoder is not None else ():
             block.compile()
 
 
 class MaskedDecoder(nn.Module):
-    """From what the encoder made of the visible patches to what is read at the hidden ones."""
+    """The light decoder of a masked autoencoder: encoded visible patches -> features of the masked ones."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -160,101 +150,103 @@ class MaskedDecoder(nn.Module):
     def forward(self, encoded: Tensor, mask_token: Tensor, masked_indices: Tensor, visible_indices: Tensor) -> Tensor:
         """(B, prefix + V, D) -> (B, M, E)."""
         grid, width = self.config.grid, self.config.width
-        first, seen = self.embed(encoded).tensor_split([encoded.shape[1] - visible_indices.shape[1]], dim=1)
-        everywhere = mask_token.to(seen.dtype).expand(len(seen), grid[0] * grid[1], -1)
-        patches = everywhere.scatter(1, visible_indices[..., None].expand_as(seen), seen)  # (B, n, E)
+        prefix, visible = self.embed(encoded).tensor_split([encoded.shape[1] - visible_indices.shape[1]], dim=1)
+        mask_tokens = mask_token.to(visible.dtype).expand(len(visible), grid[0] * grid[1], -1)
+        patches = mask_tokens.scatter(1, visible_indices[..., None].expand_as(visible), visible)  # (B, n, E)
         positions = build_sincos_positions(grid, width, self.embed.weight.device, self.embed.weight.dtype)
-        x = torch.cat([first, patches + positions], dim=1)
+        x = torch.cat([prefix, patches + positions], dim=1)
         for block in self.blocks:
             x = block(x, grid)
-        return self.norm(gather_rows(x[:, first.shape[1] :], masked_indices))
+        return self.norm(gather_rows(x[:, prefix.shape[1] :], masked_indices))
 
 
-# --- hiding ----------------------------------------------------------------------------------------------------------
+# --- masking ---------------------------------------------------------------------------------------------------------
 
 
 def corrupt_patches(
     patches: Tensor, replacements: Tensor, project: Callable[[Tensor], Tensor], mask_token: Tensor
 ) -> Tensor:
-    """(B, n, C P P), or one more -> (B, n, D): the embeddings of what stands in the patches' places, and the [mask].
+    """(B, n, C P P), or one image more -> (B, n, D): embeddings of the patches with replacements and [mask] tokens.
 
-    Some are of the next image; the last one's next is the one more, or else the first. An embedding is a function of
-    its patch alone, so to exchange patches is to exchange embeddings, and costs no gradient: pixels have none.
-    Written with `where`: gathering rows of [mask] would add up their gradient one by one.
+    A replacement is a patch of the next image; the last image's next is the extra one, or else the first. Patches are
+    exchanged before they are embedded, since pixels need no gradient and gathering them costs none.
+    Written with `where`: gathering rows of [mask] would sum their gradient one by one.
     """
     images, count = replacements.shape
-    first = count * torch.arange(len(patches), device=patches.device)  # of each image's patches, counted through
-    own = first[:images, None] + torch.arange(count, device=patches.device)
-    rows = torch.where(replacements >= 0, first.roll(-1)[:images, None] + replacements, own)
+    first_rows = count * torch.arange(len(patches), device=patches.device)  # of each image, in the flattened batch
+    own_rows = first_rows[:images, None] + torch.arange(count, device=patches.device)
+    rows = torch.where(replacements >= 0, first_rows.roll(-1)[:images, None] + replacements, own_rows)
     embeddings = project(patches.flatten(0, 1).index_select(0, rows.flatten()).unflatten(0, (images, count)))
     return torch.where((replacements == MASK_TOKEN)[..., None], mask_token.to(embeddings.dtype), embeddings)
 
 
 def gather_rows(rows: Tensor, indices: Tensor) -> Tensor:
-    """(B, n, F) at (B, m) -> (B, m, F). Rows at once: `gather` fetches every number by an index of its own."""
-    first = rows.shape[1] * torch.arange(len(rows), device=rows.device)
-    return rows.flatten(0, 1).index_select(0, (first[:, None] + indices).flatten()).unflatten(0, indices.shape)
+    """(B, n, F) at (B, m) -> (B, m, F), whole rows at a time: `gather` would index every number."""
+    first_rows = rows.shape[1] * torch.arange(len(rows), device=rows.device)
+    return rows.flatten(0, 1).index_select(0, (first_rows[:, None] + indices).flatten()).unflatten(0, indices.shape)
 
 
-# --- what is told ----------------------------------------------------------------------------------------------------
+# --- prediction targets ----------------------------------------------------------------------------------------------
 
 
 def count_outputs_per_patch(config: ModelConfig, masked: MaskedConfig) -> int:
-    """Q: how many numbers are told of a patch. A model that cannot be taught so is refused."""
+    """Q: how many outputs predict a patch. A model that cannot be trained so is refused."""
     if not isinstance(config, ViTConfig):
-        raise UsageError("patches are hidden of a ViT or a hybrid, and this recipe's model is a ResNet")
+        raise UsageError("masked pre-training needs a ViT or a hybrid, and this recipe's model is a ResNet")
     masked.count_masked(config.grid[0] * config.grid[1])
     if masked.kind == "mae" and config.stem is not None:
-        raise UsageError("mae leaves patches out, and a hybrid's stem sees across them: choose mpp, or a model without")
+        raise UsageError(
+            "mae omits patches, and a hybrid's stem reads across them: choose mpp, or a model without a stem"
+        )
     if masked.kind == "mae" and (config.positions == "relative" or config.positions_at != "stem"):
-        raise UsageError("mae leaves patches out, which needs positions that are added once, at the stem")
-    if masked.target in ("pixels", "normalised-pixels"):
+        raise UsageError("mae omits patches, so positions must be added once, at the stem")
+    if masked.target in ("pixels", "normalized-pixels"):
         return config.channels * config.stride**2
     if config.channels > 4:
-        raise UsageError(f"{config.channels} channels at 3 bits are too many colours; choose the target pixels")
-    if masked.target == "4x4-colours" and config.stride % DOWNSIZED_SIDE:
-        raise UsageError(f"patches of {config.stride} pixels do not divide into 4 x 4 places; choose mean-colour")
-    return COLOR_LEVELS**config.channels * (1 if masked.target == "mean-colour" else DOWNSIZED_SIDE**2)
+        raise UsageError(f"{config.channels} channels at 3 bits are too many colors; choose the target pixels")
+    if masked.target == "4x4-colors" and config.stride % DOWNSIZED_SIDE:
+        raise UsageError(f"patches of {config.stride} pixels do not divide into 4 x 4 cells; choose mean-color")
+    return COLOR_LEVELS**config.channels * (1 if masked.target == "mean-color" else DOWNSIZED_SIDE**2)
 
 
 def standardize_patches(patches: Tensor) -> Tensor:
-    """(B, m, C P P), each patch less its mean and over its deviation."""
+    """(B, m, C P P), each patch minus its mean and divided by its deviation."""
     variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
     return (patches - mean) / (variance + VARIANCE_EPS).sqrt()
 
 
 def compute_masked_losses(predictions: Tensor, targets: Tensor) -> Tensor:
-    """(B, M, Q) and targets -> (B,): the mean over an image's hidden patches, in float32.
+    """(B, M, Q) and targets -> (B,): the mean over an image's masked patches, in float32.
 
-    Of classes the cross-entropy in nats, of pixels the squared error.
+    Cross-entropy in nats for classes, squared error for pixels.
     """
     predictions = predictions.float()
     if targets.is_floating_point():
         return (predictions - targets).square().mean(dim=(1, 2))
     logits = predictions.unflatten(-1, (targets.shape[-1], -1))
-    each = F.cross_entropy(logits.flatten(0, 2), targets.flatten(), reduction="none")
-    return each.unflatten(0, (len(predictions), -1)).mean(dim=1)
+    losses = F.cross_entropy(logits.flatten(0, 2), targets.flatten(), reduction="none")
+    return losses.unflatten(0, (len(predictions), -1)).mean(dim=1)
 
 
 @functools.lru_cache(maxsize=64)
 def _get_channel_constant(device: torch.device, values: tuple[float, ...]) -> Tensor:
-    """(C, 1), kept: to send it anew would make the host wait for a GPU at every step."""
-    with torch.inference_mode(False):  # whatever is current
+    """(C, 1), cached: copying it in every step would make the host wait for the GPU."""
+    with torch.inference_mode(False):  # whatever mode is current
         return torch.tensor(values, device=device)[:, None]
 
 
-# --- around it -------------------------------------------------------------------------------------------------------
+# --- parts around the ViT ----------------------------------------------------------------------------------------
 
 
 def get_encoder(model: "Model | MaskedViT") -> Model:
-    """What is kept of a model that was taught: itself, or the ViT of a masked one."""
+    """The model to save: itself, or the ViT of a masked one."""
     return model.vit if isinstance(model, MaskedViT) else model
 
 
 def build_decoder_config(config: ViTConfig) -> ViTConfig:
-    """The decoder for an encoder: two thirds of its width and depth, at most 512 and 8, in heads of 32.
+    """The decoder for an encoder: two thirds of its width and depth, at most 512 and 8, with heads of width 32.
 
-    That is He et al.'s for the sizes b, l and h. Positions are sin-cos, as theirs are.
+    For the sizes b, l and h it is He et al.'s. Positions are sin-cos, as theirs are.
     """
     width = max(32, min(512, config.width * 2 // 3 // 32 * 32))
     return ViTConfig(
@@ -276,12 +268,12 @@ def build_decoder_config(config: ViTConfig) -> ViTConfig:
 
 @torch.no_grad()
 def initialize_masked_heads(model: MaskedViT, generator: Generator) -> MaskedViT:
-    """The same model with what is outside of its ViT drawn: kernels Xavier-uniform, [mask] normal, the head zero."""
+    """Initialize what is outside the ViT, in place: kernels Xavier-uniform, [mask] normal, the head zero."""
     for module in model.decoder.modules() if model.decoder is not None else ():
         if isinstance(module, nn.LayerNorm):
             module.reset_parameters()
         elif isinstance(module, nn.Linear):
-            # query, key and value lie in one matrix, and each is drawn on its own
+            # query, key and value share one matrix, and each is drawn on its own
             for part in module.weight.chunk(3 if module.out_features == 3 * module.in_features else 1):
                 nn.init.xavier_uniform_(part, generator=generator)
             nn.init.zeros_(module.bias)
@@ -289,51 +281,3 @@ def initialize_masked_heads(model: MaskedViT, generator: Generator) -> MaskedViT
     nn.init.zeros_(model.head.weight)
     nn.init.zeros_(model.head.bias)
     return model
-
-
-def count_masked_parameters(config: ViTConfig, masked: MaskedConfig) -> int:
-    """The exact number of parameters in training; nothing is allocated."""
-    view = build_preprocess_config("inception", config.image_size, config.channels)
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in MaskedViT(ViT(config), masked, view).parameters())
-
-
-def count_masked_multiply_adds(config: ViTConfig, masked: MaskedConfig) -> int:
-    """Multiply-adds of one image's forward pass, heads included; `count.multiply_adds` of what is trained with."""
-    patches = config.grid[0] * config.grid[1]
-    hidden = masked.count_masked(patches)
-    if masked.kind == "mpp":
-        bare = dataclasses.replace(config, classes=0, hidden_head=False, distillation_head=False, pool="norm-mean")
-        return cost.count_multiply_adds(bare) + hidden * config.width * count_outputs_per_patch(config, masked)
-    light, seen = build_decoder_config(config), config.num_prefix_tokens + patches - hidden
-    embedding = patches * config.patch**2 * config.channels * config.width + seen * config.width * light.width
-    blocks = (
-        _count_block_multiply_adds(config, seen) * config.depth
-        + _count_block_multiply_adds(light, config.num_prefix_tokens + patches) * light.depth
-    )
-    return embedding + blocks + hidden * light.width * count_outputs_per_patch(config, masked)
-
-
-def count_masked_training_flops(config: ViTConfig, masked: MaskedConfig, images: int) -> int:
-    """FLOPs of training on that many images, as `count.training_flops` counts them."""
-    return 2 * 3 * count_masked_multiply_adds(config, masked) * images
-
-
-def _count_block_multiply_adds(config: ViTConfig, tokens: int) -> int:
-    return tokens * (4 * config.width**2 + 2 * config.width * config.mlp) + 2 * tokens**2 * config.width
-
-
-def list_memory_equivalents(config: ViTConfig, masked: MaskedConfig) -> tuple[ViTConfig, ...]:
-    """ViTs that together hold about as much in training as this does: one with the head, or encoder and decoder."""
-    told = count_outputs_per_patch(config, masked)
-    bare = dataclasses.replace(config, hidden_head=False, distillation_head=False, pool="norm-mean")
-    if masked.kind == "mpp":
-        return (dataclasses.replace(bare, classes=told),)
-    patches = config.grid[0] * config.grid[1]
-    strip = (
-        (patches - masked.count_masked(patches)) * config.stride,
-        config.stride,
-    )  # an image of the visible patches alone
-    return dataclasses.replace(bare, classes=0, image_size=strip), dataclasses.replace(
-        build_decoder_config(config), classes=told
-    )

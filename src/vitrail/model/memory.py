@@ -1,14 +1,14 @@
-"""How many bytes training holds on a device, by part and without allocating any of it.
+"""How many bytes training takes on a device, by part and without allocating any of it.
 
-Weights, gradients and what the optimizer keeps follow from the number of parameters. What the forward pass keeps for
-the backward pass is counted operation by operation, as autograd saves it in eager mode with fused attention:
+Weights, gradients and optimizer state follow from the number of parameters. The activations that the forward pass saves
+for the backward pass are counted operation by operation, as autograd saves them in eager mode with fused attention:
 
     LayerNorm      its input in float32, a mean and a deviation     linear, convolution   its input
     attention      queries, keys, values, output, one number a row  GELU                  its input
     group norm     its input, and the ReLU behind it its output     dropout               its mask
 
 Under autocast the inputs of matrix products are bf16, and the residual stream stays float32. Not counted: gradients of
-activations, of which a few exist at a time; the loss; what the device's libraries and allocator take for themselves.
+activations, of which a few exist at a time; the loss; memory that the device's libraries and allocator use themselves.
 """
 
 import dataclasses
@@ -18,26 +18,27 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from vitrail.config import BiTConfig, ConvConfig, ViTConfig
+from vitrail.config import BiTConfig, ConvConfig, MaskedConfig, ModelConfig, ViTConfig
 from vitrail.errors import UsageError
-from vitrail.model.build import ModelConfig, build_model
-from vitrail.model.cost import count_parameters
+from vitrail.model.build import build_model
+from vitrail.model.cost import count_parameters, halve_size, iterate_units
+from vitrail.model.masked import build_decoder_config, count_outputs_per_patch
 from vitrail.model.resnet import StandardizedConv2d
 from vitrail.model.vit import Block
 
-FLOAT_BYTES = 4  # bytes of weights, gradients, averages and the residual stream
-INDEX_BYTES = 8  # bytes of a place, which max pooling remembers
+FLOAT_BYTES = 4  # of weights, gradients, averages and the residual stream
+INDEX_BYTES = 8  # of an index, which max pooling saves
 
 
 class ElementSizes(NamedTuple):
-    """Bytes of a number by what needs it."""
+    """Bytes of one number, by the operation that saves it."""
 
     matmul: int
-    """In a matrix product or convolution, and in GELU."""
+    """Matrix products, convolutions and GELU."""
     norm: int
-    """In group norm and softmax."""
+    """Group norm and softmax."""
     mask: int
-    """In dropout."""
+    """Dropout."""
 
 
 AUTOCAST_SIZES = ElementSizes(matmul=2, norm=4, mask=1)  # bf16 training on a GPU
@@ -45,20 +46,20 @@ AUTOCAST_SIZES = ElementSizes(matmul=2, norm=4, mask=1)  # bf16 training on a GP
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingMemory:
-    """Bytes on one device."""
+    """Bytes that training takes on one device, by part."""
 
     weights: int
     gradients: int
     optimizer: int
     ema: int
-    """Of the weights, where the recipe has one."""
+    """The moving average of the weights, if the recipe has one."""
     weight_copies: int
-    """Of weights: in bf16 until the backward pass, and where they are sharded also two blocks put together."""
+    """Copies of weights: in bf16 until the backward pass, and with sharding two gathered blocks."""
     activations: int
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all parts."""
         return sum(dataclasses.astuple(self))
 
 
@@ -73,22 +74,37 @@ def estimate_training_memory(
     recompute: bool = False,
     shards: int = 1,
 ) -> TrainingMemory:
-    """What training takes on a device that computes so many images at once, its state divided over `shards` devices."""
+    """What training takes on a device that computes `images` at once, with its state divided over `shards` devices."""
     weights = FLOAT_BYTES * count_parameters(config)
-    moments = 2 if optimizer == "adam" else 1  # muon leaves little to adam
-    each = count_activation_bytes(config, dropout=dropout, stochastic_depth=stochastic_depth, recompute=recompute)
+    moments = 2 if optimizer == "adam" else 1  # muon trains few parameters with adam
+    per_image = count_activation_bytes(config, dropout=dropout, stochastic_depth=stochastic_depth, recompute=recompute)
     return TrainingMemory(
         weights=-(-weights // shards),
         gradients=-(-weights // shards),
         optimizer=-(-moments * weights // shards),
         ema=-(-weights // shards) if ema else 0,
         weight_copies=count_weight_copy_bytes(config) + (2 * _count_gathered_block_bytes(config) if shards > 1 else 0),
-        activations=images * each,
+        activations=images * per_image,
     )
 
 
+def list_memory_equivalents(config: ModelConfig, masked: MaskedConfig | None) -> tuple[ModelConfig, ...]:
+    """Models that together take about the memory of training `config`: itself, or with `masked` encoder and decoder."""
+    if masked is None:
+        return (config,)
+    assert isinstance(config, ViTConfig)
+    outputs = count_outputs_per_patch(config, masked)
+    bare = dataclasses.replace(config, hidden_head=False, distillation_head=False, pool="norm-mean")
+    if masked.kind == "mpp":
+        return (dataclasses.replace(bare, classes=outputs),)
+    patches = config.grid[0] * config.grid[1]
+    visible = patches - masked.count_masked(patches)
+    encoder = dataclasses.replace(bare, classes=0, image_size=(visible * config.stride, config.stride))
+    return encoder, dataclasses.replace(build_decoder_config(config), classes=outputs)
+
+
 def count_weight_copy_bytes(config: ModelConfig, sizes: ElementSizes = AUTOCAST_SIZES) -> int:
-    """Bytes of the weights' copies that the backward pass needs: in bf16, and of kernels also centred in float32."""
+    """Bytes of the copies of weights that the backward pass needs: bf16, and for kernels also centered float32."""
     total = 0
     with torch.device("meta"):
         model = build_model(config)
@@ -98,12 +114,14 @@ def count_weight_copy_bytes(config: ModelConfig, sizes: ElementSizes = AUTOCAST_
         elif sizes.matmul == FLOAT_BYTES or not isinstance(module, nn.Linear | nn.Conv2d):
             continue
         elif name != "patch_embed.proj" or (isinstance(config, ViTConfig) and config.stem):
-            total += module.weight.numel() * sizes.matmul  # pixels need no gradient, so nor their embedding's weight
+            total += (
+                module.weight.numel() * sizes.matmul
+            )  # pixels need no gradient, so their embedding's weight is not saved
     return total
 
 
 def _count_gathered_block_bytes(config: ModelConfig) -> int:
-    """Bytes of the weights that are put together at a time where they are sharded; of a ResNet all."""
+    """Bytes of the weights that sharding gathers at a time: a block, or a whole ResNet."""
     if isinstance(config, BiTConfig):
         return FLOAT_BYTES * count_parameters(config)
     with torch.device("meta"):
@@ -118,18 +136,15 @@ def count_activation_bytes(
     recompute: bool = False,
     sizes: ElementSizes = AUTOCAST_SIZES,
 ) -> int:
-    """Bytes that one image's forward pass keeps for the backward pass, its pixels included."""
+    """Bytes that one image's forward pass saves for the backward pass, its pixels included."""
     pixels = FLOAT_BYTES * config.channels * config.image_size[0] * config.image_size[1]
     if isinstance(config, BiTConfig):
         if dropout or stochastic_depth or recompute:
-            raise UsageError(
-                "a ResNet has neither dropout nor stochastic depth, and keeps its activations: not with --recompute"
-            )
-        last = math.prod(-(-side // config.conv.stride) for side in config.image_size)
-        top = config.num_features * (2 * last * sizes.norm + sizes.matmul)
-        return (
-            pixels + _count_convolution_bytes(config.conv, config.channels, config.image_size, sizes, stem=False) + top
-        )
+            raise UsageError("a ResNet has no dropout or stochastic depth, and keeps its activations: omit --recompute")
+        last_area = math.prod(-(-side // config.conv.stride) for side in config.image_size)
+        top = config.num_features * (2 * last_area * sizes.norm + sizes.matmul)
+        convolutions = _count_convolution_bytes(config.conv, config.channels, config.image_size, sizes, stem=False)
+        return pixels + convolutions + top
     blocks = _count_blocks_bytes(config, dropout > 0, stochastic_depth, recompute, sizes)
     return pixels + _count_embedding_bytes(config, dropout > 0, sizes) + blocks + _count_head_bytes(config, sizes)
 
@@ -143,7 +158,7 @@ def _count_norm_bytes(config: ViTConfig, tokens: int) -> int:
 
 
 def _count_embedding_bytes(config: ViTConfig, dropout: bool, sizes: ElementSizes) -> int:
-    """Stem, flattened patches, the mask of dropout."""
+    """Stem, flattened patches, dropout's mask."""
     channels, stem = config.channels, 0
     if config.stem is not None:
         channels = config.stem.out_channels
@@ -153,31 +168,30 @@ def _count_embedding_bytes(config: ViTConfig, dropout: bool, sizes: ElementSizes
 
 
 def _count_last_block_tokens(config: ViTConfig) -> int:
-    """How many tokens the last block computes, as ViT.head_tokens has it."""
-    class_alone = config.pool == "class" and config.positions != "relative"
-    return 1 + config.distillation_token if class_alone else _count_tokens(config)
+    """How many tokens the last block computes, as `ViT.num_head_tokens` has it."""
+    only_class = config.pool == "class" and config.positions != "relative"
+    return 1 + config.distillation_token if only_class else _count_tokens(config)
 
 
 def _count_blocks_bytes(
     config: ViTConfig, dropout: bool, stochastic_depth: float, recompute: bool, sizes: ElementSizes
 ) -> int:
-    """All blocks; where they are computed again, their inputs and what the one that is needs."""
-    computed = [_count_tokens(config)] * (config.depth - 1) + [_count_last_block_tokens(config)]
+    """All blocks; with recomputation their inputs and the activations of one block."""
+    tokens_by_block = [_count_tokens(config)] * (config.depth - 1) + [_count_last_block_tokens(config)]
     if recompute:
         inputs = config.depth * FLOAT_BYTES * _count_tokens(config) * config.width
-        return inputs + max(_count_block_bytes(config, queries, dropout, sizes) for queries in computed)
+        return inputs + max(_count_block_bytes(config, queries, dropout, sizes) for queries in tokens_by_block)
     total = 0.0
-    for index, queries in enumerate(computed):
+    for index, queries in enumerate(tokens_by_block):
         rate = stochastic_depth * index / max(config.depth - 1, 1)
-        branches = (
-            2 * FLOAT_BYTES * queries * config.width if rate else 0
-        )  # kept where they are added to some images only
+        # a branch that is added to some images only is saved
+        branches = 2 * FLOAT_BYTES * queries * config.width if rate else 0
         total += (1 - rate) * (_count_block_bytes(config, queries, dropout, sizes) + branches)
     return round(total)
 
 
 def _count_block_bytes(config: ViTConfig, queries: int, dropout: bool, sizes: ElementSizes) -> int:
-    """A block that computes so many tokens: all, or those that the head reads."""
+    """A block that computes `queries` tokens: all, or those that the head reads."""
     width, tokens, patches = config.width, _count_tokens(config), config.grid[0] * config.grid[1]
     fused = queries == tokens and config.positions != "relative"
     numbers = tokens * width + (queries + 2 * tokens) * width + queries * width  # input; q, k and v; output
@@ -187,7 +201,7 @@ def _count_block_bytes(config: ViTConfig, queries: int, dropout: bool, sizes: El
     numbers += queries * (width + 2 * config.mlp)  # the MLP's input, GELU's and the second layer's
     if config.layer_scale:
         numbers += 2 * queries * width
-    # Softmax keeps its output; where that is not what products take, they keep a copy.
+    # Softmax saves its output; where products take another dtype, they save a copy.
     row = FLOAT_BYTES if fused else tokens * sum({sizes.norm, sizes.matmul})
     masks = queries * (2 * width + config.mlp) * sizes.mask if dropout else 0
     norms = _count_norm_bytes(config, tokens) + _count_norm_bytes(config, queries)
@@ -195,7 +209,7 @@ def _count_block_bytes(config: ViTConfig, queries: int, dropout: bool, sizes: El
 
 
 def _count_head_bytes(config: ViTConfig, sizes: ElementSizes) -> int:
-    """The last norm, the pool, the head."""
+    """The last norm, the pooling, the head."""
     width, patches = config.width, config.grid[0] * config.grid[1]
     norm = _count_norm_bytes(config, 1 if config.pool == "mean-norm" else _count_last_block_tokens(config))
     numbers = config.num_features * (1 + config.distillation_head) + (width if config.hidden_head else 0)
@@ -209,36 +223,25 @@ def _count_head_bytes(config: ViTConfig, sizes: ElementSizes) -> int:
 def _count_convolution_bytes(
     config: ConvConfig, channels: int, image_size: tuple[int, int], sizes: ElementSizes, *, stem: bool
 ) -> int:
-    """What a BiT ResNet's convolutions keep, or those of a hybrid's stem; convolutions keep their padded input."""
+    """The convolutions of a BiT ResNet, or of a hybrid's stem; a convolution saves its padded input."""
     product, active = sizes.matmul, 2 * sizes.norm  # a norm's input and the ReLU's output
-    inputs = config.width
-    size = _halve(image_size)
+    width, size = config.width, halve_size(image_size)
     total = channels * _count_padded_area(image_size, 3) * product
-    total += inputs * (
-        _count_padded_area(size) * active + _count_padded_area(size, 1) * sizes.norm
-        if stem
-        else _count_padded_area(size, 1) * product
-    )
-    size = _halve(size)
-    total += inputs * _count_padded_area(size) * INDEX_BYTES
-    for stage, count in enumerate(config.units):
-        width = config.width * 2**stage
-        for unit in range(count):
-            before, size = size, _halve(size) if stage and not unit else size
-            total += inputs * _count_padded_area(before) * product * (1 if unit else 2)  # also the projection's
-            total += width * (_count_padded_area(before) * active + _count_padded_area(before, 1) * product)
-            total += width * _count_padded_area(size) * (active + product)
-            if stem:  # the third norm, that of the projection, and the ReLU after the sum
-                total += 4 * width * _count_padded_area(size) * sizes.norm * (2 if unit else 3)
-            else:
-                total += inputs * _count_padded_area(before) * active
-            inputs = 4 * width
+    if stem:
+        total += width * (_count_padded_area(size) * active + _count_padded_area(size, 1) * sizes.norm)
+    else:
+        total += width * _count_padded_area(size, 1) * product
+    total += width * _count_padded_area(halve_size(size)) * INDEX_BYTES
+    for unit in iterate_units(config, image_size):
+        in_area, out_area = _count_padded_area(unit.in_size), _count_padded_area(unit.out_size)
+        total += unit.in_channels * in_area * product * (2 if unit.is_first else 1)  # also the projection's
+        total += unit.width * (in_area * active + _count_padded_area(unit.in_size, 1) * product)
+        total += unit.width * out_area * (active + product)
+        if stem:  # the third norm, that of the projection, and the ReLU after the sum
+            total += 4 * unit.width * out_area * sizes.norm * (3 if unit.is_first else 2)
+        else:
+            total += unit.in_channels * in_area * active
     return total
-
-
-def _halve(size: tuple[int, int]) -> tuple[int, int]:
-    """A map of odd side is halved upwards."""
-    return -(-size[0] // 2), -(-size[1] // 2)
 
 
 def _count_padded_area(size: tuple[int, int], padding: int = 0) -> int:

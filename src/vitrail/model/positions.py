@@ -1,9 +1,9 @@
-"""Where a patch lies: fixed sin-cos positions, and the six operators that bring learned ones to another grid.
+"""Positions of patches: fixed sin-cos ones, and the six operators that resample learned ones to another grid.
 
     G = (rows, columns) of patches   n = rows * columns   D width
 
-Projects resample positions in six ways that differ by 3 to 4.5 % of the norm from 14 x 14 to 24 x 24, so the operator
-belongs to the weights. All of it runs on the CPU in float32: a model on any device gets the same positions.
+Projects resample positions in six ways, which differ by 3 to 4.5 % of the norm from 14 x 14 to 24 x 24, so the operator
+belongs to the weights. All of them run on the CPU in float32: a model gets the same positions on any device.
 """
 
 import functools
@@ -35,7 +35,7 @@ _RESAMPLE_OPERATORS: dict[Resample, Callable[[Tensor, Grid], Tensor]] = {
 
 
 def resample_positions(table: Tensor, old: Grid, new: Grid, operator: Resample) -> Tensor:
-    """(..., n, D) on the old grid -> (..., n', D) on the new one; the same tensor where the grids are equal."""
+    """(..., n, D) on the old grid -> (..., n', D) on the new one; the same tensor if the grids are equal."""
     if old == new:
         return table
     *lead, _, width = table.shape
@@ -47,15 +47,15 @@ def resample_positions(table: Tensor, old: Grid, new: Grid, operator: Resample) 
 def resample_offsets(table: Tensor, old: Grid, new: Grid, operator: Resample) -> Tensor:
     """(2n - 1, D) learned raster offsets -> (2n' - 1, D).
 
-    In an image of W columns the raster offset row * W + column stands for that many rows and columns, so the table is
-    laid out by rows and columns, resampled there as positions are, and read back. One raster offset has two such
-    readings (k columns to the right, or a row down and W - k to the left); their mean is taken.
+    In an image of W columns the raster offset row * W + column stands for that many rows and columns. So the table is
+    laid out by rows and columns, resampled like positions, and read back. One raster offset has two such readings
+    (k columns to the right, or a row down and W - k to the left); their mean is taken.
     """
     if old == new:
         return table
     laid_out = table[_index_raster_offsets(old).flatten()]
-    spread = [(2 * rows - 1, 2 * columns - 1) for rows, columns in (old, new)]
-    laid_out = resample_positions(laid_out, spread[0], spread[1], operator)
+    old_layout, new_layout = ((2 * rows - 1, 2 * columns - 1) for rows, columns in (old, new))
+    laid_out = resample_positions(laid_out, old_layout, new_layout, operator)
     index = _index_raster_offsets(new).flatten().to(table.device)
     count = 2 * new[0] * new[1] - 1
     total = laid_out.new_zeros(count, table.shape[-1]).index_add(0, index, laid_out)
@@ -75,7 +75,7 @@ def build_sincos_positions(
     grid: Grid, width: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """(n, D) fixed positions (Chen et al. 2021, as big_vision computes them): sin x, cos x, sin y, cos y."""
-    with torch.device("cpu"), torch.inference_mode(False):  # whatever is current: the result is kept
+    with torch.device("cpu"), torch.inference_mode(False):  # whatever mode is current: the result is cached
         rows, columns = (side.flatten() for side in torch.meshgrid(*map(torch.arange, grid), indexing="ij"))
         quarter = width // 4
         frequencies = 10_000.0 ** -(torch.arange(quarter, dtype=torch.float64) / (quarter - 1))

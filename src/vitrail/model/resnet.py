@@ -1,11 +1,11 @@
-"""The convolutional networks of the paper: BiT ResNets, and the stems that hybrids cut their patches from.
+"""The convolutional networks of the paper: BiT ResNets, and the stems whose feature maps hybrids cut into patches.
 
     B batch   C channels   S image side   L classes
 
-Both are bottleneck ResNets of standardised kernels and group norm (Kolesnikov et al. 2020), and differ in all details:
+Both are bottleneck ResNets with standardized kernels and group norm (Kolesnikov et al. 2020), and differ in details:
 
-    hybrid stem   convolution, norm, ReLU; ReLU after the sum; TensorFlow's SAME padding; standardised by std + 1e-5
-    BiT           norm, ReLU, convolution; padding of half a kernel; standardised by sqrt(var + 1e-10)
+    hybrid stem   convolution, norm, ReLU; ReLU after the sum; TensorFlow's SAME padding; standardized by std + 1e-5
+    BiT           norm, ReLU, convolution; padding of half a kernel; standardized by sqrt(var + 1e-10)
 
 Attribute names equal timm's.
 """
@@ -35,30 +35,31 @@ class StandardizedConv2d(nn.Conv2d):
         return F.conv2d(x, self.standardize_weight().to(x.dtype), stride=self.stride)
 
     def standardize_weight(self) -> Tensor:
-        """(O, I, K, K) in float32: each output's kernel centred and scaled."""
+        """(O, I, K, K) in float32: each output's kernel centered and scaled."""
         kernel = self.weight.float()
-        centred = kernel - kernel.mean(dim=(1, 2, 3), keepdim=True)
-        variance = centred.square().mean(dim=(1, 2, 3), keepdim=True)
+        centered = kernel - kernel.mean(dim=(1, 2, 3), keepdim=True)
+        variance = centered.square().mean(dim=(1, 2, 3), keepdim=True)
         if self.config.standardization == "std + eps":
-            return centred / (variance.sqrt() + self.config.standardization_eps)
-        return centred / (variance + self.config.standardization_eps).sqrt()
+            return centered / (variance.sqrt() + self.config.standardization_eps)
+        return centered / (variance + self.config.standardization_eps).sqrt()
 
 
 def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
-    """Padded so that the output has ceil(S / stride) places, the odd pixel after: TensorFlow's SAME."""
-    sides = []
+    """Pad to an output of ceil(S / stride), an odd pixel at the end: TensorFlow's SAME."""
+    paddings = []
     for size in (x.shape[3], x.shape[2]):
         total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
-        sides += [total // 2, total - total // 2]
-    return F.pad(x, sides, value=value)
+        paddings += [total // 2, total - total // 2]
+    return F.pad(x, paddings, value=value)
 
 
 def build_group_norm(config: ConvConfig, channels: int) -> nn.GroupNorm:
+    """A group norm of 32 groups."""
     return nn.GroupNorm(NORM_GROUPS, channels, eps=config.norm_eps)
 
 
 class HybridStem(nn.Module):
-    """(B, C, S, S) -> (B, 64 f, S/4, S/4)."""
+    """The first convolution of a hybrid: (B, C, S, S) -> (B, 64 f, S/4, S/4)."""
 
     def __init__(self, config: ConvConfig, channels: int) -> None:
         super().__init__()
@@ -72,18 +73,18 @@ class HybridStem(nn.Module):
 
 
 class BiTStem(nn.Module):
-    """(B, C, S, S) -> (B, 64 f, S/4, S/4)."""
+    """The first convolution of a BiT ResNet: (B, C, S, S) -> (B, 64 f, S/4, S/4)."""
 
     def __init__(self, config: ConvConfig, channels: int) -> None:
         super().__init__()
         self.conv = StandardizedConv2d(config, channels, config.width, 7, 2, same=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        return F.max_pool2d(F.pad(self.conv(images), (1, 1, 1, 1)), 3, 2)  # zeros, which may be the largest
+        return F.max_pool2d(F.pad(self.conv(images), (1, 1, 1, 1)), 3, 2)  # zeros, which may be the maximum
 
 
 class ShortcutProjection(nn.Module):
-    """The shortcut of a stage's first unit."""
+    """The projected shortcut of a stage's first unit."""
 
     def __init__(self, config: ConvConfig, in_channels: int, out_channels: int, stride: int, *, same: bool) -> None:
         super().__init__()
@@ -100,9 +101,9 @@ class HybridUnit(nn.Module):
     def __init__(self, config: ConvConfig, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
         outputs = 4 * width
-        first = stride > 1 or in_channels != outputs
+        opens_stage = stride > 1 or in_channels != outputs
         self.downsample = (
-            ShortcutProjection(config, in_channels, outputs, stride, same=True) if first else nn.Identity()
+            ShortcutProjection(config, in_channels, outputs, stride, same=True) if opens_stage else nn.Identity()
         )
         self.conv1 = StandardizedConv2d(config, in_channels, width, 1, same=True)
         self.norm1 = build_group_norm(config, width)
@@ -118,13 +119,13 @@ class HybridUnit(nn.Module):
 
 
 class BiTUnit(nn.Module):
-    """Pre-activation bottleneck: the projection reads what the first norm and ReLU give."""
+    """Pre-activation bottleneck: the projection reads the output of the first norm and ReLU."""
 
     def __init__(self, config: ConvConfig, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
         outputs = 4 * width
-        first = stride > 1 or in_channels != outputs
-        self.downsample = ShortcutProjection(config, in_channels, outputs, stride, same=False) if first else None
+        opens_stage = stride > 1 or in_channels != outputs
+        self.downsample = ShortcutProjection(config, in_channels, outputs, stride, same=False) if opens_stage else None
         self.norm1 = build_group_norm(config, in_channels)
         self.conv1 = StandardizedConv2d(config, in_channels, width, 1, same=False)
         self.norm2 = build_group_norm(config, width)
@@ -140,6 +141,8 @@ class BiTUnit(nn.Module):
 
 
 class Stage(nn.Module):
+    """Bottleneck units at one resolution."""
+
     def __init__(self, units: list[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*units)
@@ -149,15 +152,15 @@ class Stage(nn.Module):
 
 
 def build_stages(config: ConvConfig, unit: type[HybridUnit] | type[BiTUnit]) -> nn.Sequential:
-    """The stages behind a stem; each but the first halves the map, and each doubles the width."""
-    built, inputs = [], config.width
+    """The stages after a stem; each but the first halves the map, and each doubles the width."""
+    stages, in_channels = [], config.width
     for index, count in enumerate(config.units):
         width, units = config.width * 2**index, list[nn.Module]()
         for position in range(count):
-            units.append(unit(config, inputs, width, 2 if index and not position else 1))
-            inputs = 4 * width
-        built.append(Stage(units))
-    return nn.Sequential(*built)
+            units.append(unit(config, in_channels, width, 2 if index and not position else 1))
+            in_channels = 4 * width
+        stages.append(Stage(units))
+    return nn.Sequential(*stages)
 
 
 class Backbone(nn.Module):
@@ -173,7 +176,7 @@ class Backbone(nn.Module):
 
 
 class PooledHead(nn.Module):
-    """The linear head as BiT stores it, a convolution of one place."""
+    """The linear head as BiT stores it: a 1 x 1 convolution."""
 
     def __init__(self, features: int, classes: int) -> None:
         super().__init__()
@@ -184,7 +187,7 @@ class PooledHead(nn.Module):
 
 
 class BiT(nn.Module):
-    """A BiT ResNet. Parameters are allocated, not set: `initialise` or loaded weights set them."""
+    """A BiT ResNet. Its parameters are not initialized: `initialize_weights` or a file sets them."""
 
     def __init__(self, config: BiTConfig) -> None:
         super().__init__()
@@ -195,16 +198,17 @@ class BiT(nn.Module):
         self.head = PooledHead(config.num_features, config.classes) if config.classes else nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, C, S, S) -> logits (B, L), or the features where the model has no head."""
+        """(B, C, S, S) -> logits (B, L), or the features if the model has no head."""
         return self.head(self.compute_features(images))
 
     def compute_features(self, images: Tensor) -> Tensor:
-        """(B, C, S, S) -> (B, features): what the head reads."""
+        """(B, C, S, S) -> (B, features): the features that the head reads."""
         return self.compute_feature_map(images).mean(dim=(2, 3))
 
     def compute_feature_map(self, images: Tensor) -> Tensor:
         """(B, C, S, S) -> (B, features, S/32, S/32), after the last norm and ReLU."""
         if images.ndim != 4 or images.shape[1] != self.config.channels:
-            wanted = f"(batch, {self.config.channels}, height, width)"
-            raise UsageError(f"images must have the shape {wanted}, not {tuple(images.shape)}")
+            raise UsageError(
+                f"images must have the shape (batch, {self.config.channels}, height, width), not {tuple(images.shape)}"
+            )
         return F.relu(self.norm(self.stages(self.stem(images))))

@@ -4,7 +4,16 @@
     N tokens  D width      H heads        K = D/H        L classes   T leading tokens the head reads
 
 Attribute names equal timm's, so its weights load without renaming; weights/ maps the other formats.
-Dropout and stochastic depth draw from torch's default generators: whoever trains seeds them before each step.
+Dropout and stochastic depth draw from torch's default generators: the trainer seeds them before each step.
+
+To observe the pass, register forward hooks on its modules; nothing else should repeat it:
+
+    patch_embed              embedded patches (B, n, D)      blocks.i           a block's input and output (B, N, D)
+    blocks.i.attn, .mlp      branches before LayerScale      blocks.i.ls1, ls2  what the residual stream adds
+    blocks.i.attn.softmax    attention weights (B, H, T, N)  norm, head         encoder output, logits
+
+`attn.softmax` runs where `attn.fused` is False; `attn_pool.softmax` always does. `encode` computes all tokens in every
+block; `forward` computes in the last block only those that the head reads.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,12 +43,12 @@ class PatchEmbed(nn.Module):
         return self.project(self.extract_patches(images))  # (B, N, D)
 
     def extract_patches(self, images: Tensor) -> Tensor:
-        """(B, N, C P P), of the image, or of the feature map of a hybrid."""
+        """(B, N, C P P): patches of the image, or of a hybrid's feature map."""
         return patchify(images if self.backbone is None else self.backbone(images), self.proj.kernel_size[0])
 
     def project(self, patches: Tensor) -> Tensor:
         """(B, N, C P P) -> (B, N, D)."""
-        # One matrix product: a convolution does the same sums but first copies its input to another memory layout.
+        # One matrix product: a convolution computes the same sums, but first copies its input to another memory layout.
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
@@ -47,12 +56,12 @@ def patchify(images: Tensor, patch: int) -> Tensor:
     """(B, C, S, S) -> (B, N, C P P), patches in raster order, each flattened as the convolution's kernel is."""
     batch, channels, height, width = images.shape
     rows, columns = compute_grid((height, width), patch)
-    pieces = images.reshape(batch, channels, rows, patch, columns, patch)
-    return pieces.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, channels * patch * patch)
+    patches = images.reshape(batch, channels, rows, patch, columns, patch)
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, channels * patch * patch)
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, fused; `weights` computes the attention itself beside it."""
+    """Multi-head self-attention, fused; `compute_weights` gives the attention weights beside it."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -60,26 +69,29 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.qkv_bias)
         self.proj = nn.Linear(config.width, config.width)
         self.proj_drop = nn.Dropout(0.0)
+        self.softmax = nn.Softmax(dim=-1)
+        self.fused = True
+        """Whether to use the fused kernel, which never materializes the weights; a hook on `softmax` needs False."""
         if config.positions == "relative":  # one embedding for each raster offset between two patches
             self.offsets = nn.Parameter(torch.empty(2 * config.grid[0] * config.grid[1] - 1, config.width))
 
     def forward(self, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
-        """(B, N, D) -> (B, N, D), or only the first `queries` tokens of it."""
+        """(B, N, D) -> (B, N, D), or only the first `queries` tokens."""
         q, k, v = self.project_qkv(x, queries)
-        if queries is None and self.config.positions != "relative":
+        if self.fused and queries is None and self.config.positions != "relative":
             out = F.scaled_dot_product_attention(q, k, v)
-        else:  # a single query gains nothing from the fused kernels, and cuDNN's backward gives NaN for it
-            out = self.compute_logits(q, k, grid).softmax(dim=-1) @ v
+        else:  # a single query gains nothing from fused kernels, and cuDNN's backward gives NaN for it
+            out = self.softmax(self.compute_logits(q, k, grid)) @ v
         return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
     def compute_weights(self, x: Tensor, grid: Grid) -> Tensor:
-        """The attention itself, (B, H, N, N), which the fused kernel above never materialises."""
+        """The attention weights (B, H, N, N), which the fused kernel above never materializes."""
         q, k, _ = self.project_qkv(x)
-        return self.compute_logits(q, k, grid).softmax(dim=-1)
+        return self.softmax(self.compute_logits(q, k, grid))
 
     def project_qkv(self, x: Tensor, queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, queries or N, K), keys and values (B, H, N, K)."""
-        if queries is None or not isinstance(self.qkv, nn.Linear):  # a lowered layer is one product, never a part of it
+        if queries is None or not isinstance(self.qkv, nn.Linear):  # a quantized layer cannot be split
             q, k, v = self.qkv(x).unflatten(-1, (3, self.config.heads, -1)).permute(2, 0, 3, 1, 4)
             return q[:, :, :queries], k, v
         width, bias = self.config.width, self.qkv.bias
@@ -108,6 +120,8 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
+    """Two linear layers with a GELU between them."""
+
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.fc1 = nn.Linear(config.width, config.mlp)
@@ -120,6 +134,8 @@ class Mlp(nn.Module):
 
 
 class LayerScale(nn.Module):
+    """A learned factor for each channel of a residual branch (Touvron et al. 2021b)."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.gamma = nn.Parameter(torch.empty(width))
@@ -129,7 +145,7 @@ class LayerScale(nn.Module):
 
 
 class Block(nn.Module):
-    """Equations 2 and 3: attention and MLP, each behind a LayerNorm and beside a residual."""
+    """Equations 2 and 3: attention and MLP, each after a LayerNorm and added to the residual stream."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -142,14 +158,14 @@ class Block(nn.Module):
         self.ls2 = LayerScale(config.width) if config.layer_scale else nn.Identity()
 
     def forward(self, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
-        """(B, N, D) -> (B, N, D), or only the first `queries` tokens of it, which read all N."""
+        """(B, N, D) -> (B, N, D), or only the first `queries` tokens, which attend to all N."""
         rate = self.drop_path if self.training else 0.0
         x = add_residual(x, lambda kept: self.ls1(self.attn(self.norm1(kept), grid, queries)), rate, queries)
         return add_residual(x, lambda kept: self.ls2(self.mlp(self.norm2(kept))), rate)
 
 
 def add_residual(x: Tensor, branch: Callable[[Tensor], Tensor], rate: float, queries: int | None = None) -> Tensor:
-    """x + branch(x), where each sample's branch is left out, uncomputed, with probability `rate`."""
+    """x + branch(x), where each sample's branch is skipped, uncomputed, with probability `rate`."""
     trunk = x if queries is None else x[:, :queries]
     if rate == 0.0:
         return trunk + branch(x)
@@ -161,7 +177,7 @@ def add_residual(x: Tensor, branch: Callable[[Tensor], Tensor], rate: float, que
 
 
 class AttentionPool(nn.Module):
-    """MAP (Zhai et al. 2022): one learned query attends to all patches, then an MLP beside a residual."""
+    """MAP (Zhai et al. 2022): one learned query attends to all patches, then a residual MLP."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -170,13 +186,14 @@ class AttentionPool(nn.Module):
         self.q = nn.Linear(config.width, config.width)
         self.kv = nn.Linear(config.width, 2 * config.width)
         self.proj = nn.Linear(config.width, config.width)
+        self.softmax = nn.Softmax(dim=-1)
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
         self.mlp = Mlp(config)
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(self.latent).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (1, H, 1, K)
         k, v = self.kv(x).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, N, K)
-        out = (q @ k.mT * q.shape[-1] ** -0.5).softmax(dim=-1) @ v  # (B, H, 1, K)
+        out = self.softmax(q @ k.mT * q.shape[-1] ** -0.5) @ v  # (B, H, 1, K)
         pooled = self.proj(out.transpose(1, 2).flatten(2))[:, 0]  # (B, D)
         return pooled + self.mlp(self.norm(pooled))
 
@@ -193,7 +210,7 @@ class HiddenHead(nn.Module):
 
 
 class ViT(nn.Module):
-    """A Vision Transformer. Parameters are allocated, not set: `initialise` or loaded weights set them."""
+    """A Vision Transformer. Its parameters are not initialized: `initialize_weights` or a file sets them."""
 
     def __init__(self, config: ViTConfig, *, dropout: float = 0.0, stochastic_depth: float = 0.0) -> None:
         super().__init__()
@@ -213,7 +230,7 @@ class ViT(nn.Module):
             self.pos_embed_x = nn.Parameter(torch.empty(tables, columns, width // 2))
         self.pos_drop = nn.Dropout(0.0)
         self.recompute = False
-        """Whether training computes each block again in the backward pass rather than keep what it needs."""
+        """Whether training recomputes each block in the backward pass instead of keeping its activations."""
         self.is_compiled = False
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         norm = nn.LayerNorm(width, eps=config.norm_eps)
@@ -228,7 +245,7 @@ class ViT(nn.Module):
         self.set_regularization(dropout=dropout, stochastic_depth=stochastic_depth)
 
     def set_regularization(self, *, dropout: float = 0.0, stochastic_depth: float = 0.0) -> "ViT":
-        """Set what training adds: dropout where the paper has it, branches dropped at a rate that grows with depth."""
+        """Set dropout where the paper has it, and stochastic depth, whose rate grows linearly with depth."""
         for name, rate in (("dropout", dropout), ("stochastic_depth", stochastic_depth)):
             if not 0.0 <= rate < 1.0:
                 raise UsageError(f"{name} is {rate}; it must be at least 0 and below 1")
@@ -240,7 +257,7 @@ class ViT(nn.Module):
         return self
 
     def compile_blocks(self) -> None:
-        """Let torch compile the blocks, in place: one after the other is compiled once, and copies are not."""
+        """Compile the blocks with torch, in place: equal blocks share one compilation, and copies are not compiled."""
         self.is_compiled = True
         for block in self.blocks:
             assert isinstance(block, Block)
@@ -248,7 +265,7 @@ class ViT(nn.Module):
                 part.compile()
 
     def list_prefix_tokens(self) -> list[tuple[str, int]]:
-        """Name and number of the learned tokens before the patches, in their order."""
+        """Name and count of the learned tokens before the patches, in order."""
         config = self.config
         counts = (
             ("cls_token", config.class_token),
@@ -258,52 +275,60 @@ class ViT(nn.Module):
         return [(name, int(count)) for name, count in counts if count]
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, C, S, S) -> logits (B, L), or the features where the model has no head."""
-        tokens = self.compute_tokens(images, self.num_head_tokens)
+        """(B, C, S, S) -> logits (B, L), or the features if the model has no head."""
+        tokens = self.encode(images, self.num_head_tokens)
         logits = self.head(self.pool(tokens))
         if self.config.distillation_head:
             logits = (logits + self.head_dist(tokens[:, 1])) / 2
         return logits
 
     def compute_features(self, images: Tensor) -> Tensor:
-        """(B, C, S, S) -> (B, D): what the head reads."""
-        return self.pool(self.compute_tokens(images, self.num_head_tokens))
-
-    def encode(self, images: Tensor) -> Tensor:
-        """(B, C, S, S) -> (B, N, D): the encoder's output, prefix tokens first."""
-        return self.compute_tokens(images)
+        """(B, C, S, S) -> (B, D): the features that the head reads."""
+        return self.pool(self.encode(images, self.num_head_tokens))
 
     @property
     def num_head_tokens(self) -> int | None:
         """How many leading tokens the last block computes for the head; None for all of them.
 
-        Relative offsets are between patches, so a last block without patch queries would leave its own untouched, and
-        a parameter without a gradient stops distributed training: there all tokens are computed.
+        Relative positions need all tokens: their offsets are between patches, so a last block without patch queries
+        would leave its own without a gradient, and that stops distributed training.
         """
         if self.config.pool != "class" or self.config.positions == "relative":
             return None
         return 1 + self.config.distillation_token
 
-    def compute_tokens(self, images: Tensor, queries: int | None = None) -> Tensor:
-        """The encoder's output (B, N, D), or (B, T, D): the last block then computes only `queries` leading ones."""
+    def encode(self, images: Tensor, queries: int | None = None) -> Tensor:
+        """(B, C, S, S) -> (B, N, D): the encoder's output, prefix tokens first.
+
+        With `queries` the last block computes only so many leading tokens: (B, T, D).
+        """
         return self.norm(self.run_blocks(*self.embed(images), queries))
 
     def run_blocks(
         self, x: Tensor, positions: Iterator[Tensor | None], grid: Grid, queries: int | None = None
     ) -> Tensor:
         """Equations 2 and 3 in every layer: (B, N, D) -> (B, N, D), or (B, T, D), before the last norm."""
+        for hidden in self.iterate_hidden_states(x, positions, grid, queries):
+            x = hidden
+        return x
+
+    def iterate_hidden_states(
+        self, x: Tensor, positions: Iterator[Tensor | None], grid: Grid, queries: int | None = None
+    ) -> Iterator[Tensor]:
+        """Yield the input of each block before computing it, and at last the output: one (B, N, D) at a time."""
         last = len(self.blocks) - 1
         for i, (block, position) in enumerate(zip(self.blocks, positions, strict=False)):
             x = x if position is None else x + position
-            wanted = queries if i == last else None
+            yield x
+            block_queries = queries if i == last else None
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, grid, wanted, use_reentrant=False)
+                x = checkpoint(block, x, grid, block_queries, use_reentrant=False)
             else:
-                x = block(x, grid, wanted)
-        return x
+                x = block(x, grid, block_queries)
+        yield x
 
     def embed(self, images: Tensor) -> tuple[Tensor, Iterator[Tensor | None], Grid]:
-        """Equation 1: the tokens (B, N, D), what each block adds to its input (without end), the grid of patches."""
+        """Equation 1: the tokens (B, N, D), the positions that each block adds to its input (endless), and the grid."""
         if images.ndim != 4 or images.shape[1] != self.config.channels:
             raise UsageError(
                 f"images must have the shape (batch, {self.config.channels}, height, width), not {tuple(images.shape)}"
@@ -312,7 +337,7 @@ class ViT(nn.Module):
         return self.add_prefix_and_positions(self.patch_embed(images), grid)
 
     def add_prefix_and_positions(self, patches: Tensor, grid: Grid) -> tuple[Tensor, Iterator[Tensor | None], Grid]:
-        """Equation 1 of embedded patches: prefix tokens put before them, and positions added or left to the blocks."""
+        """Equation 1 after the embedding: prepend the prefix tokens, add the positions or leave them to the blocks."""
         prefix = [getattr(self, name).expand(patches.shape[0], -1, -1) for name, _ in self.list_prefix_tokens()]
         x = torch.cat([*prefix, patches], dim=1)  # (B, N, D)
         positions = self.compute_positions(grid)
@@ -320,15 +345,11 @@ class ViT(nn.Module):
             return self.pos_drop(x), repeat(None), grid
         if self.config.positions_at == "stem":
             return self.pos_drop(x + positions), repeat(None), grid
-        by_layer = (
-            iter(positions)
-            if self.config.positions_at == "every-layer" and len(positions) > 1
-            else repeat(positions[0])
-        )
-        return self.pos_drop(x), by_layer, grid
+        by_layer = self.config.positions_at == "every-layer" and len(positions) > 1
+        return self.pos_drop(x), iter(positions) if by_layer else repeat(positions[0]), grid
 
     def compute_positions(self, grid: Grid) -> Tensor | None:
-        """(1, N, D) on the given grid, or (layers, N, D) where each layer has its own; zeros for bare prefix tokens."""
+        """(1, N, D), or (layers, N, D) where each layer has its own; zeros for prefix tokens without a position."""
         config = self.config
         if config.positions == "learned-1d":
             prefix, patches = self.pos_embed.tensor_split([config.num_positioned_prefix_tokens], dim=1)
@@ -339,14 +360,14 @@ class ViT(nn.Module):
             y, x = y[:, :, None].expand(-1, -1, grid[1], -1), x[:, None].expand(-1, grid[0], -1, -1)
             table = torch.cat([x, y], dim=-1).flatten(1, 2)  # (tables, n, D)
         elif config.positions == "sincos-2d":
-            some = next(self.parameters())
-            table = build_sincos_positions(grid, config.width, some.device, some.dtype)[None]
+            parameter = next(self.parameters())
+            table = build_sincos_positions(grid, config.width, parameter.device, parameter.dtype)[None]
         else:
             return None
         return F.pad(table, (0, 0, config.num_prefix_tokens - config.num_positioned_prefix_tokens, 0))
 
     def pool(self, tokens: Tensor) -> Tensor:
-        """(B, N, D) -> (B, D): equation 4, or another way to read the encoder's output."""
+        """(B, N, D) -> (B, D): equation 4, or another pooling of the encoder's output."""
         patches = tokens[:, self.config.num_prefix_tokens :]
         match self.config.pool:
             case "class":
@@ -362,12 +383,10 @@ class ViT(nn.Module):
 
 @torch.no_grad()
 def attention_maps(model: nn.Module, images: Tensor) -> Iterator[Tensor]:
-    """The attention of each layer in turn, (B, H, N, N); only one layer's map exists at a time."""
+    """Yield the attention weights of each layer, (B, H, N, N); only one layer's exist at a time."""
     if not isinstance(model, ViT):
         raise UsageError(f"a {type(model).__name__} has no attention; give a ViT or a hybrid")
     x, positions, grid = model.embed(images)
-    for block, position in zip(model.blocks, positions, strict=False):
-        x = x if position is None else x + position
+    for hidden, block in zip(model.iterate_hidden_states(x, positions, grid), model.blocks, strict=False):
         assert isinstance(block, Block)
-        yield block.attn.compute_weights(block.norm1(x), grid)
-        x = block(x, grid)
+        yield block.attn.compute_weights(block.norm1(hidden), grid)

@@ -34,6 +34,6 @@ def lr_scale(schedule: ScheduleConfig, step: float, steps: int) -> float:
             level = (1 + since / schedule.timescale) ** -0.5
         case "constant":
             level = 1.0
-        case "stairs":
+        case "step":
             level = 10.0 ** -sum(step > part * steps for part in schedule.milestones or ())
     return level * left / cooldown if left < cooldown else level

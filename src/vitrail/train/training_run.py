@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from vitrail import presets
-from vitrail.config import MaskedConfig, PreprocessConfig, Recipe, ViTConfig, expand_image_size, to_json
+from vitrail.config import MaskedConfig, ModelConfig, PreprocessConfig, Recipe, ViTConfig, expand_image_size, to_json
 from vitrail.data import counter_rng
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.decode import get_jpeg_decoder_name
@@ -20,7 +20,7 @@ from vitrail.errors import DataError, ModelError, UsageError
 from vitrail.evaluate import features, probe
 from vitrail.model import cost as count
 from vitrail.model import masked
-from vitrail.model.build import Model, ModelConfig
+from vitrail.model.build import Model
 from vitrail.model.masked import MaskedViT
 from vitrail.model.vit import ViT
 from vitrail.plurals import pluralize
@@ -283,11 +283,7 @@ class TrainingRun:
     @property
     def flops(self) -> int:
         """Of the whole run's forward and backward passes."""
-        config, how = self.config, self.recipe.masked
-        if how is None:
-            return count.count_training_flops(config, self.plan.total_positions)
-        assert isinstance(config, ViTConfig)
-        return masked.count_masked_training_flops(config, how, self.plan.total_positions)
+        return count.count_training_flops(self.config, self.plan.total_positions, self.recipe.masked)
 
     @property
     def imbalance(self) -> float:

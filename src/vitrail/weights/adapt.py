@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.config import BiTConfig, PreprocessConfig, Resample, ViTConfig, expand_image_size
+from vitrail.config import BiTConfig, ModelConfig, PreprocessConfig, Resample, ViTConfig, expand_image_size
 from vitrail.errors import UsageError
-from vitrail.model.build import ModelConfig
 from vitrail.model.positions import Grid, resample_offsets, resample_positions
 from vitrail.plurals import pluralize
 from vitrail.presets import spread_over_channels

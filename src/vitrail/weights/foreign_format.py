@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from vitrail import presets
-from vitrail.config import BiTConfig, ConvConfig, PreprocessConfig, ViTConfig
+from vitrail.config import BiTConfig, ConvConfig, ModelConfig, PreprocessConfig, ViTConfig
 from vitrail.errors import ModelError
-from vitrail.model.build import Model, ModelConfig
+from vitrail.model.build import Model
 from vitrail.model.vit import ViT
 from vitrail.weights.trained import Origin, Tensors
 

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from vitrail import presets
-from vitrail.config import BiTConfig, ViTConfig, from_json
+from vitrail.config import BiTConfig, ModelConfig, ViTConfig, from_json
 from vitrail.errors import ModelError
-from vitrail.model.build import ModelConfig
 from vitrail.model.vit import ViT
 from vitrail.weights import foreign_format, tensor_files
 from vitrail.weights.trained import Tensors, Trained

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from vitrail.config import PreprocessConfig, ViTConfig, from_json
+from vitrail.config import ModelConfig, PreprocessConfig, ViTConfig, from_json
 from vitrail.errors import ModelError, UsageError
-from vitrail.model.build import Model, ModelConfig
+from vitrail.model.build import Model
 from vitrail.model.vit import ViT
 from vitrail.weights import foreign_format, tensor_files, timm_resnet
 from vitrail.weights.labels import read_labels

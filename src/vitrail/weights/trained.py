@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from vitrail import presets
-from vitrail.config import PreprocessConfig, ViTConfig, check_patches, expand_image_size
+from vitrail.config import ModelConfig, PreprocessConfig, ViTConfig, check_patches, expand_image_size
 from vitrail.errors import ModelError, UsageError
-from vitrail.model.build import Model, ModelConfig, build_model
+from vitrail.model.build import Model, build_model
 from vitrail.model.initialize import initialize_weights
 from vitrail.model.vit import ViT
 from vitrail.plurals import pluralize

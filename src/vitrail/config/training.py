@@ -1,0 +1,226 @@
+"""What a training run is: augmentation, optimizer, schedule, masking, and the recipe that joins them."""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+from vitrail.config.checks import check_choices, check_fractions
+from vitrail.errors import UsageError
+
+MaskedTarget = Literal["mean-color", "4x4-colors", "pixels", "normalized-pixels"]
+
+# What replaces a patch: the [mask] token, or nothing. A number from 0 on is a patch of the next image.
+MASK_TOKEN, UNCHANGED_PATCH = -1, -2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AugmentConfig:
+    """What happens to a training image between decoding and normalization; `PreprocessConfig` gives its size."""
+
+    crop: Literal["inception", "window", "pad", "squash"] = "inception"
+    """inception: a crop of random area and aspect ratio, resized. window: resized as for evaluation, then a random crop
+    of the final size. pad: resized to the final size, padded by an eighth of it, then a random crop. squash: resized
+    only."""
+    area: tuple[float, float] = (0.05, 1.0)
+    """Smallest and largest fraction of the image's area in an inception crop."""
+    flip: bool = True
+    """Mirror left and right, half of the time."""
+    randaugment: tuple[int, int] | None = None
+    """Operations per image and their magnitude on the authors' scale of 10; they too use magnitudes above it."""
+    jitter: float = 0.0
+    """Brightness, contrast and saturation are multiplied by a factor from 1 - jitter to 1 + jitter."""
+    erase: float = 0.0
+    """Probability that a random rectangle becomes noise."""
+    mixup: float = 0.0
+    """Alpha of the Beta distribution of how much of the next image is mixed in; 0 for never."""
+    cutmix: float = 0.0
+    """Alpha of the area of the next image pasted in; with mixup set too, each takes half of the batches."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        smallest, largest = self.area
+        if not 0 < smallest <= largest <= 1:
+            raise UsageError(f"area is {self.area}; it must be two fractions with 0 < smallest <= largest <= 1")
+        for name, limit in (("jitter", 1), ("erase", 1), ("mixup", 2), ("cutmix", 2)):
+            if not 0 <= getattr(self, name) <= limit:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be from 0 to {limit}")
+        if self.randaugment is not None and not (1 <= self.randaugment[0] <= 16 and 0 <= self.randaugment[1] <= 30):
+            raise UsageError(f"randaugment is {self.randaugment}; give 1 to 16 operations and a magnitude from 0 to 30")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """How gradients become steps."""
+
+    kind: Literal["adam", "sgd", "muon"] = "adam"
+    """adam: decoupled decay (AdamW). muon: orthogonalized momentum for the blocks' matrices, adam for the rest."""
+    lr: float
+    """The peak learning rate."""
+    weight_decay: float = 0.0
+    """Of kernels alone, times the learning rate, as PyTorch's AdamW has it: the authors' 1e-4 at lr 1e-3 is 0.1.
+    With every optimizer it is decoupled: it never enters the gradient."""
+    momentum: float = 0.9
+    """Of sgd and of muon's matrices, where 0.95 is usual."""
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    head_lr: float | None = None
+    """The learning rate of a head that starts from zeros; None for `lr`."""
+    adam_lr: float | None = None
+    """Of muon: the learning rate of the parameters adam trains; None for `lr`."""
+    clip: float | None = None
+    """Largest norm of all gradients together."""
+    layer_decay: float = 1.0
+    """Each block's learning rate divided by that of the block above; the head has the full rate, the embedding the
+    lowest."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        for name, limit in (("lr", math.inf), ("eps", 1), ("layer_decay", 1)):
+            if not 0 < getattr(self, name) <= limit or math.isinf(getattr(self, name)):
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0 and at most {limit}")
+        check_fractions(self, "momentum", "beta1", "beta2")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UsageError(f"weight_decay is {self.weight_decay}; it must be 0 or more")
+        for name in ("clip", "adam_lr", "head_lr"):
+            if getattr(self, name) is not None and not 0 < getattr(self, name) < math.inf:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0, or None")
+        if self.adam_lr is not None and self.kind != "muon":
+            raise UsageError(f"adam_lr is for muon, which trains some parameters with adam; {self.kind} takes only lr")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate over the steps, as a fraction of its peak."""
+
+    decay: Literal["cosine", "linear", "rsqrt", "constant", "step"] = "cosine"
+    warmup: int = 0
+    """Steps of a linear rise from 0 to the peak."""
+    final_lr_scale: float = 0.0
+    """Of cosine and linear: the fraction at the end."""
+    timescale: int = 10_000
+    """Of rsqrt: steps after warm-up in which it falls by a factor of sqrt(2)."""
+    cooldown: int = 0
+    """Of rsqrt and constant: last steps, in which the learning rate also falls linearly to 0."""
+    milestones: tuple[float, ...] | None = None
+    """Of step: fractions of the run after which the learning rate is divided by 10."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if self.warmup < 0 or self.cooldown < 0 or self.timescale < 1 or not 0 <= self.final_lr_scale <= 1:
+            raise UsageError(
+                f"{self} cannot be: warmup and cooldown are 0 or more, timescale 1 or more, final_lr_scale from 0 to 1"
+            )
+        has_final_scale = self.decay in ("cosine", "linear")
+        if (self.final_lr_scale and not has_final_scale) or (self.cooldown and self.decay not in ("rsqrt", "constant")):
+            raise UsageError(
+                f"{self} cannot be: final_lr_scale is for cosine and linear, cooldown for rsqrt and constant"
+            )
+        milestones = self.milestones or ()
+        if (self.decay == "step") != bool(milestones) or any(not 0 < part < 1 for part in milestones):
+            raise UsageError(
+                f"{self} cannot be: decay step, and no other, has milestones, fractions of the run between 0 and 1"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MaskedConfig:
+    """Pre-training without labels: some patches of an image are masked, and the model predicts them."""
+
+    kind: Literal["mpp", "mae"]
+    """mpp: mask tokens replace the patches' embeddings, and their own output tokens predict (Dosovitskiy et al. 2021).
+    mae: the encoder reads only the visible patches, and a light decoder predicts (He et al. 2022)."""
+    mask_ratio: float
+    """Fraction of an image's patches that are masked."""
+    target: MaskedTarget
+    """mean-color: at 3 bits a channel, one of 512. 4x4-colors: the same for each cell of the patch, downsized to 4 x 4.
+    pixels: by squared error. normalized-pixels: the same, minus the patch's mean and divided by its deviation."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if not 0 < self.mask_ratio < 1:
+            raise UsageError(f"mask_ratio is {self.mask_ratio}; it must lie between 0 and 1")
+
+    def count_masked(self, num_patches: int) -> int:
+        """The number of masked patches among `num_patches`, the same for every image: shapes never change."""
+        count = round(self.mask_ratio * num_patches)
+        if not 1 <= count < num_patches:
+            raise UsageError(
+                f"a mask_ratio of {self.mask_ratio:.0%} masks {count} of {num_patches} patches;"
+                " at least one must be masked and one visible"
+            )
+        return count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A training run without its data, seed and machine."""
+
+    model: str | None
+    """A preset, with random weights; None for fine-tuning, which is given a model."""
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields that differ from the preset's configuration, such as pool."""
+    image_size: int | None = 224
+    """None for that of the model to fine-tune."""
+    resize: float | None = None
+    """The short side before the crop, as a multiple of the crop's side; None for that of the model to fine-tune."""
+    batch: int = 4096
+    """Images in a step, whatever the number of GPUs."""
+    epochs: float
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig
+    augment: AugmentConfig = dataclasses.field(default_factory=AugmentConfig)
+    masked: MaskedConfig | None = None
+    """Masking and prediction targets for pre-training without labels; None to learn from labels."""
+    loss: Literal["softmax", "sigmoid"] = "softmax"
+    label_smoothing: float = 0.0
+    head_bias: float = 0.0
+    """Initial bias of the head: log(1 / classes) and the like for sigmoid."""
+    head_init: Literal["probe"] | None = None
+    """What the new head of fine-tuning starts from: a linear probe of the features; None for zeros, as in the paper."""
+    mimetic: bool = False
+    """Whether attention is initialized to resemble that of trained models (Trockman and Kolter 2023)."""
+    dropout: float = 0.0
+    stochastic_depth: float = 0.0
+    ema: float = 0.0
+    """Decay of the average of the weights that is evaluated and saved; 0 for the weights themselves."""
+    ema_warmup: bool = True
+    """Whether the average follows closely at first, as random weights need; the paper's does not."""
+    trainable_layers: int | None = None
+    """How many layers below the head are trained; 0 for the head alone, None for all."""
+    logit_adjustment: bool = False
+    """Whether every class counts the same, however many images it has."""
+    data: str | None = None
+    """The dataset it is for."""
+    source: str
+    """Where the numbers come from."""
+    result: str | None = None
+    """The result that was published or measured with it."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if self.resize is not None and not 1 <= self.resize <= 4:
+            raise UsageError(f"resize is {self.resize}; it must be from 1 to 4 sides of the crop")
+        if self.trainable_layers is not None and self.trainable_layers < 0:
+            raise UsageError(f"trainable_layers is {self.trainable_layers}; it must be 0 (the head alone) or more")
+        if self.batch < 1 or not 0 < self.epochs < math.inf:
+            raise UsageError(f"batch is {self.batch} and epochs {self.epochs}; both must be above 0")
+        check_fractions(self, "label_smoothing", "dropout", "stochastic_depth", "ema")
+        if self.masked is not None:
+            self._check_masked()
+
+    def _check_masked(self) -> None:
+        """Refuse what needs labels or a trained model."""
+        needs_labels = {
+            "mixup": self.augment.mixup,
+            "cutmix": self.augment.cutmix,
+            "layer_decay": self.optimizer.layer_decay != 1,
+            "logit_adjustment": self.logit_adjustment,
+            "label_smoothing": self.label_smoothing,
+            "head_bias": self.head_bias,
+            "trainable_layers": self.trainable_layers is not None,
+        }
+        if used := [name for name, value in needs_labels.items() if value]:
+            raise UsageError(f"{used[0]} is for learning from labels, and this recipe is masked: omit it")
+        if self.model is None:
+            raise UsageError("a masked recipe starts from random weights, so it must name a preset")

@@ -1,0 +1,66 @@
+"""`--set`: other settings for a recipe."""
+
+import pytest
+
+from vitrail.errors import UsageError
+from vitrail.recipes import build_finetune_recipe, get_recipe, override_settings
+
+
+def test_every_section_of_a_recipe_can_be_overridden() -> None:
+    changed = override_settings(
+        get_recipe("vit-b16-imagenet"),
+        ["positions=none", "pool=norm-mean", "class_token=false", "hidden_head=false", "depth=6", "width=384",
+         "mlp=768", "optimizer=sgd", "lr=.1", "weight_decay=0.03", "clip=none", "decay=linear",
+         "randaugment=2,10", "dropout=0"],
+    )  # fmt: skip
+    settings = {"pool": "norm-mean", "class_token": False, "hidden_head": False, "positions": "none"}
+    assert changed.settings == settings | {"depth": 6, "width": 384, "mlp": 768}
+    optimizer = changed.optimizer
+    assert (optimizer.kind, optimizer.lr, optimizer.weight_decay, optimizer.clip) == ("sgd", 0.1, 0.03, None)
+    assert (changed.schedule.decay, changed.augment.randaugment, changed.dropout) == ("linear", (2, 10), 0)
+    assert override_settings(get_recipe("vit-h14-jft"), ["depth=31"]).result is None  # which was that of another model
+    assert override_settings(get_recipe("vit-h14-jft"), []) == get_recipe("vit-h14-jft")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("depht=8", r"no setting 'depht': did you mean depth\? --set takes adam_lr, "),
+        ("depth", "'depth' has no value; give NAME=VALUE"),
+        ("depth=deep", "depth is 'deep'; it must be int"),
+        ("depth=0", "depth is 0; it must be from 1 to"),
+        ("width=100", "width 100 is not a multiple of heads 12"),
+        ("positions=3d", "positions is '3d'; it must be one of none, learned-1d"),
+        ("optimizer=lamb", "optimizer is 'lamb'; it must be one of adam, sgd, muon"),
+        ("decay=0.1", "decay is '0.1'; it must be one of cosine, linear"),
+        ("weight_decay=-1", "weight_decay is -1.0; it must be 0 or more"),
+        ("hidden_head=2", "hidden_head is 2; it must be bool"),
+        ("randaugment=2", "randaugment is 2; it must be 2 of int"),
+        ("warmup=5", "warmup has an option of its own: --warmup"),
+        ("classes=5", "no setting 'classes'"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_by_its_name_and_rule(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        override_settings(get_recipe("vit-b16-imagenet"), [text])
+
+
+def test_the_shape_of_a_resnet_or_of_a_trained_model_is_its_own() -> None:
+    with pytest.raises(UsageError, match="depth is for recipes of ViTs with random weights: bit-r50x1 is a ResNet"):
+        override_settings(get_recipe("bit-r50x1-jft"), ["depth=3"])
+    with pytest.raises(UsageError, match=r"positions is for recipes of ViTs .*: a trained model keeps its own"):
+        override_settings(build_finetune_recipe("paper", 1000, 16), ["positions=none"])
+    with pytest.raises(UsageError, match="--set gives depth twice"):
+        override_settings(get_recipe("vit-b16-imagenet"), ["depth=3", "depth=4"])
+
+
+def test_names_and_values_of_an_earlier_version_are_accepted() -> None:
+    recipe = get_recipe("vit-b16-imagenet")
+    changed = override_settings(recipe, ["optimiser=sgd", "final=0.1", "decay=linear"])
+    assert (changed.optimizer.kind, changed.schedule.final_lr_scale) == ("sgd", 0.1)
+    schedule = override_settings(recipe, ["decay=stairs", "stairs=0.5,0.75"]).schedule
+    assert (schedule.decay, schedule.milestones) == ("step", (0.5, 0.75))
+    with pytest.raises(UsageError, match="--set gives final twice"):
+        override_settings(recipe, ["final_lr_scale=0.2", "final=0.1"])
+    with pytest.raises(UsageError, match="logit_adjustment has an option of its own: --balanced"):
+        override_settings(recipe, ["balanced=true"])
