@@ -23,8 +23,8 @@ from tests.runtime.test_distributed import ended, free_port
 from vitrail.cli import main
 from vitrail.data.loader import iter_eval_batches
 from vitrail.data.sources import open_dataset
-from vitrail.evaluate.intervals import wilson_interval
 from vitrail.evaluate.predictions import evaluate_batches
+from vitrail.evaluate.statistics import wilson_interval
 from vitrail.files import get_cache_home
 from vitrail.inference.classifier import Classifier
 from vitrail.weights import tensor_files
