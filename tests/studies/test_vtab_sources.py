@@ -86,9 +86,9 @@ def test_clevr_is_read_from_its_scenes(task: str, label: Any, tmp_path: Path) ->
             assert path.is_file()
     assert all("/val/" in name for name in names(found)["test"])
     assert not set(names(found)["train"]) & set(names(found)["val"])
-    assert "a draw of vitrail's own (seed 0)" in found.notes[0]
+    assert "vitrail's own draw (seed 0)" in found.notes[0]
     (tmp_path / "clevr/CLEVR_v1.0/scenes/CLEVR_val_scenes.json").write_text('{"scenes": [{}]}')
-    with pytest.raises(DataError, match="holds no scenes of CLEVR"):
+    with pytest.raises(DataError, match="has no CLEVR scenes"):
         vtab_splits.open_vtab_dataset(task, tmp_path, 0)
 
 
@@ -182,7 +182,7 @@ def test_kitti_is_read_from_its_labels_and_keeps_drives_apart(drives: bool, tmp_
             expected = 3 if number % 5 == 0 else 0 if number <= 8 else 1 if number <= 20 else 2
             assert split.get_labels(index) == (expected,)
         by_split[name] = {int(Path(split.get_image_name(index)).stem) // 4 for index in range(len(split))}
-    assert any("both sides" in note for note in found.notes) != drives
+    assert any("in several splits" in note for note in found.notes) != drives
     if drives:
         assert sum(map(len, by_split.values())) == 10  # no drive is in two splits
     assert len(found.splits["test"]) == 4  # 9.5 % of forty, and a whole drive
