@@ -239,7 +239,7 @@ def test_images_without_labels_and_with_several_are_refused(tmp_path: Path, caps
     ]
     (tmp_path / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, line = refused(capsys=capsys, data="list.jsonl")
-    assert (code, "one label each, and these may have several" in line) == (3, True)
+    assert (code, "one label each, and this dataset is multi-label" in line) == (3, True)
 
 
 def test_a_bad_image_is_named_with_what_to_do(tmp_path: Path, capsys: Capture) -> None:

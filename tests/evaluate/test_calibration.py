@@ -80,7 +80,7 @@ def test_few_images_stay_near_1_and_many_reach_the_likeliest(true: float, multi_
     assert distances[-1] < 0.01
 
 
-def test_one_wrong_answer_among_few_does_not_make_a_network_certain() -> None:
+def test_one_wrong_prediction_among_few_does_not_make_a_network_certain() -> None:
     """Of 30 clear answers one is hardly wrong: its likelihood alone would have them nearly certain."""
     logits = torch.tensor([[2.0, 0.0, 0.0]]).repeat(30, 1)
     targets = torch.zeros(30, dtype=torch.int64)
@@ -97,7 +97,7 @@ def test_logits_c_times_as_large_have_a_temperature_c_times_as_high(multi_label:
         assert fit_temperature(factor * logits, targets, prior_std=math.inf) == pytest.approx(factor * plain, rel=1e-6)
 
 
-def test_where_every_answer_is_right_it_stays_one() -> None:
+def test_where_every_prediction_is_correct_it_stays_one() -> None:
     logits, targets = draw_targets(1.0, multi_label=False)
     correct = logits.argmax(dim=1)
     assert fit_temperature(logits, correct) == 1.0

@@ -36,7 +36,7 @@ def make_inputs(count: int, seed: int = 0) -> Tensor:
     return torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def test_every_precision_that_is_possible_is_measured_against_float32() -> None:
+def test_every_available_precision_is_measured_against_float32() -> None:
     trained = making.trained(making.vit())
     images = make_inputs(40)
     benchmarked = precision_benchmark.measure_precisions(trained, images.split(25), seconds=60)
@@ -109,7 +109,7 @@ def test_it_ends_when_its_time_is_over_and_takes_no_more_images() -> None:
         precision_benchmark.measure_precisions(making.trained(making.vit()), [], seconds=1)
 
 
-def test_what_was_measured_on_other_cpus_is_kept() -> None:
+def test_measurements_on_other_cpus_are_kept() -> None:
     once = precision_benchmark.measure_precisions(making.trained(making.vit()), [make_inputs(4)], seconds=0)
     on_another_cpu = tuple(
         dataclasses.replace(measurement, cpu="another") for measurement in once.precision_measurements
@@ -123,7 +123,7 @@ def test_what_was_measured_on_other_cpus_is_kept() -> None:
     assert len(twice.precision_measurements) == 2 * len(on_another_cpu)
 
 
-def test_small_models_and_those_without_answers_are_not_measured(deit_tiny: Path) -> None:
+def test_small_models_and_those_without_a_head_are_not_measured(deit_tiny: Path) -> None:
     assert not precision_benchmark.is_worth_measuring(making.trained(making.vit()))
     assert not precision_benchmark.is_worth_measuring(making.trained(making.vit(classes=0)))
     assert precision_benchmark.is_worth_measuring(load(deit_tiny))
@@ -144,7 +144,7 @@ few_or_all = pytest.mark.parametrize("every", [10, pytest.param(1, marks=pytest.
 
 
 @few_or_all
-def test_bfloat16_answers_real_photos_as_float32_does(imagenet: tuple[Trained, Tensor], every: int) -> None:
+def test_bfloat16_predicts_real_photos_as_float32_does(imagenet: tuple[Trained, Tensor], every: int) -> None:
     trained, photos = imagenet
     photos = photos[::every]
     probabilities = [
@@ -156,7 +156,9 @@ def test_bfloat16_answers_real_photos_as_float32_does(imagenet: tuple[Trained, T
 
 @pytest.mark.skipif(not has_exact_int8_products(), reason="int8 needs a CPU with VNNI and a torch with oneDNN")
 @few_or_all
-def test_int8_answers_the_real_photos_that_float32_is_sure_of(imagenet: tuple[Trained, Tensor], every: int) -> None:
+def test_int8_predicts_the_real_photos_on_which_float32_is_confident(
+    imagenet: tuple[Trained, Tensor], every: int
+) -> None:
     trained, photos = imagenet
     photos = photos[::every]
     probabilities = [
@@ -170,7 +172,7 @@ def test_int8_answers_the_real_photos_that_float32_is_sure_of(imagenet: tuple[Tr
     assert agreement.mean_probability_change < 0.02
 
 
-def test_of_a_real_model_only_what_its_measurements_allow_is_chosen(imagenet: tuple[Trained, Tensor]) -> None:
+def test_a_real_model_runs_only_in_a_precision_that_its_measurements_allow(imagenet: tuple[Trained, Tensor]) -> None:
     trained, photos = imagenet
     benchmarked = precision_benchmark.measure_precisions(trained, photos[::5].split(64), seconds=3)
     available = list_available_precisions(benchmarked)

@@ -68,13 +68,13 @@ def test_paths_bytes_pillow_images_and_arrays_get_the_same_prediction(tmp_path: 
     assert others == [first] * 5
 
 
-def test_arrays_may_be_grey_or_transparent() -> None:
-    """Grey is the three colours alike, and what is transparent is white, as in files."""
+def test_arrays_may_be_gray_or_transparent() -> None:
+    """Gray is three equal colors, and transparent pixels are white, as in files."""
     classify = Classifier(making.trained(making.vit()), device="cpu")
-    grey = np.asarray(make_images(1)[0])[..., 0]
-    colours = classify.make_input(np.stack([grey] * 3, axis=2))
-    assert torch.equal(classify.make_input(grey), colours)
-    assert torch.equal(classify.make_input(grey[..., None]), colours)
+    gray = np.asarray(make_images(1)[0])[..., 0]
+    colors = classify.make_input(np.stack([gray] * 3, axis=2))
+    assert torch.equal(classify.make_input(gray), colors)
+    assert torch.equal(classify.make_input(gray[..., None]), colors)
     clear = np.zeros((40, 50, 4), dtype=np.uint8)
     assert classify.make_input(clear).eq(255).all()
     turned = np.asarray(make_images(1)[0])[::-1, ::2]  # neither contiguous nor in order
@@ -212,7 +212,7 @@ def test_features_are_float32_unless_another_precision_is_forced() -> None:
     assert not torch.equal(Classifier(trained, device="cpu", precision="bfloat16").extract_features(images), exact)
 
 
-def test_measurements_of_another_cpu_say_nothing() -> None:
+def test_measurements_on_another_cpu_do_not_count() -> None:
     trained = making.trained(making.vit(), precision_measurements=(make_measurement(cpu="another"),))
     assert Classifier(trained, device="cpu").precision == "float32"
 

@@ -28,10 +28,10 @@ def write_sweep(folder: Path, dataset: str, shares: list[float], tested: int = 6
     recipe = {"batch": 512, "image_size": 384}
     images = {"train": 1000, "val": 100, "test": tested}
     study = {"study": "sweep", "dataset": dataset, "model": "/m/b16.npz", "rates": [0.01], "runs": len(shares)}
-    tried = {"stage": "rate", "lr": 0.01, "status": "done", "right": 9, "loss": 1, "top1": 0.9}
+    rate_result = {"stage": "rate", "lr": 0.01, "status": "done", "right": 9, "loss": 1, "top1": 0.9}
     tests = [{"stage": "test", "lr": 0.01, "status": "done", "top1": share, "images": tested} for share in shares]
     full = study | {"recipe": recipe, "images": images, "steps": 500} | changes
-    return write_study(folder, full, [tried, *tests])
+    return write_study(folder, full, [rate_result, *tests])
 
 
 def write_vtab(folder: Path, shares: dict[str, float], draw: str = "VTAB") -> Path:
@@ -63,9 +63,9 @@ def test_rows_columns_and_notes_by_hand(tmp_path: Path, capsys: Capture) -> None
     path = tmp_path / "table.csv"
     code, out, _ = vitrail("study", "table", str(flowers), "--csv", str(path), "--json", capsys=capsys)
     assert code == 0
-    found = json.loads(out)
-    assert found["table"]["Oxford Flowers-102"]["b16.npz"] == "98.00 ± 1.00"
-    assert found["studies"][0]["mean"] == pytest.approx(0.98)
+    summary = json.loads(out)
+    assert summary["table"]["Oxford Flowers-102"]["b16.npz"] == "98.00 ± 1.00"
+    assert summary["studies"][0]["mean"] == pytest.approx(0.98)
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.reader(file))
     assert rows[6][:2] == ["Oxford Flowers-102", "98.00 ± 1.00"]
@@ -87,19 +87,20 @@ def test_real_and_cost_hold_models_of_ones_own(tmp_path: Path, capsys: Capture) 
     cost = ("--cost", "b16.npz=vit-h14-jft")
     code, out, err = vitrail("study", "table", str(folder), *real, *cost, "--json", capsys=capsys)
     assert code == 0, err
-    found = json.loads(out)
-    assert found["table"]["ImageNet"]["b16.npz"].startswith("55.00 ± 7.07")
-    assert found["table"]["ImageNet ReaL"]["b16.npz"].startswith("62.50 ± 17.68")  # of 0.75 and 0.5
-    assert found["table"]["TPUv3-core-days"]["b16.npz"].startswith("2.6k [")  # 4,258 exaFLOPs at 30.3 % of 61.5 TFLOP/s
-    assert "planned for vit-h14-jft, at 30% of 61.5 TFLOP/s a core" in found["notes"]
+    summary = json.loads(out)
+    assert summary["table"]["ImageNet"]["b16.npz"].startswith("55.00 ± 7.07")
+    assert summary["table"]["ImageNet ReaL"]["b16.npz"].startswith("62.50 ± 17.68")  # of 0.75 and 0.5
+    cost_cell = summary["table"]["TPUv3-core-days"]["b16.npz"]
+    assert cost_cell.startswith("2.6k [")  # 4,258 exaFLOPs at 30.3 % of 61.5 TFLOP/s
+    assert "planned for vit-h14-jft, at 30% of 61.5 TFLOP/s a core" in summary["notes"]
     code, out, _ = vitrail("study", "table", str(folder), "--cost", "b16.npz=230", "--json", capsys=capsys)
     assert json.loads(out)["table"]["TPUv3-core-days"]["b16.npz"] == "0.23k"
-    other = write_sweep(tmp_path / "other", "./photos", [0.5])
+    photos = write_sweep(tmp_path / "other", "./photos", [0.5])
     for options, message in (
         ((str(folder), "--cost", "b32=230"), "of the columns b16.npz"),
         ((str(folder), "--cost", "b16.npz=-1"), "must be above 0"),
         ((str(folder), "--cost", "b16.npz=vit-b61-jft"), "did you mean"),
-        ((str(other), *real), "none of the studies is one"),
+        ((str(photos), *real), "none of the studies is one"),
     ):
         code, _, err = vitrail("study", "table", *options, capsys=capsys)
         assert (code, message in err) == (2, True), err
@@ -113,7 +114,7 @@ def test_the_papers_table_alone_has_every_number(capsys: Capture) -> None:
     code, out, _ = vitrail("study", "table", capsys=capsys)
     assert code == 0
     assert out.count("\n|") == 9
-    assert all(len(each.cells) == len(headline_table.ROWS) for each in headline_table.PAPER_COLUMNS)
+    assert all(len(column.cells) == len(headline_table.ROWS) for column in headline_table.PAPER_COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_the_papers_table_alone_has_every_number(capsys: Capture) -> None:
         ("/d/flowers", "Oxford Flowers-102"),
     ],
 )
-def test_a_set_is_known_by_its_name(name: str, row: str) -> None:
+def test_a_dataset_is_recognized_by_its_name(name: str, row: str) -> None:
     assert headline_table._get_row_name(name) == row
 
 
@@ -149,7 +150,7 @@ def test_what_has_no_place_in_the_table_is_refused(tmp_path: Path, capsys: Captu
     assert headline_table.read_entry(fewer).note == "2 of 3 runs"
 
 
-def test_a_set_of_another_size_than_the_papers_is_marked(tmp_path: Path) -> None:
+def test_a_dataset_of_another_size_than_the_papers_gets_a_note(tmp_path: Path) -> None:
     assert headline_table.read_entry(write_sweep(tmp_path / "a", "flowers", [0.9])).note == ""
-    other = write_sweep(tmp_path / "b", "flowers", [0.9], tested=816)
-    assert headline_table.read_entry(other).note == "816 test images, not 6,149"
+    smaller = write_sweep(tmp_path / "b", "flowers", [0.9], tested=816)
+    assert headline_table.read_entry(smaller).note == "816 test images, not 6,149"

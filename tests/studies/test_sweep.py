@@ -108,7 +108,7 @@ def test_help_is_answered_without_torch() -> None:
 # --- the plan --------------------------------------------------------------------------------------------------------
 
 
-def test_the_study_is_the_papers_for_a_small_set() -> None:
+def test_the_study_is_the_papers_for_a_small_dataset() -> None:
     study = plan()
     assert study.rates == (0.001, 0.003, 0.01, 0.03)
     assert (study.steps, study.recipe.batch, study.recipe.image_size, study.recipe.schedule.warmup) == (
@@ -146,7 +146,7 @@ def test_a_shorter_run_has_a_shorter_warm_up() -> None:
         (500_000, (0.003, 0.01, 0.03, 0.06), 0.01),
     ],
 )
-def test_rates_and_the_share_held_out_go_by_the_size_of_the_set(
+def test_rates_and_the_share_held_out_go_by_the_size_of_the_dataset(
     images: int, rates: tuple[float, ...], share: float
 ) -> None:
     assert sweep._get_size_settings(images)[1:] == (rates, share)
@@ -163,7 +163,7 @@ def test_what_makes_no_study_is_refused(tmp_path: Path) -> None:
         sweep.open_sweep_dataset("./two")
 
 
-def test_the_usual_imagenet_is_measured_on_val_and_chosen_on_a_part_of_train(tmp_path: Path, capsys: Capture) -> None:
+def test_the_usual_imagenet_is_evaluated_on_val_and_chosen_on_a_part_of_train(tmp_path: Path, capsys: Capture) -> None:
     """With the validation images unreadable, the rate is still chosen: only the run on test needs them."""
     folder(tmp_path / "imagenet", "train", each=20)
     folder(tmp_path / "imagenet", "val", each=3, start=500)
@@ -233,7 +233,7 @@ def make_rate_result(lr: float, right: int | None, loss: float = 1.0) -> dict[st
     return {"cell": f"rate-{lr}", "stage": "rate", "lr": lr} | status
 
 
-def test_the_rate_with_the_most_right_answers_is_chosen_and_of_equals_that_of_the_lowest_loss() -> None:
+def test_the_rate_with_the_most_correct_images_is_chosen_and_of_equals_the_one_with_the_lowest_loss() -> None:
     assert (
         sweep.choose_learning_rate([make_rate_result(0.1, 5), make_rate_result(0.2, 7), make_rate_result(0.3, None)])
         == 0.2

@@ -123,7 +123,7 @@ def evaluate_split(
     """
     network = EvalWrapper(model.network.to(device), flip_tta=flip_tta, outputs=allowed_outputs)
     num_outputs = model.num_outputs if allowed_outputs is None else len(allowed_outputs)
-    columns = list(outputs) if allowed_outputs is None else [list(allowed_outputs).index(place) for place in outputs]
+    columns = list(outputs) if allowed_outputs is None else [list(allowed_outputs).index(output) for output in outputs]
     batches = loader.iter_eval_batches(
         split,
         model.preprocess,
@@ -146,10 +146,7 @@ def evaluate_split(
         multi_label=model.multi_label,
     )
     model.network.cpu()  # the next model may need the memory
-    if split.multi_label and not len(predictions.images):  # as wide as the other ranks' columns
-        no_rows = torch.zeros(0, num_outputs)
-        predictions = predictions._replace(label_probabilities=no_rows, label_targets=no_rows.bool())
-    predictions = Predictions(*(gather_rows(column) for column in predictions if column.shape[1:] != (0,)))
+    predictions = _gather_predictions(predictions, gather_rows, num_outputs if split.multi_label else 0)
     seconds = time.perf_counter() - start
     share = slice(len(split) * rank // world, len(split) * (rank + 1) // world)
     unreadable = (~gather_rows(is_read[share])).nonzero()[:, 0].tolist()
@@ -157,6 +154,16 @@ def evaluate_split(
         raise DataError(f"none of {pluralize(len(split), 'image')} can be read, such as {split.get_image_name(0)}")
     counts = count_predictions(predictions, num_outputs)
     return SplitEvaluation(counts, predictions, len(predictions.images) / seconds, unreadable)
+
+
+def _gather_predictions(
+    predictions: Predictions, gather_rows: Callable[[Tensor], Tensor], label_columns: int
+) -> Predictions:
+    """The predictions of all ranks; a rank without images gets label columns as wide as the others'."""
+    if label_columns and not len(predictions.images):
+        no_rows = torch.zeros(0, label_columns)
+        predictions = predictions._replace(label_probabilities=no_rows, label_targets=no_rows.bool())
+    return Predictions(*(gather_rows(column) for column in predictions if column.shape[1:] != (0,)))
 
 
 def _track_progress(

@@ -102,7 +102,7 @@ def _read_real_file(path: Path) -> list[list[int]]:
     if not (
         isinstance(lists, list) and all(isinstance(row, list) and all(type(n) is int for n in row) for row in lists)
     ):
-        raise DataError(f"{path} must hold a list of labels, whole numbers, for each image")
+        raise DataError(f"{path} must hold a list of labels, as integers, for each image")
     return lists
 
 

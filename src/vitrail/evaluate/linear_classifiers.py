@@ -7,7 +7,7 @@ logistic    multinomial logistic regression with an L2 penalty, by L-BFGS
 kNN         the k images with the greatest cosine similarity vote, each with exp(similarity / temperature)
 
 scikit-learn has all of these, but neither on a GPU nor in constant memory beside the features; the tests compare.
-Regressions are solved in float64 and give a float32 head for raw features: that head is what is evaluated.
+Regressions are solved in float64 and give a float32 head for raw features; that head is evaluated.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ class Features(NamedTuple):
         return Features(torch.cat([self.values, other.values]), torch.cat([self.targets, other.targets]))
 
     def iterate_chunks(self, num_classes: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Values and targets in chunks, which bound the memory of what is computed from them."""
+        """Values and targets in chunks, which bound the memory of computations on them."""
         rows = max(1, _CHUNK_ELEMENTS // max(self.values.shape[1], num_classes))
         return zip(self.values.split(rows), self.targets.split(rows), strict=True)
 

@@ -135,7 +135,7 @@ def count_batch(logits: Tensor, targets: Tensor) -> Counts:
 
 
 def _make_empty_confusion(num_classes: int) -> Tensor:
-    """A confusion matrix of no image; (0, 0) where the classes are so many that it would take gigabytes."""
+    """A confusion matrix of no image; (0, 0) for so many classes that it would take gigabytes."""
     side = num_classes if num_classes <= MAX_CONFUSION_CLASSES else 0
     return torch.zeros(side, side, dtype=torch.int64)
 
