@@ -97,13 +97,13 @@ def transformers_run(folder: Path, processor: str) -> Run:
 def vitrail_run(file: Path, precision: str) -> Run:
     """What `vitrail predict` does between loading the model and its end."""
     from vitrail.cli import predict
-    from vitrail.inference import compute
     from vitrail.inference.classifier import Classifier
+    from vitrail.runtime import cpu_threads
     from vitrail.runtime.distributed import SINGLE_PROCESS
     from vitrail.runtime.workers import count_available_cores
     from vitrail.weights.load import load
 
-    compute.keep_freed_memory()
+    cpu_threads.keep_freed_memory()
     classifier = Classifier(load(file), device="cpu", batch_size=BATCH, precision=precision)  # type: ignore[arg-type]
 
     def run(paths: list[str], _: int) -> None:

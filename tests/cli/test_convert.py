@@ -17,7 +17,7 @@ from tests.export import runtime
 from vitrail import Classifier, load, save
 from vitrail.cli import convert
 from vitrail.data.sources import open_dataset
-from vitrail.evaluate.agreement import measure_agreement
+from vitrail.evaluate.statistics import measure_agreement
 
 
 @pytest.fixture
@@ -71,8 +71,10 @@ def test_int8_is_measured_and_the_file_says_what_was_found(model: Path, tmp_path
     facts = session.get_modelmeta().custom_metadata_map
     assert json.loads(facts["int8"]) == found
     assert json.loads(facts["labels"]) == [f"kind {index}" for index in range(7)]
-    assert expected_of(session, model, data) == {name: found[name] for name in ("images", "top1", "sure_images")}
-    assert 0 < found["change"] < 0.1
+    assert expected_of(session, model, data) == {
+        name: found[name] for name in ("images", "top1_agreement", "confident_images")
+    }
+    assert 0 < found["mean_probability_change"] < 0.1
     assert found["speed"] > 0
     assert found["data"] == "pictures"
     assert kept(path)
@@ -109,7 +111,7 @@ def expected_of(session: Any, model: Path, data: Path) -> dict[str, Any]:
     views = [classify.make_input(image)[None].numpy() for image in images]
     said = torch.cat([torch.from_numpy(session.run(["probabilities"], {"pixels": view})[0]) for view in views])
     found = measure_agreement(torch.cat([classify.predict_proba([image]) for image in images]), said)
-    return {"images": len(images), "top1": found.top1, "sure_images": found.sure_images}
+    return {"images": len(images), "top1_agreement": found.top1_agreement, "confident_images": found.confident_images}
 
 
 def test_a_large_set_is_sampled_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -646,7 +646,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, where: str) -> list[Tensor]:
 def served(classifier: Classifier, paths: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The pixels that the service computes on when the files are sent to it one by one."""
     with monkeypatch.context() as patches:
-        seen = recorded(patches, "vitrail.inference.compute.normalise")
+        seen = recorded(patches, "vitrail.inference.precision.normalize")
         service = make_service({"model": classifier}, deadline=60.0)
         client = TestClient(routes.build_app(service))
         for path in paths:
@@ -691,12 +691,12 @@ def test_odd_images_have_the_same_pixels_in_training_evaluate_predict_serve_and_
     splits = open_dataset(str(root)).splits
     whole = splits["train"].merge(splits["val"]).merge(splits["test"])
     assert [whole.get_image_name(row) for row in range(count)] == [str(path.relative_to(root)) for path in paths]
-    asked = recorded(monkeypatch, "vitrail.evaluate.predictions.normalise")
+    asked = recorded(monkeypatch, "vitrail.evaluate.predictions.normalize")
     predictions.evaluate_batches(
         trained.model, iter_eval_batches(whole, preprocess, batch_size=16, num_classes=7), preprocess
     )
     evaluate_split(make_evaluated_model(trained, "model"), whole, range(7), device=torch.device("cpu"), batch=7)
-    predicted = recorded(monkeypatch, "vitrail.inference.compute.normalise")
+    predicted = recorded(monkeypatch, "vitrail.inference.precision.normalize")
     given = ("predict", str(model), str(root), "--device", "cpu", "--batch", "5", "--workers", "2")
     assert vitrail(*given, capsys=capsys)[0] == 0
     for name, pixels in (

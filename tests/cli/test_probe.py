@@ -23,8 +23,8 @@ from tests.runtime.test_distributed import ended, free_port
 from vitrail.cli import main
 from vitrail.data.loader import iter_eval_batches
 from vitrail.data.sources import open_dataset
-from vitrail.evaluate.intervals import wilson_interval
 from vitrail.evaluate.predictions import evaluate_batches
+from vitrail.evaluate.statistics import wilson_interval
 from vitrail.files import get_cache_home
 from vitrail.inference.classifier import Classifier
 from vitrail.weights import tensor_files
@@ -239,7 +239,7 @@ def test_images_without_labels_and_with_several_are_refused(tmp_path: Path, caps
     ]
     (tmp_path / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, line = refused(capsys=capsys, data="list.jsonl")
-    assert (code, "one label each, and these may have several" in line) == (3, True)
+    assert (code, "one label each, and this dataset is multi-label" in line) == (3, True)
 
 
 def test_a_bad_image_is_named_with_what_to_do(tmp_path: Path, capsys: Capture) -> None:

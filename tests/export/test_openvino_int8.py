@@ -10,7 +10,7 @@ import torch
 from tests import making
 from tests.conftest import peer
 from vitrail.data.transforms import normalize
-from vitrail.inference import compute
+from vitrail.inference.precision import build_inference_functions
 from vitrail.model.quantized import measure_activation_ranges
 from vitrail.model.vit import ViT
 from vitrail.weights.trained import Trained
@@ -64,13 +64,13 @@ def test_a_cache_that_is_damaged_or_cannot_be_written_costs_time_alone(
     trained = cached
     if damage == "unwritable":
         (tmp_path / "vitrail").write_text("a file where a folder should be")
-    expected = compute.build_inference_functions(trained, "openvino-int8").probabilities(VIEWS)
+    expected = build_inference_functions(trained, "openvino-int8").probabilities(VIEWS)
     weights = openvino_int8._get_cache_folder(trained) / "model.bin"
     if damage == "truncated":
         weights.write_bytes(weights.read_bytes()[:100])
     elif damage == "missing":
         weights.unlink()
-    assert torch.equal(compute.build_inference_functions(trained, "openvino-int8").probabilities(VIEWS), expected)
+    assert torch.equal(build_inference_functions(trained, "openvino-int8").probabilities(VIEWS), expected)
     assert weights.exists() == (damage != "unwritable")
 
 
@@ -80,7 +80,7 @@ def test_the_cache_keeps_the_newest(cached: Trained, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(openvino_int8, "_MAX_CACHED_GRAPHS", 2)
     models = [dataclasses.replace(cached, temperature=1.0 + number) for number in range(3)]
     for number, trained in enumerate(models):
-        compute.build_inference_functions(trained, "openvino-int8")
+        build_inference_functions(trained, "openvino-int8")
         os.utime(openvino_int8._get_cache_folder(trained), (number, number))
     assert [openvino_int8._get_cache_folder(trained).exists() for trained in models] == [False, True, True]
 
@@ -94,13 +94,13 @@ def test_it_answers_nearly_as_float32_does_with_int8_in_every_block(variant: str
     from vitrail.export import openvino_int8
 
     trained = ranged(making.vit(**making.VARIANTS[variant], depth=2))
-    expected = compute.build_inference_functions(trained).probabilities(VIEWS)
-    found = compute.build_inference_functions(trained, "openvino-int8")
+    expected = build_inference_functions(trained).probabilities(VIEWS)
+    found = build_inference_functions(trained, "openvino-int8")
     said = found.probabilities(VIEWS)
     assert not torch.equal(said, expected)
     assert (said - expected).abs().max() < 0.05
-    torch.testing.assert_close(found.features(VIEWS), compute.build_inference_functions(trained).features(VIEWS))
-    again = compute.build_inference_functions(trained, "openvino-int8").probabilities(VIEWS)  # from what was kept
+    torch.testing.assert_close(found.features(VIEWS), build_inference_functions(trained).features(VIEWS))
+    again = build_inference_functions(trained, "openvino-int8").probabilities(VIEWS)  # from what was kept
     assert torch.equal(again, said)
     graph = openvino.Core().read_model(openvino_int8._get_cache_folder(trained) / "model.xml")
     kinds = [node.get_type_name() for node in graph.get_ordered_ops()]

@@ -205,7 +205,7 @@ def _compare_int8_with_float32(
     """How far int8 agrees with float32, and how many times faster it is, in ONNX Runtime on this machine."""
     import torch
 
-    from vitrail.evaluate.agreement import measure_agreement
+    from vitrail.evaluate.statistics import measure_agreement
 
     both = (float32, int8)
     said: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -230,16 +230,17 @@ def _print_result(result: dict[str, Any]) -> None:
         int8 = result["int8"]
         sure = (
             ""
-            if int8["sure"] is None
-            else f", {int8['sure']:.2%} where it is sure ({output.pluralize(int8['sure_images'], 'image')})"
+            if int8["confident_agreement"] is None
+            else f", {int8['confident_agreement']:.2%} where it is sure"
+            f" ({output.pluralize(int8['confident_images'], 'image')})"
         )
         rows += [
             (
                 "int8 agrees",
-                f"with float32's answer on {int8['top1']:.2%} of {output.pluralize(int8['images'], 'image')} of"
-                f" {int8['data']}{sure}",
+                f"with float32's answer on {int8['top1_agreement']:.2%} of"
+                f" {output.pluralize(int8['images'], 'image')} of {int8['data']}{sure}",
             ),
-            ("int8 changes", f"the probability of that answer by {int8['change']:.4f} on average"),
+            ("int8 changes", f"the probability of that answer by {int8['mean_probability_change']:.4f} on average"),
             ("int8 speed", f"{int8['speed']:.2f} times float32's, ONNX Runtime on this machine"),
         ]
     for tried in result.get("tried", ()):

@@ -368,7 +368,7 @@ def _fit_threshold(name: str, dataset: "Dataset", settings: EvalSettings, share:
 
 
 def _collect_facts(dataset: "Dataset", results: Sequence[ModelResult], settings: EvalSettings) -> dict[str, Any]:
-    from vitrail.evaluate.compare import compare_models
+    from vitrail.evaluate.statistics import compare_models
 
     models = [
         {"model": result.evaluated_model.name, "classes": len(result.names)}
@@ -415,6 +415,7 @@ def _write_results(
 
 def _write_model_result(dataset: "Dataset", images: "Split", result: ModelResult, folder: Path) -> None:
     from vitrail.evaluate import prediction_tables
+    from vitrail.evaluate.calibration import count_bins
     from vitrail.evaluate.multi_label import measure_labels
     from vitrail.figures import plots
 
@@ -429,11 +430,8 @@ def _write_model_result(dataset: "Dataset", images: "Split", result: ModelResult
         plots.plot_confusion_matrix(confusion, names, folder / "confusion_matrix_normalized.png", normalize=True)
     if said.multi_label:
         prediction_tables.write_label_scores(measure_labels(said), result.names, folder / "per_class.csv")
-    sure, true = (said.label_probabilities, said.label_targets) if said.multi_label else (said.confidence, said.correct)
-    error = result.metrics.calibration_error
-    plots.plot_reliability(
-        sure.flatten().numpy(), true.flatten().numpy(), folder / "reliability.png", calibration_error=error
-    )
+    binned, error = count_bins(*said.calibration_pairs), result.metrics.calibration_error
+    plots.plot_reliability(binned.counts, binned.correct, folder / "reliability.png", calibration_error=error)
     worst = said.losses.argsort(descending=True)[:_MAX_SHEET_IMAGES].tolist()
     preprocess, path = result.evaluated_model.preprocess, folder / "top_losses.jpg"
     image_sheets.draw_prediction_sheet(

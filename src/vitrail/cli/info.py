@@ -58,7 +58,7 @@ def _describe_preset(config: ViTConfig | BiTConfig) -> dict[str, Any]:
 
 
 def _describe_trained(trained: "Trained") -> dict[str, Any]:
-    from vitrail.inference import compute
+    from vitrail.inference.precision import list_available_precisions
     from vitrail.model.quantized import describe_cpu
     from vitrail.weights.precision_measurements import choose_precision
 
@@ -78,7 +78,7 @@ def _describe_trained(trained: "Trained") -> dict[str, Any]:
         "warnings": warnings,
         "tried": [dataclasses.asdict(tried) for tried in trained.precision_measurements],
         "precision": choose_precision(
-            trained.precision_measurements, describe_cpu(), compute.list_available_precisions(trained)
+            trained.precision_measurements, describe_cpu(), list_available_precisions(trained)
         ),
     }
 

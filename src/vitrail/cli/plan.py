@@ -244,9 +244,7 @@ def plan_run(recipe: Recipe, images: int, machine: PlannedMachine, *, classes: i
     }
 
 
-def _count_training_cost(
-    config: ModelConfig, masked: MaskedConfig | None
-) -> tuple[tuple[ModelConfig, ...], int, int]:
+def _count_training_cost(config: ModelConfig, masked: MaskedConfig | None) -> tuple[tuple[ModelConfig, ...], int, int]:
     """Models that together hold what is held in training, their parameters, the FLOPs of training on an image."""
     from vitrail.model import cost, memory
 

@@ -82,12 +82,12 @@ def main(
     chosen = _choose_format(file, "jsonl" if json else row_format, embed=embed)
     with runs.join_processes(device) as (group, there), contextlib.ExitStack() as stack:
         from vitrail.export.exported_model import is_exported
-        from vitrail.inference import compute
         from vitrail.inference.classifier import Classifier
+        from vitrail.runtime import cpu_threads
         from vitrail.runtime.workers import count_available_cores
         from vitrail.weights.load import load
 
-        compute.keep_freed_memory()
+        cpu_threads.keep_freed_memory()
         forced = precision or ("float32" if embed else None)
         classifier: AnyClassifier
         if is_exported(model):

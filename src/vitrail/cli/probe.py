@@ -65,6 +65,7 @@ def main(
 
     from vitrail.data.sources import open_dataset
     from vitrail.evaluate import probe
+    from vitrail.evaluate.linear_classifiers import Features
     from vitrail.runtime.workers import count_available_cores
     from vitrail.weights.load import check_loadable, load
 
@@ -86,7 +87,7 @@ def main(
             return
         facts = {"model": model, "cached": cached, "seconds": time.monotonic() - begun}
         solver = there if there.type == "cuda" else torch.device("cpu")  # Apple's GPUs have no float64
-        images = {name: probe.Features(values[name].to(solver), targets[name].to(solver)) for name in values}
+        images = {name: Features(values[name].to(solver), targets[name].to(solver)) for name in values}
         of = probe.split_features(images, train_on_val=train_on_val)
         number = None if penalty == "auto" else penalty
         scores, fitted = _fit_classifiers(of, dataset.classes, methods, shots, seeds=seeds, penalty=number, k=k)

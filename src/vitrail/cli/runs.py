@@ -587,8 +587,8 @@ def find_weakest_class(counts: "Counts", classes: Sequence[str]) -> dict[str, An
 
 def collect_result_facts(run: "TrainingRun", result: "RunResult | PretrainingResult", folder: Path) -> dict[str, Any]:
     """What a run came to, for programs."""
-    from vitrail.evaluate.intervals import wilson_interval
     from vitrail.evaluate.multi_label import measure_labels
+    from vitrail.evaluate.statistics import wilson_interval
     from vitrail.train.run import PretrainingResult
 
     if isinstance(result, PretrainingResult):
@@ -624,6 +624,7 @@ def collect_result_facts(run: "TrainingRun", result: "RunResult | PretrainingRes
 
 def draw_run_figures(run: "TrainingRun", result: "RunResult | PretrainingResult", folder: Path) -> None:
     """The pictures of a run's folder."""
+    from vitrail.evaluate.calibration import count_bins
     from vitrail.figures import plots
     from vitrail.train.run import PretrainingResult
 
@@ -639,9 +640,9 @@ def draw_run_figures(run: "TrainingRun", result: "RunResult | PretrainingResult"
         confusion, names = result.counts.confusion.numpy(), run.dataset.classes
         plots.plot_confusion_matrix(confusion, names, folder / "confusion_matrix.png")
         plots.plot_confusion_matrix(confusion, names, folder / "confusion_matrix_normalized.png", normalize=True)
-    sure, true = said.calibration_pairs
+    binned = count_bins(*said.calibration_pairs)
     plots.plot_reliability(
-        sure.numpy(), true.numpy(), folder / "reliability.png", calibration_error=result.calibration_error
+        binned.counts, binned.correct, folder / "reliability.png", calibration_error=result.calibration_error
     )
     split, some = run.dataset.splits[result.split], range(min(_GRID_IMAGES, len(said.images)))
     classes, preprocess = run.dataset.classes, run.preprocess

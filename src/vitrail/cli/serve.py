@@ -53,14 +53,14 @@ def main(
             raise UsageError(f"{name} is {value}; it must be above 0")
     key = _read_api_key(api_key_file)
     try:
-        from vitrail.inference import compute
+        from vitrail.runtime import cpu_threads
         from vitrail.serve import decoder_processes, hosts, server
         from vitrail.serve.limits import RequestLimits
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("fastapi", "python_multipart", "uvicorn"):
             raise
         raise UsageError(f"serving needs {error.name}: pip install 'vitrail[serve]'") from None
-    compute.keep_freed_memory()
+    cpu_threads.keep_freed_memory()
     with server.open_listener(host, port) as listener:
         decoder_processes.start_forkserver()  # while models are loaded
         service = server.load_service(
@@ -75,7 +75,7 @@ def main(
             hosts=hosts.make_allowed_hosts(listener.getsockname()[0], host_name),
         )
         service.decoders.start()
-        compute.lower_thread_priority()
+        cpu_threads.lower_thread_priority()
         for served in service.models.values():
             where = f"{served.classifier.device} in {served.classifier.precision}"
             output.print_note(f"model: {output.strip_control_characters(served.name)} on {where}")

@@ -12,6 +12,7 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
+from vitrail.evaluate.calibration import count_bins
 from vitrail.evaluate.predictions import MIN_TOP5_CLASSES
 from vitrail.figures.plots import make_printable
 from vitrail.plurals import pluralize
@@ -220,9 +221,8 @@ def _draw_reliability(facts: RunFacts) -> Markup | None:
         answers, _, right = zip(*facts.multi_label_metrics.bins, strict=True)
         return svg_charts.draw_reliability(answers, right, label=label, x_label="probability of a label")
     sure, hits = [answer.probability for answer in facts.predictions], [answer.right for answer in facts.predictions]
-    return svg_charts.draw_reliability(
-        *svg_charts.bin_predictions(sure, hits), label=label, x_label="probability of the answer"
-    )
+    binned = count_bins(sure, hits)
+    return svg_charts.draw_reliability(binned.counts, binned.correct, label=label, x_label="probability of the answer")
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 from vitrail import remote
 from vitrail.config import upgrade_run_config
 from vitrail.errors import DataError, UsageError
-from vitrail.evaluate import intervals
-from vitrail.evaluate.intervals import Interval
 from vitrail.evaluate.predictions import MAX_CONFUSION_CLASSES
+from vitrail.evaluate.statistics import Interval, wilson_interval
 from vitrail.spreadsheet import unquote_cell
 from vitrail.train.checkpoint import is_run_config
 from vitrail.train.run_log import RESULT_COLUMNS
@@ -65,7 +64,7 @@ class FinalMetrics:
     @property
     def interval(self) -> Interval:
         """Where that share lies for other images of the same kind, in 95 of 100 cases."""
-        return intervals.wilson_interval(self.right, self.images)
+        return wilson_interval(self.right, self.images)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
