@@ -11,18 +11,17 @@ import pytest
 
 from tests.data.pictures import encoded, folder, picture
 from vitrail.data import image_paths
-from vitrail.data.folder import open_folder
-from vitrail.data.folder_visits import VISIT_LIMIT
+from vitrail.data.folder import VISIT_LIMIT, open_folder
 
 Attacked = Callable[[str, str], None]
 WALKED = """
 import sys
 from pathlib import Path
-from vitrail.data import paths
+from vitrail.data import image_paths
 from vitrail.data.folder import open_folder
 root = sys.argv[1]
 for argument in (root, root + "/**", root + "/**/*.jpg"):
-    found = list(paths.found([argument]))
+    found = list(image_paths.iter_image_refs([argument]))
     print(len(found), found[-1].error)
 dataset = open_folder(Path(root))
 print(sum(map(len, dataset.splits.values())), *dataset.notes)
@@ -47,7 +46,7 @@ def test_folders_that_link_to_each_other_do_not_multiply(tmp_path: Path, attacke
     command = [sys.executable, "-c", WALKED, str(root)]
     lines = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
     most = 8 * (1 + VISIT_LIMIT)
-    said = "links left out, to folders that were listed 16 times through others, such as"
+    said = "links left out, to folders already listed 16 times through other links, such as"
     for line in lines[:3]:
         assert line.startswith(f"{most + 1} {tmp_path}")
         assert said in line

@@ -307,18 +307,18 @@ def test_pipes_and_devices_named_like_images_are_refused_at_once(tmp_path: Path,
     root = hostile_folder(tmp_path)
     paths = [root / name for name in ("rose/pipe.png", "rose/zero.jpg", "tulip/terminal.jpg", "rose")]
     lines = run_python(REFUSED, *paths).splitlines()
-    assert lines == [f"{path} is a folder, pipe, socket or device: give a regular file" for path in paths for _ in "12"]
+    assert lines == [f"{path} is a folder, pipe, socket or device: pass a regular file" for path in paths for _ in "12"]
     attacked("a pipe and links to /dev/zero and /dev/null named .png and .jpg", "each refused in one line")
 
 
 CHECKED = """
 import sys
 from pathlib import Path
-from vitrail.data.image_scan import examine
+from vitrail.data.image_scan import scan_dataset
 from vitrail.data.folder import open_folder
 for limit in (200_000, 1):
-    seen = examine(open_folder(Path(sys.argv[1])), limit=limit)
-    print(*sorted(f"{seen.name(image)} {reason}" for image, reason in seen.reasons.items()), sep="\\n")
+    scan = scan_dataset(open_folder(Path(sys.argv[1])), max_decoded=limit)
+    print(*sorted(f"{scan.get_image_name(image)} {reason}" for image, reason in scan.bad_reasons.items()), sep="\\n")
 """
 
 
@@ -326,7 +326,7 @@ for limit in (200_000, 1):
 def test_a_check_names_pipes_and_devices_and_goes_on(tmp_path: Path, attacked: Attacked) -> None:
     root = hostile_folder(tmp_path)
     lines = run_python(CHECKED, root, timeout=60).splitlines()
-    reason = "is a folder, pipe, socket or device: give a regular file"
+    reason = "is a folder, pipe, socket or device: pass a regular file"
     assert lines == [f"{name} {reason}" for name in ("rose/pipe.png", "rose/zero.jpg", "tulip/terminal.jpg")] * 2
     attacked("a dataset with a pipe and devices among its images", "data check names 3, and reads the others")
 

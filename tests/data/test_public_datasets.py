@@ -412,7 +412,7 @@ def test_matlab_files_are_read_as_scipy_reads_them(compressed: bool) -> None:
 
 
 def test_damaged_matlab_files_are_refused_whatever_the_damage() -> None:
-    with pytest.raises(DataError, match="no little-endian MATLAB file of version 5"):
+    with pytest.raises(DataError, match="not a little-endian MATLAB file of version 5"):
         matlab.read_matrices(b"MATLAB 7.3 MAT-file" + bytes(200))
     one = mat(labels=np.arange(50, dtype=np.uint8)[None])
     for end in range(129, len(one)):
@@ -461,11 +461,11 @@ def hostile_tar(change: Callable[[tarfile.TarInfo], None]) -> bytes:
 @pytest.mark.parametrize(
     ("field", "value", "reason"),
     [
-        ("type", tarfile.SYMTYPE, "something else than a file"),
-        ("type", tarfile.LNKTYPE, "something else than a file"),
-        ("type", tarfile.CHRTYPE, "something else than a file"),
-        ("type", tarfile.FIFOTYPE, "something else than a file"),
-        ("type", tarfile.DIRTYPE, "something else than a file"),
+        ("type", tarfile.SYMTYPE, "not a regular file"),
+        ("type", tarfile.LNKTYPE, "not a regular file"),
+        ("type", tarfile.CHRTYPE, "not a regular file"),
+        ("type", tarfile.FIFOTYPE, "not a regular file"),
+        ("type", tarfile.DIRTYPE, "not a regular file"),
         ("name", "../jpg/image_00003.jpg", "its files hold 2 train, 1 val, 2 test"),
         ("name", "/jpg/image_00003.jpg", "its files hold 2 train, 1 val, 2 test"),
         ("name", "jpg/../jpg/image_00003.jpg", "its files hold 2 train, 1 val, 2 test"),
@@ -505,13 +505,13 @@ def test_a_link_in_a_zip_is_not_taken(given: Get) -> None:
             header = zipfile.ZipInfo(name)
             header.external_attr = (0o120777 if name.endswith("val_0.JPEG") else 0o100644) << 16
             archive.writestr(header, content)
-    with pytest.raises(DataError, match=r"val_0\.JPEG' as something else than a file"):
+    with pytest.raises(DataError, match=r"val_0\.JPEG', which is not a regular file"):
         given("tiny-imagenet", {"tiny-imagenet-200.zip": file.getvalue()}, classes=2, splits={"train": 2, "val": 2})
 
 
 def test_a_member_too_large_is_not_read(given: Get, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archives, "MEMBER_LIMIT", 10)
-    with pytest.raises(DataError, match=r"image_00001\.jpg' with \d+ bytes; at most 10"):
+    with pytest.raises(DataError, match=r"image_00001\.jpg' with \d+ bytes; the limit is 10"):
         given("flowers102", flowers(), splits=FLOWER_SPLITS)
     with pytest.raises(DataError, match="unpacks to more than 10 bytes"):
         given("mnist", loose_files())
@@ -532,13 +532,13 @@ def test_archives_cut_short_or_of_no_kind_are_refused(given: Get) -> None:
             {"numbers": [3, 9, 0, 1, 2, 4, 5, 6, 7, 8, 9, 0, 10]},
             "test/000002.png of cifar10 has the label 10; there are 10",
         ),
-        ({"missing": "data_batch_3.bin"}, r"does not hold cifar-10-batches-bin/data_batch_3\.bin once"),
-        ({"short": "data_batch_3.bin"}, r"not laid out as cifar10 is \(ValueError: cannot reshape"),
+        ({"missing": "data_batch_3.bin"}, r"does not contain cifar-10-batches-bin/data_batch_3\.bin exactly once"),
+        ({"short": "data_batch_3.bin"}, r"do not have its layout \(ValueError: cannot reshape"),
         (
             {"splits": {"train": 11, "test": 3}},
-            "cifar10 has 11 train, 3 test images, and its files hold 10 train, 3 test",
+            "cifar10 has 11 train, 3 test images, but its files hold 10 train, 3 test",
         ),
-        ({"classes": 9}, "cifar10 has 9 classes, and its files name 10"),
+        ({"classes": 9}, "cifar10 has 9 classes, but its files name 10"),
     ],
 )
 def test_a_set_that_is_not_what_the_table_says_is_not_stored(given: Get, change: dict[str, Any], reason: str) -> None:
@@ -555,9 +555,9 @@ def test_a_set_that_is_not_what_the_table_says_is_not_stored(given: Get, change:
     ("damage", "reason"),
     [
         (lambda content: content[:-1], r"has 2,351 values for the shape \(3, 28, 28\)"),
-        (lambda content: b"\0\0\x0d" + content[3:], "no IDX file of bytes"),
-        (lambda content: content[:7], "no IDX file of bytes"),
-        (lambda _: b"", "no IDX file of bytes"),
+        (lambda content: b"\0\0\x0d" + content[3:], "not an IDX file of bytes"),
+        (lambda content: content[:7], "not an IDX file of bytes"),
+        (lambda _: b"", "not an IDX file of bytes"),
         (lambda _: idx(noise(4, 28, 28)), "4 train images and 3 labels"),
         (lambda _: idx(noise(3, 28, 28, 4)), "not bytes"),
         (lambda content: gzip.compress(content)[:-20], "cannot be unpacked"),
@@ -573,7 +573,7 @@ def test_damaged_idx_files_are_refused(given: Get, damage: Callable[[bytes], byt
 
 def test_a_split_that_names_no_image_is_refused(given: Get) -> None:
     for numbers in ([[3, 4, 0]], [[3, 4, 8]]):
-        with pytest.raises(DataError, match=r"not laid out as flowers102 is \(KeyError"):
+        with pytest.raises(DataError, match=r"do not have its layout \(KeyError"):
             given("flowers102", flowers(tstid=numbers), splits=FLOWER_SPLITS)
 
 
@@ -597,7 +597,7 @@ def test_the_next_home_is_tried_and_every_try_is_told(monkeypatch: pytest.Monkey
         monkeypatch.setitem(PUBLIC_DATASETS, "cifar10", small)
         notes: list[str] = []
         folder = public_datasets.download_dataset("cifar10", note=notes.append)
-        assert [note.partition(" ")[0] for note in notes[::2]] == ["fetching", "fetching", "fetching"]
+        assert [note.partition(" ")[0] for note in notes[::2]] == ["downloading", "downloading", "downloading"]
         assert "refused" in notes[1]
         assert "404" in notes[3]
         assert notes[5] == f"storing 13 images in {folder}"
@@ -606,7 +606,7 @@ def test_the_next_home_is_tried_and_every_try_is_told(monkeypatch: pytest.Monkey
         before = len(asked)
         assert public_datasets.download_dataset("cifar10", note=notes.append) == folder
         assert len(asked) == before
-        assert notes[-1] == f"cifar10 is stored already in {folder}"
+        assert notes[-1] == f"cifar10 is already stored in {folder}"
 
 
 def test_several_files_are_one_progress(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -652,18 +652,18 @@ def test_an_archive_that_was_fetched_is_not_fetched_again_if_storing_failed(monk
 
 
 def test_an_interruption_while_storing_leaves_no_half_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = public_formats._encode_png
+    encode = public_formats._encode_pixels
     count = iter(range(100))
 
     def interrupted(image: NDArray[np.uint8]) -> bytes:
         if next(count) == 11:
             raise KeyboardInterrupt
-        return drawn(image)
+        return encode(image)
 
     with serving({"cifar-10-binary.tar.gz": web_set()[1]}) as (url, _):
         monkeypatch.setitem(PUBLIC_DATASETS, "cifar10", web_set(url)[0])
         with monkeypatch.context() as patch:
-            patch.setattr(public_formats, "_encode_png", interrupted)
+            patch.setattr(public_formats, "_encode_pixels", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 public_datasets.download_dataset("cifar10")
         assert nothing_stored()
@@ -692,12 +692,12 @@ def test_files_that_will_not_do_are_refused_with_the_reason(tmp_path: Path) -> N
         return str(caught.value)
 
     assert "cifar-10-binary.tar.gz has 5 bytes, not 170,052,171" in refused("cifar10", "cifar-10-binary.tar.gz")
-    assert "holiday.zip is no file of pets; those are images.tar.gz" in refused("pets", "holiday.zip")
-    assert "pickles, which can run code and are not read: give cifar-10-binary.tar.gz" in refused(
+    assert "holiday.zip is not a file of pets; those are images.tar.gz" in refused("pets", "holiday.zip")
+    assert "pickles, which can run code and are not read: pass cifar-10-binary.tar.gz" in refused(
         "cifar10", "cifar-10-python.tar.gz"
     )
-    assert "give cifar-100-binary.tar.gz" in refused("cifar100", "cifar-100-python.tar.gz")
-    with pytest.raises(DataError, match="missing is no file"):
+    assert "pass cifar-100-binary.tar.gz" in refused("cifar100", "cifar-100-python.tar.gz")
+    with pytest.raises(DataError, match="missing is not a file"):
         public_datasets.download_dataset("cifar10", [tmp_path / "missing"])
 
 
@@ -710,7 +710,7 @@ def test_what_is_missing_of_several_files_is_named(tmp_path: Path, monkeypatch: 
         PUBLIC_DATASETS, "flowers102", dataclasses.replace(PUBLIC_DATASETS["flowers102"], mirrors=(mirror,))
     )
     (tmp_path / "102flowers.tgz").write_bytes(files["102flowers.tgz"])
-    with pytest.raises(DataError, match=r"not complete: imagelabels\.mat, setid\.mat is missing"):
+    with pytest.raises(DataError, match=r"is incomplete: imagelabels\.mat, setid\.mat is missing"):
         public_datasets.download_dataset("flowers102", [tmp_path / "102flowers.tgz"])
 
 
@@ -760,7 +760,7 @@ def test_a_damaged_set_is_listed_without_images_and_names_the_way_out(given: Get
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="no public set is named 'imagenet'; there are cifar10, cifar100, mnist"):
+    with pytest.raises(UsageError, match="no public dataset is named 'imagenet'; there are cifar10, cifar100, mnist"):
         public_datasets.download_dataset("imagenet")
 
 

@@ -214,12 +214,12 @@ def test_what_a_report_says_is_left_out(tmp_path: Path) -> None:
     assert "train/rose/1.jpg" not in left["train"]
     assert (len(left["train"]), len(left["val"])) == (5, 5)
     report.write_text("{}")
-    with pytest.raises(DataError, match=r"no data_report.json"):
+    with pytest.raises(DataError, match=r"not a data_report.json"):
         read_excluded_images(report, dataset)
     report.write_text(json.dumps({"data": "/another", "leave_out": []}))
     with pytest.raises(UsageError, match="is the report of /another"):
         read_excluded_images(report, dataset)
-    with pytest.raises(UsageError, match="which would then hold itself"):
+    with pytest.raises(UsageError, match="which would then contain itself"):
         pack(dataset, tmp_path / "set" / "out")
     every = {(key, name) for key, part in names(dataset).items() for name in part}
     with pytest.raises(DataError, match="nothing is left"):
@@ -256,7 +256,7 @@ def test_a_damaged_set_is_refused(tmp_path: Path, harm: str) -> None:
         facts = out / "index" / "facts.json"
         facts.write_text(facts.read_text().replace("train-000000.tar", "../train-000000.tar"))
         tar.rename(tmp_path / "train-000000.tar")
-    with pytest.raises(DataError, match="pack or get it again"):
+    with pytest.raises(DataError, match="pack or download it again"):
         open_shards(out)
 
 
@@ -355,21 +355,21 @@ def entry(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ([entry("a.jpg", tarfile.SYMTYPE, "/etc/passwd")], "link or device"),
-        ([entry("a.jpg", tarfile.LNKTYPE, "b.jpg")], "link or device"),
-        ([entry("a.jpg", tarfile.CHRTYPE)], "link or device"),
-        ([entry("a.jpg", tarfile.FIFOTYPE)], "link or device"),
+        ([entry("a.jpg", tarfile.SYMTYPE, "/etc/passwd")], "not a regular file"),
+        ([entry("a.jpg", tarfile.LNKTYPE, "b.jpg")], "not a regular file"),
+        ([entry("a.jpg", tarfile.CHRTYPE)], "not a regular file"),
+        ([entry("a.jpg", tarfile.FIFOTYPE)], "not a regular file"),
         ([("../a.jpg", IMAGE)], "leads outside"),
         ([("x/../../a.jpg", IMAGE)], "leads outside"),
         ([("/etc/a.jpg", IMAGE)], "leads outside"),
         ([("a.jpg", IMAGE), ("a.png", IMAGE)], "two images named a"),
         ([("a.jpg", IMAGE), ("a.cls", b"\xff\xfe")], "a.cls cannot be read"),
-        ([("a.jpg", IMAGE), ("a.json", b'{"label": {}}')], "is no label"),
+        ([("a.jpg", IMAGE), ("a.json", b'{"label": {}}')], "is not a label"),
         ([("a.jpg", IMAGE), ("a.json", b"[" * 100_000)], "a.json cannot be read"),
         ([("a.jpg", IMAGE), ("a.cls", b"0"), ("b.jpg", IMAGE)], "b.jpg has neither"),
-        ([("a.jpg", IMAGE), ("a.cls", b"99999999999")], "1,000,000 at most"),
-        ([("1.tar", CLASS_TAR), ("9000000.tar", CLASS_TAR)], "9000000.tar: the label is 9000000; .*1,000,000 at most"),
-        ([("a.jpg", IMAGE), ("a.json", b" " * 2**21)], "at most 1 MiB"),
+        ([("a.jpg", IMAGE), ("a.cls", b"99999999999")], "below 1,000,000"),
+        ([("1.tar", CLASS_TAR), ("9000000.tar", CLASS_TAR)], "9000000.tar: the label is 9000000; .*below 1,000,000"),
+        ([("a.jpg", IMAGE), ("a.json", b" " * 2**21)], "limit for labels is 1 MiB"),
         ([("a.txt", b"x")], "holds no image"),
     ],
 )
@@ -529,10 +529,10 @@ def test_an_index_that_does_not_fit_its_shards_is_refused_in_one_line(
 ) -> None:
     out = packed(tmp_path, each=3)
     rewrite_index(out, UNFIT[harm], honest=True)
-    with pytest.raises(DataError, match=r"is no whole set of shards .*; pack or get it again") as caught:
+    with pytest.raises(DataError, match=r"is not a complete dataset of shards .*; pack or download it again") as caught:
         open_shards(out)
     assert "\n" not in str(caught.value)
-    with pytest.raises(DataError, match="is no whole set of shards"):  # fetched, it is the same
+    with pytest.raises(DataError, match="is not a complete dataset of shards"):  # fetched, it is the same
         open_shards(f"file://{out}")
     attacked(f"a packed set's index with {harm}", "refused when it is opened, exit 3")
 
@@ -566,5 +566,5 @@ def test_facts_that_are_none_are_refused(change: Callable[[Columns], object], tm
     facts = json.loads((out / "index" / "facts.json").read_text())
     change(facts)
     (out / "index" / "facts.json").write_text(json.dumps(facts))
-    with pytest.raises(DataError, match="pack or get it again"):
+    with pytest.raises(DataError, match="pack or download it again"):
         open_shards(out)

@@ -46,5 +46,6 @@ def open_digits(*, holdout_fraction: float = 0.1) -> Dataset:
         classes=tuple("0123456789"),
         splits=build_splits(store, split.column),
         generated_splits=split.generated_splits,
+        holdout_note=split.holdout_note,
         notes=split.notes,
     )

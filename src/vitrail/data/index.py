@@ -15,7 +15,7 @@ from vitrail.data import sample_table
 from vitrail.data.sample_table import Array, SampleTable
 from vitrail.files import get_cache_home
 
-_INDEX_VERSION = 3
+_INDEX_VERSION = 4
 _SETTLE_NANOSECONDS = 2_000_000_000  # ns: a file system's clock is coarse, so a change this young may hide another
 Stamps = dict[str, list[int]]
 
