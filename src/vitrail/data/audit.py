@@ -72,8 +72,8 @@ def upgrade_report(report: Any, section: str = "") -> Any:
         return [upgrade_report(item, section) for item in report]
     if not isinstance(report, dict):
         return report
-    keys = _OLD_KEYS.get(section, {})
-    renamed: dict[str, Any] = {keys[key] if key in keys else key: value for key, value in report.items()}
+    keys: dict[Any, Any] = _OLD_KEYS.get(section, {})
+    renamed = {keys.get(key, key): value for key, value in report.items()}
     return {key: upgrade_report(value, key) for key, value in renamed.items()}
 
 
