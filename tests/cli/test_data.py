@@ -74,7 +74,7 @@ def test_a_second_check_looks_only_at_what_has_changed(tmp_path: Path, capsys: C
     second = json.loads(run("data", "check", "./set", "--skip-bad", "--json", capsys=capsys)[1])
     assert second["from_earlier_check"] == 39  # the bad ones are looked at again
     assert second["bad"] == first["bad"]
-    assert second["colour"] == first["colour"]
+    assert second["color"] == first["color"]
 
 
 def test_check_counts_classes_and_colours_by_hand(tmp_path: Path, capsys: Capture) -> None:
@@ -87,10 +87,10 @@ def test_check_counts_classes_and_colours_by_hand(tmp_path: Path, capsys: Captur
     (tmp_path / "set" / "val" / "black" / "0.png").write_bytes(encoded(Image.new("RGB", (9, 9), (1, 2, 3)), "PNG"))
     report = json.loads(run("data", "check", "./set", "--json", capsys=capsys)[1])
     assert report["classes"] == [{"name": "black", "train": 1, "val": 1}, {"name": "white", "train": 3, "val": 0}]
-    assert report["colour"]["mean"] == [0.75] * 3
-    assert report["colour"]["std"] == [0.433] * 3
-    assert report["colour"]["grey"] == 4
-    assert report["sizes"]["width"] == {"least": 4, "median": 5, "most": 9}
+    assert report["color"]["mean"] == [0.75] * 3
+    assert report["color"]["std"] == [0.433] * 3
+    assert report["color"]["gray"] == 4
+    assert report["sizes"]["width"] == {"min": 4, "median": 5, "max": 9}
     assert report["formats"] == {"PNG": 5}
 
 
@@ -136,7 +136,9 @@ def test_copies_inside_and_across_splits_and_against_another_set_are_found(tmp_p
     exact, near = report["duplicates"]["groups"]
     assert [image["name"] for image in exact["images"]] == ["train/rose/0.png", "train/rose/twin.png"]
     assert {image["name"] for image in near["images"]} == {"train/tulip/leak.jpg", "test/tulip/2.png"}
-    assert [(row["name"], row["shows"]) for row in report["against"]["found"]] == [("train/rose/3.png", "test/x/a.jpg")]
+    assert [(row["name"], row["matched_name"]) for row in report["against"]["matches"]] == [
+        ("train/rose/3.png", "test/x/a.jpg")
+    ]
     assert [row["name"] for row in report["leave_out"]] == ["train/rose/3.png", "train/tulip/leak.jpg"]
     assert run("data", "pack", "./set", "packed", "--leave-out", "data_report.json", capsys=capsys)[0] == 0
     assert len(open_dataset("./packed").splits["train"]) == 8
@@ -185,7 +187,7 @@ def test_all_of_a_set_without_splits_is_compared_with(tmp_path: Path, capsys: Ca
     assert re.search(r"8 images show what one of its 8 shows; compared 8 images", text)
     report = json.loads(run("data", "check", "./mine", "--against", "./tests", "--json", capsys=capsys)[1])
     assert report["against"]["compared"] == 8
-    assert len(report["against"]["found"]) == 8
+    assert len(report["against"]["matches"]) == 8
 
 
 def test_of_a_large_set_the_check_says_how_many_were_compared_and_all_compares_all(
@@ -210,13 +212,13 @@ def test_of_a_large_set_the_check_says_how_many_were_compared_and_all_compares_a
     assert "shows; compared 10 of 26 images" in out
     assert re.search(r"warning +16 images were not compared with it", out)
     report = json.loads((tmp_path / "data_report.json").read_text())
-    assert (report["duplicates"]["compared"], report["duplicates"]["of"]) == (10, 26)
+    assert (report["duplicates"]["compared"], report["duplicates"]["total"]) == (10, 26)
     _, out, err = run(*check, "--all", capsys=capsys)
     assert "note: all 26 images are decoded and compared: about" in err
     assert "4 images show what one of its 5 shows; compared 26 images" in out  # and not of its 30 training images
     assert "were not compared" not in out
     report = json.loads((tmp_path / "data_report.json").read_text())
-    found = {row["name"] for row in report["against"]["found"]}
+    found = {row["name"] for row in report["against"]["matches"]}
     assert found == {f"train/a/{number}.png" for number in (1, 8, 15, 22)}  # of every part of the comparison
     assert (report["decoded"], report["headers_only"]) == (26, 0)
 

@@ -234,7 +234,7 @@ def test_a_bad_image_is_named_the_others_are_drawn_and_the_exit_code_says_so(
     assert "broken.jpg is not an image of a known format" in error
     assert "nowhere.jpg does not exist" in error
     assert "empty holds no image" in error
-    assert "no file is named" in error
+    assert "no file matches" in error
     assert "4 of 8 images cannot be read" in error
     assert len(np.load(tmp_path / "out" / "images.npz")["rollouts"]) == 4
     alone = [str(pictures / "rose" / "broken.jpg"), "--out", str(tmp_path / "out")]

@@ -42,9 +42,9 @@ from vitrail.evaluate import predictions
 from vitrail.evaluate.evaluator import evaluate_split, make_evaluated_model
 from vitrail.export import graph
 from vitrail.figures import attention, crops, image_grids
+from vitrail.formatting import unquote_cell
 from vitrail.serve import routes
 from vitrail.serve.server import make_service
-from vitrail.spreadsheet import unquote_cell
 from vitrail.weights.adapt import adapt
 from vitrail.weights.trained import Trained
 
@@ -225,7 +225,7 @@ def test_photos_that_cannot_be_read_here_are_counted_in_the_last_line(
     assert (code, len(out.splitlines())) == (0, 4)
     last = err.splitlines()[-1]
     assert last.startswith("4 images; ")
-    skipped = "3 images skipped that cannot be read here: .avif 1, .heic 2; pip install 'vitrail[heif]' reads .heic"
+    skipped = "3 images skipped for lack of a decoder: .avif 1, .heic 2; pip install 'vitrail[heif]' reads .heic"
     assert last.endswith(f"; {skipped}")
 
 

@@ -110,9 +110,15 @@ def test_files_of_earlier_versions_are_read_under_the_new_names() -> None:
     new = to_json(cell("one", resize_whole_image=True, train_on_val=True, keep_weights=True))
     old_recipe = dict(new["recipe"])
     old_recipe["optimiser"] = old_recipe.pop("optimizer")
-    old = {
-        {new_name: name for name, new_name in grid._OLD_CELL_KEYS.items()}.get(name, name): new[name] for name in new
+    old_names = {
+        "result_fields": "about",
+        "resize_whole_image": "whole",
+        "allow_empty_classes": "sparse",
+        "train_on_val": "everything",
+        "eval_split": "measured",
+        "keep_weights": "keeps",
     }
+    old = {old_names.get(name, name): value for name, value in new.items()}
     assert {"about", "whole", "sparse", "everything", "measured", "keeps"} < old.keys()
     assert from_json(grid.Cell, json.loads(json.dumps(old | {"recipe": old_recipe}))) == from_json(grid.Cell, new)
     origin = {"format": "timm", "name": "x", "assumptions": ["one wording"]}

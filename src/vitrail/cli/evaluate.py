@@ -66,7 +66,6 @@ def main(
     if abstain is not None and not 0 < abstain < 1:
         raise UsageError(f"--abstain is {abstain}; it is the share of answers to be right, such as 0.95")
     with runs.join_processes(device) as (group, there):
-        from vitrail.data import holdout
         from vitrail.data.sources import open_dataset
         from vitrail.evaluate.evaluator import load_evaluated_model
         from vitrail.runtime.workers import count_available_cores
@@ -86,7 +85,7 @@ def main(
             strict,
         )
         whole = split is None and _has_no_splits(dataset)  # then none of them is held out
-        notes = [note for note in dataset.notes if not (whole and note.startswith(holdout.NO_SPLITS_NOTE))]
+        notes = [note for note in dataset.notes if not (whole and note == dataset.holdout_note)]
         runs.print_dataset_notes(dataclasses.replace(dataset, notes=tuple(notes)))
         _check_labels(dataset, split)
         subjects = [load_evaluated_model(name) for name in dict.fromkeys((model, *against))]
@@ -190,6 +189,7 @@ def _select_unseen_images(dataset: "Dataset", evaluated_models: "Sequence[Evalua
 
 def _check_same_holdout(evaluated_model: "EvaluatedModel", dataset: "Dataset") -> None:
     """Refuse a run that held out another share than is held out here: a study of a large dataset trains on more."""
+    from vitrail.data.holdout import find_holdout_note
     from vitrail.weights.load import find_model_path
 
     path = find_model_path(evaluated_model.name)
@@ -197,19 +197,12 @@ def _check_same_holdout(evaluated_model: "EvaluatedModel", dataset: "Dataset") -
         recorded = [] if path is None else codec.loads((path.parent.parent / "config.json").read_bytes())["notes"]
     except (OSError, ValueError, LookupError, TypeError):  # the file of a model alone
         return
-    here, there = _find_holdout_note(dataset.notes), _find_holdout_note(recorded)
+    here, there = (note.partition(" (")[0] for note in (dataset.holdout_note, find_holdout_note(recorded)))
     if there and here != there:
         raise DataError(
             f"{evaluated_model.name} was trained on other splits of {dataset.name} ({there}), so some of its images would be"
             " measured as unseen: give others, or --split all"
         )
-
-
-def _find_holdout_note(notes: Iterable[str]) -> str:
-    """What share was held out, without where it is listed."""
-    from vitrail.data.holdout import NO_SPLITS_NOTE
-
-    return next((note.partition(" (")[0] for note in notes if note.startswith(NO_SPLITS_NOTE)), "")
 
 
 def _join_splits(splits: "Iterable[Split]") -> "Split":

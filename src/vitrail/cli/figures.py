@@ -15,7 +15,7 @@ from vitrail import files, remote
 from vitrail.cli import output, runs
 from vitrail.config import expand_image_size
 from vitrail.errors import DataError, UsageError
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 
 if TYPE_CHECKING:
     from vitrail.figures.attention_images import AttentionResults, FigureImage, InputBatch

@@ -7,7 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from vitrail.plurals import pluralize as pluralize
+from vitrail.formatting import format_bytes as format_bytes
+from vitrail.formatting import format_count as format_count
+from vitrail.formatting import format_giga as format_giga
+from vitrail.formatting import pluralize as pluralize
+from vitrail.formatting import strip_control_characters as strip_control_characters
 
 _LINE_EVERY_SECONDS = 15.0  # seconds
 
@@ -26,11 +30,6 @@ def print_table(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> 
             cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(cells).rstrip())
-
-
-def strip_control_characters(text: str) -> str:
-    """The text without control characters: names in model files are anyone's."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def print_note(sentence: str) -> None:
@@ -78,22 +77,3 @@ def _make_line_reporter(what: str) -> Callable[..., None]:
             print_note(f"{so_far}, {words}" if words else so_far)
 
     return update
-
-
-def format_count(number: int) -> str:
-    """1234567 -> 1,234,567."""
-    return f"{number:,}"
-
-
-def format_bytes(number: int) -> str:
-    """1234567 -> 1.2 MB."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if number < 1000 or unit == "GB":
-            return f"{number:,.0f} {unit}" if unit == "bytes" else f"{number:,.1f} {unit}"
-        number /= 1000  # type: ignore[assignment]
-    raise AssertionError
-
-
-def format_giga(number: int) -> str:
-    """17563828224 -> 17.56 G."""
-    return f"{number / 1e9:.2f} G"

@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple, Protoc
 from vitrail import files, locks
 from vitrail.cli import output
 from vitrail.errors import UsageError
-from vitrail.spreadsheet import quote_cell, unquote_cell
+from vitrail.formatting import quote_cell, unquote_cell
 
 if TYPE_CHECKING:
     import numpy as np

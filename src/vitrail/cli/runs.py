@@ -19,6 +19,7 @@ from vitrail import remote
 from vitrail.cli import output
 from vitrail.config import Recipe
 from vitrail.errors import DataError, UsageError, VitrailError
+from vitrail.formatting import format_duration as format_duration
 from vitrail.remote import RemoteError
 from vitrail.report import image_sheets
 
@@ -740,13 +741,3 @@ def _suggest_micro_batches(run: "TrainingRun", estimate: Any) -> str:
         return ""
     parts = -(-estimate.memory * run.micro_batches * 10 // (estimate.available * 8))
     return f": too much. --micro-batches {parts} computes a step in parts"
-
-
-def format_duration(seconds: float) -> str:
-    """93784 -> 26 h 3 min."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 90:
-        return f"{minutes} min"
-    return f"{minutes // 60:,} h {minutes % 60} min" if minutes < 48 * 60 else f"{minutes / 1440:,.1f} days"

@@ -18,7 +18,7 @@ from vitrail.data.loader import Batch
 from vitrail.errors import DataError, UsageError
 from vitrail.evaluate.metrics import EvalWrapper, relabel_batches
 from vitrail.evaluate.predictions import Counts, Predictions, count_predictions, predict_batches
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 from vitrail.weights import timm as timm_files
 from vitrail.weights.load import load
 from vitrail.weights.trained import Trained

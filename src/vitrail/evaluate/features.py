@@ -29,8 +29,8 @@ from vitrail.data.loader import Batch
 from vitrail.data.shards import ShardStore
 from vitrail.data.transforms import normalize
 from vitrail.errors import DataError, ModelError
+from vitrail.formatting import pluralize
 from vitrail.model.build import Model
-from vitrail.plurals import pluralize
 from vitrail.runtime.workers import ProgressCallback, ignore_progress
 from vitrail.weights import tensor_files
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from vitrail.data.dataset import Split
 from vitrail.errors import DataError
-from vitrail.plurals import pluralize
-from vitrail.spreadsheet import unquote_cell
+from vitrail.formatting import pluralize, unquote_cell
 from vitrail.weights.labels import load_imagenet1k_classes
 
 _IMAGENET_VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")

@@ -7,7 +7,7 @@ from pathlib import Path
 from vitrail.data.dataset import Split
 from vitrail.evaluate.multi_label import LabelScores
 from vitrail.evaluate.predictions import Counts, Predictions
-from vitrail.spreadsheet import quote_cell
+from vitrail.formatting import quote_cell
 
 
 def write_predictions(

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from vitrail.errors import DataError
 from vitrail.files import write_atomically
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,8 +8,8 @@ from typing import Any
 from vitrail.config import BiTConfig, ViTConfig
 from vitrail.evaluate.predictions import MIN_TOP5_CLASSES
 from vitrail.evaluate.statistics import Interval
+from vitrail.formatting import pluralize
 from vitrail.model import cost
-from vitrail.plurals import pluralize
 from vitrail.report.run_facts import FinalMetrics, PretrainingMetrics, RunFacts
 from vitrail.weights.trained import Trained
 

@@ -26,7 +26,7 @@ import torch
 from vitrail import files
 from vitrail.config import Recipe, to_json, upgrade_keys
 from vitrail.errors import DataError, UsageError, VitrailError
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 from vitrail.runtime.devices import resolve_device
 from vitrail.runtime.signals import StoppedError, catch_stop_signals
 from vitrail.train.step import DivergedError

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from vitrail import recipes
 from vitrail.errors import UsageError
 from vitrail.evaluate import label_matching
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 from vitrail.studies import grid, sweep, vtab
 
 UNPUBLISHED_NOTE = "weights never published"

@@ -15,7 +15,7 @@ from vitrail.data import holdout
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 from vitrail.studies.grid import Cell, CellResult, CellsError, check_positive, compute_mean_and_std, is_ended
 from vitrail.train.step import DivergedError
 from vitrail.weights.trained import Trained

@@ -24,7 +24,7 @@ from vitrail.data.shards import Sample
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError
 from vitrail.files import get_cache_home
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 from vitrail.studies import vtab_sources, vtab_tasks
 from vitrail.studies.vtab_sources import Integers, LabeledImages
 

@@ -18,12 +18,12 @@ from vitrail.data.loader import BatchPlan, TrainingData
 from vitrail.data.order import SampleOrder
 from vitrail.errors import DataError, ModelError, UsageError
 from vitrail.evaluate import features, probe
+from vitrail.formatting import pluralize
 from vitrail.model import cost as count
 from vitrail.model import masked
 from vitrail.model.build import Model
 from vitrail.model.masked import MaskedViT
 from vitrail.model.vit import ViT
-from vitrail.plurals import pluralize
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
 from vitrail.train import fsdp, optimizer, schedule
 from vitrail.train.step import TrainableModel

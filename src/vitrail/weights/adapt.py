@@ -9,8 +9,8 @@ from torch import Tensor
 
 from vitrail.config import BiTConfig, ModelConfig, PreprocessConfig, Resample, ViTConfig, expand_image_size
 from vitrail.errors import UsageError
+from vitrail.formatting import pluralize
 from vitrail.model.positions import Grid, resample_offsets, resample_positions
-from vitrail.plurals import pluralize
 from vitrail.presets import spread_over_channels
 from vitrail.weights.trained import Trained, assemble_model, require_trained
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from vitrail.config import Precision
 from vitrail.errors import UsageError
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 
 MIN_IMAGES = 100  # of fewer, one that is answered otherwise says too little
 MIN_SPEEDUP = 1.1  # than float32: less is not worth another answer

@@ -11,10 +11,10 @@ from torch import Tensor
 from vitrail import presets
 from vitrail.config import ModelConfig, PreprocessConfig, ViTConfig, check_patches, expand_image_size
 from vitrail.errors import ModelError, UsageError
+from vitrail.formatting import pluralize
 from vitrail.model.build import Model, build_model
 from vitrail.model.initialize import initialize_weights
 from vitrail.model.vit import ViT
-from vitrail.plurals import pluralize
 from vitrail.weights.precision_measurements import PrecisionMeasurement
 from vitrail.weights.tensor_files import ALIGNMENT
 

@@ -38,7 +38,7 @@ def main(
     Args:
         data: A folder, a .csv or .jsonl, shards, a set that was got, or hf:ORG/NAME.
         against: A set whose validation and test images should not occur in this one; without such, all of its images.
-        everything: Decode all images of a set of more than 200,000, and compare all of them with OTHER's.
+        decode_all: Decode all images of a set of more than 200,000, and compare all of them with OTHER's.
         skip_bad: End with exit code 0 although some images are bad.
         out: Where the report goes; an earlier one is replaced.
         json: Print the report as JSON.
@@ -101,7 +101,7 @@ def _describe_coverage(dataset: "Dataset", images: int, *, decode_all: bool) -> 
 
 def _format_report(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The report in lines."""
-    images, sizes, colour = report["images"], report["sizes"], report["colour"]
+    images, sizes, color = report["images"], report["sizes"], report["color"]
     yield "images", ", ".join(f"{split} {output.format_count(number)}" for split, number in images.items())
     for note in report["notes"]:
         yield "note", note
@@ -117,10 +117,10 @@ def _format_report(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "formats",
         ", ".join(f"{name} {output.format_count(number)}" for name, number in report["formats"].items()) or "none",
     )
-    yield "sizes", ", ".join(f"{side} {v['least']} to {v['most']} (median {v['median']})" for side, v in sizes.items())
-    if colour["mean"]:
-        mean, std = (" ".join(f"{value:.4f}" for value in colour[name]) for name in ("mean", "std"))
-        yield "colour", f"mean {mean}, std {std} ({colour['of']}); {output.format_count(colour['grey'])} grey"
+    yield "sizes", ", ".join(f"{side} {v['min']} to {v['max']} (median {v['median']})" for side, v in sizes.items())
+    if color["mean"]:
+        mean, std = (" ".join(f"{value:.4f}" for value in color[name]) for name in ("mean", "std"))
+        yield "colour", f"mean {mean}, std {std} ({color['split']}); {output.format_count(color['gray'])} grey"
     yield from _format_duplicates(report)
     yield "bad", output.format_count(len(report["bad"]))
     yield from _list_first_lines([f"{_format_image(row)}: {row['reason']}" for row in report["bad"]])
@@ -134,11 +134,11 @@ def _format_classes(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     split = "train" if "train" in report["images"] else next(iter(report["images"]))
     by_size = sorted(classes, key=lambda row: row[split])
     least, most = by_size[0], by_size[-1]
-    kind = ", of which an image may have several" if report["several_labels"] else ""
+    kind = ", of which an image may have several" if report["multi_label"] else ""
     span = f"{least[split]:,} ({least['name']}) to {most[split]:,} ({most['name']})"
     yield "classes", f"{output.format_count(len(classes))}{kind}; images in a class of {split}: {span}"
-    if report["question"]:
-        yield "warning", report["question"]
+    if report["layout_warning"]:
+        yield "warning", report["layout_warning"]
     empty = [row["name"] for row in classes if not row[split]]
     if empty:
         yield "warning", f"{output.pluralize(len(empty), 'class')} without an image in {split}: {', '.join(empty[:5])}"
@@ -151,7 +151,7 @@ def _format_duplicates(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     near = found["near"]
     alike = f"{output.pluralize(near, 'group')} that {'looks' if near == 1 else 'look'} the same"
     shown = f"{output.pluralize(found['exact'], 'group')} of equal files, {alike}"
-    yield "copies", f"{shown}; compared {_format_part(found['compared'], found['of'], 'image')}"
+    yield "copies", f"{shown}; compared {_format_part(found['compared'], found['total'], 'image')}"
     if found["across_splits"]:
         yield (
             "warning",
@@ -165,16 +165,16 @@ def _format_duplicates(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "warning", f"{output.pluralize(found['different_labels'], 'group')} of these with different labels"
     if "against" in report:
         other = report["against"]
-        number = len(other["found"])
+        number = len(other["matches"])
         count = f"{output.pluralize(number, 'image')} {'shows' if number == 1 else 'show'}"
-        shown = f"{count} what one of its {_format_part(other['compared'], other['of'])} shows"
-        compared = _format_part(other["searched"], other["searched_of"], "image")
+        shown = f"{count} what one of its {_format_part(other['compared'], other['total'])} shows"
+        compared = _format_part(other["searched"], other["searched_total"], "image")
         yield "against", f"{other['data']}: {shown}; compared {compared}"
-        if left := other["searched_of"] - other["searched"]:
+        if left := other["searched_total"] - other["searched"]:
             was = "was" if left == 1 else "were"
             yield "warning", f"{output.pluralize(left, 'image')} {was} not compared with it, {_NOT_COMPARED_REASON}"
         yield from _list_first_lines(
-            [f"{row['kind']}: {_format_image(row)} = {row['shows']}" for row in other["found"]]
+            [f"{row['kind']}: {_format_image(row)} = {row['matched_name']}" for row in other["matches"]]
         )
 
 

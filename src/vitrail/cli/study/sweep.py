@@ -7,7 +7,7 @@ import tyro
 
 from vitrail.cli import output, runs, study
 from vitrail.cli.finetune import set_preprocess
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 
 if TYPE_CHECKING:
     from vitrail.studies.sweep import Sweep

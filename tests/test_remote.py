@@ -157,7 +157,7 @@ def test_a_folder_elsewhere_that_changes_is_listed_again(tmp_path: Path) -> None
         ("memory://nothing/set", "holds no image"),
         ("memory://nothing/{000..001}.tar", "memory://nothing/000.tar does not exist"),
         ("memory://nothing/list.csv", "memory://nothing/list.csv does not exist"),
-        ("memory://some/model.mat", "is a file; a set is a folder, shards"),
+        ("memory://some/model.mat", "is a file; a dataset is a folder, shards"),
     ],
 )
 def test_what_is_not_there_or_cannot_be_read_elsewhere_is_named(tmp_path: Path, name: str, words: str) -> None:
@@ -179,7 +179,7 @@ def test_a_missing_extra_is_named_with_its_pip_line() -> None:
     command = [sys.executable, "-c", script, "data", "check", "s3://bucket/set"]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 2
-    assert found.stderr == "vitrail: s3:// is read through s3fs: pip install 'vitrail[remote]'\n"
+    assert found.stderr == "vitrail: s3:// needs s3fs: pip install 'vitrail[remote]'\n"
 
 
 def test_a_name_without_a_scheme_opens_no_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +267,7 @@ def test_a_set_packed_anew_is_noticed_and_one_with_a_shard_missing_is_refused(st
         store.objects[f"{url[5:]}/{path.relative_to(tmp_path / 'other')}"] = path.read_bytes()
     assert len(open_dataset(url).splits["train"]) == 12
     del store.objects[f"{url[5:]}/train-1.tar"]
-    with pytest.raises(DataError, match=r"set/train-1\.tar is missing or has not the [\d,]+ bytes"):
+    with pytest.raises(DataError, match=r"set/train-1\.tar is missing or does not have the [\d,]+ bytes"):
         open_dataset(url)
 
 
