@@ -77,8 +77,8 @@ HYBRIDS = {  # stages of the stem, patch on its feature map; /16 moves the last 
     "r50-l16": HybridSize("l", (3, 4, 9), 1),
     "r50-l32": HybridSize("l", RESNET_UNITS["50"], 1),
 }
-HYBRID_NUMERICS: dict[str, Any] = {"norm_eps": 1e-6, "standardise": "std + eps", "standardise_eps": 1e-5}
-BIT_NUMERICS: dict[str, Any] = {"norm_eps": 1e-5, "standardise": "sqrt(var + eps)", "standardise_eps": 1e-10}
+HYBRID_NUMERICS: dict[str, Any] = {"norm_eps": 1e-6, "standardization": "std + eps", "standardization_eps": 1e-5}
+BIT_NUMERICS: dict[str, Any] = {"norm_eps": 1e-5, "standardization": "sqrt(var + eps)", "standardization_eps": 1e-10}
 
 _VIT_PATTERN = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)")
 _BIT_PATTERN = re.compile(rf"bit-r({'|'.join(RESNET_UNITS)})x([1-9]\d*)")

@@ -31,9 +31,9 @@ onnxruntime, openvino = runtime("onnxruntime"), runtime("openvino")
 onnx_files, openvino_files = runtime("vitrail.export.onnx"), runtime("vitrail.export.openvino")
 
 RUN: dict[ExportFormat, Callable[[Path], GraphRunner]] = {
-    "onnx": onnx_files.run,
+    "onnx": onnx_files.load_runner,
     "torch-export": torch_export.load_runner,
-    "openvino": openvino_files.run,
+    "openvino": openvino_files.load_runner,
 }
 LABELS = ("Käfer", 'a "b" <c>', "\U0001f41e", *"defg")
 
@@ -42,7 +42,7 @@ def models() -> dict[str, Trained]:
     """Every kind of network, each way to read its output and to place its patches; small and shallow."""
     return {
         "class token": making.trained(making.vit(depth=1, registers=2), labels=LABELS, temperature=1.5),
-        "mean": making.trained(making.vit(depth=1, pool="mean-norm", positions="relative"), several=True),
+        "mean": making.trained(making.vit(depth=1, pool="mean-norm", positions="relative"), multi_label=True),
         "map": making.trained(making.vit(depth=1, pool="map", class_token=False, positions="sincos-2d", gelu="erf")),
         "hybrid without a head": making.trained(making.vit(depth=1, stem=making.STEM, patch=2, classes=0)),
         "resnet": making.trained(making.bit(), threshold=0.4),
@@ -169,7 +169,7 @@ def test_weights_above_2_gb_lie_beside_the_graph(tmp_path: Path, monkeypatch: py
     (tmp_path / "model.onnx").rename(tmp_path / "kept.onnx")
     with pytest.raises(UsageError, match=r"model\.onnx\.data exists already"):
         check_export_destination(tmp_path / "model.onnx", "onnx")
-    parity.check_parity(onnx_files.run(tmp_path / "kept.onnx"), trained)
+    parity.check_parity(onnx_files.load_runner(tmp_path / "kept.onnx"), trained)
 
 
 def test_an_onnx_file_that_the_runtime_cannot_run_is_refused_in_a_sentence(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_it_says_what_a_resnet_says_whose_border_of_zeros_may_be_the_largest(siz
 
 
 def test_several_labels_have_a_probability_each() -> None:
-    trained = making.trained(making.vit(), several=True)
+    trained = making.trained(making.vit(), multi_label=True)
     assert same_as_vitrail(trained)
     with torch.inference_mode():
         found = graph.ExportGraph(trained)(parity.make_test_pixels(1, trained))
@@ -76,7 +76,7 @@ def test_the_model_stays_as_it_was() -> None:
 def test_metadata_say_all_that_the_other_side_needs() -> None:
     labels = ("Käfer", 'a "b"', *"cdefg")
     trained = making.trained(
-        making.vit(), preprocess=VIEW, labels=labels, temperature=1.5, several=True, threshold=0.25
+        making.vit(), preprocess=VIEW, labels=labels, temperature=1.5, multi_label=True, threshold=0.25
     )
     found = {name: json.loads(text) for name, text in graph.build_metadata(trained).items()}
     assert found["labels"] == list(labels)

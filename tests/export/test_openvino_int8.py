@@ -36,7 +36,7 @@ def test_ranges_hold_all_that_the_blocks_multiply() -> None:
     with torch.inference_mode():
         tokens, _, _ = model.embed(normalize(VIEWS, trained.preprocess))
         first = model.blocks[0].norm1(tokens)
-        queries, keys, _ = model.blocks[0].attn.split(first)
+        queries, keys, _ = model.blocks[0].attn.project_qkv(first)
     assert len(trained.activation_ranges) == 2 * 6 * 3
     expected = [float(end) for values in (first, queries, keys) for end in values.aminmax()]
     assert trained.activation_ranges[:6] == pytest.approx(expected)

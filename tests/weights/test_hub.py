@@ -26,8 +26,8 @@ from vitrail.weights import hub
 
 for model in sys.argv[1:]:
     try:
-        found = hub.fetch(model)
-        print(json.dumps([str(found.path), found.name, found.licence]))
+        found = hub.download_model(model)
+        print(json.dumps([str(found.path), found.name, found.license]))
     except VitrailError as error:
         print(json.dumps([error.exit_code, str(error)]))
 assert "torch" not in sys.modules
@@ -44,7 +44,7 @@ for folder, target, private in json.loads(sys.argv[1]):
     except VitrailError as error:
         print(json.dumps([error.exit_code, str(error)]))
 """
-COMMAND = "import sys; from vitrail import cli; cli.VERBS.setdefault('push', ''); sys.exit(cli.main(sys.argv[1:]))"
+COMMAND = "import sys; from vitrail import cli; cli.COMMANDS.setdefault('push', ''); sys.exit(cli.main(sys.argv[1:]))"
 WITHOUT = "import sys; sys.modules['huggingface_hub'] = None\n"
 CARD = b"---\nlicense: apache-2.0\n---\n# A model\n"
 OTHERS = {"evil.py": b"print()", "optimizer.pt": b"pickle", "huge.bin": b"0" * 1000, "onnx/model.safetensors": b"no"}
@@ -66,7 +66,7 @@ def python(server: Hub, home: Path, script: str, *arguments: str, **environment:
 
 
 def fetch(server: Hub, home: Path, *models: str, **environment: str) -> list[Any]:
-    """What `hub.fetch` gave for each: path, name, licence; or exit code and message."""
+    """What `hub.download_model` returned for each: path, name, license; or exit code and message."""
     found = python(server, home, FETCH, *models, **environment)
     assert (found.returncode, found.stderr) == (0, "")  # nothing but results: no bars away from a terminal
     return [json.loads(line) for line in found.stdout.splitlines()]

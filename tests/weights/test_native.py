@@ -116,7 +116,7 @@ def test_the_header_is_one_json_value_beside_format_pt(tmp_path: Path) -> None:
         "labels",
         "origin",
         "temperature",
-        "several",
+        "multi_label",
         "threshold",
     }
     assert header["version"] == 1

@@ -355,7 +355,7 @@ def test_googles_numerics_are_not_timms(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"stem\.norm_eps is 1e-06, and a reader would take it for 1e-05"):
         save(making.trained(hybrid), tmp_path / "hybrid", "timm")
     resnet = making.bit(conv=ConvConfig(units=(3, 4, 6, 3), **presets.BIT_NUMERICS))
-    with pytest.raises(ModelError, match=r"conv\.standardise_eps is 1e-10"):
+    with pytest.raises(ModelError, match=r"conv\.standardization_eps is 1e-10"):
         save(making.trained(resnet), tmp_path / "resnet", "timm")
     with pytest.raises(ModelError, match="no name for a ResNet of units"):
         save(making.trained(making.bit()), tmp_path / "resnet", "timm")

@@ -82,10 +82,10 @@ def export_int8_model(
     with files.write_atomically(path, overwrite=overwrite) as fresh:
         whole = fresh.with_name(f"float32-{fresh.name}")
         onnx.write(trained, whole)
-        float32 = onnx.run(whole)
+        float32 = onnx.load_runner(whole)
         found = parity.check_parity(float32, trained)
         onnx.quantize(whole, fresh)
-        measured = measure(float32, onnx.run(fresh))
+        measured = measure(float32, onnx.load_runner(fresh))
         onnx.add_metadata(fresh, "int8", measured)
         _move_weights_file(fresh, path, "onnx")
     return found, measured

@@ -10,7 +10,7 @@ from vitrail.errors import ModelError
 from vitrail.weights import foreign_format, tensor_files
 from vitrail.weights.trained import Tensors
 
-NUMERICS: dict[str, Any] = {"norm_eps": 1e-5, "standardise": "sqrt(var + eps)", "standardise_eps": 1e-8}
+NUMERICS: dict[str, Any] = {"norm_eps": 1e-5, "standardization": "sqrt(var + eps)", "standardization_eps": 1e-8}
 TIMM_VARIANTS = ("50x1", "50x3", "101x1", "101x3", "152x2", "152x4")  # what timm has names for
 
 
