@@ -211,7 +211,7 @@ def test_a_head_in_another_order_gives_the_same_logits_in_that_order(model: Mode
     labels = tuple(before.labels[index] for index in order)
     after = reorder_head(before, labels)
     assert (after.labels, after.preprocess, after.temperature) == (labels, before.preprocess, 1.75)
-    assert after.origin.changes == ("head: rows put into another order of the same classes",)
+    assert after.origin.changes == ("head: rows reordered, the same classes",)
     images = making.images(model.config)
     with torch.no_grad():
         torch.testing.assert_close(after.model(images), model(images)[:, order], atol=1e-6, rtol=1e-6)
@@ -223,7 +223,9 @@ def test_a_head_in_another_order_gives_the_same_logits_in_that_order(model: Mode
 def test_a_head_of_other_classes_cannot_be_put_in_order() -> None:
     before = making.trained(making.vit())
     assert before.labels is not None
-    with pytest.raises(UsageError, match=r"2 classes in one of model and data alone, such as 'kind 6' of the model"):
+    with pytest.raises(
+        UsageError, match=r"2 classes only in the model or only in the data, such as 'kind 6' in the model"
+    ):
         reorder_head(before, (*before.labels[:6], "new kind"))
     with pytest.raises(UsageError, match=r"1 class .* such as 'a kind' of the data"):
         reorder_head(before, (*before.labels, "a kind"))

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from vitrail import Classifier, Trained
 from vitrail.weights.labels import load_imagenet1k_classes
-from vitrail.weights.load import WeightsFormat, load, save
+from vitrail.weights.formats import WeightsFormat
+from vitrail.weights.load import load, save
 
 
 @pytest.fixture(scope="module")

@@ -351,7 +351,7 @@ def test_other_packings_and_doubled_names_are_refused(packing: int, tmp_path: Pa
     with zipfile.ZipFile(path, "w", packing) as archive:
         for name, content in contents.items():
             archive.writestr(name, content)
-    refused(path, "packed in a way that NumPy never writes")
+    refused(path, "compressed in a way that NumPy never writes")
     np.savez(path, **arrays("ViT"))
     with pytest.warns(UserWarning, match="Duplicate name"), zipfile.ZipFile(path, "a") as archive:
         archive.writestr("head/bias.npy", contents["head/bias.npy"])

@@ -16,7 +16,8 @@ from vitrail.cli import push as verb
 from vitrail.errors import UsageError
 from vitrail.report import model_card
 from vitrail.weights import hub
-from vitrail.weights.load import WeightsFormat, read_model, save
+from vitrail.weights.formats import WeightsFormat
+from vitrail.weights.load import read_model, save
 from vitrail.weights.trained import Origin, Trained
 
 FETCH = """
@@ -171,8 +172,8 @@ def test_what_is_not_there_or_not_allowed_gets_one_line_and_the_next_step(server
         "hf:org/model@v9": (2, "org/model has no revision 'v9'", "org/model/commits"),
         "hf:org/gated": (2, "org/gated is gated", "`hf auth login`"),
         "hf:org/shards": (4, "hf:org/shards has a config.json", "neither model.safetensors nor pytorch_model.bin"),
-        "hf:org/many": (4, "2 weights files (a.safetensors, b.npz)", "fetched with `hf download`"),
-        "hf:org/none": (4, "no weights file", "fetched with `hf download`"),
+        "hf:org/many": (4, "2 weights files (a.safetensors, b.npz)", "downloaded with `hf download`"),
+        "hf:org/none": (4, "no weights file", "downloaded with `hf download`"),
     }
     for (code, message), wanted in zip(fetch(server, tmp_path, *expected), expected.values(), strict=True):
         assert code == wanted[0]

@@ -34,7 +34,10 @@ def make_measurement(precision: str, speedup: float = 2.0, **changes: Any) -> Pr
         ([make_measurement("int8", 1.09)], "float32"),
         ([make_measurement("int8", 1.1)], "int8"),
         ([make_measurement("int8", confident_agreement=0.9899)], "float32"),
-        ([make_measurement("int8", confident_agreement=0.99, top1_agreement=0.5)], "int8"),  # images it is unsure of do not count
+        (
+            [make_measurement("int8", confident_agreement=0.99, top1_agreement=0.5)],
+            "int8",
+        ),  # images it is unsure of do not count
         ([make_measurement("int8", confident_agreement=None, confident_images=0)], "float32"),
         ([make_measurement("int8", confident_images=99)], "float32"),
         ([make_measurement("int8", cpu="aarch64-neon")], "float32"),
@@ -58,7 +61,10 @@ def test_what_this_machine_cannot_compute_is_not_chosen() -> None:
 
 
 def test_measurements_travel_in_the_file(tmp_path: Path) -> None:
-    measured = (make_measurement("int8"), make_measurement("bfloat16", 0.4, confident_agreement=None, confident_images=0))
+    measured = (
+        make_measurement("int8"),
+        make_measurement("bfloat16", 0.4, confident_agreement=None, confident_images=0),
+    )
     trained = making.trained(making.vit(), precision_measurements=measured, activation_ranges=(-1.5, 2.0) * 18)
     save(trained, tmp_path / "a.safetensors")
     found = load(tmp_path / "a.safetensors")
@@ -68,7 +74,11 @@ def test_measurements_travel_in_the_file(tmp_path: Path) -> None:
 
 def test_ranges_of_a_file_that_has_none_of_queries_and_keys_are_left_out(tmp_path: Path) -> None:
     save(
-        making.trained(making.vit(), precision_measurements=(make_measurement("openvino-int8"),), activation_ranges=(-1.5, 2.0) * 18),
+        making.trained(
+            making.vit(),
+            precision_measurements=(make_measurement("openvino-int8"),),
+            activation_ranges=(-1.5, 2.0) * 18,
+        ),
         tmp_path / "new.safetensors",
     )
     stored = tensor_files.read_tensors(tmp_path / "new.safetensors")
@@ -94,7 +104,9 @@ def test_a_file_without_them_has_no_word_of_them(tmp_path: Path) -> None:
 
 
 def test_other_weights_have_other_measurements() -> None:
-    trained = making.trained(making.vit(), precision_measurements=(make_measurement("int8"),), activation_ranges=(-1.0, 1.0) * 18)
+    trained = making.trained(
+        making.vit(), precision_measurements=(make_measurement("int8"),), activation_ranges=(-1.0, 1.0) * 18
+    )
     assert trained.labels is not None
     for changed in (
         adapt(trained, classes=3),
@@ -116,7 +128,14 @@ def test_a_measurement_that_cannot_be_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"speedup": float("nan")}, {"speedup": 0.0}, {"images": -5}, {"confident_images": 501}, {"mean_probability_change": float("nan")}]
+    "wrong",
+    [
+        {"speedup": float("nan")},
+        {"speedup": 0.0},
+        {"images": -5},
+        {"confident_images": 501},
+        {"mean_probability_change": float("nan")},
+    ],
 )
 def test_measurements_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):

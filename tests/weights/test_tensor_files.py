@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from tests import making
 from vitrail.errors import ModelError
-from vitrail.weights.load import WeightsFormat, load, save
+from vitrail.weights.formats import WeightsFormat
+from vitrail.weights.load import load, save
 
 WATCHED = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect", "shutil.rmtree", "os.remove")
 
@@ -96,7 +97,7 @@ def test_a_state_dict_under_the_usual_keys_is_found_and_others_are_not(tmp_path:
     torch.save([torch.ones(1)], path)
     refused(path, "expected a map of names to tensors")
     torch.save({"a": torch.eye(2).to_sparse()}, path)
-    refused(path, "sparse, quantised or empty")
+    refused(path, "sparse, quantized or empty")
 
 
 def test_a_tensor_that_claims_more_than_the_file_holds_is_refused(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_a_tensor_that_claims_more_than_the_file_holds_is_refused(tmp_path: Path
     torch.save(model.state_dict() | {"head.weight": huge}, tmp_path / "model.pth")
     refused(tmp_path / "model.pth", "claims more than the file holds")
     torch.save(model.state_dict() | {"head.weight": torch.empty(7, 64, device="meta")}, tmp_path / "model.pth")
-    refused(tmp_path / "model.pth", "sparse, quantised or empty|damaged")
+    refused(tmp_path / "model.pth", "sparse, quantized or empty|damaged")
 
 
 def loads(path: Path) -> bool:
@@ -272,7 +273,7 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     refused(tmp_path / "nothing.safetensors", "does not exist")
     refused(tmp_path, r"has no config\.json and no weights file")
     (tmp_path / "config.json").write_text('{"architecture": "vit_base_patch16_224"}')
-    refused(tmp_path, r"has a config\.json but neither model\.safetensors nor pytorch_model\.bin")
+    refused(tmp_path, r"has a config\.json but no weights: neither model\.safetensors nor pytorch_model\.bin")
     (tmp_path / "model.xyz").write_text("")
     refused(tmp_path / "model.xyz", r"has the ending '\.xyz'")
 

@@ -142,7 +142,7 @@ def test_a_bare_file_holds_only_what_its_reader_would_see(kind: str, tmp_path: P
 
 
 def test_heads_that_a_bare_file_cannot_tell_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="heads is 4, and a reader would take it for 1"):
+    with pytest.raises(ModelError, match="heads is 4, and would be read as 1"):
         save(making.trained(making.vit(width=64, gelu="erf")), tmp_path / "model.safetensors", "timm")
 
 
@@ -157,7 +157,7 @@ def test_preprocessing_survives_timms_crop_fraction(
     view = PreprocessConfig(size=size, resize=resize)
     notes = save(making.trained(model, preprocess=view), tmp_path / "model", "timm")
     again = load(tmp_path / "model").preprocess
-    assert (again == view) or any("timm cannot say" in note for note in notes)
+    assert (again == view) or any("timm cannot state" in note for note in notes)
     if len(resize) == 1:
         assert again == view
 
@@ -181,7 +181,7 @@ def settings_of(tmp_path: Path, **change: Any) -> Path:
         ({"architecture": "vit_base_patch16_clip_quickgelu_224"}, "QuickGELU"),
         ({"model_args": {"num_heads": 4, "global_pool": "max"}}, "global_pool is 'max'"),
         ({"model_args": {"num_heads": 4, "global_pool": "map"}}, "global_pool is 'map'"),
-        ({"architecture": "vit_base_patch16_rpn_224"}, "post-normalised blocks"),
+        ({"architecture": "vit_base_patch16_rpn_224"}, "post-normalized blocks"),
     ],
 )
 def test_a_config_that_is_no_plain_vit_is_refused(change: dict[str, Any], message: str | None, tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_googles_numerics_are_not_timms(tmp_path: Path) -> None:
     """The same tensors would compute another function there."""
     stem = ConvConfig(units=(2, 2, 2, 2), **presets.HYBRID_NUMERICS)
     hybrid = making.vit(stem=stem, patch=1, image_size=(64, 64))
-    with pytest.raises(ModelError, match=r"stem\.norm_eps is 1e-06, and a reader would take it for 1e-05"):
+    with pytest.raises(ModelError, match=r"stem\.norm_eps is 1e-06, and would be read as 1e-05"):
         save(making.trained(hybrid), tmp_path / "hybrid", "timm")
     resnet = making.bit(conv=ConvConfig(units=(3, 4, 6, 3), **presets.BIT_NUMERICS))
     with pytest.raises(ModelError, match=r"conv\.standardization_eps is 1e-10"):

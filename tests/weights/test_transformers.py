@@ -258,5 +258,5 @@ def test_a_bare_file_asks_for_its_folder_and_a_file_name_for_a_folder(tmp_path: 
     theirs("ViT").save_pretrained(tmp_path / "model")
     with pytest.raises(ModelError, match=r"without its config\.json; give the folder"):
         load(tmp_path / "model" / "model.safetensors")
-    with pytest.raises(UsageError, match="transformers models are folders"):
+    with pytest.raises(UsageError, match="a transformers model is a folder"):
         save(making.trained(making.vit()), tmp_path / "model.safetensors", "transformers")
