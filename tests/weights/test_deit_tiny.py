@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from vitrail import Classifier, Trained
-from vitrail.weights.labels import load_imagenet1k_classes
 from vitrail.weights.formats import WeightsFormat
+from vitrail.weights.labels import load_imagenet1k_classes
 from vitrail.weights.load import load, save
 
 

@@ -44,7 +44,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def theirs(kind: str) -> Any:
+def build_timm_model(kind: str) -> Any:
     timm = peer("timm")
     name, change = THEIRS[kind]
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def theirs(kind: str) -> Any:
     return model
 
 
-def folder_of(model: Any, kind: str, path: Path) -> Path:
+def write_timm_folder(model: Any, kind: str, path: Path) -> Path:
     """The folder that timm's save_for_hf writes, made by hand since its own function goes through the Hub."""
     name, change = THEIRS[kind]
     path.mkdir()
@@ -75,8 +75,8 @@ def folder_of(model: Any, kind: str, path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", THEIRS)
 def test_logits_equal_timms_own(kind: str, tmp_path: Path) -> None:
-    model = theirs(kind)
-    loaded = load(folder_of(model, kind, tmp_path / "model"))
+    model = build_timm_model(kind)
+    loaded = load(write_timm_folder(model, kind, tmp_path / "model"))
     images = making.images(loaded.model.config)
     with torch.no_grad():
         ours, expected = loaded.model(images), model(images)
@@ -154,15 +154,15 @@ def test_preprocessing_survives_timms_crop_fraction(
     size: tuple[int, int], resize: tuple[int, ...], tmp_path: Path
 ) -> None:
     model = making.vit(patch=math.gcd(*size), image_size=size, positions="none", depth=1)
-    view = PreprocessConfig(size=size, resize=resize)
-    notes = save(making.trained(model, preprocess=view), tmp_path / "model", "timm")
+    preprocess = PreprocessConfig(size=size, resize=resize)
+    notes = save(making.trained(model, preprocess=preprocess), tmp_path / "model", "timm")
     again = load(tmp_path / "model").preprocess
-    assert (again == view) or any("timm cannot state" in note for note in notes)
+    assert (again == preprocess) or any("timm cannot state" in note for note in notes)
     if len(resize) == 1:
-        assert again == view
+        assert again == preprocess
 
 
-def settings_of(tmp_path: Path, **change: Any) -> Path:
+def write_settings(tmp_path: Path, **change: Any) -> Path:
     save(making.trained(making.vit(gelu="erf")), tmp_path / "model", "timm")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -185,7 +185,7 @@ def settings_of(tmp_path: Path, **change: Any) -> Path:
     ],
 )
 def test_a_config_that_is_no_plain_vit_is_refused(change: dict[str, Any], message: str | None, tmp_path: Path) -> None:
-    folder = settings_of(tmp_path, **change)
+    folder = write_settings(tmp_path, **change)
     with pytest.raises(ModelError, match=message):
         load(folder)
 
@@ -205,7 +205,7 @@ def test_a_norm_after_pooling_goes_with_average_pooling_only(pool: str, tmp_path
 def test_a_stated_size_that_the_positions_contradict_is_overruled_and_said(
     change: dict[str, Any], pretrained: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = settings_of(tmp_path, model_args={"num_heads": 4} | change, pretrained_cfg=pretrained)
+    folder = write_settings(tmp_path, model_args={"num_heads": 4} | change, pretrained_cfg=pretrained)
     loaded = load(folder)
     assert loaded.model.config.image_size == (32, 32)
     assert any("image size: from the 4 x 4 positions" in text for text in loaded.origin.assumptions)
@@ -213,7 +213,7 @@ def test_a_stated_size_that_the_positions_contradict_is_overruled_and_said(
 
 @pytest.mark.parametrize("value", [5, True, {}, "224", [3], [3, 0, 0], [3, "a", "b"], None])
 def test_an_input_size_that_is_none_is_passed_over(value: object, tmp_path: Path) -> None:
-    folder = settings_of(tmp_path, model_args={"num_heads": 4}, pretrained_cfg={"input_size": value})
+    folder = write_settings(tmp_path, model_args={"num_heads": 4}, pretrained_cfg={"input_size": value})
     assert load(folder).model.config.image_size == (32, 32)
 
 
@@ -242,10 +242,10 @@ def test_a_dot_in_a_folders_name_is_part_of_it(tmp_path: Path) -> None:
 
 
 def test_area_is_called_box(tmp_path: Path) -> None:
-    view = PreprocessConfig(size=(32, 32), resize=(36,), interpolation="area", mean=(0.4,) * 3, std=(0.3,) * 3)
-    save(making.trained(making.vit(), preprocess=view), tmp_path / "model", "timm")
+    preprocess = PreprocessConfig(size=(32, 32), resize=(36,), interpolation="area", mean=(0.4,) * 3, std=(0.3,) * 3)
+    save(making.trained(making.vit(), preprocess=preprocess), tmp_path / "model", "timm")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["pretrained_cfg"]["interpolation"] == "box"
-    assert load(tmp_path / "model").preprocess == view
+    assert load(tmp_path / "model").preprocess == preprocess
 
 
 def test_what_a_folder_cannot_say_is_noted(tmp_path: Path) -> None:
@@ -279,7 +279,9 @@ def test_imagenet_names_are_given_only_where_the_origin_says_so(tmp_path: Path) 
 
 
 def test_preprocessing_that_is_not_stated_is_unknown_and_said(tmp_path: Path) -> None:
-    folder = settings_of(tmp_path, pretrained_cfg={"input_size": [3, 32, 32], "crop_mode": "border", "crop_pct": 1.0})
+    folder = write_settings(
+        tmp_path, pretrained_cfg={"input_size": [3, 32, 32], "crop_mode": "border", "crop_pct": 1.0}
+    )
     loaded = load(folder)
     assert loaded.preprocess is None
     assert "preprocessing: unknown" in loaded.origin.assumptions[-1]
@@ -313,7 +315,7 @@ def test_logits_equal_timms_hybrids_and_back(name: str, tmp_path: Path) -> None:
         with torch.no_grad():
             expected = model(images)
             # In float64, since some CPUs' convolutions alone are off by that much; kernels are standardised in float32.
-            ours, theirs = (copy.deepcopy(each).double()(images.double()) for each in (loaded.model, model))
+            ours, theirs = (copy.deepcopy(network).double()(images.double()) for network in (loaded.model, model))
             assert (ours - theirs).abs().max() <= 1e-4
     save(loaded, tmp_path / "again", "timm")
     theirs_again = timm.create_model(f"local-dir:{tmp_path / 'again'}", pretrained=True).eval()

@@ -152,14 +152,14 @@ def test_a_pooler_beside_a_classifier_is_left_out_and_said(tmp_path: Path) -> No
 
 def test_a_crop_is_taken_where_transformers_takes_it(tmp_path: Path) -> None:
     """Short side 40, crop 33: the corner falls on 3.5, which rounds to 4 here and to 3 there."""
-    view = PreprocessConfig(size=(33, 33), resize=(40,), interpolation="bilinear", crop_rounding="down")
-    ours = making.trained(making.vit(patch=11, image_size=(33, 33)), preprocess=view)
+    preprocess = PreprocessConfig(size=(33, 33), resize=(40,), interpolation="bilinear", crop_rounding="down")
+    ours = making.trained(making.vit(patch=11, image_size=(33, 33)), preprocess=preprocess)
     save(ours, tmp_path / "model", "transformers")
-    assert load(tmp_path / "model").preprocess == view
+    assert load(tmp_path / "model").preprocess == preprocess
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 47, 3), dtype=np.uint8))
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "model")
     theirs_pixels = processor(picture, return_tensors="pt")["pixel_values"][0]
-    pixels = normalize(make_eval_input(decode(picture), view), view)
+    pixels = normalize(make_eval_input(decode(picture), preprocess), preprocess)
     torch.testing.assert_close(pixels, theirs_pixels, atol=1e-5, rtol=1e-5)
 
 
@@ -197,10 +197,10 @@ def test_transformers_pipeline_reads_what_we_write_and_answers_alike(resize: tup
     """A photograph-like image, larger than the crop, through their whole pipeline and ours."""
     ours = making.trained(making.vit(gelu="erf"))
     assert ours.preprocess is not None
-    view = type(ours.preprocess)(
+    preprocess = type(ours.preprocess)(
         size=(32, 32), resize=resize, interpolation="bilinear", mean=(0.4,) * 3, std=(0.3,) * 3
     )
-    ours = type(ours)(model=ours.model, preprocess=view, labels=ours.labels, origin=ours.origin)
+    ours = type(ours)(model=ours.model, preprocess=preprocess, labels=ours.labels, origin=ours.origin)
     save(ours, tmp_path / "model", "transformers")
     coarse = np.random.default_rng(0).integers(0, 256, (12, 12, 3), dtype=np.uint8)
     picture = Image.fromarray(coarse).resize((120, 120), Image.Resampling.BICUBIC)
@@ -228,9 +228,9 @@ def test_an_old_folder_with_a_bin_file_and_an_integer_size_loads(tmp_path: Path)
     for kind, expected in (("DeiTFeatureExtractor", "bicubic"), ("ViTFeatureExtractor", "bilinear")):
         silent = {key: value for key, value in old.items() if key != "resample"} | {"feature_extractor_type": kind}
         (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(silent))
-        found = load(tmp_path / "model").preprocess
-        assert found is not None
-        assert found.interpolation == expected
+        loaded = load(tmp_path / "model").preprocess
+        assert loaded is not None
+        assert loaded.interpolation == expected
 
 
 @pytest.mark.parametrize(
