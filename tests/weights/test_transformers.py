@@ -228,9 +228,9 @@ def test_an_old_folder_with_a_bin_file_and_an_integer_size_loads(tmp_path: Path)
     for kind, expected in (("DeiTFeatureExtractor", "bicubic"), ("ViTFeatureExtractor", "bilinear")):
         silent = {key: value for key, value in old.items() if key != "resample"} | {"feature_extractor_type": kind}
         (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(silent))
-        loaded = load(tmp_path / "model").preprocess
-        assert loaded is not None
-        assert loaded.interpolation == expected
+        preprocess = load(tmp_path / "model").preprocess
+        assert preprocess is not None
+        assert preprocess.interpolation == expected
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def open_exported_model(path: Path) -> ExportedModel:
     format = next((name for name in _RUNNABLE_FORMATS if EXPORT_FORMATS[name].suffix == path.suffix), None)  # noqa: A001
     if format is None:
         raise UsageError(
-            f"{path} is for torch.export.load (docs/exporting.md); give an .onnx, an .xml, or the model it was exported from"
+            f"{path} is for torch.export.load (docs/exporting.md); give an .onnx, an .xml, or the model itself"
         )
     try:
         module = import_export_format(format)

@@ -42,9 +42,8 @@ class PrecisionMeasurement:
         if not 0 < self.speedup < math.inf:
             raise UsageError(f"speedup is {self.speedup}; it must be above 0")
         if not self.images >= self.confident_images >= 0:
-            raise UsageError(
-                f"confident_images is {self.confident_images} of {pluralize(self.images, 'image')}; it must be a part of them"
-            )
+            images = pluralize(self.images, "image")
+            raise UsageError(f"confident_images is {self.confident_images} of {images}; it must be from 0 to that")
 
     @property
     def is_worthwhile(self) -> bool:
