@@ -220,9 +220,9 @@ def test_a_head_of_other_classes_cannot_be_put_in_order() -> None:
         UsageError, match=r"2 classes only in the model or only in the data, such as 'kind 6' in the model"
     ):
         reorder_head(before, (*before.labels[:6], "new kind"))
-    with pytest.raises(UsageError, match=r"1 class .* such as 'a kind' of the data"):
+    with pytest.raises(UsageError, match=r"1 class .* such as 'a kind' in the data"):
         reorder_head(before, (*before.labels, "a kind"))
-    with pytest.raises(UsageError, match=r"1 class .* such as 'kind 6' of the model"):
+    with pytest.raises(UsageError, match=r"1 class .* such as 'kind 6' in the model"):
         reorder_head(before, before.labels[:6])
     with pytest.raises(UsageError, match="no names, so its head cannot be kept"):
         reorder_head(making.trained(making.vit(), labels=None), before.labels)

@@ -290,7 +290,7 @@ def test_preprocessing_that_is_not_stated_is_unknown_and_said(tmp_path: Path) ->
 HYBRIDS = ("vit_tiny_r_s16_p8_224", "vit_small_r26_s32_224", "vit_base_r50_s16_224", "vit_large_r50_s32_224")
 
 
-def fill(model: Any) -> Any:
+def fill_weights(model: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.2)
@@ -303,7 +303,7 @@ def test_logits_equal_timms_hybrids_and_back(name: str, tmp_path: Path) -> None:
     timm = peer("timm")
     torch.manual_seed(0)
     arguments = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 64}
-    model = fill(timm.create_model(name, num_classes=5, **arguments))
+    model = fill_weights(timm.create_model(name, num_classes=5, **arguments))
     (tmp_path / "model").mkdir()
     save_file(model.state_dict(), tmp_path / "model" / "model.safetensors")
     settings = {"architecture": name, "num_classes": 5, "model_args": arguments, "pretrained_cfg": model.pretrained_cfg}
@@ -332,7 +332,7 @@ def test_logits_equal_timms_hybrids_and_back(name: str, tmp_path: Path) -> None:
 def test_logits_equal_timms_bit_and_back(tmp_path: Path) -> None:
     timm = peer("timm")
     torch.manual_seed(0)
-    model = fill(timm.create_model("resnetv2_50x1_bit", num_classes=5))
+    model = fill_weights(timm.create_model("resnetv2_50x1_bit", num_classes=5))
     (tmp_path / "model").mkdir()
     save_file(model.state_dict(), tmp_path / "model" / "model.safetensors")
     settings = {"architecture": "resnetv2_50x1_bit", "num_classes": 5, "pretrained_cfg": model.pretrained_cfg}

@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-def theirs(kind: str) -> Any:
+def build_transformers_model(kind: str) -> Any:
     """One of transformers' models with random weights in every parameter, larger than its own initialisation."""
     model_class, config_class, change = MODELS[kind]
     torch.manual_seed(0)
@@ -67,7 +67,7 @@ def theirs(kind: str) -> Any:
     return model
 
 
-def images_for(model: Any) -> Tensor:
+def make_images(model: Any) -> Tensor:
     channels = model.config.num_channels
     return torch.randn(3, channels, 32, 32, generator=torch.Generator().manual_seed(1))
 
@@ -79,10 +79,10 @@ def assert_equal_logits(ours: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_equal_transformers_own(kind: str, tmp_path: Path) -> None:
-    model = theirs(kind)
+    model = build_transformers_model(kind)
     model.save_pretrained(tmp_path / "model")
     loaded = load(tmp_path / "model")
-    images = images_for(model)
+    images = make_images(model)
     with torch.no_grad():
         assert_equal_logits(loaded.model(images), model(images).logits)
     assert loaded.origin.format == "transformers"
@@ -91,7 +91,7 @@ def test_logits_equal_transformers_own(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_names_of_version_4_and_of_version_5_in_memory_load_alike(kind: str, tmp_path: Path) -> None:
-    model = theirs(kind)
+    model = build_transformers_model(kind)
     model.save_pretrained(tmp_path / "model")
     files, memory = load_file(tmp_path / "model" / "model.safetensors"), model.state_dict()
     assert any("attention.attention.query" in name for name in files)  # version 4's names
@@ -108,7 +108,7 @@ def test_names_of_version_4_and_of_version_5_in_memory_load_alike(kind: str, tmp
 @pytest.mark.parametrize("kind", ["ViT", "DeiT with teacher", "DINOv2", "DINOv2 with registers"])
 def test_another_resolution_equals_transformers_own(kind: str, tmp_path: Path) -> None:
     """Positions are resampled by the operator of each family."""
-    model = theirs(kind)
+    model = build_transformers_model(kind)
     model.save_pretrained(tmp_path / "model")
     images = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(1))
     options = {} if kind.startswith("DINO") else {"interpolate_pos_encoding": True}
@@ -120,7 +120,7 @@ def test_a_model_without_a_head_gives_the_poolers_output(tmp_path: Path) -> None
     torch.manual_seed(0)
     model = ViTModel(ViTConfig(**SMALL)).eval()
     model.save_pretrained(tmp_path / "model")
-    loaded, images = load(tmp_path / "model"), images_for(model)
+    loaded, images = load(tmp_path / "model"), make_images(model)
     with torch.no_grad():
         out = model(images)
         torch.testing.assert_close(loaded.model(images), out.pooler_output, atol=1e-5, rtol=1e-5)
@@ -131,7 +131,7 @@ def test_dinov2_without_a_head_gives_its_class_token_and_says_what_it_left_out(t
     torch.manual_seed(0)
     model = Dinov2Model(Dinov2Config(**SMALL | {"mlp_ratio": 2})).eval()
     model.save_pretrained(tmp_path / "model")
-    loaded, images = load(tmp_path / "model"), images_for(model)
+    loaded, images = load(tmp_path / "model"), make_images(model)
     with torch.no_grad():
         torch.testing.assert_close(loaded.model(images), model(images).pooler_output, atol=1e-5, rtol=1e-5)
     assert "embeddings.mask_token: left out" in loaded.origin.changes[0]
@@ -139,12 +139,12 @@ def test_dinov2_without_a_head_gives_its_class_token_and_says_what_it_left_out(t
 
 def test_a_pooler_beside_a_classifier_is_left_out_and_said(tmp_path: Path) -> None:
     """transformers' classifier does not read it."""
-    model = theirs("ViT")
+    model = build_transformers_model("ViT")
     model.save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     pooler = {"vit.pooler.dense.weight": torch.ones(48, 48), "vit.pooler.dense.bias": torch.ones(48)}
     save_file(load_file(path) | pooler, path, metadata={"format": "pt"})
-    loaded, images = load(tmp_path / "model"), images_for(model)
+    loaded, images = load(tmp_path / "model"), make_images(model)
     with torch.no_grad():
         assert_equal_logits(loaded.model(images), model(images).logits)
     assert "pooler.dense.weight: left out, the classifier does not read the pooler" in loaded.origin.changes
@@ -213,7 +213,7 @@ def test_transformers_pipeline_reads_what_we_write_and_answers_alike(resize: tup
 
 
 def test_an_old_folder_with_a_bin_file_and_an_integer_size_loads(tmp_path: Path) -> None:
-    model = theirs("ViT")
+    model = build_transformers_model("ViT")
     model.save_pretrained(tmp_path / "model")
     torch.save(load_file(tmp_path / "model" / "model.safetensors"), tmp_path / "model" / "pytorch_model.bin")
     (tmp_path / "model" / "model.safetensors").unlink()
@@ -247,7 +247,7 @@ def test_an_old_folder_with_a_bin_file_and_an_integer_size_loads(tmp_path: Path)
 def test_a_config_that_does_not_fit_its_weights_is_refused(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    theirs("ViT").save_pretrained(tmp_path / "model")
+    build_transformers_model("ViT").save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ModelError, match=message):
@@ -255,7 +255,7 @@ def test_a_config_that_does_not_fit_its_weights_is_refused(
 
 
 def test_a_bare_file_asks_for_its_folder_and_a_file_name_for_a_folder(tmp_path: Path) -> None:
-    theirs("ViT").save_pretrained(tmp_path / "model")
+    build_transformers_model("ViT").save_pretrained(tmp_path / "model")
     with pytest.raises(ModelError, match=r"without its config\.json; give the folder"):
         load(tmp_path / "model" / "model.safetensors")
     with pytest.raises(UsageError, match="a transformers model is a folder"):
