@@ -149,5 +149,5 @@ def test_a_model_without_preprocessing_is_refused_with_the_option_that_helps(tmp
     save(making.trained(making.vit(depth=1), preprocess=None), path)
     given = ("convert", str(path), str(tmp_path / "out.pt2"), "--to", "torch-export")
     code, _, err = vitrail(*given, capsys=capsys)
-    assert (code, "add --preprocess imagenet" in err) == (2, True)
+    assert (code, "--preprocess imagenet" in err) == (2, True)
     assert vitrail(*given, "--preprocess", "imagenet", capsys=capsys)[0] == 0

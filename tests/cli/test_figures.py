@@ -252,7 +252,7 @@ def test_weights_that_do_not_say_how_images_are_prepared_still_show_themselves(
     save(making.trained(making.vit(), preprocess=None), path)
     code, _, error = vitrail("figures", str(path), str(pictures), "--out", str(tmp_path / "out"), capsys=capsys)
     assert code == 0
-    assert "no attention: the weights do not say how images must be prepared" in error
+    assert "no attention: the model does not say how images must be prepared" in error
     assert (tmp_path / "out" / "positions.png").exists()
 
 

@@ -82,7 +82,7 @@ def test_features_and_attention_stay_as_they_are(model: Path, pictures: Path, tm
 def test_info_tells_what_was_measured_and_what_this_cpu_would_use(model: Path, capsys: Capture) -> None:
     code, out, _ = vitrail("info", str(model), capsys=capsys)
     assert code == 0
-    assert "bfloat16: 1.90 times float32's speed, its answer to 99.80% of 500 images of photos," in " ".join(
+    assert "bfloat16: 1.90 times float32's speed, the same class for 99.80% of 500 images of photos," in " ".join(
         out.split()
     )
     assert "bfloat16 unless --precision says otherwise" in " ".join(out.split())

@@ -78,7 +78,7 @@ def main(
     trained = adapt(
         trained,
         classes=classes,
-        labels=None if labels is None else known_labels.read_labels(labels),
+        labels=None if labels is None else known_labels.resolve_labels(labels),
         image_size=None if image_size is None else expand_image_size(image_size),
         patch=patch,
         channels=channels,
@@ -100,7 +100,7 @@ def _check_measure_options(to: TargetFormat, *, int8: bool, measure: str | None)
 
 def _check_target(path: Path, to: TargetFormat, *, overwrite: bool) -> None:
     from vitrail.export import export
-    from vitrail.weights.load import check_destination
+    from vitrail.weights.formats import check_destination
 
     match to:
         case "onnx" | "torch-export" | "openvino":
@@ -175,14 +175,12 @@ def _select_images(dataset: "Dataset") -> "Split":
 def _iterate_inputs(trained: "Trained", dataset: "Dataset") -> "Iterator[Tensor]":
     """Batches of what the model sees of the images to measure on, with progress."""
     from vitrail.data.loader import iter_eval_batches
+    from vitrail.weights.trained import require_preprocess
 
-    if trained.preprocess is None:
-        raise UsageError("the weights do not say how images must be prepared: add --preprocess imagenet")
+    preprocess = require_preprocess(trained)
     split, done = _select_images(dataset), 0
     with output.show_progress("measuring") as report:
-        for batch in iter_eval_batches(
-            split, trained.preprocess, batch_size=_BATCH_SIZE, num_classes=len(dataset.classes)
-        ):
+        for batch in iter_eval_batches(split, preprocess, batch_size=_BATCH_SIZE, num_classes=len(dataset.classes)):
             yield batch.pixels
             done += len(batch.pixels)
             report(done, len(split))

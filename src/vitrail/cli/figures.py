@@ -167,7 +167,7 @@ def _is_model(argument: str) -> bool:
     """Whether an argument after the first is a model: a name of one, a file of weights, or a folder without images."""
     from vitrail import presets
     from vitrail.data.image_headers import IMAGE_SUFFIXES
-    from vitrail.weights import hub, tensor_files
+    from vitrail.weights import formats, hub
     from vitrail.weights.load import find_model_path
 
     if hub.is_remote(argument):
@@ -176,7 +176,7 @@ def _is_model(argument: str) -> bool:
     if path is None:
         return presets.has_preset(argument)
     endings = {each.suffix.lower() for each in (path.iterdir() if path.is_dir() else [path])}
-    return not endings.isdisjoint((*tensor_files.SUFFIXES, ".npz")) and endings.isdisjoint(IMAGE_SUFFIXES)
+    return not endings.isdisjoint(formats.FILE_SUFFIXES) and endings.isdisjoint(IMAGE_SUFFIXES)
 
 
 def _load_models(arguments: Sequence[str], image_size: tuple[int, ...] | None, device: str | None) -> list[FigureModel]:
@@ -352,13 +352,9 @@ def _iterate_inputs(
     figure_model: FigureModel, images: "Sequence[FigureImage]", figure_folder: FigureFolder
 ) -> "Iterator[InputBatch]":
     from vitrail.figures import attention_images
+    from vitrail.weights.trained import require_preprocess
 
-    preprocess = figure_model.trained.preprocess
-    if preprocess is None:
-        raise UsageError(
-            "the weights do not say how images must be prepared. Name it once:"
-            " vitrail convert MODEL OUT.safetensors --preprocess imagenet (or inception, torchvision)"
-        )
+    preprocess = require_preprocess(figure_model.trained)
     return attention_images.iterate_inputs(
         images, figure_model.trained.model.config.channels, preprocess, figure_folder.add_unreadable
     )

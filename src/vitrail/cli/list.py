@@ -24,7 +24,7 @@ def main(
     if kind == "recipes":
         _print_recipes(json)
         return
-    from vitrail.weights.load import WeightsFormat
+    from vitrail.weights.formats import WeightsFormat
 
     models = [_describe_preset(name) for name in presets.list_presets()]
     if json:

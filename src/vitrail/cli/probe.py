@@ -10,7 +10,7 @@ import tyro
 
 from vitrail.cli import output, runs
 from vitrail.cli.finetune import set_preprocess
-from vitrail.errors import DataError, ModelError, UsageError
+from vitrail.errors import DataError, UsageError
 from vitrail.remote import RemoteError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def main(
 
 def _check_options(methods: tuple[ProbeMethod, ...], save: Path | None, *, overwrite: bool, **numbers: int) -> None:
     """Refuse what cannot be meant."""
-    from vitrail.weights.load import check_destination
+    from vitrail.weights.formats import check_destination
 
     for name, number in numbers.items():
         if number < 1:
@@ -176,13 +176,9 @@ def _extract_features(
     from vitrail.data.loader import iter_eval_batches
     from vitrail.evaluate import features
     from vitrail.runtime import distributed
+    from vitrail.weights.trained import require_preprocess
 
-    view = trained.preprocess
-    if view is None:
-        raise ModelError(
-            "the weights do not say how images must be prepared: name it with --preprocess imagenet"
-            " (or inception, torchvision)"
-        )
+    view = require_preprocess(trained)
     digest = features.digest_model(trained.model) if group.is_rank0 else ""
     network = trained.model.to(device)
     values: dict[str, Tensor] = {}

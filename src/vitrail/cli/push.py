@@ -64,7 +64,7 @@ def prepare_upload(trained: "Trained", folder: Path, repo: str, run: Path | None
     """
     from vitrail.report import model_card
     from vitrail.report.run_facts import gather_facts
-    from vitrail.weights import hub
+    from vitrail.weights import formats
     from vitrail.weights.load import save
 
     refusal = None
@@ -74,7 +74,7 @@ def prepare_upload(trained: "Trained", folder: Path, repo: str, run: Path | None
         refusal = str(error)
         notes = [f"only the native file, no transformers folder: {refusal}"]
         folder.mkdir()
-    save(trained, folder / hub.NATIVE_FILE)
+    save(trained, folder / formats.NATIVE_FILE)
     address = model_card.HubAddress(repo, refusal, () if refusal else tuple(notes))
     written = None if run is None else run / "README.md"
     if written is not None and written.is_file():

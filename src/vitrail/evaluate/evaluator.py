@@ -21,7 +21,7 @@ from vitrail.evaluate.predictions import Counts, Predictions, count_predictions,
 from vitrail.formatting import pluralize
 from vitrail.weights import timm as timm_files
 from vitrail.weights.load import load
-from vitrail.weights.trained import Trained
+from vitrail.weights.trained import Trained, require_preprocess
 
 TIMM_PREFIX = "timm-model:"
 
@@ -52,16 +52,11 @@ def make_evaluated_model(trained: Trained, name: str) -> EvaluatedModel:
     outputs = trained.model.config.classes
     if not outputs:
         raise UsageError(f"{name} has no head, so it makes no predictions: `vitrail probe` evaluates its features")
-    if trained.preprocess is None:
-        raise UsageError(
-            f"{name} does not say how images must be prepared. Name it once:"
-            " vitrail convert MODEL OUT.safetensors --preprocess imagenet (or inception, torchvision)"
-        )
     return EvaluatedModel(
         name,
         trained.model,
         outputs,
-        trained.preprocess,
+        require_preprocess(trained, name=name),
         trained.labels,
         trained.temperature,
         trained.multi_label,

@@ -22,7 +22,7 @@ from vitrail.inference.precision import build_inference_functions, list_availabl
 from vitrail.model.quantized import describe_cpu
 from vitrail.runtime import devices
 from vitrail.weights.precision_measurements import choose_precision
-from vitrail.weights.trained import Trained, require_trained
+from vitrail.weights.trained import Trained, require_preprocess
 
 UNSURE = "unsure"
 
@@ -48,12 +48,7 @@ class Classifier:
         batch_size: int = 32,
         precision: Precision | None = None,
     ) -> None:
-        preprocess = require_trained(trained).preprocess
-        if preprocess is None:
-            raise UsageError(
-                "the weights do not say how images must be prepared. Name it once:"
-                " vitrail convert MODEL OUT.safetensors --preprocess imagenet (or inception, torchvision)"
-            )
+        preprocess = require_preprocess(trained)
         if batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
         self.device = devices.resolve_device(device)

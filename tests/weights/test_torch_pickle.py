@@ -49,7 +49,7 @@ def load_all(*paths: Path) -> tuple[list[str], int]:
     return lines, int(memory)
 
 
-def torch_file(path: Path, content: bytes) -> Path:
+def write_torch_file(path: Path, content: bytes) -> Path:
     """A .pth with a pickle of one's own."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", content)
@@ -101,7 +101,7 @@ PICKLES = {
 @pytest.mark.attack
 def test_pickles_that_would_allocate_are_refused_before_they_do(tmp_path: Path, attacked: Attacked) -> None:
     paths = [
-        torch_file(tmp_path / f"{place}.pth", b"\x80\x02" + content + b".")
+        write_torch_file(tmp_path / f"{place}.pth", b"\x80\x02" + content + b".")
         for place, content in enumerate(PICKLES.values())
     ]
     assert all(path.stat().st_size < 1_000_000 for path in paths)
@@ -151,7 +151,7 @@ def test_a_pickle_of_endless_instructions_is_refused(monkeypatch: pytest.MonkeyP
 
 def test_two_entries_of_one_name_are_refused(tmp_path: Path) -> None:
     """Which of them is looked at and which is loaded would be another question."""
-    path = torch_file(tmp_path / "model.pth", b"\x80\x02}.")
+    path = write_torch_file(tmp_path / "model.pth", b"\x80\x02}.")
     with pytest.warns(UserWarning, match="Duplicate name"), zipfile.ZipFile(path, "a") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02}.")
     with pytest.raises(ModelError, match="two entries of one name"):
@@ -214,8 +214,8 @@ def test_a_header_that_would_allocate_positions_or_layers_is_refused(tmp_path: P
         paths.append(tmp_path / f"{place}.safetensors")
         paths[-1].write_bytes(len(changed).to_bytes(8, "little") + changed + whole[8 + header :])
     lines, memory = load_all(*paths)
-    for each, line in zip(paths, lines, strict=True):
-        assert line.startswith(f"{each} is damaged"), line
+    for path, line in zip(paths, lines, strict=True):
+        assert line.startswith(f"{path} is damaged"), line
         assert "NEWLINE" not in line
     assert memory < 150
     attacked(
