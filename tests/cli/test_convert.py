@@ -83,7 +83,7 @@ def test_precisions_are_measured_into_vitrails_own_file(model: Path, tmp_path: P
     code, out, _ = vitrail("convert", str(model), str(path), "--measure", str(data), "--json", capsys=capsys)
     assert code == 0
     tried = load(path).precision_measurements
-    assert [each["precision"] for each in json.loads(out)["tried"]] == [each.precision for each in tried]
+    assert [each["precision"] for each in json.loads(out)["precision_measurements"]] == [each.precision for each in tried]
     assert "bfloat16" in {each.precision for each in tried}
     val = len(open_dataset(str(data)).splits["val"])
     assert all(0 < each.images <= val for each in tried), tried  # of what is slow, the first batch alone
@@ -129,8 +129,8 @@ def test_a_large_set_is_sampled_evenly(tmp_path: Path, monkeypatch: pytest.Monke
     ("options", "message"),
     [
         (["--to", "onnx", "--int8"], "name images to measure how much: --measure DATA"),
-        (["--to", "openvino", "--int8", "--measure", "."], "--int8 is of onnx, not of openvino: add --to onnx"),
-        (["--to", "onnx", "--measure", "."], "--measure has no place in onnx: add --to onnx --int8"),
+        (["--to", "openvino", "--int8", "--measure", "."], "--int8 is for onnx, not for openvino: add --to onnx"),
+        (["--to", "onnx", "--measure", "."], "--measure is not for onnx: add --to onnx --int8"),
         (["--to", "onnx"], "onnx writes a .onnx file; call it"),
     ],
 )
@@ -149,3 +149,32 @@ def test_a_model_without_preprocessing_is_refused_with_the_option_that_helps(tmp
     code, _, err = vitrail(*given, capsys=capsys)
     assert (code, "add --preprocess imagenet" in err) == (2, True)
     assert vitrail(*given, "--preprocess", "imagenet", capsys=capsys)[0] == 0
+
+
+def test_convert_lists_each_change_and_note(tmp_path: Path, capsys: Capture) -> None:
+    source, target = str(tmp_path / "a.safetensors"), str(tmp_path / "b")
+    save(making.trained(making.vit()), source)
+    options = ["--to", "timm", "--classes", "3", "--image-size", "48", "--patch", "16", "--channels", "1"]
+    code, out, err = vitrail("convert", source, target, *options, capsys=capsys)
+    assert code == 0
+    for name in ("head.weight", "pos_embed", "patch_embed.proj.weight", "preprocess.size", "preprocess.mean"):
+        assert name in out
+    assert f"written  {target} (timm)" in out
+    assert f"model: {source}" in err
+    config = load(Path(target)).model.config
+    assert (config.classes, config.image_size, config.patch, config.channels) == (3, (48, 48), 16, 1)
+
+
+def test_convert_names_classes_and_preprocessing(tmp_path: Path, capsys: Capture) -> None:
+    save(making.trained(making.vit(width=64, heads=1, gelu="erf")), tmp_path / "bare.safetensors", "timm")
+    (tmp_path / "names.txt").write_text("\n".join("abcdefg"))
+    options = ["--labels", str(tmp_path / "names.txt"), "--preprocess", "imagenet", "--json"]
+    code, out, _ = vitrail(
+        "convert", str(tmp_path / "bare.safetensors"), str(tmp_path / "new.safetensors"), *options, capsys=capsys
+    )
+    assert code == 0
+    assert json.loads(out)["changes"] == ["preprocess: imagenet, given by hand", "labels: none -> 7 names"]
+    loaded = load(tmp_path / "new.safetensors")
+    assert loaded.labels == tuple("abcdefg")
+    assert loaded.preprocess is not None
+    assert loaded.preprocess.mean == (0.485, 0.456, 0.406)

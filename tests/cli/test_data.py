@@ -263,7 +263,7 @@ def test_list_get_and_remove(tmp_path: Path, capsys: Capture) -> None:
     line = next(line for line in out.splitlines() if line.startswith("cifar10 "))
     assert "60,000" in line
     assert "kB" in line
-    rows = json.loads(run("data", "list", "--json", capsys=capsys)[1])["sets"]
+    rows = json.loads(run("data", "list", "--json", capsys=capsys)[1])["datasets"]
     assert {row["name"] for row in rows if row["stored_bytes"]} == {"cifar10"}
     assert run("data", "remove", "cifar10", capsys=capsys)[0] == 0
     assert not public_datasets.get_dataset_folder("cifar10").exists()

@@ -70,7 +70,7 @@ def test_several_labels_are_judged_by_exact_match_f1_and_average_precision(
     flowers: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     names = (*CLASSES, "plant")
-    save(making.trained(making.vit(classes=4), labels=names, several=True), tmp_path / "labels.safetensors")
+    save(making.trained(making.vit(classes=4), labels=names, multi_label=True), tmp_path / "labels.safetensors")
     rows = [f"test/{name}/{number}.jpg,{name};plant,test" for name in CLASSES for number in range(5)]
     (flowers / "list.csv").write_text("\n".join(["path,labels,split", *rows]) + "\n")
     given = (tmp_path / "labels.safetensors", flowers / "list.csv", "--split", "test", "--out")
@@ -133,7 +133,7 @@ def test_two_processes_say_what_one_says(flowers: Path, model: Path, tmp_path: P
         assert done.returncode == 0, done.stderr
         results.append(json.loads(done.stdout))
         results[-1]["models"][0].pop("images_per_second")
-    assert [result.pop("ranks") for result in results] == [1, 2]
+    assert [result.pop("world_size") for result in results] == [1, 2]
     for result in results:
         result.pop("folder")
     assert alike(*results)
@@ -148,12 +148,12 @@ def test_models_stand_side_by_side_and_are_compared_image_by_image(
     other = tmp_path / "other.safetensors"
     save(making.trained(making.vit(seed=5, classes=3), labels=CLASSES), other)
     found = evaluated(model, flowers, "--against", other, "--out", tmp_path / "out", capsys=capsys)
-    pair = found["compared"][0]
+    pair = found["comparisons"][0]
     rights = [model["right"] for model in found["models"]]
-    assert pair["both"] + pair["first"] == rights[0]
-    assert pair["both"] + pair["second"] == rights[1]
-    assert pair["both"] + pair["first"] + pair["second"] + pair["neither"] == 15
-    assert (tmp_path / "out" / "differences-1.jpg").exists() == bool(pair["first"] + pair["second"])
+    assert pair["both"] + pair["only_first"] == rights[0]
+    assert pair["both"] + pair["only_second"] == rights[1]
+    assert pair["both"] + pair["only_first"] + pair["only_second"] + pair["neither"] == 15
+    assert (tmp_path / "out" / "differences-1.jpg").exists() == bool(pair["only_first"] + pair["only_second"])
     assert (tmp_path / "out" / "model-1" / "predictions.csv").exists()
 
 
@@ -244,7 +244,7 @@ def test_it_ends_with_what_came_of_it_and_where_it_is(
     found = json.loads((out / "evaluate.json").read_text())["models"][0]
     last = error.splitlines()[-1]
     assert last.startswith(f"{found['top1']:.1%} of 15 images right (")
-    assert last.endswith(f"; tables and pictures: {out}")
+    assert last.endswith(f"; tables and figures: {out}")
     save(load(model), tmp_path / "other.safetensors")
     twice = ("evaluate", str(model), str(flowers), "--workers", "0", "--against", str(tmp_path / "other.safetensors"))
     error = vitrail(*twice, "--out", str(tmp_path / "two"), capsys=capsys)[2]
@@ -254,7 +254,7 @@ def test_it_ends_with_what_came_of_it_and_where_it_is(
 def test_another_model_is_checked_before_the_first_runs(
     flowers: Path, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitrail.cli.evaluate._evaluate_model", lambda *_: pytest.fail("a model ran"))
+    monkeypatch.setattr("vitrail.evaluate.evaluation.evaluate_model", lambda *_: pytest.fail("a model ran"))
     other = tmp_path / "other.safetensors"
     save(making.trained(making.vit(classes=2), labels=("oak", "elm")), other)
     for against, code, message in (
@@ -295,7 +295,7 @@ def test_what_is_elsewhere_or_taken_is_not_written_to(
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine").write_text("")
     code, _, error = vitrail("evaluate", str(model), str(flowers), "--out", out, capsys=capsys)
-    assert (code, f"--out {out} must be a folder here that is new or empty" in error) == (2, True)
+    assert (code, f"--out {out} must be a local folder that is new or empty" in error) == (2, True)
 
 
 def test_an_unknown_label_is_refused(model: Path, tmp_path: Path, capsys: Capture) -> None:

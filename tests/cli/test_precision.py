@@ -17,15 +17,15 @@ from vitrail.serve.served_model import start_model
 from vitrail.weights.precision_measurements import PrecisionMeasurement
 
 FASTER = PrecisionMeasurement(
-    cpu=describe_cpu(), precision="bfloat16", threads=2, speedup=1.9, images=500, top1_agreement=0.998, confident_agreement=1.0, confident_images=400,
-    mean_probability_change=0.002,
+    cpu=describe_cpu(), precision="bfloat16", threads=2, speedup=1.9, images=500, top1_agreement=0.998,
+    confident_agreement=1.0, confident_images=400, mean_probability_change=0.002,
     data="photos",
 )  # fmt: skip
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    save(making.trained(making.vit(), tried=(FASTER,)), tmp_path / "model.safetensors")
+    save(making.trained(making.vit(), precision_measurements=(FASTER,)), tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
 
 
@@ -38,7 +38,7 @@ def test_predict_computes_as_the_file_says_and_says_so_once(model: Path, picture
     given = ("predict", str(model), str(pictures), "--device", "cpu", "--json")
     code, chosen, error = vitrail(*given, capsys=capsys)
     assert code == 0
-    assert error.count("computing in bfloat16, which the model's file says is faster here and answers alike") == 1
+    assert error.count("computing in bfloat16, which the model's file records as faster here with the same predictions") == 1
     _, exact, error = vitrail(*given, "--precision", "float32", capsys=capsys)
     assert "computing" not in error
     paths = [json.loads(line)["image"] for line in exact.splitlines()]
@@ -85,10 +85,10 @@ def test_info_tells_what_was_measured_and_what_this_cpu_would_use(model: Path, c
     assert "bfloat16: 1.90 times float32's speed, its answer to 99.80% of 500 images of photos," in " ".join(
         out.split()
     )
-    assert "bfloat16 unless --precision says otherwise" in " ".join(out.split())
+    assert "bfloat16 by default; --precision changes it" in " ".join(out.split())
     found = json.loads(vitrail("info", str(model), "--json", capsys=capsys)[1])
     assert found["precision"] == "bfloat16"
-    assert found["tried"] == [dataclasses.asdict(FASTER)]
+    assert found["precision_measurements"] == [dataclasses.asdict(FASTER)]
 
 
 def test_a_served_model_tells_its_precision_and_still_explains(model: Path) -> None:

@@ -32,7 +32,6 @@ from tests.data.pictures import encoded, folder, picture
 from tests.test_locks import holder
 from vitrail import Classifier, load, save
 from vitrail.cli import main
-from vitrail.cli import predict as command
 from vitrail.config import PreprocessConfig
 from vitrail.data import decode, image_paths
 from vitrail.data.loader import iter_eval_batches
@@ -42,6 +41,7 @@ from vitrail.evaluate import predictions
 from vitrail.evaluate.evaluator import evaluate_split, make_evaluated_model
 from vitrail.export import graph
 from vitrail.figures import attention, crops, image_grids
+from vitrail.inference import bulk_prediction
 from vitrail.serve import routes
 from vitrail.serve.server import make_service
 from vitrail.spreadsheet import unquote_cell
@@ -393,15 +393,15 @@ def killed_at(batch: int, *arguments: str) -> int:
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     signal.alarm(60)
-    rows, batches = command._predict_rows, [0]
+    predict_rows, batches = bulk_prediction.predict_rows, [0]
 
     def dying(*given: Any) -> Any:
         batches[0] += 1
         if batches[0] == batch:
             os.kill(os.getpid(), signal.SIGKILL)
-        return rows(*given)
+        return predict_rows(*given)
 
-    pytest.MonkeyPatch().setattr(command, "_predict_rows", dying)
+    pytest.MonkeyPatch().setattr(bulk_prediction, "predict_rows", dying)
     os._exit(main(arguments))
 
 

@@ -131,6 +131,7 @@ def test_a_missing_extra_is_named_with_its_line(
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "fastapi" or "vitrail.serve" in name]:
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "vitrail.cli.serve", raising=False)
     monkeypatch.delattr("vitrail.serve", raising=False)
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert main(["serve", model]) == 2
@@ -140,4 +141,4 @@ def test_a_missing_extra_is_named_with_its_line(
 def test_a_model_that_cannot_be_served_ends_with_its_own_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "there/is/no/such.safetensors", "--port", "0"]) == 4
     assert main(["serve"]) == 2
-    assert "say which models" in capsys.readouterr().err
+    assert "name the models" in capsys.readouterr().err

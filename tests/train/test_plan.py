@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from vitrail import recipes
-from vitrail.cli import main, plan
+from vitrail.cli import main
+from vitrail.train import plan
 
 Capture = pytest.CaptureFixture[str]
 
@@ -114,7 +115,7 @@ def test_memory_disk_and_traffic_by_hand(capsys: Capture) -> None:
     found = facts(*options, capsys=capsys)
     whole, sharded = found["memory"]["whole"], found["memory"]["sharded"]
     assert found["micro_batch"] == 128  # 4096 / 8 / 4
-    assert (whole["weights"], whole["gradients"], whole["optimizer"], whole["average"]) == (
+    assert (whole["weights"], whole["gradients"], whole["optimizer"], whole["ema"]) == (
         weights,
         weights,
         2 * weights,
@@ -136,7 +137,7 @@ def test_an_average_and_the_optimiser_count(capsys: Capture) -> None:
     found = facts("cifar10", capsys=capsys)
     weights = 4 * found["parameters"]
     assert recipes.RECIPES["cifar10"].optimizer.kind == "muon"
-    assert (found["memory"]["whole"]["optimizer"], found["memory"]["whole"]["average"]) == (weights, weights)
+    assert (found["memory"]["whole"]["optimizer"], found["memory"]["whole"]["ema"]) == (weights, weights)
     assert found["disk"]["checkpoint"] == 3 * weights
 
 
@@ -227,13 +228,13 @@ def test_the_script_tells_each_task_its_place_and_requeues_a_stopped_run(
         assert (tmp_path / "requeued").read_text() == "requeue 41234\n"
     without = subprocess.run(["bash", path], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert without.returncode
-    assert "say what to train on" in without.stderr
+    assert "name the data to train on" in without.stderr
 
 
 def test_json_holds_the_script_too(capsys: Capture) -> None:
     found = facts("vit-b16-jft", "--sbatch", capsys=capsys)
     assert found["sbatch"].startswith("#!/bin/bash\n")
     assert set(found) == {
-        "what", "model", "machine", "parameters", "flops_per_image", "images", "epochs", "batch", "micro_batch",
+        "name", "model", "machine", "parameters", "flops_per_image", "images", "epochs", "batch", "micro_batch",
         "steps", "exaflops", "paper", "seconds", "gpu_days", "memory", "disk", "traffic", "sbatch",
     }  # fmt: skip
