@@ -83,7 +83,9 @@ def test_precisions_are_measured_into_vitrails_own_file(model: Path, tmp_path: P
     code, out, _ = vitrail("convert", str(model), str(path), "--measure", str(data), "--json", capsys=capsys)
     assert code == 0
     tried = load(path).precision_measurements
-    assert [each["precision"] for each in json.loads(out)["precision_measurements"]] == [each.precision for each in tried]
+    assert [each["precision"] for each in json.loads(out)["precision_measurements"]] == [
+        each.precision for each in tried
+    ]
     assert "bfloat16" in {each.precision for each in tried}
     val = len(open_dataset(str(data)).splits["val"])
     assert all(0 < each.images <= val for each in tried), tried  # of what is slow, the first batch alone

@@ -128,7 +128,7 @@ def test_copies_inside_and_across_splits_and_against_another_set_are_found(tmp_p
     (other / "b.jpg").write_bytes(encoded(photo(999), quality=90))
     code, out, err = run("data", "check", "./set", "--against", "./other", capsys=capsys)
     assert code == 0
-    last = "images, none bad, 1 group of copies across splits; report: data_report.json"
+    last = "images, none bad, 1 group of duplicates across splits; report: data_report.json"
     assert err.splitlines()[-1].endswith(last)
     assert "1 group of equal files, 1 group that looks the same" in out
     assert "1 group of these across splits" in out
@@ -205,7 +205,7 @@ def test_of_a_large_set_the_check_says_how_many_were_compared_and_all_compares_a
             (place / f"{number}.jpg").write_bytes(encoded(photo(number), "JPEG", quality=90))
     check = ("data", "check", "./mine", "--against", "./other")
     _, out, err = run(*check, capsys=capsys)
-    assert "note: 10 of 26 images (38.5%), drawn at random, are decoded and compared; --all does it with all" in err
+    assert "note: a random sample of 10 of 26 images (38.5%) is decoded and compared; --all takes all of them" in err
     assert re.search(r"about [\d.]+ hours on \d+ cores?, at [\d.]+ ms to decode an image here and 2 ms to", err)
     assert "shows; compared 10 of 26 images" in out
     assert re.search(r"warning +16 images were not compared with it", out)
@@ -236,7 +236,7 @@ def test_a_report_that_cannot_be_written_costs_the_result_nothing(tmp_path: Path
     (tmp_path / "file").write_text("")
     code, out, err = run("data", "check", "./set", "--out", "file/report.json", capsys=capsys)
     assert code == 2
-    assert "images   train 4, val 4" in out
+    assert "images      train 4, val 4" in out
     assert err.count("vitrail: ") == 1
 
 
@@ -301,4 +301,4 @@ def test_a_terminal_shows_a_bar_and_a_pipe_none(tmp_path: Path) -> None:
             break
         seen.write(part)
     assert shown.wait(timeout=120) == 0
-    assert b"looking at images" in seen.getvalue()
+    assert b"reading images" in seen.getvalue()

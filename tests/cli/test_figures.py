@@ -38,10 +38,10 @@ CROPPED = PreprocessConfig(size=(32, 32), resize=(40,), mean=(0.4,) * 3, std=(0.
 
 
 @pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plates that are empty files, for tests of all the rest: to draw them takes a second each time."""
-    for name in ("filters", "positions", "distance", "cka", "faithfulness"):
-        monkeypatch.setattr(paper_figures, name, lambda _, path, **__: path.write_bytes(b""))
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write plots as empty files, in tests of everything else: drawing one takes a second."""
+    for name in ("filters", "position_similarity", "attention_distance", "cka", "faithfulness"):
+        monkeypatch.setattr(paper_figures, f"plot_{name}", lambda _, path, **__: path.write_bytes(b""))
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_the_same_command_writes_the_same_bytes_and_nothing_old_stays(
     assert "rollout/1.png" not in written[1]
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_without_images_there_are_the_weights_and_a_word_about_the_rest(
     model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +173,7 @@ def test_two_models_stand_side_by_side_and_one_without_attention_is_named(
     assert files(out) == ["figures.json", "filters.npz", "filters.png"]
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_faithfulness_compares_relevance_with_rollout_and_a_random_order(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -205,7 +205,7 @@ def test_faithfulness_compares_relevance_with_rollout_and_a_random_order(
     np.testing.assert_allclose(between, compute_cka([products[0]], [products[1]]), atol=1e-4)
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_a_model_without_a_head_and_too_few_images_are_a_sentence_each(
     pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -214,14 +214,14 @@ def test_a_model_without_a_head_and_too_few_images_are_a_sentence_each(
     given = [str(path), str(pictures / "rose"), "--out", str(out), "--faithfulness"]
     code, text, error = vitrail("figures", *given, capsys=capsys)
     assert code == 0, error
-    assert "no relevance: bare has no head: relevance, and how faithful it is, is that of a class" in error
+    assert "no relevance: bare has no head: relevance and its faithfulness are those of a class" in error
     assert "no cka: CKA compares layers on 4 images or more" in error
     assert "rollout/" in text
     assert "relevance/" not in text
     assert not (out / "relevance").exists()
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_a_bad_image_is_named_the_others_are_drawn_and_the_exit_code_says_so(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -244,7 +244,7 @@ def test_a_bad_image_is_named_the_others_are_drawn_and_the_exit_code_says_so(
     assert (tmp_path / "out" / "filters.png").exists()
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_weights_that_do_not_say_how_images_are_prepared_still_show_themselves(
     pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -252,11 +252,11 @@ def test_weights_that_do_not_say_how_images_are_prepared_still_show_themselves(
     save(making.trained(making.vit(), preprocess=None), path)
     code, _, error = vitrail("figures", str(path), str(pictures), "--out", str(tmp_path / "out"), capsys=capsys)
     assert code == 0
-    assert "no attention: the weights do not say how images must be prepared" in error
+    assert "no attention: the weights do not state their preprocessing" in error
     assert (tmp_path / "out" / "positions.png").exists()
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_boxes_say_how_much_of_the_rollout_is_on_the_object(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -281,13 +281,13 @@ def test_boxes_say_how_much_of_the_rollout_is_on_the_object(
     assert json.loads(text)["numbers"]["boxes"] == found["means"]
     boxes.write_text("other.jpg\trose\t0\t0\t23\t19\n")
     code, _, error = vitrail("figures", str(model), *given, capsys=capsys)
-    assert "no boxes: of what model sees of the images, nothing has a box" in error
+    assert "no boxes: no box lies in what model sees of the images" in error
     assert not (out / "boxes.json").exists()
     code, _, error = vitrail("figures", str(model), "--boxes", str(boxes), capsys=capsys)
     assert (code, "give the images too" in error) == (2, True)
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_another_resolution_resamples_positions_and_sees_more_patches(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -300,7 +300,7 @@ def test_another_resolution_resamples_positions_and_sees_more_patches(
     np.testing.assert_allclose(np.load(out / "positions.npz")["maps"], maps, atol=1e-5)
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 @pytest.mark.parametrize(
     ("given", "number"), [(["*/0.jpg"], 2), (["-"], 3), (["digits"], 179), (["list.csv"], 1), (["rose/0.jpg"] * 2, 1)]
 )
@@ -320,7 +320,7 @@ def test_images_are_named_in_every_way(
     assert (f"1 of {number} images is drawn; --pictures {number} draws all" in error) == (number > 1)
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_of_a_dataset_only_the_images_that_are_drawn_are_decoded(
     model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,7 +347,7 @@ def test_of_a_dataset_only_the_images_that_are_drawn_are_decoded(
     assert len(np.load(tmp_path / "out" / "images.npz")["heads"]) == 5
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_of_a_named_dataset_images_from_all_of_its_test_split_are_drawn(tmp_path: Path, capsys: Capture) -> None:
     save(making.trained(making.vit(depth=1)), tmp_path / "m.safetensors")
     given = ["digits", "--out", str(tmp_path / "out"), "--pictures", "3"]
@@ -358,7 +358,7 @@ def test_of_a_named_dataset_images_from_all_of_its_test_split_are_drawn(tmp_path
     assert list(names) == [split.get_image_name(place * 179 // 3) for place in range(3)]
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_an_image_thin_as_a_thread_takes_no_more_room_than_another(
     model: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -381,10 +381,10 @@ def test_a_folder_of_others_is_not_written_to(kind: str, model: Path, tmp_path: 
         (out / "filters.png").write_text("mine")
     code, _, error = vitrail("figures", str(model), "--out", str(out), capsys=capsys)
     assert code == 2
-    assert "must be a folder here that is new, empty or written by this command" in error
+    assert "must be a local folder that is new, empty or written by this command" in error
     assert (out if kind == "file" else out / "filters.png").read_text() == "mine"
     code, _, error = vitrail("figures", str(model), "--out", "s3://bucket/figures", capsys=capsys)
-    assert (code, "--out s3://bucket/figures must be a folder here" in error) == (2, True)
+    assert (code, "--out s3://bucket/figures must be a local folder" in error) == (2, True)
 
 
 def test_mistakes_are_answered_before_anything_is_computed(model: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -38,7 +38,10 @@ def test_predict_computes_as_the_file_says_and_says_so_once(model: Path, picture
     given = ("predict", str(model), str(pictures), "--device", "cpu", "--json")
     code, chosen, error = vitrail(*given, capsys=capsys)
     assert code == 0
-    assert error.count("computing in bfloat16, which the model's file records as faster here with the same predictions") == 1
+    assert (
+        error.count("computing in bfloat16, which the model's file records as faster here with the same predictions")
+        == 1
+    )
     _, exact, error = vitrail(*given, "--precision", "float32", capsys=capsys)
     assert "computing" not in error
     paths = [json.loads(line)["image"] for line in exact.splitlines()]

@@ -187,7 +187,7 @@ def test_an_exported_file_answers_as_the_model_does(
     code, _, err = vitrail("predict", str(path), str(pictures), "--out", str(rows), capsys=capsys)
     assert (code, "was begun with another model" in err) == (2, True)
     code, _, err = vitrail("predict", str(path), str(pictures), "--embed", capsys=capsys)
-    assert (code, "--embed is of models, and " in err) == (2, True)
+    assert (code, "--embed is for models, and " in err) == (2, True)
     path.write_bytes(b"<html>")
     code, _, err = vitrail("predict", str(path), str(pictures), capsys=capsys)
     assert (code, err.count("\n"), "cannot be read" in err) == (4, 1, True)
@@ -217,7 +217,7 @@ def test_photos_that_cannot_be_read_here_are_counted_in_the_last_line(
     model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode, "get_readable_formats", lambda: decode.FORMATS[:6])
-    monkeypatch.setattr(image_paths, "image_suffixes", lambda: decode.IMAGE_SUFFIXES)
+    monkeypatch.setattr(image_paths, "get_image_suffixes", lambda: decode.IMAGE_SUFFIXES)
     root = folder(tmp_path / "photos", each=2)
     for name in ("a.heic", "rose/B.HEIC", "rose/c.avif", "notes.txt"):
         (root / name).write_bytes(b"x")
@@ -294,12 +294,12 @@ def test_overlays_show_the_rollout_one_picture_for_each_image(
     ("options", "reason"),
     [
         (["--top", "0"], "--top is 0"),
-        (["--out", "rows.txt"], "--out rows.txt has no known ending"),
+        (["--out", "rows.txt"], "--out rows.txt has no known suffix"),
         (["--out", "rows.npy"], "it takes --embed and no --format"),
         (["--out", "x.csv", "--format", "table"], "a table is for a terminal"),
-        (["--json", "--format", "csv"], "leave one away"),
+        (["--json", "--format", "csv"], "omit one"),
         (["--embed", "--format", "csv"], "too many for csv: jsonl, or --out FILE.npy"),
-        (["--out", "s3://bucket/x.csv"], "must be here"),
+        (["--out", "s3://bucket/x.csv"], "must be a local path"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_the_model_is_read(
@@ -323,7 +323,7 @@ def test_what_a_model_does_not_have_is_said_in_a_sentence(
     assert {path.name for path in tmp_path.iterdir()} == {f"{n}.safetensors" for n in ("model", "headless", "resnet")}
 
 
-# --- going on --------------------------------------------------------------------------------------------------------
+# --- continuing ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -369,20 +369,20 @@ def test_a_signal_leaves_whole_batches_and_the_rest_alone_is_computed_then(
     root = folder(tmp_path / "set", each=10)
     given = ("predict", str(model), str(root), "--batch", "4", "--device", "cpu", "--out")
     assert vitrail(*given, str(tmp_path / "whole.csv"), capsys=capsys)[0] == 0
-    answers, sizes = Classifier.predict, list[int]()
+    predict, sizes = Classifier.predict, list[int]()
 
-    def answered(self: Classifier, images: Sequence[Any], top: int = 5) -> Any:
+    def predict_and_note(self: Classifier, images: Sequence[Any], top: int = 5) -> Any:
         sizes.append(len(images))
         if len(sizes) == 2:
             os.kill(os.getpid(), asked)
-        return answers(self, images, top)
+        return predict(self, images, top)
 
-    monkeypatch.setattr(Classifier, "answers", answered)
+    monkeypatch.setattr(Classifier, "predict", predict_and_note)
     found, _, error = vitrail(*given, str(tmp_path / "rows.csv"), capsys=capsys)
-    assert (found, f"stopped by {asked.name} after 8 images" in error) == (code, True)
+    assert (found, f"stopped by {asked.name} after 8 images" in error) == (code, True), error
     assert len(table(tmp_path / "rows.csv")) == 8
     code, _, error = vitrail(*given, str(tmp_path / "rows.csv"), capsys=capsys)
-    assert (code, "has 8 images; going on after them" in error) == (0, True)
+    assert (code, "has 8 images; continuing after them" in error) == (0, True)
     assert (tmp_path / "rows.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
     assert sizes == [4, 4, 4, 4, 4]
 
@@ -442,7 +442,7 @@ def test_another_model_option_or_input_is_refused_and_the_file_stays(
         (["predict", str(tmp_path / "warmer.safetensors"), *given[2:]], "was begun with another model"),
         ([*given, "--top", "2"], "was begun with --top 1, not 2"),
         ([*given, "--batch", "2"], "was begun with --batch 64, not 2"),
-        ([*given[:2], rose, *given[3:]], f"image 1 of {out} is {pictures}/tulip/0.jpg, and now {rose}/0.jpg stands"),
+        ([*given[:2], rose, *given[3:]], f"image 1 of {out} is {pictures}/tulip/0.jpg, and now it is {rose}/0.jpg"),
         ([*given[:2], f"{pictures}/tulip/0.jpg", *given[3:]], "and now there are fewer images"),
     ):
         code, _, error = vitrail(*changed, capsys=capsys)
@@ -450,7 +450,7 @@ def test_another_model_option_or_input_is_refused_and_the_file_stays(
         assert out.read_bytes() == before
     (tmp_path / "rows.csv.json").write_text("[1, 2]")
     code, _, error = vitrail(*given, capsys=capsys)
-    assert (code, "no rows.csv.json beside it says what made it" in error) == (2, True)
+    assert (code, "no rows.csv.json records its command" in error) == (2, True)
     assert out.read_bytes() == before
 
 
@@ -482,7 +482,7 @@ def test_a_damaged_row_of_json_lines_is_written_again(
     lines = before.splitlines(keepends=True)
     out.write_text("".join([*lines[:3], damaged + "\n", *lines[4:]]))
     code, _, error = vitrail(*given, capsys=capsys)
-    assert (code, "has 2 images; going on after them" in error) == (3, True), error
+    assert (code, "has 2 images; continuing after them" in error) == (3, True), error
     assert out.read_text() == before
     attacked(f"--out x.jsonl with the row {damaged:.20}", "written again from there")
 
@@ -579,13 +579,13 @@ def test_memory_stays_the_same_over_20_000_images(
             member = tarfile.TarInfo(f"{number}.png")
             member.size = len(content)
             file.addfile(member, io.BytesIO(content))
-    resident, answers = list[int](), Classifier.predict
+    resident, predict = list[int](), Classifier.predict
 
-    def answered(self: Classifier, images: Sequence[Any], top: int = 5) -> Any:
+    def predict_and_note(self: Classifier, images: Sequence[Any], top: int = 5) -> Any:
         resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-        return answers(self, images, top)
+        return predict(self, images, top)
 
-    monkeypatch.setattr(Classifier, "answers", answered)
+    monkeypatch.setattr(Classifier, "predict", predict_and_note)
     given = ("predict", str(model), str(tmp_path / "s.tar"), "--device", "cpu", "--out", str(tmp_path / "rows.csv"))
     assert vitrail(*given, capsys=capsys)[0] == 0
     assert len(table(tmp_path / "rows.csv")) == 20_000
@@ -646,7 +646,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, where: str) -> list[Tensor]:
 def served(classifier: Classifier, paths: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The pixels that the service computes on when the files are sent to it one by one."""
     with monkeypatch.context() as patches:
-        seen = recorded(patches, "vitrail.inference.compute.normalise")
+        seen = recorded(patches, "vitrail.inference.compute.normalize")
         service = make_service({"model": classifier}, deadline=60.0)
         client = TestClient(routes.build_app(service))
         for path in paths:
@@ -691,12 +691,12 @@ def test_odd_images_have_the_same_pixels_in_training_evaluate_predict_serve_and_
     splits = open_dataset(str(root)).splits
     whole = splits["train"].merge(splits["val"]).merge(splits["test"])
     assert [whole.get_image_name(row) for row in range(count)] == [str(path.relative_to(root)) for path in paths]
-    asked = recorded(monkeypatch, "vitrail.evaluate.predictions.normalise")
+    asked = recorded(monkeypatch, "vitrail.evaluate.predictions.normalize")
     predictions.evaluate_batches(
         trained.model, iter_eval_batches(whole, preprocess, batch_size=16, num_classes=7), preprocess
     )
     evaluate_split(make_evaluated_model(trained, "model"), whole, range(7), device=torch.device("cpu"), batch=7)
-    predicted = recorded(monkeypatch, "vitrail.inference.compute.normalise")
+    predicted = recorded(monkeypatch, "vitrail.inference.compute.normalize")
     given = ("predict", str(model), str(root), "--device", "cpu", "--batch", "5", "--workers", "2")
     assert vitrail(*given, capsys=capsys)[0] == 0
     for name, pixels in (

@@ -66,7 +66,7 @@ def test_the_table_has_a_row_for_each_method(capsys: Capture) -> None:
     assert code == 0
     assert "note: without 10-shot, 25-shot: rose has 6 training images" in err
     assert re.fullmatch(
-        r"best: .*, \d+\.\d% of 12 test images right; --save FILE keeps a linear head with the model",
+        r"best: .*, \d+\.\d% of 12 test images right; --save FILE writes the model with a linear head",
         err.splitlines()[-1],
     )
     lines = out.splitlines()

@@ -65,7 +65,7 @@ def test_data_that_moved_is_noted_and_given_by_name(digits: Path, tmp_path: Path
     (moved / "config.json").write_text(json.dumps(config | {"data": "/nowhere/digits"}))
     code, _, err = vitrail("report", str(moved), capsys=capsys)
     assert code == 0
-    assert "the data is not found (/nowhere/digits does not exist" in err
+    assert "the data was not found (/nowhere/digits does not exist" in err
     assert "--data says where it is" in err
     assert "The images are not shown" in (moved / "report.html").read_text()
     code, _, err = vitrail("report", str(moved), "--data", "digits", capsys=capsys)
@@ -87,7 +87,7 @@ def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: Capture) ->
     for arguments, said in (
         (("nothing",), "nothing is no folder"),
         ((str(tmp_path),), "is no run: it has no config.json"),
-        ((str(written(tmp_path / "run")), "--out", str(tmp_path)), "is a folder; name a file for the page"),
+        ((str(written(tmp_path / "run")), "--out", str(tmp_path)), "is a folder; name a file for the report"),
     ):
         code, out, err = vitrail("report", *arguments, capsys=capsys)
         assert (code, out, err.count("\n")) == (2, "", 1)
@@ -140,7 +140,7 @@ def test_a_run_begun_before_it_was_written_down_whether_images_have_several_labe
 ) -> None:
     shutil.copytree(digits, tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config.pop("several") is False
+    assert config.pop("multi_label") is False
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     code, _, err = vitrail(*DIGITS, "--out", "run", "--resume", capsys=capsys)
     assert (code, "resuming run after step" in err) == (0, True)

@@ -56,7 +56,7 @@ def test_it_serves_until_a_signal_and_opens_one_socket(model: str, number: signa
             out, err = running.communicate(timeout=20)
     assert url.startswith("http://127.0.0.1:")
     assert running.returncode == 0
-    assert err.splitlines()[-1] == "stopped; all that was accepted is answered"
+    assert err.splitlines()[-1] == "stopped; all accepted requests were answered"
     assert "Traceback" not in err
     assert out.strip() == "[('socket.bind', (('127.0.0.1', 0),))]"
 
@@ -92,7 +92,7 @@ def test_an_empty_key_is_no_key(
     assert main(["serve", model, "--api-key-file", str(tmp_path / "key")]) == 2
     monkeypatch.setenv("VITRAIL_API_KEY", "")
     assert main(["serve", model]) == 2
-    assert capsys.readouterr().err.count("is empty; write one, or leave it away") == 2
+    assert capsys.readouterr().err.count("is empty; write one, or omit it") == 2
 
 
 @pytest.mark.parametrize("key", ["gl\u00fcck", "two\nlines", "\udcff"])

@@ -201,6 +201,7 @@ class StdoutRows(NamedTuple):
     row_format: RowFormat
     labels: Sequence[str]
     attention: bool = False
+    name: str = "stdout"
     can_continue: bool = False
 
     def find_written(self, images: Iterator[ImageT]) -> tuple[WrittenRows, list[ImageT]]:  # noqa: ARG002, RowTarget's

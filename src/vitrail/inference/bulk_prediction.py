@@ -91,7 +91,7 @@ def predict_images(
     items = itertools.chain(again, items)
     if written.images:
         pronoun = "it" if written.images == 1 else "them"
-        settings.notify(f"{pluralize(written.images, 'image')} already written; continuing after {pronoun}")
+        settings.notify(f"{target.name} has {pluralize(written.images, 'image')}; continuing after {pronoun}")
     before, labels = written.images, Counter[str]()
     with contextlib.ExitStack() as stack:
         if settings.embed:
@@ -106,7 +106,7 @@ def predict_images(
             labels.update(row.labels[0][0] for row in rows if row.labels)
             progress(written.images, total)
             if stop_signal:
-                _raise_stopped(stop_signal, written, settings.notify)
+                _raise_stopped(stop_signal, written, target.name, settings.notify)
     return BulkResult(written, written.images - before, labels)
 
 
@@ -145,8 +145,9 @@ def _iterate_rounds(
             return error
 
     for batch in workers.prefetch_batches(make_input, iterate_own_batches(), settings.threads):
-        own_signal = None if stop_request is None else stop_request.signal
-        gathered = gather((predict_rows(classifier, batch, settings), own_signal))
+        own_rows = predict_rows(classifier, batch, settings)
+        own_signal = None if stop_request is None else stop_request.signal  # after the batch, in which it may arrive
+        gathered = gather((own_rows, own_signal))
         stop_signal = next((one for _, one in gathered if one is not None), None)
         yield [row for rows, _ in gathered for row in rows], stop_signal
 
@@ -173,11 +174,10 @@ def predict_rows(
     ]
 
 
-def _raise_stopped(stop_signal: signal.Signals, written: WrittenRows, notify: Notify) -> None:
+def _raise_stopped(stop_signal: signal.Signals, written: WrittenRows, target: str, notify: Notify) -> None:
     """End where the rows are complete: by Ctrl-C as interrupted, by other signals as stopped."""
-    message = (
-        f"stopped by {stop_signal.name} after {pluralize(written.images, 'image')}; repeat the command to continue"
-    )
+    images = pluralize(written.images, "image")
+    message = f"stopped by {stop_signal.name} after {images}; repeat the command to continue {target}"
     if stop_signal == signal.SIGINT:
         notify(message)
         raise KeyboardInterrupt

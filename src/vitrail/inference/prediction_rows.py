@@ -131,6 +131,11 @@ class RowFile:
     can_continue: bool = True
 
     @property
+    def name(self) -> str:
+        """What messages call it."""
+        return str(self.path)
+
+    @property
     def text_path(self) -> Path:
         """Where the lines are: beside a matrix, the names of its rows."""
         return self.path.with_suffix(".csv") if self.row_format == "npy" else self.path
@@ -204,6 +209,9 @@ class RowFile:
 
 class RowTarget(Protocol):
     """Where rows go: a file that can be continued, or a stream."""
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def can_continue(self) -> bool: ...
