@@ -35,9 +35,9 @@ def test_help_and_typos_are_answered_without_torch(arguments: list[str]) -> None
         "assert not heavy, heavy\n"
         "sys.exit(code)\n"
     )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert found.returncode == (0 if "--help" in arguments else 2), found.stderr
-    assert "vitrail" in (found.stdout + found.stderr)
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert completed.returncode == (0 if "--help" in arguments else 2), completed.stderr
+    assert "vitrail" in (completed.stdout + completed.stderr)
 
 
 def test_a_typo_gets_the_nearest_verb_and_the_version_is_told(capsys: Capture) -> None:
@@ -61,9 +61,9 @@ def test_every_verb_is_explained(capsys: Capture) -> None:
 
 
 def test_python_dash_m_is_the_command() -> None:
-    found = subprocess.run([sys.executable, "-m", "vitrail", "--help"], capture_output=True, text=True)
-    assert found.returncode == 0
-    assert "convert" in found.stdout
+    completed = subprocess.run([sys.executable, "-m", "vitrail", "--help"], capture_output=True, text=True)
+    assert completed.returncode == 0
+    assert "convert" in completed.stdout
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_mistakes_get_one_line_the_right_code_and_no_file(
     (tmp_path / "text.safetensors").write_text("hello, this is text and no model")
     (tmp_path / "there.safetensors").write_text("")
     before = sorted(tmp_path.iterdir())
-    found, out, err = run(*(argument.format(tmp=tmp_path) for argument in arguments), capsys=capsys)
-    assert found == code
+    exit_code, out, err = run(*(argument.format(tmp=tmp_path) for argument in arguments), capsys=capsys)
+    assert exit_code == code
     assert message in err.replace("\n", " ")
     assert out == ""
     assert sorted(tmp_path.iterdir()) == before
@@ -123,10 +123,10 @@ def test_errors_of_the_file_system_get_one_line(tmp_path: Path, capsys: Capture)
 def test_out_of_memory_is_exit_5(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.weights import adapt
 
-    def hungry(*_: object) -> None:
+    def exhaust_memory(*_: object) -> None:
         torch.empty(2**60)
 
-    monkeypatch.setattr(adapt, "_change_grid", hungry)
+    monkeypatch.setattr(adapt, "_change_grid", exhaust_memory)
     code, _, err = run("convert", "ti16", str(tmp_path / "o.safetensors"), "--patch", "8", capsys=capsys)
     assert (code, err.splitlines()[-1]) == (5, "vitrail: out of memory")
 
@@ -134,10 +134,10 @@ def test_out_of_memory_is_exit_5(tmp_path: Path, capsys: Capture, monkeypatch: p
 def test_a_full_disk_is_exit_5(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     from vitrail.weights import tensor_files
 
-    def full(*_: object) -> None:
+    def fill_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensor_files, "write_tensors", full)
+    monkeypatch.setattr(tensor_files, "write_tensors", fill_disk)
     code, _, err = run("convert", "ti16", str(tmp_path / "out.safetensors"), capsys=capsys)
     assert code == 5
     assert "no space left on the disk" in err

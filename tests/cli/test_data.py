@@ -23,7 +23,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def harmed(root: Path) -> Path:
+def damage_files(root: Path) -> Path:
     """A set with one file of each crafted kind of harm, and some that only look harmful."""
     folder(root, "train", "val", "test", each=6)
     rose = root / "train" / "rose"
@@ -45,7 +45,7 @@ def harmed(root: Path) -> Path:
 
 
 def test_check_names_each_bad_file_with_its_reason_and_ends_with_3(tmp_path: Path, capsys: Capture) -> None:
-    harmed(tmp_path / "set")
+    damage_files(tmp_path / "set")
     code, out, err = run("data", "check", "./set", capsys=capsys)
     assert code == 3
     reasons = {
@@ -66,7 +66,7 @@ def test_check_names_each_bad_file_with_its_reason_and_ends_with_3(tmp_path: Pat
 
 
 def test_a_second_check_looks_only_at_what_has_changed(tmp_path: Path, capsys: Capture) -> None:
-    harmed(tmp_path / "set")
+    damage_files(tmp_path / "set")
     first = json.loads(run("data", "check", "./set", "--skip-bad", "--json", capsys=capsys)[1])
     assert first["from_earlier_check"] == 0
     changed = tmp_path / "set" / "val" / "rose" / "0.jpg"
@@ -216,8 +216,8 @@ def test_of_a_large_set_the_check_says_how_many_were_compared_and_all_compares_a
     assert "4 images show what one of its 5 shows; compared 26 images" in out  # and not of its 30 training images
     assert "were not compared" not in out
     report = json.loads((tmp_path / "data_report.json").read_text())
-    found = {row["name"] for row in report["against"]["found"]}
-    assert found == {f"train/a/{number}.png" for number in (1, 8, 15, 22)}  # of every part of the comparison
+    matches = {row["name"] for row in report["against"]["found"]}
+    assert matches == {f"train/a/{number}.png" for number in (1, 8, 15, 22)}  # of every part of the comparison
     assert (report["decoded"], report["headers_only"]) == (26, 0)
 
 
@@ -291,7 +291,7 @@ def test_a_terminal_shows_a_bar_and_a_pipe_none(tmp_path: Path) -> None:
     master, slave = pty.openpty()
     shown = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=slave, cwd=tmp_path)
     os.close(slave)
-    seen = io.BytesIO()
+    terminal = io.BytesIO()
     while True:
         try:
             part = os.read(master, 4096)
@@ -299,6 +299,6 @@ def test_a_terminal_shows_a_bar_and_a_pipe_none(tmp_path: Path) -> None:
             break
         if not part:
             break
-        seen.write(part)
+        terminal.write(part)
     assert shown.wait(timeout=120) == 0
-    assert b"reading images" in seen.getvalue()
+    assert b"reading images" in terminal.getvalue()

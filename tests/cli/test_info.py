@@ -14,10 +14,10 @@ def test_info_on_a_preset(capsys: Capture) -> None:
     assert "86,567,656" in out
     assert "17.56 G" in out
     code, out, _ = run("info", "b16", "--json", capsys=capsys)
-    found = json.loads(out)
-    assert found["parameters"] == 86_567_656
-    assert found["architecture"]["heads"] == 12
-    assert found["warnings"] == ["a preset has random weights"]
+    facts = json.loads(out)
+    assert facts["parameters"] == 86_567_656
+    assert facts["architecture"]["heads"] == 12
+    assert facts["warnings"] == ["a preset has random weights"]
 
 
 def test_info_on_a_file_tells_all_it_knows(tmp_path: Path, capsys: Capture) -> None:
@@ -30,10 +30,10 @@ def test_info_on_a_file_tells_all_it_knows(tmp_path: Path, capsys: Capture) -> N
     assert "not stated by the source" in out
     code, out, _ = run("convert", path, str(tmp_path / "new.safetensors"), "--classes", "3", capsys=capsys)
     code, out, _ = run("info", str(tmp_path / "new.safetensors"), "--json", capsys=capsys)
-    found = json.loads(out)
-    assert any("head: all zeros" in text for text in found["warnings"])
-    assert any("labels: unnamed" in text for text in found["warnings"])
-    assert any(text == "head.weight (7, 32): removed" for text in found["origin"]["changes"])
+    facts = json.loads(out)
+    assert any("head: all zeros" in text for text in facts["warnings"])
+    assert any("labels: unnamed" in text for text in facts["warnings"])
+    assert any(text == "head.weight (7, 32): removed" for text in facts["origin"]["changes"])
 
 
 def test_info_prints_what_was_assumed(tmp_path: Path, capsys: Capture) -> None:

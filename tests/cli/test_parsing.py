@@ -67,11 +67,11 @@ def test_the_line_of_a_mistake_has_nothing_of_its_box(command: str, line: str, u
     """The box is drawn with lines where the terminal has UTF-8, and with dashes elsewhere."""
     environment = {**os.environ, "PYTHONUTF8": utf8, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
     arguments = [sys.executable, "-m", "vitrail", *command.split()]
-    found = subprocess.run(arguments, capture_output=True, encoding="utf-8", env=environment)
-    assert found.returncode == 2
-    assert found.stderr.startswith(line)
-    assert not set("╭╰│─") & set(found.stderr)
-    assert "helptext" not in found.stderr
+    completed = subprocess.run(arguments, capture_output=True, encoding="utf-8", env=environment)
+    assert completed.returncode == 2
+    assert completed.stderr.startswith(line)
+    assert not set("╭╰│─") & set(completed.stderr)
+    assert "helptext" not in completed.stderr
 
 
 def test_behind_an_equals_sign_stands_the_only_value(capsys: Capture) -> None:
@@ -110,8 +110,8 @@ def test_old_options_are_accepted_and_hidden(signature: Any, arguments: list[str
 @pytest.mark.parametrize("spelling", [row for row in parsing.OLD_SPELLINGS if " " in row])
 @pytest.mark.parametrize("separator", [" ", "="])
 def test_old_values_are_accepted(spelling: str, separator: str) -> None:
-    given = spelling.replace(" ", separator).split()
-    parsed = parsing.parse_arguments("train", TrainArguments, ["digits", "--data", "digits", *given])
+    command = spelling.replace(" ", separator).split()
+    parsed = parsing.parse_arguments("train", TrainArguments, ["digits", "--data", "digits", *command])
     assert parsed.target in get_args(MaskedTarget)
 
 

@@ -84,14 +84,14 @@ def test_an_interrupted_run_is_told_of_and_shown(tmp_path: Path, capsys: Capture
 
 
 def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: Capture) -> None:
-    for arguments, said in (
+    for arguments, predictions in (
         (("nothing",), "nothing is no folder"),
         ((str(tmp_path),), "is no run: it has no config.json"),
         ((str(written(tmp_path / "run")), "--out", str(tmp_path)), "is a folder; name a file for the report"),
     ):
         code, out, err = vitrail("report", *arguments, capsys=capsys)
         assert (code, out, err.count("\n")) == (2, "", 1)
-        assert said in err
+        assert predictions in err
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("planted")])
@@ -129,10 +129,10 @@ def test_whatever_a_report_meets_is_a_warning_of_one_line(
     monkeypatch.setattr(write_report, "write_report", fails)
     task: Any = SimpleNamespace(dataset=None, device=None)
     runs.write_run_report(task, tmp_path / "my run", {})
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert said.startswith("warning: the report is not written (")
-    assert f"`vitrail report '{tmp_path}/my run'` does it" in said
+    predictions = capsys.readouterr().err
+    assert predictions.count("\n") == 1
+    assert predictions.startswith("warning: the report is not written (")
+    assert f"`vitrail report '{tmp_path}/my run'` does it" in predictions
 
 
 def test_a_run_begun_before_it_was_written_down_whether_images_have_several_labels_goes_on(

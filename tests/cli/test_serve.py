@@ -49,8 +49,8 @@ def test_it_serves_until_a_signal_and_opens_one_socket(model: str, number: signa
         url = running.stdout.readline().strip()
         try:
             request = urllib.request.Request(f"{url}/v1/predict", picture(), {"content-type": "image/png"})
-            with urllib.request.urlopen(request, timeout=20) as answer:
-                assert b'"model":"flowers"' in answer.read()
+            with urllib.request.urlopen(request, timeout=20) as prediction:
+                assert b'"model":"flowers"' in prediction.read()
         finally:
             running.send_signal(number)
             out, err = running.communicate(timeout=20)
@@ -117,10 +117,10 @@ def test_a_foreign_host_is_refused_and_a_named_one_served(model: str, attacked: 
             for host, status in (("images.example", 200), ("other.example:1", 200), ("evil.example", 421)):
                 request = urllib.request.Request(f"{url}/v1/models", headers={"host": host})
                 try:
-                    found = urllib.request.urlopen(request, timeout=20).status
+                    facts = urllib.request.urlopen(request, timeout=20).status
                 except urllib.error.HTTPError as error:
-                    found = error.code
-                assert (host, found) == (host, status)
+                    facts = error.code
+                assert (host, facts) == (host, status)
         finally:
             running.send_signal(signal.SIGTERM)
     attacked("a request for evil.example to a server on loopback", "421")

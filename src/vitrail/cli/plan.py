@@ -78,7 +78,9 @@ def _format_totals(facts: dict[str, Any]) -> tuple[str, str]:
 def _print_memory(facts: dict[str, Any]) -> None:
     whole, sharded = facts["memory"]["whole"], facts["memory"]["sharded"]
     rows = [
-        (part, output.format_bytes(whole[part]), output.format_bytes(sharded[part])) for part in whole if whole[part]
+        (part.replace("_", " "), output.format_bytes(whole[part]), output.format_bytes(sharded[part]))
+        for part in whole
+        if whole[part]
     ]
     header, columns = ("memory", "whole", "--shard"), 3 if facts["machine"]["devices"] > 1 else 2
     print()

@@ -72,5 +72,5 @@ def _read_card(card: Path) -> str:
         return card.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{card} is no text in UTF-8 ({error}): save it as UTF-8, or remove it and push again, with a new card"
+            f"{card} is no text in UTF-8 ({error}): save it as such, or remove it and push again, with a new card"
         ) from error
