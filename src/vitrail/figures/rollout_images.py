@@ -4,7 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -13,7 +15,6 @@ from vitrail.data.decode import decode
 from vitrail.data.image_paths import ImageRef
 from vitrail.data.transforms import normalize
 from vitrail.figures import attention, crops, image_grids
-from vitrail.figures.attention import Array
 from vitrail.figures.attention_images import make_file_name
 from vitrail.inference.classifier import Classifier
 from vitrail.runtime import workers
@@ -40,7 +41,7 @@ def draw_rollouts(
         pass
 
 
-def _draw_overlay(classifier: Classifier, image: ImageRef, path: Path, rollout: Array) -> None:
+def _draw_overlay(classifier: Classifier, image: ImageRef, path: Path, rollout: NDArray[np.float32]) -> None:
     whole = decode(image.read(), classifier.model.config.channels, name=image.name)
     height, width = whole.shape[1:]
     factor = min(math.ceil(max(1, _MIN_SIDE / min(height, width))), _MAX_SIDE / max(height, width))
