@@ -144,10 +144,13 @@ def test_every_model_agrees_with_plain_loops(change: dict[str, Any]) -> None:
 
 
 def pooling(model: ViT, images: Tensor) -> Tensor:
+    """(B, H, n): what the query of attention pooling attends to, computed apart from the model's own pass."""
+    pool = model.attn_pool
     with torch.no_grad():
-        return attention.compute_map_attention(
-            model.attn_pool, model.encode(images)[:, model.config.num_prefix_tokens :]
-        )
+        patches = model.encode(images)[:, model.config.num_prefix_tokens :]
+        query = pool.q(pool.latent).unflatten(-1, (pool.heads, -1)).transpose(1, 2)  # (1, H, 1, K)
+        keys = pool.kv(patches).chunk(2, dim=-1)[0].unflatten(-1, (pool.heads, -1)).transpose(1, 2)  # (B, H, n, K)
+        return (query @ keys.mT * query.shape[-1] ** -0.5).softmax(dim=-1)[:, :, 0]
 
 
 def test_poolings_maps_times_values_are_its_output() -> None:
@@ -170,19 +173,15 @@ def test_maps_times_values_are_the_layers_output(change: dict[str, Any]) -> None
     """What is measured is what the fused kernel did, in every layer."""
     model = making.vit(**change)
     images = making.images(model.config, 2)
-    inputs: list[tuple[Tensor, Tensor]] = []
-    hooks = [
-        block.attn.register_forward_hook(lambda _, given, out: inputs.append((given[0], out))) for block in model.blocks
-    ]
-    maps = list(attention_maps(model, images))
-    for hook in hooks:
-        hook.remove()
-    for block, layer, (given, out) in zip(model.blocks, maps, inputs, strict=True):
-        _, _, values = block.attn.split(given)
-        with torch.no_grad():
-            torch.testing.assert_close(
-                block.attn.proj((layer @ values).transpose(1, 2).flatten(2)), out, atol=1e-5, rtol=1e-5
-            )
+    calls: list[tuple[Tensor, Tensor]] = []
+    for block in model.blocks:
+        block.attn.register_forward_hook(lambda _, arguments, output: calls.append((arguments[0], output)))
+    with torch.no_grad():
+        model.encode(images)
+        for block, weights, (x, output) in zip(model.blocks, attention_maps(model, images), list(calls), strict=True):
+            _, _, values = block.attn.project_qkv(x)
+            attended = block.attn.proj((weights @ values).transpose(1, 2).flatten(2))
+            torch.testing.assert_close(attended, output, atol=1e-5, rtol=1e-5)
 
 
 def test_the_class_tokens_attention_is_its_row_of_the_last_layer() -> None:

@@ -237,8 +237,8 @@ def test_a_failed_write_leaves_the_old_picture_and_nothing_else(
 
 def test_importing_costs_no_matplotlib_and_drawing_no_pyplot(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from vitrail.figures import draw, pictures;"
-        "assert 'matplotlib' not in sys.modules; draw.confusion([[1]], ['a'], Path(sys.argv[1]));"
+        "import sys; from pathlib import Path; from vitrail.figures import image_grids, plots;"
+        "assert 'matplotlib' not in sys.modules; plots.plot_confusion_matrix([[1]], ['a'], Path(sys.argv[1]));"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "c.png")], check=True)

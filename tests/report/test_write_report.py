@@ -238,7 +238,7 @@ def test_several_labels_have_a_page(tmp_path: Path) -> None:
     with alone(tmp_path / "home"):
         given = ["--model", str(tmp_path / "model.safetensors"), "--out", str(tmp_path / "run"), *HERE]
         assert main(["finetune", str(root / "list.jsonl"), *given, "--epochs", "2", "--batch", "4"]) == 0
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["several"] is True
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["multi_label"] is True
     found = read(tmp_path / "run" / "report.html")
     assert "several labels" in found.parts["confusion"]
     assert "have exactly their labels (exact match). F1" in " ".join(found.parts["result"].split())

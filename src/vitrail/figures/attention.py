@@ -27,7 +27,7 @@ from vitrail.errors import DataError, ModelError, UsageError
 from vitrail.figures.embeddings import fix_signs
 from vitrail.model.build import Model
 from vitrail.model.positions import Grid
-from vitrail.model.vit import AttentionPool, ViT, attention_maps
+from vitrail.model.vit import ViT, attention_maps
 
 Array = NDArray[np.float32]
 
@@ -177,7 +177,7 @@ def _weigh_head_inputs(model: ViT, images: Tensor, last_maps: Tensor) -> tuple[T
     config = model.config
     tokens, prefix = last_maps.shape[-1], config.num_prefix_tokens
     if config.pool == "map":
-        pooling = compute_map_attention(model.attn_pool, model.encode(images)[:, prefix:])
+        pooling = _compute_pool_attention(model, images)
         return F.pad(pooling.mean(dim=1), (prefix, 0)), pooling
     reader = compute_pooling_weights(config, tokens).to(last_maps)
     return reader.expand(len(images), -1), torch.einsum("n,bhnm->bhm", reader, last_maps)[..., prefix:]
@@ -196,11 +196,12 @@ def compute_pooling_weights(config: ViTConfig, tokens: int) -> Tensor:
     return reader
 
 
-def compute_map_attention(pool: AttentionPool, patches: Tensor) -> Tensor:
-    """(B, H, n): what the query of attention pooling attends to."""
-    query = pool.q(pool.latent).unflatten(-1, (pool.heads, -1)).transpose(1, 2)  # (1, H, 1, K)
-    keys = pool.kv(patches).chunk(2, dim=-1)[0].unflatten(-1, (pool.heads, -1)).transpose(1, 2)  # (B, H, n, K)
-    return (query @ keys.mT * query.shape[-1] ** -0.5).softmax(dim=-1)[:, :, 0]
+def _compute_pool_attention(model: ViT, images: Tensor) -> Tensor:
+    """(B, H, n): the attention weights of the query in attention pooling (MAP)."""
+    weights: list[Tensor] = []
+    with model.attn_pool.softmax.register_forward_hook(lambda _module, _arguments, output: weights.append(output)):
+        model.compute_features(images)
+    return weights[0][:, :, 0]
 
 
 def _compute_chunk_colors(images: Tensor, model: ViT) -> Array:

@@ -8,12 +8,14 @@ A layer's representation of an image is all its tokens in one row, (N D). Only t
 a batch are kept, so memory does not grow with the number of images.
 """
 
+import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail.errors import DataError
 from vitrail.figures.attention import Array, require_attention
@@ -29,11 +31,15 @@ GramMatrices = NDArray[np.float64]
 def compute_gram_matrices(model: Model, images: Tensor) -> GramMatrices:
     """(E, B, B): in each layer the inner products of normalized images (B, C, S, S). The model is left in eval mode."""
     vit = require_attention(model).eval()
-    x, positions, grid = vit.embed(images.to(next(vit.parameters()).device))
-    products = [_compute_gram_matrix(x)]
-    for block, position in zip(vit.blocks, positions, strict=False):
-        x = block(x if position is None else x + position, grid)
-        products.append(_compute_gram_matrix(x))
+    products = []
+
+    def record(_module: nn.Module, _arguments: tuple[Any, ...], output: Tensor) -> None:
+        products.append(_compute_gram_matrix(output))
+
+    with contextlib.ExitStack() as hooks:
+        for module in (vit.pos_drop, *vit.blocks):  # pos_drop's output is the embedding
+            hooks.enter_context(module.register_forward_hook(record))
+        vit.encode(images.to(next(vit.parameters()).device))
     return torch.stack(products).cpu().numpy()
 
 

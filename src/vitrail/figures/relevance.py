@@ -8,27 +8,24 @@ the relevance of the layers below on to the tokens that the head reads.
 
 import contextlib
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail.config import ViTConfig, compute_grid
 from vitrail.errors import ModelError, UsageError
 from vitrail.figures.attention import (
     Array,
-    compute_map_attention,
     compute_pooling_weights,
     iterate_image_chunks,
     normalize_rows,
     require_attention,
 )
 from vitrail.model.build import Model
-from vitrail.model.positions import Grid
 from vitrail.model.vit import Attention, AttentionPool, ViT
 
 
@@ -90,34 +87,20 @@ def _propagate_relevance(layers: list[Tensor], config: ViTConfig) -> Tensor:
 
 @contextlib.contextmanager
 def _record_attention(model: ViT) -> Iterator[list[Tensor]]:
-    """The maps of all layers, (B, H, T, N), of the passes that the model makes meanwhile, as parts of their graph.
+    """Record the attention weights of all layers, (B, H, T, N), in every forward pass until the block ends.
 
-    The fused kernel has no maps, so these passes do without it.
+    They are part of the autograd graph. The fused kernel never materializes them, so the passes do without it.
     """
     maps: list[Tensor] = []
 
-    def record(weights: Tensor) -> Tensor:
-        maps.append(weights if weights.requires_grad else weights.requires_grad_())  # of frozen parameters: a leaf
-        return weights
-
-    def attend(module: Attention, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
-        q, k, v = module.project_qkv(x, queries)
-        out = record(module.compute_logits(q, k, grid).softmax(dim=-1)) @ v
-        return module.proj(out.transpose(1, 2).flatten(2))
-
-    def attend_pool(module: AttentionPool, x: Tensor) -> Tensor:
-        values = module.kv(x).chunk(2, dim=-1)[1].unflatten(-1, (module.heads, -1)).transpose(1, 2)
-        out = record(compute_map_attention(module, x)[:, :, None]) @ values  # (B, H, 1, K)
-        pooled = module.proj(out.transpose(1, 2).flatten(2))[:, 0]
-        return pooled + module.mlp(module.norm(pooled))
+    def record(_module: nn.Module, _arguments: tuple[Any, ...], weights: Tensor) -> None:
+        maps.append(weights if weights.requires_grad else weights.requires_grad_())  # a leaf if parameters are frozen
 
     with contextlib.ExitStack() as stack:
         for module in model.modules():
+            if isinstance(module, Attention | AttentionPool):
+                stack.enter_context(module.softmax.register_forward_hook(record))
             if isinstance(module, Attention):
-                module.forward = partial(attend, module)  # type: ignore[method-assign]
-            elif isinstance(module, AttentionPool):
-                module.forward = partial(attend_pool, module)  # type: ignore[method-assign]
-            else:
-                continue
-            stack.callback(delattr, module, "forward")  # the class's own is there again
+                stack.callback(setattr, module, "fused", module.fused)
+                module.fused = False
         yield maps

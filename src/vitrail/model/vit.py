@@ -52,7 +52,7 @@ def patchify(images: Tensor, patch: int) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, fused; `weights` computes the attention itself beside it."""
+    """Multi-head self-attention, fused; `compute_weights` gives the attention weights beside it."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -60,26 +60,29 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.qkv_bias)
         self.proj = nn.Linear(config.width, config.width)
         self.proj_drop = nn.Dropout(0.0)
+        self.softmax = nn.Softmax(dim=-1)
+        self.fused = True
+        """Whether to use the fused kernel, which never materializes the weights; a hook on `softmax` needs False."""
         if config.positions == "relative":  # one embedding for each raster offset between two patches
             self.offsets = nn.Parameter(torch.empty(2 * config.grid[0] * config.grid[1] - 1, config.width))
 
     def forward(self, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
-        """(B, N, D) -> (B, N, D), or only the first `queries` tokens of it."""
+        """(B, N, D) -> (B, N, D), or only the first `queries` tokens."""
         q, k, v = self.project_qkv(x, queries)
-        if queries is None and self.config.positions != "relative":
+        if self.fused and queries is None and self.config.positions != "relative":
             out = F.scaled_dot_product_attention(q, k, v)
-        else:  # a single query gains nothing from the fused kernels, and cuDNN's backward gives NaN for it
-            out = self.compute_logits(q, k, grid).softmax(dim=-1) @ v
+        else:  # a single query gains nothing from fused kernels, and cuDNN's backward gives NaN for it
+            out = self.softmax(self.compute_logits(q, k, grid)) @ v
         return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
 
     def compute_weights(self, x: Tensor, grid: Grid) -> Tensor:
-        """The attention itself, (B, H, N, N), which the fused kernel above never materialises."""
+        """The attention weights (B, H, N, N), which the fused kernel above never materializes."""
         q, k, _ = self.project_qkv(x)
-        return self.compute_logits(q, k, grid).softmax(dim=-1)
+        return self.softmax(self.compute_logits(q, k, grid))
 
     def project_qkv(self, x: Tensor, queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (B, H, queries or N, K), keys and values (B, H, N, K)."""
-        if queries is None or not isinstance(self.qkv, nn.Linear):  # a lowered layer is one product, never a part of it
+        if queries is None or not isinstance(self.qkv, nn.Linear):  # a quantized layer cannot be split
             q, k, v = self.qkv(x).unflatten(-1, (3, self.config.heads, -1)).permute(2, 0, 3, 1, 4)
             return q[:, :, :queries], k, v
         width, bias = self.config.width, self.qkv.bias
@@ -161,7 +164,7 @@ def add_residual(x: Tensor, branch: Callable[[Tensor], Tensor], rate: float, que
 
 
 class AttentionPool(nn.Module):
-    """MAP (Zhai et al. 2022): one learned query attends to all patches, then an MLP beside a residual."""
+    """MAP (Zhai et al. 2022): one learned query attends to all patches, then a residual MLP."""
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -170,13 +173,14 @@ class AttentionPool(nn.Module):
         self.q = nn.Linear(config.width, config.width)
         self.kv = nn.Linear(config.width, 2 * config.width)
         self.proj = nn.Linear(config.width, config.width)
+        self.softmax = nn.Softmax(dim=-1)
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
         self.mlp = Mlp(config)
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(self.latent).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (1, H, 1, K)
         k, v = self.kv(x).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (B, H, N, K)
-        out = (q @ k.mT * q.shape[-1] ** -0.5).softmax(dim=-1) @ v  # (B, H, 1, K)
+        out = self.softmax(q @ k.mT * q.shape[-1] ** -0.5) @ v  # (B, H, 1, K)
         pooled = self.proj(out.transpose(1, 2).flatten(2))[:, 0]  # (B, D)
         return pooled + self.mlp(self.norm(pooled))
 

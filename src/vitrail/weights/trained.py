@@ -95,6 +95,12 @@ def require_trained(trained: Trained) -> Trained:
     return trained
 
 
+def logits_to_probabilities(logits: Tensor, *, temperature: float = 1.0, multi_label: bool) -> Tensor:
+    """(..., L) -> (..., L): a softmax over the classes, or for a multi-label model each class's own sigmoid."""
+    scaled = logits / temperature
+    return scaled.sigmoid() if multi_label else scaled.softmax(dim=-1)
+
+
 def create(
     name: str,
     *,
