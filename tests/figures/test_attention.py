@@ -296,13 +296,13 @@ def test_what_cannot_be_measured_is_said_in_a_sentence() -> None:
     ):
         with pytest.raises(UsageError, match="BiT ResNet has no attention"):
             function(making.bit(), making.images(making.bit().config))
-        with pytest.raises(DataError, match="there is none"):
+        with pytest.raises(DataError, match="there are none"):
             function(model, making.images(model.config, 0))
-    with pytest.raises(DataError, match="there is none"):
+    with pytest.raises(DataError, match="there are none"):
         compute_attention_distance(model, [])
     with torch.no_grad():
         model.blocks[1].attn.qkv.weight.fill_(torch.nan)
-    with pytest.raises(ModelError, match="not all finite"):
+    with pytest.raises(ModelError, match="attention is not finite"):
         compute_rollout(model, making.images(model.config))
 
 

@@ -86,7 +86,7 @@ def test_weights_that_are_no_numbers_are_named() -> None:
     model = making.vit()
     with torch.no_grad():
         model.patch_embed.proj.weight[0, 0, 0, 0] = torch.nan
-    with pytest.raises(ModelError, match="patch embedding holds weights that are not finite"):
+    with pytest.raises(ModelError, match="patch embedding has weights that are not finite"):
         compute_filters(model)
 
 

@@ -66,5 +66,5 @@ def test_fewer_patches_than_steps_make_fewer_steps_and_batches_are_joined() -> N
     parts = [measure_faithfulness(see_patch, IMAGES[:1], maps, CLASSES[:1]) for _ in range(3)]
     assert join_faithfulness(parts).fractions.tolist() == [0, 0.25, 0.5, 0.75, 1]
     assert join_faithfulness(parts).deletion.tolist() == [[1, 0, 0, 0, 0]] * 3
-    with pytest.raises(UsageError, match="images of 32 x 40 have no 3 x 4 patches"):
+    with pytest.raises(UsageError, match="images of 32 x 40 do not divide into 3 x 4 patches"):
         measure_faithfulness(see_patch, IMAGES[:1], np.ones((1, 3, 4), dtype=np.float32), CLASSES[:1])

@@ -79,7 +79,7 @@ def test_position_maps_stand_in_the_places_of_their_patches(tmp_path: Path, draw
     maps, initial, bar, profile = drawn[0].axes
     assert (maps.get_xlabel(), maps.get_ylabel()) == ("input patch column", "input patch row")
     assert bar.get_ylabel() == "cosine similarity"
-    assert initial.get_title(loc="left") == "at initialisation"
+    assert initial.get_title(loc="left") == "at initialization"
     shades = np.ma.filled(maps.images[0].get_array().astype(float), np.nan)
     assert shades.shape == (3 * 4 - 1, 5 * 6 - 1)
     for row in range(3):

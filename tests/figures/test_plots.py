@@ -110,7 +110,7 @@ def test_of_a_thousand_classes_those_confused_most_are_drawn_and_the_title_says_
     plots.plot_confusion_matrix(counts, names, tmp_path / "c.png", normalize=True)
     (axes,) = drawn[0].axes
     assert [label.get_text() for label in axes.get_yticklabels()][:6] == [names[n] for n in (3, 700, 500, 501, 0, 999)]
-    assert "the 30 classes, of 1,000" in axes.get_title(loc="left")
+    assert "the 30 most confused classes of 1,000" in axes.get_title(loc="left")
     assert "18 of 18 mistakes are here" in axes.get_title(loc="left")
     texts = {text.get_position(): text.get_text() for text in axes.texts}
     assert len(texts) == 900
@@ -182,7 +182,7 @@ def test_runs_of_every_length_have_ticks_at_whole_epochs_and_all_values_inside(
 
 
 def test_a_run_without_an_epoch_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no epoch to draw results\.png of"):
+    with pytest.raises(DataError, match=r"results\.png needs at least one epoch"):
         plots.plot_training_curves(columns([]), tmp_path / "results.png")
     assert not list(tmp_path.iterdir())
 

@@ -136,14 +136,14 @@ def test_chunks_change_nothing_and_the_model_stays_as_it_was(monkeypatch: pytest
 
 def test_what_has_no_relevance_says_so() -> None:
     images = making.images(making.config(), 1)
-    with pytest.raises(UsageError, match="has no head, and relevance is that of a patch to a class"):
+    with pytest.raises(UsageError, match="has no head, but relevance is that of a patch to a class"):
         compute_relevance(making.vit(classes=0), images)
     with pytest.raises(UsageError, match="ResNet has no attention"):
         compute_relevance(making.bit(), images)
     broken = making.vit()
     with torch.no_grad():
         broken.head.bias.fill_(torch.nan)
-    with pytest.raises(ModelError, match="not all finite"):
+    with pytest.raises(ModelError, match="relevance is not finite"):
         compute_relevance(broken, images)
 
 

@@ -491,7 +491,7 @@ def _measure_boxes(
         rows += [{"model": model, "image": image} | dataclasses.asdict(share) for image, share in found.items()]
     if means:
         told = _format_by_model(
-            means, "{0[energy]:.1%} of it in boxes of {0[area]:.1%}, of a bell in the middle {0[centre]:.1%}"
+            means, "{0[energy]:.1%} of it in boxes of {0[area]:.1%}, of a bell in the middle {0[center]:.1%}"
         )
         figure_folder.add_file("boxes.json", f"rollout and objects, {told}")
         figure_folder.write_json("boxes.json", {"means": means, "images": rows})
