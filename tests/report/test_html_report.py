@@ -28,10 +28,10 @@ def test_the_result_stands_beside_its_interval_and_its_baseline(tmp_path: Path) 
     text = read(gather_facts(written(tmp_path / "run"))).parts["result"]
     shown = " ".join(text.split())
     assert "70.0 %" in shown.replace("70.0%", "70.0 %")
-    assert "7 of 10 test images right" in shown
-    assert "39.7 to 89.2 % (95 % interval, Wilson)" in shown  # by hand, from Wilson's formula
-    assert "always “dog”: no class is commoner in training 50.0 %" in shown
-    assert "Measured on 10 images, which is few" in shown
+    assert "7 of 10 test images are classified correctly" in shown
+    assert "95 % confidence interval: 39.7 to 89.2 % (Wilson)" in shown  # by hand, from Wilson's formula
+    assert "always “dog”, the most frequent class in training 50.0 %" in shown
+    assert "Measured on only 10 images" in shown
 
 
 def test_the_pairs_confused_most_come_first_with_their_share(tmp_path: Path) -> None:
@@ -56,23 +56,23 @@ def test_folders_of_the_machine_stand_only_where_the_run_is_to_be_made_again(tmp
         given = {"arguments": ["finetune", "photos", "--model", "/home/someone/m"], "folder": "/home/someone/secret"}
         file.write(json.dumps({"at": 1, "event": "command", **given}) + "\n")
     found = read(gather_facts(folder))
-    assert "/home/someone/secret" in found.parts["again"]
-    assert "someone" not in "".join(text for name, text in found.parts.items() if name != "again")
+    assert "/home/someone/secret" in found.parts["rerun"]
+    assert "someone" not in "".join(text for name, text in found.parts.items() if name != "rerun")
 
 
 def test_an_interrupted_run_shows_what_there_is(tmp_path: Path) -> None:
     found = read(gather_facts(written(tmp_path / "run", ended=False)))
     assert "The run has not ended" in found.text
-    assert {"run", "curves", "data", "inside", "walk", "again", "card"} == set(found.parts) - {""}
+    assert {"run", "curves", "data", "figures", "forward-trace", "rerun", "card"} == set(found.parts) - {""}
 
 
 def test_the_first_screen_names_the_weakest_classes_the_commonest_confusion_and_what_to_do(tmp_path: Path) -> None:
     shown = " ".join(read(gather_facts(written(tmp_path / "run"))).parts["result"].split())
     assert "Weakest classes cat 50 % (2 of 4), dog 80 % (4 of 5)" in shown  # eel is right
-    assert "Commonest confusion cat taken for dog , 2 of 4 times" in shown
+    assert "Most confused pair cat predicted as dog , 2 of 4 times" in shown
     steps = shown.partition("What to do next")[2]
     assert "Train longer: the validation loss was still falling at the end. Try --epochs 4 instead of 2." in steps
-    assert "Look at images of cat and dog: are the labels right, and could you tell them apart?" in steps
+    assert "Look at images of cat and dog: are the labels right, and can you tell them apart?" in steps
     assert steps.endswith("vitrail predict RUN IMAGES vitrail serve RUN")
     timed = dataclasses.replace(gather_facts(tmp_path / "run"), command=("finetune", "x", "--minutes=5"))
     assert "falling at the end. Try more --minutes." in read(timed).parts["result"]
@@ -93,8 +93,8 @@ def test_a_class_with_few_training_images_and_a_poor_result_lead_to_advice(tmp_p
 def test_nothing_wrong_has_no_weakest_class(tmp_path: Path) -> None:
     answers = [("cat", "cat", 1.0)] * 30
     shown = " ".join(read(gather_facts(written(tmp_path / "run", answers=answers))).parts["result"].split())
-    assert "Weakest classes none: nothing is wrong" in shown
-    assert "Commonest confusion none" in shown
+    assert "Weakest classes none: all predictions are correct" in shown
+    assert "Most confused pair none" in shown
 
 
 @pytest.mark.parametrize("classes", [9, 10])
@@ -102,38 +102,38 @@ def test_top_5_is_shown_from_10_classes_on(tmp_path: Path, classes: int) -> None
     names = [f"class {number}" for number in range(classes)]
     facts = gather_facts(written(tmp_path / "run", answers=[(name, name, 0.5) for name in names], classes=names))
     found = read(facts)
-    assert ("five likeliest" in found.text, "top-5" in found.parts["curves"]) == (classes == 10, classes == 10)
+    assert ("top-5 accuracy" in found.text, "top-5" in found.parts["curves"]) == (classes == 10, classes == 10)
     assert facts.result is not None
-    assert ("five likeliest" in str(list(fact_rows.list_result_rows(facts, facts.result)))) == (classes == 10)
+    assert ("top-5 accuracy" in str(list(fact_rows.list_result_rows(facts, facts.result)))) == (classes == 10)
 
 
 def test_class_by_class_is_open_and_the_equations_are_folded(run: Path) -> None:
     text = (run / "report.html").read_text()
     found = Reading(text)
     assert "class images" not in found.text
-    before, after = text.split("Class by class, the weakest first")
+    before, after = text.split("Classes, weakest first")
     assert before.count("<details") == before.count("</details")
-    equations = after.partition('<section id="walk">')[2].partition("</section>")[0]
+    equations = after.partition('<section id="forward-trace">')[2].partition("</section>")[0]
     assert equations.index("<details>") < equations.index("<math")
 
 
 def test_where_rollout_is_shown_a_sentence_says_what_it_is_not(run: Path) -> None:
     found = Reading((run / "report.html").read_text())
-    shown = [part for part in ("mistakes", "inside") if "rollout" in found.parts[part]]
-    assert "inside" in shown
+    shown = [part for part in ("mistakes", "figures") if "rollout" in found.parts[part]]
+    assert "figures" in shown
     for part in shown:
-        assert "Rollout is not the reason for an answer" in " ".join(found.parts[part].split())
+        assert "Rollout does not explain a prediction" in " ".join(found.parts[part].split())
 
 
 def test_a_multi_label_run_is_shown_as_one(tmp_path: Path) -> None:
     answers = [("cat | dog", "cat", 0.9), ("dog", "dog", 0.8), ("dog", "cat", 0.7)]
     found = read(gather_facts(written(tmp_path / "run", answers=answers)))
     result = " ".join(found.parts["result"].split())
-    assert "1 of 3 test images have exactly their labels (exact match). F1 61.0 %, mAP 73.0 %." in result
+    assert "1 of 3 test images have exactly their labels predicted (exact match). F1 61.0 %, mAP 73.0 %." in result
     assert "Weakest classes <b>eel</b> F1 44 %" in result
-    assert "Missed most" in result
-    assert "five likeliest" not in found.text
-    assert "Confused most" not in found.text
+    assert "Most often missed" in result
+    assert "top-5 accuracy" not in found.text
+    assert "Most confused" not in found.text
     assert "cat 44 % 4 5 2 62 % 5" in " ".join(found.parts["confusion"].split())
     assert "Validation exact match" in found.parts["curves"]
     assert "label's probability" in found.parts["calibration"]
@@ -143,7 +143,7 @@ def test_what_was_trained_on_and_what_chose_the_weights_is_said(tmp_path: Path) 
     folder = written(tmp_path / "run", everything=True)
     events = (folder / "events.jsonl").read_text()
     (folder / "events.jsonl").write_text(events.replace('"split": "test"', '"split": "val"'))
-    assert "were trained on (--everything)" in read(gather_facts(folder)).parts["result"]
+    assert "The model was trained on these images (--train-on-val)" in read(gather_facts(folder)).parts["result"]
     (folder / "config.json").write_text(json.dumps(CONFIG))
     assert "on which the weights and the temperature were chosen" in read(gather_facts(folder)).parts["result"]
 
@@ -154,9 +154,9 @@ def test_thousands_of_classes_and_answers_stay_a_page(tmp_path: Path) -> None:
     facts = gather_facts(written(tmp_path / "run", answers=answers, classes=classes))
     text = render_page(facts, None, NOTHING, None)
     assert len(text) < 300_000
-    assert "Of 5,000 classes the 40 in the pairs confused most" in text
+    assert "the 40 most confused of 5,000 classes" in text
     assert not (tmp_path / "run" / "per_class.csv").exists()
-    assert "The answers to 4,900 more are in predictions.csv" in text
+    assert "The predictions of 4,900 more are in predictions.csv" in text
 
 
 def test_of_many_classes_the_table_of_all_is_named(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_bytes_that_are_no_text_do_not_keep_a_page_from_being_written(tmp_path: 
 def test_one_class_is_a_page_too(tmp_path: Path) -> None:
     found = read(gather_facts(written(tmp_path / "run", answers=[("cat", "cat", 1.0)], classes=["cat"])))
     assert "1 class" in found.text
-    assert "every answer is right" in found.parts["confusion"]
+    assert "every prediction is correct" in found.parts["confusion"]
 
 
 @pytest.mark.parametrize(
@@ -211,10 +211,10 @@ def test_the_data_is_measured_again_by_its_own_name_where_it_was_measured(tmp_pa
     assert report == "vitrail report RUN"
     facts = gather_facts(written(tmp_path / "half", data=data, ended=False))
     assert make_repeat_commands(facts) == ["vitrail report RUN"]
-    assert "evaluate" not in read(facts).parts["again"]
+    assert "evaluate" not in read(facts).parts["rerun"]
 
 
 def test_a_command_that_nobody_wrote_down_is_unknown(tmp_path: Path) -> None:
     facts = gather_facts(written(tmp_path / "run"))
     assert make_rerun_command(facts) is None
-    assert "The command was not recorded" in read(facts).parts["again"]
+    assert "The command was not recorded" in read(facts).parts["rerun"]

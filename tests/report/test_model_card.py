@@ -35,13 +35,13 @@ def test_it_says_what_is_known_and_unknown_where_nothing_is(tmp_path: Path) -> N
     text = build_card(trained(), gather_facts(written(tmp_path / "run"))).to_markdown()
     lines = text.splitlines()
     for line in (
-        "| right answers | 70.0 % (39.7 to 89.2 %, Wilson's 95 % interval) |",
-        "| baseline: always “dog”: no class is commoner in training | 50.0 % |",
-        "Unknown: whoever publishes this model should say it here.",
-        "| licence of the images | unknown |",
-        "| copies across splits | unknown: the images were not compared |",
-        "- licence: unknown",
-        "- How it does on images other than those of photos is unknown.",
+        "| accuracy | 70.0 % (39.7 to 89.2 %, Wilson's 95 % interval) |",
+        "| baseline: always “dog”, the most frequent class in training | 50.0 % |",
+        "Unknown: state it here before you publish this model.",
+        "| license of the images | unknown |",
+        "| duplicates across splits | unknown: the images were not compared |",
+        "- license: unknown",
+        "- Its accuracy on images other than those of photos is unknown.",
         "| resized to | short side 36 pixels, bicubic |",
         "| classes | 3: cat, dog, \\<b\\>eel\\</b\\> |",
         'trained = vitrail.load("weights/best.safetensors")  # model, preprocess, labels, origin',
@@ -57,14 +57,14 @@ def test_a_number_of_images_that_were_trained_on_is_no_metric(tmp_path: Path) ->
     (folder / "events.jsonl").write_text(events.replace('"split": "test"', '"split": "val"'))
     text = build_card(trained(), gather_facts(folder)).to_markdown()
     assert "model-index" not in text
-    assert "were trained on" in text
+    assert "trained on these images" in text
 
 
 def test_a_licence_that_the_weights_came_with_is_stated(tmp_path: Path) -> None:
     licensed = trained(origin=Origin(format="vitrail", name="x", license="MIT"))
     text = build_card(licensed, gather_facts(written(tmp_path / "run"))).to_markdown()
     assert hub.ModelCard(text).data.license == "mit"
-    assert "- licence: MIT" in text
+    assert "- license: MIT" in text
 
 
 def test_names_of_classes_and_sets_stay_words(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_card_that_was_edited_is_what_is_pushed_with_the_address_put_in(tmp_pa
     folder = written(tmp_path / "run")
     model = trained()
     text = build_card(model, gather_facts(folder)).to_markdown()
-    edited = text.replace("Unknown: whoever publishes this model should say it here.", "To tell cats from dogs.")
+    edited = text.replace("Unknown: state it here before you publish this model.", "To tell cats from dogs.")
     (folder / "README.md").write_text(edited, encoding="utf-8")
     push.prepare_upload(model, tmp_path / "model", "org/mine", folder)
     pushed = (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
@@ -116,7 +116,7 @@ def test_a_card_that_was_edited_is_what_is_pushed_with_the_address_put_in(tmp_pa
 def test_what_looks_like_a_heading_in_code_is_none(tmp_path: Path) -> None:
     text = "# Mine\n\n~~~\n## Use\n~~~\n\n## Use\n\n````sh\n## setup\n```\n## more\n````\n\n## Result\n\nGood.\n"
     model = trained()
-    before, _, after = set_hub_address(text, model, HubAddress("org/mine")).partition("\n## Use\n\nAn image model")
+    before, _, after = set_hub_address(text, model, HubAddress("org/mine")).partition("\n## Use\n\nAn image classifier")
     assert before == "# Mine\n\n~~~\n## Use\n~~~\n"
     assert 'vitrail.load("hf:org/mine")' in after
     assert "setup" not in after
@@ -142,7 +142,7 @@ def test_what_transformers_cannot_take_is_said(tmp_path: Path) -> None:
     assert "There are no files for transformers: it has registers." in refused
     assert "library_name: vitrail" in refused
     noted = set_hub_address(text, model, HubAddress("org/mine", notes=("the temperature",)))
-    assert "What transformers' format could not take along:\n\n- the temperature\n" in noted
+    assert "Not stored in the format of transformers:\n\n- the temperature\n" in noted
 
 
 def test_a_threshold_and_a_fitted_temperature_are_told(tmp_path: Path) -> None:

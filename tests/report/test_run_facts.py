@@ -46,13 +46,13 @@ def test_a_multi_label_run_is_judged_by_exact_match_f1_and_average_precision(tmp
     assert facts.result is not None
     assert facts.label_rows[0] == ("cat", 5, 4, 2, 0.44, 5, 0.625)
     [baseline] = facts.baselines
-    assert baseline == ("always “cat | dog”: no set of labels is commoner here", 2)  # in any order
+    assert baseline == ("always “cat | dog”, the most frequent combination of labels here", 2)  # in any order
 
 
 def test_a_multi_label_run_that_was_judged_by_any_label_has_no_result(tmp_path: Path) -> None:
     facts = gather_facts(written(tmp_path / "run", answers=MULTI, judged=False))
     assert (facts.result, facts.predictions, facts.multi_label_metrics) == (None, (), None)
-    assert "--resume measures it again" in facts.missing[0]
+    assert "--resume to measure again" in facts.missing[0]
 
 
 @pytest.mark.parametrize("several", [False, True])
@@ -76,7 +76,7 @@ def test_an_interrupted_run_says_how_far_it_came(tmp_path: Path) -> None:
     facts = gather_facts(folder)
     assert (facts.result, facts.predictions, facts.baselines, facts.has_result) == (None, (), (), False)
     first, second = facts.missing
-    assert "after step 10 of 20 (SIGTERM: stopped after a)" in first
+    assert "last recorded step is 10 of 20 (SIGTERM: stopped after a)" in first
     assert "--resume" in first
     assert "There are no weights" in second
 
@@ -137,9 +137,13 @@ END = {"at": 1, "event": "end", "images": 3}
             r"train/loss of .*results\.csv is damaged \(could not conv",
         ),
         ("results.csv", f"{','.join(RESULT_COLUMNS)}\n1,5\n", r"train/loss of .*results\.csv is damaged"),
-        ("per_class.csv", "class,train_images\ncat,many\n", r"per_class\.csv is damaged .*--resume measures it again"),
+        ("per_class.csv", "class,train_images\ncat,many\n", r"per_class\.csv is damaged .*--resume to measure again"),
         ("per_class.csv", "train_images\n5\n", r"per_class\.csv is damaged \('class'\)"),
-        ("data_report.json", "{}", r"data_report\.json is damaged .*`vitrail data check DATA --out .*` writes it anew"),
+        (
+            "data_report.json",
+            "{}",
+            r"data_report\.json is damaged .*write it again with `vitrail data check DATA --out .*`",
+        ),
         ("data_report.json", "[1]", r"data_report\.json is damaged"),
         ("events.jsonl", json.dumps(END) + "\n", r"the event 'end' in .*events\.jsonl is damaged \('split'\)"),
         ("events.jsonl", '{"at": 1}\n', r"events\.jsonl, line 1 is damaged \('event'\): repair or remove"),
@@ -154,7 +158,7 @@ def test_a_small_file_that_is_damaged_is_named_with_what_to_do(tmp_path: Path, n
 
 
 def test_a_folder_that_is_no_run_is_refused_and_seeds_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"is no run: it has no config\.json"):
+    with pytest.raises(UsageError, match=r"is not a run: it has no config\.json"):
         gather_facts(tmp_path)
     for seed in (4, 5):
         written(tmp_path / "runs" / f"seed-{seed}")

@@ -29,7 +29,19 @@ from vitrail.weights.load import save
 
 CPU = torch.device("cpu")
 PARTS = {
-    *("result", "run", "curves", "confusion", "calibration", "mistakes", "data", "inside", "walk", "again", "card"),
+    *(
+        "result",
+        "run",
+        "curves",
+        "confusion",
+        "calibration",
+        "mistakes",
+        "data",
+        "figures",
+        "forward-trace",
+        "rerun",
+        "card",
+    ),
 }
 GONE = "The data was moved."
 
@@ -69,7 +81,7 @@ def test_the_mistakes_shown_are_the_surest_of_the_table(run: Path) -> None:
 
 def test_the_walk_tells_the_answer_that_the_table_has(run: Path) -> None:
     facts = gather_facts(run)
-    walked = read(run / "report.html").parts["walk"]
+    walked = read(run / "report.html").parts["forward-trace"]
     name = re.search(r"test/\w+/\d+\.jpg", walked)
     assert name is not None
     [answer] = [answer for answer in facts.predictions if answer.image == name[0]]
@@ -81,7 +93,7 @@ def test_the_card_is_written_and_says_the_same(run: Path) -> None:
     result = gather_facts(run).result
     assert result is not None
     card = (run / "README.md").read_text()
-    assert f"| right answers | {100 * result.top1:.1f} % " in card
+    assert f"| accuracy | {100 * result.top1:.1f} % " in card
     assert str(run.parent) not in card
 
 
@@ -89,10 +101,10 @@ def test_without_its_images_a_page_shows_all_that_needs_none(run: Path, tmp_path
     write_report(run, GONE, CPU, tmp_path / "page.html")
     found = read(tmp_path / "page.html")
     assert set(found.parts) - {""} == PARTS
-    for part in ("mistakes", "walk"):
+    for part in ("mistakes", "forward-trace"):
         assert GONE in found.parts[part]
-    assert "principal components" in found.parts["inside"]
-    assert GONE in found.parts["inside"]
+    assert "principal components" in found.parts["figures"]
+    assert GONE in found.parts["figures"]
     kinds = re.findall(r"data:image/(\w+)", (tmp_path / "page.html").read_text())
     assert set(kinds) == {"png"}  # filters and positions, which are of weights
 
@@ -108,7 +120,7 @@ def test_a_set_that_changed_is_not_mistaken_for_the_runs(run: Path, tmp_path: Pa
     photographs(tmp_path / "other", "train", "val", "test", each=2)
     with alone(tmp_path):
         write_report(run, open_dataset(str(tmp_path / "other")), CPU, tmp_path / "page.html")
-    assert "is not what it was: 4 of 8 measured images are not there" in read(tmp_path / "page.html").parts["mistakes"]
+    assert "has changed: 4 of 8 evaluated images are missing" in read(tmp_path / "page.html").parts["mistakes"]
 
 
 def test_an_edited_card_is_left_alone(run: Path, tmp_path: Path) -> None:
@@ -135,7 +147,7 @@ def test_an_interrupted_run_has_a_page_and_no_card(run: Path, tmp_path: Path) ->
     found = read(copy / "report.html")
     assert "has not ended" in found.text
     assert "result" not in found.parts
-    assert "val/" in found.parts["walk"]  # without answers, images of val are shown
+    assert "val/" in found.parts["forward-trace"]  # without answers, images of val are shown
     assert not (copy / "README.md").exists()
 
 
@@ -152,31 +164,31 @@ def remade(run: Path, root: Path, model: Model) -> Reading:
 
 def test_a_resnet_has_sentences_in_place_of_what_it_has_not(run: Path, tmp_path: Path) -> None:
     found = remade(run, tmp_path, making.bit(classes=2))
-    assert "has no attention" in found.parts["inside"]
-    assert "no position embeddings" in found.parts["inside"]
-    assert "first convolution" in found.parts["inside"]
-    assert "has no tokens" in found.parts["walk"]
-    assert "where it looked" not in found.parts["mistakes"]
+    assert "has no attention" in found.parts["figures"]
+    assert "no position embeddings" in found.parts["figures"]
+    assert "first convolution" in found.parts["figures"]
+    assert "has no tokens" in found.parts["forward-trace"]
+    assert "attention rollout" not in found.parts["mistakes"]
 
 
 @pytest.mark.parametrize("name", [name for name, settings in making.VARIANTS.items() if "classes" not in settings])
 def test_every_kind_of_model_has_a_page(run: Path, tmp_path: Path, name: str) -> None:
     found = remade(run, tmp_path, making.vit(classes=2, **making.VARIANTS[name]))
-    assert ("there is no position embedding" in found.parts["inside"].lower()) == (name in ("no-positions", "relative"))
-    walk = found.parts["walk"]
-    assert "4. The answer" in walk
-    assert ("A position is added to each patch." in walk) == (name in ("registers", "2d", "sincos"))
-    assert ("what the stem makes of the framed patch" in walk) == (name == "hybrid")
+    assert ("there is no position embedding" in found.parts["figures"].lower()) == (
+        name in ("no-positions", "relative")
+    )
+    walk = found.parts["forward-trace"]
+    assert "4. The head predicts a class" in walk
+    assert ("A position embedding is added to each patch." in walk) == (name in ("registers", "2d", "sincos"))
+    assert ("the stem's features of the framed patch" in walk) == (name == "hybrid")
     config = making.config(**making.VARIANTS[name])
     assert ("of it stays with itself" in walk) == (config.class_token and config.num_prefix_tokens == 1)
 
 
 def test_a_patch_that_reads_beside_one_register_does_not_call_it_itself(run: Path, tmp_path: Path) -> None:
     model = making.vit(classes=2, class_token=False, registers=1, pool="norm-mean")
-    walk = " ".join(remade(run, tmp_path, model).parts["walk"].split())
-    assert re.search(
-        r"What the patch that is followed attends to in layer 1 \(\d+ % of it goes to the token before", walk
-    )
+    walk = " ".join(remade(run, tmp_path, model).parts["forward-trace"].split())
+    assert re.search(r"The attention of the framed patch in layer 1 \(\d+ % of it goes to the token before", walk)
     assert "itself (" not in walk
 
 
@@ -194,14 +206,14 @@ def test_images_listed_by_their_whole_paths_are_called_by_their_names(run: Path,
     with alone(tmp_path):
         write_report(copy, open_dataset(str(home / "list.csv")), CPU)
     found = read(copy / "report.html")
-    for part in ("mistakes", "inside", "walk"):
+    for part in ("mistakes", "figures", "forward-trace"):
         assert re.search(r"\d\.jpg", found.parts[part])
         assert "some one" not in found.parts[part]
     for path in (home / "set" / "test").glob("*/*.jpg"):
         path.write_bytes(b"no picture")
     with alone(tmp_path):
         write_report(copy, open_dataset(str(home / "list.csv")), CPU)
-    told = read(copy / "report.html").parts["walk"]
+    told = read(copy / "report.html").parts["forward-trace"]
     assert re.search(r"The images cannot be shown: \d\.jpg", told)
 
 
@@ -221,9 +233,9 @@ def test_a_run_without_labels_has_a_page(run: Path, tmp_path: Path) -> None:
     found = read(folder / "report.html")
     assert set(found.parts) - {""} == PARTS - {"confusion", "calibration", "mistakes"} | {"reconstruction"}
     assert "0.2500" in found.parts["result"]
-    assert "4. What is read" in found.parts["walk"]
+    assert "4. The features" in found.parts["forward-trace"]
     assert "pre-trained without labels" in found.text
-    assert "hidden patches" in (folder / "README.md").read_text()
+    assert "masked patches" in (folder / "README.md").read_text()
 
 
 def test_several_labels_have_a_page(tmp_path: Path) -> None:
@@ -241,11 +253,11 @@ def test_several_labels_have_a_page(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "run" / "config.json").read_text())["multi_label"] is True
     found = read(tmp_path / "run" / "report.html")
     assert "several labels" in found.parts["confusion"]
-    assert "have exactly their labels (exact match). F1" in " ".join(found.parts["result"].split())
+    assert "have exactly their labels predicted (exact match). F1" in " ".join(found.parts["result"].split())
     table = (tmp_path / "run" / "per_class.csv").read_text().splitlines()
     assert table[0] == "class,train_images,images,right,recall,precision,predicted,f1,average_precision"
     assert len(table) == 4
-    assert "each alone through a sigmoid" in found.parts["walk"]
+    assert "A sigmoid for each class" in found.parts["forward-trace"]
 
 
 def test_the_worst_pictures_leave_room_below_five_megabytes(run: Path) -> None:
