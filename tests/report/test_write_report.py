@@ -1,13 +1,11 @@
 """Reports of a real run: every section is there, in one file, and a sentence replaces what is missing."""
 
-import csv
 import itertools
 import json
 import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -19,10 +17,7 @@ from tests.report.page_parser import ParsedPage
 from tests.report.run_folders import isolate_home
 from vitrail.cli import main
 from vitrail.data.sources import open_dataset
-from vitrail.figures import image_grids
 from vitrail.model.build import Model
-from vitrail.report import data_uris
-from vitrail.report.model_figures import MAX_MISTAKES, MAX_ROLLOUTS, ReportFigure, make_model_figures
 from vitrail.report.run_facts import gather_facts
 from vitrail.report.write_report import NO_TIME_NOTE, write_report
 from vitrail.weights.load import save
@@ -71,14 +66,6 @@ def test_headings_go_down_one_step_at_a_time(run: Path) -> None:
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
-def test_the_mistakes_shown_are_the_surest_of_the_table(run: Path) -> None:
-    with (run / "predictions.csv").open(newline="") as file:
-        wrong = [row for row in csv.DictReader(file) if row["right"] == "0"]
-    wrong.sort(key=lambda row: -float(row["probability"]))
-    shown = re.findall(r"test/\w+/\d+\.jpg", parse_page(run / "report.html").sections["mistakes"])
-    assert shown == [row["image"] for row in wrong][:MAX_MISTAKES]
-
-
 def test_the_walk_tells_the_answer_that_the_table_has(run: Path) -> None:
     facts = gather_facts(run)
     section = parse_page(run / "report.html").sections["forward-trace"]
@@ -114,13 +101,6 @@ def test_a_run_out_of_time_has_a_page_without_figures_of_the_model(run: Path, tm
     page = parse_page(tmp_path / "page.html")
     assert any(NO_TIME_NOTE in part for part in page.sections.values())
     assert not re.findall(r"data:image/(\w+)", (tmp_path / "page.html").read_text())
-
-
-def test_a_set_that_changed_is_not_mistaken_for_the_runs(run: Path, tmp_path: Path) -> None:
-    photographs(tmp_path / "other", "train", "val", "test", each=2)
-    with isolate_home(tmp_path):
-        write_report(run, open_dataset(str(tmp_path / "other")), CPU, tmp_path / "page.html")
-    assert "has changed: 4 of 8 evaluated images are missing" in parse_page(tmp_path / "page.html").sections["mistakes"]
 
 
 def test_an_edited_card_is_left_alone(run: Path, tmp_path: Path) -> None:
@@ -258,15 +238,3 @@ def test_several_labels_have_a_page(tmp_path: Path) -> None:
     assert table[0] == "class,train_images,images,right,recall,precision,predicted,f1,average_precision"
     assert len(table) == 4
     assert "A sigmoid for each class" in page.sections["forward-trace"]
-
-
-def test_the_worst_pictures_leave_room_below_five_megabytes(run: Path) -> None:
-    """Noise is what compresses least: all pictures of images that a page may have, and of many positions, as noise."""
-    facts = gather_facts(run)
-    noise = np.random.default_rng(0).integers(0, 256, (3, 512, 512), dtype=np.uint8)
-    one = len(data_uris.encode_webp(image_grids.to_rgb_array(image_grids.resize_image(noise, 192 / 512))))
-    images = 2 * (MAX_MISTAKES + MAX_ROLLOUTS + 2) * one
-    places = make_model_figures(facts, making.trained(making.vit(patch=1, image_size=(64, 64))), MISSING, CPU).positions
-    assert isinstance(places, ReportFigure)
-    assert "16 × 16 patches of 64 × 64, one in 4 each way" in places.caption
-    assert images + len(places.image) < 3_000_000
