@@ -82,8 +82,8 @@ def test_the_bell_is_a_normal_distribution_of_a_quarter() -> None:
 
 
 def test_the_summary_leaves_out_boxes_that_were_cut_off() -> None:
-    found = [BoxAttention(0.5, 0.25, 0.6), BoxAttention(0.3, 0.35, 0.2), BoxAttention(0, 0, 0)]
-    assert summarize_box_attention(found) == {
+    measurements = [BoxAttention(0.5, 0.25, 0.6), BoxAttention(0.3, 0.35, 0.2), BoxAttention(0, 0, 0)]
+    assert summarize_box_attention(measurements) == {
         "images": 2,
         "cut_off": 1,
         "energy": pytest.approx(0.4),

@@ -47,8 +47,8 @@ def pixels(path: Path) -> NDArray[np.int64]:
 def box(picture: NDArray[np.int64], colour: str, share: float = 1) -> tuple[int, int, int, int]:
     """Top, left, bottom, right of the area of a colour, mixed with white by its share; letters' edges do not count."""
     wanted = 255 + share * (np.array(ImageColor.getrgb(colour)) - 255)
-    found = (abs(picture - wanted) <= 1.5).all(axis=2)  # (H, W)
-    rows, columns = (np.flatnonzero(found.sum(axis=axis) > 15) for axis in (1, 0))
+    matches = (abs(picture - wanted) <= 1.5).all(axis=2)  # (H, W)
+    rows, columns = (np.flatnonzero(matches.sum(axis=axis) > 15) for axis in (1, 0))
     return rows[0], columns[0], rows[-1], columns[-1]
 
 

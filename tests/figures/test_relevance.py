@@ -62,18 +62,18 @@ def relevance_by_loops(model: ViT, image: Tensor, label: int) -> NDArray[Any]:
             mean = mean + (weights * gradients[number * heads + head]).clamp(min=0) / heads
         layers.append(mean.detach().numpy())
     tokens = layers[0].shape[0]
-    found = np.eye(tokens)
+    propagated = np.eye(tokens)
     for carried in layers[: config.depth]:
-        found = found + carried @ found
+        propagated = propagated + carried @ propagated
     match config.pool:
         case "class":
-            row = found[: 1 + config.distillation_head].mean(axis=0)
+            row = propagated[: 1 + config.distillation_head].mean(axis=0)
         case "class-mean":
-            row = (found[0] + (found - np.eye(tokens))[config.num_prefix_tokens :].mean(axis=0)) / 2
+            row = (propagated[0] + (propagated - np.eye(tokens))[config.num_prefix_tokens :].mean(axis=0)) / 2
         case "map":
-            row = layers[-1] @ found[config.num_prefix_tokens :]
+            row = layers[-1] @ propagated[config.num_prefix_tokens :]
         case _:
-            row = (found - np.eye(tokens))[config.num_prefix_tokens :].mean(axis=0)
+            row = (propagated - np.eye(tokens))[config.num_prefix_tokens :].mean(axis=0)
     patches = row[config.num_prefix_tokens :]
     return patches / patches.sum()
 
@@ -82,10 +82,10 @@ def relevance_by_loops(model: ViT, image: Tensor, label: int) -> NDArray[Any]:
 def test_every_model_agrees_with_plain_loops(change: dict[str, Any]) -> None:
     model = making.vit(**change).double()
     images = making.images(model.config, 2).double()
-    found = compute_relevance(model, images)
-    assert found.classes.tolist() == model(images).argmax(dim=1).tolist()
-    np.testing.assert_allclose(found.logits, model(images).detach(), rtol=1e-5, atol=1e-6)  # unfused, the same model
-    for image, label, shown in zip(images, found.classes, found.maps, strict=True):
+    result = compute_relevance(model, images)
+    assert result.classes.tolist() == model(images).argmax(dim=1).tolist()
+    np.testing.assert_allclose(result.logits, model(images).detach(), rtol=1e-5, atol=1e-6)  # unfused, the same model
+    for image, label, shown in zip(images, result.classes, result.maps, strict=True):
         expected = relevance_by_loops(model, image, label)
         np.testing.assert_allclose(shown.ravel(), expected, rtol=1e-5, atol=1e-9)
         assert np.ptp(expected) > 1e-3 / len(expected)
@@ -94,9 +94,9 @@ def test_every_model_agrees_with_plain_loops(change: dict[str, Any]) -> None:
 def test_relevance_is_that_of_the_class_asked_for() -> None:
     model = making.vit().double()
     images = making.images(model.config, 3).double()
-    found = compute_relevance(model, images, torch.tensor([5, 0, 2]))
-    assert found.classes.tolist() == [5, 0, 2]
-    for image, label, shown in zip(images, (5, 0, 2), found.maps, strict=True):
+    result = compute_relevance(model, images, torch.tensor([5, 0, 2]))
+    assert result.classes.tolist() == [5, 0, 2]
+    for image, label, shown in zip(images, (5, 0, 2), result.maps, strict=True):
         np.testing.assert_allclose(shown.ravel(), relevance_by_loops(model, image, label), rtol=1e-5)
 
 
@@ -150,7 +150,7 @@ def test_what_has_no_relevance_says_so() -> None:
 def test_a_class_that_nothing_speaks_for_has_a_map_of_zeros() -> None:
     model = making.vit()
     torch.nn.init.zeros_(model.head.weight)
-    found = compute_relevance(model, making.images(model.config, 1))
-    assert not found.maps.any()
-    assert F.softmax(torch.from_numpy(found.logits), dim=1).isfinite().all()
+    result = compute_relevance(model, making.images(model.config, 1))
+    assert not result.maps.any()
+    assert F.softmax(torch.from_numpy(result.logits), dim=1).isfinite().all()
     assert relevance.Relevance._fields == ("maps", "classes", "logits")
