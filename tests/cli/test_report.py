@@ -13,8 +13,8 @@ from jinja2 import TemplateError
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.report.folders import alone, written
-from vitrail.cli import main, runs
-from vitrail.report import write_report
+from vitrail.cli import main, output
+from vitrail.report import run_images
 from vitrail.report.run_facts import gather_facts
 
 DIGITS = ("train", "digits", "--data", "digits", "--workers", "0", "--device", "cpu", "--epochs", "0.2")
@@ -101,7 +101,7 @@ def test_a_report_that_fails_does_not_lose_the_run(
     def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(write_report, "write_report", fails)
+    monkeypatch.setattr(run_images, "write_report", fails)
     code, out, err = vitrail(*DIGITS, "--out", "run", capsys=capsys)
     assert code == 0
     assert "; weights: run/weights/best.safetensors; next: vitrail predict run IMAGES" in out
@@ -126,9 +126,9 @@ def test_whatever_a_report_meets_is_a_warning_of_one_line(
     def fails(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(write_report, "write_report", fails)
+    monkeypatch.setattr(run_images, "write_report", fails)
     task: Any = SimpleNamespace(dataset=None, device=None)
-    runs.write_run_report(task, tmp_path / "my run", {})
+    run_images.write_run_report(task, tmp_path / "my run", None, output.print_note)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert said.startswith("warning: the report is not written (")
@@ -140,7 +140,7 @@ def test_a_run_begun_before_it_was_written_down_whether_images_have_several_labe
 ) -> None:
     shutil.copytree(digits, tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config.pop("several") is False
+    assert config.pop("multi_label") is False
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     code, _, err = vitrail(*DIGITS, "--out", "run", "--resume", capsys=capsys)
     assert (code, "resuming run after step" in err) == (0, True)

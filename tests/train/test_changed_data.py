@@ -76,7 +76,7 @@ def test_a_run_is_not_resumed_with_other_images(
     process = start(*long)
     wait_for(run / "checkpoints")
     process.terminate()
-    assert "the state is saved" in end(process)
+    assert "the checkpoint is saved" in end(process)
     kept = sums(run) if (run / "weights").exists() else []
     change(photos)
     assert main([*long, "--resume"]) == 3

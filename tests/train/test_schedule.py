@@ -13,10 +13,10 @@ from vitrail.train.schedule import lr_scale
 BY_HAND: dict[str, tuple[dict[str, Any], list[float]]] = {
     "constant": ({"decay": "constant"}, [1.0, 1.0, 1.0]),
     "linear": ({"decay": "linear"}, [1.0, 0.75, 0.5, 0.25]),
-    "linear-to-a-fifth": ({"decay": "linear", "final": 0.2}, [1.0, 0.8, 0.6, 0.4]),
+    "linear-to-a-fifth": ({"decay": "linear", "final_lr_scale": 0.2}, [1.0, 0.8, 0.6, 0.4]),
     "linear-warm": ({"decay": "linear", "warmup": 2}, [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]),
     "cosine": ({}, [1.0, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]),  # cos 45° is 0.5^0.5
-    "cosine-to-a-half": ({"final": 0.5}, [1.0, 0.875, 0.625]),  # cos 60° is 0.5
+    "cosine-to-a-half": ({"final_lr_scale": 0.5}, [1.0, 0.875, 0.625]),  # cos 60° is 0.5
     "cosine-warm": ({"warmup": 4}, [0.0, 0.25, 0.5, 0.75, 1.0, 0.75, 0.25]),
     "rsqrt": ({"decay": "rsqrt", "warmup": 1, "timescale": 1}, [0.0, 1.0, 2**-0.5, 3**-0.5, 0.5]),
     "rsqrt-slow": ({"decay": "rsqrt", "timescale": 3}, [1.0, 0.75**0.5, 0.6**0.5, 0.5**0.5]),
@@ -28,8 +28,8 @@ BY_HAND: dict[str, tuple[dict[str, Any], list[float]]] = {
         {"decay": "constant", "warmup": 2, "cooldown": 4},
         [0.0, 0.5, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25],
     ),
-    "stairs": ({"decay": "stairs", "stairs": (0.25, 0.5)}, [1.0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01, 0.01]),
-    "stairs-warm": ({"decay": "stairs", "stairs": (0.5,), "warmup": 2}, [0.0, 0.5, 1.0, 0.1]),
+    "stairs": ({"decay": "stairs", "milestones": (0.25, 0.5)}, [1.0, 1.0, 1.0, 0.1, 0.1, 0.01, 0.01, 0.01]),
+    "stairs-warm": ({"decay": "stairs", "milestones": (0.5,), "warmup": 2}, [0.0, 0.5, 1.0, 0.1]),
     "warm-up-alone": ({"decay": "cosine", "warmup": 4}, [0.0, 0.25, 0.5, 0.75]),
     "up-and-down": ({"decay": "constant", "warmup": 2, "cooldown": 2}, [0.0, 0.5, 1.0, 0.5]),
 }
@@ -83,14 +83,14 @@ def test_what_does_not_fit_into_the_run_is_refused_with_its_numbers() -> None:
     [
         {"decay": "cosine", "cooldown": 5},
         {"decay": "linear", "cooldown": 5},
-        {"decay": "constant", "final": 0.1},
-        {"decay": "rsqrt", "final": 0.1},
+        {"decay": "constant", "final_lr_scale": 0.1},
+        {"decay": "rsqrt", "final_lr_scale": 0.1},
         {"decay": "stairs"},
-        {"decay": "stairs", "stairs": (1.0,)},
-        {"decay": "stairs", "stairs": (0.5,), "final": 0.1},
-        {"decay": "cosine", "stairs": (0.5,)},
+        {"decay": "stairs", "milestones": (1.0,)},
+        {"decay": "stairs", "milestones": (0.5,), "final_lr_scale": 0.1},
+        {"decay": "cosine", "milestones": (0.5,)},
         {"warmup": -1},
-        {"final": float("nan")},
+        {"final_lr_scale": float("nan")},
     ],
 )
 def test_a_field_that_would_do_nothing_is_refused(fields: dict[str, Any]) -> None:

@@ -61,6 +61,8 @@ def main(
         workers: Processes that prepare images; one for each core but one unless told otherwise.
         json: Print the result as JSON.
     """
+    from vitrail.train.run_folder import choose_next_folder
+
     if batch < 1:
         raise UsageError(f"--batch is {batch}; it must be at least 1")
     if abstain is not None and not 0 < abstain < 1:
@@ -97,7 +99,7 @@ def main(
         results = [_measure_model(dataset, images, at, each) for each in prepared]
         unreadable = _check_unreadable(images, results)
         found = _collect_facts(dataset, results, at) | ({"unreadable": unreadable} if unreadable else {})
-        folder = runs.choose_next_folder("evaluate") if out is None else Path(out)
+        folder = choose_next_folder("evaluate") if out is None else Path(out)
         if group.is_rank0:
             _write_results(dataset, images, results, found, folder)
         if abstain is not None:

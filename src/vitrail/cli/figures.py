@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 import tyro
 
 from vitrail import files, remote
-from vitrail.cli import output, runs
+from vitrail.cli import output
 from vitrail.config import expand_image_size
 from vitrail.errors import DataError, UsageError
 from vitrail.plurals import pluralize
@@ -66,12 +66,13 @@ def main(
     if pictures < 0:
         raise UsageError(f"--pictures is {pictures}; it must be 0 or more")
     from vitrail.figures.crops import read_boxes
+    from vitrail.train.run_folder import choose_next_folder
 
     models, given = _split_models_and_images(model, images)
     if boxes is not None and not given:
         raise UsageError("--boxes says where objects are in images: give the images too")
     objects = {} if boxes is None else read_boxes(boxes)
-    folder = runs.choose_next_folder("figures") if out is None else _claim_folder(out)
+    folder = choose_next_folder("figures") if out is None else _claim_folder(out)
     shown = list({image.name: image for image in _open_images(given)}.values())
     drawn = _spread_evenly(shown, pictures)
     if len(drawn) < len(shown):

@@ -5,8 +5,9 @@ from typing import Annotated, Any, Literal, get_args
 import tyro
 
 from vitrail import presets, recipes
-from vitrail.cli import output, runs
+from vitrail.cli import output
 from vitrail.config import BiTConfig, Recipe, ViTConfig, to_json
+from vitrail.formatting import format_duration
 
 H200_FLOPS = 3e14  # FLOP/s of training a ViT in bf16, about two fifths of what its matrix products reach
 
@@ -53,7 +54,7 @@ def _print_recipes(json: bool) -> None:
             f"{recipe.epochs:g}",
             output.format_count(recipe.batch),
             f"{recipe.optimizer.kind} {recipe.optimizer.lr:g}",
-            runs.format_duration(_compute_flops(recipe) / H200_FLOPS)
+            format_duration(_compute_flops(recipe) / H200_FLOPS)
             if _compute_flops(recipe) > 60 * H200_FLOPS
             else "under 1 min",
             recipe.source,

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import tyro
 
 from vitrail import presets, recipes
-from vitrail.cli import output, runs
+from vitrail.cli import output
 from vitrail.cli.list import H200_FLOPS
 from vitrail.config import MaskedConfig, OptimizerConfig, Recipe, ScheduleConfig, ViTConfig, expand_image_size
 from vitrail.errors import UsageError
+from vitrail.formatting import format_duration
+from vitrail.train.recipe_overrides import RecipeOverrides, override_recipe
 
 if TYPE_CHECKING:
     from vitrail.model.build import ModelConfig
@@ -190,7 +192,7 @@ def choose_recipe(
     images = recipes.TRAIN_IMAGE_COUNTS[recipe.data] if data_images is None else data_images
     if steps is not None:
         epochs = steps * (batch or recipe.batch) / images
-    return runs.override_recipe(recipe, epochs=epochs, batch=batch, lr=None, warmup=None), images
+    return override_recipe(recipe, RecipeOverrides(epochs=epochs, batch=batch)), images
 
 
 def plan_run(recipe: Recipe, images: int, machine: PlannedMachine, *, classes: int = 1000) -> dict[str, Any]:
@@ -308,7 +310,7 @@ def _print_plan(plan: dict[str, Any]) -> None:
             "steps",
             f"{plan['steps']:,} of {output.pluralize(plan['batch'], 'image')}, {output.pluralize(plan['epochs'], 'epoch')}",
         ),
-        ("time", f"{runs.format_duration(plan['seconds'])}, {days}"),
+        ("time", f"{format_duration(plan['seconds'])}, {days}"),
         (
             "disk",
             f"{output.format_bytes(disk['checkpoint'])} a checkpoint, {output.format_bytes(disk['weights'])} the weights",

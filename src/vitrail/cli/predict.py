@@ -297,7 +297,7 @@ def _identify_model(classifier: "AnyClassifier") -> dict[str, Any]:
     from vitrail.config import to_json
     from vitrail.files import compute_sha256
     from vitrail.inference.classifier import ExportedClassifier
-    from vitrail.train.checkpoint import digest_tensors
+    from vitrail.weights.tensor_digest import digest_tensors
 
     if isinstance(classifier, ExportedClassifier):
         path = classifier.path

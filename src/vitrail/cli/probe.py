@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from vitrail.cli import output, runs
-from vitrail.cli.finetune import set_preprocess
 from vitrail.errors import DataError, ModelError, UsageError
 from vitrail.remote import RemoteError
 
@@ -66,6 +65,8 @@ def main(
     from vitrail.data.sources import open_dataset
     from vitrail.evaluate import probe
     from vitrail.runtime.workers import count_available_cores
+    from vitrail.train.dataset_checks import check_classes
+    from vitrail.train.finetune import set_preprocess
     from vitrail.weights.load import check_loadable, load
 
     check_loadable(model)
@@ -76,7 +77,7 @@ def main(
         dataset = open_dataset(data)
         trained = set_preprocess(load(model), preprocess)
         runs.print_dataset_notes(dataset)
-        runs.check_classes(dataset)
+        check_classes(dataset)
         targets = _read_targets(dataset, train_on_val=train_on_val)
         shots = _choose_shots(shots, targets, dataset, train_on_val=train_on_val) if "few-shot" in methods else ()
         processes = max(0, count_available_cores() - 1) if workers is None else workers

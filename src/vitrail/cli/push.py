@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from vitrail.cli import output, runs
+from vitrail.cli import output
 from vitrail.errors import DataError, ModelError
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def prepare_upload(trained: "Trained", folder: Path, repo: str, run: Path | None
     """
     from vitrail.report import model_card
     from vitrail.report.run_facts import gather_facts
+    from vitrail.train.run_folder import is_run_folder
     from vitrail.weights import hub
     from vitrail.weights.load import save
 
@@ -80,7 +81,7 @@ def prepare_upload(trained: "Trained", folder: Path, repo: str, run: Path | None
     if written is not None and written.is_file():
         text = _read_card(written)
     else:
-        facts = gather_facts(run) if run is not None and runs.is_run_folder(run) else None
+        facts = gather_facts(run) if run is not None and is_run_folder(run) else None
         text = model_card.build_card(trained, facts).to_markdown()
     (folder / "README.md").write_text(model_card.set_hub_address(text, trained, address), encoding="utf-8")
     return notes

@@ -1,14 +1,11 @@
 """`vitrail train RECIPE --data DATA`: a model from nothing."""
 
-import dataclasses
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
-from vitrail import recipes
 from vitrail.cli import output, runs
-from vitrail.config import MaskedTarget, Recipe
-from vitrail.errors import UsageError
+from vitrail.config import MaskedTarget
 
 
 def main(
@@ -36,7 +33,7 @@ def main(
     save_every: Annotated[float, tyro.conf.arg(metavar="MINUTES")] = 10,
     deterministic: bool = False,
     verify_every: Annotated[int, tyro.conf.arg(metavar="STEPS")] = 0,
-    track: runs.Tracker | None = None,
+    track: Literal["tensorboard"] | None = None,
     dry_run: bool = False,
     json: bool = False,
 ) -> None:
@@ -75,64 +72,42 @@ def main(
         dry_run: Show what would be done, what it would take and the first batch, and train nothing.
         json: Print the result as JSON.
     """
-    from vitrail.data.sources import open_dataset
-    from vitrail.runtime.workers import count_available_cores
-    from vitrail.train.training_run import TrainingRun
+    from vitrail.train.pretrain import PretrainingOptions, build_pretraining_run, choose_recipe, pretrain
+    from vitrail.train.recipe_overrides import RecipeOverrides
+    from vitrail.train.run_execution import RunOptions, join_run_processes
+    from vitrail.train.run_results import summarize_result
 
-    if deterministic:
-        runs.enable_determinism()
-    named = recipes.override_settings(recipes.get_recipe(recipe), settings)
-    chosen = runs.override_recipe(_set_masked_target(named, target), epochs=epochs, batch=batch, lr=lr, warmup=warmup)
-    with runs.join_processes(device) as (group, found):
-        dataset = open_dataset(data)
-        runs.print_dataset_notes(dataset)
-        if chosen.masked is None:
-            runs.check_classes(dataset, strict=strict, train_on_val=train_on_val)
-        if warmup is None and "train" in dataset.splits:
-            chosen = runs.shorten_warmup(chosen, len(dataset.splits["train"]))
-        task = TrainingRun(
-            recipe=runs.choose_loss(dataclasses.replace(chosen, logit_adjustment=balanced), dataset),
-            dataset=dataset,
-            seed=seed,
-            group=group,
-            device=found,
-            workers=max(0, count_available_cores() - 1) if workers is None else workers,
-            micro_batches=micro_batches,
-            recompute=recompute,
-            shard=shard,
-            train_on_val=train_on_val,
-            probe_shots=probe,
-        )
-        if dry_run:
-            runs.print_dry_run(task, as_json=json)
-            return
-        folder, resume = runs.choose_run_folder("train", out, group, resume=resume, overwrite=overwrite)
-        dataset, report = runs.check_images(dataset, data, strict=strict)
-        if chosen.masked is None:
-            runs.check_classes(dataset, train_on_val=train_on_val)
-        task = dataclasses.replace(task, dataset=dataset)
-        result = runs.train_and_report(
-            task,
-            folder,
+    options = PretrainingOptions(
+        overrides=RecipeOverrides(epochs=epochs, batch=batch, lr=lr, warmup=warmup),
+        settings=settings,
+        target=target,
+        probe_shots=probe,
+        run=RunOptions(
             out=out,
-            data=data,
-            track=track,
-            report=report,
             resume=resume,
             overwrite=overwrite,
             save_every=save_every,
             verify_every=verify_every,
-        )
-        if result is None:
+            track=track,
+            seed=seed,
+            device=device,
+            workers=workers,
+            micro_batches=micro_batches,
+            recompute=recompute,
+            shard=shard,
+            deterministic=deterministic,
+            strict=strict,
+            balanced=balanced,
+            train_on_val=train_on_val,
+        ),
+    )
+    with runs.silence_other_ranks():
+        if dry_run:
+            chosen = choose_recipe(recipe, options)
+            with join_run_processes(options.run, runs.make_callbacks()) as (group, group_device, callbacks):
+                run = build_pretraining_run(chosen, data, options, group, group_device, callbacks)
+                runs.print_dry_run(run, as_json=json)
             return
-        facts = runs.collect_result_facts(task, result, folder)
-        output.print_json(facts) if json else print(runs.summarize_result(facts))
-
-
-def _set_masked_target(recipe: Recipe, target: MaskedTarget | None) -> Recipe:
-    """The recipe with another target of its hidden patches, if one is given."""
-    if target is None:
-        return recipe
-    if recipe.masked is None:
-        raise UsageError(f"--target {target} is for recipes that hide patches, such as mpp-cifar10: leave it away")
-    return dataclasses.replace(recipe, masked=dataclasses.replace(recipe.masked, target=target))
+        facts = pretrain(recipe, data, options, runs.make_callbacks())
+        if facts is not None:
+            output.print_json(facts) if json else print(summarize_result(facts))

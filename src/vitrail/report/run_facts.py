@@ -21,8 +21,8 @@ from vitrail.evaluate import intervals
 from vitrail.evaluate.intervals import Interval
 from vitrail.evaluate.predictions import MAX_CONFUSION_CLASSES
 from vitrail.spreadsheet import unquote_cell
-from vitrail.train.checkpoint import is_run_config
 from vitrail.train.run_log import RESULT_COLUMNS
+from vitrail.train.training_run import is_run_config
 
 
 class PredictionRecord(NamedTuple):

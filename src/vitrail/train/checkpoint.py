@@ -11,12 +11,10 @@ of every file. A checkpoint that does not fit its manifest is refused by name, a
 kept.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import errno
-import hashlib
 import json
 import re
 import shutil
@@ -33,11 +31,11 @@ from vitrail.errors import ModelError, VitrailError
 from vitrail.train import fsdp, optimizer
 from vitrail.train.step import TrainState
 from vitrail.weights import tensor_files
+from vitrail.weights.tensor_digest import digest_tensors
 
 FORMAT_VERSION = 1
 KEPT_CHECKPOINTS = 2
 MANIFEST_FILE = "manifest.json"
-_HASH_THREADS = 8  # threads
 _CHECKPOINT_NAME_PATTERN = re.compile(r"step-(\d{8,})")
 
 TensorsByFile = dict[str, dict[str, Tensor]]
@@ -128,25 +126,9 @@ def _collect_tensors(state: TrainState) -> TensorsByFile:
     return kinds
 
 
-def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """The sha256 of names and of tensors' sha256: equal weights have equal digests, sharded or not.
-
-    Several threads, since the steps wait for it; of what is sharded, no more is put together than they work on.
-    """
-
-    def hash_tensor(name: str, tensor: Tensor) -> bytes:
-        values = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return name.encode() + hashlib.sha256(values.data).digest()
-
-    found, pending = hashlib.sha256(), collections.deque[concurrent.futures.Future[bytes]]()
-    with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:
-        for name in sorted(tensors):
-            if len(pending) == _HASH_THREADS:
-                found.update(pending.popleft().result())
-            pending.append(pool.submit(hash_tensor, name, fsdp.to_full_tensor(tensors[name].detach())))
-        for last in pending:
-            found.update(last.result())
-    return found.hexdigest()
+def digest_weights(tensors: Mapping[str, Tensor]) -> str:
+    """The digest of a model's tensors; equal weights have equal digests, sharded or not."""
+    return digest_tensors(tensors, gather=fsdp.to_full_tensor)
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, all_gather: AllGather = all_gather_single) -> Path:
@@ -281,15 +263,6 @@ def _prune_checkpoints(folder: Path, path: Path) -> None:
         shutil.rmtree(old)
 
 
-def is_run_config(text: str | bytes) -> bool:
-    """Whether a config.json is that of a run."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return False
-    return isinstance(found, dict) and {"recipe", "steps", "preprocess"} <= found.keys()
-
-
 def format_checkpoint_name(step: int) -> str:
     """What the checkpoint after so many steps is called."""
     return f"step-{step:08d}"
@@ -314,7 +287,7 @@ def read_newest_checkpoint(folder: Path, on_damaged: Callable[[str], None]) -> C
         except ModelError as error:
             on_damaged(str(error))
     if every:
-        raise ModelError(f"none of the {len(every)} checkpoints in {folder} is whole; --overwrite begins anew")
+        raise ModelError(f"none of the {len(every)} checkpoints in {folder} is intact; --overwrite starts over")
     return None
 
 

@@ -7,6 +7,7 @@ over the training images, as evaluation sees them.
 
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor
@@ -18,9 +19,29 @@ from vitrail.evaluate import calibration, features, probe
 from vitrail.evaluate.probe import Features, LinearHead
 from vitrail.runtime import distributed
 from vitrail.runtime.workers import ProgressCallback, ignore_progress
+from vitrail.train.checkpoint import list_checkpoints
+from vitrail.train.dataset_checks import ShowProgress
 from vitrail.train.training_run import TrainingRun
 
 _BATCH_SIZE = 256
+_MAX_PROBE_SHARE = 0.25  # of a run's time may be spent on the features that its head starts from
+_MIN_PROBE_IMAGES_PER_CLASS = 4  # on average
+
+
+def start_head_from_probe(run: TrainingRun, folder: Path, *, resume: bool, show_progress: ShowProgress) -> TrainingRun:
+    """The run with a head fitted to its features, if its recipe asks for it and no checkpoint is resumed.
+
+    It uses a quarter of the run's time at most, but a few images of each class.
+    """
+    has_checkpoint = distributed.run_on_rank0(lambda: resume and bool(list_checkpoints(folder / "checkpoints")))
+    if has_checkpoint or run.recipe.head_init is None:
+        return run
+    max_images = max(
+        round(_MAX_PROBE_SHARE * 3 * run.plan.total_positions),  # a training image costs three forward passes
+        _MIN_PROBE_IMAGES_PER_CLASS * len(run.dataset.classes),
+    )
+    with show_progress("features for the head") as progress:
+        return fit_head(run, max_images, progress=progress)
 
 
 def fit_head(

@@ -65,9 +65,9 @@ def evaluate_masked(
     batches: Iterable[Batch],
     preprocess: PreprocessConfig,
     *,
-    over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums,
+    reduce_ranks: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> MaskedCounts:
-    """The sums over batches with what is hidden of them, those of other processes included by `over_ranks`.
+    """The sums over batches with what is hidden of them, those of other processes included by `reduce_ranks`.
 
     The first few images are kept to be shown. The model is left in eval mode.
     """
@@ -88,7 +88,7 @@ def evaluate_masked(
         sums += torch.stack([torch.as_tensor(each, dtype=torch.float64, device=device) for each in counted])
         if shown is None:
             shown = _select_examples(model, batch.pixels, images, hiding, told, targets)
-    count, patches, loss, colours, right, right_in_five = over_ranks(sums).tolist()
+    count, patches, loss, colours, right, right_in_five = reduce_ranks(sums).tolist()
     if not count:
         raise DataError("there is no image to evaluate on")
     return MaskedCounts(int(count), int(patches), loss, int(colours), int(right), int(right_in_five), shown)

@@ -301,6 +301,13 @@ def disable_compile(model: TrainableModel) -> contextlib.AbstractContextManager[
     return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def use_averaged_weights(state: TrainState) -> Iterator[TrainableModel]:
+    """The model; within the block it has the averaged weights, if the run keeps an average."""
+    with contextlib.nullcontext() if state.ema is None else state.ema.apply_to_model():
+        yield state.model
+
+
 def _apply_schedule(state: TrainState, recipe: Recipe, steps: int, schedule_position: float | None) -> float:
     share = schedule.lr_scale(recipe.schedule, state.step if schedule_position is None else schedule_position, steps)
     optimizer.set_lr(state.optimizer, share)

@@ -24,7 +24,7 @@ from vitrail.model.masked import get_encoder
 from vitrail.runtime import distributed
 from vitrail.train.deadline import Deadline
 from vitrail.train.fsdp import to_local
-from vitrail.train.run import iterate_train_batches
+from vitrail.train.run_batches import iterate_train_batches
 from vitrail.train.step import TrainableModel, TrainState, build_train_state, make_autocast, select_inputs, train_step
 from vitrail.train.training_run import TrainingRun
 from vitrail.weights import tensor_files

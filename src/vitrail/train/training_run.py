@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import json
 import math
 import platform
 from typing import Any, Literal
@@ -28,7 +29,7 @@ from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
 from vitrail.train import fsdp, optimizer, schedule
 from vitrail.train.step import TrainableModel
 from vitrail.weights.adapt import adapt, reorder_head
-from vitrail.weights.trained import Trained, create_random
+from vitrail.weights.trained import Origin, Trained, create_random
 
 MAX_EVALUATION_SHARE = 0.1  # of the time of training, at most
 MAX_EVALUATIONS = 100  # at most, so that a long run does not spend itself on writing weights
@@ -315,6 +316,47 @@ def adapt_to_dataset(trained: Trained, dataset: Dataset, recipe: Recipe, *, keep
         view = dataclasses.replace(fresh.preprocess, resize=(round(min(fresh.preprocess.size) * recipe.resize),))
         fresh = dataclasses.replace(fresh, preprocess=view)
     return fresh
+
+
+def build_trained(run: TrainingRun, model: Model, step: int, steps: int) -> Trained:
+    """The weights after `step` of `steps` with everything needed to use them, and where they come from."""
+    masked_config, initial = run.recipe.masked, run.initial_model
+    description, inherited = "trained", Origin(format="vitrail", name="")
+    if masked_config is not None:
+        description = f"pre-trained without labels ({masked_config.kind}, {masked_config.target})"
+    if initial is not None:
+        description, inherited = f"{initial.origin.name}, fine-tuned", initial.origin
+    origin = Origin(
+        format="vitrail",
+        name=f"{description} on {run.dataset.name}, step {step} of {steps}",
+        license=inherited.license,
+        assumptions=inherited.assumptions,
+        changes=inherited.changes,
+    )
+    if masked_config is not None:
+        return Trained(model, run.preprocess, None, origin)
+    return Trained(model, run.preprocess, run.dataset.classes, origin, multi_label=run.dataset.multi_label)
+
+
+def describe_machine(run: TrainingRun) -> dict[str, Any]:
+    """What the bits of a run depend on besides its configuration."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else run.device.type,
+        "threads": torch.get_num_threads(),
+        "processes": run.group.world_size,
+        "sharded": run.is_sharded,
+    }
+
+
+def is_run_config(text: str | bytes) -> bool:
+    """Whether the text of a config.json is that of a run."""
+    try:
+        config = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(config, dict) and {"recipe", "steps", "preprocess"} <= config.keys()
 
 
 def make_run_config(run: TrainingRun) -> dict[str, Any]:

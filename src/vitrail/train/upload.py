@@ -18,7 +18,11 @@ from pathlib import Path
 from vitrail import files, remote
 from vitrail.errors import DataError, ModelError, UsageError
 from vitrail.remote import RemoteError
+from vitrail.runtime import distributed
+from vitrail.runtime.distributed import ProcessGroup
+from vitrail.runtime.signals import StoppedError
 from vitrail.train import checkpoint as states
+from vitrail.train.training_run import is_run_config
 
 CHECKPOINT_FOLDER = "checkpoints"
 _RUN_FILES = {
@@ -40,7 +44,7 @@ def check_url_free(url: str, *, overwrite: bool) -> None:
     there = remote.list_files(url)
     if there and not overwrite:
         raise UsageError(
-            f"{url} exists already; go on with it (--resume), replace it (--overwrite) or choose another (--out)"
+            f"{url} exists already; resume it (--resume), replace it (--overwrite) or choose another (--out)"
         )
     if there and not _is_uploaded_run(url, there):
         raise UsageError(f"{url} is no run to overwrite: choose another name with --out")
@@ -52,7 +56,7 @@ def _is_uploaded_run(url: str, remote_files: Collection[str]) -> bool:
     seeds = {name.partition("/")[0] for name in configs if "/" in name}
     if not configs or (seeds and any(name.partition("/")[0] not in seeds for name in remote_files)):
         return False
-    return all(states.is_run_config(remote.read(remote.join_url(url, name))) for name in configs)
+    return all(is_run_config(remote.read(remote.join_url(url, name))) for name in configs)
 
 
 def remove_upload(url: str) -> None:
@@ -77,11 +81,11 @@ def _download_run(url: str, folder: Path, notify: Notify) -> None:
         except ModelError as error:
             notify(f"warning: {error}")
         else:
-            notify(f"{_make_checkpoint_url(url, step)} is fetched into {folder}")
+            notify(f"{_make_checkpoint_url(url, step)} is downloaded to {folder}")
             return
     if newer and here < 0:
         raise ModelError(
-            f"none of the {len(newer)} checkpoints in {url}/{CHECKPOINT_FOLDER} is whole; --overwrite begins anew"
+            f"none of the {len(newer)} checkpoints in {url}/{CHECKPOINT_FOLDER} is intact; --overwrite starts over"
         )
 
 
@@ -125,6 +129,31 @@ def _make_checkpoint_url(url: str, step: int) -> str:
 
 
 # --- from here to there ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def upload_checkpoints(
+    folder: Path, url: str | None, group: ProcessGroup, *, replace: bool, notify: Notify
+) -> Iterator[Callable[[Path], None]]:
+    """A function to call with each finished checkpoint, which rank 0 uploads; at the end the whole folder is uploaded.
+
+    Without a URL it does nothing. With `replace` an earlier upload is removed first.
+    """
+    if url is None:
+        yield lambda _: None
+        return
+    try:
+        if not group.is_rank0:
+            yield lambda _: None
+            return
+        if replace:
+            remove_upload(url)
+        with contextlib.closing(RunUploader(folder, url, notify)) as uploader:
+            yield uploader.submit
+            uploader.finish()
+    except StoppedError:
+        distributed.barrier()  # the first to exit would have torchrun kill the one that still uploads
+        raise
 
 
 class RunUploader:
@@ -184,7 +213,9 @@ class RunUploader:
             _upload_checkpoint(staged, self.url)
             self._uploaded.add(self.folder / CHECKPOINT_FOLDER / staged.name)
         except DataError as error:
-            self.notify(f"warning: {staged.name} is not copied, the run goes on and tries with the next: {error}")
+            self.notify(
+                f"warning: {staged.name} is not uploaded; the run continues and tries again with the next: {error}"
+            )
         finally:
             shutil.rmtree(staged)
 

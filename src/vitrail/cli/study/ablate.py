@@ -47,15 +47,17 @@ def main(
     from vitrail.data.sources import open_dataset
     from vitrail.figures import plots
     from vitrail.studies import ablation, grid
+    from vitrail.train.dataset_checks import check_classes
+    from vitrail.train.recipe_overrides import RecipeOverrides, choose_loss, override_recipe, shorten_warmup
 
     named = recipes.override_settings(recipes.get_recipe(recipe), settings)
     ablation.list_variants(named, variants)  # refuses a wrong setting before the data is opened
     dataset = open_dataset(data, holdout_fraction=ablation.VAL_SHARE)
     runs.print_dataset_notes(dataset)
-    runs.check_classes(dataset)
-    named = runs.choose_loss(runs.override_recipe(named, epochs=epochs, batch=batch, lr=None, warmup=None), dataset)
+    check_classes(dataset)
+    named = choose_loss(override_recipe(named, RecipeOverrides(epochs=epochs, batch=batch)), dataset)
     if "train" in dataset.splits:
-        named = runs.shorten_warmup(named, len(dataset.splits["train"]))
+        named = shorten_warmup(named, len(dataset.splits["train"]), output.print_note)
     planned = ablation.plan_ablation(
         *(data, dataset, recipe, ablation.list_variants(named, variants)),
         runs=number_of_runs,

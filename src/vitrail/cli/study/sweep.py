@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from vitrail.cli import output, runs, study
-from vitrail.cli.finetune import set_preprocess
 from vitrail.plurals import pluralize
 
 if TYPE_CHECKING:
@@ -53,12 +52,14 @@ def main(
     """
     from vitrail.config import to_json
     from vitrail.studies import grid, sweep
+    from vitrail.train.dataset_checks import check_classes
+    from vitrail.train.finetune import set_preprocess
     from vitrail.weights.load import check_loadable, load
 
     check_loadable(model)
     dataset, share = sweep.open_sweep_dataset(data)
     runs.print_dataset_notes(dataset)
-    runs.check_classes(dataset)
+    check_classes(dataset)
     planned = sweep.plan_sweep(
         *(data, dataset, share, model, set_preprocess(load(model), preprocess)),
         rates=rates,

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from vitrail.cli import output, study
-from vitrail.cli.finetune import set_preprocess
 
 
 def main(
@@ -51,6 +50,7 @@ def main(
     from vitrail.figures import plots
     from vitrail.studies import grid, vtab
     from vitrail.studies.vtab_tasks import get_task
+    from vitrail.train.finetune import set_preprocess
     from vitrail.weights.load import check_loadable, load
 
     check_loadable(model)
