@@ -239,7 +239,8 @@ def test_a_command_that_torchrun_gives_again_neither_refuses_nor_removes_its_run
     ours, others = distributed.ProcessGroup(agents=("a", "b")), distributed.ProcessGroup(agents=("c",))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "torchrun").write_text("b\nd\n")
-    for options in ({"resume": False, "overwrite": False}, {"resume": False, "overwrite": True}):
+    for overwrite in (False, True):
+        options: Any = {"resume": False, "overwrite": overwrite, "notify": pytest.fail}
         assert choose_run_folder("train", tmp_path / "run", ours, **options) == (tmp_path / "run", True)
         with pytest.raises(UsageError, match=r"run exists already|run is no run to overwrite"):
             choose_run_folder("train", tmp_path / "run", others, **options)

@@ -186,7 +186,7 @@ def test_the_command_ends_with_75_and_goes_on(tmp_path: Path, monkeypatch: pytes
     assert "runs/train/weights/best.safetensors" in out
     code, _, err = vitrail(*command, "--out", "runs/train", capsys=capsys)
     assert code == 2
-    assert "go on with it (--resume), replace it (--overwrite)" in err
+    assert "resume it (--resume), replace it (--overwrite)" in err
     code, _, err = vitrail(*command, "--out", "runs/train", "--resume", "--lr", "0.5", capsys=capsys)
     assert code == 2
     assert "was started with another recipe.optimizer.lr: 0.01, not 0.5" in err
@@ -227,7 +227,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path
     path.write_bytes(content)
     told: list[str] = []
     trained(task(), tmp_path / "run", resume=True, notify=told.append)
-    assert "step-00000009 is damaged: optimizer.safetensors is not what its manifest.json says" in told[0]
+    assert "step-00000009 is damaged: optimizer.safetensors does not match its manifest.json" in told[0]
     assert "after step 8." in told[1]
     assert sums(tmp_path / "run") == sums(tmp_path / "whole")
 

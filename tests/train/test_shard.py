@@ -60,7 +60,7 @@ def losses(folder: Path) -> Callable[[Any], None]:
 
     def note(moment: Any) -> None:
         with (folder.with_suffix(".losses")).open("a") as file:
-            file.write(f"{moment.outcome.loss!r} {moment.outcome.norm!r}\n")
+            file.write(f"{moment.result.loss!r} {moment.result.grad_norm!r}\n")
 
     return note
 

@@ -182,7 +182,7 @@ def test_a_store_that_fails_is_told_of_and_tried_again(
     copy.wait()
     why = f"{url}/checkpoints/step-00000001/manifest.json cannot be reached: gone"
     assert said == [f"warning: step-00000001 is not uploaded; the run continues and tries again with the next: {why}"]
-    with pytest.raises(RemoteError, match=f"the run is whole in {folder}, but its copy in {url} is not: .* --resume"):
+    with pytest.raises(RemoteError, match=f"the run is complete in {folder}, but its upload to {url} is not: .* --resume"):
         copy.finish()
     failing = False
     copy.submit(checkpoint(folder, 2))
@@ -266,7 +266,7 @@ def test_a_copy_without_a_whole_checkpoint_is_refused_and_one_without_any_is_no_
     copied(begun(tmp_path / "run"), url, 1)
     (tmp_path / "bad").write_bytes(b"{}")
     remote.copy_to_remote(tmp_path / "bad", f"{url}/checkpoints/step-00000001/state.json")
-    with pytest.raises(ModelError, match=f"none of the 1 checkpoints in {url}/checkpoints is whole"):
+    with pytest.raises(ModelError, match=f"none of the 1 checkpoints in {url}/checkpoints is intact"):
         upload.download_runs(url, tmp_path / "other", lambda _: None)
     remote.remove(f"{url}/checkpoints")
     upload.download_runs(url, tmp_path / "other", pytest.fail)
@@ -413,7 +413,7 @@ def test_a_store_that_goes_away_in_the_middle_costs_the_copy_and_not_the_run(
     assert code == DataError.exit_code
     assert "is not uploaded; the run continues and tries again with the next" in err
     assert err.splitlines()[-1].startswith(
-        f"vitrail: the run is whole in {run_folder.resolve_local_folder(out)}, but its copy in {out} is not: s3://"
+        f"vitrail: the run is complete in {run_folder.resolve_local_folder(out)}, but its upload to {out} is not: s3://"
     )
     store.failing = 0
     code, _, err = vitrail(*SHORT, "--out", out, "--resume", capsys=capsys)

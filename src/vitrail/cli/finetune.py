@@ -1,4 +1,4 @@
-"""`vitrail finetune DATA --model M`: a model that has learned before, on images of your own."""
+"""`vitrail finetune DATA --model M`: fine-tune a trained model on your own images."""
 
 import os
 import statistics
@@ -46,41 +46,41 @@ def main(
     dry_run: bool = False,
     json: bool = False,
 ) -> None:
-    """Fit a model to new images and classes: a zero head in place of its own, and all of it trained on.
+    """Fine-tune a model on new images and classes: a zero head replaces its own, and all layers are trained.
 
     Args:
-        data: A folder, a .csv or .jsonl, shards, a set that was got, digits, or hf:ORG/NAME.
+        data: A folder, a .csv or .jsonl, shards, a downloaded dataset, digits, or hf:ORG/NAME.
         model: A file or folder of any known format, hf:ORG/NAME or timm:NAME.
-        recipe: default is what works best for most sets, paper is the paper's: SGD at 384 pixels, bit is BiT-HyperRule.
-        image_size: Resolution in place of the model's (the paper's: 384); positions are resampled.
+        recipe: default works best for most datasets, paper is the paper's (SGD at 384 pixels), bit is BiT-HyperRule.
+        image_size: Resolution instead of the model's (the paper's: 384); positions are resampled.
         minutes: The time limit of each run, everything included; it trains for as long as fits, up to 100 epochs.
-        epochs: Passes over the training images, in place of the recipe's.
-        batch: Images in a step, in place of the recipe's.
-        lr: Learning rate at its top, in place of the recipe's.
-        warmup: Steps until it is there, in place of the recipe's.
-        replan: Repeat how a run with --minutes was planned again as it went; its report has the command.
-        layers: How many layers below the head learn; 0 for the head alone.
-        keep_head: Go on with the model's own head, which must have the data's classes, in any order.
-        from_scratch: Begin with a preset's random weights (--model s16), which have learned nothing.
+        epochs: Passes over the training images, instead of the recipe's.
+        batch: Images in a step, instead of the recipe's.
+        lr: The peak learning rate, instead of the recipe's.
+        warmup: Steps of warm-up, instead of the recipe's.
+        replan: Repeat the step planning of a run with --minutes; its report has the command.
+        layers: Layers below the head that are trained; 0 for the head alone.
+        keep_head: Keep the model's own head, which must have the data's classes, in any order.
+        from_scratch: Start from a preset's random weights (--model s16), which have learned nothing.
         preprocess: Mean, std and interpolation for weights that do not state them.
-        balanced: Let every class count alike, however many images it has.
-        strict: Refuse unreadable images and empty class folders, rather than leave out up to a tenth of the images.
-        everything: Train on the validation images too, once all choices are made; the last weights are kept then.
-        number_of_runs: Repeat with the next seeds, and give mean and standard deviation.
+        balanced: Give every class the same weight, however many images it has.
+        strict: Refuse unreadable images and empty class folders, instead of leaving out up to a tenth of the images.
+        train_on_val: Train on the validation images too, once all choices are made; then the last weights are kept.
+        number_of_runs: Repeat with the next seeds, and print mean and standard deviation.
         out: The run's folder; runs/finetune, runs/finetune-2, ... by default. s3://bucket/NAME: runs/NAME, copied.
-        seed: Of order, augmentation and dropout.
-        device: cpu, cuda or mps; the best there is unless told otherwise.
-        workers: Processes that prepare images; one for each core but one unless told otherwise.
-        micro_batches: Parts in which a step is computed, where all of it does not fit in memory.
-        recompute: Compute activations again in the backward pass rather than keep them: less memory, a third slower.
-        shard: Divide the model over the processes that torchrun starts, rather than copy it to each (FSDP).
-        resume: Go on with a run that was interrupted, from its newest whole checkpoint: the same command again.
-        overwrite: Replace the run of that name.
-        save_every: How often the whole state is written to the run's folder, in the background.
-        deterministic: Let a GPU compute the same bits in every run; somewhat slower.
-        verify_every: Compute one in so many steps twice, and stop where that gives two results; 0 for none.
-        track: Send the numbers of every step to tensorboard too (extra `track`), in the run's folder.
-        dry_run: Show what would be done, what it would take and the first batch, and train nothing.
+        seed: The seed of order, augmentation and dropout.
+        device: cpu, cuda or mps; the best available by default.
+        workers: Processes that prepare images; one for each core but one by default.
+        micro_batches: Parts in which a step is computed, if all of it does not fit in memory.
+        recompute: Recompute activations in the backward pass instead of keeping them: less memory, a third slower.
+        shard: Shard the model over the processes that torchrun starts, instead of copying it to each (FSDP).
+        resume: Resume an interrupted run from its newest intact checkpoint: the same command again.
+        overwrite: Replace the run in that folder.
+        save_every: Minutes between checkpoints, which are written in the background.
+        deterministic: Make a GPU compute the same bits in every run; somewhat slower.
+        verify_every: Compute one in so many steps twice, and stop if the results differ; 0 for none.
+        track: Also write the numbers of every step for tensorboard (extra `track`), in the run's folder.
+        dry_run: Show what would be done, the cost and the first batch, and train nothing.
         json: Print the result as JSON.
     """
     start_time = time.monotonic()

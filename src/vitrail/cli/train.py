@@ -1,4 +1,4 @@
-"""`vitrail train RECIPE --data DATA`: a model from nothing."""
+"""`vitrail train RECIPE --data DATA`: train a model from random weights."""
 
 from typing import Annotated, Literal
 
@@ -39,37 +39,37 @@ def main(
 ) -> None:
     """Train a model from random weights by a named recipe, and keep the best weights by validation accuracy.
 
-    Recipes called mpp and mae learn without labels, from any folder of images: their weights have no head, and
-    `finetune` and `probe` take them. The best are those of the lowest validation loss.
+    Recipes called mpp and mae learn without labels, from any folder of images: their weights have no head, and are for
+    `finetune` and `probe`. The best weights are those with the lowest validation loss.
 
     Args:
-        recipe: One of those that `vitrail list recipes` shows.
-        data: A folder, a .csv or .jsonl, shards, a set that was got, digits, or hf:ORG/NAME.
+        recipe: A name from `vitrail list recipes`.
+        data: A folder, a .csv or .jsonl, shards, a downloaded dataset, digits, or hf:ORG/NAME.
         out: The run's folder; runs/train, runs/train-2, ... by default. s3://bucket/NAME: runs/NAME, copied.
-        epochs: Passes over the training images, in place of the recipe's.
-        batch: Images in a step, in place of the recipe's.
-        lr: Learning rate at its top, in place of the recipe's.
-        warmup: Steps of warm-up, in place of the recipe's; a shorter run or a smaller dataset has a shorter one.
-        settings: Other settings in place of the recipe's: positions, pool, hidden_head, depth, width, optimizer,
+        epochs: Passes over the training images, instead of the recipe's.
+        batch: Images in a step, instead of the recipe's.
+        lr: The peak learning rate, instead of the recipe's.
+        warmup: Steps of warm-up, instead of the recipe's; a shorter run or a smaller dataset has a shorter one.
+        settings: Other settings instead of the recipe's: positions, pool, hidden_head, depth, width, optimizer,
             weight_decay, decay, dropout, mixup and all others; a wrong name lists them.
-        target: What is to be told of hidden patches, in place of the recipe's (mpp and mae).
-        balanced: Let every class count alike, however many images it has.
-        strict: Refuse unreadable images and empty class folders, rather than leave out up to a tenth of the images.
-        everything: Train on the validation images too, once all choices are made; the last weights are kept then.
-        probe: Also tell at each evaluation how well a linear classifier learns from so many images a class.
-        seed: Of weights, order, augmentation and dropout.
-        device: cpu, cuda or mps; the best there is unless told otherwise.
-        workers: Processes that prepare images; one for each core but one unless told otherwise.
-        micro_batches: Parts in which a step is computed, where all of it does not fit in memory.
-        recompute: Compute activations again in the backward pass rather than keep them: less memory, a third slower.
-        shard: Divide the model over the processes that torchrun starts, rather than copy it to each (FSDP).
-        resume: Go on with a run that was interrupted, from its newest whole checkpoint: the same command again.
-        overwrite: Replace the run of that name.
-        save_every: How often the whole state is written to the run's folder, in the background.
-        deterministic: Let a GPU compute the same bits in every run; somewhat slower.
-        verify_every: Compute one in so many steps twice, and stop where that gives two results; 0 for none.
-        track: Send the numbers of every step to tensorboard too (extra `track`), in the run's folder.
-        dry_run: Show what would be done, what it would take and the first batch, and train nothing.
+        target: The prediction target of masked patches, instead of the recipe's (mpp and mae).
+        balanced: Give every class the same weight, however many images it has.
+        strict: Refuse unreadable images and empty class folders, instead of leaving out up to a tenth of the images.
+        train_on_val: Train on the validation images too, once all choices are made; then the last weights are kept.
+        probe: At each evaluation, also measure a linear classifier fitted to so many images of each class.
+        seed: The seed of weights, order, augmentation and dropout.
+        device: cpu, cuda or mps; the best available by default.
+        workers: Processes that prepare images; one for each core but one by default.
+        micro_batches: Parts in which a step is computed, if all of it does not fit in memory.
+        recompute: Recompute activations in the backward pass instead of keeping them: less memory, a third slower.
+        shard: Shard the model over the processes that torchrun starts, instead of copying it to each (FSDP).
+        resume: Resume an interrupted run from its newest intact checkpoint: the same command again.
+        overwrite: Replace the run in that folder.
+        save_every: Minutes between checkpoints, which are written in the background.
+        deterministic: Make a GPU compute the same bits in every run; somewhat slower.
+        verify_every: Compute one in so many steps twice, and stop if the results differ; 0 for none.
+        track: Also write the numbers of every step for tensorboard (extra `track`), in the run's folder.
+        dry_run: Show what would be done, the cost and the first batch, and train nothing.
         json: Print the result as JSON.
     """
     from vitrail.train.pretrain import PretrainingOptions, build_pretraining_run, choose_recipe, pretrain

@@ -170,7 +170,8 @@ def _check_bad_images(
         return []
     images = sum(len(split) for split in dataset.splits.values())
     first = bad_images[0]
-    problem = f"{pluralize(len(bad_images), 'image')} of {images:,} cannot be read, such as {first['name']}: {first['reason']}"
+    problem = f"{pluralize(len(bad_images), 'image')} of {images:,} cannot be read"
+    problem += f", such as {first['name']}: {first['reason']}"
     if strict or len(bad_images) > BAD_SHARE * images:
         rule = "--strict accepts none" if strict else f"more than {BAD_SHARE:.0%} are too many"
         raise DataError(f"{problem}; {rule}. {advise_data_check(data)}")

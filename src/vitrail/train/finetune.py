@@ -33,7 +33,7 @@ from vitrail.train.dataset_checks import Notify, check_classes, check_images, li
 from vitrail.train.deadline import Deadline
 from vitrail.train.head_init import start_head_from_probe
 from vitrail.train.recipe_overrides import RecipeOverrides
-from vitrail.train.run_execution import RunCallbacks, RunOptions, execute_run, join_run_processes
+from vitrail.train.run_execution import SILENT, RunCallbacks, RunOptions, execute_run, join_run_processes
 from vitrail.train.run_results import collect_result_facts
 from vitrail.train.time_estimate import build_deadline
 from vitrail.train.training_run import TrainingRun, adapt_to_dataset
@@ -53,7 +53,7 @@ class FinetuneOptions:
     """How a model is fine-tuned."""
 
     recipe: recipes.FinetuneKind = "default"
-    overrides: RecipeOverrides = RecipeOverrides()
+    overrides: RecipeOverrides = dataclasses.field(default_factory=RecipeOverrides)
     image_size: int | None = None
     """Resolution instead of the model's; positions are resampled."""
     minutes: float | None = None
@@ -69,7 +69,7 @@ class FinetuneOptions:
     """Mean, std and interpolation for weights that do not state them."""
     number_of_runs: int = 1
     """Runs with consecutive seeds."""
-    run: RunOptions = RunOptions()
+    run: RunOptions = dataclasses.field(default_factory=RunOptions)
 
     def __post_init__(self) -> None:
         if self.number_of_runs < 1:
@@ -81,11 +81,14 @@ class FinetuneOptions:
             )
 
 
+DEFAULT_OPTIONS = FinetuneOptions()
+
+
 def finetune(
     data: str,
     model: str | None,
-    options: FinetuneOptions = FinetuneOptions(),
-    callbacks: RunCallbacks = RunCallbacks(),
+    options: FinetuneOptions = DEFAULT_OPTIONS,
+    callbacks: RunCallbacks = SILENT,
     *,
     start_time: float | None = None,
 ) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from vitrail.runtime.distributed import ProcessGroup
 from vitrail.train import recipe_overrides
 from vitrail.train.dataset_checks import check_classes, check_images, list_dataset_notes
 from vitrail.train.recipe_overrides import RecipeOverrides
-from vitrail.train.run_execution import RunCallbacks, RunOptions, execute_run, join_run_processes
+from vitrail.train.run_execution import SILENT, RunCallbacks, RunOptions, execute_run, join_run_processes
 from vitrail.train.run_folder import choose_run_folder
 from vitrail.train.run_results import collect_result_facts
 from vitrail.train.training_run import TrainingRun
@@ -23,21 +23,24 @@ from vitrail.train.training_run import TrainingRun
 class PretrainingOptions:
     """What to change of a recipe, and how to run it."""
 
-    overrides: RecipeOverrides = RecipeOverrides()
+    overrides: RecipeOverrides = dataclasses.field(default_factory=RecipeOverrides)
     settings: Sequence[str] = ()
     """Other settings of the recipe, as NAME=VALUE."""
     target: MaskedTarget | None = None
     """The prediction target of masked patches, instead of the recipe's."""
     probe_shots: int = 0
     """Images of each class for the few-shot probe at each evaluation; 0 for none."""
-    run: RunOptions = RunOptions()
+    run: RunOptions = dataclasses.field(default_factory=RunOptions)
+
+
+DEFAULT_OPTIONS = PretrainingOptions()
 
 
 def pretrain(
     recipe: str,
     data: str,
-    options: PretrainingOptions = PretrainingOptions(),
-    callbacks: RunCallbacks = RunCallbacks(),
+    options: PretrainingOptions = DEFAULT_OPTIONS,
+    callbacks: RunCallbacks = SILENT,
 ) -> dict[str, Any] | None:
     """Train a model by a named recipe in a run folder; return the facts of the result, on rank 0.
 

@@ -58,6 +58,9 @@ class RunCallbacks:
     """The command line that started the run, to be logged with it."""
 
 
+SILENT = RunCallbacks()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Where and how a run is computed."""
@@ -130,7 +133,7 @@ def join_run_processes(
     if options.deterministic:
         enable_determinism()
     with distributed.join_process_group(options.device) as (group, device):
-        yield group, device, callbacks if group.is_rank0 else RunCallbacks()
+        yield group, device, callbacks if group.is_rank0 else SILENT
 
 
 def enable_determinism() -> None:

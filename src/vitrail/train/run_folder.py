@@ -136,7 +136,8 @@ def check_folder_usable(folder: Path, *, resume: bool, overwrite: bool) -> None:
     """Refuse a folder in use, unless it holds a run to resume or to overwrite."""
     if overwrite and folder.is_dir() and not all(is_run_folder(run) for run in _list_runs(folder)):
         raise UsageError(f"{folder} is no run to overwrite: choose another name with --out")
-    if folder.is_file() or (not resume and not overwrite and has_run_files(folder)):
+    is_used = folder.is_dir() and bool(list_run_files(folder))
+    if folder.is_file() or (is_used and not resume and not overwrite):
         raise UsageError(
             f"{folder} exists already; resume it (--resume), replace it (--overwrite) or choose another (--out)"
         )

@@ -1,6 +1,6 @@
-"""What a run will take: seconds by timing a few of its images, bytes by counting what one keeps.
+"""Estimate a run: its time by timing a few images, its memory by counting what their forward pass keeps.
 
-Nothing of it stays: the weights that a trial moves are thrown away.
+The weights that a trial updates are thrown away.
 """
 
 import contextlib
@@ -39,24 +39,24 @@ _DEFAULT_UNTIMED_STEPS = 1
 
 @dataclasses.dataclass(frozen=True)
 class RunEstimate:
-    """What a run will take, about."""
+    """The approximate time and memory of a run."""
 
     images_per_second: float
     evaluation_seconds: float
     """Seconds of one evaluation."""
     evaluations: int
     startup_seconds: float
-    """Seconds until the first images are there."""
+    """Seconds until the first images are ready."""
     seconds: float
     """Of the whole run."""
     memory_bytes: int
-    """Bytes on the device."""
+    """Bytes needed on the device."""
     available_bytes: int
     """Bytes that the device has."""
 
 
 def estimate_run(run: TrainingRun) -> RunEstimate:
-    """Time a few steps of the run and count what they keep."""
+    """Time a few steps of the run and count the memory they keep."""
     trial = _make_trial_run(run)
     begun = time.perf_counter()
     batches = iterate_train_batches(trial)
@@ -82,7 +82,7 @@ def estimate_run(run: TrainingRun) -> RunEstimate:
 
 
 def build_deadline(run: TrainingRun, seconds: float, start_time: float, *, max_epochs: float) -> Deadline:
-    """By when the run must have ended: `seconds` after `began`; a few steps are timed, which is corrected later."""
+    """The deadline of a run: `seconds` after `start_time`. It times a few steps, which is corrected during the run."""
     splits, images = run.dataset.splits, len(run.train_split)
     here = run if run.device.type == "cuda" else dataclasses.replace(run, workers=0)  # to start some takes a while
     trial = _make_trial_run(here)
@@ -106,7 +106,7 @@ def build_deadline(run: TrainingRun, seconds: float, start_time: float, *, max_e
 
 
 def _make_trial_run(run: TrainingRun) -> TrainingRun:
-    """The same run with so few images in a step that one takes seconds at most; not compiled, which takes longer."""
+    """The run with so few images in a step that one takes seconds at most; not compiled, which takes longer."""
     flops = run.flops / run.plan.total_positions
     part = -(-run.recipe.batch // run.micro_batches)
     few = max(
@@ -124,7 +124,7 @@ def _prepare_batch(batch: Batch, trial: TrainingRun, step: int) -> tuple[Tensor,
 
 
 def _read_synchronized_clock(trial: TrainingRun) -> float:
-    """The time, when the device has done all that it was given."""
+    """The time, once the device has finished its work."""
     if trial.device.type == "cuda":
         torch.cuda.synchronize(trial.device)
     return time.perf_counter()
@@ -133,9 +133,9 @@ def _read_synchronized_clock(trial: TrainingRun) -> float:
 def _time_image(
     state: TrainState, trial: TrainingRun, batches: Iterable[Batch], seconds: float = _MAX_TRIAL_SECONDS
 ) -> float:
-    """Seconds of a training image with all that is done for it: what is beside something else is not counted twice.
+    """Seconds per training image, preparation included; work done in parallel is not counted twice.
 
-    Where the images are too few for that, those of the steps that there are.
+    With too few images to skip the first steps, all steps are timed.
     """
     images, begun = 0, time.perf_counter()
     first = _UNTIMED_STEPS.get(trial.device.type, _DEFAULT_UNTIMED_STEPS)
@@ -153,7 +153,7 @@ def _time_image(
 
 
 def _time_saving(model: TrainableModel) -> float:
-    """Seconds that it takes to write the weights twice, as the last and as the best of a run."""
+    """Seconds to write the weights twice, as the last and as the best of a run."""
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
         for name in ("last", "best"):
@@ -163,7 +163,7 @@ def _time_saving(model: TrainableModel) -> float:
 
 
 def _measure_activation_bytes(model: TrainableModel, images: Tensor, *masking: Tensor) -> int:
-    """Bytes that the forward pass keeps for the backward pass, weights left out."""
+    """Bytes that the forward pass keeps for the backward pass, without weights."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no address is given twice
 
@@ -176,7 +176,7 @@ def _measure_activation_bytes(model: TrainableModel, images: Tensor, *masking: T
         raise AssertionError("there is no backward pass")
 
     model.train()
-    # What is kept must not be the tensor itself, which knows the graph that would then keep it: a cycle.
+    # Keep the storage and not the tensor, which refers to the graph that would keep it: a cycle.
     with torch.autograd.graph.saved_tensors_hooks(record_storage, refuse_unpack), make_autocast(images.device):
         model(images, *masking)
     return sum(storage.nbytes() for storage in kept.values()) + images.nbytes

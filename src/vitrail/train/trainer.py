@@ -75,8 +75,8 @@ _CHECKPOINTED_FIELDS = {  # field -> its key in checkpoints of version 0.1
 class Trainer:
     """Trains one run: `Trainer(training_run, folder).run()`.
 
-    With `resume` the folder may hold the same run, which continues from its newest checkpoint; so it does where torchrun
-    restarts the processes. With `overwrite` the folder is cleared once nothing can be refused any more.
+    With `resume` the folder may hold the same run, which continues from its newest checkpoint, as it also does where
+    torchrun restarts the processes. With `overwrite` the folder is cleared once nothing can be refused any more.
     """
 
     training_run: TrainingRun
@@ -192,11 +192,14 @@ class Trainer:
 
     def _train(self) -> None:
         """Compute the steps that are left."""
-        run, group = self.training_run, self.training_run.group
+        run = self.training_run
         decided_steps = [steps for _, steps in self.planned_steps.decisions]
         plan = run.make_plan_up_to(max([0 if self.deadline is None else self.deadline.max_steps, *decided_steps]))
         batches = self.unreadable_images.watch(iterate_train_batches(run, self.state.step, plan))
         with contextlib.closing(batches):
+            verification = None
+            if self.verify_every:
+                verification = StepVerification(self.verify_every, self.folder, run.group.rank)
             if self.deadline is not None:
                 self.deadline.begin_step()
             loop.train_steps(
@@ -207,13 +210,11 @@ class Trainer:
                 run.recipe,
                 after_step=self.finish_step,
                 planned_steps=self.planned_steps,
-                verification=StepVerification(self.verify_every, self.folder, group.rank)
-                if self.verify_every
-                else None,
+                verification=verification,
             )
 
     def finish_step(self, step_end: StepEnd) -> None:
-        """Log a step; evaluate at the end of an epoch that is due, or of the run; write a checkpoint when it is time."""
+        """Log a step; evaluate at the end of an epoch that is due, or of the run; write a checkpoint if it is time."""
         run, result = self.training_run, step_end.result
         self.training_seconds = self.seconds_before_resume + step_end.seconds
         if self.deadline is not None:
@@ -360,7 +361,7 @@ class Trainer:
     # --- checkpoint ---------------------------------------------------------------------------------------------------
 
     def _save_or_stop(self, step_end: StepEnd) -> None:
-        """Write a checkpoint if it is time, if the run was asked to stop, or after the last step; then stop if asked."""
+        """Write a checkpoint if it is time, after the last step, or if the run was asked to stop; then stop."""
         run = self.training_run
         self.checkpoint_writer.raise_errors()
         is_late = run.group.is_rank0 and time.monotonic() - self.last_checkpoint_time >= self.save_every_seconds
@@ -401,8 +402,8 @@ class Trainer:
         distributed.run_on_rank0(lambda: results.append(self._compute_result()))
         if names := list(self.unreadable_images.names):
             self.notify(
-                f"warning: {pluralize(len(names), 'image')} cannot be read, such as {names[0]}; left out during the run,"
-                f" and listed in {UNREADABLE_FILE}"
+                f"warning: {pluralize(len(names), 'image')} cannot be read, such as {names[0]}; left out during the"
+                f" run, and listed in {UNREADABLE_FILE}"
             )
         return results[0] if results else None
 
