@@ -22,7 +22,7 @@ from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.cli.test_train import HERE, PICTURES
 from tests.data.pictures import encoded, folder, picture
-from tests.train.test_run import tuned
+from tests.train.test_trainer import tuned
 from vitrail.cli import output
 from vitrail.data.dataset import without_images
 from vitrail.data.sources import open_dataset

@@ -39,7 +39,7 @@ def test_a_disk_full_at_any_call_of_a_save_costs_no_state(
             assert ended.code == FULL, ended.said
             assert found is not None
             assert found[1] == f"{snapshot(step).num_bytes:,}"
-            whole, nothing = "What was saved before is whole" in ended.said, "Nothing was saved yet" in ended.said
+            whole, nothing = "What was saved before is intact" in ended.said, "Nothing was saved yet" in ended.said
             assert (whole, nothing) == (newest(folder) is not None, newest(folder) is None), ended.said
             failed += 1
         assert newest(folder) in (step - 1 or None, step)

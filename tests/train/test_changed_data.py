@@ -12,8 +12,8 @@ from PIL import Image
 
 from tests.data.pictures import folder
 from tests.faults.test_workers import end, start
-from tests.train.test_lock import SHORT, wait_for
 from tests.train.test_resume import sums
+from tests.train.test_run_folder import SHORT, wait_for
 from vitrail.cli import main
 from vitrail.data import dataset_digest
 from vitrail.data.dataset_digest import ChangedDataError, DataDigest, check_unchanged, digest_dataset

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.linear_model import RidgeClassifier
 
-from tests.train.test_run import trained, tuned
+from tests.train.test_trainer import trained, tuned
 from vitrail.evaluate import features
 from vitrail.evaluate.probe import Features
 from vitrail.train.head_init import fit_head, solve_head

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.train.test_run import events, rows, trained, tuned
+from tests.train.test_trainer import events, rows, trained, tuned
 from tests.train.test_training_run import learning
 from vitrail.errors import UsageError
 from vitrail.train.run_log import RESULT_COLUMNS, RunLog, TensorBoardLogger

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.test_run import tuned
+from tests.train.test_trainer import tuned
 from tests.train.test_training_run import learning
 from vitrail.config import AugmentConfig, OptimizerConfig
 from vitrail.train.step import TrainableModel

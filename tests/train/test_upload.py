@@ -182,7 +182,9 @@ def test_a_store_that_fails_is_told_of_and_tried_again(
     copy.wait()
     why = f"{url}/checkpoints/step-00000001/manifest.json cannot be reached: gone"
     assert said == [f"warning: step-00000001 is not uploaded; the run continues and tries again with the next: {why}"]
-    with pytest.raises(RemoteError, match=f"the run is complete in {folder}, but its upload to {url} is not: .* --resume"):
+    with pytest.raises(
+        RemoteError, match=f"the run is complete in {folder}, but its upload to {url} is not: .* --resume"
+    ):
         copy.finish()
     failing = False
     copy.submit(checkpoint(folder, 2))

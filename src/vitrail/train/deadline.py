@@ -19,6 +19,7 @@ _END_MARGIN = 1.5  # times the time after the last step is reserved: it cannot b
 _RESERVE_SHARE = 0.03  # of the budget: to end a little early is fine, to end late is not
 _FORWARD_COST = 1 / 3  # of a training image's time is that of a forward pass, until one is timed
 MAX_PRECISION_SECONDS = 30.0  # of comparing precisions, at most: enough for a hundred images of a ViT-B/16
+_MIN_PRECISION_SECONDS = 1.0  # less shows nothing
 MAX_PRECISION_SHARE = 0.05  # of the seconds of training, at most
 
 
@@ -172,3 +173,12 @@ class Deadline:
     def precision_seconds(self) -> float:
         """Seconds left to compare precisions, before test and report."""
         return self.seconds_left - self.estimate_seconds_after(is_evaluated=True)
+
+
+def limit_precision_seconds(training_seconds: float, deadline: Deadline | None) -> float | None:
+    """Seconds to compare precisions for, after training; None when the time limit leaves none."""
+    seconds = min(MAX_PRECISION_SECONDS, MAX_PRECISION_SHARE * training_seconds)
+    if deadline is None:
+        return seconds
+    seconds = min(seconds, deadline.precision_seconds)
+    return seconds if seconds >= _MIN_PRECISION_SECONDS else None

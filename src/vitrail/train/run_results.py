@@ -1,6 +1,7 @@
 """What a run's evaluations and its end show: numbers, the facts for programs, and one sentence for people."""
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,6 +112,15 @@ def collect_result_facts(run: TrainingRun, result: RunResult | PretrainingResult
         "seconds": result.seconds,
         "seed": run.seed,
     }
+
+
+def standard_error(accuracy: float, images: int) -> float:
+    """The standard error of an accuracy measured on so many images.
+
+    Within it one accuracy is as good as another, and later weights, trained longer and at a lower learning rate, are
+    the better guess: with ten images to choose by, chance would choose.
+    """
+    return math.sqrt(accuracy * (1 - accuracy) / images)
 
 
 def find_weakest_class(counts: Counts, classes: Sequence[str]) -> dict[str, Any] | None:

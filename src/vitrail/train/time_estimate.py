@@ -58,10 +58,10 @@ class RunEstimate:
 def estimate_run(run: TrainingRun) -> RunEstimate:
     """Time a few steps of the run and count the memory they keep."""
     trial = _make_trial_run(run)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     batches = iterate_train_batches(trial)
     first = next(batches)
-    start = _read_synchronized_clock(trial) - begun
+    startup = _read_synchronized_clock(trial) - start
     part = _prepare_batch(first, trial, 0)
     model = dataclasses.replace(trial, shard=False).build_model()
     kept = _measure_activation_bytes(model, *select_inputs(model, *part))
@@ -71,14 +71,15 @@ def estimate_run(run: TrainingRun) -> RunEstimate:
         trial.class_counts,
         cuda_graph=trial.can_use_cuda_graph,
     )
-    each = _time_image(state, trial, itertools.chain([first], batches))
+    image_seconds = _time_image(state, trial, itertools.chain([first], batches))
     images, val = run.plan.total_positions, len(run.dataset.splits["val"])
     evaluations = max(1, int(run.recipe.epochs) // run.eval_every_epochs)
     at_once = -(-run.recipe.batch // run.micro_batches)
     memory = _compute_state_bytes(state, run.recipe) + kept * at_once // len(part[1])
-    evaluation = val * each / 3 + _time_saving(model)  # a forward pass is a third of a step; images are read once
-    seconds = start + images * each + evaluations * evaluation
-    return RunEstimate(1 / each, evaluation, evaluations, start, seconds, memory, _get_device_memory(run.device))
+    evaluation = val * image_seconds / 3 + _time_saving(model)  # a forward pass is a third of a step; read once
+    seconds = startup + images * image_seconds + evaluations * evaluation
+    available = _get_device_memory(run.device)
+    return RunEstimate(1 / image_seconds, evaluation, evaluations, startup, seconds, memory, available)
 
 
 def build_deadline(run: TrainingRun, seconds: float, start_time: float, *, max_epochs: float) -> Deadline:
@@ -90,11 +91,11 @@ def build_deadline(run: TrainingRun, seconds: float, start_time: float, *, max_e
         trial.build_model(), trial.recipe, trial.class_counts, cuda_graph=trial.can_use_cuda_graph
     )
     with contextlib.closing(iterate_train_batches(trial)) as batches:
-        each = _time_image(state, trial, batches, min(_MAX_TRIAL_SECONDS, _MAX_TRIAL_SHARE * seconds))
+        image_seconds = _time_image(state, trial, batches, min(_MAX_TRIAL_SECONDS, _MAX_TRIAL_SHARE * seconds))
     return Deadline(
         budget_seconds=seconds,
         max_steps=math.ceil(max_epochs * images / run.recipe.batch),
-        seconds_per_image=each,
+        seconds_per_image=image_seconds,
         batch_size=run.recipe.batch,
         train_images=images,
         val_images=len(splits["val"]),
@@ -119,8 +120,8 @@ def _make_trial_run(run: TrainingRun) -> TrainingRun:
 
 
 def _prepare_batch(batch: Batch, trial: TrainingRun, step: int) -> tuple[Tensor, Tensor]:
-    there = batch._replace(pixels=batch.pixels.to(trial.device), targets=batch.targets.to(trial.device))
-    return loader.prepare_train_batch(there, trial.training_data, trial.plan, step)
+    on_device = batch._replace(pixels=batch.pixels.to(trial.device), targets=batch.targets.to(trial.device))
+    return loader.prepare_train_batch(on_device, trial.training_data, trial.plan, step)
 
 
 def _read_synchronized_clock(trial: TrainingRun) -> float:
@@ -137,29 +138,29 @@ def _time_image(
 
     With too few images to skip the first steps, all steps are timed.
     """
-    images, begun = 0, time.perf_counter()
+    images, start = 0, time.perf_counter()
     first = _UNTIMED_STEPS.get(trial.device.type, _DEFAULT_UNTIMED_STEPS)
     whole = trial.plan.total_positions // trial.recipe.batch  # of a last, short step some ranks might have no images
     for step, batch in enumerate(itertools.islice(batches, whole)):
         if step == first:
-            images, begun = 0, _read_synchronized_clock(trial)
+            images, start = 0, _read_synchronized_clock(trial)
         part = _prepare_batch(batch, trial, step)
         train_step(state, [part], trial.recipe, step_images=len(part[1]), steps=trial.plan.total_steps, seed=trial.seed)
         images += len(part[1])
-        late = step >= first and time.perf_counter() - begun > seconds
+        late = step >= first and time.perf_counter() - start > seconds
         if distributed.all_reduce_max(int(late), trial.device):
             break
-    return (_read_synchronized_clock(trial) - begun) / images
+    return (_read_synchronized_clock(trial) - start) / images
 
 
 def _time_saving(model: TrainableModel) -> float:
     """Seconds to write the weights twice, as the last and as the best of a run."""
     with tempfile.TemporaryDirectory() as folder:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for name in ("last", "best"):
             with files.write_atomically(Path(folder) / f"{name}.safetensors") as fresh:
                 tensor_files.write_tensors(fresh, get_encoder(model).state_dict(), {})
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
 
 def _measure_activation_bytes(model: TrainableModel, images: Tensor, *masking: Tensor) -> int:

@@ -31,7 +31,7 @@ from vitrail.runtime.signals import StoppedError, StopRequest
 from vitrail.train import checkpoint as checkpoints
 from vitrail.train import fsdp, loop, run_folder
 from vitrail.train.checkpoint import Checkpoint, CheckpointWriter
-from vitrail.train.deadline import MAX_PRECISION_SECONDS, MAX_PRECISION_SHARE, Deadline, PlannedSteps
+from vitrail.train.deadline import Deadline, PlannedSteps, limit_precision_seconds
 from vitrail.train.final_evaluation import TrainingTotals, evaluate_best_weights
 from vitrail.train.loop import StepEnd
 from vitrail.train.masked_evaluation import MaskedCounts, evaluate_masked
@@ -43,7 +43,7 @@ from vitrail.train.run_batches import (
     pad_to_slowest_rank,
 )
 from vitrail.train.run_log import Logger, RunLog
-from vitrail.train.run_results import PretrainingResult, RunResult, ValidationResult
+from vitrail.train.run_results import PretrainingResult, RunResult, ValidationResult, standard_error
 from vitrail.train.step import (
     DivergedError,
     TrainableModel,
@@ -59,7 +59,6 @@ from vitrail.weights.load import save
 
 SAVE_EVERY_SECONDS = 600.0
 _MAX_CACHED_BYTES = 2**30  # bytes of validation images that are kept from one evaluation to the next
-_MIN_PRECISION_SECONDS = 1.0  # less shows nothing
 _CHECKPOINTED_FIELDS = {  # field -> its key in checkpoints of version 0.1
     "best_score": "best",
     "best_masked_metrics": "kept",
@@ -411,9 +410,9 @@ class Trainer:
         run = self.training_run
         totals = TrainingTotals(self.training_seconds, self.trained_images / len(run.train_split))
         if run.recipe.masked is None:
-            return evaluate_best_weights(
-                run, self.folder, self.log, self._iterate_until_stopped, totals, self._get_precision_seconds
-            )
+            get_precision_seconds = partial(limit_precision_seconds, totals.seconds, self.deadline)
+            batches = self._iterate_until_stopped
+            return evaluate_best_weights(run, self.folder, self.log, batches, totals, get_precision_seconds)
         metrics = self.best_masked_metrics  # the weights have no head to calibrate
         assert metrics is not None, "there is an evaluation after the last step"
         result = PretrainingResult(**metrics, seconds=totals.seconds, epochs=totals.epochs)
@@ -436,14 +435,6 @@ class Trainer:
                 )
             yield batch
 
-    def _get_precision_seconds(self) -> float | None:
-        """Seconds to compare precisions for; None when the time limit leaves none."""
-        seconds = min(MAX_PRECISION_SECONDS, MAX_PRECISION_SHARE * self.training_seconds)
-        if self.deadline is None:
-            return seconds
-        seconds = min(seconds, self.deadline.precision_seconds)
-        return seconds if seconds >= _MIN_PRECISION_SECONDS else None
-
     def _log_early_end(self, error: BaseException) -> None:
         """Log why the run ended early."""
         run, step = self.training_run, self.state.step
@@ -457,12 +448,3 @@ class Trainer:
             (self.folder / run_folder.STOPPED_FILE).write_text(f"{reason}\n")  # if torchrun restarts, exit at once
         self.log.log_event("stopped", reason=reason, **facts)
         self.log.write_line(f"stopped: {reason}")
-
-
-def standard_error(accuracy: float, images: int) -> float:
-    """The standard error of an accuracy measured on so many images.
-
-    Within it one accuracy is as good as another, and later weights, trained longer and at a lower learning rate, are
-    the better guess: with ten images to choose by, chance would choose.
-    """
-    return math.sqrt(accuracy * (1 - accuracy) / images)

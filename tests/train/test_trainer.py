@@ -23,7 +23,7 @@ from vitrail.evaluate.predictions import Counts
 from vitrail.evaluate.probe import measure_few_shot
 from vitrail.files import compute_sha256
 from vitrail.inference.classifier import Classifier
-from vitrail.train import trainer
+from vitrail.train import run_results, trainer
 from vitrail.train.run_log import RESULT_COLUMNS
 from vitrail.train.run_results import RunResult
 from vitrail.train.step import DivergedError
@@ -206,10 +206,10 @@ def test_without_test_images_the_validation_images_are_measured(tmp_path: Path) 
 
 
 def test_the_standard_error_of_a_share_by_hand() -> None:
-    assert trainer.standard_error(0.5, 100) == pytest.approx(0.05)
-    assert trainer.standard_error(0.9, 100) == pytest.approx(0.03)
-    assert trainer.standard_error(0.9, 10) == pytest.approx(0.0948683)
-    assert (trainer.standard_error(0.0, 10), trainer.standard_error(1.0, 10)) == (0, 0)
+    assert run_results.standard_error(0.5, 100) == pytest.approx(0.05)
+    assert run_results.standard_error(0.9, 100) == pytest.approx(0.03)
+    assert run_results.standard_error(0.9, 10) == pytest.approx(0.0948683)
+    assert (run_results.standard_error(0.0, 10), run_results.standard_error(1.0, 10)) == (0, 0)
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, found: Iterator[Counts]) -> None:
