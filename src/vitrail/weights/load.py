@@ -179,7 +179,7 @@ def save(
     path: str | Path,
     format: WeightsFormat = "vitrail",
     *,
-    overwrite: bool = False,
+    overwrite: bool = False,  # noqa: A002
 ) -> list[str]:
     """Write `path` whole or not at all: a run killed here leaves the previous file as it was.
 
