@@ -25,8 +25,9 @@ from PIL import Image
 
 from vitrail.config import AugmentConfig, OptimizerConfig, Recipe, ScheduleConfig
 from vitrail.data.sources import open_dataset
-from vitrail.train import checkpoint, loop, run
+from vitrail.train import checkpoint, loop
 from vitrail.train.loop import StepEnd
+from vitrail.train.run_batches import iterate_train_batches
 from vitrail.train.run_log import RunLog
 from vitrail.train.step import build_train_state
 from vitrail.train.trainer import Trainer
@@ -117,9 +118,12 @@ def task(options: argparse.Namespace, folder: Path) -> TrainingRun:
 def kept(folder: Path, task: TrainingRun) -> Trainer:
     """The course of the run, which saves when it is told to."""
     (folder / "weights").mkdir(parents=True)
-    state = build_train_state(task.build_model(), task.recipe, task.class_counts, cuda_graph=task.can_use_cuda_graph)
-    writer = checkpoint.CheckpointWriter(folder / "checkpoints")
-    return Trainer(task, folder, RunLog(folder), state, lambda _: None, lambda _: None, writer, math.inf)
+    trainer = Trainer(task, folder, save_every_seconds=math.inf)
+    trainer.state = build_train_state(
+        task.build_model(), task.recipe, task.class_counts, cuda_graph=task.can_use_cuda_graph
+    )
+    trainer.log, trainer.checkpoint_writer = RunLog(folder), checkpoint.CheckpointWriter(folder / "checkpoints")
+    return trainer
 
 
 def parts(keeper: Trainer, folder: Path) -> dict[str, float]:
@@ -136,7 +140,7 @@ def parts(keeper: Trainer, folder: Path) -> dict[str, float]:
 
     snapshot, steps = checkpoint.copy_state(state, {}), itertools.count(10**7)
     return {
-        "stops the steps: digest of the weights": timed(lambda: checkpoint.digest_tensors(snapshot.tensors["model"])),
+        "stops the steps: digest of the weights": timed(lambda: checkpoint.digest_weights(snapshot.tensors["model"])),
         "stops the steps: copy of the state": timed(lambda: keeper.checkpoint_writer.capture(state)),
         "beside the steps: write, hash, sync": timed(
             lambda: checkpoint.write_checkpoint(folder, dataclasses.replace(snapshot, step=next(steps)))
@@ -186,7 +190,7 @@ def main() -> None:
         keeper = kept(Path(folder) / "run", made)
         periods = Periods(keeper, options)
         with contextlib.closing(keeper.checkpoint_writer), contextlib.suppress(Enough):
-            batches = run.iterate_train_batches(made)
+            batches = iterate_train_batches(made)
             loop.train_steps(
                 keeper.state, batches, made.training_data, made.plan, made.recipe, after_step=periods.stepped
             )

@@ -42,8 +42,9 @@ from vitrail.data.dataset import Dataset, Split
 from vitrail.data.sources import open_dataset
 from vitrail.runtime.devices import resolve_device
 from vitrail.runtime.signals import StoppedError
-from vitrail.train.run import RunResult, run_training
+from vitrail.train.run_results import RunResult
 from vitrail.train.step import DivergedError
+from vitrail.train.trainer import Trainer
 from vitrail.train.training_run import TrainingRun, adapt_to_dataset
 from vitrail.weights.load import load
 
@@ -190,9 +191,7 @@ def computed(job: Job, dataset: Dataset, options: argparse.Namespace) -> dict[st
         "images": len(task.train_split),
     }
     try:
-        result = run_training(
-            task, folder, after_step=lambda _: None, after_evaluation=lambda now: say(job, str(now)), resume=True
-        )
+        result = Trainer(task, folder, after_evaluation=lambda now: say(job, str(now)), resume=True).run()
     except DivergedError as error:
         return facts | {"val": 0.0, "test": 0.0, "diverged": str(error)}
     assert result is not None

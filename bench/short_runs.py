@@ -23,9 +23,8 @@ from vitrail.evaluate.predictions import evaluate_batches
 from vitrail.model.cost import count_training_flops
 from vitrail.train import loop
 from vitrail.train.head_init import fit_head
-from vitrail.train.run import iterate_train_batches
+from vitrail.train.run_batches import iterate_split_batches, iterate_train_batches
 from vitrail.train.step import build_train_state, make_autocast
-from vitrail.train.trainer import iterate_split_batches
 from vitrail.train.training_run import TrainingRun, adapt_to_dataset
 from vitrail.weights.load import load
 from vitrail.weights.trained import Trained

@@ -26,7 +26,7 @@ from vitrail.data.dataset import Dataset
 from vitrail.data.shards import Sample
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
-from vitrail.train.run import run_training
+from vitrail.train.trainer import Trainer
 from vitrail.train.training_run import TrainingRun
 from vitrail.weights import tensor_files
 
@@ -204,7 +204,7 @@ def learned(data: str, place: Path, workers: int) -> tuple[list[Any], dict[str, 
     task = TrainingRun(
         recipe=recipe(epochs=2, batch=8), dataset=open_dataset(data), device=torch.device("cpu"), workers=workers
     )
-    run_training(task, place, after_step=lambda _: None, after_evaluation=lambda _: None)
+    Trainer(task, place).run()
     lines = [json.loads(line) for line in (place / "events.jsonl").read_text().splitlines()]
     losses = [{key: value for key, value in line.items() if "loss" in key} for line in lines]
     return losses, tensor_files.read_tensors(place / "weights" / "last.safetensors").tensors

@@ -119,7 +119,7 @@ def measure_expected(session: Any, model: Path, data: Path) -> dict[str, Any]:
         [torch.from_numpy(session.run(["probabilities"], {"pixels": pixels})[0]) for pixels in inputs]
     )
     agreement = measure_agreement(torch.cat([classify.predict_proba([image]) for image in images]), predictions)
-    return {"images": len(images), "top1": agreement.top1, "sure_images": agreement.sure_images}
+    return {"images": len(images), "top1": agreement.top1_agreement, "sure_images": agreement.confident_images}
 
 
 def test_a_large_set_is_sampled_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,18 +22,22 @@ from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.cli.test_train import HERE, PICTURES
 from tests.data.pictures import encoded, folder, picture
-from tests.train.test_run import tuned
-from vitrail.cli import runs
-from vitrail.cli.finetune import _is_trained_on_all, _plan_run
+from tests.train.test_trainer import tuned
+from vitrail.cli import output
 from vitrail.data.dataset import without_images
 from vitrail.data.sources import open_dataset
 from vitrail.files import compute_sha256
 from vitrail.report.html_report import make_rerun_command
 from vitrail.report.run_facts import gather_facts
+from vitrail.train import dataset_checks
+from vitrail.train.dataset_checks import check_images
 from vitrail.train.deadline import Deadline
+from vitrail.train.finetune import _is_trained_on_all, plan_length
+from vitrail.train.run_results import summarize_result
 from vitrail.weights.load import load, save
 
 MODEL = "model.safetensors"
+PRINTING: Any = {"notify": output.print_note, "show_progress": output.show_progress}
 SHORT = ("--epochs", "4", "--batch", "4", *HERE)
 
 
@@ -91,7 +95,7 @@ def test_the_facts_are_there_for_programs(tmp_path: Path, capsys: Capture) -> No
     end = json.loads((tmp_path / "mine" / "events.jsonl").read_text().splitlines()[-1])
     for name in ("split", "images", "right", "top1", "top5", "loss", "temperature", "calibration_error", "seconds"):
         assert found[name] == end[name], name
-    assert (found["folder"], found["seed"], found["epochs"], found["trained"]) == ("mine", 5, 4, 32)
+    assert (found["folder"], found["seed"], found["epochs"], found["trained_images"]) == ("mine", 5, 4, 32)
 
 
 def test_several_runs_give_mean_and_deviation(tmp_path: Path, capsys: Capture) -> None:
@@ -115,7 +119,7 @@ def test_several_runs_give_mean_and_deviation(tmp_path: Path, capsys: Capture) -
 def test_the_report_of_a_timed_run_has_the_command_that_repeats_it(capsys: Capture, options: tuple[str, ...]) -> None:
     code, _, err = finetune("--minutes", "0.1", "--out", "timed", *options, *HERE, capsys=capsys)
     assert code == 0
-    assert re.search(r"0.1 minutes: about \S+ epochs.*; corrected as the run goes", err)
+    assert re.search(r"0.1 minutes: about \S+ epochs.*; corrected during the run", err)
     facts = gather_facts(Path("timed"))
     command = shlex.split(
         make_rerun_command(dataclasses.replace(facts, command=("finetune", "./set", "--minutes", "0.1"))) or ""
@@ -184,7 +188,7 @@ def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: Capture) -> None:
     code, out, _ = finetune(*SHORT, "--dry-run", "--json", capsys=capsys)
     found = json.loads(out)
     assert (found["steps"], found["recipe"]["epochs"], found["model"]["name"]) == (8, 4, "test")
-    assert {"images_per_second", "seconds", "memory", "available"} <= found["estimate"].keys()
+    assert {"images_per_second", "seconds", "memory_bytes", "available_bytes"} <= found["estimate"].keys()
     assert found["picture"] == "runs/dry-run/train_batch0.jpg"
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["dry-run"]
 
@@ -192,17 +196,21 @@ def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: Capture) -> None:
 def test_the_papers_recipe_is_the_papers(capsys: Capture) -> None:
     options = ("--recipe", "paper", "--image-size", "32", "--micro-batches", "64", "--dry-run", "--json")
     found = json.loads(finetune(*options, *HERE, capsys=capsys)[1])
-    optimiser = found["recipe"]["optimiser"]
-    assert (optimiser["kind"], optimiser["momentum"], optimiser["weight_decay"]) == ("sgd", 0.9, 0)
+    optimizer = found["recipe"]["optimizer"]
+    assert (optimizer["kind"], optimizer["momentum"], optimizer["weight_decay"]) == ("sgd", 0.9, 0)
     assert (found["recipe"]["batch"], found["steps"]) == (512, 500)
     assert found["preprocess"]["resize"] == [37]  # 7/6 of the crop
 
 
 def test_layers_balance_and_everything_are_taken_to_the_run(tmp_path: Path, capsys: Capture) -> None:
-    options = ("--layers", "0", "--balanced", "--everything", "--image-size", "48")
+    options = ("--layers", "0", "--balanced", "--train-on-val", "--image-size", "48")
     assert finetune(*SHORT, *options, capsys=capsys)[0] == 0
     config = json.loads((tmp_path / "runs" / "finetune" / "config.json").read_text())
-    assert (config["recipe"]["layers"], config["recipe"]["balanced"], config["everything"]) == (0, True, True)
+    assert (config["recipe"]["trainable_layers"], config["recipe"]["logit_adjustment"], config["train_on_val"]) == (
+        0,
+        True,
+        True,
+    )
     assert config["steps"] == 16  # 16 images, four epochs, four in a step
     fine = load(tmp_path / "runs" / "finetune" / "weights" / "best.safetensors")
     assert (fine.model.config.image_size, fine.temperature) == ((48, 48), 1)
@@ -232,7 +240,7 @@ def test_preprocessing_must_be_known_and_may_not_be_contradicted(tmp_path: Path,
     code, line = refused("--preprocess", "imagenet", capsys=capsys)
     assert code == 2
     assert "were trained with mean (0.4, 0.4, 0.4)" in line
-    assert "leave it away" in line
+    assert "omit it" in line
     bare = dataclasses.replace(making.trained(making.vit()), preprocess=None)
     save(bare, tmp_path / "bare.safetensors")
     code, line = refused(capsys=capsys, model="bare.safetensors")
@@ -328,7 +336,7 @@ def test_few_bad_images_are_left_out_named_and_listed(tmp_path: Path, capsys: Ca
     code, line = refused("--strict", capsys=capsys)
     assert code == 3
     assert "1 image of 24 cannot be read, such as train/rose/1.jpg: " in line
-    assert "--strict takes none" in line
+    assert "--strict accepts none" in line
     code, _, err = finetune(*SHORT, capsys=capsys)
     assert code == 0, err
     assert "warning: 1 image of 24 cannot be read, such as train/rose/1.jpg: " in err
@@ -354,7 +362,7 @@ def test_bad_images_that_nobody_looked_for_are_left_out_as_the_run_goes(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One in each split, of more images than are looked at beforehand."""
-    monkeypatch.setattr(runs, "_MAX_SCANNED_IMAGES", 10)
+    monkeypatch.setattr(dataset_checks, "_MAX_SCANNED_IMAGES", 10)
     folder(tmp_path / "set", "train", "val", "test", each=6)
     bad = [f"{split}/rose/1.jpg" for split in ("train", "val", "test")]
     for name in bad:
@@ -362,7 +370,7 @@ def test_bad_images_that_nobody_looked_for_are_left_out_as_the_run_goes(
     assert finetune(*SHORT, "--strict", "--out", "strict", capsys=capsys)[0] == 3
     code, _, err = finetune(*SHORT, capsys=capsys)
     assert code == 0, err
-    assert re.search(r"warning: 3 images cannot be read, such as \S+/rose/1\.jpg; left out as the run went, and", err)
+    assert re.search(r"warning: 3 images cannot be read, such as \S+/rose/1\.jpg; left out during the run, and", err)
     run = tmp_path / "runs" / "finetune"
     assert sorted((run / "unreadable.txt").read_text().splitlines()) == sorted(bad)
     with (run / "predictions.csv").open(newline="") as file:
@@ -371,18 +379,18 @@ def test_bad_images_that_nobody_looked_for_are_left_out_as_the_run_goes(
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_unreadable_images_are_skipped_where_there_was_no_time_for_a_check(capsys: Capture, strict: bool) -> None:
-    found, report = runs.check_images(open_dataset("./set"), "./set", strict=strict, seconds=0)
+def test_images_that_there_was_no_time_to_look_at_are_unchecked(capsys: Capture, strict: bool) -> None:
+    found, report = check_images(open_dataset("./set"), "./set", strict=strict, seconds=0, **PRINTING)
     assert (found.skip_bad, report) == (not strict, None)
-    assert "there was time to look at 0 of 24 images" in capsys.readouterr().err
-    found, report = runs.check_images(open_dataset("./set"), "./set", strict=strict)
+    assert "there was time to check 0 of 24 images" in capsys.readouterr().err
+    found, report = check_images(open_dataset("./set"), "./set", strict=strict, **PRINTING)
     assert (found.skip_bad, report is None) == (False, False)
 
 
 def test_many_bad_images_that_nobody_looked_for_stop_the_run(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "_MAX_SCANNED_IMAGES", 10)
+    monkeypatch.setattr(dataset_checks, "_MAX_SCANNED_IMAGES", 10)
     for number in range(3):
         (tmp_path / "set" / "train" / "rose" / f"{number}.jpg").write_bytes(b"<html>")
     code, _, err = finetune(*SHORT, capsys=capsys)
@@ -398,7 +406,7 @@ def test_copies_across_splits_are_warned_of(tmp_path: Path, capsys: Capture) -> 
         (tmp_path / "set" / split / "rose" / "twin.jpg").write_bytes(twin)
     code, _, err = finetune(*SHORT, capsys=capsys)
     assert code == 0
-    assert "warning: 1 group of copies across splits" in err
+    assert "warning: 1 group of duplicates across splits" in err
 
 
 def test_strong_imbalance_is_warned_of_and_can_be_answered(tmp_path: Path, capsys: Capture) -> None:
@@ -406,7 +414,7 @@ def test_strong_imbalance_is_warned_of_and_can_be_answered(tmp_path: Path, capsy
     code, _, err = finetune("--epochs", "1", "--batch", "16", *HERE, capsys=capsys)
     assert code == 0
     warning = "warning: rose has 40 training images and tulip 4, so look at the average over classes"
-    assert f"{warning} beside the accuracy; --balanced lets every class count alike\n" in err
+    assert f"{warning} beside the accuracy; --balanced gives every class the same weight\n" in err
     code, _, err = finetune("--epochs", "1", "--batch", "16", "--balanced", *HERE, capsys=capsys)
     assert code == 0
     assert f"{warning} beside the accuracy\n" in err
@@ -422,7 +430,7 @@ def test_several_labels_change_the_loss_and_are_said(tmp_path: Path, capsys: Cap
     (tmp_path / "set" / "list.csv").write_text("\n".join(["path,labels,split", *rows]) + "\n")
     code, out, err = finetune(*SHORT, "--json", capsys=capsys, data="set/list.csv")
     assert code == 0
-    assert "note: images may have several labels, so each class is a question of its own (loss sigmoid)" in err
+    assert "note: images may have several labels, so each class is predicted by itself (loss sigmoid)" in err
     found: dict[str, Any] = json.loads(out)
     assert found["macro"] is None
     run = tmp_path / "runs" / "finetune"
@@ -431,11 +439,17 @@ def test_several_labels_change_the_loss_and_are_said(tmp_path: Path, capsys: Cap
     exact = [set(row["label"].split(" | ")) == set(row["predicted"].split(" | ")) for row in rows_of_images]
     assert found["right"] == sum(exact)
     assert [row["right"] for row in rows_of_images] == [str(int(each)) for each in exact]
-    assert set(found["labels"]) == {"micro_f1", "macro_f1", "mean_average_precision", "calibration_error", "bins"}
-    assert found["calibration_error"] == found["labels"]["calibration_error"]
+    assert set(found["multi_label_metrics"]) == {
+        "micro_f1",
+        "macro_f1",
+        "mean_average_precision",
+        "calibration_error",
+        "bins",
+    }
+    assert found["calibration_error"] == found["multi_label_metrics"]["calibration_error"]
     assert (run / "per_class.csv").is_file()
-    assert "F1" in runs.summarize_result(found)
-    assert "images have exactly their labels (" in runs.summarize_result(found)
+    assert "F1" in summarize_result(found)
+    assert "images have exactly their labels (" in summarize_result(found)
     assert json.loads((run / "config.json").read_text())["recipe"]["loss"] == "sigmoid"
     assert {path.name for path in run.iterdir()} & PICTURES == PICTURES - {
         "confusion_matrix.png",
@@ -458,7 +472,7 @@ def test_random_weights_are_taken_only_when_told_so(capsys: Capture) -> None:
     assert (code, "--from-scratch is for presets, and model.safetensors is none" in err) == (2, True)
     code, _, err = finetune("--from-scratch", "--dry-run", "--image-size", "32", *SHORT, model="ti16", capsys=capsys)
     assert code == 0
-    assert "warning: ti16 begins with random weights, which have learned nothing" in err
+    assert "warning: ti16 starts with random weights, which have learned nothing" in err
 
 
 def test_without_a_model_it_says_what_there_is(
@@ -499,21 +513,27 @@ def test_a_path_that_is_mistyped_is_no_name_of_the_hub(tmp_path: Path, capsys: C
 
 def test_a_short_limit_takes_smaller_images_and_a_long_one_the_models_own(tmp_path: Path, capsys: Capture) -> None:
     task = tuned(tmp_path)
-    sizes: dict[str, Any] = {"batch": 8, "images": 800, "val": 4, "test": 0, "every": 1}
+    sizes: dict[str, Any] = {
+        "batch_size": 8,
+        "train_images": 800,
+        "val_images": 4,
+        "test_images": 0,
+        "eval_every_epochs": 1,
+    }
     for image_seconds, expected in ((1.0, 24), (1e-4, 32)):
         deadline = Deadline(budget_seconds=60, max_steps=20_000, seconds_per_image=image_seconds, **sizes)
-        epochs, side = _plan_run(task, deadline, choose_side=True, warmup=0)
+        epochs, side = plan_length(task, deadline, can_choose_size=True, warmup=0, notify=output.print_note)
         assert side == expected
         assert (f"images of {expected} pixels, the model's are 32" in capsys.readouterr().err) == (expected < 32)
         assert epochs * 800 % 8 == pytest.approx(0)
-        assert _plan_run(task, deadline, choose_side=False, warmup=0)[1] is None
+        assert plan_length(task, deadline, can_choose_size=False, warmup=0, notify=output.print_note)[1] is None
 
 
 def test_a_short_run_starts_its_head_from_a_probe_and_is_resumed_without_another(capsys: Capture) -> None:
     short = ("--epochs", "2", "--batch", "4", "--out", "run", *HERE)
     code, _, _ = finetune(*short, "--save-every", "0", capsys=capsys)
     assert code == 0
-    assert json.loads(Path("run/config.json").read_text())["recipe"]["head"] == "probe"
+    assert json.loads(Path("run/config.json").read_text())["recipe"]["head_init"] == "probe"
     before = weights("run")
     code, _, err = finetune(*short, "--resume", capsys=capsys)
     assert code == 0
@@ -521,7 +541,7 @@ def test_a_short_run_starts_its_head_from_a_probe_and_is_resumed_without_another
     assert weights("run") == before
     code, _, _ = finetune(*short[:4], "--keep-head", "--out", "kept", *HERE, capsys=capsys, model="run")
     assert code == 0
-    assert json.loads(Path("kept/config.json").read_text())["recipe"]["head"] is None
+    assert json.loads(Path("kept/config.json").read_text())["recipe"]["head_init"] is None
 
 
 @pytest.mark.parametrize(("side", "crop", "room"), [(40, 128, 160), (100, 480, 512)])
@@ -539,9 +559,9 @@ def test_bits_rule_resizes_whole_images_by_their_area(
     assert code == 0, err
     found = json.loads(out)
     assert (found["preprocess"]["size"], found["preprocess"]["resize"]) == ([crop, crop], [crop, crop])
-    assert (found["view"]["size"], found["view"]["resize"]) == ([crop, crop], [room, room])
-    assert found["recipe"]["schedule"]["stairs"] == [0.4, 0.6, 0.8]
-    assert found["recipe"]["optimiser"]["lr"] == 0.003
+    assert (found["train_preprocess"]["size"], found["train_preprocess"]["resize"]) == ([crop, crop], [room, room])
+    assert found["recipe"]["schedule"]["milestones"] == [0.4, 0.6, 0.8]
+    assert found["recipe"]["optimizer"]["lr"] == 0.003
 
 
 def test_a_seed_that_was_not_begun_starts_from_a_probe_though_one_is_resumed(tmp_path: Path, capsys: Capture) -> None:
@@ -570,7 +590,9 @@ def test_a_run_begun_without_a_look_at_its_images_is_resumed_with_all_of_them(tm
 def test_a_model_that_is_not_there_is_said_before_the_images_are_looked_at(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitrail.cli.runs.check_images", lambda *_, **__: pytest.fail("the images were looked at"))
+    monkeypatch.setattr(
+        "vitrail.train.finetune.check_images", lambda *_, **__: pytest.fail("the images were looked at")
+    )
     code, line = refused(capsys=capsys, model="vit_tiny.safetensors")
     assert code != 0
     assert "vit_tiny.safetensors" in line

@@ -41,6 +41,7 @@ from vitrail.evaluate import predictions
 from vitrail.evaluate.evaluator import evaluate_split, make_evaluated_model
 from vitrail.export import graph
 from vitrail.figures import attention, crops, image_grids
+from vitrail.formatting import unquote_cell
 from vitrail.inference import bulk_prediction
 from vitrail.serve import routes
 from vitrail.serve.server import make_service
@@ -222,8 +223,8 @@ def test_a_packed_dataset_is_predicted_as_its_images(
 def test_photos_that_cannot_be_read_here_are_counted_in_the_last_line(
     model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "get_readable_formats", lambda: decode.FORMATS[:6])
-    monkeypatch.setattr(image_paths, "get_image_suffixes", lambda: decode.IMAGE_SUFFIXES)
+    monkeypatch.setattr(image_headers, "get_readable_formats", lambda: image_headers.FORMATS[:6])
+    monkeypatch.setattr(image_paths, "get_image_suffixes", lambda: image_headers.IMAGE_SUFFIXES)
     root = folder(tmp_path / "photos", each=2)
     for name in ("a.heic", "rose/B.HEIC", "rose/c.avif", "notes.txt"):
         (root / name).write_bytes(b"x")

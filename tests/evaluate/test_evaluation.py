@@ -34,4 +34,4 @@ def test_models_are_evaluated_on_test_and_compared(tmp_path: Path) -> None:
     assert pair["both"] + pair["only_first"] == facts["models"][0]["right"]
     assert evaluation.list_unreadable(images, results) == []
     with pytest.raises(DataError, match="has no train2"):
-        evaluation.check_evaluable(dataset, "train2")  # type: ignore[arg-type]
+        evaluation.check_evaluable(dataset, "train2")

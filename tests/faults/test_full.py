@@ -39,7 +39,7 @@ def test_a_disk_full_at_any_call_of_a_save_costs_no_state(
             assert ended.code == FULL, ended.said
             assert found is not None
             assert found[1] == f"{snapshot(step).num_bytes:,}"
-            whole, nothing = "What was saved before is whole" in ended.said, "Nothing was saved yet" in ended.said
+            whole, nothing = "What was saved before is intact" in ended.said, "Nothing was saved yet" in ended.said
             assert (whole, nothing) == (newest(folder) is not None, newest(folder) is None), ended.said
             failed += 1
         assert newest(folder) in (step - 1 or None, step)
@@ -74,7 +74,7 @@ def hurt(shim: Shim, memory: Path, how: How, choose: Callable[[int], list[int]])
         assert how is not How.FULL or NO_ROOM.search(ended.said) is not None, ended.said
         left = newest_step(folder)
         told: list[str] = []
-        trained(one, folder, resume=True, tell=told.append)
+        trained(one, folder, resume=True, notify=told.append)
         assert not left or f"after step {left}." in told[0]
         assert sums(folder) == sums(whole)
         assert story(folder) == story(whole)
@@ -143,7 +143,7 @@ def test_a_small_file_system_that_is_full_costs_no_state(small_disk: Path, tmp_p
     assert kept > 0
     (small_disk / "others").unlink()
     told: list[str] = []
-    trained(one, run, resume=True, tell=told.append)
+    trained(one, run, resume=True, notify=told.append)
     assert f"after step {kept}." in told[0]
     assert sums(run) == sums(tmp_path / "whole")
     soaked(3, "a full disk costs no state: tmpfs", "resumes to the same weights", f"from step {kept}, same sha256")

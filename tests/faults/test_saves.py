@@ -64,7 +64,7 @@ def snapshot(step: int) -> Checkpoint:
 @functools.cache
 def digest(step: int) -> str:
     """Of all numbers of a state."""
-    return checkpoint.digest_tensors(tensors(state(step)))
+    return checkpoint.digest_weights(tensors(state(step)))
 
 
 def tensors(state: TrainState) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ def newest(folder: Path) -> int | None:
     assert found.facts == snapshot(found.step).facts
     fresh = emptied()
     checkpoint.restore_state(fresh, found)
-    assert checkpoint.digest_tensors(tensors(fresh)) == digest(found.step)
+    assert checkpoint.digest_weights(tensors(fresh)) == digest(found.step)
     assert fresh.step == found.step
     return found.step
 

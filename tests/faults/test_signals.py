@@ -62,7 +62,9 @@ def terminated(folder: Path, draws: random.Random) -> None:
     stopped = made(folder, asked[0])[-1][0]
     assert made(folder, 1 - asked[0])[-1][0] == stopped
     assert sum(when > at for _, when in made(folder, asked[0])) <= 1  # the step in which it came
-    assert f"SIGTERM: stopped after step {stopped} of {STEPS}, the state is saved" in (folder / "run.log").read_text()
+    assert (
+        f"SIGTERM: stopped after step {stopped} of {STEPS}, the checkpoint is saved" in (folder / "run.log").read_text()
+    )
     assert (
         checkpoint.read_checkpoint(folder / "checkpoints" / checkpoint.format_checkpoint_name(stopped)).step == stopped
     )

@@ -74,7 +74,7 @@ def test_a_disk_that_fills_up_ends_a_run_that_has_workers(disk: Path, attacked: 
     said = end(process)
     assert process.returncode == 5, said
     assert "no room for a checkpoint" in said
-    assert "What was saved before is whole" in said or "Nothing was saved yet" in said
+    assert "What was saved before is intact" in said or "Nothing was saved yet" in said
     assert "Traceback" not in said
     attacked("a disk that fills up while 2 loader workers run", "exit 5 at once, no process left")
 

@@ -9,6 +9,7 @@ from tests import making
 from tests.data.pictures import folder
 from vitrail.errors import UsageError
 from vitrail.figures import all_figures
+from vitrail.figures.attention_images import FigureImage
 from vitrail.figures.figure_folder import RECORD_FILE, FigureFolder, claim_folder
 from vitrail.weights.load import save
 
@@ -39,7 +40,7 @@ def test_a_folder_of_others_is_not_claimed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 3, 10, 99])
 def test_images_are_spread_evenly(number: int) -> None:
-    images = [all_figures.FigureImage(str(index), Path) for index in range(10)]
+    images = [FigureImage(str(index), Path) for index in range(10)]
     names = [int(image.name) for image in all_figures.spread_evenly(images, number)]
     assert len(names) == min(number, 10)
     assert names == sorted(set(names))

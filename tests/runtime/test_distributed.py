@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from vitrail import recipes
-from vitrail.cli import runs
 from vitrail.config import OptimizerConfig, ScheduleConfig
 from vitrail.data.sources import open_dataset
 from vitrail.errors import UsageError
 from vitrail.runtime import distributed
 from vitrail.runtime.signals import StoppedError, StopRequest
 from vitrail.train import checkpoint
-from vitrail.train.run import run_training
+from vitrail.train.run_folder import choose_run_folder
 from vitrail.train.step import build_train_state
+from vitrail.train.trainer import Trainer
 from vitrail.train.training_run import TrainingRun
 from vitrail.weights.load import load
 
@@ -34,12 +34,12 @@ def task(group: distributed.ProcessGroup = distributed.SINGLE_PROCESS, **changes
     SGD, because Adam and Muon make steps of one size from gradients of nothing but rounding, a key's bias for one.
     """
     named = recipes.get_recipe("digits")
-    optimiser = OptimizerConfig(kind="sgd", lr=0.1, weight_decay=0.01, clip=1.0)
+    optimizer = OptimizerConfig(kind="sgd", lr=0.1, weight_decay=0.01, clip=1.0)
     settings = named.settings | {"width": 48, "mlp": 96, "depth": 2}
     recipe = dataclasses.replace(
         named, settings=settings, batch=103, epochs=1, schedule=ScheduleConfig(warmup=3), ema=0.9
     )
-    recipe = dataclasses.replace(recipe, optimizer=optimiser)
+    recipe = dataclasses.replace(recipe, optimizer=optimizer)
     fields = {"recipe": recipe, "dataset": open_dataset("digits"), "device": torch.device("cpu"), "group": group}
     return TrainingRun(**(fields | changes))
 
@@ -98,7 +98,7 @@ def ended(children: list[int], seconds: float = 60) -> list[int]:
 
 
 def trained(task: TrainingRun, folder: Path, after_step: Callable[[Any], None] = lambda _: None, **options: Any) -> Any:
-    return run_training(task, folder, after_step=after_step, after_evaluation=lambda _: None, **options)
+    return Trainer(task, folder, after_step=after_step, **options).run()
 
 
 def last_row(folder: Path) -> dict[str, float]:
@@ -170,7 +170,7 @@ def test_what_one_rank_is_asked_all_do_and_the_state_goes_on_at_another_size(tmp
     with pytest.raises(StoppedError):  # a group that torchrun starts again leaves at once where it was stopped
         trained(task(distributed.ProcessGroup(restart_count=1)), tmp_path / "run", resume=True)
     told: list[str] = []
-    trained(task(), tmp_path / "run", resume=True, tell=told.append)
+    trained(task(), tmp_path / "run", resume=True, notify=told.append)
     assert "after step 5." in told[0]
     assert not (tmp_path / "run" / "stopped").exists()
     torch.testing.assert_close(weights(tmp_path / "run"), weights(tmp_path / "one"), atol=1e-5, rtol=0)
@@ -178,13 +178,13 @@ def test_what_one_rank_is_asked_all_do_and_the_state_goes_on_at_another_size(tmp
 
 def test_a_group_of_another_size_goes_on_where_torchrun_ended_the_one_before(tmp_path: Path) -> None:
     """As nodes come and go: torchrun sends SIGTERM, and gives the command that began the run to other ranks."""
-    trained(task(), tmp_path / "one", save_every=0.0)
+    trained(task(), tmp_path / "one", save_every_seconds=0.0)
     story = []
     for world, last in ((2, 5), (1, 9), (2, 99)):
         ask = at_step(last, world - 1, signal.SIGTERM)
         children = started(
             world,
-            lambda group: trained(task(group), tmp_path / "run", ask(group), save_every=0.0),  # noqa: B023
+            lambda group: trained(task(group), tmp_path / "run", ask(group), save_every_seconds=0.0),  # noqa: B023
             restarts=[0] * world,
         )
         story.append(ended(children))
@@ -211,7 +211,7 @@ def test_a_rank_whose_peer_is_dead_ends_soon_and_saves_nothing(tmp_path: Path) -
                 time.sleep(0.5 * (1 - group.rank))
                 os.kill(os.getpid(), signal.SIGKILL if group.rank else signal.SIGTERM)
 
-        trained(task(group), tmp_path / "run", fail, save_every=0.0)
+        trained(task(group), tmp_path / "run", fail, save_every_seconds=0.0)
 
     assert ended(started(2, work), seconds=20) == [1, -signal.SIGKILL]
     newest = checkpoint.read_newest_checkpoint(tmp_path / "run" / "checkpoints", print)
@@ -239,10 +239,11 @@ def test_a_command_that_torchrun_gives_again_neither_refuses_nor_removes_its_run
     ours, others = distributed.ProcessGroup(agents=("a", "b")), distributed.ProcessGroup(agents=("c",))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "torchrun").write_text("b\nd\n")
-    for options in ({"resume": False, "overwrite": False}, {"resume": False, "overwrite": True}):
-        assert runs.choose_run_folder("train", tmp_path / "run", ours, **options) == (tmp_path / "run", True)
+    for overwrite in (False, True):
+        options: Any = {"resume": False, "overwrite": overwrite, "notify": pytest.fail}
+        assert choose_run_folder("train", tmp_path / "run", ours, **options) == (tmp_path / "run", True)
         with pytest.raises(UsageError, match=r"run exists already|run is no run to overwrite"):
-            runs.choose_run_folder("train", tmp_path / "run", others, **options)
+            choose_run_folder("train", tmp_path / "run", others, **options)
 
 
 def test_a_ctrl_c_that_torchrun_passes_on_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from PIL import Image
 
 from tests.data.pictures import folder
 from tests.faults.test_workers import end, start
-from tests.train.test_lock import SHORT, wait_for
 from tests.train.test_resume import sums
+from tests.train.test_run_folder import SHORT, wait_for
 from vitrail.cli import main
 
 Attacked = Callable[[str, str], None]
@@ -70,7 +70,7 @@ def test_a_run_is_not_resumed_with_other_images(
     process = start(*long)
     wait_for(run / "checkpoints")
     process.terminate()
-    assert "the state is saved" in end(process)
+    assert "the checkpoint is saved" in end(process)
     kept = sums(run) if (run / "weights").exists() else []
     change(photos)
     assert main([*long, "--resume"]) == 3

@@ -17,9 +17,10 @@ from vitrail.data.sources import open_dataset
 from vitrail.files import compute_sha256
 from vitrail.train import loop
 from vitrail.train.checkpoint import list_checkpoints
-from vitrail.train.run import iterate_train_batches, run_training
+from vitrail.train.run_batches import iterate_train_batches
 from vitrail.train.step import CudaGraphStep, build_train_state
 from vitrail.train.time_estimate import estimate_run
+from vitrail.train.trainer import Trainer
 from vitrail.train.training_run import TrainingRun, adapt_to_dataset
 from vitrail.weights.load import load
 
@@ -33,7 +34,7 @@ def recipe(kind: str = "adam", **changes: Any) -> Recipe:
         "image_size": 8,
         "batch": 64,
         "epochs": 1.0,
-        "optimiser": OptimizerConfig(kind=kind, lr=1e-3, weight_decay=0.05, clip=1.0),
+        "optimizer": OptimizerConfig(kind=kind, lr=1e-3, weight_decay=0.05, clip=1.0),
         "schedule": ScheduleConfig(warmup=4),
         "augment": AugmentConfig(crop="pad", mixup=0.2),
         "dropout": 0.1,
@@ -97,7 +98,7 @@ def test_a_masked_run_on_a_gpu_leaves_a_model_and_what_was_told(tmp_path: Path) 
         task = TrainingRun(
             recipe=made, dataset=open_dataset("digits"), device=torch.device("cuda"), compile_blocks=compiled
         )
-        run_training(task, tmp_path / str(compiled), after_step=lambda _: None, after_evaluation=seen.append)
+        Trainer(task, tmp_path / str(compiled), after_evaluation=seen.append).run()
         assert load(tmp_path / str(compiled) / "weights" / "best.safetensors").model.config.classes == 0
         assert all(found.shown.told.device.type == "cpu" for found in seen)
         assert seen[-1].val.mean_loss < seen[0].val.mean_loss
@@ -105,7 +106,7 @@ def test_a_masked_run_on_a_gpu_leaves_a_model_and_what_was_told(tmp_path: Path) 
 
 def test_what_waits_for_the_host_is_not_recorded() -> None:
     dataset, device = open_dataset("digits"), torch.device("cuda")
-    for changes in ({"stochastic_depth": 0.1}, {"optimiser": OptimizerConfig(kind="sgd", lr=0.1)}):
+    for changes in ({"stochastic_depth": 0.1}, {"optimizer": OptimizerConfig(kind="sgd", lr=0.1)}):
         assert not TrainingRun(recipe=recipe(**changes), dataset=dataset, device=device).can_use_cuda_graph
     assert not TrainingRun(recipe=recipe(), dataset=dataset, device=device, micro_batches=2).can_use_cuda_graph
 
@@ -117,7 +118,7 @@ def test_an_estimate_leaves_a_run_as_it_is_and_foresees_its_memory(tmp_path: Pat
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    run_training(task, tmp_path / "run", after_step=lambda _: None, after_evaluation=lambda _: None)
+    Trainer(task, tmp_path / "run").run()
     used = torch.cuda.max_memory_allocated() - before
     assert found.memory_bytes == pytest.approx(used, rel=0.6)
     assert 0 < found.seconds < 120
@@ -164,5 +165,5 @@ def test_a_real_vit_is_fine_tuned_at_another_resolution(deit_tiny: Path, tmp_pat
     start = adapt_to_dataset(model, dataset, made)
     task = TrainingRun(recipe=made, dataset=dataset, initial_model=start, device=torch.device("cuda"))
     estimate_run(task)
-    result = run_training(task, tmp_path / "run", after_step=lambda _: None, after_evaluation=lambda _: None)
+    result = Trainer(task, tmp_path / "run").run()
     assert result.counts.top1 > 0.8

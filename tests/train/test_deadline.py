@@ -16,13 +16,13 @@ from tests.data.pictures import folder
 from tests.runtime.test_distributed import ended, started
 from tests.train.test_resume import sums, task, trained
 from vitrail.cli import main
-from vitrail.cli.finetune import _parse_decisions
 from vitrail.config import ScheduleConfig
 from vitrail.errors import UsageError
 from vitrail.runtime.distributed import ProcessGroup
 from vitrail.runtime.signals import StoppedError
 from vitrail.train import schedule
 from vitrail.train.deadline import Deadline, PlannedSteps
+from vitrail.train.finetune import parse_decisions
 from vitrail.train.training_run import TrainingRun
 from vitrail.weights.load import save
 
@@ -48,8 +48,8 @@ class Machine:
 
 
 def limit(machine: Machine, **changes: Any) -> Deadline:
-    sizes = {"images": 1000, "val": 100, "test": 200, "every": 1, "batch": BATCH}
-    times = {"seconds": 600.0, "most_steps": 10_000, "image_seconds": 0.05, "began": 0.0}
+    sizes = {"train_images": 1000, "val_images": 100, "test_images": 200, "eval_every_epochs": 1, "batch_size": BATCH}
+    times = {"budget_seconds": 600.0, "max_steps": 10_000, "seconds_per_image": 0.05, "start_time": 0.0}
     return Deadline(**(sizes | times | changes), clock=machine)
 
 
@@ -82,14 +82,14 @@ def test_a_machine_of_which_half_is_taken_away_ends_within_a_tenth(minutes: int,
     """Whenever it happens, until the last steps; and while nothing happens the time is used."""
     seconds = minutes * 60.0
     machine = Machine(image=0.01, shared_after=shared_after * seconds)
-    _, ended = simulate(machine, limit(machine, seconds=seconds, image_seconds=0.01))
+    _, ended = simulate(machine, limit(machine, budget_seconds=seconds, seconds_per_image=0.01))
     assert 0.85 * seconds < ended <= 1.1 * seconds
 
 
 def test_a_trial_that_was_wrong_is_corrected_by_the_first_steps() -> None:
     for wrong in (0.2, 5.0):
         machine = Machine(image=0.02)
-        planned, ended = simulate(machine, limit(machine, image_seconds=0.02 * wrong))
+        planned, ended = simulate(machine, limit(machine, seconds_per_image=0.02 * wrong))
         assert 0.9 * 600 < ended <= 600
         assert planned.decisions
         assert planned.decisions[0][0] <= 3
@@ -98,7 +98,7 @@ def test_a_trial_that_was_wrong_is_corrected_by_the_first_steps() -> None:
 def test_what_starting_an_evaluation_takes_is_not_taken_for_each_test_image() -> None:
     """A GPU: 2,000 images a second, but a second and a half before the hundred validation images are evaluated."""
     machine = Machine(image=1 / 2000)
-    deadline = limit(machine, seconds=60.0, image_seconds=1 / 2000, test=10_000, every=4)
+    deadline = limit(machine, budget_seconds=60.0, seconds_per_image=1 / 2000, test_images=10_000, eval_every_epochs=4)
     real = Deadline.end_evaluation
 
     def started(seconds: float) -> None:
@@ -112,7 +112,7 @@ def test_what_starting_an_evaluation_takes_is_not_taken_for_each_test_image() ->
 
 def test_a_first_step_that_waited_for_workers_ends_no_run() -> None:
     machine = Machine(image=0.02)
-    deadline = limit(machine, seconds=120.0, image_seconds=0.02)
+    deadline = limit(machine, budget_seconds=120.0, seconds_per_image=0.02)
     deadline.begin_step()
     machine.now += 20.0
     planned, ended = simulate(machine, deadline)
@@ -125,18 +125,18 @@ def test_a_run_that_has_come_to_its_end_is_not_prolonged() -> None:
     draws = random.Random(3)
     for _ in range(50):
         machine = Machine(image=0.02)
-        deadline = limit(machine, seconds=120.0, image_seconds=0.02)
+        deadline = limit(machine, budget_seconds=120.0, seconds_per_image=0.02)
         machine.noise = draws
         planned, _ = simulate(machine, deadline)
         if planned.decisions:
             written = ",".join(f"{step}:{steps}" for step, steps in planned.decisions)
-            assert _parse_decisions(written) == tuple(planned.decisions)
+            assert parse_decisions(written) == tuple(planned.decisions)
             assert all(after[0] < before[1] for before, after in itertools.pairwise(planned.decisions))
 
 
 def test_what_one_rank_does_alone_is_counted_at_its_own_speed() -> None:
     """By hand: 0.05 s of a training image on 8 ranks, 0.4 s on one; a third of it for an image that is evaluated."""
-    alone, eight = limit(Machine()), limit(Machine(), world=8)
+    alone, eight = limit(Machine()), limit(Machine(), world_size=8)
     assert alone.estimate_seconds_after(is_evaluated=False) == pytest.approx(4 + 0.05 / 3 * (100 + 100 + 200 + 300))
     assert eight.estimate_seconds_after(is_evaluated=False) == pytest.approx(
         4 + 0.05 / 3 * (100 + 8 * (100 + 200 + 300))
@@ -146,14 +146,14 @@ def test_what_one_rank_does_alone_is_counted_at_its_own_speed() -> None:
 
 def test_a_step_of_few_images_has_one_evaluation_at_most() -> None:
     """By hand: 6 training images, steps of 64: after each step 100 images are evaluated, not ten times as many."""
-    deadline = limit(Machine(), images=6)
+    deadline = limit(Machine(), train_images=6)
     left = 600 * 0.97 - 1.5 * deadline.estimate_seconds_after(is_evaluated=False) - 30
     assert deadline.fit_steps(0) == int(left / (0.05 * (64 + 100 / 3)))
 
 
 def test_no_more_steps_than_help() -> None:
     machine = Machine(image=0.001)
-    planned, ended = simulate(machine, limit(machine, image_seconds=0.001, most_steps=300))
+    planned, ended = simulate(machine, limit(machine, seconds_per_image=0.001, max_steps=300))
     assert planned.get_total(10_000) == 300
     assert ended < 600
 
@@ -258,7 +258,7 @@ def test_a_run_is_repeated_to_the_bit_by_its_decisions_and_can_be_interrupted(tm
         trained(again, tmp_path / "again", stop)
     trained(again, tmp_path / "again", resume=True)
     assert sums(tmp_path / "again") == sums(tmp_path / "timed")
-    with pytest.raises(UsageError, match="begun with another decisions"):
+    with pytest.raises(UsageError, match="started with another decisions"):
         trained(whole, tmp_path / "again", resume=True)
 
 

@@ -40,9 +40,9 @@ def worker(folder: Path, dropout: float) -> int:
     SGD, because Muon makes steps of one size from gradients of nothing but rounding.
     """
     named = recipes.RECIPES["digits"]
-    optimiser = OptimizerConfig(kind="sgd", lr=0.1, weight_decay=0.01, clip=1.0)
+    optimizer = OptimizerConfig(kind="sgd", lr=0.1, weight_decay=0.01, clip=1.0)
     settings = named.settings | {"width": 48, "mlp": 96, "depth": 2}
-    recipes.RECIPES["digits"] = dataclasses.replace(named, settings=settings, optimizer=optimiser, dropout=dropout)
+    recipes.RECIPES["digits"] = dataclasses.replace(named, settings=settings, optimizer=optimizer, dropout=dropout)
     prepared = loader.prepare_train_batch
 
     def recorded(batch: loader.Batch, training_data: loader.TrainingData, plan: loader.BatchPlan, step: int) -> Any:

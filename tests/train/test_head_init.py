@@ -7,11 +7,11 @@ import pytest
 import torch
 from sklearn.linear_model import RidgeClassifier
 
-from tests.train.test_run import trained, tuned
+from tests.train.test_trainer import trained, tuned
 from vitrail.evaluate import features
 from vitrail.evaluate.linear_classifiers import Features
 from vitrail.train.head_init import fit_head, solve_head
-from vitrail.train.trainer import iterate_split_batches
+from vitrail.train.run_batches import iterate_split_batches
 
 
 def blobs(images: int, classes: int = 4, seed: int = 0, spread: float = 2.0) -> Features:
@@ -49,7 +49,7 @@ def test_one_image_a_class_leaves_the_head_at_zero() -> None:
 
 
 def test_a_run_begins_with_the_regression_of_its_own_features(tmp_path: Path) -> None:
-    task = tuned(tmp_path, changes={"head": "probe", "epochs": 1})
+    task = tuned(tmp_path, changes={"head_init": "probe", "epochs": 1})
     fitted = fit_head(task)
     assert task.initial_model is not None
     assert fitted.initial_model is not None
@@ -70,7 +70,7 @@ def test_a_run_begins_with_the_regression_of_its_own_features(tmp_path: Path) ->
 
 
 def test_of_many_images_only_the_first_are_looked_at(tmp_path: Path) -> None:
-    task = tuned(tmp_path, changes={"head": "probe", "epochs": 1})
+    task = tuned(tmp_path, changes={"head_init": "probe", "epochs": 1})
     seen: list[int] = []
     fit_head(task, 4, progress=lambda _, total: seen.append(total))
     assert set(seen) == {4}

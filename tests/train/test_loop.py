@@ -9,7 +9,7 @@ import torch
 from tests.train.test_training_run import learning
 from vitrail.train import loop
 from vitrail.train.loop import StepEnd, _prefetch
-from vitrail.train.run import iterate_train_batches
+from vitrail.train.run_batches import iterate_train_batches
 from vitrail.train.step import build_train_state
 
 NAME = "batches ahead"

@@ -28,11 +28,12 @@ from vitrail.files import compute_sha256
 from vitrail.model.masked import MaskedViT
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
 from vitrail.runtime.signals import StoppedError
-from vitrail.train import checkpoint, trainer
+from vitrail.train import checkpoint, run_batches, trainer
 from vitrail.train.masked_evaluation import MaskedCounts, evaluate_masked
-from vitrail.train.run import PretrainingResult, run_training
+from vitrail.train.run_batches import iterate_split_batches
+from vitrail.train.run_results import PretrainingResult, ValidationResult
 from vitrail.train.time_estimate import estimate_run
-from vitrail.train.trainer import ValidationResult, iterate_split_batches
+from vitrail.train.trainer import Trainer
 from vitrail.train.training_run import TrainingRun, adapt_to_dataset, make_run_config
 from vitrail.weights.load import load
 
@@ -61,7 +62,7 @@ def task(
 
 
 def trained(task: TrainingRun, folder: Path, **options: Any) -> PretrainingResult:
-    result = run_training(task, folder, **({"after_step": lambda _: None, "after_epoch": lambda _: None} | options))
+    result = Trainer(task, folder, **options).run()
     assert isinstance(result, PretrainingResult)
     return result
 
@@ -88,7 +89,7 @@ def test_a_run_that_is_stopped_or_has_workers_ends_with_the_same_bits(tmp_path: 
         "ema": 0.9,
         "augment": AugmentConfig(crop="pad", randaugment=(1, 5)),
     }
-    whole = trained(task(masked, changes=changes), tmp_path / "whole", save_every=0.0)
+    whole = trained(task(masked, changes=changes), tmp_path / "whole", save_every_seconds=0.0)
 
     def ask(moment: Any) -> None:
         if moment.step in (1, 4):
@@ -106,10 +107,10 @@ def test_a_run_that_is_stopped_or_has_workers_ends_with_the_same_bits(tmp_path: 
 
 def test_a_masked_run_that_is_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
     made = task(changes={"epochs": 1.0, "dropout": 0.1})
-    trained(made, tmp_path / "whole", save_every=0.0)
+    trained(made, tmp_path / "whole", save_every_seconds=0.0)
     statuses = [killed(made, tmp_path / "killed", seconds) for seconds in (0.15, 0.25, 0.35)]
     assert any(os.WIFSIGNALED(status) for status in statuses)
-    trained(made, tmp_path / "killed", save_every=0.0, resume=True)
+    trained(made, tmp_path / "killed", save_every_seconds=0.0, resume=True)
     assert sums(tmp_path / "killed") == sums(tmp_path / "whole")
 
 
@@ -118,19 +119,17 @@ def test_ranks_parts_and_shards_compute_what_one_process_computes(
     tmp_path: Path, masked: MaskedConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is hidden, and by which patch of which image, does not depend on who computes it."""
-    monkeypatch.setattr(trainer, "_EVAL_BATCH_SIZE", 90)  # so that ranks have different numbers of batches
-    changes = {"optimiser": SGD, "ema": 0.9}
+    monkeypatch.setattr(run_batches, "_EVAL_BATCH_SIZE", 90)  # so that ranks have different numbers of batches
+    changes = {"optimizer": SGD, "ema": 0.9}
     trained(task(masked, changes=changes), tmp_path / "one")
     ways: dict[str, dict[str, Any]] = {"two": {"micro_batches": 2}, "sharded": {"shard": True, "micro_batches": 2}}
     for name, way in ways.items():
 
         def work(group: ProcessGroup, name: str = name, way: dict[str, Any] = way) -> None:
-            found = run_training(
+            found = Trainer(
                 task(masked, group=group, changes=changes, **way),
                 tmp_path / name,
-                after_step=lambda _: None,
-                after_evaluation=lambda _: None,
-            )
+            ).run()
             assert (found is None) == (group.rank > 0)
 
         assert ended(started(2, work)) == [0, 0]
@@ -141,20 +140,18 @@ def test_ranks_parts_and_shards_compute_what_one_process_computes(
 
 
 def test_a_rank_without_an_image_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
-    few = {"optimiser": SGD, "epochs": 104 / 1439, "schedule": ScheduleConfig()}  # 103 images, and then one
+    few = {"optimizer": SGD, "epochs": 104 / 1439, "schedule": ScheduleConfig()}  # 103 images, and then one
     trained(task(changes=few), tmp_path / "one")
 
     def work(group: ProcessGroup) -> None:
-        run_training(
-            task(group=group, changes=few), tmp_path / "two", after_step=lambda _: None, after_evaluation=lambda _: None
-        )
+        Trainer(task(group=group, changes=few), tmp_path / "two").run()
 
     assert ended(started(2, work)) == [0, 0]
     torch.testing.assert_close(weights(tmp_path / "two"), weights(tmp_path / "one"), atol=1e-5, rtol=0)
 
 
 def test_a_checkpoint_holds_the_heads_and_the_weights_that_are_kept_do_not(tmp_path: Path) -> None:
-    made = task(MAE, changes={"optimiser": OptimizerConfig(kind="muon", lr=3e-3)})
+    made = task(MAE, changes={"optimizer": OptimizerConfig(kind="muon", lr=3e-3)})
     trained(made, tmp_path / "run")
     newest = checkpoint.read_newest_checkpoint(tmp_path / "run" / "checkpoints", print)
     assert newest is not None
@@ -191,10 +188,10 @@ def test_the_tables_tell_what_was_measured_and_the_lowest_loss_is_kept(
         found = evaluate_masked(*arguments, **options)
         return dataclasses.replace(found, loss=next(told) * found.images)
 
-    monkeypatch.setattr(trainer, "reconstruct", with_loss)
+    monkeypatch.setattr(trainer, "evaluate_masked", with_loss)
     seen: list[ValidationResult] = []
     changes = {"epochs": 3.0, "batch": 480}
-    result = trained(task(masked, changes=changes), tmp_path / "run", after_epoch=seen.append)
+    result = trained(task(masked, changes=changes), tmp_path / "run", after_evaluation=seen.append)
     assert [found.val.mean_loss for found in seen] == [2.0, 1.0, 1.5]
     lines = [line.split(",") for line in (tmp_path / "run" / "results.csv").read_text().splitlines()]
     colours = masked.target == "mean-color"
@@ -224,15 +221,12 @@ def test_a_run_begun_before_recipes_could_be_masked_goes_on(tmp_path: Path) -> N
     from tests.train.test_training_run import learning
 
     made = learning({})
-    run_training(made, tmp_path / "run", after_step=lambda _: None, after_evaluation=lambda _: None)
+    Trainer(made, tmp_path / "run").run()
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["recipe"].pop("masked") is None
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
-    assert (
-        run_training(made, tmp_path / "run", after_step=lambda _: None, after_evaluation=lambda _: None, resume=True)
-        is not None
-    )
-    with pytest.raises(UsageError, match=r"was begun with another recipe\.masked: None, not \{'kind': 'mpp'"):
+    assert Trainer(made, tmp_path / "run", resume=True).run() is not None
+    with pytest.raises(UsageError, match=r"was started with another recipe\.masked: None, not \{'kind': 'mpp'"):
         trained(
             task(changes={"batch": 64, "epochs": 1.0, "schedule": ScheduleConfig(warmup=2)}),
             tmp_path / "run",
@@ -267,9 +261,9 @@ def test_the_loss_falls_below_the_entropy_of_the_colours_on_real_images(photos: 
     """Knowing how frequent each colour is in the very images held out costs their entropy; the patches around tell
     more than that."""
     settings = {"width": 64, "depth": 2, "mlp": 128, "heads": 2}
-    optimiser, schedule = OptimizerConfig(kind="muon", lr=5e-3, clip=1.0), ScheduleConfig(warmup=5)
+    optimizer, schedule = OptimizerConfig(kind="muon", lr=5e-3, clip=1.0), ScheduleConfig(warmup=5)
     changes = {"model": "ti4", "settings": settings, "image_size": 16, "batch": 60, "epochs": 1.0}
-    changes |= {"augment": AugmentConfig(crop="squash"), "optimiser": optimiser, "schedule": schedule}
+    changes |= {"augment": AugmentConfig(crop="squash"), "optimizer": optimizer, "schedule": schedule}
     made = task(changes=changes, dataset=photos)
     assert photos.classes == ()
     result = trained(made, tmp_path / "run")
@@ -293,7 +287,7 @@ def test_evaluation_is_the_same_in_batches_of_any_size(masked: MaskedConfig, mon
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(0))
     found = []
     for size in (256, 64, 7):
-        monkeypatch.setattr(trainer, "_EVAL_BATCH_SIZE", size)
+        monkeypatch.setattr(run_batches, "_EVAL_BATCH_SIZE", size)
         found.append(evaluate_masked(model, iterate_split_batches(made, "val"), made.preprocess))
     assert found[0].images == 179
     assert found[0].examples is not None
@@ -328,7 +322,7 @@ def test_scores_by_hand() -> None:
 
 @KINDS
 def test_what_was_learned_is_fine_tuned_and_probed_as_any_model(tmp_path: Path, masked: MaskedConfig) -> None:
-    made = task(masked, probe=2)
+    made = task(masked, probe_shots=2)
     trained(made, tmp_path / "run")
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     told = next(event for event in events if event["event"] == "probe")
@@ -340,12 +334,10 @@ def test_what_was_learned_is_fine_tuned_and_probed_as_any_model(tmp_path: Path, 
     start = adapt_to_dataset(best, made.dataset, tuned)
     assert start.model.config.classes == 10
     assert all(torch.equal(start.model.state_dict()[name], value) for name, value in best.model.state_dict().items())
-    result = run_training(
+    result = Trainer(
         TrainingRun(recipe=tuned, dataset=made.dataset, initial_model=start, device=CPU),
         tmp_path / "tuned",
-        after_step=lambda _: None,
-        after_evaluation=lambda _: None,
-    )
+    ).run()
     assert result is not None
     assert load(tmp_path / "tuned" / "weights" / "last.safetensors").origin.name.startswith(
         "pre-trained without labels"
@@ -369,7 +361,7 @@ def test_images_without_labels_are_enough_and_what_needs_labels_is_refused(tmp_p
     found = trained(task(changes=small, dataset=dataset), tmp_path / "run")
     assert found.images == len(dataset.splits["val"])
     with pytest.raises(DataError, match="has no labels for --probe to learn from"):
-        task(changes=small, dataset=dataset, probe=1)
+        task(changes=small, dataset=dataset, probe_shots=1)
     with pytest.raises(DataError, match="has no labels to learn"):
         task(changes=small | {"masked": None}, dataset=dataset)
     empty = folder(tmp_path / "set", "train", "val", each=3)
@@ -385,11 +377,11 @@ def test_images_without_labels_are_enough_and_what_needs_labels_is_refused(tmp_p
         ({"augment": AugmentConfig(mixup=0.2)}, "mixup is for learning from labels, and this recipe is masked"),
         ({"label_smoothing": 0.1}, "label_smoothing is for learning from labels"),
         ({"logit_adjustment": True}, "logit_adjustment is for learning from labels"),
-        ({"trainable_layers": 2}, "trainable_layers is for learning from labels"),
-        ({"optimiser": OptimizerConfig(lr=1e-3, layer_decay=0.75)}, "layer_decay is for learning from labels"),
-        ({"model": None}, "a masked recipe starts from random weights"),
-        ({"model": "bit-r50x1", "settings": {"channels": 1}}, "masked pre-training needs a ViT or a hybrid"),
-        ({"model": "ti8"}, "masks 0 of 1 patches"),
+        ({"trainable_layers": 2}, "layers is for learning from labels"),
+        ({"optimizer": OptimizerConfig(lr=1e-3, layer_decay=0.75)}, "layer_decay is for learning from labels"),
+        ({"model": None}, "a masked recipe begins with random weights"),
+        ({"model": "bit-r50x1", "settings": {"channels": 1}}, "patches are hidden of a ViT or a hybrid"),
+        ({"model": "ti8"}, "50% of 1 patches hide 0"),
     ],
 )
 def test_what_cannot_be_learned_without_labels_is_refused_before_it(changes: dict[str, Any], reason: str) -> None:

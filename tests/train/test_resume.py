@@ -26,8 +26,8 @@ from vitrail.errors import ModelError, UsageError
 from vitrail.files import compute_sha256
 from vitrail.runtime.signals import StoppedError
 from vitrail.train import checkpoint as states
-from vitrail.train.run import run_training
 from vitrail.train.step import DivergedError, build_train_state
+from vitrail.train.trainer import Trainer
 from vitrail.train.training_run import TrainingRun
 
 Soaked = Callable[[int, str, str, str], None]
@@ -55,9 +55,7 @@ def task(**changes: Any) -> TrainingRun:
 
 
 def trained(task: TrainingRun, folder: Path, after_step: Callable[[Any], None] = lambda _: None, **options: Any) -> Any:
-    return run_training(
-        task, folder, after_step=after_step, after_evaluation=lambda _: None, **({"save_every": 0.0} | options)
-    )
+    return Trainer(task, folder, after_step=after_step, **({"save_every_seconds": 0.0} | options)).run()
 
 
 def story(folder: Path) -> list[dict[str, Any]]:
@@ -126,8 +124,8 @@ def test_a_signal_during_the_last_save_loses_nothing(tmp_path: Path) -> None:
         if path.name == last:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(StoppedError, match="stopped after the last step, the state is saved"):
-        trained(whole, tmp_path / "stopped", saved=saved)
+    with pytest.raises(StoppedError, match="stopped after the last step, the checkpoint is saved"):
+        trained(whole, tmp_path / "stopped", after_checkpoint=saved)
     assert (tmp_path / "stopped" / "checkpoints" / last / "manifest.json").exists()
     assert trained(whole, tmp_path / "stopped", resume=True).counts.images == 179
     assert sums(tmp_path / "stopped") == sums(tmp_path / "whole")
@@ -145,7 +143,7 @@ def test_a_run_killed_a_hundred_times_with_workers_ends_with_the_same_weights(tm
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_stops_a_run_after_its_step_and_loses_nothing(tmp_path: Path, number: int) -> None:
-    trained(task(), tmp_path / "whole", save_every=600.0)
+    trained(task(), tmp_path / "whole", save_every_seconds=600.0)
     seen: list[int] = []
 
     def ask(moment: Any) -> None:
@@ -154,13 +152,13 @@ def test_a_signal_stops_a_run_after_its_step_and_loses_nothing(tmp_path: Path, n
             os.kill(os.getpid(), number)
 
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(StoppedError, match="stopped after step 7 of 45, the state is saved"):
-        trained(task(), tmp_path / "run", ask, save_every=600.0)
+    with pytest.raises(StoppedError, match="stopped after step 7 of 45, the checkpoint is saved"):
+        trained(task(), tmp_path / "run", ask, save_every_seconds=600.0)
     assert seen[-1] == 7
     assert signal.getsignal(signal.SIGINT) is before
     told: list[str] = []
-    trained(task(), tmp_path / "run", save_every=600.0, resume=True, tell=told.append)
-    assert "after step 7. Its weights will be those of a run without interruption, to the bit" in told[0]
+    trained(task(), tmp_path / "run", save_every_seconds=600.0, resume=True, notify=told.append)
+    assert "after step 7. Its weights will be bit-identical to those of an uninterrupted run" in told[0]
     assert sums(tmp_path / "run") == sums(tmp_path / "whole")
 
 
@@ -176,10 +174,10 @@ def test_ctrl_c_for_the_second_time_does_not_wait(tmp_path: Path) -> None:
 def test_the_command_ends_with_75_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.chdir(tmp_path)
     command = ("train", "digits", "--data", "digits", "--epochs", "1", "--workers", "0", "--device", "cpu")
-    monkeypatch.setattr("vitrail.cli.runs.show.progress", asking_for_an_end)
+    monkeypatch.setattr("vitrail.cli.output.show_progress", asking_for_an_end)
     code, _, err = vitrail(*command, capsys=capsys)
     assert code == 75
-    assert "the same command with --resume goes on" in err
+    assert "the same command with --resume continues" in err
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     code, out, err = vitrail(*command, "--resume", capsys=capsys)
@@ -188,10 +186,10 @@ def test_the_command_ends_with_75_and_goes_on(tmp_path: Path, monkeypatch: pytes
     assert "runs/train/weights/best.safetensors" in out
     code, _, err = vitrail(*command, "--out", "runs/train", capsys=capsys)
     assert code == 2
-    assert "go on with it (--resume), replace it (--overwrite)" in err
+    assert "resume it (--resume), replace it (--overwrite)" in err
     code, _, err = vitrail(*command, "--out", "runs/train", "--resume", "--lr", "0.5", capsys=capsys)
     assert code == 2
-    assert "was begun with another recipe.optimiser.lr: 0.01, not 0.5" in err
+    assert "was started with another recipe.optimizer.lr: 0.01, not 0.5" in err
 
 
 class asking_for_an_end:  # noqa: N801  # it stands in for a function
@@ -228,8 +226,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     told: list[str] = []
-    trained(task(), tmp_path / "run", resume=True, tell=told.append)
-    assert "step-00000009 is damaged: optimizer.safetensors is not what its manifest.json says" in told[0]
+    trained(task(), tmp_path / "run", resume=True, notify=told.append)
+    assert "step-00000009 is damaged: optimizer.safetensors does not match its manifest.json" in told[0]
     assert "after step 8." in told[1]
     assert sums(tmp_path / "run") == sums(tmp_path / "whole")
 
@@ -275,7 +273,7 @@ def test_where_no_checkpoint_is_whole_nothing_is_trained(tmp_path: Path) -> None
     checkpoints = checkpointed(tmp_path / "run")
     for path in states.list_checkpoints(checkpoints):
         (path / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"none of the 2 checkpoints .* is whole; --overwrite begins anew"):
+    with pytest.raises(ModelError, match=r"none of the 2 checkpoints .* is intact; --overwrite starts over"):
         trained(task(), tmp_path / "run", resume=True)
 
 
@@ -293,7 +291,7 @@ def test_a_bad_number_stops_the_run_before_it_spreads(tmp_path: Path, soaked: So
             weight.register_hook(lambda gradient: gradient + value)
 
     class Poisoned(TrainingRun):
-        def model(self) -> Any:
+        def build_model(self) -> Any:
             return model
 
     bad = Poisoned(**{field.name: getattr(one, field.name) for field in dataclasses.fields(one)})
@@ -308,7 +306,7 @@ def test_a_bad_number_stops_the_run_before_it_spreads(tmp_path: Path, soaked: So
     assert kept is not None
     assert kept.step == 6
     states.restore_state(restored := build_train_state(one.build_model(), one.recipe), kept)
-    assert states.digest_tensors(restored.model.state_dict()) == states.digest_tensors(
+    assert states.digest_weights(restored.model.state_dict()) == states.digest_weights(
         model.state_dict()
     )  # nothing moved
     assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
@@ -321,7 +319,7 @@ def test_what_is_no_run_or_another_run_is_not_resumed(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"is no run: it has no config\.json"):
         trained(task(), tmp_path / "other", resume=True)
     checkpointed(tmp_path / "run")
-    with pytest.raises(UsageError, match="was begun with another seed: 0, not 1"):
+    with pytest.raises(UsageError, match="was started with another seed: 0, not 1"):
         trained(task(seed=1), tmp_path / "run", resume=True)
 
 
@@ -332,7 +330,7 @@ def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
     events = (tmp_path / "run" / "events.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "run" / "events.jsonl").write_text("".join(line for line in events if '"event": "end"' not in line))
     told: list[str] = []
-    trained(task(), tmp_path / "run", resume=True, tell=told.append)
+    trained(task(), tmp_path / "run", resume=True, notify=told.append)
     assert "has no checkpoint yet" in told[0]
     assert sums(tmp_path / "run") == sums(tmp_path / "whole")
     assert story(tmp_path / "run") == story(tmp_path / "whole")
@@ -345,8 +343,8 @@ def test_other_threads_are_said_to_change_the_bits(tmp_path: Path) -> None:
         snapshot.facts["machine"]["threads"] = 7
         states.write_checkpoint(checkpoints, snapshot)
     told: list[str] = []
-    trained(task(), tmp_path / "run", resume=True, tell=told.append)
-    assert "Not to the bit what it would have been: threads 7 -> 1" in told[0]
+    trained(task(), tmp_path / "run", resume=True, notify=told.append)
+    assert "Not bit-identical to an uninterrupted run: threads 7 -> 1" in told[0]
 
 
 def test_a_signal_to_the_whole_group_does_not_kill_the_workers_first(tmp_path: Path) -> None:
@@ -373,13 +371,13 @@ def test_a_signal_to_the_whole_group_does_not_kill_the_workers_first(tmp_path: P
 
 
 def test_a_run_that_has_ended_is_measured_again_and_not_trained_again(tmp_path: Path) -> None:
-    first = trained(task(), tmp_path / "run", save_every=600.0)
+    first = trained(task(), tmp_path / "run", save_every_seconds=600.0)
     (tmp_path / "run" / "letter.txt").write_text("dear")
     before = sums(tmp_path / "run")
     steps: list[Any] = []
-    again = trained(task(), tmp_path / "run", steps.append, save_every=600.0, resume=True)
+    again = trained(task(), tmp_path / "run", steps.append, save_every_seconds=600.0, resume=True)
     assert steps == []
-    assert (again.counts.right, again.temperature) == (first.counts.right, first.temperature)
+    assert (again.counts.correct, again.temperature) == (first.counts.correct, first.temperature)
     assert sums(tmp_path / "run") == before
     assert (tmp_path / "run" / "letter.txt").read_text() == "dear"
     assert story(tmp_path / "run")[-1]["event"] == "end"
@@ -429,5 +427,5 @@ def test_overwriting_removes_runs_alone_and_only_when_the_new_one_begins(
 def test_a_damaged_configuration_is_named(tmp_path: Path) -> None:
     checkpointed(tmp_path / "run")
     (tmp_path / "run" / "config.json").write_text('{"recipe"')
-    with pytest.raises(UsageError, match=r"config\.json is damaged or of no run; --overwrite begins anew"):
+    with pytest.raises(UsageError, match=r"config\.json is damaged or not of a run; --overwrite starts over"):
         trained(task(), tmp_path / "run", resume=True)

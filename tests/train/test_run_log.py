@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.train.test_run import events, rows, trained, tuned
+from tests.train.test_trainer import events, rows, trained, tuned
 from tests.train.test_training_run import learning
 from vitrail.errors import UsageError
 from vitrail.train.run_log import RESULT_COLUMNS, RunLog, TensorBoardLogger
@@ -33,7 +33,7 @@ class Notes:
 
 def test_anything_with_two_functions_is_a_logger(tmp_path: Path) -> None:
     notes = Notes()
-    trained(learning({"epochs": 2}), tmp_path / "run", loggers=lambda _: [notes])
+    trained(learning({"epochs": 2}), tmp_path / "run", make_loggers=lambda _: [notes])
     steps = [(step, values) for step, values in notes.sent if "train/step_loss" in values]
     assert [step for step, _ in steps] == list(range(1, 46))
     assert {tuple(values) for _, values in steps} == {("train/step_loss", "train/gradient", "lr")}
@@ -55,14 +55,18 @@ def test_a_logger_is_closed_once_also_where_a_run_fails(tmp_path: Path) -> None:
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError, match="no"):
-        trained(tuned(tmp_path, changes={"epochs": 2}), tmp_path / "run", loggers=lambda _: [notes], after_step=fail)
+        trained(
+            tuned(tmp_path, changes={"epochs": 2}), tmp_path / "run", make_loggers=lambda _: [notes], after_step=fail
+        )
     assert notes.closed == 1
 
 
 def test_tensorboard_can_read_the_numbers_of_the_table(tmp_path: Path) -> None:
     reading = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     trained(
-        learning({"epochs": 2}), tmp_path / "run", loggers=lambda folder: [TensorBoardLogger(folder / "tensorboard")]
+        learning({"epochs": 2}),
+        tmp_path / "run",
+        make_loggers=lambda folder: [TensorBoardLogger(folder / "tensorboard")],
     )
     found = reading.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     found.Reload()

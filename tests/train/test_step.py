@@ -34,7 +34,7 @@ def after(parts: list[tuple[Tensor, Tensor]], recipe: Recipe = RECIPE, steps: in
     model.set_regularization(dropout=recipe.dropout, stochastic_depth=recipe.stochastic_depth)
     state = build_train_state(model, recipe)
     for _ in range(steps):
-        train_step(state, parts, recipe, **({"size": 8, "steps": 10, "seed": 0} | changes))
+        train_step(state, parts, recipe, **({"step_images": 8, "steps": 10, "seed": 0} | changes))
     return state
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.test_run import tuned
+from tests.train.test_trainer import tuned
 from tests.train.test_training_run import learning
 from vitrail.config import AugmentConfig, OptimizerConfig
 from vitrail.train.step import TrainableModel
@@ -28,7 +28,7 @@ def state_bytes(task: TrainingRun, moments: int, average: bool = False) -> int:
     [
         ({}, 2, False),
         ({"ema": 0.9}, 2, True),
-        ({"optimiser": OptimizerConfig(kind="sgd", lr=0.1)}, 1, False),
+        ({"optimizer": OptimizerConfig(kind="sgd", lr=0.1)}, 1, False),
     ],
 )
 def test_memory_is_the_state_and_what_each_image_keeps(changes: dict[str, Any], moments: int, average: bool) -> None:
@@ -51,8 +51,8 @@ def test_memory_is_the_state_and_what_each_image_keeps(changes: dict[str, Any], 
 
 
 def test_what_does_not_learn_has_no_gradient_and_no_moments(tmp_path: Path) -> None:
-    whole = tuned(tmp_path, changes={"layers": None})
-    head = tuned(tmp_path, changes={"layers": 0})
+    whole = tuned(tmp_path, changes={"trainable_layers": None})
+    head = tuned(tmp_path, changes={"trainable_layers": 0})
     parameters = sum(parameter.numel() for parameter in head.build_model().parameters())
     images = 8 * 3 * 32 * 32 * 4
     assert estimate_run(head).memory_bytes < 4 * (parameters + 3 * (32 * 2 + 2)) + 2 * images

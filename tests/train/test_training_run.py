@@ -17,7 +17,7 @@ from vitrail.data.dataset import Dataset
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
 from vitrail.train import loop
-from vitrail.train.run import iterate_train_batches
+from vitrail.train.run_batches import iterate_train_batches
 from vitrail.train.step import TrainState, build_train_state
 from vitrail.train.training_run import TrainingRun, adapt_to_dataset, make_run_config
 from vitrail.weights.trained import Trained
@@ -33,7 +33,7 @@ def recipe(**changes: Any) -> Recipe:
         "image_size": 8,
         "batch": 64,
         "epochs": 1.0,
-        "optimiser": OptimizerConfig(lr=3e-3, clip=1.0),
+        "optimizer": OptimizerConfig(lr=3e-3, clip=1.0),
         "schedule": ScheduleConfig(warmup=2),
         "augment": AugmentConfig(crop="pad", flip=False),
         "source": "test",
@@ -98,7 +98,7 @@ def test_everything_is_train_and_val_and_never_test(tmp_path: Path) -> None:
     assert (task.class_counts, both.class_counts) == ([4, 4], [8, 8])
     assert (task.plan.total_steps, both.plan.total_steps) == (6, 12)
     assert both.training_data.order.num_samples == 16
-    assert make_run_config(both)["everything"] is True
+    assert make_run_config(both)["train_on_val"] is True
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_so_many_layers_below_the_head_move(tmp_path: Path, layers: int | None, 
     dataset = pictures(tmp_path)
     model = known(classes=2)
     model = dataclasses.replace(model, labels=dataset.classes)
-    chosen = tuning(layers=layers, epochs=1.5)
+    chosen = tuning(trainable_layers=layers, epochs=1.5)
     task = TrainingRun(
         recipe=chosen,
         dataset=dataset,
@@ -178,7 +178,7 @@ def test_a_balanced_run_begins_with_the_surprise_of_the_classes_sizes(tmp_path: 
     folder(tmp_path / "set", "train", classes=("tulip",), each=2, start=100)
     folder(tmp_path / "set", "val", each=1, start=200)
     dataset = open_dataset(str(tmp_path / "set"))
-    chosen = tuning(balanced=True, loss=loss, batch=8)
+    chosen = tuning(logit_adjustment=True, loss=loss, batch=8)
     task = TrainingRun(
         recipe=chosen, dataset=dataset, initial_model=adapt_to_dataset(known(), dataset, chosen), device=CPU
     )
@@ -208,7 +208,7 @@ GOLDEN = {
 def test_the_losses_are_those_that_were_written_down(kind: Any) -> None:
     """Twenty steps with mixup, smoothing, decay, clipping and warm-up: a change of any of them is larger than 1e-3."""
     changes = {
-        "optimiser": OptimizerConfig(kind=kind, lr=1e-2, weight_decay=0.05, momentum=0.95, clip=1.0),
+        "optimizer": OptimizerConfig(kind=kind, lr=1e-2, weight_decay=0.05, momentum=0.95, clip=1.0),
         "augment": AugmentConfig(crop="pad", flip=False, mixup=0.2),
         "label_smoothing": 0.1,
     }

@@ -17,12 +17,13 @@ from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.s3_server import S3
 from vitrail import remote
-from vitrail.cli import main, runs
+from vitrail.cli import main
 from vitrail.errors import DataError, ModelError, UsageError
 from vitrail.remote import RemoteError
+from vitrail.report import run_images
 from vitrail.runtime.signals import StoppedError
 from vitrail.train import checkpoint as states
-from vitrail.train import upload
+from vitrail.train import run_folder, upload
 from vitrail.train.upload import RunUploader
 from vitrail.weights import tensor_files
 
@@ -180,8 +181,10 @@ def test_a_store_that_fails_is_told_of_and_tried_again(
     copy.submit(checkpoint(folder, 1))
     copy.wait()
     why = f"{url}/checkpoints/step-00000001/manifest.json cannot be reached: gone"
-    assert said == [f"warning: step-00000001 is not copied, the run goes on and tries with the next: {why}"]
-    with pytest.raises(RemoteError, match=f"the run is whole in {folder}, but its copy in {url} is not: .* --resume"):
+    assert said == [f"warning: step-00000001 is not uploaded; the run continues and tries again with the next: {why}"]
+    with pytest.raises(
+        RemoteError, match=f"the run is complete in {folder}, but its upload to {url} is not: .* --resume"
+    ):
         copy.finish()
     failing = False
     copy.submit(checkpoint(folder, 2))
@@ -204,7 +207,7 @@ def test_a_run_is_fetched_with_its_newest_checkpoint_and_no_other(tmp_path: Path
     found = {str(path.relative_to(tmp_path / "other")) for path in (tmp_path / "other").rglob("*") if path.is_file()}
     parts = {f"checkpoints/step-00000002/{name}" for name in WHOLE}
     assert found == parts | {"config.json", "results.csv", "events.jsonl", "weights/best.safetensors"}
-    assert said == [f"{url}/checkpoints/step-00000002 is fetched into {tmp_path / 'other'}"]
+    assert said == [f"{url}/checkpoints/step-00000002 is downloaded to {tmp_path / 'other'}"]
     snapshot = states.read_newest_checkpoint(tmp_path / "other" / "checkpoints", pytest.fail)
     assert snapshot is not None
     assert snapshot.tensors["model"]["weight"].tolist() == [[2.0] * 5] * 3
@@ -221,7 +224,7 @@ def test_the_runs_of_several_seeds_are_fetched_each_into_its_folder(tmp_path: Pa
         for path in states.list_checkpoints(tmp_path / "other" / f"seed-{seed}" / "checkpoints")
     ]
     assert found == ["step-00000001", "step-00000002"]
-    assert runs._make_upload_url(runs._resolve_local_folder(url) / "seed-1", url) == f"{url}/seed-1"
+    assert run_folder.make_upload_url(run_folder.resolve_local_folder(url) / "seed-1", url) == f"{url}/seed-1"
 
 
 @pytest.mark.parametrize("part", ["model.safetensors", "state.json", "manifest.json"])
@@ -241,7 +244,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_fetched(
     assert [path.name for path in states.list_checkpoints(tmp_path / "other" / "checkpoints")] == ["step-00000001"]
     if (part, how) != ("manifest.json", "absent"):  # which is how one looks that was being copied
         assert said[0].startswith(f"warning: checkpoint {far} is") or far in said[0]
-    assert said[-1] == f"{url}/checkpoints/step-00000001 is fetched into {tmp_path / 'other'}"
+    assert said[-1] == f"{url}/checkpoints/step-00000001 is downloaded to {tmp_path / 'other'}"
 
 
 def test_a_newer_checkpoint_here_is_kept_and_an_older_or_damaged_one_is_not_enough(tmp_path: Path, url: str) -> None:
@@ -255,7 +258,7 @@ def test_a_newer_checkpoint_here_is_kept_and_an_older_or_damaged_one_is_not_enou
     (folder / "checkpoints" / "step-00000002" / "state.json").write_text("damaged")
     said: list[str] = []
     upload.download_runs(url, folder, said.append)
-    assert said == [f"{url}/checkpoints/step-00000002 is fetched into {folder}"]
+    assert said == [f"{url}/checkpoints/step-00000002 is downloaded to {folder}"]
     assert states.read_checkpoint(folder / "checkpoints" / "step-00000002").step == 2
 
 
@@ -265,7 +268,7 @@ def test_a_copy_without_a_whole_checkpoint_is_refused_and_one_without_any_is_no_
     copied(begun(tmp_path / "run"), url, 1)
     (tmp_path / "bad").write_bytes(b"{}")
     remote.copy_to_remote(tmp_path / "bad", f"{url}/checkpoints/step-00000001/state.json")
-    with pytest.raises(ModelError, match=f"none of the 1 checkpoints in {url}/checkpoints is whole"):
+    with pytest.raises(ModelError, match=f"none of the 1 checkpoints in {url}/checkpoints is intact"):
         upload.download_runs(url, tmp_path / "other", lambda _: None)
     remote.remove(f"{url}/checkpoints")
     upload.download_runs(url, tmp_path / "other", pytest.fail)
@@ -277,7 +280,7 @@ def test_a_url_that_is_taken_is_refused_and_only_a_run_may_be_overwritten(tmp_pa
     upload.check_url_free(url, overwrite=False)
     (tmp_path / "thesis.txt").write_text("years of work")
     remote.copy_to_remote(tmp_path / "thesis.txt", f"{url}/thesis.txt")
-    with pytest.raises(UsageError, match=f"{url} exists already; go on with it"):
+    with pytest.raises(UsageError, match=f"{url} exists already; resume it"):
         upload.check_url_free(url, overwrite=False)
     with pytest.raises(UsageError, match=f"{url} is no run to overwrite"):
         upload.check_url_free(url, overwrite=True)
@@ -291,11 +294,11 @@ def test_a_url_that_is_taken_is_refused_and_only_a_run_may_be_overwritten(tmp_pa
 
 
 def test_a_url_has_a_folder_of_its_own_below_runs() -> None:
-    assert runs._resolve_local_folder("s3://bucket/one/b16/") == Path("runs/bucket/one/b16")
-    assert runs._resolve_local_folder("s3://bucket/two/b16") == Path("runs/bucket/two/b16")
+    assert run_folder.resolve_local_folder("s3://bucket/one/b16/") == Path("runs/bucket/one/b16")
+    assert run_folder.resolve_local_folder("s3://bucket/two/b16") == Path("runs/bucket/two/b16")
     for bad in ("s3://", "s3://bucket/../../etc"):
         with pytest.raises(UsageError, match="names no folder"):
-            runs._resolve_local_folder(bad)
+            run_folder.resolve_local_folder(bad)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -308,7 +311,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.fixture
 def _undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures take as long as such short runs, and are the business of others."""
-    monkeypatch.setattr(runs, "draw_run_figures", lambda *given: (given[-1] / "results.png").write_bytes(b"drawn"))
+    monkeypatch.setattr(run_images, "draw_run_images", lambda *given: (given[-1] / "results.png").write_bytes(b"drawn"))
 
 
 def same(one: Path, two: Path) -> bool:
@@ -322,9 +325,9 @@ def test_a_finished_run_is_there_whole_and_its_name_is_taken(
     monkeypatch.chdir(tmp_path)
     code, out, err = vitrail(*SHORT, "--out", f"{url}/", capsys=capsys)
     assert code == 0, err
-    assert f"the run works in {runs._resolve_local_folder(url)} and is copied to {url}\n" in err
-    assert f"; weights: {runs._resolve_local_folder(url)}/weights/best.safetensors;" in out
-    folder = tmp_path / runs._resolve_local_folder(url)
+    assert f"the run works in {run_folder.resolve_local_folder(url)} and is copied to {url}\n" in err
+    assert f"; weights: {run_folder.resolve_local_folder(url)}/weights/best.safetensors;" in out
+    folder = tmp_path / run_folder.resolve_local_folder(url)
     here = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     assert remote.list_files(url).keys() == here.keys()
     assert all(remote.read(f"{url}/{name}") == path.read_bytes() for name, path in here.items())
@@ -360,7 +363,7 @@ def test_a_run_that_is_stopped_ends_when_its_last_checkpoint_is_there(
     monkeypatch.setattr(RunUploader, "submit", given)
     monkeypatch.setattr(remote, "copy_to_remote", slow)
     assert vitrail(*SHORT, "--out", url, capsys=capsys)[0] == StoppedError.exit_code
-    newest = states.list_checkpoints(tmp_path / runs._resolve_local_folder(url) / "checkpoints")[0]
+    newest = states.list_checkpoints(tmp_path / run_folder.resolve_local_folder(url) / "checkpoints")[0]
     assert there(url)[newest.name] == {path.name for path in newest.iterdir()}
 
 
@@ -387,11 +390,13 @@ def test_a_run_killed_on_one_machine_goes_on_to_the_same_weights_on_another(
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "two" / "data"))
     code, _, err = vitrail(*TRAIN, "--epochs", "0.6", "--out", out, "--resume", capsys=capsys)
     assert code == 0, err
-    assert f"is fetched into {runs._resolve_local_folder(out)}" in err
-    assert "Its weights will be those of a run without interruption, to the bit" in err
-    assert same(tmp_path / "whole" / "runs" / "train", tmp_path / "two" / runs._resolve_local_folder(out))
+    assert f"is downloaded to {run_folder.resolve_local_folder(out)}" in err
+    assert "Its weights will be bit-identical to those of an uninterrupted run" in err
+    assert same(tmp_path / "whole" / "runs" / "train", tmp_path / "two" / run_folder.resolve_local_folder(out))
     copy = store.below(f"{out[5:]}/weights/")["last.safetensors"]
-    assert copy == (tmp_path / "two" / runs._resolve_local_folder(out) / "weights" / "last.safetensors").read_bytes()
+    assert (
+        copy == (tmp_path / "two" / run_folder.resolve_local_folder(out) / "weights" / "last.safetensors").read_bytes()
+    )
 
 
 @pytest.mark.usefixtures("_undrawn")
@@ -408,14 +413,14 @@ def test_a_store_that_goes_away_in_the_middle_costs_the_copy_and_not_the_run(
     monkeypatch.setattr(RunUploader, "submit", given)
     code, _, err = vitrail(*SHORT, "--out", out, capsys=capsys)
     assert code == DataError.exit_code
-    assert "is not copied, the run goes on and tries with the next" in err
+    assert "is not uploaded; the run continues and tries again with the next" in err
     assert err.splitlines()[-1].startswith(
-        f"vitrail: the run is whole in {runs._resolve_local_folder(out)}, but its copy in {out} is not: s3://"
+        f"vitrail: the run is complete in {run_folder.resolve_local_folder(out)}, but its upload to {out} is not: s3://"
     )
     store.failing = 0
     code, _, err = vitrail(*SHORT, "--out", out, "--resume", capsys=capsys)
     assert code == 0, err
-    folder = tmp_path / runs._resolve_local_folder(out)
+    folder = tmp_path / run_folder.resolve_local_folder(out)
     assert store.below(f"{out[5:]}/") == {
         str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()
     }

@@ -20,15 +20,16 @@ from vitrail.data.loader import iter_eval_batches
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
 from vitrail.evaluate import precision_benchmark
-from vitrail.evaluate.agreement import measure_agreement
+from vitrail.evaluate.statistics import measure_agreement
 from vitrail.export import export
 from vitrail.export.graph import GraphRunner
 from vitrail.weights import hub
 from vitrail.weights.adapt import adapt
-from vitrail.weights.labels import read_labels
-from vitrail.weights.load import check_destination, find_model_path, load, save
+from vitrail.weights.formats import check_destination
+from vitrail.weights.labels import resolve_labels
+from vitrail.weights.load import find_model_path, load, save
 from vitrail.weights.precision_measurements import PrecisionMeasurement
-from vitrail.weights.trained import Trained
+from vitrail.weights.trained import Trained, require_preprocess
 
 MAX_MEASURED_IMAGES = 1000
 _BATCH_SIZE = 16
@@ -87,7 +88,7 @@ def _adapt(trained: Trained, arguments: ConvertArguments) -> Trained:
     return adapt(
         trained,
         classes=arguments.classes,
-        labels=None if arguments.labels is None else read_labels(arguments.labels),
+        labels=None if arguments.labels is None else resolve_labels(arguments.labels),
         image_size=None if arguments.image_size is None else expand_image_size(arguments.image_size),
         patch=arguments.patch,
         channels=arguments.channels,
@@ -146,13 +147,10 @@ def _select_images(dataset: Dataset) -> Split:
 
 def _iterate_inputs(trained: Trained, dataset: Dataset) -> Iterator[Tensor]:
     """Batches of model inputs of the images to measure on, with progress."""
-    if trained.preprocess is None:
-        raise UsageError("the weights do not state their preprocessing: add --preprocess imagenet")
+    preprocess = require_preprocess(trained)
     split, done = _select_images(dataset), 0
     with output.show_progress("measuring") as report:
-        for batch in iter_eval_batches(
-            split, trained.preprocess, batch_size=_BATCH_SIZE, num_classes=len(dataset.classes)
-        ):
+        for batch in iter_eval_batches(split, preprocess, batch_size=_BATCH_SIZE, num_classes=len(dataset.classes)):
             yield batch.pixels
             done += len(batch.pixels)
             report(done, len(split))
@@ -203,10 +201,10 @@ def _print_result(facts: dict[str, Any]) -> None:
 def _format_int8(facts: dict[str, Any]) -> list[tuple[str, str]]:
     images = f"{output.pluralize(facts['images'], 'image')} of {facts['data']}"
     confident = ""
-    if facts["sure"] is not None:
-        confident = f", {facts['sure']:.2%} where it is sure ({output.pluralize(facts['sure_images'], 'image')})"
+    if facts["confident_agreement"] is not None:
+        confident = f", {facts['confident_agreement']:.2%} where it is sure ({output.pluralize(facts['confident_images'], 'image')})"
     return [
-        ("int8 agrees", f"with float32's prediction on {facts['top1']:.2%} of {images}{confident}"),
-        ("int8 changes", f"the probability of that prediction by {facts['change']:.4f} on average"),
+        ("int8 agrees", f"with float32's prediction on {facts['top1_agreement']:.2%} of {images}{confident}"),
+        ("int8 changes", f"the probability of that prediction by {facts['mean_probability_change']:.4f} on average"),
         ("int8 speed", f"{facts['speed']:.2f} times float32's, ONNX Runtime on this machine"),
     ]

@@ -85,7 +85,7 @@ def _describe_coverage(dataset: Dataset, num_images: int, *, decode_all: bool) -
 
 
 def _format_report(report: dict[str, Any]) -> Rows:
-    sizes, color = report["sizes"], report["colour"]
+    sizes, color = report["sizes"], report["color"]
     yield "images", _format_counts(report["images"])
     for note in report["notes"]:
         yield "note", note
@@ -95,10 +95,10 @@ def _format_report(report: dict[str, Any]) -> Rows:
     yield "decoded", f"{output.format_count(report['decoded'])}{earlier}{more}"
     yield from _format_classes(report)
     yield "formats", _format_counts(report["formats"]) or "none"
-    yield "sizes", ", ".join(f"{side} {v['least']} to {v['most']} (median {v['median']})" for side, v in sizes.items())
+    yield "sizes", ", ".join(f"{side} {v['min']} to {v['max']} (median {v['median']})" for side, v in sizes.items())
     if color["mean"]:
         mean, std = (" ".join(f"{value:.4f}" for value in color[name]) for name in ("mean", "std"))
-        yield "color", f"mean {mean}, std {std} ({color['of']}); {output.format_count(color['grey'])} gray"
+        yield "color", f"mean {mean}, std {std} ({color['split']}); {output.format_count(color['gray'])} gray"
     yield from _format_duplicates(report)
     yield "bad", output.format_count(len(report["bad"]))
     yield from _list_first_lines([f"{_format_image(row)}: {row['reason']}" for row in report["bad"]])
@@ -112,11 +112,11 @@ def _format_classes(report: dict[str, Any]) -> Rows:
     split = "train" if "train" in report["images"] else next(iter(report["images"]))
     by_size = sorted(classes, key=lambda row: row[split])
     smallest, largest = by_size[0], by_size[-1]
-    kind = ", of which an image may have several" if report["several_labels"] else ""
+    kind = ", of which an image may have several" if report["multi_label"] else ""
     span = f"{smallest[split]:,} ({smallest['name']}) to {largest[split]:,} ({largest['name']})"
     yield "classes", f"{output.format_count(len(classes))}{kind}; images per class of {split}: {span}"
-    if report["question"]:
-        yield "warning", report["question"]
+    if report["layout_warning"]:
+        yield "warning", report["layout_warning"]
     empty = [row["name"] for row in classes if not row[split]]
     if empty:
         yield "warning", f"{output.pluralize(len(empty), 'class')} without an image in {split}: {', '.join(empty[:5])}"
@@ -128,7 +128,7 @@ def _format_classes(report: dict[str, Any]) -> Rows:
 def _format_duplicates(report: dict[str, Any]) -> Rows:
     duplicates = report["duplicates"]
     exact, near = output.pluralize(duplicates["exact"], "group"), output.pluralize(duplicates["near"], "group")
-    compared = _format_part(duplicates["compared"], duplicates["of"], "image")
+    compared = _format_part(duplicates["compared"], duplicates["total"], "image")
     verb = "looks" if duplicates["near"] == 1 else "look"
     yield "duplicates", f"{exact} of equal files, {near} that {verb} the same; compared {compared}"
     if duplicates["across_splits"]:
@@ -145,15 +145,15 @@ def _format_duplicates(report: dict[str, Any]) -> Rows:
 
 
 def _format_against(against: dict[str, Any]) -> Rows:
-    matches = against["found"]
+    matches = against["matches"]
     images = f"{output.pluralize(len(matches), 'image')} {'shows' if len(matches) == 1 else 'show'}"
-    shown = f"{images} what one of its {_format_part(against['compared'], against['of'])} shows"
-    compared = _format_part(against["searched"], against["searched_of"], "image")
+    shown = f"{images} what one of its {_format_part(against['compared'], against['total'])} shows"
+    compared = _format_part(against["searched"], against["searched_total"], "image")
     yield "against", f"{against['data']}: {shown}; compared {compared}"
-    if missing := against["searched_of"] - against["searched"]:
+    if missing := against["searched_total"] - against["searched"]:
         verb = "was" if missing == 1 else "were"
         yield "warning", f"{output.pluralize(missing, 'image')} {verb} not compared with it, {_NOT_COMPARED_REASON}"
-    yield from _list_first_lines([f"{row['kind']}: {_format_image(row)} = {row['shows']}" for row in matches])
+    yield from _list_first_lines([f"{row['kind']}: {_format_image(row)} = {row['matched_name']}" for row in matches])
 
 
 def _format_part(number: int, whole: int, noun: str = "") -> str:

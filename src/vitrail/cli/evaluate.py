@@ -11,13 +11,13 @@ from vitrail.cli import output, runs
 from vitrail.cli.arguments.evaluation import EvaluateArguments
 from vitrail.cli.processes import count_workers, join_processes
 from vitrail.data.dataset import Dataset
-from vitrail.data.holdout import NO_SPLITS_NOTE
 from vitrail.data.sources import open_dataset
 from vitrail.errors import UsageError
 from vitrail.evaluate import evaluation
 from vitrail.evaluate.evaluator import load_evaluated_model
 from vitrail.evaluate.predictions import MIN_TOP5_CLASSES
 from vitrail.report.evaluation_files import write_evaluation
+from vitrail.train.run_folder import choose_next_folder
 
 _COLUMN_TITLES = {
     "top1": "top-1",
@@ -61,7 +61,7 @@ def run(arguments: EvaluateArguments) -> None:
         facts = evaluation.collect_facts(dataset, results, settings) | (
             {"unreadable": unreadable} if unreadable else {}
         )
-        folder = runs.choose_next_folder("evaluate") if arguments.out is None else Path(arguments.out)
+        folder = choose_next_folder("evaluate") if arguments.out is None else Path(arguments.out)
         if group.is_rank0:
             write_evaluation(dataset, images, results, facts, folder)
         if arguments.abstain is not None:
@@ -86,7 +86,7 @@ def _check_options(arguments: EvaluateArguments) -> None:
 def _print_dataset_notes(dataset: Dataset, split_name: str | None) -> None:
     """Print the notes, except that images were held out where all of them are measured."""
     if split_name is None and evaluation.is_unsplit(dataset):
-        notes = [note for note in dataset.notes if not note.startswith(NO_SPLITS_NOTE)]
+        notes = [note for note in dataset.notes if note != dataset.holdout_note]
         dataset = dataclasses.replace(dataset, notes=tuple(notes))
     runs.print_dataset_notes(dataset)
 

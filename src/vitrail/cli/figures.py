@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from vitrail.cli import output, runs
+from vitrail.cli import output
 from vitrail.cli.arguments.evaluation import FiguresArguments
 from vitrail.errors import DataError, UsageError
 from vitrail.figures import all_figures
 from vitrail.figures.attention_images import FigureImage
 from vitrail.figures.crops import read_boxes
 from vitrail.figures.figure_folder import IMAGE_FOLDERS, RECORD_FILE, FigureFolder, claim_folder
+from vitrail.train.run_folder import choose_next_folder
 
 
 def run(arguments: FiguresArguments) -> None:
@@ -19,7 +20,7 @@ def run(arguments: FiguresArguments) -> None:
     if arguments.boxes is not None and not image_arguments:
         raise UsageError("--boxes says where objects are in images: give the images too")
     boxes = {} if arguments.boxes is None else read_boxes(arguments.boxes)
-    path = runs.choose_next_folder("figures") if arguments.out is None else claim_folder(arguments.out)
+    path = choose_next_folder("figures") if arguments.out is None else claim_folder(arguments.out)
     images = all_figures.list_images(image_arguments)
     drawn = _select_drawn(images, arguments.pictures)
     drawn_names = {image.name for image in drawn}

@@ -8,7 +8,7 @@ from vitrail import presets
 from vitrail.cli import output
 from vitrail.cli.arguments.models import InfoArguments
 from vitrail.config import BiTConfig, ConvConfig, PreprocessConfig, ViTConfig, to_json
-from vitrail.inference import compute
+from vitrail.inference.precision import list_available_precisions
 from vitrail.model import cost
 from vitrail.model.quantized import describe_cpu
 from vitrail.weights import hub
@@ -47,7 +47,7 @@ def _print_preset(name: str, *, as_json: bool) -> None:
 def _print_trained(trained: Trained, source: str, *, as_json: bool) -> None:
     config, origin, measurements = trained.model.config, trained.origin, trained.precision_measurements
     warnings = _list_warnings(trained)
-    precision = choose_precision(measurements, describe_cpu(), compute.list_available_precisions(trained))
+    precision = choose_precision(measurements, describe_cpu(), list_available_precisions(trained))
     if as_json:
         facts = {
             "source": source,

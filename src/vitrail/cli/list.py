@@ -3,13 +3,14 @@
 from typing import Any, get_args
 
 from vitrail import presets, recipes
-from vitrail.cli import output, runs
+from vitrail.cli import output
 from vitrail.cli.arguments.models import ListArguments
 from vitrail.config import BiTConfig, Recipe, to_json
 from vitrail.data import public_datasets
+from vitrail.formatting import format_duration
 from vitrail.model import cost
 from vitrail.train.plan import H200_FLOPS, count_recipe_flops
-from vitrail.weights.load import WeightsFormat
+from vitrail.weights.formats import WeightsFormat
 
 
 def run(arguments: ListArguments) -> None:
@@ -68,7 +69,7 @@ def _print_recipes(*, as_json: bool) -> None:
 
 def _format_cost(recipe: Recipe) -> str:
     seconds = count_recipe_flops(recipe) / H200_FLOPS
-    return runs.format_duration(seconds) if seconds > 60 else "under 1 min"
+    return format_duration(seconds) if seconds > 60 else "under 1 min"
 
 
 def _get_data_name(recipe: Recipe) -> str:

@@ -7,7 +7,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from vitrail.plurals import pluralize as pluralize
+from vitrail.formatting import format_bytes as format_bytes
+from vitrail.formatting import format_count as format_count
+from vitrail.formatting import format_giga as format_giga
+from vitrail.formatting import pluralize as pluralize
+from vitrail.formatting import strip_control_characters as strip_control_characters
 
 _SECONDS_BETWEEN_LINES = 15.0
 
@@ -26,11 +30,6 @@ def print_table(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> 
             cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(cells).rstrip())
-
-
-def strip_control_characters(text: str) -> str:
-    """Replace control characters: names in model files may be anyone's."""
-    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def print_note(sentence: str) -> None:
@@ -77,23 +76,3 @@ def _make_line_reporter(title: str) -> Callable[..., None]:
             print_note(f"{progress}, {detail}" if detail else progress)
 
     return update
-
-
-def format_count(number: int) -> str:
-    """1234567 -> 1,234,567."""
-    return f"{number:,}"
-
-
-def format_bytes(number: int) -> str:
-    """1234567 -> 1.2 MB."""
-    if number < 1000:
-        return f"{number:,.0f} bytes"
-    scaled, unit = next(
-        (number / size, unit) for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if number >= size
-    )
-    return f"{scaled:,.1f} {unit}"
-
-
-def format_giga(number: int) -> str:
-    """17563828224 -> 17.56 G."""
-    return f"{number / 1e9:.2f} G"

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from vitrail.cli import output, runs
+from vitrail.cli import output
 from vitrail.cli.arguments.training import PlanArguments
+from vitrail.formatting import format_duration
 from vitrail.train import plan
 
 
@@ -55,7 +56,7 @@ def _print_plan(facts: dict[str, Any]) -> None:
         ("parameters", output.format_count(facts["parameters"])),
         ("FLOPs", f"{facts['flops_per_image'] / 1e9:,.1f} G to train on an image, {exaflops}"),
         ("steps", f"{facts['steps']:,} of {output.pluralize(facts['batch'], 'image')}, {epochs}"),
-        ("time", f"{runs.format_duration(facts['seconds'])}, {days}"),
+        ("time", f"{format_duration(facts['seconds'])}, {days}"),
         ("disk", f"{checkpoint} per checkpoint, {weights} for the weights"),
     ]
     if machine["devices"] > 1:

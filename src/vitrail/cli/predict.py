@@ -21,7 +21,6 @@ from vitrail.errors import DataError, UsageError
 from vitrail.export import exported_model
 from vitrail.figures.rollout_images import draw_rollouts, iterate_picture_paths
 from vitrail.files import compute_sha256
-from vitrail.inference import compute
 from vitrail.inference.bulk_prediction import (
     AnyClassifier,
     BulkResult,
@@ -43,10 +42,10 @@ from vitrail.inference.prediction_rows import (
     format_header,
     format_row,
 )
-from vitrail.runtime import distributed, workers
+from vitrail.runtime import cpu_threads, distributed, workers
 from vitrail.runtime.distributed import ProcessGroup
-from vitrail.train.checkpoint import digest_tensors
 from vitrail.weights.load import load
+from vitrail.weights.tensor_digest import digest_tensors
 
 RowFormat = FileFormat | Literal["table"]
 _MAX_COUNTED_LABELS = 5  # labels whose images are counted at the end
@@ -58,7 +57,7 @@ def run(arguments: PredictArguments) -> None:
     _check_options(arguments)
     row_format = _choose_format(arguments)
     with join_processes(arguments.device) as (group, device):
-        compute.keep_freed_memory()
+        cpu_threads.keep_freed_memory()
         classifier = _open_classifier(arguments, device, group)
         if isinstance(classifier, Classifier):
             check_supported(classifier, embed=arguments.embed, attention=arguments.attention is not None)

@@ -4,10 +4,11 @@ from typing import Any
 
 from vitrail.cli import output, runs
 from vitrail.cli.arguments.evaluation import ProbeArguments
-from vitrail.cli.finetune import set_preprocess
 from vitrail.cli.processes import count_workers, join_processes
 from vitrail.data.sources import open_dataset
 from vitrail.evaluate.probe_run import ProbeSettings, run_probe
+from vitrail.train.dataset_checks import check_classes
+from vitrail.train.finetune import set_preprocess
 from vitrail.weights.load import check_loadable, load
 
 
@@ -35,7 +36,7 @@ def run(arguments: ProbeArguments) -> None:
         dataset = open_dataset(arguments.data)
         trained = set_preprocess(load(arguments.model), arguments.preprocess)
         runs.print_dataset_notes(dataset)
-        runs.check_classes(dataset)
+        check_classes(dataset)
         facts = run_probe(trained, dataset, arguments.data, settings)
         if facts is None:
             return

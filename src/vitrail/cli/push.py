@@ -3,12 +3,13 @@
 import tempfile
 from pathlib import Path
 
-from vitrail.cli import output, runs
+from vitrail.cli import output
 from vitrail.cli.arguments.models import PushArguments
 from vitrail.errors import DataError, ModelError
 from vitrail.report import model_card
 from vitrail.report.run_facts import gather_facts
-from vitrail.weights import hub
+from vitrail.train.run_folder import is_run_folder
+from vitrail.weights import formats, hub
 from vitrail.weights.load import find_model_path, load, save
 from vitrail.weights.trained import Trained
 
@@ -53,7 +54,7 @@ def prepare_upload(trained: Trained, folder: Path, repo: str, run_folder: Path |
         refusal = str(error)
         notes = [f"only the native file, no transformers folder: {refusal}"]
         folder.mkdir()
-    save(trained, folder / hub.NATIVE_FILE)
+    save(trained, folder / formats.NATIVE_FILE)
     address = model_card.HubAddress(repo, refusal, () if refusal else tuple(notes))
     text = _make_card(trained, run_folder)
     (folder / "README.md").write_text(model_card.set_hub_address(text, trained, address), encoding="utf-8")
@@ -63,7 +64,7 @@ def prepare_upload(trained: Trained, folder: Path, repo: str, run_folder: Path |
 def _make_card(trained: Trained, run_folder: Path | None) -> str:
     if run_folder is not None and (run_folder / "README.md").is_file():
         return _read_card(run_folder / "README.md")
-    facts = gather_facts(run_folder) if run_folder is not None and runs.is_run_folder(run_folder) else None
+    facts = gather_facts(run_folder) if run_folder is not None and is_run_folder(run_folder) else None
     return model_card.build_card(trained, facts).to_markdown()
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from vitrail.cli import output
 from vitrail.cli.arguments.models import ServeArguments
 from vitrail.errors import UsageError
-from vitrail.inference import compute
+from vitrail.runtime import cpu_threads
 
 try:
     from vitrail.serve import decoder_processes, hosts, server
@@ -28,7 +28,7 @@ def run(arguments: ServeArguments) -> None:
         if not getattr(arguments, name) > 0:
             raise UsageError(f"--{name.replace('_', '-')} is {getattr(arguments, name)}; it must be above 0")
     key = _read_api_key(arguments.api_key_file)
-    compute.keep_freed_memory()
+    cpu_threads.keep_freed_memory()
     with server.open_listener(arguments.host, arguments.port) as listener:
         decoder_processes.start_forkserver()  # while models are loaded
         service = server.load_service(
@@ -43,7 +43,7 @@ def run(arguments: ServeArguments) -> None:
             hosts=hosts.make_allowed_hosts(listener.getsockname()[0], arguments.host_name),
         )
         service.decoders.start()
-        compute.lower_thread_priority()
+        cpu_threads.lower_thread_priority()
         for served in service.models.values():
             where = f"{served.classifier.device} in {served.classifier.precision}"
             output.print_note(f"model: {output.strip_control_characters(served.name)} on {where}")

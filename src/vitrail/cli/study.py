@@ -9,7 +9,6 @@ from typing import Any
 from vitrail import recipes
 from vitrail.cli import output, runs
 from vitrail.cli.arguments.studies import AblateArguments, SweepArguments, TableArguments, VtabArguments
-from vitrail.cli.finetune import set_preprocess
 from vitrail.cli.options import StudyOptions
 from vitrail.config import to_json
 from vitrail.data.sources import open_dataset
@@ -23,6 +22,9 @@ from vitrail.studies.headline_table import TableEntry
 from vitrail.studies.sweep import Sweep
 from vitrail.studies.vtab_tasks import get_task
 from vitrail.train import plan
+from vitrail.train.dataset_checks import check_classes
+from vitrail.train.finetune import set_preprocess
+from vitrail.train.recipe_overrides import RecipeOverrides, choose_loss, override_recipe, shorten_warmup
 from vitrail.weights.load import check_loadable, load
 
 
@@ -66,11 +68,11 @@ def run_ablation(arguments: AblateArguments) -> None:
     ablation.list_variants(recipe, arguments.variants)  # refuses a wrong setting before the data is opened
     dataset = open_dataset(data, holdout_fraction=ablation.VAL_SHARE)
     runs.print_dataset_notes(dataset)
-    runs.check_classes(dataset)
-    recipe = runs.override_recipe(recipe, epochs=arguments.epochs, batch=arguments.batch, lr=None, warmup=None)
-    recipe = runs.choose_loss(recipe, dataset)
+    check_classes(dataset)
+    recipe = override_recipe(recipe, RecipeOverrides(epochs=arguments.epochs, batch=arguments.batch))
+    recipe = choose_loss(recipe, dataset)
     if "train" in dataset.splits:
-        recipe = runs.shorten_warmup(recipe, len(dataset.splits["train"]))
+        recipe = shorten_warmup(recipe, len(dataset.splits["train"]), output.print_note)
     planned = ablation.plan_ablation(
         data,
         dataset,
@@ -115,7 +117,7 @@ def run_sweep(arguments: SweepArguments) -> None:
     check_loadable(model)
     dataset, val_share = sweep.open_sweep_dataset(data)
     runs.print_dataset_notes(dataset)
-    runs.check_classes(dataset)
+    check_classes(dataset)
     planned = sweep.plan_sweep(
         data,
         dataset,

@@ -11,15 +11,15 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from vitrail.data.dataset import BAD_SHARE, Dataset, Split
+from vitrail.data.dataset import MAX_BAD_FRACTION, Dataset, Split
 from vitrail.data.dataset_digest import ChangedDataError, DataDigest, check_unchanged, digest_dataset
-from vitrail.data.holdout import NO_SPLITS_NOTE
+from vitrail.data.holdout import find_holdout_note
 from vitrail.errors import DataError, UsageError
 from vitrail.evaluate import abstention, label_matching
-from vitrail.evaluate.compare import compare_models
 from vitrail.evaluate.evaluator import EvaluatedModel, SplitEvaluation, evaluate_split, make_evaluated_model
 from vitrail.evaluate.metrics import EvaluationMetrics, compute_metrics
-from vitrail.plurals import pluralize
+from vitrail.evaluate.statistics import compare_models
+from vitrail.formatting import pluralize
 from vitrail.runtime import distributed
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
 from vitrail.runtime.progress import Notify, ShowProgress, hide_progress, ignore_note
@@ -145,17 +145,12 @@ def _check_same_holdout(model: EvaluatedModel, dataset: Dataset) -> None:
         run_notes = [] if path is None else json.loads((path.parent.parent / "config.json").read_bytes())["notes"]
     except (OSError, ValueError, LookupError, TypeError):  # a model file outside a run folder
         return
-    here, there = _find_holdout_note(dataset.notes), _find_holdout_note(run_notes)
+    here, there = (note.partition(" (")[0] for note in (dataset.holdout_note, find_holdout_note(run_notes)))
     if there and here != there:
         raise DataError(
             f"{model.name} was trained on other splits of {dataset.name} ({there}), so some of its images would be"
             " measured as unseen: give others, or --split all"
         )
-
-
-def _find_holdout_note(notes: Iterable[str]) -> str:
-    """The share that was held out, without where it is listed."""
-    return next((note.partition(" (")[0] for note in notes if note.startswith(NO_SPLITS_NOTE)), "")
 
 
 def _is_training_dataset(model: EvaluatedModel, dataset: Dataset) -> bool:
@@ -251,8 +246,8 @@ def list_unreadable(images: Split, results: Sequence[ModelEvaluation], notify: N
     if not names:
         return []
     sentence = f"{pluralize(len(names), 'image')} of {len(images):,} cannot be read, such as {names[0]}"
-    if len(names) > BAD_SHARE * len(images):
-        raise DataError(f"{sentence}; more than {BAD_SHARE:.0%} are too many: `vitrail data check` says why")
+    if len(names) > MAX_BAD_FRACTION * len(images):
+        raise DataError(f"{sentence}; more than {MAX_BAD_FRACTION:.0%} are too many: `vitrail data check` says why")
     pronoun = "it" if len(names) == 1 else "them"
     notify(f"warning: {sentence}; left out, and listed in evaluate.json (--strict refuses {pronoun})")
     return names

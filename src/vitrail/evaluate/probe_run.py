@@ -12,17 +12,19 @@ from torch import Tensor
 
 from vitrail.data.dataset import Dataset
 from vitrail.data.loader import iter_eval_batches
-from vitrail.errors import DataError, ModelError, UsageError
+from vitrail.errors import DataError, UsageError
 from vitrail.evaluate import features, probe
+from vitrail.evaluate.linear_classifiers import Features
 from vitrail.evaluate.probe import FittedProbe, ProbeScore, ProbeSplits
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 from vitrail.remote import RemoteError
 from vitrail.runtime import distributed
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
 from vitrail.runtime.progress import Notify, ShowProgress, hide_progress, ignore_note
 from vitrail.runtime.workers import ProgressCallback
-from vitrail.weights.load import check_destination, save
-from vitrail.weights.trained import Trained
+from vitrail.weights.formats import check_destination
+from vitrail.weights.load import save
+from vitrail.weights.trained import Trained, require_preprocess
 
 ProbeMethod = Literal["few-shot", "knn", "linear", "logistic"]
 
@@ -77,9 +79,7 @@ def run_probe(trained: Trained, dataset: Dataset, data: str, settings: ProbeSett
         return None
     seconds = time.monotonic() - start
     solver_device = settings.device if settings.device.type == "cuda" else torch.device("cpu")  # mps has no float64
-    by_split = {
-        name: probe.Features(values[name].to(solver_device), targets[name].to(solver_device)) for name in values
-    }
+    by_split = {name: Features(values[name].to(solver_device), targets[name].to(solver_device)) for name in values}
     splits = probe.split_features(by_split, train_on_val=settings.train_on_val)
     scores, fitted = _fit_classifiers(splits, dataset.classes, shots, settings)
     return {
@@ -132,12 +132,7 @@ def _extract_features(
     trained: Trained, dataset: Dataset, data: str, settings: ProbeSettings
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The features of each split's images, all of them on rank 0, and the splits whose features were cached."""
-    preprocess, group = trained.preprocess, settings.group
-    if preprocess is None:
-        raise ModelError(
-            "the weights do not state their preprocessing: name it with --preprocess imagenet"
-            " (or inception, torchvision)"
-        )
+    preprocess, group = require_preprocess(trained), settings.group
     digest = features.digest_model(trained.model) if group.is_rank0 else ""
     trained.model.to(settings.device)
     values: dict[str, Tensor] = {}
@@ -161,8 +156,7 @@ def _extract_features(
 
 
 def _extract_split(trained: Trained, dataset: Dataset, name: str, data: str, settings: ProbeSettings) -> Tensor:
-    preprocess, group, split = trained.preprocess, settings.group, dataset.splits[name]
-    assert preprocess is not None, "checked before"
+    preprocess, group, split = require_preprocess(trained), settings.group, dataset.splits[name]
     batches = iter_eval_batches(
         split,
         preprocess,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from vitrail import presets
 from vitrail.config import expand_image_size
 from vitrail.data import file_list, image_paths, public_datasets, webdataset
-from vitrail.data.dataset import IMAGE_SUFFIXES
+from vitrail.data.image_headers import IMAGE_SUFFIXES
 from vitrail.data.sources import DIGITS_NAME, open_dataset
 from vitrail.errors import DataError, UsageError
 from vitrail.figures import attention, attention_images, cka, embeddings, paper_figures
@@ -21,10 +21,10 @@ from vitrail.figures.faithfulness import join_faithfulness
 from vitrail.figures.figure_folder import IMAGE_FOLDERS, FigureFolder
 from vitrail.runtime import devices
 from vitrail.runtime.progress import Notify, ShowProgress, hide_progress, ignore_note
-from vitrail.weights import hub, tensor_files
+from vitrail.weights import formats, hub
 from vitrail.weights.adapt import adapt
 from vitrail.weights.load import find_model_path, load
-from vitrail.weights.trained import Trained
+from vitrail.weights.trained import Trained, require_preprocess
 
 PAPER_IMAGES = 128  # images that the paper's attention distance is averaged over
 ResultT = TypeVar("ResultT")
@@ -56,7 +56,7 @@ def _is_model(argument: str) -> bool:
     if path is None:
         return presets.has_preset(argument)
     suffixes = {file.suffix.lower() for file in (path.iterdir() if path.is_dir() else [path])}
-    return not suffixes.isdisjoint((*tensor_files.SUFFIXES, ".npz")) and suffixes.isdisjoint(IMAGE_SUFFIXES)
+    return not suffixes.isdisjoint(formats.FILE_SUFFIXES) and suffixes.isdisjoint(IMAGE_SUFFIXES)
 
 
 def load_models(
@@ -207,12 +207,7 @@ def draw_image_figures(
 
 
 def _iterate_inputs(model: FigureModel, images: Sequence[FigureImage], folder: FigureFolder) -> Iterator[InputBatch]:
-    preprocess = model.trained.preprocess
-    if preprocess is None:
-        raise UsageError(
-            "the weights do not state their preprocessing. Name it once:"
-            " vitrail convert MODEL OUT.safetensors --preprocess imagenet (or inception, torchvision)"
-        )
+    preprocess = require_preprocess(model.trained)
     return attention_images.iterate_inputs(
         images, model.trained.model.config.channels, preprocess, folder.add_unreadable
     )

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from vitrail.data.image_paths import ImageRef
 from vitrail.errors import DataError, UsageError
+from vitrail.formatting import pluralize
 from vitrail.inference.classifier import Classifier, ExportedClassifier
 from vitrail.inference.prediction_rows import PredictionRow, RowTarget, WrittenRows
 from vitrail.model.vit import ViT
-from vitrail.plurals import pluralize
 from vitrail.runtime import distributed, signals, workers
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
 from vitrail.runtime.progress import Notify, ignore_note

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 
 from vitrail import files, locks
 from vitrail.errors import UsageError
+from vitrail.formatting import quote_cell, unquote_cell
 from vitrail.inference.classifier import UNSURE, RankedLabels
-from vitrail.spreadsheet import quote_cell, unquote_cell
 
 FileFormat = Literal["csv", "jsonl", "npy"]
 FORMAT_BY_SUFFIX: dict[str, FileFormat] = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".npy": "npy"}

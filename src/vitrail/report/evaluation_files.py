@@ -7,6 +7,7 @@ from typing import Any
 
 from vitrail.data.dataset import Dataset, Split
 from vitrail.evaluate import abstention, prediction_tables
+from vitrail.evaluate.calibration import count_bins
 from vitrail.evaluate.evaluation import ModelEvaluation
 from vitrail.evaluate.multi_label import measure_labels
 from vitrail.figures import image_grids, plots
@@ -41,10 +42,10 @@ def _write_model(dataset: Dataset, images: Split, result: ModelEvaluation, folde
         _write_classes(result, folder)
     if predictions.multi_label:
         prediction_tables.write_label_scores(measure_labels(predictions), result.names, folder / "per_class.csv")
-    confidence, correct = predictions.calibration_pairs
+    binned = count_bins(*predictions.calibration_pairs)
     plots.plot_reliability(
-        confidence.numpy(),
-        correct.numpy(),
+        binned.counts,
+        binned.correct,
         folder / "reliability.png",
         calibration_error=result.metrics.calibration_error,
     )

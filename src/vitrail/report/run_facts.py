@@ -21,8 +21,8 @@ from vitrail.errors import DataError, UsageError
 from vitrail.evaluate.predictions import MAX_CONFUSION_CLASSES
 from vitrail.evaluate.statistics import Interval, wilson_interval
 from vitrail.formatting import unquote_cell
-from vitrail.train.checkpoint import is_run_config
 from vitrail.train.run_log import RESULT_COLUMNS
+from vitrail.train.training_run import is_run_config
 
 
 class PredictionRecord(NamedTuple):

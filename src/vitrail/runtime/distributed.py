@@ -1,7 +1,7 @@
-"""Many processes as one run: torchrun's environment, sums over ranks, and what all of them agree on.
+"""Many processes as one run: torchrun's environment, and collectives over ranks.
 
-A rank is one process with one device. torchrun starts them and tells each its number; without it there is one. Every
-function here is the identity where there is one rank, so the code that trains does not ask how many there are.
+A rank is one process with one device. torchrun starts them and gives each its number; without torchrun there is one.
+Every collective here is the identity for one rank, so the code that trains need not ask how many there are.
 """
 
 import contextlib
@@ -21,21 +21,21 @@ from vitrail.errors import UsageError, VitrailError
 from vitrail.runtime import devices
 
 T = TypeVar("T")
-_ROWS_AT_ONCE = 2**16  # at a time, so that a device need not hold all
+_ROWS_AT_ONCE = 2**16  # so that a device need not hold all rows
 _TIMEOUT = datetime.timedelta(minutes=30)  # rank 0 measures alone at the end, while the others wait
 
 
 class ProcessGroup(NamedTuple):
-    """Which of how many processes this is."""
+    """The place of this process among all."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
-    """Its number on this machine."""
+    """Its number on this machine, which selects its GPU."""
     restart_count: int = 0
-    """How often torchrun has started the group again because a process failed."""
+    """How often torchrun has restarted the group because a process failed."""
     agents: tuple[str, ...] = ()
-    """The torchruns of all ranks, by names that stay the same when they start the group again."""
+    """The torchrun agents of all ranks, by names that stay the same when they restart the group."""
 
     @property
     def is_rank0(self) -> bool:
@@ -47,96 +47,96 @@ SINGLE_PROCESS = ProcessGroup()
 
 
 def read_process_group() -> ProcessGroup:
-    """What torchrun, or a SLURM script like it, says in the environment."""
+    """Read this process's place from the environment, as torchrun or a SLURM script sets it."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
     try:
         numbers = [int(os.environ.get(name, default)) for name, default in zip(names, (0, 1, 0, 0), strict=True)]
     except ValueError as error:
         raise UsageError(f"{', '.join(names)} in the environment are numbers: {error}") from None
-    found = ProcessGroup(numbers[0], numbers[1], numbers[2], numbers[3])
-    if not 0 <= found.rank < found.world_size:
+    group = ProcessGroup(numbers[0], numbers[1], numbers[2], numbers[3])
+    if not 0 <= group.rank < group.world_size:
         raise UsageError(
-            f"RANK is {found.rank} and WORLD_SIZE {found.world_size}; a rank lies from 0 to below the size"
+            f"RANK is {group.rank} and WORLD_SIZE {group.world_size}; a rank is from 0 to below the world size"
         )
     if run := os.environ.get("TORCHELASTIC_RUN_ID"):
-        found = found._replace(agents=(f"{run} {socket.gethostname()} {_identify_parent()}",))
-    return found
+        group = group._replace(agents=(f"{run} {socket.gethostname()} {_identify_parent()}",))
+    return group
 
 
 def _identify_parent() -> str:
-    """The process that started this one; where it can be known, also when it began, since numbers are used again."""
+    """The parent process and, where it is known, when it started, since process numbers are reused."""
     number = os.getppid()
     try:
-        began = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
+        start_time = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return str(number)
-    return f"{number}@{began}"
+    return f"{number}@{start_time}"
 
 
 @contextlib.contextmanager
 def join_process_group(device_name: str | None) -> Iterator[tuple[ProcessGroup, torch.device]]:
-    """This process's place in the group and its device; while the block lasts, it may talk to the others."""
-    found = read_process_group()
+    """Join the group within the block; yield this process's place in it and its device."""
+    group = read_process_group()
     device = devices.resolve_device(device_name)
     if device.type == "cuda":
-        device = torch.device("cuda", found.local_rank if found.world_size > 1 else device.index or 0)
+        device = torch.device("cuda", group.local_rank if group.world_size > 1 else device.index or 0)
         torch.cuda.set_device(device)  # graphs are recorded on the current device
-    if found.world_size == 1:
-        yield found, device
+    if group.world_size == 1:
+        yield group, device
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
     distributed.init_process_group(
-        backend, store=_open_store(found), rank=found.rank, world_size=found.world_size, timeout=_TIMEOUT
+        backend, store=_open_store(group), rank=group.rank, world_size=group.world_size, timeout=_TIMEOUT
     )
     try:
-        yield _merge_ranks(found), device
+        yield _merge_ranks(group), device
     finally:
-        # gloo's thread may still hold the tensors of the last sum, and needs Python's lock to let them go, which the
-        # end of the group keeps while it waits for that thread
+        # gloo's thread may still hold the tensors of the last sum and needs Python's lock to free them, while
+        # destroy_process_group holds that lock and waits for the thread
         time.sleep(0.3)
         distributed.destroy_process_group()
 
 
 def _merge_ranks(group: ProcessGroup) -> ProcessGroup:
-    """The group with what only some of its ranks know: a torchrun counts its own restarts, and one may be new."""
-    found: list[Any] = [None] * group.world_size
-    distributed.all_gather_object(found, (group.restart_count, group.agents))
-    agents = {agent for _, some in found for agent in some}
-    return group._replace(restart_count=max(restarts for restarts, _ in found), agents=tuple(sorted(agents)))
+    """The group with what its ranks know together: each torchrun counts its own restarts, and one may be new."""
+    values: list[Any] = [None] * group.world_size
+    distributed.all_gather_object(values, (group.restart_count, group.agents))
+    agents = {agent for _, rank_agents in values for agent in rank_agents}
+    return group._replace(restart_count=max(restarts for restarts, _ in values), agents=tuple(sorted(agents)))
 
 
 def _open_store(group: ProcessGroup) -> Any:
-    """Where ranks find each other: torchrun's own, which lives on when it starts a group again, or else rank 0's."""
+    """The store where ranks find each other: torchrun's, which outlives a restarted group, or else rank 0's."""
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
-    leads = group.is_rank0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    stores: Any = distributed  # it has them, but exports no types of them
-    store = stores.TCPStore(address, port, is_master=leads, timeout=_TIMEOUT, wait_for_workers=False)
+    is_master = group.is_rank0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    stores: Any = distributed  # it has them, but exports no types
+    store = stores.TCPStore(address, port, is_master=is_master, timeout=_TIMEOUT, wait_for_workers=False)
     return stores.PrefixStore(_agree_on_start_name(store, group), store)
 
 
 def _agree_on_start_name(store: Any, group: ProcessGroup) -> str:
-    """A name for this start of the group, the same on every rank, under which the addresses of the dead do not stand.
+    """A name for this start of the group, the same on every rank, that no earlier start has used.
 
-    Nothing in the environment is one: torchruns count restarts each for itself, and none where a node comes or goes.
-    So every rank leaves a mark of its own, and rank 0 answers the marks until those that stand there have all thanked.
+    The environment has none: each torchrun counts its own restarts, and none where a node joins or leaves. So every
+    rank writes a mark of its own, and rank 0 answers the marks until all current ones have acknowledged its answer.
     """
-    mine = secrets.token_hex(8)
+    own_mark = secrets.token_hex(8)
     if not group.is_rank0:
-        store.set(f"vitrail {group.rank}", mine)
-        start = str(store.get(f"vitrail answer {mine}").decode())
-        store.set(f"vitrail thanks {mine} {start}", "")
+        store.set(f"vitrail {group.rank}", own_mark)
+        start = str(store.get(f"vitrail answer {own_mark}").decode())
+        store.set(f"vitrail thanks {own_mark} {start}", "")
         return start
     while True:
         marks = [store.get(f"vitrail {rank}").decode() for rank in range(1, group.world_size)]
-        for mark in marks:  # a dead rank's may be among them, until its successor writes over it
-            store.set(f"vitrail answer {mark}", mine)
-        if store.check([f"vitrail thanks {mark} {mine}" for mark in marks]):
-            return mine
+        for mark in marks:  # a dead rank's may be among them, until its successor overwrites it
+            store.set(f"vitrail answer {mark}", own_mark)
+        if store.check([f"vitrail thanks {mark} {own_mark}" for mark in marks]):
+            return own_mark
         time.sleep(0.05)
 
 
 def get_world_size() -> int:
-    """How many ranks there are."""
+    """The number of ranks."""
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
@@ -154,7 +154,7 @@ def all_reduce_sum(tensor: Tensor) -> Tensor:
 
 
 def all_reduce_max(number: int, device: torch.device) -> int:
-    """The greatest of all ranks' numbers: what one of them was asked for, all do."""
+    """The maximum of all ranks' numbers, on each: what one rank is asked to do, all do."""
     if not is_distributed():
         return number
     shared = torch.tensor(number, device=device)
@@ -172,7 +172,7 @@ def broadcast(text: str) -> str:
 
 
 def run_on_rank0(work: Callable[[], T]) -> T:
-    """What rank 0's work gives, on every rank. What it refuses is raised on all: nobody waits for the one that left."""
+    """Do the work on rank 0; return its result, or raise its error, on every rank, so that none waits in vain."""
     if not is_distributed():
         return work()
     shared: list[Any] = [None]
@@ -184,54 +184,54 @@ def run_on_rank0(work: Callable[[], T]) -> T:
     distributed.broadcast_object_list(shared)
     if isinstance(shared[0], VitrailError | OSError):
         raise shared[0]
-    found: T = shared[0]
-    return found
+    result: T = shared[0]
+    return result
 
 
 def all_gather_rows(rows: Tensor, device: torch.device) -> Tensor:
-    """The rows of all ranks' tensors, in the order of the ranks and on the CPU; each may have its own number."""
+    """The rows of all ranks' tensors, in the order of ranks, on the CPU; ranks may have different numbers of rows."""
     if not is_distributed():
         return rows
-    mine = rows.to(device)
+    local = rows.to(device)
     counts = [int(count) for count in all_reduce_sum(_fill_rank_slot(len(rows), device))]
-    padded = mine.new_zeros(max(counts), *mine.shape[1:])
-    padded[: len(mine)] = mine
-    found = [torch.empty_like(padded) for _ in counts]
-    distributed.all_gather(found, padded)
-    return torch.cat([some[:count] for some, count in zip(found, counts, strict=True)]).cpu()
+    padded = local.new_zeros(max(counts), *local.shape[1:])
+    padded[: len(local)] = local
+    gathered = [torch.empty_like(padded) for _ in counts]
+    distributed.all_gather(gathered, padded)
+    return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)]).cpu()
 
 
 def all_reduce_rows(rows: Tensor, device: torch.device) -> Tensor:
-    """The rows of all ranks, each of which has zeros in place of the others'; in place."""
+    """Sum rows over ranks, in place; each rank has zeros where others have values."""
     if is_distributed():
-        for some in rows.split(_ROWS_AT_ONCE):
-            some.copy_(all_reduce_sum(some.to(device)))
+        for part in rows.split(_ROWS_AT_ONCE):
+            part.copy_(all_reduce_sum(part.to(device)))
     return rows
 
 
 def _fill_rank_slot(number: int, device: torch.device) -> Tensor:
-    """A place for every rank, and the number in this rank's."""
-    places = torch.zeros(get_world_size(), dtype=torch.int64, device=device)
-    places[distributed.get_rank()] = number
-    return places
+    """A vector with a slot for every rank, and the number in this rank's."""
+    slots = torch.zeros(get_world_size(), dtype=torch.int64, device=device)
+    slots[distributed.get_rank()] = number
+    return slots
 
 
 def barrier() -> None:
-    """Return when every rank is here."""
+    """Return when every rank has called this."""
     if is_distributed():
         distributed.barrier()
 
 
 def make_all_gather() -> Callable[[Any], list[Any]]:
-    """A function that gives what each rank has to say to all of them, in their order.
+    """A function that takes one rank's value and returns those of all ranks, in their order.
 
-    One thread a rank may call it while others compute: it speaks through a group of its own, on the CPU.
+    One thread of each rank may call it while others compute: it uses a group of its own, on the CPU.
     """
-    apart = distributed.new_group(backend="gloo", timeout=_TIMEOUT)
+    cpu_group = distributed.new_group(backend="gloo", timeout=_TIMEOUT)
 
-    def all_gather(mine: Any) -> list[Any]:
-        found = [None] * get_world_size()
-        distributed.all_gather_object(found, mine, group=apart)
-        return found
+    def all_gather(value: Any) -> list[Any]:
+        values = [None] * get_world_size()
+        distributed.all_gather_object(values, value, group=cpu_group)
+        return values
 
     return all_gather

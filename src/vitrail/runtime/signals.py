@@ -1,4 +1,4 @@
-"""Requests to stop, which a run answers between two steps instead of dying of them."""
+"""Signals that ask a run to stop: it stops between two steps, after saving a checkpoint."""
 
 import contextlib
 import os
@@ -13,27 +13,27 @@ STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SI
 
 
 class StoppedError(VitrailError):
-    """A run that was asked to stop, by a signal, and saved its state."""
+    """A signal stopped the run, which saved a checkpoint."""
 
     exit_code = 75
 
     def __init__(self, message: str, number: int = signal.SIGTERM) -> None:
         super().__init__(message)
         self.is_final = number != signal.SIGTERM
-        """Whether it stays stopped where torchrun starts it again. SIGTERM is what torchrun itself sends to processes
-        that it is about to start again, as when a node joins, so it never says that."""
+        """Whether it stays stopped where torchrun restarts it. SIGTERM is what torchrun itself sends to processes that
+        it is about to restart, as when a node joins, so SIGTERM is never final."""
 
 
 class StopRequest:
-    """The first signal that asked for an end, if one did."""
+    """The first signal that asked the run to stop, if any."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
 
     def receive(self, number: int, _: FrameType | None) -> None:
-        """Remember the signal; Ctrl-C for the second time does not wait any longer.
+        """Remember the signal; a second Ctrl-C interrupts at once.
 
-        Under torchrun one Ctrl-C comes twice: from the terminal, and passed on.
+        Under torchrun one Ctrl-C comes twice: from the terminal, and passed on by torchrun.
         """
         if self.signal is not None and number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
             raise KeyboardInterrupt
@@ -42,14 +42,14 @@ class StopRequest:
 
 @contextlib.contextmanager
 def catch_stop_signals() -> Iterator[StopRequest]:
-    """What asks the run to stop while the block lasts; only the main thread can be asked."""
-    received = StopRequest()
+    """Catch stop signals within the block; only the main thread can catch them."""
+    request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield request
         return
-    before = {number: signal.signal(number, received.receive) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, request.receive) for number in STOP_SIGNALS}
     try:
-        yield received
+        yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -22,7 +22,8 @@ from vitrail.runtime import distributed
 from vitrail.studies import sweep, vtab_splits
 from vitrail.studies.grid import LINE_SECONDS, OUT_OF_MEMORY_EXIT, Cell
 from vitrail.train.loop import StepEnd
-from vitrail.train.run import RunResult, run_training
+from vitrail.train.run_results import RunResult
+from vitrail.train.trainer import Trainer
 from vitrail.train.training_run import TrainingRun, adapt_to_dataset
 from vitrail.weights.load import load
 from vitrail.weights.trained import Trained
@@ -69,14 +70,14 @@ def run_cell(cell: Cell, folder: Path, device: str, workers: int) -> dict[str, A
             else None,
             allow_empty_classes=cell.allow_empty_classes,
         )
-        result = run_training(
+        result = Trainer(
             task,
             folder,
             after_step=_make_step_reporter(),
             after_evaluation=lambda now: _print_line(str(now)),
             resume=True,
             notify=_print_line,
-        )
+        ).run()
         assert isinstance(result, RunResult), "a cell is alone in its group, and has labels"
         return collect_result(task, result)
 

@@ -17,6 +17,7 @@ from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
 from vitrail.formatting import pluralize
 from vitrail.studies.grid import Cell, CellResult, CellsError, check_positive, compute_mean_and_std, is_ended
+from vitrail.train.recipe_overrides import scale_warmup
 from vitrail.train.step import DivergedError
 from vitrail.weights.trained import Trained
 
@@ -152,12 +153,11 @@ def override_length(
     recipe: Recipe, default_steps: int, *, steps: int | None, batch: int | None, image_size: int | None
 ) -> Recipe:
     """The recipe with what was given in its place; a shorter run has a shorter warm-up."""
-    part = 1.0 if steps is None else min(1.0, steps / default_steps)
+    recipe = recipe if steps is None else scale_warmup(recipe, steps / default_steps)
     return dataclasses.replace(
         recipe,
         batch=recipe.batch if batch is None else batch,
         image_size=recipe.image_size if image_size is None else image_size,
-        schedule=dataclasses.replace(recipe.schedule, warmup=round(recipe.schedule.warmup * part)),
     )
 
 

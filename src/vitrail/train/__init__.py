@@ -1,1 +1,1 @@
-"""Models that learn: losses, optimizers, the learning rate over the steps, averages of weights."""
+"""Training: runs and their folders, the trainer, steps, losses, optimizers, schedules, checkpoints."""

@@ -1,4 +1,4 @@
-"""The moving average of a model's weights, which often predicts better than the weights themselves.
+"""The exponential moving average of a model's weights, which often predicts better than the weights themselves.
 
 The paper's ImageNet results use it with a decay of 0.9999, as Polyak averaging. torch's AveragedModel keeps a second
 module and a counter in its buffers; this keeps tensors under the model's own names, which is all that a file stores.
@@ -40,20 +40,20 @@ class ModelEMA:
     @contextlib.contextmanager
     @torch.no_grad()
     def apply_to_model(self) -> Iterator[None]:
-        """While the block lasts, the model computes with the average."""
-        kept = {name: parameter.clone() for name, parameter in self.parameters.items()}
+        """Within the block, the model computes with the average."""
+        original = {name: parameter.clone() for name, parameter in self.parameters.items()}
         try:
             for name, parameter in self.parameters.items():
                 parameter.copy_(self.tensors[name])
             yield
         finally:
             for name, parameter in self.parameters.items():
-                parameter.copy_(kept[name])
+                parameter.copy_(original[name])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from averages stored before."""
+        """Load stored averages."""
         if different := sorted(tensors.keys() ^ self.tensors.keys()):
-            raise ModelError(f"the stored averages are of another model: {different[0]!r} is in one of them alone")
+            raise ModelError(f"the stored averages are of another model: {different[0]!r} is in only one of them")
         for name, average in self.tensors.items():
             average.copy_(tensors[name])
 

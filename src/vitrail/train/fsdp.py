@@ -1,10 +1,10 @@
-"""A model divided over ranks: each holds some rows of every tensor, and blocks are put together while they compute.
+"""A model sharded over ranks with torch's FSDP2: each rank holds some rows of every tensor.
 
-It is torch's FSDP2. A tensor that is divided is a DTensor of which rank r holds the rows that `torch.chunk` would give
-it, maybe none; everything else is whole on every rank. What works on single numbers (averages, optimizers) works on
-`local` rows; what needs a matrix asks for the `whole`, which all ranks must do together.
+A sharded tensor is a DTensor of which rank r holds the rows that `torch.chunk` would give it, maybe none; everything
+else is whole on every rank. What works elementwise (averages, optimizers) uses `to_local`; what needs a whole matrix
+uses `to_full_tensor`, which all ranks must call together.
 
-torch's modules for it take as long to import as half of torch, so a process that is alone leaves them away.
+torch's modules for it take as long to import as half of torch, so a single process does not import them.
 """
 
 import copy
@@ -23,16 +23,16 @@ from vitrail.runtime import distributed
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-SHARDED_UNITS = (Block, BiTUnit, HybridUnit)  # what is put together at a time; a stage of a ResNet can be most of it
+SHARDED_UNITS = (Block, BiTUnit, HybridUnit)  # gathered one at a time; a stage of a ResNet can be most of it
 
 
 def shard_model(model: Model | MaskedViT, device: torch.device) -> None:
-    """Divide the model over all ranks, in place and unit by unit, so that a device never holds all of it.
+    """Shard the model over all ranks, in place and unit by unit, so that a device never holds all of it.
 
-    On a GPU units are sent in bf16, the kind in which autocast multiplies, and gradients are added up in float32. What
-    is outside of them stays float32, and inputs are not cast: the residual stream is float32 as it is without sharding.
+    On a GPU units are sent in bf16, the type in which autocast multiplies, and gradients are summed in float32. What is
+    outside of units stays float32, and inputs are not cast: the residual stream is float32, as without sharding.
     Prefetching is torch's own: the host is ahead of the device, so the next unit is sent while this one computes, and
-    backward passes go through units in the reverse of their order.
+    backward passes visit units in reverse order.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -45,12 +45,12 @@ def shard_model(model: Model | MaskedViT, device: torch.device) -> None:
             fully_shard(module, mesh=mesh, mp_policy=policy)
     # A ResNet's logits are a view, which nobody here writes into.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
-    # The rest too is divided again after a forward pass: evaluation has no backward pass, and would leave old weights.
+    # The rest is resharded after a forward pass, too: evaluation has no backward pass, and would leave old weights.
     fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), reshard_after_forward=True)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether its tensors are divided over ranks."""
+    """Whether the model's tensors are sharded over ranks."""
     if not distributed.is_distributed():
         return False
     from torch.distributed.fsdp import FSDPModule
@@ -59,7 +59,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether this rank holds some of its rows alone."""
+    """Whether the tensor is sharded, so that this rank holds only some of its rows."""
     if not distributed.is_distributed():
         return False
     from torch.distributed.tensor import DTensor
@@ -68,7 +68,7 @@ def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
 
 
 def set_gradient_sync(model: nn.Module, *, sync: bool) -> None:
-    """Let the next backward pass add gradients up over ranks, or keep them, whole, for the one that will."""
+    """Let the next backward pass sum gradients over ranks, or keep them for a later one that does."""
     from torch.distributed.fsdp import FSDPModule
 
     assert isinstance(model, FSDPModule)
@@ -77,12 +77,12 @@ def set_gradient_sync(model: nn.Module, *, sync: bool) -> None:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """The rows that this rank holds, in the same memory; all of them where the tensor is not divided."""
+    """The rows that this rank holds, in the same memory; all of them if the tensor is not sharded."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def get_local_rows(tensor: Tensor) -> range:
-    """Which rows this rank holds."""
+    """The indices of the rows that this rank holds."""
     count = len(tensor)
     if not is_dtensor(tensor):
         return range(count)
@@ -92,7 +92,7 @@ def get_local_rows(tensor: Tensor) -> range:
 
 
 def shard_like(local_rows: Tensor, like: Tensor) -> Tensor:
-    """The tensor of which this rank holds the rows `mine`, on the device of `like` and divided like it."""
+    """The tensor of which this rank holds `local_rows`, on the device of `like` and sharded like it."""
     local_rows = local_rows.to(like.device)
     if not is_dtensor(like):
         return local_rows
@@ -102,27 +102,27 @@ def shard_like(local_rows: Tensor, like: Tensor) -> Tensor:
 
 
 def to_full_tensor(tensor: Tensor) -> Tensor:
-    """All rows of all ranks, on each."""
+    """The whole tensor, on every rank."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
 def copy_full_model(model: Model | MaskedViT) -> Model | None:
-    """A whole copy of the model on the CPU, in eval mode; of a model that is sharded rank 0 has it, the others None.
+    """A whole copy of the model on the CPU, in eval mode; of a sharded model on rank 0 only, None on others.
 
-    Of a masked one it is the ViT alone.
+    Of a masked model it is the ViT alone.
     """
-    kept = get_encoder(model)
+    encoder = get_encoder(model)
     if not is_sharded(model):
-        return copy.deepcopy(kept).cpu().eval()
-    leads = torch.distributed.get_rank() == 0
+        return copy.deepcopy(encoder).cpu().eval()
+    is_rank0 = torch.distributed.get_rank() == 0
     tensors: dict[str, Tensor] = {}
-    for name, tensor in kept.state_dict().items():
-        put_together = to_full_tensor(tensor)  # one at a time: a device may not hold all
-        if leads:
-            tensors[name] = put_together.cpu()
-    if not leads:
+    for name, tensor in encoder.state_dict().items():
+        full_tensor = to_full_tensor(tensor)  # one at a time: a device may not hold all
+        if is_rank0:
+            tensors[name] = full_tensor.cpu()
+    if not is_rank0:
         return None
     with torch.device("meta"):
-        made = build_model(kept.config)
-    made.load_state_dict(tensors, assign=True)
-    return made.eval()
+        full_model = build_model(encoder.config)
+    full_model.load_state_dict(tensors, assign=True)
+    return full_model.eval()

@@ -1,4 +1,4 @@
-"""Steps, one after the other, and what is called between them. Saving, drawing and evaluating come in as functions."""
+"""The training loop: steps, and a function called after each. Saving and evaluating are the caller's."""
 
 import contextlib
 import queue
@@ -20,11 +20,11 @@ from vitrail.train.step import StepResult, TrainState, train_step
 from vitrail.train.step_verification import StepVerification
 
 T = TypeVar("T")
-_PREFETCHED_BATCHES = 2  # micro-batches that wait on a GPU
+_PREFETCHED_BATCHES = 2  # micro-batches prepared ahead on a GPU
 
 
 class StepEnd(NamedTuple):
-    """Where a run stands after a step."""
+    """The progress of a run after a step."""
 
     step: int
     """Steps done."""
@@ -32,7 +32,7 @@ class StepEnd(NamedTuple):
     epoch: float
     result: StepResult
     seconds: float
-    """Since the loop began."""
+    """Since the loop started."""
 
 
 def train_steps(
@@ -46,21 +46,21 @@ def train_steps(
     planned_steps: PlannedSteps | None = None,
     verification: StepVerification | None = None,
 ) -> None:
-    """Train from the state's step to the end of the plan; `batches` begin with that step's first micro-batch.
+    """Train from the state's step to the end of the plan; `batches` start with that step's first micro-batch.
 
-    With `planned` the run ends after as many steps as that says, which `after_step` may change; the plan has enough.
+    With `planned_steps` the run ends after as many steps as that says, which `after_step` may change; the plan must
+    have enough.
     """
     planned_steps = PlannedSteps(plan.total_steps) if planned_steps is None else planned_steps
     device = next(state.model.parameters()).device
     prepared = _prepare_batches(batches, training_data, plan, state.step, device)
-    begun = time.perf_counter()
-    with contextlib.closing(_prefetch(prepared) if device.type == "cuda" else prepared) as parts:
+    start = time.perf_counter()
+    with contextlib.closing(_prefetch(prepared) if device.type == "cuda" else prepared) as micro_batches:
         while state.step < planned_steps.get_total(state.step):
             step = state.step
-            mine = islice(parts, plan.micro_batches)
-            outcome = train_step(
+            result = train_step(
                 state,
-                mine,
+                islice(micro_batches, plan.micro_batches),
                 recipe,
                 step_images=plan.get_step_size(step),
                 steps=planned_steps.initial_steps,
@@ -69,33 +69,33 @@ def train_steps(
                 rank=plan.rank,
                 verification=verification,
             )
-            done = step * plan.batch_size + plan.get_step_size(step)
-            epoch = done / training_data.order.num_samples
+            positions = step * plan.batch_size + plan.get_step_size(step)
+            epoch = positions / training_data.order.num_samples
             after_step(
-                StepEnd(state.step, planned_steps.get_total(state.step), epoch, outcome, time.perf_counter() - begun)
+                StepEnd(state.step, planned_steps.get_total(state.step), epoch, result, time.perf_counter() - start)
             )
 
 
 def _prepare_batches(
     batches: Iterator[Batch], training_data: TrainingData, plan: BatchPlan, start: int, device: torch.device
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
-    """Micro-batches on the device, as the model takes them."""
+    """The micro-batches on the device, augmented and normalized for the model."""
     for number, batch in enumerate(batches):
-        there = batch._replace(
+        on_device = batch._replace(
             pixels=batch.pixels.to(device, non_blocking=True), targets=batch.targets.to(device, non_blocking=True)
         )
-        yield loader.prepare_train_batch(there, training_data, plan, start + number // plan.micro_batches)
+        yield loader.prepare_train_batch(on_device, training_data, plan, start + number // plan.micro_batches)
 
 
 def _prefetch(items: Generator[T, None, None]) -> Generator[T, None, None]:
-    """The same items, made by a thread: its work for the next step is done while a GPU computes this one."""
-    made: queue.Queue[tuple[bool, T | BaseException | None]] = queue.Queue(_PREFETCHED_BATCHES)
-    left = threading.Event()
+    """The same items, made by a thread: it works on the next step while a GPU computes this one."""
+    ready: queue.Queue[tuple[bool, T | BaseException | None]] = queue.Queue(_PREFETCHED_BATCHES)
+    closed = threading.Event()
 
     def put(*entry: object) -> bool:
-        while not left.is_set():
+        while not closed.is_set():
             try:
-                made.put(entry, timeout=0.1)  # type: ignore[arg-type]
+                ready.put(entry, timeout=0.1)  # type: ignore[arg-type]
             except queue.Full:
                 continue
             return True
@@ -107,7 +107,7 @@ def _prefetch(items: Generator[T, None, None]) -> Generator[T, None, None]:
                 if not put(True, item):
                     return
             put(False, None)
-        except BaseException as error:  # noqa: BLE001  # raised again where the item is taken
+        except BaseException as error:  # noqa: BLE001  # raised again by the consumer
             put(False, error)
         finally:
             items.close()
@@ -116,15 +116,15 @@ def _prefetch(items: Generator[T, None, None]) -> Generator[T, None, None]:
     thread.start()
     try:
         while True:
-            there, item = made.get()
+            has_item, item = ready.get()
             if isinstance(item, BaseException):
                 raise item
-            if not there:
+            if not has_item:
                 return
             yield item  # type: ignore[misc]
     finally:
-        left.set()
+        closed.set()
         thread.join(WORKER_EXIT_SECONDS)
-        if thread.is_alive():  # it waits for a worker that may never answer
+        if thread.is_alive():  # it waits for a worker that may never respond
             kill_all_workers()
             thread.join()

@@ -1,15 +1,14 @@
-"""What a batch costs, as the sum over its images.
+"""The losses of a batch, as sums over its images.
 
     B batch   L classes
 
-Sums add up however a batch is cut into micro-batches and ranks; whoever steps divides by the images of the step.
+Sums add up however a batch is divided into micro-batches and ranks; the step divides by its images.
 All is computed in float32: bf16 logits hold no more than three digits, and a sum over 21,843 classes needs them all.
 
 Targets are class indices, int64 (B,), or rows of shares (B, L): mixed images, or a 1 for each of several labels.
-An index of -1 is an image without a label. It adds nothing to the loss or to any gradient, and the caller, who knows
-the batch, decides whether it may be there at all: to ask the device here would cost a wait in every step. Any other
-index outside of the classes is torch's error. A row of zeros is known to be of no class: softmax has nothing to raise
-then and gives 0, sigmoid lowers every class.
+An index of -1 is an image without a label. It adds nothing to the loss or to any gradient. The caller, who knows the
+batch, decides whether it is allowed: to ask the device here would cost a wait in every step. Any other index outside
+of the classes is torch's error. A row of zeros is an image of no class: softmax gives 0, sigmoid lowers every class.
 
 Smoothing moves that share of an image's labels evenly to all classes (Szegedy et al. 2016), for both losses alike.
 """
@@ -30,23 +29,23 @@ def softmax_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.
 
 
 def sigmoid_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """(B, L) -> (): each class a question of its own, summed over classes and images, as for ImageNet-21k."""
+    """(B, L) -> (): binary cross-entropy of each class, summed over classes and images, as for ImageNet-21k."""
     logits = logits.float()
     if targets.ndim == 2:
         return F.binary_cross_entropy_with_logits(logits, smooth_labels(targets, smoothing), reduction="sum")
     # log(1 + e^x) - t x for each class, without a (B, L) tensor of t, which is 0 but for one class
-    labelled = targets != UNLABELED
-    true = logits.gather(1, torch.where(labelled, targets, 0)[:, None])[:, 0]
-    each = F.softplus(logits).sum(dim=1) - (1 - smoothing) * true
+    is_labeled = targets != UNLABELED
+    true = logits.gather(1, torch.where(is_labeled, targets, 0)[:, None])[:, 0]
+    image_losses = F.softplus(logits).sum(dim=1) - (1 - smoothing) * true
     if smoothing:
-        each = each - smoothing * logits.mean(dim=1)
-    return torch.where(labelled, each, 0.0).sum()
+        image_losses = image_losses - smoothing * logits.mean(dim=1)
+    return torch.where(is_labeled, image_losses, 0.0).sum()
 
 
 def compute_logit_adjustment(class_counts: Tensor, loss: str) -> Tensor:
-    """(L,) float32: the logits that images a class alone explain; added in training, they leave none of it to learn.
+    """(L,) float32: the logits that class sizes explain; added in training, they need not be learned.
 
-    Logit adjustment (Menon et al. 2021): the best answer of a model so trained is the best for classes of equal size.
+    Logit adjustment (Menon et al. 2021): the trained model predicts best for classes of equal size.
     """
     share = class_counts / class_counts.sum()
     return (share.log() if loss == "softmax" else share.logit(eps=1e-6)).float()

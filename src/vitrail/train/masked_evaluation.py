@@ -1,6 +1,6 @@
-"""How well a masked model tells what is hidden of images held out, always the same patches of them.
+"""Evaluation of a masked model: its predictions of masked patches of held-out images, always the same patches.
 
-B images of a batch   N patches of an image   M hidden ones   p pixels along a side of what is told of a patch
+B images of a batch   N patches of an image   M masked ones   p pixels along the side of a predicted patch
 """
 
 import dataclasses
@@ -16,46 +16,46 @@ from vitrail.data.transforms import normalize
 from vitrail.errors import DataError
 from vitrail.model.masked import MaskedViT, compute_masked_losses
 
-MAX_EXAMPLES = 6  # images of a picture
+MAX_EXAMPLES = 6  # images in the reconstruction image
 
 
 class MaskedExamples(NamedTuple):
-    """A few images and what was told of them, on the CPU."""
+    """A few images with predicted and target patches, on the CPU."""
 
-    pixels: Tensor  # uint8 (B, C, S, S), or one more: the partner that patches may be taken of
+    pixels: Tensor  # uint8 (B, C, S, S), or one more: the partner that patches may be taken from
     masking: Tensor  # int64 (B, 2, N)
-    predicted_patches: Tensor  # uint8 (B, M, C, p, p): the hidden patches as the model tells them
-    target_patches: Tensor  # uint8 (B, M, C, p, p): and as they are
+    predicted_patches: Tensor  # uint8 (B, M, C, p, p): the masked patches as predicted
+    target_patches: Tensor  # uint8 (B, M, C, p, p): the masked patches themselves
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskedCounts:
-    """Sums over images held out."""
+    """Sums over held-out images."""
 
     images: int
     patches: int
-    """Hidden ones."""
+    """Masked ones."""
     loss: float
-    """Of an image, over its hidden patches on average, summed over images."""
+    """The mean over an image's masked patches, summed over images."""
     num_colors: int
-    """That were to be told; none where the target is pixels."""
+    """Colors to predict; 0 where the target is pixels."""
     right: int
     right_in_five: int
     examples: MaskedExamples | None = None
 
     @property
     def mean_loss(self) -> float:
-        """The loss of an image on average."""
+        """The mean loss of an image."""
         return self.loss / self.images
 
     @property
     def top1(self) -> float | None:
-        """The share of colours that are right."""
+        """The share of colors predicted correctly."""
         return self.right / self.num_colors if self.num_colors else None
 
     @property
     def top5(self) -> float | None:
-        """The share of colours that are among the five likeliest."""
+        """The share of colors among the five most likely predictions."""
         return self.right_in_five / self.num_colors if self.num_colors else None
 
 
@@ -65,37 +65,37 @@ def evaluate_masked(
     batches: Iterable[Batch],
     preprocess: PreprocessConfig,
     *,
-    over_ranks: Callable[[Tensor], Tensor] = lambda sums: sums,
+    reduce_ranks: Callable[[Tensor], Tensor] = lambda sums: sums,
 ) -> MaskedCounts:
-    """The sums over batches with what is hidden of them, those of other processes included by `over_ranks`.
+    """The sums over batches of images with their masks; `reduce_ranks` adds those of other processes.
 
-    The first few images are kept to be shown. The model is left in eval mode.
+    The first few images are returned as examples. The model is left in eval mode.
     """
     device = next(model.parameters()).device
     model.eval()
     sums = torch.zeros(6, dtype=torch.float64, device=device)
-    shown = None
+    examples = None
     for batch in batches:
         images = normalize(batch.pixels.to(device, non_blocking=True), preprocess)
-        hiding = batch.targets.to(device, non_blocking=True)
-        told, targets = model(images, hiding).float(), model.compute_targets(images, hiding)
-        counted = (
-            len(told),
-            told.shape[0] * told.shape[1],
-            compute_masked_losses(told, targets).sum(),
-            *_count_right_colors(told, targets),
+        masking = batch.targets.to(device, non_blocking=True)
+        predictions, targets = model(images, masking).float(), model.compute_targets(images, masking)
+        counts = (
+            len(predictions),
+            predictions.shape[0] * predictions.shape[1],
+            compute_masked_losses(predictions, targets).sum(),
+            *_count_right_colors(predictions, targets),
         )
-        sums += torch.stack([torch.as_tensor(each, dtype=torch.float64, device=device) for each in counted])
-        if shown is None:
-            shown = _select_examples(model, batch.pixels, images, hiding, told, targets)
-    count, patches, loss, colours, right, right_in_five = over_ranks(sums).tolist()
+        sums += torch.stack([torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts])
+        if examples is None:
+            examples = _select_examples(model, batch.pixels, images, masking, predictions, targets)
+    count, patches, loss, colors, right, right_in_five = reduce_ranks(sums).tolist()
     if not count:
         raise DataError("there is no image to evaluate on")
-    return MaskedCounts(int(count), int(patches), loss, int(colours), int(right), int(right_in_five), shown)
+    return MaskedCounts(int(count), int(patches), loss, int(colors), int(right), int(right_in_five), examples)
 
 
 def _count_right_colors(predictions: Tensor, targets: Tensor) -> tuple[int | Tensor, int | Tensor, int | Tensor]:
-    """Colours that were to be told, those that are right, and those that are among the five likeliest."""
+    """The colors to predict, those predicted correctly, and those among the five most likely."""
     if targets.is_floating_point():
         return 0, 0, 0
     logits = predictions.unflatten(-1, (targets.shape[-1], -1))  # (B, M, 1 or 16, L)
@@ -109,5 +109,7 @@ def _select_examples(
     """The first images of a batch, and the partner of the last of them."""
     count = min(MAX_EXAMPLES, len(predictions))
     partner = len(pixels) - len(predictions)
-    painted = [model.render_patches(each[:count], images, masking[:count]).cpu() for each in (predictions, targets)]
-    return MaskedExamples(pixels[: count + partner].cpu(), masking[:count].cpu(), *painted)
+    rendered = [
+        model.render_patches(patches[:count], images, masking[:count]).cpu() for patches in (predictions, targets)
+    ]
+    return MaskedExamples(pixels[: count + partner].cpu(), masking[:count].cpu(), *rendered)

@@ -1,4 +1,4 @@
-"""Gradients to steps: which parameters decay, which of them learn slower, and by what rule they move.
+"""Optimizers: which parameters have weight decay, which learning rate each has, and by what rule they are updated.
 
 Kernels alone decay: of linear layers and convolutions, standardised ones included. Biases, norms, tokens, positions,
 offsets and layer scales do not. The decay of a step is its learning rate times `weight_decay`, under every rule.
@@ -27,33 +27,20 @@ from vitrail.train.fsdp import to_local
 FUSED_DEVICES = ("cpu", "cuda", "mps")  # devices on which torch has one kernel for a whole group's step
 BLOCK_PREFIXES = ("blocks.", "vit.blocks.", "decoder.blocks.")  # of a ViT, or of one that is masked
 EMBEDDING_MODULES = (
-    "patch_embed",
-    "cls_token",
-    "dist_token",
-    "reg_token",
-    "pos_embed",
-    "pos_embed_y",
-    "pos_embed_x",
-    "stem",
-)
+    "patch_embed", "cls_token", "dist_token", "reg_token", "pos_embed", "pos_embed_y", "pos_embed_x", "stem",
+)  # fmt: skip
 
-NEWTON_SCHULZ_COEFFICIENTS = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # Jordan et al. 2024: steepest at 0, so that five iterations are enough
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steepest at 0, so five iterations do
 NEWTON_SCHULZ_ITERATIONS = 5
-MUON_UPDATE_RMS = (
-    0.2  # Liu et al. 2025: a Muon step as large as AdamW's, so that one learning rate and decay serve both
-)
+MUON_UPDATE_RMS = 0.2  # Liu et al. 2025: a Muon step as large as AdamW's, so one learning rate and decay serve both
 
 ParamGroup = dict[str, Any]
 
 
 def build_optimizer(model: Model | MaskedViT, config: OptimizerConfig, *, capturable: bool = False) -> Optimizer:
-    """The optimizer of all parameters that are not frozen, its learning rates at their top.
+    """The optimizer of all parameters that are not frozen, at their peak learning rates.
 
-    With `recorded` its step may become part of a CUDA graph: learning rates then lie on the device. Not for sgd.
+    With `capturable` its step may become part of a CUDA graph: learning rates are then on the device. Not for sgd.
     """
     groups = build_param_groups(model, config)
     if not groups:
@@ -81,17 +68,17 @@ def build_optimizer(model: Model | MaskedViT, config: OptimizerConfig, *, captur
 
 
 def build_param_groups(model: Model | MaskedViT, config: OptimizerConfig) -> list[ParamGroup]:
-    """Parameters by name, together where decay, learning rate and rule are the same; frozen ones in none."""
+    """Parameter groups of equal weight decay, learning rate and update rule; frozen parameters are in none."""
     groups: dict[tuple[bool, int, int], ParamGroup] = {}
     for owner, module in model.named_modules():
         for name, parameter in module.named_parameters(owner, recurse=False):
             if not parameter.requires_grad:
                 continue
             kernel = name.endswith(".weight") and isinstance(module, nn.Linear | nn.Conv2d)
-            # Query, key and value are three maps that only lie in one matrix: each is orthogonalised by itself.
+            # Query, key and value are three maps stored in one matrix: each is orthogonalized by itself.
             stacked = 3 if name.endswith(".qkv.weight") else 1
             matrices = stacked if config.kind == "muon" and kernel and name.startswith(BLOCK_PREFIXES) else 0
-            # a masked recipe refuses to have layers learn at different rates
+            # a masked recipe refuses layer decay
             level = 0 if config.layer_decay == 1 or isinstance(model, MaskedViT) else layers_below_head(model, name)
             top = config.lr if matrices or config.adam_lr is None else config.adam_lr
             top = top * config.layer_decay**level
@@ -113,19 +100,19 @@ def layers_below_head(model: Model, name: str) -> int:
 
     The blocks of a BiT ResNet are its units; a hybrid's convolutions belong to its embedding.
     """
-    place = name.split(".")
+    parts = name.split(".")
     units = (model.config.depth,) if isinstance(model, ViT) else model.config.conv.units
-    if place[0] in EMBEDDING_MODULES:
+    if parts[0] in EMBEDDING_MODULES:
         return sum(units) + 1
-    if place[0] == "blocks":
-        return sum(units) - int(place[1])
-    if place[0] == "stages":
-        return sum(units[int(place[1]) :]) - int(place[3])
+    if parts[0] == "blocks":
+        return sum(units) - int(parts[1])
+    if parts[0] == "stages":
+        return sum(units[int(parts[1]) :]) - int(parts[3])
     return 0
 
 
 def set_lr(optimizer: Optimizer, lr_scale: float) -> None:
-    """Set every group's learning rate to this share of its top."""
+    """Set every group's learning rate to `lr_scale` times its peak."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(lr_scale * group["top"])
@@ -135,10 +122,10 @@ def set_lr(optimizer: Optimizer, lr_scale: float) -> None:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
-    """The norm of all gradients together, which are then scaled down to `limit` where it is above.
+    """Scale all gradients down to a norm of `max_norm` if it is larger; return the norm before.
 
-    It stays on the device: nothing waits for it here. Where it is not finite, neither are the gradients any more, so
-    whoever must survive that looks before the step.
+    The norm stays on the device: nothing waits for it here. If it is not finite, neither are the gradients afterwards,
+    so the caller must check it before the step.
     """
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -149,7 +136,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
 
 
 def get_optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """What the steps so far left in the optimizer: `PARAMETER/momentum_buffer` and the like, ready for a file."""
+    """The optimizer's tensors, as `PARAMETER/momentum_buffer` and the like, ready for a file."""
     return {
         f"{name}/{kind}": value
         for group in optimizer.param_groups
@@ -159,7 +146,7 @@ def get_optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def load_optimizer_state(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Go on from a copy of what `state` gave: the next steps are the same to the bit."""
+    """Load what `get_optimizer_state` returned: the next steps are bit-identical."""
     fresh = optimizer.state_dict()
     numbers = {
         name: number
@@ -178,7 +165,7 @@ def load_optimizer_state(optimizer: Optimizer, tensors: Mapping[str, Tensor]) ->
 
 
 class Muon(Optimizer):
-    """Orthogonalised momentum for groups whose `matrices` says how many lie in each parameter; AdamW where it is 0."""
+    """Orthogonalized momentum for groups whose `matrices` says how many each parameter holds; AdamW where it is 0."""
 
     def __init__(
         self,
@@ -190,13 +177,13 @@ class Muon(Optimizer):
         fused: bool,
         capturable: bool = False,
     ) -> None:
-        # it completes the groups, which both then share
+        # it completes the groups, which both share
         self.adam = AdamW(groups, betas=betas, eps=eps, fused=fused, capturable=capturable)
         super().__init__(groups, {"momentum": momentum})
 
     @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]  # there is no closure to evaluate anything again
-        """Move every parameter that has a gradient."""
+    def step(self) -> None:  # type: ignore[override]  # there is no closure
+        """Update every parameter that has a gradient."""
         matrices: list[tuple[Tensor, slice]] = []
         moved: list[Tensor] = []  # whole: where they are sharded, every rank computes with all of them
         rates: list[float | Tensor] = []
@@ -221,9 +208,9 @@ class Muon(Optimizer):
         self.adam.step()
 
     def _update_momentum(self, trained: list[Tensor], momentum: float) -> Iterable[Tensor]:
-        """The direction of each parameter: the average of its gradients, leaning to the last one (Nesterov's form).
+        """The update direction of each parameter: the average of its gradients in Nesterov's form.
 
-        Of parameters that are sharded, the rows of this rank.
+        For sharded parameters, the rows of this rank.
         """
         gradients = _get_local_gradients(trained)
         for parameter in trained:
@@ -235,23 +222,23 @@ class Muon(Optimizer):
 
 
 def _split_matrices(parameter: Tensor, count: int) -> Iterator[tuple[Tensor, slice]]:
-    """Of each matrix in a parameter the rows that this rank holds, maybe none, and which of the matrix's they are."""
-    mine, here, height = to_local(parameter), fsdp.get_local_rows(parameter), len(parameter) // count
+    """For each matrix in a parameter, the rows that this rank holds, maybe none, and their place in the matrix."""
+    local, rows, height = to_local(parameter), fsdp.get_local_rows(parameter), len(parameter) // count
     for top in range(0, len(parameter), height):
-        first = max(here.start, top)
-        last = max(first, min(here.stop, top + height))
-        yield mine[first - here.start : last - here.start], slice(first - top, last - top)
+        first = max(rows.start, top)
+        last = max(first, min(rows.stop, top + height))
+        yield local[first - rows.start : last - rows.start], slice(first - top, last - top)
 
 
 def orthogonalize(matrices: list[Tensor]) -> list[Tensor]:
-    """Each matrix with its singular values brought near 1; those of one shape, upright or lying, in one batch."""
-    lying = [matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT for matrix in matrices]
-    results = list(lying)
-    for shape in dict.fromkeys(matrix.shape for matrix in lying):
-        places = [place for place, matrix in enumerate(lying) if matrix.shape == shape]
-        batch = newton_schulz(torch.stack([lying[place] for place in places]))
-        for place, result in zip(places, batch, strict=True):
-            results[place] = result
+    """Each matrix with its singular values brought near 1; matrices of one shape, transposed or not, in one batch."""
+    wide = [matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT for matrix in matrices]
+    results = list(wide)
+    for shape in dict.fromkeys(matrix.shape for matrix in wide):
+        indices = [index for index, matrix in enumerate(wide) if matrix.shape == shape]
+        batch = newton_schulz(torch.stack([wide[index] for index in indices]))
+        for index, result in zip(indices, batch, strict=True):
+            results[index] = result
     return [
         result if result.shape == matrix.shape else result.mT for result, matrix in zip(results, matrices, strict=True)
     ]
@@ -276,7 +263,7 @@ def _filter_with_gradient(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _get_local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The rows of gradients that this rank holds."""
+    """The gradients, or the rows of them that this rank holds."""
     return [to_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 

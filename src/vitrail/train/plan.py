@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vitrail import presets, recipes
-from vitrail.config import MaskedConfig, OptimizerConfig, Recipe, ScheduleConfig, ViTConfig, expand_image_size
+from vitrail.config import MaskedConfig, ModelConfig, OptimizerConfig, Recipe, ScheduleConfig, expand_image_size
 from vitrail.errors import UsageError
 
 if TYPE_CHECKING:
-    from vitrail.model.build import ModelConfig
     from vitrail.model.memory import TrainingMemory
 
 
@@ -161,7 +160,7 @@ def find_published_cost(name: str, recipe: Recipe, images: int) -> PublishedCost
 
 
 class _TrainingCost(NamedTuple):
-    memory_models: "tuple[ModelConfig, ...]"
+    memory_models: tuple[ModelConfig, ...]
     """Models that together hold what training holds."""
     parameters: int
     flops_per_image: int
@@ -213,15 +212,11 @@ def count_core_days(name: str) -> float:
 
 def count_recipe_flops(recipe: Recipe) -> float:
     """Count the FLOPs of the whole run on the recipe's own dataset."""
-    from vitrail.model import cost, masked
+    from vitrail.model import cost
 
     assert recipe.data is not None
-    config = _build_config(recipe)
     images = round(recipe.epochs * recipes.TRAIN_IMAGE_COUNTS[recipe.data])
-    if recipe.masked is None:
-        return cost.count_training_flops(config, images)
-    assert isinstance(config, ViTConfig)
-    return masked.count_masked_training_flops(config, recipe.masked, images)
+    return cost.count_training_flops(_build_config(recipe), images, recipe.masked)
 
 
 def compute_traffic(weights: int, machine: PlannedMachine) -> int:
@@ -234,7 +229,7 @@ def compute_traffic(weights: int, machine: PlannedMachine) -> int:
     return round(rounds * weights * (machine.devices - 1) / machine.devices)
 
 
-def _build_config(recipe: Recipe, classes: int | None = None) -> "ModelConfig":
+def _build_config(recipe: Recipe, classes: int | None = None) -> ModelConfig:
     assert recipe.model is not None
     changes = dict(recipe.settings)
     if recipe.image_size is not None:
@@ -244,22 +239,18 @@ def _build_config(recipe: Recipe, classes: int | None = None) -> "ModelConfig":
     return presets.get_preset_config(recipe.model, **changes)
 
 
-def _count_training_cost(config: "ModelConfig", masked: MaskedConfig | None) -> _TrainingCost:
-    from vitrail.model import cost
-    from vitrail.model import masked as masked_model
+def _count_training_cost(config: ModelConfig, masked: MaskedConfig | None) -> _TrainingCost:
+    from vitrail.model import cost, memory
 
-    if masked is None:
-        return _TrainingCost((config,), cost.count_parameters(config), cost.count_training_flops(config, 1))
-    assert isinstance(config, ViTConfig)
     return _TrainingCost(
-        masked_model.list_memory_equivalents(config, masked),
-        masked_model.count_masked_parameters(config, masked),
-        masked_model.count_masked_training_flops(config, masked, 1),
+        memory.list_memory_equivalents(config, masked),
+        cost.count_parameters(config, masked),
+        cost.count_training_flops(config, 1, masked),
     )
 
 
 def _estimate_memory(
-    models: "Sequence[ModelConfig]", recipe: Recipe, machine: PlannedMachine, micro_batch: int
+    models: Sequence[ModelConfig], recipe: Recipe, machine: PlannedMachine, micro_batch: int
 ) -> "tuple[TrainingMemory, TrainingMemory]":
     """The memory of one GPU, with the model whole and sharded over all of them."""
     from vitrail.model import memory

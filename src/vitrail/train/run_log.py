@@ -1,10 +1,10 @@
-"""What a run writes down as it goes, and where else it may be sent.
+"""The log of a run: text files in its folder, and other loggers.
 
-    results.csv   a row for each evaluation, with the columns that people's scripts already know
-    events.jsonl  a line for each thing that happened
-    run.log       the same for people
+    results.csv   a row for each evaluation, with columns that existing scripts know
+    events.jsonl  a line for each event
+    run.log       the same for people to read
 
-Anything else is a `Logger`: two functions. TensorBoard is one; Weights & Biases or MLflow are as short.
+Any other destination is a `Logger` of two methods. TensorBoard is one; Weights & Biases or MLflow are as short.
 """
 
 import csv
@@ -32,14 +32,14 @@ _TRUNCATED_FILES = ("results.csv", "events.jsonl")
 
 
 class Logger(Protocol):
-    """Where numbers of a run may be sent, beside its folder."""
+    """A destination for a run's numbers, besides its folder."""
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers by name, as they are after so many steps."""
+        """Log numbers by name, after so many steps."""
         ...
 
     def close(self) -> None:
-        """Write what is left: the run has ended, well or not."""
+        """Write what is left; called when the run ends, also by an error."""
         ...
 
 
@@ -48,13 +48,13 @@ class TensorBoardLogger:
 
     def __init__(self, folder: Path) -> None:
         try:
-            writing = importlib.import_module("torch.utils.tensorboard")
+            tensorboard = importlib.import_module("torch.utils.tensorboard")
         except ImportError:
             raise UsageError("TensorBoard is not installed: pip install 'vitrail[track]'") from None
-        self.writer = writing.SummaryWriter(str(folder))
+        self.writer = tensorboard.SummaryWriter(str(folder))
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers by name, as they are after so many steps."""
+        """Log numbers by name, after so many steps."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
@@ -64,7 +64,7 @@ class TensorBoardLogger:
 
 
 class RunLog:
-    """The text files of a run's folder, and the loggers beside it; without a folder it writes nothing."""
+    """Writes the text files of a run's folder and calls the loggers; without a folder it writes no files."""
 
     def __init__(self, folder: Path | None, loggers: Sequence[Logger] = ()) -> None:
         self.folder = folder
@@ -74,13 +74,13 @@ class RunLog:
                 csv.writer(file).writerow(RESULT_COLUMNS)
 
     def get_file_sizes(self) -> dict[str, int]:
-        """Bytes of the files that a resumed run cuts back to."""
+        """The sizes of the files that a resumed run truncates."""
         if self.folder is None:
             return {}
         return {name: path.stat().st_size if (path := self.folder / name).exists() else 0 for name in _TRUNCATED_FILES}
 
     def truncate(self, sizes: Mapping[str, int]) -> None:
-        """Forget what was written after a checkpoint: it will be written again."""
+        """Remove what was written after a checkpoint: it will be written again."""
         if self.folder is None:
             return
         for name in _TRUNCATED_FILES:
@@ -88,12 +88,12 @@ class RunLog:
                 file.truncate(sizes[name])
 
     def log_step(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of a step, which are too many for a file of text."""
+        """Send the numbers of a step to the loggers; they are too many for the text files."""
         for logger in self.loggers:
             logger.log_scalars(step, values)
 
     def log_evaluation(self, step: int, values: Sequence[float | None]) -> None:
-        """A row of results.csv; a number that there is none of is an empty cell."""
+        """Write a row of results.csv; None is an empty cell."""
         if self.folder is None:
             return
         with (self.folder / "results.csv").open("a", newline="") as file:
@@ -104,20 +104,20 @@ class RunLog:
         self.log_step(step, {name: value for name, value in known.items() if name not in ("epoch", "time")})
 
     def log_event(self, event: str, **facts: Any) -> None:
-        """A line of events.jsonl."""
+        """Write a line of events.jsonl."""
         if self.folder is None:
             return
         with (self.folder / "events.jsonl").open("a") as file:
             file.write(json.dumps({"at": time.time(), "event": event, **facts}) + "\n")
 
     def write_line(self, sentence: str) -> None:
-        """A line of run.log."""
+        """Write a line of run.log."""
         if self.folder is None:
             return
         with (self.folder / "run.log").open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {sentence}\n")
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Close the loggers."""
         for logger in self.loggers:
             logger.close()

@@ -1,6 +1,6 @@
-"""The learning rate over the steps, as a function of numbers: there is no state to save.
+"""The learning-rate schedule as a function of the step: there is no state to save.
 
-torch's schedulers count their own calls, and what they counted must be saved and restored; here a step has its rate.
+torch's schedulers count their own calls, and that count must be saved and restored; here a step determines its rate.
 """
 
 import math
@@ -10,11 +10,11 @@ from vitrail.errors import UsageError
 
 
 def lr_scale(schedule: ScheduleConfig, step: float, steps: int) -> float:
-    """The learning rate of step `step`, from 0 to `steps` - 1, as a share of its top.
+    """The factor of the learning rate at step `step`, from 0 to `steps` - 1.
 
     As in the authors' code a step takes the value at its beginning. With a warm-up of w steps, step 0 gives 0 (it fills
     the optimizer's averages and moves nothing) and step w exactly 1; without one, step 0 gives 1. The curve ends at
-    `steps`, which is no step any more: the last step stands one step before `final`, or before the cooldown's 0.
+    `steps`, after the last step: that is one step before `final_lr_scale`, or before the cooldown's 0.
     """
     warmup, cooldown = schedule.warmup, schedule.cooldown
     if warmup + cooldown > steps:

@@ -1,7 +1,7 @@
-"""One step of training: forward and backward over micro-batches, then one move of the weights.
+"""One training step: forward and backward passes over micro-batches, then one update of the weights.
 
-Nothing here knows files, data sets or time. Dropout and stochastic depth draw from torch's generators, which are seeded
-from (seed, step, rank, micro-batch) before each forward pass, so that no state is left over from the steps before.
+Nothing here knows files, datasets or time. Dropout and stochastic depth draw from torch's generators, which are seeded
+from (seed, step, rank, micro-batch) before each forward pass, so that no state is left over from earlier steps.
 """
 
 import contextlib
@@ -33,49 +33,49 @@ TrainableModel = Model | MaskedViT
 
 
 class DivergedError(VitrailError):
-    """A loss or gradient that is no number: nothing was updated."""
+    """A loss or gradient that is not finite; nothing was updated."""
 
     exit_code = 6
 
 
 @dataclasses.dataclass
 class TrainState:
-    """What training changes."""
+    """Everything that training changes."""
 
     model: TrainableModel
     network: nn.Module
-    """What computes the model: itself, sharded or not, or its wrapper that adds up gradients over ranks."""
+    """The module to call: the model itself, sharded or not, or its DDP wrapper, which sums gradients over ranks."""
     optimizer: Optimizer
     ema: ema.ModelEMA | None
     cuda_graph_step: "CudaGraphStep | None" = None
-    """Whether, and then how, steps are recorded and replayed."""
+    """Records and replays steps, if they are."""
     logit_adjustment: Tensor | None = None
-    """(L,): added to the logits in training alone, where classes shall count alike."""
+    """(L,): added to the logits in training only, to give every class the same weight."""
     step: int = 0
     """The next step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What a step showed."""
+    """The numbers of one step."""
 
     loss: float
-    """Of an image on average, over all ranks."""
+    """The mean over the images of all ranks."""
     images: int
     """Of all ranks."""
     grad_norm: float
-    """Of all gradients together, before clipping."""
+    """The norm of all gradients, before clipping."""
     lr: float
 
 
 def build_train_state(
     model: TrainableModel, recipe: Recipe, class_counts: Sequence[int] = (), *, cuda_graph: bool = False
 ) -> TrainState:
-    """The state before the first step; a balanced recipe needs the training images of each class.
+    """The state before the first step; logit adjustment needs the training images of each class.
 
-    With `recorded` the steps of a GPU are replayed (`Recording`); the loop then gives each as one part. From here on
-    the process does without cuDNN's attention, torch's first choice on some GPUs: its backward pass gives NaN once
-    logits pass about 100, where the loss and every other kernel's gradient are fine (H200, torch 2.11).
+    With `cuda_graph` the steps of a GPU are replayed (`CudaGraphStep`); each is then one micro-batch. From here on the
+    process does not use cuDNN's attention, torch's first choice on some GPUs: its backward pass gives NaN once logits
+    exceed about 100, where the loss and every other kernel's gradient are fine (H200, torch 2.11).
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     average = ema.ModelEMA(model) if recipe.ema else None
@@ -90,7 +90,7 @@ def build_train_state(
 
 
 def _wrap_ddp(model: TrainableModel) -> nn.Module:
-    """The model, or where each of several ranks has all of it torch's wrapper, which sends gradients as they come."""
+    """The model, or with several ranks that each hold all of it, DDP, which sends gradients as they are computed."""
     if not distributed.is_distributed() or fsdp.is_sharded(model):
         return model
     device = next(model.parameters()).device
@@ -110,37 +110,36 @@ def train_step(
     schedule_position: float | None = None,
     verification: "StepVerification | None" = None,
 ) -> StepResult:
-    """Compute the step's micro-batches, (images, targets) each, and move the weights by their gradient.
+    """Compute the step's micro-batches, (images, targets) each, and update the weights.
 
-    Targets of a masked model are what is hidden, and there may be one image more (`loader.prepared`).
-    `size` counts the step's images over all ranks: gradients are of the mean over them, however they are divided.
-    `position`, from 0 to `steps`, is where the learning rate's schedule stands; the step's number unless given.
-    With a `verification` some steps are computed twice, and refused where that gives two results.
+    The targets of a masked model are masks, and there may be one image more (`loader.prepare_train_batch`).
+    `step_images` counts the images of all ranks: gradients are of the mean over them, however they are divided.
+    `schedule_position`, from 0 to `steps`, is where the learning rate's schedule stands; by default the step's number.
+    With a `verification` some steps are computed twice, and refused where the two results differ.
     """
     state.model.train()
     if step_images != recipe.batch:
-        state.cuda_graph_step = None  # the last step is short; what was recorded would hold its memory beside it
+        state.cuda_graph_step = None  # the last step is short, and the recorded graph would keep its memory beside it
     due = verification is not None and verification.is_due(state)
-    held = list(micro_batches) if due else micro_batches
+    batches = list(micro_batches) if due else micro_batches
 
     def compute() -> tuple[Tensor, Tensor, int]:
         if state.cuda_graph_step is None:
             return _compute_gradients(
-                state, held, recipe, step_images, lambda part: _derive_dropout_seed(seed, state.step, rank, part)
+                state, batches, recipe, step_images, lambda part: _derive_dropout_seed(seed, state.step, rank, part)
             )
-        ((pixels, targets),) = held
+        ((pixels, targets),) = batches
         torch.manual_seed(_derive_dropout_seed(seed, state.step, rank, 0))
         return *state.cuda_graph_step.replay_gradients(state, pixels, targets, recipe), len(targets)
 
     total, norm, images = verification.compute_twice(state, compute) if verification and due else compute()
     loss, images = _all_reduce_loss(total, images)
-    found = StepResult(
-        loss / max(images, 1), images, float(norm), _apply_schedule(state, recipe, steps, schedule_position)
-    )
-    if not (abs(found.loss) < float("inf") and found.grad_norm < float("inf")):
+    lr = _apply_schedule(state, recipe, steps, schedule_position)
+    result = StepResult(loss / max(images, 1), images, float(norm), lr)
+    if not (abs(result.loss) < float("inf") and result.grad_norm < float("inf")):
         raise DivergedError(
-            f"step {state.step}: the loss is {found.loss} and the gradient's norm {found.grad_norm}; nothing was updated."
-            f" Try a lower learning rate than {recipe.optimizer.lr}, or a longer warm-up"
+            f"step {state.step}: the loss is {result.loss} and the gradient's norm {result.grad_norm}; nothing was"
+            f" updated. Try a lower learning rate than {recipe.optimizer.lr}, or a longer warm-up"
         )
     if state.cuda_graph_step is not None:
         state.cuda_graph_step.replay_update(state)
@@ -149,7 +148,7 @@ def train_step(
     state.step += 1
     if state.ema is not None:
         state.ema.update(ema.compute_warmup_decay(recipe.ema, state.step) if recipe.ema_warmup else recipe.ema)
-    return found
+    return result
 
 
 def _compute_gradients(
@@ -159,7 +158,7 @@ def _compute_gradients(
     step_images: int,
     seed: Callable[[int], int] | None,
 ) -> tuple[Tensor, Tensor, int]:
-    """The loss summed over these images, the norm of all gradients, and how many images there were."""
+    """The loss summed over this rank's images, the norm of all gradients, and the number of images."""
     state.optimizer.zero_grad(set_to_none=True)
     total: Tensor | None = None
     images = 0
@@ -169,12 +168,12 @@ def _compute_gradients(
         with _defer_gradient_sync(state.network, sync=last):
             if len(pixels):
                 loss = _compute_loss(state, pixels, targets, recipe, is_full_step=step_images == recipe.batch)
-                # torch's wrapper takes the mean over ranks, and what is wanted is the sum
+                # DDP takes the mean over ranks, and we need the sum
                 (loss * (distributed.get_world_size() / step_images)).backward()
                 total = loss.detach() if total is None else total + loss.detach()
                 images += len(targets)
             elif fsdp.is_sharded(state.network) or (last and distributed.is_distributed()):
-                # the others wait for this rank's gradients, which are nothing, and where it is sharded for its weights
+                # other ranks wait for this rank's gradients, which are zero, and if sharded for its weights
                 (_forward(state, *make_blank_batch(pixels, targets), is_full_step=False).sum() * 0).backward()
     norm = optimizer.clip_gradients(state.model.parameters(), recipe.optimizer.clip)
     return torch.zeros((), device=norm.device) if total is None else total, norm, images
@@ -183,7 +182,7 @@ def _compute_gradients(
 def _enumerate_micro_batches(
     micro_batches: Iterable[tuple[Tensor, Tensor]],
 ) -> Iterator[tuple[int, tuple[Tensor, Tensor], bool]]:
-    """Each part with its number and whether it is the last."""
+    """Each micro-batch with its number and whether it is the last."""
     micro_batches = iter(micro_batches)
     part = next(micro_batches, None)
     for number in itertools.count():
@@ -195,7 +194,7 @@ def _enumerate_micro_batches(
 
 
 def _defer_gradient_sync(network: nn.Module, *, sync: bool) -> contextlib.AbstractContextManager[None]:
-    """Where gradients go to the other ranks, or are kept to be sent with those of the step's last part."""
+    """Send gradients to other ranks within the block, or keep them for the step's last micro-batch."""
     if fsdp.is_sharded(network):
         fsdp.set_gradient_sync(network, sync=sync)
     if sync or not isinstance(network, DistributedDataParallel):
@@ -204,7 +203,7 @@ def _defer_gradient_sync(network: nn.Module, *, sync: bool) -> contextlib.Abstra
 
 
 def _all_reduce_loss(total: Tensor, images: int) -> tuple[float, int]:
-    """The loss summed over all ranks' images, and how many there are."""
+    """The loss summed over the images of all ranks, and the number of images."""
     if not distributed.is_distributed():
         return float(total), images
     loss, count = distributed.all_reduce_sum(torch.stack([total.double(), total.new_tensor(images).double()])).tolist()
@@ -212,10 +211,10 @@ def _all_reduce_loss(total: Tensor, images: int) -> tuple[float, int]:
 
 
 class CudaGraphStep:
-    """A step as two CUDA graphs, gradients and update, between which the host may look at the loss.
+    """A step as two CUDA graphs, gradients and update, between which the host can check the loss.
 
-    Kernels of a small model or batch are over before Python has launched the next; a replay launches all at once. The
-    first steps are computed as they are, which leaves in place what must not be made while recording.
+    The kernels of a small model or batch end before Python has launched the next; a replay launches all at once. The
+    first steps run eagerly, to allocate what must not be allocated while recording.
     """
 
     EAGER_STEPS = 3
@@ -229,7 +228,7 @@ class CudaGraphStep:
     def replay_gradients(
         self, state: TrainState, pixels: Tensor, targets: Tensor, recipe: Recipe
     ) -> tuple[Tensor, Tensor]:
-        """The loss summed over the images and the norm of all gradients, which are in place."""
+        """Compute the gradients; return the loss summed over the images and the norm of all gradients."""
         if self.eager_steps_left:
             total, norm, _ = _compute_gradients(state, [(pixels, targets)], recipe, recipe.batch, None)
             return total, norm
@@ -242,13 +241,13 @@ class CudaGraphStep:
             self.outputs = (total, norm)
             self.graphs.append(graph)
         else:
-            for place, value in zip(self.inputs, (pixels, targets), strict=True):
-                place.copy_(value)
+            for buffer, value in zip(self.inputs, (pixels, targets), strict=True):
+                buffer.copy_(value)
         self.graphs[0].replay()
         return self.outputs
 
     def replay_update(self, state: TrainState) -> None:
-        """Move the weights."""
+        """Update the weights."""
         if self.eager_steps_left:
             self.eager_steps_left -= 1
             state.optimizer.step()
@@ -266,42 +265,49 @@ def _derive_dropout_seed(seed: int, step: int, rank: int, part: int) -> int:
 
 
 def make_autocast(device: torch.device) -> torch.autocast:
-    """The forward pass of training: in bf16 on a GPU, whose weights stay float32; in float32 elsewhere."""
+    """The precision of training's forward pass: bf16 on a GPU, whose weights stay float32; float32 elsewhere."""
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
 def _compute_loss(state: TrainState, pixels: Tensor, targets: Tensor, recipe: Recipe, *, is_full_step: bool) -> Tensor:
-    """Summed over the images."""
-    said = _forward(state, pixels, targets, is_full_step=is_full_step)
+    """The loss, summed over the images."""
+    outputs = _forward(state, pixels, targets, is_full_step=is_full_step)
     if isinstance(state.model, MaskedViT):
-        return masked.compute_masked_losses(said, state.model.compute_targets(pixels, targets)).sum()
-    logits = said if state.logit_adjustment is None else said.float() + state.logit_adjustment
+        return masked.compute_masked_losses(outputs, state.model.compute_targets(pixels, targets)).sum()
+    logits = outputs if state.logit_adjustment is None else outputs.float() + state.logit_adjustment
     return LOSS_FUNCTIONS[recipe.loss](logits, targets, recipe.label_smoothing)
 
 
 def _forward(state: TrainState, pixels: Tensor, targets: Tensor, *, is_full_step: bool) -> Tensor:
-    """What the network says; compiled for whole steps, and a run's last, short one is not worth another time."""
+    """The network's outputs; compiled for full steps only, since the last, short one is not worth compiling again."""
     with contextlib.nullcontext() if is_full_step else disable_compile(state.model), make_autocast(pixels.device):
         return state.network(*select_inputs(state.model, pixels, targets))
 
 
 def select_inputs(model: TrainableModel, pixels: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    """What the forward pass takes of a micro-batch: the images, and of a masked model also what is hidden of them."""
+    """The inputs of the forward pass in a micro-batch: the images, and for a masked model their masks."""
     return (pixels, targets) if isinstance(model, MaskedViT) else (pixels,)
 
 
 def make_blank_batch(pixels: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """A black image in place of none, for a pass that others wait for."""
+    """A black image instead of none, for a pass that other ranks wait for."""
     return pixels.new_zeros(1, *pixels.shape[1:]), targets.new_zeros(1, *targets.shape[1:])
 
 
 def disable_compile(model: TrainableModel) -> contextlib.AbstractContextManager[object]:
-    """Where a model that was compiled for training's batches computes others, as it is written."""
+    """Within the block, a model compiled for training's batches runs eagerly on others."""
     compiled = isinstance(model, ViT | MaskedViT) and model.is_compiled
     return torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
 
 
+@contextlib.contextmanager
+def use_averaged_weights(state: TrainState) -> Iterator[TrainableModel]:
+    """The model; within the block it has the averaged weights, if the run keeps an average."""
+    with contextlib.nullcontext() if state.ema is None else state.ema.apply_to_model():
+        yield state.model
+
+
 def _apply_schedule(state: TrainState, recipe: Recipe, steps: int, schedule_position: float | None) -> float:
-    share = schedule.lr_scale(recipe.schedule, state.step if schedule_position is None else schedule_position, steps)
-    optimizer.set_lr(state.optimizer, share)
-    return share * recipe.optimizer.lr
+    lr_scale = schedule.lr_scale(recipe.schedule, state.step if schedule_position is None else schedule_position, steps)
+    optimizer.set_lr(state.optimizer, lr_scale)
+    return lr_scale * recipe.optimizer.lr

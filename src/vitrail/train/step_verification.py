@@ -1,9 +1,9 @@
-"""Steps that are computed twice, to notice a machine that computes wrong (`--verify-every N`).
+"""Steps that are computed twice, to detect a machine that computes wrongly (`--verify-every N`).
 
-A broken processor, memory or link may change a number and report nothing. Every N steps loss and gradients are computed
+A broken processor, memory or link may silently change a number. Every N steps loss and gradients are computed
 a second time from the same weights, images and random draws, and compared before anything is updated. On a CPU, and on
 a GPU with deterministic algorithms, every bit must be the same. Other GPU kernels add in any order: there a tensor may
-differ by `TOLERANCE` of the gradient's norm. Whatever the comparison finds, the run's numbers are those without it.
+differ by `TOLERANCE` of the gradient's norm. Verification never changes the run's numbers.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vitrail.train.step import TrainState
 
 TOLERANCE = 1e-2
-"""Of the whole gradient's norm, or of the loss: what a GPU that adds in any order may be apart."""
+"""The difference allowed to a GPU that adds in any order, as a share of the whole gradient's norm, or of the loss."""
 MISMATCH_FILES = "mismatch-*.safetensors"
 
 StepGradients = tuple[Tensor, Tensor, int]
@@ -34,53 +34,55 @@ StepGradients = tuple[Tensor, Tensor, int]
 
 
 class MismatchError(VitrailError):
-    """A step that gave two results: nothing was updated."""
+    """A step gave two different results; nothing was updated."""
 
     exit_code = 7
 
 
 @dataclasses.dataclass
 class StepVerification:
-    """Which steps are computed twice, and where both results of one go that differ."""
+    """Which steps are computed twice, and where differing results are written."""
 
     every_steps: int
     folder: Path
     rank: int = 0
     has_computed_step: bool = False
-    """Whether this process has computed a step."""
+    """Whether this process has computed a step before."""
 
     def is_due(self, state: "TrainState") -> bool:
-        """Whether the next step is computed twice; to be asked at each.
+        """Whether the next step is computed twice; must be called at each step.
 
-        torch's wrapper for several ranks divides gradients anew after a process's first step, and then may add in
-        another order: that step is none to compare.
+        DDP regroups gradients after a process's first step and may then add in another order, so that step cannot be
+        compared.
         """
-        settled = self.has_computed_step or not isinstance(state.network, DistributedDataParallel)
+        is_comparable = self.has_computed_step or not isinstance(state.network, DistributedDataParallel)
         self.has_computed_step = True
-        return settled and (state.step + 1) % self.every_steps == 0
+        return is_comparable and (state.step + 1) % self.every_steps == 0
 
     def compute_twice(self, state: "TrainState", compute: Callable[[], StepGradients]) -> StepGradients:
-        """What `compute` gives, which also sets the gradients, if it gives the same again."""
+        """Call `compute`, which also sets the gradients, twice; return its result, or raise a MismatchError."""
         total, _, _ = compute()
         first = {name: tensor.clone() for name, tensor in _collect_results(state, total)}
-        found = compute()
-        second = dict(_collect_results(state, found[0]))
+        result = compute()
+        second = dict(_collect_results(state, result[0]))
         limit = None if is_deterministic(total.device) else TOLERANCE
         different = find_differences(first, second, limit)
         counts = distributed.all_gather_rows(torch.tensor([len(different)]), total.device).tolist()
         if any(counts):
             written = self._write_mismatch(state.step + 1, first, second, different) if different else None
-            distributed.barrier()  # the first to end would have torchrun end those that still write
+            distributed.barrier()  # the first to exit would have torchrun kill those that still write
             raise MismatchError(self._describe_mismatch(state.step + 1, first, second, different, written, counts))
-        return found
+        return result
 
     def _write_mismatch(
         self, step: int, first: dict[str, Tensor], second: dict[str, Tensor], different: dict[str, float]
     ) -> Path:
-        """Keep both results of what differs, and of the loss in any case."""
+        """Write both results of the tensors that differ, and of the loss in any case."""
         names = ["loss", *(name for name in different if name != "loss")]
         tensors = {
-            f"{which}/{name}": each[name] for which, each in (("first", first), ("second", second)) for name in names
+            f"{which}/{name}": results[name]
+            for which, results in (("first", first), ("second", second))
+            for name in names
         }
         facts = {
             "step": step,
@@ -105,7 +107,7 @@ class StepVerification:
     ) -> str:
         ranks = [str(rank) for rank, number in enumerate(counts) if number]
         where = f" in {'process' if len(ranks) == 1 else 'processes'} {', '.join(ranks)}" if len(counts) > 1 else ""
-        text = f"step {step:,} was computed twice and gave two results{where}: the machine computes wrong"
+        text = f"step {step:,} was computed twice and gave two results{where}: the machine computes wrongly"
         if written is not None:
             worst = max(different, key=lambda name: different[name])
             losses = f"The loss was {float(first['loss']):.9g} and {float(second['loss']):.9g}"
@@ -114,38 +116,38 @@ class StepVerification:
             )
             text += f". Both results are in {written}"
         return text + (
-            ". Nothing was updated and the last checkpoint is as it was: test the machine, and go on with --resume,"
+            ". Nothing was updated and the last checkpoint is unchanged: test the machine, and continue with --resume,"
             " better on another"
         )
 
 
 def is_deterministic(device: torch.device) -> bool:
-    """Whether two computations must agree in every bit."""
+    """Whether two computations must be bit-identical."""
     return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
 
 
 def find_differences(
     first: dict[str, Tensor], second: dict[str, Tensor], limit: float | None = None
 ) -> dict[str, float]:
-    """The largest difference of each tensor that is not the same in both: in every bit, or with a limit up to it.
+    """The largest difference of each tensor that differs: in any bit, or by more than `limit`.
 
     The limit is a share of the loss, and of the norm of all gradients together.
     """
-    whole = float(torch.stack([tensor.norm() for name, tensor in first.items() if name != "loss"]).norm())
-    found = {}
+    total_norm = float(torch.stack([tensor.norm() for name, tensor in first.items() if name != "loss"]).norm())
+    differences = {}
     for name, one in first.items():
         other = second[name]
         if _has_same_bits(one, other):
             continue
-        apart = (one - other).abs()
-        allowed = -1.0 if limit is None else limit * (abs(float(one)) if name == "loss" else whole)
-        if limit is None or _is_finite(one) != _is_finite(other) or float(apart.norm()) > allowed:
-            found[name] = float(apart.max())
-    return found
+        difference = (one - other).abs()
+        allowed = -1.0 if limit is None else limit * (abs(float(one)) if name == "loss" else total_norm)
+        if limit is None or _is_finite(one) != _is_finite(other) or float(difference.norm()) > allowed:
+            differences[name] = float(difference.max())
+    return differences
 
 
 def _collect_results(state: "TrainState", total: Tensor) -> list[tuple[str, Tensor]]:
-    """What is compared, by name: the loss of this rank's images, and the gradients, or the rows of them that it has."""
+    """What is compared, by name: the loss of this rank's images, and the gradients, or this rank's rows of them."""
     gradients = (
         (name, to_local(parameter.grad))
         for name, parameter in state.model.named_parameters()
@@ -155,7 +157,7 @@ def _collect_results(state: "TrainState", total: Tensor) -> list[tuple[str, Tens
 
 
 def _has_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same; 0 and -0 are not, and a NaN is itself."""
+    """Whether two tensors are bit-identical; 0 and -0 differ, and a NaN equals itself."""
     return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 

@@ -1,6 +1,6 @@
-"""What a run will take: seconds by timing a few of its images, bytes by counting what one keeps.
+"""Estimate a run: its time by timing a few images, its memory by counting what their forward pass keeps.
 
-Nothing of it stays: the weights that a trial moves are thrown away.
+The weights that a trial updates are thrown away.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from vitrail.model.masked import get_encoder
 from vitrail.runtime import distributed
 from vitrail.train.deadline import Deadline
 from vitrail.train.fsdp import to_local
-from vitrail.train.run import iterate_train_batches
+from vitrail.train.run_batches import iterate_train_batches
 from vitrail.train.step import TrainableModel, TrainState, build_train_state, make_autocast, select_inputs, train_step
 from vitrail.train.training_run import TrainingRun
 from vitrail.weights import tensor_files
@@ -39,29 +39,29 @@ _DEFAULT_UNTIMED_STEPS = 1
 
 @dataclasses.dataclass(frozen=True)
 class RunEstimate:
-    """What a run will take, about."""
+    """The approximate time and memory of a run."""
 
     images_per_second: float
     evaluation_seconds: float
     """Seconds of one evaluation."""
     evaluations: int
     startup_seconds: float
-    """Seconds until the first images are there."""
+    """Seconds until the first images are ready."""
     seconds: float
     """Of the whole run."""
     memory_bytes: int
-    """Bytes on the device."""
+    """Bytes needed on the device."""
     available_bytes: int
     """Bytes that the device has."""
 
 
 def estimate_run(run: TrainingRun) -> RunEstimate:
-    """Time a few steps of the run and count what they keep."""
+    """Time a few steps of the run and count the memory they keep."""
     trial = _make_trial_run(run)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     batches = iterate_train_batches(trial)
     first = next(batches)
-    start = _read_synchronized_clock(trial) - begun
+    startup = _read_synchronized_clock(trial) - start
     part = _prepare_batch(first, trial, 0)
     model = dataclasses.replace(trial, shard=False).build_model()
     kept = _measure_activation_bytes(model, *select_inputs(model, *part))
@@ -71,18 +71,19 @@ def estimate_run(run: TrainingRun) -> RunEstimate:
         trial.class_counts,
         cuda_graph=trial.can_use_cuda_graph,
     )
-    each = _time_image(state, trial, itertools.chain([first], batches))
+    image_seconds = _time_image(state, trial, itertools.chain([first], batches))
     images, val = run.plan.total_positions, len(run.dataset.splits["val"])
     evaluations = max(1, int(run.recipe.epochs) // run.eval_every_epochs)
     at_once = -(-run.recipe.batch // run.micro_batches)
     memory = _compute_state_bytes(state, run.recipe) + kept * at_once // len(part[1])
-    evaluation = val * each / 3 + _time_saving(model)  # a forward pass is a third of a step; images are read once
-    seconds = start + images * each + evaluations * evaluation
-    return RunEstimate(1 / each, evaluation, evaluations, start, seconds, memory, _get_device_memory(run.device))
+    evaluation = val * image_seconds / 3 + _time_saving(model)  # a forward pass is a third of a step; read once
+    seconds = startup + images * image_seconds + evaluations * evaluation
+    available = _get_device_memory(run.device)
+    return RunEstimate(1 / image_seconds, evaluation, evaluations, startup, seconds, memory, available)
 
 
 def build_deadline(run: TrainingRun, seconds: float, start_time: float, *, max_epochs: float) -> Deadline:
-    """By when the run must have ended: `seconds` after `began`; a few steps are timed, which is corrected later."""
+    """The deadline of a run: `seconds` after `start_time`. It times a few steps, which is corrected during the run."""
     splits, images = run.dataset.splits, len(run.train_split)
     here = run if run.device.type == "cuda" else dataclasses.replace(run, workers=0)  # to start some takes a while
     trial = _make_trial_run(here)
@@ -90,11 +91,11 @@ def build_deadline(run: TrainingRun, seconds: float, start_time: float, *, max_e
         trial.build_model(), trial.recipe, trial.class_counts, cuda_graph=trial.can_use_cuda_graph
     )
     with contextlib.closing(iterate_train_batches(trial)) as batches:
-        each = _time_image(state, trial, batches, min(_MAX_TRIAL_SECONDS, _MAX_TRIAL_SHARE * seconds))
+        image_seconds = _time_image(state, trial, batches, min(_MAX_TRIAL_SECONDS, _MAX_TRIAL_SHARE * seconds))
     return Deadline(
         budget_seconds=seconds,
         max_steps=math.ceil(max_epochs * images / run.recipe.batch),
-        seconds_per_image=each,
+        seconds_per_image=image_seconds,
         batch_size=run.recipe.batch,
         train_images=images,
         val_images=len(splits["val"]),
@@ -106,7 +107,7 @@ def build_deadline(run: TrainingRun, seconds: float, start_time: float, *, max_e
 
 
 def _make_trial_run(run: TrainingRun) -> TrainingRun:
-    """The same run with so few images in a step that one takes seconds at most; not compiled, which takes longer."""
+    """The run with so few images in a step that one takes seconds at most; not compiled, which takes longer."""
     flops = run.flops / run.plan.total_positions
     part = -(-run.recipe.batch // run.micro_batches)
     few = max(
@@ -119,12 +120,12 @@ def _make_trial_run(run: TrainingRun) -> TrainingRun:
 
 
 def _prepare_batch(batch: Batch, trial: TrainingRun, step: int) -> tuple[Tensor, Tensor]:
-    there = batch._replace(pixels=batch.pixels.to(trial.device), targets=batch.targets.to(trial.device))
-    return loader.prepare_train_batch(there, trial.training_data, trial.plan, step)
+    on_device = batch._replace(pixels=batch.pixels.to(trial.device), targets=batch.targets.to(trial.device))
+    return loader.prepare_train_batch(on_device, trial.training_data, trial.plan, step)
 
 
 def _read_synchronized_clock(trial: TrainingRun) -> float:
-    """The time, when the device has done all that it was given."""
+    """The time, once the device has finished its work."""
     if trial.device.type == "cuda":
         torch.cuda.synchronize(trial.device)
     return time.perf_counter()
@@ -133,37 +134,37 @@ def _read_synchronized_clock(trial: TrainingRun) -> float:
 def _time_image(
     state: TrainState, trial: TrainingRun, batches: Iterable[Batch], seconds: float = _MAX_TRIAL_SECONDS
 ) -> float:
-    """Seconds of a training image with all that is done for it: what is beside something else is not counted twice.
+    """Seconds per training image, preparation included; work done in parallel is not counted twice.
 
-    Where the images are too few for that, those of the steps that there are.
+    With too few images to skip the first steps, all steps are timed.
     """
-    images, begun = 0, time.perf_counter()
+    images, start = 0, time.perf_counter()
     first = _UNTIMED_STEPS.get(trial.device.type, _DEFAULT_UNTIMED_STEPS)
     whole = trial.plan.total_positions // trial.recipe.batch  # of a last, short step some ranks might have no images
     for step, batch in enumerate(itertools.islice(batches, whole)):
         if step == first:
-            images, begun = 0, _read_synchronized_clock(trial)
+            images, start = 0, _read_synchronized_clock(trial)
         part = _prepare_batch(batch, trial, step)
         train_step(state, [part], trial.recipe, step_images=len(part[1]), steps=trial.plan.total_steps, seed=trial.seed)
         images += len(part[1])
-        late = step >= first and time.perf_counter() - begun > seconds
+        late = step >= first and time.perf_counter() - start > seconds
         if distributed.all_reduce_max(int(late), trial.device):
             break
-    return (_read_synchronized_clock(trial) - begun) / images
+    return (_read_synchronized_clock(trial) - start) / images
 
 
 def _time_saving(model: TrainableModel) -> float:
-    """Seconds that it takes to write the weights twice, as the last and as the best of a run."""
+    """Seconds to write the weights twice, as the last and as the best of a run."""
     with tempfile.TemporaryDirectory() as folder:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for name in ("last", "best"):
             with files.write_atomically(Path(folder) / f"{name}.safetensors") as fresh:
                 tensor_files.write_tensors(fresh, get_encoder(model).state_dict(), {})
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
 
 def _measure_activation_bytes(model: TrainableModel, images: Tensor, *masking: Tensor) -> int:
-    """Bytes that the forward pass keeps for the backward pass, weights left out."""
+    """Bytes that the forward pass keeps for the backward pass, without weights."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}  # alive, so that no address is given twice
 
@@ -176,7 +177,7 @@ def _measure_activation_bytes(model: TrainableModel, images: Tensor, *masking: T
         raise AssertionError("there is no backward pass")
 
     model.train()
-    # What is kept must not be the tensor itself, which knows the graph that would then keep it: a cycle.
+    # Keep the storage and not the tensor, which refers to the graph that would keep it: a cycle.
     with torch.autograd.graph.saved_tensors_hooks(record_storage, refuse_unpack), make_autocast(images.device):
         model(images, *masking)
     return sum(storage.nbytes() for storage in kept.values()) + images.nbytes

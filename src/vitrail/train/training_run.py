@@ -1,8 +1,9 @@
-"""What a run is: recipe, data, weights to begin with, seed and machine, checked before anything is computed."""
+"""A training run as a value: recipe, dataset, initial weights, seed and machine, checked before it is computed."""
 
 import copy
 import dataclasses
 import functools
+import json
 import math
 import platform
 from typing import Any, Literal
@@ -19,8 +20,7 @@ from vitrail.data.order import SampleOrder
 from vitrail.errors import DataError, UsageError
 from vitrail.evaluate import features, probe
 from vitrail.formatting import pluralize
-from vitrail.model import cost as count
-from vitrail.model import masked
+from vitrail.model import cost, masked
 from vitrail.model.build import Model
 from vitrail.model.masked import MaskedViT
 from vitrail.model.vit import ViT
@@ -28,46 +28,46 @@ from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
 from vitrail.train import fsdp, optimizer, schedule
 from vitrail.train.step import TrainableModel
 from vitrail.weights.adapt import adapt, reorder_head
-from vitrail.weights.trained import Trained, create_random, require_preprocess
+from vitrail.weights.trained import Origin, Trained, create_random, require_preprocess
 
 MAX_EVALUATION_SHARE = 0.1  # of the time of training, at most
-MAX_EVALUATIONS = 100  # at most, so that a long run does not spend itself on writing weights
+MAX_EVALUATIONS = 100  # at most, so that a long run does not spend its time on writing weights
 IMBALANCE_THRESHOLD = 10  # the largest class over the smallest from which accuracy alone misleads
 MIN_COMPILE_FLOPS = 2e16  # about two minutes of an H200: below it, compiling costs more than it saves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingRun:
-    """A run; with the same versions and threads it gives the same weights."""
+    """A run; with the same versions and threads it gives the same weights, bit for bit."""
 
     recipe: Recipe
     dataset: Dataset
     initial_model: Trained | None = None
-    """The weights to begin with, made to fit the data (`fitted`); None for random ones of the recipe's preset."""
+    """The weights to start from (`adapt_to_dataset`); None for random ones of the recipe's preset."""
     seed: int = 0
     group: ProcessGroup = SINGLE_PROCESS
-    """Which of how many processes computes it; not what is computed."""
+    """Which of how many processes computes it; it does not change the result."""
     device: torch.device
     workers: int = 0
     micro_batches: int = 1
     train_on_val: bool = False
-    """Whether val is trained on too, once all choices are made: then the last weights are kept, as they are."""
+    """Whether val is trained on too, once all choices are made: then the last weights are kept, uncalibrated."""
     recompute: bool = False
-    """Whether activations are computed again in the backward pass rather than kept."""
+    """Whether activations are recomputed in the backward pass instead of kept."""
     shard: bool = False
-    """Whether several processes divide the model among them, rather than have all of it each."""
+    """Whether the model is sharded over the processes (FSDP), instead of copied to each."""
     compile_blocks: bool | None = None
     """Whether blocks are compiled; None to decide by the length of the run."""
     eval_split: Literal["test", "val"] | None = None
-    """The split that the result is of; None for test where there is one. With val, test is not read at all."""
+    """The split that the result is measured on; None for test where there is one. With val, test is not read."""
     train_preprocess: PreprocessConfig | None = None
-    """What training's crops are cut from, where that is not evaluation's view; of the same size, mean and std."""
+    """Preprocessing before training's crops, where it differs from evaluation's; of the same size, mean and std."""
     probe_shots: int = 0
-    """Images a class from which each evaluation also tells what the features are worth (few-shot); 0 for not at all."""
+    """Images of each class for the few-shot probe at each evaluation; 0 for none."""
     decisions: tuple[tuple[int, int], ...] = ()
-    """(step, steps): how a run to repeat, which had to end on time, was planned again (`deadline.PlannedSteps`)."""
+    """(step, steps): how a run with a time limit was planned again, to repeat it (`deadline.PlannedSteps`)."""
     allow_empty_classes: bool = False
-    """Whether a class may be without a training image, as in a benchmark's draw of few images from many classes."""
+    """Whether a class may have no training image, as in a benchmark's few images of many classes."""
 
     def __post_init__(self) -> None:
         dataset = self.dataset
@@ -79,9 +79,8 @@ class TrainingRun:
         if self.recipe.masked is None:
             self._check_labels()
         if self.plan.total_steps < 1:
-            raise UsageError(
-                f"{pluralize(self.recipe.epochs, 'epoch')} of {pluralize(len(self.train_split), 'image')}: not one step; give more"
-            )
+            epochs, images = pluralize(self.recipe.epochs, "epoch"), pluralize(len(self.train_split), "image")
+            raise UsageError(f"{epochs} of {images}: not one step; give more")
         if self.workers < 0:
             raise UsageError(f"workers is {self.workers}; it must be 0 or more")
         if self.eval_split is not None and self.eval_split not in dataset.splits:
@@ -89,21 +88,23 @@ class TrainingRun:
                 f"{dataset.name} has no {self.eval_split} to measure on; it has {', '.join(dataset.splits)}"
             )
         if self.probe_shots and self.shard:
-            raise UsageError("--probe needs the whole model in each process: leave it away, or --shard")
+            raise UsageError("--probe needs the whole model in each process: omit it, or --shard")
         if self.probe_shots and not dataset.classes:
-            raise DataError(f"{dataset.name} has no labels for --probe to learn from: leave it away")
+            raise DataError(f"{dataset.name} has no labels for --probe to learn from: omit it")
         if self.probe_shots:
             probe.check_shots(features.read_labels(dataset.splits["train"]), dataset.classes, self.probe_shots)
         schedule.lr_scale(self.recipe.schedule, 0, self.plan.total_steps)  # refuses a warm-up longer than the run
         if (self.initial_model is None) == (self.recipe.model is None):
             raise UsageError("a recipe names a preset, or is for fine-tuning and is given a model: one of both")
         if self.initial_model is not None and self.initial_model.labels != dataset.classes:
-            raise UsageError("the model's classes are not those of the data; train.task.fitted makes them so")
+            raise UsageError(
+                "the model's classes are not those of the data; train.training_run.adapt_to_dataset changes them"
+            )
         if self.recipe.masked is not None:
-            masked.count_outputs_per_patch(self.config, self.recipe.masked)  # refuses a model that cannot be taught so
+            masked.count_outputs_per_patch(self.config, self.recipe.masked)  # refuses a model that cannot be trained so
 
     def _check_labels(self) -> None:
-        """Refuse what cannot be learned from, or stored with the weights."""
+        """Refuse labels that cannot be learned, or stored with the weights."""
         dataset = self.dataset
         if not dataset.classes:
             raise DataError(f"{dataset.name} has no labels to learn")
@@ -125,12 +126,12 @@ class TrainingRun:
     @functools.cached_property
     def class_counts(self) -> list[int]:
         """Training images of each class."""
-        counted: list[int] = self.train_split.count_per_class(len(self.dataset.classes)).tolist()
-        return counted
+        counts: list[int] = self.train_split.count_per_class(len(self.dataset.classes)).tolist()
+        return counts
 
     @property
     def plan(self) -> BatchPlan:
-        """The steps."""
+        """The steps and their images."""
         total = round(self.recipe.epochs * len(self.train_split))
         rank, world = self.group.rank, self.group.world_size
         return BatchPlan(
@@ -142,7 +143,7 @@ class TrainingRun:
         )
 
     def make_plan_up_to(self, steps: int) -> BatchPlan:
-        """The plan; where the number of steps may change, one of whole steps and as many as there may ever be."""
+        """The plan; if the number of steps may change, one of full steps, as many as there may ever be."""
         if not (steps or self.decisions):
             return self.plan
         most = max(steps, self.plan.total_steps, *(total for _, total in self.decisions))
@@ -150,13 +151,13 @@ class TrainingRun:
 
     @functools.cached_property
     def train_split(self) -> Split:
-        """The images that are trained on."""
+        """The training images, with val if it is trained on."""
         train, val = self.dataset.splits["train"], self.dataset.splits["val"]
         return train.merge(val) if self.train_on_val else train
 
     @property
     def eval_every_epochs(self) -> int:
-        """Epochs from one evaluation to the next: one, unless evaluation would take long beside training."""
+        """Epochs from one evaluation to the next: one, unless evaluation would take too large a share of the time."""
         cost = len(self.dataset.splits["val"]) / (
             3 * MAX_EVALUATION_SHARE * len(self.train_split)
         )  # training on an image costs three forward passes
@@ -164,9 +165,9 @@ class TrainingRun:
 
     @functools.cached_property
     def preprocess(self) -> PreprocessConfig:
-        """The view that training's evaluation, and every later command, takes of an image."""
+        """How images are prepared in training's evaluation and every later command."""
         if self.initial_model is not None:
-            assert self.initial_model.preprocess is not None, "`fitted` refuses a model without"
+            assert self.initial_model.preprocess is not None, "`adapt_to_dataset` refuses a model without"
             return self.initial_model.preprocess
         config = self.build_preset_config()
         size, channels = config.image_size, config.channels
@@ -176,7 +177,7 @@ class TrainingRun:
 
     @property
     def training_data(self) -> TrainingData:
-        """What training sees."""
+        """Everything the loader needs to make training batches."""
         return TrainingData(
             split=self.train_split,
             order=SampleOrder(
@@ -193,29 +194,29 @@ class TrainingRun:
 
     @property
     def num_classes(self) -> int:
-        """Outputs of the model's head; none where it learns without labels."""
+        """Outputs of the model's head; 0 where it learns without labels."""
         return len(self.dataset.classes) if self.recipe.masked is None else 0
 
     @property
     def num_patches(self) -> int:
-        """Of an image, where the model cuts it into some."""
+        """Patches of an image; 0 for a model without patches."""
         return math.prod(self.config.grid) if isinstance(self.config, ViTConfig) else 0
 
     def build_preset_config(self) -> ModelConfig:
-        """The configuration of the recipe's preset, for this data."""
+        """The configuration of the recipe's preset, for this dataset."""
         recipe = self.recipe
         assert recipe.model is not None
         size = {} if recipe.image_size is None else {"image_size": expand_image_size(recipe.image_size)}
         return presets.get_preset_config(recipe.model, classes=self.num_classes, **size, **recipe.settings)
 
     def build_model(self) -> TrainableModel:
-        """The network before its first step, on the device."""
+        """The model before its first step, on the device."""
         recipe = self.recipe
         if self.initial_model is not None:
-            made = copy.deepcopy(self.initial_model.model)
+            model = copy.deepcopy(self.initial_model.model)
         else:
             assert recipe.model is not None
-            made = create_random(
+            model = create_random(
                 recipe.model,
                 image_size=recipe.image_size,
                 num_classes=self.num_classes,
@@ -224,29 +225,29 @@ class TrainingRun:
                 mimetic=recipe.mimetic,
                 **recipe.settings,
             ).model
-        if isinstance(made, ViT):
-            made.set_regularization(dropout=recipe.dropout, stochastic_depth=recipe.stochastic_depth)
-            made.recompute = self.recompute
+        if isinstance(model, ViT):
+            model.set_regularization(dropout=recipe.dropout, stochastic_depth=recipe.stochastic_depth)
+            model.recompute = self.recompute
         elif recipe.dropout or recipe.stochastic_depth or self.recompute:
             raise UsageError("a ResNet has neither dropout nor stochastic depth, and keeps its activations")
         if recipe.trainable_layers is not None:
-            for name, parameter in made.named_parameters():
-                head = name.startswith(("head.", "head_dist.", "pre_logits."))  # the norm before it is none
+            for name, parameter in model.named_parameters():
+                is_head = name.startswith(("head.", "head_dist.", "pre_logits."))  # not the norm before it
                 parameter.requires_grad_(
-                    optimizer.layers_below_head(made, name) <= recipe.trainable_layers
+                    optimizer.layers_below_head(model, name) <= recipe.trainable_layers
                     if recipe.trainable_layers
-                    else head
+                    else is_head
                 )
-        return self._place_on_device(made if recipe.masked is None else self._add_masked_heads(made, recipe.masked))
+        return self._place_on_device(model if recipe.masked is None else self._add_masked_heads(model, recipe.masked))
 
     def _add_masked_heads(self, model: Model, config: MaskedConfig) -> MaskedViT:
-        """The model with all that it is taught with."""
+        """The model with the heads and decoder of masked training."""
         assert isinstance(model, ViT), "another is refused before anything is computed"
         generator = torch.Generator().manual_seed(counter_rng.derive_key(self.seed, "masked heads") >> 1)
         return masked.initialize_masked_heads(MaskedViT(model, config, self.preprocess), generator)
 
     def _place_on_device(self, model: TrainableModel) -> TrainableModel:
-        """The model on the device, or this process's part of it, compiled if that is worth the while."""
+        """The model on the device, or this process's shard of it, compiled if that is worthwhile."""
         if not self.is_sharded:
             model = model.to(self.device)
         if isinstance(model, ViT | MaskedViT) and self.is_compiled:
@@ -257,7 +258,7 @@ class TrainingRun:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the model is divided: one process has nobody to share it with."""
+        """Whether the model is sharded; a single process cannot shard it."""
         return self.shard and self.group.world_size > 1
 
     @property
@@ -269,7 +270,7 @@ class TrainingRun:
 
     @property
     def can_use_cuda_graph(self) -> bool:
-        """Whether a step is recorded once and replayed: on a GPU, where nothing in it waits for the host."""
+        """Whether a step is recorded once and replayed: on a GPU, if nothing in it waits for the host."""
         recipe = self.recipe
         waits = self.recompute or recipe.stochastic_depth or recipe.optimizer.kind == "sgd"
         whole = self.micro_batches == 1 and self.group.world_size == 1 and isinstance(self.config, ViTConfig)
@@ -277,40 +278,81 @@ class TrainingRun:
 
     @property
     def config(self) -> ModelConfig:
-        """What the model is."""
+        """The model's configuration."""
         return self.initial_model.model.config if self.initial_model is not None else self.build_preset_config()
 
     @property
     def flops(self) -> int:
-        """Of the whole run's forward and backward passes."""
-        return count.count_training_flops(self.config, self.plan.total_positions, self.recipe.masked)
+        """The operations of all forward and backward passes."""
+        return cost.count_training_flops(self.config, self.plan.total_positions, self.recipe.masked)
 
     @property
     def imbalance(self) -> float:
-        """Images of the largest class for each of the smallest, where that matters."""
+        """Images of the largest class over those of the smallest; 1 for a masked run."""
         return max(self.class_counts) / min(self.class_counts) if self.recipe.masked is None else 1.0
 
 
 def adapt_to_dataset(trained: Trained, dataset: Dataset, recipe: Recipe, *, keep_head: bool = False) -> Trained:
-    """The model with a zero head for the data's classes and the recipe's resolution, ready to be fine-tuned.
+    """The model with a zero head for the dataset's classes and the recipe's resolution, ready to be fine-tuned.
 
-    With `keep_head` its own head stays, which must know these classes; its rows are put into the data's order.
+    With `keep_head` it keeps its own head, which must have these classes; its rows are reordered like the dataset's.
     """
     require_preprocess(trained)
     size = recipe.image_size
     if keep_head:
-        fresh = adapt(reorder_head(trained, dataset.classes), image_size=size)
+        adapted = adapt(reorder_head(trained, dataset.classes), image_size=size)
     else:
-        fresh = adapt(trained, classes=len(dataset.classes), labels=dataset.classes, image_size=size)
-    assert fresh.preprocess is not None
+        adapted = adapt(trained, classes=len(dataset.classes), labels=dataset.classes, image_size=size)
+    assert adapted.preprocess is not None
     if recipe.resize is not None:
-        view = dataclasses.replace(fresh.preprocess, resize=(round(min(fresh.preprocess.size) * recipe.resize),))
-        fresh = dataclasses.replace(fresh, preprocess=view)
-    return fresh
+        resize = (round(min(adapted.preprocess.size) * recipe.resize),)
+        adapted = dataclasses.replace(adapted, preprocess=dataclasses.replace(adapted.preprocess, resize=resize))
+    return adapted
+
+
+def build_trained(run: TrainingRun, model: Model, step: int, steps: int) -> Trained:
+    """The weights after `step` of `steps` with everything needed to use them, and where they come from."""
+    masked_config, initial = run.recipe.masked, run.initial_model
+    description, inherited = "trained", Origin(format="vitrail", name="")
+    if masked_config is not None:
+        description = f"pre-trained without labels ({masked_config.kind}, {masked_config.target})"
+    if initial is not None:
+        description, inherited = f"{initial.origin.name}, fine-tuned", initial.origin
+    origin = Origin(
+        format="vitrail",
+        name=f"{description} on {run.dataset.name}, step {step} of {steps}",
+        license=inherited.license,
+        assumptions=inherited.assumptions,
+        changes=inherited.changes,
+    )
+    if masked_config is not None:
+        return Trained(model, run.preprocess, None, origin)
+    return Trained(model, run.preprocess, run.dataset.classes, origin, multi_label=run.dataset.multi_label)
+
+
+def describe_machine(run: TrainingRun) -> dict[str, Any]:
+    """What the bits of a run depend on besides its configuration."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else run.device.type,
+        "threads": torch.get_num_threads(),
+        "processes": run.group.world_size,
+        "sharded": run.is_sharded,
+    }
+
+
+def is_run_config(text: str | bytes) -> bool:
+    """Whether the text of a config.json is that of a run."""
+    try:
+        config = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(config, dict) and {"recipe", "steps", "preprocess"} <= config.keys()
 
 
 def make_run_config(run: TrainingRun) -> dict[str, Any]:
-    """config.json: everything that decides the result."""
+    """The content of config.json: everything that decides the result."""
     plan = run.plan
     return {
         "recipe": to_json(run.recipe),
@@ -326,7 +368,7 @@ def make_run_config(run: TrainingRun) -> dict[str, Any]:
         "eval_split": run.eval_split,
         "seed": run.seed,
         "steps": plan.total_steps,
-        **({"decisions": [list(each) for each in run.decisions]} if run.decisions else {}),
+        **({"decisions": [list(decision) for decision in run.decisions]} if run.decisions else {}),
         "micro_batches": plan.micro_batches,
         "world_size": plan.world_size,
         "sharded": run.is_sharded,

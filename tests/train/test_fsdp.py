@@ -24,7 +24,7 @@ from vitrail.files import compute_sha256
 from vitrail.model.build import Model
 from vitrail.runtime import distributed
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
-from vitrail.train import checkpoint, fsdp, trainer
+from vitrail.train import checkpoint, fsdp, run_batches
 from vitrail.train.step import TrainState, build_train_state, train_step
 from vitrail.train.training_run import TrainingRun
 from vitrail.weights import tensor_files
@@ -52,7 +52,7 @@ def task(group: ProcessGroup = SINGLE_PROCESS, kind: str = "adam", **changes: An
 
 @pytest.fixture(autouse=True)
 def _shares_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer, "_EVAL_BATCH_SIZE", len(open_dataset("digits").splits["val"]) // 2)
+    monkeypatch.setattr(run_batches, "_EVAL_BATCH_SIZE", len(open_dataset("digits").splits["val"]) // 2)
 
 
 def losses(folder: Path) -> Callable[[Any], None]:
@@ -60,7 +60,7 @@ def losses(folder: Path) -> Callable[[Any], None]:
 
     def note(moment: Any) -> None:
         with (folder.with_suffix(".losses")).open("a") as file:
-            file.write(f"{moment.outcome.loss!r} {moment.outcome.norm!r}\n")
+            file.write(f"{moment.result.loss!r} {moment.result.grad_norm!r}\n")
 
     return note
 
@@ -323,7 +323,7 @@ def test_a_group_that_lost_a_rank_goes_on_to_the_same_weights(tmp_path: Path) ->
 
         def run(group: ProcessGroup) -> None:
             after = die if group.rank == 1 else lambda _: None
-            trained(dropping(group), tmp_path / folder, after, save_every=0.0, resume=True)
+            trained(dropping(group), tmp_path / folder, after, save_every_seconds=0.0, resume=True)
 
         return run
 
@@ -356,8 +356,8 @@ def test_what_one_rank_is_asked_all_do_and_the_state_goes_on_in_one_process(tmp_
 
     assert ended(started(2, work)) == [75, 75]
     told: list[str] = []
-    trained(task(), tmp_path / "run", resume=True, tell=told.append)
-    assert "after step 3. Not to the bit what it would have been: processes 2 -> 1, sharded True -> False" in told[0]
+    trained(task(), tmp_path / "run", resume=True, notify=told.append)
+    assert "after step 3. Not bit-identical to an uninterrupted run: processes 2 -> 1, sharded True -> False" in told[0]
     torch.testing.assert_close(weights(tmp_path / "run"), weights(tmp_path / "one"), atol=1e-5, rtol=0)
 
 
@@ -374,7 +374,7 @@ def test_the_command_shards_over_several_processes(
     assert ended(started(2, work)) == [0, 0]
     assert json.loads(Path("two/config.json").read_text())["sharded"] is True
     assert list(Path("two/checkpoints").glob("*/model-00001.safetensors"))
-    monkeypatch.setattr("vitrail.train.run.run_training", lambda *_, **__: None)
+    monkeypatch.setattr("vitrail.train.trainer.Trainer.run", lambda _: None)
     assert main([*command, "--device", "cpu", "--out", "one"]) == 0
     assert "--shard changes nothing in one process" in capsys.readouterr().err
 

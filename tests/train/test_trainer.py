@@ -23,16 +23,17 @@ from vitrail.evaluate.predictions import Counts
 from vitrail.evaluate.probe import measure_few_shot
 from vitrail.files import compute_sha256
 from vitrail.inference.classifier import Classifier
-from vitrail.train import trainer
-from vitrail.train.run import RunResult, run_training
+from vitrail.train import run_results, trainer
 from vitrail.train.run_log import RESULT_COLUMNS
+from vitrail.train.run_results import RunResult
 from vitrail.train.step import DivergedError
+from vitrail.train.trainer import Trainer
 from vitrail.train.training_run import TrainingRun, adapt_to_dataset
 from vitrail.weights.load import load
 
 
 def trained(task: TrainingRun, folder: Path, **options: Any) -> RunResult:
-    result = run_training(task, folder, **({"after_step": lambda _: None, "after_epoch": lambda _: None} | options))
+    result = Trainer(task, folder, **options).run()
     assert isinstance(result, RunResult)
     return result
 
@@ -73,7 +74,7 @@ def kept_step(path: Path) -> int:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingRun, Path, RunResult]:
     """A run of four epochs over the digits, with an average of the weights."""
-    task = learning({"epochs": 4, "ema": 0.9, "optimiser": OptimizerConfig(kind="muon", lr=1e-2, clip=1.0)})
+    task = learning({"epochs": 4, "ema": 0.9, "optimizer": OptimizerConfig(kind="muon", lr=1e-2, clip=1.0)})
     path = tmp_path_factory.mktemp("whole") / "run"
     return task, path, trained(task, path)
 
@@ -100,7 +101,7 @@ def test_results_and_events_tell_the_same_story(whole: tuple[TrainingRun, Path, 
     assert log[-1].endswith(f"test: {counts.top1:.2%} of 179 images right; temperature {result.temperature:.3f}")
     config = json.loads((path / "config.json").read_text())
     assert (config["steps"], config["seed"], config["images"]) == (90, 0, {"train": 1439, "val": 179, "test": 179})
-    assert config["recipe"]["optimiser"]["kind"] == "muon"
+    assert config["recipe"]["optimizer"]["kind"] == "muon"
     assert config["classes"] == list("0123456789")
 
 
@@ -182,7 +183,7 @@ def test_what_is_fine_tuned_remembers_where_it_came_from(tmp_path: Path) -> None
 
 
 def test_a_resnet_is_fine_tuned_too(tmp_path: Path) -> None:
-    task = tuned(tmp_path, model=making.trained(making.bit()), changes={"epochs": 3, "layers": 1})
+    task = tuned(tmp_path, model=making.trained(making.bit()), changes={"epochs": 3, "trainable_layers": 1})
     trained(task, tmp_path / "run")
     assert task.initial_model is not None
     before, after = (
@@ -205,15 +206,15 @@ def test_without_test_images_the_validation_images_are_measured(tmp_path: Path) 
 
 
 def test_the_standard_error_of_a_share_by_hand() -> None:
-    assert trainer.standard_error(0.5, 100) == pytest.approx(0.05)
-    assert trainer.standard_error(0.9, 100) == pytest.approx(0.03)
-    assert trainer.standard_error(0.9, 10) == pytest.approx(0.0948683)
-    assert (trainer.standard_error(0.0, 10), trainer.standard_error(1.0, 10)) == (0, 0)
+    assert run_results.standard_error(0.5, 100) == pytest.approx(0.05)
+    assert run_results.standard_error(0.9, 100) == pytest.approx(0.03)
+    assert run_results.standard_error(0.9, 10) == pytest.approx(0.0948683)
+    assert (run_results.standard_error(0.0, 10), run_results.standard_error(1.0, 10)) == (0, 0)
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, found: Iterator[Counts]) -> None:
     """Let the evaluations of a run find these counts, whatever its weights are."""
-    monkeypatch.setattr(trainer, "classify", lambda *_, **__: next(found))
+    monkeypatch.setattr(trainer, "evaluate_batches", lambda *_, **__: next(found))
 
 
 @pytest.mark.parametrize(
@@ -246,16 +247,16 @@ def test_a_balanced_run_is_judged_by_the_average_over_classes(tmp_path: Path, mo
         counts = [Counts(100, int(table.diagonal().sum()), 100, 1.0, table) for table in found]
         measured(monkeypatch, iter(counts))
         path = tmp_path / f"run {balanced}"
-        trained(tuned(tmp_path, changes={"epochs": 8, "balanced": balanced}), path)
+        trained(tuned(tmp_path, changes={"epochs": 8, "logit_adjustment": balanced}), path)
         assert kept_step(path / "weights" / "best.safetensors") == kept
 
 
-def test_a_run_on_everything_keeps_the_last_weights_as_they_are(
+def test_a_run_on_train_and_val_keeps_the_last_weights_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     none = torch.zeros(2, 2, dtype=torch.int64)
     measured(monkeypatch, (Counts(100, number, 100, 1.0, none) for number in (90, 50, 40)))
-    result = trained(tuned(tmp_path, changes={"epochs": 6}, everything=True), tmp_path / "run")
+    result = trained(tuned(tmp_path, changes={"epochs": 6}, train_on_val=True), tmp_path / "run")
     assert result.temperature == 1
     best, last = (load(tmp_path / "run" / "weights" / f"{name}.safetensors") for name in ("best", "last"))
     assert best.temperature == 1
@@ -292,7 +293,7 @@ def test_several_labels_are_learned_as_questions_of_their_own(tmp_path: Path) ->
         batch=32,
         epochs=15,
         loss="sigmoid",
-        optimiser=OptimizerConfig(lr=1e-2, clip=1.0),
+        optimizer=OptimizerConfig(lr=1e-2, clip=1.0),
         augment=AugmentConfig(crop="squash"),
     )
     result = trained(TrainingRun(recipe=chosen, dataset=dataset, device=CPU), tmp_path / "run")
@@ -321,7 +322,7 @@ def test_several_labels_are_learned_as_questions_of_their_own(tmp_path: Path) ->
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "letter.txt").write_text("dear")
-    with pytest.raises(UsageError, match=r"exists already; .* --out"):
+    with pytest.raises(UsageError, match=r"exists already; .*--out"):
         trained(tuned(tmp_path), tmp_path / "run")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["letter.txt"]
 
@@ -336,7 +337,7 @@ def test_a_run_that_fails_before_its_first_evaluation_leaves_no_folder(tmp_path:
 
 
 def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
-    muon = {"layers": 0, "optimiser": OptimizerConfig(kind="muon", lr=1e-3)}
+    muon = {"trainable_layers": 0, "optimizer": OptimizerConfig(kind="muon", lr=1e-3)}
     with pytest.raises(UsageError, match="muon moves the matrices of a Transformer's blocks, and none is left"):
         trained(tuned(tmp_path, changes=muon), tmp_path / "run")
     with pytest.raises(UsageError, match="a ResNet has neither dropout nor stochastic depth"):
@@ -346,10 +347,10 @@ def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path) -> None:
 
 def test_a_run_that_diverges_later_keeps_what_it_learned_and_says_why(tmp_path: Path) -> None:
     """The rate is 0 in step 0, which is evaluated, and then far too high."""
-    optimiser, schedule = OptimizerConfig(kind="sgd", lr=1e25, clip=None), ScheduleConfig(decay="constant", warmup=5)
+    optimizer, schedule = OptimizerConfig(kind="sgd", lr=1e25, clip=None), ScheduleConfig(decay="constant", warmup=5)
     dataset = pictures(tmp_path, each=6)
     dataset = dataclasses.replace(dataset, splits=dataset.splits | {"val": dataset.splits["val"].drop_images(range(9))})
-    task = tuned(tmp_path, dataset, changes={"epochs": 9, "optimiser": optimiser, "schedule": schedule})
+    task = tuned(tmp_path, dataset, changes={"epochs": 9, "optimizer": optimizer, "schedule": schedule})
     assert task.eval_every_epochs == 1
     with pytest.raises(DivergedError, match="nothing was updated"):
         trained(task, tmp_path / "run")

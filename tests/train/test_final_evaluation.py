@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.test_run import trained, tuned
+from tests.train.test_trainer import trained, tuned
 from vitrail.errors import ModelError
 from vitrail.inference.precision import list_available_precisions
 from vitrail.weights.load import load, save

@@ -1,0 +1,85 @@
+"""Changes to a recipe for one run: its length, batch, learning rate and warm-up, and the loss that the data needs."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vitrail.config import MaskedTarget, Recipe
+from vitrail.errors import UsageError
+from vitrail.formatting import pluralize
+
+if TYPE_CHECKING:
+    from vitrail.data.dataset import Dataset
+
+_MIN_STEPS_PER_WARMUP_STEP = 5  # a longer warm-up than a fifth of the run was meant for more images
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecipeOverrides:
+    """Values that replace a recipe's; None keeps the recipe's."""
+
+    epochs: float | None = None
+    batch: int | None = None
+    """Images in a step."""
+    lr: float | None = None
+    """The learning rate; other learning rates of the recipe are scaled with it."""
+    warmup: int | None = None
+    """Steps of warm-up; by default a shorter run has a shorter one."""
+
+
+def override_recipe(recipe: Recipe, overrides: RecipeOverrides) -> Recipe:
+    """The recipe with the overrides; a shorter run has a shorter warm-up."""
+    new = dataclasses.replace(
+        recipe,
+        epochs=recipe.epochs if overrides.epochs is None else overrides.epochs,
+        batch=recipe.batch if overrides.batch is None else overrides.batch,
+    )
+    if overrides.lr is not None:
+        scale = overrides.lr / recipe.optimizer.lr
+        other_rates = {
+            name: getattr(recipe.optimizer, name) * scale
+            for name in ("head_lr", "adam_lr")
+            if getattr(recipe.optimizer, name) is not None
+        }
+        new = dataclasses.replace(new, optimizer=dataclasses.replace(recipe.optimizer, lr=overrides.lr, **other_rates))
+    if overrides.warmup is not None:
+        return _set_warmup(new, overrides.warmup)
+    return scale_warmup(new, new.epochs / new.batch * recipe.batch / recipe.epochs)
+
+
+def scale_warmup(recipe: Recipe, length: float) -> Recipe:
+    """The recipe with a warm-up for a run `length` times as long; it is never made longer."""
+    return _set_warmup(recipe, round(recipe.schedule.warmup * min(1.0, length)))
+
+
+def shorten_warmup(recipe: Recipe, images: int, notify: Callable[[str], None]) -> Recipe:
+    """The recipe with a tenth of the run as warm-up, where its own was meant for a far larger dataset."""
+    steps = math.ceil(recipe.epochs * images / recipe.batch)
+    warmup = recipe.schedule.warmup
+    if warmup <= steps / _MIN_STEPS_PER_WARMUP_STEP:
+        return recipe
+    shorter = steps // 10
+    notify(
+        f"note: the recipe's warm-up of {warmup:,} steps is for a larger dataset; this run of"
+        f" {pluralize(steps, 'step')} takes {shorter:,} (--warmup changes it)"
+    )
+    return _set_warmup(recipe, shorter)
+
+
+def _set_warmup(recipe: Recipe, warmup: int) -> Recipe:
+    return dataclasses.replace(recipe, schedule=dataclasses.replace(recipe.schedule, warmup=warmup))
+
+
+def choose_loss(recipe: Recipe, dataset: "Dataset") -> Recipe:
+    """The recipe with the loss that the dataset needs: sigmoid for images with several labels."""
+    return dataclasses.replace(recipe, loss="sigmoid") if dataset.multi_label else recipe
+
+
+def set_masked_target(recipe: Recipe, target: MaskedTarget | None) -> Recipe:
+    """The recipe with another prediction target of its masked patches, unless it is None."""
+    if target is None:
+        return recipe
+    if recipe.masked is None:
+        raise UsageError(f"--target {target} is for recipes that mask patches, such as mpp-cifar10: omit it")
+    return dataclasses.replace(recipe, masked=dataclasses.replace(recipe.masked, target=target))
