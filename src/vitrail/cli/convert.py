@@ -199,10 +199,12 @@ def _print_result(facts: dict[str, Any]) -> None:
 
 
 def _format_int8(facts: dict[str, Any]) -> list[tuple[str, str]]:
-    images = f"{output.pluralize(facts['images'], 'image')} of {facts['data']}"
+    images = f"{pluralize(facts['images'], 'image')} of {facts['data']}"
     confident = ""
     if facts["confident_agreement"] is not None:
-        confident = f", {facts['confident_agreement']:.2%} where it is sure ({output.pluralize(facts['confident_images'], 'image')})"
+        confident = (
+            f", {facts['confident_agreement']:.2%} where it is sure ({pluralize(facts['confident_images'], 'image')})"
+        )
     return [
         ("int8 agrees", f"with float32's prediction on {facts['top1_agreement']:.2%} of {images}{confident}"),
         ("int8 changes", f"the probability of that prediction by {facts['mean_probability_change']:.4f} on average"),

@@ -14,6 +14,7 @@ from vitrail.data.pack import pack
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
 from vitrail.files import get_data_home, write_atomically
+from vitrail.formatting import format_bytes, format_count, pluralize
 from vitrail.runtime.workers import count_available_cores
 
 _MAX_LISTED = 20
@@ -41,13 +42,13 @@ def check_dataset(arguments: CheckArguments) -> None:
         output.print_table([*_format_report(report), ("report", str(out))])
     with write_atomically(out, overwrite=True) as fresh:  # last: where it cannot be written, the result was shown
         fresh.write_text(json.dumps(report, indent=1))
-    images, bad = output.pluralize(num_images, "image"), len(report["bad"])
+    images, bad = pluralize(num_images, "image"), len(report["bad"])
     across = report["duplicates"]["across_splits"]
-    duplicates = f", {output.pluralize(across, 'group')} of duplicates across splits" if across else ""
+    duplicates = f", {pluralize(across, 'group')} of duplicates across splits" if across else ""
     output.print_note(f"{images}, {f'{bad:,} of them' if bad else 'none'} bad{duplicates}; report: {out}")
     if bad and not arguments.skip_bad:
         raise DataError(
-            f"{output.pluralize(bad, 'bad image')} in {data}, named in {out}. Repair, remove or leave out:"
+            f"{pluralize(bad, 'bad image')} in {data}, named in {out}. Repair, remove or leave out:"
             f" vitrail data pack {data} OUT --leave-out {out} (--skip-bad exits with 0 all the same)"
         )
 
@@ -70,9 +71,9 @@ def _describe_coverage(dataset: Dataset, num_images: int, *, decode_all: bool) -
     """How many images of a large dataset are decoded and compared, and what all of them would take."""
     seconds, cores = image_scan.time_image(dataset), count_available_cores()
     hours = num_images * (seconds + COMPARISON_SECONDS) / cores / 3600
-    memory = output.format_bytes(image_scan.BASE_BYTES + num_images * image_scan.BYTES_PER_IMAGE)
+    memory = format_bytes(image_scan.BASE_BYTES + num_images * image_scan.BYTES_PER_IMAGE)
     cost = (
-        f"about {hours:,.1f} hours on {output.pluralize(cores, 'core')}, at {1000 * seconds:.1f} ms to decode an image"
+        f"about {hours:,.1f} hours on {pluralize(cores, 'core')}, at {1000 * seconds:.1f} ms to decode an image"
         f" here and {1000 * COMPARISON_SECONDS:.0f} ms to compare it, and {memory} of memory"
     )
     if decode_all:
@@ -90,17 +91,17 @@ def _format_report(report: dict[str, Any]) -> Rows:
     for note in report["notes"]:
         yield "note", note
     cached, headers = report["from_earlier_check"], report["headers_only"]
-    earlier = f", {output.format_count(cached)} of them before" if cached else ""
-    more = f"; of {output.format_count(headers)} more only the header" if headers else ""
-    yield "decoded", f"{output.format_count(report['decoded'])}{earlier}{more}"
+    earlier = f", {format_count(cached)} of them before" if cached else ""
+    more = f"; of {format_count(headers)} more only the header" if headers else ""
+    yield "decoded", f"{format_count(report['decoded'])}{earlier}{more}"
     yield from _format_classes(report)
     yield "formats", _format_counts(report["formats"]) or "none"
     yield "sizes", ", ".join(f"{side} {v['min']} to {v['max']} (median {v['median']})" for side, v in sizes.items())
     if color["mean"]:
         mean, std = (" ".join(f"{value:.4f}" for value in color[name]) for name in ("mean", "std"))
-        yield "color", f"mean {mean}, std {std} ({color['split']}); {output.format_count(color['gray'])} gray"
+        yield "color", f"mean {mean}, std {std} ({color['split']}); {format_count(color['gray'])} gray"
     yield from _format_duplicates(report)
-    yield "bad", output.format_count(len(report["bad"]))
+    yield "bad", format_count(len(report["bad"]))
     yield from _list_first_lines([f"{_format_image(row)}: {row['reason']}" for row in report["bad"]])
 
 
@@ -114,12 +115,15 @@ def _format_classes(report: dict[str, Any]) -> Rows:
     smallest, largest = by_size[0], by_size[-1]
     kind = ", of which an image may have several" if report["multi_label"] else ""
     span = f"{smallest[split]:,} ({smallest['name']}) to {largest[split]:,} ({largest['name']})"
-    yield "classes", f"{output.format_count(len(classes))}{kind}; images per class of {split}: {span}"
+    yield "classes", f"{format_count(len(classes))}{kind}; images per class of {split}: {span}"
     if report["layout_warning"]:
         yield "warning", report["layout_warning"]
     empty = [row["name"] for row in classes if not row[split]]
     if empty:
-        yield "warning", f"{output.pluralize(len(empty), 'class')} without an image in {split}: {', '.join(empty[:5])}"
+        yield (
+            "warning",
+            f"{pluralize(len(empty), 'class')} without an image in {split}: {', '.join(empty[:5])}",
+        )
     elif largest[split] > 10 * smallest[split]:
         ratio = f"{largest[split] / smallest[split]:.0f} times"
         yield "warning", f"strong imbalance: {largest['name']} has {ratio} the images of {smallest['name']}"
@@ -127,37 +131,40 @@ def _format_classes(report: dict[str, Any]) -> Rows:
 
 def _format_duplicates(report: dict[str, Any]) -> Rows:
     duplicates = report["duplicates"]
-    exact, near = output.pluralize(duplicates["exact"], "group"), output.pluralize(duplicates["near"], "group")
+    exact, near = pluralize(duplicates["exact"], "group"), pluralize(duplicates["near"], "group")
     compared = _format_part(duplicates["compared"], duplicates["total"], "image")
     verb = "looks" if duplicates["near"] == 1 else "look"
     yield "duplicates", f"{exact} of equal files, {near} that {verb} the same; compared {compared}"
     if duplicates["across_splits"]:
-        groups = output.pluralize(duplicates["across_splits"], "group")
+        groups = pluralize(duplicates["across_splits"], "group")
         yield "warning", f"{groups} of these across splits: results look too good"
         across = [group for group in duplicates["groups"] if len({image["split"] for image in group["images"]}) > 1]
         yield from _list_first_lines(
             [f"{group['kind']}: {', '.join(map(_format_image, group['images'][:4]))}" for group in across]
         )
     if duplicates["different_labels"]:
-        yield "warning", f"{output.pluralize(duplicates['different_labels'], 'group')} of these with different labels"
+        yield (
+            "warning",
+            f"{pluralize(duplicates['different_labels'], 'group')} of these with different labels",
+        )
     if "against" in report:
         yield from _format_against(report["against"])
 
 
 def _format_against(against: dict[str, Any]) -> Rows:
     matches = against["matches"]
-    images = f"{output.pluralize(len(matches), 'image')} {'shows' if len(matches) == 1 else 'show'}"
+    images = f"{pluralize(len(matches), 'image')} {'shows' if len(matches) == 1 else 'show'}"
     shown = f"{images} what one of its {_format_part(against['compared'], against['total'])} shows"
     compared = _format_part(against["searched"], against["searched_total"], "image")
     yield "against", f"{against['data']}: {shown}; compared {compared}"
     if missing := against["searched_total"] - against["searched"]:
         verb = "was" if missing == 1 else "were"
-        yield "warning", f"{output.pluralize(missing, 'image')} {verb} not compared with it, {_NOT_COMPARED_REASON}"
+        yield "warning", f"{pluralize(missing, 'image')} {verb} not compared with it, {_NOT_COMPARED_REASON}"
     yield from _list_first_lines([f"{row['kind']}: {_format_image(row)} = {row['matched_name']}" for row in matches])
 
 
 def _format_part(number: int, whole: int, noun: str = "") -> str:
-    total = output.pluralize(whole, noun) if noun else f"{whole:,}"
+    total = pluralize(whole, noun) if noun else f"{whole:,}"
     return total if number == whole else f"{number:,} of {total}"
 
 
@@ -201,8 +208,8 @@ def pack_dataset(arguments: PackArguments) -> None:
         return
     rows = [("images", _format_counts(images))]
     if arguments.leave_out is not None:
-        rows.append(("left out", output.format_count(excluded)))
-    size = f"{output.pluralize(len(shards), 'shard')}, {output.format_bytes(num_bytes)}"
+        rows.append(("left out", format_count(excluded)))
+    size = f"{pluralize(len(shards), 'shard')}, {format_bytes(num_bytes)}"
     output.print_table([*rows, ("written", f"{out} ({size})")])
 
 
@@ -237,9 +244,7 @@ def get_dataset(arguments: GetArguments) -> None:
         return
     images = _format_counts({split: number for split, number in stored.images.items() if number})
     terms = public_datasets.PUBLIC_DATASETS[name].terms
-    output.print_table(
-        [("images", images), ("terms", terms), ("stored", f"{folder} ({output.format_bytes(stored.bytes)})")]
-    )
+    output.print_table([("images", images), ("terms", terms), ("stored", f"{folder} ({format_bytes(stored.bytes)})")])
 
 
 def list_datasets(arguments: ListArguments) -> None:
@@ -261,8 +266,8 @@ def list_datasets(arguments: ListArguments) -> None:
         return
     table = [("name", "description", "images", "downloaded", "terms")]
     for name, public in public_datasets.PUBLIC_DATASETS.items():
-        size = output.format_bytes(downloaded[name].bytes) if name in downloaded else "-"
-        table.append((name, public.description, output.format_count(sum(public.splits.values())), size, public.terms))
+        size = format_bytes(downloaded[name].bytes) if name in downloaded else "-"
+        table.append((name, public.description, format_count(sum(public.splits.values())), size, public.terms))
     output.print_table(table, right=(2, 3))
     print(f"\nvitrail data get NAME downloads one into {home}; vitrail data remove NAME deletes it.")
 
@@ -275,8 +280,8 @@ def remove_dataset(arguments: RemoveArguments) -> None:
     if arguments.output.json:
         output.print_json({"removed": name, "bytes": sizes.get(name, 0)})
         return
-    output.print_table([("removed", f"{name} ({output.format_bytes(sizes.get(name, 0))})")])
+    output.print_table([("removed", f"{name} ({format_bytes(sizes.get(name, 0))})")])
 
 
 def _format_counts(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {output.format_count(number)}" for name, number in counts.items())
+    return ", ".join(f"{name} {format_count(number)}" for name, number in counts.items())

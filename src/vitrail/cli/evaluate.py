@@ -107,7 +107,7 @@ def _print_result(facts: dict[str, Any], folder: Path, *, as_json: bool) -> None
     output.print_table(list(zip(*rows, strict=True)) if len(models) == 1 else rows)
     for pair in facts["comparisons"]:
         print(
-            f"only {pair['model']} is right on {output.pluralize(pair['only_first'], 'image')}, only {pair['against']}"
+            f"only {pair['model']} is right on {pluralize(pair['only_first'], 'image')}, only {pair['against']}"
             f" on {pair['only_second']:,}: p = {pair['p_value']:.2g} (McNemar's test)"
         )
     output.print_note(f"{_summarize_best(models)}; tables and figures: {folder}")
@@ -118,7 +118,7 @@ def _summarize_best(models: Sequence[dict[str, Any]]) -> str:
     name, what = ("top1", "right") if "top1" in models[0] else ("exact_match", "with exactly their labels")
     best = max(models, key=lambda model: float(model[name]))
     low, high = best[f"{name}_interval"]
-    images = output.pluralize(best["images"], "image")
+    images = pluralize(best["images"], "image")
     right = f"{best[name]:.1%} of {images} {what} ({100 * low:.1f} to {100 * high:.1f})"
     return right if len(models) == 1 else f"best of {len(models)} models: {best['model']}, {right}"
 

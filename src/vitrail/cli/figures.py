@@ -9,6 +9,7 @@ from vitrail.figures import all_figures
 from vitrail.figures.attention_images import FigureImage
 from vitrail.figures.crops import read_boxes
 from vitrail.figures.figure_folder import IMAGE_FOLDERS, RECORD_FILE, FigureFolder, claim_folder
+from vitrail.formatting import pluralize
 from vitrail.train.run_folder import choose_next_folder
 
 
@@ -44,7 +45,7 @@ def run(arguments: FiguresArguments) -> None:
         folder.add_skipped("attention", f"that takes images: {reason}")
     _print_result(folder, folder.write_record(complete=True), as_json=arguments.output.json)
     if folder.unreadable:
-        unreadable, total = len(folder.unreadable), output.pluralize(len(read), "image")
+        unreadable, total = len(folder.unreadable), pluralize(len(read), "image")
         raise DataError(f"{unreadable:,} of {total} cannot be read; {path / RECORD_FILE} says why")
 
 
@@ -52,7 +53,7 @@ def _select_drawn(images: list[FigureImage], number: int) -> list[FigureImage]:
     drawn = all_figures.spread_evenly(images, number)
     if len(drawn) < len(images):
         verb = "is" if len(drawn) == 1 else "are"
-        total = output.pluralize(len(images), "image")
+        total = pluralize(len(images), "image")
         output.print_note(f"{len(drawn):,} of {total} {verb} drawn; --pictures {len(images)} draws all")
     return drawn
 
@@ -63,6 +64,6 @@ def _print_result(folder: FigureFolder, facts: dict[str, Any], *, as_json: bool)
     else:
         rows = [(name, text) for name, text in folder.files.items() if "/" not in name and not name.endswith(".npz")]
         counts = {kind: sum(name.startswith(f"{kind}/") for name in folder.files) for kind in IMAGE_FOLDERS}
-        rows += [(f"{kind}/", output.pluralize(number, "image")) for kind, number in counts.items() if number]
+        rows += [(f"{kind}/", pluralize(number, "image")) for kind, number in counts.items() if number]
         output.print_table(rows)
     output.print_note(f"written: {folder.folder}")

@@ -103,11 +103,11 @@ def _format_rows(
     source: str, config: ViTConfig | BiTConfig, preprocess: PreprocessConfig | None, labels: tuple[str, ...] | None
 ) -> Rows:
     facts = _compute_cost(config)
-    multiply_adds, flops = output.format_giga(facts["multiply_adds"]), output.format_giga(facts["flops"])
+    multiply_adds, flops = format_giga(facts["multiply_adds"]), format_giga(facts["flops"])
     return [
         ("model", source),
         *(_format_vit(config) if isinstance(config, ViTConfig) else _format_resnet(config)),
-        ("parameters", output.format_count(facts["parameters"])),
+        ("parameters", format_count(facts["parameters"])),
         ("multiply-adds", f"{multiply_adds} per image ({flops}FLOPs)"),
         ("preprocess", _format_preprocess(preprocess)),
         ("labels", "unnamed" if labels is None else f"{len(labels)}: {'; '.join(labels[:3])}; ..."),
@@ -116,7 +116,7 @@ def _format_rows(
 
 def _format_vit(config: ViTConfig) -> Rows:
     """Describe a ViT or hybrid."""
-    size, channels = _format_size(config.image_size), output.pluralize(config.channels, "channel")
+    size, channels = _format_size(config.image_size), pluralize(config.channels, "channel")
     patches = f"patches of {config.patch} x {config.patch}"
     if config.stem is not None:
         patches += f" of the stem's feature map, {config.stride} pixels apart"
@@ -128,18 +128,18 @@ def _format_vit(config: ViTConfig) -> Rows:
         ("input", f"{size} pixels, {channels}, {patches}"),
         ("tokens", _format_tokens(config)),
         ("positions", f"{config.positions}, added at: {config.positions_at}; resampled by {config.resample}"),
-        ("head", f"{output.pluralize(config.classes, 'class')}, pool {config.pool}{hidden}"),
+        ("head", f"{pluralize(config.classes, 'class')}, pool {config.pool}{hidden}"),
         ("numerics", f"GELU {config.gelu}, LayerNorm epsilon {config.norm_eps:g}"),
     ]
 
 
 def _format_resnet(config: BiTConfig) -> Rows:
     """Describe a BiT ResNet."""
-    size, channels = _format_size(config.image_size), output.pluralize(config.channels, "channel")
+    size, channels = _format_size(config.image_size), pluralize(config.channels, "channel")
     return [
         ("architecture", f"BiT ResNet: {_format_conv(config.conv)}"),
         ("input", f"{size} pixels, {channels}; any other size too"),
-        ("head", f"{output.pluralize(config.classes, 'class')}, global average"),
+        ("head", f"{pluralize(config.classes, 'class')}, global average"),
     ]
 
 

@@ -7,7 +7,7 @@ from vitrail.cli import output
 from vitrail.cli.arguments.models import ListArguments
 from vitrail.config import BiTConfig, Recipe, to_json
 from vitrail.data import public_datasets
-from vitrail.formatting import format_duration
+from vitrail.formatting import format_count, format_duration, format_giga
 from vitrail.model import cost
 from vitrail.train.plan import H200_FLOPS, count_recipe_flops
 from vitrail.weights.formats import WeightsFormat
@@ -29,7 +29,12 @@ def _print_models(*, as_json: bool) -> None:
     print("Presets, at 224 x 224 with 1000 classes (any patch side may be written: b20 takes images of 220 x 220):\n")
     header = ("name", "parameters", "multiply-adds", "description")
     rows = [
-        (m["name"], output.format_count(m["parameters"]), output.format_giga(m["multiply_adds"]), m["description"])
+        (
+            m["name"],
+            format_count(m["parameters"]),
+            format_giga(m["multiply_adds"]),
+            m["description"],
+        )
         for m in models
     ]
     output.print_table([header, *rows], right=(1, 2))
@@ -50,7 +55,7 @@ def _print_recipes(*, as_json: bool) -> None:
             f"vitrail train {name} --data {_get_data_name(recipe)}",
             recipe.model or "",
             f"{recipe.epochs:g}",
-            output.format_count(recipe.batch),
+            format_count(recipe.batch),
             f"{recipe.optimizer.kind} {recipe.optimizer.lr:g}",
             _format_cost(recipe),
             recipe.source,

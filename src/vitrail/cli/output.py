@@ -7,11 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from vitrail.formatting import format_bytes as format_bytes
-from vitrail.formatting import format_count as format_count
-from vitrail.formatting import format_giga as format_giga
-from vitrail.formatting import pluralize as pluralize
-from vitrail.formatting import strip_control_characters as strip_control_characters
+from vitrail.formatting import strip_control_characters
 
 _SECONDS_BETWEEN_LINES = 15.0
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from vitrail.cli import output
 from vitrail.cli.arguments.training import PlanArguments
-from vitrail.formatting import format_duration
+from vitrail.formatting import format_bytes, format_count, format_duration, pluralize
 from vitrail.train import plan
 
 
@@ -47,20 +47,20 @@ def _print_plan(facts: dict[str, Any]) -> None:
     machine, disk = facts["machine"], facts["disk"]
     nodes = f"{machine['nodes']} nodes of " if machine["nodes"] > 1 else ""
     share = f"{machine['efficiency']:.0%} of {machine['peak'] / 1e12:,.0f} TFLOP/s each, an assumption"
-    epochs = output.pluralize(facts["epochs"], "epoch")
-    checkpoint, weights = output.format_bytes(disk["checkpoint"]), output.format_bytes(disk["weights"])
+    epochs = pluralize(facts["epochs"], "epoch")
+    checkpoint, weights = format_bytes(disk["checkpoint"]), format_bytes(disk["weights"])
     exaflops, days = _format_totals(facts)
     rows = [
         ("run", facts["name"] if facts["name"] == facts["model"] else f"{facts['name']}: {facts['model']}"),
         ("machine", f"{nodes}{machine['gpus']} x {machine['gpu']} at {share}"),
-        ("parameters", output.format_count(facts["parameters"])),
+        ("parameters", format_count(facts["parameters"])),
         ("FLOPs", f"{facts['flops_per_image'] / 1e9:,.1f} G to train on an image, {exaflops}"),
-        ("steps", f"{facts['steps']:,} of {output.pluralize(facts['batch'], 'image')}, {epochs}"),
+        ("steps", f"{facts['steps']:,} of {pluralize(facts['batch'], 'image')}, {epochs}"),
         ("time", f"{format_duration(facts['seconds'])}, {days}"),
         ("disk", f"{checkpoint} per checkpoint, {weights} for the weights"),
     ]
     if machine["devices"] > 1:
-        rows.append(("traffic", f"{output.format_bytes(facts['traffic'])} from each GPU per step"))
+        rows.append(("traffic", f"{format_bytes(facts['traffic'])} from each GPU per step"))
     output.print_table(rows)
     _print_memory(facts)
 
@@ -79,7 +79,7 @@ def _format_totals(facts: dict[str, Any]) -> tuple[str, str]:
 def _print_memory(facts: dict[str, Any]) -> None:
     whole, sharded = facts["memory"]["whole"], facts["memory"]["sharded"]
     rows = [
-        (part.replace("_", " "), output.format_bytes(whole[part]), output.format_bytes(sharded[part]))
+        (part.replace("_", " "), format_bytes(whole[part]), format_bytes(sharded[part]))
         for part in whole
         if whole[part]
     ]
@@ -95,8 +95,8 @@ def _describe_fit(facts: dict[str, Any]) -> str:
     parts = memory["sharded" if machine["shard"] else "whole"]
     free = plan.USABLE_MEMORY_SHARE * memory["available"] - (parts["total"] - parts["activations"])
     verb = "takes" if micro_batch == 1 else "take"
-    needed = f"{output.pluralize(micro_batch, 'image')} at once {verb} {output.format_bytes(parts['total'])}"
-    device = f"a {'core' if machine['gpu'] == plan.TPU_NAME else 'GPU'} of {output.format_bytes(memory['available'])}"
+    needed = f"{pluralize(micro_batch, 'image')} at once {verb} {format_bytes(parts['total'])}"
+    device = f"a {'core' if machine['gpu'] == plan.TPU_NAME else 'GPU'} of {format_bytes(memory['available'])}"
     if parts["activations"] <= free:
         return f"{needed} of {device}."
     image_bytes = parts["activations"] // micro_batch

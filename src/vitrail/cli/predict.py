@@ -63,7 +63,7 @@ def run(arguments: PredictArguments) -> None:
             check_supported(classifier, embed=arguments.embed, attention=arguments.attention is not None)
         result = _predict_paths(classifier, arguments, row_format, group)
     if group.is_rank0 and result.written.failed:
-        images = output.pluralize(result.written.images, "image")
+        images = pluralize(result.written.images, "image")
         raise DataError(f"{result.written.failed:,} of {images} cannot be read; their rows say why")
 
 
@@ -113,16 +113,15 @@ def _summarize(result: BulkResult, out: str | None) -> str:
     """How many images there were, their most frequent labels, and where the rows are."""
     written, labels = result.written, result.labels
     failed = f", {written.failed:,} of which cannot be read" if written.failed else ""
-    parts = [f"{output.pluralize(written.images, 'image')}{failed}"]
+    parts = [f"{pluralize(written.images, 'image')}{failed}"]
     if result.new_images < written.images:
         parts.append(f"{result.new_images:,} of them in this run")
     if labels:
         counts = [
-            f"{output.strip_control_characters(name)} {count:,}"
-            for name, count in labels.most_common(_MAX_COUNTED_LABELS)
+            f"{strip_control_characters(name)} {count:,}" for name, count in labels.most_common(_MAX_COUNTED_LABELS)
         ]
         others = len(labels) - _MAX_COUNTED_LABELS
-        parts.append(", ".join(counts) + (f", and {output.pluralize(others, 'other label')}" if others > 0 else ""))
+        parts.append(", ".join(counts) + (f", and {pluralize(others, 'other label')}" if others > 0 else ""))
     return "; ".join([*parts, *([] if out is None else [out])])
 
 
@@ -230,10 +229,10 @@ class StdoutRows(NamedTuple):
 def _format_table_row(row: PredictionRow, width: int) -> str:
     """A probability, a label and the image for each label: the column of unknown width is the last."""
     if row.error:
-        return f"     -  {'':{width}}  {output.strip_control_characters(row.error)}\n"
-    image = output.strip_control_characters(row.image)
+        return f"     -  {'':{width}}  {strip_control_characters(row.error)}\n"
+    image = strip_control_characters(row.image)
     return "".join(
-        f"{probability:6.4f}  {output.strip_control_characters(label)[:_MAX_LABEL_WIDTH]:{width}}  {image}\n"
+        f"{probability:6.4f}  {strip_control_characters(label)[:_MAX_LABEL_WIDTH]:{width}}  {image}\n"
         for label, probability in row.labels
     )
 

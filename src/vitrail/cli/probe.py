@@ -7,6 +7,7 @@ from vitrail.cli.arguments.evaluation import ProbeArguments
 from vitrail.cli.processes import count_workers, join_processes
 from vitrail.data.sources import open_dataset
 from vitrail.evaluate.probe_run import ProbeSettings, run_probe
+from vitrail.formatting import pluralize
 from vitrail.train.dataset_checks import check_classes
 from vitrail.train.finetune import set_preprocess
 from vitrail.weights.load import check_loadable, load
@@ -48,16 +49,16 @@ def run(arguments: ProbeArguments) -> None:
 
 def _print_scores(facts: dict[str, Any]) -> None:
     chosen = f"settings chosen on {facts['chosen_on']}{', then trained on too' if facts['train_on_val'] else ''}"
-    images, classes = output.pluralize(facts["images"], "image"), output.pluralize(facts["classes"], "class")
+    images, classes = pluralize(facts["images"], "image"), pluralize(facts["classes"], "class")
     print(f"{facts['split']}: {images}, {classes}; {chosen}")
     rows = [("method", "trained on", "setting", "right", "")]
     for score in facts["scores"]:
         setting = next(f"{name} {score[name]:.4g}" for name in ("lambda", "k", "L2") if name in score)
-        train_images = output.pluralize(score["learned"], "image")
+        train_images = pluralize(score["learned"], "image")
         rows.append((_format_method(score), train_images, setting, f"{score['top1']:.1%}", _format_uncertainty(score)))
     output.print_table(rows, right=(1, 3))
     best = max(facts["scores"], key=lambda score: float(score["top1"]))
-    images = output.pluralize(facts["images"], f"{facts['split']} image")
+    images = pluralize(facts["images"], f"{facts['split']} image")
     advice = "" if facts["saved"] else "; --save FILE writes the model with a linear head"
     output.print_note(f"best: {_format_method(best)}, {best['top1']:.1%} of {images} right{advice}")
     if saved := facts["saved"]:
@@ -73,4 +74,4 @@ def _format_uncertainty(score: dict[str, Any]) -> str:
     if score["std"] is None:
         low, high = score["interval"]
         return f"95 %: {low:.1%} to {high:.1%}"
-    return f"± {score['std']:.1%}, {output.pluralize(score['seeds'], 'draw')}"
+    return f"± {score['std']:.1%}, {pluralize(score['seeds'], 'draw')}"

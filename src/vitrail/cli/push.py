@@ -6,6 +6,7 @@ from pathlib import Path
 from vitrail.cli import output
 from vitrail.cli.arguments.models import PushArguments
 from vitrail.errors import DataError, ModelError
+from vitrail.formatting import format_count
 from vitrail.report import model_card
 from vitrail.report.run_facts import gather_facts
 from vitrail.train.run_folder import is_run_folder
@@ -36,7 +37,7 @@ def run(arguments: PushArguments) -> None:
     output.print_table(
         [
             *(("note", note) for note in notes),
-            *(("file", f"{name}, {output.format_count(size)} bytes") for name, size in sizes.items()),
+            *(("file", f"{name}, {format_count(size)} bytes") for name, size in sizes.items()),
             ("dry run", f"nothing was uploaded to {target}") if commit is None else ("uploaded", commit),
         ]
     )

@@ -7,6 +7,7 @@ from vitrail.cli.arguments.evaluation import ReportArguments
 from vitrail.data.dataset import Dataset
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
+from vitrail.formatting import format_bytes
 from vitrail.report import write_report
 from vitrail.report.run_facts import read_config
 from vitrail.runtime.devices import find_best_device
@@ -28,7 +29,7 @@ def run(arguments: ReportArguments) -> None:
         return
     for sentence in facts.missing:
         output.print_note(f"note: {sentence}")
-    print(f"{path}, {output.format_bytes(size)}")
+    print(f"{path}, {format_bytes(size)}")
 
 
 def _open_run_dataset(run_folder: Path, data: str | None) -> Dataset | str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from vitrail.cli import output
 from vitrail.config import Recipe
-from vitrail.formatting import format_duration
+from vitrail.formatting import format_bytes, format_duration, pluralize
 
 if TYPE_CHECKING:
     import torch
@@ -94,20 +94,20 @@ def _describe_run(run: "TrainingRun") -> Iterator[tuple[str, str]]:
     yield "model", run.initial_model.origin.name if run.initial_model else f"{recipe.model}, random weights"
     height, width = preprocess.size
     yield "input", f"{height} x {width} pixels, mean {preprocess.mean}, std {preprocess.std}"
-    step_images, epochs = output.pluralize(plan.batch_size, "image"), output.pluralize(recipe.epochs, "epoch")
+    step_images, epochs = pluralize(plan.batch_size, "image"), pluralize(recipe.epochs, "epoch")
     yield "steps", f"{plan.total_steps:,} of {step_images}, {epochs}"
     rates = f"learning rate {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}"
     yield "optimizer", f"{optimizer.kind}, {rates}"
-    yield "schedule", f"{output.pluralize(schedule.warmup, 'step')} of warm-up, then {schedule.decay}"
+    yield "schedule", f"{pluralize(schedule.warmup, 'step')} of warm-up, then {schedule.decay}"
     yield "augmentation", _describe_augmentation(recipe)
     modes = ["sharded"] * run.is_sharded + ["compiled"] * run.is_compiled
-    yield "device", ", ".join([str(run.device), output.pluralize(plan.micro_batches, "micro-batch"), *modes])
+    yield "device", ", ".join([str(run.device), pluralize(plan.micro_batches, "micro-batch"), *modes])
 
 
 def _describe_targets(run: "TrainingRun") -> tuple[str, str]:
     masked, counts = run.recipe.masked, run.class_counts
     if masked is None:
-        most = output.pluralize(max(counts), "image")
+        most = pluralize(max(counts), "image")
         return "classes", f"{len(run.dataset.classes):,}, with {min(counts):,} to {most}"
     masked_patches = masked.count_masked(run.num_patches)
     return "masked", f"{masked_patches} of {run.num_patches} patches ({masked.kind}), target: {masked.target}"
@@ -124,7 +124,10 @@ def _describe_augmentation(recipe: Recipe) -> str:
 
 def _describe_estimate(run: "TrainingRun", estimate: "RunEstimate") -> Iterator[tuple[str, str]]:
     yield "time", f"about {format_duration(estimate.seconds)} at {estimate.images_per_second:,.0f} images/s"
-    needed, available = output.format_bytes(estimate.memory_bytes), output.format_bytes(estimate.available_bytes)
+    needed, available = (
+        format_bytes(estimate.memory_bytes),
+        format_bytes(estimate.available_bytes),
+    )
     yield "memory", f"about {needed} of {available}{_suggest_micro_batches(run, estimate)}"
 
 

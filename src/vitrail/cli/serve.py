@@ -6,6 +6,7 @@ from pathlib import Path
 from vitrail.cli import output
 from vitrail.cli.arguments.models import ServeArguments
 from vitrail.errors import UsageError
+from vitrail.formatting import pluralize, strip_control_characters
 from vitrail.runtime import cpu_threads
 
 try:
@@ -46,12 +47,12 @@ def run(arguments: ServeArguments) -> None:
         cpu_threads.lower_thread_priority()
         for served in service.models.values():
             where = f"{served.classifier.device} in {served.classifier.precision}"
-            output.print_note(f"model: {output.strip_control_characters(served.name)} on {where}")
+            output.print_note(f"model: {strip_control_characters(served.name)} on {where}")
         listener.listen()  # whoever reads the address may send requests at once
         print(server.get_url(listener), flush=True)
         server.serve_until_stopped(service, listener)
     if service.unanswered_requests:
-        requests = output.pluralize(service.unanswered_requests, "request")
+        requests = pluralize(service.unanswered_requests, "request")
         output.print_note(f"stopped; {requests} not answered within {server.GRACE_SECONDS} s")
     else:
         output.print_note("stopped; all accepted requests were answered")

@@ -167,7 +167,7 @@ def _print_sweep(summary: dict[str, Any], folder: Path) -> None:
         rows.append((lr, "diverged" if top1 is None else f"{top1:.2%}{mark}"))
     output.print_table(rows)
     if summary["mean"] is not None:
-        images = output.pluralize(summary["images"], "image")
+        images = pluralize(summary["images"], "image")
         print(f"test: {_format_accuracy(summary)}, of {images} ({folder}/study.png)")
 
 
