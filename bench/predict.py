@@ -96,10 +96,11 @@ def transformers_run(folder: Path, processor: str) -> Run:
 
 def vitrail_run(file: Path, precision: str) -> Run:
     """What `vitrail predict` does between loading the model and its end."""
-    from vitrail.cli import predict
+    from vitrail.cli.predict import StdoutRows
+    from vitrail.data.image_paths import iter_image_refs
     from vitrail.inference import compute
+    from vitrail.inference.bulk_prediction import BulkSettings, PredictionItem, predict_images
     from vitrail.inference.classifier import Classifier
-    from vitrail.runtime.distributed import SINGLE_PROCESS
     from vitrail.runtime.workers import count_available_cores
     from vitrail.weights.load import load
 
@@ -107,9 +108,10 @@ def vitrail_run(file: Path, precision: str) -> Run:
     classifier = Classifier(load(file), device="cpu", batch_size=BATCH, precision=precision)  # type: ignore[arg-type]
 
     def run(paths: list[str], _: int) -> None:
-        wanted = predict.PredictOptions(tuple(paths), 1, False, None, None, "csv", count_available_cores())
+        items = (PredictionItem(image) for image in iter_image_refs(paths))
+        settings = BulkSettings(threads=count_available_cores())
         with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
-            predict._predict_all(classifier, wanted, SINGLE_PROCESS)
+            predict_images(classifier, items, StdoutRows("csv", classifier.labels), settings)
 
     return run
 

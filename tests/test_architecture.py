@@ -13,10 +13,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_the_public_names_are_these() -> None:
-    names = ["Classifier", "Preprocess", "Trained", "adapt", "attention_maps", "create", "load", "save"]
+    names = ["Classifier", "PreprocessConfig", "Trained", "adapt", "attention_maps", "create", "load", "save"]
     assert vitrail.__all__ == names
     for name in names:
         assert getattr(vitrail, name).__name__ == name
+    assert vitrail.Preprocess is vitrail.PreprocessConfig  # the name of version 0.1.0
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = vitrail.nothing
 

@@ -108,7 +108,7 @@ def test_without_record_locks_a_process_of_another_machine_is_believed(
     monkeypatch.setattr(locks, "fcntl", None)
     path = tmp_path / "lock"
     path.write_text('{"pid": 1, "host": "another"}')
-    with pytest.raises(LockedError, match=rf"process 1 on another .* If it is gone, remove {path}"):
+    with pytest.raises(LockedError, match=rf"process 1 on another .* If that process no longer exists, remove {path}"):
         check_lock(path, "the folder")
 
 

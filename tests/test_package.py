@@ -28,6 +28,6 @@ def test_the_wheel_works_in_a_clean_environment(tmp_path: Path) -> None:
     found = subprocess.run([command, "info", "b16"], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     assert "86,567,656" in found.stdout
-    names = "from vitrail.weights.labels import named; print(named('imagenet1k')[0])"
+    names = "from vitrail.weights.labels import list_imagenet1k_labels; print(list_imagenet1k_labels()[0])"
     found = subprocess.run([python, "-c", names], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert found.stdout == "tench, Tinca tinca\n", found.stderr

@@ -1,4 +1,4 @@
-"""Files and folders written whole or not at all, and where vitrail keeps its own."""
+"""Atomic writes of files and folders, and the folders where vitrail keeps its own data."""
 
 import contextlib
 import hashlib
@@ -15,87 +15,91 @@ from vitrail.errors import DataError, UsageError
 
 @contextlib.contextmanager
 def write_atomically(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """A path to write a file or folder at, which becomes `path` when the block ends well and vanishes otherwise.
+    """Yield a temporary path that becomes `path` when the block succeeds, and is deleted when it fails.
 
-    The data is on disk before the name changes, so a crash leaves a file as it was or as it should be. A folder that
-    is overwritten is set aside first; a crash in that instant leaves both versions in the hidden folder beside it.
+    The data is on disk before the rename, so a crash leaves either the old file or the complete new one. A folder to
+    be overwritten is moved aside first; a crash at that instant leaves both versions in the hidden folder beside it.
     """
     check_path_free(path, overwrite=overwrite)
     make_folder(path.parent)
-    workshop = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    staging = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
-        fresh = workshop / path.name
+        fresh = staging / path.name
         yield fresh
-        for written in [fresh, *fresh.rglob("*")] if fresh.is_dir() else [fresh]:
-            fsync_path(written)
-        _rename_into_place(fresh, path, backup=workshop / "previous")
+        for entry in [fresh, *fresh.rglob("*")] if fresh.is_dir() else [fresh]:
+            fsync_path(entry)
+        _rename_into_place(fresh, path, backup=staging / "previous")
         fsync_path(path.parent)
     finally:
-        shutil.rmtree(workshop, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def open_regular_file(path: Path, *, name: str | None = None) -> Iterator[IO[bytes]]:
-    """Open a regular file to read. A pipe or device may have no end, or never begin: it is refused, by `name`."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)  # or a pipe's opening waits
+    """Open a regular file for reading. Refuse pipes and devices, which may never start or never end.
+
+    The error uses `name`, or the path where it is None.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK)  # opening a pipe would block
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise DataError(f"{name or path} is a folder, pipe, socket or device: give a regular file")
+        raise DataError(f"{name or path} is a folder, pipe, socket or device: pass a regular file")
     with os.fdopen(descriptor, "rb") as file:
         yield file
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it that are missing; their names are on disk when this returns."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    """Create a folder and its missing parents, and return when their names are on disk."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    for each in missing:
-        fsync_path(each.parent)
+    for path in missing:
+        fsync_path(path.parent)
 
 
 def check_path_free(path: Path, *, overwrite: bool) -> None:
-    """Refuse a name that is taken, unless it may be overwritten; a link is never replaced."""
+    """Refuse a path that exists, unless it may be overwritten; never replace a link."""
     if path.is_symlink():
-        raise UsageError(f"{path} is a link; give the file or folder it points to")
+        raise UsageError(f"{path} is a link; pass the file or folder it points to")
     if path.exists() and not overwrite:
         raise UsageError(f"{path} exists already; choose another name or overwrite it (--overwrite, overwrite=True)")
 
 
 def get_data_home() -> Path:
-    """Where data sets that were got are kept: the XDG base directories' rule."""
+    """The folder of downloaded datasets, by the XDG Base Directory Specification."""
     return _get_home("XDG_DATA_HOME", ".local/share")
 
 
 def get_cache_home() -> Path:
-    """Where what can be computed again is kept."""
+    """The folder of caches, whose contents can be computed again."""
     return _get_home("XDG_CACHE_HOME", ".cache")
 
 
 def _get_home(variable: str, default: str) -> Path:
-    given = Path(os.environ.get(variable, ""))  # a relative path is to be ignored, says the specification
-    return (given if given.is_absolute() else Path.home() / default) / "vitrail"
+    configured = Path(os.environ.get(variable, ""))
+    if not configured.is_absolute():  # the specification says to ignore a relative path
+        configured = Path.home() / default
+    return configured / "vitrail"
 
 
 def compute_sha256(path: Path) -> str:
-    """The hexadecimal sha256 of a file's bytes.
+    """The hexadecimal SHA-256 of a file's bytes.
 
-    In pieces so large that a thread in the background hardly asks for the interpreter's lock, for which the steps of a
-    run would wait, and it for them.
+    Large blocks keep a background thread from contending with training steps for the interpreter lock.
     """
-    found, piece = hashlib.sha256(), memoryview(bytearray(min(2**24, path.stat().st_size + 1)))
+    digest, block = hashlib.sha256(), memoryview(bytearray(min(2**24, path.stat().st_size + 1)))
     with path.open("rb", buffering=0) as file:
-        while length := file.readinto(piece):
-            found.update(piece[:length])
-    return found.hexdigest()
+        while length := file.readinto(block):
+            digest.update(block[:length])
+    return digest.hexdigest()
 
 
 def _rename_into_place(fresh: Path, path: Path, backup: Path) -> None:
-    """Give `fresh` the name `path`; a folder of that name goes `aside` and comes back if this fails."""
+    """Rename `fresh` to `path`; a folder already there moves to `backup`, and back if the rename fails."""
     if not path.is_dir():
         fresh.replace(path)
         return
     if not fresh.is_dir():
-        raise UsageError(f"{path} is a folder, and a file is to be written; choose another name")
+        raise UsageError(f"{path} is a folder and cannot be replaced by a file; choose another name")
     path.rename(backup)
     try:
         fresh.rename(path)
@@ -105,7 +109,7 @@ def _rename_into_place(fresh: Path, path: Path, backup: Path) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Return when a file's bytes, or a folder's names, are on the disk."""
+    """Wait until a file's bytes, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,8 +1,8 @@
-"""Lock files: one process at a time, and the file says which.
+"""Lock files that one process holds at a time and that name their holder.
 
-The system's own record locks hold them where it has any (fcntl), so that a lock ends with its process, however that
-ends, and is not inherited by the processes it forks. Elsewhere the process named in the file holds it for as long as it
-runs. A file that was left behind is taken over in both cases.
+Where the system has record locks (fcntl), they hold the file: the lock ends with its process, however that ends, and
+forked processes do not inherit it. Elsewhere the process named in the file holds the lock while it runs. In both cases
+a stale lock file is taken over.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ from typing import Any
 
 try:
     import fcntl
-except ImportError:  # not every system has it
+except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 from vitrail.errors import UsageError
 
-_RETRY_SECONDS = 0.1  # seconds
+_RETRY_SECONDS = 0.1
 _held_locks: dict[str, int] = {}
-"""Locks of this process by path, and the thread that took each: record locks do not tell threads apart."""
+"""This process's locks by path, and the thread that took each: record locks do not distinguish threads."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_held_locks.clear)
 
@@ -38,9 +38,9 @@ class LockedError(UsageError):
 
 @contextlib.contextmanager
 def hold_lock(path: Path, resource: str) -> Iterator[None]:
-    """Hold the lock file while the block lasts, or raise a `LockedError` that names who uses `what`.
+    """Hold the lock file for the duration of the block, or raise a `LockedError` that names the user of `resource`.
 
-    The thread that holds it may enter again.
+    The thread that holds the lock may enter again.
     """
     key = _get_lock_key(path)
     if _held_locks.get(key) == threading.get_ident():
@@ -52,14 +52,14 @@ def hold_lock(path: Path, resource: str) -> Iterator[None]:
         yield
     finally:
         del _held_locks[key]
-        with contextlib.suppress(OSError):  # its folder may be gone
+        with contextlib.suppress(OSError):  # the folder may be gone
             path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 @contextlib.contextmanager
 def wait_for_lock(path: Path, resource: str) -> Iterator[None]:
-    """Hold the lock file while the block lasts, however long others hold it before."""
+    """Hold the lock file for the duration of the block, after waiting for others to release it."""
     with contextlib.ExitStack() as stack:
         while True:
             try:
@@ -71,7 +71,7 @@ def wait_for_lock(path: Path, resource: str) -> Iterator[None]:
 
 
 def check_lock(path: Path, resource: str) -> None:
-    """Raise a `LockedError` where another process or thread holds the lock file."""
+    """Raise a `LockedError` if another process or thread holds the lock file."""
     if _held_locks.get(_get_lock_key(path)) == threading.get_ident():
         return
     with contextlib.suppress(FileNotFoundError):
@@ -79,8 +79,8 @@ def check_lock(path: Path, resource: str) -> None:
 
 
 def _acquire_lock(path: Path, resource: str, *, create: bool = True) -> int:
-    """The descriptor of the locked file, which names this process."""
-    if _get_lock_key(path) in _held_locks:  # to open the file once more and close it would end the lock
+    """Lock the file, write this process into it, and return its descriptor."""
+    if _get_lock_key(path) in _held_locks:  # opening and closing the file again would release the lock
         raise _make_error(resource, _describe_process(), path)
     while True:
         descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o644)
@@ -88,13 +88,13 @@ def _acquire_lock(path: Path, resource: str, *, create: bool = True) -> int:
             holder = _read_holder(descriptor)
             if not _try_lock(descriptor, holder):
                 raise _make_error(resource, holder, path)
-            if not _is_same_file(descriptor, path):  # whoever held it has removed it meanwhile
+            if not _is_same_file(descriptor, path):  # its holder has removed it in the meantime
                 os.close(descriptor)
                 continue
             if create:
                 _write_holder(descriptor)
             if create and fcntl is None and _read_holder(descriptor).get("pid") != os.getpid():
-                raise _make_error(resource, _read_holder(descriptor), path)  # another was quicker
+                raise _make_error(resource, _read_holder(descriptor), path)  # another process was faster
         except BaseException:
             os.close(descriptor)
             raise
@@ -102,20 +102,20 @@ def _acquire_lock(path: Path, resource: str, *, create: bool = True) -> int:
 
 
 def _get_lock_key(path: Path) -> str:
-    """One name for a lock file, whatever links lead to its folder."""
+    """One key per lock file, whatever links lead to its folder."""
     return str(path.parent.resolve() / path.name)
 
 
 def _write_holder(descriptor: int) -> None:
-    with contextlib.suppress(OSError):  # on a full disk the lock holds without saying whose it is
+    with contextlib.suppress(OSError):  # on a full disk the lock holds without naming its holder
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(_describe_process()).encode(), 0)
     if fcntl is None:
-        time.sleep(_RETRY_SECONDS)  # whoever took it in the same moment has written by now, and the last one has it
+        time.sleep(_RETRY_SECONDS)  # concurrent takers have written by now; the last one holds the lock
 
 
 def _try_lock(descriptor: int, holder: dict[str, Any]) -> bool:
-    """Whether the lock is this process's now."""
+    """Take the lock without waiting, and return whether this process now holds it."""
     if fcntl is not None:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,23 +130,23 @@ def _try_lock(descriptor: int, holder: dict[str, Any]) -> bool:
 
 
 def _is_running(holder: dict[str, Any]) -> bool:
-    """Whether the process that a lock file names runs, as far as can be known: of another machine's it cannot."""
-    number = holder.get("pid")
-    if not isinstance(number, int) or number <= 0:
+    """Whether the process named in a lock file is running; one on another machine is assumed to be."""
+    pid = holder.get("pid")
+    if not isinstance(pid, int) or pid <= 0:
         return False
-    if holder.get("host") != socket.gethostname() or os.name == "nt":  # where a signal of 0 would end it
+    if holder.get("host") != socket.gethostname() or os.name == "nt":  # on Windows signal 0 would kill it
         return True
     try:
-        os.kill(number, 0)
+        os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True
-    return number != os.getpid()
+    return pid != os.getpid()
 
 
 def _read_holder(descriptor: int) -> dict[str, Any]:
-    """Who wrote the lock file; nobody where it is empty or damaged."""
+    """The process recorded in the lock file; empty if the file is empty or damaged."""
     try:
         holder = json.loads(os.pread(descriptor, 2**16, 0))
     except (ValueError, RecursionError):
@@ -174,5 +174,5 @@ def _make_error(resource: str, holder: dict[str, Any], path: Path) -> LockedErro
     who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')} since {holder.get('since', '?')}"
     return LockedError(
         f"{resource} is in use by {who!s:.200} ({holder.get('command', '?')!s:.200}): wait for it, stop it, or choose"
-        f" another --out. If it is gone, remove {path}"
+        f" another --out. If that process no longer exists, remove {path}"
     )

@@ -1,8 +1,8 @@
-"""Files that lie elsewhere, by names with a scheme: s3://bucket/shards/000.tar.
+"""Files in remote stores, named by URL: s3://bucket/shards/000.tar.
 
-fsspec knows the stores, and the library of each (s3fs for S3, the extra `remote`) its protocol, its credentials and
-when to ask again: a request that fails in passing is repeated by them, up to a limit (AWS_MAX_ATTEMPTS for S3). What
-fails all the same is an error that names the file. Nothing else in vitrail speaks to a store.
+fsspec finds the library of each store (s3fs for S3, the extra `remote`), which handles its protocol and credentials.
+These libraries retry transient failures up to a limit (AWS_MAX_ATTEMPTS for S3). A request that still fails becomes an
+error that names the file. No other module of vitrail connects to a store.
 """
 
 import contextlib
@@ -19,40 +19,38 @@ from typing import IO, Any, NamedTuple, TypeVar
 from vitrail.errors import DataError, UsageError
 
 _SCHEME_PATTERN = re.compile(r"[a-z][a-z0-9+.-]+://")
-_MAX_CONCURRENT_REQUESTS = (
-    10  # requests on their way, as many as s3fs has connections: a store takes 20 to 100 ms to answer one
-)
-_BLOCK_BYTES = 4 * 2**20  # bytes that a file read from front to back is fetched by
+_MAX_CONCURRENT_REQUESTS = 10  # as many as s3fs has connections; a store answers a request in 20 to 100 ms
+_BLOCK_BYTES = 4 * 2**20  # block size of sequential reads
 _VERSION_FIELDS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 
 class RemoteError(DataError):
-    """A store that does not answer, or not as it should."""
+    """A store that cannot be reached or refuses a request."""
 
 
 class RemoteFile(NamedTuple):
-    """What a store says of a file."""
+    """A file as its store describes it."""
 
     size: int
     version_tag: str
-    """Changes when the content does."""
+    """Changes with the content."""
 
 
 def is_remote(name: str) -> bool:
-    """Whether a name has a scheme."""
+    """Whether a name is a URL."""
     return _SCHEME_PATTERN.match(name) is not None
 
 
 def join_url(url: str, name: str) -> str:
-    """The URL of what is called `name` in a folder, or by way of .. beside it."""
+    """The URL of `name` below a folder; `..` in the name is resolved."""
     scheme, _, path = f"{url.rstrip('/')}/{name}".partition("://")
     return f"{scheme}://{posixpath.normpath(path) if './' in name else path}"
 
 
 def read(url: str, start: int = 0, size: int | None = None) -> bytes:
-    """The bytes of a file, or a range of them, by one request."""
+    """Read a file, or a range of its bytes, with one request."""
     with _wrap_remote_errors(url):
         system, path = _open_filesystem(url)
         return system.cat_file(path, start=start, end=None if size is None else start + size)
@@ -60,7 +58,7 @@ def read(url: str, start: int = 0, size: int | None = None) -> bytes:
 
 @contextlib.contextmanager
 def open_for_reading(url: str) -> Iterator[tuple[IO[bytes], int]]:
-    """A file to read from front to back, leaving out what is not needed, and its size."""
+    """Open a file for sequential reading, possibly with gaps; yield it and its size."""
     with _wrap_remote_errors(url):
         system, path = _open_filesystem(url)
         with system.open(path, "rb", block_size=_BLOCK_BYTES, cache_type="readahead") as file:
@@ -68,34 +66,34 @@ def open_for_reading(url: str) -> Iterator[tuple[IO[bytes], int]]:
 
 
 def list_files(url: str) -> dict[str, RemoteFile]:
-    """Every file below a folder by its name there; of a file itself, that one under an empty name."""
+    """All files below a folder by relative name; for the URL of a file, that file under an empty name."""
     with _wrap_remote_errors(url):
         system, path = _open_filesystem(url)
         path = path.rstrip("/")
-        found = system.find(path, detail=True)
+        listing = system.find(path, detail=True)
         return {
-            name[len(path) :].lstrip("/"): _build_remote_file(facts)
-            for name, facts in sorted(found.items())
-            if facts["type"] == "file" and not name.endswith("/")
+            name[len(path) :].lstrip("/"): _build_remote_file(file_info)
+            for name, file_info in sorted(listing.items())
+            if file_info["type"] == "file" and not name.endswith("/")
         }
 
 
 def glob(pattern: str) -> list[str]:
-    """The URLs that a pattern with *, ? or [] names."""
+    """The URLs that match a pattern with *, ? or []."""
     with _wrap_remote_errors(pattern):
         system, path = _open_filesystem(pattern)
         return sorted(system.unstrip_protocol(name) for name in system.glob(path))
 
 
 def is_file(url: str) -> bool:
-    """Whether there is a file of that name."""
+    """Whether the URL is that of a file."""
     with _wrap_remote_errors(url):
         system, path = _open_filesystem(url)
         return bool(system.isfile(path))
 
 
 def compute_stamp(url: str) -> list[int]:
-    """Numbers that change when a file does, or any file below a folder."""
+    """Numbers that change when a file, or any file below a folder, changes."""
     files = list_files(url)
     if not files:
         raise DataError(f"{url} does not exist")
@@ -104,77 +102,77 @@ def compute_stamp(url: str) -> list[int]:
 
 
 def copy_from_remote(url: str, path: Path) -> None:
-    """Copy a file from there to here."""
+    """Download a file."""
     with _wrap_remote_errors(url):
         system, name = _open_filesystem(url)
         system.get_file(name, str(path))
 
 
 def copy_to_remote(path: Path, url: str) -> None:
-    """Copy a file from here to there; on an object store it appears whole or not at all."""
+    """Upload a file; on an object store it appears whole or not at all."""
     with _wrap_remote_errors(url):
         system, name = _open_filesystem(url)
         system.put_file(str(path), name)
 
 
 def remove(url: str) -> None:
-    """Delete a file, or all below a folder."""
+    """Delete a file, or everything below a folder."""
     with _wrap_remote_errors(url):
         system, name = _open_filesystem(url)
         system.rm(name, recursive=True)
 
 
 def map_concurrently(function: Callable[[ItemT], ResultT], items: Iterable[ItemT]) -> Iterator[ResultT]:
-    """The results in the order of the items, several on their way together."""
+    """Map a function over items with concurrent requests; the results keep the order of the items."""
     with ThreadPoolExecutor(_MAX_CONCURRENT_REQUESTS) as pool:
         yield from pool.map(function, items)
 
 
-# --- the stores ------------------------------------------------------------------------------------------------------
+# --- clients ---------------------------------------------------------------------------------------------------------
 
 _filesystems: dict[tuple[int, str], Any] = {}
 
 
 def _open_filesystem(url: str) -> tuple[Any, str]:
-    """This process's client for a store, and what the file is called there.
+    """This process's client for a store, and the path of the file in it.
 
-    A client is a thread and sockets. A process forked from this one can use neither, nor may it close them, so it
-    makes clients of its own and leaves those it inherited where they are. fsspec's own cache would let go of them.
+    A client owns a thread and sockets. A forked process can neither use nor close them, so it creates its own clients
+    and keeps references to the inherited ones, which fsspec's own cache would drop.
     """
-    place = re.match(r"[^:]+://[^/]*", url)
-    assert place is not None
-    key = os.getpid(), place[0]
+    store = re.match(r"[^:]+://[^/]*", url)
+    assert store is not None
+    key = os.getpid(), store[0]
     if key not in _filesystems:
         import fsspec  # type: ignore[import-untyped]  # torch depends on it
 
         scheme = url.partition("://")[0]
         try:
-            options = {"auto_mkdir": True} if scheme == "file" else {}  # elsewhere a folder is where its files are
+            options = {"auto_mkdir": True} if scheme == "file" else {}  # other stores need no folders
             _filesystems[key], _ = fsspec.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False, **options)
         except ImportError as error:
-            known = scheme in ("s3", "s3a")
-            needs = "s3fs: pip install 'vitrail[remote]'" if known else f"a library that is not here: {error}"
-            raise UsageError(f"{scheme}:// is read through {needs}") from error
+            is_s3 = scheme in ("s3", "s3a")
+            library = "s3fs: pip install 'vitrail[remote]'" if is_s3 else f"a library that is not installed: {error}"
+            raise UsageError(f"{scheme}:// needs {library}") from error
         except ValueError as error:
-            raise UsageError(f"{url}: {error}; s3://bucket/name is one that is known") from error
+            raise UsageError(f"{url}: {error}; an example of a supported URL is s3://bucket/name") from error
     return _filesystems[key], _filesystems[key]._strip_protocol(url)
 
 
 @contextlib.contextmanager
 def _wrap_remote_errors(url: str) -> Iterator[None]:
-    """Whatever goes wrong with a file is said in one line that begins with its name."""
+    """Turn a library's errors into errors of one line that begins with the URL."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         raise DataError(f"{url} does not exist") from error
     except PermissionError as error:
-        raise RemoteError(f"{url} is not for these credentials to use ({_format_error(error)})") from error
+        raise RemoteError(f"{url} may not be accessed with these credentials ({_format_error(error)})") from error
     except _list_connection_errors() as error:
         raise RemoteError(f"{url} cannot be reached: {_format_error(error)}") from error
 
 
 def _list_connection_errors() -> tuple[type[BaseException], ...]:
-    """What the libraries raise of connections beside OSError; those that were not imported raise nothing."""
+    """The connection errors of the imported libraries, and OSError."""
     names = (("botocore.exceptions", "BotoCoreError"), ("aiohttp", "ClientError"))
     return OSError, *(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)
 
@@ -184,6 +182,5 @@ def _format_error(error: BaseException) -> str:
 
 
 def _build_remote_file(file_info: dict[str, Any]) -> RemoteFile:
-    return RemoteFile(
-        int(file_info["size"] or 0), next((str(file_info[name]) for name in _VERSION_FIELDS if file_info.get(name)), "")
-    )
+    version_tag = next((str(file_info[name]) for name in _VERSION_FIELDS if file_info.get(name)), "")
+    return RemoteFile(int(file_info["size"] or 0), version_tag)

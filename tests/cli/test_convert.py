@@ -17,29 +17,35 @@ from tests.export import runtime
 from vitrail import Classifier, load, save
 from vitrail.cli import convert
 from vitrail.data.sources import open_dataset
-from vitrail.evaluate.agreement import measure_agreement
+from vitrail.evaluate.statistics import measure_agreement
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """One block, so that it is quickly exported, and a head that is sure of some images."""
-    path, found = tmp_path / "model.safetensors", making.vit(depth=1)
+    path, network = tmp_path / "model.safetensors", making.vit(depth=1)
     with torch.no_grad():
-        found.head.weight.mul_(4)
-    save(making.trained(found), path)
+        network.head.weight.mul_(4)
+    save(making.trained(network), path)
     return path
 
 
-@pytest.mark.parametrize(("form", "suffix"), [("onnx", ".onnx"), ("torch-export", ".pt2"), ("openvino", ".xml")])
-def test_exporting_leaks_no_warning_of_another_package(form: str, suffix: str, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("target_format", "suffix"), [("onnx", ".onnx"), ("torch-export", ".pt2"), ("openvino", ".xml")]
+)
+def test_exporting_leaks_no_warning_of_another_package(
+    target_format: str, suffix: str, model: Path, tmp_path: Path
+) -> None:
     """Without torchvision, too, of which torch would speak."""
-    pytest.importorskip({"onnx": "onnxscript"}.get(form, "openvino"), reason=f"the extra `{form}` is not installed")
-    arguments = ["convert", str(model), str(tmp_path / f"out{suffix}"), "--to", form]
+    pytest.importorskip(
+        {"onnx": "onnxscript"}.get(target_format, "openvino"), reason=f"the extra `{target_format}` is not installed"
+    )
+    arguments = ["convert", str(model), str(tmp_path / f"out{suffix}"), "--to", target_format]
     hide = "import sys; sys.modules['torchvision'] = None"
     code = f"{hide}; from vitrail.cli import main; sys.exit(main({arguments!r}))"
     command = [sys.executable, "-W", "default", "-c", code]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (found.returncode, found.stderr) == (0, f"model: {model}\n")
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (completed.returncode, completed.stderr) == (0, f"model: {model}\n")
 
 
 def test_the_difference_is_told(model: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -53,9 +59,9 @@ def test_the_difference_is_told(model: Path, tmp_path: Path, capsys: Capture) ->
         "convert", str(model), str(path), "--to", "torch-export", "--image-size", "48", "--overwrite", "--json",
         capsys=capsys,
     )  # fmt: skip
-    found = json.loads(out)
-    assert found["difference"] <= found["allowed"] == 1e-5
-    assert any("pos_embed" in change for change in found["changes"])
+    facts = json.loads(out)
+    assert facts["difference"] <= facts["allowed"] == 1e-5
+    assert any("pos_embed" in change for change in facts["changes"])
     pixels = torch.randint(0, 256, (2, 3, 48, 48), dtype=torch.uint8)
     assert torch.export.load(path).module()(pixels)["logits"].shape == (2, 7)
 
@@ -63,53 +69,57 @@ def test_the_difference_is_told(model: Path, tmp_path: Path, capsys: Capture) ->
 def test_int8_is_measured_and_the_file_says_what_was_found(model: Path, tmp_path: Path, capsys: Capture) -> None:
     onnxruntime = runtime("onnxruntime")
     data, path = folder(tmp_path / "pictures", each=30), tmp_path / "out.onnx"
-    given = ("convert", str(model), str(path), "--to", "onnx", "--int8", "--measure", str(data), "--json")
-    code, out, _ = vitrail(*given, capsys=capsys)
+    command = ("convert", str(model), str(path), "--to", "onnx", "--int8", "--measure", str(data), "--json")
+    code, out, _ = vitrail(*command, capsys=capsys)
     assert code == 0
-    found = json.loads(out)["int8"]
+    result = json.loads(out)["int8"]
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     facts = session.get_modelmeta().custom_metadata_map
-    assert json.loads(facts["int8"]) == found
+    assert json.loads(facts["int8"]) == result
     assert json.loads(facts["labels"]) == [f"kind {index}" for index in range(7)]
-    assert expected_of(session, model, data) == {name: found[name] for name in ("images", "top1", "sure_images")}
-    assert 0 < found["change"] < 0.1
-    assert found["speed"] > 0
-    assert found["data"] == "pictures"
-    assert kept(path)
+    assert measure_expected(session, model, data) == {name: result[name] for name in ("images", "top1", "sure_images")}
+    assert 0 < result["change"] < 0.1
+    assert result["speed"] > 0
+    assert result["data"] == "pictures"
+    assert list_int8_weights(path)
 
 
 def test_precisions_are_measured_into_vitrails_own_file(model: Path, tmp_path: Path, capsys: Capture) -> None:
     data, path = folder(tmp_path / "pictures", each=30), tmp_path / "out.safetensors"
     code, out, _ = vitrail("convert", str(model), str(path), "--measure", str(data), "--json", capsys=capsys)
     assert code == 0
-    tried = load(path).precision_measurements
-    assert [each["precision"] for each in json.loads(out)["tried"]] == [each.precision for each in tried]
-    assert "bfloat16" in {each.precision for each in tried}
+    measurements = load(path).precision_measurements
+    assert [item["precision"] for item in json.loads(out)["precision_measurements"]] == [
+        item.precision for item in measurements
+    ]
+    assert "bfloat16" in {item.precision for item in measurements}
     val = len(open_dataset(str(data)).splits["val"])
-    assert all(0 < each.images <= val for each in tried), tried  # of what is slow, the first batch alone
+    assert all(0 < item.images <= val for item in measurements), measurements  # of what is slow, the first batch alone
     _, out, _ = vitrail("info", str(path), capsys=capsys)
-    assert out.count("\nmeasured ") == len(tried)
+    assert out.count("\nmeasured ") == len(measurements)
     headless = tmp_path / "headless.safetensors"
     save(making.trained(making.vit(depth=1, classes=0), labels=None), headless)
     code, _, err = vitrail("convert", str(headless), str(path), "--measure", str(data), "--overwrite", capsys=capsys)
     assert (code, "the model has no head" in err) == (2, True)
 
 
-def kept(path: Path) -> list[str]:
+def list_int8_weights(path: Path) -> list[str]:
     """The names of weights in 8 bits."""
     onnx = runtime("onnx")
     graph = onnx.load(path).graph
-    return [each.name for each in graph.initializer if each.data_type == onnx.TensorProto.INT8]
+    return [item.name for item in graph.initializer if item.data_type == onnx.TensorProto.INT8]
 
 
-def expected_of(session: Any, model: Path, data: Path) -> dict[str, Any]:
+def measure_expected(session: Any, model: Path, data: Path) -> dict[str, Any]:
     """What int8 changes, of the images of val one by one, and against vitrail itself."""
     classify, split = Classifier(load(model), device="cpu"), open_dataset(str(data)).splits["val"]
     images = [split.read_image(index) for index in range(len(split))]
-    views = [classify.make_input(image)[None].numpy() for image in images]
-    said = torch.cat([torch.from_numpy(session.run(["probabilities"], {"pixels": view})[0]) for view in views])
-    found = measure_agreement(torch.cat([classify.predict_proba([image]) for image in images]), said)
-    return {"images": len(images), "top1": found.top1, "sure_images": found.sure_images}
+    inputs = [classify.make_input(image)[None].numpy() for image in images]
+    predictions = torch.cat(
+        [torch.from_numpy(session.run(["probabilities"], {"pixels": pixels})[0]) for pixels in inputs]
+    )
+    agreement = measure_agreement(torch.cat([classify.predict_proba([image]) for image in images]), predictions)
+    return {"images": len(images), "top1": agreement.top1, "sure_images": agreement.sure_images}
 
 
 def test_a_large_set_is_sampled_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +127,10 @@ def test_a_large_set_is_sampled_evenly(tmp_path: Path, monkeypatch: pytest.Monke
     dataset = open_dataset(str(folder(tmp_path / "pictures", each=40)))
     whole = dataset.splits["val"]
     monkeypatch.setattr(convert, "MAX_MEASURED_IMAGES", 3)
-    some = convert._select_images(dataset)
-    assert 2 <= len(some) <= 3
-    assert some.get_image_name(0) == whole.get_image_name(0)
-    assert {some.get_labels(index) for index in range(len(some))} == {
+    selected = convert._select_images(dataset)
+    assert 2 <= len(selected) <= 3
+    assert selected.get_image_name(0) == whole.get_image_name(0)
+    assert {selected.get_labels(index) for index in range(len(selected))} == {
         whole.get_labels(index) for index in range(len(whole))
     }
 
@@ -129,8 +139,8 @@ def test_a_large_set_is_sampled_evenly(tmp_path: Path, monkeypatch: pytest.Monke
     ("options", "message"),
     [
         (["--to", "onnx", "--int8"], "name images to measure how much: --measure DATA"),
-        (["--to", "openvino", "--int8", "--measure", "."], "--int8 is of onnx, not of openvino: add --to onnx"),
-        (["--to", "onnx", "--measure", "."], "--measure has no place in onnx: add --to onnx --int8"),
+        (["--to", "openvino", "--int8", "--measure", "."], "--int8 is for onnx, not for openvino: add --to onnx"),
+        (["--to", "onnx", "--measure", "."], "--measure is not for onnx: add --to onnx --int8"),
         (["--to", "onnx"], "onnx writes a .onnx file; call it"),
     ],
 )
@@ -145,7 +155,36 @@ def test_what_cannot_be_meant_is_refused_before_the_model_is_read(
 def test_a_model_without_preprocessing_is_refused_with_the_option_that_helps(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "bare.safetensors"
     save(making.trained(making.vit(depth=1), preprocess=None), path)
-    given = ("convert", str(path), str(tmp_path / "out.pt2"), "--to", "torch-export")
-    code, _, err = vitrail(*given, capsys=capsys)
+    command = ("convert", str(path), str(tmp_path / "out.pt2"), "--to", "torch-export")
+    code, _, err = vitrail(*command, capsys=capsys)
     assert (code, "add --preprocess imagenet" in err) == (2, True)
-    assert vitrail(*given, "--preprocess", "imagenet", capsys=capsys)[0] == 0
+    assert vitrail(*command, "--preprocess", "imagenet", capsys=capsys)[0] == 0
+
+
+def test_convert_lists_each_change_and_note(tmp_path: Path, capsys: Capture) -> None:
+    source, target = str(tmp_path / "a.safetensors"), str(tmp_path / "b")
+    save(making.trained(making.vit()), source)
+    options = ["--to", "timm", "--classes", "3", "--image-size", "48", "--patch", "16", "--channels", "1"]
+    code, out, err = vitrail("convert", source, target, *options, capsys=capsys)
+    assert code == 0
+    for name in ("head.weight", "pos_embed", "patch_embed.proj.weight", "preprocess.size", "preprocess.mean"):
+        assert name in out
+    assert f"written  {target} (timm)" in out
+    assert f"model: {source}" in err
+    config = load(Path(target)).model.config
+    assert (config.classes, config.image_size, config.patch, config.channels) == (3, (48, 48), 16, 1)
+
+
+def test_convert_names_classes_and_preprocessing(tmp_path: Path, capsys: Capture) -> None:
+    save(making.trained(making.vit(width=64, heads=1, gelu="erf")), tmp_path / "bare.safetensors", "timm")
+    (tmp_path / "names.txt").write_text("\n".join("abcdefg"))
+    options = ["--labels", str(tmp_path / "names.txt"), "--preprocess", "imagenet", "--json"]
+    code, out, _ = vitrail(
+        "convert", str(tmp_path / "bare.safetensors"), str(tmp_path / "new.safetensors"), *options, capsys=capsys
+    )
+    assert code == 0
+    assert json.loads(out)["changes"] == ["preprocess: imagenet, given by hand", "labels: none -> 7 names"]
+    loaded = load(tmp_path / "new.safetensors")
+    assert loaded.labels == tuple("abcdefg")
+    assert loaded.preprocess is not None
+    assert loaded.preprocess.mean == (0.485, 0.456, 0.406)

@@ -23,7 +23,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def harmed(root: Path) -> Path:
+def damage_files(root: Path) -> Path:
     """A set with one file of each crafted kind of harm, and some that only look harmful."""
     folder(root, "train", "val", "test", each=6)
     rose = root / "train" / "rose"
@@ -45,7 +45,7 @@ def harmed(root: Path) -> Path:
 
 
 def test_check_names_each_bad_file_with_its_reason_and_ends_with_3(tmp_path: Path, capsys: Capture) -> None:
-    harmed(tmp_path / "set")
+    damage_files(tmp_path / "set")
     code, out, err = run("data", "check", "./set", capsys=capsys)
     assert code == 3
     reasons = {
@@ -66,7 +66,7 @@ def test_check_names_each_bad_file_with_its_reason_and_ends_with_3(tmp_path: Pat
 
 
 def test_a_second_check_looks_only_at_what_has_changed(tmp_path: Path, capsys: Capture) -> None:
-    harmed(tmp_path / "set")
+    damage_files(tmp_path / "set")
     first = json.loads(run("data", "check", "./set", "--skip-bad", "--json", capsys=capsys)[1])
     assert first["from_earlier_check"] == 0
     changed = tmp_path / "set" / "val" / "rose" / "0.jpg"
@@ -74,7 +74,7 @@ def test_a_second_check_looks_only_at_what_has_changed(tmp_path: Path, capsys: C
     second = json.loads(run("data", "check", "./set", "--skip-bad", "--json", capsys=capsys)[1])
     assert second["from_earlier_check"] == 39  # the bad ones are looked at again
     assert second["bad"] == first["bad"]
-    assert second["colour"] == first["colour"]
+    assert second["color"] == first["color"]
 
 
 def test_check_counts_classes_and_colours_by_hand(tmp_path: Path, capsys: Capture) -> None:
@@ -87,10 +87,10 @@ def test_check_counts_classes_and_colours_by_hand(tmp_path: Path, capsys: Captur
     (tmp_path / "set" / "val" / "black" / "0.png").write_bytes(encoded(Image.new("RGB", (9, 9), (1, 2, 3)), "PNG"))
     report = json.loads(run("data", "check", "./set", "--json", capsys=capsys)[1])
     assert report["classes"] == [{"name": "black", "train": 1, "val": 1}, {"name": "white", "train": 3, "val": 0}]
-    assert report["colour"]["mean"] == [0.75] * 3
-    assert report["colour"]["std"] == [0.433] * 3
-    assert report["colour"]["grey"] == 4
-    assert report["sizes"]["width"] == {"least": 4, "median": 5, "most": 9}
+    assert report["color"]["mean"] == [0.75] * 3
+    assert report["color"]["std"] == [0.433] * 3
+    assert report["color"]["gray"] == 4
+    assert report["sizes"]["width"] == {"min": 4, "median": 5, "max": 9}
     assert report["formats"] == {"PNG": 5}
 
 
@@ -128,7 +128,7 @@ def test_copies_inside_and_across_splits_and_against_another_set_are_found(tmp_p
     (other / "b.jpg").write_bytes(encoded(photo(999), quality=90))
     code, out, err = run("data", "check", "./set", "--against", "./other", capsys=capsys)
     assert code == 0
-    last = "images, none bad, 1 group of copies across splits; report: data_report.json"
+    last = "images, none bad, 1 group of duplicates across splits; report: data_report.json"
     assert err.splitlines()[-1].endswith(last)
     assert "1 group of equal files, 1 group that looks the same" in out
     assert "1 group of these across splits" in out
@@ -136,7 +136,9 @@ def test_copies_inside_and_across_splits_and_against_another_set_are_found(tmp_p
     exact, near = report["duplicates"]["groups"]
     assert [image["name"] for image in exact["images"]] == ["train/rose/0.png", "train/rose/twin.png"]
     assert {image["name"] for image in near["images"]} == {"train/tulip/leak.jpg", "test/tulip/2.png"}
-    assert [(row["name"], row["shows"]) for row in report["against"]["found"]] == [("train/rose/3.png", "test/x/a.jpg")]
+    assert [(row["name"], row["matched_name"]) for row in report["against"]["matches"]] == [
+        ("train/rose/3.png", "test/x/a.jpg")
+    ]
     assert [row["name"] for row in report["leave_out"]] == ["train/rose/3.png", "train/tulip/leak.jpg"]
     assert run("data", "pack", "./set", "packed", "--leave-out", "data_report.json", capsys=capsys)[0] == 0
     assert len(open_dataset("./packed").splits["train"]) == 8
@@ -185,7 +187,7 @@ def test_all_of_a_set_without_splits_is_compared_with(tmp_path: Path, capsys: Ca
     assert re.search(r"8 images show what one of its 8 shows; compared 8 images", text)
     report = json.loads(run("data", "check", "./mine", "--against", "./tests", "--json", capsys=capsys)[1])
     assert report["against"]["compared"] == 8
-    assert len(report["against"]["found"]) == 8
+    assert len(report["against"]["matches"]) == 8
 
 
 def test_of_a_large_set_the_check_says_how_many_were_compared_and_all_compares_all(
@@ -205,19 +207,19 @@ def test_of_a_large_set_the_check_says_how_many_were_compared_and_all_compares_a
             (place / f"{number}.jpg").write_bytes(encoded(photo(number), "JPEG", quality=90))
     check = ("data", "check", "./mine", "--against", "./other")
     _, out, err = run(*check, capsys=capsys)
-    assert "note: 10 of 26 images (38.5%), drawn at random, are decoded and compared; --all does it with all" in err
+    assert "note: a random sample of 10 of 26 images (38.5%) is decoded and compared; --all takes all of them" in err
     assert re.search(r"about [\d.]+ hours on \d+ cores?, at [\d.]+ ms to decode an image here and 2 ms to", err)
     assert "shows; compared 10 of 26 images" in out
     assert re.search(r"warning +16 images were not compared with it", out)
     report = json.loads((tmp_path / "data_report.json").read_text())
-    assert (report["duplicates"]["compared"], report["duplicates"]["of"]) == (10, 26)
+    assert (report["duplicates"]["compared"], report["duplicates"]["total"]) == (10, 26)
     _, out, err = run(*check, "--all", capsys=capsys)
     assert "note: all 26 images are decoded and compared: about" in err
     assert "4 images show what one of its 5 shows; compared 26 images" in out  # and not of its 30 training images
     assert "were not compared" not in out
     report = json.loads((tmp_path / "data_report.json").read_text())
-    found = {row["name"] for row in report["against"]["found"]}
-    assert found == {f"train/a/{number}.png" for number in (1, 8, 15, 22)}  # of every part of the comparison
+    matches = {row["name"] for row in report["against"]["found"]}
+    assert matches == {f"train/a/{number}.png" for number in (1, 8, 15, 22)}  # of every part of the comparison
     assert (report["decoded"], report["headers_only"]) == (26, 0)
 
 
@@ -236,7 +238,7 @@ def test_a_report_that_cannot_be_written_costs_the_result_nothing(tmp_path: Path
     (tmp_path / "file").write_text("")
     code, out, err = run("data", "check", "./set", "--out", "file/report.json", capsys=capsys)
     assert code == 2
-    assert "images   train 4, val 4" in out
+    assert "images      train 4, val 4" in out
     assert err.count("vitrail: ") == 1
 
 
@@ -263,7 +265,7 @@ def test_list_get_and_remove(tmp_path: Path, capsys: Capture) -> None:
     line = next(line for line in out.splitlines() if line.startswith("cifar10 "))
     assert "60,000" in line
     assert "kB" in line
-    rows = json.loads(run("data", "list", "--json", capsys=capsys)[1])["sets"]
+    rows = json.loads(run("data", "list", "--json", capsys=capsys)[1])["datasets"]
     assert {row["name"] for row in rows if row["stored_bytes"]} == {"cifar10"}
     assert run("data", "remove", "cifar10", capsys=capsys)[0] == 0
     assert not public_datasets.get_dataset_folder("cifar10").exists()
@@ -291,7 +293,7 @@ def test_a_terminal_shows_a_bar_and_a_pipe_none(tmp_path: Path) -> None:
     master, slave = pty.openpty()
     shown = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=slave, cwd=tmp_path)
     os.close(slave)
-    seen = io.BytesIO()
+    terminal = io.BytesIO()
     while True:
         try:
             part = os.read(master, 4096)
@@ -299,6 +301,6 @@ def test_a_terminal_shows_a_bar_and_a_pipe_none(tmp_path: Path) -> None:
             break
         if not part:
             break
-        seen.write(part)
+        terminal.write(part)
     assert shown.wait(timeout=120) == 0
-    assert b"looking at images" in seen.getvalue()
+    assert b"reading images" in terminal.getvalue()

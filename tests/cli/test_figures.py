@@ -38,10 +38,10 @@ CROPPED = PreprocessConfig(size=(32, 32), resize=(40,), mean=(0.4,) * 3, std=(0.
 
 
 @pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plates that are empty files, for tests of all the rest: to draw them takes a second each time."""
-    for name in ("filters", "positions", "distance", "cka", "faithfulness"):
-        monkeypatch.setattr(paper_figures, name, lambda _, path, **__: path.write_bytes(b""))
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write plots as empty files, in tests of everything else: drawing one takes a second."""
+    for name in ("filters", "position_similarity", "attention_distance", "cka", "faithfulness"):
+        monkeypatch.setattr(paper_figures, f"plot_{name}", lambda _, path, **__: path.write_bytes(b""))
 
 
 @pytest.fixture
@@ -56,11 +56,11 @@ def pictures(tmp_path: Path) -> Path:
     return folder(tmp_path / "pictures", each=2)
 
 
-def files(out: Path) -> list[str]:
+def list_files(out: Path) -> list[str]:
     return sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
 
 
-def views(paths: list[Path]) -> torch.Tensor:
+def load_inputs(paths: list[Path]) -> torch.Tensor:
     return normalize(torch.stack([make_eval_input(decode(path), CROPPED) for path in paths]), CROPPED)
 
 
@@ -71,19 +71,21 @@ def test_every_figure_is_a_png_and_the_arrays_are_the_functions(
     code, text, error = vitrail("figures", str(model), str(pictures), "--out", str(out), capsys=capsys)
     assert code == 0, error
     names = ["0", "1", "0-2", "1-2"]  # rose/0.jpg, rose/1.jpg, tulip/0.jpg, tulip/1.jpg
-    each = [f"{kind}/{name}.png" for kind in ("heads", "relevance", "rollout", "tokens") for name in names]
+    pictures_of_images = [
+        f"{kind}/{name}.png" for kind in ("heads", "relevance", "rollout", "tokens") for name in names
+    ]
     figures = [f"{name}.{end}" for name in ("cka", "distance", "filters", "positions") for end in ("npz", "png")]
-    assert files(out) == sorted([*each, *figures, "figures.json", "images.npz"])
+    assert list_files(out) == sorted([*pictures_of_images, *figures, "figures.json", "images.npz"])
     for line in ("filters.png", "positions.png", "distance.png", "rollout/       4 images"):
         assert line in text
     assert "averaged over 4 of the paper's 128 images" in error
-    for name in (*each, "cka.png", "filters.png", "positions.png", "distance.png"):
+    for name in (*pictures_of_images, "cka.png", "filters.png", "positions.png", "distance.png"):
         with Image.open(out / name) as shown:
             assert shown.format == "PNG"
             assert min(shown.info["dpi"]) > 199
 
     network, paths = load(model).model, sorted(pictures.rglob("*.jpg"))
-    images = views(paths)
+    images = load_inputs(paths)
     stored = {name: dict(np.load(out / f"{name}.npz")) for name in ("filters", "positions", "distance", "images")}
     assert np.array_equal(stored["filters"]["tiles"], compute_filters(network).tiles)
     assert np.array_equal(stored["positions"]["maps"], compute_position_similarity(network).maps)
@@ -115,15 +117,15 @@ def test_the_same_command_writes_the_same_bytes_and_nothing_old_stays(
 ) -> None:
     out = tmp_path / "out"
     written: list[dict[str, str]] = []
-    for given in (pictures / "tulip" / "1.jpg", pictures / "rose" / "0.jpg", pictures / "rose" / "0.jpg"):
-        assert vitrail("figures", str(model), str(given), "--out", str(out), capsys=capsys)[0] == 0
-        written.append({name: hashlib.sha256((out / name).read_bytes()).hexdigest() for name in files(out)})
+    for image in (pictures / "tulip" / "1.jpg", pictures / "rose" / "0.jpg", pictures / "rose" / "0.jpg"):
+        assert vitrail("figures", str(model), str(image), "--out", str(out), capsys=capsys)[0] == 0
+        written.append({name: hashlib.sha256((out / name).read_bytes()).hexdigest() for name in list_files(out)})
     assert written[1] == written[2]
     assert "rollout/1.png" in written[0]
     assert "rollout/1.png" not in written[1]
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_without_images_there_are_the_weights_and_a_word_about_the_rest(
     model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,11 +133,11 @@ def test_without_images_there_are_the_weights_and_a_word_about_the_rest(
     code, text, error = vitrail("figures", str(model), "--json", capsys=capsys)
     assert code == 0
     assert "no attention: that takes images: vitrail figures" in error
-    found = json.loads(text)
-    assert found["folder"] == "runs/figures"
-    assert list(found["files"]) == ["filters.png", "filters.npz", "positions.png", "positions.npz"]
-    assert found["skipped"][0]["figure"] == "attention"
-    assert found == json.loads(Path("runs/figures/figures.json").read_text())
+    facts = json.loads(text)
+    assert facts["folder"] == "runs/figures"
+    assert list(facts["files"]) == ["filters.png", "filters.npz", "positions.png", "positions.npz"]
+    assert facts["skipped"][0]["figure"] == "attention"
+    assert facts == json.loads(Path("runs/figures/figures.json").read_text())
     assert vitrail("figures", str(model), capsys=capsys)[0] == 0
     assert (tmp_path / "runs" / "figures-2" / "filters.png").exists()
 
@@ -170,10 +172,10 @@ def test_two_models_stand_side_by_side_and_one_without_attention_is_named(
     assert np.load(out / "images.npz")["second_heads"].shape == (1, 4, 4, 4)
     code, _, error = vitrail("figures", str(resnet), image, "--out", str(out), capsys=capsys)
     assert code == 0
-    assert files(out) == ["figures.json", "filters.npz", "filters.png"]
+    assert list_files(out) == ["figures.json", "filters.npz", "filters.png"]
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_faithfulness_compares_relevance_with_rollout_and_a_random_order(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -183,14 +185,14 @@ def test_faithfulness_compares_relevance_with_rollout_and_a_random_order(
         dataclasses.replace(making.trained(making.vit(seed=1), preprocess=CROPPED), multi_label=True, temperature=2),
         other,
     )
-    given = [str(model), str(other), str(pictures), "--out", str(out), "--json", "--faithfulness"]
-    code, text, error = vitrail("figures", *given, capsys=capsys)
+    command = [str(model), str(other), str(pictures), "--out", str(out), "--json", "--faithfulness"]
+    code, text, error = vitrail("figures", *command, capsys=capsys)
     assert code == 0, error
     areas, stored = json.loads(text)["numbers"]["faithfulness"], np.load(out / "faithfulness.npz")
     assert list(areas) == ["model", "other"]
     assert list(areas["other"]) == ["relevance", "rollout", "random"]
     shown = np.load(out / "images.npz")
-    images = views(sorted(pictures.rglob("*.jpg")))
+    images = load_inputs(sorted(pictures.rglob("*.jpg")))
 
     def predict(pixels: torch.Tensor) -> torch.Tensor:
         return torch.sigmoid(load(other).model(pixels) / 2)
@@ -205,36 +207,36 @@ def test_faithfulness_compares_relevance_with_rollout_and_a_random_order(
     np.testing.assert_allclose(between, compute_cka([products[0]], [products[1]]), atol=1e-4)
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_a_model_without_a_head_and_too_few_images_are_a_sentence_each(
     pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     path, out = tmp_path / "bare.safetensors", tmp_path / "out"
     save(making.trained(making.vit(classes=0), preprocess=CROPPED), path)
-    given = [str(path), str(pictures / "rose"), "--out", str(out), "--faithfulness"]
-    code, text, error = vitrail("figures", *given, capsys=capsys)
+    command = [str(path), str(pictures / "rose"), "--out", str(out), "--faithfulness"]
+    code, text, error = vitrail("figures", *command, capsys=capsys)
     assert code == 0, error
-    assert "no relevance: bare has no head: relevance, and how faithful it is, is that of a class" in error
+    assert "no relevance: bare has no head: relevance and its faithfulness are those of a class" in error
     assert "no cka: CKA compares layers on 4 images or more" in error
     assert "rollout/" in text
     assert "relevance/" not in text
     assert not (out / "relevance").exists()
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_a_bad_image_is_named_the_others_are_drawn_and_the_exit_code_says_so(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     (pictures / "rose" / "broken.jpg").write_bytes(b"<html>")
     (tmp_path / "empty").mkdir()
     others = [str(tmp_path / name) for name in ("nowhere.jpg", "empty", "*.gif")]
-    given = [str(pictures), *others, "--out", str(tmp_path / "out")]
-    code, _, error = vitrail("figures", str(model), *given, capsys=capsys)
+    command = [str(pictures), *others, "--out", str(tmp_path / "out")]
+    code, _, error = vitrail("figures", str(model), *command, capsys=capsys)
     assert code == 3
     assert "broken.jpg is not an image of a known format" in error
     assert "nowhere.jpg does not exist" in error
     assert "empty holds no image" in error
-    assert "no file is named" in error
+    assert "no file matches" in error
     assert "4 of 8 images cannot be read" in error
     assert len(np.load(tmp_path / "out" / "images.npz")["rollouts"]) == 4
     alone = [str(pictures / "rose" / "broken.jpg"), "--out", str(tmp_path / "out")]
@@ -244,7 +246,7 @@ def test_a_bad_image_is_named_the_others_are_drawn_and_the_exit_code_says_so(
     assert (tmp_path / "out" / "filters.png").exists()
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_weights_that_do_not_say_how_images_are_prepared_still_show_themselves(
     pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -252,11 +254,11 @@ def test_weights_that_do_not_say_how_images_are_prepared_still_show_themselves(
     save(making.trained(making.vit(), preprocess=None), path)
     code, _, error = vitrail("figures", str(path), str(pictures), "--out", str(tmp_path / "out"), capsys=capsys)
     assert code == 0
-    assert "no attention: the weights do not say how images must be prepared" in error
+    assert "no attention: the weights do not state their preprocessing" in error
     assert (tmp_path / "out" / "positions.png").exists()
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_boxes_say_how_much_of_the_rollout_is_on_the_object(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -265,62 +267,63 @@ def test_boxes_say_how_much_of_the_rollout_is_on_the_object(
     boxes = tmp_path / "boxes.txt"
     boxes.write_text("0.jpg\trose\t0\t0\t23\t19\n1.jpg\trose\t0\t0\t11\t19\n2.jpg\trose\t22\t0\t23\t19\n")
     out = tmp_path / "out"
-    given = [str(pictures / "rose"), "--boxes", str(boxes), "--out", str(out), "--json"]
-    code, text, error = vitrail("figures", str(model), *given, capsys=capsys)
+    command = [str(pictures / "rose"), "--boxes", str(boxes), "--out", str(out), "--json"]
+    code, text, error = vitrail("figures", str(model), *command, capsys=capsys)
     assert code == 0, error
-    found = json.loads((out / "boxes.json").read_text())
-    whole, half, cut = found["images"]
+    facts = json.loads((out / "boxes.json").read_text())
+    whole, half, cut = facts["images"]
     assert (whole["energy"], whole["area"]) == (pytest.approx(1), pytest.approx(1))
     maps = np.load(out / "images.npz")["rollouts"]
     assert half["area"] == pytest.approx(0.5)
     assert half["energy"] == pytest.approx(float(maps[1, :, :2].sum()), rel=1e-5)
     assert cut["area"] == 0
-    means = found["means"]["model"]
+    means = facts["means"]["model"]
     assert (means["images"], means["cut_off"]) == (2, 1)
     assert means["energy"] == pytest.approx((1 + half["energy"]) / 2)
-    assert json.loads(text)["numbers"]["boxes"] == found["means"]
+    assert json.loads(text)["numbers"]["boxes"] == facts["means"]
     boxes.write_text("other.jpg\trose\t0\t0\t23\t19\n")
-    code, _, error = vitrail("figures", str(model), *given, capsys=capsys)
-    assert "no boxes: of what model sees of the images, nothing has a box" in error
+    code, _, error = vitrail("figures", str(model), *command, capsys=capsys)
+    assert "no boxes: no box lies in what model sees of the images" in error
     assert not (out / "boxes.json").exists()
     code, _, error = vitrail("figures", str(model), "--boxes", str(boxes), capsys=capsys)
     assert (code, "give the images too" in error) == (2, True)
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_another_resolution_resamples_positions_and_sees_more_patches(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     out = tmp_path / "out"
-    given = [str(model), str(pictures / "rose"), "--image-size", "48", "64", "--out", str(out)]
-    code, _, error = vitrail("figures", *given, capsys=capsys)
+    command = [str(model), str(pictures / "rose"), "--image-size", "48", "64", "--out", str(out)]
+    code, _, error = vitrail("figures", *command, capsys=capsys)
     assert code == 0, error
     assert np.load(out / "images.npz")["rollouts"].shape == (2, 6, 8)
     maps = compute_position_similarity(load(model).model, (48, 64)).maps
     np.testing.assert_allclose(np.load(out / "positions.npz")["maps"], maps, atol=1e-5)
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 @pytest.mark.parametrize(
-    ("given", "number"), [(["*/0.jpg"], 2), (["-"], 3), (["digits"], 179), (["list.csv"], 1), (["rose/0.jpg"] * 2, 1)]
+    ("arguments", "number"),
+    [(["*/0.jpg"], 2), (["-"], 3), (["digits"], 179), (["list.csv"], 1), (["rose/0.jpg"] * 2, 1)],
 )
 def test_images_are_named_in_every_way(
-    given: list[str], number: int, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], number: int, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(making.trained(making.vit(depth=1)), tmp_path / "m.safetensors")
     folder(tmp_path, each=2)
     (tmp_path / "list.csv").write_text("path,label\nrose/1.jpg,rose\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("rose/0.jpg\nrose/1.jpg\ntulip/1.jpg\n"))
-    code, text, error = vitrail("figures", "m.safetensors", *given, "--pictures", "1", "--json", capsys=capsys)
+    code, text, error = vitrail("figures", "m.safetensors", *arguments, "--pictures", "1", "--json", capsys=capsys)
     assert code == 0, error
-    found: dict[str, Any] = json.loads(text)
-    assert found["numbers"]["attention"]["m"]["images"] == 1
-    assert sum(name.startswith("rollout/") for name in found["files"]) == 1
+    facts: dict[str, Any] = json.loads(text)
+    assert facts["numbers"]["attention"]["m"]["images"] == 1
+    assert sum(name.startswith("rollout/") for name in facts["files"]) == 1
     assert (f"1 of {number} images is drawn; --pictures {number} draws all" in error) == (number > 1)
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_of_a_dataset_only_the_images_that_are_drawn_are_decoded(
     model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,32 +336,32 @@ def test_of_a_dataset_only_the_images_that_are_drawn_are_decoded(
         return decode(source, *arguments, **options)
 
     monkeypatch.setattr(attention_images, "decode", count)
-    given = [str(tmp_path / "dataset"), "--out", str(tmp_path / "out"), "--pictures"]
-    assert vitrail("figures", str(model), *given, "5", capsys=capsys)[0] == 0
+    command = [str(tmp_path / "dataset"), "--out", str(tmp_path / "out"), "--pictures"]
+    assert vitrail("figures", str(model), *command, "5", capsys=capsys)[0] == 0
     assert decoded == [str(paths[place]) for place in (0, 8, 16, 24, 32)] * 2
     assert list(np.load(tmp_path / "out" / "images.npz")["images"]) == decoded[:5]
     decoded.clear()
-    code, _, error = vitrail("figures", str(model), *given, "0", capsys=capsys)
+    code, _, error = vitrail("figures", str(model), *command, "0", capsys=capsys)
     assert (code, decoded, "no attention: that takes images: --pictures 0 reads none" in error) == (0, [], True)
     (tmp_path / "boxes.txt").write_text("0.jpg\trose\t0\t0\t23\t19\n")
     boxes = ["--boxes", str(tmp_path / "boxes.txt")]
-    assert vitrail("figures", str(model), *given, "5", *boxes, capsys=capsys)[0] == 0
+    assert vitrail("figures", str(model), *command, "5", *boxes, capsys=capsys)[0] == 0
     assert (len(decoded), len(set(decoded))) == (45, 40)
     assert len(np.load(tmp_path / "out" / "images.npz")["heads"]) == 5
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_of_a_named_dataset_images_from_all_of_its_test_split_are_drawn(tmp_path: Path, capsys: Capture) -> None:
     save(making.trained(making.vit(depth=1)), tmp_path / "m.safetensors")
-    given = ["digits", "--out", str(tmp_path / "out"), "--pictures", "3"]
-    code, _, error = vitrail("figures", str(tmp_path / "m.safetensors"), *given, capsys=capsys)
+    command = ["digits", "--out", str(tmp_path / "out"), "--pictures", "3"]
+    code, _, error = vitrail("figures", str(tmp_path / "m.safetensors"), *command, capsys=capsys)
     assert code == 0, error
     names = np.load(tmp_path / "out" / "images.npz")["images"]
     split = open_dataset("digits").splits["test"]
     assert list(names) == [split.get_image_name(place * 179 // 3) for place in range(3)]
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_plots")
 def test_an_image_thin_as_a_thread_takes_no_more_room_than_another(
     model: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -381,21 +384,21 @@ def test_a_folder_of_others_is_not_written_to(kind: str, model: Path, tmp_path: 
         (out / "filters.png").write_text("mine")
     code, _, error = vitrail("figures", str(model), "--out", str(out), capsys=capsys)
     assert code == 2
-    assert "must be a folder here that is new, empty or written by this command" in error
+    assert "must be a local folder that is new, empty or written by this command" in error
     assert (out if kind == "file" else out / "filters.png").read_text() == "mine"
     code, _, error = vitrail("figures", str(model), "--out", "s3://bucket/figures", capsys=capsys)
-    assert (code, "--out s3://bucket/figures must be a folder here" in error) == (2, True)
+    assert (code, "--out s3://bucket/figures must be a local folder" in error) == (2, True)
 
 
 def test_mistakes_are_answered_before_anything_is_computed(model: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "boxes.txt").write_text("no box")
-    for given, code, sentence in (
+    for command, code, sentence in (
         ([str(model)] * 3, 2, "are 3 models"),
         ([str(model), "--pictures", "-1"], 2, "--pictures is -1"),
         ([str(model), "image.jpg", "--boxes", str(tmp_path / "boxes.txt")], 3, "line 1"),
         ([str(tmp_path / "none.safetensors")], 4, "does not exist"),
         ([str(model), "--image-size", "30"], 2, "does not divide into patches"),
     ):
-        found, _, error = vitrail("figures", *given, "--out", str(tmp_path / "out"), capsys=capsys)
-        assert (found, sentence in error) == (code, True), error
+        exit_code, _, error = vitrail("figures", *command, "--out", str(tmp_path / "out"), capsys=capsys)
+        assert (exit_code, sentence in error) == (code, True), error
         assert not (tmp_path / "out").exists()

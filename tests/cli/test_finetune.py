@@ -236,8 +236,8 @@ def test_preprocessing_must_be_known_and_may_not_be_contradicted(tmp_path: Path,
     bare = dataclasses.replace(making.trained(making.vit()), preprocess=None)
     save(bare, tmp_path / "bare.safetensors")
     code, line = refused(capsys=capsys, model="bare.safetensors")
-    assert code == 4
-    assert "do not say how images must be prepared: name it with --preprocess imagenet" in line
+    assert code == 2
+    assert "does not say how images must be prepared" in line
     options = ("--preprocess", "imagenet", "--dry-run", "--json", *SHORT)
     found = json.loads(finetune(*options, capsys=capsys, model="bare.safetensors")[1])
     assert found["preprocess"]["mean"] == [0.485, 0.456, 0.406]
@@ -247,7 +247,7 @@ def test_preprocessing_must_be_known_and_may_not_be_contradicted(tmp_path: Path,
     ("options", "message"),
     [
         (("--image-size", "30"), "30 x 30 does not divide into patches of 8 x 8 pixels; the nearest is 32 x 32"),
-        (("--keep-head",), "9 classes in one of model and data alone, such as 'kind 0' of the model"),
+        (("--keep-head",), "9 classes only in the model or only in the data, such as 'kind 0' in the model"),
         (("--minutes", "5", "--epochs", "3"), "give --minutes, or --epochs"),
         (("--minutes", "0"), "must be above 0"),
         (("--runs", "0"), "--runs is 0; it must be at least 1"),

@@ -17,15 +17,15 @@ from vitrail.serve.served_model import start_model
 from vitrail.weights.precision_measurements import PrecisionMeasurement
 
 FASTER = PrecisionMeasurement(
-    cpu=describe_cpu(), precision="bfloat16", threads=2, speedup=1.9, images=500, top1_agreement=0.998, confident_agreement=1.0, confident_images=400,
-    mean_probability_change=0.002,
+    cpu=describe_cpu(), precision="bfloat16", threads=2, speedup=1.9, images=500, top1_agreement=0.998,
+    confident_agreement=1.0, confident_images=400, mean_probability_change=0.002,
     data="photos",
 )  # fmt: skip
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    save(making.trained(making.vit(), tried=(FASTER,)), tmp_path / "model.safetensors")
+    save(making.trained(making.vit(), precision_measurements=(FASTER,)), tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors"
 
 
@@ -35,16 +35,19 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def test_predict_computes_as_the_file_says_and_says_so_once(model: Path, pictures: Path, capsys: Capture) -> None:
-    given = ("predict", str(model), str(pictures), "--device", "cpu", "--json")
-    code, chosen, error = vitrail(*given, capsys=capsys)
+    command = ("predict", str(model), str(pictures), "--device", "cpu", "--json")
+    code, chosen, error = vitrail(*command, capsys=capsys)
     assert code == 0
-    assert error.count("computing in bfloat16, which the model's file says is faster here and answers alike") == 1
-    _, exact, error = vitrail(*given, "--precision", "float32", capsys=capsys)
+    assert (
+        error.count("computing in bfloat16, which the model's file records as faster here with the same predictions")
+        == 1
+    )
+    _, exact, error = vitrail(*command, "--precision", "float32", capsys=capsys)
     assert "computing" not in error
     paths = [json.loads(line)["image"] for line in exact.splitlines()]
     for out, precision in ((chosen, "bfloat16"), (exact, "float32")):
-        answers = Classifier(load(model), device="cpu", precision=precision)(paths, top=1)
-        for line, [(label, probability)] in zip(out.splitlines(), answers, strict=True):
+        predictions = Classifier(load(model), device="cpu", precision=precision)(paths, top=1)
+        for line, [(label, probability)] in zip(out.splitlines(), predictions, strict=True):
             [prediction] = json.loads(line)["predictions"]
             assert prediction == {"label": label, "probability": pytest.approx(probability, abs=1e-6)}
     assert chosen != exact
@@ -53,13 +56,13 @@ def test_predict_computes_as_the_file_says_and_says_so_once(model: Path, picture
 def test_a_file_of_rows_is_not_continued_in_another_precision(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    given = ("predict", str(model), str(pictures), "--device", "cpu", "--out", str(tmp_path / "rows.csv"))
-    assert vitrail(*given, capsys=capsys)[0] == 0
+    command = ("predict", str(model), str(pictures), "--device", "cpu", "--out", str(tmp_path / "rows.csv"))
+    assert vitrail(*command, capsys=capsys)[0] == 0
     before = (tmp_path / "rows.csv").read_bytes()
-    code, _, error = vitrail(*given, "--precision", "float32", capsys=capsys)
+    code, _, error = vitrail(*command, "--precision", "float32", capsys=capsys)
     assert code == 2
     assert "was begun with --precision bfloat16, not float32" in error
-    assert vitrail(*given, "--precision", "bfloat16", capsys=capsys)[0] == 0, "the same one, forced"
+    assert vitrail(*command, "--precision", "bfloat16", capsys=capsys)[0] == 0, "the same one, forced"
     assert (tmp_path / "rows.csv").read_bytes() == before
 
 
@@ -67,38 +70,38 @@ def test_features_and_attention_stay_as_they_are(model: Path, pictures: Path, tm
     plain = tmp_path / "plain.safetensors"
     save(dataclasses.replace(load(model), precision_measurements=()), plain)
     embedded = [
-        vitrail("predict", str(each), str(pictures), "--device", "cpu", "--embed", capsys=capsys)
-        for each in (model, plain)
+        vitrail("predict", str(item), str(pictures), "--device", "cpu", "--embed", capsys=capsys)
+        for item in (model, plain)
     ]
     assert embedded[0][1] == embedded[1][1]
     assert "computing" not in embedded[0][2]
-    for each in (model, plain):
-        looks = ("--attention", str(tmp_path / each.stem))
-        assert vitrail("predict", str(each), str(pictures), "--device", "cpu", *looks, capsys=capsys)[0] == 0
-    drawn = [{path.name: path.read_bytes() for path in (tmp_path / each.stem).iterdir()} for each in (model, plain)]
+    for item in (model, plain):
+        overlays = ("--attention", str(tmp_path / item.stem))
+        assert vitrail("predict", str(item), str(pictures), "--device", "cpu", *overlays, capsys=capsys)[0] == 0
+    drawn = [{path.name: path.read_bytes() for path in (tmp_path / item.stem).iterdir()} for item in (model, plain)]
     assert drawn[0] == drawn[1] != {}
 
 
 def test_info_tells_what_was_measured_and_what_this_cpu_would_use(model: Path, capsys: Capture) -> None:
     code, out, _ = vitrail("info", str(model), capsys=capsys)
     assert code == 0
-    assert "bfloat16: 1.90 times float32's speed, its answer to 99.80% of 500 images of photos," in " ".join(
+    assert "bfloat16: 1.90 times float32's speed, the same class for 99.80% of 500 images of photos," in " ".join(
         out.split()
     )
-    assert "bfloat16 unless --precision says otherwise" in " ".join(out.split())
-    found = json.loads(vitrail("info", str(model), "--json", capsys=capsys)[1])
-    assert found["precision"] == "bfloat16"
-    assert found["tried"] == [dataclasses.asdict(FASTER)]
+    assert "bfloat16 by default; --precision changes it" in " ".join(out.split())
+    facts = json.loads(vitrail("info", str(model), "--json", capsys=capsys)[1])
+    assert facts["precision"] == "bfloat16"
+    assert facts["precision_measurements"] == [dataclasses.asdict(FASTER)]
 
 
 def test_a_served_model_tells_its_precision_and_still_explains(model: Path) -> None:
     queue = BatchQueue(max_batch=4, capacity=8, deadline=1.0)
     try:
-        found = start_model("model", Classifier(load(model), device="cpu"), queue)
-        found.warmup.result()
-        assert found.describe()["precision"] == "bfloat16"
-        view = found.classifier.make_input(making.images(found.classifier.model.config, 1).mul(40).byte()[0])
-        assert found.compute_rollouts([view]).shape == (1, 4, 4)
-        assert found.compute_attention([view], 1)[0].shape == (4, 17, 16)
+        served = start_model("model", Classifier(load(model), device="cpu"), queue)
+        served.warmup.result()
+        assert served.describe()["precision"] == "bfloat16"
+        pixels = served.classifier.make_input(making.images(served.classifier.model.config, 1).mul(40).byte()[0])
+        assert served.compute_rollouts([pixels]).shape == (1, 4, 4)
+        assert served.compute_attention([pixels], 1)[0].shape == (4, 17, 16)
     finally:
         queue.close()

@@ -1,4 +1,4 @@
-"""`vitrail predict` on made-up pictures: what is written, how it goes on, and what it costs."""
+"""`vitrail predict` on made-up images: the rows, how an interrupted command continues, and the cost."""
 
 import csv
 import dataclasses
@@ -32,7 +32,6 @@ from tests.data.pictures import encoded, folder, picture
 from tests.test_locks import holder
 from vitrail import Classifier, load, save
 from vitrail.cli import main
-from vitrail.cli import predict as command
 from vitrail.config import PreprocessConfig
 from vitrail.data import image_headers, image_paths
 from vitrail.data.loader import iter_eval_batches
@@ -42,9 +41,9 @@ from vitrail.evaluate import predictions
 from vitrail.evaluate.evaluator import evaluate_split, make_evaluated_model
 from vitrail.export import graph
 from vitrail.figures import attention, crops, image_grids
+from vitrail.inference import bulk_prediction
 from vitrail.serve import routes
 from vitrail.serve.server import make_service
-from vitrail.spreadsheet import unquote_cell
 from vitrail.weights.adapt import adapt
 from vitrail.weights.trained import Trained
 
@@ -65,7 +64,7 @@ def pictures(tmp_path: Path) -> Path:
     return root
 
 
-def table(path: Path) -> list[dict[str, str]]:
+def read_table(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
         return list(csv.DictReader(file))
 
@@ -85,9 +84,9 @@ def test_rows_are_the_classifiers_answers_in_order_and_a_bad_file_is_named_in_it
     (bad,) = (row for row in rows if row["error"])
     assert bad["image"].endswith("broken.jpg")
     good = [path for path in paths if not path.endswith("broken.jpg")]
-    expected = [pair for answer in Classifier(load(model))(good, top=2) for pair in answer]
-    found = [(row["label"], float(row["probability"])) for row in rows if not row["error"]]
-    for (label, probability), (name, value) in zip(found, expected, strict=True):
+    expected = [pair for prediction in Classifier(load(model))(good, top=2) for pair in prediction]
+    predicted = [(row["label"], float(row["probability"])) for row in rows if not row["error"]]
+    for (label, probability), (name, value) in zip(predicted, expected, strict=True):
         assert label == name
         assert probability == pytest.approx(value, abs=1e-5)
 
@@ -97,48 +96,50 @@ def test_two_processes_write_the_bytes_that_one_writes(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     """9 images in batches of 2 are no whole number of rounds for two processes."""
-    given = ["predict", str(model), str(pictures), "--device", "cpu", "--batch", "2", "--attention"]
-    code, _, _ = vitrail(*given, str(tmp_path / "looks"), "--out", str(tmp_path / "one.jsonl"), capsys=capsys)
+    command = ["predict", str(model), str(pictures), "--device", "cpu", "--batch", "2", "--attention"]
+    code, _, _ = vitrail(*command, str(tmp_path / "overlays"), "--out", str(tmp_path / "one.jsonl"), capsys=capsys)
     assert code == 3
-    (tmp_path / "looks").rename(tmp_path / "alone")
+    (tmp_path / "overlays").rename(tmp_path / "alone")
     starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vitrail"]
-    rest = [str(tmp_path / "looks"), "--out", str(tmp_path / "two.jsonl")]
-    done = subprocess.run([*starter, *given, *rest], capture_output=True, text=True, timeout=240)
+    rest = [str(tmp_path / "overlays"), "--out", str(tmp_path / "two.jsonl")]
+    done = subprocess.run([*starter, *command, *rest], capture_output=True, text=True, timeout=240)
     assert done.returncode == 1  # torchrun has codes of its own
     assert "1 of 9 images cannot be read" in done.stderr
     assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "two.jsonl").read_bytes()
-    assert contents(tmp_path / "alone") == contents(tmp_path / "looks")
+    assert read_files(tmp_path / "alone") == read_files(tmp_path / "overlays")
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_list_on_standard_input_and_a_file_for_the_rows(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    some = sorted(str(path) for path in (pictures / "tulip").iterdir())
-    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*some, "", "nowhere.jpg", ""])))
+    selected = sorted(str(path) for path in (pictures / "tulip").iterdir())
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*selected, "", "nowhere.jpg", ""])))
     code, out, _ = vitrail("predict", str(model), "-", "--out", str(tmp_path / "rows.csv"), capsys=capsys)
     assert (code, out) == (3, "")
-    rows = table(tmp_path / "rows.csv")
-    assert [row["image"] for row in rows] == [*some, "nowhere.jpg"]
+    rows = read_table(tmp_path / "rows.csv")
+    assert [row["image"] for row in rows] == [*selected, "nowhere.jpg"]
     assert "nowhere.jpg" in rows[-1]["error"]
 
 
 def test_formats_say_the_same(model: Path, pictures: Path, capsys: Capture) -> None:
-    given = ("predict", str(model), str(pictures / "rose"), str(pictures / "nothing"), "--top", "3")
-    objects = [json.loads(line) for line in vitrail(*given, "--json", capsys=capsys)[1].splitlines()]
-    assert objects == [json.loads(line) for line in vitrail(*given, "--format", "jsonl", capsys=capsys)[1].splitlines()]
-    rows = list(csv.DictReader(io.StringIO(vitrail(*given, capsys=capsys)[1])))
-    lines = vitrail(*given, "--format", "table", capsys=capsys)[1].splitlines()
-    labels = [(each["image"], *pair.values()) for each in objects for pair in each.get("predictions", ())]
+    command = ("predict", str(model), str(pictures / "rose"), str(pictures / "nothing"), "--top", "3")
+    objects = [json.loads(line) for line in vitrail(*command, "--json", capsys=capsys)[1].splitlines()]
+    assert objects == [
+        json.loads(line) for line in vitrail(*command, "--format", "jsonl", capsys=capsys)[1].splitlines()
+    ]
+    rows = list(csv.DictReader(io.StringIO(vitrail(*command, capsys=capsys)[1])))
+    lines = vitrail(*command, "--format", "table", capsys=capsys)[1].splitlines()
+    labels = [(item["image"], *pair.values()) for item in objects for pair in item.get("predictions", ())]
     assert objects[0]["predictions"][0].keys() == {"label", "probability"}
     assert [(row["image"], row["label"]) for row in rows if row["rank"]] == [(name, label) for name, label, _ in labels]
     assert [line.split(maxsplit=3) for line in lines if line[0].isdigit()] == [
         [f"{probability:.4f}", *label.split(), name] for name, label, probability in labels
     ]
-    errors = [each["error"] for each in objects if "error" in each]
+    errors = [item["error"] for item in objects if "error" in item]
     assert len(errors) == 2
     assert [row["error"] for row in rows if row["error"]] == errors
     assert [line.split(maxsplit=1)[1] for line in lines if not line[0].isdigit()] == errors
@@ -151,26 +152,31 @@ def test_a_shard_and_a_folder_give_the_same_answers(
         file.add(pictures, "pictures", filter=lambda member: member)
     (tmp_path / "list.csv").write_text("path\n" + "".join(f"{path}\n" for path in sorted(pictures.rglob("*.jpg"))))
 
-    def said(argument: str) -> dict[str, Any]:
+    def predict(argument: str) -> dict[str, Any]:
         _, out, _ = vitrail("predict", str(model), argument, "--json", "--batch", "1", capsys=capsys)
         rows = [json.loads(line) for line in out.splitlines()]
         return {"/".join(row["image"].split("/")[-2:]): row.get("predictions") for row in rows}
 
-    assert said(str(tmp_path / "s-{0..0}.tar")) == said(str(pictures)) == said(str(tmp_path / "list.csv"))
+    assert predict(str(tmp_path / "s-{0..0}.tar")) == predict(str(pictures)) == predict(str(tmp_path / "list.csv"))
     (tmp_path / "shards").mkdir()
     (tmp_path / "s-0.tar").rename(tmp_path / "shards" / "s-0.tar")
-    assert said(str(tmp_path / "shards")) == said(str(pictures))
+    assert predict(str(tmp_path / "shards")) == predict(str(pictures))
 
 
-@pytest.mark.parametrize(("form", "runtime"), [("onnx", "ONNX Runtime"), ("openvino", "OpenVINO")])
+@pytest.mark.parametrize(("target_format", "runtime"), [("onnx", "ONNX Runtime"), ("openvino", "OpenVINO")])
 def test_an_exported_file_answers_as_the_model_does(
-    form: str, runtime: str, model: Path, tmp_path: Path, capsys: Capture
+    target_format: str, runtime: str, model: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    pytest.importorskip("onnxscript" if form == "onnx" else "openvino", reason=f"the extra `{form}` is not installed")
-    pictures, path = folder(tmp_path / "pictures", each=4), tmp_path / f"m{'.onnx' if form == 'onnx' else '.xml'}"
-    assert vitrail("convert", str(model), str(path), "--to", form, capsys=capsys)[0] == 0
+    pytest.importorskip(
+        "onnxscript" if target_format == "onnx" else "openvino", reason=f"the extra `{target_format}` is not installed"
+    )
+    pictures, path = (
+        folder(tmp_path / "pictures", each=4),
+        tmp_path / f"m{'.onnx' if target_format == 'onnx' else '.xml'}",
+    )
+    assert vitrail("convert", str(model), str(path), "--to", target_format, capsys=capsys)[0] == 0
     both = [
-        vitrail("predict", str(each), str(pictures), "--json", "--batch", "3", capsys=capsys) for each in (model, path)
+        vitrail("predict", str(item), str(pictures), "--json", "--batch", "3", capsys=capsys) for item in (model, path)
     ]
     assert f"{path} is run on the CPU by {runtime}" in both[1][2]
     expected, exported = ([json.loads(line) for line in out.splitlines()] for _, out, _ in both)
@@ -181,13 +187,13 @@ def test_an_exported_file_answers_as_the_model_does(
     rows = tmp_path / "rows.csv"
     for _ in range(2):  # the second goes on after the first, and finds all done
         assert vitrail("predict", str(path), str(pictures), "--out", str(rows), capsys=capsys)[0] == 0
-    assert len(table(rows)) == 8
-    with path.with_suffix(".bin" if form == "openvino" else ".onnx.data").open("ab") as weights:
+    assert len(read_table(rows)) == 8
+    with path.with_suffix(".bin" if target_format == "openvino" else ".onnx.data").open("ab") as weights:
         weights.write(b"others")
     code, _, err = vitrail("predict", str(path), str(pictures), "--out", str(rows), capsys=capsys)
     assert (code, "was begun with another model" in err) == (2, True)
     code, _, err = vitrail("predict", str(path), str(pictures), "--embed", capsys=capsys)
-    assert (code, "--embed is of models, and " in err) == (2, True)
+    assert (code, "--embed is for models, and " in err) == (2, True)
     path.write_bytes(b"<html>")
     code, _, err = vitrail("predict", str(path), str(pictures), capsys=capsys)
     assert (code, err.count("\n"), "cannot be read" in err) == (4, 1, True)
@@ -206,9 +212,9 @@ def test_a_packed_dataset_is_predicted_as_its_images(
     monkeypatch.chdir(tmp_path)
     folder(tmp_path / "set", each=4)
     assert vitrail("data", "pack", "./set", "packed", capsys=capsys)[0] == 0
-    answers = [vitrail("predict", str(model), path, "--json", capsys=capsys) for path in ("set", "packed")]
-    assert [code for code, _, _ in answers] == [0, 0]
-    expected, packed = ([json.loads(line)["predictions"] for line in out.splitlines()] for _, out, _ in answers)
+    predictions = [vitrail("predict", str(model), path, "--json", capsys=capsys) for path in ("set", "packed")]
+    assert [code for code, _, _ in predictions] == [0, 0]
+    expected, packed = ([json.loads(line)["predictions"] for line in out.splitlines()] for _, out, _ in predictions)
     assert len(packed) == 8
     assert sorted(map(str, packed)) == sorted(map(str, expected))
 
@@ -216,8 +222,8 @@ def test_a_packed_dataset_is_predicted_as_its_images(
 def test_photos_that_cannot_be_read_here_are_counted_in_the_last_line(
     model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(image_headers, "get_readable_formats", lambda: image_headers.FORMATS[:6])
-    monkeypatch.setattr(image_paths, "get_image_suffixes", lambda: image_headers.IMAGE_SUFFIXES)
+    monkeypatch.setattr(decode, "get_readable_formats", lambda: decode.FORMATS[:6])
+    monkeypatch.setattr(image_paths, "get_image_suffixes", lambda: decode.IMAGE_SUFFIXES)
     root = folder(tmp_path / "photos", each=2)
     for name in ("a.heic", "rose/B.HEIC", "rose/c.avif", "notes.txt"):
         (root / name).write_bytes(b"x")
@@ -225,22 +231,22 @@ def test_photos_that_cannot_be_read_here_are_counted_in_the_last_line(
     assert (code, len(out.splitlines())) == (0, 4)
     last = err.splitlines()[-1]
     assert last.startswith("4 images; ")
-    skipped = "3 images skipped that cannot be read here: .avif 1, .heic 2; pip install 'vitrail[heif]' reads .heic"
+    skipped = "3 images skipped for lack of a decoder: .avif 1, .heic 2; pip install 'vitrail[heif]' reads .heic"
     assert last.endswith(f"; {skipped}")
 
 
 def test_unsure_stands_before_the_labels(model: Path, pictures: Path, capsys: Capture) -> None:
     save(dataclasses.replace(load(model), threshold=0.999), model, overwrite=True)
-    given = ("predict", str(model), str(pictures / "tulip" / "0.jpg"), "--top", "2")
-    rows = list(csv.DictReader(io.StringIO(vitrail(*given, capsys=capsys)[1])))
+    command = ("predict", str(model), str(pictures / "tulip" / "0.jpg"), "--top", "2")
+    rows = list(csv.DictReader(io.StringIO(vitrail(*command, capsys=capsys)[1])))
     assert [(row["rank"], row["label"] == "unsure") for row in rows] == [("0", True), ("1", False), ("2", False)]
     assert rows[0]["probability"] == rows[1]["probability"]
 
 
 def test_a_class_may_itself_be_called_unsure(model: Path, pictures: Path, capsys: Capture) -> None:
     save(dataclasses.replace(load(model), labels=("unsure", *"abcdef")), model, overwrite=True)
-    given = ("predict", str(model), str(pictures / "tulip"), "--top", "7")
-    rows = list(csv.DictReader(io.StringIO(vitrail(*given, capsys=capsys)[1])))
+    command = ("predict", str(model), str(pictures / "tulip"), "--top", "7")
+    rows = list(csv.DictReader(io.StringIO(vitrail(*command, capsys=capsys)[1])))
     assert [row["rank"] for row in rows] == [*"1234567"] * 4
 
 
@@ -248,10 +254,10 @@ def test_features_are_a_matrix_with_names_beside_it_or_lines(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     save(adapt(load(model), classes=0), tmp_path / "headless.safetensors")
-    given = ("predict", str(tmp_path / "headless.safetensors"), str(pictures), "--embed", "--batch", "4")
-    code, out, _ = vitrail(*given, "--out", str(tmp_path / "features.npy"), capsys=capsys)
+    command = ("predict", str(tmp_path / "headless.safetensors"), str(pictures), "--embed", "--batch", "4")
+    code, out, _ = vitrail(*command, "--out", str(tmp_path / "features.npy"), capsys=capsys)
     assert (code, out) == (3, "")
-    matrix, rows = np.load(tmp_path / "features.npy"), table(tmp_path / "features.csv")
+    matrix, rows = np.load(tmp_path / "features.npy"), read_table(tmp_path / "features.csv")
     assert (matrix.shape, matrix.dtype) == ((9, 32), np.float32)
     bad = [bool(row["error"]) for row in rows]
     assert [row["image"] for row in rows] == sorted(str(path) for path in pictures.rglob("*.jpg"))
@@ -259,34 +265,34 @@ def test_features_are_a_matrix_with_names_beside_it_or_lines(
     good = [row["image"] for row in rows if not row["error"]]
     expected = Classifier(load(model), device="cpu").extract_features(good)
     torch.testing.assert_close(torch.from_numpy(matrix[~np.array(bad)]), expected, atol=1e-5, rtol=1e-5)
-    objects = [json.loads(line) for line in vitrail(*given, capsys=capsys)[1].splitlines()]
-    for row, each, values in zip(rows, objects, matrix, strict=True):
-        assert each["image"] == row["image"]
-        assert row["error"] == each.get("error", "")
-        assert row["error"] or np.array_equal(np.float32(each["features"]), values)
+    objects = [json.loads(line) for line in vitrail(*command, capsys=capsys)[1].splitlines()]
+    for row, item, values in zip(rows, objects, matrix, strict=True):
+        assert item["image"] == row["image"]
+        assert row["error"] == item.get("error", "")
+        assert row["error"] or np.array_equal(np.float32(item["features"]), values)
 
 
 def test_overlays_show_the_rollout_one_picture_for_each_image(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    looks, trained = tmp_path / "looks", load(model)
-    given = ("predict", str(model), str(pictures), "--attention", str(looks))
-    code, out, _ = vitrail(*given, capsys=capsys)
+    overlays, trained = tmp_path / "overlays", load(model)
+    command = ("predict", str(model), str(pictures), "--attention", str(overlays))
+    code, out, _ = vitrail(*command, capsys=capsys)
     assert code == 3
     rows = list(csv.DictReader(io.StringIO(out)))
-    assert {path.name for path in looks.iterdir()} == {f"{n}{end}.png" for n in range(4) for end in ("", "-2")}
+    assert {path.name for path in overlays.iterdir()} == {f"{n}{end}.png" for n in range(4) for end in ("", "-2")}
     for row in rows:
         assert bool(row["attention"]) != bool(row["error"])
     row = rows[-1]
-    view = Classifier(trained, device="cpu").make_input(row["image"])
+    pixels = Classifier(trained, device="cpu").make_input(row["image"])
     assert trained.preprocess is not None
-    rollout = attention.compute_rollout(trained.model, normalize(view[None], trained.preprocess))[0]
+    rollout = attention.compute_rollout(trained.model, normalize(pixels[None], trained.preprocess))[0]
     with Image.open(row["image"]) as image:
         whole = image_grids.resize_image(np.asarray(image).transpose(2, 0, 1), 12)  # 20 pixels become 240
     within = crops.compute_crop_box(20, 24, trained.preprocess).scale(12)
     with Image.open(row["attention"]) as drawn:
         assert np.array_equal(np.asarray(drawn), image_grids.overlay_attention(whole, rollout, within))
-    code, _, error = vitrail(*given, capsys=capsys)
+    code, _, error = vitrail(*command, capsys=capsys)
     assert (code, "--attention" in error, "must be a folder that is new or empty" in error) == (2, True, True)
 
 
@@ -294,12 +300,12 @@ def test_overlays_show_the_rollout_one_picture_for_each_image(
     ("options", "reason"),
     [
         (["--top", "0"], "--top is 0"),
-        (["--out", "rows.txt"], "--out rows.txt has no known ending"),
+        (["--out", "rows.txt"], "--out rows.txt has no known suffix"),
         (["--out", "rows.npy"], "it takes --embed and no --format"),
         (["--out", "x.csv", "--format", "table"], "a table is for a terminal"),
-        (["--json", "--format", "csv"], "leave one away"),
+        (["--json", "--format", "csv"], "omit one"),
         (["--embed", "--format", "csv"], "too many for csv: jsonl, or --out FILE.npy"),
-        (["--out", "s3://bucket/x.csv"], "must be here"),
+        (["--out", "s3://bucket/x.csv"], "must be a local path"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_the_model_is_read(
@@ -318,12 +324,12 @@ def test_what_a_model_does_not_have_is_said_in_a_sentence(
     save(making.trained(making.bit()), tmp_path / "resnet.safetensors")
     code, _, error = vitrail("predict", "headless.safetensors", "a.jpg", "--out", "a.csv", capsys=capsys)
     assert (code, error) == (2, "vitrail: the model has no head, so it gives features and no labels: --embed\n")
-    code, _, error = vitrail("predict", "resnet.safetensors", "a.jpg", "--attention", "looks", capsys=capsys)
+    code, _, error = vitrail("predict", "resnet.safetensors", "a.jpg", "--attention", "overlays", capsys=capsys)
     assert (code, "a BiT ResNet has no attention" in error) == (2, True)
     assert {path.name for path in tmp_path.iterdir()} == {f"{n}.safetensors" for n in ("model", "headless", "resnet")}
 
 
-# --- going on --------------------------------------------------------------------------------------------------------
+# --- continuing ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -347,61 +353,66 @@ def test_cut_anywhere_a_file_is_completed_to_the_same_bytes(
     """Every file that the command writes is cut at places that a kill or a full disk could leave it at."""
     monkeypatch.chdir(tmp_path)
     save(dataclasses.replace(load(model), threshold=0.35), model, overwrite=True)  # some answers are unsure
-    given = ("predict", str(model), str(odd_names), *options, "--batch", "4", "--out", name, "--device", "cpu")
-    assert vitrail(*given, capsys=capsys)[0] == 3
+    command = ("predict", str(model), str(odd_names), *options, "--batch", "4", "--out", name, "--device", "cpu")
+    assert vitrail(*command, capsys=capsys)[0] == 3
     parts = [path for path in (tmp_path / name, tmp_path / "features.csv") if path.exists()]
     whole = [path.read_bytes() for path in parts]
-    assert vitrail(*given, capsys=capsys)[0] == 3  # a file that is whole stays so
+    assert vitrail(*command, capsys=capsys)[0] == 3  # a file that is whole stays so
     assert [path.read_bytes() for path in parts] == whole
     generator = random.Random(0)
     for _ in range(12):
         for path, content in zip(parts, whole, strict=True):
             path.write_bytes(content[: generator.randrange(len(content) + 1)])
-        code, _, error = vitrail(*given, capsys=capsys)
+        code, _, error = vitrail(*command, capsys=capsys)
         assert (code, "1 of 13 images cannot be read" in error) == (3, True)
         assert [path.read_bytes() for path in parts] == whole
 
 
-@pytest.mark.parametrize(("asked", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("stop_signal", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 def test_a_signal_leaves_whole_batches_and_the_rest_alone_is_computed_then(
-    asked: signal.Signals, code: int, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    stop_signal: signal.Signals,
+    code: int,
+    model: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     root = folder(tmp_path / "set", each=10)
-    given = ("predict", str(model), str(root), "--batch", "4", "--device", "cpu", "--out")
-    assert vitrail(*given, str(tmp_path / "whole.csv"), capsys=capsys)[0] == 0
-    answers, sizes = Classifier.predict, list[int]()
+    command = ("predict", str(model), str(root), "--batch", "4", "--device", "cpu", "--out")
+    assert vitrail(*command, str(tmp_path / "whole.csv"), capsys=capsys)[0] == 0
+    predict, sizes = Classifier.predict, list[int]()
 
-    def answered(self: Classifier, images: Sequence[Any], top: int = 5) -> Any:
+    def predict_and_note(self: Classifier, images: Sequence[Any], top: int = 5) -> Any:
         sizes.append(len(images))
         if len(sizes) == 2:
-            os.kill(os.getpid(), asked)
-        return answers(self, images, top)
+            os.kill(os.getpid(), stop_signal)
+        return predict(self, images, top)
 
-    monkeypatch.setattr(Classifier, "answers", answered)
-    found, _, error = vitrail(*given, str(tmp_path / "rows.csv"), capsys=capsys)
-    assert (found, f"stopped by {asked.name} after 8 images" in error) == (code, True)
-    assert len(table(tmp_path / "rows.csv")) == 8
-    code, _, error = vitrail(*given, str(tmp_path / "rows.csv"), capsys=capsys)
-    assert (code, "has 8 images; going on after them" in error) == (0, True)
+    monkeypatch.setattr(Classifier, "predict", predict_and_note)
+    exit_code, _, error = vitrail(*command, str(tmp_path / "rows.csv"), capsys=capsys)
+    assert (exit_code, f"stopped by {stop_signal.name} after 8 images" in error) == (code, True), error
+    assert len(read_table(tmp_path / "rows.csv")) == 8
+    code, _, error = vitrail(*command, str(tmp_path / "rows.csv"), capsys=capsys)
+    assert (code, "has 8 images; continuing after them" in error) == (0, True)
     assert (tmp_path / "rows.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
     assert sizes == [4, 4, 4, 4, 4]
 
 
-def killed_at(batch: int, *arguments: str) -> int:
+def run_until_killed(batch: int, *arguments: str) -> int:
     """How a process that runs the command ends, when it is killed while it computes that batch."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     signal.alarm(60)
-    rows, batches = command._predict_rows, [0]
+    predict_rows, batches = bulk_prediction.predict_rows, [0]
 
-    def dying(*given: Any) -> Any:
+    def die_at_batch(*arguments: Any) -> Any:
         batches[0] += 1
         if batches[0] == batch:
             os.kill(os.getpid(), signal.SIGKILL)
-        return rows(*given)
+        return predict_rows(*arguments)
 
-    pytest.MonkeyPatch().setattr(command, "_predict_rows", dying)
+    pytest.MonkeyPatch().setattr(bulk_prediction, "predict_rows", die_at_batch)
     os._exit(main(arguments))
 
 
@@ -415,15 +426,15 @@ def test_killed_again_and_again_it_writes_what_it_writes_undisturbed(
             member = tarfile.TarInfo(f"{number}.jpg")
             member.size = len(content)
             file.addfile(member, io.BytesIO(content))
-    given = ["predict", str(model), str(tmp_path / "s.tar"), "--batch", "2", "--device", "cpu"]
-    given += ["--attention", str(tmp_path / "looks"), "--out"]
-    assert vitrail(*given, str(tmp_path / "whole.jsonl"), capsys=capsys)[0] == 0
-    (tmp_path / "looks").rename(tmp_path / "undisturbed")
+    command = ["predict", str(model), str(tmp_path / "s.tar"), "--batch", "2", "--device", "cpu"]
+    command += ["--attention", str(tmp_path / "overlays"), "--out"]
+    assert vitrail(*command, str(tmp_path / "whole.jsonl"), capsys=capsys)[0] == 0
+    (tmp_path / "overlays").rename(tmp_path / "undisturbed")
     for _ in range(kills):
-        assert killed_at(2, *given, str(tmp_path / "rows.jsonl")) == -signal.SIGKILL
-    assert vitrail(*given, str(tmp_path / "rows.jsonl"), capsys=capsys)[0] == 0
+        assert run_until_killed(2, *command, str(tmp_path / "rows.jsonl")) == -signal.SIGKILL
+    assert vitrail(*command, str(tmp_path / "rows.jsonl"), capsys=capsys)[0] == 0
     assert (tmp_path / "rows.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    assert contents(tmp_path / "looks") == contents(tmp_path / "undisturbed")
+    assert read_files(tmp_path / "overlays") == read_files(tmp_path / "undisturbed")
     soaked(14, "a killed prediction goes on to the same file", f"{kills} kills", f"{kills}")
 
 
@@ -431,26 +442,26 @@ def test_another_model_option_or_input_is_refused_and_the_file_stays(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     out = tmp_path / "rows.csv"
-    given = ["predict", str(model), str(pictures / "tulip"), "--out", str(out)]
-    assert vitrail(*given, capsys=capsys)[0] == 0
+    command = ["predict", str(model), str(pictures / "tulip"), "--out", str(out)]
+    assert vitrail(*command, capsys=capsys)[0] == 0
     before = out.read_bytes()
     save(making.trained(making.vit(seed=1)), tmp_path / "other.safetensors")
     save(dataclasses.replace(load(model), temperature=2.0), tmp_path / "warmer.safetensors")
     rose = str(pictures / "rose")
     for changed, reason in (
-        (["predict", str(tmp_path / "other.safetensors"), *given[2:]], "was begun with another model"),
-        (["predict", str(tmp_path / "warmer.safetensors"), *given[2:]], "was begun with another model"),
-        ([*given, "--top", "2"], "was begun with --top 1, not 2"),
-        ([*given, "--batch", "2"], "was begun with --batch 64, not 2"),
-        ([*given[:2], rose, *given[3:]], f"image 1 of {out} is {pictures}/tulip/0.jpg, and now {rose}/0.jpg stands"),
-        ([*given[:2], f"{pictures}/tulip/0.jpg", *given[3:]], "and now there are fewer images"),
+        (["predict", str(tmp_path / "other.safetensors"), *command[2:]], "was begun with another model"),
+        (["predict", str(tmp_path / "warmer.safetensors"), *command[2:]], "was begun with another model"),
+        ([*command, "--top", "2"], "was begun with --top 1, not 2"),
+        ([*command, "--batch", "2"], "was begun with --batch 64, not 2"),
+        ([*command[:2], rose, *command[3:]], f"image 1 of {out} is {pictures}/tulip/0.jpg, and now it is {rose}/0.jpg"),
+        ([*command[:2], f"{pictures}/tulip/0.jpg", *command[3:]], "and now there are fewer images"),
     ):
         code, _, error = vitrail(*changed, capsys=capsys)
         assert (code, reason in error) == (2, True), error
         assert out.read_bytes() == before
     (tmp_path / "rows.csv.json").write_text("[1, 2]")
-    code, _, error = vitrail(*given, capsys=capsys)
-    assert (code, "no rows.csv.json beside it says what made it" in error) == (2, True)
+    code, _, error = vitrail(*command, capsys=capsys)
+    assert (code, "no rows.csv.json records its command" in error) == (2, True)
     assert out.read_bytes() == before
 
 
@@ -458,15 +469,15 @@ def test_a_file_that_another_process_writes_is_left_to_it(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     out = tmp_path / "rows.csv"
-    given = ("predict", str(model), str(pictures / "tulip"), "--batch", "2", "--out", str(out))
-    assert vitrail(*given, capsys=capsys)[0] == 0
+    command = ("predict", str(model), str(pictures / "tulip"), "--batch", "2", "--out", str(out))
+    assert vitrail(*command, capsys=capsys)[0] == 0
     before = out.read_bytes()
     with holder(tmp_path / ".rows.csv.lock", "with") as process:
-        code, _, error = vitrail(*given, capsys=capsys)
+        code, _, error = vitrail(*command, capsys=capsys)
         process.kill()
     assert (code, f"{out} is in use by process {process.pid} on " in error) == (2, True)
     assert out.read_bytes() == before
-    assert vitrail(*given, capsys=capsys)[0] == 0
+    assert vitrail(*command, capsys=capsys)[0] == 0
     assert out.read_bytes() == before
 
 
@@ -476,13 +487,13 @@ def test_a_damaged_row_of_json_lines_is_written_again(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture, attacked: Callable[[str, str], None], damaged: str
 ) -> None:
     out = tmp_path / "rows.jsonl"
-    given = ("predict", str(model), str(pictures), "--batch", "2", "--out", str(out))
-    assert vitrail(*given, capsys=capsys)[0] == 3  # one picture is bad
+    command = ("predict", str(model), str(pictures), "--batch", "2", "--out", str(out))
+    assert vitrail(*command, capsys=capsys)[0] == 3  # one picture is bad
     before = out.read_text()
     lines = before.splitlines(keepends=True)
     out.write_text("".join([*lines[:3], damaged + "\n", *lines[4:]]))
-    code, _, error = vitrail(*given, capsys=capsys)
-    assert (code, "has 2 images; going on after them" in error) == (3, True), error
+    code, _, error = vitrail(*command, capsys=capsys)
+    assert (code, "has 2 images; continuing after them" in error) == (3, True), error
     assert out.read_text() == before
     attacked(f"--out x.jsonl with the row {damaged:.20}", "written again from there")
 
@@ -505,9 +516,9 @@ def test_a_spreadsheet_runs_no_cell(
     shutil.copy(next(pictures.rglob("*.*")), tmp_path / f"{name}.png")
     shutil.copy(next(pictures.rglob("*.*")), tmp_path / "plain.png")
     out = tmp_path / "rows.csv"
-    given = ("predict", str(model), "--top", "7", "--batch", "1", "--out", str(out), "--")
+    command = ("predict", str(model), "--top", "7", "--batch", "1", "--out", str(out), "--")
     for names in ([f"{name}.png"], [f"{name}.png", "plain.png"]):
-        code, _, error = vitrail(*given, *names, capsys=capsys)
+        code, _, error = vitrail(*command, *names, capsys=capsys)
         assert code == 0, error
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -522,10 +533,10 @@ def test_a_spreadsheet_runs_no_cell(
 def test_a_url_on_standard_input_is_fetched_only_when_told_so(
     model: Path, pictures: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, attacked: Callable[[str, str], None]
 ) -> None:
-    asked: list[str] = []
+    fetched: list[str] = []
 
     def read(url: str, *_: object) -> bytes:
-        asked.append(url)
+        fetched.append(url)
         return next(pictures.rglob("*.*")).read_bytes()
 
     monkeypatch.setattr("vitrail.remote.read", read)
@@ -534,7 +545,7 @@ def test_a_url_on_standard_input_is_fetched_only_when_told_so(
         ended, out, _ = vitrail("predict", str(model), "-", "--format", "csv", *options, capsys=capsys)
         assert ended == code
         assert ("is fetched with --fetch-urls alone" in out) == bool(code)
-        assert bool(asked) == (not code)
+        assert bool(fetched) == (not code)
     attacked("a URL on standard input", "its row says that --fetch-urls is needed; nothing is asked")
 
 
@@ -542,13 +553,13 @@ def test_images_that_came_after_the_last_are_appended(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     out = tmp_path / "rows.csv"
-    given = ("predict", str(model), str(pictures / "tulip"), "--batch", "2", "--out", str(out))
-    assert vitrail(*given, capsys=capsys)[0] == 0
+    command = ("predict", str(model), str(pictures / "tulip"), "--batch", "2", "--out", str(out))
+    assert vitrail(*command, capsys=capsys)[0] == 0
     before = out.read_bytes()
     (pictures / "tulip" / "9.jpg").write_bytes(encoded(picture(99)))
-    assert vitrail(*given, capsys=capsys)[0] == 0
+    assert vitrail(*command, capsys=capsys)[0] == 0
     assert out.read_bytes().startswith(before)
-    assert len(table(out)) == 5
+    assert len(read_table(out)) == 5
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -561,9 +572,19 @@ def test_memory_does_not_grow_with_the_number_of_images(model: Path, tmp_path: P
     peaks = list[int]()
     for count in (100, 100, 500):  # the first fills caches
         (tmp_path / "list.csv").write_text("path\n" + "a.png\n" * count)
-        given = ("predict", str(model), str(tmp_path / "list.csv"), "--batch", "8", "--workers", "1", "--device", "cpu")
+        command = (
+            "predict",
+            str(model),
+            str(tmp_path / "list.csv"),
+            "--batch",
+            "8",
+            "--workers",
+            "1",
+            "--device",
+            "cpu",
+        )
         tracemalloc.start()
-        assert vitrail(*given, "--out", str(tmp_path / f"{len(peaks)}.csv"), capsys=capsys)[0] == 0
+        assert vitrail(*command, "--out", str(tmp_path / f"{len(peaks)}.csv"), capsys=capsys)[0] == 0
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[2] < peaks[1] + 30_000
@@ -579,16 +600,16 @@ def test_memory_stays_the_same_over_20_000_images(
             member = tarfile.TarInfo(f"{number}.png")
             member.size = len(content)
             file.addfile(member, io.BytesIO(content))
-    resident, answers = list[int](), Classifier.predict
+    resident, predict = list[int](), Classifier.predict
 
-    def answered(self: Classifier, images: Sequence[Any], top: int = 5) -> Any:
+    def predict_and_note(self: Classifier, images: Sequence[Any], top: int = 5) -> Any:
         resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-        return answers(self, images, top)
+        return predict(self, images, top)
 
-    monkeypatch.setattr(Classifier, "answers", answered)
-    given = ("predict", str(model), str(tmp_path / "s.tar"), "--device", "cpu", "--out", str(tmp_path / "rows.csv"))
-    assert vitrail(*given, capsys=capsys)[0] == 0
-    assert len(table(tmp_path / "rows.csv")) == 20_000
+    monkeypatch.setattr(Classifier, "predict", predict_and_note)
+    command = ("predict", str(model), str(tmp_path / "s.tar"), "--device", "cpu", "--out", str(tmp_path / "rows.csv"))
+    assert vitrail(*command, capsys=capsys)[0] == 0
+    assert len(read_table(tmp_path / "rows.csv")) == 20_000
     grown = max(resident) - resident[len(resident) // 10]
     assert grown < 10 * 2**20
     soaked(14, "prediction in constant memory", "20,000 images, under 10 MB", f"{grown / 2**20:.1f} MB more")
@@ -631,32 +652,34 @@ def odd_image(generator: np.random.Generator) -> tuple[str, bytes]:
     return kinds[generator.integers(len(kinds))]()
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, where: str) -> list[Tensor]:
+def record_normalized(monkeypatch: pytest.MonkeyPatch, where: str) -> list[Tensor]:
     """The pixels that come to be normalised there, image by image."""
-    seen = list[Tensor]()
+    recorded_inputs = list[Tensor]()
 
-    def noted(pixels: Tensor, preprocess: PreprocessConfig) -> Tensor:
-        seen.extend(pixels)
+    def record(pixels: Tensor, preprocess: PreprocessConfig) -> Tensor:
+        recorded_inputs.extend(pixels)
         return normalize(pixels, preprocess)
 
-    monkeypatch.setattr(where, noted)
-    return seen
+    monkeypatch.setattr(where, record)
+    return recorded_inputs
 
 
-def served(classifier: Classifier, paths: Sequence[Path], monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def collect_served_inputs(
+    classifier: Classifier, paths: Sequence[Path], monkeypatch: pytest.MonkeyPatch
+) -> list[Tensor]:
     """The pixels that the service computes on when the files are sent to it one by one."""
     with monkeypatch.context() as patches:
-        seen = recorded(patches, "vitrail.inference.compute.normalise")
+        recorded_inputs = record_normalized(patches, "vitrail.inference.compute.normalize")
         service = make_service({"model": classifier}, deadline=60.0)
         client = TestClient(routes.build_app(service))
         for path in paths:
             headers = {"content-type": "application/octet-stream"}
             assert client.post("/v1/predict", content=path.read_bytes(), headers=headers).status_code == 200
         service.close()
-    return seen[1:]  # the first was blank, and warmed it up
+    return recorded_inputs[1:]  # the first was blank, and warmed it up
 
 
-def documented(trained: Trained, paths: Sequence[Path]) -> list[Tensor]:
+def compute_documented_inputs(trained: Trained, paths: Sequence[Path]) -> list[Tensor]:
     """The pixels that docs/exporting.md tells those to feed an exported graph who have Pillow and no vitrail."""
     text = (Path(__file__).parents[2] / "docs" / "exporting.md").read_text()
     [code] = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def pixels_of" in block]
@@ -686,28 +709,28 @@ def test_odd_images_have_the_same_pixels_in_training_evaluate_predict_serve_and_
     trained = making.trained(making.vit(), preprocess=preprocess)
     save(trained, model)
     paths, classifier = sorted(root.rglob("*.*")), Classifier(trained, device="cpu")
-    views = [classifier.make_input(path) for path in paths]
-    assert len({view.numpy().tobytes() for view in views}) > 0.9 * count
+    inputs = [classifier.make_input(path) for path in paths]
+    assert len({crop.numpy().tobytes() for crop in inputs}) > 0.9 * count
     splits = open_dataset(str(root)).splits
     whole = splits["train"].merge(splits["val"]).merge(splits["test"])
     assert [whole.get_image_name(row) for row in range(count)] == [str(path.relative_to(root)) for path in paths]
-    asked = recorded(monkeypatch, "vitrail.evaluate.predictions.normalise")
+    evaluated_inputs = record_normalized(monkeypatch, "vitrail.evaluate.predictions.normalize")
     predictions.evaluate_batches(
         trained.model, iter_eval_batches(whole, preprocess, batch_size=16, num_classes=7), preprocess
     )
     evaluate_split(make_evaluated_model(trained, "model"), whole, range(7), device=torch.device("cpu"), batch=7)
-    predicted = recorded(monkeypatch, "vitrail.inference.compute.normalise")
-    given = ("predict", str(model), str(root), "--device", "cpu", "--batch", "5", "--workers", "2")
-    assert vitrail(*given, capsys=capsys)[0] == 0
+    predicted = record_normalized(monkeypatch, "vitrail.inference.compute.normalize")
+    command = ("predict", str(model), str(root), "--device", "cpu", "--batch", "5", "--workers", "2")
+    assert vitrail(*command, capsys=capsys)[0] == 0
     for name, pixels in (
-        ("training", asked[:count]),
-        ("evaluate", asked[count:]),
+        ("training", evaluated_inputs[:count]),
+        ("evaluate", evaluated_inputs[count:]),
         ("predict", predicted),
-        ("serve", served(classifier, paths, monkeypatch)),
-        ("exported", documented(trained, paths)),
+        ("serve", collect_served_inputs(classifier, paths, monkeypatch)),
+        ("exported", compute_documented_inputs(trained, paths)),
     ):
         assert len(pixels) == count, name
-        pairs = zip(paths, pixels, views, strict=True)
+        pairs = zip(paths, pixels, inputs, strict=True)
         different = [path for path, here, there in pairs if not torch.equal(here, there)]
         assert not different, (name, different)
     soaked(14, "one preprocessing: bit-equal pixels in five places", f"{count:,} odd images", f"{count:,}")

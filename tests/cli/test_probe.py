@@ -23,8 +23,8 @@ from tests.runtime.test_distributed import ended, free_port
 from vitrail.cli import main
 from vitrail.data.loader import iter_eval_batches
 from vitrail.data.sources import open_dataset
-from vitrail.evaluate.intervals import wilson_interval
 from vitrail.evaluate.predictions import evaluate_batches
+from vitrail.evaluate.statistics import wilson_interval
 from vitrail.files import get_cache_home
 from vitrail.inference.classifier import Classifier
 from vitrail.weights import tensor_files
@@ -45,14 +45,14 @@ def probe(*options: str, capsys: Capture, model: str = MODEL, data: str = "./set
     return vitrail("probe", model, data, *HERE, *options, capsys=capsys)
 
 
-def facts(*options: str, capsys: Capture, **where: str) -> dict[str, Any]:
+def probe_facts(*options: str, capsys: Capture, **where: str) -> dict[str, Any]:
     code, out, err = probe(*options, "--json", capsys=capsys, **where)
     assert code == 0, err
-    found: dict[str, Any] = json.loads(out)
-    return found
+    facts: dict[str, Any] = json.loads(out)
+    return facts
 
 
-def refused(*options: str, capsys: Capture, **where: str) -> tuple[int, str]:
+def expect_refusal(*options: str, capsys: Capture, **where: str) -> tuple[int, str]:
     code, out, err = probe(*options, capsys=capsys, **where)
     assert out == ""
     return code, err.splitlines()[-1]
@@ -66,7 +66,7 @@ def test_the_table_has_a_row_for_each_method(capsys: Capture) -> None:
     assert code == 0
     assert "note: without 10-shot, 25-shot: rose has 6 training images" in err
     assert re.fullmatch(
-        r"best: .*, \d+\.\d% of 12 test images right; --save FILE keeps a linear head with the model",
+        r"best: .*, \d+\.\d% of 12 test images right; --save FILE writes the model with a linear head",
         err.splitlines()[-1],
     )
     lines = out.splitlines()
@@ -74,23 +74,23 @@ def test_the_table_has_a_row_for_each_method(capsys: Capture) -> None:
     assert [line.split()[0] for line in lines[1:]] == ["method", "1-shot", "5-shot", "kNN", "linear", "logistic"]
     assert re.fullmatch(r"5-shot +10 images +lambda 1024 +\d+\.\d% +± \d+\.\d%, 3 draws", lines[3])
     assert re.fullmatch(r"kNN +12 images +k 12 +\d+\.\d% +95 %: \d+\.\d% to \d+\.\d%", lines[4])
-    found = facts(capsys=capsys)
-    assert (found["split"], found["images"], found["features"], found["chosen_on"]) == ("test", 12, 32, "val")
-    for score, line in zip(found["scores"], lines[2:], strict=True):
+    result = probe_facts(capsys=capsys)
+    assert (result["split"], result["images"], result["features"], result["chosen_on"]) == ("test", 12, 32, "val")
+    for score, line in zip(result["scores"], lines[2:], strict=True):
         assert f"{score['top1']:.1%}" in line
         assert score["top1"] == pytest.approx(sum(score["right"]) / len(score["right"]) / 12)
         if score["seeds"] == 1:
             assert score["interval"] == list(wilson_interval(score["right"][0], 12))
-    assert [score["seeds"] for score in found["scores"]] == [3, 3, 1, 1, 1]
+    assert [score["seeds"] for score in result["scores"]] == [3, 3, 1, 1, 1]
 
 
 def test_options_choose_what_is_tried(capsys: Capture) -> None:
     options = ("--methods", "few-shot", "knn", "--shots", "2", "--seeds", "2", "--lambda", "auto", "--k", "3")
-    shots, neighbours = facts(*options, capsys=capsys)["scores"]
+    shots, neighbours = probe_facts(*options, capsys=capsys)["scores"]
     assert (shots["shots"], shots["seeds"], shots["learned"]) == (2, 2, 4)
     assert shots["lambda"] in [2.0**power for power in range(-10, 21, 2)]
     assert (neighbours["method"], neighbours["k"]) == ("kNN", 3)
-    (linear,) = facts("--methods", "linear", "--everything", capsys=capsys)["scores"]
+    (linear,) = probe_facts("--methods", "linear", "--everything", capsys=capsys)["scores"]
     assert linear["learned"] == 24
 
 
@@ -107,22 +107,22 @@ def test_without_a_test_split_val_is_measured_and_does_not_choose(tmp_path: Path
 def test_features_are_computed_once_for_the_same_weights_images_and_preprocessing(
     tmp_path: Path, capsys: Capture
 ) -> None:
-    first = facts(capsys=capsys)
+    first = probe_facts(capsys=capsys)
     assert first["cached"] == []
-    again = facts(capsys=capsys)
+    again = probe_facts(capsys=capsys)
     assert again["cached"] == ["train", "val", "test"]
     assert again["scores"] == first["scores"]
     assert "features of train, val, test: from the cache" in probe(capsys=capsys)[2]
     (tmp_path / "set" / "val" / "rose" / "0.jpg").write_bytes(encoded(picture(77), quality=40))
-    assert facts(capsys=capsys)["cached"] == ["train", "test"]
+    assert probe_facts(capsys=capsys)["cached"] == ["train", "test"]
     save(making.trained(making.vit(seed=1)), tmp_path / "other.safetensors")
-    assert facts(capsys=capsys, model="other.safetensors")["cached"] == []
+    assert probe_facts(capsys=capsys, model="other.safetensors")["cached"] == []
     same = load(MODEL)
     assert same.preprocess is not None
     wider = dataclasses.replace(same.preprocess, resize=(40,))
     save(dataclasses.replace(same, preprocess=wider), tmp_path / "view.safetensors")
-    assert facts(capsys=capsys, model="view.safetensors")["cached"] == []
-    assert facts(capsys=capsys)["cached"] == ["train", "val", "test"]
+    assert probe_facts(capsys=capsys, model="view.safetensors")["cached"] == []
+    assert probe_facts(capsys=capsys)["cached"] == ["train", "val", "test"]
 
 
 # --- the model it writes ---------------------------------------------------------------------------------------------
@@ -132,34 +132,36 @@ def test_features_are_computed_once_for_the_same_weights_images_and_preprocessin
 @pytest.mark.parametrize("hidden", [False, True])
 def test_the_saved_model_answers_as_the_probe_did(tmp_path: Path, capsys: Capture, method: str, hidden: bool) -> None:
     save(making.trained(making.vit(hidden_head=hidden)), tmp_path / MODEL, overwrite=True)
-    found = facts("--methods", method, "--save", "made.safetensors", capsys=capsys)
-    made = load("made.safetensors")
-    assert made.preprocess is not None
+    result = probe_facts("--methods", method, "--save", "made.safetensors", capsys=capsys)
+    built = load("made.safetensors")
+    assert built.preprocess is not None
     split = open_dataset("./set").splits["test"]
     counts = evaluate_batches(
-        made.model, iter_eval_batches(split, made.preprocess, batch_size=5, num_classes=2), made.preprocess
+        built.model, iter_eval_batches(split, built.preprocess, batch_size=5, num_classes=2), built.preprocess
     )
-    assert [counts.correct] == found["scores"][0]["right"]
-    assert made.labels == ("rose", "tulip")
-    assert made.temperature == found["saved"]["temperature"]
-    assert made.origin.changes[-1].startswith(f"head: {method} probe of {tmp_path / 'set'}, ")
-    answer = Classifier(made, device="cpu")([tmp_path / "set" / "test" / "rose" / "0.jpg"])[0]
-    assert {label for label, _ in answer} == {"rose", "tulip"}
-    assert sum(share for _, share in answer) == pytest.approx(1)
+    assert [counts.correct] == result["scores"][0]["right"]
+    assert built.labels == ("rose", "tulip")
+    assert built.temperature == result["saved"]["temperature"]
+    assert built.origin.changes[-1].startswith(f"head: {method} probe of {tmp_path / 'set'}, ")
+    prediction = Classifier(built, device="cpu")([tmp_path / "set" / "test" / "rose" / "0.jpg"])[0]
+    assert {label for label, _ in prediction} == {"rose", "tulip"}
+    assert sum(share for _, share in prediction) == pytest.approx(1)
 
 
 def test_the_better_of_the_heads_by_val_is_saved(capsys: Capture) -> None:
     code, out, _ = probe("--save", "made.safetensors", capsys=capsys)
     assert code == 0
-    said = re.fullmatch(r"made\.safetensors: (\w+), (.*)% right of val, temperature [\d.]+", out.splitlines()[-1])
-    assert said is not None
-    each = [
-        facts("--methods", method, "--save", f"{method}.safetensors", capsys=capsys)["saved"]["chosen"]
+    predictions = re.fullmatch(
+        r"made\.safetensors: (\w+), (.*)% right of val, temperature [\d.]+", out.splitlines()[-1]
+    )
+    assert predictions is not None
+    item = [
+        probe_facts("--methods", method, "--save", f"{method}.safetensors", capsys=capsys)["saved"]["chosen"]
         for method in ("linear", "logistic")
     ]
-    assert f"{max(each):.1%}" == f"{said[2]}%"
-    assert each[("linear", "logistic").index(said[1])] == max(each)
-    assert refused("--save", "made.safetensors", capsys=capsys)[0] == 2
+    assert f"{max(item):.1%}" == f"{predictions[2]}%"
+    assert item[("linear", "logistic").index(predictions[1])] == max(item)
+    assert expect_refusal("--save", "made.safetensors", capsys=capsys)[0] == 2
     assert probe("--save", "made.safetensors", "--overwrite", capsys=capsys)[0] == 0
 
 
@@ -168,12 +170,12 @@ def test_the_better_of_the_heads_by_val_is_saved(capsys: Capture) -> None:
 
 def test_two_processes_say_what_one_says(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "set" / "test" / "tulip" / "5.jpg").unlink()  # shares of 5 and 6
-    one = facts(capsys=capsys)
+    one = probe_facts(capsys=capsys)
     kept = get_cache_home() / "features"
     kept.rename(tmp_path / "kept by one")
     arguments = ("probe", MODEL, "./set", *HERE, "--json", "--save", "two.safetensors")
     port = free_port()
-    codes = ended([_forked(rank, port, arguments) for rank in range(2)])
+    codes = ended([_run_in_fork(rank, port, arguments) for rank in range(2)])
     assert codes == [0, 0], [Path(f"told by {rank}").read_text() for rank in range(2)]
     two = json.loads(Path("said by 0").read_text())
     assert Path("said by 1").read_text() == ""
@@ -185,7 +187,7 @@ def test_two_processes_say_what_one_says(tmp_path: Path, capsys: Capture) -> Non
         torch.testing.assert_close(*features, atol=1e-5, rtol=0)
 
 
-def _forked(rank: int, port: int, arguments: tuple[str, ...]) -> int:
+def _run_in_fork(rank: int, port: int, arguments: tuple[str, ...]) -> int:
     """A process that runs the command as torchrun would start it, and writes what it says to files."""
     if child := os.fork():
         return child
@@ -212,17 +214,17 @@ def _forked(rank: int, port: int, arguments: tuple[str, ...]) -> int:
 
 def test_more_shots_than_images_name_the_class_and_its_count(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "set" / "train" / "tulip" / "3.jpg").unlink()
-    code, line = refused("--shots", "2", "6", capsys=capsys)
+    code, line = expect_refusal("--shots", "2", "6", capsys=capsys)
     assert code == 3
     assert "6-shot takes 6 training images of each class, and tulip has 5" in line
 
 
 def test_a_class_without_training_images_and_a_single_class_are_refused(tmp_path: Path, capsys: Capture) -> None:
     folder(tmp_path / "set", "test", classes=("daisy",), each=1)
-    code, line = refused(capsys=capsys)
+    code, line = expect_refusal(capsys=capsys)
     assert (code, "set without a training image, such as daisy" in line) == (3, True)
     folder(tmp_path / "one", "train", "test", classes=("daisy",), each=2)
-    code, line = refused(capsys=capsys, data="./one")
+    code, line = expect_refusal(capsys=capsys, data="./one")
     assert (code, "has one class, daisy, and a classifier needs two" in line) == (3, True)
 
 
@@ -230,7 +232,7 @@ def test_images_without_labels_and_with_several_are_refused(tmp_path: Path, caps
     for split in ("train", "val"):
         (tmp_path / "bare" / split).mkdir(parents=True)
         (tmp_path / "bare" / split / "0.jpg").write_bytes(encoded(picture(0)))
-    code, line = refused(capsys=capsys, data="./bare")
+    code, line = expect_refusal(capsys=capsys, data="./bare")
     assert (code, "has no labels to learn" in line) == (3, True)
     rows = [
         {"path": f"set/{split}/rose/{n}.jpg", "labels": ["a", "b"], "split": split}
@@ -238,13 +240,13 @@ def test_images_without_labels_and_with_several_are_refused(tmp_path: Path, caps
         for n in range(3)
     ]
     (tmp_path / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    code, line = refused(capsys=capsys, data="list.jsonl")
+    code, line = expect_refusal(capsys=capsys, data="list.jsonl")
     assert (code, "one label each, and these may have several" in line) == (3, True)
 
 
 def test_a_bad_image_is_named_with_what_to_do(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "set" / "test" / "rose" / "2.jpg").write_bytes(b"nothing")
-    code, line = refused(capsys=capsys)
+    code, line = expect_refusal(capsys=capsys)
     assert code == 3
     assert "test/rose/2.jpg" in line
     assert "`vitrail data check ./set` names every bad image" in line
@@ -262,14 +264,14 @@ def test_a_bad_image_is_named_with_what_to_do(tmp_path: Path, capsys: Capture) -
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(capsys: Capture, options: tuple[str, ...], words: str) -> None:
-    code, line = refused(*options, capsys=capsys)
+    code, line = expect_refusal(*options, capsys=capsys)
     assert code == 2
     assert words in line
 
 
 def test_weights_that_do_not_state_their_preprocessing_need_it_named(tmp_path: Path, capsys: Capture) -> None:
     save(making.trained(making.vit(), preprocess=None), tmp_path / "bare.safetensors")
-    code, line = refused(capsys=capsys, model="bare.safetensors")
+    code, line = expect_refusal(capsys=capsys, model="bare.safetensors")
     assert (code, "--preprocess imagenet" in line) == (4, True)
     assert probe("--preprocess", "imagenet", capsys=capsys, model="bare.safetensors")[0] == 0
 
@@ -290,6 +292,6 @@ def test_features_of_a_real_model_tell_two_photographs_by_small_pieces_of_them(
             for number in range(count):
                 top, left = generator.integers(0, (photo.shape[0] - 160, photo.shape[1] - 160))
                 Image.fromarray(photo[top : top + 160, left : left + 160]).save(place / f"{number}.png")
-    found = facts("--shots", "4", capsys=capsys, model=str(deit_tiny), data="./pieces")
-    assert found["features"] == 192
-    assert all(score["top1"] == 1 for score in found["scores"])
+    result = probe_facts("--shots", "4", capsys=capsys, model=str(deit_tiny), data="./pieces")
+    assert result["features"] == 192
+    assert all(score["top1"] == 1 for score in result["scores"])

@@ -65,7 +65,7 @@ def test_data_that_moved_is_noted_and_given_by_name(digits: Path, tmp_path: Path
     (moved / "config.json").write_text(json.dumps(config | {"data": "/nowhere/digits"}))
     code, _, err = vitrail("report", str(moved), capsys=capsys)
     assert code == 0
-    assert "the data is not found (/nowhere/digits does not exist" in err
+    assert "the data was not found (/nowhere/digits does not exist" in err
     assert "--data says where it is" in err
     assert "The images are not shown" in (moved / "report.html").read_text()
     code, _, err = vitrail("report", str(moved), "--data", "digits", capsys=capsys)
@@ -84,14 +84,14 @@ def test_an_interrupted_run_is_told_of_and_shown(tmp_path: Path, capsys: Capture
 
 
 def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: Capture) -> None:
-    for arguments, said in (
+    for arguments, predictions in (
         (("nothing",), "nothing is no folder"),
         ((str(tmp_path),), "is no run: it has no config.json"),
-        ((str(written(tmp_path / "run")), "--out", str(tmp_path)), "is a folder; name a file for the page"),
+        ((str(written(tmp_path / "run")), "--out", str(tmp_path)), "is a folder; name a file for the report"),
     ):
         code, out, err = vitrail("report", *arguments, capsys=capsys)
         assert (code, out, err.count("\n")) == (2, "", 1)
-        assert said in err
+        assert predictions in err
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError("planted")])
@@ -129,10 +129,10 @@ def test_whatever_a_report_meets_is_a_warning_of_one_line(
     monkeypatch.setattr(write_report, "write_report", fails)
     task: Any = SimpleNamespace(dataset=None, device=None)
     runs.write_run_report(task, tmp_path / "my run", {})
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert said.startswith("warning: the report is not written (")
-    assert f"`vitrail report '{tmp_path}/my run'` does it" in said
+    predictions = capsys.readouterr().err
+    assert predictions.count("\n") == 1
+    assert predictions.startswith("warning: the report is not written (")
+    assert f"`vitrail report '{tmp_path}/my run'` does it" in predictions
 
 
 def test_a_run_begun_before_it_was_written_down_whether_images_have_several_labels_goes_on(
@@ -140,7 +140,7 @@ def test_a_run_begun_before_it_was_written_down_whether_images_have_several_labe
 ) -> None:
     shutil.copytree(digits, tmp_path / "run")
     config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config.pop("several") is False
+    assert config.pop("multi_label") is False
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     code, _, err = vitrail(*DIGITS, "--out", "run", "--resume", capsys=capsys)
     assert (code, "resuming run after step" in err) == (0, True)

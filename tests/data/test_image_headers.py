@@ -284,7 +284,7 @@ def test_pipes_and_devices_named_like_images_are_refused_at_once(tmp_path: Path,
     root = make_hostile_folder(tmp_path)
     paths = [root / name for name in ("rose/pipe.png", "rose/zero.jpg", "tulip/terminal.jpg", "rose")]
     lines = run_python(REFUSED, *paths).splitlines()
-    assert lines == [f"{path} is a folder, pipe, socket or device: give a regular file" for path in paths for _ in "12"]
+    assert lines == [f"{path} is a folder, pipe, socket or device: pass a regular file" for path in paths for _ in "12"]
     attacked("a pipe and links to /dev/zero and /dev/null named .png and .jpg", "each refused in one line")
 
 
@@ -303,7 +303,7 @@ for limit in (200_000, 1):
 def test_a_check_names_pipes_and_devices_and_goes_on(tmp_path: Path, attacked: Attacked) -> None:
     root = make_hostile_folder(tmp_path)
     lines = run_python(CHECKED, root, timeout=60).splitlines()
-    reason = "is a folder, pipe, socket or device: give a regular file"
+    reason = "is a folder, pipe, socket or device: pass a regular file"
     assert lines == [f"{name} {reason}" for name in ("rose/pipe.png", "rose/zero.jpg", "tulip/terminal.jpg")] * 2
     attacked("a dataset with a pipe and devices among its images", "data check names 3, and reads the others")
 

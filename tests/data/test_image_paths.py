@@ -121,10 +121,10 @@ def test_no_more_is_listed_than_is_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     ("argument", "reason"),
     [
         ("empty", "empty holds no image: .jpg"),
-        ("photos", "known; 2 images skipped that cannot be read here: .jxl 2"),
-        ("*.webp", "no file is named *.webp"),
+        ("photos", "known; 2 images skipped for lack of a decoder: .jxl 2"),
+        ("*.webp", "no file matches *.webp"),
         ("nowhere.tar", "nowhere.tar does not exist"),
-        ("bad.tar", "bad.tar is no readable tar"),
+        ("bad.tar", "bad.tar is not a readable tar"),
         ("labels.tar", "labels.tar holds no image"),
         ("wrong.csv", "wrong.csv has the columns label"),
         ("nowhere.csv", "No such file"),

@@ -20,7 +20,7 @@ def test_facts_are_those_of_the_pixels(tmp_path: Path) -> None:
     seen = scan_dataset(open_folder(folder(tmp_path, "train", "val", each=3)))
     for image in range(12):
         split = list(seen.dataset.splits.values())[seen.split_index[image]]
-        pixels = decode(split.read(int(seen.index_in_split[image]))).double() / 255
+        pixels = decode(split.read_image(int(seen.index_in_split[image]))).double() / 255
         facts = seen.image_facts[image]
         assert facts["status"] == DECODED
         assert (facts["height"], facts["width"]) == pixels.shape[1:]

@@ -101,7 +101,7 @@ def test_the_archives_pack_as_they_are(raw: Path, tmp_path: Path, capsys: Captur
     assert set(dataset.splits) == {"train", "val"}
     assert content(dataset.splits["train"]) == expected(images())
     assert [dataset.splits["val"].get_labels(index)[0] for index in range(4)] == VALIDATION
-    assert any("labels of 4 validation images are the devkit's" in note for note in dataset.notes)
+    assert any("labels of 4 validation images come from the devkit" in note for note in dataset.notes)
     code, _, err = vitrail("data", "pack", str(raw), str(tmp_path / "packed"), capsys=capsys)
     assert code == 0, err
     packed = open_dataset(f"{tmp_path}/packed")
@@ -175,7 +175,7 @@ def test_train_may_be_tars_beside_a_flat_validation_folder(
             (raw / "train" / f"{wnid}.tar").write_bytes(tar(each))
     code, _, err = vitrail("data", "pack", str(raw), str(tmp_path / "packed"), capsys=capsys)
     assert code == 0, err
-    assert "the labels of 4 validation images are the devkit's" in err
+    assert "the labels of 4 validation images come from the devkit" in err
     assert "held out" not in err
     packed = open_dataset(f"{tmp_path}/packed")
     assert packed.classes == WNIDS
@@ -191,23 +191,23 @@ def test_train_may_be_tars_beside_a_flat_validation_folder(
             open_dataset(str(raw))
     (raw / "train.tar").write_bytes(tar({f"{wnid}.tar": tar(each) for wnid, each in images().items()}))
     (raw / "ILSVRC2012_devkit_t12.tar.gz").unlink()
-    with pytest.raises(DataError, match=r"put ILSVRC2012_devkit_t12\.tar\.gz beside them"):
+    with pytest.raises(DataError, match=r"put ILSVRC2012_devkit_t12\.tar\.gz there"):
         open_dataset(str(raw))
 
 
 def test_what_lacks_labels_is_refused_with_what_has_them(raw: Path) -> None:
     (raw / "ILSVRC2012_devkit_t12.tar.gz").unlink()
-    with pytest.raises(DataError, match=r"labels are in its devkit: put ILSVRC2012_devkit_t12\.tar\.gz beside them"):
+    with pytest.raises(DataError, match=r"labels are in the devkit: put ILSVRC2012_devkit_t12\.tar\.gz there"):
         open_dataset(str(raw))
     inside = {f"ILSVRC2012_devkit_t12/data/{name}": data for name, data in devkit().items()}
     for name, data in {"meta.mat": b"no mat", "ILSVRC2012_validation_ground_truth.txt": b"9\n"}.items():
         damaged = inside | {f"ILSVRC2012_devkit_t12/data/{name}": data}
         (raw / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(gzip.compress(tar(damaged)))
-        with pytest.raises(DataError, match=r"MATLAB file|no devkit of ImageNet"):
+        with pytest.raises(DataError, match=r"MATLAB file|not an ImageNet devkit"):
             open_dataset(str(raw))
     few = inside | {"ILSVRC2012_devkit_t12/data/ILSVRC2012_validation_ground_truth.txt": b"1\n2\n3\n"}
     (raw / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(gzip.compress(tar(few)))
-    with pytest.raises(DataError, match="a validation image 4, and the devkit has labels of 3"):
+    with pytest.raises(DataError, match="validation image 4 has no label: the devkit has labels for images 1 to 3"):
         open_dataset(str(raw))
 
 
@@ -223,7 +223,7 @@ def test_validation_images_alone_have_no_labels_without_the_devkit(raw: Path, tm
         dataset = open_dataset(str(source))
         assert dataset.classes == ()
         assert sum(map(len, dataset.splits.values())) == 4
-        assert any("put ILSVRC2012_devkit_t12.tar.gz beside them" in note for note in dataset.notes)
+        assert any("put ILSVRC2012_devkit_t12.tar.gz there" in note for note in dataset.notes)
         (place / "ILSVRC2012_devkit_t12.tar.gz").write_bytes(inside)
         assert open_dataset(str(source)).classes == WNIDS
 

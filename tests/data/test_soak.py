@@ -14,13 +14,14 @@ import pytest
 LISTED = """
 import json, resource, sys, time
 from pathlib import Path
-from vitrail.data.sources import open_data
+from vitrail.data.sources import open_dataset
 start = time.perf_counter()
-found = open_data(sys.argv[1])
+dataset = open_dataset(sys.argv[1])
 seconds = time.perf_counter() - start
-images = {name: len(split) for name, split in found.splits.items()}
+images = {name: len(split) for name, split in dataset.splits.items()}
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps({"seconds": seconds, "images": images, "peak": peak, "last": found.splits["train"].name(-1)}))
+last = dataset.splits["train"].get_image_name(-1)
+print(json.dumps({"seconds": seconds, "images": images, "peak": peak, "last": last}))
 """
 BASE = "import resource, vitrail.data.sources; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
 

@@ -66,9 +66,9 @@ def test_a_stored_set_is_opened_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nowhere", "does not exist. A set is"),
+        ("nowhere", "does not exist. A dataset is"),
         ("no/where", "does not exist"),
-        ("x.zip", "is a file; a set is"),
+        ("x.zip", "is a file; a dataset is"),
         ("x.tar", "x.tar"),
         ("./", "holds no image"),
     ],
@@ -78,7 +78,7 @@ def test_what_is_no_set_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "x.zip").write_bytes(b"")
     with pytest.raises(DataError, match=message):
         open_dataset(name)
-    with pytest.raises(UsageError, match="share held out"):
+    with pytest.raises(UsageError, match="fraction to hold out"):
         open_dataset("digits", holdout_fraction=0.7)
 
 

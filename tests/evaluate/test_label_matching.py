@@ -1,4 +1,4 @@
-"""A set's classes among a model's outputs."""
+"""A dataset's classes among a model's outputs."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_imagenets_classes_are_found_by_their_wordnet_ids() -> None:
     assert label_matching.match_outputs(("n01443537", "n01440764"), IMAGENET, 1000) == [1, 0]
 
 
-def test_classes_called_by_numbers_are_places_and_names_that_occur_twice_are_refused() -> None:
+def test_classes_called_by_numbers_are_outputs_and_names_that_occur_twice_are_refused() -> None:
     assert label_matching.match_outputs(("2", "0"), ("rose", "lily", "tulip"), 3) == [2, 0]
     with pytest.raises(DataError, match="several classes called 'crane'"):
         label_matching.match_outputs(("crane",), ("crane", "lily", "crane"), 3)
@@ -30,12 +30,12 @@ def test_classes_called_by_numbers_are_places_and_names_that_occur_twice_are_ref
 
 def test_without_names_the_order_counts() -> None:
     assert label_matching.match_outputs(("a", "b"), None, 2) == [0, 1]
-    with pytest.raises(DataError, match="3 outputs without names, and the data 2 classes"):
+    with pytest.raises(DataError, match="3 outputs without names, and the dataset 2 classes"):
         label_matching.match_outputs(("a", "b"), None, 3)
 
 
 def test_an_unknown_class_is_named_with_the_nearest() -> None:
-    with pytest.raises(DataError, match="no class 'rosa'; the nearest it knows is 'rose'"):
+    with pytest.raises(DataError, match="no class 'rosa'; the closest is 'rose'"):
         label_matching.match_outputs(("rosa",), ("rose", "tulip"), 2)
 
 
@@ -55,7 +55,7 @@ def test_bad_subsets_are_refused(tmp_path: Path, text: str, message: str) -> Non
         label_matching.read_class_subset(file, None, 10)
 
 
-def real(tmp_path: Path, lists: object, names: list[str] | None = None) -> list[frozenset[int]]:
+def read_real(tmp_path: Path, lists: object, names: list[str] | None = None) -> list[frozenset[int]]:
     root = folder(tmp_path / "data", "test", each=2)
     if names is not None:
         paths = sorted(root.rglob("*.*"))
@@ -68,20 +68,20 @@ def real(tmp_path: Path, lists: object, names: list[str] | None = None) -> list[
 
 def test_real_labels_go_by_the_number_in_imagenets_names(tmp_path: Path) -> None:
     names = [f"ILSVRC2012_val_{number:08}.JPEG" for number in (4, 1, 3, 2)]
-    assert real(tmp_path, [[1], [2, 3], [], [4]], names) == [{1}, {4}, {2, 3}, frozenset()]
+    assert read_real(tmp_path, [[1], [2, 3], [], [4]], names) == [{1}, {4}, {2, 3}, frozenset()]
 
 
 def test_real_labels_of_other_images_go_by_their_order(tmp_path: Path) -> None:
-    assert real(tmp_path, [[1], [2], [], [4, 5]]) == [{1}, {2}, frozenset(), {4, 5}]
+    assert read_real(tmp_path, [[1], [2], [], [4, 5]]) == [{1}, {2}, frozenset(), {4, 5}]
 
 
 @pytest.mark.parametrize("lists", [[[1]] * 3, [[1]] * 5])
 def test_a_real_file_of_the_wrong_length_is_refused(tmp_path: Path, lists: object) -> None:
-    with pytest.raises(DataError, match="the data have 4 images"):
-        real(tmp_path, lists)
+    with pytest.raises(DataError, match="the dataset has 4 images"):
+        read_real(tmp_path, lists)
 
 
 @pytest.mark.parametrize("lists", [{"a": 1}, [1, 2], [["x"]]])
 def test_a_file_of_something_else_is_refused(tmp_path: Path, lists: object) -> None:
     with pytest.raises(DataError, match="must hold a list of labels"):
-        real(tmp_path, lists)
+        read_real(tmp_path, lists)

@@ -1,4 +1,4 @@
-"""The numbers of multi-label predictions, against scikit-learn's and by hand."""
+"""The metrics of multi-label predictions, against scikit-learn's and by hand."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from vitrail.evaluate.multi_label import average_precision, measure_labels
 from vitrail.evaluate.predictions import Predictions, _make_predictions, count_predictions
 
 
-def predictions(images: int = 300, classes: int = 6) -> tuple[Predictions, np.ndarray, np.ndarray]:
+def make_predictions(images: int = 300, classes: int = 6) -> tuple[Predictions, np.ndarray, np.ndarray]:
     """Multi-label predictions that know something; the last class is one that no image has."""
     draws = torch.Generator().manual_seed(0)
     truths = torch.rand(images, classes, generator=draws) < torch.linspace(0.6, 0.1, classes)
@@ -23,16 +23,18 @@ def predictions(images: int = 300, classes: int = 6) -> tuple[Predictions, np.nd
 
 
 def test_f1_exact_match_and_average_precision_are_scikit_learns() -> None:
-    said, scores, truths = predictions()
-    found, given_labels = measure_labels(said), scores > 0.5
-    assert count_predictions(said, 6).top1 == pytest.approx(metrics.accuracy_score(truths, given_labels))
-    assert found.micro_f1 == pytest.approx(metrics.f1_score(truths, given_labels, average="micro"))
-    there = truths.any(axis=0)
-    assert found.macro_f1 == pytest.approx(metrics.f1_score(truths[:, there], given_labels[:, there], average="macro"))
-    expected = metrics.average_precision_score(truths[:, there], scores[:, there], average="macro")
-    assert found.mean_average_precision == pytest.approx(expected)
-    assert found.classes[-1].average_precision is None
-    assert [row.images for row in found.classes] == truths.sum(axis=0).tolist()
+    predictions, scores, truths = make_predictions()
+    result, predicted = measure_labels(predictions), scores > 0.5
+    assert count_predictions(predictions, 6).top1 == pytest.approx(metrics.accuracy_score(truths, predicted))
+    assert result.micro_f1 == pytest.approx(metrics.f1_score(truths, predicted, average="micro"))
+    has_images = truths.any(axis=0)
+    assert result.macro_f1 == pytest.approx(
+        metrics.f1_score(truths[:, has_images], predicted[:, has_images], average="macro")
+    )
+    expected = metrics.average_precision_score(truths[:, has_images], scores[:, has_images], average="macro")
+    assert result.mean_average_precision == pytest.approx(expected)
+    assert result.classes[-1].average_precision is None
+    assert [row.images for row in result.classes] == truths.sum(axis=0).tolist()
 
 
 ROWS = st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=30)
@@ -45,41 +47,41 @@ def test_average_precision_with_ties_is_scikit_learns(rows: list[tuple[int, bool
 
 
 def test_calibration_is_of_every_label_and_not_of_the_likeliest() -> None:
-    """Ten images with one of two labels; each probability is what it promises."""
+    """Ten images with one of two labels; each probability comes true as often as it says."""
     truths = torch.tensor([[1.0, 0.0]] * 8 + [[0.0, 1.0]] * 2)
     logits = torch.tensor([0.8, 0.2]).logit().repeat(10, 1)
-    found = measure_labels(_make_predictions(logits, truths, 1.0, multi_label=True))
-    assert found.calibration_error == pytest.approx(0, abs=1e-6)
-    assert sum(count for count, _, _ in found.bins) == 20
-    assert sum(true for _, _, true in found.bins) == 10
+    result = measure_labels(_make_predictions(logits, truths, 1.0, multi_label=True))
+    assert result.calibration_error == pytest.approx(0, abs=1e-6)
+    assert sum(count for count, _, _ in result.bins) == 20
+    assert sum(correct for _, _, correct in result.bins) == 10
 
 
-def test_what_is_measured_has_exact_match_and_no_top_1() -> None:
-    said, _, _ = predictions()
-    facts = compute_metrics(count_predictions(said, 6), said).to_dict()
+def test_multi_label_metrics_have_exact_match_and_no_top_1() -> None:
+    predictions, _, _ = make_predictions()
+    facts = compute_metrics(count_predictions(predictions, 6), predictions).to_dict()
     assert not {"top1", "top5", "macro"} & set(facts)
     for name in ("exact_match", "micro_f1", "macro_f1", "mean_average_precision", "calibration_error"):
         low, high = facts[f"{name}_interval"]
         assert 0 <= low <= facts[name] <= high <= 1, name
 
 
-def test_one_label_each_has_no_such_numbers() -> None:
+def test_single_label_metrics_have_no_exact_match() -> None:
     logits = F.one_hot(torch.tensor([0, 1, 1]), 3).float()
-    said = _make_predictions(logits, torch.tensor([0, 1, 2]), 1.0, multi_label=False)
-    facts = compute_metrics(count_predictions(said, 3), said).to_dict()
+    predictions = _make_predictions(logits, torch.tensor([0, 1, 2]), 1.0, multi_label=False)
+    facts = compute_metrics(count_predictions(predictions, 3), predictions).to_dict()
     assert "top1" in facts
     assert "exact_match" not in facts
 
 
 def test_the_interval_of_a_calibration_error_is_over_images_whose_labels_go_together() -> None:
-    """Labels that are all copies of one another say no more than one of them."""
+    """Labels that duplicate one another say no more than one of them."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(200, 1, generator=generator)
     truths = torch.rand(200, 1, generator=generator) < scores
     widths = []
-    for copies in (1, 20):
-        logits = scores.logit().repeat(1, copies)
-        answers = _make_predictions(logits, truths.float().repeat(1, copies), 1.0, multi_label=True)
-        low, high = compute_metrics(count_predictions(answers, copies), answers).calibration_error_interval
+    for duplicates in (1, 20):
+        logits = scores.logit().repeat(1, duplicates)
+        predictions = _make_predictions(logits, truths.float().repeat(1, duplicates), 1.0, multi_label=True)
+        low, high = compute_metrics(count_predictions(predictions, duplicates), predictions).calibration_error_interval
         widths.append(high - low)
     assert widths[1] == pytest.approx(widths[0], rel=0.05)

@@ -23,7 +23,6 @@ from vitrail.export.export import (
     export_int8_model,
     export_model,
 )
-from vitrail.export.exported_model import open_exported_model
 from vitrail.export.graph import ExportGraph, GraphRunner
 from vitrail.weights.trained import Trained
 
@@ -31,18 +30,18 @@ onnxruntime, openvino = runtime("onnxruntime"), runtime("openvino")
 onnx_files, openvino_files = runtime("vitrail.export.onnx"), runtime("vitrail.export.openvino")
 
 RUN: dict[ExportFormat, Callable[[Path], GraphRunner]] = {
-    "onnx": onnx_files.run,
+    "onnx": onnx_files.load_runner,
     "torch-export": torch_export.load_runner,
-    "openvino": openvino_files.run,
+    "openvino": openvino_files.load_runner,
 }
 LABELS = ("Käfer", 'a "b" <c>', "\U0001f41e", *"defg")
 
 
-def models() -> dict[str, Trained]:
+def make_models() -> dict[str, Trained]:
     """Every kind of network, each way to read its output and to place its patches; small and shallow."""
     return {
         "class token": making.trained(making.vit(depth=1, registers=2), labels=LABELS, temperature=1.5),
-        "mean": making.trained(making.vit(depth=1, pool="mean-norm", positions="relative"), several=True),
+        "mean": making.trained(making.vit(depth=1, pool="mean-norm", positions="relative"), multi_label=True),
         "map": making.trained(making.vit(depth=1, pool="map", class_token=False, positions="sincos-2d", gelu="erf")),
         "hybrid without a head": making.trained(making.vit(depth=1, stem=making.STEM, patch=2, classes=0)),
         "resnet": making.trained(making.bit(), threshold=0.4),
@@ -50,49 +49,49 @@ def models() -> dict[str, Trained]:
 
 
 @pytest.fixture
-def once(monkeypatch: pytest.MonkeyPatch) -> None:
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of MODELS is traced once for all formats, which is half of what an export takes."""
-    monkeypatch.setattr(graph, "export_program", traced)
+    monkeypatch.setattr(graph, "export_program", export_program_once)
 
 
-MODELS, traced = models(), functools.lru_cache(graph.export_program)
+MODELS, export_program_once = make_models(), functools.lru_cache(graph.export_program)
 
 
-def small(**changes: Any) -> Trained:
+def make_small_model(**changes: Any) -> Trained:
     return making.trained(making.vit(depth=1), **changes)
 
 
-def named(folder: Path, form: ExportFormat) -> Path:
+def make_path(folder: Path, form: ExportFormat) -> Path:
     return folder / f"model{EXPORT_FORMATS[form].suffix}"
 
 
-@pytest.mark.usefixtures("once")
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize("form", EXPORT_FORMATS)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_file_says_what_vitrail_says_of_batches_of_any_size(kind: str, form: ExportFormat, tmp_path: Path) -> None:
-    trained, path = MODELS[kind], named(tmp_path, form)
-    found = export_model(trained, path, form)
-    assert found.difference <= found.allowed == parity.MAX_DIFFERENCE
+    trained, path = MODELS[kind], make_path(tmp_path, form)
+    result = export_model(trained, path, form)
+    assert result.difference <= result.allowed == parity.MAX_DIFFERENCE
     run = RUN[form](path)
     for batch in (1, 3, 5):
         pixels = torch.randint(0, 256, (batch, 3, 32, 32), dtype=torch.uint8)
-        answered, expected = run(pixels), parity.compute_reference_outputs(trained, pixels)
-        assert tuple(answered) == tuple(expected)
+        outputs, expected = run(pixels), parity.compute_reference_outputs(trained, pixels)
+        assert tuple(outputs) == tuple(expected)
         for name, values in expected.items():
-            torch.testing.assert_close(answered[name], values, rtol=1e-5, atol=1e-5)
-    facts = graph.build_metadata(trained)
-    assert {name: json.loads(text) for name, text in told(path, form, list(facts)).items() if name in facts} == {
-        name: json.loads(text) for name, text in facts.items()
-    }
+            torch.testing.assert_close(outputs[name], values, rtol=1e-5, atol=1e-5)
+    metadata = graph.build_metadata(trained)
+    assert {
+        name: json.loads(text) for name, text in read_metadata(path, form, list(metadata)).items() if name in metadata
+    } == {name: json.loads(text) for name, text in metadata.items()}
     for file in tmp_path.iterdir():
         assert str(Path(__file__).parents[2]).encode() not in file.read_bytes(), "a path of this machine"
 
 
-def told(path: Path, form: ExportFormat, names: list[str]) -> dict[str, str]:
+def read_metadata(path: Path, form: ExportFormat, names: list[str]) -> dict[str, str]:
     """A file's metadata as its own runtime reads them."""
     if form == "onnx":
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        assert [tuple(each.shape) for each in session.get_inputs()] == [("batch", 3, 32, 32)]
+        assert [tuple(entry.shape) for entry in session.get_inputs()] == [("batch", 3, 32, 32)]
         return dict(session.get_modelmeta().custom_metadata_map)
     if form == "openvino":
         model = openvino.Core().read_model(path)
@@ -103,7 +102,7 @@ def told(path: Path, form: ExportFormat, names: list[str]) -> dict[str, str]:
 
 
 class Shifted(ExportGraph):
-    """A graph that normalises with a mean which is wrong by half a grey level."""
+    """A graph that normalizes with a mean which is wrong by half a gray level."""
 
     def __init__(self, trained: Trained) -> None:
         super().__init__(trained)
@@ -115,45 +114,12 @@ def test_a_file_that_says_otherwise_is_not_written(tmp_path: Path, monkeypatch: 
     path = tmp_path / "model.pt2"
     path.write_text("what was there before")
     with pytest.raises(ModelError, match=r"nothing was written: .* differs from vitrail's own float32 by .*e-0[1-4]"):
-        export_model(small(), path, "torch-export", overwrite=True)
-    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {path.name: "what was there before"}
-
-
-def test_not_a_number_is_no_agreement() -> None:
-    trained = small()
-
-    def broken(pixels: torch.Tensor) -> dict[str, torch.Tensor]:
-        said = parity.compute_reference_outputs(trained, pixels)
-        return said | {"logits": said["logits"].where(said["logits"] < said["logits"].max(), torch.nan)}
-
-    with pytest.raises(ModelError, match="differs from vitrail's own float32 by nan"):
-        parity.check_parity(broken, trained)
-
-
-def test_rounding_that_float32_has_itself_is_allowed_and_no_more() -> None:
-    """Two huge weights of opposite sign leave few digits of what is between them; to a ViT that is no excuse."""
-    trained = making.trained(making.bit())
-    with torch.no_grad():
-        trained.model.head.fc.weight[:, 0], trained.model.head.fc.weight[:, 1] = 3e4, -3e4
-        trained.model.norm.weight[:2], trained.model.norm.bias[:2] = 1e-6, 1.0
-
-    def shifted(by: float) -> GraphRunner:
-        return lambda pixels: {
-            name: values + by for name, values in parity.compute_reference_outputs(trained, pixels).items()
-        }
-
-    assert parity.check_parity(shifted(0.0), trained) == (0.0, parity.MAX_DIFFERENCE)
-    found = parity.check_parity(shifted(1e-4), trained)
-    assert parity.MAX_DIFFERENCE < found.difference <= found.allowed < 1e-1
-    with pytest.raises(ModelError, match="is allowed"):
-        parity.check_parity(shifted(0.5), trained)
-    trained = small()
-    with pytest.raises(ModelError, match=r"by 1\.0e-04, and 1\.0e-05 is allowed"):
-        parity.check_parity(shifted(1e-4), trained)
+        export_model(make_small_model(), path, "torch-export", overwrite=True)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {path.name: "what was there before"}
 
 
 def test_a_pt2_holds_no_pickle(tmp_path: Path) -> None:
-    export_model(small(), tmp_path / "model.pt2", "torch-export")
+    export_model(make_small_model(), tmp_path / "model.pt2", "torch-export")
     with zipfile.ZipFile(tmp_path / "model.pt2") as archive:
         others = {name: archive.read(name) for name in archive.namelist() if "/weights/weight_" not in name}
     assert [name for name, content in others.items() if content.startswith((b"PK", b"\x80"))] == []
@@ -163,25 +129,13 @@ def test_weights_above_2_gb_lie_beside_the_graph(tmp_path: Path, monkeypatch: py
     from torch.onnx._internal.exporter import _onnx_program as exporter
 
     monkeypatch.setattr(exporter, "_LARGE_MODEL_THRESHOLD", 1000)  # bytes
-    trained = small()
+    trained = make_small_model()
     export_model(trained, tmp_path / "model.onnx", "onnx")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
     (tmp_path / "model.onnx").rename(tmp_path / "kept.onnx")
     with pytest.raises(UsageError, match=r"model\.onnx\.data exists already"):
         check_export_destination(tmp_path / "model.onnx", "onnx")
-    parity.check_parity(onnx_files.run(tmp_path / "kept.onnx"), trained)
-
-
-def test_an_onnx_file_that_the_runtime_cannot_run_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    """HardSwish of doubles is valid ONNX, and ONNX Runtime has none."""
-    onnx = runtime("onnx")
-    names = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.DOUBLE, [1]) for name in ("x", "y")]
-    node = onnx.helper.make_node("HardSwish", ["x"], ["y"])
-    foreign = onnx.helper.make_graph([node], "foreign", names[:1], names[1:])
-    opset = [onnx.helper.make_opsetid("", 14)]
-    onnx.save(onnx.helper.make_model(foreign, opset_imports=opset, ir_version=8), tmp_path / "foreign.onnx")
-    with pytest.raises(ModelError, match=r"foreign\.onnx cannot be read: .*NOT_IMPLEMENTED"):
-        open_exported_model(tmp_path / "foreign.onnx")
+    parity.check_parity(onnx_files.load_runner(tmp_path / "kept.onnx"), trained)
 
 
 # --- two files -------------------------------------------------------------------------------------------------------
@@ -191,48 +145,50 @@ def test_an_onnx_file_that_the_runtime_cannot_run_is_refused_in_a_sentence(tmp_p
 def two_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenVINO's writer replaced by one that writes a model's label to both files."""
 
-    def both(trained: Trained, path: Path) -> None:
+    def write_both_files(trained: Trained, path: Path) -> None:
         assert trained.labels is not None
         path.write_text(trained.labels[0])
         path.with_suffix(".bin").write_text(trained.labels[0])
 
-    monkeypatch.setattr(openvino_files, "write", both)
+    monkeypatch.setattr(openvino_files, "write", write_both_files)
     monkeypatch.setattr(
-        openvino_files, "load_runner", lambda _: lambda pixels: parity.compute_reference_outputs(small(), pixels)
+        openvino_files,
+        "load_runner",
+        lambda _: lambda pixels: parity.compute_reference_outputs(make_small_model(), pixels),
     )
 
 
-def held(folder: Path) -> dict[str, str]:
+def read_files(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()}
 
 
 @pytest.mark.usefixtures("two_files")
 def test_graph_and_weights_are_replaced_together(tmp_path: Path) -> None:
     for label in ("old", "new"):
-        export_model(small(labels=(label, *"bcdefg")), tmp_path / "model.xml", "openvino", overwrite=True)
-        assert held(tmp_path) == {"model.xml": label, "model.bin": label}
+        export_model(make_small_model(labels=(label, *"bcdefg")), tmp_path / "model.xml", "openvino", overwrite=True)
+        assert read_files(tmp_path) == {"model.xml": label, "model.bin": label}
 
 
 @pytest.mark.usefixtures("two_files")
 def test_a_crash_between_the_two_leaves_no_graph_with_the_weights_of_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    export_model(small(labels=("old", *"bcdefg")), tmp_path / "model.xml", "openvino")
+    export_model(make_small_model(labels=("old", *"bcdefg")), tmp_path / "model.xml", "openvino")
 
     def crash(*_: object, **__: object) -> None:
         raise OSError("crash")
 
     monkeypatch.setattr(files, "_rename_into_place", crash)
     with pytest.raises(OSError, match="crash"):
-        export_model(small(labels=("new", *"bcdefg")), tmp_path / "model.xml", "openvino", overwrite=True)
-    assert held(tmp_path) == {"model.bin": "new"}
+        export_model(make_small_model(labels=("new", *"bcdefg")), tmp_path / "model.xml", "openvino", overwrite=True)
+    assert read_files(tmp_path) == {"model.bin": "new"}
 
 
 @pytest.mark.parametrize("name", ["model.xml", "model.bin"])
 def test_neither_file_is_replaced_unasked(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("mine")
     with pytest.raises(UsageError, match=f"{name} exists already"):
-        export_model(small(), tmp_path / "model.xml", "openvino")
+        export_model(make_small_model(), tmp_path / "model.xml", "openvino")
     assert (tmp_path / name).read_text() == "mine"
 
 
@@ -250,7 +206,7 @@ def test_a_name_that_does_not_suit_is_refused(form: ExportFormat, name: str, bet
 
 @pytest.mark.parametrize("form", EXPORT_FORMATS)
 def test_what_is_there_stays(form: ExportFormat, tmp_path: Path) -> None:
-    path = named(tmp_path, form)
+    path = make_path(tmp_path, form)
     path.write_text("mine")
     with pytest.raises(UsageError, match="exists already"):
         check_export_destination(path, form)
@@ -268,7 +224,7 @@ def test_a_missing_runtime_is_named_with_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(UsageError, match=rf"--to {form} needs {missing}: pip install 'vitrail\[{form}\]'"):
-        check_export_destination(named(tmp_path, form), form)
+        check_export_destination(make_path(tmp_path, form), form)
 
 
 @pytest.mark.parametrize(("model", "reason"), [(making.bit(), "a ResNet"), (making.vit(classes=0), "no head")])

@@ -14,10 +14,12 @@ from vitrail.model.build import Model
 from vitrail.model.resnet import BiT
 from vitrail.weights.trained import Trained
 
-VIEW = PreprocessConfig(size=(24, 40), resize=(48,), interpolation="area", mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+PREPROCESS = PreprocessConfig(
+    size=(24, 40), resize=(48,), interpolation="area", mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)
+)
 
 
-def same_as_vitrail(trained: Trained) -> bool:
+def equals_vitrail(trained: Trained) -> bool:
     """Whether graph and model agree to the bit."""
     pixels = parity.make_test_pixels(3, trained)
     with torch.inference_mode():
@@ -28,14 +30,14 @@ def same_as_vitrail(trained: Trained) -> bool:
 
 @pytest.mark.parametrize("variant", making.VARIANTS)
 def test_it_says_what_every_kind_of_model_says_to_the_bit(variant: str) -> None:
-    assert same_as_vitrail(making.trained(making.vit(**making.VARIANTS[variant]), temperature=1.7))
+    assert equals_vitrail(making.trained(making.vit(**making.VARIANTS[variant]), temperature=1.7))
 
 
 @pytest.mark.parametrize("size", [(32, 32), (37, 50), (33, 64)])
 def test_it_says_what_a_resnet_says_whose_border_of_zeros_may_be_the_largest(size: tuple[int, int]) -> None:
     trained = making.trained(making.bit(image_size=size))
     assert isinstance(trained.model, BiT)
-    assert same_as_vitrail(trained)
+    assert equals_vitrail(trained)
     negative = torch.full((1, 3, *size), -1.0)
     with torch.inference_mode():
         expected = trained.model.stem(negative)
@@ -44,23 +46,23 @@ def test_it_says_what_a_resnet_says_whose_border_of_zeros_may_be_the_largest(siz
 
 
 def test_several_labels_have_a_probability_each() -> None:
-    trained = making.trained(making.vit(), several=True)
-    assert same_as_vitrail(trained)
+    trained = making.trained(making.vit(), multi_label=True)
+    assert equals_vitrail(trained)
     with torch.inference_mode():
-        found = graph.ExportGraph(trained)(parity.make_test_pixels(1, trained))
-    assert torch.equal(found["probabilities"], found["logits"].sigmoid())
+        outputs = graph.ExportGraph(trained)(parity.make_test_pixels(1, trained))
+    assert torch.equal(outputs["probabilities"], outputs["logits"].sigmoid())
 
 
 @pytest.mark.parametrize(
     "model", [making.vit(), making.vit(positions="relative"), making.vit(positions="sincos-2d"), making.bit()]
 )
 def test_images_may_have_another_size_than_positions(model: Model) -> None:
-    assert model.config.image_size != VIEW.size
-    trained = making.trained(model, preprocess=VIEW)
+    assert model.config.image_size != PREPROCESS.size
+    trained = making.trained(model, preprocess=PREPROCESS)
     pixels = parity.make_test_pixels(2, trained)
     with torch.inference_mode():
-        found = graph.ExportGraph(trained)(pixels)["logits"]
-    torch.testing.assert_close(found, parity.compute_reference_outputs(trained, pixels)["logits"], rtol=0, atol=1e-6)
+        logits = graph.ExportGraph(trained)(pixels)["logits"]
+    torch.testing.assert_close(logits, parity.compute_reference_outputs(trained, pixels)["logits"], rtol=0, atol=1e-6)
 
 
 def test_the_model_stays_as_it_was() -> None:
@@ -76,23 +78,23 @@ def test_the_model_stays_as_it_was() -> None:
 def test_metadata_say_all_that_the_other_side_needs() -> None:
     labels = ("Käfer", 'a "b"', *"cdefg")
     trained = making.trained(
-        making.vit(), preprocess=VIEW, labels=labels, temperature=1.5, several=True, threshold=0.25
+        making.vit(), preprocess=PREPROCESS, labels=labels, temperature=1.5, multi_label=True, threshold=0.25
     )
-    found = {name: json.loads(text) for name, text in graph.build_metadata(trained).items()}
-    assert found["labels"] == list(labels)
-    assert (found["temperature"], found["several"], found["threshold"]) == (1.5, True, 0.25)
-    assert found["pixels"] == {
+    metadata = {name: json.loads(text) for name, text in graph.build_metadata(trained).items()}
+    assert metadata["labels"] == list(labels)
+    assert (metadata["temperature"], metadata["multi_label"], metadata["threshold"]) == (1.5, True, 0.25)
+    assert metadata["pixels"] == {
         "channels": 3,
         "size": [24, 40],
         "resize": [48],
         "interpolation": "area",
         "crop_rounding": "nearest",
     }
-    assert found["normalised"] == {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
-    assert found["origin"]["name"] == "test"
+    assert metadata["normalization"] == {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}
+    assert metadata["origin"]["name"] == "test"
 
 
 def test_a_model_that_does_not_say_how_images_are_prepared_is_refused() -> None:
     bare = dataclasses.replace(making.trained(making.vit()), preprocess=None)
-    with pytest.raises(UsageError, match="add --preprocess imagenet"):
+    with pytest.raises(UsageError, match="--preprocess imagenet"):
         graph.export_program(bare)

@@ -10,33 +10,33 @@ import torch
 from tests import making
 from tests.conftest import peer
 from vitrail.data.transforms import normalize
-from vitrail.inference import compute
+from vitrail.inference.precision import build_inference_functions
 from vitrail.model.quantized import measure_activation_ranges
 from vitrail.model.vit import ViT
 from vitrail.weights.trained import Trained
 
 openvino = peer("openvino")
 
-VIEWS = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+INPUTS = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-def ranged(model: ViT) -> Trained:
+def add_ranges(model: ViT) -> Trained:
     trained = making.trained(model)
     assert trained.preprocess is not None
     return dataclasses.replace(
-        trained, activation_ranges=measure_activation_ranges(model, normalize(VIEWS, trained.preprocess))
+        trained, activation_ranges=measure_activation_ranges(model, normalize(INPUTS, trained.preprocess))
     )
 
 
 def test_ranges_hold_all_that_the_blocks_multiply() -> None:
     """The first is what the first norm leaves, then come queries and keys, and of each there are two ends."""
     model = making.vit()
-    trained = ranged(model)
+    trained = add_ranges(model)
     assert trained.preprocess is not None
     with torch.inference_mode():
-        tokens, _, _ = model.embed(normalize(VIEWS, trained.preprocess))
+        tokens, _, _ = model.embed(normalize(INPUTS, trained.preprocess))
         first = model.blocks[0].norm1(tokens)
-        queries, keys, _ = model.blocks[0].attn.split(first)
+        queries, keys, _ = model.blocks[0].attn.project_qkv(first)
     assert len(trained.activation_ranges) == 2 * 6 * 3
     expected = [float(end) for values in (first, queries, keys) for end in values.aminmax()]
     assert trained.activation_ranges[:6] == pytest.approx(expected)
@@ -49,9 +49,9 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
     from vitrail.export import openvino_int8
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    trained = ranged(making.vit(depth=1))
-    made = openvino_int8.build_quantized_graph(trained)
-    monkeypatch.setattr(openvino_int8, "build_quantized_graph", lambda _: made.clone())
+    trained = add_ranges(making.vit(depth=1))
+    built = openvino_int8.build_quantized_graph(trained)
+    monkeypatch.setattr(openvino_int8, "build_quantized_graph", lambda _: built.clone())
     return trained
 
 
@@ -64,13 +64,13 @@ def test_a_cache_that_is_damaged_or_cannot_be_written_costs_time_alone(
     trained = cached
     if damage == "unwritable":
         (tmp_path / "vitrail").write_text("a file where a folder should be")
-    expected = compute.build_inference_functions(trained, "openvino-int8").probabilities(VIEWS)
+    expected = build_inference_functions(trained, "openvino-int8").probabilities(INPUTS)
     weights = openvino_int8._get_cache_folder(trained) / "model.bin"
     if damage == "truncated":
         weights.write_bytes(weights.read_bytes()[:100])
     elif damage == "missing":
         weights.unlink()
-    assert torch.equal(compute.build_inference_functions(trained, "openvino-int8").probabilities(VIEWS), expected)
+    assert torch.equal(build_inference_functions(trained, "openvino-int8").probabilities(INPUTS), expected)
     assert weights.exists() == (damage != "unwritable")
 
 
@@ -80,7 +80,7 @@ def test_the_cache_keeps_the_newest(cached: Trained, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(openvino_int8, "_MAX_CACHED_GRAPHS", 2)
     models = [dataclasses.replace(cached, temperature=1.0 + number) for number in range(3)]
     for number, trained in enumerate(models):
-        compute.build_inference_functions(trained, "openvino-int8")
+        build_inference_functions(trained, "openvino-int8")
         os.utime(openvino_int8._get_cache_folder(trained), (number, number))
     assert [openvino_int8._get_cache_folder(trained).exists() for trained in models] == [False, True, True]
 
@@ -93,15 +93,15 @@ def test_it_answers_nearly_as_float32_does_with_int8_in_every_block(variant: str
     """
     from vitrail.export import openvino_int8
 
-    trained = ranged(making.vit(**making.VARIANTS[variant], depth=2))
-    expected = compute.build_inference_functions(trained).probabilities(VIEWS)
-    found = compute.build_inference_functions(trained, "openvino-int8")
-    said = found.probabilities(VIEWS)
-    assert not torch.equal(said, expected)
-    assert (said - expected).abs().max() < 0.05
-    torch.testing.assert_close(found.features(VIEWS), compute.build_inference_functions(trained).features(VIEWS))
-    again = compute.build_inference_functions(trained, "openvino-int8").probabilities(VIEWS)  # from what was kept
-    assert torch.equal(again, said)
+    trained = add_ranges(making.vit(**making.VARIANTS[variant], depth=2))
+    expected = build_inference_functions(trained).probabilities(INPUTS)
+    functions = build_inference_functions(trained, "openvino-int8")
+    probabilities = functions.probabilities(INPUTS)
+    assert not torch.equal(probabilities, expected)
+    assert (probabilities - expected).abs().max() < 0.05
+    torch.testing.assert_close(functions.features(INPUTS), build_inference_functions(trained).features(INPUTS))
+    again = build_inference_functions(trained, "openvino-int8").probabilities(INPUTS)  # from what was kept
+    assert torch.equal(again, probabilities)
     graph = openvino.Core().read_model(openvino_int8._get_cache_folder(trained) / "model.xml")
     kinds = [node.get_type_name() for node in graph.get_ordered_ops()]
     assert kinds.count("FakeQuantize") == {"plain": 1 + 16, "relative": 1 + 8, "hybrid": 16}[variant]
@@ -112,7 +112,7 @@ def test_normalising_moves_into_the_first_weights() -> None:
     """Of bytes from 0 to 1 the moved model says what the same rounded weights say of normalised pixels."""
     from vitrail.export import openvino_int8
 
-    trained = ranged(making.vit())
+    trained = add_ranges(making.vit())
     model = trained.model
     assert isinstance(model, ViT)
     assert trained.preprocess is not None
@@ -120,9 +120,9 @@ def test_normalising_moves_into_the_first_weights() -> None:
     moved = openvino_int8.fold_normalization(dataclasses.replace(trained, preprocess=preprocess))
     weight, std = model.patch_embed.proj.weight, torch.tensor(preprocess.std).reshape(-1, 1, 1)
     with torch.inference_mode():
-        exact = model(normalize(VIEWS, preprocess))
+        exact = model(normalize(INPUTS, preprocess))
         step = (weight / std).abs().amax((1, 2, 3), keepdim=True) / 127
         weight.copy_((weight / std / step).round() * step * std)
-        expected = model(normalize(VIEWS, preprocess))
-        torch.testing.assert_close(moved.model(VIEWS / 255), expected, rtol=0, atol=1e-5)
+        expected = model(normalize(INPUTS, preprocess))
+        torch.testing.assert_close(moved.model(INPUTS / 255), expected, rtol=0, atol=1e-5)
     assert (expected - exact).abs().max() > 1e-4

@@ -188,10 +188,8 @@ def test_a_run_without_an_epoch_is_refused(tmp_path: Path) -> None:
 
 
 def test_reliability_bars_are_the_share_right_of_each_bin(tmp_path: Path, drawn: list[Figure]) -> None:
-    confidences = [1.0, 0.97, 0.95, 0.94, 1 / 15, 0.0, 0.5]
-    plots.plot_reliability(
-        confidences, [True, True, True, False, False, True, False], tmp_path / "r.png", calibration_error=0.1234
-    )
+    counts, correct = [2, *[0] * 6, 1, *[0] * 6, 4], [1, *[0] * 13, 3]
+    plots.plot_reliability(counts, correct, tmp_path / "r.png", calibration_error=0.1234)
     upper, lower = drawn[0].axes
     for axes, heights in ((upper, [0.5, *[0] * 13, 0.75]), (lower, [2, *[0] * 6, 1, *[0] * 6, 4])):
         (bars,) = axes.containers
@@ -208,7 +206,7 @@ def test_equal_numbers_give_equal_bytes_whatever_the_users_style(tmp_path: Path)
     def written(name: str) -> list[bytes]:
         plots.plot_training_curves(columns([0.1, 0.4]), tmp_path / f"{name}1.png")
         plots.plot_confusion_matrix([[5, 1], [2, 7]], ["a", "b"], tmp_path / f"{name}2.png")
-        plots.plot_reliability([0.2, 0.9], [False, True], tmp_path / f"{name}3.png", calibration_error=0.1)
+        plots.plot_reliability([3, 4], [1, 4], tmp_path / f"{name}3.png", calibration_error=0.1)
         return [(tmp_path / f"{name}{number}.png").read_bytes() for number in (1, 2, 3)]
 
     plain = written("plain")

@@ -13,10 +13,10 @@ from tests.data.pictures import encoded, picture
 
 DRAWN = """
 import resource, sys
-from vitrail.cli.figures import main
-from pathlib import Path
-boxes = Path(sys.argv[1], "boxes.txt")  # with them the images that are not drawn are read, too
-main("l16", (sys.argv[1],), out=sys.argv[2], boxes=boxes, image_size=(384,), pictures=2, device="cpu", json=True)
+from vitrail.cli import main
+boxes = f"{sys.argv[1]}/boxes.txt"  # with them the images that are not drawn are read, too
+options = ["--boxes", boxes, "--image-size", "384", "--pictures", "2", "--device", "cpu", "--json"]
+assert not main(["figures", "l16", sys.argv[1], "--out", sys.argv[2], *options])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)
 """
 

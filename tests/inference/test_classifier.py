@@ -1,4 +1,4 @@
-"""A model in use."""
+"""Classifier: predictions, probabilities, features, precisions and errors."""
 
 import dataclasses
 import math
@@ -25,22 +25,22 @@ needs_int8 = pytest.mark.skipif(
 )
 
 
-def pictures(count: int) -> list[Image.Image]:
+def make_images(count: int) -> list[Image.Image]:
     generator = np.random.default_rng(0)
     return [Image.fromarray(generator.integers(0, 256, (40, 50, 3), dtype=np.uint8)) for _ in range(count)]
 
 
-def test_answers_are_sorted_complete_and_do_not_depend_on_the_batch() -> None:
-    trained, images = making.trained(making.vit()), pictures(5)
-    answers = Classifier(trained, device="cpu", batch_size=2)(images, top=7)
-    assert len(answers) == 5
-    for answer in answers:
-        probabilities = [p for _, p in answer]
+def test_predictions_are_sorted_complete_and_do_not_depend_on_the_batch() -> None:
+    trained, images = making.trained(making.vit()), make_images(5)
+    predictions = Classifier(trained, device="cpu", batch_size=2)(images, top=7)
+    assert len(predictions) == 5
+    for prediction in predictions:
+        probabilities = [p for _, p in prediction]
         assert probabilities == sorted(probabilities, reverse=True)
         assert sum(probabilities) == pytest.approx(1, abs=1e-5)
-        assert {label for label, _ in answer} == set(trained.labels or ())
+        assert {label for label, _ in prediction} == set(trained.labels or ())
     one_by_one = [Classifier(trained, device="cpu")([image], top=7)[0] for image in images]
-    for together, alone in zip(answers, one_by_one, strict=True):
+    for together, alone in zip(predictions, one_by_one, strict=True):
         assert [label for label, _ in together] == [label for label, _ in alone]
         assert [p for _, p in together] == pytest.approx([p for _, p in alone], abs=1e-6)
 
@@ -52,65 +52,65 @@ def test_logits_are_divided_by_the_temperature_by_hand() -> None:
         model.head.weight.zero_()
         model.head.bias.copy_(math.log(2) * torch.arange(7))
     for temperature in (1.0, 2.0, 0.5):
-        [answer] = Classifier(making.trained(model, temperature=temperature), device="cpu")(pictures(1), top=7)
+        [prediction] = Classifier(making.trained(model, temperature=temperature), device="cpu")(make_images(1), top=7)
         odds = [2 ** (index / temperature) for index in range(7)]
-        assert [label for label, _ in answer] == [f"kind {index}" for index in reversed(range(7))]
-        assert [p for _, p in answer] == pytest.approx([each / sum(odds) for each in reversed(odds)], rel=1e-5)
+        assert [label for label, _ in prediction] == [f"kind {index}" for index in reversed(range(7))]
+        assert [p for _, p in prediction] == pytest.approx([value / sum(odds) for value in reversed(odds)], rel=1e-5)
 
 
-def test_paths_bytes_pillow_images_and_arrays_get_the_same_answer(tmp_path: Path) -> None:
-    [image] = pictures(1)
+def test_paths_bytes_pillow_images_and_arrays_get_the_same_prediction(tmp_path: Path) -> None:
+    [image] = make_images(1)
     path = tmp_path / "image.png"
     image.save(path)
     classify = Classifier(making.trained(making.vit()), device="cpu")
-    view = classify.make_input(image)
-    (first, *others) = classify([image, path, str(path), path.read_bytes(), np.asarray(image), view])
+    image_input = classify.make_input(image)
+    (first, *others) = classify([image, path, str(path), path.read_bytes(), np.asarray(image), image_input])
     assert others == [first] * 5
 
 
-def test_arrays_may_be_grey_or_transparent() -> None:
-    """Grey is the three colours alike, and what is transparent is white, as in files."""
+def test_arrays_may_be_gray_or_transparent() -> None:
+    """Gray is three equal colors, and transparent pixels are white, as in files."""
     classify = Classifier(making.trained(making.vit()), device="cpu")
-    grey = np.asarray(pictures(1)[0])[..., 0]
-    colours = classify.make_input(np.stack([grey] * 3, axis=2))
-    assert torch.equal(classify.make_input(grey), colours)
-    assert torch.equal(classify.make_input(grey[..., None]), colours)
+    gray = np.asarray(make_images(1)[0])[..., 0]
+    colors = classify.make_input(np.stack([gray] * 3, axis=2))
+    assert torch.equal(classify.make_input(gray), colors)
+    assert torch.equal(classify.make_input(gray[..., None]), colors)
     clear = np.zeros((40, 50, 4), dtype=np.uint8)
     assert classify.make_input(clear).eq(255).all()
-    turned = np.asarray(pictures(1)[0])[::-1, ::2]  # neither contiguous nor in order
+    turned = np.asarray(make_images(1)[0])[::-1, ::2]  # neither contiguous nor in order
     assert torch.equal(classify.make_input(turned), classify.make_input(turned.copy()))
 
 
-def test_threads_share_a_classifier_and_get_the_same_answers() -> None:
-    classify, images = Classifier(making.trained(making.vit()), device="cpu", batch_size=3), pictures(12)
+def test_threads_share_a_classifier_and_get_the_same_predictions() -> None:
+    classify, images = Classifier(making.trained(making.vit()), device="cpu", batch_size=3), make_images(12)
     expected = [(classify(images[part::4], top=3), classify.extract_features(images[part::4])) for part in range(4)]
 
-    def asked(call: int) -> bool:
-        answers, features = expected[call % 4]
+    def compare_call(call: int) -> bool:
+        predictions, features = expected[call % 4]
         same = torch.equal(classify.extract_features(images[call % 4 :: 4]), features)
-        return same and classify(images[call % 4 :: 4], top=3) == answers
+        return same and classify(images[call % 4 :: 4], top=3) == predictions
 
     with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(asked, range(64)))
+        assert all(pool.map(compare_call, range(64)))
 
 
-def test_views_may_be_made_apart_and_put_together() -> None:
+def test_inputs_may_be_made_one_by_one_and_computed_as_a_batch() -> None:
     """What a server does: threads prepare, one batch is computed."""
-    trained, images = making.trained(making.vit()), pictures(5)
+    trained, images = making.trained(making.vit()), make_images(5)
     classify = Classifier(trained, device="cpu")
-    views = [classify.make_input(image) for image in images]
-    assert {(view.dtype, tuple(view.shape)) for view in views} == {(torch.uint8, (3, 32, 32))}
-    assert classify.predict(views, 2) == classify(images, top=2)
-    assert torch.equal(classify.predict_proba(views), classify.predict_proba(images))
+    inputs = [classify.make_input(image) for image in images]
+    assert {(image_input.dtype, tuple(image_input.shape)) for image_input in inputs} == {(torch.uint8, (3, 32, 32))}
+    assert classify.predict(inputs, 2) == classify(images, top=2)
+    assert torch.equal(classify.predict_proba(inputs), classify.predict_proba(images))
     with torch.no_grad():
-        expected = trained.model.compute_features(normalize(torch.stack(views), classify.preprocess))
-    assert torch.equal(classify.extract_features(views), expected)
-    for wrong in (views[0].float(), views[0][:1], views[0][:, :31], torch.stack(views)):
-        with pytest.raises(DataError, match=r"a tensor is a view, uint8 \(3, 32, 32\)"):
+        expected = trained.model.compute_features(normalize(torch.stack(inputs), classify.preprocess))
+    assert torch.equal(classify.extract_features(inputs), expected)
+    for wrong in (inputs[0].float(), inputs[0][:1], inputs[0][:, :31], torch.stack(inputs)):
+        with pytest.raises(DataError, match=r"a tensor must be a model input, uint8 \(3, 32, 32\)"):
             classify.extract_features([wrong])
 
 
-def test_no_images_no_answers_and_a_bad_one_is_an_error() -> None:
+def test_no_images_give_no_predictions_and_a_bad_one_is_an_error() -> None:
     classify = Classifier(making.trained(making.vit()), device="cpu")
     assert classify([]) == classify.predict([]) == []
     assert classify.extract_features([]).shape == (0, 32)
@@ -120,8 +120,8 @@ def test_no_images_no_answers_and_a_bad_one_is_an_error() -> None:
 
 def test_unnamed_classes_are_numbered() -> None:
     trained = dataclasses.replace(making.trained(making.vit()), labels=None)
-    [answer] = Classifier(trained, device="cpu")(pictures(1), top=1)
-    assert answer[0][0].startswith("class ")
+    [prediction] = Classifier(trained, device="cpu")(make_images(1), top=1)
+    assert prediction[0][0].startswith("class ")
 
 
 def test_a_model_that_cannot_classify_says_why() -> None:
@@ -130,11 +130,11 @@ def test_a_model_that_cannot_classify_says_why() -> None:
         Classifier(dataclasses.replace(trained, preprocess=None))
     headless = Classifier(adapt(trained, classes=0), device="cpu")
     assert torch.equal(
-        headless.extract_features(pictures(2)), Classifier(trained, device="cpu").extract_features(pictures(2))
+        headless.extract_features(make_images(2)), Classifier(trained, device="cpu").extract_features(make_images(2))
     )
     for ask in (headless, headless.predict, headless.predict_proba):
-        with pytest.raises(UsageError, match="the model has no head, so it gives features and no labels"):
-            ask(pictures(1))
+        with pytest.raises(UsageError, match="the model has no head, so it computes features but no labels"):
+            ask(make_images(1))
 
 
 def test_arguments_that_cannot_be_meant_are_refused() -> None:
@@ -143,7 +143,7 @@ def test_arguments_that_cannot_be_meant_are_refused() -> None:
     with pytest.raises(UsageError, match="give a list of images"):
         classify("cat.jpg")
     with pytest.raises(UsageError, match="top is 0"):
-        classify(pictures(1), top=0)
+        classify(make_images(1), top=0)
     with pytest.raises(UsageError, match="batch_size is -1"):
         Classifier(trained, batch_size=-1)
     if not torch.cuda.is_available():
@@ -163,7 +163,7 @@ def test_arguments_that_cannot_be_meant_are_refused() -> None:
 def test_a_model_in_training_stays_in_training() -> None:
     trained = making.trained(making.vit())
     trained.model.train()
-    Classifier(trained, device="cpu")(pictures(1))
+    Classifier(trained, device="cpu")(make_images(1))
     assert trained.model.training
 
 
@@ -172,17 +172,17 @@ def test_the_device_is_chosen_by_itself_cuda_first() -> None:
     assert Classifier(making.trained(making.vit())).device.type == best
 
 
-def test_where_several_labels_are_right_each_class_has_a_probability_of_its_own(tmp_path: Path) -> None:
-    trained, images = making.trained(making.vit()), pictures(2)
+def test_a_multi_label_model_gives_each_class_a_probability_of_its_own(tmp_path: Path) -> None:
+    trained, images = making.trained(making.vit()), make_images(2)
     save(dataclasses.replace(trained, multi_label=True, temperature=2.0), tmp_path / "model.safetensors")
     odds = Classifier(trained, device="cpu").predict_proba(images).log()  # logits, but for a constant of each image
-    found = Classifier(load(tmp_path / "model.safetensors"), device="cpu").predict_proba(images)
-    logits = found.logit() * 2
+    probabilities = Classifier(load(tmp_path / "model.safetensors"), device="cpu").predict_proba(images)
+    logits = probabilities.logit() * 2
     torch.testing.assert_close(logits - logits[:, :1], odds - odds[:, :1], atol=1e-4, rtol=0)
-    assert float(found[0].sum()) != pytest.approx(1.0, abs=1e-3)
+    assert float(probabilities[0].sum()) != pytest.approx(1.0, abs=1e-3)
 
 
-def tried(**changes: Any) -> PrecisionMeasurement:
+def make_measurement(**changes: Any) -> PrecisionMeasurement:
     facts: dict[str, Any] = {
         "cpu": describe_cpu(), "precision": "bfloat16", "threads": 1, "speedup": 2.0, "images": 500,
         "top1_agreement": 1.0, "confident_agreement": 1.0,
@@ -192,42 +192,42 @@ def tried(**changes: Any) -> PrecisionMeasurement:
 
 
 def test_on_the_cpu_the_files_measurements_choose_the_precision_and_an_argument_forces_it() -> None:
-    trained, images = making.trained(making.vit()), pictures(4)
-    measured = dataclasses.replace(trained, precision_measurements=(tried(),))
-    exact, chosen = Classifier(trained, device="cpu"), Classifier(measured, device="cpu")
-    forced = Classifier(measured, device="cpu", precision="float32")
+    trained, images = making.trained(making.vit()), make_images(4)
+    with_measurements = dataclasses.replace(trained, precision_measurements=(make_measurement(),))
+    exact, automatic = Classifier(trained, device="cpu"), Classifier(with_measurements, device="cpu")
+    forced = Classifier(with_measurements, device="cpu", precision="float32")
     lower = Classifier(trained, device="cpu", precision="bfloat16")
-    assert [each.precision for each in (exact, chosen, forced, lower)] == ["float32", "bfloat16"] * 2
+    assert [classifier.precision for classifier in (exact, automatic, forced, lower)] == ["float32", "bfloat16"] * 2
     assert torch.equal(forced.predict_proba(images), exact.predict_proba(images))
-    assert torch.equal(lower.predict_proba(images), chosen.predict_proba(images))
+    assert torch.equal(lower.predict_proba(images), automatic.predict_proba(images))
     assert not torch.equal(lower.predict_proba(images), exact.predict_proba(images))
-    assert chosen.model is measured.model, "attention and digests are of the weights themselves"
+    assert automatic.model is with_measurements.model, "attention and digests are of the weights themselves"
 
 
 def test_features_are_float32_unless_another_precision_is_forced() -> None:
-    trained, images = making.trained(making.vit()), pictures(3)
+    trained, images = making.trained(making.vit()), make_images(3)
     exact = Classifier(trained, device="cpu").extract_features(images)
-    chosen = Classifier(dataclasses.replace(trained, precision_measurements=(tried(),)), device="cpu")
-    assert torch.equal(chosen.extract_features(images), exact)
+    automatic = Classifier(dataclasses.replace(trained, precision_measurements=(make_measurement(),)), device="cpu")
+    assert torch.equal(automatic.extract_features(images), exact)
     assert not torch.equal(Classifier(trained, device="cpu", precision="bfloat16").extract_features(images), exact)
 
 
-def test_measurements_of_another_cpu_say_nothing() -> None:
-    trained = making.trained(making.vit(), tried=(tried(cpu="another"),))
+def test_measurements_on_another_cpu_do_not_count() -> None:
+    trained = making.trained(making.vit(), precision_measurements=(make_measurement(cpu="another"),))
     assert Classifier(trained, device="cpu").precision == "float32"
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", pytest.param("int8", marks=needs_int8)])
-def test_threads_share_a_lowered_classifier_and_get_the_same_answers(precision: Precision) -> None:
-    classify, images = Classifier(making.trained(making.vit()), device="cpu", precision=precision), pictures(8)
+def test_threads_share_a_quantized_classifier_and_get_the_same_predictions(precision: Precision) -> None:
+    classify, images = Classifier(making.trained(making.vit()), device="cpu", precision=precision), make_images(8)
     expected = [classify.predict_proba(images[part::4]) for part in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda part: classify.predict_proba(images[part % 4 :: 4]), range(16)))
-    assert all(torch.equal(each, expected[part % 4]) for part, each in enumerate(found))
+        results = list(pool.map(lambda part: classify.predict_proba(images[part % 4 :: 4]), range(16)))
+    assert all(torch.equal(result, expected[part % 4]) for part, result in enumerate(results))
 
 
 def test_a_precision_that_a_model_cannot_have_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"int8 cannot be: .* a ResNet has convolutions"):
+    with pytest.raises(UsageError, match=r"int8 is not available: .* a ResNet has convolutions"):
         Classifier(making.trained(making.bit()), device="cpu", precision="int8")
     with pytest.raises(UsageError, match=r"its scales were never measured: vitrail convert MODEL OUT.safetensors"):
         Classifier(making.trained(making.vit()), device="cpu", precision="openvino-int8")

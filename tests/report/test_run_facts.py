@@ -7,8 +7,8 @@ import pytest
 
 from tests.report.folders import written
 from vitrail.errors import DataError, UsageError
-from vitrail.evaluate.intervals import wilson_interval
 from vitrail.evaluate.predictions import MAX_CONFUSION_CLASSES
+from vitrail.evaluate.statistics import wilson_interval
 from vitrail.report.run_facts import gather_facts, get_image_name, get_short_name, strip_folders
 from vitrail.train.run_log import RESULT_COLUMNS
 

@@ -87,8 +87,8 @@ def test_bars_have_the_names_of_their_classes() -> None:
 
 
 def test_a_reliability_bar_is_as_high_as_its_share_of_right_answers() -> None:
-    binned = svg_charts.bin_predictions([0.95, 0.99, 0.97, 0.94, 0.5, 0.5], [True, True, True, False, True, False])
-    chart = svg_charts.draw_reliability(*binned, label="x", x_label="probability")
+    counts, correct = [*[0] * 7, 2, *[0] * 6, 4], [*[0] * 7, 1, *[0] * 6, 3]
+    chart = svg_charts.draw_reliability(counts, correct, label="x", x_label="probability")
     heights = [float(height) for height in re.findall(r'<rect class="bar a"[^>]* height="([\d.]+)"', chart)]
     assert len(heights) == 2
     assert heights[0] / heights[1] == pytest.approx(0.5 / 0.75, abs=0.01)
@@ -123,7 +123,7 @@ def test_a_confusion_is_shaded_by_the_share_of_all_images_of_a_class() -> None:
         svg_charts.draw_columns([3, 2, 1], label="&", x_label="a < b"),
         svg_charts.draw_paired_columns([0.5, 0.2], [0.1, 0.9], label="x", x_label="layer"),
         svg_charts.draw_heads(np.array([[1.0, 2.0], [3.0, 4.0]]), label="x", y_label="pixels"),
-        svg_charts.draw_reliability(*svg_charts.bin_predictions([1.0], [True]), label="x", x_label="y"),
+        svg_charts.draw_reliability([0, 1], [0, 1], label="x", x_label="y"),
         svg_charts.draw_named_bars(["<script>", "b"], [2, 0], label="x"),
     ],
 )

@@ -28,17 +28,17 @@ def test_every_variant_has_every_seed_and_only_its_own_settings_differ() -> None
     assert plain == get_recipe("digits")
     assert bare.settings == plain.settings | {"positions": "none"}
     assert (pooled.settings["pool"], pooled.optimizer.lr) == ("norm-mean", 0.003)
-    records = [
+    results = [
         {"variant": "positions=none", "status": "done", "top1": top1} for top1 in (0.5, 0.7)
     ] + [{"variant": "unchanged", "status": "diverged"}]  # fmt: skip
-    described = {"variants": variants, "dataset": "digits", "recipe": "digits", "images": {"val": 179}}
-    found = ablation.summarize_ablation(described, records)["variants"]
-    assert found["positions=none"]["mean"] == pytest.approx(0.6)
-    assert found["positions=none"]["std"] == pytest.approx(0.1 * 2**0.5)
-    assert found["unchanged"]["n"] == 0
+    description = {"variants": variants, "dataset": "digits", "recipe": "digits", "images": {"val": 179}}
+    summary = ablation.summarize_ablation(description, results)["variants"]
+    assert summary["positions=none"]["mean"] == pytest.approx(0.6)
+    assert summary["positions=none"]["std"] == pytest.approx(0.1 * 2**0.5)
+    assert summary["unchanged"]["n"] == 0
 
 
-def test_what_is_no_variant_is_refused_before_anything_is_read() -> None:
+def test_invalid_variants_are_refused_before_anything_is_read() -> None:
     for variants, message in (
         ((), "give settings such as"),
         (("depth=2", "depth=2"), "each once"),
@@ -52,8 +52,8 @@ def test_what_is_no_variant_is_refused_before_anything_is_read() -> None:
 
 def test_one_class_and_folders_that_may_be_no_classes_are_refused_before_a_run(tmp_path: Path, capsys: Capture) -> None:
     save(making.trained(making.vit()), tmp_path / "model.safetensors")
-    years, one = folder(tmp_path / "years", "2023", "2024"), folder(tmp_path / "one", classes=("rose",), each=20)
-    for data, message in ((years, "are these the classes?"), (one, "has one class, rose")):
+    years, one_class = folder(tmp_path / "years", "2023", "2024"), folder(tmp_path / "one", classes=("rose",), each=20)
+    for data, message in ((years, "are these the classes?"), (one_class, "has one class, rose")):
         for study in (
             ("ablate", "digits", "--data", str(data), "--variants", "depth=1"),
             ("sweep", str(data), "--model", str(tmp_path / "model.safetensors")),
@@ -63,7 +63,7 @@ def test_one_class_and_folders_that_may_be_no_classes_are_refused_before_a_run(t
     assert not (tmp_path / "study").exists()
 
 
-def test_the_command_trains_variants_and_goes_on(
+def test_the_command_trains_variants_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -72,9 +72,9 @@ def test_the_command_trains_variants_and_goes_on(
     command = ("study", "ablate", "digits", "--data", "digits", "--variants", "positions=none", *options)
     code, out, err = vitrail(*command, "--device", "cpu", "--json", capsys=capsys)
     assert code == 0, err
-    found = json.loads(out)
-    assert set(found["variants"]) == {"unchanged", "positions=none"}
-    assert all(one["n"] == 1 for one in found["variants"].values())
+    summary = json.loads(out)
+    assert set(summary["variants"]) == {"unchanged", "positions=none"}
+    assert all(variant["n"] == 1 for variant in summary["variants"].values())
     config = tmp_path / "runs" / "ablate-digits-digits" / "cells" / "1-positions-none-seed-0" / "run" / "config.json"
     assert json.loads(config.read_text())["recipe"]["settings"]["positions"] == "none"
     code, out, err = vitrail(*command, "--device", "cpu", capsys=capsys)

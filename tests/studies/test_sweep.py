@@ -1,4 +1,4 @@
-"""`vitrail study sweep`: the rate is chosen without a look at test, then test is measured once for each seed."""
+"""`vitrail study sweep`: the learning rate is chosen without reading test, then test is evaluated for each seed."""
 
 import csv
 import json
@@ -26,68 +26,70 @@ HERE = ("--workers", "0", "--device", "cpu")
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder with a set of pictures in two classes and a small model."""
+    """A folder with images of two classes and a small model."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folder(tmp_path / "set", "train", "val", "test", each=4)
     save(making.trained(making.vit()), tmp_path / "model.safetensors")
 
 
-def study(*options: str, capsys: Capture) -> tuple[int, str, str]:
+def run_sweep(*options: str, capsys: Capture) -> tuple[int, str, str]:
     return vitrail("study", "sweep", "./set", "--model", "model.safetensors", *options, *HERE, capsys=capsys)
 
 
-def planned(rates: tuple[float, ...] = (), **changes: Any) -> sweep.Sweep:
+def plan(rates: tuple[float, ...] = (), **changes: Any) -> sweep.Sweep:
     dataset, share = sweep.open_sweep_dataset("./set")
-    given = {"steps": None, "batch": None, "image_size": None, "runs": 3, "seed": 0, "micro_batches": 1} | changes
-    start = load("model.safetensors")
-    return sweep.plan_sweep("./set", dataset, share, "model.safetensors", start, rates=rates, preprocess=None, **given)
+    settings = {"steps": None, "batch": None, "image_size": None, "runs": 3, "seed": 0, "micro_batches": 1} | changes
+    trained = load("model.safetensors")
+    return sweep.plan_sweep(
+        "./set", dataset, share, "model.safetensors", trained, rates=rates, preprocess=None, **settings
+    )
 
 
 def test_test_is_not_read_before_the_rate_is_chosen(tmp_path: Path, capsys: Capture) -> None:
     """With test images that cannot even be opened, the choice is made; the run that measures on test is what fails."""
     images = sorted((tmp_path / "set" / "test").rglob("*.jpg"))
-    aside = {path: path.read_bytes() for path in images}
+    contents = {path: path.read_bytes() for path in images}
     for path in images:
         path.unlink()
         path.symlink_to(tmp_path / "gone" / path.name)
-    code, out, err = study(*OPTIONS, capsys=capsys)
-    place = tmp_path / "runs" / "sweep-set-model.safetensors"
-    found = read_results(place)
+    code, out, err = run_sweep(*OPTIONS, capsys=capsys)
+    study_folder = tmp_path / "runs" / "sweep-set-model.safetensors"
+    results = read_results(study_folder)
     assert code == 3
-    first, name = found
-    assert (first, found[first]["status"], found[first]["split"], found[first]["images"]) == (
+    first, name = results
+    assert (first, results[first]["status"], results[first]["split"], results[first]["images"]) == (
         "rate-0.01",
         "done",
         "val",
         8,
     )
     assert name == "test-0.01-seed-0"
-    assert found[name]["status"] == "failed"
-    assert found[name]["error"].startswith("test/rose/0.jpg does not exist")
+    assert results[name]["status"] == "failed"
+    assert results[name]["error"].startswith("test/rose/0.jpg does not exist")
     assert err.splitlines()[-1].startswith("vitrail: 1 of 2 cells failed; test-")
     assert "(chosen)" in out
 
-    for path, content in aside.items():
+    for path, content in contents.items():
         path.unlink()
         path.write_bytes(content)
-    code, out, err = study(*OPTIONS, "--json", capsys=capsys)
+    code, out, err = run_sweep(*OPTIONS, "--json", capsys=capsys)
     assert code == 0
     assert "rate-" not in err  # nothing that had ended was run again
     summary = json.loads(out)
-    with (place / "cells" / name / "run" / "predictions.csv").open(newline="") as file:
+    with (study_folder / "cells" / name / "run" / "predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 8
     right = sum(row["label"] == row["predicted"] for row in rows)
     assert (summary["test"], summary["mean"], summary["std"], summary["n"]) == ([right / 8], right / 8, None, 1)
-    config = json.loads((place / "cells" / name / "run" / "config.json").read_text())
-    assert config["everything"]
-    assert (config["steps"], config["recipe"]["optimiser"]["lr"]) == (4, summary["lr"])
-    assert (place / "cells" / name / "run" / "weights" / "best.safetensors").is_file()
-    with Image.open(place / "study.png") as picture:
+    config = json.loads((study_folder / "cells" / name / "run" / "config.json").read_text())
+    assert config["train_on_val"]
+    assert (config["steps"], config["recipe"]["optimizer"]["lr"]) == (4, summary["lr"])
+    assert (study_folder / "cells" / name / "run" / "weights" / "best.safetensors").is_file()
+    with Image.open(study_folder / "study.png") as picture:
         assert min(picture.size) > 100
 
-    code, _, err = study(*OPTIONS[:-1], "2", capsys=capsys)
+    code, _, err = run_sweep(*OPTIONS[:-1], "2", capsys=capsys)
     assert code == 2
     assert "is another study, with runs 1 and not 2" in err
 
@@ -103,24 +105,24 @@ def test_help_is_answered_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL).returncode == 0
 
 
-# --- what is planned -------------------------------------------------------------------------------------------------
+# --- the plan --------------------------------------------------------------------------------------------------------
 
 
-def test_the_study_is_the_papers_for_a_small_set() -> None:
-    found = planned()
-    assert found.rates == (0.001, 0.003, 0.01, 0.03)
-    assert (found.steps, found.recipe.batch, found.recipe.image_size, found.recipe.schedule.warmup) == (
+def test_the_study_is_the_papers_for_a_small_dataset() -> None:
+    study = plan()
+    assert study.rates == (0.001, 0.003, 0.01, 0.03)
+    assert (study.steps, study.recipe.batch, study.recipe.image_size, study.recipe.schedule.warmup) == (
         500,
         512,
         384,
         100,
     )
-    assert (found.recipe.optimizer.kind, found.recipe.optimizer.clip, found.recipe.optimizer.weight_decay) == (
+    assert (study.recipe.optimizer.kind, study.recipe.optimizer.clip, study.recipe.optimizer.weight_decay) == (
         "sgd",
         1,
         0,
     )
-    choosing, testing = sweep.list_rate_cells(found), sweep.list_test_cells(found, 0.003)
+    choosing, testing = sweep.list_rate_cells(study), sweep.list_test_cells(study, 0.003)
     assert [cell.recipe.optimizer.lr for cell in choosing] == [0.001, 0.003, 0.01, 0.03]
     assert {(cell.eval_split, cell.train_on_val, cell.seed) for cell in choosing} == {("val", False, 0)}
     assert [(cell.eval_split, cell.train_on_val, cell.seed) for cell in testing] == [
@@ -131,8 +133,8 @@ def test_the_study_is_the_papers_for_a_small_set() -> None:
 
 
 def test_a_shorter_run_has_a_shorter_warm_up() -> None:
-    found = planned(steps=50, batch=8, image_size=64)
-    assert (found.steps, found.recipe.batch, found.recipe.image_size, found.recipe.schedule.warmup) == (50, 8, 64, 10)
+    study = plan(steps=50, batch=8, image_size=64)
+    assert (study.steps, study.recipe.batch, study.recipe.image_size, study.recipe.schedule.warmup) == (50, 8, 64, 10)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,7 @@ def test_a_shorter_run_has_a_shorter_warm_up() -> None:
         (500_000, (0.003, 0.01, 0.03, 0.06), 0.01),
     ],
 )
-def test_rates_and_the_share_held_out_go_by_the_size_of_the_set(
+def test_rates_and_the_share_held_out_go_by_the_size_of_the_dataset(
     images: int, rates: tuple[float, ...], share: float
 ) -> None:
     assert sweep._get_size_settings(images)[1:] == (rates, share)
@@ -153,15 +155,15 @@ def test_rates_and_the_share_held_out_go_by_the_size_of_the_set(
 def test_what_makes_no_study_is_refused(tmp_path: Path) -> None:
     for rates in ((0.1, 0.1), (0.0,), (-1.0, 0.1)):
         with pytest.raises(UsageError, match="--rates is"):
-            planned(rates=rates)
-    with pytest.raises(UsageError, match="1 at least"):
-        planned(runs=0)
+            plan(rates=rates)
+    with pytest.raises(UsageError, match="--runs is 0; it must be at least 1"):
+        plan(runs=0)
     folder(tmp_path / "two", "train", "test", each=2)
     with pytest.raises(DataError, match="has no val"):
         sweep.open_sweep_dataset("./two")
 
 
-def test_the_usual_imagenet_is_measured_on_val_and_chosen_on_a_part_of_train(tmp_path: Path, capsys: Capture) -> None:
+def test_the_usual_imagenet_is_evaluated_on_val_and_chosen_on_a_part_of_train(tmp_path: Path, capsys: Capture) -> None:
     """With the validation images unreadable, the rate is still chosen: only the run on test needs them."""
     folder(tmp_path / "imagenet", "train", each=20)
     folder(tmp_path / "imagenet", "val", each=3, start=500)
@@ -173,19 +175,19 @@ def test_the_usual_imagenet_is_measured_on_val_and_chosen_on_a_part_of_train(tmp
     assert names(dataset)["test"] == names(plain)["val"]
     assert sorted(names(dataset)["train"] + names(dataset)["val"]) == sorted(names(plain)["train"])
     assert [int(count) for count in dataset.splits["val"].count_per_class(2)] == [2, 2]  # of each class alike
-    assert "val is the test, as there is no other; 10% of each class of train (4 images)" in dataset.notes[-1]
+    assert "val is the test split, as there is no other; 10% of each class of train (4 images)" in dataset.notes[-1]
     for path in (tmp_path / "imagenet" / "val").rglob("*.jpg"):
         path.unlink()
         path.symlink_to(tmp_path / "gone")
     command = ("study", "sweep", "./imagenet", "--model", "model.safetensors", *OPTIONS, *HERE)
     code, _, err = vitrail(*command, capsys=capsys)
-    place = tmp_path / "runs" / "sweep-imagenet-model.safetensors"
-    found = read_results(place)
+    study_folder = tmp_path / "runs" / "sweep-imagenet-model.safetensors"
+    results = read_results(study_folder)
     assert code == 3
-    assert (found["rate-0.01"]["split"], found["rate-0.01"]["images"]) == ("val", 4)
-    assert found["test-0.01-seed-0"]["error"].startswith("val/rose/")
+    assert (results["rate-0.01"]["split"], results["rate-0.01"]["images"]) == ("val", 4)
+    assert results["test-0.01-seed-0"]["error"].startswith("val/rose/")
     assert "note: val is the test" in err
-    assert json.loads((place / "study.json").read_text())["val_is_test"]
+    assert json.loads((study_folder / "study.json").read_text())["val_is_test"]
 
 
 def test_timms_own_network_is_refused_before_anything_is_read(capsys: Capture) -> None:
@@ -201,14 +203,14 @@ def test_timms_own_network_is_refused_before_anything_is_read(capsys: Capture) -
 
 
 def test_the_optimizer_and_decay_of_a_sweep_can_be_others_and_its_rate_only_by_rates() -> None:
-    found = planned(settings=["optimizer=adam", "weight_decay=0.1", "decay=linear", "mixup=0.2"])
-    assert (found.recipe.optimizer.kind, found.recipe.optimizer.weight_decay) == ("adam", 0.1)
-    assert (found.recipe.schedule.decay, found.recipe.augment.mixup) == ("linear", 0.2)
-    assert found.settings == ("optimizer=adam", "weight_decay=0.1", "decay=linear", "mixup=0.2")
-    with pytest.raises(UsageError, match="a sweep chooses the rate; --rates gives"):
-        planned(settings=["lr=0.1"])
+    study = plan(settings=["optimizer=adam", "weight_decay=0.1", "decay=linear", "mixup=0.2"])
+    assert (study.recipe.optimizer.kind, study.recipe.optimizer.weight_decay) == ("adam", 0.1)
+    assert (study.recipe.schedule.decay, study.recipe.augment.mixup) == ("linear", 0.2)
+    assert study.settings == ("optimizer=adam", "weight_decay=0.1", "decay=linear", "mixup=0.2")
+    with pytest.raises(UsageError, match="a sweep chooses the learning rate; --rates gives"):
+        plan(settings=["lr=0.1"])
     with pytest.raises(UsageError, match="a trained model keeps its own"):
-        planned(settings=["depth=3"])
+        plan(settings=["depth=3"])
 
 
 def test_a_study_begun_before_a_field_existed_is_the_same_one() -> None:
@@ -222,7 +224,7 @@ def test_a_study_begun_before_a_field_existed_is_the_same_one() -> None:
 # --- the choice ------------------------------------------------------------------------------------------------------
 
 
-def tried(lr: float, right: int | None, loss: float = 1.0) -> dict[str, object]:
+def make_rate_result(lr: float, right: int | None, loss: float = 1.0) -> dict[str, object]:
     status = (
         {"status": "diverged"}
         if right is None
@@ -231,11 +233,19 @@ def tried(lr: float, right: int | None, loss: float = 1.0) -> dict[str, object]:
     return {"cell": f"rate-{lr}", "stage": "rate", "lr": lr} | status
 
 
-def test_the_rate_with_the_most_right_answers_is_chosen_and_of_equals_that_of_the_lowest_loss() -> None:
-    assert sweep.choose_learning_rate([tried(0.1, 5), tried(0.2, 7), tried(0.3, None)]) == 0.2
-    assert sweep.choose_learning_rate([tried(0.1, 7, 0.4), tried(0.2, 7, 0.3), tried(0.3, 7, 0.5)]) == 0.2
-    with pytest.raises(CellsError, match="diverged at every rate") as failed:
-        sweep.choose_learning_rate([tried(0.1, None)])
+def test_the_rate_with_the_most_correct_images_is_chosen_and_of_equals_the_one_with_the_lowest_loss() -> None:
+    assert (
+        sweep.choose_learning_rate([make_rate_result(0.1, 5), make_rate_result(0.2, 7), make_rate_result(0.3, None)])
+        == 0.2
+    )
+    assert (
+        sweep.choose_learning_rate(
+            [make_rate_result(0.1, 7, 0.4), make_rate_result(0.2, 7, 0.3), make_rate_result(0.3, 7, 0.5)]
+        )
+        == 0.2
+    )
+    with pytest.raises(CellsError, match="diverged at every learning rate") as failed:
+        sweep.choose_learning_rate([make_rate_result(0.1, None)])
     assert failed.value.exit_code == 6
 
 
@@ -245,10 +255,10 @@ def test_the_summary_is_the_mean_and_deviation_at_the_chosen_rate() -> None:
         {"stage": "test", "lr": lr, "status": "done", "top1": top1, "images": 10}
         for lr, top1 in ((0.2, 0.5), (0.2, 0.7), (0.2, 0.9), (0.1, 0.0))
     ]
-    found = sweep.summarize_sweep(study, [tried(0.1, 5), tried(0.2, 7), *tests])
-    assert (found["lr"], found["n"]) == (0.2, 3)
-    assert found["mean"] == pytest.approx(0.7)
-    assert found["std"] == pytest.approx(0.2)
-    assert found["validation"] == {"0.1": 0.5, "0.2": 0.7}
-    unfinished = sweep.summarize_sweep(study, [tried(0.1, 5)])
+    summary = sweep.summarize_sweep(study, [make_rate_result(0.1, 5), make_rate_result(0.2, 7), *tests])
+    assert (summary["lr"], summary["n"]) == (0.2, 3)
+    assert summary["mean"] == pytest.approx(0.7)
+    assert summary["std"] == pytest.approx(0.2)
+    assert summary["validation"] == {"0.1": 0.5, "0.2": 0.7}
+    unfinished = sweep.summarize_sweep(study, [make_rate_result(0.1, 5)])
     assert (unfinished["lr"], unfinished["mean"]) == (None, None)

@@ -1,6 +1,5 @@
-"""VTAB: the tasks are the paper's, lists are read as they are, and the whole command runs on what is there."""
+"""VTAB: the runs are the paper's, and the command runs the tasks whose images are there."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,9 @@ from PIL import Image
 from tests import making
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
-from tests.data.pictures import encoded, names, picture
-from vitrail.data import public_datasets, shards
-from vitrail.data.shards import Sample
+from tests.studies.test_vtab_splits import write_lists
 from vitrail.errors import DataError, UsageError
-from vitrail.studies import grid_cell, vtab, vtab_splits, vtab_tasks
-from vitrail.studies.vtab_tasks import TASKS
+from vitrail.studies import vtab, vtab_splits
 from vitrail.weights.load import load, save
 
 HERE = ("--workers", "0", "--device", "cpu")
@@ -31,141 +27,46 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(making.trained(making.vit()), tmp_path / "model.safetensors")
 
 
-def lists(root: Path, task: str, **counts: int) -> Path:
-    """A task's folder as the benchmark is passed on, with so many images; image n is of class n modulo all."""
-    place = root / task
-    (place / "images").mkdir(parents=True)
-    number = 0
-    for split, name in vtab_splits.LIST_FILES.items():
-        lines = []
-        for _ in range(counts.get(split, 4)):
-            (place / "images" / f"{number:03d}.png").write_bytes(encoded(picture(number, (20, 40)), "PNG"))
-            lines.append(f"images/{number:03d}.png {number % TASKS[task].classes}\n")
-            number += 1
-        (place / name).write_text("".join(lines))
-    return root
-
-
-# --- the tasks -------------------------------------------------------------------------------------------------------
-
-
-def test_the_tasks_are_the_papers() -> None:
-    groups = [sum(task.group == group for task in TASKS.values()) for group in vtab_tasks.TASK_GROUPS]
-    assert groups == [7, 4, 8]
-    views: dict[tuple[bool, bool], set[str]] = {(task.random_crop, task.flip): set() for task in TASKS.values()}
-    for name, task in TASKS.items():
-        views[task.random_crop, task.flip].add(name)
-    assert views[False, False] == {"dsprites_loc"}
-    assert views[True, False] == {"dsprites_ori", "smallnorb_azi"}
-    assert views[False, True] == {"clevr_count", "clevr_dist", "dmlab", "kitti"}
-    assert len(views[True, True]) == 12
-    assert sum(task.classes for task in TASKS.values()) == 940
-    with pytest.raises(UsageError, match="VTAB has no task 'mnist'"):
-        vtab_tasks.get_task("mnist")
-
-
-# --- images ----------------------------------------------------------------------------------------------------------
-
-
-def test_lists_are_read_as_they_are(tmp_path: Path) -> None:
-    lists(tmp_path, "svhn", train=800, val=200, test=3)
-    found = vtab_splits.open_vtab_dataset("svhn", tmp_path, 0)
-    assert {name: len(split) for name, split in found.splits.items()} == {"train": 800, "val": 200, "test": 3}
-    assert (found.classes, found.notes) == (tuple("0123456789"), ())
-    for first, split in ((0, "train"), (800, "val"), (1000, "test")):
-        for index in (0, len(found.splits[split]) - 1):
-            assert found.splits[split].get_image_name(index) == f"images/{first + index:03d}.png"
-            assert found.splits[split].get_labels(index) == ((first + index) % 10,)
-    joined = found.splits["train"].merge(found.splits["val"])
-    assert len(joined) == 1000
-
-
-@pytest.mark.parametrize("line", ["images/1.png 10", "images/1.png", "images/1.png -1", "images/1.png one"])
-def test_a_line_that_is_no_path_and_label_is_named(line: str, tmp_path: Path) -> None:
-    lists(tmp_path, "svhn")
-    (tmp_path / "svhn" / "val200.txt").write_text(f"images/000.png 3\n{line}\n")
-    with pytest.raises(DataError, match=r"val200.txt, line 2 is .*; it must be a path and 0 to 9"):
-        vtab_splits.open_vtab_dataset("svhn", tmp_path, 0)
-
-
-def test_a_stored_set_is_drawn_from_by_seed() -> None:
-    """800 and 200 of those there are, the same for a seed, and all of test."""
-    made = [
-        Sample(split, f"{split}/{number:04d}.png", encoded(picture(number, (4, 4)), "PNG"), (number % 10,))
-        for split, count in (("train", 900), ("val", 250), ("test", 30))
-        for number in range(count)
-    ]
-    shards.write_shards(public_datasets.get_dataset_folder("svhn"), made, classes=list("0123456789"), origin={})
-    assert vtab_splits.find_source_kind("svhn", Path("nowhere")) == "public"
-    found = [vtab_splits.open_vtab_dataset("svhn", Path("nowhere"), seed) for seed in (0, 0, 1)]
-    assert {name: len(split) for name, split in found[0].splits.items()} == {"train": 800, "val": 200, "test": 30}
-    assert names(found[0]) == names(found[1])
-    assert set(names(found[0])["train"]) != set(names(found[2])["train"])
-    assert names(found[0])["test"] == names(found[2])["test"]
-    assert "seed 1" in found[2].notes[0]
-
-
-def test_a_set_that_is_not_there_is_named_with_its_source(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"sun397 has no test.txt, and Sun397 is not here otherwise: https://vision"):
+def test_a_missing_dataset_is_named_with_its_source(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError, match=r"sun397 has no test.txt, and Sun397 is not here in another form: https://vision"
+    ):
         vtab_splits.open_vtab_dataset("sun397", tmp_path, 0)
     with pytest.raises(DataError, match="has none of 19 tasks"):
         vtab.find_tasks(tmp_path, (), 0)
 
 
-# --- the runs --------------------------------------------------------------------------------------------------------
-
-
-def planned(tmp_path: Path, **changes: Any) -> vtab.VtabStudy:
-    found, _ = vtab.find_tasks(tmp_path, (), 0)
-    given = {"steps": None, "batch": None, "image_size": None, "runs": 1, "seed": 0, "micro_batches": 1} | changes
-    return vtab.plan_vtab(tmp_path, found, "model.safetensors", load("model.safetensors"), preprocess=None, **given)
+def plan(tmp_path: Path, **changes: Any) -> vtab.VtabStudy:
+    tasks, _ = vtab.find_tasks(tmp_path, (), 0)
+    settings = {"steps": None, "batch": None, "image_size": None, "runs": 1, "seed": 0, "micro_batches": 1} | changes
+    return vtab.plan_vtab(tmp_path, tasks, "model.safetensors", load("model.safetensors"), preprocess=None, **settings)
 
 
 def test_a_run_is_the_papers_on_all_thousand_images(tmp_path: Path) -> None:
     for task in ("dtd", "kitti"):
-        lists(tmp_path, task, train=12, val=4)
-    textures, distances = vtab.list_vtab_cells(planned(tmp_path))
-    for one in (textures, distances):
-        recipe = one.recipe
+        write_lists(tmp_path, task, train=12, val=4)
+    textures, distances = vtab.list_vtab_cells(plan(tmp_path))
+    for cell in (textures, distances):
+        recipe = cell.recipe
         assert (recipe.batch, recipe.image_size, recipe.schedule.warmup, recipe.optimizer.lr) == (512, 384, 200, 0.01)
         assert recipe.epochs * 16 == 2500 * 512
-        assert (one.train_on_val, one.eval_split) == (True, "test")
+        assert (cell.train_on_val, cell.eval_split) == (True, "test")
     assert (textures.recipe.augment.crop, textures.recipe.augment.flip) == ("window", True)
     assert (distances.recipe.augment.crop, distances.recipe.augment.flip) == ("squash", True)
 
 
 def test_settings_reach_the_runs_and_crop_and_flip_stay_the_tasks(tmp_path: Path) -> None:
-    lists(tmp_path, "dtd", train800=2, val200=1, test=1)
-    (one,) = vtab.list_vtab_cells(planned(tmp_path, settings=["optimizer=adam", "lr=0.001", "mixup=0.2"]))
-    assert (one.recipe.optimizer.kind, one.recipe.optimizer.lr, one.recipe.augment.mixup) == ("adam", 0.001, 0.2)
-    assert (one.recipe.augment.crop, one.recipe.augment.flip) == ("window", True)
-    with pytest.raises(UsageError, match="crop and flip are each task's own"):
-        planned(tmp_path, settings=["flip=false"])
+    write_lists(tmp_path, "dtd", train800=2, val200=1, test=1)
+    (cell,) = vtab.list_vtab_cells(plan(tmp_path, settings=["optimizer=adam", "lr=0.001", "mixup=0.2"]))
+    assert (cell.recipe.optimizer.kind, cell.recipe.optimizer.lr, cell.recipe.augment.mixup) == ("adam", 0.001, 0.2)
+    assert (cell.recipe.augment.crop, cell.recipe.augment.flip) == ("window", True)
+    with pytest.raises(UsageError, match="each VTAB task sets crop and flip itself"):
+        plan(tmp_path, settings=["flip=false"])
 
 
-def test_evaluation_sees_all_of_an_image_and_windows_are_cut_of_seven_sixths(tmp_path: Path) -> None:
-    lists(tmp_path, "dtd")
-    (one,) = vtab.list_vtab_cells(planned(tmp_path))
-    view = grid_cell.prepare_model(one, vtab_splits.open_vtab_dataset("dtd", tmp_path, 0)).preprocess
-    assert view is not None
-    assert (view.size, view.resize) == ((384, 384), (384, 384))
-    assert grid_cell.add_crop_margin(view).resize == (448, 448)
-    assert dataclasses.replace(grid_cell.add_crop_margin(view), resize=view.resize) == view
-
-
-def test_classes_without_a_training_image_are_let_be(tmp_path: Path) -> None:
-    """Of Sun397's classes a draw of 1,000 images misses some; 8 images miss most."""
-    lists(tmp_path, "sun397")
-    (one,) = vtab.list_vtab_cells(planned(tmp_path, steps=1, batch=4, image_size=32))
-    result = grid_cell.run_cell(one, tmp_path / "run", "cpu", 0)
-    assert (result["split"], result["images"], result["steps"]) == ("test", 4, 1)
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert (config["preprocess"]["resize"], config["view"]["resize"]) == ([32, 32], [37, 37])
-
-
-def test_the_whole_command_runs_what_is_there_and_names_what_is_not(tmp_path: Path, capsys: Capture) -> None:
+def test_the_command_runs_available_tasks_and_names_missing_ones(tmp_path: Path, capsys: Capture) -> None:
     for task in ("dtd", "kitti"):
-        lists(tmp_path / "vtab", task, test=5)
+        write_lists(tmp_path / "vtab", task, test=5)
     code, out, err = vitrail("study", "vtab", "model.safetensors", "--data-root", "vtab", *SHORT, *HERE, capsys=capsys)
     assert code == 0, err
     assert err.count("missing: ") == 17
@@ -173,22 +74,22 @@ def test_the_whole_command_runs_what_is_there_and_names_what_is_not(tmp_path: Pa
     assert "missing: CIFAR-100, vtab/cifar/train800.txt and so on; from vitrail data get cifar100" in err
     assert "2 of 19 tasks" in out
     assert "the paper, ViT-L/16 (I21k)  72.72%" in out
-    place = tmp_path / "runs" / "vtab-model.safetensors"
-    with Image.open(place / "study.png") as shown:
-        assert min(shown.size) > 100
+    study_folder = tmp_path / "runs" / "vtab-model.safetensors"
+    with Image.open(study_folder / "study.png") as image:
+        assert min(image.size) > 100
     code, out, err = vitrail(
         "study", "vtab", "model.safetensors", "--data-root", "vtab", *SHORT, *HERE, "--json", capsys=capsys
     )
-    found = json.loads(out)
-    assert ": begun" not in err
-    right = {}
-    for line in (place / "results.jsonl").read_text().splitlines():
+    summary = json.loads(out)
+    assert ": started" not in err
+    accuracies = {}
+    for line in (study_folder / "results.jsonl").read_text().splitlines():
         record = json.loads(line)
-        right[record["task"]] = record["right"] / 5
+        accuracies[record["task"]] = record["right"] / 5
         assert (record["images"], record["draw"]) == (5, "VTAB")
-    assert found["mean"] == pytest.approx(np.mean([right["dtd"], right["kitti"]]))
-    assert found["groups"] == pytest.approx({"Natural": right["dtd"], "Structured": right["kitti"]})
-    assert len(found["missing"]) == 17
+    assert summary["mean"] == pytest.approx(np.mean([accuracies["dtd"], accuracies["kitti"]]))
+    assert summary["groups"] == pytest.approx({"Natural": accuracies["dtd"], "Structured": accuracies["kitti"]})
+    assert len(summary["missing"]) == 17
 
 
 def test_means_are_of_tasks_then_of_seeds() -> None:
@@ -201,17 +102,17 @@ def test_means_are_of_tasks_then_of_seeds() -> None:
         ("svhn", 1): 0.6,
         ("kitti", 1): 0.8,
     }
-    records = [
+    results = [
         {"task": task, "seed": seed, "status": "done", "top1": share, "draw": "VTAB"}
         for (task, seed), share in shares.items()
     ]
-    found = vtab.summarize_vtab(study, records)
-    assert found["tasks"]["dtd"]["mean"] == pytest.approx(0.3)
-    assert found["groups"] == pytest.approx({"Natural": 0.4, "Structured": 0.85})
-    assert (found["mean"], found["std"]) == (pytest.approx(0.55), pytest.approx(0.1 / 2**0.5))
+    summary = vtab.summarize_vtab(study, results)
+    assert summary["tasks"]["dtd"]["mean"] == pytest.approx(0.3)
+    assert summary["groups"] == pytest.approx({"Natural": 0.4, "Structured": 0.85})
+    assert (summary["mean"], summary["std"]) == (pytest.approx(0.55), pytest.approx(0.1 / 2**0.5))
     assert (
-        vtab.summarize_vtab(study, records[:-1])["n"] == 1
+        vtab.summarize_vtab(study, results[:-1])["n"] == 1
     )  # the second seed lacks a task, so its mean is another thing
-    drawn = vtab.group_by_task_group(found)
-    assert list(drawn) == ["Natural, mean 40.0%", "Structured, mean 85.0%"]
-    assert list(drawn["Natural, mean 40.0%"]) == ["DTD", "SVHN"]
+    groups = vtab.group_by_task_group(summary)
+    assert list(groups) == ["Natural, mean 40.0%", "Structured, mean 85.0%"]
+    assert list(groups["Natural, mean 40.0%"]) == ["DTD", "SVHN"]

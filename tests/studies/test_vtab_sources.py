@@ -1,4 +1,4 @@
-"""Tasks out of sets as their makers publish them: labels by hand, and splits that share no image."""
+"""Tasks from datasets as published: labels by hand, and splits that share no image."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ from vitrail.studies import vtab_sources, vtab_splits
     ("depths", "label"),
     [([3.0], 0), ([8.0], 0), ([8.01], 1), ([12.0, 8.5], 1), ([9.0], 2), ([9.4, 9.6], 3), ([10.0], 4), ([10.2], 5)],
 )
-def test_clevr_is_asked_for_the_range_of_the_closest_depth(depths: list[float], label: int) -> None:
+def test_clevr_distance_is_the_range_of_the_closest_depth(depths: list[float], label: int) -> None:
     assert vtab_sources.label_clevr_distance(depths) == label
 
 
@@ -39,21 +39,21 @@ def test_clevr_counts_from_three_objects() -> None:
         ([], 3),
     ],
 )
-def test_kitti_is_asked_for_the_closest_vehicle(objects: list[tuple[str, float]], label: int) -> None:
+def test_kitti_distance_is_that_of_the_closest_vehicle(objects: list[tuple[str, float]], label: int) -> None:
     assert vtab_sources.label_kitti_distance(objects) == label
 
 
 def test_dsprites_has_sixteen_bins_of_two_places_or_two_and_a_half_angles() -> None:
-    assert vtab_sources.label_dsprites_bins(np.arange(32), 32).tolist() == [place // 2 for place in range(32)]
+    assert vtab_sources.label_dsprites_bins(np.arange(32), 32).tolist() == [position // 2 for position in range(32)]
     angles = vtab_sources.label_dsprites_bins(np.arange(40), 40).tolist()
     assert angles[:11] == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 4]
     assert angles[-1] == 15
 
 
-# --- whole sets ------------------------------------------------------------------------------------------------------
+# --- datasets --------------------------------------------------------------------------------------------------------
 
 
-def clevr(root: Path) -> Path:
+def write_clevr(root: Path) -> Path:
     """Six scenes to train on and three of test, their counts and depths by their number."""
     for part, count in (("train", 20), ("val", 3)):
         (root / "images" / part).mkdir(parents=True)
@@ -68,27 +68,27 @@ def clevr(root: Path) -> Path:
     return root
 
 
-def numbered(name: str) -> int:
+def get_number(name: str) -> int:
     return int(name.rpartition("_")[2].removesuffix(".png"))
 
 
 @pytest.mark.parametrize(("task", "label"), [("clevr_count", lambda n: n % 8), ("clevr_dist", lambda n: n % 6)])
 def test_clevr_is_read_from_its_scenes(task: str, label: Any, tmp_path: Path) -> None:
-    clevr(tmp_path / "clevr" / "CLEVR_v1.0")
+    write_clevr(tmp_path / "clevr" / "CLEVR_v1.0")
     assert vtab_splits.find_source_kind(task, tmp_path) == "raw"
-    found = vtab_splits.open_vtab_dataset(task, tmp_path, 0)
-    assert {name: len(split) for name, split in found.splits.items()} == {"train": 18, "val": 2, "test": 3}
-    for split in found.splits.values():
+    dataset = vtab_splits.open_vtab_dataset(task, tmp_path, 0)
+    assert {name: len(split) for name, split in dataset.splits.items()} == {"train": 18, "val": 2, "test": 3}
+    for split in dataset.splits.values():
         for index in range(len(split)):
-            assert split.get_labels(index) == (label(numbered(split.get_image_name(index))),)
+            assert split.get_labels(index) == (label(get_number(split.get_image_name(index))),)
             path = split.read_image(index)
             assert isinstance(path, Path)
             assert path.is_file()
-    assert all("/val/" in name for name in names(found)["test"])
-    assert not set(names(found)["train"]) & set(names(found)["val"])
-    assert "a draw of vitrail's own (seed 0)" in found.notes[0]
+    assert all("/val/" in name for name in names(dataset)["test"])
+    assert not set(names(dataset)["train"]) & set(names(dataset)["val"])
+    assert "vitrail's own draw (seed 0)" in dataset.notes[0]
     (tmp_path / "clevr/CLEVR_v1.0/scenes/CLEVR_val_scenes.json").write_text('{"scenes": [{}]}')
-    with pytest.raises(DataError, match="holds no scenes of CLEVR"):
+    with pytest.raises(DataError, match="has no CLEVR scenes"):
         vtab_splits.open_vtab_dataset(task, tmp_path, 0)
 
 
@@ -103,21 +103,21 @@ def test_dsprites_is_read_from_its_array(tmp_path: Path) -> None:
     (tmp_path / "dsprites").mkdir()
     np.savez_compressed(tmp_path / "dsprites" / "dsprites_ndarray.npz", imgs=images, latents_classes=latents)
     for task, expected in (("dsprites_loc", latents[:, 4] // 2), ("dsprites_ori", latents[:, 3] * 16 // 40)):
-        found = vtab_splits.open_vtab_dataset(task, tmp_path, 0)
-        assert {name: len(split) for name, split in found.splits.items()} == {"train": 32, "val": 4, "test": 4}
-        seen = []
-        for split in found.splits.values():
+        dataset = vtab_splits.open_vtab_dataset(task, tmp_path, 0)
+        assert {name: len(split) for name, split in dataset.splits.items()} == {"train": 32, "val": 4, "test": 4}
+        numbers = []
+        for split in dataset.splits.values():
             for index in range(len(split)):
                 pixels = decode(split.read_image(index), 1)[0, 0, :8]
                 assert set(pixels.tolist()) <= {0, 255}
-                seen.append(sum(int(bit > 0) << place for place, bit in enumerate(pixels)))
-                assert split.get_labels(index) == (expected[seen[-1]],)
-        assert sorted(seen) == list(range(count))
+                numbers.append(sum(int(bit > 0) << position for position, bit in enumerate(pixels)))
+                assert split.get_labels(index) == (expected[numbers[-1]],)
+        assert sorted(numbers) == list(range(count))
         again = vtab_splits.open_vtab_dataset(task, tmp_path, 0)  # from the cache
-        assert names(again) == names(found)
+        assert names(again) == names(dataset)
 
 
-def norb(root: Path, *, packed: bool) -> Path:
+def write_norb(root: Path, *, packed: bool) -> Path:
     """24 training and 12 test images of two cameras; the first shows its number, the second 255."""
     root.mkdir(parents=True)
     for part, count, first in (("5x46789x9x18x6x2x96x96-training", 24, 0), ("5x01235x9x18x6x2x96x96-testing", 12, 100)):
@@ -137,11 +137,11 @@ def norb(root: Path, *, packed: bool) -> Path:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_smallnorb_is_read_from_its_matrices(packed: bool, tmp_path: Path) -> None:
-    norb(tmp_path / "smallnorb", packed=packed)
+    write_norb(tmp_path / "smallnorb", packed=packed)
     for task, period in (("smallnorb_azi", 18), ("smallnorb_ele", 9)):
-        found = vtab_splits.open_vtab_dataset(task, tmp_path, 0)
-        assert {name: len(split) for name, split in found.splits.items()} == {"train": 24, "val": 6, "test": 6}
-        for name, split in found.splits.items():
+        dataset = vtab_splits.open_vtab_dataset(task, tmp_path, 0)
+        assert {name: len(split) for name, split in dataset.splits.items()} == {"train": 24, "val": 6, "test": 6}
+        for name, split in dataset.splits.items():
             for index in range(len(split)):
                 value = int(decode(split.read_image(index), 1)[0, 0, 0])
                 assert (value >= 100) == (name != "train")
@@ -151,8 +151,8 @@ def test_smallnorb_is_read_from_its_matrices(packed: bool, tmp_path: Path) -> No
         vtab_splits.open_vtab_dataset("smallnorb_azi", tmp_path, 1)
 
 
-def kitti(root: Path, *, drives: bool) -> Path:
-    """Forty frames of ten drives: the one of number n has a car n metres ahead, every fifth none."""
+def write_kitti(root: Path, *, drives: bool) -> Path:
+    """Forty frames of ten drives: the one of number n has a car n meters ahead, every fifth none."""
     (root / "training" / "image_2").mkdir(parents=True)
     (root / "training" / "label_2").mkdir()
     for number in range(40):
@@ -172,24 +172,24 @@ def kitti(root: Path, *, drives: bool) -> Path:
 
 @pytest.mark.parametrize("drives", [False, True])
 def test_kitti_is_read_from_its_labels_and_keeps_drives_apart(drives: bool, tmp_path: Path) -> None:
-    kitti(tmp_path / "kitti", drives=drives)
-    found = vtab_splits.open_vtab_dataset("kitti", tmp_path, 0)
-    assert sum(len(split) for split in found.splits.values()) == 40
+    write_kitti(tmp_path / "kitti", drives=drives)
+    dataset = vtab_splits.open_vtab_dataset("kitti", tmp_path, 0)
+    assert sum(len(split) for split in dataset.splits.values()) == 40
     by_split = {}
-    for name, split in found.splits.items():
+    for name, split in dataset.splits.items():
         for index in range(len(split)):
             number = int(Path(split.get_image_name(index)).stem)
             expected = 3 if number % 5 == 0 else 0 if number <= 8 else 1 if number <= 20 else 2
             assert split.get_labels(index) == (expected,)
         by_split[name] = {int(Path(split.get_image_name(index)).stem) // 4 for index in range(len(split))}
-    assert any("both sides" in note for note in found.notes) != drives
+    assert any("in several splits" in note for note in dataset.notes) != drives
     if drives:
         assert sum(map(len, by_split.values())) == 10  # no drive is in two splits
-    assert len(found.splits["test"]) == 4  # 9.5 % of forty, and a whole drive
+    assert len(dataset.splits["test"]) == 4  # 9.5 % of forty, and a whole drive
 
 
 def test_labels_outside_of_the_tasks_classes_are_refused(tmp_path: Path) -> None:
-    root = clevr(tmp_path / "clevr")
+    root = write_clevr(tmp_path / "clevr")
     scene = {"image_filename": "CLEVR_val_000000.png", "objects": [{"pixel_coords": [0, 0, 9.0]}] * 11}
     (root / "scenes" / "CLEVR_val_scenes.json").write_text(json.dumps({"scenes": [scene]}))
     with pytest.raises(DataError, match="test has labels 8 to 8 of 8 classes"):

@@ -9,7 +9,7 @@ from sklearn.linear_model import RidgeClassifier
 
 from tests.train.test_run import trained, tuned
 from vitrail.evaluate import features
-from vitrail.evaluate.probe import Features
+from vitrail.evaluate.linear_classifiers import Features
 from vitrail.train.head_init import fit_head, solve_head
 from vitrail.train.trainer import iterate_split_batches
 

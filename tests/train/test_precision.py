@@ -9,7 +9,7 @@ import pytest
 
 from tests.train.test_run import trained, tuned
 from vitrail.errors import ModelError
-from vitrail.inference import compute
+from vitrail.inference.precision import list_available_precisions
 from vitrail.weights.load import load, save
 
 
@@ -26,9 +26,10 @@ def test_a_large_model_is_measured_when_it_is_made_and_its_log_says_so(
     task = tuned(tmp_path)
     trained(task, tmp_path / "run")
     best, last = (load(tmp_path / "run" / "weights" / f"{name}.safetensors") for name in ("best", "last"))
-    assert {tried.precision for tried in best.precision_measurements} == set(
-        compute.list_available_precisions(best)
-    ) - {"float32", "openvino-int8"}
+    assert {tried.precision for tried in best.precision_measurements} == set(list_available_precisions(best)) - {
+        "float32",
+        "openvino-int8",
+    }
     val = len(task.dataset.splits["val"])
     assert all(1 <= tried.images <= val for tried in best.precision_measurements)
     assert best.activation_ranges

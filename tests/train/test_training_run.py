@@ -15,7 +15,7 @@ from tests.data.pictures import folder
 from vitrail.config import AugmentConfig, OptimizerConfig, Recipe, ScheduleConfig
 from vitrail.data.dataset import Dataset
 from vitrail.data.sources import open_dataset
-from vitrail.errors import DataError, ModelError, UsageError
+from vitrail.errors import DataError, UsageError
 from vitrail.train import loop
 from vitrail.train.run import iterate_train_batches
 from vitrail.train.step import TrainState, build_train_state
@@ -266,9 +266,11 @@ def test_a_kept_head_is_put_into_the_order_of_the_data(tmp_path: Path) -> None:
 
 def test_a_model_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     dataset = pictures(tmp_path)
-    with pytest.raises(ModelError, match="do not say how images must be prepared: name it with --preprocess imagenet"):
+    with pytest.raises(UsageError, match="does not say how images must be prepared"):
         adapt_to_dataset(dataclasses.replace(known(), preprocess=None), dataset, tuning())
-    with pytest.raises(UsageError, match="9 classes in one of model and data alone, such as 'kind 0' of the model"):
+    with pytest.raises(
+        UsageError, match="9 classes only in the model or only in the data, such as 'kind 0' in the model"
+    ):
         adapt_to_dataset(known(), dataset, tuning(), keep_head=True)
     with pytest.raises(UsageError, match="have no names, so its head cannot be kept"):
         adapt_to_dataset(dataclasses.replace(known(), labels=None), dataset, tuning(), keep_head=True)

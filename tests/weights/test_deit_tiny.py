@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from vitrail import Classifier, Trained
+from vitrail.weights.formats import WeightsFormat
 from vitrail.weights.labels import load_imagenet1k_classes
-from vitrail.weights.load import WeightsFormat, load, save
+from vitrail.weights.load import load, save
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +35,14 @@ def test_top_1_is_the_stated(deit_tiny: Path, photographs: list[Path]) -> None:
     assert right / 500 == pytest.approx(0.772, abs=0.004)
 
 
-def logits(trained: Trained) -> Tensor:
+def compute_logits(trained: Trained) -> Tensor:
     with torch.inference_mode():
         return trained.model(torch.randn(4, 3, 224, 224, generator=torch.Generator().manual_seed(0)))
 
 
 def test_logits_are_identical_through_every_format_and_back(deit_tiny: Path, tmp_path: Path) -> None:
     trained = load(deit_tiny)
-    expected = logits(trained)
+    expected = compute_logits(trained)
     steps: list[tuple[WeightsFormat, str]] = [
         ("vitrail", "1.safetensors"),
         ("timm", "2"),
@@ -54,13 +55,13 @@ def test_logits_are_identical_through_every_format_and_back(deit_tiny: Path, tmp
     for format_name, name in steps:
         save(trained, tmp_path / name, format_name)
         trained = load(tmp_path / name)
-        assert torch.equal(logits(trained), expected), (format_name, name)
+        assert torch.equal(compute_logits(trained), expected), (format_name, name)
 
 
 def test_the_folder_and_the_bare_file_agree_and_say_what_they_know(deit_tiny: Path) -> None:
     folder, bare = load(deit_tiny), load(deit_tiny / "model.safetensors")
     assert folder.model.config == bare.model.config
-    assert torch.equal(logits(folder), logits(bare))
+    assert torch.equal(compute_logits(folder), compute_logits(bare))
     assert folder.labels is not None
     assert folder.labels[0] == "tench, Tinca tinca"
     assert folder.preprocess is not None

@@ -12,22 +12,23 @@ import torch
 
 from tests import making
 from tests.hub_server import Hub, serving
-from vitrail.cli import push as verb
+from vitrail.cli import push as push_command
 from vitrail.errors import UsageError
 from vitrail.report import model_card
 from vitrail.weights import hub
-from vitrail.weights.load import WeightsFormat, read_model, save
+from vitrail.weights.formats import WeightsFormat
+from vitrail.weights.load import read_model, save
 from vitrail.weights.trained import Origin, Trained
 
-FETCH = """
+DOWNLOAD = """
 import json, sys
 from vitrail.errors import VitrailError
 from vitrail.weights import hub
 
 for model in sys.argv[1:]:
     try:
-        found = hub.fetch(model)
-        print(json.dumps([str(found.path), found.name, found.licence]))
+        hub_model = hub.download_model(model)
+        print(json.dumps([str(hub_model.path), hub_model.name, hub_model.license]))
     except VitrailError as error:
         print(json.dumps([error.exit_code, str(error)]))
 assert "torch" not in sys.modules
@@ -44,8 +45,8 @@ for folder, target, private in json.loads(sys.argv[1]):
     except VitrailError as error:
         print(json.dumps([error.exit_code, str(error)]))
 """
-COMMAND = "import sys; from vitrail import cli; cli.VERBS.setdefault('push', ''); sys.exit(cli.main(sys.argv[1:]))"
-WITHOUT = "import sys; sys.modules['huggingface_hub'] = None\n"
+COMMAND = "import sys; from vitrail import cli; cli.COMMANDS.setdefault('push', ''); sys.exit(cli.main(sys.argv[1:]))"
+WITHOUT_HUB = "import sys; sys.modules['huggingface_hub'] = None\n"
 CARD = b"---\nlicense: apache-2.0\n---\n# A model\n"
 OTHERS = {"evil.py": b"print()", "optimizer.pt": b"pickle", "huge.bin": b"0" * 1000, "onnx/model.safetensors": b"no"}
 
@@ -56,7 +57,7 @@ def server() -> Iterator[Hub]:
         yield running
 
 
-def python(server: Hub, home: Path, script: str, *arguments: str, **environment: str) -> Any:
+def run_python(server: Hub, home: Path, script: str, *arguments: str, **environment: str) -> Any:
     return subprocess.run(
         [sys.executable, "-c", script, *arguments],
         env=server.environment(home, **environment),
@@ -65,27 +66,27 @@ def python(server: Hub, home: Path, script: str, *arguments: str, **environment:
     )
 
 
-def fetch(server: Hub, home: Path, *models: str, **environment: str) -> list[Any]:
-    """What `hub.fetch` gave for each: path, name, licence; or exit code and message."""
-    found = python(server, home, FETCH, *models, **environment)
-    assert (found.returncode, found.stderr) == (0, "")  # nothing but results: no bars away from a terminal
-    return [json.loads(line) for line in found.stdout.splitlines()]
+def download(server: Hub, home: Path, *models: str, **environment: str) -> list[Any]:
+    """What `hub.download_model` returned for each: path, name, license; or exit code and message."""
+    process = run_python(server, home, DOWNLOAD, *models, **environment)
+    assert (process.returncode, process.stderr) == (0, "")  # only results: no progress bars without a terminal
+    return [json.loads(line) for line in process.stdout.splitlines()]
 
 
 def push(server: Hub, home: Path, *calls: tuple[Path, str, bool], **environment: str) -> list[Any]:
     """What `hub.push` gave for each: the address; or exit code and message."""
     plain = json.dumps([(str(folder), target, private) for folder, target, private in calls])
-    found = python(server, home, PUSH, plain, HF_TOKEN="hf_test", **environment)
-    assert found.returncode == 0, found.stderr
-    return [json.loads(line) for line in found.stdout.splitlines()]
+    process = run_python(server, home, PUSH, plain, HF_TOKEN="hf_test", **environment)
+    assert process.returncode == 0, process.stderr
+    return [json.loads(line) for line in process.stdout.splitlines()]
 
 
-def folder_files(trained: Trained, folder: Path, to: WeightsFormat) -> dict[str, bytes]:
+def write_folder(trained: Trained, folder: Path, to: WeightsFormat) -> dict[str, bytes]:
     save(trained, folder, to)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def assert_same(trained: Trained, other: Trained) -> None:
+def assert_same_logits(trained: Trained, other: Trained) -> None:
     images = making.images(trained.model.config)
     with torch.no_grad():
         assert torch.equal(trained.model(images), other.model(images))
@@ -93,30 +94,30 @@ def assert_same(trained: Trained, other: Trained) -> None:
 
 def test_folders_and_single_files_come_with_their_commit_and_only_their_own_files(server: Hub, tmp_path: Path) -> None:
     trained = making.trained(making.vit())
-    timm = folder_files(trained, tmp_path / "timm", "timm") | {"README.md": CARD}
+    timm = write_folder(trained, tmp_path / "timm", "timm") | {"README.md": CARD}
     first = server.commit("timm/tiny.test", {**timm, "pytorch_model.bin": b"older", **OTHERS})
-    hugging = folder_files(trained, tmp_path / "hugging", "transformers")
+    hugging = write_folder(trained, tmp_path / "hugging", "transformers")
     second = server.commit("org/tiny", {**hugging, **OTHERS})
     save(trained, tmp_path / "any name [1].safetensors")
     native = (tmp_path / "any name [1].safetensors").read_bytes()
     third = server.commit("org/native", {"any name [1].safetensors": native, "README.md": CARD, **OTHERS})
     fourth = server.commit("org/google", {"ViT-B_16.npz": b"arrays", **OTHERS})
 
-    found = fetch(server, tmp_path, "timm:tiny.test", "hf:org/tiny", "hf:org/native", "hf:org/google")
+    downloads = download(server, tmp_path, "timm:tiny.test", "hf:org/tiny", "hf:org/native", "hf:org/google")
     names = [f"hf:timm/tiny.test@{first}", f"hf:org/tiny@{second}", f"hf:org/native@{third}", f"hf:org/google@{fourth}"]
-    assert [name for _, name, _ in found] == names
-    assert [licence for *_, licence in found] == ["apache-2.0", None, "apache-2.0", None]
-    folder, other, file, arrays = (Path(path) for path, *_ in found)
+    assert [name for _, name, _ in downloads] == names
+    assert [license_name for *_, license_name in downloads] == ["apache-2.0", None, "apache-2.0", None]
+    folder, other, file, arrays = (Path(path) for path, *_ in downloads)
     assert (tmp_path / "hub") in folder.parents  # where the Hub's own tools cache
     assert arrays.read_bytes() == b"arrays"
     for path in (folder, other, file):
-        assert_same(trained, read_model(path))
+        assert_same_logits(trained, read_model(path))
     wanted = {"config.json", "preprocessor_config.json", "README.md", "model.safetensors", "ViT-B_16.npz"}
     assert server.requested() == wanted | {"any%20name%20%5B1%5D.safetensors"}
 
-    for fetched in (hub.HubModel(folder, names[0], "apache-2.0"), hub.HubModel(other, names[1], None)):
-        origin = hub.add_hub_origin(read_model(fetched.path), fetched).origin
-        assert (origin.name, origin.license) == (fetched.name, fetched.license)
+    for hub_model in (hub.HubModel(folder, names[0], "apache-2.0"), hub.HubModel(other, names[1], None)):
+        origin = hub.add_hub_origin(read_model(hub_model.path), hub_model).origin
+        assert (origin.name, origin.license) == (hub_model.name, hub_model.license)
         assert len(origin.sha256 or "") == 64
     credited = hub.add_hub_origin(read_model(file), hub.HubModel(file, names[2], "mit"))
     assert (credited.origin.name, credited.origin.license) == (f"test, from {names[2]}", "mit")
@@ -124,7 +125,7 @@ def test_folders_and_single_files_come_with_their_commit_and_only_their_own_file
 
 def test_torch_weights_are_taken_where_there_are_no_others(server: Hub, tmp_path: Path) -> None:
     server.commit("org/old", {"config.json": b"{}", "pytorch_model.bin": b"weights", **OTHERS})
-    [[folder, *_]] = fetch(server, tmp_path, "hf:org/old")
+    [[folder, *_]] = download(server, tmp_path, "hf:org/old")
     assert sorted(path.name for path in Path(folder).iterdir()) == ["config.json", "pytorch_model.bin"]
     assert server.requested() == {"config.json", "pytorch_model.bin"}
 
@@ -134,17 +135,21 @@ def test_a_revision_is_pinned_and_the_cache_serves_without_network(tmp_path: Pat
     with serving() as server:
         first = server.commit("org/moving", files)
         server.commit("org/moving", files | {"model.safetensors": b"side"}, branch="refs/pr/1")
-        assert fetch(server, tmp_path, "hf:org/moving")[0][1] == f"hf:org/moving@{first}"
+        assert download(server, tmp_path, "hf:org/moving")[0][1] == f"hf:org/moving@{first}"
         second = server.commit("org/moving", files | {"model.safetensors": b"second"})
-        found = fetch(server, tmp_path, "hf:org/moving", f"hf:org/moving@{first}", "hf:org/moving@refs/pr/1")
-        assert [name for _, name, _ in found][:2] == [f"hf:org/moving@{second}", f"hf:org/moving@{first}"]
-        assert [Path(path, "model.safetensors").read_bytes() for path, *_ in found] == [b"second", b"first", b"side"]
-        assert fetch(server, tmp_path, "hf:org/moving", HF_HUB_OFFLINE="1") == found[:1]
+        downloads = download(server, tmp_path, "hf:org/moving", f"hf:org/moving@{first}", "hf:org/moving@refs/pr/1")
+        assert [name for _, name, _ in downloads][:2] == [f"hf:org/moving@{second}", f"hf:org/moving@{first}"]
+        assert [Path(path, "model.safetensors").read_bytes() for path, *_ in downloads] == [
+            b"second",
+            b"first",
+            b"side",
+        ]
+        assert download(server, tmp_path, "hf:org/moving", HF_HUB_OFFLINE="1") == downloads[:1]
         server.broken = True
-        assert fetch(server, tmp_path, "hf:org/moving") == found[:1]
-    assert fetch(server, tmp_path, "hf:org/moving", f"hf:org/moving@{first}") == found[:2]
+        assert download(server, tmp_path, "hf:org/moving") == downloads[:1]
+    assert download(server, tmp_path, "hf:org/moving", f"hf:org/moving@{first}") == downloads[:2]
     for environment, reason in (({}, "cannot be reached (Connect"), ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set")):
-        [[code, message]] = fetch(server, tmp_path, "hf:org/absent@v2", **environment)
+        [[code, message]] = download(server, tmp_path, "hf:org/absent@v2", **environment)
         assert code == 2
         assert "\n" not in message
         for part in (reason, str(tmp_path / "hub"), "org/absent at v2", "hf download org/absent --local-dir"):
@@ -153,9 +158,9 @@ def test_a_revision_is_pinned_and_the_cache_serves_without_network(tmp_path: Pat
 
 def test_half_a_model_in_the_cache_is_none(server: Hub, tmp_path: Path) -> None:
     server.commit("org/model", {"config.json": b"{}", "model.safetensors": b"weights"})
-    [[folder, *_]] = fetch(server, tmp_path, "hf:org/model")
+    [[folder, *_]] = download(server, tmp_path, "hf:org/model")
     Path(folder, "model.safetensors").unlink()
-    [[code, message]] = fetch(server, tmp_path, "hf:org/model", HF_HUB_OFFLINE="1")
+    [[code, message]] = download(server, tmp_path, "hf:org/model", HF_HUB_OFFLINE="1")
     assert (code, "does not hold org/model" in message) == (2, True)
 
 
@@ -171,10 +176,10 @@ def test_what_is_not_there_or_not_allowed_gets_one_line_and_the_next_step(server
         "hf:org/model@v9": (2, "org/model has no revision 'v9'", "org/model/commits"),
         "hf:org/gated": (2, "org/gated is gated", "`hf auth login`"),
         "hf:org/shards": (4, "hf:org/shards has a config.json", "neither model.safetensors nor pytorch_model.bin"),
-        "hf:org/many": (4, "2 weights files (a.safetensors, b.npz)", "fetched with `hf download`"),
-        "hf:org/none": (4, "no weights file", "fetched with `hf download`"),
+        "hf:org/many": (4, "2 weights files (a.safetensors, b.npz)", "downloaded with `hf download`"),
+        "hf:org/none": (4, "no weights file", "downloaded with `hf download`"),
     }
-    for (code, message), wanted in zip(fetch(server, tmp_path, *expected), expected.values(), strict=True):
+    for (code, message), wanted in zip(download(server, tmp_path, *expected), expected.values(), strict=True):
         assert code == wanted[0]
         assert wanted[1] in message
         assert wanted[2] in message
@@ -190,7 +195,7 @@ REVISIONS = ["hf:a/b@", "hf:a/b@../x", "hf:a/b@x/../../y", "hf:a/b@/x", "hf:a/b@
 
 
 def test_bad_names_are_refused_before_any_request(server: Hub, tmp_path: Path) -> None:
-    for code, message in fetch(server, tmp_path, *NAMES, *REVISIONS):
+    for code, message in download(server, tmp_path, *NAMES, *REVISIONS):
         assert code == 2
         assert "\n" not in message
         assert "hf:ORG/NAME" in message or "a branch, a tag or a commit" in message
@@ -212,43 +217,43 @@ def test_remote_names_are_told_from_paths() -> None:
 
 
 def test_without_the_extra_the_pip_line_is_named(server: Hub, tmp_path: Path) -> None:
-    found = python(server, tmp_path, WITHOUT + FETCH, "hf:org/model")
-    assert json.loads(found.stdout) == [2, "hf: and timm: names need the extra hub: pip install huggingface_hub"]
-    found = python(server, tmp_path, WITHOUT + COMMAND, "push", "ti16", "hf:org/model")
-    assert found.returncode == 2
-    assert "pip install huggingface_hub" in found.stderr
-    assert found.stderr.count("\n") == 1
+    process = run_python(server, tmp_path, WITHOUT_HUB + DOWNLOAD, "hf:org/model")
+    assert json.loads(process.stdout) == [2, "hf: and timm: names need the extra hub: pip install huggingface_hub"]
+    process = run_python(server, tmp_path, WITHOUT_HUB + COMMAND, "push", "ti16", "hf:org/model")
+    assert process.returncode == 2
+    assert "pip install huggingface_hub" in process.stderr
+    assert process.stderr.count("\n") == 1
 
 
 def test_a_pushed_run_comes_back_the_same(server: Hub, tmp_path: Path) -> None:
     run = tmp_path / "run"
     trained = making.trained(making.vit())
     save(trained, run / "weights" / "best.safetensors")
-    found = python(
+    process = run_python(
         server, tmp_path, COMMAND, "push", str(run), "hf:org/mine", "--private", "--json", HF_TOKEN="hf_test"
     )
-    assert found.returncode == 0, found.stderr
-    assert found.stderr == f"model: {run / 'weights' / 'best.safetensors'}\n"
-    told = json.loads(found.stdout)
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == f"model: {run / 'weights' / 'best.safetensors'}\n"
+    output = json.loads(process.stdout)
     names = ["README.md", "config.json", "model-vitrail.safetensors", "model.safetensors", "preprocessor_config.json"]
     stored = server.files("org/mine")
-    assert told["files"] == [{"name": name, "bytes": len(stored[name])} for name in names]
-    assert told["commit"] == f"{server.endpoint}/org/mine/commit/{server.branches['org/mine']['main']}"
+    assert output["files"] == [{"name": name, "bytes": len(stored[name])} for name in names]
+    assert output["commit"] == f"{server.endpoint}/org/mine/commit/{server.branches['org/mine']['main']}"
     assert server.private == {"org/mine"}
     assert stored["model-vitrail.safetensors"] == (run / "weights" / "best.safetensors").read_bytes()
-    [[folder, *_]] = fetch(server, tmp_path, "hf:org/mine", HF_TOKEN="hf_test")
-    assert_same(trained, read_model(Path(folder)))
+    [[folder, *_]] = download(server, tmp_path, "hf:org/mine", HF_TOKEN="hf_test")
+    assert_same_logits(trained, read_model(Path(folder)))
     assert read_model(Path(folder)).labels == trained.labels
 
     # A model that transformers cannot hold takes its place: none of the earlier files may be read as this one.
     other = making.trained(making.vit(seed=3, registers=4, prefix_positions=False))
-    [note] = verb.prepare_upload(other, tmp_path / "other", "org/mine")
+    [note] = push_command.prepare_upload(other, tmp_path / "other", "org/mine")
     assert "only the native file" in note
     [address] = push(server, tmp_path, (tmp_path / "other", "hf:org/mine", True))
     assert address.startswith(f"{server.endpoint}/org/mine/commit/")
     assert sorted(server.files("org/mine")) == [".gitattributes", "README.md", "model-vitrail.safetensors"]
-    [[file, *_]] = fetch(server, tmp_path, "hf:org/mine", HF_TOKEN="hf_test")
-    assert_same(other, read_model(Path(file)))
+    [[file, *_]] = download(server, tmp_path, "hf:org/mine", HF_TOKEN="hf_test")
+    assert_same_logits(other, read_model(Path(file)))
 
 
 def test_a_push_that_may_not_be_gets_one_line_and_changes_nothing(server: Hub, tmp_path: Path) -> None:
@@ -269,9 +274,9 @@ def test_a_push_that_may_not_be_gets_one_line_and_changes_nothing(server: Hub, t
 def test_a_dry_run_needs_neither_the_network_nor_the_extra(server: Hub, tmp_path: Path) -> None:
     save(making.trained(making.vit(pool="norm-mean", class_token=False)), tmp_path / "model.safetensors")
     path = str(tmp_path / "model.safetensors")
-    found = python(server, tmp_path, WITHOUT + COMMAND, "push", path, "hf:org/mine", "--dry-run")
-    assert found.returncode == 0, found.stderr
-    note, card, file, end = found.stdout.splitlines()
+    process = run_python(server, tmp_path, WITHOUT_HUB + COMMAND, "push", path, "hf:org/mine", "--dry-run")
+    assert process.returncode == 0, process.stderr
+    note, card, file, end = process.stdout.splitlines()
     assert note.startswith("note     only the native file, no transformers folder: the transformers format cannot hold")
     assert card.startswith("file     README.md, ")
     assert file == f"file     model-vitrail.safetensors, {Path(path).stat().st_size:,} bytes"

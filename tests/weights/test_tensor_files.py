@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from tests import making
 from vitrail.errors import ModelError
-from vitrail.weights.load import WeightsFormat, load, save
+from vitrail.weights.formats import WeightsFormat
+from vitrail.weights.load import load, save
 
 WATCHED = ("os.system", "subprocess.Popen", "os.exec", "os.posix_spawn", "socket.connect", "shutil.rmtree", "os.remove")
 
@@ -41,7 +42,7 @@ class Watch:
 
 
 @contextmanager
-def nothing_happens() -> Iterator[None]:
+def assert_no_side_effects() -> Iterator[None]:
     """No process is started, no socket opened, no file written or removed."""
     if not Watch.installed:
         sys.addaudithook(Watch.hook)
@@ -54,8 +55,8 @@ def nothing_happens() -> Iterator[None]:
     assert Watch.events == []
 
 
-def refused(path: Path, message: str | None = None) -> None:
-    with nothing_happens(), pytest.raises(ModelError, match=message) as caught:
+def assert_refused(path: Path, message: str | None = None) -> None:
+    with assert_no_side_effects(), pytest.raises(ModelError, match=message) as caught:
         load(path)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 4
@@ -70,16 +71,16 @@ class Attack:
 def test_a_pickle_that_holds_code_is_not_run(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"model{suffix}"
     torch.save({"state_dict": {"weight": torch.ones(2)}, "args": Attack()}, path)
-    refused(path, "holds Python objects other than tensors")
+    assert_refused(path, "holds Python objects other than tensors")
     assert not Path("/tmp/vitrail-was-here").exists()
 
 
 def test_a_bare_or_old_pickle_is_not_opened(tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
     path.write_bytes(pickle.dumps(Attack()))
-    refused(path, "no zip archive")
+    assert_refused(path, "no zip archive")
     torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
-    refused(path, "saved before torch 1.6")
+    assert_refused(path, "saved before torch 1.6")
 
 
 def test_a_state_dict_under_the_usual_keys_is_found_and_others_are_not(tmp_path: Path) -> None:
@@ -92,11 +93,11 @@ def test_a_state_dict_under_the_usual_keys_is_found_and_others_are_not(tmp_path:
         torch.save(wrapped, path)
         assert torch.equal(load(path).model.head.weight, model.head.weight)
     torch.save({"weights": {"a": torch.ones(1)}}, path)
-    refused(path, "the entry 'weights' is not a named tensor")
+    assert_refused(path, "the entry 'weights' is not a named tensor")
     torch.save([torch.ones(1)], path)
-    refused(path, "expected a map of names to tensors")
+    assert_refused(path, "expected a map of names to tensors")
     torch.save({"a": torch.eye(2).to_sparse()}, path)
-    refused(path, "sparse, quantised or empty")
+    assert_refused(path, "sparse, quantized or empty")
 
 
 def test_a_tensor_that_claims_more_than_the_file_holds_is_refused(tmp_path: Path) -> None:
@@ -104,12 +105,12 @@ def test_a_tensor_that_claims_more_than_the_file_holds_is_refused(tmp_path: Path
     model = making.vit(width=64, heads=1, gelu="erf")
     huge = torch.zeros(1).expand(10**6, 10**6)
     torch.save(model.state_dict() | {"head.weight": huge}, tmp_path / "model.pth")
-    refused(tmp_path / "model.pth", "claims more than the file holds")
+    assert_refused(tmp_path / "model.pth", "claims more than the file holds")
     torch.save(model.state_dict() | {"head.weight": torch.empty(7, 64, device="meta")}, tmp_path / "model.pth")
-    refused(tmp_path / "model.pth", "sparse, quantised or empty|damaged")
+    assert_refused(tmp_path / "model.pth", "sparse, quantized or empty|damaged")
 
 
-def loads(path: Path) -> bool:
+def is_loadable(path: Path) -> bool:
     """Whether the file loads; any other error than ours fails the test."""
     try:
         load(path)
@@ -120,7 +121,7 @@ def loads(path: Path) -> bool:
     return True
 
 
-def header_file(path: Path, header: object, data: bytes = b"") -> Path:
+def write_header_file(path: Path, header: object, data: bytes = b"") -> Path:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
     return path
@@ -130,27 +131,27 @@ def test_crafted_safetensors_headers_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
     path.write_bytes(struct.pack("<Q", 2**62) + b"{}")
-    refused(path, "its header claims 4611686018427387904 of 10 bytes")
+    assert_refused(path, "its header claims 4611686018427387904 of 10 bytes")
     path.write_bytes(b"")
-    refused(path, "its header claims")
+    assert_refused(path, "its header claims")
     path.write_bytes(b"PK\x03\x04")
-    refused(path)
+    assert_refused(path)
     for header in (b"[" * 100_000, b"\xff\xfe", b"{", b"[]", b'{"a": NaN', b"<!DOCTYPE html><html>"):
-        refused(header_file(path, header), "damaged")
-    refused(header_file(path, {"__metadata__": {"vitrail": 1}}), "not a map of strings")
-    refused(header_file(path, {"__metadata__": []}), "not a map of strings")
-    refused(header_file(path, {"a": tensor | {"shape": [2**40]}}, b"1234"), "damaged")
-    refused(header_file(path, {"a": tensor | {"shape": [2**62, 2**62]}}, b"1234"), "damaged")
-    refused(header_file(path, {"a": tensor | {"shape": [-1]}}, b"1234"), "damaged")
-    refused(header_file(path, {"a": tensor | {"data_offsets": [0, 2**60]}}, b"1234"), "damaged")
-    refused(header_file(path, {"a": tensor | {"dtype": "F31"}}, b"1234"), "damaged")
-    refused(header_file(path, {"a": tensor, "b": tensor}, b"1234"), "damaged")
-    refused(header_file(path, {"a": tensor}, b"1234"), "it holds a, ...")
-    refused(header_file(path, {}), "no tensors")
-    refused(header_file(path, {"__metadata__": {"vitrail": "{"}}), "not JSON")
-    refused(header_file(path, {"__metadata__": {"vitrail": '{"version": 1}'}}), "lacks the field")
-    refused(header_file(path, {"a": tensor | {"shape": [0, 2**63], "data_offsets": [0, 0]}}), "damaged")
-    refused(header_file(path, {"__metadata__": {"vitrail": '{"labels": "\\ud800"}'}}), "not JSON")
+        assert_refused(write_header_file(path, header), "damaged")
+    assert_refused(write_header_file(path, {"__metadata__": {"vitrail": 1}}), "not a map of strings")
+    assert_refused(write_header_file(path, {"__metadata__": []}), "not a map of strings")
+    assert_refused(write_header_file(path, {"a": tensor | {"shape": [2**40]}}, b"1234"), "damaged")
+    assert_refused(write_header_file(path, {"a": tensor | {"shape": [2**62, 2**62]}}, b"1234"), "damaged")
+    assert_refused(write_header_file(path, {"a": tensor | {"shape": [-1]}}, b"1234"), "damaged")
+    assert_refused(write_header_file(path, {"a": tensor | {"data_offsets": [0, 2**60]}}, b"1234"), "damaged")
+    assert_refused(write_header_file(path, {"a": tensor | {"dtype": "F31"}}, b"1234"), "damaged")
+    assert_refused(write_header_file(path, {"a": tensor, "b": tensor}, b"1234"), "damaged")
+    assert_refused(write_header_file(path, {"a": tensor}, b"1234"), "it holds a, ...")
+    assert_refused(write_header_file(path, {}), "no tensors")
+    assert_refused(write_header_file(path, {"__metadata__": {"vitrail": "{"}}), "not JSON")
+    assert_refused(write_header_file(path, {"__metadata__": {"vitrail": '{"version": 1}'}}), "lacks the field")
+    assert_refused(write_header_file(path, {"a": tensor | {"shape": [0, 2**63], "data_offsets": [0, 0]}}), "damaged")
+    assert_refused(write_header_file(path, {"__metadata__": {"vitrail": '{"labels": "\\ud800"}'}}), "not JSON")
 
 
 def test_a_thousand_flipped_or_cut_files_are_refused_or_harmless(tmp_path: Path) -> None:
@@ -168,7 +169,7 @@ def test_a_thousand_flipped_or_cut_files_are_refused_or_harmless(tmp_path: Path)
         else:
             broken[generator.randrange(end)] ^= 1 << generator.randrange(8)
         path.write_bytes(broken)
-        loaded += loads(path)
+        loaded += is_loadable(path)
     assert loaded < 400  # labels, names and numbers whose change leaves a valid model
 
 
@@ -184,17 +185,17 @@ def test_a_thousand_flipped_or_cut_torch_files_are_refused_or_harmless(tmp_path:
             for _ in range(3):
                 broken[generator.randrange(len(broken))] ^= 1 << generator.randrange(8)
         path.write_bytes(broken)
-        loads(path)
+        is_loadable(path)
 
 
 def test_a_zip_that_is_no_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.pth"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"0" * 10**7)
-    refused(path, "holds compressed entries")
+    assert_refused(path, "holds compressed entries")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", b"0" * 100)
-    refused(path)
+    assert_refused(path)
 
 
 SHAPES = [(), (1,), (2, 3), (1, 0, 64), (3, 3, 3, 3), (64, 3, 0, 0), (1, 17, 63)]
@@ -213,12 +214,12 @@ def test_any_tensor_of_any_shape_is_refused_or_fits(format_name: WeightsFormat, 
     for name in tensors:
         rest = {other: tensor for other, tensor in tensors.items() if other != name}
         torch.save(rest, path)
-        refused(target)
+        assert_refused(target)
         for shape in SHAPES:
             torch.save(rest | {name: torch.zeros(shape)}, path)
-            refused(target)
+            assert_refused(target)
         torch.save(rest | {name: tensors[name].bool()}, path)
-        refused(target, "not floating-point numbers")
+        assert_refused(target, "not floating-point numbers")
 
 
 def test_registers_without_their_neighbours_are_refused(tmp_path: Path) -> None:
@@ -232,9 +233,9 @@ def test_registers_without_their_neighbours_are_refused(tmp_path: Path) -> None:
     for name in ("embeddings.cls_token", "embeddings.position_embeddings", "embeddings.register_tokens"):
         for shape in SHAPES:
             save_file(tensors | {name: torch.zeros(shape)}, path)
-            refused(tmp_path / "model")
+            assert_refused(tmp_path / "model")
     save_file({name: tensor for name, tensor in tensors.items() if "cls_token" not in name}, path)
-    refused(tmp_path / "model", "registers, but no class token")
+    assert_refused(tmp_path / "model", "registers, but no class token")
 
 
 @pytest.mark.parametrize(
@@ -245,7 +246,7 @@ def test_any_value_in_a_transformers_config_is_refused_or_harmless(key: str, val
     save(making.trained(making.vit()), tmp_path / "model", "transformers")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    loads(tmp_path / "model")
+    is_loadable(tmp_path / "model")
 
 
 @pytest.mark.parametrize("key", ["size", "crop_size", "resample", "image_mean", "rescale_factor", "do_resize"])
@@ -265,19 +266,19 @@ def test_any_value_in_a_preprocessor_config_leaves_it_known_or_unknown(key: str,
 def test_a_folder_with_a_broken_config_is_refused(text: str, tmp_path: Path) -> None:
     save(making.trained(making.vit(gelu="erf")), tmp_path / "model", "timm")
     (tmp_path / "model" / "config.json").write_text(text)
-    refused(tmp_path / "model")
+    assert_refused(tmp_path / "model")
 
 
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    refused(tmp_path / "nothing.safetensors", "does not exist")
-    refused(tmp_path, r"has no config\.json and no weights file")
+    assert_refused(tmp_path / "nothing.safetensors", "does not exist")
+    assert_refused(tmp_path, r"has no config\.json and no weights file")
     (tmp_path / "config.json").write_text('{"architecture": "vit_base_patch16_224"}')
-    refused(tmp_path, r"has a config\.json but neither model\.safetensors nor pytorch_model\.bin")
+    assert_refused(tmp_path, r"has a config\.json but no weights: neither model\.safetensors nor pytorch_model\.bin")
     (tmp_path / "model.xyz").write_text("")
-    refused(tmp_path / "model.xyz", r"has the ending '\.xyz'")
+    assert_refused(tmp_path / "model.xyz", r"has the suffix '\.xyz'")
 
 
 def test_integers_in_place_of_weights_are_refused(tmp_path: Path) -> None:
     model = making.vit(width=64, heads=1, gelu="erf")
     torch.save(model.state_dict() | {"head.bias": torch.zeros(7, dtype=torch.int64)}, tmp_path / "model.pth")
-    refused(tmp_path / "model.pth", r"'head\.bias' holds torch\.int64")
+    assert_refused(tmp_path / "model.pth", r"'head\.bias' holds torch\.int64")

@@ -44,7 +44,7 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def theirs(kind: str) -> Any:
+def build_timm_model(kind: str) -> Any:
     timm = peer("timm")
     name, change = THEIRS[kind]
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def theirs(kind: str) -> Any:
     return model
 
 
-def folder_of(model: Any, kind: str, path: Path) -> Path:
+def write_timm_folder(model: Any, kind: str, path: Path) -> Path:
     """The folder that timm's save_for_hf writes, made by hand since its own function goes through the Hub."""
     name, change = THEIRS[kind]
     path.mkdir()
@@ -75,8 +75,8 @@ def folder_of(model: Any, kind: str, path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", THEIRS)
 def test_logits_equal_timms_own(kind: str, tmp_path: Path) -> None:
-    model = theirs(kind)
-    loaded = load(folder_of(model, kind, tmp_path / "model"))
+    model = build_timm_model(kind)
+    loaded = load(write_timm_folder(model, kind, tmp_path / "model"))
     images = making.images(loaded.model.config)
     with torch.no_grad():
         ours, expected = loaded.model(images), model(images)
@@ -142,7 +142,7 @@ def test_a_bare_file_holds_only_what_its_reader_would_see(kind: str, tmp_path: P
 
 
 def test_heads_that_a_bare_file_cannot_tell_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="heads is 4, and a reader would take it for 1"):
+    with pytest.raises(ModelError, match="heads is 4, and would be read as 1"):
         save(making.trained(making.vit(width=64, gelu="erf")), tmp_path / "model.safetensors", "timm")
 
 
@@ -154,15 +154,15 @@ def test_preprocessing_survives_timms_crop_fraction(
     size: tuple[int, int], resize: tuple[int, ...], tmp_path: Path
 ) -> None:
     model = making.vit(patch=math.gcd(*size), image_size=size, positions="none", depth=1)
-    view = PreprocessConfig(size=size, resize=resize)
-    notes = save(making.trained(model, preprocess=view), tmp_path / "model", "timm")
+    preprocess = PreprocessConfig(size=size, resize=resize)
+    notes = save(making.trained(model, preprocess=preprocess), tmp_path / "model", "timm")
     again = load(tmp_path / "model").preprocess
-    assert (again == view) or any("timm cannot say" in note for note in notes)
+    assert (again == preprocess) or any("timm cannot state" in note for note in notes)
     if len(resize) == 1:
-        assert again == view
+        assert again == preprocess
 
 
-def settings_of(tmp_path: Path, **change: Any) -> Path:
+def write_settings(tmp_path: Path, **change: Any) -> Path:
     save(making.trained(making.vit(gelu="erf")), tmp_path / "model", "timm")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
@@ -181,11 +181,11 @@ def settings_of(tmp_path: Path, **change: Any) -> Path:
         ({"architecture": "vit_base_patch16_clip_quickgelu_224"}, "QuickGELU"),
         ({"model_args": {"num_heads": 4, "global_pool": "max"}}, "global_pool is 'max'"),
         ({"model_args": {"num_heads": 4, "global_pool": "map"}}, "global_pool is 'map'"),
-        ({"architecture": "vit_base_patch16_rpn_224"}, "post-normalised blocks"),
+        ({"architecture": "vit_base_patch16_rpn_224"}, "post-normalized blocks"),
     ],
 )
 def test_a_config_that_is_no_plain_vit_is_refused(change: dict[str, Any], message: str | None, tmp_path: Path) -> None:
-    folder = settings_of(tmp_path, **change)
+    folder = write_settings(tmp_path, **change)
     with pytest.raises(ModelError, match=message):
         load(folder)
 
@@ -205,7 +205,7 @@ def test_a_norm_after_pooling_goes_with_average_pooling_only(pool: str, tmp_path
 def test_a_stated_size_that_the_positions_contradict_is_overruled_and_said(
     change: dict[str, Any], pretrained: dict[str, Any], tmp_path: Path
 ) -> None:
-    folder = settings_of(tmp_path, model_args={"num_heads": 4} | change, pretrained_cfg=pretrained)
+    folder = write_settings(tmp_path, model_args={"num_heads": 4} | change, pretrained_cfg=pretrained)
     loaded = load(folder)
     assert loaded.model.config.image_size == (32, 32)
     assert any("image size: from the 4 x 4 positions" in text for text in loaded.origin.assumptions)
@@ -213,7 +213,7 @@ def test_a_stated_size_that_the_positions_contradict_is_overruled_and_said(
 
 @pytest.mark.parametrize("value", [5, True, {}, "224", [3], [3, 0, 0], [3, "a", "b"], None])
 def test_an_input_size_that_is_none_is_passed_over(value: object, tmp_path: Path) -> None:
-    folder = settings_of(tmp_path, model_args={"num_heads": 4}, pretrained_cfg={"input_size": value})
+    folder = write_settings(tmp_path, model_args={"num_heads": 4}, pretrained_cfg={"input_size": value})
     assert load(folder).model.config.image_size == (32, 32)
 
 
@@ -242,10 +242,10 @@ def test_a_dot_in_a_folders_name_is_part_of_it(tmp_path: Path) -> None:
 
 
 def test_area_is_called_box(tmp_path: Path) -> None:
-    view = PreprocessConfig(size=(32, 32), resize=(36,), interpolation="area", mean=(0.4,) * 3, std=(0.3,) * 3)
-    save(making.trained(making.vit(), preprocess=view), tmp_path / "model", "timm")
+    preprocess = PreprocessConfig(size=(32, 32), resize=(36,), interpolation="area", mean=(0.4,) * 3, std=(0.3,) * 3)
+    save(making.trained(making.vit(), preprocess=preprocess), tmp_path / "model", "timm")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["pretrained_cfg"]["interpolation"] == "box"
-    assert load(tmp_path / "model").preprocess == view
+    assert load(tmp_path / "model").preprocess == preprocess
 
 
 def test_what_a_folder_cannot_say_is_noted(tmp_path: Path) -> None:
@@ -279,7 +279,9 @@ def test_imagenet_names_are_given_only_where_the_origin_says_so(tmp_path: Path) 
 
 
 def test_preprocessing_that_is_not_stated_is_unknown_and_said(tmp_path: Path) -> None:
-    folder = settings_of(tmp_path, pretrained_cfg={"input_size": [3, 32, 32], "crop_mode": "border", "crop_pct": 1.0})
+    folder = write_settings(
+        tmp_path, pretrained_cfg={"input_size": [3, 32, 32], "crop_mode": "border", "crop_pct": 1.0}
+    )
     loaded = load(folder)
     assert loaded.preprocess is None
     assert "preprocessing: unknown" in loaded.origin.assumptions[-1]
@@ -288,7 +290,7 @@ def test_preprocessing_that_is_not_stated_is_unknown_and_said(tmp_path: Path) ->
 HYBRIDS = ("vit_tiny_r_s16_p8_224", "vit_small_r26_s32_224", "vit_base_r50_s16_224", "vit_large_r50_s32_224")
 
 
-def fill(model: Any) -> Any:
+def fill_weights(model: Any) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.2)
@@ -301,7 +303,7 @@ def test_logits_equal_timms_hybrids_and_back(name: str, tmp_path: Path) -> None:
     timm = peer("timm")
     torch.manual_seed(0)
     arguments = {"embed_dim": 64, "depth": 2, "num_heads": 4, "img_size": 64}
-    model = fill(timm.create_model(name, num_classes=5, **arguments))
+    model = fill_weights(timm.create_model(name, num_classes=5, **arguments))
     (tmp_path / "model").mkdir()
     save_file(model.state_dict(), tmp_path / "model" / "model.safetensors")
     settings = {"architecture": name, "num_classes": 5, "model_args": arguments, "pretrained_cfg": model.pretrained_cfg}
@@ -313,7 +315,7 @@ def test_logits_equal_timms_hybrids_and_back(name: str, tmp_path: Path) -> None:
         with torch.no_grad():
             expected = model(images)
             # In float64, since some CPUs' convolutions alone are off by that much; kernels are standardised in float32.
-            ours, theirs = (copy.deepcopy(each).double()(images.double()) for each in (loaded.model, model))
+            ours, theirs = (copy.deepcopy(network).double()(images.double()) for network in (loaded.model, model))
             assert (ours - theirs).abs().max() <= 1e-4
     save(loaded, tmp_path / "again", "timm")
     theirs_again = timm.create_model(f"local-dir:{tmp_path / 'again'}", pretrained=True).eval()
@@ -330,7 +332,7 @@ def test_logits_equal_timms_hybrids_and_back(name: str, tmp_path: Path) -> None:
 def test_logits_equal_timms_bit_and_back(tmp_path: Path) -> None:
     timm = peer("timm")
     torch.manual_seed(0)
-    model = fill(timm.create_model("resnetv2_50x1_bit", num_classes=5))
+    model = fill_weights(timm.create_model("resnetv2_50x1_bit", num_classes=5))
     (tmp_path / "model").mkdir()
     save_file(model.state_dict(), tmp_path / "model" / "model.safetensors")
     settings = {"architecture": "resnetv2_50x1_bit", "num_classes": 5, "pretrained_cfg": model.pretrained_cfg}
@@ -352,10 +354,10 @@ def test_googles_numerics_are_not_timms(tmp_path: Path) -> None:
     """The same tensors would compute another function there."""
     stem = ConvConfig(units=(2, 2, 2, 2), **presets.HYBRID_NUMERICS)
     hybrid = making.vit(stem=stem, patch=1, image_size=(64, 64))
-    with pytest.raises(ModelError, match=r"stem\.norm_eps is 1e-06, and a reader would take it for 1e-05"):
+    with pytest.raises(ModelError, match=r"stem\.norm_eps is 1e-06, and would be read as 1e-05"):
         save(making.trained(hybrid), tmp_path / "hybrid", "timm")
     resnet = making.bit(conv=ConvConfig(units=(3, 4, 6, 3), **presets.BIT_NUMERICS))
-    with pytest.raises(ModelError, match=r"conv\.standardise_eps is 1e-10"):
+    with pytest.raises(ModelError, match=r"conv\.standardization_eps is 1e-10"):
         save(making.trained(resnet), tmp_path / "resnet", "timm")
     with pytest.raises(ModelError, match="no name for a ResNet of units"):
         save(making.trained(making.bit()), tmp_path / "resnet", "timm")

@@ -16,7 +16,7 @@ HELD = ("erf", "hidden-head", "no-positions", "2d", "sincos")
 SIZE = {"width": 64, "heads": 1, "gelu": "erf"}  # a head count that the tensors show
 
 
-def theirs(**change: Any) -> Any:
+def build_torchvision_model(**change: Any) -> Any:
     peer("torchvision")
     from torchvision.models.vision_transformer import VisionTransformer
 
@@ -32,7 +32,7 @@ def theirs(**change: Any) -> Any:
 @pytest.mark.parametrize("change", [{}, {"representation_size": 64}], ids=["plain", "hidden head"])
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
 def test_logits_equal_torchvisions_own(change: dict[str, Any], suffix: str, tmp_path: Path) -> None:
-    model, path = theirs(**change), tmp_path / f"model{suffix}"
+    model, path = build_torchvision_model(**change), tmp_path / f"model{suffix}"
     if suffix == ".pth":
         torch.save(model.state_dict(), path)
     else:
@@ -55,7 +55,7 @@ def test_what_we_write_torchvision_computes_alike(kind: str, tmp_path: Path) -> 
     save(ours, tmp_path / "model.pth", "torchvision")
     config = ours.model.config
     change = {"representation_size": 64} if config.hidden_head else {}
-    model = theirs(mlp_dim=config.mlp, num_classes=config.classes, **change)
+    model = build_torchvision_model(mlp_dim=config.mlp, num_classes=config.classes, **change)
     model.load_state_dict(torch.load(tmp_path / "model.pth", weights_only=True))
     images = making.images(config)
     with torch.no_grad():

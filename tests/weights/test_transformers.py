@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-def theirs(kind: str) -> Any:
+def build_transformers_model(kind: str) -> Any:
     """One of transformers' models with random weights in every parameter, larger than its own initialisation."""
     model_class, config_class, change = MODELS[kind]
     torch.manual_seed(0)
@@ -67,7 +67,7 @@ def theirs(kind: str) -> Any:
     return model
 
 
-def images_for(model: Any) -> Tensor:
+def make_images(model: Any) -> Tensor:
     channels = model.config.num_channels
     return torch.randn(3, channels, 32, 32, generator=torch.Generator().manual_seed(1))
 
@@ -79,10 +79,10 @@ def assert_equal_logits(ours: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_logits_equal_transformers_own(kind: str, tmp_path: Path) -> None:
-    model = theirs(kind)
+    model = build_transformers_model(kind)
     model.save_pretrained(tmp_path / "model")
     loaded = load(tmp_path / "model")
-    images = images_for(model)
+    images = make_images(model)
     with torch.no_grad():
         assert_equal_logits(loaded.model(images), model(images).logits)
     assert loaded.origin.format == "transformers"
@@ -91,7 +91,7 @@ def test_logits_equal_transformers_own(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_names_of_version_4_and_of_version_5_in_memory_load_alike(kind: str, tmp_path: Path) -> None:
-    model = theirs(kind)
+    model = build_transformers_model(kind)
     model.save_pretrained(tmp_path / "model")
     files, memory = load_file(tmp_path / "model" / "model.safetensors"), model.state_dict()
     assert any("attention.attention.query" in name for name in files)  # version 4's names
@@ -108,7 +108,7 @@ def test_names_of_version_4_and_of_version_5_in_memory_load_alike(kind: str, tmp
 @pytest.mark.parametrize("kind", ["ViT", "DeiT with teacher", "DINOv2", "DINOv2 with registers"])
 def test_another_resolution_equals_transformers_own(kind: str, tmp_path: Path) -> None:
     """Positions are resampled by the operator of each family."""
-    model = theirs(kind)
+    model = build_transformers_model(kind)
     model.save_pretrained(tmp_path / "model")
     images = torch.randn(2, 3, 48, 48, generator=torch.Generator().manual_seed(1))
     options = {} if kind.startswith("DINO") else {"interpolate_pos_encoding": True}
@@ -120,7 +120,7 @@ def test_a_model_without_a_head_gives_the_poolers_output(tmp_path: Path) -> None
     torch.manual_seed(0)
     model = ViTModel(ViTConfig(**SMALL)).eval()
     model.save_pretrained(tmp_path / "model")
-    loaded, images = load(tmp_path / "model"), images_for(model)
+    loaded, images = load(tmp_path / "model"), make_images(model)
     with torch.no_grad():
         out = model(images)
         torch.testing.assert_close(loaded.model(images), out.pooler_output, atol=1e-5, rtol=1e-5)
@@ -131,7 +131,7 @@ def test_dinov2_without_a_head_gives_its_class_token_and_says_what_it_left_out(t
     torch.manual_seed(0)
     model = Dinov2Model(Dinov2Config(**SMALL | {"mlp_ratio": 2})).eval()
     model.save_pretrained(tmp_path / "model")
-    loaded, images = load(tmp_path / "model"), images_for(model)
+    loaded, images = load(tmp_path / "model"), make_images(model)
     with torch.no_grad():
         torch.testing.assert_close(loaded.model(images), model(images).pooler_output, atol=1e-5, rtol=1e-5)
     assert "embeddings.mask_token: left out" in loaded.origin.changes[0]
@@ -139,12 +139,12 @@ def test_dinov2_without_a_head_gives_its_class_token_and_says_what_it_left_out(t
 
 def test_a_pooler_beside_a_classifier_is_left_out_and_said(tmp_path: Path) -> None:
     """transformers' classifier does not read it."""
-    model = theirs("ViT")
+    model = build_transformers_model("ViT")
     model.save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     pooler = {"vit.pooler.dense.weight": torch.ones(48, 48), "vit.pooler.dense.bias": torch.ones(48)}
     save_file(load_file(path) | pooler, path, metadata={"format": "pt"})
-    loaded, images = load(tmp_path / "model"), images_for(model)
+    loaded, images = load(tmp_path / "model"), make_images(model)
     with torch.no_grad():
         assert_equal_logits(loaded.model(images), model(images).logits)
     assert "pooler.dense.weight: left out, the classifier does not read the pooler" in loaded.origin.changes
@@ -152,14 +152,14 @@ def test_a_pooler_beside_a_classifier_is_left_out_and_said(tmp_path: Path) -> No
 
 def test_a_crop_is_taken_where_transformers_takes_it(tmp_path: Path) -> None:
     """Short side 40, crop 33: the corner falls on 3.5, which rounds to 4 here and to 3 there."""
-    view = PreprocessConfig(size=(33, 33), resize=(40,), interpolation="bilinear", crop_rounding="down")
-    ours = making.trained(making.vit(patch=11, image_size=(33, 33)), preprocess=view)
+    preprocess = PreprocessConfig(size=(33, 33), resize=(40,), interpolation="bilinear", crop_rounding="down")
+    ours = making.trained(making.vit(patch=11, image_size=(33, 33)), preprocess=preprocess)
     save(ours, tmp_path / "model", "transformers")
-    assert load(tmp_path / "model").preprocess == view
+    assert load(tmp_path / "model").preprocess == preprocess
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 47, 3), dtype=np.uint8))
     processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "model")
     theirs_pixels = processor(picture, return_tensors="pt")["pixel_values"][0]
-    pixels = normalize(make_eval_input(decode(picture), view), view)
+    pixels = normalize(make_eval_input(decode(picture), preprocess), preprocess)
     torch.testing.assert_close(pixels, theirs_pixels, atol=1e-5, rtol=1e-5)
 
 
@@ -197,10 +197,10 @@ def test_transformers_pipeline_reads_what_we_write_and_answers_alike(resize: tup
     """A photograph-like image, larger than the crop, through their whole pipeline and ours."""
     ours = making.trained(making.vit(gelu="erf"))
     assert ours.preprocess is not None
-    view = type(ours.preprocess)(
+    preprocess = type(ours.preprocess)(
         size=(32, 32), resize=resize, interpolation="bilinear", mean=(0.4,) * 3, std=(0.3,) * 3
     )
-    ours = type(ours)(model=ours.model, preprocess=view, labels=ours.labels, origin=ours.origin)
+    ours = type(ours)(model=ours.model, preprocess=preprocess, labels=ours.labels, origin=ours.origin)
     save(ours, tmp_path / "model", "transformers")
     coarse = np.random.default_rng(0).integers(0, 256, (12, 12, 3), dtype=np.uint8)
     picture = Image.fromarray(coarse).resize((120, 120), Image.Resampling.BICUBIC)
@@ -213,7 +213,7 @@ def test_transformers_pipeline_reads_what_we_write_and_answers_alike(resize: tup
 
 
 def test_an_old_folder_with_a_bin_file_and_an_integer_size_loads(tmp_path: Path) -> None:
-    model = theirs("ViT")
+    model = build_transformers_model("ViT")
     model.save_pretrained(tmp_path / "model")
     torch.save(load_file(tmp_path / "model" / "model.safetensors"), tmp_path / "model" / "pytorch_model.bin")
     (tmp_path / "model" / "model.safetensors").unlink()
@@ -228,9 +228,9 @@ def test_an_old_folder_with_a_bin_file_and_an_integer_size_loads(tmp_path: Path)
     for kind, expected in (("DeiTFeatureExtractor", "bicubic"), ("ViTFeatureExtractor", "bilinear")):
         silent = {key: value for key, value in old.items() if key != "resample"} | {"feature_extractor_type": kind}
         (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(silent))
-        found = load(tmp_path / "model").preprocess
-        assert found is not None
-        assert found.interpolation == expected
+        preprocess = load(tmp_path / "model").preprocess
+        assert preprocess is not None
+        assert preprocess.interpolation == expected
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_an_old_folder_with_a_bin_file_and_an_integer_size_loads(tmp_path: Path)
 def test_a_config_that_does_not_fit_its_weights_is_refused(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    theirs("ViT").save_pretrained(tmp_path / "model")
+    build_transformers_model("ViT").save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ModelError, match=message):
@@ -255,8 +255,8 @@ def test_a_config_that_does_not_fit_its_weights_is_refused(
 
 
 def test_a_bare_file_asks_for_its_folder_and_a_file_name_for_a_folder(tmp_path: Path) -> None:
-    theirs("ViT").save_pretrained(tmp_path / "model")
+    build_transformers_model("ViT").save_pretrained(tmp_path / "model")
     with pytest.raises(ModelError, match=r"without its config\.json; give the folder"):
         load(tmp_path / "model" / "model.safetensors")
-    with pytest.raises(UsageError, match="transformers models are folders"):
+    with pytest.raises(UsageError, match="a transformers model is a folder"):
         save(making.trained(making.vit()), tmp_path / "model.safetensors", "transformers")

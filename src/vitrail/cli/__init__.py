@@ -1,8 +1,8 @@
-"""The command line: `vitrail VERB what --options`.
+"""The command line: `vitrail VERB ARGUMENTS --options`.
 
-Results go to stdout, everything else to stderr. A verb is the function `main` of the module of its name (`data check`
-is data/audit.py), which is imported when the verb is called, and torch only when it runs: `--help` and a typo are
-answered at once.
+Results go to stdout, everything else to stderr. A row of `COMMANDS` names a verb's arguments, a dataclass below
+cli/arguments/ that imports no torch, and its body, a function of cli/. The body's module is imported only after the
+arguments were parsed, so `--help` and mistakes are answered at once.
 """
 
 import difflib
@@ -12,34 +12,72 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from vitrail.errors import UsageError, VitrailError
 
+
+class Command(NamedTuple):
+    """A row of the table of commands."""
+
+    summary: str
+    body: str
+    """MODULE.FUNCTION below vitrail.cli; the function takes the parsed arguments."""
+    arguments: str | None = None
+    """MODULE.CLASS below vitrail.cli.arguments; None where the function's own signature is the command's."""
+
+
 COMMANDS = {
-    "convert": "write a model in another format, or fitted to another task",
-    "data check": "find bad files, copies and leaks in a set of images",
-    "data get": "fetch a public set by name",
-    "data list": "show the public sets, and those that are here",
-    "data pack": "write a set as tar shards with an index",
-    "data remove": "delete a set that was got",
-    "demo": "let a small model learn to read digits, here and now",
-    "evaluate": "measure how often models are right, how sure that is and where they are wrong",
-    "figures": "show what a model has learned and where it looks",
-    "finetune": "fit a model that has learned before to images of your own",
-    "info": "show what a model is, costs, expects and where it came from",
-    "list": "show the presets and the formats, or the recipes",
-    "plan": "say what a run will take before it runs",
-    "probe": "measure a model's features by few-shot, kNN and linear classifiers",
-    "predict": "label images, a row for each",
-    "push": "upload a model to the Hugging Face Hub, with its card",
-    "report": "write a run as one HTML file to read, print or send",
-    "serve": "answer over HTTP, with a page that shows what models see",
-    "study ablate": "train variants of a recipe, and compare them on val",
-    "study sweep": "transfer a model to a set as the paper did: the rate chosen on val, then test",
-    "study table": "put finished studies beside the paper's headline table",
-    "study vtab": "fine-tune a model on the 19 tasks of VTAB-1k",
-    "train": "train a model from random weights by a named recipe",
+    "convert": Command(
+        "write a model in another format, or adapt it to another task", "convert.run", "models.ConvertArguments"
+    ),
+    "data check": Command(
+        "find bad files, duplicates and leaks in a dataset", "data.check_dataset", "data.CheckArguments"
+    ),
+    "data get": Command("download a public dataset by name", "data.get_dataset", "data.GetArguments"),
+    "data list": Command("show the public datasets, and those downloaded", "data.list_datasets", "data.ListArguments"),
+    "data pack": Command("write a dataset as tar shards with an index", "data.pack_dataset", "data.PackArguments"),
+    "data remove": Command("delete a downloaded dataset", "data.remove_dataset", "data.RemoveArguments"),
+    "demo": Command("train a small model to read digits, here and now", "demo.main"),
+    "evaluate": Command(
+        "measure the accuracy of models, its uncertainty and their mistakes",
+        "evaluate.run",
+        "evaluation.EvaluateArguments",
+    ),
+    "figures": Command(
+        "draw what a model has learned and what it attends to", "figures.run", "evaluation.FiguresArguments"
+    ),
+    "finetune": Command("fine-tune a trained model on your own images", "finetune.main"),
+    "info": Command("show a model's architecture, cost, preprocessing and origin", "info.run", "models.InfoArguments"),
+    "list": Command("show the presets and the formats, or the recipes", "list.run", "models.ListArguments"),
+    "plan": Command("estimate the cost of a run before it starts", "plan.run", "training.PlanArguments"),
+    "probe": Command(
+        "measure a model's features by few-shot, kNN and linear classifiers",
+        "probe.run",
+        "evaluation.ProbeArguments",
+    ),
+    "predict": Command("label images, one row for each", "predict.run", "evaluation.PredictArguments"),
+    "push": Command("upload a model to the Hugging Face Hub, with its model card", "push.run", "models.PushArguments"),
+    "report": Command(
+        "write a run as one HTML file to read, print or send", "report.run", "evaluation.ReportArguments"
+    ),
+    "serve": Command(
+        "serve models over HTTP, with a page that shows their attention", "serve.run", "models.ServeArguments"
+    ),
+    "study ablate": Command(
+        "train variants of a recipe, and compare them on val", "study.run_ablation", "studies.AblateArguments"
+    ),
+    "study sweep": Command(
+        "transfer a model to a dataset as the paper did: learning rate chosen on val, then test",
+        "study.run_sweep",
+        "studies.SweepArguments",
+    ),
+    "study table": Command(
+        "print finished studies beside the paper's headline table", "study.print_table", "studies.TableArguments"
+    ),
+    "study vtab": Command("fine-tune a model on the 19 tasks of VTAB-1k", "study.run_vtab", "studies.VtabArguments"),
+    "train": Command("train a model from random weights by a named recipe", "train.main"),
 }
 OUT_OF_SPACE_EXIT_CODE = 5
 INTERRUPTED_EXIT_CODE = 130
@@ -48,7 +86,7 @@ INTERRUPTED_EXIT_CODE = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    warnings.filterwarnings("ignore", module="PIL")  # of damaged files, which are named by errors of our own
+    warnings.filterwarnings("ignore", module="PIL")  # about damaged files, which our own errors name
     try:
         _run_command(arguments)
         sys.stdout.flush()
@@ -61,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print("vitrail: out of memory", file=sys.stderr)
         return OUT_OF_SPACE_EXIT_CODE
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -75,48 +113,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_command(arguments: Sequence[str]) -> None:
     if not arguments:
-        raise UsageError(f"say what to do: {', '.join(COMMANDS)}. `vitrail --help` explains them")
+        raise UsageError(f"name a command: {', '.join(COMMANDS)}. `vitrail --help` explains them")
     verb, *rest = arguments
     if rest and f"{verb} {rest[0]}" in COMMANDS:
         verb, rest = f"{verb} {rest[0]}", rest[1:]
-    if verb in ("-h", "--help", "help"):
+    subcommands = {name: command for name, command in COMMANDS.items() if name.startswith(f"{verb} ")}
+    if verb in COMMANDS:
+        _run_verb(verb, rest)
+    elif verb in ("-h", "--help", "help"):
         print(_format_help(COMMANDS))
-    elif (group := _list_subcommands(verb)) and not rest:
-        raise UsageError(f"say what to do: {', '.join(group)}. `vitrail {verb} --help` explains them")
-    elif group and rest[0] in ("-h", "--help"):
-        print(_format_help(group))
     elif verb == "--version":
-        from vitrail import __version__
-
-        print(f"vitrail {__version__}")
-    elif verb not in COMMANDS:
-        wanted = " ".join([verb, *rest[:1]]) if _list_subcommands(verb) else verb
-        close = difflib.get_close_matches(wanted, COMMANDS, n=1)
-        meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}."
-        raise UsageError(f"no command {wanted}; {meant} `vitrail --help` explains them")
+        print(f"vitrail {importlib.import_module('vitrail').__version__}")
+    elif subcommands and not rest:
+        raise UsageError(f"name a command: {', '.join(subcommands)}. `vitrail {verb} --help` explains them")
+    elif subcommands and rest[0] in ("-h", "--help"):
+        print(_format_help(subcommands))
     else:
-        if os.environ.get("NO_COLOR"):
-            os.environ["TERM"] = "dumb"  # the one switch that tyro knows
-        function = importlib.import_module(f"vitrail.cli.{verb.replace(' ', '.')}").main
-        positional, named = importlib.import_module("vitrail.cli.parsing").parse_arguments(verb, function, rest)
+        requested = " ".join([verb, *rest[:1]]) if subcommands else verb
+        close = difflib.get_close_matches(requested, COMMANDS, n=1)
+        suggestion = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}."
+        raise UsageError(f"no command {requested}; {suggestion} `vitrail --help` explains them")
+
+
+def _run_verb(verb: str, rest: Sequence[str]) -> None:
+    """Parse the arguments, then import the body and call it."""
+    if os.environ.get("NO_COLOR"):
+        os.environ["TERM"] = "dumb"  # the one switch that tyro knows
+    parsing = importlib.import_module("vitrail.cli.parsing")
+    command = COMMANDS[verb]
+    if command.arguments is None:
+        function = _import_attribute("vitrail.cli", command.body)
+        positional, named = parsing.parse_function_arguments(verb, function, rest)
         function(*positional, **named)
+        return
+    arguments = parsing.parse_arguments(verb, _import_attribute("vitrail.cli.arguments", command.arguments), rest)
+    if getattr(arguments, "minutes", None) is not None:  # threads that spin for each other waste a busy machine's time
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it once, when the body imports it
+    _import_attribute("vitrail.cli", command.body)(arguments)
 
 
-def _list_subcommands(word: str) -> dict[str, str]:
-    """The verbs of two words that begin with this one."""
-    return {verb: text for verb, text in COMMANDS.items() if verb.startswith(f"{word} ")}
+def _import_attribute(package: str, name: str) -> Any:
+    module, _, attribute = name.partition(".")
+    return getattr(importlib.import_module(f"{package}.{module}"), attribute)
 
 
-def _format_help(verbs: dict[str, str]) -> str:
-    lines = [f"  {verb:13}{text}" for verb, text in verbs.items()]
-    return "\n".join(
-        [
-            "usage: vitrail VERB ...",
-            "",
-            "Vision Transformers, whole.",
-            "",
-            *lines,
-            "",
-            "`vitrail VERB --help` shows its options.",
-        ]
-    )
+def _format_help(commands: Mapping[str, Command]) -> str:
+    lines = [f"  {verb:13}{command.summary}" for verb, command in commands.items()]
+    head = ["usage: vitrail VERB ...", "", "Vision Transformers, whole.", ""]
+    return "\n".join([*head, *lines, "", "`vitrail VERB --help` shows its options."])

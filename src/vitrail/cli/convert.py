@@ -1,107 +1,72 @@
-"""`vitrail convert SRC DST --to FORMAT`: formats in and out, and weights made to fit another task."""
+"""`vitrail convert SRC DST --to FORMAT`: read and write formats, and adapt weights to another task."""
 
 import dataclasses
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Any
 
-import tyro
+import numpy as np
+import torch
+from torch import Tensor
 
 from vitrail import presets
 from vitrail.cli import output
-from vitrail.config import Resample, expand_image_size
+from vitrail.cli.arguments.models import ConvertArguments
+from vitrail.config import expand_image_size
+from vitrail.data.dataset import Dataset, Split
+from vitrail.data.loader import iter_eval_batches
+from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
+from vitrail.evaluate import precision_benchmark
+from vitrail.evaluate.agreement import measure_agreement
+from vitrail.export import export
+from vitrail.export.graph import GraphRunner
+from vitrail.weights import hub
+from vitrail.weights.adapt import adapt
+from vitrail.weights.labels import read_labels
+from vitrail.weights.load import check_destination, find_model_path, load, save
+from vitrail.weights.precision_measurements import PrecisionMeasurement
+from vitrail.weights.trained import Trained
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor
-
-    from vitrail.data.dataset import Dataset, Split
-    from vitrail.export.graph import GraphRunner
-    from vitrail.weights.trained import Trained
-
-TargetFormat = Literal["vitrail", "google", "timm", "transformers", "torchvision", "onnx", "torch-export", "openvino"]
-PreprocessName = Literal["imagenet", "inception", "torchvision"]
-MAX_MEASURED_IMAGES = 1000  # images at most
+MAX_MEASURED_IMAGES = 1000
 _BATCH_SIZE = 16
-_MAX_PRECISION_SECONDS = 120.0  # of comparing precisions, at most
+_MAX_PRECISION_SECONDS = 120.0  # for the comparison of precisions
 
 
-def main(
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
-    destination: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
-    to: TargetFormat = "vitrail",
-    classes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
-    labels: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None,
-    image_size: Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="HEIGHT [WIDTH]")] = None,
-    patch: Annotated[int | None, tyro.conf.arg(metavar="SIDE")] = None,
-    channels: Annotated[int | None, tyro.conf.arg(metavar="N")] = None,
-    resample: Resample | None = None,
-    preprocess: PreprocessName | None = None,
-    int8: bool = False,
-    measure: Annotated[str | None, tyro.conf.arg(metavar="DATA")] = None,
-    overwrite: bool = False,
-    json: bool = False,
-) -> None:
-    """Write a model in another format, or fitted to another task. What changes is listed.
-
-    Args:
-        source: A file or folder of any known format, hf:ORG/NAME[@REVISION], timm:NAME, or a preset such as b16.
-        destination: The file or folder to write.
-        to: The format. timm and transformers write folders, timm also a bare .safetensors, torchvision a .pth,
-            google an .npz. For other runtimes: onnx an .onnx, torch-export a .pt2, openvino an .xml and a .bin.
-        classes: Replace the head by a zero one with so many classes.
-        labels: Class names: imagenet1k, or a text file with one on each line.
-        image_size: New resolution, one side or height and width; positions are resampled.
-        patch: New patch side (a hybrid's counts places of its feature map); kernels are resized as FlexiViT does.
-        channels: New number of input channels.
-        resample: Resample positions this way rather than as the weights' origin does.
-        preprocess: Mean, std and interpolation for weights that do not state them.
-        int8: Of onnx: keep the weights in 8 bits, a third of the size; --measure says what that changes.
-        measure: Images on which lower precisions are compared with float32 on this CPU: a folder, a .csv or .jsonl,
-            shards, hf:ORG/NAME, ... Of vitrail the file then says which is the fastest that answers alike.
-        overwrite: Replace the destination if it exists.
-        json: Print JSON.
-    """
-    from vitrail.weights import labels as known_labels
-    from vitrail.weights.adapt import adapt
-
-    _check_measure_options(to, int8=int8, measure=measure)
-    _check_target(destination, to, overwrite=overwrite)  # before a large model is read or made
-    dataset = None if measure is None else _open_measure_dataset(measure)
-    trained = _load_source(source)
+def run(arguments: ConvertArguments) -> None:
+    """Convert the model and list the changes."""
+    _check_measure_options(arguments)
+    _check_target(arguments)  # before a large model is read or written
+    dataset = None if arguments.measure is None else _open_measure_dataset(arguments.measure)
+    trained = _load_source(arguments.source)
     before = len(trained.origin.changes)
-    if preprocess is not None:
-        trained = _set_preprocess(trained, preprocess)
-    trained = adapt(
-        trained,
-        classes=classes,
-        labels=None if labels is None else known_labels.read_labels(labels),
-        image_size=None if image_size is None else expand_image_size(image_size),
-        patch=patch,
-        channels=channels,
-        operator=resample,
-    )
-    found = _write_model(trained, destination, to, dataset, overwrite=overwrite)
-    found = {"written": str(destination), "format": to, "changes": list(trained.origin.changes[before:]), **found}
-    output.print_json(found) if json else _print_result(found)
+    trained = _adapt(trained, arguments)
+    facts = {
+        "written": str(arguments.destination),
+        "format": arguments.to,
+        "changes": list(trained.origin.changes[before:]),
+        **_write_model(trained, arguments, dataset),
+    }
+    if arguments.output.json:
+        output.print_json(facts)
+    else:
+        _print_result(facts)
 
 
-def _check_measure_options(to: TargetFormat, *, int8: bool, measure: str | None) -> None:
+def _check_measure_options(arguments: ConvertArguments) -> None:
+    to, int8, measure = arguments.to, arguments.int8, arguments.measure
     if int8 and to != "onnx":
-        raise UsageError(f"--int8 is of onnx, not of {to}: add --to onnx")
+        raise UsageError(f"--int8 is for onnx, not for {to}: add --to onnx")
     if int8 and measure is None:
-        raise UsageError("--int8 changes what the model says; name images to measure how much: --measure DATA")
+        raise UsageError("--int8 changes the predictions; name images to measure how much: --measure DATA")
     if measure is not None and not int8 and to != "vitrail":
-        raise UsageError(f"--measure has no place in {to}: add --to onnx --int8, or leave --to away")
+        raise UsageError(f"--measure is not for {to}: add --to onnx --int8, or omit --to")
 
 
-def _check_target(path: Path, to: TargetFormat, *, overwrite: bool) -> None:
-    from vitrail.export import export
-    from vitrail.weights.load import check_destination
-
+def _check_target(arguments: ConvertArguments) -> None:
+    path, to, overwrite = arguments.destination, arguments.to, arguments.overwrite
     match to:
         case "onnx" | "torch-export" | "openvino":
             export.check_export_destination(path, to, overwrite=overwrite)
@@ -109,42 +74,52 @@ def _check_target(path: Path, to: TargetFormat, *, overwrite: bool) -> None:
             check_destination(path, to, overwrite=overwrite)
 
 
-def _load_source(source: str) -> "Trained":
-    from vitrail.weights import hub
-    from vitrail.weights.load import find_model_path, load
-
+def _load_source(source: str) -> Trained:
     trained = load(source)
-    preset = find_model_path(source) is None and not hub.is_remote(source)
-    output.print_note(f"model: preset {source}, random weights" if preset else f"model: {source}")
+    is_preset = find_model_path(source) is None and not hub.is_remote(source)
+    output.print_note(f"model: preset {source}, random weights" if is_preset else f"model: {source}")
     return trained
 
 
-def _set_preprocess(trained: "Trained", preprocess: PreprocessName) -> "Trained":
+def _adapt(trained: Trained, arguments: ConvertArguments) -> Trained:
+    if arguments.preprocess is not None:
+        trained = _override_preprocess(trained, arguments.preprocess)
+    return adapt(
+        trained,
+        classes=arguments.classes,
+        labels=None if arguments.labels is None else read_labels(arguments.labels),
+        image_size=None if arguments.image_size is None else expand_image_size(arguments.image_size),
+        patch=arguments.patch,
+        channels=arguments.channels,
+        operator=arguments.resample,
+    )
+
+
+def _override_preprocess(trained: Trained, name: str) -> Trained:
     config = trained.model.config
-    view = presets.build_preprocess_config(preprocess, config.image_size, config.channels)
-    sentence = f"preprocess: {preprocess}, given by hand"
-    origin = dataclasses.replace(trained.origin, changes=(*trained.origin.changes, sentence))
-    return dataclasses.replace(trained, preprocess=view, origin=origin, precision_measurements=(), activation_ranges=())
+    preprocess = presets.build_preprocess_config(name, config.image_size, config.channels)
+    changes = (*trained.origin.changes, f"preprocess: {name}, given by hand")
+    origin = dataclasses.replace(trained.origin, changes=changes)
+    return dataclasses.replace(
+        trained, preprocess=preprocess, origin=origin, precision_measurements=(), activation_ranges=()
+    )
 
 
-def _write_model(
-    trained: "Trained", path: Path, to: TargetFormat, dataset: "Dataset | None", *, overwrite: bool
-) -> dict[str, Any]:
-    """Write the file, and tell what came of it."""
-    from vitrail.export import export
-    from vitrail.weights.load import save
-
+def _write_model(trained: Trained, arguments: ConvertArguments, dataset: Dataset | None) -> dict[str, Any]:
+    """Write the file, and return what is known of it."""
+    path, to, overwrite = arguments.destination, arguments.to, arguments.overwrite
     if dataset is not None and to == "onnx":
 
-        def compare_int8(float32: "GraphRunner", int8: "GraphRunner") -> dict[str, Any]:
+        def compare_int8(float32: GraphRunner, int8: GraphRunner) -> dict[str, Any]:
             return _compare_int8_with_float32(float32, int8, trained, dataset)
 
-        parity, int8 = export.export_int8_model(trained, path, compare_int8, overwrite=overwrite)
-        return {"notes": [], **parity._asdict(), "int8": int8}
+        parity, comparison = export.export_int8_model(trained, path, compare_int8, overwrite=overwrite)
+        return {"notes": [], **parity._asdict(), "int8": comparison}
     if dataset is not None:
         trained = _measure_precisions(trained, dataset)
         notes = save(trained, path, overwrite=overwrite)
-        return {"notes": notes, "tried": [dataclasses.asdict(tried) for tried in trained.precision_measurements]}
+        measurements = [dataclasses.asdict(measurement) for measurement in trained.precision_measurements]
+        return {"notes": notes, "precision_measurements": measurements}
     match to:
         case "onnx" | "torch-export" | "openvino":
             return {"notes": [], **export.export_model(trained, path, to, overwrite=overwrite)._asdict()}
@@ -152,32 +127,27 @@ def _write_model(
             return {"notes": save(trained, path, to, overwrite=overwrite)}
 
 
-def _open_measure_dataset(data: str) -> "Dataset":
-    from vitrail.data.sources import open_dataset
+# --- comparing precisions --------------------------------------------------------------------------------------------
 
+
+def _open_measure_dataset(data: str) -> Dataset:
     dataset = open_dataset(data)
     if not {"val", "test"} & dataset.splits.keys():
         raise DataError(f"{dataset.name} has neither val nor test to measure on")
     return dataset
 
 
-def _select_images(dataset: "Dataset") -> "Split":
-    """At most MEASURED images of val, or of test where there is no val, taken evenly: they may be sorted by class."""
-    import numpy as np
-
-    from vitrail.data.dataset import Split
-
+def _select_images(dataset: Dataset) -> Split:
+    """At most MAX_MEASURED_IMAGES of val, or of test where there is no val, evenly: they may be sorted by class."""
     split = dataset.splits.get("val", dataset.splits.get("test"))
     assert split is not None
     return Split(split.store, np.asarray(split.rows)[:: -(-len(split) // MAX_MEASURED_IMAGES)])
 
 
-def _iterate_inputs(trained: "Trained", dataset: "Dataset") -> "Iterator[Tensor]":
-    """Batches of what the model sees of the images to measure on, with progress."""
-    from vitrail.data.loader import iter_eval_batches
-
+def _iterate_inputs(trained: Trained, dataset: Dataset) -> Iterator[Tensor]:
+    """Batches of model inputs of the images to measure on, with progress."""
     if trained.preprocess is None:
-        raise UsageError("the weights do not say how images must be prepared: add --preprocess imagenet")
+        raise UsageError("the weights do not state their preprocessing: add --preprocess imagenet")
     split, done = _select_images(dataset), 0
     with output.show_progress("measuring") as report:
         for batch in iter_eval_batches(
@@ -188,62 +158,55 @@ def _iterate_inputs(trained: "Trained", dataset: "Dataset") -> "Iterator[Tensor]
             report(done, len(split))
 
 
-def _measure_precisions(trained: "Trained", dataset: "Dataset") -> "Trained":
-    """The model with what every precision says of the images, and how quickly, on this machine."""
-    from vitrail.evaluate import precision_benchmark
-
+def _measure_precisions(trained: Trained, dataset: Dataset) -> Trained:
+    """The model with the agreement and the speed of every precision on this machine."""
     if not trained.model.config.classes:
-        raise UsageError("precisions are measured by answers, and the model has no head: leave --measure away")
+        raise UsageError("precisions are compared by predictions, and the model has no head: omit --measure")
     return precision_benchmark.measure_precisions(
         trained, _iterate_inputs(trained, dataset), seconds=_MAX_PRECISION_SECONDS, data=Path(dataset.name).name
     )
 
 
 def _compare_int8_with_float32(
-    float32: "GraphRunner", int8: "GraphRunner", trained: "Trained", dataset: "Dataset"
+    float32: GraphRunner, int8: GraphRunner, trained: Trained, dataset: Dataset
 ) -> dict[str, Any]:
-    """How far int8 agrees with float32, and how many times faster it is, in ONNX Runtime on this machine."""
-    import torch
-
-    from vitrail.evaluate.agreement import measure_agreement
-
-    both = (float32, int8)
-    said: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    faster = []
+    """The agreement of int8 with float32, and its speedup, in ONNX Runtime on this machine."""
+    runners = (float32, int8)
+    probabilities: tuple[list[Tensor], list[Tensor]] = ([], [])
+    speedups = []
     for number, pixels in enumerate(_iterate_inputs(trained, dataset)):
         seconds = [0.0, 0.0]
-        for which in ((0, 1), (1, 0))[number % 2]:  # by turns, so that what else runs here meets both
-            begun = time.perf_counter()
-            said[which].append(both[which](pixels)["probabilities"])
-            seconds[which] = time.perf_counter() - begun
-        faster.append(seconds[0] / seconds[1])
-    found = measure_agreement(torch.cat(said[0]), torch.cat(said[1]))
-    return {"data": Path(dataset.name).name, **found._asdict(), "speed": statistics.median(faster)}
+        for index in ((0, 1), (1, 0))[number % 2]:  # by turns, so that other load on the machine slows both alike
+            start = time.perf_counter()
+            probabilities[index].append(runners[index](pixels)["probabilities"])
+            seconds[index] = time.perf_counter() - start
+        speedups.append(seconds[0] / seconds[1])
+    agreement = measure_agreement(torch.cat(probabilities[0]), torch.cat(probabilities[1]))
+    return {"data": Path(dataset.name).name, **agreement._asdict(), "speed": statistics.median(speedups)}
 
 
-def _print_result(result: dict[str, Any]) -> None:
-    rows = [("changed", change) for change in result["changes"]] + [("note", text) for text in result["notes"]]
-    if "difference" in result:
-        allowed = f"{result['allowed']:.0e} is allowed"
-        rows.append(("difference", f"{result['difference']:.1e} from vitrail's own float32; {allowed}"))
-    if "int8" in result:
-        int8 = result["int8"]
-        sure = (
-            ""
-            if int8["sure"] is None
-            else f", {int8['sure']:.2%} where it is sure ({output.pluralize(int8['sure_images'], 'image')})"
-        )
-        rows += [
-            (
-                "int8 agrees",
-                f"with float32's answer on {int8['top1']:.2%} of {output.pluralize(int8['images'], 'image')} of"
-                f" {int8['data']}{sure}",
-            ),
-            ("int8 changes", f"the probability of that answer by {int8['change']:.4f} on average"),
-            ("int8 speed", f"{int8['speed']:.2f} times float32's, ONNX Runtime on this machine"),
-        ]
-    for tried in result.get("tried", ()):
-        from vitrail.weights.precision_measurements import PrecisionMeasurement
+# --- as text ---------------------------------------------------------------------------------------------------------
 
-        rows.append(("measured", PrecisionMeasurement(**tried).describe()))
-    output.print_table([*rows, ("written", f"{result['written']} ({result['format']})")])
+
+def _print_result(facts: dict[str, Any]) -> None:
+    rows = [("changed", change) for change in facts["changes"]] + [("note", note) for note in facts["notes"]]
+    if "difference" in facts:
+        allowed = f"{facts['allowed']:.0e} is allowed"
+        rows.append(("difference", f"{facts['difference']:.1e} from vitrail's own float32; {allowed}"))
+    if "int8" in facts:
+        rows += _format_int8(facts["int8"])
+    for measurement in facts.get("precision_measurements", ()):
+        rows.append(("measured", PrecisionMeasurement(**measurement).describe()))
+    output.print_table([*rows, ("written", f"{facts['written']} ({facts['format']})")])
+
+
+def _format_int8(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    images = f"{output.pluralize(facts['images'], 'image')} of {facts['data']}"
+    confident = ""
+    if facts["sure"] is not None:
+        confident = f", {facts['sure']:.2%} where it is sure ({output.pluralize(facts['sure_images'], 'image')})"
+    return [
+        ("int8 agrees", f"with float32's prediction on {facts['top1']:.2%} of {images}{confident}"),
+        ("int8 changes", f"the probability of that prediction by {facts['change']:.4f} on average"),
+        ("int8 speed", f"{facts['speed']:.2f} times float32's, ONNX Runtime on this machine"),
+    ]

@@ -1,67 +1,89 @@
-"""`vitrail info MODEL`: what a model is, costs, expects, answers, and where it came from."""
+"""`vitrail info MODEL`: a model's architecture, cost, preprocessing, labels and origin."""
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import tyro
+from typing import Any
 
 from vitrail import presets
 from vitrail.cli import output
-from vitrail.config import BiTConfig, ViTConfig, from_json, to_json
+from vitrail.cli.arguments.models import InfoArguments
+from vitrail.config import BiTConfig, ConvConfig, PreprocessConfig, ViTConfig, to_json
+from vitrail.inference import compute
+from vitrail.model import cost
+from vitrail.model.quantized import describe_cpu
+from vitrail.weights import hub
+from vitrail.weights.load import find_model_path, load
+from vitrail.weights.precision_measurements import choose_precision
+from vitrail.weights.trained import Trained
 
-if TYPE_CHECKING:
-    from vitrail.weights.trained import Trained
+Rows = list[tuple[str, str]]
 
 
-def main(model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")], json: bool = False) -> None:
-    """Show what a model is: architecture, cost, preprocessing, labels, origin, warnings.
+def run(arguments: InfoArguments) -> None:
+    """Print what is known of a model."""
+    name = arguments.model
+    if find_model_path(name) is None and presets.has_preset(name):
+        _print_preset(name, as_json=arguments.output.json)
+        return
+    trained = load(name)
+    kind = "Hub:" if hub.is_remote(name) else "folder" if Path(name).is_dir() else "file"
+    _print_trained(trained, f"{kind} {name}", as_json=arguments.output.json)
 
-    Args:
-        model: A file or folder of any known format, hf:ORG/NAME[@REVISION], timm:NAME, or a preset such as b16.
-        json: Print JSON.
-    """
-    from vitrail.weights import hub
-    from vitrail.weights.load import find_model_path, load
 
-    if find_model_path(model) is None and presets.has_preset(model):
-        found = (
-            {"source": f"preset {model}"}
-            | _compute_cost(presets.get_preset_config(model))
-            | _describe_preset(presets.get_preset_config(model))
+def _print_preset(name: str, *, as_json: bool) -> None:
+    config = presets.get_preset_config(name)
+    preprocess = presets.build_preprocess_config("inception", config.image_size)
+    source, warning = f"preset {name}", "a preset has random weights"
+    if as_json:
+        output.print_json(
+            {"source": source}
+            | _compute_cost(config)
+            | {"preprocess": to_json(preprocess), "labels": None, "origin": None, "warnings": [warning]}
         )
     else:
-        trained = load(model)
-        kind = "Hub:" if hub.is_remote(model) else "folder" if Path(model).is_dir() else "file"
-        found = {"source": f"{kind} {model}"} | _compute_cost(trained.model.config) | _describe_trained(trained)
-    if json:
-        output.print_json(found)
-    else:
-        _print_model(found)
+        output.print_table([*_format_rows(source, config, preprocess, None), ("warning", warning)])
+
+
+def _print_trained(trained: Trained, source: str, *, as_json: bool) -> None:
+    config, origin, measurements = trained.model.config, trained.origin, trained.precision_measurements
+    warnings = _list_warnings(trained)
+    precision = choose_precision(measurements, describe_cpu(), compute.list_available_precisions(trained))
+    if as_json:
+        facts = {
+            "source": source,
+            **_compute_cost(config),
+            "preprocess": None if trained.preprocess is None else to_json(trained.preprocess),
+            "labels": None if trained.labels is None else list(trained.labels),
+            "origin": dataclasses.asdict(origin),
+            "warnings": warnings,
+            "precision_measurements": [dataclasses.asdict(measurement) for measurement in measurements],
+            "precision": precision,
+        }
+        output.print_json(facts)
+        return
+    rows = _format_rows(source, config, trained.preprocess, trained.labels)
+    rows.append(("origin", f"{origin.format}: {origin.name}"))
+    rows.append(("sha256", origin.sha256 or "unknown"))
+    rows.append(("license", origin.license or "not stated by the source"))
+    rows.extend(("changed", change) for change in origin.changes)
+    if measurements:
+        rows.extend(("measured", measurement.describe()) for measurement in measurements)
+        rows.append(("on this CPU", f"{precision} by default; --precision changes it"))
+    rows.extend(("warning", warning) for warning in warnings)
+    output.print_table(rows)
 
 
 def _compute_cost(config: ViTConfig | BiTConfig) -> dict[str, Any]:
-    from vitrail.model import cost
-
+    multiply_adds = cost.count_multiply_adds(config)
     return {
         "architecture": to_json(config),
         "parameters": cost.count_parameters(config),
-        "multiply_adds": cost.count_multiply_adds(config),
-        "flops": 2 * cost.count_multiply_adds(config),
+        "multiply_adds": multiply_adds,
+        "flops": 2 * multiply_adds,
     }
 
 
-def _describe_preset(config: ViTConfig | BiTConfig) -> dict[str, Any]:
-    default = presets.build_preprocess_config("inception", config.image_size)
-    warnings = ["a preset has random weights"]
-    return {"preprocess": to_json(default), "labels": None, "origin": None, "warnings": warnings}
-
-
-def _describe_trained(trained: "Trained") -> dict[str, Any]:
-    from vitrail.inference import compute
-    from vitrail.model.quantized import describe_cpu
-    from vitrail.weights.precision_measurements import choose_precision
-
+def _list_warnings(trained: Trained) -> list[str]:
     tensors = trained.model.state_dict()
     head = tensors.get("head.weight", tensors.get("head.fc.weight"))
     warnings = list(trained.origin.assumptions)
@@ -71,104 +93,82 @@ def _describe_trained(trained: "Trained") -> dict[str, Any]:
         warnings.append("head: none, the model ends with its features")
     elif trained.labels is None:
         warnings.append("labels: unnamed; `vitrail convert ... --labels imagenet1k` or a text file names them")
-    return {
-        "preprocess": None if trained.preprocess is None else to_json(trained.preprocess),
-        "labels": None if trained.labels is None else list(trained.labels),
-        "origin": dataclasses.asdict(trained.origin),
-        "warnings": warnings,
-        "tried": [dataclasses.asdict(tried) for tried in trained.precision_measurements],
-        "precision": choose_precision(
-            trained.precision_measurements, describe_cpu(), compute.list_available_precisions(trained)
-        ),
-    }
+    return warnings
 
 
-def _print_model(facts: dict[str, Any]) -> None:
-    a, origin, labels = facts["architecture"], facts["origin"], facts["labels"]
-    rows = [
-        ("model", facts["source"]),
-        *(_format_vit(a) if a["kind"] == "vit" else _format_resnet(a)),
+# --- as text ---------------------------------------------------------------------------------------------------------
+
+
+def _format_rows(
+    source: str, config: ViTConfig | BiTConfig, preprocess: PreprocessConfig | None, labels: tuple[str, ...] | None
+) -> Rows:
+    facts = _compute_cost(config)
+    multiply_adds, flops = output.format_giga(facts["multiply_adds"]), output.format_giga(facts["flops"])
+    return [
+        ("model", source),
+        *(_format_vit(config) if isinstance(config, ViTConfig) else _format_resnet(config)),
         ("parameters", output.format_count(facts["parameters"])),
-        (
-            "multiply-adds",
-            f"{output.format_giga(facts['multiply_adds'])} an image ({output.format_giga(facts['flops'])}FLOPs)",
-        ),
-        ("preprocess", _format_preprocess(facts["preprocess"])),
+        ("multiply-adds", f"{multiply_adds} per image ({flops}FLOPs)"),
+        ("preprocess", _format_preprocess(preprocess)),
         ("labels", "unnamed" if labels is None else f"{len(labels)}: {'; '.join(labels[:3])}; ..."),
     ]
-    if origin is not None:
-        rows.append(("origin", f"{origin['format']}: {origin['name']}"))
-        rows.append(("sha256", origin["sha256"] or "unknown"))
-        rows.append(("licence", origin["licence"] or "not stated by the source"))
-        rows.extend(("changed", change) for change in origin["changes"])
-    if facts.get("tried"):
-        rows.extend(("measured", _format_measurement(tried)) for tried in facts["tried"])
-        rows.append(("on this CPU", f"{facts['precision']} unless --precision says otherwise"))
-    rows.extend(("warning", warning) for warning in facts["warnings"])
-    output.print_table(rows)
 
 
-def _format_measurement(measurement: dict[str, Any]) -> str:
-    """What fewer bits were found to do."""
-    from vitrail.weights.precision_measurements import PrecisionMeasurement
-
-    return from_json(PrecisionMeasurement, measurement).describe()
-
-
-def _format_vit(a: dict[str, Any]) -> list[tuple[str, str]]:
-    """What there is to say of a ViT or hybrid."""
-    size, patch = " x ".join(map(str, a["image_size"])), f"{a['patch']} x {a['patch']}"
-    of = f" of the stem's map, {_get_stride(a)} pixels apart" if a["stem"] else ""
-    stem = [("stem", _format_conv(a["stem"]))] if a["stem"] else []
+def _format_vit(config: ViTConfig) -> Rows:
+    """Describe a ViT or hybrid."""
+    size, channels = _format_size(config.image_size), output.pluralize(config.channels, "channel")
+    patches = f"patches of {config.patch} x {config.patch}"
+    if config.stem is not None:
+        patches += f" of the stem's feature map, {config.stride} pixels apart"
+    width = f"width {config.width}, depth {config.depth}, heads {config.heads}, MLP {config.mlp}"
+    hidden = ", hidden layer" if config.hidden_head else ""
     return [
-        ("architecture", f"ViT: width {a['width']}, depth {a['depth']}, heads {a['heads']}, MLP {a['mlp']}"),
-        *stem,
-        ("input", f"{size} pixels, {_format_channels(a)}, patches of {patch}{of}"),
-        ("tokens", _format_tokens(a)),
-        ("positions", f"{a['positions']}, added at: {a['positions_at']}; resampled by {a['resample']}"),
-        (
-            "head",
-            f"{output.pluralize(a['classes'], 'class')}, pool {a['pool']}{', hidden layer' if a['hidden_head'] else ''}",
-        ),
-        ("numerics", f"GELU {a['gelu']}, LayerNorm epsilon {a['norm_eps']:g}"),
+        ("architecture", f"ViT: {width}"),
+        *([] if config.stem is None else [("stem", _format_conv(config.stem))]),
+        ("input", f"{size} pixels, {channels}, {patches}"),
+        ("tokens", _format_tokens(config)),
+        ("positions", f"{config.positions}, added at: {config.positions_at}; resampled by {config.resample}"),
+        ("head", f"{output.pluralize(config.classes, 'class')}, pool {config.pool}{hidden}"),
+        ("numerics", f"GELU {config.gelu}, LayerNorm epsilon {config.norm_eps:g}"),
     ]
 
 
-def _format_resnet(a: dict[str, Any]) -> list[tuple[str, str]]:
-    """What there is to say of a BiT ResNet."""
-    size = " x ".join(map(str, a["image_size"]))
+def _format_resnet(config: BiTConfig) -> Rows:
+    """Describe a BiT ResNet."""
+    size, channels = _format_size(config.image_size), output.pluralize(config.channels, "channel")
     return [
-        ("architecture", f"BiT ResNet: {_format_conv(a['conv'])}"),
-        ("input", f"{size} pixels, {_format_channels(a)}; any other size too"),
-        ("head", f"{output.pluralize(a['classes'], 'class')}, global average"),
+        ("architecture", f"BiT ResNet: {_format_conv(config.conv)}"),
+        ("input", f"{size} pixels, {channels}; any other size too"),
+        ("head", f"{output.pluralize(config.classes, 'class')}, global average"),
     ]
 
 
-def _format_channels(a: dict[str, Any]) -> str:
-    return output.pluralize(a["channels"], "channel")
+def _format_conv(conv: ConvConfig) -> str:
+    units = "+".join(map(str, conv.units)) or "no"
+    divisor = conv.standardization.replace("eps", format(conv.standardization_eps, "g"))
+    how = f"{divisor}, group norm epsilon {conv.norm_eps:g}"
+    return f"{units} units, width x{conv.width_factor:g}, kernels standardized by {how}"
 
 
-def _format_conv(c: dict[str, Any]) -> str:
-    units = "+".join(map(str, c["units"])) or "no"
-    how = f"{c['standardise'].replace('eps', format(c['standardise_eps'], 'g'))}, group norm epsilon {c['norm_eps']:g}"
-    return f"{units} units, width x{c['width_factor']:g}, kernels standardised by {how}"
+def _format_tokens(config: ViTConfig) -> str:
+    counts = {
+        "class": int(config.class_token),
+        "distillation": int(config.distillation_token),
+        "register": config.registers,
+    }
+    prefix = [f"{count} {name}" for name, count in counts.items() if count]
+    return " + ".join([*prefix, f"{config.grid[0]} x {config.grid[1]} patches"])
 
 
-def _get_stride(a: dict[str, Any]) -> int:
-    return from_json(ViTConfig, a).stride
-
-
-def _format_tokens(a: dict[str, Any]) -> str:
-    grid = from_json(ViTConfig, a).grid
-    names = [("class", a["class_token"]), ("distillation", a["distillation_token"]), ("register", a["registers"])]
-    prefix = [f"{int(count)} {name}" for name, count in names if count]
-    return " + ".join([*prefix, f"{grid[0]} x {grid[1]} patches"])
-
-
-def _format_preprocess(p: dict[str, Any] | None) -> str:
-    if p is None:
+def _format_preprocess(preprocess: PreprocessConfig | None) -> str:
+    if preprocess is None:
         return "unknown"
-    how = f"short side {p['resize'][0]}" if len(p["resize"]) == 1 else f"{p['resize'][0]} x {p['resize'][1]}"
-    crop = " x ".join(map(str, p["size"]))
-    mean, std = (", ".join(f"{value:g}" for value in p[name]) for name in ("mean", "std"))
-    return f"resize to {how} ({p['interpolation']}), crop {crop}, mean {mean}, std {std}"
+    resize = preprocess.resize
+    resized = f"short side {resize[0]}" if len(resize) == 1 else _format_size(resize)
+    mean, std = (", ".join(f"{value:g}" for value in values) for values in (preprocess.mean, preprocess.std))
+    crop = _format_size(preprocess.size)
+    return f"resize to {resized} ({preprocess.interpolation}), crop {crop}, mean {mean}, std {std}"
+
+
+def _format_size(size: tuple[int, ...]) -> str:
+    return " x ".join(map(str, size))

@@ -1,50 +1,48 @@
-"""`vitrail list`: what there is to name."""
+"""`vitrail list`: the presets and formats, or the recipes."""
 
-from typing import Annotated, Any, Literal, get_args
-
-import tyro
+from typing import Any, get_args
 
 from vitrail import presets, recipes
 from vitrail.cli import output, runs
+from vitrail.cli.arguments.models import ListArguments
 from vitrail.config import BiTConfig, Recipe, to_json
+from vitrail.data import public_datasets
+from vitrail.model import cost
+from vitrail.train.plan import H200_FLOPS, count_recipe_flops
+from vitrail.weights.load import WeightsFormat
 
-H200_FLOPS = 3e14  # FLOP/s of training a ViT in bf16, about two fifths of what its matrix products reach
+
+def run(arguments: ListArguments) -> None:
+    """Print what can be named."""
+    if arguments.kind == "recipes":
+        _print_recipes(as_json=arguments.output.json)
+    else:
+        _print_models(as_json=arguments.output.json)
 
 
-def main(
-    kind: Annotated[Literal["models", "recipes"], tyro.conf.Positional] = "models",
-    json: bool = False,
-) -> None:
-    """Show the presets with their sizes and cost, and the formats that are read and written; or the recipes.
-
-    Args:
-        what: models or recipes.
-        json: Print JSON.
-    """
-    if kind == "recipes":
-        _print_recipes(json)
-        return
-    from vitrail.weights.load import WeightsFormat
-
+def _print_models(*, as_json: bool) -> None:
     models = [_describe_preset(name) for name in presets.list_presets()]
-    if json:
+    if as_json:
         output.print_json({"models": models, "formats": list(get_args(WeightsFormat))})
         return
     print("Presets, at 224 x 224 with 1000 classes (any patch side may be written: b20 takes images of 220 x 220):\n")
-    header = ("name", "parameters", "multiply-adds", "what it is")
+    header = ("name", "parameters", "multiply-adds", "description")
     rows = [
-        (m["name"], output.format_count(m["parameters"]), output.format_giga(m["multiply_adds"]), m["what"])
+        (m["name"], output.format_count(m["parameters"]), output.format_giga(m["multiply_adds"]), m["description"])
         for m in models
     ]
     output.print_table([header, *rows], right=(1, 2))
     print(f"\nFormats, read and written: {', '.join(get_args(WeightsFormat))}")
 
 
-def _print_recipes(json: bool) -> None:
-    """The training runs by name."""
-    if json:
-        found = recipes.RECIPES.items()
-        output.print_json({name: to_json(recipe) | {"cost_flops": _compute_flops(recipe)} for name, recipe in found})
+def _print_recipes(*, as_json: bool) -> None:
+    if as_json:
+        output.print_json(
+            {
+                name: to_json(recipe) | {"cost_flops": count_recipe_flops(recipe)}
+                for name, recipe in recipes.RECIPES.items()
+            }
+        )
         return
     rows = [
         (
@@ -53,9 +51,7 @@ def _print_recipes(json: bool) -> None:
             f"{recipe.epochs:g}",
             output.format_count(recipe.batch),
             f"{recipe.optimizer.kind} {recipe.optimizer.lr:g}",
-            runs.format_duration(_compute_flops(recipe) / H200_FLOPS)
-            if _compute_flops(recipe) > 60 * H200_FLOPS
-            else "under 1 min",
+            _format_cost(recipe),
             recipe.source,
             recipe.result or "",
         )
@@ -63,39 +59,35 @@ def _print_recipes(json: bool) -> None:
     ]
     header = ("command", "model", "epochs", "batch", "optimizer", "cost", "from", "result")
     output.print_table([header, *rows], right=(2, 3, 5))
+    speed = f"{H200_FLOPS / 1e12:.0f} TFLOP/s"
     print(
-        f"\ncost: of its own set, on one H200 at {H200_FLOPS / 1e12:.0f} TFLOP/s, an estimate; --dry-run times a run here."
-        "\n--epochs, --batch and --lr change a recipe. DATA: a set that is not public is yours to bring."
+        f"\ncost: estimated for the recipe's own dataset, on one H200 at {speed}; --dry-run times a run here."
+        "\n--epochs, --batch and --lr change a recipe. DATA: a dataset that is not public; bring your own."
     )
 
 
-def _get_data_name(recipe: Recipe) -> str:
-    """The name of the recipe's set where `vitrail data get` or the package has it."""
-    from vitrail.data import public_datasets
+def _format_cost(recipe: Recipe) -> str:
+    seconds = count_recipe_flops(recipe) / H200_FLOPS
+    return runs.format_duration(seconds) if seconds > 60 else "under 1 min"
 
+
+def _get_data_name(recipe: Recipe) -> str:
+    """The name of the recipe's dataset, if `vitrail data get` or the package has it."""
     return recipe.data if recipe.data in (*public_datasets.PUBLIC_DATASETS, "digits") else "DATA"
 
 
-def _compute_flops(recipe: Recipe) -> float:
-    """FLOPs of the whole run on its own set."""
-    from vitrail.model import cost as count
-
-    assert recipe.model is not None
-    assert recipe.data is not None
-    size = {} if recipe.image_size is None else {"image_size": (recipe.image_size, recipe.image_size)}
-    config = presets.get_preset_config(recipe.model, **size, **recipe.settings)
-    images = round(recipe.epochs * recipes.TRAIN_IMAGE_COUNTS[recipe.data])
-    return count.count_training_flops(config, images, recipe.masked)
-
-
 def _describe_preset(name: str) -> dict[str, Any]:
-    from vitrail.model import cost as count
-
     config = presets.get_preset_config(name)
     if isinstance(config, BiTConfig):
-        what = f"BiT ResNet, {'+'.join(map(str, config.conv.units))} units, width x{config.conv.width_factor:g}"
+        description = f"BiT ResNet, {'+'.join(map(str, config.conv.units))} units, width x{config.conv.width_factor:g}"
     else:
         stem = "" if config.stem is None else f" behind {'+'.join(map(str, config.stem.units)) or 'no'} ResNet units"
-        what = f"ViT, width {config.width}, depth {config.depth}, MLP {config.mlp}, heads {config.heads}{stem}"
-    cost = {"parameters": count.count_parameters(config), "multiply_adds": count.count_multiply_adds(config)}
-    return {"name": name, "what": what, "architecture": to_json(config)} | cost
+        size = f"width {config.width}, depth {config.depth}, MLP {config.mlp}, heads {config.heads}"
+        description = f"ViT, {size}{stem}"
+    return {
+        "name": name,
+        "description": description,
+        "architecture": to_json(config),
+        "parameters": cost.count_parameters(config),
+        "multiply_adds": cost.count_multiply_adds(config),
+    }

@@ -1,4 +1,4 @@
-"""Printing results: aligned text for people, JSON for programs; and how far a long command is."""
+"""Print results: aligned text for people, JSON for programs; and show the progress of a long command."""
 
 import contextlib
 import json
@@ -9,16 +9,16 @@ from typing import Any
 
 from vitrail.plurals import pluralize as pluralize
 
-_LINE_EVERY_SECONDS = 15.0  # seconds
+_SECONDS_BETWEEN_LINES = 15.0
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document on stdout."""
     print(json.dumps(value, indent=2))  # in ASCII: a file's name may be no valid text
 
 
 def print_table(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> None:
-    """Rows in columns on stdout, those listed in `right` aligned to the right."""
+    """Print rows in columns on stdout; the columns listed in `right` are aligned to the right."""
     rows = [[strip_control_characters(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -29,53 +29,52 @@ def print_table(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> 
 
 
 def strip_control_characters(text: str) -> str:
-    """The text without control characters: names in model files are anyone's."""
+    """Replace control characters: names in model files may be anyone's."""
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def print_note(sentence: str) -> None:
-    """A line on stderr, beside the results."""
+    """Print a line on stderr, beside the results."""
     print(sentence, file=sys.stderr)
 
 
 @contextlib.contextmanager
-def show_progress(what: str, *, of_bytes: bool = False) -> Iterator[Callable[..., None]]:
-    """A function to call with how much is done, of how much, and what else there is to say (optional).
+def show_progress(title: str, *, of_bytes: bool = False) -> Iterator[Callable[..., None]]:
+    """Show a bar on a terminal, and elsewhere a line now and then.
 
-    It shows a bar on a terminal, and elsewhere now and then a line.
+    The function that it yields is called with how much is done, of how much, and optionally a detail to show.
     """
     if not sys.stderr.isatty():
-        yield _make_line_reporter(what)
+        yield _make_line_reporter(title)
         return
-    from rich.console import Console
+    from rich.console import Console  # slow to import, and only for a terminal
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    amount = DownloadColumn() if of_bytes else MofNCompleteColumn()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        amount,
+        DownloadColumn() if of_bytes else MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[words]}"),
+        TextColumn("{task.fields[detail]}"),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None, words="")
+        task = bar.add_task(title, total=None, detail="")
 
-        def update(done: int, total: int, words: str = "") -> None:
-            bar.update(task, completed=done, total=total or None, words=words)
+        def update(done: int, total: int, detail: str = "") -> None:
+            bar.update(task, completed=done, total=total or None, detail=detail)
 
         yield update
 
 
-def _make_line_reporter(what: str) -> Callable[..., None]:
+def _make_line_reporter(title: str) -> Callable[..., None]:
     last = time.monotonic()
 
-    def update(done: int, total: int, words: str = "") -> None:
+    def update(done: int, total: int, detail: str = "") -> None:
         nonlocal last
-        if time.monotonic() - last > _LINE_EVERY_SECONDS:
+        if time.monotonic() - last > _SECONDS_BETWEEN_LINES:
             last = time.monotonic()
-            so_far = f"{what}: {done:,} of {total:,}" if total else f"{what}: {done:,}"
-            print_note(f"{so_far}, {words}" if words else so_far)
+            progress = f"{title}: {done:,} of {total:,}" if total else f"{title}: {done:,}"
+            print_note(f"{progress}, {detail}" if detail else progress)
 
     return update
 
@@ -87,11 +86,12 @@ def format_count(number: int) -> str:
 
 def format_bytes(number: int) -> str:
     """1234567 -> 1.2 MB."""
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if number < 1000 or unit == "GB":
-            return f"{number:,.0f} {unit}" if unit == "bytes" else f"{number:,.1f} {unit}"
-        number /= 1000  # type: ignore[assignment]
-    raise AssertionError
+    if number < 1000:
+        return f"{number:,.0f} bytes"
+    scaled, unit = next(
+        (number / size, unit) for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if number >= size
+    )
+    return f"{scaled:,.1f} {unit}"
 
 
 def format_giga(number: int) -> str:

@@ -1,44 +1,29 @@
 """`vitrail report RUN`: a run as one HTML file to read, print or send."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import tyro
 
 from vitrail.cli import output
+from vitrail.cli.arguments.evaluation import ReportArguments
+from vitrail.data.dataset import Dataset
+from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
+from vitrail.report import write_report
+from vitrail.report.run_facts import read_config
+from vitrail.runtime.devices import find_best_device
 
-if TYPE_CHECKING:
-    from vitrail.data.dataset import Dataset
 
-
-def main(
-    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")],
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None,
-    data: Annotated[str | None, tyro.conf.arg(metavar="DATA")] = None,
-    json: bool = False,
-) -> None:
-    """Write a run's result, curves, mistakes, data and what its model looks at as one file that needs no network.
-
-    train, finetune and demo write it at their end. Of a run that was interrupted it shows what there is.
-
-    Args:
-        run: The folder of a run.
-        out: Where the page goes; RUN/report.html unless told otherwise. An earlier one is replaced.
-        data: Where the run's images are now, if not where they were.
-        json: Print JSON.
-    """
-    from vitrail.report.write_report import REPORT_FILE, write_report
-    from vitrail.runtime.devices import find_best_device
-
-    if not run.is_dir():
-        raise UsageError(f"{run} is no folder; give that of a run, such as runs/train")
+def run(arguments: ReportArguments) -> None:
+    """Write the report and print where it is."""
+    run_folder, out = arguments.run, arguments.out
+    if not run_folder.is_dir():
+        raise UsageError(f"{run_folder} is no folder; give a run folder, such as runs/train")
     if out is not None and out.is_dir():
-        raise UsageError(f"--out {out} is a folder; name a file for the page")
-    path = out or run / REPORT_FILE
-    facts = write_report(run, _open_run_dataset(run, data), find_best_device(), path)
+        raise UsageError(f"--out {out} is a folder; name a file for the report")
+    path = out or run_folder / write_report.REPORT_FILE
+    dataset = _open_run_dataset(run_folder, arguments.data)
+    facts = write_report.write_report(run_folder, dataset, find_best_device(), path)
     size = path.stat().st_size
-    if json:
+    if arguments.output.json:
         output.print_json({"report": str(path), "bytes": size, "missing": facts.missing})
         return
     for sentence in facts.missing:
@@ -46,18 +31,15 @@ def main(
     print(f"{path}, {output.format_bytes(size)}")
 
 
-def _open_run_dataset(run: Path, data: str | None) -> "Dataset | str":
-    """The run's set, or where it is not to be found the sentence that says so."""
-    from vitrail.data.sources import open_dataset
-    from vitrail.report.run_facts import read_config
-
+def _open_run_dataset(run_folder: Path, data: str | None) -> Dataset | str:
+    """The run's dataset, or the sentence that says it was not found."""
     if data is not None:
         return open_dataset(data)
-    recorded = str(read_config(run)["data"])
+    recorded = str(read_config(run_folder)["data"])
     try:
         return open_dataset(recorded)
     except (DataError, UsageError) as error:
         output.print_note(
-            f"note: the images are not shown, since the data is not found ({error}); --data says where it is"
+            f"note: the report shows no images, since the data was not found ({error}); --data says where it is"
         )
         return "The images are not shown: the data was not found where it was when this page was written."

@@ -19,6 +19,7 @@ from vitrail import remote
 from vitrail.cli import output
 from vitrail.config import Recipe
 from vitrail.errors import DataError, UsageError, VitrailError
+from vitrail.formatting import format_duration as format_duration
 from vitrail.remote import RemoteError
 from vitrail.report import image_sheets
 
@@ -587,8 +588,8 @@ def find_weakest_class(counts: "Counts", classes: Sequence[str]) -> dict[str, An
 
 def collect_result_facts(run: "TrainingRun", result: "RunResult | PretrainingResult", folder: Path) -> dict[str, Any]:
     """What a run came to, for programs."""
-    from vitrail.evaluate.intervals import wilson_interval
     from vitrail.evaluate.multi_label import measure_labels
+    from vitrail.evaluate.statistics import wilson_interval
     from vitrail.train.run import PretrainingResult
 
     if isinstance(result, PretrainingResult):
@@ -624,6 +625,7 @@ def collect_result_facts(run: "TrainingRun", result: "RunResult | PretrainingRes
 
 def draw_run_figures(run: "TrainingRun", result: "RunResult | PretrainingResult", folder: Path) -> None:
     """The pictures of a run's folder."""
+    from vitrail.evaluate.calibration import count_bins
     from vitrail.figures import plots
     from vitrail.train.run import PretrainingResult
 
@@ -639,9 +641,9 @@ def draw_run_figures(run: "TrainingRun", result: "RunResult | PretrainingResult"
         confusion, names = result.counts.confusion.numpy(), run.dataset.classes
         plots.plot_confusion_matrix(confusion, names, folder / "confusion_matrix.png")
         plots.plot_confusion_matrix(confusion, names, folder / "confusion_matrix_normalized.png", normalize=True)
-    sure, true = said.calibration_pairs
+    binned = count_bins(*said.calibration_pairs)
     plots.plot_reliability(
-        sure.numpy(), true.numpy(), folder / "reliability.png", calibration_error=result.calibration_error
+        binned.counts, binned.correct, folder / "reliability.png", calibration_error=result.calibration_error
     )
     split, some = run.dataset.splits[result.split], range(min(_GRID_IMAGES, len(said.images)))
     classes, preprocess = run.dataset.classes, run.preprocess
@@ -739,13 +741,3 @@ def _suggest_micro_batches(run: "TrainingRun", estimate: Any) -> str:
         return ""
     parts = -(-estimate.memory * run.micro_batches * 10 // (estimate.available * 8))
     return f": too much. --micro-batches {parts} computes a step in parts"
-
-
-def format_duration(seconds: float) -> str:
-    """93784 -> 26 h 3 min."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 90:
-        return f"{minutes} min"
-    return f"{minutes // 60:,} h {minutes % 60} min" if minutes < 48 * 60 else f"{minutes / 1440:,.1f} days"

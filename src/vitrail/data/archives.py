@@ -1,4 +1,4 @@
-"""Archives read member by member and never extracted: tars of any compression, zips and Debian packages."""
+"""Reading archives member by member, without extracting them: compressed tars, zips and Debian packages."""
 
 import bz2
 import gzip
@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from vitrail.data.tar_headers import TarError, walk_members
+from vitrail.data.tar_headers import TarError, check_member, walk_members
 from vitrail.errors import DataError
 
-MEMBER_LIMIT = 2**28  # bytes: the largest member of any set has 221 million
+MEMBER_LIMIT = 2**28  # bytes; the largest member of any public dataset has 221 million
 _DAMAGE_ERRORS = (
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError),
     *(EOFError, OSError, ValueError, OverflowError, NotImplementedError),
@@ -28,7 +28,7 @@ _COMPRESSIONS: dict[bytes, Callable[[IO[bytes]], Any]] = {
 
 
 def iter_members(path: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
-    """The wanted files of a tar, zip or deb with their names, in the order of the archive."""
+    """The wanted files of a tar, zip or deb, as (name, content) in archive order."""
     try:
         with path.open("rb") as file:
             magic = file.read(8)
@@ -36,9 +36,8 @@ def iter_members(path: Path, is_wanted: Callable[[str], bool]) -> Iterator[tuple
             if magic.startswith(b"PK"):
                 yield from _read_zip_members(path, file, is_wanted)
             else:
-                yield from _read_tar_members(
-                    path, _open_debian_data(file) if magic == b"!<arch>\n" else file, is_wanted
-                )
+                tar = _open_debian_data(file) if magic == b"!<arch>\n" else file
+                yield from _read_tar_members(path, tar, is_wanted)
     except TarError as error:
         raise DataError(f"{path} cannot be read as an archive: it {error}") from error
     except _DAMAGE_ERRORS as error:
@@ -72,21 +71,18 @@ def _read_zip_members(path: Path, file: IO[bytes], is_wanted: Callable[[str], bo
 
 
 def _check_member(path: Path, name: str, *, is_file: bool, size: int) -> None:
-    if not is_file:
-        raise DataError(f"{path} holds {name!r:.120} as something else than a file")
-    if name.startswith("/") or ".." in name.split("/"):
-        raise DataError(f"{path} holds {name!r:.120}, a path that leads outside of it")
+    check_member(path, name, is_file=is_file)
     if not 0 <= size <= MEMBER_LIMIT:
-        raise DataError(f"{path} holds {name!r:.120} with {size:,} bytes; at most {MEMBER_LIMIT:,} are read")
+        raise DataError(f"{path} holds {name!r:.120} with {size:,} bytes; the limit is {MEMBER_LIMIT:,}")
 
 
 def _open_debian_data(file: IO[bytes]) -> IO[bytes]:
-    """The tar with the files of a Debian package, which is an `ar` archive of three."""
+    """The tar that holds the files of a Debian package, which is an `ar` archive of three members."""
     file.seek(8)
     while header := file.read(60):
         name, digits = header[:16].decode("ascii").strip(" /"), header[48:58].strip()
         if not digits.isdigit():
-            raise ValueError(f"the Debian package has a size of {digits!r}")
+            raise ValueError(f"the Debian package has a member size of {digits!r}")
         size = int(digits)
         if name.startswith("data.tar"):
             return io.BytesIO(file.read(size))
@@ -95,15 +91,15 @@ def _open_debian_data(file: IO[bytes]) -> IO[bytes]:
 
 
 def read_members(path: Path, names: Collection[str]) -> dict[str, bytes]:
-    """The named files of an archive; reading ends with the last of them."""
-    found = dict(itertools.islice(iter_members(path, set(names).__contains__), len(names)))
+    """Read the named files of an archive, and stop after the last of them."""
+    contents = dict(itertools.islice(iter_members(path, set(names).__contains__), len(names)))
     for name in names:
-        if name not in found:
-            raise DataError(f"{path} does not hold {name} once, as it should")
-    return found
+        if name not in contents:
+            raise DataError(f"{path} does not contain {name} exactly once")
+    return contents
 
 
 def read_text_lines(path: Path, *names: str) -> list[list[str]]:
-    """The lines of each of the named text files of an archive, less the empty ones."""
+    """The lines of each named text file of an archive, without empty ones."""
     texts = read_members(path, names)
     return [[line for line in texts[name].decode().splitlines() if line] for name in names]

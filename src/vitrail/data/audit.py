@@ -1,6 +1,6 @@
-"""What a set is worth: its bad files, its copies, its classes and colours, before anyone trains on it.
+"""The audit of a dataset before training: bad files, duplicates, classes, sizes and colors.
 
-The paper removes from its pre-training sets what occurs in the test sets; `against` finds those images.
+The paper removes test images from its pre-training datasets; `against_scan` finds such images.
 """
 
 import dataclasses
@@ -21,11 +21,20 @@ from vitrail.data.image_scan import BAD, DECODED, HEADER_ONLY, MAX_DECODED_IMAGE
 from vitrail.data.order import permute_indices
 from vitrail.errors import DataError, UsageError
 
-REPORT_VERSION = 1
+REPORT_VERSION = 2
+_OLD_KEYS = {  # keys of version 1, by the section of the report
+    "": {"several_labels": "multi_label", "colour": "color", "question": "layout_warning"},
+    "color": {"grey": "gray", "of": "split"},
+    "duplicates": {"of": "total"},
+    "against": {"of": "total", "searched_of": "searched_total", "found": "matches"},
+    "width": {"least": "min", "most": "max"},
+    "height": {"least": "min", "most": "max"},
+    "matches": {"shows": "matched_name"},
+}
 
 
 def audit_dataset(scan: DatasetScan, against_scan: DatasetScan | None = None) -> dict[str, Any]:
-    """The contents of data_report.json, of what was seen of a set, and of one that it should not show."""
+    """The contents of data_report.json for a scanned dataset, and for one with which it should share no image."""
     dataset, status = scan.dataset, scan.image_facts["status"]
     groups = _find_duplicate_groups(scan)
     report: dict[str, Any] = {
@@ -43,31 +52,42 @@ def audit_dataset(scan: DatasetScan, against_scan: DatasetScan | None = None) ->
         ],
         "classes": _list_class_counts(dataset),
         "empty_classes": list(dataset.empty_classes),
-        "question": dataset.layout_warning,
-        "several_labels": dataset.multi_label,
+        "layout_warning": dataset.layout_warning,
+        "multi_label": dataset.multi_label,
         **_summarize_sizes(scan),
-        "colour": _summarize_color(scan),
+        "color": _summarize_color(scan),
         "duplicates": _describe_groups(scan, groups),
     }
-    unwanted = {(row["split"], row["name"]) for row in report["bad"]} | set(_find_leaks(scan, groups))
+    excluded = {(row["split"], row["name"]) for row in report["bad"]} | set(_find_leaks(scan, groups))
     if against_scan is not None:
         report["against"] = _find_shared_images(scan, against_scan)
-        unwanted |= {(row["split"], row["name"]) for row in report["against"]["found"]}
-    report["leave_out"] = [{"split": split, "name": name} for split, name in sorted(unwanted)]
+        excluded |= {(row["split"], row["name"]) for row in report["against"]["matches"]}
+    report["leave_out"] = [{"split": split, "name": name} for split, name in sorted(excluded)]
     return report
 
 
+def upgrade_report(report: Any, section: str = "") -> Any:
+    """A data report with the keys of the current version, whichever version wrote it."""
+    if isinstance(report, list):
+        return [upgrade_report(item, section) for item in report]
+    if not isinstance(report, dict):
+        return report
+    keys: dict[Any, Any] = _OLD_KEYS.get(section, {})
+    renamed = {keys.get(key, key): value for key, value in report.items()}
+    return {key: upgrade_report(value, str(key)) for key, value in renamed.items()}
+
+
 def _digest_contents(scan: DatasetScan) -> str:
-    """One digest of all images' contents, by which a later run knows them; empty where not all were decoded."""
-    whole = bool((scan.image_facts["status"] == DECODED).all())
-    return hashlib.sha256(np.ascontiguousarray(scan.image_facts["digest"]).tobytes()).hexdigest() if whole else ""
+    """One digest of all images' contents, which identifies them to later runs; empty if not all were decoded."""
+    all_decoded = bool((scan.image_facts["status"] == DECODED).all())
+    return hashlib.sha256(np.ascontiguousarray(scan.image_facts["digest"]).tobytes()).hexdigest() if all_decoded else ""
 
 
 def _list_class_counts(dataset: Dataset) -> list[dict[str, Any]]:
     counts = {name: split.count_per_class(len(dataset.classes)) for name, split in dataset.splits.items()}
     return [
-        {"name": name, **{split: int(column[place]) for split, column in counts.items()}}
-        for place, name in enumerate(dataset.classes)
+        {"name": name, **{split: int(class_counts[label]) for split, class_counts in counts.items()}}
+        for label, name in enumerate(dataset.classes)
     ]
 
 
@@ -76,65 +96,70 @@ def _summarize_sizes(scan: DatasetScan) -> dict[str, Any]:
     sizes = {}
     for side in ("width", "height"):
         values = good[side] if len(good) else np.zeros(1)
-        sizes[side] = {"least": int(values.min()), "median": int(np.median(values)), "most": int(values.max())}
-    formats = Counter(FORMATS[place] for place in good["format"].tolist())
+        sizes[side] = {"min": int(values.min()), "median": int(np.median(values)), "max": int(values.max())}
+    formats = Counter(FORMATS[number] for number in good["format"].tolist())
     return {"sizes": sizes, "formats": dict(formats.most_common())}
 
 
 def _summarize_color(scan: DatasetScan) -> dict[str, Any]:
-    """Mean and standard deviation of the pixels of train, or of all where there is none; every image counts alike."""
+    """Mean and standard deviation of the pixels of train, or of all images if there is none; images weigh the same."""
     names = list(scan.dataset.splits)
-    of = "train" if "train" in names else "all"
-    use = scan.image_facts["status"] == DECODED
-    if of == "train":
-        use &= scan.split_index == names.index("train")
-    facts = scan.image_facts[use]
+    split = "train" if "train" in names else "all"
+    selected = scan.image_facts["status"] == DECODED
+    if split == "train":
+        selected &= scan.split_index == names.index("train")
+    facts = scan.image_facts[selected]
     if not len(facts):
-        return {"of": of, "images": 0, "mean": None, "std": None, "grey": 0}
+        return {"split": split, "images": 0, "mean": None, "std": None, "gray": 0}
     mean, square = facts["mean"].mean(axis=0, dtype=np.float64), facts["square"].mean(axis=0, dtype=np.float64)
     std = np.sqrt(np.maximum(square - mean**2, 0))
-    grey = int(facts["grey"].sum())
-    return {"of": of, "images": len(facts), "mean": mean.round(4).tolist(), "std": std.round(4).tolist(), "grey": grey}
+    return {
+        "split": split,
+        "images": len(facts),
+        "mean": mean.round(4).tolist(),
+        "std": std.round(4).tolist(),
+        "gray": int(facts["gray"].sum()),
+    }
 
 
-# --- copies ----------------------------------------------------------------------------------------------------------
+# --- duplicates ------------------------------------------------------------------------------------------------------
 
 
 class _DuplicateGroup(NamedTuple):
     """Images that show the same picture."""
 
     kind: str
-    """exact: equal files. near: some are resized, encoded again, cropped, mirrored or recoloured."""
+    """exact: equal files. near: some are resized, encoded again, cropped, mirrored or recolored."""
     images: tuple[int, ...]
 
 
 def _find_duplicate_groups(scan: DatasetScan) -> list[_DuplicateGroup]:
-    """The images that occur more than once, each with all of its copies, among LIMIT of them at most."""
-    rows, places = _select_fingerprints(scan)
-    if len(places) > MAX_DECODED_IMAGES:
-        some = np.sort(permute_indices(np.arange(MAX_DECODED_IMAGES), len(places), counter_rng.derive_key(0, "copies")))
-        rows, places = rows[some], places[some]
+    """The images that occur more than once, each with all its duplicates, among MAX_DECODED_IMAGES at most."""
+    fingerprints, images = _select_fingerprints(scan)
+    if len(images) > MAX_DECODED_IMAGES:
+        key = counter_rng.derive_key(0, "copies")
+        sample = np.sort(permute_indices(np.arange(MAX_DECODED_IMAGES), len(images), key))
+        fingerprints, images = fingerprints[sample], images[sample]
     digests = scan.image_facts["digest"]
-    equal = [places[group] for group in _group_equal_digests(digests[places])]
-    keep = ~np.isin(places, np.concatenate([np.empty(0, dtype=np.int64), *(group[1:] for group in equal)]))
-    near = places[keep][
-        duplicates.find_duplicate_pairs(rows[keep]).indices
-    ]  # of equal files one is compared, and stands for all
-    pairs = [(int(group[0]), int(image)) for group in equal for image in group[1:]]
-    joined = _find_connected_groups(pairs + [(one, two) for one, two in near.tolist()])
+    equal = [images[group] for group in _group_equal_digests(digests[images])]
+    # Of equal files only the first is compared with others.
+    keep = ~np.isin(images, np.concatenate([np.empty(0, dtype=np.int64), *(group[1:] for group in equal)]))
+    near_pairs = images[keep][duplicates.find_duplicate_pairs(fingerprints[keep]).indices]
+    equal_pairs = [(int(group[0]), int(image)) for group in equal for image in group[1:]]
+    groups = _find_connected_groups(equal_pairs + [(first, second) for first, second in near_pairs.tolist()])
     return [
-        _DuplicateGroup("exact" if len(set(digests[list(group)].tolist())) == 1 else "near", group) for group in joined
+        _DuplicateGroup("exact" if len(set(digests[list(group)].tolist())) == 1 else "near", group) for group in groups
     ]
 
 
 def _select_fingerprints(scan: DatasetScan) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """The fingerprints of the decoded images, and which images those are."""
+    """The fingerprints of the decoded images, and the indices of these images."""
     good = scan.image_facts["status"][scan.fingerprinted_images] == DECODED
     return scan.fingerprints[good], scan.fingerprinted_images[good]
 
 
 def _group_equal_digests(digests: NDArray[Any]) -> list[NDArray[np.int64]]:
-    """Groups of places with equal digests."""
+    """Groups of indices with equal digests."""
     order = np.argsort(digests, kind="stable")
     ordered = digests[order]
     cuts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
@@ -151,8 +176,8 @@ def _find_connected_groups(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, 
             image = leader[image]
         return image
 
-    for one, two in pairs:
-        leader[find_root(two)] = find_root(one)
+    for first, second in pairs:
+        leader[find_root(second)] = find_root(first)
     groups: dict[int, list[int]] = {}
     for image in sorted(leader):
         groups.setdefault(find_root(image), []).append(image)
@@ -160,38 +185,27 @@ def _find_connected_groups(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, 
 
 
 def _describe_groups(scan: DatasetScan, groups: Sequence[_DuplicateGroup]) -> dict[str, Any]:
+    decoded = int((scan.image_facts["status"][scan.fingerprinted_images] == DECODED).sum())
     return {
-        "compared": min(
-            MAX_DECODED_IMAGES, int((scan.image_facts["status"][scan.fingerprinted_images] == DECODED).sum())
-        ),
-        "of": len(scan.image_facts),
+        "compared": min(MAX_DECODED_IMAGES, decoded),
+        "total": len(scan.image_facts),
         "exact": sum(group.kind == "exact" for group in groups),
         "near": sum(group.kind == "near" for group in groups),
         "across_splits": sum(len({int(scan.split_index[image]) for image in group.images}) > 1 for group in groups),
         "different_labels": sum(len({scan.get_image_labels(image) for image in group.images}) > 1 for group in groups),
         "groups": [
-            {
-                "kind": group.kind,
-                "images": [
-                    {
-                        "split": scan.get_split_name(image),
-                        "name": scan.get_image_name(image),
-                        "labels": _get_label_names(scan, image),
-                    }
-                    for image in group.images
-                ],
-            }
-            for group in groups
+            {"kind": group.kind, "images": [_describe_image(scan, image) for image in group.images]} for group in groups
         ],
     }
 
 
-def _get_label_names(scan: DatasetScan, image: int) -> list[str]:
-    return [scan.dataset.classes[label] for label in scan.get_image_labels(image)]
+def _describe_image(scan: DatasetScan, image: int) -> dict[str, Any]:
+    labels = [scan.dataset.classes[label] for label in scan.get_image_labels(image)]
+    return {"split": scan.get_split_name(image), "name": scan.get_image_name(image), "labels": labels}
 
 
 def _find_leaks(scan: DatasetScan, groups: Sequence[_DuplicateGroup]) -> Iterator[tuple[str, str]]:
-    """Training images that show what val or test shows, and validation images that show what test shows."""
+    """The split and name of training images with duplicates in val or test, and of val images with some in test."""
     for group in groups:
         last = max(SPLITS.index(scan.get_split_name(image)) for image in group.images)
         for image in group.images:
@@ -200,9 +214,9 @@ def _find_leaks(scan: DatasetScan, groups: Sequence[_DuplicateGroup]) -> Iterato
 
 
 def keep_eval_splits(dataset: Dataset) -> Dataset:
-    """The dataset's own val and test alone, which others should not show; all of it where it has neither."""
-    own = _list_own_eval_splits(dataset)
-    return dataclasses.replace(dataset, splits={name: dataset.splits[name] for name in own}) if own else dataset
+    """The dataset with only its own val and test, which others should not contain; all of it if it has neither."""
+    names = _list_own_eval_splits(dataset)
+    return dataclasses.replace(dataset, splits={name: dataset.splits[name] for name in names}) if names else dataset
 
 
 def _list_own_eval_splits(dataset: Dataset) -> list[str]:
@@ -210,53 +224,53 @@ def _list_own_eval_splits(dataset: Dataset) -> list[str]:
 
 
 def _find_shared_images(scan: DatasetScan, against_scan: DatasetScan) -> dict[str, Any]:
-    """The images of one set that another shows too: in its own val and test, or anywhere where it has neither."""
-    own = _list_own_eval_splits(against_scan.dataset)
-    held = [place for place, name in enumerate(against_scan.dataset.splits) if name in own]
-    mine, places = _select_fingerprints(scan)
-    theirs, others = _select_fingerprints(against_scan)
-    if held:
-        use = np.isin(against_scan.split_index[others], held)
-        theirs, others = theirs[use], others[use]
-    known: dict[bytes, int] = {against_scan.image_facts["digest"][image].tobytes(): int(image) for image in others}
-    found = {
-        int(image): ("exact", known[key])
-        for image in places
-        if (key := scan.image_facts["digest"][image].tobytes()) in known
+    """The images of one dataset with duplicates in the other's own val and test, or anywhere if it has neither."""
+    eval_names = _list_own_eval_splits(against_scan.dataset)
+    eval_splits = [number for number, name in enumerate(against_scan.dataset.splits) if name in eval_names]
+    fingerprints, images = _select_fingerprints(scan)
+    other_fingerprints, other_images = _select_fingerprints(against_scan)
+    total = len(against_scan.split_index)
+    if eval_splits:
+        selected = np.isin(against_scan.split_index[other_images], eval_splits)
+        other_fingerprints, other_images = other_fingerprints[selected], other_images[selected]
+        total = int(np.isin(against_scan.split_index, eval_splits).sum())
+    other_digests = against_scan.image_facts["digest"]
+    image_of_digest = {other_digests[image].tobytes(): int(image) for image in other_images}
+    matches = {
+        int(image): ("exact", image_of_digest[digest])
+        for image in images
+        if (digest := scan.image_facts["digest"][image].tobytes()) in image_of_digest
     }
-    for start in range(
-        0, len(mine), MAX_DECODED_IMAGES
-    ):  # part by part, so that a large dataset needs no more memory at once
-        for one, two in duplicates.find_duplicate_pairs(
-            mine[start : start + MAX_DECODED_IMAGES], theirs
-        ).indices.tolist():
-            found.setdefault(int(places[start + one]), ("near", int(others[two])))
+    for start in range(0, len(images), MAX_DECODED_IMAGES):  # in blocks, which bounds the memory of a large dataset
+        block = fingerprints[start : start + MAX_DECODED_IMAGES]
+        for first, second in duplicates.find_duplicate_pairs(block, other_fingerprints).indices.tolist():
+            matches.setdefault(int(images[start + first]), ("near", int(other_images[second])))
     return {
         "data": against_scan.dataset.name,
-        "compared": len(others),
-        "of": int(np.isin(against_scan.split_index, held).sum()) if held else len(against_scan.split_index),
-        "searched": len(places),
-        "searched_of": len(scan.split_index),
-        "found": [
+        "compared": len(other_images),
+        "total": total,
+        "searched": len(images),
+        "searched_total": len(scan.split_index),
+        "matches": [
             {
                 "kind": kind,
                 "split": scan.get_split_name(image),
                 "name": scan.get_image_name(image),
-                "shows": against_scan.get_image_name(shown),
+                "matched_name": against_scan.get_image_name(match),
             }
-            for image, (kind, shown) in sorted(found.items())
+            for image, (kind, match) in sorted(matches.items())
         ],
     }
 
 
 def read_excluded_images(path: Path, dataset: Dataset) -> frozenset[tuple[str, str]]:
-    """The images that a set's data_report.json says it is better without: the split and the name of each."""
+    """The split and name of each image that a dataset's data_report.json lists to leave out."""
     try:
-        report = json.loads(path.read_text())
-        named = str(report["data"])
-        found = frozenset((str(row["split"]), str(row["name"])) for row in report["leave_out"])
+        report = upgrade_report(json.loads(path.read_text()))
+        name = str(report["data"])
+        excluded = frozenset((str(row["split"]), str(row["name"])) for row in report["leave_out"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} is no data_report.json ({error}): vitrail data check DATA writes one") from error
-    if named != dataset.name:
-        raise UsageError(f"{path} is the report of {named}, not of {dataset.name}: vitrail data check writes its own")
-    return found
+        raise DataError(f"{path} is not a data_report.json ({error}): vitrail data check DATA writes one") from error
+    if name != dataset.name:
+        raise UsageError(f"{path} is the report of {name}, not of {dataset.name}: vitrail data check writes its own")
+    return excluded

@@ -12,7 +12,7 @@ from vitrail import remote
 from vitrail.data.counter_rng import IntArray
 from vitrail.data.sample_table import Array, SampleTable
 from vitrail.errors import DataError
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 
 SPLITS = ("train", "val", "test")
 UNLABELED = -1
@@ -122,7 +122,9 @@ class Dataset:
     splits: Mapping[str, Split]
     """Those of train, val and test that exist."""
     generated_splits: tuple[str, ...] = ()
-    """Splits that the dataset does not have itself: they were held out of its images."""
+    """Splits that the set does not have itself: they were held out of its images."""
+    holdout_note: str = ""
+    """How val and test were held out, if the dataset has no split of its own; one of the notes."""
     notes: tuple[str, ...] = ()
     """What was assumed or omitted, for the user to read."""
     empty_classes: tuple[str, ...] = ()
@@ -136,6 +138,22 @@ class Dataset:
     def multi_label(self) -> bool:
         """Whether an image may have several labels, or none."""
         return any(split.multi_label for split in self.splits.values())
+
+
+def build_dataset(name: str, store: Store, splits: SampleTable | None = None) -> Dataset:
+    """The dataset that a store's table describes; `splits` is the table of its splits, if that is another one."""
+    splits = store.table if splits is None else splits
+    metadata = splits.metadata
+    return Dataset(
+        name=name,
+        classes=tuple(metadata["classes"]),
+        splits=build_splits(store, splits["split"]),
+        generated_splits=tuple(metadata["generated_splits"]),
+        holdout_note=metadata["holdout_note"],
+        notes=tuple(metadata["notes"]),
+        empty_classes=tuple(metadata.get("empty_classes", ())),
+        layout_warning=metadata.get("layout_warning", ""),
+    )
 
 
 def build_splits(store: Store, column: Array) -> dict[str, Split]:

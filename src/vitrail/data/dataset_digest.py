@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from PIL import Image
 
 from vitrail.data import counter_rng
 from vitrail.data.counter_rng import IntArray
-from vitrail.data.dataset import Dataset, Split
+from vitrail.data.dataset import Dataset, Split, Store
 from vitrail.data.folder import FileStore
 from vitrail.data.order import permute_indices
 from vitrail.data.sample_table import SampleTable, read_stamp
@@ -107,28 +107,40 @@ def _stat_files(split: Split) -> IntArray:
     store, count = split.store, len(split)
     sampled = np.arange(count)
     if count > MAX_STAMPED_IMAGES:
-        sampled = np.sort(permute_indices(np.arange(MAX_STAMPED_IMAGES), count, counter_rng.derive_key(0, "digest")))
-    rows = [int(split.rows[index]) for index in sampled.tolist()]
+        chosen = np.sort(permute_indices(np.arange(MAX_STAMPED_IMAGES), count, counter_rng.derive_key(0, "digest")))
+    rows = [int(split.rows[place]) for place in chosen.tolist()]
     sizes_and_times = np.zeros((len(rows), 2), dtype=np.int64)
     sizes_and_times[:, 0] = store.table["size"][rows] if "size" in store.table else -1
-    if isinstance(store, FileStore) and isinstance(store.root, Path):
-        with ThreadPoolExecutor(_THREADS) as threads:
-            chunks = [rows[start : start + _CHUNK] for start in range(0, len(rows), _CHUNK)]
-            stamps = threads.map(lambda chunk: [_read_stamp_or_missing(str(store.read(row))) for row in chunk], chunks)
-            for index, (time, size) in enumerate(itertools.chain.from_iterable(stamps)):
-                sizes_and_times[index] = size, time
-    elif isinstance(store, ShardStore) and isinstance(store.folder, Path):
-        shards = store.table["shard"][rows]
-        for shard in np.unique(shards).tolist():
-            sizes_and_times[shards == shard, 1] = _read_stamp_or_missing(f"{store.folder}/{store.files[shard]}")[0]
+    stamps = [] if store.is_remote else read_file_stamps(store, rows)
+    for number, stamp in enumerate(stamps):
+        time, size = stamp or (0, -1)
+        if isinstance(store, FileStore):
+            sizes_and_times[number] = size, time
+        else:
+            sizes_and_times[number, 1] = time
     return sizes_and_times
 
 
-def _read_stamp_or_missing(path: str) -> list[int]:
+def read_file_stamps(store: Store, rows: Sequence[int]) -> list[list[int]]:
+    """The stamp (`read_stamp`) of the file or shard of each row; empty if it is missing, and for images in no files."""
+    if isinstance(store, ShardStore):
+        shards = store.table["shard"][rows].tolist()
+        paths = {shard: f"{store.folder}/{store.files[shard]}" for shard in set(shards)}
+        stamp_of_shard = {shard: _read_stamp_if_present(path) for shard, path in paths.items()}
+        return [stamp_of_shard[shard] for shard in shards]
+    if not isinstance(store, FileStore) or store.is_remote:
+        return [[] for _ in rows]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        chunks = [rows[start : start + _CHUNK] for start in range(0, len(rows), _CHUNK)]
+        stamps = threads.map(lambda chunk: [_read_stamp_if_present(str(store.read(row))) for row in chunk], chunks)
+        return list(itertools.chain.from_iterable(stamps))
+
+
+def _read_stamp_if_present(path: str) -> list[int]:
     try:
         return read_stamp(path)
     except OSError:
-        return [0, -1]  # the error comes when it is read
+        return []  # the error is reported when the file is read
 
 
 def _digest_contents(dataset: Dataset) -> str:

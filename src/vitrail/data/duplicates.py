@@ -1,25 +1,25 @@
-"""Images of a set, or of two, that show the same picture: resized, re-encoded, recoloured, cropped or mirrored copies.
+"""Near-duplicate images in one dataset or across two: resized, re-encoded, recolored, cropped or mirrored.
 
-A fingerprint is a grey thumbnail, 32 x 32 whatever the shape of the image. Its comparison has three steps, each a few
+A fingerprint is a gray thumbnail, 32 x 32 whatever the shape of the image. The comparison has three steps, each a few
 matrix products over many images at once:
 
-1. Candidates. A hash of the whole picture does not find crops, so 100 windows of every thumbnail, and their mirror
-   images, are compared with the whole of every other one: 35 low cosine frequencies each (as in Zauner's pHash, 2010,
-   but kept as real numbers), whitened by the 1/f law of natural images (Field 1987). The whole thumbnails lie in cells
-   around k-means centres, and a window visits its nearest few cells only (inverted file: Sivic and Zisserman 2003,
-   Jegou et al. 2011).
-2. Alignment. The window is moved and scaled until it fits best, by Gauss-Newton steps on the pixels (Lucas and Kanade
-   1981; a gain and an offset of the grey values are left free, as in Evangelidis and Psarakis 2008), coarse to fine.
-3. Verdict. Two pictures are the same where the fine detail of the aligned thumbnails correlates: what is left after
-   each pixel's 3 x 3 mean is taken away. Alike scenes share their light and dark areas, only copies share the detail.
-   It is divided by its own strength nearby (local contrast normalisation, Jarrett et al. 2009), lest two dark objects
-   before a light wall be the same by their outlines alone.
+1. Candidates. A hash of the whole image misses crops, so 100 windows of every thumbnail, and their mirror images, are
+   compared with every other whole thumbnail. Each is described by 35 low cosine frequencies (as in Zauner's pHash,
+   2010, but kept as real numbers), whitened by the 1/f law of natural images (Field 1987). The whole thumbnails are
+   grouped in cells around k-means centers, and a window visits only its nearest few cells (inverted file: Sivic and
+   Zisserman 2003, Jegou et al. 2011).
+2. Alignment. The window is moved and scaled to the best fit, by Gauss-Newton steps on the pixels (Lucas and Kanade
+   1981; gain and offset of the gray values are free, as in Evangelidis and Psarakis 2008), coarse to fine.
+3. Verdict. Two images are duplicates if the fine detail of the aligned thumbnails correlates: what remains of each
+   pixel after subtracting its 3 x 3 mean. Similar scenes share light and dark areas; only duplicates share the detail.
+   Local contrast normalization (Jarrett et al. 2009) keeps two dark objects before a light wall from matching by
+   their outlines alone.
 
-Handwritten digits, drawings and blank pages look alike without being copies. Content is the share of a thumbnail's
-pixels that differ from their surroundings at all. Below a quarter, or where the image is smaller than its thumbnail, an
-image equals only one of the same pixels; below a half its detail, undivided, has to agree almost wholly.
+Handwritten digits, drawings and blank pages look alike without being duplicates. Content is the fraction of a
+thumbnail's pixels that differ from their surroundings. If it is below a quarter, or the image is smaller than its
+thumbnail, an image matches only one with equal pixels. Below a half, its unnormalized detail must agree almost fully.
 
-The libraries for this (imagehash, imagededup) hash the whole picture, which misses crops, or ask a network.
+The libraries for this (imagehash, imagededup) hash the whole image, which misses crops, or use a neural network.
 docs/experiments/duplicates.md has the measurements.
 
     B images   W windows   D = 35 frequencies   S = 32 thumbnail side   M side of an aligned window
@@ -39,35 +39,30 @@ from torch import Tensor
 from torch.nn import functional as F
 
 THUMBNAIL_SIDE = 32
-FINGERPRINT_BYTES = (
-    THUMBNAIL_SIDE * THUMBNAIL_SIDE + 8
-)  # bytes: the thumbnail, then a digest of the pixels where there is too little content
+FINGERPRINT_BYTES = THUMBNAIL_SIDE * THUMBNAIL_SIDE + 8
+"""The thumbnail, then a digest of the pixels if there is too little content."""
 
-MIN_CORRELATION = 0.8  # correlation of the evened detail from which two thumbnails show the same picture
-MIN_SPARSE_CORRELATION = (
-    0.97  # correlation of the plain detail, where one of the two is sparse; handwritten digits reach 0.963
-)
-_EMPTY_CONTENT, _SPARSE_CONTENT = 0.25, 0.5  # content below which an image needs equal pixels, or SPARSE_SAME
+MIN_CORRELATION = 0.8  # of the normalized detail, for two thumbnails to be duplicates
+MIN_SPARSE_CORRELATION = 0.97  # of the plain detail, if one of the two is sparse; handwritten digits reach 0.963
+_EMPTY_CONTENT, _SPARSE_CONTENT = 0.25, 0.5  # below: equal pixels needed, or MIN_SPARSE_CORRELATION
 
-_TRIM_UNIT = 128  # windows are given by what they trim off each edge, in 128ths: a quarter of a thumbnail's pixel
-_TRIMS = (0, 10, 20, 30)  # of the candidates' windows, at most 30 along each axis together: 59 to 100 % of the area
+_TRIM_UNIT = 128  # a window is what it trims off each edge, in 128ths of the side: a quarter of a thumbnail's pixel
+_TRIMS = (0, 10, 20, 30)  # of candidate windows, at most 30 in total along each axis: 59 to 100 % of the area
 _TRIM_LIMIT = 56  # of an aligned window, from each edge
-_FREQUENCIES = 6  # along each axis; their 36 products less the mean make D
-_MIN_WHITENED_NORM = (
-    4.0  # a window whose whitened contrast is below this is scaled up no further: its noise is no pattern
-)
-_BLOCK_IMAGES = 512  # thumbnails a thread works on at once, in about 75 MB
+_FREQUENCIES = 6  # along each axis; their 36 products without the mean make D
+_MIN_WHITENED_NORM = 4.0  # whitened contrast below this is not scaled up further: it is noise
+_BLOCK_IMAGES = 512  # thumbnails that a thread processes at once, in about 75 MB
 _CELL_SIZE = 200  # thumbnails in a cell, on average
 _PROBES = 4  # cells a window visits
-_MIN_CANDIDATE_COSINE = 0.86  # cosine between frequencies from which a pair is a candidate
-_MAX_CANDIDATES = 16  # candidates of one image: a thousand copies of one picture make 16,000 pairs, not 500,000
+_MIN_CANDIDATE_COSINE = 0.86  # between the frequencies of a candidate pair
+_MAX_CANDIDATES = 16  # per image: a thousand duplicates of one image make 16,000 pairs, not 500,000
 _COARSE_SIDE, _FINE_SIDE = 12, 24  # sides M of the aligned windows
-_DETAIL_NOISE = 2.0  # grey levels: detail weaker than this is not evened up
-_MIN_COARSE_CORRELATION = 0.95  # correlation of coarse windows below which the fine ones are not compared
+_DETAIL_NOISE = 2.0  # gray levels: weaker detail is not normalized
+_MIN_COARSE_CORRELATION = 0.95  # of coarse windows, for the fine ones to be compared
 
 
 class DuplicatePairs(NamedTuple):
-    """K pairs of images that show the same picture."""
+    """K pairs of duplicates."""
 
     indices: NDArray[np.int64]  # (K, 2), sorted
     scores: NDArray[np.float32]  # (K,): the correlation of their detail; 1 for equal fingerprints
@@ -76,43 +71,38 @@ class DuplicatePairs(NamedTuple):
 def compute_fingerprint(image: Tensor) -> NDArray[np.uint8]:
     """uint8 (C, H, W) -> uint8 (1032,)."""
     pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())  # (H, W, C)
-    picture = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).convert("L")
-    # A triangle filter: with a box the detail of a crop correlates with its source by 0.89, not 0.97 (64 x 64 images).
-    thumbnail = np.array(picture.resize((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.BILINEAR))
+    gray = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).convert("L")
+    # A triangle filter: with a box filter, the detail of a crop and its source correlate by 0.89, not 0.97 (64 x 64).
+    thumbnail = np.array(gray.resize((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.BILINEAR))
     digest = bytes(8)
-    if (
-        min(pixels.shape[:2]) < THUMBNAIL_SIDE
-        or _compute_content(torch.from_numpy(thumbnail)[None]).item() < _EMPTY_CONTENT
-    ):
+    content = _compute_content(torch.from_numpy(thumbnail)[None]).item()
+    if min(pixels.shape[:2]) < THUMBNAIL_SIDE or content < _EMPTY_CONTENT:
         digest = hashlib.blake2b(repr(pixels.shape).encode() + pixels.tobytes(), digest_size=8).digest()
     return np.concatenate([thumbnail.ravel(), np.frombuffer(digest, np.uint8)])
 
 
 def find_duplicate_pairs(first: NDArray[np.uint8], second: NDArray[np.uint8] | None = None) -> DuplicatePairs:
-    """The pairs (i, j) of images that show the same picture, from fingerprints (n, 1032) that may be memory-mapped:
-    i < j of one set, or i of the first and j of the second.
+    """The pairs (i, j) of duplicates, from fingerprints (n, 1032) that may be memory-mapped.
 
-    Of many copies of one picture not every pair is given, but enough to link each copy to the others, or to one in the
-    other set. The time grows a little faster than n, and is shared by as many threads as torch has, up to eight.
+    With one dataset i < j; with two, i is of the first and j of the second. Of many duplicates of one image not every
+    pair is listed, but enough to link each to the others, or to one in the other dataset. The time grows a little
+    faster than n. It uses as many threads as torch has, up to eight.
     """
     keys, leaders = _find_leaders(first)
     if second is None:
-        copies = np.flatnonzero(leaders != np.arange(len(first)))
-        equal = np.stack([leaders[copies], copies], axis=1)
+        followers = np.flatnonzero(leaders != np.arange(len(first)))
+        equal = np.stack([leaders[followers], followers], axis=1)
         return _merge_pairs(equal, _find_near_pairs(_Thumbnails.from_fingerprints(first, leaders), None))
     second_keys, second_leaders = _find_leaders(second)
     equal = np.stack(np.intersect1d(keys, second_keys, return_indices=True)[1:], axis=1)
-    found = _merge_pairs(
-        equal,
-        _find_near_pairs(
-            _Thumbnails.from_fingerprints(first, leaders), _Thumbnails.from_fingerprints(second, second_leaders)
-        ),
+    near = _find_near_pairs(
+        _Thumbnails.from_fingerprints(first, leaders), _Thumbnails.from_fingerprints(second, second_leaders)
     )
-    return _add_equal_images(found, leaders, second_leaders)
+    return _add_equal_images(_merge_pairs(equal, near), leaders, second_leaders)
 
 
 def _find_leaders(fingerprints: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-    """64 bits of each fingerprint, and the first position that has the same ones; both (n,)."""
+    """A 64-bit key of each fingerprint, and the first position with the same key; both (n,)."""
     digests = b"".join(hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in fingerprints)
     keys = np.frombuffer(digests, np.uint64)
     _, firsts, inverse = np.unique(keys, return_index=True, return_inverse=True)
@@ -120,7 +110,7 @@ def _find_leaders(fingerprints: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], 
 
 
 def _merge_pairs(equal: NDArray[np.int64], near: DuplicatePairs) -> DuplicatePairs:
-    """Pairs of equal fingerprints and of near ones as one list, each pair once."""
+    """Merge the pairs of equal and of near fingerprints; each pair occurs once."""
     indices = np.concatenate([equal, near.indices])
     scores = np.concatenate([np.ones(len(equal), np.float32), near.scores])
     order = np.lexsort((-scores, indices[:, 1], indices[:, 0]))
@@ -133,7 +123,7 @@ def _merge_pairs(equal: NDArray[np.int64], near: DuplicatePairs) -> DuplicatePai
 def _add_equal_images(
     leader_pairs: DuplicatePairs, first_leaders: NDArray[np.int64], second_leaders: NDArray[np.int64]
 ) -> DuplicatePairs:
-    """Pairs of leaders, and each copy of a leader with the other leader of the pair: a sum of copies, no product."""
+    """The pairs of leaders, and each duplicate of a leader with the pair's other leader: a sum, not a product."""
     indices, scores = [], []
     for column, leaders in enumerate((first_leaders, second_leaders)):
         order = np.argsort(leaders, kind="stable")
@@ -150,26 +140,24 @@ def _add_equal_images(
 
 
 class _Thumbnails(NamedTuple):
-    """The distinct thumbnails of a set that have enough content to be compared."""
+    """The distinct thumbnails of a dataset with enough content to be compared."""
 
     pixels: Tensor  # uint8 (n, S, S)
     sparse: Tensor  # bool (n,)
-    positions: NDArray[np.int64]  # (n,): their positions in the set
+    positions: NDArray[np.int64]  # (n,): their positions in the dataset
 
     @classmethod
     def from_fingerprints(cls, fingerprints: NDArray[np.uint8], leaders: NDArray[np.int64]) -> "_Thumbnails":
-        full = ~fingerprints[:, THUMBNAIL_SIDE * THUMBNAIL_SIDE :].any(axis=1)
-        origin = np.flatnonzero(full & (leaders == np.arange(len(leaders))))
-        pixels = torch.from_numpy(fingerprints[origin, : THUMBNAIL_SIDE * THUMBNAIL_SIDE]).view(
-            -1, THUMBNAIL_SIDE, THUMBNAIL_SIDE
-        )
-        return cls(
-            pixels, torch.cat([_compute_content(block) < _SPARSE_CONTENT for block in pixels.split(4096)]), origin
-        )
+        pixel_count = THUMBNAIL_SIDE * THUMBNAIL_SIDE
+        has_content = ~fingerprints[:, pixel_count:].any(axis=1)
+        positions = np.flatnonzero(has_content & (leaders == np.arange(len(leaders))))
+        pixels = torch.from_numpy(fingerprints[positions, :pixel_count]).view(-1, THUMBNAIL_SIDE, THUMBNAIL_SIDE)
+        sparse = torch.cat([_compute_content(block) < _SPARSE_CONTENT for block in pixels.split(4096)])
+        return cls(pixels, sparse, positions)
 
 
 def _find_near_pairs(first: _Thumbnails, second: _Thumbnails | None) -> DuplicatePairs:
-    """The pairs of unequal fingerprints: windows of each set against whole thumbnails of the other."""
+    """The pairs of unequal fingerprints: windows of each dataset against whole thumbnails of the other."""
     forward = _match_windows(first, second or first, is_same_dataset=second is None)
     if second is None:
         return DuplicatePairs(np.sort(forward.indices, axis=1), forward.scores)
@@ -179,7 +167,7 @@ def _find_near_pairs(first: _Thumbnails, second: _Thumbnails | None) -> Duplicat
 
 
 def _match_windows(wholes: _Thumbnails, parts: _Thumbnails, *, is_same_dataset: bool) -> DuplicatePairs:
-    """The pairs (i, j) where part j is the whole i or a window of it."""
+    """The pairs (i, j) in which part j is the whole i or a window of it."""
     if not (len(wholes.positions) and len(parts.positions)):
         return DuplicatePairs(np.empty((0, 2), np.int64), np.empty(0, np.float32))
     index = _build_cell_index(parts.pixels)
@@ -196,20 +184,20 @@ def _match_windows(wholes: _Thumbnails, parts: _Thumbnails, *, is_same_dataset: 
         return DuplicatePairs(indices, scores.numpy()[kept])
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the products are small: two threads on one of them take twice as long as one
+    torch.set_num_threads(1)  # the products are small: two threads take twice as long as one
     try:
         with ThreadPoolExecutor(min(threads, 8)) as pool:
-            found = list(pool.map(match_block, range(0, len(wholes.positions), _BLOCK_IMAGES)))
+            blocks = list(pool.map(match_block, range(0, len(wholes.positions), _BLOCK_IMAGES)))
     finally:
         torch.set_num_threads(threads)
-    return DuplicatePairs(*(np.concatenate(part) for part in zip(*found, strict=True)))
+    return DuplicatePairs(*(np.concatenate(part) for part in zip(*blocks, strict=True)))
 
 
 class _CellIndex(NamedTuple):
-    """Whole thumbnails in cells of similar ones."""
+    """Whole thumbnails, grouped in cells of similar ones."""
 
     centers: Tensor  # (cells, D)
-    members: Tensor  # (n, D), cell after cell
+    members: Tensor  # (n, D), cell by cell
     thumbnail_of_member: Tensor  # (n,): which thumbnail a member is
     member_of_thumbnail: Tensor  # (n,): which member a thumbnail is
     starts: list[int]  # the first member of each cell, and n
@@ -217,29 +205,29 @@ class _CellIndex(NamedTuple):
 
 def _build_cell_index(thumbnails: Tensor) -> _CellIndex:
     members = torch.cat([_compute_frequencies(block, _list_windows()[:1])[:, 0] for block in thumbnails.split(4096)])
-    centres = _fit_centers(members, max(1, len(members) // _CELL_SIZE))
-    cells = torch.cat([(block @ centres.T).argmax(dim=1) for block in members.split(8192)])
-    origin = cells.argsort(stable=True)
-    starts = torch.searchsorted(cells[origin], torch.arange(len(centres) + 1)).tolist()
-    return _CellIndex(centres, members[origin], origin, origin.argsort(), starts)
+    centers = _fit_centers(members, max(1, len(members) // _CELL_SIZE))
+    cells = torch.cat([(block @ centers.T).argmax(dim=1) for block in members.split(8192)])
+    order = cells.argsort(stable=True)
+    starts = torch.searchsorted(cells[order], torch.arange(len(centers) + 1)).tolist()
+    return _CellIndex(centers, members[order], order, order.argsort(), starts)
 
 
 def _fit_centers(members: Tensor, count: int) -> Tensor:
-    """(count, D): k-means by cosine on a sample, six rounds; the cells need be useful, not optimal."""
+    """(count, D): six rounds of k-means by cosine on a sample; the cells need to be useful, not optimal."""
     sample = members[torch.randperm(len(members), generator=torch.Generator().manual_seed(0))[: 64 * count]]
-    centres = sample[:count]
+    centers = sample[:count]
     for _ in range(6):
-        nearest = torch.cat([(block @ centres.T).argmax(dim=1) for block in sample.split(8192)])
-        sums = torch.zeros_like(centres).index_add_(0, nearest, sample)
+        nearest = torch.cat([(block @ centers.T).argmax(dim=1) for block in sample.split(8192)])
+        sums = torch.zeros_like(centers).index_add_(0, nearest, sample)
         lengths = sums.norm(dim=1, keepdim=True)
-        centres = torch.where(lengths > 0, sums / lengths.clamp(min=1e-6), centres)
-    return centres
+        centers = torch.where(lengths > 0, sums / lengths.clamp(min=1e-6), centers)
+    return centers
 
 
 def _find_candidates(thumbnails: Tensor, index: _CellIndex, start: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Which thumbnail resembles which whole one of the index by which of its windows; each (K,).
+    """The candidates: which thumbnail matches which whole one of the index by which of its windows; each (K,).
 
-    start: the place of these thumbnails in the index, where it holds them too: none shall resemble itself.
+    start: the position of these thumbnails in the index if it holds them too, as none may match itself.
     """
     windows = _compute_frequencies(thumbnails, _list_windows())  # (B, W, D)
     windows = torch.cat([windows, windows * _build_mirror_signs()], dim=1)  # (B, 2 W, D)
@@ -249,9 +237,8 @@ def _find_candidates(thumbnails: Tensor, index: _CellIndex, start: int | None) -
     image, partner, cosine = (v.numpy() for v in (images[rows], partners[rows, probes], cosines[rows, probes]))
     order = np.lexsort((-cosine, partner, image))
     image, partner, cosine, row = image[order], partner[order], cosine[order], rows.numpy()[order]
-    best = np.flatnonzero(
-        np.diff(image * len(index.thumbnail_of_member) + partner, prepend=-1)
-    )  # of each pair its best window
+    pairs = image * len(index.thumbnail_of_member) + partner
+    best = np.flatnonzero(np.diff(pairs, prepend=-1))  # the best window of each pair
     best = best[np.lexsort((-cosine[best], image[best]))]
     best = best[np.arange(len(best)) - np.searchsorted(image[best], image[best]) < _MAX_CANDIDATES]
     whole, part, window = (torch.from_numpy(v[best]) for v in (image, partner, row % windows.shape[1]))
@@ -259,10 +246,10 @@ def _find_candidates(thumbnails: Tensor, index: _CellIndex, start: int | None) -
 
 
 def _search_nearest(windows: Tensor, index: _CellIndex, own_thumbnails: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The nearest thumbnail in each of the cells visited: cosines and positions, both (windows, probes)."""
+    """The nearest thumbnail in each visited cell: cosines and positions, both (windows, probes)."""
     probes = min(_PROBES, len(index.centers))
     cells = torch.cat([(block @ index.centers.T).topk(probes).indices for block in windows.split(8192)]).flatten()
-    visits = cells.argsort(stable=True)  # grouped by cell, so that each cell is one matrix product
+    visits = cells.argsort(stable=True)  # grouped by cell, which makes each cell one matrix product
     bounds = torch.searchsorted(cells[visits], torch.arange(len(index.centers) + 1)).tolist()
     cosines = torch.full((len(cells),), -1.0)
     nearest = torch.zeros(len(cells), dtype=torch.long)
@@ -283,12 +270,12 @@ def _search_nearest(windows: Tensor, index: _CellIndex, own_thumbnails: Tensor |
 
 
 def _compute_frequencies(thumbnails: Tensor, windows: Tensor) -> Tensor:
-    """uint8 (B, S, S) and (W, 4) trims -> (B, W, D), of length 1 unless the window is faint."""
-    spans, place = windows.reshape(-1, 2).unique(dim=0, return_inverse=True)  # ten spans make the hundred windows
+    """uint8 (B, S, S) and (W, 4) trims -> (B, W, D), of norm 1 unless the contrast of the window is low."""
+    spans, span_index = windows.reshape(-1, 2).unique(dim=0, return_inverse=True)  # ten spans make the hundred windows
     cosines = _build_cosine_transforms()[spans[:, 0], spans[:, 1]].flatten(0, 1)  # (spans 6, S)
     products = cosines @ thumbnails.float() @ cosines.T
     products = products.view(-1, len(spans), _FREQUENCIES, len(spans), _FREQUENCIES)
-    vertical, horizontal = place.view(-1, 2).T
+    vertical, horizontal = span_index.view(-1, 2).T
     whole = products[:, vertical, :, horizontal].transpose(0, 1)  # (B, W, 6, 6)
     steps = torch.arange(_FREQUENCIES, dtype=torch.float32)
     whitened = (whole * torch.hypot(steps[:, None], steps)).flatten(2)[..., 1:]
@@ -297,7 +284,7 @@ def _compute_frequencies(thumbnails: Tensor, windows: Tensor) -> Tensor:
 
 @lru_cache
 def _build_cosine_transforms() -> Tensor:
-    """(57, 57, 6, S): entry [a, b] takes the cosine transform of what trimming a and b leaves."""
+    """(58, 58, 6, S): entry [a, b] is the cosine transform of what remains after trimming a and b."""
     steps = torch.arange(_FREQUENCIES)[:, None]
     scale = torch.where(steps == 0, math.sqrt(1 / 16), math.sqrt(2 / 16))
     return scale * torch.cos(math.pi / 16 * steps * (torch.arange(16) + 0.5)) @ _build_resamplers(16)
@@ -311,7 +298,7 @@ def _build_mirror_signs() -> Tensor:
 
 @lru_cache
 def _list_windows() -> Tensor:
-    """(W, 4): what each window trims off top, bottom, left and right; the first is the whole."""
+    """(W, 4): what each window trims off top, bottom, left and right; the first one is the whole thumbnail."""
     spans = [(low, high) for low in _TRIMS for high in _TRIMS if low + high <= _TRIMS[-1]]
     return torch.tensor([(*vertical, *horizontal) for vertical in spans for horizontal in spans])
 
@@ -319,7 +306,7 @@ def _list_windows() -> Tensor:
 @lru_cache
 def _build_resamplers(count: int) -> Tensor:
     """(58, 58, count, S): entry [a, b] averages S pixels over `count` equal parts of what trimming a and b leaves."""
-    trims = torch.arange(_TRIM_LIMIT + 2) / _TRIM_UNIT  # one more than the limit, for the slope there
+    trims = torch.arange(_TRIM_LIMIT + 2) / _TRIM_UNIT  # one beyond the limit, for the slope there
     low, high = trims[:, None, None], 1 - trims[None, :, None]
     edges = THUMBNAIL_SIDE * (low + (high - low) * torch.linspace(0, 1, count + 1))
     pixels = torch.arange(THUMBNAIL_SIDE)
@@ -329,38 +316,37 @@ def _build_resamplers(count: int) -> Tensor:
 
 
 def _score_pairs(wholes: Tensor, parts: Tensor, windows: Tensor, sparse: Tensor) -> Tensor:
-    """uint8 (B, S, S) twice, (B,) windows -> (B,): the correlation of the detail, -1 where no alignment fits.
+    """uint8 (B, S, S) twice, (B,) windows -> (B,): the correlation of the detail, -1 if no alignment fits.
 
-    sparse: (B,) whose detail is compared plain rather than evened.
+    sparse: (B,), the pairs whose plain detail is compared instead of the normalized one.
     """
     scores = torch.full((len(windows),), -1.0)
     for rows in torch.arange(len(windows)).split(1024):
         mirrored = (windows[rows] >= len(_list_windows()))[:, None, None]
         whole, part = wholes[rows].float(), torch.where(mirrored, parts[rows].flip(2), parts[rows]).float()
         trims = _list_windows()[windows[rows] % len(_list_windows())]
-        trims, views, targets = _align_windows(whole, part, trims, _COARSE_SIDE)
-        fit = _compute_correlation(views, targets) >= _MIN_COARSE_CORRELATION
+        trims, aligned, targets = _align_windows(whole, part, trims, _COARSE_SIDE)
+        fit = _compute_correlation(aligned, targets) >= _MIN_COARSE_CORRELATION
         if fit.any():
-            _, views, targets = _align_windows(whole[fit], part[fit], trims[fit], _FINE_SIDE)
-            plain = _compute_correlation(_compute_detail(views), _compute_detail(targets))
-            evened = _compute_correlation(
-                _normalize_contrast(_compute_detail(views)), _normalize_contrast(_compute_detail(targets))
-            )
-            scores[rows[fit]] = torch.where(sparse[rows[fit]], plain, evened)
+            _, aligned, targets = _align_windows(whole[fit], part[fit], trims[fit], _FINE_SIDE)
+            detail, target_detail = _compute_detail(aligned), _compute_detail(targets)
+            plain = _compute_correlation(detail, target_detail)
+            normalized = _compute_correlation(_normalize_contrast(detail), _normalize_contrast(target_detail))
+            scores[rows[fit]] = torch.where(sparse[rows[fit]], plain, normalized)
     return scores
 
 
 def _align_windows(whole: Tensor, part: Tensor, trims: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The trims (B, 4) by which the whole best shows the part, near those given, and both views (B, M, M)."""
+    """The trims (B, 4) near the given ones by which the whole best matches the part, and both windows (B, M, M)."""
     table = _build_resamplers(side)
     target = table[0, 0] @ part @ table[0, 0].T
-    views, tried = [], []
+    windows, window_trims = [], []
     for _ in range(3):
         top, bottom, left, right = trims.T
         rows, columns = table[top, bottom], table[left, right].mT
         across, down = whole @ columns, rows @ whole
-        views.append(rows @ across)
-        tried.append(trims)
+        windows.append(rows @ across)
+        window_trims.append(trims)
         slopes = torch.stack(
             [
                 (table[top + 1, bottom] - rows) @ across,
@@ -370,19 +356,18 @@ def _align_windows(whole: Tensor, part: Tensor, trims: Tensor, side: int) -> tup
             ],
             dim=1,
         )
-        trims = (trims + _solve_gauss_newton_step(views[-1], target, slopes).clamp(-8, 8).round().long()).clamp(
-            0, _TRIM_LIMIT
-        )
+        step = _solve_gauss_newton_step(windows[-1], target, slopes).clamp(-8, 8).round().long()
+        trims = (trims + step).clamp(0, _TRIM_LIMIT)
     top, bottom, left, right = trims.T
-    views.append(table[top, bottom] @ whole @ table[left, right].mT)
-    tried.append(trims)
-    best = torch.stack([_compute_correlation(view, target) for view in views]).argmax(dim=0)
+    windows.append(table[top, bottom] @ whole @ table[left, right].mT)
+    window_trims.append(trims)
+    best = torch.stack([_compute_correlation(window, target) for window in windows]).argmax(dim=0)
     chosen = best, torch.arange(len(best))
-    return torch.stack(tried)[chosen], torch.stack(views)[chosen], target
+    return torch.stack(window_trims)[chosen], torch.stack(windows)[chosen], target
 
 
 def _solve_gauss_newton_step(window: Tensor, target: Tensor, slopes: Tensor) -> Tensor:
-    """(B, 4): the change of trims after which view = gain * target + offset in least squares, to first order."""
+    """(B, 4): the change of trims after which window = gain * target + offset in least squares, to first order."""
     unknowns = torch.cat([slopes, -target[:, None]], dim=1).flatten(2)  # (B, 5, M M): four trims and the gain
     unknowns = unknowns - unknowns.mean(dim=2, keepdim=True)  # the offset is free
     normal = unknowns @ unknowns.mT
@@ -397,7 +382,7 @@ def _compute_correlation(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _compute_detail(images: Tensor) -> Tensor:
-    """(B, M, M) -> (B, M, M): each pixel less the mean of the 3 x 3 around it."""
+    """(B, M, M) -> (B, M, M): each pixel minus the mean of the 3 x 3 around it."""
     return images - _compute_local_mean(images, 3)
 
 
@@ -413,5 +398,5 @@ def _compute_local_mean(images: Tensor, side: int) -> Tensor:
 
 
 def _compute_content(thumbnails: Tensor) -> Tensor:
-    """uint8 (B, S, S) -> (B,): the share of pixels that differ by more than one grey level from their surroundings."""
+    """uint8 (B, S, S) -> (B,): the fraction of pixels that differ from their surroundings by over one gray level."""
     return (_compute_detail(thumbnails.float()).abs() > 1).float().mean(dim=(1, 2))

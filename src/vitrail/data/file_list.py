@@ -1,8 +1,9 @@
-"""A CSV or JSON-lines file that lists images and their labels.
+"""CSV and JSON-lines files that list images and their labels.
 
-Columns (or keys): `path` (also file, filename, image), relative to the list; `label` (also class), or `labels` for
-several: in CSV separated by semicolons, in JSON an array; and, if there is one, `split`: train, val or test. Without a
-label, two other columns or more that all hold nothing but 0 and 1 are one-hot: each is a class, named after its column.
+Columns or keys: `path` (also file, filename, image), relative to the list; `label` (also class), or `labels` for
+several (in CSV separated by semicolons, in JSON an array); and optionally `split`: train, val or test. If there is no
+label, and the other columns are at least two and hold only 0 and 1, they are one-hot: each is a class named after its
+column.
 """
 
 import csv
@@ -11,16 +12,17 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from vitrail import remote
 from vitrail.data import holdout, sample_table
-from vitrail.data.dataset import UNLABELED, Dataset, build_splits
+from vitrail.data.dataset import UNLABELED, Dataset, build_dataset
 from vitrail.data.folder import SPLIT_NAMES, FileStore
 from vitrail.data.sample_table import Array, encode_text_column
 from vitrail.errors import DataError
+from vitrail.formatting import join_first_names
 
 LIST_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson")
 LINE_LIMIT = 2**20  # characters
@@ -31,100 +33,117 @@ _BIT_VALUES = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True,
 
 
 def open_file_list(path: Path | str, *, holdout_fraction: float = 0.1) -> Dataset:
-    """The set that a list describes, given by its path or its URL; the images lie where the list does."""
+    """Open the dataset of a list, given by path or URL; image paths are relative to the list."""
     path = path.resolve() if isinstance(path, Path) else path
     folder = path.parent if isinstance(path, Path) else path.rpartition("/")[0]
     table = sample_table.load_or_build_table(
         f"list {path} {holdout_fraction}", lambda: [str(path)], lambda: _build_columns(path, holdout_fraction)
     )
-    return Dataset(
-        name=str(path),
-        classes=tuple(table.metadata["classes"]),
-        splits=build_splits(FileStore(folder, table), table["split"]),
-        generated_splits=tuple(table.metadata["made_up"]),
-        notes=tuple(table.metadata["notes"]),
-    )
+    return build_dataset(str(path), FileStore(folder, table))
 
 
 def iter_image_paths(path: Path | str) -> Iterator[str]:
-    """The paths or URLs of the images that a list names, in its order and line by line; labels do not matter."""
+    """The paths or URLs of the images in a list, in its order and line by line; labels are ignored."""
     for line, row in _iter_rows(path):
         name = _get_text_field(row, _PATH_COLUMNS, f"{path}, line {line}")
         yield str(path.parent / name) if isinstance(path, Path) else remote.join_url(path.rpartition("/")[0], name)
 
 
+class _ListedImages(NamedTuple):
+    """The images of a list, by row."""
+
+    files: list[str]
+    labels: list[tuple[str, ...]]
+    splits: list[int]
+    line_numbers: list[int]
+    one_hot_classes: list[str]
+    """The classes of one-hot columns, if the labels come from these."""
+    multi_label: bool
+
+
 def _build_columns(path: Path | str, holdout_fraction: float) -> tuple[Mapping[str, Array], dict[str, Any]]:
-    files: list[str] = []
-    names: list[tuple[str, ...]] = []
-    splits: list[int] = []
-    lines: list[int] = []
-    others: list[dict[str, Any]] = []
-    several = False
-    for line, row in _iter_rows(path):
-        where = f"{path}, line {line}"
-        files.append(_get_text_field(row, _PATH_COLUMNS, where))
-        several = several or "labels" in row
-        names.append(_parse_labels(row, where))
-        if row.keys().isdisjoint((*_LABEL_COLUMNS, "labels")):
-            others.append({key: value for key, value in row.items() if key not in _KNOWN_COLUMNS})
-        splits.append(_parse_split(row, where))
-        lines.append(line)
-    if not files:
-        raise DataError(f"{path} lists no image")
-    if len(set(splits)) > 1 and holdout.NO_SPLIT in splits:
-        raise DataError(f"{path}, line {lines[splits.index(holdout.NO_SPLIT)]} has no split, while others have one")
-    hot = _find_one_hot_columns(others, lines, path) if len(others) == len(files) else []
-    if hot:
-        names = [tuple(name for name in hot if _parse_bit(row.get(name))) for row in others]
-        several = any(len(row) != 1 for row in names)
-    classes = _sort_classes({name for row in names for name in row} | set(hot))
-    number = {name: place for place, name in enumerate(classes)}
-    columns: dict[str, Array] = dict(encode_text_column("path", files))
-    first = np.array([number[row[0]] if row else UNLABELED for row in names], dtype=np.int32)
-    if several:
-        columns["label"] = np.array([number[name] for row in names for name in row], dtype=np.int32)
-        columns["label.ends"] = np.cumsum([len(row) for row in names], dtype=np.int64)
+    images = _read_images(path)
+    classes = _sort_classes({name for labels in images.labels for name in labels} | set(images.one_hot_classes))
+    class_index = {name: number for number, name in enumerate(classes)}
+    columns: dict[str, Array] = dict(encode_text_column("path", images.files))
+    if images.multi_label:
+        columns["label"] = np.array([class_index[name] for labels in images.labels for name in labels], dtype=np.int32)
+        columns["label.ends"] = np.cumsum([len(labels) for labels in images.labels], dtype=np.int64)
     else:
-        columns["label"] = first
-    given = np.array(splits, dtype=np.int8)
-    strata = np.zeros_like(first) if several else first
+        first_labels = (class_index[labels[0]] if labels else UNLABELED for labels in images.labels)
+        columns["label"] = np.fromiter(first_labels, dtype=np.int32, count=len(images.files))
     split = holdout.complete_splits(
-        given, strata, files.__getitem__, identity=str(path), holdout_fraction=holdout_fraction
+        np.array(images.splits, dtype=np.int8),
+        np.zeros(len(images.files), dtype=np.int32) if images.multi_label else columns["label"],
+        images.files.__getitem__,
+        identity=str(path),
+        holdout_fraction=holdout_fraction,
     )
     columns["split"] = split.column
-    notes = list(split.notes)
-    if hot:
-        shown = ", ".join(hot[:5]) + (" ..." if len(hot) > 5 else "")
-        notes.append(f"labels are read from {len(hot)} columns of 0 and 1: {shown}")
+    notes = []
+    if one_hot := images.one_hot_classes:
+        notes.append(f"labels are read from {len(one_hot)} columns of 0 and 1: {join_first_names(one_hot)}")
     if not classes:
-        notes.append("no label or labels is given: the images have no labels")
-    return columns, {"classes": classes, "made_up": split.generated_splits, "notes": notes}
+        notes.append("no column named label or labels: the images have no labels")
+    return columns, split.build_metadata(classes, notes)
 
 
-def _find_one_hot_columns(rows: Sequence[Mapping[str, Any]], lines: Sequence[int], path: Path | str) -> list[str]:
-    """All columns, if they are two or more and hold nothing but 0 and 1; a cell that alone does not is refused."""
-    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name]  # an index has no name
+def _read_images(path: Path | str) -> _ListedImages:
+    """Read a whole list; refuse one without images, or with splits for only a part of them."""
+    images = _ListedImages([], [], [], [], [], False)
+    other_columns: list[dict[str, Any]] = []
+    multi_label = False
+    for line_number, row in _iter_rows(path):
+        where = f"{path}, line {line_number}"
+        images.files.append(_get_text_field(row, _PATH_COLUMNS, where))
+        images.labels.append(_parse_labels(row, where))
+        images.splits.append(_parse_split(row, where))
+        images.line_numbers.append(line_number)
+        multi_label = multi_label or "labels" in row
+        if row.keys().isdisjoint((*_LABEL_COLUMNS, "labels")):
+            other_columns.append({key: value for key, value in row.items() if key not in _KNOWN_COLUMNS})
+    if not images.files:
+        raise DataError(f"{path} lists no image")
+    if len(set(images.splits)) > 1 and holdout.NO_SPLIT in images.splits:
+        line_number = images.line_numbers[images.splits.index(holdout.NO_SPLIT)]
+        raise DataError(f"{path}, line {line_number} has no split, while other lines have one")
+    if len(other_columns) == len(images.files):
+        one_hot = _find_one_hot_columns(other_columns, images.line_numbers, path)
+        if one_hot:
+            labels = [tuple(name for name in one_hot if _parse_bit(row.get(name))) for row in other_columns]
+            multi_label = any(len(row) != 1 for row in labels)
+            images = images._replace(labels=labels, one_hot_classes=one_hot)
+    return images._replace(multi_label=multi_label)
+
+
+def _find_one_hot_columns(
+    rows: Sequence[Mapping[str, Any]], line_numbers: Sequence[int], path: Path | str
+) -> list[str]:
+    """All columns, if there are at least two and they hold only 0 and 1; a stray other value is refused."""
+    names = [
+        name for name in dict.fromkeys(name for row in rows for name in row) if name
+    ]  # an index column has no name
     bits = {name: [_parse_bit(row.get(name)) for row in rows] for name in names}
-    mostly = all(2 * column.count(None) < len(rows) for column in bits.values())
-    if len(names) < 2 or not mostly or not any(True in column for column in bits.values()):
+    mostly_bits = all(2 * column.count(None) < len(rows) for column in bits.values())
+    if len(names) < 2 or not mostly_bits or not any(True in column for column in bits.values()):
         return []
     for name, column in bits.items():
         if None in column:
             row = column.index(None)
             raise DataError(
-                f"{path}, line {lines[row]}: {name} is {rows[row].get(name)!r:.80}, and most of its column is 0 or 1:"
-                " correct it, remove the column, or add a column named label"
+                f"{path}, line {line_numbers[row]}: {name} is {rows[row].get(name)!r:.80}, and most of its column is 0"
+                " or 1: correct it, remove the column, or add a column named label"
             )
     return names
 
 
 def _parse_bit(value: Any) -> bool | None:
-    """What a cell says, if it is 0 or 1."""
+    """The value of a cell, or None if it is neither 0 nor 1."""
     return _BIT_VALUES.get(str(value).strip().lower())
 
 
 def _iter_rows(path: Path | str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each row with its line number."""
+    """The rows of a list, each with its line number."""
     try:
         suffix = PurePosixPath(path).suffix.lower()
         with _open_text(path) as file:
@@ -132,20 +151,18 @@ def _iter_rows(path: Path | str) -> Iterator[tuple[int, dict[str, Any]]]:
                 rows = csv.DictReader(_iter_lines(file, path), delimiter="\t" if suffix == ".tsv" else ",")
                 _check_header(path, rows.fieldnames or ())
                 for row in rows:
-                    yield (
-                        rows.line_num,
-                        {_normalize_column_name(key): value for key, value in row.items() if key is not None},
-                    )
+                    cells = {_normalize_column_name(key): value for key, value in row.items() if key is not None}
+                    yield rows.line_num, cells
             else:
                 for number, line in enumerate(_iter_lines(file, path), start=1):
                     if line.strip():
                         yield number, _parse_json_object(line, f"{path}, line {number}")
     except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read as text in UTF-8: {error}") from error
+        raise DataError(f"{path} cannot be read as UTF-8 text: {error}") from error
 
 
 def _normalize_column_name(column: str) -> str:
-    """The name of a column; the known ones in any case."""
+    """The name of a column; known names match in any case."""
     name = column.strip()
     return name.lower() if name.lower() in _KNOWN_COLUMNS else name
 
@@ -157,10 +174,10 @@ def _open_text(path: Path | str) -> IO[str]:
 
 
 def _iter_lines(file: IO[str], path: Path | str) -> Iterator[str]:
-    """Line by line, none longer than any row is: a device named as a list is one line without end."""
+    """Lines of bounded length: a device named as a list would be one endless line."""
     while line := file.readline(LINE_LIMIT + 1):
         if len(line) > LINE_LIMIT:
-            raise DataError(f"{path} has a line of over {LINE_LIMIT:,} characters; a list has one image a line")
+            raise DataError(f"{path} has a line of over {LINE_LIMIT:,} characters; a list has one image per line")
         yield line
 
 
@@ -168,9 +185,9 @@ def _parse_json_object(line: str, where: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is no JSON: {error}") from error
+        raise DataError(f"{where} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise DataError(f"{where} is no JSON object")
+        raise DataError(f"{where} is not a JSON object")
     return value
 
 
@@ -197,7 +214,7 @@ def _check_encodable(path: str, where: str) -> None:
     try:
         os.fsencode(path)
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: {path!r:.80} is no file name: {error}") from error
+        raise DataError(f"{where}: {path!r:.80} is not a file name: {error}") from error
 
 
 def _parse_labels(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
@@ -212,7 +229,7 @@ def _parse_labels(row: Mapping[str, Any], where: str) -> tuple[str, ...]:
         if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
             return (str(value).strip(),)
         if key in row:
-            raise DataError(f"{where}: {key} is {value!r:.80}; it must be one name (several stand under labels)")
+            raise DataError(f"{where}: {key} is {value!r:.80}; it must be one name (use labels for several)")
     return ()
 
 
@@ -226,7 +243,7 @@ def _parse_split(row: Mapping[str, Any], where: str) -> int:
 
 
 def _sort_classes(names: set[str]) -> list[str]:
-    """By name, or by value where all are whole numbers."""
+    """Sort classes by name, or by value if all are whole numbers."""
     if all(name.isascii() and name.isdigit() for name in names):
         return sorted(names, key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), name))
     return sorted(names)

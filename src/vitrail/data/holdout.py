@@ -6,9 +6,9 @@ images are stored and stay held out when the folder grows: a test image never be
 
 import csv
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +17,11 @@ from vitrail.data.dataset import SPLITS
 from vitrail.data.sample_table import Array
 from vitrail.errors import DataError
 from vitrail.files import get_data_home, write_atomically
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 
 NO_SPLIT = -1
-NO_SPLITS_NOTE = "no val and test given"
-"""How the note begins of a dataset without any split."""
+_NO_SPLITS_NOTE = "no val and test given"
+"""The start of the note on a dataset without any split."""
 _TRAIN, _VAL, _TEST = range(3)
 SplitColumn = NDArray[np.int8]
 
@@ -33,6 +33,25 @@ class CompletedSplits(NamedTuple):
     generated_splits: tuple[str, ...]
     """The splits that were held out here."""
     notes: tuple[str, ...]
+
+    @property
+    def holdout_note(self) -> str:
+        """How val and test were held out, if there was no split at all."""
+        return find_holdout_note(self.notes)
+
+    def build_metadata(self, classes: Sequence[str], notes: Iterable[str] = ()) -> dict[str, Any]:
+        """The metadata of a table with these splits, from which `build_dataset` builds the dataset."""
+        return {
+            "classes": list(classes),
+            "generated_splits": self.generated_splits,
+            "holdout_note": self.holdout_note,
+            "notes": [*self.notes, *notes],
+        }
+
+
+def find_holdout_note(notes: Iterable[str]) -> str:
+    """The note on how a dataset without any split was split, among those that a run has recorded."""
+    return next((note for note in notes if note.startswith(_NO_SPLITS_NOTE)), "")
 
 
 def complete_splits(

@@ -1,9 +1,9 @@
-"""The images that arguments on a command line mean, one after the other and always in the same order.
+"""The images that command-line arguments name, lazily and always in the same order.
 
-An argument is a file, a folder of images or of tar shards, a glob, tar shards by pattern, a list (.csv, .jsonl), or -
-for one of these a line on standard input; all but the last may lie elsewhere (s3://bucket/name). Only names are read
-here, and no more of them are held than one folder or one glob has. What cannot be listed becomes an image that cannot
-be read, and the rest goes on.
+An argument is a file, a folder of images or of tar shards, a glob, a pattern of tar shards, a list (.csv, .jsonl), or -
+to read such arguments from standard input, one per line. All but the last may be remote (s3://bucket/name). This module
+reads only names, and holds those of one folder or glob at a time. An argument that cannot be listed becomes an image
+that cannot be read, and the others follow.
 """
 
 import glob
@@ -18,34 +18,34 @@ from typing import NamedTuple, TextIO
 
 from vitrail import remote
 from vitrail.data import file_list, webdataset
-from vitrail.data.folder_visits import FolderVisits, InodeKey, is_folder, walk_folders
+from vitrail.data.folder import FolderVisits, walk_folder
 from vitrail.data.image_headers import FILE_LIMIT, UNSUPPORTED_SUFFIXES, get_image_suffixes, suggest_decoder
 from vitrail.errors import DataError
 from vitrail.files import open_regular_file
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 
 STDIN = "-"
 
 
 class ImageRef(NamedTuple):
-    """An image that was named and not yet read."""
+    """A reference to an image that has not been read yet."""
 
     name: str
-    """What its row is called: its path, or that of its shard and its name there."""
+    """The name of its output row: its path, or its shard's path and its name there."""
     location: str
     """A path or URL."""
     offset: int = 0
     size: int | None = None
-    """Bytes from `start` on, where it is part of a shard."""
+    """Bytes from `offset` on, if it is part of a shard."""
     error: str = ""
-    """Why it cannot be read, where that is known already."""
+    """Why it cannot be read, if that is already known."""
 
     def read(self) -> Path | bytes:
-        """What `decode` takes."""
+        """The path or bytes to decode."""
         if self.error:
             raise DataError(self.error)
         if (self.size or 0) > FILE_LIMIT:
-            raise DataError(f"{self.name} has {self.size:,} bytes; images of at most {FILE_LIMIT:,} are read")
+            raise DataError(f"{self.name} has {self.size:,} bytes; the limit for images is {FILE_LIMIT:,}")
         if remote.is_remote(self.location):
             return remote.read(self.location, self.offset, self.size)
         return Path(self.location) if self.size is None else self._read_range(self.size)
@@ -58,43 +58,43 @@ class ImageRef(NamedTuple):
         except OSError as error:
             raise DataError(f"{self.name} cannot be read: {error}") from error
         if len(content) != size:
-            raise DataError(f"{self.name}: the shard ends before the image does; check or fetch it again")
+            raise DataError(f"{self.name}: the shard ends before the image does; check or download it again")
         return content
 
 
 def iter_image_refs(
     arguments: Iterable[str], *, fetch_urls: bool = False, skipped: Counter[str] | None = None
 ) -> Iterator[ImageRef]:
-    """The images that are meant, those of a folder in the order of their paths.
+    """The images that arguments name; those of a folder are sorted by path.
 
-    `skipped` counts, by suffix, the photos in folders that cannot be read for want of a decoder. A URL on standard
-    input is fetched with `fetch_urls` alone: whoever wrote the list need not be who runs the command.
+    `skipped` counts, by suffix, the photos in folders that no installed decoder reads. URLs on standard input are
+    fetched only with `fetch_urls`: the author of the list may not be the user who runs the command.
     """
     for argument in arguments:
         for name in _iter_lines(sys.stdin) if argument == STDIN else (argument,):
             try:
                 if argument == STDIN and remote.is_remote(name) and not fetch_urls:
-                    raise DataError(f"{name} is a URL on standard input, which is fetched with --fetch-urls alone")
+                    raise DataError(f"{name} is a URL on standard input, which is fetched only with --fetch-urls")
                 yield from _resolve_argument(name, Counter() if skipped is None else skipped)
             except (DataError, OSError) as error:
                 yield ImageRef(name, name, error=str(error))
 
 
 def can_count_images(arguments: Iterable[str]) -> bool:
-    """Whether the images may be listed twice, to know their number beforehand, without a request or a lost line."""
+    """Whether the images can be listed twice, to count them first, without requests and without losing input lines."""
     return not any(argument == STDIN or remote.is_remote(argument) for argument in arguments)
 
 
 def _iter_lines(file: TextIO) -> Iterator[str]:
     if isinstance(file, io.TextIOWrapper):
-        file.reconfigure(errors="surrogateescape")  # a file's name may be no valid text
+        file.reconfigure(errors="surrogateescape")  # a file name may be invalid UTF-8
     return (name for line in file if (name := line.rstrip("\r\n")).strip())
 
 
 def _resolve_argument(name: str, skipped: Counter[str]) -> Iterator[ImageRef]:
     if remote.is_remote(name):
         yield from _resolve_url(name)
-    elif os.path.isdir(name):  # noqa: PTH112, of a name too long for a path it says no
+    elif os.path.isdir(name):  # noqa: PTH112, it is False for a name too long for a path
         yield from _resolve_folder(name, skipped)
     elif webdataset.is_tar_pattern(name):
         for path in webdataset.find_tars(name):
@@ -104,60 +104,61 @@ def _resolve_argument(name: str, skipped: Counter[str]) -> Iterator[ImageRef]:
     elif name.lower().endswith(file_list.LIST_SUFFIXES):
         yield from (ImageRef(image, image) for image in file_list.iter_image_paths(Path(name)))
     else:
-        yield ImageRef(name, name)  # where it does not exist, its row will say so
+        yield ImageRef(name, name)  # if it does not exist, its row says so
 
 
 def _resolve_glob(pattern: str, skipped: Counter[str]) -> Iterator[ImageRef]:
     visits = FolderVisits()
     names = sorted(_expand_glob(pattern, visits))
-    if "**" in pattern:  # it names what is in a folder besides the folder
+    if "**" in pattern:  # it matches the contents of folders besides the folders
         names = [name for name in names if not os.path.isdir(name)]  # noqa: PTH112, as text
     if not names:
-        raise DataError(f"no file is named {pattern}")
+        raise DataError(f"no file matches {pattern}")
     for name in names:
         yield from iter_image_refs([name] if name != STDIN else [f"./{name}"], skipped=skipped)
     yield from _report_skipped_folders(pattern, visits)
 
 
 def _expand_glob(pattern: str, visits: FolderVisits) -> set[str]:
-    """The names that a pattern means. Python's glob would follow links from folder to folder without end under `**`."""
+    """The names that a pattern matches. Under `**`, Python's own glob would follow cyclic links endlessly."""
     parts = pattern.split("/")
     if "**" not in parts:
         return set(glob.glob(pattern))  # noqa: PTH207, the pattern may be absolute
-    place = parts.index("**")
-    roots = glob.glob("/".join([*parts[:place], ""])) if place else [""]  # noqa: PTH207
-    rest = list(itertools.dropwhile("**".__eq__, parts[place:])) or ["*"]
-    folders = (folder for root in roots for folder, _ in walk_folders(root, visits))
-    starts = (glob.escape(os.path.join(folder, "")) for folder in folders)  # noqa: PTH118
-    return {name for start in starts for name in _expand_glob(start + "/".join(rest), visits)}
+    depth = parts.index("**")
+    roots = glob.glob("/".join([*parts[:depth], ""])) if depth else [""]  # noqa: PTH207
+    rest = list(itertools.dropwhile("**".__eq__, parts[depth:])) or ["*"]
+    folders = (walked.path for root in roots for walked in walk_folder(root, visits) if walked.is_folder)
+    prefixes = (glob.escape(os.path.join(folder, "")) for folder in folders)  # noqa: PTH118
+    return {name for prefix in prefixes for name in _expand_glob(prefix + "/".join(rest), visits)}
 
 
 def _resolve_folder(root: str, skipped: Counter[str]) -> Iterator[ImageRef]:
     empty = True
-    visits, here = FolderVisits(), Counter[str]()
-    for image in _walk_images(root, visits, here):
+    visits, skipped_here = FolderVisits(), Counter[str]()
+    for image in _walk_images(root, visits, skipped_here):
         empty = False
         yield image
-    skipped.update(here)
+    skipped.update(skipped_here)
     if empty:
         shards = sorted(Path(root).glob("*.tar")) or sorted(Path(root).glob("*/*.tar"))
         if not shards:
-            raise DataError(
-                f"{root} holds no image: {', '.join(get_image_suffixes())} are known{describe_skipped(here)}"
-            )
+            raise DataError(f"{_describe_no_image(root)}{describe_skipped(skipped_here)}")
         for shard in shards:
             yield from _iter_tar_images(str(shard))
     yield from _report_skipped_folders(root, visits)
 
 
 def describe_skipped(skipped: Counter[str]) -> str:
-    """How many photos were skipped, and what reads them; nothing where none was."""
+    """How many photos were skipped, and which decoder reads them; empty if none were."""
     if not skipped:
         return ""
     kinds = ", ".join(f"{suffix} {count:,}" for suffix, count in sorted(skipped.items()))
-    return (
-        f"; {pluralize(skipped.total(), 'image')} skipped that cannot be read here: {kinds}{suggest_decoder(skipped)}"
-    )
+    count = pluralize(skipped.total(), "image")
+    return f"; {count} skipped for lack of a decoder: {kinds}{suggest_decoder(skipped)}"
+
+
+def _describe_no_image(source: str) -> str:
+    return f"{source} holds no image: {', '.join(get_image_suffixes())} are known"
 
 
 def _report_skipped_folders(name: str, visits: FolderVisits) -> Iterator[ImageRef]:
@@ -165,69 +166,22 @@ def _report_skipped_folders(name: str, visits: FolderVisits) -> Iterator[ImageRe
         yield ImageRef(name, name, error=f"{name}: {visits.describe()}")
 
 
-class _FolderLevel(NamedTuple):
-    """A folder that is being walked."""
-
-    path: str
-    names: Iterator[str]
-    """Of its images and, with a slash, its folders: those still to come."""
-    ancestors: tuple[InodeKey, ...]
-    through_link: bool
-
-
 def _walk_images(root: str, visits: FolderVisits, skipped: Counter[str]) -> Iterator[ImageRef]:
-    """Images below a folder, sorted by their paths; links are followed, as FolderVisits allows.
-
-    Without recursion: folders may lie in each other a thousand deep.
-    """
-    levels = [_enter_folder(root, (), False, visits, skipped)]
-    while levels:
-        level = levels[-1]
-        name = None if isinstance(level, ImageRef) else next(level.names, None)
-        if isinstance(level, ImageRef):
-            yield level
-        if isinstance(level, ImageRef) or name is None:
-            levels.pop()
+    """The images below a folder, sorted by path; a folder that cannot be listed is an image that cannot be read."""
+    for walked in walk_folder(root, visits):
+        lower = walked.path.lower()
+        if walked.error:
+            yield ImageRef(walked.path, walked.path, error=f"{walked.path} cannot be listed: {walked.error.strerror}")
+        elif walked.is_folder:
             continue
-        path = os.path.join(level.path, name.removesuffix("/"))  # noqa: PTH118
-        if name.endswith("/"):
-            linked = level.through_link or os.path.islink(path)  # noqa: PTH114
-            levels.append(_enter_folder(path, level.ancestors, linked, visits, skipped))
-        else:
-            yield ImageRef(path, path)
-
-
-def _enter_folder(
-    folder: str, ancestors: tuple[InodeKey, ...], through_link: bool, visits: FolderVisits, skipped: Counter[str]
-) -> _FolderLevel | ImageRef:
-    """A folder's names in order, none where it is not to be entered again; or an image that cannot be read."""
-    try:
-        within = visits.enter(folder, ancestors, through_link=through_link)
-        if within is None:
-            return _FolderLevel(folder, iter(()), (), through_link)
-        with os.scandir(folder) as entries:
-            names = sorted(name for entry in entries if (name := _get_listed_name(entry, skipped)))
-            return _FolderLevel(folder, iter(names), within, through_link)
-    except OSError as error:
-        return ImageRef(folder, folder, error=f"{folder} cannot be listed: {error.strerror}")
-
-
-def _get_listed_name(entry: os.DirEntry[str], skipped: Counter[str]) -> str:
-    """The name of an image, or of a folder with a slash, which sorts names as paths; nothing of what else there is."""
-    if entry.name.startswith("."):
-        return ""
-    if is_folder(entry):
-        return f"{entry.name}/"
-    lower = entry.name.lower()
-    if lower.endswith(get_image_suffixes()):
-        return entry.name
-    if lower.endswith(UNSUPPORTED_SUFFIXES):
-        skipped[lower[lower.rindex(".") :]] += 1
-    return ""
+        elif lower.endswith(get_image_suffixes()):
+            yield ImageRef(walked.path, walked.path)
+        elif lower.endswith(UNSUPPORTED_SUFFIXES):
+            skipped[lower[lower.rindex(".") :]] += 1
 
 
 def _iter_tar_images(path: str) -> Iterator[ImageRef]:
-    """The images in a tar in its order, found by its headers alone; where it is damaged, what stands before that."""
+    """The images in a tar, in its order and from its headers alone; a damaged tar yields those before the damage."""
     empty = True
     try:
         for member, _ in webdataset.iter_files(path if remote.is_remote(path) else Path(path)):
@@ -236,7 +190,7 @@ def _iter_tar_images(path: str) -> Iterator[ImageRef]:
                 empty = False
                 yield ImageRef(f"{path}:{name}", path, member.offset_data, member.size)
         if empty:
-            raise DataError(f"{path} holds no image: {', '.join(get_image_suffixes())} are known")
+            raise DataError(_describe_no_image(path))
     except (DataError, OSError) as error:
         yield ImageRef(path, path, error=str(error))
 
@@ -248,7 +202,7 @@ def _resolve_url(url: str) -> Iterator[ImageRef]:
     elif glob.has_magic(url):
         names = remote.glob(url)
         if not names:
-            raise DataError(f"no file is named {url}")
+            raise DataError(f"no file matches {url}")
         yield from (ImageRef(name, name) for name in names)
     elif url.lower().endswith(file_list.LIST_SUFFIXES):
         yield from (ImageRef(image, image) for image in file_list.iter_image_paths(url))
@@ -259,7 +213,7 @@ def _resolve_url(url: str) -> Iterator[ImageRef]:
         names = [remote.join_url(url, name) for name in files if name.lower().endswith(get_image_suffixes())]
         shards = [remote.join_url(url, name) for name in files if name.endswith(".tar")]
         if not names and not shards:
-            raise DataError(f"{url} holds no image: {', '.join(get_image_suffixes())} are known")
+            raise DataError(_describe_no_image(url))
         yield from (ImageRef(name, name) for name in names)
         for shard in () if names else shards:
             yield from _iter_tar_images(shard)

@@ -1,13 +1,11 @@
-"""Any set as tar shards: in parallel, and again from where it stopped.
+"""Packing a dataset into tar shards: in parallel, and resumable after an interruption.
 
-Samples are shuffled before they are packed. A folder lists class after class, and shards that each hold a few classes
-could not be mixed again by shuffling among a window of them.
+Samples are shuffled before they are packed. A folder lists class after class, and training shuffles only within a
+window of shards, which cannot mix shards of a few classes each.
 """
 
 import dataclasses
 import hashlib
-import io
-import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -28,7 +26,7 @@ from vitrail.files import write_atomically
 from vitrail.runtime import workers
 from vitrail.runtime.workers import ProgressCallback
 
-_NOTES_FOLDER, _PLAN_FILE = "notes", "plan.json"
+_STATE_FOLDER, _PLAN_FILE = "notes", "plan.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,73 +43,71 @@ class _ShardJob:
 
 
 def pack(dataset: Dataset, out: Path, *, progress: ProgressCallback = workers.ignore_progress) -> None:
-    """Write a set as shards into the folder `out`, which appears when all are there.
+    """Write a dataset as shards into the folder `out`, which appears when all are written.
 
-    Until then they gather in a folder beside it, from which the same call goes on after an interruption.
+    Until then they are in a folder beside it, from which the same call resumes after an interruption.
     """
     if out.exists() or out.is_symlink():
         raise UsageError(f"{out} exists already; choose another name, or remove it first")
-    if out.parts[:1] and out.parts[0].endswith(":"):  # a path spells s3://bucket so
-        raise UsageError(f"{out} is no folder here: pack into one, and copy all that it then holds to the store")
+    if out.parts[:1] and out.parts[0].endswith(":"):  # how a path spells s3://bucket
+        raise UsageError(f"{out} is not a local folder: pack into one, and copy its contents to the store")
     if Path(dataset.name) in out.resolve().parents:
-        raise UsageError(f"{out} lies inside {dataset.name}, which would then hold itself; choose a place beside it")
-    gathering = out.with_name(f"{out.name}.packing")
-    jobs = list(_plan_shards(dataset, gathering))
+        raise UsageError(
+            f"{out} lies inside {dataset.name}, which would then contain itself; choose a folder beside it"
+        )
+    staging = out.with_name(f"{out.name}.packing")
+    jobs = list(_plan_shards(dataset, staging))
     if not jobs:
         raise DataError(f"{dataset.name} holds no image to pack")
-    _prepare_folder(gathering, dataset, jobs)
-    written = _run_jobs(jobs, progress)
+    _prepare_folder(staging, dataset, jobs)
+    shard_infos = _run_jobs(jobs, progress)
     origin = {"packed from": dataset.name}
-    shards.finalize_shards(gathering, written, classes=dataset.classes, multi_label=dataset.multi_label, origin=origin)
-    gathering.rename(out)
-    shutil.rmtree(out / _NOTES_FOLDER, ignore_errors=True)
+    shards.finalize_shards(
+        staging, shard_infos, classes=dataset.classes, multi_label=dataset.multi_label, origin=origin
+    )
+    staging.rename(out)
+    shutil.rmtree(out / _STATE_FOLDER, ignore_errors=True)
 
 
 def _plan_shards(dataset: Dataset, folder: Path) -> Iterator[_ShardJob]:
-    """The shards a set needs, each about SHARD_BYTES large."""
-    first = 0
+    """The shards of a dataset, each of about SHARD_BYTES."""
+    first_number = 0
     for name, split in dataset.splits.items():
         order = permute_indices(np.arange(len(split)), len(split), counter_rng.derive_key(0, f"pack {name}"))
-        sizes = np.fromiter(
-            (_measure_image_bytes(split, int(index)) for index in order), dtype=np.int64, count=len(order)
-        )
-        numbers = (np.cumsum(sizes) - sizes) // shards.SHARD_BYTES
-        for place, (_, group) in enumerate(itertools.groupby(range(len(order)), key=lambda at: numbers[at])):
-            indices = order[list(group)]
-            yield _ShardJob(
-                folder, shards.format_shard_name(name, place), name, split, indices, first, dataset.multi_label
-            )
-            first += len(indices)
+        sizes = np.array([_measure_image_bytes(split, int(index)) for index in order], dtype=np.int64)
+        shard_numbers = (np.cumsum(sizes) - sizes) // shards.SHARD_BYTES
+        for number, shard in enumerate(np.unique(shard_numbers)):
+            indices, file = order[shard_numbers == shard], shards.format_shard_name(name, number)
+            yield _ShardJob(folder, file, name, split, indices, first_number, dataset.multi_label)
+            first_number += len(indices)
 
 
 def _measure_image_bytes(split: Split, index: int) -> int:
-    """The bytes of an image as stored; of one in memory, of its pixels."""
+    """The size of an image as it will be stored."""
     row = int(split.rows[index])
     if "size" in split.store.table:
         return int(split.store.table["size"][row])
     image = split.read_image(index)
     try:
-        return (
-            image.stat().st_size if isinstance(image, Path) else len(_encode_image(image, split.get_image_name(index)))
-        )
+        if isinstance(image, Path):
+            return image.stat().st_size
+        return len(_encode_image(image, split.get_image_name(index)))
     except OSError as error:
         raise DataError(f"{split.get_image_name(index)} cannot be read: {error}") from error
 
 
 def _encode_image(image: Path | bytes | Image.Image, name: str) -> bytes:
-    """The image file's bytes, as they are; a picture in memory becomes a PNG, which loses nothing."""
+    """The unchanged bytes of an image file; an image in memory becomes a PNG, which is lossless."""
     if isinstance(image, bytes):
         return image
     if isinstance(image, Path):
         return read_image_file(image, name=name)
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
+    return shards.encode_png(image)
 
 
 def _prepare_folder(folder: Path, dataset: Dataset, jobs: list[_ShardJob]) -> None:
-    """Begin, or go on with what the same plan began."""
-    state = hashlib.sha256(repr((dataset.name, dataset.classes, dataset.multi_label)).encode(errors="surrogateescape"))
+    """Create the folder, or check that the same plan created it."""
+    digest = hashlib.sha256(repr((dataset.name, dataset.classes, dataset.multi_label)).encode(errors="surrogateescape"))
     for job in jobs:
         for index in job.indices.tolist():
             sample = (
@@ -120,41 +116,38 @@ def _prepare_folder(folder: Path, dataset: Dataset, jobs: list[_ShardJob]) -> No
                 job.image_split.get_labels(index),
                 _measure_image_bytes(job.image_split, index),
             )
-            state.update(repr(sample).encode(errors="surrogateescape"))
-    plan = {"plan": state.hexdigest()}
-    known = folder / _NOTES_FOLDER / _PLAN_FILE
+            digest.update(repr(sample).encode(errors="surrogateescape"))
+    plan = {"plan": digest.hexdigest()}
+    plan_file = folder / _STATE_FOLDER / _PLAN_FILE
     if not folder.exists():
-        known.parent.mkdir(parents=True)
-        known.write_text(json.dumps(plan))
-    elif not known.exists() or json.loads(known.read_text()) != plan:
-        raise UsageError(f"{folder} holds the beginning of another packing (the set has changed?); remove it first")
+        plan_file.parent.mkdir(parents=True)
+        plan_file.write_text(json.dumps(plan))
+    elif not plan_file.exists() or json.loads(plan_file.read_text()) != plan:
+        raise UsageError(f"{folder} was started by another packing (the dataset has changed?); remove it first")
 
 
 def _run_jobs(jobs: list[_ShardJob], progress: ProgressCallback) -> list[ShardInfo]:
-    """Every job's result in order; those done before are not done again."""
-    results: dict[str, ShardInfo] = {
-        job.file: known for job in jobs if (known := _read_finished_shard(job)) is not None
-    }
+    """The results of all jobs, in order; jobs already finished are not repeated."""
+    finished = {job.file: _read_finished_shard(job) for job in jobs}
+    results = {file: shard_info for file, shard_info in finished.items() if shard_info is not None}
     progress(len(results), len(jobs))
-    for job, written in workers.map_in_processes(
-        _pack_shard, [job for job in jobs if job.file not in results], preload=[__name__]
-    ):
-        if not isinstance(written, ShardInfo):
-            raise DataError(f"the process that wrote {job.file} died (out of memory?); run the command again to go on")
-        results[job.file] = written
+    for job, shard_info in workers.map_in_processes(_pack_shard, [job for job in jobs if job.file not in results]):
+        if not isinstance(shard_info, ShardInfo):
+            raise DataError(f"the process that wrote {job.file} died (out of memory?); run the command again to resume")
+        results[job.file] = shard_info
         progress(len(results), len(jobs))
     return [results[job.file] for job in jobs]
 
 
 def _pack_shard(job: _ShardJob) -> ShardInfo:
-    """Write one shard, and beside it what the index will need."""
+    """Write one shard, and a file with its index entries."""
     with write_atomically(job.folder / job.file, overwrite=True) as fresh:
-        written = shards.write_shard(
+        shard_info = shards.write_shard(
             fresh.parent, fresh.name, _iter_samples(job), job.first_number, multi_label=job.multi_label
         )
-    with write_atomically(_get_note_path(job), overwrite=True) as fresh:
-        fresh.write_text(json.dumps(dataclasses.asdict(written)))
-    return written
+    with write_atomically(_get_state_path(job), overwrite=True) as fresh:
+        fresh.write_text(json.dumps(dataclasses.asdict(shard_info)))
+    return shard_info
 
 
 def _iter_samples(job: _ShardJob) -> Iterator[Sample]:
@@ -168,7 +161,7 @@ def _iter_samples(job: _ShardJob) -> Iterator[Sample]:
 
 
 def _add_suffix(name: str, image: bytes) -> str:
-    """The name, ending in its format where it says none."""
+    """The name, with the suffix of its format if it has none."""
     if name.lower().endswith(get_image_suffixes()):
         return name
     return f"{name}.{read_header(image, name=name).format.lower()}"
@@ -176,12 +169,12 @@ def _add_suffix(name: str, image: bytes) -> str:
 
 def _read_finished_shard(job: _ShardJob) -> ShardInfo | None:
     try:
-        note: dict[str, Any] = json.loads(_get_note_path(job).read_text())
-        written = ShardInfo(**(note | {"labels": [tuple(row) for row in note["labels"]]}))
-        return written if (job.folder / job.file).stat().st_size == written.bytes else None
+        state: dict[str, Any] = json.loads(_get_state_path(job).read_text())
+        shard_info = ShardInfo(**(state | {"labels": [tuple(row) for row in state["labels"]]}))
+        return shard_info if (job.folder / job.file).stat().st_size == shard_info.bytes else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _get_note_path(job: _ShardJob) -> Path:
-    return job.folder / _NOTES_FOLDER / f"{job.file}.json"
+def _get_state_path(job: _ShardJob) -> Path:
+    return job.folder / _STATE_FOLDER / f"{job.file}.json"

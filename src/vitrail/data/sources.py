@@ -1,6 +1,6 @@
-"""What a DATA argument names, opened: a folder, a list, shards, a set that was got, `digits`, or a Hugging Face set.
+"""Opening a DATA argument: a folder, a list, shards, a downloaded dataset, `digits`, or a Hugging Face dataset.
 
-Folders, lists and shards may lie elsewhere: s3://bucket/name. Only such a name, or hf:, opens a connection.
+Folders, lists and shards may be remote: s3://bucket/name. Only such a name, or hf:, opens a connection.
 """
 
 import dataclasses
@@ -18,104 +18,94 @@ DIGITS_NAME = "digits"
 
 
 def open_dataset(name: str, *, holdout_fraction: float = 0.1) -> Dataset:
-    """The set of that name; what it lacks of val and test is held out of its images, `share` of them for each.
+    """Open the dataset of that name; missing val and test splits are held out, `holdout_fraction` of the images each.
 
-    A path wins over a known name only when it contains a separator or is a file, so `./digits` is a folder and
-    `digits` is the set.
+    A path takes precedence over a known name only if it contains a separator or is a file: `./digits` is a folder, and
+    `digits` is the dataset.
     """
     if not 0 < holdout_fraction < 0.5:
-        raise UsageError(f"the share held out is {holdout_fraction}; it must lie between 0 and 0.5")
+        raise UsageError(f"the fraction to hold out is {holdout_fraction}; it must be between 0 and 0.5")
     if not name:
-        raise UsageError("the name of the data is empty; '.' is the folder you are in")
-    path = Path(name)
+        raise UsageError("the name of the data is empty; '.' is the current folder")
     if name.startswith(HUB_PREFIX):
-        return importlib.import_module("vitrail.data.huggingface").open_hub(
-            name.removeprefix(HUB_PREFIX), holdout_fraction=holdout_fraction
-        )
-    if remote.is_remote(name) and not webdataset.is_tar_pattern(name):
-        return _open_remote(name.rstrip("/"), holdout_fraction)
+        huggingface = importlib.import_module("vitrail.data.huggingface")
+        return huggingface.open_hub_dataset(name.removeprefix(HUB_PREFIX), holdout_fraction=holdout_fraction)
     if webdataset.is_tar_pattern(name):
         return webdataset.open_tars(name, holdout_fraction=holdout_fraction)
-    if "/" in name or path.is_file():
-        return _open_path(path, holdout_fraction)
-    if name == DIGITS_NAME:
-        return importlib.import_module("vitrail.data.digits").open_digits(holdout_fraction=holdout_fraction)
-    if name in public_datasets.PUBLIC_DATASETS:
-        return _open_public_dataset(name, holdout_fraction)
-    return _open_path(path, holdout_fraction)
+    if remote.is_remote(name):
+        return _open_location(name.rstrip("/"), holdout_fraction)
+    if "/" not in name and not Path(name).is_file():
+        if name == DIGITS_NAME:
+            return importlib.import_module("vitrail.data.digits").open_digits(holdout_fraction=holdout_fraction)
+        if name in public_datasets.PUBLIC_DATASETS:
+            return _open_public_dataset(name, holdout_fraction)
+    return _open_location(Path(name), holdout_fraction)
 
 
 def _open_public_dataset(name: str, holdout_fraction: float) -> Dataset:
-    stored = public_datasets.get_dataset_folder(name)
-    if not stored.exists():
-        raise DataError(f"{name} is not here yet: vitrail data get {name}. (A folder of that name is ./{name})")
-    return shards.open_shards(stored, holdout_fraction=holdout_fraction)
+    dataset_folder = public_datasets.get_dataset_folder(name)
+    if not dataset_folder.exists():
+        raise DataError(f"{name} is not downloaded yet: vitrail data get {name}. (A folder of that name is ./{name})")
+    return shards.open_shards(dataset_folder, holdout_fraction=holdout_fraction)
 
 
-def _open_path(path: Path, holdout_fraction: float) -> Dataset:
-    if path.is_file():
-        if path.name.lower().endswith((".tar.gz", ".tgz")):
-            return _open_misnamed_tar(path, holdout_fraction)
-        if path.suffix.lower() not in file_list.LIST_SUFFIXES:
-            raise DataError(
-                f"{path} is a file; a set is a folder, shards (*.tar) or a list ({', '.join(file_list.LIST_SUFFIXES)})"
-            )
-        return file_list.open_file_list(path, holdout_fraction=holdout_fraction)
-    if not path.is_dir():
-        known = ", ".join((DIGITS_NAME, *public_datasets.PUBLIC_DATASETS))
-        raise DataError(f"{path} does not exist. A set is a folder, a .csv or .jsonl, shards, hf:ORG/NAME, or {known}")
-    if (path / shards.DESCRIPTION_FILE).exists():
-        return shards.open_shards(path, holdout_fraction=holdout_fraction)
-    if imagenet.has_flat_validation(path):
-        return _open_imagenet(path, holdout_fraction)
+def _open_location(location: Path | str, holdout_fraction: float) -> Dataset:
+    """Open a list or folder, given by path or URL."""
+    is_list = str(location).lower().endswith(file_list.LIST_SUFFIXES)
+    if is_list and (isinstance(location, str) or location.is_file()):
+        return file_list.open_file_list(location, holdout_fraction=holdout_fraction)
+    if _is_file(location):
+        return _open_misnamed_tar(location, holdout_fraction)
+    if isinstance(location, Path) and not location.is_dir():
+        names = ", ".join((DIGITS_NAME, *public_datasets.PUBLIC_DATASETS))
+        raise DataError(
+            f"{location} does not exist. A dataset is a folder, a .csv or .jsonl, shards, hf:ORG/NAME, or {names}"
+        )
+    if _is_file(_join(location, shards.DESCRIPTION_FILE)):
+        return shards.open_shards(location, holdout_fraction=holdout_fraction)
+    if isinstance(location, Path) and imagenet.has_flat_validation(location):
+        return _open_imagenet(location, holdout_fraction)
     try:
-        return folder.open_folder(path, holdout_fraction=holdout_fraction)
+        return folder.open_folder(location, holdout_fraction=holdout_fraction)
     except folder.NoImageError:
-        for pattern in ("*.tar", "*/*.tar"):
-            if next(path.glob(pattern), None):
-                return webdataset.open_tars(f"{glob.escape(str(path))}/{pattern}", holdout_fraction=holdout_fraction)
+        root = location if isinstance(location, str) else glob.escape(str(location))
+        for pattern in (f"{root}/*.tar", f"{root}/*/*.tar"):
+            if webdataset.list_matches(pattern):
+                return webdataset.open_tars(pattern, holdout_fraction=holdout_fraction)
         raise
 
 
-def _open_imagenet(path: Path, share: float) -> Dataset:
-    """ImageNet with a flat validation folder; its training images may be tars of classes that lie beside it."""
+def _is_file(location: Path | str) -> bool:
+    return location.is_file() if isinstance(location, Path) else remote.is_file(location)
+
+
+def _join(location: Path | str, name: str) -> Path | str:
+    return location / name if isinstance(location, Path) else remote.join_url(location, name)
+
+
+def _open_imagenet(path: Path, holdout_fraction: float) -> Dataset:
+    """Open ImageNet with a flat validation folder; its training images may be in class tars beside it."""
     archives = imagenet.find_train_archives(path)
     if not archives:
-        return imagenet.open_imagenet_folder(path, holdout_fraction=share)
+        return imagenet.open_imagenet_folder(path, holdout_fraction=holdout_fraction)
     if missing := imagenet.explain_missing_labels(imagenet.find_validation(path)):
         raise DataError(missing)
     train = webdataset.open_tars(f"{glob.escape(str(path))}/{archives}", holdout_fraction=None)
-    dataset = imagenet.open_imagenet_folder(path, holdout_fraction=share)
+    dataset = imagenet.open_imagenet_folder(path, holdout_fraction=holdout_fraction)
     if train.classes != dataset.classes:
         raise DataError(
             f"{path}/{archives} has {len(train.classes):,} classes and the validation images have"
-            f" {len(dataset.classes):,}, which are not the same: put them into folders of their own"
+            f" {len(dataset.classes):,}, which are not the same: put them into separate folders"
         )
     return dataclasses.replace(dataset, splits={**train.splits, **dataset.splits}, notes=(*train.notes, *dataset.notes))
 
 
-def _open_misnamed_tar(path: Path, holdout_fraction: float) -> Dataset:
-    """A tar that is only called compressed."""
-    with path.open("rb") as file:
-        if file.read(2) == b"\x1f\x8b":
-            raise DataError(f"{path} is compressed, so its images cannot be read at random: gunzip {path} first")
-    return webdataset.open_tars(str(path), holdout_fraction=holdout_fraction)
-
-
-def _open_remote(url: str, holdout_fraction: float) -> Dataset:
-    """The same of a name with a scheme, less those kinds of sets that are only read here."""
-    if url.lower().endswith(file_list.LIST_SUFFIXES):
-        return file_list.open_file_list(url, holdout_fraction=holdout_fraction)
-    if remote.is_file(url):
-        raise DataError(
-            f"{url} is a file; a set is a folder, shards (*.tar) or a list ({', '.join(file_list.LIST_SUFFIXES)})"
-        )
-    if remote.is_file(remote.join_url(url, shards.DESCRIPTION_FILE)):
-        return shards.open_shards(url, holdout_fraction=holdout_fraction)
-    try:
-        return folder.open_folder(url, holdout_fraction=holdout_fraction)
-    except folder.NoImageError:
-        for pattern in ("*.tar", "*/*.tar"):
-            if remote.glob(remote.join_url(url, pattern)):
-                return webdataset.open_tars(remote.join_url(url, pattern), holdout_fraction=holdout_fraction)
-        raise
+def _open_misnamed_tar(file: Path | str, holdout_fraction: float) -> Dataset:
+    """Open a local tar whose name says that it is compressed although it is not; refuse any other file."""
+    if isinstance(file, str) or not file.name.lower().endswith((".tar.gz", ".tgz")):
+        suffixes = ", ".join(file_list.LIST_SUFFIXES)
+        raise DataError(f"{file} is a file; a dataset is a folder, shards (*.tar) or a list ({suffixes})")
+    with file.open("rb") as content:
+        if content.read(2) == b"\x1f\x8b":
+            raise DataError(f"{file} is compressed, which prevents random access to its images: gunzip {file} first")
+    return webdataset.open_tars(str(file), holdout_fraction=holdout_fraction)

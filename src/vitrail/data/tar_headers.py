@@ -1,21 +1,26 @@
-"""The members of a tar by its headers alone, read as if the tar was made to do harm.
+"""A tar reader for untrusted files: it lists the members from their headers alone.
 
-Not by Python's tarfile: a header with a negative size sends it back to where it was, headers that extend one another
-end it by recursion, and a number of 200,000 digits takes it half a minute. Here every number is bounded before it is
-used, and nothing of a header is kept but a name, a size and a place.
+Python's tarfile is not safe for this. A negative size makes it loop, chained extended headers exhaust its recursion,
+and a number of 200,000 digits takes it half a minute. Here every number is bounded before it is used, and a header
+yields nothing but a name, a size and an offset.
 
-Read are the names and sizes of V7, ustar, GNU (long names, sizes over 8 GiB) and pax. Sparse files are refused.
+Supported are the names and sizes of V7, ustar, GNU (long names, sizes over 8 GiB) and pax. Sparse files are refused.
 """
 
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 from typing import IO, NamedTuple
 
-EXTENSION_LIMIT = 2**20  # bytes of one extended header: a path has at most some thousands
-CHAIN_LIMIT = 16  # extended headers of one member: 4 occur, a path, a link's path, attributes of it and of all
+from vitrail.errors import DataError
+
+EXTENSION_LIMIT = 2**20  # bytes of one extended header; a path has a few thousand at most
+CHAIN_LIMIT = (
+    16  # extended headers of one member; 4 occur: a path, a link's path, attributes of the member and of all members
+)
 _BLOCK = 512
-_DIRECTORY, _FILE = b"5", (b"0", b"\0", b"7")  # 7: contiguous, which only tapes were
+_DIRECTORY, _FILE = b"5", (b"0", b"\0", b"7")  # 7: contiguous files, which only tapes had
 _LONG_NAME, _LONG_LINK = b"L", b"K"
 _PAX, _GLOBAL_PAX = (b"x", b"X"), b"g"
 _OCTAL_PATTERN = re.compile(rb" *([0-7]*)(?:[ \0].*)?", re.DOTALL)
@@ -27,46 +32,55 @@ class TarMember(NamedTuple):
 
     name: str
     offset_data: int
-    """Where its content begins."""
+    """Byte offset of its content."""
     size: int
     is_file: bool
     is_folder: bool
 
 
 class TarError(ValueError):
-    """A tar that cannot be read further; the text says what it is or does."""
+    """A tar that cannot be read further; the message completes a sentence that starts with its path."""
 
 
 def walk_members(file: IO[bytes], length: int | None = None) -> Iterator[TarMember]:
-    """The members of an open tar in its order. With its `length`, each must end within it."""
-    place, name, size, extended = 0, None, None, 0
-    while (header := _read_at(file, place, _BLOCK)) != bytes(_BLOCK):  # which ends it
-        kind = _check_header(header, place)
-        stated = _parse_size(header, place)
-        place += _BLOCK
+    """The members of an open tar, in order. If `length` is given, each must end within it."""
+    offset, name, size, extended = 0, None, None, 0
+    while (header := _read_at(file, offset, _BLOCK)) != bytes(_BLOCK):  # a block of zeros ends the tar
+        kind = _check_header(header, offset)
+        header_size = _parse_size(header, offset)
+        offset += _BLOCK
         if kind in (_LONG_NAME, _LONG_LINK, *_PAX, _GLOBAL_PAX):
             extended += 1
-            content = _read_extension(file, place, stated, extended)
+            content = _read_extension(file, offset, header_size, extended)
             if kind == _LONG_NAME:
                 name = os.fsdecode(content.partition(b"\0")[0])
             elif kind != _LONG_LINK:
-                pax_name, pax_size = _parse_pax_records(content, place)
+                pax_name, pax_size = _parse_pax_records(content, offset)
                 if kind == _GLOBAL_PAX and (pax_name, pax_size) != (None, None):
-                    raise TarError(f"gives all members one path or size at byte {place:,}: pack it again")
+                    raise TarError(f"sets one path or size for all members at byte {offset:,}: pack it again")
                 name, size = pax_name or name, size if pax_size is None else pax_size
-            place += _round_up_to_blocks(stated)
+            offset += _round_up_to_blocks(header_size)
             continue
         name = name or _parse_short_name(header)
         is_folder = kind == _DIRECTORY or (kind == b"\0" and name.endswith("/"))
         name = name.rstrip("/") if is_folder else name
-        member = TarMember(name, place, stated if size is None else size, kind in _FILE and not is_folder, is_folder)
-        if length is not None and not is_folder and place + member.size > length:
+        is_file = kind in _FILE and not is_folder
+        member = TarMember(name, offset, header_size if size is None else size, is_file, is_folder)
+        if length is not None and not is_folder and offset + member.size > length:
             raise TarError(f"is truncated or damaged at {name!r:.120}")
         yield member
-        place += (
-            0 if is_folder or kind in b"12346" else _round_up_to_blocks(member.size)
-        )  # links and devices have no content
+        has_content = not is_folder and kind not in b"12346"  # links and devices have none
+        offset += _round_up_to_blocks(member.size) if has_content else 0
         name, size, extended = None, None, 0
+
+
+def check_member(archive: Path | str, name: str, *, is_file: bool) -> None:
+    """Refuse a member that is not a regular file or whose path leads outside of the archive."""
+    path = PurePosixPath(name)
+    if not is_file:
+        raise DataError(f"{archive} holds {name!r:.120}, which is not a regular file")
+    if path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise DataError(f"{archive} holds {name!r:.120}, a path that leads outside of it")
 
 
 def _read_at(file: IO[bytes], offset: int, size: int) -> bytes:
@@ -79,39 +93,39 @@ def _round_up_to_blocks(size: int) -> int:
 
 
 def _check_header(header: bytes, offset: int) -> bytes:
-    """The kind of a member, of a header whose checksum is right."""
+    """Verify the checksum of a header and return the type of its member."""
     if len(header) == _BLOCK:
         rest, checksum = header[:148] + b" " * 8 + header[156:], _parse_number(header[148:156])
-        if checksum == sum(rest) or checksum == sum(memoryview(rest).cast("b")):  # signed, as old writers summed
+        if checksum == sum(rest) or checksum == sum(memoryview(rest).cast("b")):  # signed sums, from old writers
             return header[156:157]
     if offset:
         raise TarError(f"is truncated or damaged at byte {offset:,}")
-    raise TarError("is no readable tar (compressed? then it cannot be read at random: unpack it first)")
+    raise TarError("is not a readable tar; if it is compressed, unpack it first, as it needs random access")
 
 
 def _parse_size(header: bytes, offset: int) -> int:
     size = _parse_number(header[124:136])
     if size is None:
-        raise TarError(f"is damaged at byte {offset:,}: {header[124:136]!r} is no size")
+        raise TarError(f"is damaged at byte {offset:,}: {header[124:136]!r} is not a size")
     return size
 
 
 def _parse_number(field: bytes) -> int | None:
-    """A number in octal digits, or, where it would have too many, in binary behind a byte 128."""
+    """A number in octal digits or, if it is too large for them, in binary after a byte 128."""
     if field[0] == 128:
         return int.from_bytes(field[1:], "big")
-    octal = _OCTAL_PATTERN.fullmatch(field)  # behind a byte 255 it would be negative
+    octal = _OCTAL_PATTERN.fullmatch(field)  # after a byte 255 a number is negative, which is refused
     return None if octal is None else int(octal[1] or b"0", 8)
 
 
 def _parse_short_name(header: bytes) -> str:
-    """The name in a header of 512 bytes, behind a prefix unless GNU's tar keeps times in its place."""
+    """The name in a header of 512 bytes, after its prefix; GNU tar stores times instead of a prefix."""
     name, prefix = header[:100].partition(b"\0")[0], header[345:500].partition(b"\0")[0]
     return os.fsdecode(name if header[257:265] == b"ustar  \0" or not prefix else prefix + b"/" + name)
 
 
 def _read_extension(file: IO[bytes], offset: int, size: int, number: int) -> bytes:
-    """The content of an extended header, the how-manieth of its member."""
+    """Read the content of a member's extended header, given its number among them."""
     if number > CHAIN_LIMIT or size > EXTENSION_LIMIT:
         raise TarError(
             f"is damaged at byte {offset - _BLOCK:,}: a member has at most {CHAIN_LIMIT} extended headers"
@@ -124,19 +138,19 @@ def _read_extension(file: IO[bytes], offset: int, size: int, number: int) -> byt
 
 
 def _parse_pax_records(content: bytes, offset: int) -> tuple[str | None, int | None]:
-    """What the records of a pax header, `length key=value\\n` each, say of a member's path and size."""
-    found: dict[bytes, bytes] = {}
+    """A member's path and size from a pax header, whose records are `length key=value\\n`."""
+    records: dict[bytes, bytes] = {}
     start = 0
-    while start < len(content) and content[start]:  # zeros fill the rest
+    while start < len(content) and content[start]:  # zeros pad the rest
         record = _PAX_RECORD.match(content, start)
         end = start + int(record[1]) if record else 0
         if record is None or not record.end() < end <= len(content) or content[end - 1] != ord("\n"):
-            raise TarError(f"is damaged at byte {offset + start:,}: a pax header holds what is no record")
-        found[record[2]] = content[record.end() : end - 1]
+            raise TarError(f"is damaged at byte {offset + start:,}: a pax header holds an invalid record")
+        records[record[2]] = content[record.end() : end - 1]
         start = end
-    if any(key.startswith(b"GNU.sparse.") for key in found):
+    if any(key.startswith(b"GNU.sparse.") for key in records):
         raise TarError(f"holds a sparse file at byte {offset:,}: pack it without --sparse")
-    size = found.get(b"size", b"")
+    size = records.get(b"size", b"")
     if size and not re.fullmatch(rb"\d{1,19}", size):
-        raise TarError(f"is damaged at byte {offset:,}: {size!r:.40} is no size")
-    return os.fsdecode(found[b"path"]) if found.get(b"path") else None, int(size) if size else None
+        raise TarError(f"is damaged at byte {offset:,}: {size!r:.40} is not a size")
+    return os.fsdecode(records[b"path"]) if records.get(b"path") else None, int(size) if size else None

@@ -1,11 +1,11 @@
-"""Tar files of any origin in WebDataset's naming, read at random through an index made by one walk over their headers.
+"""Random access to WebDataset tars of any origin, through an index built in one pass over their headers.
 
-A sample is what shares a name up to the first dot: an image, and beside it a .cls with a class's number or name, or a
-.json with label or labels. Members are read in place and never extracted; an archive with a link, a device or a path
-that leads outside is refused.
+A sample is the members that share a name up to the first dot: an image, and a .cls with the number or name of a class,
+or a .json with label or labels. Members are read in place and never extracted. An archive with a link, a device or a
+path that leads outside is refused.
 
-ImageNet's archives are read as they are given out: of a tar of class tars, and of tars named by a WordNet id, the tar's
-name is the class; its validation images have the labels of the devkit beside them (`imagenet.py`).
+ImageNet's archives are read as they are distributed. In a tar of class tars, or a tar named by a WordNet ID, the tar's
+name is the class. Validation images take their labels from the devkit beside them (`imagenet.py`).
 """
 
 import contextlib
@@ -22,86 +22,81 @@ import numpy as np
 
 from vitrail import remote
 from vitrail.data import holdout, imagenet, sample_table
-from vitrail.data.dataset import SPLITS, UNLABELED, Dataset, build_splits
+from vitrail.data.dataset import SPLITS, UNLABELED, Dataset, build_dataset
 from vitrail.data.folder import SPLIT_NAMES
 from vitrail.data.image_headers import IMAGE_SUFFIXES, get_image_suffixes
 from vitrail.data.sample_table import Array, encode_text_column
 from vitrail.data.shards import ShardStore
-from vitrail.data.tar_headers import TarError, TarMember, walk_members
+from vitrail.data.tar_headers import TarError, TarMember, check_member, walk_members
 from vitrail.errors import DataError
 from vitrail.files import open_regular_file
 
 _BRACES = re.compile(r"\{(\d+)\.\.(\d+)\}")
-_MAX_CLASSES = 1_000_000  # of numbers: every one up to the greatest is a class, named or not
+_MAX_CLASSES = 1_000_000  # labels that are numbers: every number up to the largest is a class
 
 
 def is_tar_pattern(name: str) -> bool:
-    """Whether a name stands for tar files: one, a glob, or WebDataset's {000..127}."""
+    """Whether a name stands for tar files: one file, a glob, or WebDataset's {000..127}."""
     return name.endswith(".tar")
 
 
 def open_tars(pattern: str, *, holdout_fraction: float | None = 0.1) -> Dataset:
-    """Tar files of any origin, by pattern; their index is kept in the cache. Without a share all images are train."""
+    """Open the tars of a pattern; their index is cached. If `holdout_fraction` is None, all images are train."""
     paths = find_tars(pattern)
     folder, files = _split_common_folder(paths)
     devkit = [] if isinstance(folder, str) else [str(path) for path in [imagenet.find_devkit(folder)] if path]
     source = " ".join(
         ["tars 2", str(folder), *files, str(holdout_fraction), *get_image_suffixes()[len(IMAGE_SUFFIXES) :], *devkit]
     )
-    rows = sample_table.load_or_build_table(
+    table = sample_table.load_or_build_table(
         source, lambda: [*paths, *devkit], lambda: _build_columns(folder, files, holdout_fraction)
     )
-    return Dataset(
-        name=pattern,
-        classes=tuple(rows.metadata["classes"]),
-        splits=build_splits(ShardStore(folder, files, rows), rows["split"]),
-        generated_splits=tuple(rows.metadata["made_up"]),
-        notes=tuple(rows.metadata["notes"]),
-    )
+    return build_dataset(pattern, ShardStore(folder, files, table))
 
 
 def find_tars(pattern: str) -> list[str]:
-    """The tar files of a pattern, sorted: paths or URLs."""
-    paths = sorted({found for one in expand_braces(pattern) for found in _list_existing(one)})
+    """The paths or URLs of the tars that match a pattern, sorted."""
+    paths = sorted({path for expanded in expand_braces(pattern) for path in list_matches(expanded)})
     if not paths:
-        raise DataError(f"no file is named {pattern}")
+        raise DataError(f"no file matches {pattern}")
     return paths
 
 
 def _split_common_folder(paths: Sequence[str]) -> tuple[Path | str, tuple[str, ...]]:
-    """The folder that all paths or URLs lie in, and what they are called there."""
+    """The common folder of all paths or URLs, and their names relative to it."""
     if not remote.is_remote(paths[0]):
         folder = Path(os.path.commonpath([Path(path).parent.resolve() for path in paths]))
         return folder, tuple(os.path.relpath(path, folder) for path in paths)
     scheme, _, _ = paths[0].partition("://")
-    inside = [path.removeprefix(f"{scheme}://") for path in paths]
-    shared = os.path.commonpath([path.rpartition("/")[0] for path in inside])
-    return f"{scheme}://{shared}", tuple(os.path.relpath(path, shared) for path in inside)
+    keys = [path.removeprefix(f"{scheme}://") for path in paths]
+    shared = os.path.commonpath([key.rpartition("/")[0] for key in keys])
+    return f"{scheme}://{shared}", tuple(os.path.relpath(key, shared) for key in keys)
 
 
 def expand_braces(pattern: str) -> list[str]:
     """a{08..10}.tar -> a08.tar, a09.tar, a10.tar."""
-    found = _BRACES.search(pattern)
-    if not found:
+    braces = _BRACES.search(pattern)
+    if not braces:
         return [pattern]
-    first, last = found.groups()
+    first, last = braces.groups()
     if int(last) < int(first) or int(last) - int(first) > 10_000_000:
-        raise DataError(f"{pattern}: {found.group()} must count upwards, to at most ten million")
+        raise DataError(f"{pattern}: {braces.group()} must count upwards, over at most ten million numbers")
     numbers = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
-    return [one for number in numbers for one in expand_braces(pattern.replace(found.group(), number, 1))]
+    return [path for number in numbers for path in expand_braces(pattern.replace(braces.group(), number, 1))]
 
 
-def _list_existing(path: str) -> list[str]:
-    far = remote.is_remote(path)
-    if any(character in path for character in "*?["):
-        return remote.glob(path) if far else glob.glob(path)  # noqa: PTH207, the pattern may be absolute
-    if not far and not Path(path).is_file():  # a store says so when it is asked for the file
-        raise DataError(f"{path} does not exist")
-    return [path]
+def list_matches(pattern: str) -> list[str]:
+    """The paths or URLs that match a glob; a plain path is returned as it is, and must exist if it is local."""
+    is_remote = remote.is_remote(pattern)
+    if any(character in pattern for character in "*?["):
+        return remote.glob(pattern) if is_remote else glob.glob(pattern)  # noqa: PTH207, it may be absolute
+    if not is_remote and not Path(pattern).is_file():  # a store reports a missing file when it is read
+        raise DataError(f"{pattern} does not exist")
+    return [pattern]
 
 
 class _TarSample(NamedTuple):
-    """One sample as a foreign shard holds it."""
+    """One image of a tar, with its labels if it has any."""
 
     name: str
     offset: int
@@ -112,94 +107,111 @@ class _TarSample(NamedTuple):
 def _build_columns(
     folder: Path | str, files: Sequence[str], holdout_fraction: float | None
 ) -> tuple[Mapping[str, Array], dict[str, Any]]:
-    """The columns of foreign shards: one walk over the headers."""
-    if isinstance(folder, Path):
-        entries = [list(iter_samples(folder / file)) for file in files]
-    else:
-        entries = list(remote.map_concurrently(lambda file: list(iter_samples(remote.join_url(folder, file))), files))
-    notes = _label_imagenet(folder, files, entries)
-    flat = [entry for shard in entries for entry in shard]
-    if not flat:
-        raise DataError(f"{folder}/{files[0]} (of {len(files)}) holds no image ({', '.join(get_image_suffixes())})")
-    labelled = [entry.labels is not None for entry in flat]
-    if any(labelled) != all(labelled):
-        name = flat[labelled.index(False)].name
-        raise DataError(f"{name} has neither .cls nor .json with a label beside it, while other images have")
-    names = _list_classes({label for entry in flat for label in entry.labels or ()})
-    place = {name: number for number, name in enumerate(names)}
-    first = np.array([place[entry.labels[0]] if entry.labels else UNLABELED for entry in flat], dtype=np.int32)
+    """The columns and metadata of the tars' table, from one pass over their headers."""
+    shards = _list_samples(folder, files)
+    notes = _label_imagenet(folder, files, shards)
+    samples = [sample for shard in shards for sample in shard]
+    _check_labels(samples, f"{folder}/{files[0]} (of {len(files)})")
+    classes = _list_classes({label for sample in samples for label in sample.labels or ()})
     columns: dict[str, Array] = {
-        "shard": np.repeat(np.arange(len(files), dtype=np.int32), [len(shard) for shard in entries]),
-        "offset": np.array([entry.offset for entry in flat], dtype=np.int64),
-        "size": np.array([entry.size for entry in flat], dtype=np.int64),
-        "label": first,
-        **encode_text_column("name", (entry.name for entry in flat)),
+        "shard": np.repeat(np.arange(len(files), dtype=np.int32), [len(shard) for shard in shards]),
+        "offset": np.array([sample.offset for sample in samples], dtype=np.int64),
+        "size": np.array([sample.size for sample in samples], dtype=np.int64),
+        **encode_text_column("name", (sample.name for sample in samples)),
+        **_build_label_columns(samples, classes),
     }
-    if any(entry.labels is not None and len(entry.labels) != 1 for entry in flat):
-        columns["label"] = np.array([place[label] for entry in flat for label in entry.labels or ()], dtype=np.int32)
-        columns["label.ends"] = np.cumsum([len(entry.labels or ()) for entry in flat], dtype=np.int64)
     if holdout_fraction is None:
-        columns["split"] = np.full(len(flat), SPLITS.index("train"), dtype=np.int8)
-        return columns, {"classes": names, "made_up": (), "notes": notes}
-    given = np.array([_parse_split(file) for file in files], dtype=np.int8)[columns["shard"]]
-    if holdout.NO_SPLIT in given and (given != holdout.NO_SPLIT).any():
-        raise DataError(f"some shards are named after a split and some are not, such as {files[0]}: name all or none")
-    split = holdout.complete_splits(
-        given,
-        np.zeros_like(first) if "label.ends" in columns else first,
-        lambda row: f"{files[columns['shard'][row]]}:{flat[row].name}",
-        identity=str(folder),
-        holdout_fraction=holdout_fraction,
-    )
-    columns["split"] = split.column
-    return columns, {"classes": names, "made_up": split.generated_splits, "notes": [*split.notes, *notes]}
+        train = np.full(len(samples), SPLITS.index("train"), dtype=np.int8)
+        split = holdout.CompletedSplits(train, (), ())
+    else:
+        split_column = np.array([_parse_split(file) for file in files], dtype=np.int8)[columns["shard"]]
+        if holdout.NO_SPLIT in split_column and (split_column != holdout.NO_SPLIT).any():
+            raise DataError(
+                f"some shards are named after a split and others are not, such as {files[0]}: name all or none"
+            )
+        split = holdout.complete_splits(
+            split_column,
+            np.zeros(len(samples), dtype=np.int32) if "label.ends" in columns else columns["label"],
+            lambda row: f"{files[columns['shard'][row]]}:{samples[row].name}",
+            identity=str(folder),
+            holdout_fraction=holdout_fraction,
+        )
+    return columns | {"split": split.column}, split.build_metadata(classes, notes)
 
 
-def _label_imagenet(folder: Path | str, files: Sequence[str], entries: list[list[_TarSample]]) -> list[str]:
-    """Give images of ImageNet's archives the labels that stand elsewhere; sentences on what was changed or is missing.
+def _list_samples(folder: Path | str, files: Sequence[str]) -> list[list[_TarSample]]:
+    """The samples of each tar."""
+    if isinstance(folder, Path):
+        return [list(iter_samples(folder / file)) for file in files]
+    return list(remote.map_concurrently(lambda file: list(iter_samples(remote.join_url(folder, file))), files))
 
-    Where no image has a label, validation images may lack the devkit's, and test images stay.
+
+def _check_labels(samples: Sequence[_TarSample], source: str) -> None:
+    """Refuse tars without an image, and those where only a part of the images has labels."""
+    if not samples:
+        raise DataError(f"{source} holds no image ({', '.join(get_image_suffixes())})")
+    unlabeled = [sample.name for sample in samples if sample.labels is None]
+    if 0 < len(unlabeled) < len(samples):
+        raise DataError(f"{unlabeled[0]} has neither a .cls nor a .json with a label, while other images have one")
+
+
+def _build_label_columns(samples: Sequence[_TarSample], classes: Sequence[str]) -> dict[str, Array]:
+    """The column of labels and, if an image may have several, the column of where the labels of each image end."""
+    class_index = {name: number for number, name in enumerate(classes)}
+    if all(sample.labels is None or len(sample.labels) == 1 for sample in samples):
+        labels = [class_index[sample.labels[0]] if sample.labels else UNLABELED for sample in samples]
+        return {"label": np.array(labels, dtype=np.int32)}
+    labels = [class_index[label] for sample in samples for label in sample.labels or ()]
+    return {
+        "label": np.array(labels, dtype=np.int32),
+        "label.ends": np.cumsum([len(sample.labels or ()) for sample in samples], dtype=np.int64),
+    }
+
+
+def _label_imagenet(folder: Path | str, files: Sequence[str], shards: list[list[_TarSample]]) -> list[str]:
+    """Add the labels of ImageNet's archives to their samples, in place; return notes on what changed or is missing.
+
+    If no image has a label, validation images may lack the devkit, and test images are kept.
     """
     notes = []
-    for place, (file, shard) in enumerate(zip(files, entries, strict=True)):
+    for number, (file, shard) in enumerate(zip(files, shards, strict=True)):
         wnid = PurePosixPath(file).stem
-        if imagenet.WORDNET_ID.fullmatch(wnid) and all(entry.labels is None for entry in shard):
-            entries[place] = [entry._replace(labels=(wnid,)) for entry in shard]
-    labelled = any(entry.labels is not None for shard in entries for entry in shard)
-    validation = _find_shards(entries, imagenet.VAL_IMAGE_NAME)
+        if imagenet.WORDNET_ID.fullmatch(wnid) and all(sample.labels is None for sample in shard):
+            shards[number] = [sample._replace(labels=(wnid,)) for sample in shard]
+    has_labels = any(sample.labels is not None for shard in shards for sample in shard)
+    validation = _find_shards(shards, imagenet.VAL_IMAGE_NAME)
     if validation and (missing := imagenet.explain_missing_labels(folder)):
-        if labelled:
+        if has_labels:
             raise DataError(missing)
         notes.append(missing)
     elif validation and isinstance(folder, Path):
-        known, labelled = imagenet.read_validation_labels(folder), True
-        for place in validation:
-            labels = imagenet.label_validation([_get_base_name(entry) for entry in entries[place]], known)
-            entries[place] = [
-                entry._replace(labels=(label,)) for entry, label in zip(entries[place], labels, strict=True)
-            ]
-            notes.append(f"{files[place]}: the labels of {len(labels):,} validation images are the devkit's")
-    for place in _find_shards(entries, imagenet.TEST_IMAGE_NAME) if labelled else ():
-        count, entries[place] = len(entries[place]), []
-        notes.append(f"{files[place]}: {count:,} test images have no published labels and were left out")
+        devkit_labels, has_labels = imagenet.read_validation_labels(folder), True
+        for number in validation:
+            labels = imagenet.label_validation([_get_base_name(sample) for sample in shards[number]], devkit_labels)
+            labeled = zip(shards[number], labels, strict=True)
+            shards[number] = [sample._replace(labels=(label,)) for sample, label in labeled]
+            notes.append(f"{files[number]}: the labels of {len(labels):,} validation images come from the devkit")
+    for number in _find_shards(shards, imagenet.TEST_IMAGE_NAME) if has_labels else ():
+        count, shards[number] = len(shards[number]), []
+        notes.append(f"{files[number]}: {count:,} test images have no published labels and were left out")
     return notes
 
 
-def _find_shards(entries: Sequence[Sequence[_TarSample]], pattern: re.Pattern[str]) -> list[int]:
-    """The places of the shards whose images all have no label and a name of that pattern."""
+def _find_shards(shards: Sequence[Sequence[_TarSample]], pattern: re.Pattern[str]) -> list[int]:
+    """The numbers of the shards whose images all have no label and a name that matches the pattern."""
     return [
-        place
-        for place, shard in enumerate(entries)
-        if shard and all(entry.labels is None and pattern.fullmatch(_get_base_name(entry)) for entry in shard)
+        number
+        for number, shard in enumerate(shards)
+        if shard and all(sample.labels is None and pattern.fullmatch(_get_base_name(sample)) for sample in shard)
     ]
 
 
-def _get_base_name(entry: _TarSample) -> str:
-    return entry.name.rpartition("/")[2]
+def _get_base_name(sample: _TarSample) -> str:
+    return sample.name.rpartition("/")[2]
 
 
 def _list_classes(labels: set[str]) -> list[str]:
-    """Numbers are places in the head, whether all of them occur or not; names stand in their own order."""
+    """The classes of these labels: sorted names or, if all are numbers, every number up to the largest."""
     if not all(label.isascii() and label.isdigit() for label in labels):
         return sorted(labels)
     count = max(map(int, labels), default=-1) + 1
@@ -207,17 +219,17 @@ def _list_classes(labels: set[str]) -> list[str]:
 
 
 def _parse_split(file: str) -> int:
-    """train-000.tar, x-val-3.tar and test/0.tar say their split."""
+    """The split in a file name such as train-000.tar, x-val-3.tar or test/0.tar."""
     words = re.split(r"[^a-z]+", file.lower())
     return next((SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES), holdout.NO_SPLIT)
 
 
 def iter_samples(path: Path | str) -> Iterator[_TarSample]:
-    """The images of one tar, each with what stands beside it under the same name up to the first dot.
+    """The images of one tar, each with the labels that share its name up to the first dot.
 
-    In a tar of tars, each with the images of the class that it is named after.
+    In a tar of tars, each inner tar is a class and holds its images.
     """
-    entry: _TarSample | None = None
+    sample: _TarSample | None = None
     labels: tuple[str, ...] | None = None
     key = ""
     for member, content in iter_files(path):
@@ -225,23 +237,23 @@ def iter_samples(path: Path | str) -> Iterator[_TarSample]:
             yield from _iter_class_samples(path, member)
             continue
         stem, dot, suffix = member.name.rpartition("/")[2].partition(".")
-        here = member.name[: len(member.name) - len(dot + suffix)] if stem or dot else member.name
-        if here != key:
-            if entry:
-                yield entry._replace(labels=labels)
-            entry, labels, key = None, None, here
+        member_key = member.name[: len(member.name) - len(dot + suffix)] if stem or dot else member.name
+        if member_key != key:
+            if sample:
+                yield sample._replace(labels=labels)
+            sample, labels, key = None, None, member_key
         if f".{suffix.lower()}".endswith(get_image_suffixes()):
-            if entry:
-                raise DataError(f"{path} holds two images named {here}: {entry.name} and {member.name}")
-            entry = _TarSample(member.name, member.offset_data, member.size, None)
+            if sample:
+                raise DataError(f"{path} holds two images named {key}: {sample.name} and {member.name}")
+            sample = _TarSample(member.name, member.offset_data, member.size, None)
         elif suffix in ("cls", "json"):
             labels = _parse_labels(content(), suffix, f"{path}:{member.name}", labels)
-    if entry:
-        yield entry._replace(labels=labels)
+    if sample:
+        yield sample._replace(labels=labels)
 
 
 def _iter_class_samples(path: Path | str, archive: TarMember) -> Iterator[_TarSample]:
-    """The images of a class tar inside a tar, read in place: where they begin is counted in the outer one."""
+    """The images of a class tar inside a tar; their offsets are those in the outer tar."""
     stem = PurePosixPath(archive.name).stem
     label = _parse_label(stem, f"{path}:{archive.name}")
     with _open_tar(path) as (file, _):
@@ -250,37 +262,37 @@ def _iter_class_samples(path: Path | str, archive: TarMember) -> Iterator[_TarSa
             for member in walk_members(inner, archive.size):
                 if member.is_folder:
                     continue
-                _check_member(member, f"{path}:{archive.name}")
+                check_member(f"{path}:{archive.name}", member.name, is_file=member.is_file)
                 if member.name.lower().endswith(get_image_suffixes()):
-                    start = archive.offset_data + member.offset_data
-                    yield _TarSample(f"{stem}/{member.name}", start, member.size, (label,))
+                    offset = archive.offset_data + member.offset_data
+                    yield _TarSample(f"{stem}/{member.name}", offset, member.size, (label,))
         except TarError as error:
             raise DataError(f"{path}:{archive.name} {error}") from error
 
 
 class _FileSlice:
-    """A part of an open file, as a file: what `walk_members` needs of one."""
+    """A range of an open file, with the methods that `walk_members` needs."""
 
     def __init__(self, file: IO[bytes], start: int, size: int) -> None:
         self.file, self.start, self.size, self.position = file, start, size, 0
 
-    def seek(self, place: int) -> None:
-        """Go to a place of the part."""
-        self.position = place
+    def seek(self, position: int) -> None:
+        """Go to a position in the range."""
+        self.position = position
 
     def read(self, size: int) -> bytes:
-        """The bytes from there on, as far as the part goes."""
+        """Read from the position, up to the end of the range."""
         self.file.seek(self.start + self.position)
         return self.file.read(max(0, min(size, self.size - self.position)))
 
 
 def iter_files(path: Path | str) -> Iterator[tuple[TarMember, Callable[[], bytes]]]:
-    """The files in a tar, each with a function that reads it; anything that could lead outside is refused."""
+    """The files in a tar, each with a function that reads it; links, devices and outside paths are refused."""
     with _open_tar(path) as (file, length):
         try:
             for member in walk_members(file, length):
                 if not member.is_folder:
-                    _check_member(member, path)
+                    check_member(path, member.name, is_file=member.is_file)
                     yield member, partial(_read_label_file, file, member, path)
         except TarError as error:
             raise DataError(f"{path} {error}") from error
@@ -288,26 +300,18 @@ def iter_files(path: Path | str) -> Iterator[tuple[TarMember, Callable[[], bytes
 
 @contextlib.contextmanager
 def _open_tar(path: Path | str) -> Iterator[tuple[IO[bytes], int]]:
-    """A file, here or elsewhere, and its size."""
+    """Open a local or remote file; yield it and its size."""
     if isinstance(path, Path):
         with open_regular_file(path) as file:
             yield file, os.fstat(file.fileno()).st_size
     else:
-        with remote.open_for_reading(path) as found:
-            yield found
-
-
-def _check_member(member: TarMember, path: Path | str) -> None:
-    parts = PurePosixPath(member.name)
-    if not member.is_file:
-        raise DataError(f"{path} holds {member.name!r:.120}, which is a link or device and no file")
-    if parts.is_absolute() or ".." in parts.parts or "\0" in member.name:
-        raise DataError(f"{path} holds {member.name!r:.120}, a path that leads outside of it")
+        with remote.open_for_reading(path) as opened:
+            yield opened
 
 
 def _read_label_file(file: IO[bytes], member: TarMember, path: Path | str) -> bytes:
     if member.size > 2**20:
-        raise DataError(f"{path}:{member.name} has {member.size:,} bytes; labels have at most 1 MiB")
+        raise DataError(f"{path}:{member.name} has {member.size:,} bytes; the limit for labels is 1 MiB")
     file.seek(member.offset_data)
     return file.read(member.size)
 
@@ -315,7 +319,7 @@ def _read_label_file(file: IO[bytes], member: TarMember, path: Path | str) -> by
 def _parse_labels(
     content: bytes, suffix: str, where: str, known_labels: tuple[str, ...] | None
 ) -> tuple[str, ...] | None:
-    """What a .cls says, or a .json under label or labels; a .json without them says nothing."""
+    """The labels in a .cls, or in a .json under label, labels or cls; `known_labels` if a .json has none of these."""
     try:
         text = content.decode()
         value: Any = json.loads(text) if suffix == "json" else text.strip()
@@ -327,19 +331,17 @@ def _parse_labels(
         return known_labels
     items = value if isinstance(value, list) else [value]
     if not all(isinstance(item, str | int) and not isinstance(item, bool) and item != "" for item in items):
-        raise DataError(f"{where}: {value!r:.80} is no label")
+        raise DataError(f"{where}: {value!r:.80} is not a label")
     return tuple(dict.fromkeys(_parse_label(str(item), where) for item in items))
 
 
 def _parse_label(text: str, where: str) -> str:
-    """A class's name, or its number without zeros in front."""
+    """The name of a class, or its number without leading zeros."""
     if not (text.isascii() and text.isdigit()):
         return text
     number = text.lstrip("0") or "0"
-    if len(number) >= len(
-        str(_MAX_CLASSES)
-    ):  # before it is a number: Python takes long for many digits, or refuses them
+    if len(number) >= len(str(_MAX_CLASSES)):  # as text: Python is slow with many digits, or refuses them
         raise DataError(
-            f"{where}: the label is {number:.20}; a number is a class, and there are {_MAX_CLASSES:,} at most"
+            f"{where}: the label is {number:.20}; as the number of a class it must be below {_MAX_CLASSES:,}"
         )
     return number

@@ -1,4 +1,4 @@
-"""Answering only where the model is sure: how many answers that leaves, and how many of them are right.
+"""Abstention: predicting only where the model is confident, how many images that leaves, and how accurate it is there.
 
 n images
 """
@@ -12,36 +12,36 @@ from vitrail.errors import DataError
 
 
 class RiskCoverageCurve(NamedTuple):
-    """For each probability that an answer may need, the greatest first; equal ones are one place."""
+    """Coverage and accuracy at each distinct probability as the threshold, the greatest first."""
 
     thresholds: Tensor  # float (n,)
-    coverage: Tensor  # float64 (n,): the share of images that get an answer
-    accuracy: Tensor  # float64 (n,): the share of these that is right
+    coverage: Tensor  # float64 (n,): the share of images that get a prediction
+    accuracy: Tensor  # float64 (n,): the share of these that is correct
 
 
 def compute_risk_coverage(probabilities: Tensor, correct: Tensor) -> RiskCoverageCurve:
-    """Accuracy against coverage (El-Yaniv and Wiener 2010), of answers' probabilities and whether they were right."""
+    """Accuracy against coverage (El-Yaniv and Wiener 2010), from probabilities and whether predictions are correct."""
     order = probabilities.argsort(descending=True, stable=True)
     sorted_probabilities, hits = probabilities[order], correct[order].double().cumsum(0)
-    last = torch.ones(len(order), dtype=torch.bool)
-    last[:-1] = sorted_probabilities[:-1] != sorted_probabilities[1:]
-    answered = torch.arange(1, len(order) + 1, dtype=torch.float64)
-    return RiskCoverageCurve(sorted_probabilities[last], answered[last] / len(order), (hits / answered)[last])
+    is_last = torch.ones(len(order), dtype=torch.bool)  # of a group of equal probabilities
+    is_last[:-1] = sorted_probabilities[:-1] != sorted_probabilities[1:]
+    covered = torch.arange(1, len(order) + 1, dtype=torch.float64)
+    return RiskCoverageCurve(sorted_probabilities[is_last], covered[is_last] / len(order), (hits / covered)[is_last])
 
 
 def find_threshold(probabilities: Tensor, correct: Tensor, accuracy: float) -> float:
-    """The least probability an answer must have so that the share `accuracy` of answers is right on these images."""
-    found = compute_risk_coverage(probabilities, correct)
-    enough = (found.accuracy >= accuracy).nonzero()
-    if not len(enough):
+    """The lowest threshold at which the share `accuracy` of the predictions on these images is correct."""
+    curve = compute_risk_coverage(probabilities, correct)
+    sufficient = (curve.accuracy >= accuracy).nonzero()
+    if not len(sufficient):
         raise DataError(
-            f"no threshold makes {accuracy:.2%} of the answers right: of the surest it is"
-            f" {float(found.accuracy[0]):.2%}. Ask for less"
+            f"no threshold reaches an accuracy of {accuracy:.2%}: the most confident predictions reach"
+            f" {float(curve.accuracy[0]):.2%}. Ask for less"
         )
-    return float(found.thresholds[enough[-1]])
+    return float(curve.thresholds[sufficient[-1]])
 
 
 def compute_aurc(curve: RiskCoverageCurve) -> float:
-    """The mean share of wrong answers over all coverages: the area under the risk-coverage curve."""
+    """The area under the risk-coverage curve: the error rate, averaged over all coverages."""
     widths = torch.diff(curve.coverage, prepend=curve.coverage.new_zeros(1))
     return float(((1 - curve.accuracy) * widths).sum())

@@ -1,29 +1,33 @@
-"""Whether a model is right as often as it says it is, and the one number that makes it so.
+"""Whether probabilities match how often predictions are correct, and the temperature that makes them match.
 
 n images   L classes   T temperature: probabilities are of logits / T (Guo et al. 2017)
 """
 
 import math
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 TEMPERATURE_RANGE = (0.05, 20.0)
 PRIOR_STD = 0.3
-"""Of the prior on log T, a normal distribution around 0; docs/experiments/README.md has the measurements."""
+"""The prior on log T is normal around 0 with this deviation; docs/experiments/README.md has the measurements."""
+CALIBRATION_BINS = 15
 _BISECTION_STEPS = 60
 
 
 def fit_temperature(logits: Tensor, targets: Tensor, *, prior_std: float = PRIOR_STD) -> float:
-    """The likeliest temperature of targets, classes (n,) of a softmax or shares (n, L) of sigmoids, given a prior.
+    """The most probable temperature for targets, classes (n,) of a softmax or shares (n, L) of sigmoids.
 
-    The prior says that log T is normal around 0 with a standard deviation: few images move T little, many fully. With
-    an infinite one this is the maximum of the likelihood. The slope of the logarithm of both is 0 there, which is found
-    by halving. Where every answer is right nothing says how sure is too sure, and it stays 1.
+    Under the prior, few images move T little and many move it fully; an infinite `prior_std` gives the maximum
+    likelihood. The derivative of the log posterior is 0 there, which bisection finds. If every prediction is correct,
+    nothing tells how much confidence is too much, and T stays 1.
     """
     logits = logits.double()
-    right = logits.argmax(dim=1) == targets if targets.ndim == 1 else (logits > 0) == (targets > 0)
-    if not len(logits) or right.all():
+    correct = logits.argmax(dim=1) == targets if targets.ndim == 1 else (logits > 0) == (targets > 0)
+    if not len(logits) or correct.all():
         return 1.0
     low, high = -math.log(TEMPERATURE_RANGE[1]), -math.log(TEMPERATURE_RANGE[0])
     for _ in range(_BISECTION_STEPS):
@@ -37,17 +41,36 @@ def fit_temperature(logits: Tensor, targets: Tensor, *, prior_std: float = PRIOR
 
 
 def _differentiate_loss(logits: Tensor, targets: Tensor, scale: float) -> float:
-    """The loss's derivative by the scale that multiplies the logits."""
+    """The derivative of the loss by the scale that multiplies the logits."""
     if targets.ndim == 1:
         expected = ((logits * scale).softmax(dim=1) * logits).sum(dim=1)
         return float((expected - logits.gather(1, targets[:, None])[:, 0]).mean())
     return float((((logits * scale).sigmoid() - targets) * logits).sum(dim=1).mean())
 
 
-def expected_calibration_error(confidences: Tensor, correct: Tensor, bins: int = 15) -> float:
-    """The gap between how sure answers were and how often they were right, over bins of equal width."""
-    confidences = confidences.double()
-    places = ((confidences * bins).ceil().long() - 1).clamp(0, bins - 1)  # a bin holds its upper edge
-    sure = torch.zeros(bins, dtype=torch.float64).index_add_(0, places, confidences)
-    true = torch.zeros(bins, dtype=torch.float64).index_add_(0, places, correct.double())
-    return float((sure - true).abs().sum() / len(confidences))
+class BinCounts(NamedTuple):
+    """Predictions in bins of equal width by their probability, one entry for each bin."""
+
+    counts: NDArray[np.int64]
+    probability_sums: NDArray[np.float64]
+    correct: NDArray[np.int64]
+
+
+def assign_bins(probabilities: ArrayLike, bins: int = CALIBRATION_BINS) -> NDArray[np.int64]:
+    """The bin of each probability, from 0; a bin includes its upper edge, the first also 0."""
+    scaled = np.ceil(np.asarray(probabilities, dtype=np.float64) * bins)
+    return np.clip(scaled.astype(np.int64) - 1, 0, bins - 1)
+
+
+def count_bins(probabilities: ArrayLike, correct: ArrayLike, bins: int = CALIBRATION_BINS) -> BinCounts:
+    """Sort predictions, (n,) each, into bins: how many, the sum of their probabilities, how many are correct."""
+    indices = assign_bins(probabilities, bins)
+    sums = np.bincount(indices, weights=np.asarray(probabilities, dtype=np.float64), minlength=bins)
+    hits = np.bincount(indices, weights=np.asarray(correct), minlength=bins)
+    return BinCounts(np.bincount(indices, minlength=bins), sums.astype(np.float64), hits.astype(np.int64))
+
+
+def expected_calibration_error(confidences: Tensor, correct: Tensor, bins: int = CALIBRATION_BINS) -> float:
+    """The mean gap between probability and accuracy, (n,) each, over bins of equal width."""
+    binned = count_bins(confidences, correct, bins)
+    return float(torch.from_numpy(binned.probability_sums - binned.correct).abs().sum() / len(confidences))

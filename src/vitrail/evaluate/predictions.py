@@ -1,9 +1,11 @@
-"""How often a model is right. Counts are summed, never averages averaged, so batches of any sizes and ranks add up.
+"""What a model predicts for each image, and counts of correct predictions.
+
+Counts are summed, and averages never averaged, so that batches of any size and ranks add up.
 
     n images   B images of a batch   L classes
 
-A multi-label prediction is right where it has all labels of the image and no other (exact match); a label is predicted
-where its probability is above one half. An image without a label is right where it is given none.
+A multi-label prediction is correct if it has all labels of the image and no other (exact match). A label is predicted
+where its probability is above one half. An image without a label is correct if none is predicted.
 """
 
 import dataclasses
@@ -20,23 +22,24 @@ from vitrail.data.transforms import normalize
 from vitrail.errors import DataError
 from vitrail.model.build import Model
 from vitrail.runtime import distributed
+from vitrail.weights.trained import logits_to_probabilities
 
 MAX_CONFUSION_CLASSES = 4096  # classes: a matrix of 134 MB
-MIN_TOP5_CLASSES = 10  # with fewer, five guesses of them say little and top-5 is not shown
+MIN_TOP5_CLASSES = 10  # with fewer, five guesses say little, and top-5 is not shown
 
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Sums over labelled images."""
+    """Sums over labeled images."""
 
     images: int
     correct: int
     correct_top5: int
     loss: float
-    """Minus the log probability of the true class, summed; of several labels, of each class's yes or no."""
+    """The summed negative log-likelihood of the true class; for multi-label images, of every class's presence."""
     confusion: Tensor
-    """int64 (L, L): rows are true classes, columns what the model said; zeros where images have several labels, and
-    (0, 0) above CONFUSED classes."""
+    """int64 (L, L): rows are true classes, columns predicted ones; zeros for multi-label images, and (0, 0) above
+    MAX_CONFUSION_CLASSES."""
 
     def __add__(self, other: Self) -> "Counts":
         return Counts(
@@ -49,28 +52,28 @@ class Counts:
 
     @property
     def top1(self) -> float:
-        """The share that is right; of several labels exact match."""
+        """The accuracy; for multi-label images, exact match."""
         return self.correct / self.images
 
     @property
     def top5(self) -> float:
-        """The share whose class is among the five likeliest."""
+        """The share of images whose class is among the five likeliest."""
         return self.correct_top5 / self.images
 
     @property
     def has_confusion(self) -> bool:
-        """Whether it is known of which class the images are that are right."""
+        """Whether correct images are known by class."""
         return bool(self.confusion.any())
 
     @property
     def macro_accuracy(self) -> float:
-        """The share that is right of each class, averaged over the classes that have images."""
-        each = self.confusion.sum(dim=1)
-        return float((self.confusion.diagonal() / each)[each > 0].mean())
+        """The accuracy of each class, averaged over the classes that have images."""
+        images = self.confusion.sum(dim=1)
+        return float((self.confusion.diagonal() / images)[images > 0].mean())
 
     @property
     def mean_loss(self) -> float:
-        """The loss of an image on average."""
+        """The mean loss of an image."""
         return self.loss / self.images
 
 
@@ -79,24 +82,23 @@ def all_reduce_counts(counts: Counts, device: torch.device) -> Counts:
     if not distributed.is_distributed():
         return counts
     numbers = torch.tensor([counts.images, counts.correct, counts.correct_top5], device=device)
-    images, right, five = distributed.all_reduce_sum(numbers).tolist()
+    images, correct, correct_top5 = distributed.all_reduce_sum(numbers).tolist()
     loss = float(distributed.all_reduce_sum(torch.tensor(counts.loss, dtype=torch.float64, device=device)))
-    return Counts(images, right, five, loss, distributed.all_reduce_sum(counts.confusion.to(device)).cpu())
+    confusion = distributed.all_reduce_sum(counts.confusion.to(device)).cpu()
+    return Counts(images, correct, correct_top5, loss, confusion)
 
 
 class Predictions(NamedTuple):
-    """What a model said of each image, the likeliest five first, and how wrong it was."""
+    """What a model predicts for each image: the five likeliest classes, and the loss."""
 
     classes: Tensor  # int64 (n, 5)
     probabilities: Tensor  # float32 (n, 5)
     losses: Tensor  # float32 (n,)
     correct: Tensor  # bool (n,)
-    images: Tensor  # int64 (n,): which of the split's images
-    labels: Tensor  # int64 (n,): the true class; -1 where there may be several
+    images: Tensor  # int64 (n,): the index of each image in the split
+    labels: Tensor  # int64 (n,): the true class; -1 for multi-label images
     in_top5: Tensor  # bool (n,): whether a true class is among the five
-    label_probabilities: Tensor = torch.zeros(
-        0, 0
-    )  # float32 (n, L): each class's probability, where images are multi-label
+    label_probabilities: Tensor = torch.zeros(0, 0)  # float32 (n, L): of every class, for multi-label images only
     label_targets: Tensor = torch.zeros(0, 0, dtype=torch.bool)  # bool (n, L): whether the image has the label
 
     @property
@@ -106,22 +108,20 @@ class Predictions(NamedTuple):
 
     @property
     def confidence(self) -> Tensor:
-        """The probability of each answer, float32 (n,); of a multi-label one that all its labels are right."""
-        return (
-            self.label_probabilities.maximum(1 - self.label_probabilities).prod(dim=1)
-            if self.multi_label
-            else self.probabilities[:, 0]
-        )
+        """The probability of each prediction, float32 (n,); for a multi-label one, that all its labels are correct."""
+        if self.multi_label:
+            return self.label_probabilities.maximum(1 - self.label_probabilities).prod(dim=1)
+        return self.probabilities[:, 0]
 
     @property
     def calibration_pairs(self) -> tuple[Tensor, Tensor]:
-        """Probabilities, and whether what each is of is so: of answers, or of every label where images have several."""
+        """Probabilities and whether each came true: one a prediction, or one a label for multi-label images."""
         if self.multi_label:
             return self.label_probabilities.flatten(), self.label_targets.flatten()
         return self.confidence, self.correct
 
     def get_predicted_classes(self, row: int) -> list[int]:
-        """The classes that an image was given: one, or of several labels any number."""
+        """The classes predicted for an image: one, or any number for multi-label images."""
         if self.multi_label:
             return [int(index) for index in (self.label_probabilities[row] > 0.5).nonzero()[:, 0]]
         return [int(self.classes[row, 0])]
@@ -135,14 +135,14 @@ def count_batch(logits: Tensor, targets: Tensor) -> Counts:
 
 
 def _make_empty_confusion(num_classes: int) -> Tensor:
-    """A confusion of no image; of so many classes that it would take gigabytes, none at all."""
+    """A confusion matrix of no image; (0, 0) for so many classes that it would take gigabytes."""
     side = num_classes if num_classes <= MAX_CONFUSION_CLASSES else 0
     return torch.zeros(side, side, dtype=torch.int64)
 
 
 def _make_predictions(logits: Tensor, targets: Tensor, temperature: float, *, multi_label: bool) -> Predictions:
     logits = logits / temperature
-    probabilities = logits.sigmoid() if multi_label else logits.softmax(dim=1)
+    probabilities = logits_to_probabilities(logits, multi_label=multi_label)
     if targets.ndim == 1:
         losses = F.cross_entropy(logits, targets, reduction="none")
     else:
@@ -150,12 +150,12 @@ def _make_predictions(logits: Tensor, targets: Tensor, temperature: float, *, mu
     best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (B, 5)
     likeliest, images = probabilities.gather(1, best), torch.arange(len(logits))
     if targets.ndim == 1:
-        in_five = (best == targets[:, None]).any(dim=1)
-        return Predictions(best, likeliest, losses, targets == best[:, 0], images, targets, in_five)
+        in_top5 = (best == targets[:, None]).any(dim=1)
+        return Predictions(best, likeliest, losses, targets == best[:, 0], images, targets, in_top5)
     truths = targets > 0
-    right = ((probabilities > 0.5) == truths).all(dim=1)
-    labels, in_five = torch.full_like(best[:, 0], -1), truths.gather(1, best).any(dim=1)
-    return Predictions(best, likeliest, losses, right, images, labels, in_five, probabilities, truths)
+    correct = ((probabilities > 0.5) == truths).all(dim=1)
+    labels, in_top5 = torch.full_like(best[:, 0], -1), truths.gather(1, best).any(dim=1)
+    return Predictions(best, likeliest, losses, correct, images, labels, in_top5, probabilities, truths)
 
 
 def evaluate_batches(
@@ -165,12 +165,11 @@ def evaluate_batches(
     *,
     reduce_ranks: Callable[[Counts], Counts] = lambda counts: counts,
 ) -> Counts:
-    """The counts of a model over labelled images, those of other processes included by `over_ranks`.
+    """The counts of a model over labeled images; `reduce_ranks` adds those of other ranks.
 
     The model is left in eval mode.
     """
-    classes = model.config.classes
-    total = Counts(0, 0, 0, 0.0, _make_empty_confusion(classes))
+    total = Counts(0, 0, 0, 0.0, _make_empty_confusion(model.config.classes))
     for logits, targets, _ in iterate_logits(model, batches, preprocess):
         total = total + count_batch(logits, targets)
     total = reduce_ranks(total)
@@ -188,24 +187,22 @@ def predict_batches(
     num_classes: int,
     multi_label: bool = False,
 ) -> Predictions:
-    """What a model of so many classes says of each image, on the CPU; no rows where there is none.
+    """The predictions of a model for all images of the batches, on the CPU.
 
-    With `several` each class has a probability of its own.
+    With `multi_label`, or for multi-label images, each class has a probability of its own.
     """
-    kept = []
+    parts = []
     for logits, targets, images in iterate_logits(model, batches, preprocess):
-        said = _make_predictions(logits, targets, temperature, multi_label=multi_label or targets.ndim == 2)._replace(
-            images=images
-        )
-        kept.append(Predictions(*(column.cpu() for column in said)))
-    if not kept:
-        nothing = torch.zeros(0, num_classes), torch.zeros(0, dtype=torch.int64)
-        return _make_predictions(*nothing, temperature, multi_label=multi_label)
-    return Predictions(*(torch.cat(columns) for columns in zip(*kept, strict=True)))
+        part = _make_predictions(logits, targets, temperature, multi_label=multi_label or targets.ndim == 2)
+        parts.append(Predictions(*(column.cpu() for column in part._replace(images=images))))
+    if not parts:
+        empty = torch.zeros(0, num_classes), torch.zeros(0, dtype=torch.int64)
+        return _make_predictions(*empty, temperature, multi_label=multi_label)
+    return Predictions(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
 def count_predictions(predictions: Predictions, num_classes: int) -> Counts:
-    """The counts of all that was said, by a model of so many classes."""
+    """The counts of predictions by a model of `num_classes` classes."""
     if not len(predictions.images):
         raise DataError("there is no image to evaluate on")
     confusion = _make_empty_confusion(num_classes)
@@ -222,13 +219,13 @@ def count_predictions(predictions: Predictions, num_classes: int) -> Counts:
 def iterate_logits(
     model: nn.Module, batches: Iterable[Batch], preprocess: PreprocessConfig
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Logits (B, L), float32, and targets of the images, on the model's device; and which images they are."""
+    """Logits (B, L), float32, and targets, on the model's device; and the indices of the images in the split."""
     device = next(model.parameters()).device
     model.eval()
     for batch in batches:
         targets = batch.targets
         if targets.ndim == 1 and (targets < 0).any():
-            raise DataError("accuracy is of images with a label; some of these have none")
+            raise DataError("accuracy needs images with a label, and some of these have none")
         if not len(targets):
             continue
         logits = model(normalize(batch.pixels.to(device, non_blocking=True), preprocess)).float()

@@ -1,4 +1,4 @@
-"""A model to an exported file, which appears whole, and only if it says what vitrail says."""
+"""Export a model to a file, which is written whole, and only if it computes what vitrail computes."""
 
 import importlib
 from collections.abc import Callable
@@ -16,16 +16,17 @@ from vitrail.weights.trained import Trained, require_trained
 
 ExportFormat = Literal["onnx", "torch-export", "openvino"]
 MeasureInt8 = Callable[[GraphRunner, GraphRunner], dict[str, Any]]
-"""Given how the float32 and the int8 file are run: what is to be known of the second, as JSON values."""
+"""The float32 and the int8 file as functions -> measurements of the second, as JSON values."""
 
 
 class ExportFormatInfo(NamedTuple):
-    """How a format is kept."""
+    """How an export format is kept on disk."""
 
     suffix: str
     weights_suffix: str | None
     """The suffix of a second file with the weights."""
     module: str
+    """The module with `write(trained, path)`, `load_runner(path)` and `read_metadata(path)`; it needs the packages."""
     required_packages: tuple[str, ...]
 
 
@@ -37,18 +38,18 @@ EXPORT_FORMATS: dict[ExportFormat, ExportFormatInfo] = {
 
 
 def check_export_destination(path: Path, format: ExportFormat, *, overwrite: bool = False) -> None:  # noqa: A002
-    """Refuse a name that does not suit the format or is taken, and a format whose runtime is not installed."""
-    suffix, beside, _, needs = EXPORT_FORMATS[format]
+    """Refuse a name that does not fit the format or is taken, and a format whose runtime is not installed."""
+    suffix, weights_suffix, _, packages = EXPORT_FORMATS[format]
     if path.suffix != suffix:
         raise UsageError(f"{format} writes a {suffix} file; call it {path.with_suffix(suffix)}")
     if path.is_dir():
-        raise UsageError(f"{path} is a folder, and a file is to be written; choose another name")
-    if beside and not path.exists() and (other := path.with_suffix(beside)).exists():
+        raise UsageError(f"{path} is a folder, and {format} writes a file; choose another name")
+    if weights_suffix and not path.exists() and (weights := path.with_suffix(weights_suffix)).exists():
         raise UsageError(
-            f"{other} exists already and may be of something else: remove it, or choose another name than {path}"
+            f"{weights} exists already and may belong to another model: remove it, or choose another name than {path}"
         )
     files.check_path_free(path, overwrite=overwrite)
-    for name in needs:
+    for name in packages:
         try:
             importlib.import_module(name)
         except ImportError as error:
@@ -56,60 +57,60 @@ def check_export_destination(path: Path, format: ExportFormat, *, overwrite: boo
 
 
 def export_model(trained: Trained, path: Path, format: ExportFormat, *, overwrite: bool = False) -> Parity:  # noqa: A002
-    """Write the float32 graph of a model to `path`, and tell how far it is from vitrail: too far, and nothing is."""
+    """Write the float32 graph of a model and return its difference from vitrail; if too large, nothing is written."""
     check_export_destination(path, format, overwrite=overwrite)
-    trained, module = prepare_for_export(require_trained(trained)), _import_format_module(format)
+    trained, module = prepare_for_export(require_trained(trained)), import_export_format(format)
     with files.write_atomically(path, overwrite=overwrite) as fresh:
         module.write(trained, fresh)
-        found = parity.check_parity(module.load_runner(fresh), trained)
+        result = parity.check_parity(module.load_runner(fresh), trained)
         _move_weights_file(fresh, path, format)
-    return found
+    return result
 
 
 def export_int8_model(
     trained: Trained, path: Path, measure: MeasureInt8, *, overwrite: bool = False
 ) -> tuple[Parity, dict[str, Any]]:
-    """Write the ONNX graph of a model with int8 weights; how far its float32 is from vitrail, and what was measured.
+    """Write the ONNX graph of a model with int8 weights; return its float32's parity and the measurements.
 
-    What `measure` finds goes into the file's metadata too, under `int8`.
+    The results of `measure` are also stored in the file's metadata, under `int8`.
     """
     check_export_destination(path, "onnx", overwrite=overwrite)
-    trained, onnx = prepare_for_export(require_trained(trained)), _import_format_module("onnx")
+    trained, onnx = prepare_for_export(require_trained(trained)), import_export_format("onnx")
     if isinstance(trained.model, BiT):
-        raise UsageError("--int8 is of matrix products, and a ResNet has convolutions: leave it away")
+        raise UsageError("--int8 quantizes matrix products, and a ResNet has convolutions: omit it")
     if not trained.model.config.classes:
-        raise UsageError("--int8 is measured by answers, and the model has no head: leave it away")
+        raise UsageError("--int8 is measured by predictions, and the model has no head: omit it")
     with files.write_atomically(path, overwrite=overwrite) as fresh:
-        whole = fresh.with_name(f"float32-{fresh.name}")
-        onnx.write(trained, whole)
-        float32 = onnx.run(whole)
-        found = parity.check_parity(float32, trained)
-        onnx.quantize(whole, fresh)
-        measured = measure(float32, onnx.run(fresh))
-        onnx.add_metadata(fresh, "int8", measured)
+        float32_path = fresh.with_name(f"float32-{fresh.name}")
+        onnx.write(trained, float32_path)
+        float32 = onnx.load_runner(float32_path)
+        result = parity.check_parity(float32, trained)
+        onnx.quantize(float32_path, fresh)
+        measurements = measure(float32, onnx.load_runner(fresh))
+        onnx.add_metadata(fresh, "int8", measurements)
         _move_weights_file(fresh, path, "onnx")
-    return found, measured
+    return result, measurements
 
 
-def _import_format_module(format: ExportFormat) -> ModuleType:  # noqa: A002
-    """The module that writes and runs a format, imported when it is asked for: each brings a runtime along."""
+def import_export_format(format: ExportFormat) -> ModuleType:  # noqa: A002
+    """Import the module of a format, which imports its runtime."""
     return importlib.import_module(EXPORT_FORMATS[format].module)
 
 
 def _move_weights_file(fresh: Path, path: Path, format: ExportFormat) -> None:  # noqa: A002
-    """Give the weights their place before the graph that names them gets its own; those of an old graph go.
+    """Move the weights into place before the graph that names them, and remove those of an old graph.
 
-    The old graph goes first: a crash here leaves none, rather than one that reads the weights of another.
+    The old graph is removed first: a crash here leaves no graph, rather than one that reads another's weights.
     """
-    beside = EXPORT_FORMATS[format].weights_suffix
-    if beside is None:
+    suffix = EXPORT_FORMATS[format].weights_suffix
+    if suffix is None:
         return
-    weights, old = fresh.with_suffix(beside), path.with_suffix(beside)
-    for each in (fresh, weights):
-        if each.exists():
-            files.fsync_path(each)
-    if weights.exists() or old.exists():
+    weights, destination = fresh.with_suffix(suffix), path.with_suffix(suffix)
+    for written in (fresh, weights):
+        if written.exists():
+            files.fsync_path(written)
+    if weights.exists() or destination.exists():
         path.unlink(missing_ok=True)
         files.fsync_path(path.parent)
-        weights.replace(old) if weights.exists() else old.unlink()
+        weights.replace(destination) if weights.exists() else destination.unlink()
         files.fsync_path(path.parent)

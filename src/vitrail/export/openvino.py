@@ -1,4 +1,4 @@
-"""OpenVINO's form of a model: a graph in memory, or an .xml with its weights in a .bin beside it.
+"""Models in OpenVINO: a graph in memory, or an .xml with the weights in a .bin beside it.
 
 B images   N tokens   D width   H heads   K = D/H
 """
@@ -18,17 +18,17 @@ from vitrail.export.graph import GraphRunner
 from vitrail.model.build import Model
 from vitrail.model.positions import Grid
 from vitrail.model.vit import Attention
-from vitrail.weights.trained import Trained
+from vitrail.weights.trained import Trained, require_preprocess
 
 READ_ERRORS: tuple[type[Exception], ...] = ()
-"""What is raised of files that are damaged, besides RuntimeError."""
+"""Raised for damaged files, besides RuntimeError."""
 _RT_INFO_SECTION = "vitrail"  # of a model's runtime information
 
 
 class SplitQKVAttention(nn.Module):
-    """Attention with products of their own for queries, keys and values, and its scale in the queries' weights.
+    """Attention with separate projections of queries, keys and values, and its scale in the queries' weights.
 
-    OpenVINO splits one product's result, scales a part and moves all of it: a tenth of the time in int8.
+    Of a fused projection OpenVINO splits the result, scales a part and moves all of it: a tenth of the time in int8.
     """
 
     def __init__(self, attention: Attention) -> None:
@@ -48,34 +48,33 @@ class SplitQKVAttention(nn.Module):
         """(B, N, D) -> (B, N, D), or only the first `queries` tokens of it."""
         inputs = (x if queries is None else x[:, :queries], x, x)
         products = map(F.linear, inputs, self.weights, self.biases)
-        q, k, v = (found.unflatten(-1, (self.heads, -1)).transpose(1, 2) for found in products)  # (B, H, N, K)
-        found: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2).flatten(2))
-        return found
+        q, k, v = (product.unflatten(-1, (self.heads, -1)).transpose(1, 2) for product in products)  # (B, H, N, K)
+        tokens: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2).flatten(2))
+        return tokens
 
 
 def can_split_qkv(part: object) -> TypeGuard[Attention]:
-    """Whether a model's attention takes that form: not where positions belong to it."""
+    """Whether a part is an attention that `SplitQKVAttention` can replace: one without relative positions."""
     return isinstance(part, Attention) and part.config.positions != "relative"
 
 
 def build_openvino_model(trained: Trained) -> openvino.Model:
-    """The model in float32, for batches of any size; inputs, outputs and metadata are those of every exported file."""
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of torch, about what openvino calls
-        found = openvino.convert_model(graphs.export_program(trained, _split_attention))
-    found.reshape([-1, trained.model.config.channels, *graphs.require_preprocess(trained).size])
-    for output, name in zip(found.outputs, graphs.get_output_names(trained), strict=True):
+    """Build the float32 graph for batches of any size, with the inputs, outputs and metadata of any exported file."""
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch's, about openvino's calls
+        model = openvino.convert_model(graphs.export_program(trained, _split_attention))
+    model.reshape([-1, trained.model.config.channels, *require_preprocess(trained).size])
+    for output, name in zip(model.outputs, graphs.get_output_names(trained), strict=True):
         output.get_tensor().set_names({name})
     for name, value in graphs.build_metadata(trained).items():
-        found.set_rt_info(value, [_RT_INFO_SECTION, name])
-    return found
+        model.set_rt_info(value, [_RT_INFO_SECTION, name])
+    return model
 
 
 def _split_attention(model: Model) -> Model:
-    """The model with its attentions in that form; all other weights are shared, not copied."""
-    instead = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(
-        model, instead | {id(part): SplitQKVAttention(part) for part in model.modules() if can_split_qkv(part)}
-    )
+    """Replace the attentions of a model by `SplitQKVAttention`; all other weights are shared, not copied."""
+    memo: dict[int, object] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    memo |= {id(part): SplitQKVAttention(part) for part in model.modules() if can_split_qkv(part)}
+    return copy.deepcopy(model, memo)
 
 
 def write(trained: Trained, path: Path) -> None:
@@ -84,24 +83,23 @@ def write(trained: Trained, path: Path) -> None:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What a file says beside its graph."""
+    """Read the entries of a file's metadata that running it needs."""
     with path.open("rb") as file:
-        if b"<net" not in file.read(1000):  # OpenVINO would try it as whatever else it knows
-            raise ValueError("it is no graph of OpenVINO's")
-    found = openvino.Core().read_model(path)
-    places = (
-        [_RT_INFO_SECTION, name] for name in graphs.REQUIRED_METADATA if found.has_rt_info([_RT_INFO_SECTION, name])
-    )
-    return {name: found.get_rt_info([part, name]).astype(str) for part, name in places}
+        if b"<net" not in file.read(1000):  # OpenVINO would try other formats that it knows
+            raise ValueError("it is no graph of OpenVINO")
+    model = openvino.Core().read_model(path)
+    names = (*graphs.REQUIRED_METADATA, *graphs.OLD_METADATA_KEYS)
+    present = [name for name in names if model.has_rt_info([_RT_INFO_SECTION, name])]
+    return {name: model.get_rt_info([_RT_INFO_SECTION, name]).astype(str) for name in present}
 
 
 def load_runner(path: Path) -> GraphRunner:
-    """How a file is run: on the CPU in float32, whatever else it has, with as many threads as torch has."""
+    """Open a file as a function: on the CPU in float32, even where it has bfloat16, with torch's number of threads."""
     settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
     compiled = openvino.Core().compile_model(path, "CPU", settings)
 
     def run_graph(pixels: Tensor) -> dict[str, Tensor]:
-        found = compiled(pixels.numpy())
-        return {output.any_name: torch.from_numpy(found[output].copy()) for output in compiled.outputs}
+        values = compiled(pixels.numpy())
+        return {output.any_name: torch.from_numpy(values[output].copy()) for output in compiled.outputs}
 
     return run_graph

@@ -1,4 +1,4 @@
-"""torch's own form of a model: a .pt2 file, which runs without vitrail, and compiles for servers without Python."""
+"""Models in torch.export's .pt2 files, which run without vitrail and compile for servers without Python."""
 
 from pathlib import Path
 
@@ -16,12 +16,12 @@ def write(trained: Trained, path: Path) -> None:
 
 
 def load_runner(path: Path) -> GraphRunner:
-    """How a file is run, on the CPU."""
+    """Open a file as a function, on the CPU."""
     module = torch.export.load(path).module()
 
     @torch.inference_mode()
     def run_graph(pixels: Tensor) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = module(pixels)
-        return found
+        outputs: dict[str, Tensor] = module(pixels)
+        return outputs
 
     return run_graph

@@ -26,7 +26,7 @@ from vitrail.figures.cka import GramMatrices, compute_gram_matrices
 from vitrail.figures.crops import Box, compute_crop_box
 from vitrail.figures.faithfulness import Faithfulness, measure_faithfulness
 from vitrail.figures.relevance import compute_relevance
-from vitrail.weights.trained import Trained
+from vitrail.weights.trained import Trained, logits_to_probabilities
 
 BATCH_IMAGES = 16
 _MIN_SIDE = 224  # pixels: an image with a shorter side is enlarged
@@ -178,8 +178,7 @@ def _add_relevance(
 
 
 def _compute_probabilities(trained: Trained, logits: Tensor) -> Tensor:
-    scaled = logits / trained.temperature
-    return scaled.sigmoid() if trained.multi_label else scaled.softmax(dim=1)
+    return logits_to_probabilities(logits, temperature=trained.temperature, multi_label=trained.multi_label)
 
 
 def draw_attention_images(

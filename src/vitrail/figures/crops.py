@@ -68,9 +68,9 @@ def summarize_box_attention(measurements: Sequence[BoxAttention]) -> dict[str, f
     means = {
         "energy": sum(each.energy for each in kept),
         "area": sum(each.area for each in kept),
-        "centre": sum(each.center for each in kept),
+        "center": sum(each.center for each in kept),
         "more_than_area": sum(each.energy > each.area for each in kept),
-        "more_than_centre": sum(each.energy > each.center for each in kept),
+        "more_than_center": sum(each.energy > each.center for each in kept),
     }
     shares = {name: value / len(kept) for name, value in means.items()}
     return {"images": len(kept), "cut_off": len(measurements) - len(kept)} | shares

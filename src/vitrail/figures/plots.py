@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from vitrail.errors import DataError
 from vitrail.files import write_atomically
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 WHITE, FAINT_GRAY, LIGHT_GRAY, GRAY, INK = "#ffffff", "#e6e6e6", "#b8b8b8", "#8c8c8c", "#333333"
 BLUE, SKY_BLUE, ORANGE = "#0072b2", "#56b4e9", "#d55e00"  # told apart by colour-blind eyes (Okabe and Ito, 2008)
 
-CALIBRATION_BINS = 15
-"""Of equal width, in a reliability diagram."""
 MAX_NUMBERED_CLASSES, MAX_NAMED_CLASSES = 30, 120
 """The most classes of a confusion whose cells are numbered, and the most that are all drawn."""
 
@@ -109,28 +107,24 @@ def plot_confusion_matrix(counts: ArrayLike, labels: Sequence[str], path: Path, 
             _number_cells(axes, values, values / most, side, _format_percent if normalize else _format_count)
 
 
-def plot_reliability(confidences: ArrayLike, correct: ArrayLike, path: Path, *, calibration_error: float) -> None:
-    """Draw how often an answer is right against the probability it was given, and how many answers were given it.
+def plot_reliability(bin_counts: ArrayLike, bin_correct: ArrayLike, path: Path, *, calibration_error: float) -> None:
+    """Draw accuracy against predicted probability, by bins of equal width, and how many predictions each bin has.
 
-    `error` is the expected calibration error, for the title.
+    `calibration_error` is the expected calibration error, for the title.
     """
     from matplotlib.ticker import PercentFormatter
 
-    probabilities, hits = np.asarray(confidences, dtype=float), np.asarray(correct, dtype=float)
-    numbers = np.clip(
-        np.ceil(probabilities * CALIBRATION_BINS).astype(int) - 1, 0, CALIBRATION_BINS - 1
-    )  # a bin holds its upper edge
-    images = np.bincount(numbers, minlength=CALIBRATION_BINS)
-    shares = np.bincount(numbers, weights=hits, minlength=CALIBRATION_BINS) / np.maximum(images, 1)
-    middles = (np.arange(CALIBRATION_BINS) + 0.5) / CALIBRATION_BINS
+    images = np.asarray(bin_counts)
+    shares, bins = np.asarray(bin_correct) / np.maximum(images, 1), len(images)
+    middles = (np.arange(bins) + 0.5) / bins
     with open_figure(path, (6, 6.4)) as figure:
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-        upper.bar(middles, shares, width=0.92 / CALIBRATION_BINS, color=BLUE)
+        upper.bar(middles, shares, width=0.92 / bins, color=BLUE)
         upper.plot([0, 1], [0, 1], color=ORANGE, linestyle="--", label="as often right as promised")
         upper.set(xlim=(0, 1), ylim=(0, 1), ylabel="right answers")
         upper.legend(loc="upper left")
         upper.set_title(f"How far a probability can be trusted: expected calibration error {calibration_error:.1%}")
-        bars = lower.bar(middles, images, width=0.92 / CALIBRATION_BINS, color=GRAY)
+        bars = lower.bar(middles, images, width=0.92 / bins, color=GRAY)
         lower.bar_label(bars, [_format_count(count) if count else "" for count in images], fontsize=7, padding=2)
         lower.set(xlabel="probability of the answer", ylabel="images", yticks=[])
         lower.margins(y=0.2)

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vitrail.config import BiTConfig, ViTConfig
-from vitrail.evaluate.intervals import Interval
 from vitrail.evaluate.predictions import MIN_TOP5_CLASSES
+from vitrail.evaluate.statistics import Interval
+from vitrail.formatting import pluralize
 from vitrail.model import cost
-from vitrail.plurals import pluralize
 from vitrail.report.run_facts import FinalMetrics, PretrainingMetrics, RunFacts
 from vitrail.weights.trained import Trained
 

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 from vitrail.report.run_facts import RunFacts
 
 MAX_WEAKEST = 3

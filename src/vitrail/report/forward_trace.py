@@ -18,7 +18,7 @@ from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError
 from vitrail.model.positions import Grid
 from vitrail.model.vit import Block, ViT, patchify
-from vitrail.weights.trained import Trained
+from vitrail.weights.trained import Trained, logits_to_probabilities
 
 SHOWN_VALUES = 6  # numbers of a vector that are shown
 
@@ -207,8 +207,7 @@ def _rank_classes(trained: Trained, model: ViT, tokens: Tensor, features: Tensor
     if model.config.distillation_head:
         logits = (logits + model.head_dist(tokens[:, 1])) / 2
     logits = logits[0].float()
-    cooled = logits / trained.temperature
-    probabilities = cooled.sigmoid() if trained.multi_label else cooled.softmax(dim=0)
+    probabilities = logits_to_probabilities(logits, temperature=trained.temperature, multi_label=trained.multi_label)
     labels = trained.labels or tuple(f"class {index}" for index in range(len(logits)))
     best = logits.topk(min(5, len(logits))).indices.tolist()
     return tuple(TopClass(labels[index], float(logits[index]), float(probabilities[index])) for index in best)

@@ -12,9 +12,10 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
+from vitrail.evaluate.calibration import count_bins
 from vitrail.evaluate.predictions import MIN_TOP5_CLASSES
 from vitrail.figures.plots import make_printable
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 from vitrail.report import data_uris, fact_rows, svg_charts
 from vitrail.report.findings import (
     ClassRow,
@@ -220,9 +221,8 @@ def _draw_reliability(facts: RunFacts) -> Markup | None:
         answers, _, right = zip(*facts.multi_label_metrics.bins, strict=True)
         return svg_charts.draw_reliability(answers, right, label=label, x_label="probability of a label")
     sure, hits = [answer.probability for answer in facts.predictions], [answer.right for answer in facts.predictions]
-    return svg_charts.draw_reliability(
-        *svg_charts.bin_predictions(sure, hits), label=label, x_label="probability of the answer"
-    )
+    binned = count_bins(sure, hits)
+    return svg_charts.draw_reliability(binned.counts, binned.correct, label=label, x_label="probability of the answer")
 
 
 # --- data ------------------------------------------------------------------------------------------------------------
@@ -257,11 +257,11 @@ def _list_data_report(facts: RunFacts) -> Iterator[fact_rows.FactRow]:
     yield "unreadable", f"{len(report['bad']):,}"
     yield "formats", ", ".join(f"{name} {number:,}" for name, number in report["formats"].items()) or "none"
     for side, found in report["sizes"].items():
-        yield side, f"{found['least']:,} to {found['most']:,} pixels, median {found['median']:,}"
-    colour = report["colour"]
+        yield side, f"{found['min']:,} to {found['max']:,} pixels, median {found['median']:,}"
+    colour = report["color"]
     if colour["mean"]:
         mean, std = (" ".join(f"{value:.3f}" for value in colour[name]) for name in ("mean", "std"))
-        yield "colour", f"mean {mean}, std {std} (of {colour['of']}); grey: {pluralize(colour['grey'], 'image')}"
+        yield "colour", f"mean {mean}, std {std} (of {colour['split']}); grey: {pluralize(colour['gray'], 'image')}"
     copies = report["duplicates"]
     yield (
         "copies",

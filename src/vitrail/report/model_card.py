@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from vitrail.config import to_json
 from vitrail.evaluate.predictions import MIN_TOP5_CLASSES
 from vitrail.figures.plots import make_printable
+from vitrail.formatting import pluralize
 from vitrail.model import cost
-from vitrail.plurals import pluralize
 from vitrail.report import fact_rows
 from vitrail.report.run_facts import FinalMetrics, RunFacts, strip_folders
 from vitrail.weights import model_license

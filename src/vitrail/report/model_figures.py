@@ -21,9 +21,9 @@ from vitrail.data.loader import iter_eval_batches
 from vitrail.data.transforms import normalize
 from vitrail.errors import DataError, UsageError
 from vitrail.figures import attention, embeddings, image_grids
+from vitrail.formatting import pluralize
 from vitrail.model import cost
 from vitrail.model.vit import ViT
-from vitrail.plurals import pluralize
 from vitrail.report import data_uris, svg_charts
 from vitrail.report.forward_trace import ForwardTrace, trace_forward
 from vitrail.report.run_facts import PredictionRecord, RunFacts, get_image_name

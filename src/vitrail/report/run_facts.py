@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from vitrail import remote
 from vitrail.config import upgrade_run_config
+from vitrail.data.audit import upgrade_report
 from vitrail.errors import DataError, UsageError
-from vitrail.evaluate import intervals
-from vitrail.evaluate.intervals import Interval
 from vitrail.evaluate.predictions import MAX_CONFUSION_CLASSES
-from vitrail.spreadsheet import unquote_cell
+from vitrail.evaluate.statistics import Interval, wilson_interval
+from vitrail.formatting import unquote_cell
 from vitrail.train.checkpoint import is_run_config
 from vitrail.train.run_log import RESULT_COLUMNS
 
@@ -65,7 +65,7 @@ class FinalMetrics:
     @property
     def interval(self) -> Interval:
         """Where that share lies for other images of the same kind, in 95 of 100 cases."""
-        return intervals.wilson_interval(self.right, self.images)
+        return wilson_interval(self.right, self.images)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -373,15 +373,15 @@ def _read_rows(path: Path) -> Iterator[dict[str, str]]:
                 yield {name: unquote_cell(cell) if isinstance(cell, str) else cell for name, cell in row.items()}
 
 
-_REPORT_KEYS = ("decoded", "headers_only", "bad", "classes", "sizes", "formats", "colour", "duplicates")
+_REPORT_KEYS = ("decoded", "headers_only", "bad", "classes", "sizes", "formats", "color", "duplicates")
 
 
 def _read_data_report(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     with _report_damage(str(path), f"`vitrail data check DATA --out {path}` writes it anew"):
-        found = json.loads(path.read_text())
-        return {name: found[name] for name in _REPORT_KEYS}
+        report = upgrade_report(json.loads(path.read_text()))
+        return {name: report[name] for name in _REPORT_KEYS}
 
 
 def _list_baselines(

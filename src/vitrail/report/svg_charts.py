@@ -12,12 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 from markupsafe import Markup, escape
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from vitrail.figures.plots import make_printable
 
-CALIBRATION_BINS = 15
-"""Of equal width, in a reliability diagram."""
 MAX_NAMED_CLASSES = 100
 """The most classes of a confusion: more would have no room for their names."""
 MAX_MARKED_POINTS = 20
@@ -135,27 +133,15 @@ def _draw_cell(corner: tuple[float, float], side: float, number: int, share: flo
     )
 
 
-def bin_predictions(probabilities: Sequence[float], correct: Sequence[bool]) -> tuple[list[int], list[int]]:
-    """How many answers each of BINS bins of their probability has, and how many of these are right."""
-    sure, hits = np.asarray(probabilities, dtype=float), np.asarray(correct, dtype=float)
-    numbers = np.clip(
-        np.ceil(sure * CALIBRATION_BINS).astype(int) - 1, 0, CALIBRATION_BINS - 1
-    )  # a bin holds its upper edge
-    return (
-        np.bincount(numbers, minlength=CALIBRATION_BINS).tolist(),
-        np.bincount(numbers, weights=hits, minlength=CALIBRATION_BINS).astype(int).tolist(),
-    )
-
-
-def draw_reliability(bin_counts: Sequence[int], bin_correct: Sequence[int], *, label: str, x_label: str) -> Markup:
+def draw_reliability(bin_counts: ArrayLike, bin_correct: ArrayLike, *, label: str, x_label: str) -> Markup:
     """How often an answer is right against its probability, by bins; a bar is as opaque as its answers are many."""
     images = np.asarray(bin_counts)
     shares = np.asarray(bin_correct) / np.maximum(images, 1)
     frame = _Axes((0.0, 1.0), (0.0, 1.0))
     parts = [*_draw_axes(frame, x_label, lambda value: f"{value:.0%}", x_as_shares=True)]
     for number in np.flatnonzero(images).tolist():
-        x, y = frame.map_point(number / CALIBRATION_BINS, float(shares[number]))
-        width = frame.map_point((number + 1) / CALIBRATION_BINS, 0)[0] - x
+        x, y = frame.map_point(number / len(images), float(shares[number]))
+        width = frame.map_point((number + 1) / len(images), 0)[0] - x
         opacity = 0.25 + 0.75 * math.sqrt(images[number] / images.max())
         parts.append(
             f'<rect class="bar a" x="{x + 1:.1f}" y="{y:.1f}" width="{width - 2:.1f}"'

@@ -24,7 +24,7 @@ from vitrail.errors import UsageError
 from vitrail.figures.attention import compute_rollout
 from vitrail.figures.image_grids import overlay_attention
 from vitrail.figures.plots import get_heat_colormap
-from vitrail.inference.classifier import Classifier
+from vitrail.inference.classifier import Classifier, rank_labels
 from vitrail.model.vit import ViT, attention_maps
 from vitrail.serve.batching import BatchQueue
 from vitrail.serve.upload_decoding import InputSpec
@@ -67,13 +67,12 @@ class ServedModel:
 
     def rank_labels(self, probabilities: Tensor, top: int) -> dict[str, Any]:
         """Probabilities (L,) -> the `top` labels, and whether the first is below the model's threshold."""
-        best = probabilities.topk(min(top, len(probabilities)))
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         labels, threshold = self.classifier.labels, self.classifier.threshold
+        [(ranked, is_unsure)] = rank_labels(probabilities[None], labels, top, threshold)
         return {
             "model": self.name,
-            "predictions": [{"label": labels[index], "probability": value} for index, value in pairs],
-            "unsure": bool(best.values[0] < threshold),
+            "predictions": [{"label": label, "probability": value} for label, value in ranked],
+            "unsure": is_unsure,
         }
 
     def compute_rollouts(self, inputs: Sequence[Tensor]) -> NDArray[np.float32]:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from fastapi import Request
 from python_multipart.multipart import parse_options_header
 
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 from vitrail.serve.batching import BusyError
 from vitrail.serve.limits import RefusedError, RequestLimits
 

@@ -1,6 +1,6 @@
-"""Variants of a recipe, each trained from random weights over the same seeds: the paper's appendix D.
+"""Train variants of a recipe from random weights over the same seeds, as in the paper's appendix D.
 
-Variants are compared on val: test is not read, so it stays fit for the one that is chosen.
+Variants are compared on val. Test is not read, so it stays unbiased for the chosen variant.
 """
 
 import dataclasses
@@ -12,12 +12,11 @@ from vitrail.config import Recipe
 from vitrail.data.dataset import Dataset
 from vitrail.errors import UsageError
 from vitrail.recipes import override_settings
-from vitrail.studies.grid import Cell, CellResult
-from vitrail.studies.sweep import compute_mean_and_std
+from vitrail.studies.grid import Cell, CellResult, check_positive, compute_mean_and_std
 
 UNCHANGED_VARIANT = "unchanged"
 _UNSAFE_CHARACTERS = re.compile(r"[^\w.+-]+")
-VAL_SHARE = 0.1  # of train that becomes val where the dataset has none
+VAL_SHARE = 0.1  # of train that becomes val if the dataset has none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,14 +35,13 @@ class Ablation:
     micro_batches: int
 
     def __post_init__(self) -> None:
-        if self.runs < 1 or self.micro_batches < 1:
-            raise UsageError(f"runs {self.runs} and micro-batches {self.micro_batches}: 1 at least")
+        check_positive(runs=self.runs, micro_batches=self.micro_batches)
 
 
 def list_variants(recipe: Recipe, variants: Sequence[str]) -> dict[str, Recipe]:
-    """The recipe as it is, and with each variant's settings; NAME=VALUE+NAME=VALUE changes several at once."""
+    """The unchanged recipe, and the recipe of each variant; NAME=VALUE+NAME=VALUE changes several settings at once."""
     if recipe.masked is not None:
-        raise UsageError("a recipe without labels has no accuracy to compare: choose one that learns from labels")
+        raise UsageError("a recipe without labels has no accuracy to compare: choose a supervised one")
     if not variants or len(set(variants)) < len(variants):
         raise UsageError(f"--variants is {list(variants)}; give settings such as positions=none, each once")
     return {UNCHANGED_VARIANT: recipe} | {text: override_settings(recipe, text.split("+")) for text in variants}
@@ -66,7 +64,7 @@ def plan_ablation(
 
 
 def list_ablation_cells(study: Ablation) -> list[Cell]:
-    """A run of each variant with each seed, measured on val."""
+    """A run of each variant with each seed, evaluated on val."""
     return [
         Cell(
             name=f"{number}-{_UNSAFE_CHARACTERS.sub('-', variant)[:80]}-seed-{seed}",
@@ -84,15 +82,16 @@ def list_ablation_cells(study: Ablation) -> list[Cell]:
     ]
 
 
-def summarize_ablation(study: Mapping[str, Any], records: Sequence[CellResult]) -> dict[str, Any]:
-    """Mean and deviation over the seeds of each variant, as far as they have ended."""
+def summarize_ablation(study: Mapping[str, Any], results: Sequence[CellResult]) -> dict[str, Any]:
+    """Mean and standard deviation of each variant over its finished seeds."""
+    done = [result for result in results if result["status"] == "done"]
     by_variant = {
-        variant: compute_mean_and_std([r["top1"] for r in records if r["variant"] == variant and r["status"] == "done"])
+        variant: compute_mean_and_std([result["top1"] for result in done if result["variant"] == variant])
         for variant in study["variants"]
     }
     return {
         "study": "ablate",
-        "set": study["dataset"],
+        "dataset": study["dataset"],
         "recipe": study["recipe"],
         "images": study["images"]["val"],
         "variants": by_variant,

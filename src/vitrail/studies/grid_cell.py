@@ -1,6 +1,6 @@
-"""`python -m vitrail.studies.grid_cell CELL.json DEVICE WORKERS`: one cell of a study, computed in this process.
+"""`python -m vitrail.studies.grid_cell CELL.json DEVICE WORKERS`: run one cell of a study in this process.
 
-What it comes to is the last line of stdout, as JSON; the run is in the folder `run` beside CELL.json.
+The result is the last line of stdout, as JSON; the run folder is `run` beside CELL.json.
 """
 
 import dataclasses
@@ -14,28 +14,28 @@ from pathlib import Path
 from typing import Any
 
 from vitrail import presets
-from vitrail.config import PreprocessConfig
+from vitrail.config import PreprocessConfig, from_json
 from vitrail.data.dataset import Dataset
 from vitrail.data.sources import open_dataset
 from vitrail.errors import VitrailError
 from vitrail.runtime import distributed
 from vitrail.studies import sweep, vtab_splits
-from vitrail.studies.grid import LINE_SECONDS, OUT_OF_MEMORY_EXIT, Cell, cell_from_json
+from vitrail.studies.grid import LINE_SECONDS, OUT_OF_MEMORY_EXIT, Cell
 from vitrail.train.loop import StepEnd
 from vitrail.train.run import RunResult, run_training
 from vitrail.train.training_run import TrainingRun, adapt_to_dataset
 from vitrail.weights.load import load
 from vitrail.weights.trained import Trained
 
-CROP_MARGIN = 7 / 6  # the side that a window is cut of, in sides of the window: 448 pixels for 384
+CROP_MARGIN = 7 / 6  # the resized side over the crop's: 448 pixels for a crop of 384
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compute a cell and return the exit code."""
+    """Run a cell and return the exit code."""
     path, device, workers = Path(arguments[0]), arguments[1], int(arguments[2])
-    warnings.filterwarnings("ignore", module="PIL")  # of damaged files, which are named by errors of our own
+    warnings.filterwarnings("ignore", module="PIL")  # about damaged files, which our own errors name
     try:
-        cell = cell_from_json(json.loads(path.read_text()))
+        cell = from_json(Cell, json.loads(path.read_text()))
         print(json.dumps(run_cell(cell, path.with_name("run"), device, workers)))
     except VitrailError as error:
         print(f"vitrail: {error}", file=sys.stderr)
@@ -43,29 +43,29 @@ def main(arguments: Sequence[str]) -> int:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not re.search("allocate memory|out of memory", str(error)):
             raise
-        print("vitrail: out of memory: --micro-batches computes a step in parts", file=sys.stderr)
+        print("vitrail: out of memory: --micro-batches splits a step into parts", file=sys.stderr)
         return OUT_OF_MEMORY_EXIT
     return 0
 
 
 def run_cell(cell: Cell, folder: Path, device: str, workers: int) -> dict[str, Any]:
-    """What a cell's run comes to, begun or gone on with in its folder."""
-    with distributed.join_process_group(device) as (group, found):
+    """Run or resume a cell in its folder, and return the result."""
+    with distributed.join_process_group(device) as (group, torch_device):
         dataset = open_cell_dataset(cell.data)
-        start = prepare_model(cell, dataset) if cell.recipe.model is None else None
+        trained = prepare_model(cell, dataset) if cell.recipe.model is None else None
         task = TrainingRun(
             recipe=cell.recipe,
             dataset=dataset,
-            initial_model=start,
+            initial_model=trained,
             seed=cell.seed,
             group=group,
-            device=found,
+            device=torch_device,
             workers=workers,
             micro_batches=cell.micro_batches,
             train_on_val=cell.train_on_val,
             eval_split=cell.eval_split,
-            train_preprocess=add_crop_margin(start.preprocess)
-            if cell.resize_whole_image and start and start.preprocess
+            train_preprocess=add_crop_margin(trained.preprocess)
+            if cell.resize_whole_image and trained and trained.preprocess
             else None,
             allow_empty_classes=cell.allow_empty_classes,
         )
@@ -82,7 +82,7 @@ def run_cell(cell: Cell, folder: Path, device: str, workers: int) -> dict[str, A
 
 
 def open_cell_dataset(data: dict[str, Any]) -> Dataset:
-    """The images of a cell."""
+    """Open the dataset of a cell."""
     if "task" in data:
         return vtab_splits.open_vtab_dataset(data["task"], Path(data["root"]), data["seed"])
     if data.get("val_is_test"):
@@ -91,27 +91,26 @@ def open_cell_dataset(data: dict[str, Any]) -> Dataset:
 
 
 def prepare_model(cell: Cell, dataset: Dataset) -> Trained:
-    """The cell's model, ready to learn the set."""
-    start = load(cell.model)
-    config = start.model.config
-    if start.preprocess is None and cell.preprocess is not None:
-        named = presets.build_preprocess_config(cell.preprocess, config.image_size, config.channels)
-        start = dataclasses.replace(start, preprocess=named)
-    fresh = adapt_to_dataset(start, dataset, cell.recipe)
-    if cell.resize_whole_image and fresh.preprocess is not None:
-        fresh = dataclasses.replace(
-            fresh, preprocess=dataclasses.replace(fresh.preprocess, resize=fresh.preprocess.size)
-        )
-    return fresh
+    """The cell's model, adapted to its dataset."""
+    trained = load(cell.model)
+    config = trained.model.config
+    if trained.preprocess is None and cell.preprocess is not None:
+        preprocess = presets.build_preprocess_config(cell.preprocess, config.image_size, config.channels)
+        trained = dataclasses.replace(trained, preprocess=preprocess)
+    adapted = adapt_to_dataset(trained, dataset, cell.recipe)
+    if not cell.resize_whole_image or adapted.preprocess is None:
+        return adapted
+    preprocess = dataclasses.replace(adapted.preprocess, resize=adapted.preprocess.size)
+    return dataclasses.replace(adapted, preprocess=preprocess)
 
 
 def add_crop_margin(preprocess: PreprocessConfig) -> PreprocessConfig:
-    """The view with room for a window to be anywhere in: both sides resized to more than the window's."""
+    """The preprocessing with both sides resized beyond the crop, so that training can place the crop anywhere."""
     return dataclasses.replace(preprocess, resize=tuple(round(side * CROP_MARGIN) for side in preprocess.size))
 
 
 def collect_result(run: TrainingRun, result: RunResult) -> dict[str, Any]:
-    """What a run came to."""
+    """The result of a run, for results.jsonl."""
     counts = result.counts
     return {
         "split": result.split,
@@ -127,13 +126,13 @@ def collect_result(run: TrainingRun, result: RunResult) -> dict[str, Any]:
 
 
 def _make_step_reporter() -> Callable[[StepEnd], None]:
-    """What says how far a run is, from time to time."""
-    last = time.monotonic()
+    """A callback that prints a run's progress from time to time."""
+    last_time = time.monotonic()
 
     def report_step(step_end: StepEnd) -> None:
-        nonlocal last
-        if time.monotonic() - last > LINE_SECONDS:
-            last = time.monotonic()
+        nonlocal last_time
+        if time.monotonic() - last_time > LINE_SECONDS:
+            last_time = time.monotonic()
             _print_line(f"step {step_end.step:,} of {step_end.steps:,}, loss {step_end.result.loss:.3f}")
 
     return report_step

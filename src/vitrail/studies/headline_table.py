@@ -1,4 +1,4 @@
-"""The headline table: accuracies of finished studies beside the paper's (Dosovitskiy et al. 2021, table 2)."""
+"""The headline table: accuracies of finished studies next to the paper's (Dosovitskiy et al. 2021, table 2)."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from vitrail import recipes
 from vitrail.errors import UsageError
 from vitrail.evaluate import label_matching
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 from vitrail.studies import grid, sweep, vtab
 
 UNPUBLISHED_NOTE = "weights never published"
@@ -16,7 +16,7 @@ VTAB_ROW, COST_ROW = "VTAB (19 tasks)", "TPUv3-core-days"
 
 
 class PaperColumn(NamedTuple):
-    """A column of the paper's table, in percent; ± where it states one."""
+    """A column of the paper's table, in percent, with ± where the paper states it."""
 
     title: str
     cells: tuple[str, ...]
@@ -46,14 +46,14 @@ PAPER_COLUMNS = (
     PaperColumn("Noisy Student (EffNet-L2)", ("88.4 / 88.5", "90.55", "-", "-", "-", "-", "-", "12.3k")),
 )
 # fmt: on
-_PAPER_TEST_IMAGES = {  # test images of the paper's sets
+_PAPER_TEST_IMAGES = {  # in the paper's datasets
     "ImageNet": 50_000,
     "CIFAR-10": 10_000,
     "CIFAR-100": 10_000,
     "Oxford-IIIT Pets": 3_669,
     "Oxford Flowers-102": 6_149,
 }
-_DATASET_PATTERNS = {  # what a set's name says
+_DATASET_PATTERNS = {  # a dataset's name -> its row
     r"imagenet-?(1k|2012)?|ilsvrc-?(2012)?": "ImageNet",
     r"cifar-?10": "CIFAR-10",
     r"cifar-?100": "CIFAR-100",
@@ -63,51 +63,51 @@ _DATASET_PATTERNS = {  # what a set's name says
 
 
 class TableEntry(NamedTuple):
-    """What a study adds to the table."""
+    """One cell of the table, from a study."""
 
     row: str
     model: str
     text: str
     note: str
-    """How it differs from what the paper did; empty where it does not."""
+    """How it differs from the paper's experiment; empty if it does not."""
     facts: dict[str, Any]
 
 
 def read_entry(folder: Path) -> TableEntry:
-    """The row and column of a study's folder, and what stands there."""
+    """The table entry of a study's folder."""
     study = grid.read_study(folder)
-    records = list(grid.read_results(folder).values())
+    results = list(grid.read_results(folder).values())
     if study["study"] == "sweep":
-        row, facts = _get_row_name(study["dataset"]), sweep.summarize_sweep(study, records)
+        row, facts = _get_row_name(study["dataset"]), sweep.summarize_sweep(study, results)
         notes = _list_sweep_notes(study, facts, row)
     elif study["study"] == "vtab":
-        row, facts = VTAB_ROW, vtab.summarize_vtab(study, records)
+        row, facts = VTAB_ROW, vtab.summarize_vtab(study, results)
         notes = _list_vtab_notes(study, facts)
     else:
         raise UsageError(f"{folder} is a study {study['study']!r}; the table has rows for sweep and vtab")
     if facts["mean"] is None:
-        raise UsageError(f"{folder} has no result on test yet; the command that began it goes on")
+        raise UsageError(f"{folder} has no result on test yet; the command that started it continues it")
     return TableEntry(row, _get_model_name(study["model"]), format_mean_and_std(facts), "; ".join(notes), facts)
 
 
 def _list_sweep_notes(study: Mapping[str, Any], facts: Mapping[str, Any], row: str) -> Iterator[str]:
-    """What a sweep did otherwise than the paper."""
+    """How a sweep differs from the paper's."""
     if facts["n"] < study["runs"]:
         yield f"{facts['n']} of {study['runs']} runs"
     yield from _list_recipe_notes(study, compute_paper_steps(study["images"]["train"] + study["images"]["val"]))
     if study.get("val_is_test"):
-        yield f"{study['share']:.0%} of train held out to choose by, measured on val"
-    if facts["images"] != (whole := _PAPER_TEST_IMAGES.get(row, facts["images"])):
-        yield f"{facts['images']:,} test images, not {whole:,}"
+        yield f"{study['share']:.0%} of train held out to choose by, evaluated on val"
+    if facts["images"] != (paper_images := _PAPER_TEST_IMAGES.get(row, facts["images"])):
+        yield f"{facts['images']:,} test images, not {paper_images:,}"
 
 
 def _list_vtab_notes(study: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
-    """What a run of the benchmark did otherwise than the paper."""
+    """How a run of VTAB differs from the paper's."""
     if len(facts["tasks"]) < facts["of"]:
         yield f"{len(facts['tasks'])} of {facts['of']} tasks"
     yield from _list_recipe_notes(study, vtab.DEFAULT_STEPS)
-    if own := sum(task["draw"] != "VTAB" for task in facts["tasks"].values()):
-        yield f"{own} tasks on draws of vitrail's own"
+    if own_draws := sum(task["draw"] != "VTAB" for task in facts["tasks"].values()):
+        yield f"{own_draws} tasks on vitrail's own draws"
 
 
 def _list_recipe_notes(study: Mapping[str, Any], steps: int) -> Iterator[str]:
@@ -119,42 +119,36 @@ def _list_recipe_notes(study: Mapping[str, Any], steps: int) -> Iterator[str]:
 
 
 def compute_paper_steps(images: int) -> int:
-    """The steps that the paper's recipe takes for a set of so many training images."""
-    made = recipes.build_finetune_recipe("paper", images, 1)
-    return round(made.epochs * images / made.batch)
+    """The number of steps of the paper's recipe for a number of training images."""
+    recipe = recipes.build_finetune_recipe("paper", images, 1)
+    return round(recipe.epochs * images / recipe.batch)
 
 
 def read_real_entries(folders: Sequence[Path], path: Path) -> list[TableEntry]:
-    """The row of ReaL labels (Beyer et al. 2020), of the sweeps of ImageNet: from what their runs on test predicted."""
-    found = []
-    for folder in folders:
-        study = grid.read_study(folder)
-        if study["study"] != "sweep" or _get_row_name(study["dataset"]) != ROWS[0]:
-            continue
-        facts = sweep.summarize_sweep(study, list(grid.read_results(folder).values()))
-        done = [
-            name
-            for name, record in grid.read_results(folder).items()
-            if (record["stage"], record["status"], record["lr"]) == ("test", "done", facts["lr"])
-        ]
-        shares = [
-            label_matching.compute_real_accuracy(folder / grid.CELLS_FOLDER / name / "run" / "predictions.csv", path)
-            for name in done
-        ]
-        summary = sweep.compute_mean_and_std(shares)
-        notes = "; ".join(_list_sweep_notes(study, facts, ROWS[0]))
-        found.append(
-            TableEntry(
-                ROWS[1],
-                _get_model_name(study["model"]),
-                format_mean_and_std(summary),
-                notes,
-                summary | {"real": str(path)},
-            )
-        )
-    if not found:
+    """The entries for ReaL labels (Beyer et al. 2020), from the predictions of ImageNet sweeps' runs on test."""
+    studies = [(folder, grid.read_study(folder)) for folder in folders]
+    entries = [
+        _make_real_entry(folder, study, path)
+        for folder, study in studies
+        if study["study"] == "sweep" and _get_row_name(study["dataset"]) == ROWS[0]
+    ]
+    if not entries:
         raise UsageError(f"--real {path} is for sweeps of ImageNet, and none of the studies is one")
-    return found
+    return entries
+
+
+def _make_real_entry(folder: Path, study: Mapping[str, Any], path: Path) -> TableEntry:
+    results = grid.read_results(folder)
+    facts = sweep.summarize_sweep(study, list(results.values()))
+    accuracies = [
+        label_matching.compute_real_accuracy(folder / grid.CELLS_FOLDER / name / "run" / "predictions.csv", path)
+        for name, result in results.items()
+        if (result["stage"], result["status"], result["lr"]) == ("test", "done", facts["lr"])
+    ]
+    summary = grid.compute_mean_and_std(accuracies)
+    notes = "; ".join(_list_sweep_notes(study, facts, ROWS[0]))
+    model, text = _get_model_name(study["model"]), format_mean_and_std(summary)
+    return TableEntry(ROWS[1], model, text, notes, summary | {"real": str(path)})
 
 
 def format_core_days(days: float) -> str:
@@ -163,9 +157,10 @@ def format_core_days(days: float) -> str:
 
 
 def _get_row_name(name: str) -> str:
-    """The paper's name of a set, or its own."""
-    last = name.rstrip("/").rpartition("/")[2].lower().replace("_", "-")
-    return next((title for form, title in _DATASET_PATTERNS.items() if re.fullmatch(form, last)), last)
+    """The paper's name for a dataset, or its own."""
+    last_part = name.rstrip("/").rpartition("/")[2].lower().replace("_", "-")
+    titles = (title for pattern, title in _DATASET_PATTERNS.items() if re.fullmatch(pattern, last_part))
+    return next(titles, last_part)
 
 
 def _get_model_name(name: str) -> str:
@@ -179,33 +174,29 @@ def format_mean_and_std(summary: Mapping[str, Any]) -> str:
 
 
 def build_table(entries: Sequence[TableEntry]) -> tuple[list[list[str]], list[str]]:
-    """The table's rows, the first its heads, and the notes that its cells refer to."""
-    models = list(dict.fromkeys(one.model for one in entries))
-    own = dict.fromkeys(one.row for one in entries if one.row not in ROWS)
-    titles = [*ROWS[:-2], *own, VTAB_ROW, COST_ROW]
+    """The rows of the table, the header first, and the notes to which its cells refer."""
+    models = list(dict.fromkeys(entry.model for entry in entries))
+    other_rows = dict.fromkeys(entry.row for entry in entries if entry.row not in ROWS)
+    titles = [*ROWS[:-2], *other_rows, VTAB_ROW, COST_ROW]
     notes: list[str] = []
     cells: dict[tuple[str, str], str] = {}
-    for one in entries:
-        if (one.row, one.model) in cells:
-            raise UsageError(f"two studies are of {one.model} on {one.row}; give one of them")
-        if one.note and one.note not in notes:
-            notes.append(one.note)
-        mark = f" [{notes.index(one.note) + 1}]" if one.note else ""
-        cells[one.row, one.model] = one.text + mark
-    heads = [
-        "",
-        *models,
-        *(f"{each.title}, {UNPUBLISHED_NOTE}" if each.is_unpublished else each.title for each in PAPER_COLUMNS),
-    ]
-    rows = [heads]
+    for entry in entries:
+        if (entry.row, entry.model) in cells:
+            raise UsageError(f"two studies are of {entry.model} on {entry.row}; give one of them")
+        if entry.note and entry.note not in notes:
+            notes.append(entry.note)
+        reference = f" [{notes.index(entry.note) + 1}]" if entry.note else ""
+        cells[entry.row, entry.model] = entry.text + reference
+    paper_titles = (f"{c.title}, {UNPUBLISHED_NOTE}" if c.is_unpublished else c.title for c in PAPER_COLUMNS)
+    rows = [["", *models, *paper_titles]]
     for title in titles:
-        published = [each.cells[ROWS.index(title)] if title in ROWS else "-" for each in PAPER_COLUMNS]
+        published = [column.cells[ROWS.index(title)] if title in ROWS else "-" for column in PAPER_COLUMNS]
         rows.append([title, *(cells.get((title, model), "-") for model in models), *published])
     return rows, notes
 
 
 def render_markdown(rows: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
-    """The table as text that is a table."""
+    """The table and its notes as Markdown."""
     lines = ["| " + " | ".join(_escape_cell(cell) for cell in row) + " |" for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
     return "\n".join([*lines, *(f"\n[{number}] {note}" for number, note in enumerate(notes, start=1))])

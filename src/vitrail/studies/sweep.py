@@ -1,12 +1,11 @@
-"""The paper's transfer to one set: the learning rate chosen on val, then all of train over several seeds, then test.
+"""The paper's transfer to one dataset: choose the learning rate on val, train on all of train, evaluate on test.
 
-Test is not read before the rate is chosen.
+Test is not read before the learning rate is chosen.
 """
 
 import dataclasses
-import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,12 +15,12 @@ from vitrail.data import holdout
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
-from vitrail.plurals import pluralize
-from vitrail.studies.grid import Cell, CellResult, CellsError
+from vitrail.formatting import pluralize
+from vitrail.studies.grid import Cell, CellResult, CellsError, check_positive, compute_mean_and_std, is_ended
 from vitrail.train.step import DivergedError
 from vitrail.weights.trained import Trained
 
-# Dosovitskiy et al. 2021, table 4: from so many training images on, the rates tried and the share of train held out
+# Dosovitskiy et al. 2021, table 4: the fewest training images, the rates to try, the share of train held out
 _LARGE_DATASET = (500_000, (0.003, 0.01, 0.03, 0.06), 0.01)
 _MEDIUM_DATASET = (20_000, (0.001, 0.003, 0.01, 0.03), 0.02)
 _SMALL_DATASET = (0, (0.001, 0.003, 0.01, 0.03), 0.1)
@@ -29,41 +28,41 @@ _SMALL_DATASET = (0, (0.001, 0.003, 0.01, 0.03), 0.1)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A transfer of one model to one set."""
+    """The transfer of one model to one dataset."""
 
     study: str = "sweep"
     data: str
     dataset: str
-    """The set's own name."""
+    """The dataset's own name."""
     share: float
-    """Of train that becomes val where the set has none."""
+    """The share of train that becomes val if the dataset has none."""
     images: dict[str, int]
     model: str
     origin: dict[str, Any]
     preprocess: str | None
     recipe: Recipe
-    """Of all of train; its learning rate is not used."""
+    """For all of train; its learning rate is not used."""
     steps: int
     rates: tuple[float, ...]
     runs: int
     seed: int
     micro_batches: int
     settings: tuple[str, ...] = ()
-    """NAME=VALUE of the recipe that are not the paper's."""
+    """NAME=VALUE settings of the recipe that differ from the paper's."""
     val_is_test: bool | None = None
-    """Whether the set's val is measured on, and part of train is val."""
+    """Whether the dataset's val is the test split, and part of train is val."""
 
     def __post_init__(self) -> None:
         if not self.rates or len(set(self.rates)) < len(self.rates) or min(self.rates) <= 0:
             raise UsageError(f"--rates is {list(self.rates)}; give learning rates above 0, each once")
-        if self.runs < 1 or self.steps < 1 or self.micro_batches < 1:
-            raise UsageError(f"runs {self.runs}, steps {self.steps} and micro-batches {self.micro_batches}: 1 at least")
+        check_positive(runs=self.runs, steps=self.steps, micro_batches=self.micro_batches)
 
 
 def open_sweep_dataset(data: str) -> tuple[Dataset, float]:
-    """The set, and the share of train that becomes val where it has none: the paper's, by the set's size.
+    """The dataset, and the share of train that becomes val if it has none: the paper's, by the dataset's size.
 
-    Of a set with train and val alone, such as ImageNet, val is the test, and a share of train is held out to choose by.
+    If a dataset has train and val only, as ImageNet has, val is the test split, and a share of train is held out as
+    val.
     """
     share = _SMALL_DATASET[2]
     dataset = open_dataset(data, holdout_fraction=share)
@@ -72,32 +71,31 @@ def open_sweep_dataset(data: str) -> tuple[Dataset, float]:
         return use_val_as_test(dataset, share), share
     missing = {"train", "val", "test"} - dataset.splits.keys()
     if missing:
-        raise DataError(f"{dataset.name} has no {min(missing)}; a sweep chooses on val and measures on test")
-    wanted = _get_size_settings(_count_train_and_val(dataset))[2]
-    if "val" in dataset.generated_splits and wanted != share:
-        share, dataset = wanted, open_dataset(data, holdout_fraction=wanted)
+        raise DataError(f"{dataset.name} has no {min(missing)}; a sweep chooses on val and evaluates on test")
+    paper_share = _get_size_settings(_count_train_and_val(dataset))[2]
+    if "val" in dataset.generated_splits and paper_share != share:
+        share, dataset = paper_share, open_dataset(data, holdout_fraction=paper_share)
     return dataset, share
 
 
 def use_val_as_test(dataset: Dataset, share: float) -> Dataset:
-    """The set with its val as test, and a share of each class of train held out as val."""
+    """The dataset with its val as test, and a share of each class of train held out as val."""
     train = dataset.splits["train"]
     rows = np.asarray(train.rows)
     strata = np.zeros(len(rows)) if train.multi_label else train.store.table["label"][rows]
-    found = holdout.complete_splits(
+    completed = holdout.complete_splits(
         np.zeros(len(rows), dtype=np.int8),
         strata,
         train.get_image_name,
         identity=f"{dataset.name} val is test",
         holdout_fraction=share,
     )
-    splits = {name: Split(train.store, rows[found.column == place]) for place, name in enumerate(("train", "val"))}
-    held = len(splits["val"])
-    if not held:
-        raise DataError(f"{dataset.name} has too few images in train to hold some out: of a class with three, one is")
+    splits = {name: Split(train.store, rows[completed.column == index]) for index, name in enumerate(("train", "val"))}
+    if not len(splits["val"]):
+        raise DataError(f"{dataset.name} has too few images in train to hold any out: a class needs three for one")
     note = (
-        f"val is the test, as there is no other; {share:.0%} of each class of train ({pluralize(held, 'image')}) is held"
-        " out to choose by, and trained on again before test is measured"
+        f"val is the test split, as there is no other; {share:.0%} of each class of train"
+        f" ({pluralize(len(splits['val']), 'image')}) is held out as val, and trained on too before test is evaluated"
     )
     splits["test"] = dataset.splits["val"]
     return dataclasses.replace(dataset, splits=splits, generated_splits=("val",), notes=(*dataset.notes, note))
@@ -120,14 +118,14 @@ def plan_sweep(
     micro_batches: int,
     preprocess: str | None,
 ) -> Sweep:
-    """The study of a model and a set: the paper's, but for what is given."""
+    """The paper's sweep of a model on a dataset, but for the settings given."""
     images = _count_train_and_val(dataset)
     config = trained.model.config
     recipe = recipes.build_finetune_recipe("paper", images, config.stride if isinstance(config, ViTConfig) else 1)
-    if rate := next((text for text in settings if text.startswith("lr=")), None):
-        raise UsageError(f"--set {rate}: a sweep chooses the rate; --rates gives those to try")
+    if setting := next((text for text in settings if text.startswith("lr=")), None):
+        raise UsageError(f"--set {setting}: a sweep chooses the learning rate; --rates gives those to try")
     recipe = recipes.override_settings(recipe, settings)
-    usual = round(recipe.epochs * images / recipe.batch)
+    default_steps = round(recipe.epochs * images / recipe.batch)
     return Sweep(
         data=data,
         dataset=dataset.name,
@@ -137,10 +135,10 @@ def plan_sweep(
         origin=to_json(trained.origin),
         preprocess=preprocess,
         recipe=dataclasses.replace(
-            override_length(recipe, usual, steps=steps, batch=batch, image_size=image_size),
+            override_length(recipe, default_steps, steps=steps, batch=batch, image_size=image_size),
             loss="sigmoid" if dataset.multi_label else "softmax",
         ),
-        steps=usual if steps is None else steps,
+        steps=default_steps if steps is None else steps,
         rates=tuple(rates) or _get_size_settings(images)[1],
         runs=runs,
         seed=seed,
@@ -164,94 +162,71 @@ def override_length(
 
 
 def set_length(recipe: Recipe, steps: int, images: int, lr: float) -> Recipe:
-    """The recipe of so many steps over a set of so many images, at a learning rate."""
+    """The recipe with a number of steps over a number of images, at a learning rate."""
     optimizer = dataclasses.replace(recipe.optimizer, lr=lr)
     return dataclasses.replace(recipe, epochs=steps * recipe.batch / images, optimizer=optimizer)
 
 
 def list_rate_cells(sweep: Sweep) -> list[Cell]:
-    """A run at each rate, on train alone, measured on val."""
-    images = sweep.images["train"]
-    return [
-        _make_cell(
-            sweep,
-            name=f"rate-{lr}",
-            about={"stage": "rate", "lr": lr, "seed": sweep.seed},
-            recipe=set_length(sweep.recipe, sweep.steps, images, lr),
-            seed=sweep.seed,
-            measured="val",
-        )
-        for lr in sweep.rates
-    ]
+    """A run at each learning rate, on train only, evaluated on val."""
+    return [_make_cell(sweep, "rate", lr, sweep.seed) for lr in sweep.rates]
 
 
 def list_test_cells(sweep: Sweep, lr: float) -> list[Cell]:
-    """A run with each seed at the chosen rate, on all of train, measured on test."""
-    images = sweep.images["train"] + sweep.images["val"]
-    return [
-        _make_cell(
-            sweep,
-            name=f"test-{lr}-seed-{seed}",
-            about={"stage": "test", "lr": lr, "seed": seed},
-            recipe=set_length(sweep.recipe, sweep.steps, images, lr),
-            seed=seed,
-            everything=True,
-            measured="test",
-            keeps=True,
-        )
-        for seed in range(sweep.seed, sweep.seed + sweep.runs)
-    ]
+    """A run with each seed at the chosen learning rate, on train and val, evaluated on test."""
+    return [_make_cell(sweep, "test", lr, seed) for seed in range(sweep.seed, sweep.seed + sweep.runs)]
 
 
-def _make_cell(sweep: Sweep, **fields: Any) -> Cell:
+def _make_cell(sweep: Sweep, stage: Literal["rate", "test"], lr: float, seed: int) -> Cell:
+    is_test = stage == "test"
+    images = sweep.images["train"] + (sweep.images["val"] if is_test else 0)
     return Cell(
+        name=f"test-{lr}-seed-{seed}" if is_test else f"rate-{lr}",
+        result_fields={"stage": stage, "lr": lr, "seed": seed},
         model=sweep.model,
         preprocess=sweep.preprocess,
         data={"name": sweep.data, "share": sweep.share} | ({"val_is_test": True} if sweep.val_is_test else {}),
+        recipe=set_length(sweep.recipe, sweep.steps, images, lr),
+        seed=seed,
+        train_on_val=is_test,
+        eval_split="test" if is_test else "val",
         micro_batches=sweep.micro_batches,
-        **fields,
+        keep_weights=is_test,
     )
 
 
 def choose_learning_rate(results: Sequence[CellResult]) -> float:
-    """The rate with the most right answers on val; of equals that of the lowest loss."""
-    done = [record for record in results if record["stage"] == "rate" and record["status"] == "done"]
+    """The learning rate with the most correct images on val; of equals the one with the lowest loss."""
+    done = [result for result in results if result["stage"] == "rate" and result["status"] == "done"]
     if not done:
-        raise CellsError("the runs diverged at every rate: give lower ones with --rates", DivergedError.exit_code)
-    best = max(done, key=lambda record: (record["right"], -record["loss"]))
+        message = "the runs diverged at every learning rate: give lower ones with --rates"
+        raise CellsError(message, DivergedError.exit_code)
+    best = max(done, key=lambda result: (result["right"], -result["loss"]))
     return float(best["lr"])
 
 
 def summarize_sweep(study: Mapping[str, Any], results: Sequence[CellResult]) -> dict[str, Any]:
-    """What a sweep came to, as far as it is."""
-    rates = [record for record in results if record["stage"] == "rate"]
-    by_rate = {str(record["lr"]): record.get("top1") for record in rates}
-    whole = sum(record["status"] in ("done", "diverged") for record in rates) == len(study["rates"])
-    lr = choose_learning_rate(rates) if whole and any(found is not None for found in by_rate.values()) else None
+    """The result of a sweep, as far as it is done."""
+    rates = [result for result in results if result["stage"] == "rate"]
+    by_rate = {str(result["lr"]): result.get("top1") for result in rates}
+    is_complete = sum(is_ended(result) for result in rates) == len(study["rates"])
+    lr = choose_learning_rate(rates) if is_complete and any(top1 is not None for top1 in by_rate.values()) else None
     done = [r for r in results if r["stage"] == "test" and r["status"] == "done" and r["lr"] == lr]
+    accuracies = [result["top1"] for result in done]
     return {
         "study": "sweep",
-        "set": study["dataset"],
+        "dataset": study["dataset"],
         "model": study["model"],
         "validation": by_rate,
         "lr": lr,
-        "test": [record["top1"] for record in done],
+        "test": accuracies,
         "images": done[0]["images"] if done else study["images"]["test"],
-        **compute_mean_and_std([record["top1"] for record in done]),
-    }
-
-
-def compute_mean_and_std(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, standard deviation (of two and more) and number."""
-    return {
-        "mean": statistics.mean(values) if values else None,
-        "std": statistics.stdev(values) if len(values) > 1 else None,
-        "n": len(values),
+        **compute_mean_and_std(accuracies),
     }
 
 
 def _count_train_and_val(dataset: Dataset) -> int:
-    """Training images, those held out of them for val included."""
+    """The number of training images, with those held out as val."""
     return len(dataset.splits["train"]) + len(dataset.splits["val"])
 
 

@@ -1,4 +1,4 @@
-"""VTAB-1k: one model, fine-tuned on 1,000 images of each of 19 tasks, and the mean over the tasks."""
+"""VTAB-1k: fine-tune one model on 1,000 images of each of 19 tasks, and average over the tasks."""
 
 import dataclasses
 import statistics
@@ -10,8 +10,8 @@ from vitrail.config import AugmentConfig, OptimizerConfig, Recipe, ScheduleConfi
 from vitrail.errors import DataError, UsageError
 from vitrail.recipes import override_settings
 from vitrail.studies import vtab_splits, vtab_tasks
-from vitrail.studies.grid import Cell, CellResult
-from vitrail.studies.sweep import compute_mean_and_std, override_length, set_length
+from vitrail.studies.grid import Cell, CellResult, check_positive, compute_mean_and_std
+from vitrail.studies.sweep import override_length, set_length
 from vitrail.weights.trained import Trained
 
 DEFAULT_LR, DEFAULT_STEPS, DEFAULT_WARMUP = 0.01, 2_500, 200
@@ -20,7 +20,7 @@ PAPER_ACCURACIES = {
     "ViT-L/16 (JFT)": 76.28,
     "ViT-L/16 (I21k)": 72.72,
     "BiT-L (R152x4)": 76.29,
-}  # table 2
+}  # Dosovitskiy et al. 2021, table 2, in percent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,27 +30,26 @@ class VtabStudy:
     study: str = "vtab"
     root: str
     tasks: dict[str, dict[str, Any]]
-    """Of each task that is run, in what form its images are, and how many there are."""
+    """For each task to run, the kind of its images' source, and how many images there are."""
     model: str
     origin: dict[str, Any]
     preprocess: str | None
     recipe: Recipe
-    """But for crop and flip, which are the tasks' own."""
+    """Without crop and flip, which each task sets."""
     steps: int
     runs: int
     seed: int
     micro_batches: int
     settings: tuple[str, ...] = ()
-    """NAME=VALUE of the recipe that are not the paper's."""
+    """NAME=VALUE settings of the recipe that differ from the paper's."""
 
     def __post_init__(self) -> None:
-        if self.runs < 1 or self.steps < 1 or self.micro_batches < 1:
-            raise UsageError(f"runs {self.runs}, steps {self.steps} and micro-batches {self.micro_batches}: 1 at least")
+        check_positive(runs=self.runs, steps=self.steps, micro_batches=self.micro_batches)
 
 
 def find_tasks(root: Path, names: Sequence[str], seed: int) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The tasks whose images are here, with their forms and counts, and those that are missing."""
-    found: dict[str, dict[str, Any]] = {}
+    """The tasks whose images are on this machine, with source and counts, and the tasks that are missing."""
+    available: dict[str, dict[str, Any]] = {}
     missing = []
     for name in names or tuple(vtab_tasks.TASKS):
         vtab_tasks.get_task(name)
@@ -59,12 +58,12 @@ def find_tasks(root: Path, names: Sequence[str], seed: int) -> tuple[dict[str, d
             missing.append(name)
             continue
         dataset = vtab_splits.open_vtab_dataset(name, root, seed)
-        found[name] = {"kind": kind, "images": {part: len(split) for part, split in dataset.splits.items()}}
-    if not found:
+        available[name] = {"kind": kind, "images": {part: len(split) for part, split in dataset.splits.items()}}
+    if not available:
         raise DataError(
             f"{root} has none of {len(missing)} tasks; {missing[0]} would be {root / missing[0]}/train800.txt"
         )
-    return found, missing
+    return available, missing
 
 
 def plan_vtab(
@@ -82,9 +81,9 @@ def plan_vtab(
     micro_batches: int,
     preprocess: str | None,
 ) -> VtabStudy:
-    """The study of a model: the paper's, but for what is given."""
-    if own := next((text for text in settings if text.startswith(("crop=", "flip="))), None):
-        raise UsageError(f"--set {own}: crop and flip are each task's own in VTAB")
+    """The paper's benchmark of a model, but for the settings given."""
+    if setting := next((text for text in settings if text.startswith(("crop=", "flip="))), None):
+        raise UsageError(f"--set {setting}: each VTAB task sets crop and flip itself")
     config = trained.model.config
     stride = config.stride if isinstance(config, ViTConfig) else 1
     recipe = override_settings(make_default_recipe(stride), settings)
@@ -104,7 +103,7 @@ def plan_vtab(
 
 
 def make_default_recipe(stride: int) -> Recipe:
-    """SGD, batch 512, 384 pixels, 2,500 steps."""
+    """The paper's recipe: SGD, batch size 512, 384 pixels, 2,500 steps."""
     return Recipe(
         model=None,
         image_size=round(384 / stride) * stride,
@@ -113,20 +112,20 @@ def make_default_recipe(stride: int) -> Recipe:
         optimizer=OptimizerConfig(kind="sgd", lr=DEFAULT_LR, momentum=0.9, clip=1.0),
         schedule=ScheduleConfig(warmup=DEFAULT_WARMUP),
         augment=AugmentConfig(crop="window"),
-        source="Dosovitskiy et al. 2021, table 4; views of the authors' later code",
+        source="Dosovitskiy et al. 2021, table 4; crops of the authors' later code",
     )
 
 
 def list_vtab_cells(study: VtabStudy) -> list[Cell]:
-    """A run of each task with each seed, on all 1,000 images, measured on test."""
+    """A run of each task with each seed, on all 1,000 images, evaluated on test."""
     return [
         Cell(
             name=f"{name}-seed-{seed}",
-            result_fields={"task": name, "draw": "VTAB" if found["kind"] == "lists" else "own", "seed": seed},
+            result_fields={"task": name, "draw": "VTAB" if task["kind"] == "lists" else "own", "seed": seed},
             model=study.model,
             preprocess=study.preprocess,
             data={"task": name, "root": study.root, "seed": study.seed},
-            recipe=_make_task_recipe(study, name, found["images"]),
+            recipe=_make_task_recipe(study, name, task["images"]),
             resize_whole_image=True,
             allow_empty_classes=True,
             seed=seed,
@@ -135,29 +134,29 @@ def list_vtab_cells(study: VtabStudy) -> list[Cell]:
             micro_batches=study.micro_batches,
         )
         for seed in range(study.seed, study.seed + study.runs)
-        for name, found in study.tasks.items()
+        for name, task in study.tasks.items()
     ]
 
 
 def _make_task_recipe(study: VtabStudy, name: str, images: Mapping[str, int]) -> Recipe:
     task = vtab_tasks.get_task(name)
-    made = set_length(study.recipe, study.steps, images["train"] + images["val"], study.recipe.optimizer.lr)
-    augment = dataclasses.replace(made.augment, crop="window" if task.random_crop else "squash", flip=task.flip)
-    return dataclasses.replace(made, augment=augment)
+    recipe = set_length(study.recipe, study.steps, images["train"] + images["val"], study.recipe.optimizer.lr)
+    augment = dataclasses.replace(recipe.augment, crop="window" if task.random_crop else "squash", flip=task.flip)
+    return dataclasses.replace(recipe, augment=augment)
 
 
 def summarize_vtab(study: Mapping[str, Any], results: Sequence[CellResult]) -> dict[str, Any]:
-    """Means by task, by group and over all tasks that have ended, of each seed and over the seeds."""
-    done = [record for record in results if record["status"] == "done"]
+    """Means by task, by group and over all finished tasks; the total is of each seed, then over seeds."""
+    done = [result for result in results if result["status"] == "done"]
     by_task = {
-        name: [record["top1"] for record in done if record["task"] == name]
+        name: [result["top1"] for result in done if result["task"] == name]
         for name in study["tasks"]
-        if any(record["task"] == name for record in done)
+        if any(result["task"] == name for result in done)
     }
-    draws = {record["task"]: record["draw"] for record in done}
-    seeds = sorted({record["seed"] for record in done})
-    whole = [[r["top1"] for r in done if r["seed"] == seed] for seed in seeds]
-    whole = [values for values in whole if len(values) == len(by_task)]  # a seed that lacks a task has another mean
+    draws = {result["task"]: result["draw"] for result in done}
+    seeds = sorted({result["seed"] for result in done})
+    by_seed = [[result["top1"] for result in done if result["seed"] == seed] for seed in seeds]
+    complete = [values for values in by_seed if len(values) == len(by_task)]  # others have another mean
     groups = {
         group: [statistics.mean(by_task[name]) for name in by_task if vtab_tasks.get_task(name).group == group]
         for group in vtab_tasks.TASK_GROUPS
@@ -165,15 +164,15 @@ def summarize_vtab(study: Mapping[str, Any], results: Sequence[CellResult]) -> d
     return {
         "study": "vtab",
         "model": study["model"],
-        "tasks": {name: compute_mean_and_std(found) | {"draw": draws[name]} for name, found in by_task.items()},
-        "groups": {group: statistics.mean(found) for group, found in groups.items() if found},
+        "tasks": {name: compute_mean_and_std(values) | {"draw": draws[name]} for name, values in by_task.items()},
+        "groups": {group: statistics.mean(means) for group, means in groups.items() if means},
         "of": len(vtab_tasks.TASKS),
-        **compute_mean_and_std([statistics.mean(values) for values in whole]),
+        **compute_mean_and_std([statistics.mean(values) for values in complete]),
     }
 
 
 def group_by_task_group(summary: Mapping[str, Any]) -> dict[str, dict[str, tuple[float, float | None]]]:
-    """The tasks of a summary by group and its mean, each with mean and deviation, for a plot."""
+    """Mean and standard deviation of each task, under its group and the group's mean, for a plot."""
     return {
         f"{group}, mean {mean:.1%}": {
             vtab_tasks.get_task(name).title: (values["mean"], values["std"])

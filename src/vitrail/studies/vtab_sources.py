@@ -1,7 +1,7 @@
-"""Tasks of VTAB out of the sets as their makers publish them: each image's label, and what the splits are drawn from.
+"""VTAB tasks from their datasets as published: each image's label, and the rows from which splits are drawn.
 
-The definitions of labels are those of VTAB's own code (google-research/task_adaptation). Its splits are slices of the
-record order of TensorFlow Datasets, which nothing else has; here a permutation of our own stands in its place.
+Labels are defined as in VTAB's own code (google-research/task_adaptation). Its splits are slices of the record order of
+TensorFlow Datasets, which exists nowhere else; our own permutation replaces it here.
 """
 
 import bisect
@@ -20,24 +20,20 @@ from vitrail.errors import DataError
 
 Integers = NDArray[np.int64]
 
-CLEVR_MIN_OBJECTS = 3  # objects in an image of CLEVR
+CLEVR_MIN_OBJECTS = 3  # in an image of CLEVR
 CLEVR_DEPTHS = (8.0, 8.5, 9.0, 9.5, 10.0)
-KITTI_DEPTHS = (8.0, 20.0, 999.0)  # metres; beyond the last there is no vehicle
+KITTI_DEPTHS = (8.0, 20.0, 999.0)  # meters; beyond the last there is no vehicle
 KITTI_VEHICLES = ("Car", "Van", "Truck")
 DSPRITES_BINS = 16
 _NO_VEHICLE_DEPTH = 1000.0
-_ORIENTATION_COLUMN, _X_COLUMN, _ORIENTATION_VALUES, _X_VALUES = (
-    3,
-    4,
-    40,
-    32,
-)  # columns of dSprites' latents, and how many values they take
-_ELEVATION_COLUMN, _AZIMUTH_COLUMN = 1, 2  # columns of smallNORB's info
+_ORIENTATION_COLUMN, _X_COLUMN = 3, 4  # of dSprites' latents
+_ORIENTATION_VALUES, _X_VALUES = 40, 32  # how many values these latents take
+_ELEVATION_COLUMN, _AZIMUTH_COLUMN = 1, 2  # of smallNORB's info
 _NORB_TYPES = {0x1E3D4C55: "<u1", 0x1E3D4C54: "<i4"}
 
 
 class LabeledImages(NamedTuple):
-    """A set's images with a task's label of each, in files or in an array, and the rows that splits are drawn from."""
+    """The images of a dataset, in files or in an array, their labels for a task, and the rows of each split."""
 
     root: Path
     labels: Integers  # (n,)
@@ -45,9 +41,9 @@ class LabeledImages(NamedTuple):
     val: Integers
     test: Integers
     paths: Sequence[str] = ()
-    """Below the root, where images are files."""
+    """Below the root, if images are files."""
     pixels: NDArray[np.uint8] | None = None
-    """(n, H, W) grey, where they are none."""
+    """(n, H, W) grayscale, if they are not files."""
     white: int = 255
     """The value of a white pixel."""
     notes: tuple[str, ...] = ()
@@ -57,31 +53,31 @@ class LabeledImages(NamedTuple):
 
 
 def label_clevr_count(depths: Sequence[float]) -> int:
-    """The class of so many objects, of which there are 3 to 10."""
+    """The number of objects, 3 to 10, as a class."""
     return len(depths) - CLEVR_MIN_OBJECTS
 
 
 def label_clevr_distance(depths: Sequence[float]) -> int:
-    """Into which of six ranges the closest object's depth falls; a threshold belongs to the range below it."""
+    """Which of six ranges holds the closest object's depth; a threshold belongs to the range below it."""
     return bisect.bisect_left(CLEVR_DEPTHS, float(np.float32(min(depths))))
 
 
 def label_kitti_distance(objects: Iterable[tuple[str, float]]) -> int:
-    """How far the closest car, van or truck is: up to 8 metres, up to 20, farther, or none there."""
+    """The distance of the closest car, van or truck: up to 8 meters, up to 20, farther, or none present."""
     depths = [depth for kind, depth in objects if kind in KITTI_VEHICLES]
     return bisect.bisect_left(KITTI_DEPTHS, float(np.float32(min(depths, default=_NO_VEHICLE_DEPTH))))
 
 
 def label_dsprites_bins(values: Integers, count: int) -> Integers:
-    """Values from 0 to below `count` in 16 bins of count / 16 values each, which need be no whole number."""
+    """Values from 0 to `count` - 1 in 16 bins of count / 16 values each, which need not be an integer."""
     return values * DSPRITES_BINS // count
 
 
-# --- sets ------------------------------------------------------------------------------------------------------------
+# --- datasets --------------------------------------------------------------------------------------------------------
 
 
 def _read_clevr(label: Callable[[Sequence[float]], int], root: Path) -> LabeledImages:
-    """images/train/CLEVR_train_000000.png and on, and scenes as JSON; val is VTAB's test, as test has no scenes."""
+    """Read images/train/CLEVR_train_000000.png and so on, with JSON scenes; test has none, so VTAB tests on val."""
     paths, labels, counts = [], [], []
     for part in ("train", "val"):
         file = root / "scenes" / f"CLEVR_{part}_scenes.json"
@@ -91,7 +87,7 @@ def _read_clevr(label: Callable[[Sequence[float]], int], root: Path) -> LabeledI
                 paths.append(f"images/{part}/{scene['image_filename']}")
                 labels.append(label([float(thing["pixel_coords"][2]) for thing in scene["objects"]]))
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise DataError(f"{file} holds no scenes of CLEVR ({type(error).__name__}: {error})") from error
+            raise DataError(f"{file} has no CLEVR scenes ({type(error).__name__}: {error})") from error
         counts.append(len(scenes))
     rows = _shuffle_rows(counts[0])
     cut = counts[0] * 9 // 10
@@ -100,59 +96,57 @@ def _read_clevr(label: Callable[[Sequence[float]], int], root: Path) -> LabeledI
 
 
 def _read_kitti(root: Path) -> LabeledImages:
-    """training/image_2/000000.png and on, and a text of objects beside each; known drives are kept apart.
+    """Read training/image_2/000000.png and so on, with a text file of objects each; known drives are not split.
 
-    TensorFlow Datasets holds 711 of the 7,481 images for test and 423 for val, by drives.
+    TensorFlow Datasets takes 711 of the 7,481 images for test and 423 for val, by drives.
     """
     files = sorted((root / "training" / "label_2").glob("*.txt"))
     labels = np.array([label_kitti_distance(_read_kitti_objects(file)) for file in files])
     paths = [f"training/image_2/{file.stem}.png" for file in files]
     drives = _read_kitti_drives(root / "mapping", len(files))
-    notes = (
-        () if drives is not None else ("without KITTI's mapping, images of one drive are on both sides of the split",)
-    )
+    notes = () if drives is not None else ("without KITTI's mapping, images of one drive are in several splits",)
     groups = np.arange(len(files)) if drives is None else drives
-    place = np.argsort(_shuffle_rows(int(groups.max()) + 1))[groups]  # of an image's drive in a random order
-    rows = np.argsort(place, kind="stable")
-    ends = [_find_group_end(place[rows], math.ceil(share * len(rows))) for share in (711 / 7481, 1134 / 7481)]
+    rank = np.argsort(_shuffle_rows(int(groups.max()) + 1))[groups]  # of an image's drive in a random order
+    rows = np.argsort(rank, kind="stable")
+    ends = [_find_group_end(rank[rows], math.ceil(share * len(rows))) for share in (711 / 7481, 1134 / 7481)]
     return LabeledImages(
         root, labels, rows[ends[1] :], rows[ends[0] : ends[1]], rows[: ends[0]], paths=paths, notes=notes
     )
 
 
 def _find_group_end(groups: Integers, min_rows: int) -> int:
-    """The first end of a group at or behind a place."""
+    """The end of the first group that completes at least `min_rows` rows."""
     return int(np.searchsorted(groups, groups[min_rows - 1], side="right"))
 
 
 def _read_kitti_objects(file: Path) -> list[tuple[str, float]]:
-    """Kind and depth of what a text of KITTI lists."""
+    """The kind and depth of each object in a text file of KITTI."""
     try:
         return [(fields[0], float(fields[13])) for line in file.read_text().splitlines() if (fields := line.split())]
     except (ValueError, IndexError) as error:
-        raise DataError(f"{file} is no list of KITTI's objects ({error})") from error
+        raise DataError(f"{file} is not a list of KITTI's objects ({error})") from error
 
 
 def _read_kitti_drives(mapping: Path, count: int) -> Integers | None:
-    """The number of each image's drive, by the devkit's two lists; None where they are not there."""
+    """The drive of each image as a number, from the devkit's two lists; None without them."""
     if not (mapping / "train_mapping.txt").is_file() or not (mapping / "train_rand.txt").is_file():
         return None
     lines = (mapping / "train_mapping.txt").read_text().splitlines()
     order = [int(number) for number in (mapping / "train_rand.txt").read_text().replace(",", " ").split()]
     if len(order) != count or max(order, default=0) > len(lines):
-        raise DataError(f"{mapping} is of {len(order):,} images, and there are {count:,}")
+        raise DataError(f"{mapping} covers {len(order):,} images, and there are {count:,}")
     names = [" ".join(lines[number - 1].split()[:2]) for number in order]
     return np.unique(names, return_inverse=True)[1].astype(np.int64)
 
 
 def _read_dsprites(column: int, count: int, root: Path) -> LabeledImages:
-    """One .npz of all images, 0 and 1, and the number of each factor's value; unpacked it takes 3 GB."""
+    """Read one .npz with all images, as 0 and 1, and the class of each latent; unpacked it takes 3 GB."""
     path = next(root.glob("dsprites*.npz"))
     try:
         with np.load(path, allow_pickle=False) as arrays:
             pixels, values = arrays["imgs"], arrays["latents_classes"][:, column].astype(np.int64)
     except (OSError, ValueError, LookupError) as error:
-        raise DataError(f"{path} is no dSprites ({error})") from error
+        raise DataError(f"{path} is not dSprites ({error})") from error
     rows = _shuffle_rows(len(values))
     first, second = len(rows) * 8 // 10, len(rows) * 9 // 10
     labels = label_dsprites_bins(values, count)
@@ -160,7 +154,7 @@ def _read_dsprites(column: int, count: int, root: Path) -> LabeledImages:
 
 
 def _read_smallnorb(column: int, step: int, root: Path) -> LabeledImages:
-    """Images of two cameras, of which the first's are taken, and their poses; half of testing is val, half test."""
+    """Read the first of two cameras' images, and their poses; half of testing is val, half test."""
     parts, poses = [], []
     for part in ("training", "testing"):
         parts.append(_read_norb_matrix(root, f"smallnorb-*-{part}-dat.mat")[:, 0])  # (24300, 96, 96)
@@ -174,7 +168,7 @@ def _read_smallnorb(column: int, step: int, root: Path) -> LabeledImages:
 
 
 def _read_norb_matrix(root: Path, pattern: str) -> NDArray[Any]:
-    """A matrix of NORB's own format: its kind, the number of axes, their lengths (three at least), the values."""
+    """Read a matrix in NORB's own format: its type, the number of axes, their lengths (three at least), the values."""
     path = next((path for suffix in ("", ".gz") for path in root.glob(pattern + suffix)), None)
     if path is None:
         raise DataError(f"{root} lacks {pattern}")
@@ -182,7 +176,7 @@ def _read_norb_matrix(root: Path, pattern: str) -> NDArray[Any]:
     kind, axes = np.frombuffer(content, "<i4", 2).tolist() if len(content) >= 8 else (0, 0)
     start = 8 + 4 * max(3, axes)
     if kind not in _NORB_TYPES or not 1 <= axes <= 4 or len(content) < start:
-        raise DataError(f"{path} is no matrix of bytes or whole numbers in NORB's format")
+        raise DataError(f"{path} is not a matrix of bytes or integers in NORB's format")
     shape = np.frombuffer(content, "<i4", axes, offset=8).tolist()
     values = np.frombuffer(content, _NORB_TYPES[kind], offset=start)
     if values.size != math.prod(shape):
@@ -191,20 +185,20 @@ def _read_norb_matrix(root: Path, pattern: str) -> NDArray[Any]:
 
 
 def _shuffle_rows(count: int) -> Integers:
-    """0 to count - 1 in an order that is always the same."""
+    """0 to count - 1, in a random order that is always the same."""
     return SampleOrder(seed=0, num_samples=count).get_sample_indices(np.arange(count))
 
 
-# --- finding them ----------------------------------------------------------------------------------------------------
+# --- the table of sources --------------------------------------------------------------------------------------------
 
 
 class VtabSource(NamedTuple):
-    """How a task is read out of its set's files."""
+    """How to find and read a task's dataset."""
 
     folders: tuple[str, ...]
-    """Where below the root of all sets it may be."""
+    """Its possible folders below the root of all datasets."""
     marker: str
-    """What is there if it is."""
+    """A pattern of a file in that folder."""
     read: Callable[[Path], LabeledImages]
 
 
@@ -230,16 +224,13 @@ SOURCES: Mapping[str, VtabSource] = {
 
 
 def find_source(task: str, root: Path) -> Path | None:
-    """Where a task's set is as its makers publish it, if it is there and can be read."""
-    reader = SOURCES.get(task)
-    found = (
-        (root / folder for folder in reader.folders if next((root / folder).glob(reader.marker), None))
-        if reader
-        else ()
-    )
-    return next(iter(found), None)
+    """The folder of a task's dataset as published, or None."""
+    if task not in SOURCES:
+        return None
+    source = SOURCES[task]
+    return next((root / name for name in source.folders if next((root / name).glob(source.marker), None)), None)
 
 
 def read_source(task: str, folder: Path) -> LabeledImages:
-    """The images and labels of a task whose set is in a folder."""
+    """Read the images and labels of a task from its dataset's folder."""
     return SOURCES[task].read(folder)

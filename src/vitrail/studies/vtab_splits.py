@@ -1,9 +1,9 @@
-"""The images of a VTAB task: 1,000 to train on, 800 and 200, and its test.
+"""The splits of a VTAB task: 800 images for train, 200 for val, and its test images.
 
-    ROOT/TASK/  train800.txt  val200.txt  test.txt  images/...     VTAB's own draw, as lists: `images/1.png 7` a line
+    ROOT/TASK/  train800.txt  val200.txt  test.txt  images/...     VTAB's own draw, as lists with lines `images/1.png 7`
 
-That is how the benchmark is passed on. A set as its makers publish it, or as `vitrail data get` stores it, is drawn
-from here: the numbers are then of other images than the paper's, and say so.
+The benchmark is distributed in that form. From a dataset as published, or as `vitrail data get` stores it, images are
+drawn here: results are then on other images than the paper's, and a note says so.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from vitrail.data.shards import Sample
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError
 from vitrail.files import get_cache_home
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 from vitrail.studies import vtab_sources, vtab_tasks
 from vitrail.studies.vtab_sources import Integers, LabeledImages
 
@@ -34,7 +34,7 @@ SourceKind = Literal["lists", "raw", "public"]
 
 
 def find_source_kind(task: str, root: Path) -> SourceKind | None:
-    """In what form a task's images are here: lists before all others, None where there are none."""
+    """The form of a task's images on this machine, lists first; None if there are none."""
     if (root / task / LIST_FILES["test"]).is_file():
         return "lists"
     if vtab_sources.find_source(task, root) is not None:
@@ -44,7 +44,7 @@ def find_source_kind(task: str, root: Path) -> SourceKind | None:
 
 
 def open_vtab_dataset(task: str, root: Path, seed: int) -> Dataset:
-    """The images of a task; `seed` is of the draw, where it is not VTAB's own."""
+    """Open the splits of a task; `seed` is that of the draw where it is not VTAB's own."""
     match find_source_kind(task, root):
         case "lists":
             return _open_lists(task, root / task)
@@ -54,14 +54,12 @@ def open_vtab_dataset(task: str, root: Path, seed: int) -> Dataset:
             return _open_raw(task, folder, seed)
         case "public":
             return _open_public(task, seed)
-    known = vtab_tasks.get_task(task)
-    raise DataError(
-        f"{root / task} has no {LIST_FILES['test']}, and {known.title} is not here otherwise: {known.source}"
-    )
+    title, source = vtab_tasks.get_task(task).title, vtab_tasks.get_task(task).source
+    raise DataError(f"{root / task} has no {LIST_FILES['test']}, and {title} is not here in another form: {source}")
 
 
 def _open_lists(task: str, root: Path) -> Dataset:
-    """The set that VTAB's lists describe."""
+    """The dataset of VTAB's lists."""
     paths: list[str] = []
     labels: list[int] = []
     splits: list[int] = []
@@ -107,44 +105,42 @@ def _list_class_names(task: str) -> tuple[str, ...]:
 
 
 def _note_split_sizes(splits: list[int]) -> tuple[str, ...]:
-    """A note where there are other than 800 and 200 images."""
+    """A note if there are not 800 and 200 images."""
     counts = [splits.count(SPLITS.index(split)) for split in SPLIT_SIZES]
     return (
         () if counts == list(SPLIT_SIZES.values()) else (f"{counts[0]} + {counts[1]} training images, not 800 + 200",)
     )
 
 
-# --- draws of our own ------------------------------------------------------------------------------------------------
+# --- our own draws ---------------------------------------------------------------------------------------------------
 
 
 def _open_raw(task: str, folder: Path, seed: int) -> Dataset:
-    """A draw out of a set as its makers publish it; images that are in an array become shards in the cache, once."""
-    stored = get_cache_home() / "vtab" / f"{task}-{_digest_folder(folder, seed)}"
-    if stored.exists():
-        return _add_draw_note(shards.open_shards(stored), seed)
-    found = vtab_sources.read_source(task, folder)
-    rows = {split: _draw_rows(getattr(found, split), number, seed) for split, number in SPLIT_SIZES.items()} | {
-        "test": found.test
-    }
-    _check_labels(task, found, rows)
-    if found.pixels is not None:
-        shards.write_shards(
-            stored, _encode_samples(found, rows), classes=_list_class_names(task), origin={"set": task, "seed": seed}
-        )
-        return _add_draw_note(shards.open_shards(stored), seed)
+    """A draw from a dataset as published; images that are published as an array become shards in the cache, once."""
+    cached = get_cache_home() / "vtab" / f"{task}-{_digest_folder(folder, seed)}"
+    if cached.exists():
+        return _add_draw_note(shards.open_shards(cached), seed)
+    images = vtab_sources.read_source(task, folder)
+    rows = {split: _draw_rows(getattr(images, split), number, seed) for split, number in SPLIT_SIZES.items()}
+    rows["test"] = images.test
+    _check_labels(task, images, rows)
+    if images.pixels is not None:
+        samples, origin = _encode_samples(images, rows), {"set": task, "seed": seed}
+        shards.write_shards(cached, samples, classes=_list_class_names(task), origin=origin)
+        return _add_draw_note(shards.open_shards(cached), seed)
     splits = np.repeat(np.arange(len(SPLITS), dtype=np.int8), [len(rows[split]) for split in SPLITS])
     order = np.concatenate([rows[split] for split in SPLITS])
-    paths = [found.paths[row] for row in order.tolist()]
-    notes = (*found.notes, *_note_split_sizes(splits.tolist()))
-    return _add_draw_note(_make_file_dataset(task, found.root, paths, found.labels[order], splits, notes), seed)
+    paths = [images.paths[row] for row in order.tolist()]
+    notes = (*images.notes, *_note_split_sizes(splits.tolist()))
+    return _add_draw_note(_make_file_dataset(task, images.root, paths, images.labels[order], splits, notes), seed)
 
 
 def _check_labels(task: str, images: LabeledImages, rows: dict[str, Integers]) -> None:
     classes = vtab_tasks.get_task(task).classes
-    for split, some in rows.items():
-        if not len(some):
+    for split, split_rows in rows.items():
+        if not len(split_rows):
             raise DataError(f"{images.root} has no image for {split}")
-        labels = images.labels[some]
+        labels = images.labels[split_rows]
         if labels.min() < 0 or labels.max() >= classes:
             raise DataError(
                 f"{images.root}: {split} has labels {labels.min()} to {labels.max()} of {pluralize(classes, 'class')}"
@@ -152,7 +148,7 @@ def _check_labels(task: str, images: LabeledImages, rows: dict[str, Integers]) -
 
 
 def _encode_samples(images: LabeledImages, rows: dict[str, Integers]) -> Iterator[Sample]:
-    """Images of an array, as PNG, one split after the other."""
+    """Encode the images of an array as PNG, one split after the other."""
     assert images.pixels is not None
     for split in SPLITS:
         for row in rows[split].tolist():
@@ -162,30 +158,30 @@ def _encode_samples(images: LabeledImages, rows: dict[str, Integers]) -> Iterato
 
 
 def _open_public(task: str, seed: int) -> Dataset:
-    """A draw out of a set that `vitrail data get` stored."""
-    known = vtab_tasks.get_task(task)
-    assert known.public_dataset is not None
-    whole = open_dataset(known.public_dataset)
+    """A draw from a dataset that `vitrail data get` stored."""
+    name = vtab_tasks.get_task(task).public_dataset
+    assert name is not None
+    dataset = open_dataset(name)
     splits = {
         split: Split(part.store, np.asarray(part.rows)[_draw_rows(np.arange(len(part)), SPLIT_SIZES.get(split), seed)])
-        for split, part in whole.splits.items()
+        for split, part in dataset.splits.items()
     }
-    return _add_draw_note(Dataset(name=whole.name, classes=whole.classes, splits=splits), seed)
+    return _add_draw_note(Dataset(name=dataset.name, classes=dataset.classes, splits=splits), seed)
 
 
 def _draw_rows(rows: Integers, number: int | None, seed: int) -> Integers:
-    """So many of the rows at random, in their order; all of them for None."""
+    """`number` random rows in ascending order; all of them for None."""
     if number is None or len(rows) <= number:
         return np.sort(rows)
     return np.sort(rows[SampleOrder(seed=seed, num_samples=len(rows)).get_sample_indices(np.arange(number))])
 
 
 def _add_draw_note(dataset: Dataset, seed: int) -> Dataset:
-    note = f"the training images are a draw of vitrail's own (seed {seed}), not VTAB's"
+    note = f"the training images are vitrail's own draw (seed {seed}), not VTAB's"
     return Dataset(name=dataset.name, classes=dataset.classes, splits=dataset.splits, notes=(note, *dataset.notes))
 
 
 def _digest_folder(folder: Path, seed: int) -> str:
-    """A word for a folder's files as they are, and the draw."""
+    """A digest of a folder's files and the draw's seed."""
     files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir())
     return hashlib.sha256(repr((str(folder.resolve()), files, seed)).encode()).hexdigest()[:16]

@@ -1,6 +1,6 @@
-"""The 19 tasks of VTAB-1k (Zhai et al. 2019): their groups, classes, training views, and where their images come from.
+"""The 19 tasks of VTAB-1k (Zhai et al. 2019): groups, classes, augmentation, and where their images come from.
 
-Crop and flip by task are those of the ViT authors' later code: what a task asks for must survive them.
+Crop and flip of each task are those of the ViT authors' later code: they must not change the label.
 """
 
 from typing import Literal, NamedTuple
@@ -12,25 +12,25 @@ TASK_GROUPS: tuple[TaskGroup, ...] = ("Natural", "Specialized", "Structured")
 
 
 class VtabTask(NamedTuple):
-    """A set of images and a question about them."""
+    """A dataset and a classification task on it."""
 
     title: str
     group: TaskGroup
     classes: int
     random_crop: bool
-    """Whether training sees windows of an image rather than all of it."""
+    """Whether training crops images rather than using all of them."""
     flip: bool
     origin: str
-    """Where its images come from, raw: an address, or the name by which `vitrail data get` knows them."""
+    """The address of its images, or their name for `vitrail data get`."""
 
     @property
     def public_dataset(self) -> str | None:
-        """The name by which `vitrail data get` knows its images."""
+        """The name of its images for `vitrail data get`."""
         return None if "/" in self.origin else self.origin
 
     @property
     def source(self) -> str:
-        """Where its images come from, for people."""
+        """Where its images come from, as text."""
         return f"vitrail data get {self.public_dataset}" if self.public_dataset else f"https://{self.origin}"
 
 
@@ -44,8 +44,8 @@ _KITTI_URL = "www.cvlibs.net/datasets/kitti/eval_object.php"
 _RETINOPATHY_URL = "www.kaggle.com/c/diabetic-retinopathy-detection"
 
 # fmt: off
-TASKS = {  # by the names of the folders that the widespread lists come in
-    #                             title           group        classes crop  flip   whence
+TASKS = {  # by the folder names of the widespread lists
+    #                             title           group        classes crop  flip   origin
     "caltech101":           VtabTask("Caltech101",   "Natural",     102, True,  True,  _CALTECH_URL),
     "cifar":                VtabTask("CIFAR-100",    "Natural",     100, True,  True,  "cifar100"),
     "dtd":                  VtabTask("DTD",          "Natural",      47, True,  True,  "dtd"),
@@ -70,7 +70,7 @@ TASKS = {  # by the names of the folders that the widespread lists come in
 
 
 def get_task(name: str) -> VtabTask:
-    """The task of a folder's name."""
+    """The task of a folder name."""
     if name not in TASKS:
         raise UsageError(f"VTAB has no task {name!r:.60}; it has {', '.join(TASKS)}")
     return TASKS[name]

@@ -32,7 +32,7 @@ from vitrail import files
 from vitrail.errors import ModelError, VitrailError
 from vitrail.train import fsdp, optimizer
 from vitrail.train.step import TrainState
-from vitrail.weights import tensor_files
+from vitrail.weights import json_files, tensor_files
 
 FORMAT_VERSION = 1
 KEPT_CHECKPOINTS = 2
@@ -256,7 +256,7 @@ def _write_tensors(fresh: Path, checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _write_manifest(fresh: Path, checkpoint: Checkpoint, parts: list[dict[str, Any]]) -> None:
     """Add what is no tensor, and the manifest of all ranks' files."""
-    tensor_files.write_json(
+    json_files.write_json(
         fresh / "state.json", {"version": FORMAT_VERSION, "step": checkpoint.step, **checkpoint.facts}
     )
     listed = {"state.json": _describe_file(fresh / "state.json")}
@@ -326,7 +326,7 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
     manifest = path / MANIFEST_FILE
     if not manifest.is_file():
         raise ModelError(f"checkpoint {path} is not whole: it has no {MANIFEST_FILE}")
-    listed = tensor_files.read_json(manifest).get("files")
+    listed = json_files.read_json(manifest).get("files")
     if not isinstance(listed, dict) or "state.json" not in listed:
         raise ModelError(f"checkpoint {path} is damaged: its {MANIFEST_FILE} lists no files")
     for name, facts in listed.items() if verify else ():
@@ -337,7 +337,7 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
         listed
     ):  # it has no sum of its own: one bit of it changes this, or the above
         raise ModelError(f"checkpoint {path} is damaged: its {MANIFEST_FILE} is not as it was written")
-    state = tensor_files.read_json(path / "state.json")
+    state = json_files.read_json(path / "state.json")
     if state.pop("version", None) != FORMAT_VERSION:
         raise ModelError(f"checkpoint {path} is of another version of vitrail")
     tensors: TensorsByFile = {}
@@ -346,7 +346,7 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
         file = path / name
         if file.suffix == ".safetensors":
             tensors[file.stem], header = tensor_files.read_tensors(file)
-            first[file.stem] = tensor_files.parse_json(header.get("first", "{}"), file)
+            first[file.stem] = json_files.parse_json(header.get("first", "{}"), file)
     return Checkpoint(state.pop("step"), tensors, state, first)
 
 

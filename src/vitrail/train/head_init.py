@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from vitrail.data.dataset import Split
 from vitrail.data.loader import iter_eval_batches
 from vitrail.evaluate import calibration, features, probe
-from vitrail.evaluate.probe import Features, LinearHead
+from vitrail.evaluate.linear_classifiers import Features, LinearHead, solve_ridge
 from vitrail.runtime import distributed
 from vitrail.runtime.workers import ProgressCallback, ignore_progress
 from vitrail.train.training_run import TrainingRun
@@ -79,10 +79,10 @@ def solve_head(train_features: Features, classes: int) -> LinearHead:
         )
     found = [
         _fit_scale(each.compute_logits(choice.values), choice.targets)
-        for each in probe.fit_ridge(draft, classes, probe.LAMBDA_GRID)
+        for each in solve_ridge(draft, classes, probe.LAMBDA_GRID)
     ]
     (_, scale), penalty = min(zip(found, probe.LAMBDA_GRID, strict=True))
-    (head,) = probe.fit_ridge(train_features, classes, [penalty])
+    (head,) = solve_ridge(train_features, classes, [penalty])
     return LinearHead(head.weight * scale, head.bias * scale)
 
 

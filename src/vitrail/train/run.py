@@ -30,8 +30,8 @@ from vitrail.errors import UsageError, VitrailError
 from vitrail.evaluate import calibration as calibrate
 from vitrail.evaluate import precision_benchmark, prediction_tables
 from vitrail.evaluate.predictions import Counts, Predictions, count_predictions, iterate_logits, predict_batches
+from vitrail.formatting import pluralize
 from vitrail.model.build import Model
-from vitrail.plurals import pluralize
 from vitrail.runtime import distributed, signals
 from vitrail.runtime.distributed import ProcessGroup
 from vitrail.runtime.signals import StoppedError

@@ -21,9 +21,9 @@ from vitrail.data.loader import Batch
 from vitrail.errors import DataError
 from vitrail.evaluate import probe
 from vitrail.evaluate.predictions import Counts, all_reduce_counts, evaluate_batches
+from vitrail.formatting import pluralize
 from vitrail.model.build import Model
 from vitrail.model.masked import MaskedViT, get_encoder
-from vitrail.plurals import pluralize
 from vitrail.runtime import distributed
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
 from vitrail.runtime.signals import StoppedError, StopRequest

@@ -16,19 +16,19 @@ from vitrail.data.dataset import Dataset, Split
 from vitrail.data.decode import get_jpeg_decoder_name
 from vitrail.data.loader import BatchPlan, TrainingData
 from vitrail.data.order import SampleOrder
-from vitrail.errors import DataError, ModelError, UsageError
+from vitrail.errors import DataError, UsageError
 from vitrail.evaluate import features, probe
+from vitrail.formatting import pluralize
 from vitrail.model import cost as count
 from vitrail.model import masked
 from vitrail.model.build import Model
 from vitrail.model.masked import MaskedViT
 from vitrail.model.vit import ViT
-from vitrail.plurals import pluralize
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
 from vitrail.train import fsdp, optimizer, schedule
 from vitrail.train.step import TrainableModel
 from vitrail.weights.adapt import adapt, reorder_head
-from vitrail.weights.trained import Trained, create_random
+from vitrail.weights.trained import Trained, create_random, require_preprocess
 
 MAX_EVALUATION_SHARE = 0.1  # of the time of training, at most
 MAX_EVALUATIONS = 100  # at most, so that a long run does not spend itself on writing weights
@@ -296,11 +296,7 @@ def adapt_to_dataset(trained: Trained, dataset: Dataset, recipe: Recipe, *, keep
 
     With `keep_head` its own head stays, which must know these classes; its rows are put into the data's order.
     """
-    if trained.preprocess is None:
-        raise ModelError(
-            "the weights do not say how images must be prepared: name it with --preprocess imagenet"
-            " (or inception, torchvision)"
-        )
+    require_preprocess(trained)
     size = recipe.image_size
     if keep_head:
         fresh = adapt(reorder_head(trained, dataset.classes), image_size=size)

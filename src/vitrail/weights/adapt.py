@@ -1,4 +1,4 @@
-"""Weights made to fit another task: new classes, resolution, patch side or channels. Every change is written down."""
+"""Adapt weights to another task: new classes, resolution, patch size or channels. Every change is recorded."""
 
 import dataclasses
 from typing import NamedTuple
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from vitrail.config import BiTConfig, ModelConfig, PreprocessConfig, Resample, ViTConfig, expand_image_size
 from vitrail.errors import UsageError
+from vitrail.formatting import pluralize
 from vitrail.model.positions import Grid, resample_offsets, resample_positions
-from vitrail.plurals import pluralize
 from vitrail.presets import spread_over_channels
 from vitrail.weights.trained import Trained, assemble_model, require_trained
 
@@ -18,6 +18,8 @@ _FIRST_KERNEL_NAMES = ("stem.conv.weight", "patch_embed.backbone.stem.conv.weigh
 
 
 class Adaptation(NamedTuple):
+    """A model between two steps of its adaptation."""
+
     config: ModelConfig
     tensors: dict[str, Tensor]
     changes: tuple[str, ...]
@@ -33,13 +35,13 @@ def adapt(
     channels: int | None = None,
     operator: Resample | None = None,
 ) -> Trained:
-    """The same network for another task; `origin.changes` lists what was replaced, resampled or removed.
+    """Adapt a network to another task; `origin.changes` lists what was replaced, resampled or removed.
 
-    `classes` puts a zero head in place of the old one, the pre-training head's hidden layer included. `labels` names
-    the classes. `operator` resamples positions in another way than the weights' origin does.
+    `classes` replaces the head, and a pre-training head's hidden layer, with a zero head. `labels` names the classes.
+    `operator` resamples positions in another way than the weights' origin does.
     """
-    copies = {name: tensor.cpu().clone() for name, tensor in require_trained(trained).model.state_dict().items()}
-    step = Adaptation(trained.model.config, copies, ())
+    tensors = {name: tensor.cpu().clone() for name, tensor in require_trained(trained).model.state_dict().items()}
+    step = Adaptation(trained.model.config, tensors, ())
     if operator is not None:
         step = _change_resample(step, operator)
     if classes is not None:
@@ -55,47 +57,53 @@ def adapt(
     if labels != trained.labels:
         old, new = ("none" if names is None else f"{len(names)} names" for names in (trained.labels, labels))
         changes.append(f"labels: {old} -> {new}")
-    temperature, threshold, tried, ranges = (
-        trained.temperature,
-        trained.threshold,
-        trained.precision_measurements,
-        trained.activation_ranges,
+    if step.changes or changes:
+        trained, lost = _reset_fitted_settings(trained)
+        changes += lost
+    return dataclasses.replace(
+        trained,
+        model=assemble_model(step.config, step.tensors),
+        preprocess=preprocess,
+        labels=labels,
+        origin=dataclasses.replace(trained.origin, changes=(*trained.origin.changes, *step.changes, *changes)),
+        multi_label=trained.multi_label and classes is None,
     )
-    if step.changes or changes:  # these were fitted to what the model said before
-        if temperature != 1:
-            changes.append(f"temperature: {temperature:g} -> 1")
-        if threshold:
-            changes.append(f"threshold: {threshold:g} -> none")
-        temperature, threshold, tried, ranges = 1.0, 0.0, (), ()
-    origin = dataclasses.replace(trained.origin, changes=(*trained.origin.changes, *step.changes, *changes))
-    several = trained.multi_label and classes is None
-    model = assemble_model(step.config, step.tensors)
-    return Trained(model, preprocess, labels, origin, temperature, several, threshold, tried, ranges)
+
+
+def _reset_fitted_settings(trained: Trained) -> tuple[Trained, list[str]]:
+    """Reset what was fitted to or measured on the old outputs; return sentences on what was reset."""
+    changes = []
+    if trained.temperature != 1:
+        changes.append(f"temperature: {trained.temperature:g} -> 1")
+    if trained.threshold:
+        changes.append(f"threshold: {trained.threshold:g} -> none")
+    reset = dataclasses.replace(
+        trained, temperature=1.0, threshold=0.0, precision_measurements=(), activation_ranges=()
+    )
+    return reset, changes
 
 
 def reorder_head(trained: Trained, labels: tuple[str, ...]) -> Trained:
-    """The same model with its outputs in the order of `labels`, which must be its own."""
+    """Put a model's outputs into the order of `labels`, which must be its own."""
     own = require_trained(trained).labels
     if own is None:
-        raise UsageError("the model's classes have no names, so its head cannot be kept: leave --keep-head away")
+        raise UsageError("the model's classes have no names, so its head cannot be kept: omit --keep-head")
     if unknown := sorted(set(labels) ^ set(own)):
         where = "data" if unknown[0] in labels else "model"
         raise UsageError(
-            f"the head cannot be kept: {pluralize(len(unknown), 'class')} in one of model and data alone,"
-            f" such as {unknown[0]!r} of the {where}. Leave --keep-head away for a new head"
+            f"the head cannot be kept: {pluralize(len(unknown), 'class')} only in the model or only in the data,"
+            f" such as {unknown[0]!r} in the {where}. Omit --keep-head for a new head"
         )
     if own == labels:
         return trained
-    if twice := next((label for label in own if own.count(label) > 1), None):
-        raise UsageError(
-            f"the head cannot be kept: several of its classes are called {twice!r}. Leave --keep-head away"
-        )
+    if duplicate := next((label for label in own if own.count(label) > 1), None):
+        raise UsageError(f"the head cannot be kept: several of its classes are called {duplicate!r}. Omit --keep-head")
     rows = torch.tensor([own.index(label) for label in labels])
     tensors = {
         name: tensor[rows] if name.startswith(("head.", "head_dist.")) else tensor
         for name, tensor in trained.model.state_dict().items()
     }
-    change = "head: rows put into another order of the same classes"
+    change = "head: rows reordered, the same classes"
     origin = dataclasses.replace(trained.origin, changes=(*trained.origin.changes, change))
     model = assemble_model(trained.model.config, tensors)
     return dataclasses.replace(
@@ -115,12 +123,12 @@ def _change_resample(adaptation: Adaptation, operator: Resample) -> Adaptation:
 
 
 def _replace_head(adaptation: Adaptation, classes: int) -> Adaptation:
-    """A zero head (the paper's, for fine-tuning) in place of the old one, and of a hidden layer before it."""
+    """Replace the head, and a hidden layer before it, with zeros (the paper's head for fine-tuning)."""
     config: ModelConfig
-    place: tuple[int, ...] = ()
+    kernel: tuple[int, ...] = ()
     if isinstance(adaptation.config, BiTConfig):
         config = dataclasses.replace(adaptation.config, classes=classes)
-        heads, place = ["head.fc"], (1, 1)  # a convolution of one place
+        heads, kernel = ["head.fc"], (1, 1)  # a 1 x 1 convolution
     else:
         distilled = adaptation.config.distillation_head and classes > 0
         config = dataclasses.replace(adaptation.config, classes=classes, hidden_head=False, distillation_head=distilled)
@@ -130,14 +138,14 @@ def _replace_head(adaptation: Adaptation, classes: int) -> Adaptation:
         if name.startswith(("pre_logits.", "head.", "head_dist.")):
             changes.append(f"{name} {_format_shape(tensors.pop(name))}: removed")
     for head in heads if classes else ():
-        tensors[f"{head}.weight"] = torch.zeros(classes, config.num_features, *place)
+        tensors[f"{head}.weight"] = torch.zeros(classes, config.num_features, *kernel)
         tensors[f"{head}.bias"] = torch.zeros(classes)
         changes.append(f"{head}.weight {_format_shape(tensors[f'{head}.weight'])}, {head}.bias ({classes}): new, zeros")
     return Adaptation(config, tensors, tuple(changes))
 
 
 def _change_grid(adaptation: Adaptation, size: tuple[int, int], patch: int | None) -> Adaptation:
-    """Patch kernels resized, then every table of positions resampled to the new grid."""
+    """Resize the patch kernels, then resample every table of positions to the new grid."""
     if isinstance(adaptation.config, BiTConfig):
         if patch is not None:
             raise UsageError("a ResNet has no patches")
@@ -166,7 +174,7 @@ def _change_grid(adaptation: Adaptation, size: tuple[int, int], patch: int | Non
 
 
 def _resample_table(name: str, table: Tensor, old: ViTConfig, grid: Grid) -> Tensor | None:
-    """The table of positions called `name` on another grid; None for any other tensor."""
+    """Resample the table of positions called `name` to another grid; None for any other tensor."""
     if name == "pos_embed":
         prefix, patches = table.tensor_split([old.num_positioned_prefix_tokens], dim=1)
         return torch.cat([prefix, resample_positions(patches, old.grid, grid, old.resample)], dim=1)
@@ -180,20 +188,20 @@ def _resample_table(name: str, table: Tensor, old: ViTConfig, grid: Grid) -> Ten
 
 
 def resize_patch_kernels(kernels: Tensor, patch: int) -> Tensor:
-    """(D, C, P, P) -> (D, C, P', P'): the kernels whose answer to a resized patch is closest to the old answer.
+    """(D, C, P, P) -> (D, C, P', P'): the kernels whose output on a resized patch is closest to the old output.
 
     FlexiViT (Beyer et al. 2023): with B the bilinear resize of a patch, <B x, w'> = <x, w> for all x where the patch
     grows, and the least-squares solution w' = pinv(B^T) w where it shrinks.
     """
-    # The resize works on rows and columns alike, B = b x b, and so does its pseudo-inverse: a small one is enough.
-    basis = torch.eye(kernels.shape[-1], dtype=torch.float64)[:, None]  # a line of P pixels, one of them lit
+    # The resize is separable, B = b x b, and so is its pseudo-inverse: that of the small b is enough.
+    basis = torch.eye(kernels.shape[-1], dtype=torch.float64)[:, None]  # a line of P pixels, one of them 1
     b = F.interpolate(basis, patch, mode="linear", align_corners=False)[:, 0]  # (P, P'): b^T
     inverse = torch.linalg.pinv(b)  # (P', P)
     return (inverse @ kernels.double() @ inverse.mT).to(kernels.dtype)
 
 
 def _change_channels(adaptation: Adaptation, channels: int) -> Adaptation:
-    """One channel sees the sum of the kernels, as a grey picture shown in all of them does; more share them in turn."""
+    """Sum the kernels for one channel, as if a gray image filled all channels; for more, repeat them in turn."""
     old = adaptation.config.channels
     config = dataclasses.replace(adaptation.config, channels=channels)
     if channels == old:
@@ -205,7 +213,7 @@ def _change_channels(adaptation: Adaptation, channels: int) -> Adaptation:
     else:
         order = [channel % old for channel in range(channels)]
         kernels, how = kernels[:, order] * (old / channels), f"of {order} times {old}/{channels}"
-    rescaled = "" if name == "patch_embed.proj.weight" else ", then standardised anew"
+    rescaled = "" if name == "patch_embed.proj.weight" else ", then standardized again"
     changes = (*adaptation.changes, f"{name}: {old} -> {channels} input channels, kernels {how}{rescaled}")
     return Adaptation(config, adaptation.tensors | {name: kernels}, changes)
 
@@ -213,7 +221,7 @@ def _change_channels(adaptation: Adaptation, channels: int) -> Adaptation:
 def _fit_preprocess(
     preprocess: PreprocessConfig | None, before: ModelConfig, config: ModelConfig
 ) -> tuple[PreprocessConfig | None, list[str]]:
-    """The preprocessing for the new input, its crop fraction kept; untouched where the input is the old one."""
+    """Fit the preprocessing to the new input and keep its crop fraction; return also what changed."""
     if preprocess is None:
         return None, []
     changed = preprocess

@@ -1,8 +1,8 @@
 """What the readers and writers of foreign formats share.
 
-Every format is read into timm's tensor names, which are the model's own. A writer never decides on its own what its
-format can hold: it makes the tensors and settings, has its own reader look at them, and refuses where that reader would
-see another function (`check_held`).
+Every format is read into timm's tensor names, which are the model's own. A writer never decides by itself what its
+format can hold. It builds tensors and settings, passes them to its own reader, and refuses where that reader would
+get another function (`check_round_trip`).
 """
 
 import dataclasses
@@ -15,26 +15,49 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vitrail import presets
+from vitrail import files, presets
 from vitrail.config import BiTConfig, ConvConfig, ModelConfig, PreprocessConfig, ViTConfig
 from vitrail.errors import ModelError
 from vitrail.model.build import Model
 from vitrail.model.vit import ViT
-from vitrail.weights.trained import Origin, Tensors
+from vitrail.weights import model_license
+from vitrail.weights.formats import WeightsFormat
+from vitrail.weights.tensor_files import ModelFiles
+from vitrail.weights.trained import Origin, Tensors, Trained, assemble_model
 
 STEM_KERNEL = "patch_embed.backbone.stem.conv.weight"
-DRAFT_PATH = Path("the file to be written")  # what a reader calls tensors that a writer shows it
+DRAFT_PATH = Path("the file to be written")  # the path in errors when a writer calls its reader
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForeignModelInfo:
-    """What a checkpoint says besides its tensors, and what had to be assumed."""
+    """What a checkpoint states besides its tensors, and what had to be assumed."""
 
     config: ModelConfig
     preprocess: PreprocessConfig | None = None
     labels: tuple[str, ...] | None = None
     license: str | None = None
     assumptions: tuple[str, ...] = ()
+
+
+def build_trained(
+    format_name: WeightsFormat,
+    model_files: ModelFiles,
+    tensors: Tensors,
+    info: ForeignModelInfo,
+    changes: tuple[str, ...] = (),
+) -> Trained:
+    """Build the model of tensors under its own names, with where they came from."""
+    origin = Origin(
+        format=format_name,
+        name=model_files.path.resolve().name,
+        sha256=files.compute_sha256(model_files.weights),
+        license=info.license or model_license.read_license(model_files.path),
+        assumptions=info.assumptions,
+        changes=changes,
+    )
+    model = assemble_model(info.config, tensors)
+    return Trained(model=model, preprocess=info.preprocess, labels=info.labels, origin=origin)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +72,7 @@ class TensorNameMap:
     block_prefixes: dict[str, str]
 
     def rename_tensors(self, tensors: Tensors) -> dict[str, Tensor]:
-        """The tensors under the model's own names."""
+        """Put tensors under the model's own names."""
         renamed: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             own = self.to_own_name(name)
@@ -59,10 +82,10 @@ class TensorNameMap:
         return renamed
 
     def to_own_name(self, theirs: str) -> str:
-        """The model's own name for a tensor of theirs."""
-        if found := self.layer_pattern.match(theirs):
-            own = _replace_prefix(theirs[found.end() :], self.block_prefixes)
-            own = own and f"blocks.{found[1]}.{own}"
+        """Return the model's own name for a tensor of the format."""
+        if layer := self.layer_pattern.match(theirs):
+            own = _replace_prefix(theirs[layer.end() :], self.block_prefixes)
+            own = own and f"blocks.{layer[1]}.{own}"
         else:
             own = _replace_prefix(theirs, self.top_prefixes)
         if own is None:
@@ -70,10 +93,10 @@ class TensorNameMap:
         return own
 
     def to_foreign_name(self, own: str) -> str:
-        """The format's name for a tensor of ours."""
-        if found := re.match(r"blocks\.(\d+)\.", own):
-            theirs = _replace_prefix(own[found.end() :], _invert_table(self.block_prefixes))
-            theirs = theirs and self.layer_template.format(found[1]) + theirs
+        """Return the format's name for a tensor of the model."""
+        if block := re.match(r"blocks\.(\d+)\.", own):
+            theirs = _replace_prefix(own[block.end() :], _invert_table(self.block_prefixes))
+            theirs = theirs and self.layer_template.format(block[1]) + theirs
         else:
             theirs = _replace_prefix(own, _invert_table(self.top_prefixes))
         if theirs is None:
@@ -90,7 +113,7 @@ def _invert_table(table: dict[str, str]) -> dict[str, str]:
 
 
 class ViTSizes(NamedTuple):
-    """What the tensors alone tell about an architecture."""
+    """The sizes of an architecture that the tensors alone tell."""
 
     width: int
     depth: int
@@ -101,25 +124,25 @@ class ViTSizes(NamedTuple):
 
 
 def get_dimensions(tensors: Tensors, name: str, count: int, path: Path) -> tuple[int, ...]:
-    """The shape of a tensor that must be there and have so many dimensions."""
+    """Return the shape of a tensor; refuse a file where it is missing or has another number of dimensions."""
     if name not in tensors or tensors[name].ndim != count:
         raise ModelError(f"{path} is no plain ViT: it has no {count}-dimensional tensor for {name!r}")
     return tuple(tensors[name].shape)
 
 
 def count_tokens(tensors: Tensors, name: str, path: Path) -> int:
-    """How many tokens a table such as `reg_token` or `pos_embed` has; 0 where there is none."""
+    """Count the tokens of a table such as `reg_token` or `pos_embed`; 0 where there is none."""
     return get_dimensions(tensors, name, 3, path)[1] if name in tensors else 0
 
 
 def infer_sizes(tensors: Tensors, path: Path) -> ViTSizes:
-    """The sizes of a plain ViT, read off its tensors under timm's names."""
+    """Read the sizes of a plain ViT off its tensors under timm's names."""
     width, channels, patch, across = get_dimensions(tensors, "patch_embed.proj.weight", 4, path)
     if STEM_KERNEL in tensors:
         _, channels, _, _ = get_dimensions(tensors, STEM_KERNEL, 4, path)
     if patch != across or not patch:
         raise ModelError(f"{path} has patches of {patch} x {across} pixels; only square ones are supported")
-    blocks = {int(found[1]) for name in tensors if (found := re.match(r"blocks\.(\d{1,4})\.", name))}
+    blocks = {int(block[1]) for name in tensors if (block := re.match(r"blocks\.(\d{1,4})\.", name))}
     if blocks != set(range(len(blocks))):
         raise ModelError(f"{path} is damaged: its blocks are numbered {sorted(blocks)}")
     mlp, _ = get_dimensions(tensors, "blocks.0.mlp.fc1.weight", 2, path)
@@ -128,25 +151,25 @@ def infer_sizes(tensors: Tensors, path: Path) -> ViTSizes:
 
 
 def guess_heads(width: int, depth: int) -> tuple[int, str]:
-    """The number of heads for sizes that do not state it, and the sentence that says how it was chosen."""
+    """Guess the number of heads where nothing states it; also return the sentence that says how."""
     if known := presets.find_published_heads(width, depth):
-        return known, f"heads: {known}, as the published size of width {width} and depth {depth} has"
+        return known, f"heads: {known}, as in the published size of width {width} and depth {depth}"
     if width % 64:
         raise ModelError(
-            f"nothing says how many heads a ViT of width {width} has, and no published size tells:"
-            " a folder whose config.json states it would"
+            f"nothing says how many heads a ViT of width {width} has, and no published size has that width:"
+            " give a folder whose config.json states it"
         )
     return width // 64, f"heads: {width // 64}, assumed from width {width} / 64"
 
 
 def find_square_grid(patches: int) -> tuple[int, int] | None:
-    """The square grid of that many patches, where there is one."""
+    """Return the square grid of that many patches, or None."""
     side = math.isqrt(max(patches, 0))
     return (side, side) if side and side * side == patches else None
 
 
 def split_qkv(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
-    """timm's fused qkv as `attn.q`, `attn.k` and `attn.v`; everything else as it is."""
+    """Split timm's fused qkv into `attn.q`, `attn.k` and `attn.v`; leave everything else."""
     for name, tensor in tensors.items():
         if ".attn.qkv." in name:
             for part, piece in zip("qkv", tensor.chunk(3), strict=True):
@@ -156,46 +179,55 @@ def split_qkv(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
 
 
 def fuse_qkv(tensors: Tensors) -> dict[str, Tensor]:
-    """The inverse of `split_qkv`."""
+    """Invert `split_qkv`."""
     fused: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        found = re.search(r"\.attn\.([qkv])\.", name)
-        if found is None:
+        projection = re.search(r"\.attn\.([qkv])\.", name)
+        if projection is None:
             fused[name] = tensor
             continue
-        parts = [f"{name[: found.start()]}.attn.{part}.{name[found.end() :]}" for part in "qkv"]
+        parts = [f"{name[: projection.start()]}.attn.{part}.{name[projection.end() :]}" for part in "qkv"]
         if missing := [part for part in parts if part not in tensors]:
             raise ModelError(f"the file has the tensor of {name!r} but not of {missing[0]!r}")
         pieces = [tensors[part] for part in parts]
         if not tensor.ndim or any(piece.shape != tensor.shape for piece in pieces):
             raise ModelError(f"query, key and value of {name!r} have the shapes {[tuple(p.shape) for p in pieces]}")
-        if found[1] == "q":
+        if projection[1] == "q":
             fused[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat(pieces)
     return fused
 
 
 def count_units(tensors: Tensors, prefix: str, path: Path) -> tuple[int, ...]:
-    """How many units each stage of a ResNet has whose stages are named `prefix`0, `prefix`1 and so on."""
+    """Count the units of each stage of a ResNet whose stages are named `prefix`0, `prefix`1 and so on."""
     pattern = re.compile(rf"{re.escape(prefix)}(\d)\.blocks\.(\d{{1,3}})\.")
-    found = {(int(match[1]), int(match[2])) for name in tensors if (match := pattern.match(name))}
-    counts = tuple(
-        sum(stage == index for stage, _ in found) for index in range(1 + max((s for s, _ in found), default=-1))
-    )
-    if found != {(stage, unit) for stage, count in enumerate(counts) for unit in range(count)}:
+    units = {(int(match[1]), int(match[2])) for name in tensors if (match := pattern.match(name))}
+    num_stages = 1 + max((stage for stage, _ in units), default=-1)
+    counts = tuple(sum(stage == index for stage, _ in units) for index in range(num_stages))
+    if units != {(stage, unit) for stage, count in enumerate(counts) for unit in range(count)}:
         raise ModelError(f"{path} is damaged: the units of its stages are not numbered in turn")
     return counts
 
 
 def infer_conv_config(tensors: Tensors, prefix: str, numerics: dict[str, Any], path: Path) -> ConvConfig:
-    """The convolutions whose stem and stages are named behind `prefix`, with the numerics of their origin."""
+    """Read the config of convolutions named behind `prefix` off their tensors; `numerics` are those of their origin."""
     width, _, _, _ = get_dimensions(tensors, f"{prefix}stem.conv.weight", 4, path)
     if width % 32 or not width:
         raise ModelError(f"{path}: its first convolution has {width} channels; group norm needs a multiple of 32")
     return ConvConfig(units=count_units(tensors, f"{prefix}stages.", path), width_factor=width / 64, **numerics)
 
 
+def infer_resnet_config(
+    tensors: Tensors, numerics: dict[str, Any], image_size: tuple[int, int], path: Path
+) -> BiTConfig:
+    """Read the config of a BiT ResNet off its tensors, which do not tell the image size."""
+    _, channels, _, _ = get_dimensions(tensors, "stem.conv.weight", 4, path)
+    classes = get_dimensions(tensors, "head.fc.weight", 4, path)[0] if "head.fc.weight" in tensors else 0
+    conv = infer_conv_config(tensors, "", numerics, path)
+    return BiTConfig(conv=conv, channels=channels, classes=classes, image_size=image_size)
+
+
 def require_vit(format_name: str, model: Model) -> ViT:
-    """The model, if it is a ViT and no hybrid."""
+    """Return the model, or refuse a hybrid or a ResNet."""
     if not isinstance(model, ViT) or model.config.stem is not None:
         kind = "hybrid" if isinstance(model, ViT) else "ResNet"
         raise ModelError(f"the {format_name} format cannot hold this model: it has no place for a {kind}")
@@ -203,10 +235,10 @@ def require_vit(format_name: str, model: Model) -> ViT:
 
 
 def convert_positions_to_table(model: ViT, *, prefix: bool) -> tuple[ViTConfig, dict[str, Tensor], list[str]]:
-    """Configuration and tensors with positions added at the stem stored as one learned table; notes on what changed.
+    """Store positions that are added at the stem as one learned table; return config, tensors and notes.
 
-    The same function of the same pixels, for formats that know no other positions. `prefix` gives bare prefix tokens
-    the position zero. Positions that no table can replace are left as they are.
+    The function stays the same, for formats that know no other positions. `prefix` gives prefix tokens without a
+    position the position zero. Positions that no table can replace are left as they are.
     """
     config, tensors = model.config, dict(model.state_dict())
     if config.positions == "relative" or config.positions_at != "stem":
@@ -226,37 +258,35 @@ def convert_positions_to_table(model: ViT, *, prefix: bool) -> tuple[ViTConfig, 
 
 
 def check_round_trip(format_name: str, wanted: ModelConfig, held: ModelConfig) -> list[str]:
-    """Refuse to write what would be read back as another function; a note if it would be at another size only.
+    """Refuse to write a model that would be read back as another function; note one that differs at other sizes.
 
-    No foreign format says how its positions are to be resampled.
+    `held` is the config that the format's reader gets. No foreign format states how its positions are resampled.
     """
-    for name, mine, theirs in _find_differences(wanted, held):
+    for name, value, read_value in _find_differences(wanted, held):
         if name not in _list_irrelevant_fields(wanted):
             raise ModelError(
-                f"the {format_name} format cannot hold this model: {name} is {mine!r}, and a reader would take it"
-                f" for {theirs!r}"
+                f"the {format_name} format cannot hold this model: {name} is {value!r}, and would be read as"
+                f" {read_value!r}"
             )
     if isinstance(wanted, BiTConfig) or isinstance(held, BiTConfig):
         return []
     if wanted.positions in ("none", "sincos-2d") or wanted.resample == held.resample:
         return []
-    return [
-        f"resample: at other image sizes {format_name} uses {held.resample}, where this model has {wanted.resample}"
-    ]
+    return [f"resample: at other image sizes {format_name} uses {held.resample}, this model {wanted.resample}"]
 
 
 def _find_differences(wanted: Any, held: Any, within: str = "") -> Iterator[tuple[str, object, object]]:
-    """Name and both values of every field in which two configurations differ, `stem.norm_eps` among them."""
+    """Name and both values of every field in which two configs differ, `stem.norm_eps` among them."""
     for field in dataclasses.fields(wanted):
-        mine, theirs = getattr(wanted, field.name), getattr(held, field.name, None)
-        if isinstance(mine, ConvConfig) and isinstance(theirs, ConvConfig):
-            yield from _find_differences(mine, theirs, f"{field.name}.")
-        elif mine != theirs:
-            yield within + field.name, mine, theirs
+        value, held_value = getattr(wanted, field.name), getattr(held, field.name, None)
+        if isinstance(value, ConvConfig) and isinstance(held_value, ConvConfig):
+            yield from _find_differences(value, held_value, f"{field.name}.")
+        elif value != held_value:
+            yield within + field.name, value, held_value
 
 
 def _list_irrelevant_fields(config: ModelConfig) -> tuple[str, ...]:
-    """Fields that change nothing about the function of this configuration at its own size."""
+    """List the fields that do not change the function of this config at its own size."""
     if isinstance(config, BiTConfig):
         return ("image_size",)
     bare = not config.num_prefix_tokens or config.positions != "learned-1d"
@@ -264,7 +294,7 @@ def _list_irrelevant_fields(config: ModelConfig) -> tuple[str, ...]:
 
 
 def describe_lost_origin(format_name: str, origin: Origin) -> list[str]:
-    """Notes on what a folder, which can name the licence, cannot say of the weights' past."""
+    """Note what a folder, which can state the license, cannot state of the weights' origin."""
     parts = {"assumptions": origin.assumptions, "changes": origin.changes}
     missing = [name for name, sentences in parts.items() if sentences]
     return [f"origin: {format_name} has no place for the {' and '.join(missing)}"] if missing else []

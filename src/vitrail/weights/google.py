@@ -1,11 +1,11 @@
 """Google's .npz files: ViT and hybrids of vision_transformer, ViT of big_vision, and BiT ResNets.
 
-Names are paths, kernels are stored input first. The two ViT projects number a block's parts differently and place
-positions differently: vision_transformer adds them to class token and patches, big_vision to the patches, before the
-class token joins. Both orders are computed as they are. What the files never say is fixed by the authors' code: tanh
-GELU and the epsilons of `presets`.
+Names are paths, and kernels are stored input first. The two ViT projects number a block's parts differently.
+vision_transformer adds positions to class token and patches; big_vision adds them to the patches, before the class
+token joins. Both orders are kept. What the files never state is fixed by the authors' code: tanh GELU and the epsilons
+of `presets`.
 
-`layers` lists every layer's path and name once; reading and writing are that list, forwards and backwards.
+`list_layers` names every layer's path and own name once. Reading and writing use that list in both directions.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,16 +23,15 @@ from vitrail.config import BiTConfig, ModelConfig, ViTConfig, from_json
 from vitrail.errors import ModelError
 from vitrail.model.vit import ViT
 from vitrail.weights import foreign_format, tensor_files
-from vitrail.weights.trained import Tensors, Trained
+from vitrail.weights.tensor_files import ModelFiles
+from vitrail.weights.trained import Tensors, Trained, build_matching_model
 
-FORMAT = "google"
+FORMAT: Final = "google"
 TRAINING_PREFIXES = ("opt/target/", "params/img/", "params/")
-POSITIONS, PATCH_POSITIONS = (
-    "Transformer/posembed_input/pos_embedding",
-    "pos_embedding",
-)  # with the class token, without
+POSITIONS = "Transformer/posembed_input/pos_embedding"  # with one of the class token
+PATCH_POSITIONS = "pos_embedding"  # without
 BACKBONE = "patch_embed.backbone."
-DEFAULT_SIDE = 224  # where no positions are stored, nothing tells the image size
+DEFAULT_SIDE = 224  # the image size where no positions are stored, which would tell it
 
 GoogleProject = Literal["vision_transformer", "big_vision", "bit"]
 LayerKind = Literal["dense", "conv", "norm", "gamma", "heads", "out", "whole"]
@@ -56,13 +55,15 @@ class GoogleLayout(NamedTuple):
 
 
 class GoogleLayer(NamedTuple):
+    """A layer by Google's path and by the model's own name."""
+
     path: str
     own: str
     kind: LayerKind
 
 
 def list_layers(layout: GoogleLayout) -> Iterator[GoogleLayer]:
-    """Every layer that a model of this shape may have, by Google's path and by the model's own name."""
+    """List every layer that a model of this layout may have."""
     if layout.project == "bit":
         yield from _list_bit_layers(layout.units)
         return
@@ -121,7 +122,7 @@ def _list_units(units: tuple[int, ...]) -> Iterator[tuple[int, int]]:
 
 
 def list_arrays(layout: GoogleLayout) -> Iterator[tuple[str, str, LayerKind]]:
-    """Google's name, the model's own name and the kind of every array and tensor."""
+    """List every array by Google's name, the model's own name and the kind of its layer."""
     for layer in list_layers(layout):
         if layer.kind == "whole":
             yield layer.path, layer.own, layer.kind
@@ -131,7 +132,7 @@ def list_arrays(layout: GoogleLayout) -> Iterator[tuple[str, str, LayerKind]]:
 
 
 def convert_from_google(name: str, kind: LayerKind, array: Tensor) -> Tensor:
-    """Output first, heads joined, norms flat."""
+    """Convert an array to the model's layout: output first, heads joined, norms flat."""
     kernel, sides = name.endswith("/kernel"), tuple(array.shape)
     match kind:
         case "whole":
@@ -150,11 +151,11 @@ def convert_from_google(name: str, kind: LayerKind, array: Tensor) -> Tensor:
             return array.flatten()
         case "conv" | "dense" | "out" if not kernel and len(sides) == 1:
             return array
-    raise ModelError(f"array {name!r} has the shape {sides}, which is none for it")
+    raise ModelError(f"array {name!r} has the shape {sides}, which a layer of its kind cannot have")
 
 
 def convert_to_google(name: str, kind: LayerKind, tensor: Tensor, heads: int) -> Tensor:
-    """The inverse of `to_own`."""
+    """Invert `convert_from_google`."""
     kernel = name.endswith("/kernel")
     match kind:
         case "conv" if kernel:
@@ -169,18 +170,18 @@ def convert_to_google(name: str, kind: LayerKind, tensor: Tensor, heads: int) ->
 
 
 def select_image_model_arrays(names: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The names of the image model's arrays, without the prefix of training code -> in full; sentences on the rest."""
+    """Map the image model's array names, without the training code's prefix, to full names; note the other arrays."""
     names = list(names)
     prefix = next((p for p in TRAINING_PREFIXES if any(name.startswith(p) for name in names)), "")
-    kept = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+    full_names = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
     others = Counter(name.split("/")[0] for name in names if not name.startswith(prefix))
-    rest = (f"{top}: {count} arrays left out, no part of the image model" for top, count in sorted(others.items()))
-    return kept, tuple(rest)
+    notes = (f"{top}: {count} arrays left out, no part of the image model" for top, count in sorted(others.items()))
+    return full_names, tuple(notes)
 
 
 @dataclasses.dataclass(frozen=True)
 class RenamedArrays:
-    """The tensors under the model's own names, with what only their old names and shapes told."""
+    """The tensors under the model's own names, and the facts that only Google's names and shapes tell."""
 
     tensors: dict[str, Tensor]
     heads: int | None
@@ -188,10 +189,9 @@ class RenamedArrays:
 
 
 def rename_arrays(google_arrays: Tensors, path: Path) -> RenamedArrays:
-    """The arrays of the image model as the model's own tensors."""
+    """Convert the arrays of the image model to the model's own tensors."""
     google_arrays = _unstack_blocks(google_arrays, path)
-    shape = _infer_layout(google_arrays)
-    table = {theirs: (own, kind) for theirs, own, kind in list_arrays(shape)}
+    table = {theirs: (own, kind) for theirs, own, kind in list_arrays(_infer_layout(google_arrays))}
     if unknown := sorted(google_arrays.keys() - table.keys()):
         raise ModelError(f"{path} has an array this model has no place for: {unknown[0]!r:.120}")
     own = {table[name][0]: convert_from_google(name, table[name][1], array) for name, array in google_arrays.items()}
@@ -204,13 +204,13 @@ def rename_arrays(google_arrays: Tensors, path: Path) -> RenamedArrays:
 
 
 def _infer_layout(names: Iterable[str]) -> GoogleLayout:
-    """The shape that the paths show; a number they do not reach in turn is found missing later."""
+    """Read the layout off the paths; a number that is skipped shows later as a missing tensor."""
     names = list(names)
     blocks = [int(m[1]) for name in names if (m := re.match(r"Transformer/encoderblock_(\d{1,4})/", name))]
     units: dict[int, int] = {}
     for name in names:
-        if found := re.match(r"(?:resnet/)?block([1-4])/unit(\d{1,3})/", name):
-            units[int(found[1])] = max(units.get(int(found[1]), 0), int(found[2]))
+        if unit := re.match(r"(?:resnet/)?block([1-4])/unit(\d{1,3})/", name):
+            units[int(unit[1])] = max(units.get(int(unit[1]), 0), int(unit[2]))
     counts = tuple(units.get(stage, 0) for stage in range(1, max(units, default=0) + 1))
     project: GoogleProject = "big_vision"
     if any(name.startswith("resnet/") for name in names):
@@ -221,21 +221,21 @@ def _infer_layout(names: Iterable[str]) -> GoogleLayout:
 
 
 def _unstack_blocks(google_arrays: Tensors, path: Path) -> dict[str, Tensor]:
-    """One array a block, where big_vision stored all blocks in one with a leading axis."""
-    split: dict[str, Tensor] = {}
+    """Split arrays in which big_vision stored all blocks along a leading axis into one a block."""
+    arrays: dict[str, Tensor] = {}
     for name, array in google_arrays.items():
         if not name.startswith("Transformer/encoderblock/"):
-            split[name] = array
+            arrays[name] = array
             continue
         if not array.ndim or array.shape[0] > 1_024:
             raise ModelError(f"{path}: array {name!r} of shape {tuple(array.shape)} has no axis of layers")
         for index, layer in enumerate(array):
-            split[name.replace("encoderblock/", f"encoderblock_{index}/", 1)] = layer
-    return split
+            arrays[name.replace("encoderblock/", f"encoderblock_{index}/", 1)] = layer
+    return arrays
 
 
 def _fuse_pool_kv(own: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The attention pool's keys and values in one."""
+    """Join the attention pool's keys and values in one tensor."""
     for leaf in ("weight", "bias"):
         key, value = (own.pop(f"attn_pool.{part}.{leaf}", None) for part in "kv")
         if key is not None and value is not None and key.shape == value.shape:
@@ -245,37 +245,51 @@ def _fuse_pool_kv(own: dict[str, Tensor]) -> dict[str, Tensor]:
     return own
 
 
+def recognize(model_files: ModelFiles) -> bool:
+    """Whether a file has the suffix that only Google's weights have."""
+    return model_files.weights.suffix == ".npz"
+
+
+def read(model_files: ModelFiles) -> Trained:
+    """Read the model in an .npz: its headers first, and its arrays when every name and shape fits."""
+    path = model_files.weights
+    headers = tensor_files.read_npz_headers(path)
+    names, notes = select_image_model_arrays(headers)
+    shapes = tensor_files.build_npz_meta_tensors(headers, names.values(), path)
+    meta = rename_arrays({name: shapes[full] for name, full in names.items()}, path)
+    info = read_info(meta, path)
+    build_matching_model(info.config, meta.tensors)
+    arrays = tensor_files.read_npz(path, names.values())
+    tensors = rename_arrays({name: arrays[full] for name, full in names.items()}, path).tensors
+    return foreign_format.build_trained(FORMAT, model_files, tensors, info, notes)
+
+
 def read_info(renamed: RenamedArrays, path: Path) -> foreign_format.ForeignModelInfo:
-    """The function these arrays compute in the authors' code."""
+    """Infer the function that these arrays compute in the authors' code."""
     tensors = renamed.tensors
     if "stem.conv.weight" in tensors:
         return _read_resnet_info(tensors, path)
     size, assumptions = foreign_format.infer_sizes(tensors, path), []
     count, prefix = foreign_format.count_tokens(tensors, "pos_embed", path), int("cls_token" in tensors)
-    stem = (
-        foreign_format.infer_conv_config(tensors, BACKBONE, presets.HYBRID_NUMERICS, path)
-        if foreign_format.STEM_KERNEL in tensors
-        else None
-    )
+    stem = None
+    if foreign_format.STEM_KERNEL in tensors:
+        stem = foreign_format.infer_conv_config(tensors, BACKBONE, presets.HYBRID_NUMERICS, path)
     stride = size.patch * (stem.stride if stem else 1)
-    grid = (
-        foreign_format.find_square_grid(count - prefix * renamed.prefix_positions)
-        if count
-        else _get_default_grid(stride)
-    )
+    grid: tuple[int, int] | None = _get_default_grid(stride)
+    if count:
+        grid = foreign_format.find_square_grid(count - prefix * renamed.prefix_positions)
     if grid is None:
         raise ModelError(f"{path}: its {count} positions are no square grid{' and a class token' if prefix else ''}")
+    image_size = (grid[0] * stride, grid[1] * stride)
     if not count:
-        assumptions.append(
-            f"positions: none are stored, so sin-cos ones at {grid[0] * stride} x {grid[1] * stride} pixels"
-        )
+        assumptions.append(f"positions: none are stored, so sin-cos ones at {image_size[0]} x {image_size[1]} pixels")
     pool = "map" if "attn_pool.latent" in tensors else "class" if prefix else "norm-mean"
     if pool == "map" and prefix:
         raise ModelError(f"{path} has both a class token and attention pooling, which Google's code never has")
     config = size._asdict() | {
         "heads": renamed.heads,
         "stem": None if stem is None else dataclasses.asdict(stem),
-        "image_size": (grid[0] * stride, grid[1] * stride),
+        "image_size": image_size,
         "class_token": bool(prefix),
         "pool": pool,
         "hidden_head": "pre_logits.fc.weight" in tensors,
@@ -291,51 +305,43 @@ def _get_default_grid(stride: int) -> tuple[int, int]:
 
 
 def _read_resnet_info(tensors: Tensors, path: Path) -> foreign_format.ForeignModelInfo:
-    _, channels, _, _ = foreign_format.get_dimensions(tensors, "stem.conv.weight", 4, path)
-    classes = foreign_format.get_dimensions(tensors, "head.fc.weight", 4, path)[0] if "head.fc.weight" in tensors else 0
-    conv = foreign_format.infer_conv_config(tensors, "", presets.BIT_NUMERICS, path)
-    assumptions = ["image size: 224 x 224, a ResNet's file does not state it"]
-    return _add_preprocess(BiTConfig(conv=conv, channels=channels, classes=classes), assumptions)
+    config = foreign_format.infer_resnet_config(tensors, presets.BIT_NUMERICS, (DEFAULT_SIDE, DEFAULT_SIDE), path)
+    return _add_preprocess(config, ["image size: 224 x 224, a ResNet's file does not state it"])
 
 
 def _add_preprocess(config: ModelConfig, assumptions: list[str]) -> foreign_format.ForeignModelInfo:
-    """Google's evaluation of the time: pixels from -1 to 1, resized without keeping the shape."""
-    view = presets.build_preprocess_config("inception", config.image_size, config.channels)
-    view = dataclasses.replace(view, resize=config.image_size, interpolation="bilinear")
+    """Add the preprocessing of Google's evaluation: pixels from -1 to 1, resized without keeping the aspect ratio."""
+    preprocess = presets.build_preprocess_config("inception", config.image_size, config.channels)
+    preprocess = dataclasses.replace(preprocess, resize=config.image_size, interpolation="bilinear")
     assumptions.append("preprocessing: mean and std 0.5, resized to the input's size, as Google's code does")
-    return foreign_format.ForeignModelInfo(config=config, preprocess=view, assumptions=tuple(assumptions))
+    return foreign_format.ForeignModelInfo(config=config, preprocess=preprocess, assumptions=tuple(assumptions))
 
 
 def write(trained: Trained, path: Path) -> list[str]:
-    """Write an .npz that Google's code reads; the notes say what that loses."""
+    """Write an .npz that Google's code reads; the notes say what it loses."""
     config, tensors, notes = trained.model.config, dict(trained.model.state_dict()), list[str]()
     if isinstance(trained.model, ViT) and _needs_table(trained.model.config):
         config, tensors, notes = foreign_format.convert_positions_to_table(
             trained.model, prefix=trained.model.config.class_token
         )
-    shape = _choose_layout(config)
-    table = {own: (theirs, kind) for theirs, own, kind in list_arrays(shape)}
+    table = {own: (theirs, kind) for theirs, own, kind in list_arrays(_choose_layout(config))}
     tensors = _split_pool_kv(dict(foreign_format.split_qkv(tensors)))
     if unknown := sorted(tensors.keys() - table.keys()):
         raise ModelError(f"the google format cannot hold this model: it has no place for {unknown[0]!r}")
     heads = config.heads if isinstance(config, ViTConfig) else 0
-    stored = {
+    arrays = {
         table[own][0]: convert_to_google(*table[own], tensor, heads).contiguous() for own, tensor in tensors.items()
     }
-    held = read_info(rename_arrays(stored, foreign_format.DRAFT_PATH), foreign_format.DRAFT_PATH).config
+    held = read_info(rename_arrays(arrays, foreign_format.DRAFT_PATH), foreign_format.DRAFT_PATH).config
     notes += foreign_format.check_round_trip(FORMAT, config, held)
-    tensor_files.write_npz(path, stored)
-    lost = (
-        "preprocessing, labels and origin"
-        if isinstance(config, ViTConfig)
-        else "preprocessing, labels, origin and image size"
-    )
-    return [*notes, f"an .npz has no place for {lost}: they were left out"]
+    tensor_files.write_npz(path, arrays)
+    size = "" if isinstance(config, ViTConfig) else ", image size"
+    return [*notes, f"an .npz has no place for preprocessing, labels{size} and origin: they were left out"]
 
 
 def _needs_table(config: ViTConfig) -> bool:
     """Whether positions must be stored as the table that vision_transformer has."""
-    if config.positions == "sincos-2d":  # big_vision stores none, so its size must be the one a reader takes
+    if config.positions == "sincos-2d":  # big_vision stores none, so the size must be the default that a reader assumes
         return config.stem is not None or config.grid != _get_default_grid(config.stride)
     return config.positions in ("none", "learned-2d") or (config.stem is not None and not config.prefix_positions)
 

@@ -1,4 +1,4 @@
-"""What a model lost and gained in fewer bits, as its file tells it, and which precision that makes the best."""
+"""Measurements of a model in lower precisions, as its file stores them, and the choice of the best precision."""
 
 import dataclasses
 import math
@@ -6,47 +6,48 @@ from collections.abc import Collection, Sequence
 
 from vitrail.config import Precision
 from vitrail.errors import UsageError
-from vitrail.plurals import pluralize
+from vitrail.formatting import pluralize
 
-MIN_IMAGES = 100  # of fewer, one that is answered otherwise says too little
-MIN_SPEEDUP = 1.1  # than float32: less is not worth another answer
-MIN_BFLOAT16_AGREEMENT = 0.995  # the share of images that bfloat16 must answer as float32 does
-MIN_INT8_AGREEMENT = 0.99  # the share of those that int8 must, where float32's likeliest class leads by more than 0.1
+MIN_IMAGES = 100  # of fewer, one different prediction says too little
+MIN_SPEEDUP = 1.1  # over float32; less is not worth different predictions
+MIN_BFLOAT16_AGREEMENT = 0.995  # the share of images for which bfloat16 must predict float32's class
+MIN_INT8_AGREEMENT = 0.99  # the same for int8, of images where float32's likeliest class leads by more than 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrecisionMeasurement:
-    """A model in one precision against its float32, on the same images and the same CPU."""
+    """A model in one precision compared with its float32, on the same images and the same CPU."""
 
     cpu: str
-    """The features that speed depends on, by which a measurement is looked up."""
+    """The CPU features that speed depends on, by which a measurement is looked up."""
     precision: Precision
     threads: int
     speedup: float
-    """Times float32's."""
+    """Speed over that of float32."""
     images: int
     top1_agreement: float
-    """The share with the same likeliest class."""
+    """The share of images with the same likeliest class."""
     confident_agreement: float | None
-    """The same of the images of which float32 is sure; None where there is none."""
+    """The same of the images where float32 is confident; None where there are none."""
     confident_images: int
     mean_probability_change: float
-    """By how much the probability of float32's likeliest class is another, on average."""
+    """The mean absolute change of the probability of float32's likeliest class."""
     data: str = ""
-    """Which images those are; nothing in files of before this was kept."""
+    """Which images those are; empty in older files, which do not state it."""
 
     def __post_init__(self) -> None:
         for name in ("top1_agreement", "confident_agreement", "mean_probability_change"):
             if not 0 <= (getattr(self, name) or 0.0) <= 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be from 0 to 1")
         if not 0 < self.speedup < math.inf:
-            raise UsageError(f"speed is {self.speedup}; it must be above 0")
+            raise UsageError(f"speedup is {self.speedup}; it must be above 0")
         if not self.images >= self.confident_images >= 0:
-            raise UsageError(f"{self.confident_images} of {pluralize(self.images, 'image')} cannot be")
+            images = pluralize(self.images, "image")
+            raise UsageError(f"confident_images is {self.confident_images} of {images}; it must be from 0 to that")
 
     @property
     def is_worthwhile(self) -> bool:
-        """Whether it is worth its answers: faster, and the same as float32's where that is sure."""
+        """Whether it is worth using: faster than float32, with its predictions where that is confident."""
         if self.speedup < MIN_SPEEDUP:
             return False
         if self.precision == "bfloat16":
@@ -58,23 +59,21 @@ class PrecisionMeasurement:
         )
 
     def describe(self) -> str:
-        """The same as a sentence."""
-        sure = (
-            ""
-            if self.confident_agreement is None
-            else f", to {self.confident_agreement:.2%} of the {self.confident_images:,} that float32 is sure of"
-        )
-        which = f" of {self.data}" if self.data else ""
+        """Describe the measurement in one sentence."""
+        confident = ""
+        if self.confident_agreement is not None:
+            confident = f", {self.confident_agreement:.2%} of the {self.confident_images:,} where float32 is confident"
+        data = f" of {self.data}" if self.data else ""
         return (
-            f"{self.precision}: {self.speedup:.2f} times float32's speed, its answer to {self.top1_agreement:.2%} of"
-            f" {pluralize(self.images, 'image')}{which}{sure}, probabilities {self.mean_probability_change:.4f} apart"
-            f" ({self.cpu}, {self.threads} threads)"
+            f"{self.precision}: {self.speedup:.2f} times float32's speed, the same class for {self.top1_agreement:.2%}"
+            f" of {pluralize(self.images, 'image')}{data}{confident}, probabilities {self.mean_probability_change:.4f}"
+            f" apart ({self.cpu}, {self.threads} threads)"
         )
 
 
 def choose_precision(
     measurements: Sequence[PrecisionMeasurement], cpu: str, available: Collection[Precision]
 ) -> Precision:
-    """The fastest good precision of those measured on such a CPU and possible here; float32 where there is none."""
-    good = [each for each in measurements if each.cpu == cpu and each.precision in available and each.is_worthwhile]
-    return max(good, key=lambda each: each.speedup).precision if good else "float32"
+    """Choose the fastest worthwhile precision that was measured on such a CPU and is available; else float32."""
+    candidates = [m for m in measurements if m.cpu == cpu and m.precision in available and m.is_worthwhile]
+    return max(candidates, key=lambda measurement: measurement.speedup).precision if candidates else "float32"

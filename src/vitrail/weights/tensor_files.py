@@ -1,10 +1,11 @@
-"""Bytes on disk to tensors and JSON, trusting nothing.
+"""Tensors on disk, read without trusting the file.
 
-safetensors and JSON cannot hold code. A .pt or .pth file is a pickle: what it would call is looked at first, then it is
-read by torch's restricted unpickler only, mapped rather than copied, and never by anything else. Sizes are checked
-against the file before memory is taken.
+safetensors cannot hold code. A .pt or .pth file is a pickle: its calls are checked first. Then torch's restricted
+unpickler alone reads it, mapped rather than copied. Sizes are checked against the file before memory is allocated.
 """
 
+import dataclasses
+import functools
 import io
 import json
 import math
@@ -24,48 +25,73 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ModelError
+from vitrail.weights.formats import TENSOR_SUFFIXES, TORCH_SUFFIXES
+from vitrail.weights.json_files import MAX_JSON_BYTES, parse_json, summarize_error
 from vitrail.weights.torch_pickle import PickleError, check_pickle
 
-MAX_HEADER_BYTES = 32 * 2**20  # bytes of a safetensors header or a JSON file; 21,843 labels take 1 MiB
 MAX_TENSORS = 100_000
-ALIGNMENT = 64  # bytes: where weights lie otherwise, products of small matrices may end in other bits
+ALIGNMENT = 64  # bytes: unaligned weights may give other last bits in products of small matrices
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 NPZ_DTYPES = ("<f2", "<f4", "<f8", "|V2")
-MAX_ARRAY_HEADER_BYTES = 2**16  # bytes; one of a plain array has about 128
+MAX_ARRAY_HEADER_BYTES = 2**16  # that of a plain array has about 128
 MAX_INFLATION = 16  # weights hardly compress; a file that grows more than this is a bomb
-TORCH_SUFFIXES = (".pt", ".pth", ".bin")
-SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 
-_TORCH_ERRORS = (  # what torch.load lets through when bytes are wrong
+_TORCH_ERRORS = (  # what torch.load raises for damaged bytes
     RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, IndexError, zipfile.BadZipFile,
     AssertionError, OverflowError, struct.error,
 )  # fmt: skip
-_NUMPY_ERRORS = (zlib.error, SyntaxError, tokenize.TokenError)  # and what reading an .npz adds to that
+_NUMPY_ERRORS = (zlib.error, SyntaxError, tokenize.TokenError)  # what reading an .npz adds to that
+_SAFETENSORS_ERRORS = (
+    safetensors.SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, OverflowError,
+)  # fmt: skip
 
 
 class TensorFile(NamedTuple):
+    """The content of a weights file."""
+
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
+    """The strings in a safetensors header."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFiles:
+    """The files of one model on disk; tensors are read when they are first needed."""
+
+    path: Path
+    """The file or folder that was given."""
+    weights: Path
+    """The file with the tensors."""
+    config: dict[str, Any] | None = None
+    """config.json, where `path` is a folder that has one."""
+
+    @functools.cached_property
+    def content(self) -> TensorFile:
+        return read_tensors(self.weights)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return self.content.tensors
 
 
 def read_tensors(path: Path) -> TensorFile:
-    """The tensors of a weights file, and the strings in its header."""
+    """Read the tensors of a weights file, and the strings in its header."""
     if not path.is_file():
         raise ModelError(f"{path} is not a file")
-    if path.suffix not in SUFFIXES:
+    if path.suffix not in TENSOR_SUFFIXES:
         raise ModelError(
-            f"{path} has the ending {path.suffix!r}; weights are {', '.join(SUFFIXES)} or .npz files, or folders"
+            f"{path} has the suffix {path.suffix!r}; weights are {', '.join(TENSOR_SUFFIXES)} or .npz files, or folders"
         )
-    stored = _read_safetensors(path) if path.suffix == ".safetensors" else TensorFile(_read_torch(path), {})
-    for name, tensor in stored.tensors.items():
+    content = _read_safetensors(path) if path.suffix == ".safetensors" else TensorFile(_read_torch(path), {})
+    for name, tensor in content.tensors.items():
         _check_tensor(name, tensor, path)
-    return stored
+    return content
 
 
 def _check_tensor(name: str, tensor: Tensor, path: Path) -> None:
-    """Refuse what is no ordinary tensor of numbers, or claims more of them than the file holds."""
+    """Refuse a tensor that is not plain, or that claims more numbers than the file holds."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-        raise ModelError(f"{path}: tensor {name!r:.80} is sparse, quantised or empty; plain tensors are read")
+        raise ModelError(f"{path}: tensor {name!r:.80} is sparse, quantized or empty; plain tensors are read")
     if tensor.dtype not in DTYPES:
         raise ModelError(f"{path}: tensor {name!r:.80} holds {tensor.dtype}, not floating-point numbers")
     if tensor.nbytes > tensor.untyped_storage().nbytes():
@@ -73,13 +99,15 @@ def _check_tensor(name: str, tensor: Tensor, path: Path) -> None:
 
 
 class ArrayHeader(NamedTuple):
+    """Shape and type of an array in an .npz."""
+
     shape: tuple[int, ...]
     dtype: str
-    """NumPy's word for the type; |V2 is bfloat16, which NumPy does not know."""
+    """NumPy's name of the type; |V2 is bfloat16, which NumPy does not know."""
 
 
 def read_npz_headers(path: Path) -> dict[str, ArrayHeader]:
-    """Shape and type of each array of an .npz; only headers are unpacked, and sizes that cannot be are refused."""
+    """Read shape and type of each array of an .npz; only headers are unpacked, and impossible sizes are refused."""
     headers: dict[str, ArrayHeader] = {}
     try:
         with zipfile.ZipFile(path) as archive:
@@ -92,15 +120,15 @@ def read_npz_headers(path: Path) -> dict[str, ArrayHeader]:
                     raise ModelError(f"{path} is damaged: {entry.filename!r:.80} is there twice, encrypted or no array")
                 headers[name] = _read_npz_header(archive, entry, path)
     except (*_TORCH_ERRORS, *_NUMPY_ERRORS) as error:
-        raise ModelError(f"{path} is damaged: {_summarize_error(error)}") from error
+        raise ModelError(f"{path} is damaged: {summarize_error(error)}") from error
     return headers
 
 
 def _read_npz_header(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path) -> ArrayHeader:
-    """One array's header, if the size that the archive states agrees with it."""
-    stored, packed = entry.compress_type == zipfile.ZIP_STORED, entry.compress_type == zipfile.ZIP_DEFLATED
-    if not (stored and entry.file_size == entry.compress_size) and not packed:
-        raise ModelError(f"{path} is damaged: {entry.filename!r:.80} is packed in a way that NumPy never writes")
+    """Read one array's header; refuse it if the archive states another size."""
+    stored = entry.compress_type == zipfile.ZIP_STORED and entry.file_size == entry.compress_size
+    if not stored and entry.compress_type != zipfile.ZIP_DEFLATED:
+        raise ModelError(f"{path} is damaged: {entry.filename!r:.80} is compressed in a way that NumPy never writes")
     with archive.open(entry) as file:
         head = io.BytesIO(file.read(MAX_ARRAY_HEADER_BYTES))  # a header may claim 4 GiB, and would be unpacked whole
     version = np.lib.format.read_magic(head)
@@ -114,7 +142,7 @@ def _read_npz_header(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Pat
 
 
 def build_npz_meta_tensors(headers: dict[str, ArrayHeader], names: Collection[str], path: Path) -> dict[str, Tensor]:
-    """The arrays called `names` as tensors without memory: names and shapes, for a look before anything is unpacked."""
+    """The arrays called `names` as tensors without memory, to check names and shapes before anything is unpacked."""
     for name in names:
         if headers[name].dtype not in NPZ_DTYPES:
             raise ModelError(
@@ -127,7 +155,7 @@ def build_npz_meta_tensors(headers: dict[str, ArrayHeader], names: Collection[st
 
 
 def read_npz(path: Path, names: Collection[str]) -> dict[str, Tensor]:
-    """The arrays called `names`. Whoever calls this has looked at `npz_shapes` first."""
+    """Read the arrays called `names`. Call `build_npz_meta_tensors` first, which checks their sizes."""
     tensors: dict[str, Tensor] = {}
     try:
         with zipfile.ZipFile(path) as archive:
@@ -138,12 +166,12 @@ def read_npz(path: Path, names: Collection[str]) -> dict[str, Tensor]:
                 tensor = torch.from_numpy(np.ascontiguousarray(array.view(np.int16) if void else array))
                 tensors[name] = (tensor.view(torch.bfloat16) if void else tensor).reshape(array.shape)
     except (*_TORCH_ERRORS, *_NUMPY_ERRORS) as error:
-        raise ModelError(f"{path} is damaged: {_summarize_error(error)}") from error
+        raise ModelError(f"{path} is damaged: {summarize_error(error)}") from error
     return tensors
 
 
 def write_npz(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write arrays as an .npz; unlike NumPy's own writer without the time, so that equal models have equal files."""
+    """Write arrays as an .npz, without the time that NumPy's writer stores: equal models have equal files."""
     with zipfile.ZipFile(path, "w") as archive:
         for name in sorted(tensors):
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
@@ -151,36 +179,28 @@ def write_npz(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def read_safetensors_metadata(path: Path) -> dict[str, str]:
-    """The strings in a safetensors header, read without touching the tensors."""
+    """Read the strings in a safetensors header without touching the tensors."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if length > min(MAX_HEADER_BYTES, size - 8):
+        if length > min(MAX_JSON_BYTES, size - 8):
             raise ModelError(f"{path} is damaged or no safetensors file: its header claims {length} of {size} bytes")
         header = parse_json(file.read(length), path)
     if len(header) > MAX_TENSORS:
         raise ModelError(f"{path} names {len(header)} tensors; at most {MAX_TENSORS} are read")
-    found = header.get("__metadata__", {})
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+    metadata = header.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ModelError(f"{path} is damaged: its __metadata__ is not a map of strings")
-    return found
+    return metadata
 
 
 def _read_safetensors(path: Path) -> TensorFile:
-    found = read_safetensors_metadata(path)
+    metadata = read_safetensors_metadata(path)
     try:  # the library maps the file, and refuses offsets that overlap, leave a gap or pass the end
-        return TensorFile(safetensors.torch.load_file(path), found)
-    except (
-        safetensors.SafetensorError,
-        ValueError,
-        TypeError,
-        KeyError,
-        RuntimeError,
-        AttributeError,
-        OverflowError,
-    ) as error:
-        raise ModelError(f"{path} is damaged: {_summarize_error(error)}") from error
+        return TensorFile(safetensors.torch.load_file(path), metadata)
+    except _SAFETENSORS_ERRORS as error:
+        raise ModelError(f"{path} is damaged: {summarize_error(error)}") from error
 
 
 def _read_torch(path: Path) -> dict[str, Tensor]:
@@ -192,20 +212,20 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
     try:
         with zipfile.ZipFile(path) as archive:
             _check_torch_archive(archive, path)
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, PickleError) as error:
-        reason = _summarize_error(error).rstrip(".")
+        reason = summarize_error(error).rstrip(".")
         raise ModelError(
             f"{path} holds Python objects other than tensors and was not opened further: {reason}."
             " Ask its author for safetensors"
         ) from error
     except _TORCH_ERRORS as error:
-        raise ModelError(f"{path} is damaged: {_summarize_error(error)}") from error
-    return _extract_state_dict(found, path)
+        raise ModelError(f"{path} is damaged: {summarize_error(error)}") from error
+    return _extract_state_dict(content, path)
 
 
 def _check_torch_archive(archive: zipfile.ZipFile, path: Path) -> None:
-    """Refuse an archive that torch did not write, or whose pickle would take what it does not hold."""
+    """Refuse an archive that torch did not write, or whose pickle calls more than it may."""
     entries = archive.infolist()
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         raise ModelError(f"{path} holds compressed entries, which torch never writes; it was not opened further")
@@ -213,15 +233,15 @@ def _check_torch_archive(archive: zipfile.ZipFile, path: Path) -> None:
         raise ModelError(f"{path} holds two entries of one name, which torch never writes; it was not opened further")
     for entry in entries:
         if entry.filename.endswith(".pkl"):
-            if entry.file_size > MAX_HEADER_BYTES:
+            if entry.file_size > MAX_JSON_BYTES:
                 raise ModelError(
-                    f"{path} holds a pickle of {entry.file_size:,} bytes; at most {MAX_HEADER_BYTES:,} are read"
+                    f"{path} holds a pickle of {entry.file_size:,} bytes; at most {MAX_JSON_BYTES:,} are read"
                 )
             check_pickle(archive.read(entry))
 
 
 def _extract_state_dict(content: object, path: Path) -> dict[str, Tensor]:
-    """The map of names to tensors, itself or under one of the keys that training scripts use."""
+    """Find the map of names to tensors, at the top or under a key that training scripts use."""
     for key in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
@@ -234,7 +254,7 @@ def _extract_state_dict(content: object, path: Path) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
-    """Write tensors to `path` as safetensors, or as a torch state dict where the name ends so."""
+    """Write tensors as safetensors, or as a torch state dict where the suffix of `path` says so."""
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     if path.suffix in TORCH_SUFFIXES:
         torch.save(plain, path)
@@ -243,10 +263,9 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str]
 
 
 def _write_safetensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
-    """A JSON header behind its length, then the tensors end to end.
+    """Write the header's length, the header as JSON, then the tensors end to end.
 
-    Not by the library's writer: it puts the header's strings in another order at each run, and equal models would have
-    unequal files.
+    The library's own writer orders the header's strings differently in each run: equal models would have unequal files.
     """
     order = sorted(tensors, key=lambda name: (tensors[name].nbytes % ALIGNMENT > 0, name))  # odd sizes shift no others
     entries: dict[str, Any] = {"__metadata__": header}
@@ -261,42 +280,3 @@ def _write_safetensors(path: Path, tensors: dict[str, Tensor], header: dict[str,
         file.write(struct.pack("<Q", len(text)) + text)
         for name in order:
             file.write(tensors[name].flatten().view(torch.uint8).numpy().data)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
-    if not path.is_file():
-        raise ModelError(f"{path} is missing")
-    if path.stat().st_size > MAX_HEADER_BYTES:
-        raise ModelError(f"{path} is larger than {MAX_HEADER_BYTES} bytes")
-    return parse_json(path.read_bytes(), path)
-
-
-def parse_json(text: str | bytes, path: Path) -> dict[str, Any]:
-    """The object in `text`, which came from `path`."""
-    try:
-        found = json.loads(text)
-        json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair passes as JSON and could not be printed
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is damaged: not JSON ({_summarize_error(error)})") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} is damaged: its JSON is not an object")
-    return found
-
-
-def get_section(settings: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
-    """The object under `key` of config.json, empty where it is left out."""
-    found = settings.get(key) or {}
-    if not isinstance(found, dict):
-        raise ModelError(f"{path} is damaged: {key!r} in its JSON is not an object")
-    return found
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _summarize_error(error: Exception) -> str:
-    """An error of a library in one line that fits one."""
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:200]

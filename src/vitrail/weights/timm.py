@@ -1,36 +1,38 @@
 """timm's weights: a folder of config.json and model.safetensors, or the bare state dict.
 
-The tensor names are the model's own. A bare state dict does not say its heads, GELU form, pooling order or
-preprocessing; what is assumed for them is listed with the origin.
+The tensor names are the model's own. A bare state dict does not state its heads, GELU form, pooling order or
+preprocessing. The origin lists what is assumed for them.
 """
 
 import dataclasses
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
-from vitrail.config import ModelConfig, PreprocessConfig, ViTConfig, from_json
+from vitrail.config import ConvConfig, ModelConfig, PreprocessConfig, ViTConfig, from_json
 from vitrail.errors import ModelError, UsageError
 from vitrail.model.build import Model
 from vitrail.model.vit import ViT
-from vitrail.weights import foreign_format, tensor_files, timm_resnet
-from vitrail.weights.labels import read_labels
+from vitrail.weights import foreign_format, json_files, tensor_files, timm_resnet
+from vitrail.weights.formats import TENSOR_SUFFIXES
+from vitrail.weights.labels import list_imagenet1k_labels
+from vitrail.weights.tensor_files import ModelFiles
 from vitrail.weights.trained import Tensors, Trained
 
-FORMAT = "timm"
+FORMAT: Final = "timm"
 TANH_GELU_NAMES = re.compile(  # the architectures that timm itself builds with act_layer="gelu_tanh"
     r"vit_(base_patch32_siglip|large_patch16_siglip_(gap_)?512|so400m_patch16_siglip|giantopt_patch16_siglip)"
 )
-KNOWN_HEADS = {  # architectures of timm whose heads neither the published sizes nor width / 64 tell
+KNOWN_HEADS = {  # architectures whose number of heads neither the published sizes nor width / 64 tell
     r"vit_giantopt_patch16_siglip": 16,
     r"vit_base_patch16_gap_224": 16,
     r"test_vit2?$": 2,
     r"test_vit[34]$": 3,
 }
-INTERPOLATION_NAMES = {"box": "area"}  # all others have one name
+INTERPOLATION_NAMES = {"box": "area"}  # the one that timm names differently
 _KNOWN_ARGUMENTS = {
     "img_size", "patch_size", "in_chans", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias",
     "init_values", "class_token", "no_embed_class", "reg_tokens", "global_pool", "fc_norm", "act_layer", "pos_embed",
@@ -42,20 +44,26 @@ STEM_ARCHITECTURES = {  # units of a hybrid's stem -> the architecture that timm
     (3, 4, 9): "vit_base_r50_s16_224",
     (3, 4, 6, 3): "vit_large_r50_s32_224",
 }
-_OWN_STEM, _BARE_STEM = (
-    "patch_embed.backbone.stem.",
-    "patch_embed.backbone.",
-)  # a stem without stages is not called stem
+_OWN_STEM = "patch_embed.backbone.stem."
+_BARE_STEM = "patch_embed.backbone."  # timm's name for a stem without stages
 
 
-def can_read(tensors: Tensors) -> bool:
-    """Whether these are timm's tensor names."""
-    vit = "patch_embed.proj.weight" in tensors and "blocks.0.norm1.weight" in tensors
-    return vit or timm_resnet.is_bit_resnet(tensors)
+def recognize(model_files: ModelFiles) -> bool:
+    """Whether a file has timm's tensor names."""
+    tensors = model_files.tensors
+    is_vit = "patch_embed.proj.weight" in tensors and "blocks.0.norm1.weight" in tensors
+    return is_vit or timm_resnet.is_bit_resnet(tensors)
+
+
+def read(model_files: ModelFiles) -> Trained:
+    """Read the model in a folder or a bare state dict."""
+    tensors = rename_tensors(model_files.tensors)
+    info = read_info(tensors, model_files.config, model_files.path)
+    return foreign_format.build_trained(FORMAT, model_files, tensors, info)
 
 
 def rename_tensors(tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors under the model's own names."""
+    """Put tensors under the model's own names."""
     bare = {f"{_BARE_STEM}{part}": f"{_OWN_STEM}{part}" for part in ("conv.weight", "norm.weight", "norm.bias")}
     if both := [name for name, own in bare.items() if name in tensors and own in tensors]:
         raise ModelError(f"the file has two tensors for {bare[both[0]]!r}, one of them {both[0]!r}")
@@ -65,38 +73,28 @@ def rename_tensors(tensors: Tensors) -> dict[str, Tensor]:
 def infer_architecture(
     tensors: Tensors, settings: dict[str, Any] | None, path: Path
 ) -> foreign_format.ForeignModelInfo:
-    """The function these weights compute; `settings` is config.json where there is one."""
+    """Infer the function that these weights compute; `settings` is config.json where there is one."""
     if timm_resnet.is_bit_resnet(tensors):
         return timm_resnet.infer_resnet_architecture(tensors, settings, path)
-    size, assumptions = foreign_format.infer_sizes(tensors, path), []
-    stem = (
-        foreign_format.infer_conv_config(tensors, _BARE_STEM, timm_resnet.NUMERICS, path)
-        if foreign_format.STEM_KERNEL in tensors
-        else None
-    )
+    assumptions = [] if settings is not None else ["GELU: the erf form, timm's default"]
+    settings = settings or {}
+    size, stem = foreign_format.infer_sizes(tensors, path), _infer_stem(tensors, path)
     stride = size.patch * (stem.stride if stem else 1)
-    arguments = tensor_files.get_section(settings or {}, "model_args", path)
-    name = str((settings or {}).get("architecture", ""))
-    _check_architecture_name(name, arguments, path)
-    units = None if stem is None else stem.units
-    if name and _parse_stem_units(name) != units:
-        raise ModelError(f"{path} is damaged: {name} has the stem {_parse_stem_units(name)}, the tensors {units}")
-    heads = arguments.get("num_heads") or next(
-        (n for pattern, n in KNOWN_HEADS.items() if re.match(pattern, name)), None
-    )
+    arguments, name = json_files.get_section(settings, "model_args", path), str(settings.get("architecture", ""))
+    _check_architecture_name(name, arguments, stem, path)
+    heads = arguments.get("num_heads") or _find_known_heads(name)
     if heads is None:
         heads, sentence = foreign_format.guess_heads(size.width, size.depth)
-        assumptions.append(sentence)
-    if settings is None:
-        assumptions.append("GELU: the erf form, timm's default")
+        assumptions.insert(0, sentence)
     registers = foreign_format.count_tokens(tensors, "reg_token", path)
     prefix = ("cls_token" in tensors) + ("dist_token" in tensors) + registers
-    stated = _parse_stated_grid(settings or {}, stride, path)
-    grid, prefix_positions = _infer_grid(foreign_format.count_tokens(tensors, "pos_embed", path), prefix, stated, path)
-    if stated not in (None, grid):
+    stated_grid = _parse_stated_grid(settings, stride, path)
+    num_positions = foreign_format.count_tokens(tensors, "pos_embed", path)
+    grid, prefix_positions = _infer_grid(num_positions, prefix, stated_grid, path)
+    if stated_grid not in (None, grid):
         assumptions.append(f"image size: from the {grid[0]} x {grid[1]} positions, config.json states another")
-    stated_pool = arguments.get("global_pool") or (settings or {}).get("global_pool")
-    config = size._asdict() | {
+    stated_pool = arguments.get("global_pool") or settings.get("global_pool")
+    fields = size._asdict() | {
         "heads": heads,
         "stem": None if stem is None else dataclasses.asdict(stem),
         "image_size": (grid[0] * stride, grid[1] * stride),
@@ -113,14 +111,24 @@ def infer_architecture(
         "layer_scale": "blocks.0.ls1.gamma" in tensors,
         "gelu": _parse_gelu(arguments.get("act_layer"), name, path),
     }
-    found = from_json(ViTConfig, config)
-    _check_stated_config(found, {"num_classes": (settings or {}).get("num_classes")} | arguments, path)
-    return foreign_format.ForeignModelInfo(config=found, assumptions=tuple(assumptions))
+    config = from_json(ViTConfig, fields)
+    _check_stated_config(config, {"num_classes": settings.get("num_classes")} | arguments, path)
+    return foreign_format.ForeignModelInfo(config=config, assumptions=tuple(assumptions))
+
+
+def _infer_stem(tensors: Tensors, path: Path) -> ConvConfig | None:
+    if foreign_format.STEM_KERNEL not in tensors:
+        return None
+    return foreign_format.infer_conv_config(tensors, _BARE_STEM, timm_resnet.NUMERICS, path)
+
+
+def _find_known_heads(name: str) -> int | None:
+    return next((heads for pattern, heads in KNOWN_HEADS.items() if re.match(pattern, name)), None)
 
 
 def _check_stated_config(config: ViTConfig, stated: dict[str, Any], path: Path) -> None:
-    """Refuse a config.json that says other than the tensors do: one of them is damaged."""
-    shown = {
+    """Refuse a config.json that contradicts the tensors: one of them is damaged."""
+    inferred = {
         "num_classes": config.classes,
         "embed_dim": config.width,
         "depth": config.depth,
@@ -131,7 +139,7 @@ def _check_stated_config(config: ViTConfig, stated: dict[str, Any], path: Path) 
         "reg_tokens": config.registers,
         "pos_embed": "none" if config.positions == "none" else "learn",
     }
-    for name, value in shown.items():
+    for name, value in inferred.items():
         if stated.get(name) not in (None, value):
             raise ModelError(
                 f"{path} is damaged: config.json says {name} is {stated[name]!r:.40}, the tensors {value!r}"
@@ -139,17 +147,21 @@ def _check_stated_config(config: ViTConfig, stated: dict[str, Any], path: Path) 
 
 
 def _parse_stem_units(name: str) -> tuple[int, ...] | None:
-    """The units of the stem that an architecture's name speaks of; None for a plain ViT."""
-    found = re.search(r"_r(?:26|50)?_s(?:16|32)", name)
-    return next((units for units, known in STEM_ARCHITECTURES.items() if found and found[0] in known), None)
+    """The units of the stem that an architecture's name implies; None for a plain ViT."""
+    stem = re.search(r"_r(?:26|50)?_s(?:16|32)", name)
+    return next((units for units, known in STEM_ARCHITECTURES.items() if stem and stem[0] in known), None)
 
 
-def _check_architecture_name(name: str, arguments: dict[str, Any], path: Path) -> None:
+def _check_architecture_name(name: str, arguments: dict[str, Any], stem: ConvConfig | None, path: Path) -> None:
+    """Refuse an architecture that is no plain ViT, or whose name implies another stem than the tensors have."""
     if unknown := sorted(arguments.keys() - _KNOWN_ARGUMENTS):
         raise ModelError(f"{path} was built with {unknown[0]}={arguments[unknown[0]]!r}, which no plain ViT has")
-    for part, what in {"quickgelu": "QuickGELU", "_rpn_": "post-normalised blocks"}.items():
+    for part, what in {"quickgelu": "QuickGELU", "_rpn_": "post-normalized blocks"}.items():
         if part in name:
             raise ModelError(f"{path} is {name} with {what}, which no plain ViT has")
+    units = None if stem is None else stem.units
+    if name and _parse_stem_units(name) != units:
+        raise ModelError(f"{path} is damaged: {name} has the stem {_parse_stem_units(name)}, the tensors {units}")
 
 
 def _parse_gelu(activation: object, name: str, path: Path) -> str:
@@ -162,15 +174,15 @@ def _parse_gelu(activation: object, name: str, path: Path) -> str:
 
 
 def _infer_pool(tensors: Tensors, stated: object, path: Path) -> str:
-    shown = "map" if "attn_pool.latent" in tensors else "avg" if "fc_norm.weight" in tensors else None
-    pool = stated or shown or ("token" if "cls_token" in tensors else "avg")
-    if pool not in ("token", "avg", "map") or shown not in (None, pool) or (pool == "map" and not shown):
-        raise ModelError(f"{path}: global_pool is {stated!r:.40}, and its tensors are those of no plain ViT with that")
-    return {"token": "class", "map": "map", "avg": "mean-norm" if shown else "norm-mean"}[str(pool)]
+    inferred = "map" if "attn_pool.latent" in tensors else "avg" if "fc_norm.weight" in tensors else None
+    pool = stated or inferred or ("token" if "cls_token" in tensors else "avg")
+    if pool not in ("token", "avg", "map") or inferred not in (None, pool) or (pool == "map" and not inferred):
+        raise ModelError(f"{path}: global_pool is {stated!r:.40}, and no plain ViT with that has its tensors")
+    return {"token": "class", "map": "map", "avg": "mean-norm" if inferred else "norm-mean"}[str(pool)]
 
 
 def _infer_grid(count: int, prefix: int, stated: tuple[int, int] | None, path: Path) -> tuple[tuple[int, int], bool]:
-    """The grid that `count` positions belong to, and whether the prefix tokens have some of them."""
+    """Infer the grid of `count` positions, and whether prefix tokens have some of them."""
     if not count:
         if stated is None:
             raise ModelError(f"{path} has no positions, and nothing says which image size it is for")
@@ -187,39 +199,39 @@ def _infer_grid(count: int, prefix: int, stated: tuple[int, int] | None, path: P
 
 def _parse_stated_grid(settings: dict[str, Any], stride: int, path: Path) -> tuple[int, int] | None:
     """The grid of the image size in config.json."""
-    stated: Any = tensor_files.get_section(settings, "model_args", path).get("img_size")
-    if stated is None:
-        stated = tensor_files.get_section(settings, "pretrained_cfg", path).get("input_size")
-        stated = stated[1:] if isinstance(stated, list) else None
-    found = [stated, stated] if isinstance(stated, int) else stated
-    if isinstance(found, list) and len(found) == 2 and all(type(side) is int and side >= stride for side in found):
-        return found[0] // stride, found[1] // stride
+    size: Any = json_files.get_section(settings, "model_args", path).get("img_size")
+    if size is None:
+        size = json_files.get_section(settings, "pretrained_cfg", path).get("input_size")
+        size = size[1:] if isinstance(size, list) else None
+    sides = [size, size] if isinstance(size, int) else size
+    if isinstance(sides, list) and len(sides) == 2 and all(type(side) is int and side >= stride for side in sides):
+        return sides[0] // stride, sides[1] // stride
     return None
 
 
 def read_info(tensors: Tensors, settings: dict[str, Any] | None, path: Path) -> foreign_format.ForeignModelInfo:
-    """Everything a timm folder or bare state dict says."""
-    found = infer_architecture(tensors, settings, path)
+    """Read everything that a timm folder or bare state dict states."""
+    info = infer_architecture(tensors, settings, path)
     if settings is None:
         unknown = "preprocessing: unknown, the file does not state it"
-        return dataclasses.replace(found, assumptions=(*found.assumptions, unknown))
-    pretrained = tensor_files.get_section(settings, "pretrained_cfg", path)
+        return dataclasses.replace(info, assumptions=(*info.assumptions, unknown))
+    pretrained = json_files.get_section(settings, "pretrained_cfg", path)
     preprocess, sentences = parse_preprocess_config(pretrained)
-    licence = pretrained.get("license")
-    labels = parse_labels(settings, pretrained, found.config.classes)
+    license_name = pretrained.get("license")
+    labels = parse_labels(settings, pretrained, info.config.classes)
     if labels is None and settings.get("label_names"):
         sentences.append("labels: unnamed, label_names in config.json is no list with a name for every class")
     return dataclasses.replace(
-        found,
+        info,
         preprocess=preprocess,
         labels=labels,
-        license=licence if isinstance(licence, str) else None,
-        assumptions=(*found.assumptions, *sentences),
+        license=license_name if isinstance(license_name, str) else None,
+        assumptions=(*info.assumptions, *sentences),
     )
 
 
 def parse_preprocess_config(pretrained: dict[str, Any]) -> tuple[PreprocessConfig | None, list[str]]:
-    """The preprocessing, or why it is unknown."""
+    """Parse the preprocessing; where that fails, return None and why."""
     try:
         height, width = pretrained["input_size"][1:]
         fraction, mode = float(pretrained["crop_pct"]), pretrained.get("crop_mode", "center")
@@ -235,45 +247,47 @@ def parse_preprocess_config(pretrained: dict[str, Any]) -> tuple[PreprocessConfi
 
 
 def parse_labels(settings: dict[str, Any], pretrained: dict[str, Any], classes: int) -> tuple[str, ...] | None:
+    """Parse the class names: those stated, or ImageNet's where the weights' tag says so."""
     stated = settings.get("label_names") or pretrained.get("label_names")
     if isinstance(stated, list) and len(stated) == classes and all(isinstance(label, str) for label in stated):
         return tuple(stated)
     tag = str(pretrained.get("tag") or "")
     if classes == 1000 and re.search(r"(^|_)in1k$", tag):  # "augreg_in21k_ft_in1k": the head is ImageNet's
-        return read_labels("imagenet1k")
+        return list_imagenet1k_labels()
     return None
 
 
 def write(trained: Trained, path: Path) -> list[str]:
-    """Write a folder, or where `path` names a file the bare state dict; the notes say what that loses."""
+    """Write a folder, or the bare state dict where `path` names a file; the notes say what it loses."""
     config, tensors, notes = _convert_for_timm(trained.model)
-    bare = path.suffix in tensor_files.SUFFIXES
+    bare = path.suffix in TENSOR_SUFFIXES
     settings = None if bare else _build_config_json(config, trained)
-    notes += foreign_format.check_round_trip(
-        "bare timm" if bare else FORMAT, config, infer_architecture(tensors, settings, foreign_format.DRAFT_PATH).config
-    )
+    held = infer_architecture(tensors, settings, foreign_format.DRAFT_PATH).config
+    notes += foreign_format.check_round_trip("bare timm" if bare else FORMAT, config, held)
     if isinstance(config, ViTConfig) and config.stem is not None and not config.stem.units:
         tensors = {name.replace(_OWN_STEM, _BARE_STEM): tensor for name, tensor in tensors.items()}
     if settings is None:
         tensor_files.write_tensors(path, tensors, {})
         return [*notes, "a bare state dict has no place for preprocessing, labels and origin: they were left out"]
     path.mkdir()
-    tensor_files.write_json(path / "config.json", settings)
+    json_files.write_json(path / "config.json", settings)
     tensor_files.write_tensors(path / "model.safetensors", tensors, {})
-    if (
-        trained.preprocess is not None
-        and (held := parse_preprocess_config(settings["pretrained_cfg"])[0]) != trained.preprocess
-    ):
-        names = [field.name for field in dataclasses.fields(PreprocessConfig)]
-        differ = [name for name in names if getattr(held, name, None) != getattr(trained.preprocess, name)]
-        notes.append(
-            f"preprocessing: timm cannot say {', '.join(differ)} as this model has it; the nearest was written"
-        )
+    notes += _describe_lost_preprocess(trained.preprocess, settings)
     return notes + foreign_format.describe_lost_origin(FORMAT, trained.origin)
 
 
+def _describe_lost_preprocess(preprocess: PreprocessConfig | None, settings: dict[str, Any]) -> list[str]:
+    """Note the fields of the preprocessing that config.json cannot state exactly."""
+    held, _ = parse_preprocess_config(settings["pretrained_cfg"])
+    if preprocess is None or held == preprocess:
+        return []
+    names = [field.name for field in dataclasses.fields(PreprocessConfig)]
+    differ = [name for name in names if getattr(held, name, None) != getattr(preprocess, name)]
+    return [f"preprocessing: timm cannot state this model's {', '.join(differ)}; the nearest was written"]
+
+
 def _convert_for_timm(model: Model) -> tuple[ModelConfig, dict[str, Tensor], list[str]]:
-    """Configuration and tensors as timm has them, and notes; or why it does not."""
+    """Convert config and tensors to what timm has, with notes; refuse what it lacks."""
     if not isinstance(model, ViT):
         return model.config, dict(model.state_dict()), []
     config = model.config
@@ -288,8 +302,8 @@ def _convert_for_timm(model: Model) -> tuple[ModelConfig, dict[str, Tensor], lis
         "stem of these units and width": config.stem is not None
         and (config.stem.units not in STEM_ARCHITECTURES or config.stem.width_factor != 1),
     }
-    for what, wanted in lacks.items():
-        if wanted:
+    for what, needed in lacks.items():
+        if needed:
             raise ModelError(f"the timm format cannot hold this model: timm's ViT has no {what}")
     if config.positions == "none":
         return config, dict(model.state_dict()), []
@@ -297,16 +311,16 @@ def _convert_for_timm(model: Model) -> tuple[ModelConfig, dict[str, Tensor], lis
 
 
 def _build_config_json(config: ModelConfig, trained: Trained) -> dict[str, Any]:
-    """config.json. timm builds the named architecture with model_args in place of its own arguments."""
+    """Build config.json. timm builds the named architecture with model_args instead of its own arguments."""
     if isinstance(config, ViTConfig):
-        named, first = _build_vit_config_json(config), "patch_embed.proj"
+        architecture, first_conv = _build_vit_config_json(config), "patch_embed.proj"
         if config.stem is not None:
-            first = f"{_OWN_STEM if config.stem.units else _BARE_STEM}conv"
+            first_conv = f"{_OWN_STEM if config.stem.units else _BARE_STEM}conv"
         classifier: Any = ["head", "head_dist"] if config.distillation_head else "head"
     else:
-        named, first = {"architecture": timm_resnet.find_architecture_name(config)}, "stem.conv"
-        classifier = "head.fc"
-    settings = named | {
+        architecture = {"architecture": timm_resnet.find_architecture_name(config)}
+        first_conv, classifier = "stem.conv", "head.fc"
+    settings = architecture | {
         "num_classes": config.classes,
         "num_features": config.num_features,
         "pretrained_cfg": {
@@ -314,7 +328,7 @@ def _build_config_json(config: ModelConfig, trained: Trained) -> dict[str, Any]:
             "fixed_input_size": isinstance(config, ViTConfig),
             "num_classes": config.classes,
             "pool_size": None,
-            "first_conv": first,
+            "first_conv": first_conv,
             "classifier": classifier,
             **({} if trained.preprocess is None else _format_preprocess_config(trained.preprocess)),
             **({} if trained.origin.license is None else {"license": trained.origin.license}),
@@ -354,7 +368,7 @@ def _build_vit_config_json(config: ViTConfig) -> dict[str, Any]:
 
 
 def _format_preprocess_config(preprocess: PreprocessConfig) -> dict[str, Any]:
-    """timm's words for the preprocessing; the crop fraction is chosen so that timm's own rounding gives our sizes."""
+    """Format the preprocessing for timm; the crop fraction is chosen so that timm's rounding gives the same sizes."""
     side, scaled = preprocess.size[0], preprocess.resize[0]
     fraction = round(side / scaled, 3)
     if math.floor(side / fraction) != scaled:

@@ -1,4 +1,4 @@
-"""timm's BiT ResNets: folders of `resnetv2_50x1_bit` and its like, or the bare state dict."""
+"""timm's BiT ResNets: folders of `resnetv2_50x1_bit` and similar, or the bare state dict."""
 
 import re
 from pathlib import Path
@@ -7,11 +7,12 @@ from typing import Any
 from vitrail import presets
 from vitrail.config import BiTConfig
 from vitrail.errors import ModelError
-from vitrail.weights import foreign_format, tensor_files
+from vitrail.weights import foreign_format
+from vitrail.weights.json_files import get_section
 from vitrail.weights.trained import Tensors
 
 NUMERICS: dict[str, Any] = {"norm_eps": 1e-5, "standardization": "sqrt(var + eps)", "standardization_eps": 1e-8}
-TIMM_VARIANTS = ("50x1", "50x3", "101x1", "101x3", "152x2", "152x4")  # what timm has names for
+TIMM_VARIANTS = ("50x1", "50x3", "101x1", "101x3", "152x2", "152x4")  # those that timm has names for
 
 
 def is_bit_resnet(tensors: Tensors) -> bool:
@@ -22,31 +23,25 @@ def is_bit_resnet(tensors: Tensors) -> bool:
 def infer_resnet_architecture(
     tensors: Tensors, settings: dict[str, Any] | None, path: Path
 ) -> foreign_format.ForeignModelInfo:
-    """The function these weights compute."""
+    """Infer the function that these weights compute; `settings` is config.json where there is one."""
     _check_settings(settings or {}, path)
-    _, channels, _, _ = foreign_format.get_dimensions(tensors, "stem.conv.weight", 4, path)
-    classes = foreign_format.get_dimensions(tensors, "head.fc.weight", 4, path)[0] if "head.fc.weight" in tensors else 0
-    size: Any = tensor_files.get_section(settings or {}, "pretrained_cfg", path).get("input_size")
-    stated = isinstance(size, list) and len(size) == 3 and all(type(side) is int for side in size)
-    sides = (size[1], size[2]) if stated else (224, 224)
-    conv = foreign_format.infer_conv_config(tensors, "", NUMERICS, path)
-    config = BiTConfig(conv=conv, channels=channels, classes=classes, image_size=sides)
-    if (settings or {}).get("num_classes") not in (None, classes):
+    size: Any = get_section(settings or {}, "pretrained_cfg", path).get("input_size")
+    is_stated = isinstance(size, list) and len(size) == 3 and all(type(side) is int for side in size)
+    image_size = (size[1], size[2]) if is_stated else (224, 224)
+    config = foreign_format.infer_resnet_config(tensors, NUMERICS, image_size, path)
+    if (settings or {}).get("num_classes") not in (None, config.classes):
         raise ModelError(f"{path} is damaged: config.json and the tensors differ in the number of classes")
-    return foreign_format.ForeignModelInfo(
-        config=config, assumptions=() if stated else ("image size: 224 x 224, the file does not state it",)
-    )
+    assumptions = () if is_stated else ("image size: 224 x 224, the file does not state it",)
+    return foreign_format.ForeignModelInfo(config=config, assumptions=assumptions)
 
 
 def _check_settings(settings: dict[str, Any], path: Path) -> None:
-    """Refuse a config.json that names another network than BiT's."""
-    arguments = tensor_files.get_section(settings, "model_args", path)
-    name, pools = (
-        settings.get("architecture", "resnetv2_bit"),
-        {settings.get("global_pool"), arguments.get("global_pool")},
-    )
+    """Refuse a config.json of another network than BiT's."""
+    arguments = get_section(settings, "model_args", path)
+    name = settings.get("architecture", "resnetv2_bit")
+    pools = {settings.get("global_pool"), arguments.get("global_pool")}
     if not isinstance(name, str) or not re.fullmatch(r"resnetv2_\w*bit\w*", name):
-        raise ModelError(f"{path} is {name!r:.80}; of timm's ResNets those of BiT are read")
+        raise ModelError(f"{path} is {name!r:.80}; of timm's ResNets only those of BiT are read")
     if unknown := sorted(arguments.keys() - {"global_pool", "in_chans", "num_classes", "drop_rate", "drop_path_rate"}):
         raise ModelError(f"{path} was built with {unknown[0]}={arguments[unknown[0]]!r:.40}, which no BiT ResNet has")
     if not pools <= {None, "avg"}:
@@ -54,7 +49,7 @@ def _check_settings(settings: dict[str, Any], path: Path) -> None:
 
 
 def find_architecture_name(config: BiTConfig) -> str:
-    """timm's name for a ResNet of these units and width."""
+    """Find timm's name for a ResNet of these units and width."""
     for name in TIMM_VARIANTS:
         depth, factor = name.split("x")
         if (presets.RESNET_UNITS[depth], int(factor)) == (config.conv.units, config.conv.width_factor):

@@ -1,8 +1,8 @@
-"""A look at the pickle in a .pth before torch's restricted unpickler runs it.
+"""Check the pickle in a .pth before torch's restricted unpickler runs it.
 
-That unpickler runs no code of the file's, but calls whatever allocates: 277 bytes make it take 5 GB by
-`bytearray(6_000_000_000)`, and a text of 1 MB can be encoded a hundred thousand times. Here the pickle is walked
-without making any of its objects. It may call what puts tensors and dictionaries together, with no more than it holds.
+That unpickler runs no code from the file, but it calls functions that allocate: 277 bytes make it take 5 GB by
+`bytearray(6_000_000_000)`, and a text of 1 MB can be encoded a hundred thousand times. The check steps through the
+pickle without creating its objects. Only calls that build tensors and dictionaries of what it holds are allowed.
 """
 
 import io
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-MAX_OPCODES = 2_000_000  # 35 for a tensor; a checkpoint with its optimizer has some ten thousand
+MAX_OPCODES = 2_000_000  # 35 a tensor; a checkpoint with its optimizer has some ten thousand
 REBUILD_FUNCTIONS = {
     *(f"torch._utils _rebuild_{kind}" for kind in ("tensor", "tensor_v2", "tensor_v3", "sparse_tensor")),
     *(f"torch._utils _rebuild_{kind}" for kind in ("parameter", "parameter_with_state", "meta_tensor_no_storage")),
@@ -31,11 +31,12 @@ COPYING_FUNCTIONS = {
     "__builtin__ set",
     "_codecs encode",
 }
-REFERENCED_CLASSES = {"torch.nn.parameter Parameter", "torch Tensor"}  # and storages and dtypes; they are not called
+REFERENCED_CLASSES = {"torch.nn.parameter Parameter", "torch Tensor"}  # never called; storages and dtypes neither
+ALLOWED_FUNCTIONS = REBUILD_FUNCTIONS | CONSTANT_FUNCTIONS | COPYING_FUNCTIONS
 
 
 class PickleError(ValueError):
-    """A pickle that calls what it must not, or with more than it holds."""
+    """A pickle that makes a forbidden call, or copies more than it holds."""
 
 
 class _Global(str):
@@ -43,14 +44,14 @@ class _Global(str):
 
 
 class _SizedValue:
-    """A text or container, of which the size alone matters."""
+    """A text or container, of which only the size matters."""
 
     def __init__(self, size: int = 0) -> None:
         self.size = size
 
 
 def check_pickle(content: bytes) -> None:
-    """Refuse a pickle that would call anything but what puts a state dict together, or with more than it holds."""
+    """Refuse a pickle that calls anything but what builds a state dict, or copies more than it holds."""
     machine = _PickleMachine(len(content))
     for number, (opcode, argument, _) in enumerate(pickletools.genops(io.BytesIO(content))):
         if number >= MAX_OPCODES:
@@ -58,20 +59,20 @@ def check_pickle(content: bytes) -> None:
         try:
             machine.run(opcode.name, argument)
         except (IndexError, KeyError) as error:
-            raise PickleError(f"its instruction {opcode.name} takes what is not there") from error
+            raise PickleError(f"its instruction {opcode.name} takes a value that is missing") from error
 
 
 class _PickleMachine:
-    """Pickle's stack and memo, with sizes where the objects would be."""
+    """Pickle's stack and memo, with sizes instead of objects."""
 
     def __init__(self, budget: int) -> None:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
-        self.budget = budget  # what all calls together may copy: a sound file copies each thing once
+        self.budget = budget  # how much all calls together may copy; a sound file copies each value once
 
     def run(self, name: str, argument: Any) -> None:
-        """One instruction."""
+        """Execute one instruction."""
         match name:
             case "PROTO" | "STOP":
                 pass
@@ -113,7 +114,7 @@ class _PickleMachine:
                 raise PickleError(f"it has the instruction {name}, which no state dict needs")
 
     def pop(self, count: int) -> tuple[Any, ...]:
-        """The last values, of those since the last mark."""
+        """Remove and return the last values, which must stand above the last mark."""
         if len(self.stack) - (self.marks[-1] if self.marks else 0) < count:
             raise IndexError
         values = tuple(self.stack[len(self.stack) - count :])
@@ -121,29 +122,26 @@ class _PickleMachine:
         return values
 
     def pop_mark(self) -> tuple[Any, ...]:
-        """The values since the last mark."""
+        """Remove and return the values above the last mark."""
         start = self.marks.pop()
         values = tuple(self.stack[start:])
         del self.stack[start:]
         return values
 
     def fill(self, count: int) -> None:
-        """Put so many values into the container on top of the stack."""
+        """Add so many values to the container on top of the stack."""
         if not isinstance(self.stack[-1], _SizedValue):
-            raise PickleError("it fills what is no list or dictionary")
+            raise PickleError("it fills a value that is no list or dictionary")
         self.stack[-1].size += count
 
     def call(self, function: Any, arguments: Any) -> _SizedValue:
-        """What a call gives, if it may be made."""
+        """Return the size of a call's result, if the call is allowed."""
         if function == REBUILD_FROM_TYPE and arguments:
             function = arguments[0]
-        if (
-            not isinstance(function, _Global)
-            or function not in REBUILD_FUNCTIONS | CONSTANT_FUNCTIONS | COPYING_FUNCTIONS
-        ):
+        if not isinstance(function, _Global) or function not in ALLOWED_FUNCTIONS:
             raise PickleError(f"it calls {function or 'a value'!s:.80}")
         if not isinstance(arguments, tuple):
-            raise PickleError(f"it calls {function} with what is no tuple")
+            raise PickleError(f"it calls {function} with arguments that are no tuple")
         size = sum(value.size for value in arguments if isinstance(value, _SizedValue))
         if function in COPYING_FUNCTIONS:
             self.budget -= size
@@ -153,12 +151,9 @@ class _PickleMachine:
 
 
 def _check_global(argument: str) -> _Global:
-    """A name that a state dict may mention."""
+    """Return a global name, if a state dict may mention it."""
     module, _, name = argument.partition(" ")
-    known = (
-        argument in REBUILD_FUNCTIONS | CONSTANT_FUNCTIONS | COPYING_FUNCTIONS | REFERENCED_CLASSES
-        or argument == REBUILD_FROM_TYPE
-    )
+    known = argument in ALLOWED_FUNCTIONS | REFERENCED_CLASSES | {REBUILD_FROM_TYPE}
     of_torch = module in ("torch", "torch.cuda", "torch.storage")
     if known or (of_torch and (name.endswith("Storage") or isinstance(getattr(torch, name, None), torch.dtype))):
         return _Global(argument)

@@ -2,13 +2,15 @@
 
 import re
 from pathlib import Path
+from typing import Final
 
 from vitrail.config import ViTConfig, from_json
 from vitrail.errors import ModelError
 from vitrail.weights import foreign_format, tensor_files
+from vitrail.weights.tensor_files import ModelFiles
 from vitrail.weights.trained import Tensors, Trained
 
-FORMAT = "torchvision"
+FORMAT: Final = "torchvision"
 TENSOR_NAMES = foreign_format.TensorNameMap(
     layer_pattern=re.compile(r"encoder\.layers\.encoder_layer_(\d+)\."),
     layer_template="encoder.layers.encoder_layer_{}.",
@@ -33,13 +35,19 @@ TENSOR_NAMES = foreign_format.TensorNameMap(
 )
 
 
-def can_read(tensors: Tensors) -> bool:
-    """Whether these are torchvision's tensor names."""
-    return "conv_proj.weight" in tensors and "encoder.ln.weight" in tensors
+def recognize(model_files: ModelFiles) -> bool:
+    """Whether a file has torchvision's tensor names."""
+    return {"conv_proj.weight", "encoder.ln.weight"} <= model_files.tensors.keys()
+
+
+def read(model_files: ModelFiles) -> Trained:
+    """Read the model in a state dict."""
+    tensors = TENSOR_NAMES.rename_tensors(model_files.tensors)
+    return foreign_format.build_trained(FORMAT, model_files, tensors, read_info(tensors, model_files.path))
 
 
 def read_info(tensors: Tensors, path: Path) -> foreign_format.ForeignModelInfo:
-    """What the tensors, under the model's own names, say."""
+    """Infer everything from the tensors, which have the model's own names."""
     size = foreign_format.infer_sizes(tensors, path)
     heads, sentence = foreign_format.guess_heads(size.width, size.depth)
     positions = foreign_format.count_tokens(tensors, "pos_embed", path)
@@ -58,13 +66,12 @@ def read_info(tensors: Tensors, path: Path) -> foreign_format.ForeignModelInfo:
 
 
 def write(trained: Trained, path: Path) -> list[str]:
-    """Write the state dict that torchvision's VisionTransformer loads; the notes say what that loses."""
+    """Write the state dict that torchvision's VisionTransformer loads; the notes say what it loses."""
     model = foreign_format.require_vit(FORMAT, trained.model)
     if not model.config.classes or model.config.channels != 3:
         raise ModelError("the torchvision format cannot hold this model: its ViT always has a head and three channels")
     config, tensors, notes = foreign_format.convert_positions_to_table(model, prefix=True)
     notes += foreign_format.check_round_trip(FORMAT, config, read_info(tensors, foreign_format.DRAFT_PATH).config)
-    tensor_files.write_tensors(
-        path, {TENSOR_NAMES.to_foreign_name(name): tensor for name, tensor in tensors.items()}, {}
-    )
+    renamed = {TENSOR_NAMES.to_foreign_name(name): tensor for name, tensor in tensors.items()}
+    tensor_files.write_tensors(path, renamed, {})
     return [*notes, "a torchvision file has no place for preprocessing, labels and origin: they were left out"]

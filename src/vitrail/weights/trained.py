@@ -1,4 +1,4 @@
-"""A model with all that is needed to use it: preprocessing, labels, and where it came from."""
+"""A model with everything that is needed to use it: preprocessing, labels, and where it came from."""
 
 import dataclasses
 import math
@@ -11,49 +11,50 @@ from torch import Tensor
 from vitrail import presets
 from vitrail.config import ModelConfig, PreprocessConfig, ViTConfig, check_patches, expand_image_size
 from vitrail.errors import ModelError, UsageError
+from vitrail.formatting import pluralize
 from vitrail.model.build import Model, build_model
 from vitrail.model.initialize import initialize_weights
 from vitrail.model.vit import ViT
-from vitrail.plurals import pluralize
+from vitrail.weights.formats import WeightsFormat
 from vitrail.weights.precision_measurements import PrecisionMeasurement
 from vitrail.weights.tensor_files import ALIGNMENT
 
 Tensors = Mapping[str, Tensor]
-TEMPERATURE_RANGE = (1e-3, 1e3)  # far beyond what is ever fitted: logits over less are no longer float32
+TEMPERATURE_RANGE = (1e-3, 1e3)  # far beyond what is ever fitted; logits over less leave float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where weights came from. A fact the source does not state is None, a guess is listed."""
+    """Where weights came from. A fact that the source does not state is None; a guess is listed."""
 
-    format: Literal["vitrail", "random", "google", "timm", "transformers", "torchvision"]
+    format: Literal[WeightsFormat, "random"]
     name: str
     sha256: str | None = None
     license: str | None = None
     assumptions: tuple[str, ...] = ()
-    """What the source did not say and the reader had to choose, a sentence each."""
+    """What the source did not state and the reader had to choose, a sentence each."""
     changes: tuple[str, ...] = ()
-    """What was done to the weights since, a sentence each."""
+    """What was changed in the weights since, a sentence each."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A model, how its images are prepared, and what its outputs are called; None where that is unknown."""
+    """A model, its preprocessing and the names of its classes; None where they are unknown."""
 
     model: Model
     preprocess: PreprocessConfig | None = None
     labels: tuple[str, ...] | None = None
     origin: Origin = Origin(format="vitrail", name="made in Python")
     temperature: float = 1.0
-    """What logits are divided by before they become probabilities, fitted on validation images (Guo et al. 2017)."""
+    """The divisor of logits before they become probabilities, fitted on validation images (Guo et al. 2017)."""
     multi_label: bool = False
-    """Whether an image may have several labels: each class then has a probability of its own."""
+    """Whether an image may have several labels; each class then has its own probability."""
     threshold: float = 0.0
-    """The probability below which an answer is "unsure", chosen on validation images; 0 for never."""
+    """The probability below which a prediction is "unsure", chosen on validation images; 0 for never."""
     precision_measurements: tuple[PrecisionMeasurement, ...] = ()
-    """What these very weights lose and gain in fewer bits, measured on validation images."""
+    """What these weights lose and gain in lower precisions, measured on validation images."""
     activation_ranges: tuple[float, ...] = ()
-    """Least and greatest of what the blocks multiply there, six pairs a block, for runtimes with fixed scales."""
+    """Least and greatest input of each product on those images, six pairs a block, for runtimes with fixed scales."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, Model):
@@ -72,27 +73,45 @@ class Trained:
                 f"{pluralize(len(self.labels), 'label')} given for a head of {pluralize(config.classes, 'class')}"
             )
         if self.preprocess is not None and len(self.preprocess.mean) != config.channels:
-            raise UsageError(
-                f"the preprocessing has {pluralize(len(self.preprocess.mean), 'channel')} and the model {config.channels}"
-            )
+            channels = pluralize(len(self.preprocess.mean), "channel")
+            raise UsageError(f"the preprocessing has {channels} and the model {config.channels}")
         if self.preprocess is not None and isinstance(config, ViTConfig):
             check_patches(self.preprocess.size, config.stride)
 
     def _check_activation_ranges(self) -> None:
-        wanted = 12 * self.model.config.depth if isinstance(self.model, ViT) else 0
-        if len(self.activation_ranges) != wanted:
-            raise UsageError(f"{len(self.activation_ranges)} ends of ranges were given for a model that has {wanted}")
+        expected = 12 * self.model.config.depth if isinstance(self.model, ViT) else 0
+        if len(self.activation_ranges) != expected:
+            raise UsageError(f"{len(self.activation_ranges)} ends of ranges given for a model that has {expected}")
         for least, greatest in zip(self.activation_ranges[::2], self.activation_ranges[1::2], strict=True):
             if not -math.inf < least <= greatest < math.inf:
-                raise UsageError(f"a range is from {least} to {greatest}; both must be numbers, the second not below")
+                raise UsageError(f"a range is from {least} to {greatest}; both must be finite, in rising order")
 
 
 def require_trained(trained: Trained) -> Trained:
-    """`trained`, if it is one: a bare model says neither how its images are prepared nor what its classes are."""
+    """Return `trained`, or refuse a bare model, which states neither its preprocessing nor its classes."""
     if not isinstance(trained, Trained):
         kind = type(trained).__name__
         raise UsageError(f"give a vitrail.Trained, not {kind}: vitrail.Trained(model, preprocess, labels) makes one")
     return trained
+
+
+def require_preprocess(trained: Trained, *, name: str = "the model") -> PreprocessConfig:
+    """Return how images are prepared for a model called `name`, or raise an error that says how to state it."""
+    preprocess = require_trained(trained).preprocess
+    if preprocess is None:
+        raise UsageError(
+            f"{name} does not say how images must be prepared. Name it once:"
+            " vitrail convert MODEL OUT.safetensors --preprocess imagenet (or inception, torchvision)."
+            " Commands that have --preprocess take it directly"
+        )
+    return preprocess
+
+
+def logits_to_probabilities(logits: Tensor, temperature: float = 1.0, multi_label: bool = False) -> Tensor:
+    """(B, L) -> (B, L): the softmax of logits over temperature, or of a multi-label model each one's sigmoid."""
+    if temperature != 1:
+        logits = logits / temperature
+    return logits.sigmoid() if multi_label else logits.softmax(dim=-1)
 
 
 def create(
@@ -105,7 +124,7 @@ def create(
     stochastic_depth: float = 0.0,
     **settings: Any,
 ) -> Model:
-    """A preset with random weights, ready to train; `settings` are fields of its configuration, such as registers=4."""
+    """Build a preset with random weights, ready to train; `settings` are fields of its config, such as registers=4."""
     model = create_random(name, image_size=image_size, num_classes=num_classes, seed=seed, **settings).model
     if isinstance(model, ViT):
         model.set_regularization(dropout=dropout, stochastic_depth=stochastic_depth)
@@ -124,13 +143,13 @@ def create_random(
     mimetic: bool = False,
     **settings: Any,
 ) -> Trained:
-    """A preset with random weights and the paper's preprocessing, at 224 x 224 unless told otherwise."""
+    """Build a preset with random weights and the paper's preprocessing, at 224 x 224 by default."""
     if "classes" in settings:
         raise UsageError("the number of classes is called num_classes here")
     if image_size is not None:
         settings["image_size"] = expand_image_size(image_size)
     config = presets.get_preset_config(name, classes=num_classes, **settings)
-    with torch.device("meta"):  # torch's own initialisation would be thrown away
+    with torch.device("meta"):  # torch's own initialization would be overwritten
         model = build_model(config)
     model = model.to_empty(device="cpu")
     initialize_weights(model, torch.Generator().manual_seed(seed), head_bias=head_bias, mimetic=mimetic).eval()
@@ -140,22 +159,22 @@ def create_random(
 
 
 def assemble_model(config: ModelConfig, tensors: Tensors) -> Model:
-    """The model whose parameters are exactly `tensors`, in float32; any other name, shape or a NaN is an error."""
+    """Build the model whose parameters are exactly `tensors`, in float32; another name, shape or a NaN is an error."""
     model = build_matching_model(config, tensors)
-    single = {name: _align_tensor(tensor.to(torch.float32).contiguous()) for name, tensor in tensors.items()}
-    if broken := sorted(name for name, tensor in single.items() if not torch.isfinite(tensor).all()):
+    state_dict = {name: _align_tensor(tensor.to(torch.float32).contiguous()) for name, tensor in tensors.items()}
+    if broken := sorted(name for name, tensor in state_dict.items() if not torch.isfinite(tensor).all()):
         raise ModelError(f"NaN or infinity in the weights of {broken[0]!r}{_format_more(broken)}")
-    model.load_state_dict(single, assign=True)
+    model.load_state_dict(state_dict, assign=True)
     return model.requires_grad_(True).eval()
 
 
 def _align_tensor(tensor: Tensor) -> Tensor:
-    """The same values where vectors can be read whole: a file that is mapped has them anywhere."""
+    """Copy a tensor to an aligned address if it has none: a mapped file has tensors anywhere."""
     return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor
 
 
 def build_matching_model(config: ModelConfig, tensors: Tensors) -> Model:
-    """The network of a configuration, without memory, if its parameters have just these names and shapes."""
+    """Build the network of a config without memory; refuse tensors of other names or shapes."""
     with torch.device("meta"):
         model = build_model(config)
     expected = model.state_dict()
@@ -165,8 +184,8 @@ def build_matching_model(config: ModelConfig, tensors: Tensors) -> Model:
         raise ModelError(f"the file has a tensor this model has no place for: {unknown[0]!r}{_format_more(unknown)}")
     for name, tensor in tensors.items():
         if tensor.shape != expected[name].shape:
-            wanted = tuple(expected[name].shape)
-            raise ModelError(f"tensor {name!r} has shape {tuple(tensor.shape)}, and this architecture needs {wanted}")
+            shape = tuple(expected[name].shape)
+            raise ModelError(f"tensor {name!r} has shape {tuple(tensor.shape)}, and this architecture needs {shape}")
     return model
 
 

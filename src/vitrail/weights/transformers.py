@@ -1,21 +1,23 @@
 """transformers' folders: config.json, preprocessor_config.json and model.safetensors (or pytorch_model.bin).
 
-ViT and DeiT are read and written, DINOv2 (with or without registers) is read. Files name their tensors as version 4
-did; a state dict taken from a version 5 model in memory names them otherwise. Both are read.
+ViT and DeiT are read and written, DINOv2 (with or without registers) is read. Files have the tensor names of version
+4; the state dict of a version 5 model in memory has others. Both are read.
 """
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
 from vitrail.config import PreprocessConfig, ViTConfig, from_json
 from vitrail.errors import ModelError, UsageError
-from vitrail.weights import foreign_format, model_license, tensor_files
+from vitrail.weights import foreign_format, json_files, model_license, tensor_files
+from vitrail.weights.tensor_files import ModelFiles
 from vitrail.weights.trained import Tensors, Trained
 
-FORMAT = "transformers"
+FORMAT: Final = "transformers"
+PROCESSOR_FILE = "preprocessor_config.json"
 MODEL_TYPES = ("vit", "deit", "dinov2", "dinov2_with_registers")
 RESAMPLE_OPERATORS = {"dinov2_with_registers": "bicubic-antialias"}  # all others: bicubic
 GELU_FORMS = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
@@ -59,13 +61,26 @@ TENSOR_NAMES = foreign_format.TensorNameMap(
 )
 
 
-def can_read(tensors: Tensors) -> bool:
-    """Whether these are transformers' tensor names."""
-    return any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in tensors)
+def recognize(model_files: ModelFiles) -> bool:
+    """Whether a file has transformers' tensor names; `read` then asks for the config.json that it lacks."""
+    return any(name.endswith("embeddings.patch_embeddings.projection.weight") for name in model_files.tensors)
+
+
+def read(model_files: ModelFiles) -> Trained:
+    """Read the model in a folder."""
+    folder, settings = model_files.path, model_files.config
+    if settings is None:
+        raise ModelError(f"{folder} is a transformers file without its config.json; give the folder that holds both")
+    get_model_type(settings, folder)
+    tensors, dropped = convert_tensors(model_files.tensors)
+    processor_path = folder / PROCESSOR_FILE
+    processor = json_files.read_json(processor_path) if processor_path.exists() else None
+    info = read_info(tensors, settings, processor, folder)
+    return foreign_format.build_trained(FORMAT, model_files, tensors, info, tuple(dropped))
 
 
 def convert_tensors(tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors under the model's own names, and a sentence on each that it has no use for."""
+    """Put tensors under the model's own names; return a sentence on each that it does not use."""
     base = re.compile(rf"^({'|'.join(MODEL_TYPES)})\.")
     inner = {base.sub("", name): tensor for name, tensor in tensors.items()}
     unused = {"embeddings.mask_token": "only pre-training uses it"}
@@ -73,10 +88,14 @@ def convert_tensors(tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
         unused |= dict.fromkeys(("pooler.dense.weight", "pooler.dense.bias"), "the classifier does not read the pooler")
     dropped = [f"{name}: left out, {reason}" for name, reason in unused.items() if inner.pop(name, None) is not None]
     own = foreign_format.fuse_qkv(TENSOR_NAMES.rename_tensors(inner))
-    if "reg_token" in own:  # registers have no position, the class token has: an equal class token without one
+    if "reg_token" in own:  # only the class token has a position among the prefix tokens: add it to the token
         token, position = own.get("cls_token"), own.get("pos_embed")
-        fit = token is not None and position is not None and token.ndim == position.ndim == 3
-        if token is None or position is None or not fit or token.shape[2] != position.shape[2]:
+        if (
+            token is None
+            or position is None
+            or not token.ndim == position.ndim == 3
+            or token.shape[2] != position.shape[2]
+        ):
             raise ModelError("the file has registers, but no class token and positions of one width beside them")
         own |= {"cls_token": token + position[:, :1], "pos_embed": position[:, 1:]}
     return own, dropped
@@ -85,7 +104,7 @@ def convert_tensors(tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
 def read_info(
     tensors: Tensors, settings: dict[str, Any], processor: dict[str, Any] | None, path: Path
 ) -> foreign_format.ForeignModelInfo:
-    """What the folder says, for tensors under the model's own names."""
+    """Read everything that a folder states, for tensors under the model's own names."""
     config = infer_config(tensors, settings, path)
     preprocess, sentences = _parse_preprocess_config(processor)
     labels = _parse_labels(settings, config.classes)
@@ -99,7 +118,7 @@ def read_info(
 
 
 def get_model_type(settings: dict[str, Any], path: Path) -> str:
-    """The kind of model in config.json, one of those that are read."""
+    """Return the kind of model in config.json, or refuse one that is not supported."""
     kind = settings.get("model_type")
     if kind not in MODEL_TYPES:
         raise ModelError(f"{path} has the model_type {kind!r:.80}; {', '.join(MODEL_TYPES)} are read")
@@ -107,7 +126,7 @@ def get_model_type(settings: dict[str, Any], path: Path) -> str:
 
 
 def infer_config(tensors: Tensors, settings: dict[str, Any], path: Path) -> ViTConfig:
-    """The function these weights compute, by config.json."""
+    """Infer the function that these weights compute, by config.json."""
     kind = get_model_type(settings, path)
     if settings.get("use_swiglu_ffn"):
         raise ModelError(f"{path} has SwiGLU layers, which no plain ViT has")
@@ -128,7 +147,7 @@ def infer_config(tensors: Tensors, settings: dict[str, Any], path: Path) -> ViTC
         "registers": registers,
         "pool": "class-mean" if dino and size.classes else "class",
         "hidden_head": "pre_logits.fc.weight" in tensors,
-        "prefix_positions": not registers,  # see rename
+        "prefix_positions": not registers,  # see convert_tensors
         "resample": RESAMPLE_OPERATORS.get(kind, "bicubic"),
         "qkv_bias": settings.get("qkv_bias", True),
         "layer_scale": dino,
@@ -139,14 +158,13 @@ def infer_config(tensors: Tensors, settings: dict[str, Any], path: Path) -> ViTC
 
 
 def _parse_preprocess_config(processor: dict[str, Any] | None) -> tuple[PreprocessConfig | None, list[str]]:
-    """The preprocessing in preprocessor_config.json, or why it is unknown."""
+    """Parse the preprocessing in preprocessor_config.json; where that fails, return None and why."""
     if processor is None:
         return None, ["preprocessing: unknown, the folder has no preprocessor_config.json"]
     try:
         resize = _parse_size(processor["size"]) if processor.get("do_resize", True) else None
-        crop = (
-            _parse_size(processor["crop_size"]) if processor.get("do_center_crop", "crop_size" in processor) else resize
-        )
+        has_crop = processor.get("do_center_crop", "crop_size" in processor)
+        crop = _parse_size(processor["crop_size"]) if has_crop else resize
         if resize is None or crop is None or not processor.get("do_normalize", True):
             raise UsageError("do_resize and do_normalize must be on")
         factor = processor.get("rescale_factor", 1 / 255)
@@ -166,32 +184,32 @@ def _parse_preprocess_config(processor: dict[str, Any] | None) -> tuple[Preproce
 
 
 def _get_default_resample(processor: dict[str, Any]) -> int:
-    """What transformers takes where the file does not say: bilinear for ViT, bicubic for DeiT and DINOv2."""
+    """transformers' default where the file does not state it: bilinear for ViT, bicubic for DeiT and DINOv2."""
     kind = processor.get("image_processor_type") or processor.get("feature_extractor_type") or "ViT"
     return 2 if str(kind).startswith("ViT") else 3
 
 
 def _parse_size(size: Any) -> tuple[int, ...]:
-    """One side (the shortest) or height and width."""
+    """Parse a size: one side (the shortest), or height and width."""
     if isinstance(size, int):  # written before version 4.25
         return size, size
     return (size["shortest_edge"],) if "shortest_edge" in size else (size["height"], size["width"])
 
 
 def _parse_labels(settings: dict[str, Any], classes: int) -> tuple[str, ...] | None:
-    named = settings.get("id2label")
-    if not isinstance(named, dict) or named.keys() != {str(index) for index in range(classes)}:
+    labels = settings.get("id2label")
+    if not isinstance(labels, dict) or labels.keys() != {str(index) for index in range(classes)}:
         return None
-    return tuple(str(named[str(index)]) for index in range(classes)) or None
+    return tuple(str(labels[str(index)]) for index in range(classes)) or None
 
 
 def _list_default_labels(classes: int) -> tuple[str, ...]:
-    """What transformers writes for classes that have no names."""
+    """The labels that transformers writes for classes without names."""
     return tuple(f"LABEL_{index}" for index in range(classes))
 
 
 def write(trained: Trained, path: Path) -> list[str]:
-    """Write a folder that transformers' own classes load; the notes say what that loses."""
+    """Write a folder that transformers' own classes load; the notes say what it loses."""
     config, tensors, notes = foreign_format.convert_positions_to_table(
         foreign_format.require_vit(FORMAT, trained.model), prefix=True
     )
@@ -201,18 +219,18 @@ def write(trained: Trained, path: Path) -> list[str]:
     notes += foreign_format.check_round_trip(FORMAT, config, infer_config(tensors, settings, foreign_format.DRAFT_PATH))
     renamed = {_get_file_tensor_name(name, config): tensor for name, tensor in foreign_format.split_qkv(tensors)}
     path.mkdir()
-    tensor_files.write_json(path / "config.json", settings)
+    json_files.write_json(path / "config.json", settings)
     tensor_files.write_tensors(path / "model.safetensors", renamed, {})
     if not config.classes and not config.hidden_head:
         notes.append("pooler: none was written, so transformers adds a random one; read last_hidden_state[:, 0]")
     if trained.origin.license is not None:
         (path / "README.md").write_text(model_license.format_front_matter(trained.origin.license), encoding="utf-8")
     notes += foreign_format.describe_lost_origin(FORMAT, trained.origin)
-    return notes + _write_processor_json(trained.preprocess, path / "preprocessor_config.json")
+    return notes + _write_processor_json(trained.preprocess, path / PROCESSOR_FILE)
 
 
 def _write_processor_json(preprocess: PreprocessConfig | None, path: Path) -> list[str]:
-    """Write preprocessor_config.json; the notes say where transformers would prepare images in another way."""
+    """Write preprocessor_config.json; the notes say where transformers would prepare images differently."""
     if preprocess is None:
         return [f"preprocessing: unknown, so no {path.name} was written"]
     if preprocess.interpolation not in INTERPOLATION_CODES.values():
@@ -220,14 +238,14 @@ def _write_processor_json(preprocess: PreprocessConfig | None, path: Path) -> li
             f"preprocessing: transformers cannot resize by {preprocess.interpolation}, so no {path.name} was written"
         ]
     processor = _build_processor_json(preprocess)
-    tensor_files.write_json(path, processor)
+    json_files.write_json(path, processor)
     if preprocess.crop_rounding == "nearest" and preprocess.size != preprocess.resize:
-        return ["preprocessing: transformers rounds the crop's corner down where this model takes the nearest pixel"]
+        return ["preprocessing: transformers rounds the crop's corner down, this model to the nearest pixel"]
     return []
 
 
 def _get_file_tensor_name(own: str, config: ViTConfig) -> str:
-    """The name in a transformers file of a tensor of ours."""
+    """Return the name that one of the model's tensors has in a file."""
     theirs = TENSOR_NAMES.to_foreign_name(own)
     if theirs.startswith("classifier."):
         return f"cls_{theirs}" if config.distillation_head else theirs
@@ -237,10 +255,10 @@ def _get_file_tensor_name(own: str, config: ViTConfig) -> str:
 
 
 def _build_config_json(config: ViTConfig, labels: tuple[str, ...] | None) -> dict[str, Any]:
-    """config.json."""
+    """Build config.json."""
     family = "DeiT" if config.distillation_token else "ViT"
     task = "Model" if not config.classes else "ForImageClassification"
-    named = _list_default_labels(config.classes) if labels is None else labels
+    labels = _list_default_labels(config.classes) if labels is None else labels
     return {
         "architectures": [f"{family}{task}{'WithTeacher' if config.distillation_head else ''}"],
         "model_type": family.lower(),
@@ -259,13 +277,13 @@ def _build_config_json(config: ViTConfig, labels: tuple[str, ...] | None) -> dic
         "pooler_act": "tanh",
         "pooler_output_size": config.width,
         "dtype": "float32",
-        "id2label": {str(index): label for index, label in enumerate(named)},
-        "label2id": {label: index for index, label in enumerate(named)},
+        "id2label": {str(index): label for index, label in enumerate(labels)},
+        "label2id": {label: index for index, label in enumerate(labels)},
     }
 
 
 def _build_processor_json(preprocess: PreprocessConfig) -> dict[str, Any]:
-    """preprocessor_config.json."""
+    """Build preprocessor_config.json."""
     height, width = preprocess.size
     processor: dict[str, Any] = {
         "do_resize": True,

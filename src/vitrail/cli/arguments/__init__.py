@@ -1,0 +1,1 @@
+"""The arguments of every command, as frozen dataclasses. They answer `--help` and mistakes without torch."""

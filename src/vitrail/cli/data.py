@@ -1,0 +1,282 @@
+"""`vitrail data check|get|list|pack|remove`: datasets, before anyone trains on them."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from vitrail.cli import output
+from vitrail.cli.arguments.data import CheckArguments, GetArguments, ListArguments, PackArguments, RemoveArguments
+from vitrail.data import image_scan, public_datasets
+from vitrail.data.audit import audit_dataset, keep_eval_splits, read_excluded_images
+from vitrail.data.dataset import Dataset, without_images
+from vitrail.data.imagenet import describe_release
+from vitrail.data.pack import pack
+from vitrail.data.sources import open_dataset
+from vitrail.errors import DataError, UsageError
+from vitrail.files import get_data_home, write_atomically
+from vitrail.runtime.workers import count_available_cores
+
+_MAX_LISTED = 20
+_SLOW_COMPARISON_IMAGES = 20_000
+COMPARISON_SECONDS = 0.002  # of one core, to compare an image with another dataset (docs/experiments/duplicates.md)
+_NOT_COMPARED_REASON = "as they cannot be read or are more than the 200,000 that are decoded without --all"
+
+Rows = Iterator[tuple[str, str]]
+
+
+# --- data check ------------------------------------------------------------------------------------------------------
+
+
+def check_dataset(arguments: CheckArguments) -> None:
+    """`vitrail data check DATA`: print what is wrong with a dataset, and write the report."""
+    data, out = arguments.data, arguments.out
+    if out.is_dir():
+        raise UsageError(f"--out {out} is a folder; name a file for the report")
+    dataset = open_dataset(data)
+    num_images = sum(map(len, dataset.splits.values()))
+    report = _audit(dataset, num_images, arguments)
+    if arguments.output.json:
+        output.print_json(report)
+    else:
+        output.print_table([*_format_report(report), ("report", str(out))])
+    with write_atomically(out, overwrite=True) as fresh:  # last: where it cannot be written, the result was shown
+        fresh.write_text(json.dumps(report, indent=1))
+    images, bad = output.pluralize(num_images, "image"), len(report["bad"])
+    across = report["duplicates"]["across_splits"]
+    duplicates = f", {output.pluralize(across, 'group')} of duplicates across splits" if across else ""
+    output.print_note(f"{images}, {f'{bad:,} of them' if bad else 'none'} bad{duplicates}; report: {out}")
+    if bad and not arguments.skip_bad:
+        raise DataError(
+            f"{output.pluralize(bad, 'bad image')} in {data}, named in {out}. Repair, remove or leave out:"
+            f" vitrail data pack {data} OUT --leave-out {out} (--skip-bad exits with 0 all the same)"
+        )
+
+
+def _audit(dataset: Dataset, num_images: int, arguments: CheckArguments) -> dict[str, Any]:
+    other = None if arguments.against is None else keep_eval_splits(open_dataset(arguments.against))
+    output.print_note(f"data: {dataset.name}")
+    max_decoded = num_images if arguments.decode_all else image_scan.MAX_DECODED_IMAGES
+    if num_images > image_scan.MAX_DECODED_IMAGES:
+        output.print_note(_describe_coverage(dataset, num_images, decode_all=arguments.decode_all))
+    with output.show_progress("reading images") as progress:
+        scan = image_scan.scan_dataset(dataset, progress=progress, max_decoded=max_decoded)
+        other_scan = None if other is None else image_scan.scan_dataset(other, progress=progress)
+    if len(scan.fingerprinted_images) > _SLOW_COMPARISON_IMAGES:
+        output.print_note("looking for duplicates (two minutes for 100,000 images)")
+    return audit_dataset(scan, other_scan)
+
+
+def _describe_coverage(dataset: Dataset, num_images: int, *, decode_all: bool) -> str:
+    """How many images of a large dataset are decoded and compared, and what all of them would take."""
+    seconds, cores = image_scan.time_image(dataset), count_available_cores()
+    hours = num_images * (seconds + COMPARISON_SECONDS) / cores / 3600
+    memory = output.format_bytes(image_scan.BASE_BYTES + num_images * image_scan.BYTES_PER_IMAGE)
+    cost = (
+        f"about {hours:,.1f} hours on {output.pluralize(cores, 'core')}, at {1000 * seconds:.1f} ms to decode an image"
+        f" here and {1000 * COMPARISON_SECONDS:.0f} ms to compare it, and {memory} of memory"
+    )
+    if decode_all:
+        return f"note: all {num_images:,} images are decoded and compared: {cost}"
+    sample = image_scan.MAX_DECODED_IMAGES
+    return (
+        f"note: a random sample of {sample:,} of {num_images:,} images ({sample / num_images:.1%}) is decoded and"
+        f" compared; --all takes all of them: {cost}"
+    )
+
+
+def _format_report(report: dict[str, Any]) -> Rows:
+    sizes, color = report["sizes"], report["colour"]
+    yield "images", _format_counts(report["images"])
+    for note in report["notes"]:
+        yield "note", note
+    cached, headers = report["from_earlier_check"], report["headers_only"]
+    earlier = f", {output.format_count(cached)} of them before" if cached else ""
+    more = f"; of {output.format_count(headers)} more only the header" if headers else ""
+    yield "decoded", f"{output.format_count(report['decoded'])}{earlier}{more}"
+    yield from _format_classes(report)
+    yield "formats", _format_counts(report["formats"]) or "none"
+    yield "sizes", ", ".join(f"{side} {v['least']} to {v['most']} (median {v['median']})" for side, v in sizes.items())
+    if color["mean"]:
+        mean, std = (" ".join(f"{value:.4f}" for value in color[name]) for name in ("mean", "std"))
+        yield "color", f"mean {mean}, std {std} ({color['of']}); {output.format_count(color['grey'])} gray"
+    yield from _format_duplicates(report)
+    yield "bad", output.format_count(len(report["bad"]))
+    yield from _list_first_lines([f"{_format_image(row)}: {row['reason']}" for row in report["bad"]])
+
+
+def _format_classes(report: dict[str, Any]) -> Rows:
+    classes = report["classes"]
+    if not classes:
+        yield "classes", "none: the images have no labels"
+        return
+    split = "train" if "train" in report["images"] else next(iter(report["images"]))
+    by_size = sorted(classes, key=lambda row: row[split])
+    smallest, largest = by_size[0], by_size[-1]
+    kind = ", of which an image may have several" if report["several_labels"] else ""
+    span = f"{smallest[split]:,} ({smallest['name']}) to {largest[split]:,} ({largest['name']})"
+    yield "classes", f"{output.format_count(len(classes))}{kind}; images per class of {split}: {span}"
+    if report["question"]:
+        yield "warning", report["question"]
+    empty = [row["name"] for row in classes if not row[split]]
+    if empty:
+        yield "warning", f"{output.pluralize(len(empty), 'class')} without an image in {split}: {', '.join(empty[:5])}"
+    elif largest[split] > 10 * smallest[split]:
+        ratio = f"{largest[split] / smallest[split]:.0f} times"
+        yield "warning", f"strong imbalance: {largest['name']} has {ratio} the images of {smallest['name']}"
+
+
+def _format_duplicates(report: dict[str, Any]) -> Rows:
+    duplicates = report["duplicates"]
+    exact, near = output.pluralize(duplicates["exact"], "group"), output.pluralize(duplicates["near"], "group")
+    compared = _format_part(duplicates["compared"], duplicates["of"], "image")
+    verb = "looks" if duplicates["near"] == 1 else "look"
+    yield "duplicates", f"{exact} of equal files, {near} that {verb} the same; compared {compared}"
+    if duplicates["across_splits"]:
+        groups = output.pluralize(duplicates["across_splits"], "group")
+        yield "warning", f"{groups} of these across splits: results look too good"
+        across = [group for group in duplicates["groups"] if len({image["split"] for image in group["images"]}) > 1]
+        yield from _list_first_lines(
+            [f"{group['kind']}: {', '.join(map(_format_image, group['images'][:4]))}" for group in across]
+        )
+    if duplicates["different_labels"]:
+        yield "warning", f"{output.pluralize(duplicates['different_labels'], 'group')} of these with different labels"
+    if "against" in report:
+        yield from _format_against(report["against"])
+
+
+def _format_against(against: dict[str, Any]) -> Rows:
+    matches = against["found"]
+    images = f"{output.pluralize(len(matches), 'image')} {'shows' if len(matches) == 1 else 'show'}"
+    shown = f"{images} what one of its {_format_part(against['compared'], against['of'])} shows"
+    compared = _format_part(against["searched"], against["searched_of"], "image")
+    yield "against", f"{against['data']}: {shown}; compared {compared}"
+    if missing := against["searched_of"] - against["searched"]:
+        verb = "was" if missing == 1 else "were"
+        yield "warning", f"{output.pluralize(missing, 'image')} {verb} not compared with it, {_NOT_COMPARED_REASON}"
+    yield from _list_first_lines([f"{row['kind']}: {_format_image(row)} = {row['shows']}" for row in matches])
+
+
+def _format_part(number: int, whole: int, noun: str = "") -> str:
+    total = output.pluralize(whole, noun) if noun else f"{whole:,}"
+    return total if number == whole else f"{number:,} of {total}"
+
+
+def _format_image(row: dict[str, Any]) -> str:
+    return f"{row['split']}: {row['name']}"
+
+
+def _list_first_lines(lines: list[str]) -> Rows:
+    """The first lines, and how many more there are."""
+    for line in lines[:_MAX_LISTED]:
+        yield "", line
+    if len(lines) > _MAX_LISTED:
+        yield "", f"... and {len(lines) - _MAX_LISTED:,} more in the report"
+
+
+# --- data pack -------------------------------------------------------------------------------------------------------
+
+
+def pack_dataset(arguments: PackArguments) -> None:
+    """`vitrail data pack DATA OUT`: write tar shards with an index."""
+    out = arguments.out
+    dataset = open_dataset(arguments.data)
+    _print_pack_notes(dataset)
+    before = sum(map(len, dataset.splits.values()))
+    if arguments.leave_out is not None:
+        dataset = without_images(dataset, read_excluded_images(arguments.leave_out, dataset))
+        for sentence in _describe_empty_classes(dataset):
+            output.print_note(f"warning: {sentence}")
+    try:
+        with output.show_progress("writing shards") as progress:
+            pack(dataset, out, progress=progress)
+    except KeyboardInterrupt:
+        output.print_note("repeat the command to continue where it stopped")
+        raise
+    images = {name: len(split) for name, split in dataset.splits.items()}
+    excluded = before - sum(images.values())
+    shards = list(out.glob("*.tar"))
+    num_bytes = sum(path.stat().st_size for path in shards)
+    if arguments.output.json:
+        output.print_json({"written": str(out), "images": images, "left_out": excluded, "bytes": num_bytes})
+        return
+    rows = [("images", _format_counts(images))]
+    if arguments.leave_out is not None:
+        rows.append(("left out", output.format_count(excluded)))
+    size = f"{output.pluralize(len(shards), 'shard')}, {output.format_bytes(num_bytes)}"
+    output.print_table([*rows, ("written", f"{out} ({size})")])
+
+
+def _print_pack_notes(dataset: Dataset) -> None:
+    output.print_note(f"data: {dataset.name}")
+    for note in filter(None, (*dataset.notes, describe_release(dataset.classes))):
+        output.print_note(f"note: {note}")
+    if dataset.layout_warning:
+        output.print_note(f"warning: {dataset.layout_warning}")
+
+
+def _describe_empty_classes(dataset: Dataset) -> Iterator[str]:
+    """The splits in which a class has no image left."""
+    for name, split in dataset.splits.items():
+        counts = split.count_per_class(len(dataset.classes))
+        empty = [label for label, count in zip(dataset.classes, counts, strict=True) if not count]
+        if empty:
+            yield f"{name} has no image of {', '.join(empty[:5])}{' ...' if len(empty) > 5 else ''}"
+
+
+# --- data get, list, remove ------------------------------------------------------------------------------------------
+
+
+def get_dataset(arguments: GetArguments) -> None:
+    """`vitrail data get NAME`: download a public dataset."""
+    name = arguments.name
+    with output.show_progress(f"downloading {name}", of_bytes=True) as progress:
+        folder = public_datasets.download_dataset(name, arguments.files, progress=progress, note=output.print_note)
+    stored = next(one for one in public_datasets.list_downloaded_datasets() if one.name == name)
+    if arguments.output.json:
+        output.print_json({"name": name, "folder": str(folder), "images": dict(stored.images), "bytes": stored.bytes})
+        return
+    images = _format_counts({split: number for split, number in stored.images.items() if number})
+    terms = public_datasets.PUBLIC_DATASETS[name].terms
+    output.print_table(
+        [("images", images), ("terms", terms), ("stored", f"{folder} ({output.format_bytes(stored.bytes)})")]
+    )
+
+
+def list_datasets(arguments: ListArguments) -> None:
+    """`vitrail data list`: show the public datasets, and those downloaded."""
+    downloaded = {stored.name: stored for stored in public_datasets.list_downloaded_datasets()}
+    home = get_data_home() / "data"
+    if arguments.output.json:
+        rows = [
+            {
+                "name": name,
+                "description": public.description,
+                "terms": public.terms,
+                "images": dict(public.splits),
+                "stored_bytes": downloaded[name].bytes if name in downloaded else None,
+            }
+            for name, public in public_datasets.PUBLIC_DATASETS.items()
+        ]
+        output.print_json({"folder": str(home), "datasets": rows})
+        return
+    table = [("name", "description", "images", "downloaded", "terms")]
+    for name, public in public_datasets.PUBLIC_DATASETS.items():
+        size = output.format_bytes(downloaded[name].bytes) if name in downloaded else "-"
+        table.append((name, public.description, output.format_count(sum(public.splits.values())), size, public.terms))
+    output.print_table(table, right=(2, 3))
+    print(f"\nvitrail data get NAME downloads one into {home}; vitrail data remove NAME deletes it.")
+
+
+def remove_dataset(arguments: RemoveArguments) -> None:
+    """`vitrail data remove NAME`: delete a downloaded dataset."""
+    name = arguments.name
+    sizes = {stored.name: stored.bytes for stored in public_datasets.list_downloaded_datasets()}
+    public_datasets.remove_dataset(name)
+    if arguments.output.json:
+        output.print_json({"removed": name, "bytes": sizes.get(name, 0)})
+        return
+    output.print_table([("removed", f"{name} ({output.format_bytes(sizes.get(name, 0))})")])
+
+
+def _format_counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {output.format_count(number)}" for name, number in counts.items())

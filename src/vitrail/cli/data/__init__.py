@@ -1,1 +1,0 @@
-"""`vitrail data ...`: what can be done with sets of images."""

@@ -1,0 +1,375 @@
+"""All figures of one model, or of two side by side: from the weights, and from images."""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from vitrail import presets
+from vitrail.config import expand_image_size
+from vitrail.data import file_list, image_paths, public_datasets, webdataset
+from vitrail.data.dataset import IMAGE_SUFFIXES
+from vitrail.data.sources import DIGITS_NAME, open_dataset
+from vitrail.errors import DataError, UsageError
+from vitrail.figures import attention, attention_images, cka, embeddings, paper_figures
+from vitrail.figures.attention_images import AttentionResults, FigureImage, InputBatch
+from vitrail.figures.crops import Box, measure_box_attention, summarize_box_attention
+from vitrail.figures.faithfulness import join_faithfulness
+from vitrail.figures.figure_folder import IMAGE_FOLDERS, FigureFolder
+from vitrail.runtime import devices
+from vitrail.runtime.progress import Notify, ShowProgress, hide_progress, ignore_note
+from vitrail.weights import hub, tensor_files
+from vitrail.weights.adapt import adapt
+from vitrail.weights.load import find_model_path, load
+from vitrail.weights.trained import Trained
+
+PAPER_IMAGES = 128  # images that the paper's attention distance is averaged over
+ResultT = TypeVar("ResultT")
+
+
+class FigureModel(NamedTuple):
+    """A model and its name in figures."""
+
+    name: str
+    trained: Trained
+
+
+# --- models and images -----------------------------------------------------------------------------------------------
+
+
+def split_models_and_images(model: str, others: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split the arguments of a command line into one or two models, and images."""
+    models = [model, *itertools.takewhile(_is_model, others)]
+    if len(models) > 2:
+        raise UsageError(f"{', '.join(models)} are {len(models)} models; give one, or two to compare")
+    return models, list(others[len(models) - 1 :])
+
+
+def _is_model(argument: str) -> bool:
+    """Whether an argument after the first is a model: its name, a file of weights, or a folder without images."""
+    if hub.is_remote(argument):
+        return True
+    path = find_model_path(argument)
+    if path is None:
+        return presets.has_preset(argument)
+    suffixes = {file.suffix.lower() for file in (path.iterdir() if path.is_dir() else [path])}
+    return not suffixes.isdisjoint((*tensor_files.SUFFIXES, ".npz")) and suffixes.isdisjoint(IMAGE_SUFFIXES)
+
+
+def load_models(
+    arguments: Sequence[str],
+    image_size: tuple[int, ...] | None = None,
+    device_name: str | None = None,
+    notify: Notify = ignore_note,
+) -> list[FigureModel]:
+    """Load the models onto the device, with distinct names."""
+    device, models = devices.resolve_device(device_name), list[FigureModel]()
+    for argument in arguments:
+        trained = load(argument)
+        if find_model_path(argument) is None and not hub.is_remote(argument):
+            notify(f"{argument} is a preset: its weights are random")
+        if image_size is not None:
+            trained = adapt(trained, image_size=expand_image_size(image_size))
+        trained.model.to(device)
+        name = _make_title(argument)
+        taken = any(model.name == name for model in models)
+        models.append(FigureModel(f"{argument} (2)" if taken else name, trained))
+    return models
+
+
+def _make_title(argument: str) -> str:
+    """The name of a model in figures: the end of its path, or the run of whose weights it is."""
+    *folders, name = argument.rstrip("/").split("/")
+    stem = re.sub(r"\.(safetensors|npz|pth?|bin)$", "", name)
+    return folders[-2] if len(folders) > 1 and folders[-1] == "weights" and stem == "best" else stem
+
+
+def list_images(arguments: Sequence[str]) -> list[FigureImage]:
+    """List the images of paths, globs and datasets, each name once, in the order given."""
+    return list({image.name: image for image in _iterate_images(arguments)}.values())
+
+
+def _iterate_images(arguments: Sequence[str]) -> Iterator[FigureImage]:
+    for argument in arguments:
+        known = argument in (DIGITS_NAME, *public_datasets.PUBLIC_DATASETS) or webdataset.is_tar_pattern(argument)
+        if known or Path(argument).suffix.lower() in file_list.LIST_SUFFIXES:
+            splits = open_dataset(argument).splits
+            split = next(splits[name] for name in ("test", "val", "train") if name in splits)
+            yield from (
+                FigureImage(split.get_image_name(row), partial(split.read_image, row)) for row in range(len(split))
+            )
+            continue
+        yield from (FigureImage(image.name, image.read) for image in image_paths.iter_image_refs([argument]))
+
+
+def spread_evenly(images: Sequence[FigureImage], number: int) -> list[FigureImage]:
+    """Select so many images, evenly spread, in their order: the classes of a folder follow each other."""
+    number = min(len(images), number)
+    return [images[index * len(images) // number] for index in range(number)]
+
+
+# --- from the weights ------------------------------------------------------------------------------------------------
+
+
+def draw_weight_figures(models: Sequence[FigureModel], folder: FigureFolder) -> None:
+    """Draw what needs no images: embedding filters and position similarity."""
+    _draw_filters(models, folder)
+    _draw_positions(models, folder)
+
+
+def _compute_by_model(
+    figure: str,
+    models: Sequence[FigureModel],
+    folder: FigureFolder,
+    compute: Callable[[FigureModel], ResultT],
+) -> dict[str, ResultT]:
+    """The results by the models' names; for a model that cannot have the figure, the reason is noted."""
+    results = {}
+    for model in models:
+        try:
+            results[model.name] = compute(model)
+        except (UsageError, DataError) as error:
+            folder.add_skipped(figure, f"{model.name}: {error}" if len(models) > 1 else str(error))
+    return results
+
+
+def _draw_filters(models: Sequence[FigureModel], folder: FigureFolder) -> None:
+    filters = _compute_by_model(
+        "filters", models, folder, lambda model: embeddings.compute_filters(model.trained.model)
+    )
+    if not filters:
+        return
+    explained = {name: float(result.explained_variance_ratio.sum()) for name, result in filters.items()}
+    folder.numbers["explained"] = explained
+    description = f"principal components of the first filters, {_format_by_model(explained, '{:.0%} of the variance')}"
+    paper_figures.plot_filters(filters, folder.add_file("filters.png", description))
+    folder.write_arrays("filters.npz", {name: dataclasses.asdict(result) for name, result in filters.items()})
+
+
+def _draw_positions(models: Sequence[FigureModel], folder: FigureFolder) -> None:
+    similarities = _compute_by_model(
+        "positions", models, folder, lambda model: embeddings.compute_position_similarity(model.trained.model)
+    )
+    if not similarities:
+        return
+    initial = {
+        model.name: embeddings.compute_position_similarity(embeddings.build_untrained(model.trained.model))
+        for model in models
+        if model.name in similarities
+    }
+    path = folder.add_file("positions.png", "cosine similarity of position embeddings")
+    paper_figures.plot_position_similarity(similarities, path, initial=initial)
+    folder.write_arrays("positions.npz", _merge_initial(similarities, initial))
+
+
+# --- from images -----------------------------------------------------------------------------------------------------
+
+
+def draw_image_figures(
+    models: Sequence[FigureModel],
+    images: Sequence[FigureImage],
+    boxes: Mapping[str, Box],
+    folder: FigureFolder,
+    *,
+    num_drawn: int,
+    faithfulness: bool = False,
+    show_progress: ShowProgress = hide_progress,
+) -> None:
+    """Draw distances, CKA and faithfulness, then pictures of the first images, then measure boxes."""
+    drawn = images[:num_drawn]
+    names = {image.name for image in drawn}
+
+    def compute_attention(model: FigureModel) -> AttentionResults:
+        with show_progress(f"attention of {model.name}") as report:
+            return attention_images.compute_attention_results(
+                model.trained,
+                _iterate_inputs(model, images, folder),
+                names,
+                lambda done: report(done, len(images)),
+                faithfulness=faithfulness,
+            )
+
+    results = _compute_by_model("attention", models, folder, compute_attention)
+    if not results:
+        return
+    _draw_distances([model for model in models if model.name in results], results, folder)
+    _draw_cka(results, folder)
+    for name, result in results.items():
+        if drawn and not result.details.relevance:
+            folder.add_skipped("relevance", f"{name} has no head: relevance and its faithfulness are those of a class")
+    _draw_faithfulness(results, folder)
+    _draw_images(drawn, results, folder, show_progress)
+    if boxes:
+        _measure_boxes(results, boxes, folder)
+
+
+def _iterate_inputs(model: FigureModel, images: Sequence[FigureImage], folder: FigureFolder) -> Iterator[InputBatch]:
+    preprocess = model.trained.preprocess
+    if preprocess is None:
+        raise UsageError(
+            "the weights do not state their preprocessing. Name it once:"
+            " vitrail convert MODEL OUT.safetensors --preprocess imagenet (or inception, torchvision)"
+        )
+    return attention_images.iterate_inputs(
+        images, model.trained.model.config.channels, preprocess, folder.add_unreadable
+    )
+
+
+def _draw_distances(
+    models: Sequence[FigureModel], results: Mapping[str, AttentionResults], folder: FigureFolder
+) -> None:
+    """Draw distance and entropy. Untrained networks get one batch, since they attend alike to any image."""
+    distances = {name: result.distance for name, result in results.items()}
+    initial = {}
+    for model in models:
+        network = embeddings.build_untrained(model.trained.model)
+        initial[model.name] = attention.compute_attention_distance(network, [results[model.name].first_inputs])
+    by_model = folder.numbers.setdefault("attention", {})
+    for name, result in distances.items():
+        by_model[name] = {
+            "images": result.images,
+            "distance": result.distance.mean(axis=1).tolist(),
+            "entropy": result.entropy.mean(axis=1).tolist(),
+        }
+    ends = {name: (numbers["distance"][0], numbers["distance"][-1]) for name, numbers in by_model.items()}
+    means = _format_by_model(ends, "{0[0]:.0f} pixels in the first layer and {0[1]:.0f} in the last")
+    path = folder.add_file("distance.png", f"attention distance and entropy by head, on average {means}")
+    paper_figures.plot_attention_distance(distances, path, initial=initial)
+    folder.write_arrays("distance.npz", _merge_initial(distances, initial))
+    if (fewest := min(result.images for result in distances.values())) < PAPER_IMAGES:
+        folder.notify(f"attention distance is averaged over {fewest} of the paper's {PAPER_IMAGES} images")
+
+
+def _draw_cka(results: Mapping[str, AttentionResults], folder: FigureFolder) -> None:
+    """Draw the similarity of layers within each model, and between two of them on the batches that both have read."""
+    similarities, arrays = {}, dict[str, dict[str, Any]]()
+    for one, other in itertools.combinations_with_replacement(results, 2):
+        first, second = results[one].details.gram_matrices, results[other].details.gram_matrices
+        common = [names for names in first if names in second]
+        try:
+            layers = cka.compute_cka([first[names] for names in common], [second[names] for names in common])
+        except DataError as error:
+            folder.add_skipped("cka", str(error))
+            return
+        similarities[one, other] = layers
+        arrays.setdefault(one, {})["layers" if one == other else "layers_with_second"] = layers
+    ends = {" and ".join(dict.fromkeys(pair)): layers[1, -1] for pair, layers in similarities.items()}
+    folder.numbers["cka"] = {name: float(value) for name, value in ends.items()}
+    description = f"CKA of layers, of the first block and the last {_format_by_model(ends, '{:.2f}')}"
+    paper_figures.plot_cka(similarities, folder.add_file("cka.png", description))
+    folder.write_arrays("cka.npz", arrays)
+
+
+def _draw_faithfulness(results: Mapping[str, AttentionResults], folder: FigureFolder) -> None:
+    """Draw the classes' probabilities as patches are deleted and inserted in several orders."""
+    curves = {
+        name: {order: join_faithfulness(parts) for order, parts in result.details.faithfulness.items()}
+        for name, result in results.items()
+        if result.details.faithfulness
+    }
+    if not curves:
+        return
+    areas = folder.numbers["faithfulness"] = {
+        name: {
+            order: {"deletion": curve.deletion_area, "insertion": curve.insertion_area}
+            for order, curve in by_order.items()
+        }
+        for name, by_order in curves.items()
+    }
+    numbers = _format_by_model(areas, "by relevance {0[relevance][deletion]:.3f} and {0[relevance][insertion]:.3f}")
+    path = folder.add_file("faithfulness.png", f"areas under deletion and insertion, {numbers}")
+    paper_figures.plot_faithfulness(curves, path)
+    arrays = {
+        name: {
+            f"{order}_{key}": value
+            for order, curve in by_order.items()
+            for key, value in dataclasses.asdict(curve).items()
+        }
+        for name, by_order in curves.items()
+    }
+    folder.write_arrays("faithfulness.npz", arrays)
+
+
+def _draw_images(
+    images: Sequence[FigureImage],
+    results: Mapping[str, AttentionResults],
+    folder: FigureFolder,
+    show_progress: ShowProgress,
+) -> None:
+    """Draw pictures of each readable image, and write the arrays of all images."""
+    taken: set[str] = set()
+    with show_progress("drawing") as report:
+        for number, image in enumerate(images, 1):
+            of_image = {name: result for name, result in results.items() if image.name in result.details.heads}
+            if of_image:
+                taken.add(name := attention_images.make_file_name(image.name, taken))
+                relevance = any(image.name in result.details.relevance for result in of_image.values())
+                kinds = [kind for kind in IMAGE_FOLDERS if relevance or kind != "relevance"]
+                paths = {kind: folder.add_file(f"{kind}/{name}.png", image.name) for kind in kinds}
+                attention_images.draw_attention_images(image, of_image, paths)
+            report(number, len(images))
+    folder.write_arrays("images.npz", {name: _collect_arrays(result) for name, result in results.items()})
+
+
+def _collect_arrays(result: AttentionResults) -> dict[str, list[Any]]:
+    """The arrays of images.npz; its keys are those of earlier versions."""
+    details = result.details
+    predictions = details.predictions.values()
+    return {
+        "within": list(result.crops.values()),
+        "rollouts": list(result.rollouts.values()),
+        "heads": list(details.heads.values()),
+        "tokens": list(details.tokens.values()),
+        "relevance": list(details.relevance.values()),
+        "classes": [prediction.class_index for prediction in predictions],
+        "probabilities": [prediction.probability for prediction in predictions],
+        "images": list(result.rollouts),
+        "drawn": list(details.heads),
+    }
+
+
+def _measure_boxes(results: Mapping[str, AttentionResults], boxes: Mapping[str, Box], folder: FigureFolder) -> None:
+    """Measure how much of each rollout lies in the object's box, against the box's area and a center prior."""
+    rows, means = [], {}
+    for model, result in results.items():
+        measurements = {
+            image: measure_box_attention(rollout, boxes[Path(image).name], result.crops[image])
+            for image, rollout in result.rollouts.items()
+            if Path(image).name in boxes
+        }
+        if not any(measurement.area for measurement in measurements.values()):
+            folder.add_skipped("boxes", f"no box lies in what {model} sees of the images")
+            continue
+        means[model] = summarize_box_attention(list(measurements.values()))
+        rows += [
+            {"model": model, "image": image} | dataclasses.asdict(measurement)
+            for image, measurement in measurements.items()
+        ]
+    if means:
+        numbers = _format_by_model(
+            means, "{0[energy]:.1%} of it in boxes of {0[area]:.1%}, of a center prior {0[center]:.1%}"
+        )
+        folder.add_file("boxes.json", f"rollout and objects, {numbers}")
+        folder.write_json("boxes.json", {"means": means, "images": rows})
+        folder.numbers["boxes"] = means
+
+
+# --- text and arrays -------------------------------------------------------------------------------------------------
+
+
+def _format_by_model(values: Mapping[str, Any], pattern: str) -> str:
+    """The values in one line, with the models' names where there are two."""
+    texts = {name: pattern.format(value) for name, value in values.items()}
+    return "; ".join(f"{name}: {text}" if len(texts) > 1 else text for name, text in texts.items())
+
+
+def _merge_initial(trained: Mapping[str, Any], initial: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The fields of both by model; the keys of those before training begin with initial_."""
+    before = {
+        name: {f"initial_{key}": value for key, value in dataclasses.asdict(result).items()}
+        for name, result in initial.items()
+    }
+    return {name: dataclasses.asdict(result) | before[name] for name, result in trained.items()}

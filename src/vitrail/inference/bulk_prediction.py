@@ -1,0 +1,184 @@
+"""Predict any number of images, in their order, on all processes; a stopped command continues where it was."""
+
+import contextlib
+import dataclasses
+import itertools
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vitrail.data.image_paths import ImageRef
+from vitrail.errors import DataError, UsageError
+from vitrail.inference.classifier import Classifier, ExportedClassifier
+from vitrail.inference.prediction_rows import PredictionRow, RowTarget, WrittenRows
+from vitrail.model.vit import ViT
+from vitrail.plurals import pluralize
+from vitrail.runtime import distributed, signals, workers
+from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
+from vitrail.runtime.progress import Notify, ignore_note
+from vitrail.runtime.signals import StoppedError, StopRequest
+from vitrail.runtime.workers import ProgressCallback
+
+AnyClassifier = Classifier | ExportedClassifier
+
+
+class PredictionItem(NamedTuple):
+    """An image, and the file for its attention picture, if there is to be one."""
+
+    image: ImageRef
+    picture: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the image in its row."""
+        return self.image.name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BulkSettings:
+    """What is computed for each image, and how."""
+
+    top: int = 1
+    embed: bool = False
+    """Whether rows hold features instead of labels."""
+    threads: int = 1
+    """Threads that read and prepare images."""
+    group: ProcessGroup = SINGLE_PROCESS
+    draw_pictures: Callable[[Sequence[PredictionItem], Sequence[Tensor]], None] | None = None
+    """Called with the items of each batch and their inputs."""
+    notify: Notify = ignore_note
+
+
+class BulkResult(NamedTuple):
+    """How many images a command predicted."""
+
+    written: WrittenRows
+    """With those of earlier commands."""
+    new_images: int
+    labels: Counter[str]
+    """How many of the new images have each top label."""
+
+
+def check_supported(classifier: Classifier, *, embed: bool, attention: bool) -> None:
+    """Refuse what the model does not have, before anything is computed or written."""
+    if not embed and not classifier.labels:
+        raise UsageError("the model has no head, so it gives features and no labels: --embed")
+    if attention and not isinstance(classifier.model, ViT):
+        kind = type(classifier.model).__name__
+        raise UsageError(f"--attention is for ViTs and hybrids; a {kind} ResNet has no attention")
+
+
+def predict_images(
+    classifier: AnyClassifier,
+    items: Iterator[PredictionItem],
+    target: RowTarget,
+    settings: BulkSettings,
+    *,
+    total: int = 0,
+    progress: ProgressCallback = workers.ignore_progress,
+) -> BulkResult:
+    """Write a row for each item. Only rank 0 has items and writes; a signal stops after a complete batch.
+
+    `total` is the number of items for the progress, or 0 where it is unknown.
+    """
+    group = settings.group
+    written, again = distributed.run_on_rank0(lambda: target.find_written(items))
+    items = itertools.chain(again, items)
+    if written.images:
+        pronoun = "it" if written.images == 1 else "them"
+        settings.notify(f"{target.name} has {pluralize(written.images, 'image')}; continuing after {pronoun}")
+    before, labels = written.images, Counter[str]()
+    with contextlib.ExitStack() as stack:
+        if settings.embed:
+            stack.enter_context(_disable_tf32())
+        stop_request = stack.enter_context(signals.catch_stop_signals()) if target.can_continue else None
+        write = stack.enter_context(target.open_writer(written)) if group.is_rank0 else None
+        for rows, stop_signal in _iterate_rounds(classifier, items, settings, stop_request):
+            failed = sum(bool(row.error) for row in rows)
+            written = WrittenRows(written.images + len(rows), written.failed + failed)
+            if write is not None:
+                write(rows)
+            labels.update(row.labels[0][0] for row in rows if row.labels)
+            progress(written.images, total)
+            if stop_signal:
+                _raise_stopped(stop_signal, written, target.name, settings.notify)
+    return BulkResult(written, written.images - before, labels)
+
+
+@contextlib.contextmanager
+def _disable_tf32() -> Iterator[None]:
+    """Compute features in float32 as a probe does: TF32, to which cuDNN would round convolutions, has three digits."""
+    deterministic = torch.backends.cudnn.deterministic
+    with torch.backends.cudnn.flags(enabled=True, deterministic=deterministic, allow_tf32=False):
+        yield
+
+
+def _iterate_rounds(
+    classifier: AnyClassifier,
+    items: Iterator[PredictionItem],
+    settings: BulkSettings,
+    stop_request: StopRequest | None,
+) -> Iterator[tuple[list[PredictionRow], signal.Signals | None]]:
+    """Rows of a batch for each process, in the images' order, and the signal that asked one of them to stop.
+
+    Threads read the next batch while one is computed. Rank 0 lists the images and broadcasts them in rounds, so that
+    no process holds all the names.
+    """
+    group, size = settings.group, classifier.batch_size
+    gather: Callable[[Any], list[Any]] = (
+        distributed.make_all_gather() if group.world_size > 1 else lambda value: [value]
+    )
+
+    def iterate_own_batches() -> Iterator[list[PredictionItem]]:
+        while batches := distributed.run_on_rank0(lambda: list(itertools.islice(items, size * group.world_size))):
+            yield batches[group.rank * size : (group.rank + 1) * size]
+
+    def make_input(item: PredictionItem) -> Tensor | DataError:
+        try:
+            return classifier.make_input(item.image.read(), name=item.name)
+        except DataError as error:
+            return error
+
+    for batch in workers.prefetch_batches(make_input, iterate_own_batches(), settings.threads):
+        own_rows = predict_rows(classifier, batch, settings)
+        own_signal = None if stop_request is None else stop_request.signal  # after the batch, in which it may arrive
+        gathered = gather((own_rows, own_signal))
+        stop_signal = next((one for _, one in gathered if one is not None), None)
+        yield [row for rows, _ in gathered for row in rows], stop_signal
+
+
+def predict_rows(
+    classifier: AnyClassifier, batch: Sequence[tuple[PredictionItem, Tensor | DataError]], settings: BulkSettings
+) -> list[PredictionRow]:
+    """Compute the rows of a batch, and draw its pictures."""
+    readable = [(item, pixels) for item, pixels in batch if not isinstance(pixels, DataError)]
+    inputs = [pixels for _, pixels in readable]
+    results: Iterator[dict[str, Any]] = iter(())
+    if inputs and settings.embed:
+        assert isinstance(classifier, Classifier), "an exported file is refused"
+        results = iter({"features": features} for features in classifier.extract_features(inputs).numpy())
+    elif inputs:
+        results = iter({"labels": labels} for labels in classifier.predict(inputs, settings.top))
+    if inputs and settings.draw_pictures is not None:
+        settings.draw_pictures([item for item, _ in readable], inputs)
+    return [
+        PredictionRow(item.name, error=str(pixels), attention=None if item.picture is None else "")
+        if isinstance(pixels, DataError)
+        else PredictionRow(item.name, attention=None if item.picture is None else str(item.picture), **next(results))
+        for item, pixels in batch
+    ]
+
+
+def _raise_stopped(stop_signal: signal.Signals, written: WrittenRows, target: str, notify: Notify) -> None:
+    """End where the rows are complete: by Ctrl-C as interrupted, by other signals as stopped."""
+    images = pluralize(written.images, "image")
+    message = f"stopped by {stop_signal.name} after {images}; repeat the command to continue {target}"
+    if stop_signal == signal.SIGINT:
+        notify(message)
+        raise KeyboardInterrupt
+    raise StoppedError(message, stop_signal)

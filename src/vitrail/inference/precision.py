@@ -1,0 +1,95 @@
+"""A model as functions of its inputs, in a precision.
+
+B images   C channels   S image side   L classes   D features
+"""
+
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from vitrail.config import ModelConfig, Precision, ViTConfig
+from vitrail.data.transforms import normalize
+from vitrail.errors import UsageError
+from vitrail.model.quantized import convert_precision, explain_unsupported, has_uint8_input
+from vitrail.model.vit import ViT
+from vitrail.runtime.cpu_threads import get_thread_pool, split_over_threads
+from vitrail.weights.trained import Trained, logits_to_probabilities
+
+InferenceFunction = Callable[[Tensor], Tensor]
+"""Inputs, uint8 (B, C, S, S), on the model's device -> a row for each, on the CPU."""
+
+_MIN_CHUNK_SIZE = 8  # images a core: fewer read the weights too often, more overflow the cache (measured, S and B)
+_CACHE_BYTES = 3 * 2**20  # of a block's widest activations: small models may compute more images at a time
+
+
+class InferenceFunctions(NamedTuple):
+    """The outputs that a model can compute."""
+
+    probabilities: InferenceFunction
+    """(B, L); independent of each other for a multi-label model."""
+    features: InferenceFunction
+    """The head's input, float32 (B, D)."""
+
+
+def build_inference_functions(trained: Trained, precision: Precision = "float32") -> InferenceFunctions:
+    """Build a model's functions in a precision. OpenVINO computes probabilities only, so its features are float32."""
+    if reason := _explain_unavailable(trained, precision):
+        raise UsageError(f"{precision} is not available: {reason}. --precision float32 always is")
+    preprocess = trained.preprocess
+    assert preprocess is not None
+    model = convert_precision(trained.model, "float32" if precision == "openvino-int8" else precision, preprocess)
+
+    def prepare_inputs(inputs: Tensor) -> Tensor:
+        return inputs if has_uint8_input(model) else normalize(inputs, preprocess)
+
+    @torch.inference_mode()
+    def compute_probabilities(inputs: Tensor) -> Tensor:
+        logits = model(prepare_inputs(inputs)).float()
+        return logits_to_probabilities(logits, temperature=trained.temperature, multi_label=trained.multi_label).cpu()
+
+    @torch.inference_mode()
+    def compute_features(inputs: Tensor) -> Tensor:
+        features: Tensor = model.compute_features(prepare_inputs(inputs))
+        return features.float().cpu()
+
+    probabilities: InferenceFunction = compute_probabilities
+    if precision == "openvino-int8":
+        from vitrail.export import openvino_int8
+
+        probabilities = openvino_int8.build_probability_function(trained, torch.get_num_threads())
+    chunk_size = _choose_chunk_size(model.config)
+    get_thread_pool()  # created here, where nothing computes yet
+    return InferenceFunctions(
+        split_over_threads(probabilities, chunk_size), split_over_threads(compute_features, chunk_size)
+    )
+
+
+def list_available_precisions(trained: Trained) -> tuple[Precision, ...]:
+    """The precisions in which this machine can compute a model."""
+    return tuple(precision for precision in get_args(Precision) if _explain_unavailable(trained, precision) is None)
+
+
+def _explain_unavailable(trained: Trained, precision: Precision) -> str | None:
+    """Why this machine cannot compute a model in a precision, or None."""
+    if precision != "openvino-int8":
+        return explain_unsupported(trained.model, precision)
+    if not isinstance(trained.model, ViT) or not trained.model.config.classes:
+        return "it is for ViTs and hybrids with a head"
+    if next(trained.model.parameters()).device.type != "cpu":
+        return "it is for the CPU (--device cpu)"
+    if importlib.util.find_spec("openvino") is None:
+        return "openvino is not installed: pip install 'vitrail[openvino]'"
+    if not trained.activation_ranges:
+        return "its scales were never measured: vitrail convert MODEL OUT.safetensors --measure DATA"
+    return None
+
+
+def _choose_chunk_size(config: ModelConfig) -> int:
+    """How many images a core computes at a time."""
+    if not isinstance(config, ViTConfig):
+        return _MIN_CHUNK_SIZE
+    tokens = config.num_prefix_tokens + config.grid[0] * config.grid[1]
+    return max(_MIN_CHUNK_SIZE, _CACHE_BYTES // (4 * tokens * config.mlp))

@@ -1,0 +1,141 @@
+"""The table of weights formats: how each is named on disk, recognized, read and written.
+
+To add a format, write its module and add its name and row here. The module has the functions of `FormatModule`. It is
+imported when it is first needed, so the table itself needs no torch.
+"""
+
+import dataclasses
+import importlib
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
+
+from vitrail import files
+from vitrail.errors import ModelError, UsageError
+
+if TYPE_CHECKING:
+    from vitrail.weights.tensor_files import ModelFiles
+    from vitrail.weights.trained import Trained
+
+WeightsFormat = Literal["vitrail", "google", "timm", "transformers", "torchvision"]
+TORCH_SUFFIXES = (".pt", ".pth", ".bin")  # pickles
+TENSOR_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
+CONFIG_FILE = "config.json"
+WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")  # of a folder with a config.json: the first that exists
+NATIVE_FILE = "model-vitrail.safetensors"  # what `vitrail push` uploads beside a folder that transformers reads
+
+
+class FormatModule(Protocol):
+    """What the module of a format provides."""
+
+    def recognize(self, model_files: "ModelFiles") -> bool:
+        """Whether a file without a config.json is of this format."""
+
+    def read(self, model_files: "ModelFiles") -> "Trained":
+        """Read the model, or raise a ModelError that says what is wrong."""
+
+    def write(self, trained: "Trained", path: Path) -> list[str]:
+        """Write the model to `path`; return notes on what the format cannot hold."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Format:
+    """How one format is kept on disk."""
+
+    module: str
+    """The module that recognizes, reads and writes it."""
+    suffixes: tuple[str, ...] = ()
+    """The suffixes of its single files, the usual one first."""
+    config_key: str | None = None
+    """The key by which its config.json is recognized; None for a format without folders."""
+    side_files: tuple[str, ...] = ()
+    """What its folders hold beside the weights."""
+
+
+FORMATS: dict[WeightsFormat, Format] = {  # in the order in which they are tried
+    "vitrail": Format(module="vitrail.weights.native", suffixes=(".safetensors",)),
+    "google": Format(module="vitrail.weights.google", suffixes=(".npz",)),
+    "transformers": Format(
+        module="vitrail.weights.transformers",
+        config_key="model_type",
+        side_files=(CONFIG_FILE, "preprocessor_config.json", "README.md"),
+    ),
+    "timm": Format(
+        module="vitrail.weights.timm",
+        suffixes=TENSOR_SUFFIXES,
+        config_key="architecture",
+        side_files=(CONFIG_FILE, "README.md"),
+    ),
+    "torchvision": Format(module="vitrail.weights.torchvision", suffixes=(".pth", ".safetensors", ".pt", ".bin")),
+}
+FILE_SUFFIXES = tuple(dict.fromkeys(suffix for row in FORMATS.values() for suffix in row.suffixes))
+SIDE_FILES = tuple(dict.fromkeys(name for row in FORMATS.values() for name in row.side_files))
+CODELESS_SUFFIXES = tuple(suffix for suffix in FILE_SUFFIXES if suffix not in TORCH_SUFFIXES)
+
+
+def import_format(name: WeightsFormat) -> FormatModule:
+    """Import the module of a format."""
+    return cast(FormatModule, importlib.import_module(FORMATS[name].module))
+
+
+def recognize_format(model_files: "ModelFiles") -> WeightsFormat:
+    """Find the format of a model's files: by config.json where there is one, otherwise by the tensors' names."""
+    for name, row in FORMATS.items():
+        if model_files.config is None:
+            recognized = import_format(name).recognize(model_files)
+        else:
+            recognized = row.config_key in model_files.config
+        if recognized:
+            return name
+    if model_files.config is not None:
+        keys = [f"{row.config_key} ({name})" for name, row in FORMATS.items() if row.config_key]
+        raise ModelError(f"{model_files.path / CONFIG_FILE} is of no known format: it has neither {' nor '.join(keys)}")
+    tensors = ", ".join(sorted(model_files.tensors)[:3]) or "no tensors"
+    raise ModelError(f"{model_files.path} is of no known format ({', '.join(FORMATS)}); it holds {tensors}, ...")
+
+
+def choose_model_files(names: Collection[str], where: str) -> list[str]:
+    """Choose the files of a folder or repository that make up its model, the weights last."""
+    beside = [name for name in SIDE_FILES if name in names]
+    card = [name for name in beside if name == "README.md"]
+    if NATIVE_FILE in names:  # it loses nothing, and the folder that was pushed with it does
+        return [*card, NATIVE_FILE]
+    if CONFIG_FILE in names:
+        weights = [name for name in WEIGHTS_FILES if name in names][:1]
+        if not weights:
+            raise ModelError(f"{where} has a {CONFIG_FILE} but no weights: neither {' nor '.join(WEIGHTS_FILES)}")
+        return beside + weights
+    single = sorted(name for name in names if name.endswith(CODELESS_SUFFIXES) and "/" not in name and "\\" not in name)
+    if len(single) != 1:
+        weights_files = f"{len(single)} weights files ({', '.join(single[:3])})" if single else "no weights file"
+        raise ModelError(
+            f"{where} has no {CONFIG_FILE} and {weights_files}, where one {' or '.join(CODELESS_SUFFIXES)} is read:"
+            " give the file itself, downloaded with `hf download` where it is on the Hub"
+        )
+    return card + single
+
+
+def check_destination(path: Path, format: WeightsFormat, *, overwrite: bool = False) -> None:  # noqa: A002
+    """Refuse a name that does not fit the format or is taken, and a folder that holds anything but a model."""
+    if format not in FORMATS:
+        raise UsageError(f"there is no format {format!r}; choose one of {', '.join(get_args(WeightsFormat))}")
+    files.check_path_free(path, overwrite=overwrite)
+    if not _fits_name(path, format):
+        row = FORMATS[format]
+        kinds = ["a folder"] if row.side_files else []
+        kinds += [f"one {' or '.join(row.suffixes)} file"] if row.suffixes else []
+        better = path.with_suffix("" if row.side_files else row.suffixes[0])
+        others: list[str] = [name for name in get_args(WeightsFormat) if _fits_name(path, name)]
+        alternative = f", or say --to {' or '.join(others)}" if others else ""
+        raise UsageError(f"a {format} model is {' or '.join(kinds)}: call it {better}{alternative}")
+    expected = {*SIDE_FILES, *WEIGHTS_FILES}
+    if path.is_dir() and (others := sorted(entry.name for entry in path.iterdir() if entry.name not in expected)):
+        raise UsageError(
+            f"{path} is a folder that holds {others[0]!r} and is no model to overwrite; choose another name"
+        )
+
+
+def _fits_name(path: Path, format: WeightsFormat) -> bool:  # noqa: A002
+    """Whether a format writes a file or folder of this name; a folder must not be named like a file of weights."""
+    row = FORMATS[format]
+    return path.suffix in row.suffixes or (bool(row.side_files) and path.suffix not in FILE_SUFFIXES)

@@ -1,0 +1,128 @@
+"""Mistyped options and values, and old spellings."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from tests.cli.test_cli import Capture, run
+from vitrail.cli import demo, finetune, parsing, train
+from vitrail.cli.arguments.evaluation import ProbeArguments
+from vitrail.cli.arguments.models import InfoArguments
+from vitrail.cli.arguments.training import DemoArguments, FinetuneArguments, TrainArguments
+from vitrail.config import MaskedTarget
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        ("finetune photos --modle x", "vitrail finetune: no option --modle; did you mean --model?"),
+        ("finetune photos --zzzz=3", "vitrail finetune: no option --zzzz; vitrail finetune --help lists them"),
+        (
+            "finetune photos --recipe papr",
+            "vitrail finetune: --recipe takes default, paper or bit, not 'papr'; did you mean paper?",
+        ),
+        (
+            "train r --data d --track=tensorbord",
+            "vitrail train: --track takes tensorboard, not 'tensorbord'; did you mean tensorboard?",
+        ),
+        (
+            "probe m d --methods knn liner",
+            "vitrail probe: --methods takes few-shot, knn, linear or logistic, not 'liner'; did you mean linear?",
+        ),
+        ("probe m d --lambda x", "vitrail probe: --lambda takes auto or a number, not 'x'"),
+        ("finetune photos --epochs abc", "vitrail finetune: --epochs takes a number, not 'abc'"),
+        ("finetune photos --batch 2.5", "vitrail finetune: --batch takes a whole number, not '2.5'"),
+        ("finetune photos --model", "vitrail finetune: --model needs a value"),
+        (
+            "finetune photos more",
+            "vitrail finetune: unexpected argument more; vitrail finetune --help lists what it takes",
+        ),
+        ("list recipe", "vitrail list: it takes models or recipes, not 'recipe'; did you mean recipes?"),
+        ("info", "vitrail info: it needs MODEL: A file or folder"),
+    ],
+)
+def test_a_mistyped_option_or_value_gets_a_line_and_the_nearest_name(command: str, line: str, capsys: Capture) -> None:
+    code, out, err = run(*command.split(), capsys=capsys)
+    assert (code, out) == (2, "")
+    assert err.startswith(line)
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("utf8", ["0", "1"])
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (
+            "info",
+            "vitrail info: it needs MODEL: A file or folder of any known format, hf:ORG/NAME[@REVISION], timm:NAME",
+        ),
+        ("info b16 more", "vitrail info: unexpected argument more; vitrail info --help lists what it takes"),
+    ],
+)
+def test_the_line_of_a_mistake_has_nothing_of_its_box(command: str, line: str, utf8: str) -> None:
+    """The box is drawn with lines where the terminal has UTF-8, and with dashes elsewhere."""
+    environment = {**os.environ, "PYTHONUTF8": utf8, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    arguments = [sys.executable, "-m", "vitrail", *command.split()]
+    completed = subprocess.run(arguments, capture_output=True, encoding="utf-8", env=environment)
+    assert completed.returncode == 2
+    assert completed.stderr.startswith(line)
+    assert not set("╭╰│─") & set(completed.stderr)
+    assert "helptext" not in completed.stderr
+
+
+def test_behind_an_equals_sign_stands_the_only_value(capsys: Capture) -> None:
+    code, _, err = run("probe", "--shots=5", "b16", "nowhere", capsys=capsys)
+    assert (code, err.startswith("vitrail: nowhere does not exist")) == (3, True)
+
+
+def test_what_follows_two_dashes_is_no_option(capsys: Capture) -> None:
+    code, _, err = run("info", "--", "--b16", capsys=capsys)
+    assert code != 0
+    assert "no file or folder is called '--b16'" in err
+
+
+def test_options_are_taken_with_dashes_underscores_and_equals(tmp_path: Path, capsys: Capture) -> None:
+    for number, option in enumerate((("--image-size=32",), ("--image_size", "32"), ("--image-size", "32", "48"))):
+        code, _, err = run("convert", "ti16", str(tmp_path / f"{number}.safetensors"), *option, capsys=capsys)
+        assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("signature", "arguments"),
+    [(TrainArguments, ["digits", "--data", "digits"]), (FinetuneArguments, ["photos"]), (ProbeArguments, ["b16", "d"])],
+)
+def test_old_options_are_accepted_and_hidden(signature: Any, arguments: list[str], capsys: Capture) -> None:
+    """--everything is --train-on-val, wherever that is an option."""
+    for option in ("--everything", "--train-on-val"):
+        parsed = parsing.parse_arguments("verb", signature, [*arguments, option])
+        assert (getattr(parsed, "learning", None) or parsed).train_on_val
+    with pytest.raises(SystemExit):
+        parsing.parse_arguments("verb", signature, ["--help"])
+    assert "--everything" not in capsys.readouterr().out
+    with pytest.raises(parsing.ArgumentError, match="no option --everything"):
+        parsing.parse_arguments("info", InfoArguments, ["b16", "--everything"])
+
+
+@pytest.mark.parametrize("spelling", [row for row in parsing.OLD_SPELLINGS if " " in row])
+@pytest.mark.parametrize("separator", [" ", "="])
+def test_old_values_are_accepted(spelling: str, separator: str) -> None:
+    command = spelling.replace(" ", separator).split()
+    parsed = parsing.parse_arguments("train", TrainArguments, ["digits", "--data", "digits", *command])
+    assert parsed.target in get_args(MaskedTarget)
+
+
+def test_an_old_value_after_two_dashes_is_no_option() -> None:
+    assert parsing.replace_old_spellings({"--train-on-val": None}, ["--", "--everything"]) == ["--", "--everything"]
+
+
+@pytest.mark.parametrize(
+    ("function", "signature"),
+    [(train.main, TrainArguments), (finetune.main, FinetuneArguments), (demo.main, DemoArguments)],
+)
+def test_the_arguments_of_a_command_are_those_of_its_function(function: Any, signature: Any) -> None:
+    """As long as the body of a command still has a signature of its own."""
+    assert set(parsing._list_options(function)) == set(parsing._list_options(signature))

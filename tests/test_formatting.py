@@ -1,0 +1,65 @@
+"""Counts in messages."""
+
+import ast
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+import vitrail
+from vitrail.formatting import pluralize
+
+COUNTED = re.compile(r" (images|classes|files|labels|epochs|shards|groups|draws|channels|links)\b(?!/s)")
+NEVER_ONE = {
+    "figures/all_figures.py: PAPER_IMAGES",
+    "cli/figures.py: len(images)",  # "draws all"
+    "figures/cka.py: FEWEST",
+    "figures/plots.py: shown.max()",  # the end of a scale
+    "studies/vtab_sources.py: len(order)",
+    "studies/vtab_sources.py: len(parts[-1])",
+    "cli/data.py: num_images",  # more than 200,000
+    "data/imagenet.py: len(classes)",
+    "evaluate/evaluation.py: images",  # "the only image" stands beside it
+    "cli/runs.py: images",
+    "data/download.py: len(files)",
+    "data/public_formats.py: split",
+    "data/loader.py: _MAX_SKIPPED_IMAGES",
+    "data/public_datasets.py: expected",
+    "data/public_datasets.py: public_dataset.classes",
+    "data/public_datasets.py: sum(public.splits.values())",
+    "model/masked.py: config.channels",
+    "weights/foreign_format.py: width",
+}
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "words"),
+    [
+        (0, "image", "0 images"),
+        (1, "image", "1 image"),
+        (1_000, "image", "1,000 images"),
+        (1, "class", "1 class"),
+        (2, "class", "2 classes"),
+        (2, "micro-batch", "2 micro-batches"),
+        (1.0, "epoch", "1 epoch"),
+        (0.25, "epoch", "0.25 epochs"),
+    ],
+)
+def test_one_is_singular(number: float, noun: str, words: str) -> None:
+    assert pluralize(number, noun) == words
+
+
+def test_no_message_counts_without_the_singular() -> None:
+    """In an f-string no bare number stands before a plural, but for numbers that are never 1."""
+    root = Path(vitrail.__file__).parent
+    bare = []
+    for path in sorted(root.rglob("*.py")):
+        name = str(path.relative_to(root))
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else []
+            for one, two in itertools.pairwise(parts):
+                text = two.value if isinstance(two, ast.Constant) else ""
+                if isinstance(one, ast.FormattedValue) and COUNTED.match(str(text)):
+                    bare.append(f"{name}: {ast.unparse(one.value)}")
+    assert set(bare) - NEVER_ONE == set()

@@ -1,0 +1,61 @@
+"""A model with its preprocessing, labels and origin: parts that do not fit are refused."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import making
+from vitrail.errors import ModelError, UsageError
+from vitrail.weights.load import load, save
+from vitrail.weights.trained import logits_to_probabilities, require_preprocess
+
+
+def test_preprocessing_that_is_not_stated_is_asked_for_by_the_models_name() -> None:
+    trained = making.trained(making.vit())
+    assert require_preprocess(trained) == trained.preprocess
+    bare = dataclasses.replace(trained, preprocess=None)
+    with pytest.raises(UsageError, match=r"^cats does not say how images must be prepared.* --preprocess imagenet"):
+        require_preprocess(bare, name="cats")
+    with pytest.raises(UsageError, match=r"give a vitrail\.Trained, not ViT"):
+        require_preprocess(trained.model)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
+def test_probabilities_are_a_softmax_or_one_sigmoid_a_class(temperature: float) -> None:
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(logits_to_probabilities(logits, temperature), (logits / temperature).softmax(dim=-1))
+    multi_label = logits_to_probabilities(logits, temperature, multi_label=True)
+    assert torch.equal(multi_label, (logits / temperature).sigmoid())
+
+
+def test_nan_and_infinity_are_named(tmp_path: Path) -> None:
+    for value in (float("nan"), float("inf")):
+        model = making.vit()
+        with torch.no_grad():
+            model.blocks[1].mlp.fc1.weight[3, 4] = value
+        save(making.trained(model), tmp_path / "model.safetensors", overwrite=True)
+        with pytest.raises(ModelError, match=r"NaN or infinity in the weights of 'blocks\.1\.mlp\.fc1\.weight'"):
+            load(tmp_path / "model.safetensors")
+
+
+def test_a_trained_model_whose_parts_do_not_fit_is_refused() -> None:
+    whole = making.trained(making.vit())
+    with pytest.raises(UsageError, match="2 labels given for a head of 7"):
+        dataclasses.replace(whole, labels=("a", "b"))
+
+
+def test_a_temperature_that_is_none_is_refused() -> None:
+    for wrong in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(UsageError, match=r"temperature is .* it must be from 0.001 to 1000"):
+            making.trained(making.vit(), temperature=wrong)
+
+
+@pytest.mark.parametrize(
+    "ranges", [(-1.0, 1.0), (-1.0,) * 35, (1.0, -1.0) * 18, (float("nan"), 1.0) * 18, (0.0, float("inf")) * 18]
+)
+def test_ranges_that_cannot_be_are_refused(ranges: tuple[float, ...]) -> None:
+    with pytest.raises(UsageError, match="range"):
+        making.trained(making.vit(), activation_ranges=ranges)
