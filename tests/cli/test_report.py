@@ -12,7 +12,8 @@ from jinja2 import TemplateError
 
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
-from tests.report.folders import alone, written
+from tests.report.run_folders import isolate_home as alone
+from tests.report.run_folders import write_run_folder as written
 from vitrail.cli import main, runs
 from vitrail.report import write_report
 from vitrail.report.run_facts import gather_facts
@@ -79,15 +80,15 @@ def test_an_interrupted_run_is_told_of_and_shown(tmp_path: Path, capsys: Capture
     written(tmp_path / "half", ended=False)
     code, out, err = vitrail("report", "half", capsys=capsys)
     assert code == 0
-    assert "note: The run has not ended: it was seen after step 10 of 20" in err
+    assert "note: The run has not ended: its last recorded step is 10 of 20" in err
     assert out.startswith("half/report.html, ")
 
 
 def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: Capture) -> None:
     for arguments, predictions in (
         (("nothing",), "nothing is no folder"),
-        ((str(tmp_path),), "is no run: it has no config.json"),
-        ((str(written(tmp_path / "run")), "--out", str(tmp_path)), "is a folder; name a file for the report"),
+        ((str(tmp_path),), "is not a run: it has no config.json"),
+        ((str(written(tmp_path / "run")), "--out", str(tmp_path)), "is a folder; name a file for the page"),
     ):
         code, out, err = vitrail("report", *arguments, capsys=capsys)
         assert (code, out, err.count("\n")) == (2, "", 1)

@@ -54,22 +54,22 @@ def test_uniform_attention_has_the_known_distance_and_entropy_and_rolls_out_even
             block.attn.qkv.weight.zero_()
             block.attn.qkv.bias.zero_()
     images = making.images(model.config, 3)
-    found = compute_attention_distance(model, [images])
+    stats = compute_attention_distance(model, [images])
     mean = (8 + 8 + 8 * math.sqrt(2)) / 4
-    np.testing.assert_allclose(found.distance, np.full((3, 4), mean), rtol=1e-6)
-    np.testing.assert_allclose(found.entropy, np.full((3, 4), 2), rtol=1e-6)
-    assert found.uniform_distance == pytest.approx(mean)
-    assert found.uniform_entropy == pytest.approx(2)
-    assert found.images == 3
+    np.testing.assert_allclose(stats.distance, np.full((3, 4), mean), rtol=1e-6)
+    np.testing.assert_allclose(stats.entropy, np.full((3, 4), 2), rtol=1e-6)
+    assert stats.uniform_distance == pytest.approx(mean)
+    assert stats.uniform_entropy == pytest.approx(2)
+    assert stats.images == 3
     np.testing.assert_allclose(compute_rollout(model, images), np.full((3, 2, 2), 0.25), rtol=1e-6)
     np.testing.assert_allclose(compute_class_attention(model, images), np.full((3, 4, 2, 2), 0.25), rtol=1e-6)
 
 
 def test_identity_attention_is_at_distance_zero_and_rolls_out_to_the_identity() -> None:
     model = attending(list(range(16)))
-    found = compute_attention_distance(model, [making.images(model.config, 2)])
-    np.testing.assert_allclose(found.distance, 0, atol=1e-4)
-    np.testing.assert_allclose(found.entropy, 0, atol=1e-4)
+    stats = compute_attention_distance(model, [making.images(model.config, 2)])
+    np.testing.assert_allclose(stats.distance, 0, atol=1e-4)
+    np.testing.assert_allclose(stats.entropy, 0, atol=1e-4)
     rolled = identity = torch.eye(5).expand(2, 5, 5)
     for _ in range(7):
         rolled = attention._multiply_rollout(rolled, identity[:, None].expand(2, 4, 5, 5))
@@ -82,19 +82,19 @@ def test_attention_to_the_neighbour_is_one_patch_away(size: tuple[int, int]) -> 
     rows, columns = size[0] // 8, size[1] // 8
     target = [row * columns + (column + 1) % columns for row in range(rows) for column in range(columns)]
     model = attending(target, image_size=size)
-    found = compute_attention_distance(model, [making.images(model.config, 1)])
+    stats = compute_attention_distance(model, [making.images(model.config, 1)])
     expected = 8 * ((columns - 1) * 1 + (columns - 1)) / columns
-    np.testing.assert_allclose(found.distance, [[expected]], rtol=1e-4)
-    np.testing.assert_allclose(found.entropy, 0, atol=1e-3)
+    np.testing.assert_allclose(stats.distance, [[expected]], rtol=1e-4)
+    np.testing.assert_allclose(stats.entropy, 0, atol=1e-3)
 
 
 def test_distance_counts_pixels_of_the_image_in_a_hybrid() -> None:
     """The total stride is that of the stem times the patch: 4 x 2 pixels here."""
     model = making.vit(**making.VARIANTS["hybrid"])
-    found = compute_attention_distance(model, [making.images(model.config, 1)])
+    stats = compute_attention_distance(model, [making.images(model.config, 1)])
     plain = compute_attention_distance(making.vit(), [making.images(making.vit().config, 1)])
     assert model.config.patch == 2
-    assert found.uniform_distance == plain.uniform_distance == pytest.approx(8 * mean_distance(4, 4))
+    assert stats.uniform_distance == plain.uniform_distance == pytest.approx(8 * mean_distance(4, 4))
 
 
 def mean_distance(rows: int, columns: int) -> float:
@@ -126,10 +126,10 @@ def test_every_model_agrees_with_plain_loops(change: dict[str, Any]) -> None:
     model = making.vit(**change)
     images = making.images(model.config, 3)
     prefix, pool = model.config.num_prefix_tokens, model.config.pool
-    found = compute_attention_stats(model, images)
+    stats = compute_attention_stats(model, images)
     distance, entropy, joint = by_loops(model, images)
-    np.testing.assert_allclose(found.distance, distance, rtol=1e-4)
-    np.testing.assert_allclose(found.entropy, entropy, rtol=1e-4)
+    np.testing.assert_allclose(stats.distance, distance, rtol=1e-4)
+    np.testing.assert_allclose(stats.entropy, entropy, rtol=1e-4)
     if pool == "map":
         weights = pooling(model, images).mean(dim=1)
         row = np.einsum("bn,bnm->bm", weights, joint[:, prefix:])
@@ -139,15 +139,18 @@ def test_every_model_agrees_with_plain_loops(change: dict[str, Any]) -> None:
         row = joint[:, prefix:].mean(axis=1)
         row = (row + joint[:, 0]) / 2 if pool == "class-mean" else row
     row = row[:, prefix:] / row[:, prefix:].sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(found.rollout.reshape(3, -1), row, rtol=1e-4)
-    np.testing.assert_allclose(found.heads.sum(axis=(2, 3)), 1, rtol=1e-5)
+    np.testing.assert_allclose(stats.rollout.reshape(3, -1), row, rtol=1e-4)
+    np.testing.assert_allclose(stats.heads.sum(axis=(2, 3)), 1, rtol=1e-5)
 
 
 def pooling(model: ViT, images: Tensor) -> Tensor:
+    """(B, H, n): what the query of attention pooling attends to, computed apart from the model's own pass."""
+    pool = model.attn_pool
     with torch.no_grad():
-        return attention.compute_map_attention(
-            model.attn_pool, model.encode(images)[:, model.config.num_prefix_tokens :]
-        )
+        patches = model.encode(images)[:, model.config.num_prefix_tokens :]
+        query = pool.q(pool.latent).unflatten(-1, (pool.heads, -1)).transpose(1, 2)  # (1, H, 1, K)
+        keys = pool.kv(patches).chunk(2, dim=-1)[0].unflatten(-1, (pool.heads, -1)).transpose(1, 2)  # (B, H, n, K)
+        return (query @ keys.mT * query.shape[-1] ** -0.5).softmax(dim=-1)[:, :, 0]
 
 
 def test_poolings_maps_times_values_are_its_output() -> None:
@@ -170,19 +173,15 @@ def test_maps_times_values_are_the_layers_output(change: dict[str, Any]) -> None
     """What is measured is what the fused kernel did, in every layer."""
     model = making.vit(**change)
     images = making.images(model.config, 2)
-    inputs: list[tuple[Tensor, Tensor]] = []
-    hooks = [
-        block.attn.register_forward_hook(lambda _, given, out: inputs.append((given[0], out))) for block in model.blocks
-    ]
-    maps = list(attention_maps(model, images))
-    for hook in hooks:
-        hook.remove()
-    for block, layer, (given, out) in zip(model.blocks, maps, inputs, strict=True):
-        _, _, values = block.attn.split(given)
-        with torch.no_grad():
-            torch.testing.assert_close(
-                block.attn.proj((layer @ values).transpose(1, 2).flatten(2)), out, atol=1e-5, rtol=1e-5
-            )
+    calls: list[tuple[Tensor, Tensor]] = []
+    for block in model.blocks:
+        block.attn.register_forward_hook(lambda _, arguments, output: calls.append((arguments[0], output)))
+    with torch.no_grad():
+        model.encode(images)
+        for block, weights, (x, output) in zip(model.blocks, attention_maps(model, images), list(calls), strict=True):
+            _, _, values = block.attn.project_qkv(x)
+            attended = block.attn.proj((weights @ values).transpose(1, 2).flatten(2))
+            torch.testing.assert_close(attended, output, atol=1e-5, rtol=1e-5)
 
 
 def test_the_class_tokens_attention_is_its_row_of_the_last_layer() -> None:
@@ -201,15 +200,15 @@ def test_what_prefix_tokens_take_is_left_out_of_distances(monkeypatch: pytest.Mo
     generator = torch.Generator().manual_seed(0)
     patches = torch.rand(1, 4, 16, 16, generator=generator).softmax(dim=-1)
 
-    def found(taken: float) -> attention.AttentionDistance:
+    def measure(taken: float) -> attention.AttentionDistance:
         maps = torch.zeros(1, 4, 19, 19)
         maps[..., 3:, 3:] = (1 - taken) * patches
         maps[..., 3:, 1], maps[..., :3, 2] = taken, 1.0
         monkeypatch.setattr(attention, "attention_maps", lambda *_: iter([maps]))
         return compute_attention_distance(model, [making.images(model.config, 1)])
 
-    np.testing.assert_allclose(found(0.999).distance, found(0.0).distance, rtol=1e-4)
-    np.testing.assert_allclose(found(0.999).entropy, found(0.0).entropy, rtol=1e-4)
+    np.testing.assert_allclose(measure(0.999).distance, measure(0.0).distance, rtol=1e-4)
+    np.testing.assert_allclose(measure(0.999).entropy, measure(0.0).entropy, rtol=1e-4)
 
 
 def test_rollout_counts_what_passes_through_registers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,9 +257,9 @@ def test_attention_stays_fused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_another_image_size_has_another_grid() -> None:
     model = making.vit(**making.VARIANTS["hybrid"])
-    found = compute_attention_stats(model, making.images(model.config, 2, size=(16, 48)))
-    assert found.rollout.shape == (2, 2, 6)
-    assert found.heads.shape == (2, 4, 2, 6)
+    stats = compute_attention_stats(model, making.images(model.config, 2, size=(16, 48)))
+    assert stats.rollout.shape == (2, 2, 6)
+    assert stats.heads.shape == (2, 4, 2, 6)
     both = compute_attention_distance(
         model, [making.images(model.config, 1), making.images(model.config, 3, size=(16, 48))]
     )
@@ -297,13 +296,13 @@ def test_what_cannot_be_measured_is_said_in_a_sentence() -> None:
     ):
         with pytest.raises(UsageError, match="BiT ResNet has no attention"):
             function(making.bit(), making.images(making.bit().config))
-        with pytest.raises(DataError, match="there is none"):
+        with pytest.raises(DataError, match="there are none"):
             function(model, making.images(model.config, 0))
-    with pytest.raises(DataError, match="there is none"):
+    with pytest.raises(DataError, match="there are none"):
         compute_attention_distance(model, [])
     with torch.no_grad():
         model.blocks[1].attn.qkv.weight.fill_(torch.nan)
-    with pytest.raises(ModelError, match="not all finite"):
+    with pytest.raises(ModelError, match="attention is not finite"):
         compute_rollout(model, making.images(model.config))
 
 

@@ -68,15 +68,15 @@ def test_the_estimate_is_the_published_formula_averaged_over_batches() -> None:
     across, own, theirs = (
         sum(published(pair[left], pair[right]) for pair in pairs) for left, right in ((0, 1), (0, 0), (1, 1))
     )
-    found = compute_cka([products(rows) for rows in ones], [products(rows) for rows in others])
-    assert found[0, 0] == pytest.approx(across / math.sqrt(own * theirs), rel=1e-5)
+    similarity = compute_cka([products(rows) for rows in ones], [products(rows) for rows in others])
+    assert similarity[0, 0] == pytest.approx(across / math.sqrt(own * theirs), rel=1e-5)
 
 
 def test_layers_that_have_nothing_in_common_come_out_near_zero_where_the_plain_estimate_does_not() -> None:
     """Sixteen images in 400 dimensions: biased, CKA is about 0.97."""
     one, other = zip(*[(drawn(2 * seed, 16, 400), drawn(2 * seed + 1, 16, 400)) for seed in range(8)], strict=True)
-    found = compute_cka([products(rows) for rows in one], [products(rows) for rows in other])
-    assert abs(found[0, 0]) < 0.1
+    similarity = compute_cka([products(rows) for rows in one], [products(rows) for rows in other])
+    assert abs(similarity[0, 0]) < 0.1
     center = np.eye(16) - 1 / 16
     plain = [center @ products(rows)[0] @ center for rows in (one[0], other[0])]
     assert (plain[0] * plain[1]).sum() / np.linalg.norm(plain[0]) / np.linalg.norm(plain[1]) > 0.9
@@ -89,13 +89,13 @@ def test_layers_are_the_embedding_and_the_output_of_each_block(name: str) -> Non
     outputs: list[torch.Tensor] = []
     for block in model.blocks:
         block.register_forward_hook(lambda _, __, output: outputs.append(output))
-    found = compute_gram_matrices(model, images)
-    assert found.shape == (4, 5, 5)
+    matrices = compute_gram_matrices(model, images)
+    assert matrices.shape == (4, 5, 5)
     rows = [model.embed(images)[0], *outputs]
-    for layer, tokens in zip(found, rows, strict=True):
+    for layer, tokens in zip(matrices, rows, strict=True):
         flat = tokens.detach().double().flatten(1)
         np.testing.assert_allclose(layer, flat @ flat.T, rtol=1e-9)
-    whole = compute_cka([found], [found])
+    whole = compute_cka([matrices], [matrices])
     np.testing.assert_allclose(whole.diagonal(), 1, rtol=1e-6)
     np.testing.assert_allclose(whole, whole.T, rtol=1e-6)
     assert np.abs(whole).max() <= 1 + 1e-6

@@ -82,15 +82,15 @@ def test_the_bell_is_a_normal_distribution_of_a_quarter() -> None:
 
 
 def test_the_summary_leaves_out_boxes_that_were_cut_off() -> None:
-    found = [BoxAttention(0.5, 0.25, 0.6), BoxAttention(0.3, 0.35, 0.2), BoxAttention(0, 0, 0)]
-    assert summarize_box_attention(found) == {
+    measurements = [BoxAttention(0.5, 0.25, 0.6), BoxAttention(0.3, 0.35, 0.2), BoxAttention(0, 0, 0)]
+    assert summarize_box_attention(measurements) == {
         "images": 2,
         "cut_off": 1,
         "energy": pytest.approx(0.4),
         "area": pytest.approx(0.3),
-        "centre": pytest.approx(0.4),
+        "center": pytest.approx(0.4),
         "more_than_area": 0.5,
-        "more_than_centre": 0.5,
+        "more_than_center": 0.5,
     }
 
 
@@ -111,8 +111,8 @@ def test_boxes_are_read_with_their_last_pixel(tmp_path: Path) -> None:
     [
         ("a.jpg\tcat\t1\t2\t3", "line 2: 'a.jpg.*is not a name, a class and x0 y0 x1 y1"),
         ("a.jpg\tcat\t1\t2\t3\tx", "line 2"),
-        ("a.jpg\tcat\t1\t2\t0\t4", "line 2.*has no inside"),
-        ("a.jpg\tcat\tnan\t2\t3\t4", "line 2.*has no inside"),
+        ("a.jpg\tcat\t1\t2\t0\t4", "line 2.*is empty"),
+        ("a.jpg\tcat\tnan\t2\t3\t4", "line 2.*is empty"),
         ("a.jpg", "line 2"),
         ("\udcff\x00", "line 2"),
     ],

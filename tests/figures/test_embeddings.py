@@ -30,9 +30,9 @@ def test_planted_components_are_found_in_order_with_their_share_and_sign() -> No
     planted = 2 * turns.cos()[:, None, None, None] * unit[0] + turns.sin()[:, None, None, None] * unit[1]
     with torch.no_grad():
         model.patch_embed.proj.weight.copy_(planted + torch.randn(3, 8, 8))
-    found = compute_filters(model, count=2)
-    np.testing.assert_allclose(found.explained_variance_ratio, [0.8, 0.2], atol=1e-6)
-    for tile, pattern in zip(found.tiles, (first, second), strict=True):
+    filters = compute_filters(model, count=2)
+    np.testing.assert_allclose(filters.explained_variance_ratio, [0.8, 0.2], atol=1e-6)
+    for tile, pattern in zip(filters.tiles, (first, second), strict=True):
         expected = 0.5 - 0.5 * pattern / pattern.abs().max()  # its negative has the greatest entry above zero
         np.testing.assert_allclose(tile, expected.permute(1, 2, 0).numpy(), atol=1e-6)
 
@@ -54,11 +54,11 @@ def test_components_are_scikit_learns() -> None:
     model = making.vit(3)
     rows = model.patch_embed.proj.weight.detach().double().flatten(1).numpy()
     theirs = decomposition.PCA(28, svd_solver="full").fit(rows)
-    found = compute_filters(model)
-    axes = (found.tiles.transpose(0, 3, 1, 2).reshape(28, -1) - 0.5).astype(np.float64)
+    filters = compute_filters(model)
+    axes = (filters.tiles.transpose(0, 3, 1, 2).reshape(28, -1) - 0.5).astype(np.float64)
     axes /= np.linalg.norm(axes, axis=1, keepdims=True)
     np.testing.assert_allclose(abs((axes * theirs.components_).sum(axis=1)), 1, atol=1e-6)
-    np.testing.assert_allclose(found.explained_variance_ratio, theirs.explained_variance_ratio_, atol=1e-6)
+    np.testing.assert_allclose(filters.explained_variance_ratio, theirs.explained_variance_ratio_, atol=1e-6)
 
 
 def test_a_hybrids_and_a_resnets_filters_are_their_first_convolutions() -> None:
@@ -77,16 +77,16 @@ def test_a_hybrids_and_a_resnets_filters_are_their_first_convolutions() -> None:
 
 def test_there_are_no_more_components_than_filters_span() -> None:
     model = making.vit(width=8, heads=2, channels=1)
-    found = compute_filters(model)
-    assert found.tiles.shape == (7, 8, 8, 1)
-    assert found.explained_variance_ratio.sum() == pytest.approx(1)
+    filters = compute_filters(model)
+    assert filters.tiles.shape == (7, 8, 8, 1)
+    assert filters.explained_variance_ratio.sum() == pytest.approx(1)
 
 
 def test_weights_that_are_no_numbers_are_named() -> None:
     model = making.vit()
     with torch.no_grad():
         model.patch_embed.proj.weight[0, 0, 0, 0] = torch.nan
-    with pytest.raises(ModelError, match="patch embedding holds weights that are not finite"):
+    with pytest.raises(ModelError, match="patch embedding has weights that are not finite"):
         compute_filters(model)
 
 
@@ -100,12 +100,12 @@ def test_a_planted_position_pattern_is_found() -> None:
     with torch.no_grad():
         model.pos_embed[0, 1:] = table.flatten(0, 1)
         model.pos_embed[0, 0] = 7
-    found = compute_position_similarity(model)
+    similarity = compute_position_similarity(model)
     same_row = np.eye(rows)[:, None, :, None]
     same_column = np.eye(columns)[None, :, None, :]
-    np.testing.assert_allclose(found.maps, (same_row + same_column) / 2, atol=1e-6)
-    np.testing.assert_allclose(found.by_row, [1, 0.5, 0.5], atol=1e-6)
-    np.testing.assert_allclose(found.by_column, [1, 0.5, 0.5, 0.5, 0.5], atol=1e-6)
+    np.testing.assert_allclose(similarity.maps, (same_row + same_column) / 2, atol=1e-6)
+    np.testing.assert_allclose(similarity.by_row, [1, 0.5, 0.5], atol=1e-6)
+    np.testing.assert_allclose(similarity.by_column, [1, 0.5, 0.5, 0.5, 0.5], atol=1e-6)
 
 
 def test_profiles_by_hand() -> None:
@@ -115,9 +115,9 @@ def test_profiles_by_hand() -> None:
         model.pos_embed.zero_()
         model.pos_embed[0, 0, 0], model.pos_embed[0, 2, 1] = 2.0, -1.0
         model.pos_embed[0, 1, :2] = torch.tensor([0.6, 0.8])
-    found = compute_position_similarity(model)
-    np.testing.assert_allclose(found.by_row, [1, (0.6 - 0.8) / 2, 0], atol=1e-6)
-    np.testing.assert_allclose(found.by_column, [1], atol=1e-6)
+    similarity = compute_position_similarity(model)
+    np.testing.assert_allclose(similarity.by_row, [1, (0.6 - 0.8) / 2, 0], atol=1e-6)
+    np.testing.assert_allclose(similarity.by_column, [1], atol=1e-6)
 
 
 @VARIANTS
@@ -127,12 +127,12 @@ def test_at_another_size_positions_are_those_the_adapted_model_has(change: dict[
         with pytest.raises(UsageError, match="no position embedding to compare"):
             compute_position_similarity(model)
         return
-    found = compute_position_similarity(model, (48, 64))
-    assert found.maps.shape == (6, 8, 6, 8)
+    similarity = compute_position_similarity(model, (48, 64))
+    assert similarity.maps.shape == (6, 8, 6, 8)
     adapted = adapt(making.trained(model), image_size=(48, 64)).model
-    np.testing.assert_allclose(found.maps, compute_position_similarity(adapted).maps, atol=1e-5)
-    np.testing.assert_allclose(np.einsum("rcrc->rc", found.maps), 1, atol=1e-6)
-    assert np.array_equal(found.maps, found.maps.transpose(2, 3, 0, 1))
+    np.testing.assert_allclose(similarity.maps, compute_position_similarity(adapted).maps, atol=1e-5)
+    np.testing.assert_allclose(np.einsum("rcrc->rc", similarity.maps), 1, atol=1e-6)
+    assert np.array_equal(similarity.maps, similarity.maps.transpose(2, 3, 0, 1))
 
 
 def test_models_without_positions_and_sizes_that_do_not_fit_are_refused() -> None:
@@ -157,14 +157,14 @@ def test_before_training_the_network_is_the_same_and_its_weights_are_the_papers(
 
 def test_a_real_models_positions_are_most_like_their_neighbours(deit_tiny: Path) -> None:
     """What the paper found: closer patches are more alike, and those of one row or column alike too."""
-    found = compute_position_similarity(load(deit_tiny).model)
-    others = found.maps.reshape(196, 196) - 2 * np.eye(196)
+    similarity = compute_position_similarity(load(deit_tiny).model)
+    others = similarity.maps.reshape(196, 196) - 2 * np.eye(196)
     rows, columns = np.divmod(np.arange(196), 14)
     nearest = others.argmax(axis=1)
     steps = abs(rows - rows[nearest]) + abs(columns - columns[nearest])
     assert (steps == 1).all()
-    assert found.by_row[1] > 0.9
-    assert found.by_column[1] > 0.9
-    aligned = np.concatenate([found.by_row[4:], found.by_column[4:]]).mean()
+    assert similarity.by_row[1] > 0.9
+    assert similarity.by_column[1] > 0.9
+    aligned = np.concatenate([similarity.by_row[4:], similarity.by_column[4:]]).mean()
     apart = (abs(rows[:, None] - rows) >= 4) & (abs(columns[:, None] - columns) >= 4)
-    assert aligned > float(found.maps.reshape(196, 196)[apart].mean()) + 0.2
+    assert aligned > float(similarity.maps.reshape(196, 196)[apart].mean()) + 0.2

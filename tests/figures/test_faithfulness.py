@@ -30,24 +30,24 @@ def maps_with(value: float) -> NDArray[np.float32]:
 
 def test_the_patch_that_counts_named_first_is_gone_after_the_first_step() -> None:
     """Two of 20 patches a step: 1 at the start and 0 from a tenth on leaves half of the first tenth."""
-    found = measure_faithfulness(see_patch, IMAGES, maps_with(1), CLASSES)
-    np.testing.assert_allclose(found.fractions, np.linspace(0, 1, 11))
-    assert found.deletion.tolist() == [[1] + [0] * 10] * 2
-    assert found.insertion.tolist() == [[0] + [1] * 10] * 2
-    assert [found.deletion_area, found.insertion_area] == pytest.approx([0.05, 0.95])
+    curves = measure_faithfulness(see_patch, IMAGES, maps_with(1), CLASSES)
+    np.testing.assert_allclose(curves.fractions, np.linspace(0, 1, 11))
+    assert curves.deletion.tolist() == [[1] + [0] * 10] * 2
+    assert curves.insertion.tolist() == [[0] + [1] * 10] * 2
+    assert [curves.deletion_area, curves.insertion_area] == pytest.approx([0.05, 0.95])
 
 
 def test_named_last_it_stays_to_the_end() -> None:
-    found = measure_faithfulness(see_patch, IMAGES, maps_with(0), CLASSES)
-    assert found.deletion.tolist() == [[1] * 10 + [0]] * 2
-    assert [found.deletion_area, found.insertion_area] == pytest.approx([0.95, 0.05])
+    curves = measure_faithfulness(see_patch, IMAGES, maps_with(0), CLASSES)
+    assert curves.deletion.tolist() == [[1] * 10 + [0]] * 2
+    assert [curves.deletion_area, curves.insertion_area] == pytest.approx([0.95, 0.05])
 
 
 def test_it_is_the_class_of_each_image_that_is_followed_and_the_patches_of_its_own_map() -> None:
     maps = maps_with(1)
     maps[1, ROW, COLUMN] = 0
-    found = measure_faithfulness(see_patch, IMAGES, maps, np.array([0, 1]))
-    assert found.deletion.tolist() == [[0] + [1] * 10, [1] * 10 + [0]]
+    curves = measure_faithfulness(see_patch, IMAGES, maps, np.array([0, 1]))
+    assert curves.deletion.tolist() == [[0] + [1] * 10, [1] * 10 + [0]]
 
 
 def test_every_patch_goes_and_comes_once_and_the_rest_of_the_image_stays() -> None:
@@ -56,9 +56,9 @@ def test_every_patch_goes_and_comes_once_and_the_rest_of_the_image_stays() -> No
     def count(images: Tensor) -> Tensor:
         return (images != 0).float().mean(dim=(1, 2, 3))[:, None]
 
-    found = measure_faithfulness(count, IMAGES, maps_with(0.5), np.array([0, 0]))
-    np.testing.assert_allclose(found.deletion, [np.linspace(1, 0, 11)] * 2, atol=1e-6)
-    np.testing.assert_allclose(found.insertion, [np.linspace(0, 1, 11)] * 2, atol=1e-6)
+    curves = measure_faithfulness(count, IMAGES, maps_with(0.5), np.array([0, 0]))
+    np.testing.assert_allclose(curves.deletion, [np.linspace(1, 0, 11)] * 2, atol=1e-6)
+    np.testing.assert_allclose(curves.insertion, [np.linspace(0, 1, 11)] * 2, atol=1e-6)
 
 
 def test_fewer_patches_than_steps_make_fewer_steps_and_batches_are_joined() -> None:
@@ -66,5 +66,5 @@ def test_fewer_patches_than_steps_make_fewer_steps_and_batches_are_joined() -> N
     parts = [measure_faithfulness(see_patch, IMAGES[:1], maps, CLASSES[:1]) for _ in range(3)]
     assert join_faithfulness(parts).fractions.tolist() == [0, 0.25, 0.5, 0.75, 1]
     assert join_faithfulness(parts).deletion.tolist() == [[1, 0, 0, 0, 0]] * 3
-    with pytest.raises(UsageError, match="images of 32 x 40 have no 3 x 4 patches"):
+    with pytest.raises(UsageError, match="images of 32 x 40 do not divide into 3 x 4 patches"):
         measure_faithfulness(see_patch, IMAGES[:1], np.ones((1, 3, 4), dtype=np.float32), CLASSES[:1])

@@ -34,8 +34,8 @@ def pixels(path: Path) -> NDArray[np.int64]:
         return np.array(picture, dtype=np.int64)  # (H, W, 3)
 
 
-def near(found: NDArray[np.int64], wanted: Any) -> bool:
-    return bool((abs(found - np.array(wanted)) <= 8).all())  # JPEG's error
+def near(values: NDArray[np.int64], wanted: Any) -> bool:
+    return bool((abs(values - np.array(wanted)) <= 8).all())  # JPEG's error
 
 
 @pytest.mark.parametrize("side", [8, 32, 144, 224])
@@ -107,11 +107,11 @@ def test_captions_stay_under_their_own_image(tmp_path: Path) -> None:
 
 
 def test_letters_of_other_languages_are_letters_not_boxes(tmp_path: Path) -> None:
-    found = set()
+    contents = set()
     for number, name in enumerate(["é", "è", "ß", "ж", "λ", "→"]):
         write_image_grid(flat(8)[:1], [name], tmp_path / f"{number}.jpg")
-        found.add((tmp_path / f"{number}.jpg").read_bytes())
-    assert len(found) == 6
+        contents.add((tmp_path / f"{number}.jpg").read_bytes())
+    assert len(contents) == 6
 
 
 @pytest.mark.parametrize("caption", ["猫", "\udc80", "a\nb", "\x00\x07", "قطة", "👩‍🚀"])
@@ -186,10 +186,10 @@ def test_colours_stand_in_the_places_of_their_patches() -> None:
 @pytest.mark.parametrize(("factor", "size"), [(1, (60, 80)), (4, (240, 320)), (0.5, (30, 40)), (0.001, (1, 1))])
 def test_scaled_images_keep_their_shape_and_squares_stay_squares(factor: float, size: tuple[int, int]) -> None:
     image = photo()
-    found = resize_image(image, factor)
-    assert found.shape == (3, *size)
+    resized = resize_image(image, factor)
+    assert resized.shape == (3, *size)
     if factor >= 1:
-        assert np.array_equal(found, image.repeat(int(factor), axis=1).repeat(int(factor), axis=2))
+        assert np.array_equal(resized, image.repeat(int(factor), axis=1).repeat(int(factor), axis=2))
 
 
 def test_panels_are_unscaled_pixels_with_captions(tmp_path: Path) -> None:
@@ -201,11 +201,11 @@ def test_panels_are_unscaled_pixels_with_captions(tmp_path: Path) -> None:
     with Image.open(tmp_path / "p.png") as picture:
         assert picture.format == "PNG"
         assert min(picture.info["dpi"]) > 299
-        found = np.array(picture)
-    assert found.shape == (2 * (50 + 36) + 12, 3 * (70 + 12) + 12, 3)
+        sheet = np.array(picture)
+    assert sheet.shape == (2 * (50 + 36) + 12, 3 * (70 + 12) + 12, 3)
     for place, colour in enumerate(COLOURS):
         top, left = 12 + place // 3 * 86, 12 + place % 3 * 82
-        assert (found[top : top + 50, left : left + 70] == colour).all()
-        caption = found[top + 50 : top + 74, left : left + 70]
+        assert (sheet[top : top + 50, left : left + 70] == colour).all()
+        caption = sheet[top + 50 : top + 74, left : left + 70]
         assert ((caption < 200).any()) == (place != 2)
-        assert (found[:, left + 70 : left + 82] == 255).all() or place % 3 == 2
+        assert (sheet[:, left + 70 : left + 82] == 255).all() or place % 3 == 2

@@ -50,9 +50,9 @@ def test_filters_stand_in_rows_of_seven_with_their_shares(tmp_path: Path, drawn:
     assert places[7][0] == places[0][0]
     assert places[8][0] == places[1][0]
     with Image.open(tmp_path / "f.png") as picture:
-        found = np.array(picture.convert("RGB")).astype(int)
+        pixels = np.array(picture.convert("RGB")).astype(int)
         assert round(min(picture.info["dpi"])) == 200
-    red = np.argwhere((found == [255, 0, 0]).all(axis=2))
+    red = np.argwhere((pixels == [255, 0, 0]).all(axis=2))
     sides = np.ptp(red, axis=0) + 1
     assert len(red) == sides.prod()  # one tile, its pixels not smoothed
     assert abs(sides - 124).max() <= 2  # 0.62 inches of 200 dots
@@ -62,11 +62,11 @@ def test_filters_stand_in_rows_of_seven_with_their_shares(tmp_path: Path, drawn:
 def test_filters_of_any_channels_and_of_two_models_are_drawn(
     tmp_path: Path, channels: int, drawn: list[Figure]
 ) -> None:
-    found = {
+    filters = {
         "a model": compute_filters(making.vit(channels=channels), count=3),
         "a ResNet": compute_filters(making.bit(channels=channels), count=3),
     }
-    paper_figures.plot_filters(found, tmp_path / "f.png")
+    paper_figures.plot_filters(filters, tmp_path / "f.png")
     titles = [axes.get_title(loc="left").split("\n")[0] for axes in drawn[0].axes]
     assert titles == ["a model", "a ResNet"]
 
@@ -74,30 +74,30 @@ def test_filters_of_any_channels_and_of_two_models_are_drawn(
 def test_position_maps_stand_in_the_places_of_their_patches(tmp_path: Path, drawn: list[Figure]) -> None:
     """Each map's lightest cell is its own patch; axes and bar are named as in the paper."""
     model = making.vit(image_size=(24, 40))
-    found = compute_position_similarity(model)
-    paper_figures.plot_position_similarity({"": found}, tmp_path / "p.png", initial={"": found})
+    similarity = compute_position_similarity(model)
+    paper_figures.plot_position_similarity({"": similarity}, tmp_path / "p.png", initial={"": similarity})
     maps, initial, bar, profile = drawn[0].axes
     assert (maps.get_xlabel(), maps.get_ylabel()) == ("input patch column", "input patch row")
     assert bar.get_ylabel() == "cosine similarity"
-    assert initial.get_title(loc="left") == "at initialisation"
+    assert initial.get_title(loc="left") == "at initialization"
     shades = np.ma.filled(maps.images[0].get_array().astype(float), np.nan)
     assert shades.shape == (3 * 4 - 1, 5 * 6 - 1)
     for row in range(3):
         for column in range(5):
             part = shades[4 * row : 4 * row + 3, 6 * column : 6 * column + 5]
-            np.testing.assert_allclose(part, found.maps[row, column], atol=1e-6)
+            np.testing.assert_allclose(part, similarity.maps[row, column], atol=1e-6)
     assert np.isnan(shades[3]).all()
     assert [text.get_text() for text in maps.get_yticklabels()][:2] == ["1", "2"]
-    np.testing.assert_allclose(profile.lines[0].get_ydata(), found.by_row)
-    np.testing.assert_allclose(profile.lines[1].get_ydata(), found.by_column)
+    np.testing.assert_allclose(profile.lines[0].get_ydata(), similarity.by_row)
+    np.testing.assert_allclose(profile.lines[1].get_ydata(), similarity.by_column)
 
 
 def test_of_a_large_grid_some_maps_are_drawn_and_numbered(tmp_path: Path, drawn: list[Figure]) -> None:
     side = 37
-    found = PositionSimilarity(
+    similarity = PositionSimilarity(
         np.zeros((side,) * 4, dtype=np.float32), np.ones(side, np.float32), np.ones(side, np.float32)
     )
-    paper_figures.plot_position_similarity({"": found}, tmp_path / "p.png")
+    paper_figures.plot_position_similarity({"": similarity}, tmp_path / "p.png")
     axes = drawn[0].axes[0]
     assert axes.images[0].get_array().shape[0] == 13 * 38 - 1  # every third
     numbers = [int(text.get_text()) for text in axes.get_xticklabels()]
@@ -108,10 +108,10 @@ def test_of_a_large_grid_some_maps_are_drawn_and_numbered(tmp_path: Path, drawn:
 
 
 def test_a_dot_a_head_a_line_for_the_mean_and_what_even_attention_has(tmp_path: Path, drawn: list[Figure]) -> None:
-    found, before = far(12, 3), far(12, 3, seed=1)
-    paper_figures.plot_attention_distance({"": found}, tmp_path / "d.png", initial={"": before})
+    trained, before = far(12, 3), far(12, 3, seed=1)
+    paper_figures.plot_attention_distance({"": trained}, tmp_path / "d.png", initial={"": before})
     for axes, values, initial, even in zip(
-        drawn[0].axes, (found.distance, found.entropy), (before.distance, before.entropy), (116.5, 7.6), strict=True
+        drawn[0].axes, (trained.distance, trained.entropy), (before.distance, before.entropy), (116.5, 7.6), strict=True
     ):
         start, dots, mean, uniform = (np.asarray(line.get_ydata(), dtype=float) for line in axes.lines)
         np.testing.assert_allclose(start, initial.mean(axis=1))
@@ -174,8 +174,8 @@ def test_faithfulness_shows_each_order_with_its_area(tmp_path: Path, drawn: list
 
 def test_cka_is_a_map_for_each_pair_of_models_from_the_embedding_up(tmp_path: Path, drawn: list[Figure]) -> None:
     within, between = np.eye(4, dtype=np.float32), np.full((4, 3), 0.5, dtype=np.float32)
-    found = {("a", "a"): within, ("a", "b"): between, ("b", "b"): np.eye(3, dtype=np.float32)}
-    paper_figures.plot_cka(found, tmp_path / "c.png")
+    similarities = {("a", "a"): within, ("a", "b"): between, ("b", "b"): np.eye(3, dtype=np.float32)}
+    paper_figures.plot_cka(similarities, tmp_path / "c.png")
     panels = drawn[0].axes[:3]
     assert [axes.get_title(loc="left") for axes in panels] == ["Within a", "Between both", "Within b"]
     assert [axes.images[0].get_array().shape for axes in panels] == [(4, 4), (4, 3), (3, 3)]

@@ -47,8 +47,8 @@ def pixels(path: Path) -> NDArray[np.int64]:
 def box(picture: NDArray[np.int64], colour: str, share: float = 1) -> tuple[int, int, int, int]:
     """Top, left, bottom, right of the area of a colour, mixed with white by its share; letters' edges do not count."""
     wanted = 255 + share * (np.array(ImageColor.getrgb(colour)) - 255)
-    found = (abs(picture - wanted) <= 1.5).all(axis=2)  # (H, W)
-    rows, columns = (np.flatnonzero(found.sum(axis=axis) > 15) for axis in (1, 0))
+    matches = (abs(picture - wanted) <= 1.5).all(axis=2)  # (H, W)
+    rows, columns = (np.flatnonzero(matches.sum(axis=axis) > 15) for axis in (1, 0))
     return rows[0], columns[0], rows[-1], columns[-1]
 
 
@@ -110,7 +110,7 @@ def test_of_a_thousand_classes_those_confused_most_are_drawn_and_the_title_says_
     plots.plot_confusion_matrix(counts, names, tmp_path / "c.png", normalize=True)
     (axes,) = drawn[0].axes
     assert [label.get_text() for label in axes.get_yticklabels()][:6] == [names[n] for n in (3, 700, 500, 501, 0, 999)]
-    assert "the 30 classes, of 1,000" in axes.get_title(loc="left")
+    assert "the 30 most confused classes of 1,000" in axes.get_title(loc="left")
     assert "18 of 18 mistakes are here" in axes.get_title(loc="left")
     texts = {text.get_position(): text.get_text() for text in axes.texts}
     assert len(texts) == 900
@@ -182,7 +182,7 @@ def test_runs_of_every_length_have_ticks_at_whole_epochs_and_all_values_inside(
 
 
 def test_a_run_without_an_epoch_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no epoch to draw results\.png of"):
+    with pytest.raises(DataError, match=r"results\.png needs at least one epoch"):
         plots.plot_training_curves(columns([]), tmp_path / "results.png")
     assert not list(tmp_path.iterdir())
 
@@ -235,8 +235,8 @@ def test_a_failed_write_leaves_the_old_picture_and_nothing_else(
 
 def test_importing_costs_no_matplotlib_and_drawing_no_pyplot(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from vitrail.figures import draw, pictures;"
-        "assert 'matplotlib' not in sys.modules; draw.confusion([[1]], ['a'], Path(sys.argv[1]));"
+        "import sys; from pathlib import Path; from vitrail.figures import image_grids, plots;"
+        "assert 'matplotlib' not in sys.modules; plots.plot_confusion_matrix([[1]], ['a'], Path(sys.argv[1]));"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "c.png")], check=True)

@@ -31,7 +31,7 @@ def run_plainly(model: ViT, image: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
         for head in range(model.config.heads):
             logits = q[:, head] @ k[:, head].T
             if model.config.positions == "relative":
-                logits = logits + block.attn.relative(q.transpose(0, 1)[None], grid)[0, head]
+                logits = logits + block.attn.compute_relative_logits(q.transpose(0, 1)[None], grid)[0, head]
             heads.append(torch.softmax(logits / q.shape[-1] ** 0.5, dim=-1))
             outputs.append(heads[-1] @ v[:, head])
         x = x + block.ls1(block.attn.proj(torch.cat(outputs, dim=-1)))
@@ -62,18 +62,18 @@ def relevance_by_loops(model: ViT, image: Tensor, label: int) -> NDArray[Any]:
             mean = mean + (weights * gradients[number * heads + head]).clamp(min=0) / heads
         layers.append(mean.detach().numpy())
     tokens = layers[0].shape[0]
-    found = np.eye(tokens)
+    propagated = np.eye(tokens)
     for carried in layers[: config.depth]:
-        found = found + carried @ found
+        propagated = propagated + carried @ propagated
     match config.pool:
         case "class":
-            row = found[: 1 + config.distillation_head].mean(axis=0)
+            row = propagated[: 1 + config.distillation_head].mean(axis=0)
         case "class-mean":
-            row = (found[0] + (found - np.eye(tokens))[config.num_prefix_tokens :].mean(axis=0)) / 2
+            row = (propagated[0] + (propagated - np.eye(tokens))[config.num_prefix_tokens :].mean(axis=0)) / 2
         case "map":
-            row = layers[-1] @ found[config.num_prefix_tokens :]
+            row = layers[-1] @ propagated[config.num_prefix_tokens :]
         case _:
-            row = (found - np.eye(tokens))[config.num_prefix_tokens :].mean(axis=0)
+            row = (propagated - np.eye(tokens))[config.num_prefix_tokens :].mean(axis=0)
     patches = row[config.num_prefix_tokens :]
     return patches / patches.sum()
 
@@ -82,10 +82,10 @@ def relevance_by_loops(model: ViT, image: Tensor, label: int) -> NDArray[Any]:
 def test_every_model_agrees_with_plain_loops(change: dict[str, Any]) -> None:
     model = making.vit(**change).double()
     images = making.images(model.config, 2).double()
-    found = compute_relevance(model, images)
-    assert found.classes.tolist() == model(images).argmax(dim=1).tolist()
-    np.testing.assert_allclose(found.logits, model(images).detach(), rtol=1e-5, atol=1e-6)  # unfused, the same model
-    for image, label, shown in zip(images, found.classes, found.maps, strict=True):
+    result = compute_relevance(model, images)
+    assert result.classes.tolist() == model(images).argmax(dim=1).tolist()
+    np.testing.assert_allclose(result.logits, model(images).detach(), rtol=1e-5, atol=1e-6)  # unfused, the same model
+    for image, label, shown in zip(images, result.classes, result.maps, strict=True):
         expected = relevance_by_loops(model, image, label)
         np.testing.assert_allclose(shown.ravel(), expected, rtol=1e-5, atol=1e-9)
         assert np.ptp(expected) > 1e-3 / len(expected)
@@ -94,9 +94,9 @@ def test_every_model_agrees_with_plain_loops(change: dict[str, Any]) -> None:
 def test_relevance_is_that_of_the_class_asked_for() -> None:
     model = making.vit().double()
     images = making.images(model.config, 3).double()
-    found = compute_relevance(model, images, torch.tensor([5, 0, 2]))
-    assert found.classes.tolist() == [5, 0, 2]
-    for image, label, shown in zip(images, (5, 0, 2), found.maps, strict=True):
+    result = compute_relevance(model, images, torch.tensor([5, 0, 2]))
+    assert result.classes.tolist() == [5, 0, 2]
+    for image, label, shown in zip(images, (5, 0, 2), result.maps, strict=True):
         np.testing.assert_allclose(shown.ravel(), relevance_by_loops(model, image, label), rtol=1e-5)
 
 
@@ -129,27 +129,28 @@ def test_chunks_change_nothing_and_the_model_stays_as_it_was(monkeypatch: pytest
     with torch.no_grad():
         parts = compute_relevance(model, images, classes)
     np.testing.assert_allclose(parts.maps, whole.maps, rtol=1e-4, atol=1e-7)
-    assert not any("forward" in vars(module) for module in model.modules())
+    assert not any(module._forward_hooks for module in model.modules())
+    assert all(block.attn.fused for block in model.blocks)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_what_has_no_relevance_says_so() -> None:
     images = making.images(making.config(), 1)
-    with pytest.raises(UsageError, match="has no head, and relevance is that of a patch to a class"):
+    with pytest.raises(UsageError, match="has no head, but relevance is that of a patch to a class"):
         compute_relevance(making.vit(classes=0), images)
     with pytest.raises(UsageError, match="ResNet has no attention"):
         compute_relevance(making.bit(), images)
     broken = making.vit()
     with torch.no_grad():
         broken.head.bias.fill_(torch.nan)
-    with pytest.raises(ModelError, match="not all finite"):
+    with pytest.raises(ModelError, match="relevance is not finite"):
         compute_relevance(broken, images)
 
 
 def test_a_class_that_nothing_speaks_for_has_a_map_of_zeros() -> None:
     model = making.vit()
     torch.nn.init.zeros_(model.head.weight)
-    found = compute_relevance(model, making.images(model.config, 1))
-    assert not found.maps.any()
-    assert F.softmax(torch.from_numpy(found.logits), dim=1).isfinite().all()
+    result = compute_relevance(model, making.images(model.config, 1))
+    assert not result.maps.any()
+    assert F.softmax(torch.from_numpy(result.logits), dim=1).isfinite().all()
     assert relevance.Relevance._fields == ("maps", "classes", "logits")

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.folders import tuned
+from tests.report.run_folders import finetune_run
 
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of a small model, with its report."""
-    return tuned(tmp_path_factory.mktemp("tuned"))
+    return finetune_run(tmp_path_factory.mktemp("finetuned"))

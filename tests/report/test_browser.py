@@ -9,7 +9,7 @@ from PIL import Image
 
 from tests import browser
 from tests.browser import Chromium
-from tests.report.folders import written
+from tests.report.run_folders import write_run_folder
 from vitrail.report.html_report import render_page
 from vitrail.report.run_facts import gather_facts
 
@@ -25,10 +25,12 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a run with names that do not break and many classes."""
     folder = tmp_path_factory.mktemp("wide")
     classes = [f"{'unbreakable' * 9}{number}" for number in range(28)]
-    answers = [(classes[n % 28], classes[(n // 3) % 28], 0.5) for n in range(200)]
-    facts = gather_facts(written(folder / "run", answers=answers, classes=classes, data=f"/data/{'photos' * 30}"))
+    predictions = [(classes[n % 28], classes[(n // 3) % 28], 0.5) for n in range(200)]
+    facts = gather_facts(
+        write_run_folder(folder / "run", predictions=predictions, classes=classes, data=f"/data/{'photos' * 30}")
+    )
     path = folder / "report.html"
-    path.write_text(render_page(facts, None, "No weights have been kept yet.", None), encoding="utf-8")
+    path.write_text(render_page(facts, None, "There are no weights yet.", None), encoding="utf-8")
     return path
 
 
@@ -70,10 +72,10 @@ def test_every_picture_is_drawn_and_every_chart_has_a_size(chromium: Chromium, r
 
 def test_the_first_screen_ends_with_what_to_do_next(chromium: Chromium, run: Path, tmp_path: Path) -> None:
     classes = [f"class number {number}" for number in range(21)]
-    answers = [(classes[n % 21], classes[(n // 3) % 21], 0.5) for n in range(200)]
+    predictions = [(classes[n % 21], classes[(n // 3) % 21], 0.5) for n in range(200)]
     many = tmp_path / "report.html"
-    facts = gather_facts(written(tmp_path / "run", answers=answers, classes=classes))
-    many.write_text(render_page(facts, None, "No weights have been kept yet.", None), encoding="utf-8")
+    facts = gather_facts(write_run_folder(tmp_path / "run", predictions=predictions, classes=classes))
+    many.write_text(render_page(facts, None, "There are no weights yet.", None), encoding="utf-8")
     for path in (run / "report.html", many):
         shown = chromium.visit(path.as_uri(), width=1280, height=900)
         bottom = "document.querySelector('%s').getBoundingClientRect().bottom"
@@ -83,10 +85,10 @@ def test_the_first_screen_ends_with_what_to_do_next(chromium: Chromium, run: Pat
 @pytest.mark.parametrize("classes", [21, 100])
 def test_a_confusion_of_many_classes_is_whole_at_1280_pixels(chromium: Chromium, tmp_path: Path, classes: int) -> None:
     names = [f"a flower with a long name, {number}" for number in range(classes)]
-    answers = [(name, names[(5 * place) % classes], 0.5) for place, name in enumerate(names)]
+    predictions = [(name, names[(5 * place) % classes], 0.5) for place, name in enumerate(names)]
     path = tmp_path / "report.html"
-    facts = gather_facts(written(tmp_path / "run", answers=answers, classes=names))
-    path.write_text(render_page(facts, None, "No weights have been kept yet.", None), encoding="utf-8")
+    facts = gather_facts(write_run_folder(tmp_path / "run", predictions=predictions, classes=names))
+    path.write_text(render_page(facts, None, "There are no weights yet.", None), encoding="utf-8")
     shown = chromium.visit(path.as_uri(), width=1280)
     assert shown.overflow == []
     scrolled = "(e => [e.scrollWidth, e.clientWidth])(document.querySelector('.wide .scroll'))"

@@ -47,7 +47,7 @@ def test_probabilities_are_those_that_a_user_gets() -> None:
 
 
 def test_several_labels_have_a_probability_each() -> None:
-    trained = making.trained(making.vit(), several=True)
+    trained = making.trained(making.vit(), multi_label=True)
     for each in trace_forward(trained, pixels(trained)).top_classes:
         assert each.probability == pytest.approx(1 / (1 + np.exp(-each.logit)), abs=1e-6)
 

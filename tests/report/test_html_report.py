@@ -1,6 +1,5 @@
 """The page of hand-made facts: what it says, that names are never markup, and how large it may get."""
 
-import dataclasses
 import json
 import re
 import shlex
@@ -8,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.folders import CONFIG, written
-from tests.report.reading import Reading
+from tests.report.page_parser import ParsedPage
+from tests.report.run_folders import write_run_folder
 from vitrail.report import fact_rows
 from vitrail.report.html_report import make_repeat_commands, make_rerun_command, render_page
 from vitrail.report.model_card import CardSection, ModelCard
@@ -18,175 +17,143 @@ from vitrail.report.run_facts import RunFacts, gather_facts
 NOTHING = "No weights have been kept yet."
 
 
-def read(facts: RunFacts) -> Reading:
-    found = Reading(render_page(facts, None, NOTHING, None))
-    assert found.wrong == []
-    return found
+def parse_page(facts: RunFacts) -> ParsedPage:
+    page = ParsedPage(render_page(facts, None, NOTHING, None))
+    assert page.errors == []
+    return page
 
 
 def test_the_result_stands_beside_its_interval_and_its_baseline(tmp_path: Path) -> None:
-    text = read(gather_facts(written(tmp_path / "run"))).parts["result"]
-    shown = " ".join(text.split())
-    assert "70.0 %" in shown.replace("70.0%", "70.0 %")
-    assert "7 of 10 test images right" in shown
-    assert "39.7 to 89.2 % (95 % interval, Wilson)" in shown  # by hand, from Wilson's formula
-    assert "always “dog”: no class is commoner in training 50.0 %" in shown
-    assert "Measured on 10 images, which is few" in shown
+    text = parse_page(gather_facts(write_run_folder(tmp_path / "run"))).sections["result"]
+    section = " ".join(text.split())
+    assert "70.0 %" in section.replace("70.0%", "70.0 %")
+    assert "7 of 10 test images are classified correctly" in section
+    assert "95 % confidence interval: 39.7 to 89.2 % (Wilson)" in section  # by hand, from Wilson's formula
+    assert "always “dog”, the most frequent class in training 50.0 %" in section
+    assert "Measured on only 10 images" in section
 
 
 def test_the_pairs_confused_most_come_first_with_their_share(tmp_path: Path) -> None:
-    shown = " ".join(read(gather_facts(written(tmp_path / "run"))).parts["confusion"].split())
-    assert "cat dog 2 50 % dog cat 1 20 %" in shown
-    assert re.search(r"cat 50 % 2 of 4 10 dog 80 % 4 of 5 25 <b>eel</b> 100 % 1 of 1 5", shown)  # the weakest first
+    section = " ".join(parse_page(gather_facts(write_run_folder(tmp_path / "run"))).sections["confusion"].split())
+    assert "cat dog 2 50 % dog cat 1 20 %" in section
+    assert re.search(r"cat 50 % 2 of 4 10 dog 80 % 4 of 5 25 <b>eel</b> 100 % 1 of 1 5", section)  # the weakest first
 
 
 def test_names_are_words_and_never_markup(tmp_path: Path) -> None:
     data = "<img src=x onerror=alert(1)>"
-    answers = [("</section><script>", "</section><script>", 0.5)]
-    facts = gather_facts(written(tmp_path / "run", answers=answers, classes=["</section><script>"], data=data))
-    found = read(facts)
-    assert "script" not in found.tags
-    assert data in found.text
-    assert found.addresses == [address for address in found.addresses if address.startswith(("#", "data:"))]
+    predictions = [("</section><script>", "</section><script>", 0.5)]
+    facts = gather_facts(
+        write_run_folder(tmp_path / "run", predictions=predictions, classes=["</section><script>"], data=data)
+    )
+    page = parse_page(facts)
+    assert "script" not in page.tags
+    assert data in page.text
+    assert page.addresses == [address for address in page.addresses if address.startswith(("#", "data:"))]
 
 
 def test_folders_of_the_machine_stand_only_where_the_run_is_to_be_made_again(tmp_path: Path) -> None:
-    folder = written(tmp_path / "run")
+    folder = write_run_folder(tmp_path / "run")
     with (folder / "events.jsonl").open("a") as file:
-        given = {"arguments": ["finetune", "photos", "--model", "/home/someone/m"], "folder": "/home/someone/secret"}
-        file.write(json.dumps({"at": 1, "event": "command", **given}) + "\n")
-    found = read(gather_facts(folder))
-    assert "/home/someone/secret" in found.parts["again"]
-    assert "someone" not in "".join(text for name, text in found.parts.items() if name != "again")
+        event = {"arguments": ["finetune", "photos", "--model", "/home/someone/m"], "folder": "/home/someone/secret"}
+        file.write(json.dumps({"at": 1, "event": "command", **event}) + "\n")
+    page = parse_page(gather_facts(folder))
+    assert "/home/someone/secret" in page.sections["rerun"]
+    assert "someone" not in "".join(text for name, text in page.sections.items() if name != "rerun")
 
 
 def test_an_interrupted_run_shows_what_there_is(tmp_path: Path) -> None:
-    found = read(gather_facts(written(tmp_path / "run", ended=False)))
-    assert "The run has not ended" in found.text
-    assert {"run", "curves", "data", "inside", "walk", "again", "card"} == set(found.parts) - {""}
-
-
-def test_the_first_screen_names_the_weakest_classes_the_commonest_confusion_and_what_to_do(tmp_path: Path) -> None:
-    shown = " ".join(read(gather_facts(written(tmp_path / "run"))).parts["result"].split())
-    assert "Weakest classes cat 50 % (2 of 4), dog 80 % (4 of 5)" in shown  # eel is right
-    assert "Commonest confusion cat taken for dog , 2 of 4 times" in shown
-    steps = shown.partition("What to do next")[2]
-    assert "Train longer: the validation loss was still falling at the end. Try --epochs 4 instead of 2." in steps
-    assert "Look at images of cat and dog: are the labels right, and could you tell them apart?" in steps
-    assert steps.endswith("vitrail predict RUN IMAGES vitrail serve RUN")
-    timed = dataclasses.replace(gather_facts(tmp_path / "run"), command=("finetune", "x", "--minutes=5"))
-    assert "falling at the end. Try more --minutes." in read(timed).parts["result"]
-    columns = {name: values[:1] for name, values in timed.epochs.items()} | {"epoch": (0.25,)}
-    timed = dataclasses.replace(timed, epochs=columns)
-    assert "Give it more --minutes: there was time for 0.25 epochs." in read(timed).parts["result"]
-
-
-def test_a_class_with_few_training_images_and_a_poor_result_lead_to_advice(tmp_path: Path) -> None:
-    answers = [*[("cat", "dog", 0.9)] * 3, *[("dog", "dog", 0.9)] * 5, *[("<b>eel</b>", "dog", 0.9)] * 2]
-    shown = " ".join(read(gather_facts(written(tmp_path / "run", answers=answers))).parts["result"].split())
-    assert "Do not use it yet: it is not clearly better than always “dog”" in shown
-    counts = {"cat": 2, "dog": 10, "<b>eel</b>": 10}
-    facts = dataclasses.replace(gather_facts(tmp_path / "run"), train_counts=counts, baselines=())
-    assert "Add training images of cat: it has 2, fewer than most classes." in " ".join(read(facts).text.split())
-
-
-def test_nothing_wrong_has_no_weakest_class(tmp_path: Path) -> None:
-    answers = [("cat", "cat", 1.0)] * 30
-    shown = " ".join(read(gather_facts(written(tmp_path / "run", answers=answers))).parts["result"].split())
-    assert "Weakest classes none: nothing is wrong" in shown
-    assert "Commonest confusion none" in shown
+    page = parse_page(gather_facts(write_run_folder(tmp_path / "run", ended=False)))
+    assert "The run has not ended" in page.text
+    assert {"run", "curves", "data", "figures", "forward-trace", "rerun", "card"} == set(page.sections) - {""}
 
 
 @pytest.mark.parametrize("classes", [9, 10])
 def test_top_5_is_shown_from_10_classes_on(tmp_path: Path, classes: int) -> None:
     names = [f"class {number}" for number in range(classes)]
-    facts = gather_facts(written(tmp_path / "run", answers=[(name, name, 0.5) for name in names], classes=names))
-    found = read(facts)
-    assert ("five likeliest" in found.text, "top-5" in found.parts["curves"]) == (classes == 10, classes == 10)
+    facts = gather_facts(
+        write_run_folder(tmp_path / "run", predictions=[(name, name, 0.5) for name in names], classes=names)
+    )
+    page = parse_page(facts)
+    assert ("top-5 accuracy" in page.text, "top-5" in page.sections["curves"]) == (classes == 10, classes == 10)
     assert facts.result is not None
-    assert ("five likeliest" in str(list(fact_rows.list_result_rows(facts, facts.result)))) == (classes == 10)
+    assert ("top-5 accuracy" in str(list(fact_rows.list_result_rows(facts, facts.result)))) == (classes == 10)
 
 
 def test_class_by_class_is_open_and_the_equations_are_folded(run: Path) -> None:
     text = (run / "report.html").read_text()
-    found = Reading(text)
-    assert "class images" not in found.text
-    before, after = text.split("Class by class, the weakest first")
+    page = ParsedPage(text)
+    assert "class images" not in page.text
+    before, after = text.split("Classes, weakest first")
     assert before.count("<details") == before.count("</details")
-    equations = after.partition('<section id="walk">')[2].partition("</section>")[0]
+    equations = after.partition('<section id="forward-trace">')[2].partition("</section>")[0]
     assert equations.index("<details>") < equations.index("<math")
 
 
 def test_where_rollout_is_shown_a_sentence_says_what_it_is_not(run: Path) -> None:
-    found = Reading((run / "report.html").read_text())
-    shown = [part for part in ("mistakes", "inside") if "rollout" in found.parts[part]]
-    assert "inside" in shown
-    for part in shown:
-        assert "Rollout is not the reason for an answer" in " ".join(found.parts[part].split())
+    page = ParsedPage((run / "report.html").read_text())
+    section = [name for name in ("mistakes", "figures") if "rollout" in page.sections[name]]
+    assert "figures" in section
+    for name in section:
+        assert "Rollout does not explain a prediction" in " ".join(page.sections[name].split())
 
 
 def test_a_multi_label_run_is_shown_as_one(tmp_path: Path) -> None:
-    answers = [("cat | dog", "cat", 0.9), ("dog", "dog", 0.8), ("dog", "cat", 0.7)]
-    found = read(gather_facts(written(tmp_path / "run", answers=answers)))
-    result = " ".join(found.parts["result"].split())
-    assert "1 of 3 test images have exactly their labels (exact match). F1 61.0 %, mAP 73.0 %." in result
+    predictions = [("cat | dog", "cat", 0.9), ("dog", "dog", 0.8), ("dog", "cat", 0.7)]
+    page = parse_page(gather_facts(write_run_folder(tmp_path / "run", predictions=predictions)))
+    result = " ".join(page.sections["result"].split())
+    assert "1 of 3 test images have exactly their labels predicted (exact match). F1 61.0 %, mAP 73.0 %." in result
     assert "Weakest classes <b>eel</b> F1 44 %" in result
-    assert "Missed most" in result
-    assert "five likeliest" not in found.text
-    assert "Confused most" not in found.text
-    assert "cat 44 % 4 5 2 62 % 5" in " ".join(found.parts["confusion"].split())
-    assert "Validation exact match" in found.parts["curves"]
-    assert "label's probability" in found.parts["calibration"]
-
-
-def test_what_was_trained_on_and_what_chose_the_weights_is_said(tmp_path: Path) -> None:
-    folder = written(tmp_path / "run", everything=True)
-    events = (folder / "events.jsonl").read_text()
-    (folder / "events.jsonl").write_text(events.replace('"split": "test"', '"split": "val"'))
-    assert "were trained on (--everything)" in read(gather_facts(folder)).parts["result"]
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    assert "on which the weights and the temperature were chosen" in read(gather_facts(folder)).parts["result"]
+    assert "Most often missed" in result
+    assert "top-5 accuracy" not in page.text
+    assert "Most confused" not in page.text
+    assert "cat 44 % 4 5 2 62 % 5" in " ".join(page.sections["confusion"].split())
+    assert "Validation exact match" in page.sections["curves"]
+    assert "label's probability" in page.sections["calibration"]
 
 
 def test_thousands_of_classes_and_answers_stay_a_page(tmp_path: Path) -> None:
     classes = [f"a class with a rather long name, number {number}" for number in range(5000)]
-    answers = [(classes[n % 5000], classes[n % 5000 if n % 3 else (7 * n) % 5000], 0.5) for n in range(20_000)]
-    facts = gather_facts(written(tmp_path / "run", answers=answers, classes=classes))
+    predictions = [(classes[n % 5000], classes[n % 5000 if n % 3 else (7 * n) % 5000], 0.5) for n in range(20_000)]
+    facts = gather_facts(write_run_folder(tmp_path / "run", predictions=predictions, classes=classes))
     text = render_page(facts, None, NOTHING, None)
     assert len(text) < 300_000
-    assert "Of 5,000 classes the 40 in the pairs confused most" in text
+    assert "the 40 most confused of 5,000 classes" in text
     assert not (tmp_path / "run" / "per_class.csv").exists()
-    assert "The answers to 4,900 more are in predictions.csv" in text
+    assert "The predictions of 4,900 more are in predictions.csv" in text
 
 
 def test_of_many_classes_the_table_of_all_is_named(tmp_path: Path) -> None:
     classes = [f"class {number}" for number in range(150)]
-    facts = gather_facts(written(tmp_path / "run", answers=[(name, name, 0.5) for name in classes], classes=classes))
-    assert "50 more are in per_class.csv." in read(facts).parts["confusion"]
+    facts = gather_facts(
+        write_run_folder(tmp_path / "run", predictions=[(name, name, 0.5) for name in classes], classes=classes)
+    )
+    assert "50 more are in per_class.csv." in parse_page(facts).sections["confusion"]
 
 
 def test_bytes_that_are_no_text_do_not_keep_a_page_from_being_written(tmp_path: Path) -> None:
-    folder = written(tmp_path / "run", ended=False, data="/data/a\udcff  b")
+    folder = write_run_folder(tmp_path / "run", ended=False, data="/data/a\udcff  b")
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps({"at": 9, "event": "stopped", "reason": "c\udcff.jpg is no image"}) + "\n")
     facts = gather_facts(folder)
-    described = ModelCard("d\udcff", (), (CardSection("Use", ("e\udcff",)),))
-    text = render_page(facts, None, "f\udcff cannot be shown", described).encode().decode()
-    assert make_repeat_commands(gather_facts(written(tmp_path / "whole", data="/data/a\udcff  b")))[0].endswith(
-        "'/data/a?  b'"
-    )
+    card = ModelCard("d\udcff", (), (CardSection("Use", ("e\udcff",)),))
+    text = render_page(facts, None, "f\udcff cannot be shown", card).encode().decode()
+    assert make_repeat_commands(gather_facts(write_run_folder(tmp_path / "whole", data="/data/a\udcff  b")))[
+        0
+    ].endswith("'/data/a?  b'")
     for name in ("c?.jpg is no image", "e?", "f? cannot be shown"):
         assert name in text
 
 
 def test_one_class_is_a_page_too(tmp_path: Path) -> None:
-    found = read(gather_facts(written(tmp_path / "run", answers=[("cat", "cat", 1.0)], classes=["cat"])))
-    assert "1 class" in found.text
-    assert "every answer is right" in found.parts["confusion"]
+    page = parse_page(
+        gather_facts(write_run_folder(tmp_path / "run", predictions=[("cat", "cat", 1.0)], classes=["cat"]))
+    )
+    assert "1 class" in page.text
+    assert "every prediction is correct" in page.sections["confusion"]
 
 
 @pytest.mark.parametrize(
-    ("given", "again"),
+    ("arguments", "command"),
     [
         (["train", "digits", "--data", "digits"], "vitrail train digits --data digits"),
         (["finetune", "my photos", "--model", "m", "--resume"], "vitrail finetune 'my photos' --model m"),
@@ -197,24 +164,24 @@ def test_one_class_is_a_page_too(tmp_path: Path) -> None:
         (["demo"], "vitrail demo"),
     ],
 )
-def test_the_command_given_again_makes_this_very_run(tmp_path: Path, given: list[str], again: str) -> None:
-    folder = written(tmp_path / "run")
+def test_the_command_given_again_makes_this_very_run(tmp_path: Path, arguments: list[str], command: str) -> None:
+    folder = write_run_folder(tmp_path / "run")
     with (folder / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"at": 1, "event": "command", "arguments": given, "folder": "/x"}) + "\n")
-    assert make_rerun_command(gather_facts(folder)) == again
+        file.write(json.dumps({"at": 1, "event": "command", "arguments": arguments, "folder": "/x"}) + "\n")
+    assert make_rerun_command(gather_facts(folder)) == command
 
 
 def test_the_data_is_measured_again_by_its_own_name_where_it_was_measured(tmp_path: Path) -> None:
     data = "/data/my  'best' photos"
-    measured, report = make_repeat_commands(gather_facts(written(tmp_path / "run", data=data)))
+    measured, report = make_repeat_commands(gather_facts(write_run_folder(tmp_path / "run", data=data)))
     assert shlex.split(measured) == ["vitrail", "evaluate", "RUN/weights/best.safetensors", data]
     assert report == "vitrail report RUN"
-    facts = gather_facts(written(tmp_path / "half", data=data, ended=False))
+    facts = gather_facts(write_run_folder(tmp_path / "half", data=data, ended=False))
     assert make_repeat_commands(facts) == ["vitrail report RUN"]
-    assert "evaluate" not in read(facts).parts["again"]
+    assert "evaluate" not in parse_page(facts).sections["rerun"]
 
 
 def test_a_command_that_nobody_wrote_down_is_unknown(tmp_path: Path) -> None:
-    facts = gather_facts(written(tmp_path / "run"))
+    facts = gather_facts(write_run_folder(tmp_path / "run"))
     assert make_rerun_command(facts) is None
-    assert "The command was not recorded" in read(facts).parts["again"]
+    assert "The command was not recorded" in parse_page(facts).sections["rerun"]

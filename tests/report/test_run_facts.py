@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.folders import written
+from tests.report.run_folders import write_run_folder
 from vitrail.errors import DataError, UsageError
 from vitrail.evaluate.predictions import MAX_CONFUSION_CLASSES
 from vitrail.evaluate.statistics import wilson_interval
@@ -14,7 +14,7 @@ from vitrail.train.run_log import RESULT_COLUMNS
 
 
 def test_numbers_are_those_of_the_folder(tmp_path: Path) -> None:
-    facts = gather_facts(written(tmp_path / "run"))
+    facts = gather_facts(write_run_folder(tmp_path / "run"))
     assert facts.result is not None
     assert (facts.name, facts.result.right, facts.result.images, facts.result.top1) == ("run", 7, 10, 0.7)
     assert facts.result.interval == wilson_interval(7, 10)
@@ -27,7 +27,7 @@ def test_numbers_are_those_of_the_folder(tmp_path: Path) -> None:
 
 
 def test_the_baseline_is_the_class_that_training_saw_most_and_what_events_tell(tmp_path: Path) -> None:
-    folder = written(tmp_path / "run")  # 25 dogs were trained on, and five of ten images are dogs
+    folder = write_run_folder(tmp_path / "run")  # 25 dogs were trained on, and five of ten images are dogs
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps({"at": 1, "event": "baseline", "name": "nearest neighbour", "right": 6}) + "\n")
     first, second = gather_facts(folder).baselines
@@ -39,35 +39,35 @@ MULTI = (("cat | dog", "cat", 0.9), ("dog", "dog", 0.8), ("dog | cat", "cat | do
 
 
 def test_a_multi_label_run_is_judged_by_exact_match_f1_and_average_precision(tmp_path: Path) -> None:
-    facts = gather_facts(written(tmp_path / "run", answers=MULTI))
+    facts = gather_facts(write_run_folder(tmp_path / "run", predictions=MULTI))
     assert (facts.is_single_label, facts.is_multi_label, facts.macro_accuracy) == (False, True, None)
     assert facts.multi_label_metrics is not None
     assert (facts.multi_label_metrics.micro_f1, facts.multi_label_metrics.mean_average_precision) == (0.61, 0.73)
     assert facts.result is not None
     assert facts.label_rows[0] == ("cat", 5, 4, 2, 0.44, 5, 0.625)
     [baseline] = facts.baselines
-    assert baseline == ("always “cat | dog”: no set of labels is commoner here", 2)  # in any order
+    assert baseline == ("always “cat | dog”, the most frequent combination of labels here", 2)  # in any order
 
 
 def test_a_multi_label_run_that_was_judged_by_any_label_has_no_result(tmp_path: Path) -> None:
-    facts = gather_facts(written(tmp_path / "run", answers=MULTI, judged=False))
+    facts = gather_facts(write_run_folder(tmp_path / "run", predictions=MULTI, has_metrics=False))
     assert (facts.result, facts.predictions, facts.multi_label_metrics) == (None, (), None)
-    assert "--resume measures it again" in facts.missing[0]
+    assert "--resume to measure again" in facts.missing[0]
 
 
 @pytest.mark.parametrize("several", [False, True])
 def test_whether_there_may_be_several_labels_is_what_the_run_says(tmp_path: Path, several: bool) -> None:
-    """The files alone would tell otherwise: no per_class.csv of few classes, or more classes than are counted by."""
+    """The files alone suggest otherwise: no per_class.csv for few classes, or too many classes for a confusion."""
     classes = [f"class {number}" for number in range(MAX_CONFUSION_CLASSES + 1 if several else 3)]
-    answers = [("class 0", "class 0", 0.9), ("class 1", "class 1", 0.8)]
-    folder = written(tmp_path / "run", answers=answers, classes=classes, several=several)
+    predictions = [("class 0", "class 0", 0.9), ("class 1", "class 1", 0.8)]
+    folder = write_run_folder(tmp_path / "run", predictions=predictions, classes=classes, several=several)
     (folder / "per_class.csv").unlink()
     facts = gather_facts(folder)
     assert (facts.is_single_label, facts.is_multi_label) == (not several, several)
 
 
 def test_an_interrupted_run_says_how_far_it_came(tmp_path: Path) -> None:
-    folder = written(tmp_path / "run", ended=False)
+    folder = write_run_folder(tmp_path / "run", ended=False)
     with (folder / "events.jsonl").open("a") as file:
         file.write(
             json.dumps({"at": 9, "event": "stopped", "reason": "SIGTERM: stopped after /home/me/a; saved"}) + "\n"
@@ -76,17 +76,19 @@ def test_an_interrupted_run_says_how_far_it_came(tmp_path: Path) -> None:
     facts = gather_facts(folder)
     assert (facts.result, facts.predictions, facts.baselines, facts.has_result) == (None, (), (), False)
     first, second = facts.missing
-    assert "after step 10 of 20 (SIGTERM: stopped after a)" in first
+    assert "last recorded step is 10 of 20 (SIGTERM: stopped after a)" in first
     assert "--resume" in first
     assert "There are no weights" in second
 
 
 def test_a_run_without_labels_has_a_result_of_its_own(tmp_path: Path) -> None:
     masked = {"kind": "mpp", "share": 0.5, "target": "mean-color"}
-    folder = written(tmp_path / "run", ended=False, recipe={"masked": masked, "model": "ti16"}, model=None, classes=[])
-    told = {"split": "val", "images": 6, "patches": 48, "loss": 4.5, "top1": 0.25, "top5": 0.5, "seconds": 3.0}
+    folder = write_run_folder(
+        tmp_path / "run", ended=False, recipe={"masked": masked, "model": "ti16"}, model=None, classes=[]
+    )
+    metrics = {"split": "val", "images": 6, "patches": 48, "loss": 4.5, "top1": 0.25, "top5": 0.5, "seconds": 3.0}
     with (folder / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"at": 9, "event": "pretrained", **told}) + "\n")
+        file.write(json.dumps({"at": 9, "event": "pretrained", **metrics}) + "\n")
     facts = gather_facts(folder)
     assert facts.pretraining is not None
     assert (facts.pretraining.loss, facts.pretraining.top1, facts.seconds) == (4.5, 0.25, 3.0)
@@ -95,14 +97,14 @@ def test_a_run_without_labels_has_a_result_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
-    folder = written(tmp_path / "run")
+    folder = write_run_folder(tmp_path / "run")
     (folder / "events.jsonl").write_text('{"at": 1\n{"at": 2, "event": "end"}\n')
     with pytest.raises(DataError, match=r"events.jsonl, line 1 is damaged"):
         gather_facts(folder)
 
 
 def test_a_table_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
-    folder = written(tmp_path / "run")
+    folder = write_run_folder(tmp_path / "run")
     rows = (folder / "predictions.csv").read_text().splitlines()
     (folder / "predictions.csv").write_text("\n".join([*rows[:3], rows[3][:12]]))
     with pytest.raises(DataError, match=r"predictions.csv, line 4 is damaged"):
@@ -114,7 +116,7 @@ def test_a_table_that_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
 
 
 def test_the_last_row_of_a_run_that_was_killed_as_it_wrote_is_left_out(tmp_path: Path) -> None:
-    folder = written(tmp_path / "run")
+    folder = write_run_folder(tmp_path / "run")
     with (folder / "results.csv").open("a") as file:
         file.write("3,15,0.")
     assert gather_facts(folder).epochs["train/loss"] == (1.5, 1.0)
@@ -124,7 +126,7 @@ END = {"at": 1, "event": "end", "images": 3}
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         (
             "results.csv",
@@ -137,27 +139,33 @@ END = {"at": 1, "event": "end", "images": 3}
             r"train/loss of .*results\.csv is damaged \(could not conv",
         ),
         ("results.csv", f"{','.join(RESULT_COLUMNS)}\n1,5\n", r"train/loss of .*results\.csv is damaged"),
-        ("per_class.csv", "class,train_images\ncat,many\n", r"per_class\.csv is damaged .*--resume measures it again"),
+        ("per_class.csv", "class,train_images\ncat,many\n", r"per_class\.csv is damaged .*--resume to measure again"),
         ("per_class.csv", "train_images\n5\n", r"per_class\.csv is damaged \('class'\)"),
-        ("data_report.json", "{}", r"data_report\.json is damaged .*`vitrail data check DATA --out .*` writes it anew"),
+        (
+            "data_report.json",
+            "{}",
+            r"data_report\.json is damaged .*write it again with `vitrail data check DATA --out .*`",
+        ),
         ("data_report.json", "[1]", r"data_report\.json is damaged"),
         ("events.jsonl", json.dumps(END) + "\n", r"the event 'end' in .*events\.jsonl is damaged \('split'\)"),
         ("events.jsonl", '{"at": 1}\n', r"events\.jsonl, line 1 is damaged \('event'\): repair or remove"),
         ("events.jsonl", "7\n", r"events\.jsonl, line 1 is damaged"),
     ],
 )
-def test_a_small_file_that_is_damaged_is_named_with_what_to_do(tmp_path: Path, name: str, text: str, said: str) -> None:
-    folder = written(tmp_path / "run")
+def test_a_small_file_that_is_damaged_is_named_with_what_to_do(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    folder = write_run_folder(tmp_path / "run")
     (folder / name).write_text(text)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         gather_facts(folder)
 
 
 def test_a_folder_that_is_no_run_is_refused_and_seeds_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"is no run: it has no config\.json"):
+    with pytest.raises(UsageError, match=r"is not a run: it has no config\.json"):
         gather_facts(tmp_path)
     for seed in (4, 5):
-        written(tmp_path / "runs" / f"seed-{seed}")
+        write_run_folder(tmp_path / "runs" / f"seed-{seed}")
     with pytest.raises(UsageError, match=r"several seeds; give one: vitrail report .*runs/seed-4"):
         gather_facts(tmp_path / "runs")
 
@@ -206,7 +214,7 @@ def test_an_image_is_called_by_its_place_in_the_set(image: str, short: str) -> N
 
 
 def test_the_sets_own_folder_is_left_out_even_with_spaces(tmp_path: Path) -> None:
-    facts = gather_facts(written(tmp_path / "run", data="/home/some one/my photos"))
+    facts = gather_facts(write_run_folder(tmp_path / "run", data="/home/some one/my photos"))
     assert (
         facts.clean_text("tiny, fine-tuned on /home/some one/my photos, step 3")
         == "tiny, fine-tuned on my photos, step 3"

@@ -1,13 +1,11 @@
-"""A real run to its page: every part is there, in one file; and what is gone is said to be gone."""
+"""Reports of a real run: every section is there, in one file, and a sentence replaces what is missing."""
 
-import csv
 import itertools
 import json
 import re
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,110 +13,104 @@ from tests import making
 from tests.cli.test_train import HERE
 from tests.data.pictures import folder as photographs
 from tests.data.pictures import picture
-from tests.report.folders import alone
-from tests.report.reading import Reading
+from tests.report.page_parser import ParsedPage
+from tests.report.run_folders import isolate_home
 from vitrail.cli import main
 from vitrail.data.sources import open_dataset
-from vitrail.figures import image_grids
 from vitrail.model.build import Model
-from vitrail.report import data_uris
-from vitrail.report.model_figures import MAX_MISTAKES, MAX_ROLLOUTS, ReportFigure, make_model_figures
 from vitrail.report.run_facts import gather_facts
 from vitrail.report.write_report import NO_TIME_NOTE, write_report
 from vitrail.weights.load import save
 
 CPU = torch.device("cpu")
-PARTS = {
-    *("result", "run", "curves", "confusion", "calibration", "mistakes", "data", "inside", "walk", "again", "card"),
+SECTIONS = {
+    *(
+        "result",
+        "run",
+        "curves",
+        "confusion",
+        "calibration",
+        "mistakes",
+        "data",
+        "figures",
+        "forward-trace",
+        "rerun",
+        "card",
+    ),
 }
-GONE = "The data was moved."
+MISSING = "The data was moved."
 
 
-def read(path: Path) -> Reading:
-    found = Reading(path.read_text(encoding="utf-8"))
-    assert found.wrong == []
-    return found
+def parse_page(path: Path) -> ParsedPage:
+    page = ParsedPage(path.read_text(encoding="utf-8"))
+    assert page.errors == []
+    return page
 
 
 def test_the_page_has_every_part_and_needs_no_other_file(run: Path) -> None:
     path = run / "report.html"
-    found = read(path)
-    assert set(found.parts) - {""} == PARTS
-    assert len(set(found.identities)) == len(found.identities)
-    assert all(address.startswith(("#", "data:")) for address in found.addresses)
-    assert {address[1:] for address in found.addresses if address.startswith("#")} <= set(found.identities)
-    assert not {"script", "iframe", "object", "embed", "form", "base"} & set(found.tags)
+    page = parse_page(path)
+    assert set(page.sections) - {""} == SECTIONS
+    assert len(set(page.ids)) == len(page.ids)
+    assert all(address.startswith(("#", "data:")) for address in page.addresses)
+    assert {address[1:] for address in page.addresses if address.startswith("#")} <= set(page.ids)
+    assert not {"script", "iframe", "object", "embed", "form", "base"} & set(page.tags)
     assert not re.search(r"url\(|@import", path.read_text())
     assert path.stat().st_size < 1_000_000
 
 
 def test_headings_go_down_one_step_at_a_time(run: Path) -> None:
-    levels = [int(tag[1]) for tag in read(run / "report.html").tags if re.fullmatch(r"h\d", tag)]
+    levels = [int(tag[1]) for tag in parse_page(run / "report.html").tags if re.fullmatch(r"h\d", tag)]
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
 
 
-def test_the_mistakes_shown_are_the_surest_of_the_table(run: Path) -> None:
-    with (run / "predictions.csv").open(newline="") as file:
-        wrong = [row for row in csv.DictReader(file) if row["right"] == "0"]
-    wrong.sort(key=lambda row: -float(row["probability"]))
-    shown = re.findall(r"test/\w+/\d+\.jpg", read(run / "report.html").parts["mistakes"])
-    assert shown == [row["image"] for row in wrong][:MAX_MISTAKES]
-
-
 def test_the_walk_tells_the_answer_that_the_table_has(run: Path) -> None:
     facts = gather_facts(run)
-    walked = read(run / "report.html").parts["walk"]
-    name = re.search(r"test/\w+/\d+\.jpg", walked)
+    section = parse_page(run / "report.html").sections["forward-trace"]
+    name = re.search(r"test/\w+/\d+\.jpg", section)
     assert name is not None
-    [answer] = [answer for answer in facts.predictions if answer.image == name[0]]
-    shown = f"{100 * answer.probability:.2f}\N{NO-BREAK SPACE}%"
-    assert shown in walked
+    [prediction] = [prediction for prediction in facts.predictions if prediction.image == name[0]]
+    shown = f"{100 * prediction.probability:.2f}\N{NO-BREAK SPACE}%"
+    assert shown in section
 
 
 def test_the_card_is_written_and_says_the_same(run: Path) -> None:
     result = gather_facts(run).result
     assert result is not None
     card = (run / "README.md").read_text()
-    assert f"| right answers | {100 * result.top1:.1f} % " in card
+    assert f"| accuracy | {100 * result.top1:.1f} % " in card
     assert str(run.parent) not in card
 
 
 def test_without_its_images_a_page_shows_all_that_needs_none(run: Path, tmp_path: Path) -> None:
-    write_report(run, GONE, CPU, tmp_path / "page.html")
-    found = read(tmp_path / "page.html")
-    assert set(found.parts) - {""} == PARTS
-    for part in ("mistakes", "walk"):
-        assert GONE in found.parts[part]
-    assert "principal components" in found.parts["inside"]
-    assert GONE in found.parts["inside"]
+    write_report(run, MISSING, CPU, tmp_path / "page.html")
+    page = parse_page(tmp_path / "page.html")
+    assert set(page.sections) - {""} == SECTIONS
+    for name in ("mistakes", "forward-trace"):
+        assert MISSING in page.sections[name]
+    assert "principal components" in page.sections["figures"]
+    assert MISSING in page.sections["figures"]
     kinds = re.findall(r"data:image/(\w+)", (tmp_path / "page.html").read_text())
     assert set(kinds) == {"png"}  # filters and positions, which are of weights
 
 
 def test_a_run_out_of_time_has_a_page_without_figures_of_the_model(run: Path, tmp_path: Path) -> None:
-    write_report(run, GONE, CPU, tmp_path / "page.html", with_figures=False)
-    found = read(tmp_path / "page.html")
-    assert any(NO_TIME_NOTE in part for part in found.parts.values())
+    write_report(run, MISSING, CPU, tmp_path / "page.html", with_figures=False)
+    page = parse_page(tmp_path / "page.html")
+    assert any(NO_TIME_NOTE in part for part in page.sections.values())
     assert not re.findall(r"data:image/(\w+)", (tmp_path / "page.html").read_text())
-
-
-def test_a_set_that_changed_is_not_mistaken_for_the_runs(run: Path, tmp_path: Path) -> None:
-    photographs(tmp_path / "other", "train", "val", "test", each=2)
-    with alone(tmp_path):
-        write_report(run, open_dataset(str(tmp_path / "other")), CPU, tmp_path / "page.html")
-    assert "is not what it was: 4 of 8 measured images are not there" in read(tmp_path / "page.html").parts["mistakes"]
 
 
 def test_an_edited_card_is_left_alone(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "run"
     shutil.copytree(run, copy)
     (copy / "README.md").write_text("mine")
-    write_report(copy, GONE, CPU)
+    write_report(copy, MISSING, CPU)
     assert (copy / "README.md").read_text() == "mine"
     (copy / "README.md").unlink()
-    write_report(copy, GONE, CPU)
+    write_report(copy, MISSING, CPU)
     assert (copy / "README.md").read_text() == (run / "README.md").read_text()
 
 
@@ -129,55 +121,55 @@ def test_an_interrupted_run_has_a_page_and_no_card(run: Path, tmp_path: Path) ->
     (copy / "events.jsonl").write_text("\n".join(events) + "\n")
     for name in ("README.md", "report.html", "predictions.csv", "per_class.csv"):
         (copy / name).unlink()
-    with alone(tmp_path):
+    with isolate_home(tmp_path):
         facts = write_report(copy, open_dataset(str(run.parent / "set")), CPU)
     assert facts.missing
-    found = read(copy / "report.html")
-    assert "has not ended" in found.text
-    assert "result" not in found.parts
-    assert "val/" in found.parts["walk"]  # without answers, images of val are shown
+    page = parse_page(copy / "report.html")
+    assert "has not ended" in page.text
+    assert "result" not in page.sections
+    assert "val/" in page.sections["forward-trace"]  # without predictions, images of val are shown
     assert not (copy / "README.md").exists()
 
 
-def remade(run: Path, root: Path, model: Model) -> Reading:
-    """The page of a copy of the run in which the weights are those of another model, which answers otherwise."""
+def rewrite_report(run: Path, root: Path, model: Model) -> ParsedPage:
+    """The page of a copy of the run in which the weights are those of another model, with other predictions."""
     shutil.copytree(run, root / "run")
     save(making.trained(model, labels=("rose", "tulip")), root / "run" / "weights" / "best.safetensors", overwrite=True)
-    with alone(root):
+    with isolate_home(root):
         write_report(root / "run", open_dataset(str(run.parent / "set")), CPU)
-    found = read(root / "run" / "report.html")
-    assert set(found.parts) - {""} == PARTS
-    return found
+    page = parse_page(root / "run" / "report.html")
+    assert set(page.sections) - {""} == SECTIONS
+    return page
 
 
 def test_a_resnet_has_sentences_in_place_of_what_it_has_not(run: Path, tmp_path: Path) -> None:
-    found = remade(run, tmp_path, making.bit(classes=2))
-    assert "has no attention" in found.parts["inside"]
-    assert "no position embeddings" in found.parts["inside"]
-    assert "first convolution" in found.parts["inside"]
-    assert "has no tokens" in found.parts["walk"]
-    assert "where it looked" not in found.parts["mistakes"]
+    page = rewrite_report(run, tmp_path, making.bit(classes=2))
+    assert "has no attention" in page.sections["figures"]
+    assert "no position embeddings" in page.sections["figures"]
+    assert "first convolution" in page.sections["figures"]
+    assert "has no tokens" in page.sections["forward-trace"]
+    assert "attention rollout" not in page.sections["mistakes"]
 
 
 @pytest.mark.parametrize("name", [name for name, settings in making.VARIANTS.items() if "classes" not in settings])
 def test_every_kind_of_model_has_a_page(run: Path, tmp_path: Path, name: str) -> None:
-    found = remade(run, tmp_path, making.vit(classes=2, **making.VARIANTS[name]))
-    assert ("there is no position embedding" in found.parts["inside"].lower()) == (name in ("no-positions", "relative"))
-    walk = found.parts["walk"]
-    assert "4. The answer" in walk
-    assert ("A position is added to each patch." in walk) == (name in ("registers", "2d", "sincos"))
-    assert ("what the stem makes of the framed patch" in walk) == (name == "hybrid")
+    page = rewrite_report(run, tmp_path, making.vit(classes=2, **making.VARIANTS[name]))
+    assert ("there is no position embedding" in page.sections["figures"].lower()) == (
+        name in ("no-positions", "relative")
+    )
+    section = page.sections["forward-trace"]
+    assert "4. The head predicts a class" in section
+    assert ("A position embedding is added to each patch." in section) == (name in ("registers", "2d", "sincos"))
+    assert ("the stem's features of the framed patch" in section) == (name == "hybrid")
     config = making.config(**making.VARIANTS[name])
-    assert ("of it stays with itself" in walk) == (config.class_token and config.num_prefix_tokens == 1)
+    assert ("of it stays with itself" in section) == (config.class_token and config.num_prefix_tokens == 1)
 
 
 def test_a_patch_that_reads_beside_one_register_does_not_call_it_itself(run: Path, tmp_path: Path) -> None:
     model = making.vit(classes=2, class_token=False, registers=1, pool="norm-mean")
-    walk = " ".join(remade(run, tmp_path, model).parts["walk"].split())
-    assert re.search(
-        r"What the patch that is followed attends to in layer 1 \(\d+ % of it goes to the token before", walk
-    )
-    assert "itself (" not in walk
+    section = " ".join(rewrite_report(run, tmp_path, model).sections["forward-trace"].split())
+    assert re.search(r"The attention of the framed patch in layer 1 \(\d+ % of it goes to the token before", section)
+    assert "itself (" not in section
 
 
 def test_images_listed_by_their_whole_paths_are_called_by_their_names(run: Path, tmp_path: Path) -> None:
@@ -191,18 +183,18 @@ def test_images_listed_by_their_whole_paths_are_called_by_their_names(run: Path,
     (copy / "predictions.csv").write_text(re.sub(r"(test/[^,]*)", rf'"{home}/set/\1"', predictions))
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"data": str(home / "list.csv")}))
-    with alone(tmp_path):
+    with isolate_home(tmp_path):
         write_report(copy, open_dataset(str(home / "list.csv")), CPU)
-    found = read(copy / "report.html")
-    for part in ("mistakes", "inside", "walk"):
-        assert re.search(r"\d\.jpg", found.parts[part])
-        assert "some one" not in found.parts[part]
+    page = parse_page(copy / "report.html")
+    for name in ("mistakes", "figures", "forward-trace"):
+        assert re.search(r"\d\.jpg", page.sections[name])
+        assert "some one" not in page.sections[name]
     for path in (home / "set" / "test").glob("*/*.jpg"):
         path.write_bytes(b"no picture")
-    with alone(tmp_path):
+    with isolate_home(tmp_path):
         write_report(copy, open_dataset(str(home / "list.csv")), CPU)
-    told = read(copy / "report.html").parts["walk"]
-    assert re.search(r"The images cannot be shown: \d\.jpg", told)
+    section = parse_page(copy / "report.html").sections["forward-trace"]
+    assert re.search(r"The images cannot be shown: \d\.jpg", section)
 
 
 def test_a_run_without_labels_has_a_page(run: Path, tmp_path: Path) -> None:
@@ -212,18 +204,18 @@ def test_a_run_without_labels_has_a_page(run: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["recipe"] |= {"masked": {"kind": "mae", "share": 0.75, "target": "pixels"}, "model": "ti16"}
     (folder / "config.json").write_text(json.dumps(config | {"model": None}))
-    told = {"split": "val", "images": 8, "patches": 96, "loss": 0.25, "top1": None, "top5": None, "seconds": 3.0}
-    (folder / "events.jsonl").write_text(json.dumps({"at": 1, "event": "pretrained", **told}) + "\n")
+    metrics = {"split": "val", "images": 8, "patches": 96, "loss": 0.25, "top1": None, "top5": None, "seconds": 3.0}
+    (folder / "events.jsonl").write_text(json.dumps({"at": 1, "event": "pretrained", **metrics}) + "\n")
     picture(0, (300, 400)).save(folder / "reconstruction.jpg")
     (folder / "README.md").unlink()
-    with alone(tmp_path):
+    with isolate_home(tmp_path):
         write_report(folder, open_dataset(str(run.parent / "set")), CPU)
-    found = read(folder / "report.html")
-    assert set(found.parts) - {""} == PARTS - {"confusion", "calibration", "mistakes"} | {"reconstruction"}
-    assert "0.2500" in found.parts["result"]
-    assert "4. What is read" in found.parts["walk"]
-    assert "pre-trained without labels" in found.text
-    assert "hidden patches" in (folder / "README.md").read_text()
+    page = parse_page(folder / "report.html")
+    assert set(page.sections) - {""} == SECTIONS - {"confusion", "calibration", "mistakes"} | {"reconstruction"}
+    assert "0.2500" in page.sections["result"]
+    assert "4. The features" in page.sections["forward-trace"]
+    assert "pre-trained without labels" in page.text
+    assert "masked patches" in (folder / "README.md").read_text()
 
 
 def test_several_labels_have_a_page(tmp_path: Path) -> None:
@@ -235,26 +227,14 @@ def test_several_labels_have_a_page(tmp_path: Path) -> None:
     ]
     (root / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     save(making.trained(making.vit()), tmp_path / "model.safetensors")
-    with alone(tmp_path / "home"):
-        given = ["--model", str(tmp_path / "model.safetensors"), "--out", str(tmp_path / "run"), *HERE]
-        assert main(["finetune", str(root / "list.jsonl"), *given, "--epochs", "2", "--batch", "4"]) == 0
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["several"] is True
-    found = read(tmp_path / "run" / "report.html")
-    assert "several labels" in found.parts["confusion"]
-    assert "have exactly their labels (exact match). F1" in " ".join(found.parts["result"].split())
+    with isolate_home(tmp_path / "home"):
+        options = ["--model", str(tmp_path / "model.safetensors"), "--out", str(tmp_path / "run"), *HERE]
+        assert main(["finetune", str(root / "list.jsonl"), *options, "--epochs", "2", "--batch", "4"]) == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["multi_label"] is True
+    page = parse_page(tmp_path / "run" / "report.html")
+    assert "several labels" in page.sections["confusion"]
+    assert "have exactly their labels predicted (exact match). F1" in " ".join(page.sections["result"].split())
     table = (tmp_path / "run" / "per_class.csv").read_text().splitlines()
     assert table[0] == "class,train_images,images,right,recall,precision,predicted,f1,average_precision"
     assert len(table) == 4
-    assert "each alone through a sigmoid" in found.parts["walk"]
-
-
-def test_the_worst_pictures_leave_room_below_five_megabytes(run: Path) -> None:
-    """Noise is what compresses least: all pictures of images that a page may have, and of many positions, as noise."""
-    facts = gather_facts(run)
-    noise = np.random.default_rng(0).integers(0, 256, (3, 512, 512), dtype=np.uint8)
-    one = len(data_uris.encode_webp(image_grids.to_rgb_array(image_grids.resize_image(noise, 192 / 512))))
-    images = 2 * (MAX_MISTAKES + MAX_ROLLOUTS + 2) * one
-    places = make_model_figures(facts, making.trained(making.vit(patch=1, image_size=(64, 64))), GONE, CPU).positions
-    assert isinstance(places, ReportFigure)
-    assert "16 × 16 patches of 64 × 64, one in 4 each way" in places.caption
-    assert images + len(places.image) < 3_000_000
+    assert "A sigmoid for each class" in page.sections["forward-trace"]

@@ -107,8 +107,8 @@ def _stat_files(split: Split) -> IntArray:
     store, count = split.store, len(split)
     sampled = np.arange(count)
     if count > MAX_STAMPED_IMAGES:
-        chosen = np.sort(permute_indices(np.arange(MAX_STAMPED_IMAGES), count, counter_rng.derive_key(0, "digest")))
-    rows = [int(split.rows[place]) for place in chosen.tolist()]
+        sampled = np.sort(permute_indices(np.arange(MAX_STAMPED_IMAGES), count, counter_rng.derive_key(0, "digest")))
+    rows = [int(split.rows[index]) for index in sampled.tolist()]
     sizes_and_times = np.zeros((len(rows), 2), dtype=np.int64)
     sizes_and_times[:, 0] = store.table["size"][rows] if "size" in store.table else -1
     stamps = [] if store.is_remote else read_file_stamps(store, rows)

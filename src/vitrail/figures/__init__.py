@@ -1,1 +1,7 @@
-"""Pictures of runs and models: curves and confusions, grids of images, filters, positions, and where a model looks."""
+"""Figures of runs and models: training curves, confusion matrices, image grids, filters, positions and attention."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+Pixels = NDArray[np.uint8]

@@ -1,4 +1,4 @@
-"""How far a map of relevance can be believed: what becomes of the answer when patches go in its order.
+"""Faithfulness of relevance maps: the probability of a class as patches are removed in the order of their relevance.
 
     B images   L classes   n = R C patches in R rows and C columns   S steps
 
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vitrail.errors import UsageError
-from vitrail.figures.attention import Array
+from vitrail.figures import Array
 
 STEPS = 10
-"""A tenth of the patches goes or comes at a time."""
+"""A tenth of the patches is removed or inserted at a time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,20 +25,20 @@ class Faithfulness:
     """The probability of the images' classes as patches are removed or inserted, the most relevant first."""
 
     fractions: Array
-    """(S + 1,) from 0 to 1: how many of the patches."""
+    """(S + 1,) from 0 to 1: the share of the patches."""
     deletion: Array
-    """(B, S + 1): from the whole image to none of it."""
+    """(B, S + 1): from the whole image to an empty one."""
     insertion: Array
-    """(B, S + 1): from none of the image to all of it."""
+    """(B, S + 1): from an empty image to the whole one."""
 
     @property
     def deletion_area(self) -> float:
-        """Under the mean curve: the smaller, the better the order."""
+        """The area under the mean curve: the smaller, the better the order."""
         return self._compute_area(self.deletion)
 
     @property
     def insertion_area(self) -> float:
-        """Under the mean curve: the larger, the better the order."""
+        """The area under the mean curve: the larger, the better the order."""
         return self._compute_area(self.insertion)
 
     def _compute_area(self, curves: Array) -> float:
@@ -50,34 +50,36 @@ class Faithfulness:
 def measure_faithfulness(
     predict: Callable[[Tensor], Tensor], images: Tensor, maps: Array, classes: NDArray[np.int64]
 ) -> Faithfulness:
-    """Deletion and insertion of the patches of normalized images (B, C, S, S), in the order of their values in `maps`.
+    """Delete and insert the patches of normalized images (B, C, S, S), in the order of their values in `maps`.
 
-    `predict` turns images into probabilities (B, L), of which that of each image's class is followed. `maps` are
-    (B, R, C); of equal values the first patch goes first. A patch that is not there is 0 everywhere, the mean color.
+    `predict` turns images into probabilities (B, L); the curves follow that of each image's class. `maps` are
+    (B, R, C); of equal values the first patch comes first. A removed patch is 0 everywhere, the mean color.
     """
     _, rows, columns = maps.shape
     if images.shape[2] % rows or images.shape[3] % columns:
-        raise UsageError(f"images of {images.shape[2]} x {images.shape[3]} have no {rows} x {columns} patches")
-    number = rows * columns
-    order = torch.from_numpy(maps.reshape(len(maps), number)).argsort(dim=1, descending=True, stable=True)
+        raise UsageError(
+            f"images of {images.shape[2]} x {images.shape[3]} do not divide into {rows} x {columns} patches"
+        )
+    num_patches = rows * columns
+    order = torch.from_numpy(maps.reshape(len(maps), num_patches)).argsort(dim=1, descending=True, stable=True)
     ranks = order.argsort(dim=1).unflatten(1, (rows, columns))  # 0 is the most relevant
     ranks = ranks.repeat_interleave(images.shape[2] // rows, 1).repeat_interleave(images.shape[3] // columns, 2)
     ranks = ranks[:, None].to(images.device)
-    counts = sorted({round(step * number / STEPS) for step in range(STEPS + 1)})  # a small grid has fewer steps
-    chosen = torch.from_numpy(classes).to(images.device)[:, None]
+    counts = sorted({round(step * num_patches / STEPS) for step in range(STEPS + 1)})  # a small grid has fewer steps
+    class_indices = torch.from_numpy(classes).to(images.device)[:, None]
 
-    def measure_curve(present: Callable[[int], Tensor]) -> Array:
-        steps = [predict(images * present(count)).gather(1, chosen) for count in counts]
+    def measure_curve(make_mask: Callable[[int], Tensor]) -> Array:
+        steps = [predict(images * make_mask(count)).gather(1, class_indices) for count in counts]
         return torch.cat(steps, dim=1).float().cpu().numpy()  # (B, S + 1)
 
-    fractions = np.array(counts, dtype=np.float32) / number
+    fractions = np.array(counts, dtype=np.float32) / num_patches
     return Faithfulness(
         fractions, measure_curve(lambda count: ranks >= count), measure_curve(lambda count: ranks < count)
     )
 
 
 def join_faithfulness(parts: Sequence[Faithfulness]) -> Faithfulness:
-    """The curves of several batches as one."""
+    """Join the curves of several batches."""
     deletion, insertion = (
         np.concatenate([getattr(part, field) for part in parts]) for field in ("deletion", "insertion")
     )

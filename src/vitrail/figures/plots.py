@@ -1,9 +1,8 @@
-"""Figures of numbers: how training went, what is taken for what, how far a probability can be trusted.
+"""Plots of numbers: training curves, confusion matrices, reliability diagrams, risk-coverage curves, bars.
 
-With plates.py the only module that imports matplotlib, and only where something is drawn: importing it costs more than
-many a command.
-Figures are objects of their own, without pyplot, so they need no display; a user's styles neither change them nor are
-changed. Equal numbers give equal bytes.
+Only this module and paper_figures.py import matplotlib, and only inside functions: the import takes longer than many
+commands. Figures do without pyplot, so they need no display, and a user's styles neither affect them nor are affected.
+Equal numbers give equal bytes.
 """
 
 import contextlib
@@ -25,13 +24,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WHITE, FAINT_GRAY, LIGHT_GRAY, GRAY, INK = "#ffffff", "#e6e6e6", "#b8b8b8", "#8c8c8c", "#333333"
-BLUE, SKY_BLUE, ORANGE = "#0072b2", "#56b4e9", "#d55e00"  # told apart by colour-blind eyes (Okabe and Ito, 2008)
+BLUE, SKY_BLUE, ORANGE = "#0072b2", "#56b4e9", "#d55e00"  # safe for color-blind readers (Okabe and Ito, 2008)
 
 MAX_NUMBERED_CLASSES, MAX_NAMED_CLASSES = 30, 120
-"""The most classes of a confusion whose cells are numbered, and the most that are all drawn."""
+"""The most classes of a confusion matrix with numbers in its cells, and the most that are all drawn."""
 
-_SCREEN_DPI = 100  # pixels
-_MAX_NAME_LETTERS = 24  # the most of a class's name
+_SCREEN_DPI = 100
+_MAX_NAME_LETTERS = 24
+_GROUP_COLORS = (BLUE, ORANGE, SKY_BLUE, GRAY)
 _STYLE = {
     "figure.dpi": _SCREEN_DPI,
     "font.size": 9,
@@ -60,17 +60,17 @@ _STYLE = {
 
 
 def plot_training_curves(columns: Mapping[str, Sequence[float]], path: Path) -> None:
-    """Draw the columns of results.csv over the epochs: losses, accuracies with the best epoch, the learning rate."""
+    """Plot the columns of results.csv over the epochs: losses, accuracies with the best epoch, the learning rate."""
     from matplotlib.ticker import PercentFormatter
 
     finite = {name: _mask_nonfinite(values) for name, values in columns.items()}
     if not len(finite["epoch"]):
-        raise DataError(f"there is no epoch to draw {path.name} of; wait until the first has ended")
+        raise DataError(f"{path.name} needs at least one epoch; wait until the first has ended")
     with open_figure(path, (12, 3.8)) as figure:
         losses, accuracies, rates = figure.subplots(1, 3)
         _plot_epoch_curves(losses, finite, {"train/loss": ("training", GRAY), "val/loss": ("validation", BLUE)}, span=1)
-        top = {"metrics/accuracy_top5": ("top-5", SKY_BLUE), "metrics/accuracy_top1": ("top-1", BLUE)}
-        _plot_epoch_curves(accuracies, finite, top, span=0.1)
+        accuracy_styles = {"metrics/accuracy_top5": ("top-5", SKY_BLUE), "metrics/accuracy_top1": ("top-1", BLUE)}
+        _plot_epoch_curves(accuracies, finite, accuracy_styles, span=0.1)
         _plot_epoch_curves(rates, finite, {"lr/pg0": ("", BLUE)}, span=1)
         losses.set_title("Loss")
         accuracies.set_title("Validation accuracy")
@@ -81,30 +81,27 @@ def plot_training_curves(columns: Mapping[str, Sequence[float]], path: Path) -> 
 
 
 def plot_confusion_matrix(counts: ArrayLike, labels: Sequence[str], path: Path, *, normalize: bool = False) -> None:
-    """Draw how often each class (rows) was taken for each (columns): `counts` are whole numbers (L, L).
+    """Plot how often each class (rows) was predicted as each class (columns): `counts` are whole numbers (L, L).
 
-    Normalised, a row is divided by its sum, and a class without images is blank. Of more classes than can be named
-    those in the pairs confused most are drawn: a thousand rows of dots would name nothing one could act on.
+    If normalized, each row is divided by its sum, and a class without images is blank. If there are too many classes
+    to name, only those in the most confused pairs are drawn: nobody could act on a thousand unnamed rows.
     """
-    whole = np.asarray(counts, dtype=np.int64)
-    classes = (
-        list(range(len(whole)))
-        if len(whole) <= MAX_NAMED_CLASSES
-        else select_most_confused(whole, MAX_NUMBERED_CLASSES)
-    )
-    shown = whole[np.ix_(classes, classes)]
-    images = whole.sum(axis=1)[classes, None]
-    values = np.where(images > 0, shown / np.maximum(images, 1), np.nan) if normalize else shown.astype(float)
-    most = 1 if normalize else max(1, shown.max())
+    matrix = np.asarray(counts, dtype=np.int64)
+    draws_all = len(matrix) <= MAX_NAMED_CLASSES
+    classes = list(range(len(matrix))) if draws_all else select_most_confused(matrix, MAX_NUMBERED_CLASSES)
+    drawn = matrix[np.ix_(classes, classes)]
+    images = matrix.sum(axis=1)[classes, None]
+    values = np.where(images > 0, drawn / np.maximum(images, 1), np.nan) if normalize else drawn.astype(float)
+    highest = 1 if normalize else max(1, drawn.max())
     numbered = len(classes) <= MAX_NUMBERED_CLASSES
     side = max(0.34, min(1, 6 / len(classes))) if numbered else max(0.115, 10 / len(classes))  # of a cell, in inches
     with open_figure(path, (side * len(classes), side * len(classes)), tight=True) as figure:
         axes = figure.add_axes((0, 0, 1, 1))
-        axes.set_title("\n".join(_format_confusion_title(whole, shown, normalize)), linespacing=1.5)
-        _shade_cells(axes, values / most)
-        _label_cells(axes, shorten_names([labels[number] for number in classes]), side)
+        axes.set_title("\n".join(_format_confusion_title(matrix, drawn, normalize)), linespacing=1.5)
+        _shade_cells(axes, values / highest)
+        _label_cells(axes, shorten_names([labels[index] for index in classes]), side)
         if numbered:
-            _number_cells(axes, values, values / most, side, _format_percent if normalize else _format_count)
+            _number_cells(axes, values, values / highest, side, _format_percent if normalize else _format_count)
 
 
 def plot_reliability(bin_counts: ArrayLike, bin_correct: ArrayLike, path: Path, *, calibration_error: float) -> None:
@@ -134,18 +131,18 @@ def plot_reliability(bin_counts: ArrayLike, bin_correct: ArrayLike, path: Path, 
 
 
 def plot_risk_coverage(curves: Mapping[str, tuple[ArrayLike, ArrayLike]], path: Path) -> None:
-    """Draw the share of right answers against the share of images that get one, the surest first, of each model."""
+    """Plot each model's accuracy against its coverage, the share of images it predicts, most confident first."""
     from matplotlib.ticker import PercentFormatter
 
-    colours = itertools.cycle((BLUE, ORANGE, SKY_BLUE, GRAY))
     with open_figure(path, (6, 4.4)) as figure:
         axes = figure.subplots()
-        for (name, (coverage, accuracy)), colour in zip(curves.items(), colours, strict=False):
-            axes.plot(np.asarray(coverage), np.asarray(accuracy), color=colour, label=shorten_names([name])[0])
-        least = min(float(np.asarray(accuracy).min()) for _, accuracy in curves.values())
-        axes.set(xlim=(0, 1), ylim=(max(0, least - 0.05), 1.005), xlabel="images that get an answer, the surest first")
-        axes.set(ylabel="right answers")
-        axes.set_title("What abstaining buys")
+        for (name, (coverage, accuracy)), color in zip(curves.items(), itertools.cycle(_GROUP_COLORS), strict=False):
+            label = shorten_name(name, _MAX_NAME_LETTERS)
+            axes.plot(np.asarray(coverage), np.asarray(accuracy), color=color, label=label)
+        lowest = min(float(np.asarray(accuracy).min()) for _, accuracy in curves.values())
+        axes.set(xlim=(0, 1), ylim=(max(0, lowest - 0.05), 1.005), ylabel="accuracy")
+        axes.set(xlabel="coverage: images that get a prediction, most confident first")
+        axes.set_title("Accuracy with abstention")
         if len(curves) > 1:
             axes.legend(loc="lower left")
         for axis in (axes.xaxis, axes.yaxis):
@@ -155,26 +152,23 @@ def plot_risk_coverage(curves: Mapping[str, tuple[ArrayLike, ArrayLike]], path: 
 def plot_accuracy_bars(
     groups: Mapping[str, Mapping[str, tuple[float, float | None]]], path: Path, *, title: str
 ) -> None:
-    """Draw shares as bars, those of a group together and in one colour; a deviation is a line."""
+    """Plot accuracies as bars, each group together and in one color, with error bars for standard deviations."""
     from matplotlib.ticker import PercentFormatter
 
-    number = sum(map(len, groups.values()))
-    with open_figure(path, (max(5, 0.55 * number + 1.5), 4.2)) as figure:
+    count = sum(map(len, groups.values()))
+    with open_figure(path, (max(5, 0.55 * count + 1.5), 4.2)) as figure:
         axes = figure.subplots()
-        first, names = 0, list[str]()
-        for (group, values), colour in zip(
-            groups.items(), itertools.cycle((BLUE, ORANGE, SKY_BLUE, GRAY)), strict=False
-        ):
-            here = list(range(first, first + len(values)))
-            shares = [mean for mean, _ in values.values()]
-            spread = [deviation or 0 for _, deviation in values.values()]
-            drawn = axes.bar(here, shares, yerr=spread, ecolor=INK, width=0.72, color=colour, label=group)
-            axes.bar_label(drawn, [f"{100 * share:.1f}" for share in shares], fontsize=7, padding=3)
-            names, first = names + shorten_names(list(values)), first + len(values)
-        axes.set_xticks(
-            range(number), names, rotation=0 if number <= 6 else 60, ha="center" if number <= 6 else "right"
-        )
-        axes.set(ylim=(0, 1.22), yticks=np.linspace(0, 1, 6), ylabel="right answers")
+        names: list[str] = []
+        for (group, values), color in zip(groups.items(), itertools.cycle(_GROUP_COLORS), strict=False):
+            positions = list(range(len(names), len(names) + len(values)))
+            accuracies = [mean for mean, _ in values.values()]
+            deviations = [deviation or 0 for _, deviation in values.values()]
+            bars = axes.bar(positions, accuracies, yerr=deviations, ecolor=INK, width=0.72, color=color, label=group)
+            axes.bar_label(bars, [f"{100 * accuracy:.1f}" for accuracy in accuracies], fontsize=7, padding=3)
+            names += shorten_names(list(values))
+        flat = count <= 6
+        axes.set_xticks(range(count), names, rotation=0 if flat else 60, ha="center" if flat else "right")
+        axes.set(ylim=(0, 1.22), yticks=np.linspace(0, 1, 6), ylabel="accuracy")
         axes.grid(visible=False, axis="x")
         axes.yaxis.set_major_formatter(PercentFormatter(1))
         axes.set_title(make_printable(title))
@@ -182,7 +176,7 @@ def plot_accuracy_bars(
 
 
 def select_most_confused(counts: NDArray[Any], max_classes: int) -> list[int]:
-    """`most` classes: those of the pair confused most, either way, then of the next pair, partners side by side."""
+    """`max_classes` classes: those of the most confused pair, either way, then the next pair, partners side by side."""
     mutual = np.triu(counts + counts.T, k=1)
     pairs = np.argwhere(mutual)
     order = np.argsort(-mutual[tuple(pairs.T)], kind="stable")
@@ -196,24 +190,24 @@ def select_most_confused(counts: NDArray[Any], max_classes: int) -> list[int]:
             chosen.insert(chosen.index(other) + 1, one)
         elif one not in chosen and len(chosen) + 2 <= max_classes:
             chosen += [one, other]
-    others = (number for number in range(len(counts)) if number not in chosen)  # where hardly anything is confused
+    others = (index for index in range(len(counts)) if index not in chosen)  # when few classes are confused
     return chosen + list(itertools.islice(others, max_classes - len(chosen)))
 
 
 def make_printable(text: str) -> str:
-    """The name in one line, with a question mark for bytes of a file's name that are no text."""
+    """Put a name on one line, with a question mark for bytes of a file name that are not text."""
     return " ".join(text.split()).encode(errors="replace").decode()
 
 
 def get_heat_colormap() -> NDArray[np.uint8]:
-    """(256, 3): colours whose equal steps look equal, from black over red to nearly white."""
+    """(256, 3): a perceptually uniform colormap from black over red to nearly white."""
     import matplotlib
 
     return matplotlib.colormaps["magma"](np.arange(256), bytes=True)[:, :3]
 
 
 def get_font_path() -> Path:
-    """The font of all figures, which comes with matplotlib: Latin, Greek, Cyrillic, Arabic; boxes for the others."""
+    """The font of all figures, from matplotlib: Latin, Greek, Cyrillic and Arabic, boxes for other scripts."""
     import matplotlib
 
     return Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
@@ -223,9 +217,9 @@ def get_font_path() -> Path:
 def open_figure(
     path: Path, inches: tuple[float, float], *, tight: bool = False, dpi: int = _SCREEN_DPI
 ) -> Iterator["Figure"]:
-    """An empty figure in the house's look, written to `path` when the block ends well.
+    """Open an empty figure in vitrail's style, and write it to `path` unless the block raises.
 
-    `tight` fits the paper to what is drawn, which may then lie outside the figure: so names of any length find room.
+    `tight` fits the paper to the content, even outside the figure, so that names of any length fit.
     """
     import matplotlib.style
     from matplotlib.figure import Figure
@@ -234,14 +228,14 @@ def open_figure(
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # it is drawn as a box
         figure = Figure(figsize=inches, layout=None if tight else "constrained")
         yield figure
-        with write_atomically(path, overwrite=True) as fresh:
+        with write_atomically(path, overwrite=True) as temporary:
             box = "tight" if tight else None
-            nameless = {"Software": None}  # its version would change the bytes
-            figure.savefig(fresh, format="png", dpi=dpi, metadata=nameless, bbox_inches=box, pad_inches=0.15)
+            metadata = {"Software": None}  # matplotlib's version would change the bytes
+            figure.savefig(temporary, format="png", dpi=dpi, metadata=metadata, bbox_inches=box, pad_inches=0.15)
 
 
 def _mask_nonfinite(values: Sequence[float]) -> NDArray[np.float64]:
-    """The values, with NaN for what cannot be drawn: curves have gaps there."""
+    """Replace values that are not finite by NaN: curves have gaps there."""
     numbers = np.asarray(values, dtype=float)
     return np.where(np.isfinite(numbers), numbers, np.nan)
 
@@ -249,24 +243,24 @@ def _mask_nonfinite(values: Sequence[float]) -> NDArray[np.float64]:
 def _plot_epoch_curves(
     axes: "Axes", columns: Mapping[str, NDArray[np.float64]], styles: dict[str, tuple[str, str]], *, span: float
 ) -> None:
-    """The columns as lines over the epochs, and an axis that shows at least the share `span` below the largest value.
+    """Plot columns over the epochs, with an axis that covers at least the fraction `span` below the largest value.
 
-    With 1 it begins at zero; with less, one row or a flat curve still does not fill it with noise.
+    With 1 the axis begins at zero; with less, a flat curve still does not fill it with noise.
     """
     from matplotlib.ticker import MaxNLocator
 
     epochs = columns["epoch"]
-    for name, (label, colour) in styles.items():
-        known = np.isfinite(np.pad(columns[name], 1, constant_values=np.nan))
-        alone = known[1:-1] & ~known[:-2] & ~known[2:]  # without a neighbour there is no line
-        dots = np.flatnonzero(alone | (len(epochs) <= 30)).tolist()
-        axes.plot(epochs, columns[name], color=colour, label=label, marker="o", markevery=dots, clip_on=False)
+    for name, (label, color) in styles.items():
+        finite = np.isfinite(np.pad(columns[name], 1, constant_values=np.nan))
+        isolated = finite[1:-1] & ~finite[:-2] & ~finite[2:]  # without a neighbor there is no line
+        marked = np.flatnonzero(isolated | (len(epochs) <= 30)).tolist()
+        axes.plot(epochs, columns[name], color=color, label=label, marker="o", markevery=marked, clip_on=False)
     values = np.concatenate([columns[name] for name in styles])
-    most = np.nanmax(values, initial=0) or 1
-    least = min(np.nanmin(values, initial=most), most * (1 - span))
-    axes.set_ylim(least - 0.06 * (most - least) * (least > 0), most + 0.06 * (most - least))
-    room = max(0.5, 0.03 * np.ptp(epochs))
-    axes.set_xlim(epochs.min() - room, epochs.max() + room)
+    highest = np.nanmax(values, initial=0) or 1
+    lowest = min(np.nanmin(values, initial=highest), highest * (1 - span))
+    axes.set_ylim(lowest - 0.06 * (highest - lowest) * (lowest > 0), highest + 0.06 * (highest - lowest))
+    margin = max(0.5, 0.03 * np.ptp(epochs))
+    axes.set_xlim(epochs.min() - margin, epochs.max() + margin)
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     if len(styles) > 1:
@@ -274,7 +268,7 @@ def _plot_epoch_curves(
 
 
 def _mark_best_epoch(axes: "Axes", epochs: NDArray[np.float64], accuracies: NDArray[np.float64]) -> None:
-    """The first epoch of the highest accuracy; the weights that are kept may be later ones that are as good."""
+    """Mark the first epoch of the highest accuracy; the kept weights may be later ones of equal accuracy."""
     if np.isnan(accuracies).all():
         return
     best = int(np.nanargmax(accuracies))
@@ -282,25 +276,25 @@ def _mark_best_epoch(axes: "Axes", epochs: NDArray[np.float64], accuracies: NDAr
     axes.set_title(f"best {accuracies[best]:.2%}, epoch {epochs[best].round(1):g}", loc="right", color=ORANGE)
 
 
-def _format_confusion_title(whole: NDArray[Any], shown: NDArray[Any], normalize: bool) -> Iterator[str]:
-    images, right = int(whole.sum()), int(whole.trace())
-    summary = f"{pluralize(images, 'image')}, {right / max(1, images):.1%} right"
-    if len(shown) < len(whole):
-        yield f"Confusion matrix of the {pluralize(len(shown), 'class')}, of {len(whole):,}, in the pairs confused most"
-        yield f"{summary}; {shown.sum() - shown.trace():,} of {images - right:,} mistakes are here"
+def _format_confusion_title(matrix: NDArray[Any], drawn: NDArray[Any], normalize: bool) -> Iterator[str]:
+    images, correct = int(matrix.sum()), int(matrix.trace())
+    summary = f"{pluralize(images, 'image')}, accuracy {correct / max(1, images):.1%}"
+    if len(drawn) < len(matrix):
+        yield f"Confusion matrix of the {len(drawn):,} most confused classes of {len(matrix):,}"
+        yield f"{summary}; {drawn.sum() - drawn.trace():,} of {images - correct:,} mistakes are here"
     else:
         yield "Confusion matrix"
         yield summary
-    if len(shown) > MAX_NUMBERED_CLASSES:
-        yield f"white: none, full colour: {'all of a true class' if normalize else f'{shown.max():,} images'}"
+    if len(drawn) > MAX_NUMBERED_CLASSES:
+        yield f"white: none, full color: {'all of a true class' if normalize else f'{drawn.max():,} images'}"
     elif normalize:
         yield "in % of the images of each true class"
 
 
 def _shade_cells(axes: "Axes", shades: NDArray[np.float64]) -> None:
-    """Cells from white to full colour as their numbers go from 0 to 1: right answers blue, mistakes orange.
+    """Shade cells from white to full color for values from 0 to 1: correct blue, mistakes orange, no images gray.
 
-    The shade is the number's square root, since what matters, the mistakes, is rare. No images: grey.
+    The shade is the square root of the value, since mistakes, which matter most, are rare.
     """
     from matplotlib.colors import to_rgb
 
@@ -311,11 +305,11 @@ def _shade_cells(axes: "Axes", shades: NDArray[np.float64]) -> None:
 
 
 def _label_cells(axes: "Axes", names: Sequence[str], side: float) -> None:
-    places, size = range(len(names)), min(9, 72 * 0.8 * side)
-    flat = max(map(len, names)) * size * 0.65 < 72 * 0.85 * side  # do the names fit side by side
-    axes.set_xticks(places, names, fontsize=size, rotation=0 if flat else 90)
-    axes.set_yticks(places, names, fontsize=size)
-    axes.set(xlabel="what the model said", ylabel="true class")
+    positions, size = range(len(names)), min(9, 72 * 0.8 * side)
+    flat = max(map(len, names)) * size * 0.65 < 72 * 0.85 * side  # whether the names fit side by side
+    axes.set_xticks(positions, names, fontsize=size, rotation=0 if flat else 90)
+    axes.set_yticks(positions, names, fontsize=size)
+    axes.set(xlabel="predicted class", ylabel="true class")
     axes.tick_params(length=0)
     axes.grid(visible=False)
     axes.spines[:].set_visible(True)
@@ -328,32 +322,38 @@ def _number_cells(
     side: float,
     format_value: Callable[[float], str],
 ) -> None:
-    texts = {place: format_value(value) for place, value in np.ndenumerate(values) if not np.isnan(value)}
+    texts = {cell: format_value(value) for cell, value in np.ndenumerate(values) if not np.isnan(value)}
     size = min(9, 72 * 0.8 * side / (0.64 * max(map(len, texts.values()), default=1)))
     for (row, column), text in texts.items():
         shade = shades[row, column]
-        colour = WHITE if shade > 0.6 else INK if shade else LIGHT_GRAY
-        axes.text(column, row, text, color=colour, fontsize=size, ha="center", va="center", in_layout=False)
+        color = WHITE if shade > 0.6 else INK if shade else LIGHT_GRAY
+        axes.text(column, row, text, color=color, fontsize=size, ha="center", va="center", in_layout=False)
 
 
 def _format_percent(share: float) -> str:
-    """Whole percents; what is not nothing or everything does not look like it."""
+    """Whole percents; only exact values are shown as 0 or 100."""
     if 0 < share < 0.005:
         return "<1"
     return ">99" if 0.995 <= share < 1 else f"{100 * share:.0f}"
 
 
 def _format_count(count: float) -> str:
-    """The count in about five letters."""
+    """A count in about five characters."""
     return f"{count:.0f}" if count < 1e5 else f"{count / 1e3:.0f}k" if count < 1e7 else f"{count / 1e6:.0f}M"
 
 
+def shorten_name(name: str, max_letters: int) -> str:
+    """A name of at most `max_letters` letters; a longer one ends in an ellipsis."""
+    text = make_printable(name)
+    return text if len(text) <= max_letters else text[: max_letters - 1].rstrip() + "…"
+
+
 def shorten_names(names: Sequence[str], max_letters: int = _MAX_NAME_LETTERS) -> list[str]:
-    """The names, the end of long ones cut off, or their middle where several begin alike."""
+    """Cut off the ends of long names, or their middles if several names begin alike."""
     texts = [make_printable(name) for name in names]
-    cut = [text if len(text) <= max_letters else text[: max_letters - 1].rstrip() + "…" for text in texts]
+    shortened = [shorten_name(name, max_letters) for name in names]
     half = max_letters // 2
     return [
-        short if text == short or cut.count(short) == 1 else f"{text[:half].rstrip()}…{text[1 - half :].lstrip()}"
-        for text, short in zip(texts, cut, strict=True)
+        short if text == short or shortened.count(short) == 1 else f"{text[:half].rstrip()}…{text[1 - half :].lstrip()}"
+        for text, short in zip(texts, shortened, strict=True)
     ]

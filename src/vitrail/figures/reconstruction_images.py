@@ -1,6 +1,6 @@
-"""Pictures of what a masked model tells of hidden patches.
+"""Pictures of masked patch prediction: images, masked images, predictions and targets.
 
-B images   C channels   H, W height and width   N patches of an image   M hidden ones   P pixels along a patch's side
+B images   C channels   H, W height and width   N patches of an image   M masked patches   P patch side
 """
 
 import math
@@ -11,53 +11,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.config import MASK_TOKEN
-from vitrail.figures import image_grids
+from vitrail.figures import Pixels, image_grids
 
 CAPTIONS = ("input", "corrupted", "predicted", "target")
-MASK_GRAY = 128  # of the [mask]
-Pixels = NDArray[np.uint8]
+MASK_GRAY = 128  # of a patch replaced by the [mask] token
 
 
 def draw_reconstruction(pixels: Any, masks: Any, predicted: Any, target: Any, path: Path) -> None:
-    """Write a row for each image as one JPEG: itself, corrupted, as predicted, and the target.
+    """Write one JPEG with a row for each image: input, corrupted input, prediction and target.
 
-    `pixels` are uint8 (B, C, H, W), or one image more, the partner of the last. `hiding` is (B, 2, N), `told` and
-    `true` uint8 (B, M, C, p, p): hidden patches of p x p places.
+    `pixels` are uint8 (B, C, H, W), or one image more, the partner of the last. `masks` are (B, 2, N), `predicted` and
+    `target` uint8 (B, M, C, p, p): masked patches of p x p pixels.
     """
-    shown, number = np.asarray(pixels), len(masks)
-    rows = [
-        panel
-        for index in range(number)
-        for panel in make_panels(
-            shown[index],
-            shown[(index + 1) % len(shown)],
-            np.asarray(masks[index]),
-            np.asarray(predicted[index]),
-            np.asarray(target[index]),
-        )
-    ]
-    image_grids.write_image_grid(np.stack(rows), CAPTIONS * number, path, columns=len(CAPTIONS))
+    images = np.asarray(pixels)
+    panels: list[Pixels] = []
+    for index, rows in enumerate(zip(masks, predicted, target, strict=True)):
+        panels += make_panels(images[index], images[(index + 1) % len(images)], *map(np.asarray, rows))
+    image_grids.write_image_grid(np.stack(panels), CAPTIONS * len(masks), path, columns=len(CAPTIONS))
 
 
 def make_panels(
     image: Pixels, partner: Pixels, mask: NDArray[np.int64], predicted: Pixels, target: Pixels
 ) -> list[Pixels]:
-    """(C, H, W) four times: the image, its patches hidden, and the hidden ones painted as told and as they are."""
-    order, stands = mask.tolist()
+    """Four pictures (C, H, W): the image, the corrupted image, and the masked patches as predicted and as targets."""
+    order, replacements = mask.tolist()
     side = math.isqrt(image.shape[1] * image.shape[2] // len(order))
     squares = [
         (slice(None), slice(top, top + side), slice(left, left + side))
         for top in range(0, image.shape[1], side)
         for left in range(0, image.shape[2], side)
     ]
-    hidden, said, truth = image.copy(), image.copy(), image.copy()
-    for square, by in zip(squares, stands, strict=True):
-        if by == MASK_TOKEN:
-            hidden[square] = MASK_GRAY
-        elif by >= 0:
-            hidden[square] = partner[squares[by]]
-    for picture, patches in ((said, predicted), (truth, target)):
-        for place, patch in zip(order, patches, strict=False):  # the first of the order are the hidden ones
-            enlarged = side // patch.shape[-1]
-            picture[squares[place]] = patch.repeat(enlarged, axis=1).repeat(enlarged, axis=2)
-    return [image, hidden, said, truth]
+    corrupted, prediction_panel, target_panel = image.copy(), image.copy(), image.copy()
+    for square, replacement in zip(squares, replacements, strict=True):
+        if replacement == MASK_TOKEN:
+            corrupted[square] = MASK_GRAY
+        elif replacement >= 0:
+            corrupted[square] = partner[squares[replacement]]
+    for panel, patches in ((prediction_panel, predicted), (target_panel, target)):
+        for index, patch in zip(order, patches, strict=False):  # masked patches come first in the order
+            factor = side // patch.shape[-1]
+            panel[squares[index]] = patch.repeat(factor, axis=1).repeat(factor, axis=2)
+    return [image, corrupted, prediction_panel, target_panel]

@@ -1,1 +1,1 @@
-"""A run as a page to send to someone, and as a model card."""
+"""A run as a self-contained HTML page, and as a model card."""

@@ -1,4 +1,4 @@
-"""What a run's predictions show first: the weakest classes, the commonest confusion, and what to do next."""
+"""Findings from a run's predictions: the weakest classes, the most confused pairs, and what to do next."""
 
 import statistics
 from collections import Counter
@@ -9,29 +9,29 @@ from vitrail.formatting import pluralize
 from vitrail.report.run_facts import RunFacts
 
 MAX_WEAKEST = 3
-"""Classes named on the first screen."""
-_MAX_SUGGESTIONS = 3  # of advice, beside how the model is used
-_MIN_EPOCHS = 2  # a run with a time limit below it needed more
-_SHORT_SHARE = 0.5  # of the median: a class with fewer training images is short of them
+"""The most classes named on the first screen."""
+_MAX_SUGGESTIONS = 3  # besides how to use the model
+_MIN_EPOCHS = 2  # a run with a time limit that trained for less needs more time
+_SHORT_SHARE = 0.5  # of the median: a class with fewer training images needs more
 
 
 class ClassRow(NamedTuple):
-    """One class."""
+    """The results of one class."""
 
     name: str
     train_images: int | None
-    """Training images, where they are counted."""
+    """None if they were not counted."""
     images: int
     right: int
     score: float
-    """The share of its images that is right; of a multi-label run F1."""
+    """Recall; F1 for a multi-label run."""
     predicted: int
-    """Images that were given the label."""
+    """Images predicted as this class."""
     average_precision: float | None = None
 
 
 class ConfusedPair(NamedTuple):
-    """One class taken for another."""
+    """One class predicted as another."""
 
     label: str
     predicted: str
@@ -41,46 +41,46 @@ class ConfusedPair(NamedTuple):
 
 
 class Suggestion(NamedTuple):
-    """Something to do next, and the command for it, where there is one."""
+    """A next step, and the command for it if there is one."""
 
     text: str
     command: str = ""
 
 
 def list_classes(facts: RunFacts) -> list[ClassRow]:
-    """Every class that has images, the weakest first."""
+    """List every class that has images, the weakest first."""
     if facts.multi_label_metrics is not None:
         rows = [ClassRow(*row) for row in facts.label_rows if row[2]]
     else:
-        images = Counter(answer.label for answer in facts.predictions)
-        predicted = Counter(answer.predicted for answer in facts.predictions)
-        right = Counter(answer.label for answer in facts.predictions if answer.right)
-        trained = facts.train_counts
+        images = Counter(prediction.label for prediction in facts.predictions)
+        predicted = Counter(prediction.predicted for prediction in facts.predictions)
+        right = Counter(prediction.label for prediction in facts.predictions if prediction.right)
         rows = [
-            ClassRow(name, trained.get(name), number, right[name], right[name] / number, predicted[name])
-            for name, number in images.items()
+            ClassRow(name, facts.train_counts.get(name), count, right[name], right[name] / count, predicted[name])
+            for name, count in images.items()
         ]
     return sorted(rows, key=lambda row: (row.score, -row.images, row.name))
 
 
 def list_confusions(facts: RunFacts) -> list[ConfusedPair]:
-    """What is taken for what, the commonest first; nothing where images may have several labels."""
+    """List the confused pairs, the most frequent first; none for a multi-label run."""
     if not facts.is_single_label:
         return []
-    images = Counter(answer.label for answer in facts.predictions)
-    taken = Counter((answer.label, answer.predicted) for answer in facts.predictions if not answer.right)
-    return [ConfusedPair(label, said, times, images[label]) for (label, said), times in taken.most_common()]
+    images = Counter(prediction.label for prediction in facts.predictions)
+    mistakes = (prediction for prediction in facts.predictions if not prediction.right)
+    pairs = Counter((mistake.label, mistake.predicted) for mistake in mistakes)
+    return [ConfusedPair(*pair, times, images[pair[0]]) for pair, times in pairs.most_common()]
 
 
 def find_weakest(classes: list[ClassRow]) -> list[ClassRow]:
-    """The few classes of which most is wrong."""
+    """The few classes with the lowest scores."""
     return [row for row in classes[:MAX_WEAKEST] if row.score < 1]
 
 
 def make_suggestions(facts: RunFacts, classes: list[ClassRow], confusions: list[ConfusedPair]) -> list[Suggestion]:
-    """What to do next, the most useful first, and how the model is used."""
+    """Suggest next steps, the most useful first, and how to use the model."""
     use = Suggestion(
-        "Use it, or try it in a browser (RUN is the folder of this page):",
+        "Use the model, or try it in a browser (RUN is the folder of this page):",
         "vitrail predict RUN IMAGES; vitrail serve RUN",
     )
     return [*list(_suggest_improvements(facts, classes, confusions))[:_MAX_SUGGESTIONS], use]
@@ -94,21 +94,22 @@ def _suggest_improvements(
         return
     if facts.is_measured_on_train:
         yield Suggestion(
-            "Measure it on images that it has not seen:", "vitrail evaluate RUN/weights/best.safetensors DATA"
+            "Evaluate it on images that it was not trained on:", "vitrail evaluate RUN/weights/best.safetensors DATA"
         )
-    best = max(facts.baselines, key=lambda each: each.right, default=None)
+    best = max(facts.baselines, key=lambda baseline: baseline.right, default=None)
     if best is not None and result.interval[0] <= best.right / result.images:
         yield Suggestion(f"Do not use it yet: it is not clearly better than {best.name}.")
     timed = any(word.partition("=")[0] == "--minutes" for word in facts.command or ())
-    trained = next(iter(facts.epochs.get("epoch", ())[-1:]), None)
-    if timed and trained is not None and trained < _MIN_EPOCHS:
-        yield Suggestion(f"Give it more --minutes: there was time for {pluralize(float(f'{trained:.2g}'), 'epoch')}.")
+    trained_epochs = next(iter(facts.epochs.get("epoch", ())[-1:]), None)
+    if timed and trained_epochs is not None and trained_epochs < _MIN_EPOCHS:
+        epochs_done = pluralize(float(f"{trained_epochs:.2g}"), "epoch")
+        yield Suggestion(f"Give it more --minutes: there was time for {epochs_done}.")
     elif _was_improving(facts):
         epochs = facts.config["recipe"]["epochs"]
         longer = "more --minutes" if timed else f"--epochs {max(2, round(2 * epochs))} instead of {epochs:.3g}"
         yield Suggestion(f"Train longer: the validation loss was still falling at the end. Try {longer}.")
     if (facts.data_report or {}).get("duplicates", {}).get("across_splits", 0):
-        yield Suggestion("Remove the duplicates that stand in two splits; this names them:", "vitrail data check DATA")
+        yield Suggestion("Remove the duplicates across splits; this lists them:", "vitrail data check DATA")
     weakest = find_weakest(classes)
     if short := next((row for row in weakest if _has_few_images(row, classes)), None):
         yield Suggestion(
@@ -117,18 +118,18 @@ def _suggest_improvements(
     if confusions:
         pair = confusions[0]
         yield Suggestion(
-            f"Look at images of {pair.label} and {pair.predicted}: are the labels right, and could you tell them apart?"
+            f"Look at images of {pair.label} and {pair.predicted}: are the labels right, and can you tell them apart?"
         )
     elif weakest:
-        yield Suggestion(f"Look at images of {weakest[0].name}: are all its labels there, and right?")
+        yield Suggestion(f"Look at images of {weakest[0].name}: are all labels present and right?")
 
 
 def _was_improving(facts: RunFacts) -> bool:
-    """Whether the last evaluation has the least loss of several."""
+    """Whether the last of several evaluations has the lowest loss."""
     losses = [loss for loss in facts.epochs.get("val/loss", ()) if loss == loss]
     return len(losses) > 1 and losses[-1] == min(losses) < losses[-2] and not facts.config["train_on_val"]
 
 
 def _has_few_images(row: ClassRow, classes: list[ClassRow]) -> bool:
-    counts = [each.train_images for each in classes if each.train_images is not None]
+    counts = [other.train_images for other in classes if other.train_images is not None]
     return row.train_images is not None and row.train_images < _SHORT_SHARE * statistics.median(counts)

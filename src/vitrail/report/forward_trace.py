@@ -1,58 +1,62 @@
-"""One image through equations 1 to 4 of the paper, in the model's own numbers.
+"""Trace one image through equations 1 to 4 of the paper, with the model's own numbers.
 
     N tokens   n = R C patches   D width   H heads   K = D/H   L layers
 
-The model's own modules compute everything here, one after the other; nothing is simplified.
+The model makes one forward pass, which hooks on its modules observe; nothing is computed twice or simplified.
 """
 
+import contextlib
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
-from vitrail.config import ViTConfig
+from vitrail.config import ViTConfig, compute_grid
 from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError
 from vitrail.model.positions import Grid
 from vitrail.model.vit import Block, ViT, patchify
 from vitrail.weights.trained import Trained, logits_to_probabilities
 
-SHOWN_VALUES = 6  # numbers of a vector that are shown
+SHOWN_VALUES = 6
+"""How many values of a vector are shown."""
+_MAX_CLASSES = 5
 
 TensorShape = tuple[int, ...]
 Numbers = tuple[float, ...]
 
 
 class EmbeddingTrace(NamedTuple):
-    """Equation 1, of the patch that is followed."""
+    """Equation 1 for the followed patch."""
 
     patch: Numbers
-    """Its first values, normalised."""
+    """Its first pixel values, normalized."""
     embedded: Numbers
     position: Numbers | None
-    """What is added for its place; None where that is nothing, or not here."""
+    """The position embedding added to it; None if the model has none, or adds it in the layers."""
     token: Numbers
 
 
 class AttentionTrace(NamedTuple):
-    """Equation 2 in one layer, for the class token, or the patch that is followed where there is none."""
+    """Equation 2 in one layer, for the class token, or for the followed patch if there is no class token."""
 
     layer: int
     """From 1."""
-    heads: NDArray[np.float32]  # (H, R, C): what it attends to among the patches
+    heads: NDArray[np.float32]  # (H, R, C): the attention weights over the patches
     prefix_share: float
-    """How much of its attention goes to the tokens before the patches, itself among them, averaged over heads."""
+    """The share of attention on the tokens before the patches, itself included, averaged over heads."""
     score: float
-    """In the first head, its query times the key of the patch that is followed, over the root of K."""
+    """In the first head, its query times the key of the followed patch, over the square root of K."""
     weight: float
-    """What the softmax makes of it: the share of that head's attention."""
+    """The softmax of that score: the followed patch's share of the head's attention."""
 
 
 class BlockTrace(NamedTuple):
-    """Equations 2 and 3 in the first layer, of the patch that is followed: its token, what is added, and the sum."""
+    """Equations 2 and 3 in the first layer, for the followed patch: its token and what each branch adds."""
 
     before: Numbers
     attention: Numbers
@@ -62,7 +66,7 @@ class BlockTrace(NamedTuple):
 
 
 class TopClass(NamedTuple):
-    """A class at the end of equation 4."""
+    """One of the most probable classes, the result of equation 4."""
 
     label: str
     logit: float
@@ -71,14 +75,14 @@ class TopClass(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForwardTrace:
-    """The way of one image."""
+    """One image's forward pass."""
 
     config: ViTConfig
     temperature: float
     multi_label: bool
     grid: tuple[int, int]
     followed_patch: tuple[int, int]
-    """Row and column of the patch that is followed, from 0: the one in the middle."""
+    """Row and column of the followed patch, from 0: the middle one."""
     shapes: dict[str, TensorShape]
     """x, features, patches, E, positions, z, qkv, attention, hidden, y, head: those that the model has."""
     embedding: EmbeddingTrace
@@ -86,130 +90,166 @@ class ForwardTrace:
     """In the first and in the last layer."""
     first_block: BlockTrace
     attention_ratio: Numbers
-    """By layer: the length of what attention adds over the length of what it is added to, over all tokens."""
+    """By layer: the norm of what attention adds over the norm of its input, averaged over all tokens."""
     mlp_ratio: Numbers
-    """The same of the MLP, equation 3."""
+    """The same for the MLP, equation 3."""
     active_share: Numbers
     """By layer: the share of the MLP's hidden units above zero."""
     y: Numbers
-    """The first values of what the head reads."""
+    """The first values of the features that the head reads."""
     top_classes: tuple[TopClass, ...]
-    """The likeliest five; none of a model without a head."""
+    """The five most probable; none for a model without a head."""
 
 
 @torch.inference_mode()
 def trace_forward(trained: Trained, pixels: Tensor) -> ForwardTrace:
-    """The way of an image, uint8 (C, S, S) as the model sees it, through a ViT."""
+    """Trace the forward pass of one model input, uint8 (C, S, S), through a ViT."""
     model, preprocess = trained.model, trained.preprocess
     if not isinstance(model, ViT):
         raise UsageError(f"equations 1 to 4 are those of a Vision Transformer; a {type(model).__name__} has no tokens")
-    assert preprocess is not None, "a run's weights know their preprocessing"
+    assert preprocess is not None, "the weights of a run carry their preprocessing"
     model.eval()
     images = normalize(pixels[None].to(next(model.parameters()).device), preprocess)
-    x, positions, grid = model.embed(images)  # (1, N, D)
+    grid = compute_grid((images.shape[2], images.shape[3]), model.config.stride)
     followed = (grid[0] // 2, grid[1] // 2)
-    place = followed[0] * grid[1] + followed[1]
-    embedding, shapes = _trace_embedding(model, images, x, place)
-    attending, attention_added, mlp_added, active = [], [], [], []
-    passing: list[Numbers] = []
-    for layer, (block, position) in enumerate(zip(model.blocks, positions, strict=False)):
-        assert isinstance(block, Block)
-        x = x if position is None else x + position
-        normed = block.norm1(x)
-        if layer in (0, len(model.blocks) - 1):
-            attending.append(_trace_attention(block, normed, grid, layer + 1, place))
-        attended = block.ls1(block.attn(normed, grid))
-        between = x + attended  # equation 2
-        hidden = block.mlp.act(block.mlp.fc1(block.norm2(between)))  # (1, N, mlp)
-        thought = block.ls2(block.mlp.fc2(hidden))
-        after = between + thought  # equation 3
-        if layer == 0:
-            passing = [
-                _take_first(each[0, model.config.num_prefix_tokens + place])
-                for each in (x, attended, between, thought, after)
-            ]
-        attention_added.append(_compute_norm_ratio(attended, x))
-        mlp_added.append(_compute_norm_ratio(thought, between))
-        active.append(float((hidden > 0).float().mean()))
-        x = after
-    tokens = model.norm(x)
-    features = model.pool(tokens)  # equation 4
+    patch_index = followed[0] * grid[1] + followed[1]
+    with _observe(model, grid, patch_index) as (outputs, layers):
+        logits = model(images)
+    embedding, shapes = _trace_embedding(model, images, outputs, patch_index)
+    features = outputs["pre_logits"]
     return ForwardTrace(
         config=model.config,
         temperature=trained.temperature,
         multi_label=trained.multi_label,
         grid=grid,
         followed_patch=followed,
-        shapes=shapes | _list_shapes(model, x, features),
+        shapes=shapes | _list_shapes(model, outputs["pos_drop"], features),
         embedding=embedding,
-        attention=tuple(attending),
-        first_block=BlockTrace(*passing),
-        attention_ratio=tuple(attention_added),
-        mlp_ratio=tuple(mlp_added),
-        active_share=tuple(active),
+        attention=tuple(layer.attention for layer in layers if layer.attention is not None),
+        first_block=layers[0].block,
+        attention_ratio=tuple(layer.attention_ratio for layer in layers),
+        mlp_ratio=tuple(layer.mlp_ratio for layer in layers),
+        active_share=tuple(layer.active_share for layer in layers),
         y=_take_first(features[0]),
-        top_classes=_rank_classes(trained, model, tokens, features),
+        top_classes=_rank_classes(trained, logits[0].float()) if model.config.classes else (),
+    )
+
+
+class _LayerTrace(NamedTuple):
+    """What is kept of one layer: small, so that memory does not grow with the depth."""
+
+    attention: AttentionTrace | None
+    block: BlockTrace
+    attention_ratio: float
+    mlp_ratio: float
+    active_share: float
+
+
+_Hook = Callable[[nn.Module, tuple[Any, ...], Tensor], None]
+
+
+@contextlib.contextmanager
+def _observe(model: ViT, grid: Grid, patch_index: int) -> Iterator[tuple[dict[str, Tensor], list[_LayerTrace]]]:
+    """Record outputs by module name, and a trace of every layer, from the forward pass made meanwhile."""
+    outputs: dict[str, Tensor] = {}
+    layers: list[_LayerTrace] = []
+
+    def keep(name: str, *, argument: bool = False) -> _Hook:
+        def hook(_module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+            outputs[name] = arguments[0] if argument else output
+
+        return hook
+
+    def trace_block(block: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+        assert isinstance(block, Block)
+        outputs["before"], outputs["after"] = arguments[0], output
+        layers.append(_trace_layer(block, outputs, grid, patch_index, len(layers) + 1))
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if name in ("patch_embed", "patch_embed.backbone", "pos_drop", "pre_logits"):
+                hooks.enter_context(module.register_forward_hook(keep(name)))
+        for block in model.blocks:
+            assert isinstance(block, Block)
+            hooks.enter_context(block.norm1.register_forward_hook(keep("normed")))
+            hooks.enter_context(block.ls1.register_forward_hook(keep("attention")))
+            hooks.enter_context(block.norm2.register_forward_hook(keep("after_attention", argument=True)))
+            hooks.enter_context(block.mlp.act.register_forward_hook(keep("hidden")))
+            hooks.enter_context(block.ls2.register_forward_hook(keep("mlp")))
+            hooks.enter_context(block.register_forward_hook(trace_block))
+        hooks.enter_context(model.blocks[-1].register_forward_pre_hook(_compute_all_tokens))
+        yield outputs, layers
+
+
+def _compute_all_tokens(_block: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Drop the `queries` of the last block, which would otherwise compute only the tokens that the head reads."""
+    return arguments[:2]
+
+
+def _trace_layer(block: Block, outputs: dict[str, Tensor], grid: Grid, patch_index: int, layer: int) -> _LayerTrace:
+    config = block.attn.config
+    token = config.num_prefix_tokens + patch_index
+    shown = layer in (1, config.depth)
+    return _LayerTrace(
+        _trace_attention(block, outputs["normed"], grid, layer, patch_index) if shown else None,
+        BlockTrace(**{name: _take_first(outputs[name][0, token]) for name in BlockTrace._fields}),
+        _compute_norm_ratio(outputs["attention"], outputs["before"]),
+        _compute_norm_ratio(outputs["mlp"], outputs["after_attention"]),
+        float((outputs["hidden"] > 0).float().mean()),
     )
 
 
 def _trace_embedding(
-    model: ViT, images: Tensor, x: Tensor, patch_index: int
+    model: ViT, images: Tensor, outputs: dict[str, Tensor], patch_index: int
 ) -> tuple[EmbeddingTrace, dict[str, TensorShape]]:
-    config, embed = model.config, model.patch_embed
-    source = images if embed.backbone is None else embed.backbone(images)
-    patches = patchify(source, config.patch)[0]  # (n, C P P)
-    embedded = embed(images)[0]  # (n, D)
-    token = x[0, config.num_prefix_tokens + patch_index]
-    table = model.compute_positions((images.shape[2] // config.stride, images.shape[3] // config.stride))
-    here = table is not None and config.positions_at == "stem"
-    position = _take_first(table[0, config.num_prefix_tokens + patch_index]) if table is not None and here else None
+    config = model.config
+    token = config.num_prefix_tokens + patch_index
+    features = outputs.get("patch_embed.backbone")
+    patches = patchify(images if features is None else features, config.patch)[0]  # (n, C P P)
+    table = model.compute_positions(compute_grid((images.shape[2], images.shape[3]), config.stride))
+    position = _take_first(table[0, token]) if table is not None and config.positions_at == "stem" else None
     shapes: dict[str, TensorShape] = {"x": tuple(images.shape[1:]), "patches": tuple(patches.shape)}
-    if embed.backbone is not None:
-        shapes["features"] = tuple(source.shape[1:])
+    if features is not None:
+        shapes["features"] = tuple(features.shape[1:])
     shapes["E"] = (patches.shape[1], config.width)
     if table is not None:
         shapes["positions"] = tuple(table.shape[1:])
-    return EmbeddingTrace(
-        _take_first(patches[patch_index]), _take_first(embedded[patch_index]), position, _take_first(token)
-    ), shapes
+    patch, embedded = _take_first(patches[patch_index]), _take_first(outputs["patch_embed"][0, patch_index])
+    return EmbeddingTrace(patch, embedded, position, _take_first(outputs["pos_drop"][0, token])), shapes
 
 
 def _trace_attention(block: Block, normed: Tensor, grid: Grid, layer: int, patch_index: int) -> AttentionTrace:
+    """The attention of one token, computed beside the fused kernel, which never materializes it."""
     prefix = block.attn.config.num_prefix_tokens
     reader = 0 if block.attn.config.class_token else prefix + patch_index
     queries, keys, _ = block.attn.project_qkv(normed)
     logits = block.attn.compute_logits(queries, keys, grid)[0, :, reader]  # (H, N)
     weights = logits.softmax(dim=-1)
-    heads = weights[:, prefix:].unflatten(-1, grid).float().cpu().numpy()
-    elsewhere = float(weights[:, :prefix].sum(dim=1).mean())
     return AttentionTrace(
-        layer, heads, elsewhere, float(logits[0, prefix + patch_index]), float(weights[0, prefix + patch_index])
+        layer,
+        heads=weights[:, prefix:].unflatten(-1, grid).float().cpu().numpy(),
+        prefix_share=float(weights[:, :prefix].sum(dim=1).mean()),
+        score=float(logits[0, prefix + patch_index]),
+        weight=float(weights[0, prefix + patch_index]),
     )
 
 
-def _list_shapes(model: ViT, x: Tensor, features: Tensor) -> dict[str, TensorShape]:
-    config = model.config
-    tokens = x.shape[1]
+def _list_shapes(model: ViT, tokens: Tensor, features: Tensor) -> dict[str, TensorShape]:
+    config, count = model.config, tokens.shape[1]
     shapes: dict[str, TensorShape] = {
-        "z": (tokens, config.width),
-        "qkv": (config.heads, tokens, config.width // config.heads),
-        "attention": (config.heads, tokens, tokens),
-        "hidden": (tokens, config.mlp),
+        "z": (count, config.width),
+        "qkv": (config.heads, count, config.width // config.heads),
+        "attention": (config.heads, count, count),
+        "hidden": (count, config.mlp),
         "y": tuple(features.shape[1:]),
     }
     return shapes | ({"head": (config.num_features, config.classes)} if config.classes else {})
 
 
-def _rank_classes(trained: Trained, model: ViT, tokens: Tensor, features: Tensor) -> tuple[TopClass, ...]:
-    if not model.config.classes:
-        return ()
-    logits = model.head(features)
-    if model.config.distillation_head:
-        logits = (logits + model.head_dist(tokens[:, 1])) / 2
-    logits = logits[0].float()
+def _rank_classes(trained: Trained, logits: Tensor) -> tuple[TopClass, ...]:
     probabilities = logits_to_probabilities(logits, temperature=trained.temperature, multi_label=trained.multi_label)
     labels = trained.labels or tuple(f"class {index}" for index in range(len(logits)))
-    best = logits.topk(min(5, len(logits))).indices.tolist()
+    best = logits.topk(min(_MAX_CLASSES, len(logits))).indices.tolist()
     return tuple(TopClass(labels[index], float(logits[index]), float(probabilities[index])) for index in best)
 
 
@@ -218,5 +258,5 @@ def _take_first(values: Tensor) -> Numbers:
 
 
 def _compute_norm_ratio(added: Tensor, trunk: Tensor) -> float:
-    """The mean over tokens of one length over another."""
+    """The mean over tokens of one norm over the other."""
     return float((added.norm(dim=-1) / trunk.norm(dim=-1).clamp(min=torch.finfo(trunk.dtype).tiny)).mean())

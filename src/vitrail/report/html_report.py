@@ -1,4 +1,4 @@
-"""A run's facts as one HTML file that needs no other: style, charts and pictures are inside, and no script."""
+"""The HTML report of a run: one self-contained file with styles, charts and images, and no scripts."""
 
 import datetime
 import shlex
@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from vitrail.evaluate.calibration import count_bins
 from vitrail.evaluate.predictions import MIN_TOP5_CLASSES
-from vitrail.figures.plots import make_printable
+from vitrail.figures.plots import make_printable, shorten_name
 from vitrail.formatting import pluralize
 from vitrail.report import data_uris, fact_rows, svg_charts
 from vitrail.report.findings import (
@@ -32,20 +32,21 @@ from vitrail.report.svg_charts import ChartLine
 from vitrail.weights.trained import Trained
 
 MAX_CONFUSED_PAIRS = 10
-"""Rows of the table of what is confused most."""
+"""The most rows of the table of confused pairs."""
 MAX_CLASS_ROWS = 100
-"""Rows of the table of classes, the worst first."""
+"""The most rows of the table of classes, the weakest first."""
 _MAX_COLUMNS = 290  # as many as a chart has pixels for
-_MAX_ONE_TABLE = 12  # classes: more stand in two tables
-_MAX_NAMED_BARS = 30  # classes whose training images are bars with names
-_MAX_CONFUSION_CLASSES = 40  # classes of a confusion where there are too many to show all
-_DROPPED_FLAGS = ("--resume", "--overwrite", "--json")  # of the command, not of the run
-_DROPPED_OPTIONS = ("--minutes", "--runs", "--seed", "--out")  # with a value; epochs and seed are known to the digit
+_MAX_ONE_TABLE = 12  # more classes are split into two tables
+_MAX_NAMED_BARS = 30  # the most classes whose training images are bars with names
+_MAX_CONFUSION_CLASSES = 40  # of a confusion matrix that cannot show all classes
+_DROPPED_FLAGS = ("--resume", "--overwrite", "--json")  # they change the command, not the run
+_DROPPED_OPTIONS = ("--minutes", "--runs", "--seed", "--out")  # with a value; epochs and seed are known exactly
 
 
 def render_page(facts: RunFacts, trained: Trained | None, figures: ModelFigures | str, card: ModelCard | None) -> str:
-    """The whole page; `inside` may be the sentence that says why nothing of the model is shown."""
+    """Render the whole page; `figures` may be a sentence that says why there are none."""
     classes, confusions = list_classes(facts), list_confusions(facts)
+    reconstruction = facts.reconstruction
     return _load_template().render(
         facts=facts,
         result=facts.result,
@@ -53,30 +54,28 @@ def render_page(facts: RunFacts, trained: Trained | None, figures: ModelFigures 
         lead=fact_rows.make_lead(facts, trained),
         date=_format_date(facts.end_time),
         cautions=list(fact_rows.list_cautions(facts)),
-        shares=_make_accuracy_bars(facts),
-        pretrained=[] if facts.pretraining is None else list(fact_rows.list_pretraining_rows(facts.pretraining)),
-        reconstruction=None
-        if facts.reconstruction is None
-        else data_uris.encode_image_file(facts.reconstruction, 1000),
+        accuracy_bars=_make_accuracy_bars(facts),
+        pretraining_rows=[] if facts.pretraining is None else list(fact_rows.list_pretraining_rows(facts.pretraining)),
+        reconstruction=None if reconstruction is None else data_uris.encode_image_file(reconstruction, 1000),
         tables=_make_tables(facts, trained),
         curves=_draw_curves(facts),
-        top5=len(facts.config["classes"]) >= MIN_TOP5_CLASSES,
+        has_top5=len(facts.config["classes"]) >= MIN_TOP5_CLASSES,
         weakest=find_weakest(classes),
         confusions=confusions[:MAX_CONFUSED_PAIRS],
-        missed=max(classes, key=lambda row: row.images - row.right, default=None),
-        invented=max(classes, key=lambda row: row.predicted - row.right, default=None),
-        steps=make_suggestions(facts, classes, confusions),
-        confused=_draw_confusion(facts, confusions) if facts.is_single_label else None,
+        most_missed=max(classes, key=lambda row: row.images - row.right, default=None),
+        most_added=max(classes, key=lambda row: row.predicted - row.right, default=None),
+        suggestions=make_suggestions(facts, classes, confusions),
+        confusion_matrix=_draw_confusion(facts, confusions) if facts.is_single_label else None,
         class_tables=_split_class_table(classes),
-        left_out=len(classes) - MAX_CLASS_ROWS,
+        num_omitted_classes=len(classes) - MAX_CLASS_ROWS,
         reliability=_draw_reliability(facts),
-        sizes=_draw_class_sizes(facts),
+        class_sizes=_draw_class_sizes(facts),
         data_rows=list(_list_data_report(facts)),
-        inside=figures,
-        not_rollout=fact_rows.ROLLOUT_CAUTION,
-        added=_draw_layer_additions(figures),
-        rerun=make_rerun_command(facts),
-        again=make_repeat_commands(facts),
+        figures=figures,
+        rollout_caution=fact_rows.ROLLOUT_CAUTION,
+        layer_additions=_draw_layer_additions(figures),
+        rerun_command=make_rerun_command(facts),
+        repeat_commands=make_repeat_commands(facts),
         card=card,
     )
 
@@ -92,11 +91,11 @@ def _load_template() -> jinja2.Template:
     )
     environment.filters |= {
         "percent": fact_rows.format_percent,
-        "between": fact_rows.format_interval,
+        "interval": fact_rows.format_interval,
         "shape": lambda sides: fact_rows.format_shape(*sides),
         "signed": fact_rows.format_signed,
-        "legible": make_printable,
-        "kind": lambda block: type(block).__name__,
+        "printable": make_printable,
+        "type_name": lambda block: type(block).__name__,
     }
     return environment.get_template("template.html")
 
@@ -109,7 +108,7 @@ def _format_date(seconds: float | None) -> str | None:
 
 
 class AccuracyBar(NamedTuple):
-    """A bar of the comparison."""
+    """A bar of the comparison with baselines."""
 
     name: str
     value: float
@@ -120,8 +119,8 @@ def _make_accuracy_bars(facts: RunFacts) -> list[AccuracyBar]:
     result = facts.result
     if result is None:
         return []
-    others = [AccuracyBar(baseline.name, baseline.right / result.images, False) for baseline in facts.baselines]
-    return [AccuracyBar("this model", result.top1, True), *others]
+    baselines = [AccuracyBar(baseline.name, baseline.right / result.images, False) for baseline in facts.baselines]
+    return [AccuracyBar("this model", result.top1, True), *baselines]
 
 
 def _make_tables(facts: RunFacts, trained: Trained | None) -> dict[str, list[fact_rows.FactRow]]:
@@ -133,84 +132,85 @@ def _make_tables(facts: RunFacts, trained: Trained | None) -> dict[str, list[fac
     }
 
 
-# --- curves and answers ----------------------------------------------------------------------------------------------
+# --- curves and predictions ------------------------------------------------------------------------------------------
 
 
 def _draw_curves(facts: RunFacts) -> list[tuple[str, Sequence[tuple[str, str]], Markup]]:
-    """Title, key and chart of loss, accuracy and learning rate over the epochs."""
-    found = facts.epochs
-    if not found:
+    """Title, legend and chart of loss, accuracy and learning rate over the epochs."""
+    columns = facts.epochs
+    if not columns:
         return []
-    epochs = found["epoch"]
 
     def make_lines(*names: tuple[str, str]) -> list[ChartLine]:
-        return [ChartLine(name, epochs, found[column]) for name, column in names]
+        return [ChartLine(name, columns["epoch"], columns[column]) for name, column in names]
 
     losses = make_lines(("validation", "val/loss"), ("training", "train/loss"))
-    right = make_lines(("top-1", "metrics/accuracy_top1"), ("top-5", "metrics/accuracy_top5"))
-    five = len(facts.config["classes"]) >= MIN_TOP5_CLASSES and not facts.is_multi_label
-    right = right if five or facts.masked else right[:1]
-    rate = make_lines(("learning rate", "lr/pg0"))
-    if not fact_rows.drop_nonfinite(right[0].y):  # pixels were to be told: there is nothing to be right or wrong about
-        right = []
-    told = "Validation exact match" if facts.is_multi_label else "Validation accuracy"
-    told = f"{told} of colours" if facts.masked else told
-    drawn = [
-        ("Loss", losses, svg_charts.draw_lines(losses, label=_describe_lines("loss", losses), x_label="epoch")),
-        (told, right, svg_charts.draw_lines(right, label=_describe_lines(told, right), x_label="epoch", percent=True)),
-        ("Learning rate", rate, svg_charts.draw_lines(rate, label="learning rate over the epochs", x_label="epoch")),
+    accuracies = make_lines(("top-1", "metrics/accuracy_top1"), ("top-5", "metrics/accuracy_top5"))
+    has_top5 = len(facts.config["classes"]) >= MIN_TOP5_CLASSES and not facts.is_multi_label
+    accuracies = accuracies if has_top5 or facts.masked else accuracies[:1]
+    if not fact_rows.drop_nonfinite(accuracies[0].y):  # predicted pixels have no accuracy
+        accuracies = []
+    metric = "Validation exact match" if facts.is_multi_label else "Validation accuracy"
+    metric = f"{metric} of colors" if facts.masked else metric
+    charts = [
+        ("Loss", losses, False),
+        (metric, accuracies, True),
+        ("Learning rate", make_lines(("learning rate", "lr/pg0")), False),
     ]
-    return [(name, _make_legend(of), chart) for name, of, chart in drawn if of]
+    return [
+        (name, _make_legend(lines), svg_charts.draw_lines(lines, label=label, x_label="epoch", percent=percent))
+        for name, lines, percent in charts
+        if lines and (label := _describe_lines(name, lines))
+    ]
 
 
 def _make_legend(lines: Sequence[ChartLine]) -> list[tuple[str, str]]:
-    return [(kind, line.name) for kind, line in zip("abc", lines, strict=False)] if len(lines) > 1 else []
+    return [(color, line.name) for color, line in zip("abc", lines, strict=False)] if len(lines) > 1 else []
 
 
-def _describe_lines(what: str, lines: Sequence[ChartLine]) -> str:
-    """What a chart shows, for those who do not see it."""
-    told = [
+def _describe_lines(quantity: str, lines: Sequence[ChartLine]) -> str:
+    """Describe a chart for screen readers."""
+    ranges = [
         f"{line.name} from {values[0]:.3g} to {values[-1]:.3g}"
         for line in lines
         if (values := fact_rows.drop_nonfinite(line.y))
     ]
-    return f"{what} over the epochs: {', '.join(told) or 'nothing yet'}"
+    return f"{quantity} over the epochs: {', '.join(ranges) or 'nothing yet'}"
 
 
 class ConfusionChart(NamedTuple):
-    """What is taken for what."""
+    """A confusion matrix, and how many classes it shows."""
 
     chart: Markup
     num_classes: int
-    """Classes in it."""
 
 
 def _draw_confusion(facts: RunFacts, confusions: Sequence[ConfusedPair]) -> ConfusionChart:
-    taken = Counter((answer.label, answer.predicted) for answer in facts.predictions)
-    images = Counter(answer.label for answer in facts.predictions)
-    names = _choose_confused_classes(facts.config["classes"], [(each.label, each.predicted) for each in confusions])
-    counts = np.array([[taken[true, said] for said in names] for true in names], dtype=np.int64)
-    right = f"{counts.trace():,} of {counts.sum():,} answers on the diagonal"
-    label = f"confusion matrix of {pluralize(len(names), 'class')}, {right}"
+    pairs = Counter((prediction.label, prediction.predicted) for prediction in facts.predictions)
+    images = Counter(prediction.label for prediction in facts.predictions)
+    names = _choose_confused_classes(facts.config["classes"], [(pair.label, pair.predicted) for pair in confusions])
+    counts = np.array([[pairs[label, predicted] for predicted in names] for label in names], dtype=np.int64)
+    diagonal = f"{counts.trace():,} of {counts.sum():,} predictions on the diagonal"
+    label = f"confusion matrix of {pluralize(len(names), 'class')}, {diagonal}"
     return ConfusionChart(
         svg_charts.draw_confusion_matrix(counts, names, [images[name] for name in names], label=label), len(names)
     )
 
 
 def _choose_confused_classes(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """All classes, or where they are too many those of the pairs confused most, partners beside each other."""
+    """All classes, or if they are too many those of the most confused pairs, partners side by side."""
     if len(classes) <= svg_charts.MAX_NAMED_CLASSES:
         return list(classes)
     chosen = dict.fromkeys(name for pair in pairs for name in pair)
-    chosen |= dict.fromkeys(classes[:_MAX_CONFUSION_CLASSES])  # where hardly anything is confused
+    chosen |= dict.fromkeys(classes[:_MAX_CONFUSION_CLASSES])  # when few classes are confused
     return list(chosen)[:_MAX_CONFUSION_CLASSES]
 
 
 def _split_class_table(classes: Sequence[ClassRow]) -> list[Sequence[ClassRow]]:
-    """The weakest classes, in two tables beside each other where they are many."""
-    shown = classes[:MAX_CLASS_ROWS]
-    half = len(shown) if len(shown) <= _MAX_ONE_TABLE else -(-len(shown) // 2)
-    return [part for part in (shown[:half], shown[half:]) if part]
+    """The weakest classes, split into two tables side by side if they are many."""
+    rows = classes[:MAX_CLASS_ROWS]
+    half = len(rows) if len(rows) <= _MAX_ONE_TABLE else -(-len(rows) // 2)
+    return [table for table in (rows[:half], rows[half:]) if table]
 
 
 def _draw_reliability(facts: RunFacts) -> Markup | None:
@@ -229,7 +229,7 @@ def _draw_reliability(facts: RunFacts) -> Markup | None:
 
 
 def _count_train_images(facts: RunFacts) -> Mapping[str, int]:
-    """Training images of each class, by whichever file counts them."""
+    """Training images of each class, from the file that counts them."""
     if facts.train_counts or facts.data_report is None:
         return facts.train_counts
     return {row["name"]: row.get("train", 0) for row in facts.data_report["classes"]}
@@ -243,80 +243,79 @@ def _draw_class_sizes(facts: RunFacts) -> Markup | None:
     label = f"training images of {pluralize(len(sizes), 'class')}, from {sizes[0]:,} down to {sizes[-1]:,}"
     if len(sizes) <= _MAX_NAMED_BARS:
         return svg_charts.draw_named_bars(names, sizes, label=label)
-    across = f"{pluralize(len(sizes), 'class')}, from {svg_charts.shorten_name(names[0], 14)} to {svg_charts.shorten_name(names[-1], 14)}"
-    return svg_charts.draw_columns(sample_evenly(sizes, _MAX_COLUMNS), label=label, x_label=across)
+    first, last = shorten_name(names[0], 14), shorten_name(names[-1], 14)
+    x_label = f"{pluralize(len(sizes), 'class')}, from {first} to {last}"
+    return svg_charts.draw_columns(sample_evenly(sizes, _MAX_COLUMNS), label=label, x_label=x_label)
 
 
 def _list_data_report(facts: RunFacts) -> Iterator[fact_rows.FactRow]:
-    """The data report in lines."""
+    """The report of `vitrail data check`, row by row."""
     report = facts.data_report
     if report is None:
         return
-    headers = f"; of {report['headers_only']:,} more only the header" if report["headers_only"] else ""
+    headers = f"; {report['headers_only']:,} more by their headers only" if report["headers_only"] else ""
     yield "decoded", f"{pluralize(report['decoded'], 'image')}{headers}"
     yield "unreadable", f"{len(report['bad']):,}"
-    yield "formats", ", ".join(f"{name} {number:,}" for name, number in report["formats"].items()) or "none"
-    for side, found in report["sizes"].items():
-        yield side, f"{found['min']:,} to {found['max']:,} pixels, median {found['median']:,}"
-    colour = report["color"]
-    if colour["mean"]:
-        mean, std = (" ".join(f"{value:.3f}" for value in colour[name]) for name in ("mean", "std"))
-        yield "colour", f"mean {mean}, std {std} (of {colour['split']}); grey: {pluralize(colour['gray'], 'image')}"
-    copies = report["duplicates"]
-    yield (
-        "copies",
-        f"{pluralize(copies['exact'], 'group')} of equal files, {pluralize(copies['near'], 'group')} of lookalikes",
-    )
-    yield "copies across splits", pluralize(copies["across_splits"], "group")
-    yield "copies with different labels", pluralize(copies["different_labels"], "group")
+    yield "formats", ", ".join(f"{name} {count:,}" for name, count in report["formats"].items()) or "none"
+    for side, pixels in report["sizes"].items():
+        yield side, f"{pixels['min']:,} to {pixels['max']:,} pixels, median {pixels['median']:,}"
+    color = report["color"]
+    if color["mean"]:
+        mean, std = (" ".join(f"{value:.3f}" for value in color[name]) for name in ("mean", "std"))
+        yield "color", f"mean {mean}, std {std} (of {color['split']}); gray: {pluralize(color['gray'], 'image')}"
+    duplicates = report["duplicates"]
+    exact, near = pluralize(duplicates["exact"], "group"), pluralize(duplicates["near"], "group")
+    yield "duplicates", f"{exact} of equal files, {near} of near-duplicates"
+    yield "duplicates across splits", pluralize(duplicates["across_splits"], "group")
+    yield "duplicates with different labels", pluralize(duplicates["different_labels"], "group")
 
 
-# --- the walk, and the run again -------------------------------------------------------------------------------------
+# --- the forward trace, and commands that repeat the run -------------------------------------------------------------
 
 
 def _draw_layer_additions(figures: ModelFigures | str) -> Markup | None:
     if isinstance(figures, str) or isinstance(figures.trace, str):
         return None
-    way = figures.trace.trace
+    trace = figures.trace.trace
     return svg_charts.draw_paired_columns(
-        way.attention_ratio, way.mlp_ratio, label="what each layer adds to a token", x_label="layer"
+        trace.attention_ratio, trace.mlp_ratio, label="what attention and MLP add in each layer", x_label="layer"
     )
 
 
 def make_rerun_command(facts: RunFacts) -> str | None:
-    """The command that makes this run again, with the epochs and the seed that it had; None where it is unknown."""
+    """The command that repeats this run with the same epochs and seed; None if it was not recorded."""
     if facts.command is None:
         return None
-    kept, given = [], iter(facts.command)
+    words, recorded = [], iter(facts.command)
     timed = seeded = False
-    for word in given:
+    for word in recorded:
         name, equals, _ = word.partition("=")
         if name in _DROPPED_OPTIONS:
             timed, seeded = timed or name == "--minutes", seeded or name in ("--runs", "--seed")
             if not equals:
-                next(given, None)
+                next(recorded, None)
         elif word not in _DROPPED_FLAGS:
-            kept.append(word)
+            words.append(word)
     if timed:
-        kept += ["--epochs", f"{facts.config['recipe']['epochs']:.15g}"]
-        side = facts.config["recipe"].get("image_size")
-        kept += ["--image-size", str(side)] * (side is not None and "--image-size" not in kept)
-        kept += ["--replan", ",".join(f"{step}:{steps}" for step, steps in facts.replanned_steps)] * bool(
-            facts.replanned_steps
-        )
-    kept += ["--seed", str(facts.config["seed"])] * seeded
-    world = facts.config["world_size"]
-    command = "vitrail" if world == 1 else f"torchrun --nproc-per-node {world} -m vitrail"
-    return f"{command} {_join_command(kept)}"
+        words += ["--epochs", f"{facts.config['recipe']['epochs']:.15g}"]
+        image_size = facts.config["recipe"].get("image_size")
+        if image_size is not None and "--image-size" not in words:
+            words += ["--image-size", str(image_size)]
+        if facts.replanned_steps:
+            words += ["--replan", ",".join(f"{step}:{steps}" for step, steps in facts.replanned_steps)]
+    words += ["--seed", str(facts.config["seed"])] * seeded
+    world_size = facts.config["world_size"]
+    command = "vitrail" if world_size == 1 else f"torchrun --nproc-per-node {world_size} -m vitrail"
+    return f"{command} {_join_command(words)}"
 
 
 def make_repeat_commands(facts: RunFacts) -> list[str]:
-    """The commands that measure the run's weights again, if they were measured, and that write the page again."""
-    measure = ["vitrail", "evaluate", "RUN/weights/best.safetensors", str(facts.config["data"])]
+    """The commands that evaluate the run's weights again, if they were evaluated, and that write the report again."""
+    evaluate = ["vitrail", "evaluate", "RUN/weights/best.safetensors", str(facts.config["data"])]
     report = ["vitrail", "report", "RUN"]
-    return [_join_command(report)] if facts.result is None else [_join_command(measure), _join_command(report)]
+    return [_join_command(report)] if facts.result is None else [_join_command(evaluate), _join_command(report)]
 
 
 def _join_command(command: Sequence[str]) -> str:
-    """A command as a shell takes it, with a question mark for bytes that are no text."""
+    """Quote a command for a shell, with a question mark for bytes that are not text."""
     return shlex.join(command).encode(errors="replace").decode()

@@ -1,8 +1,7 @@
-"""The model card: what a model is, what it was trained on and what it came to; "unknown" where that is not known.
+"""The model card: a model's architecture, training data and metrics, or "unknown" for what is not known.
 
-A card is made of sections once, and written as Markdown with the Hub's front matter (README.md) or shown in the report.
-What `vitrail push` uploads is a run's README.md, edited or not, in which one section is put anew: how the model is
-loaded, now that it has an address.
+A card is built of sections, which become Markdown with the Hub's front matter (README.md) or part of the HTML report.
+`vitrail push` uploads a run's README.md, edited or not, and replaces one section: how to load the model from the Hub.
 """
 
 import dataclasses
@@ -26,19 +25,19 @@ USE_TITLE = "Use"
 
 
 class TableBlock(NamedTuple):
-    """Rows, the first of them the head."""
+    """A table, the first row its header."""
 
     rows: tuple[tuple[str, ...], ...]
 
 
 class ListBlock(NamedTuple):
-    """A list."""
+    """A bulleted list."""
 
     texts: tuple[str, ...]
 
 
 class CodeBlock(NamedTuple):
-    """What is typed."""
+    """A code block."""
 
     language: str
     text: str
@@ -49,7 +48,7 @@ CardBlock = str | TableBlock | ListBlock | CodeBlock
 
 @dataclasses.dataclass(frozen=True)
 class CardSection:
-    """A part of a card under its heading."""
+    """A section of a card under its heading."""
 
     title: str
     blocks: tuple[CardBlock, ...]
@@ -57,27 +56,27 @@ class CardSection:
 
 @dataclasses.dataclass(frozen=True)
 class HubAddress:
-    """Where a model is to be had on the Hub."""
+    """A model's place on the Hub."""
 
     repo: str
     """ORG/NAME."""
     refusal: str | None = None
-    """Why there is no folder for transformers, where there is none."""
+    """Why there are no files for transformers; None if there are."""
     notes: tuple[str, ...] = ()
-    """What transformers' format could not take along."""
+    """What the format of transformers cannot store."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelCard:
-    """A model card."""
+    """A model card: title, YAML front matter and sections."""
 
     title: str
     front_matter: tuple[str, ...]
-    """The lines of its YAML."""
+    """Its lines."""
     sections: tuple[CardSection, ...]
 
     def to_markdown(self) -> str:
-        """README.md."""
+        """The text of README.md."""
         parts = ["\n".join(["---", *self.front_matter, "---"]), f"# {_escape_markdown(self.title)}"]
         for section in self.sections:
             parts += [f"## {section.title}", *map(_render_markdown, section.blocks)]
@@ -85,25 +84,25 @@ class ModelCard:
 
 
 def build_card(trained: Trained, facts: RunFacts | None = None) -> ModelCard:
-    """The card of a model, and of the run that made it where that is known."""
-    of_model = [
-        CardSection(USE_TITLE, tuple(_describe_file_use(trained))),
-        CardSection("What it is", (_tabulate_model(trained),)),
-        CardSection("Where it comes from", (_list_origin(trained, facts),)),
-    ]
+    """Build the card of a model, and of the run that trained it if that is known."""
     if facts is None:
-        stated = "Training data, accuracy, intended use and limits are unknown to this card."
-        of_run = [CardSection("Not stated", (stated,))]
+        sentence = "Training data, accuracy, intended use and limits are unknown."
+        run_sections = [CardSection("Not stated", (sentence,))]
         title = strip_folders(trained.origin.name)
     else:
-        of_run = list(_make_run_sections(facts, trained))
+        run_sections = list(_make_run_sections(facts, trained))
         title = fact_rows.make_title(facts)
-    first, *others = of_model
-    return ModelCard(title, tuple(_make_front_matter(trained, facts)), (first, *of_run, *others))
+    sections = (
+        CardSection(USE_TITLE, tuple(_describe_file_use(trained))),
+        *run_sections,
+        CardSection("Architecture", (_tabulate_model(trained),)),
+        CardSection("Origin", (_list_origin(trained, facts),)),
+    )
+    return ModelCard(title, tuple(_make_front_matter(trained, facts)), sections)
 
 
 def set_hub_address(text: str, trained: Trained, address: HubAddress) -> str:
-    """A card in Markdown for the Hub: its section on use says how to load the model from there."""
+    """Replace a Markdown card's section on use by one that loads the model from the Hub."""
     use = "\n\n".join([f"## {USE_TITLE}", *map(_render_markdown, _describe_hub_use(trained, address))])
     library = "vitrail" if address.refusal is not None else "transformers"
     text = re.sub(r"^library_name: .*$", f"library_name: {library}", text, count=1, flags=re.MULTILINE)
@@ -114,25 +113,25 @@ def set_hub_address(text: str, trained: Trained, address: HubAddress) -> str:
 
 
 def _find_headings(text: str) -> Iterator[tuple[int, str]]:
-    """Where each section of a card in Markdown begins, and its heading; what looks like one in code is none."""
-    place, fence = 0, ""
+    """Yield the offset and the heading of each section of a Markdown card, ignoring code blocks."""
+    offset, fence = 0, ""
     for line in text.splitlines(keepends=True):
-        marks = re.match(r" {0,3}(`{3,}|~{3,})", line)
+        marker = re.match(r" {0,3}(`{3,}|~{3,})", line)
         if fence:
-            closed = marks is not None and marks[1].startswith(fence) and line.strip() == marks[1]
+            closed = marker is not None and marker[1].startswith(fence) and line.strip() == marker[1]
             fence = "" if closed else fence
-        elif marks is not None:
-            fence = marks[1]
+        elif marker is not None:
+            fence = marker[1]
         elif line.startswith("## "):
-            yield place, line.rstrip()
-        place += len(line)
+            yield offset, line.rstrip()
+        offset += len(line)
 
 
 # --- the Hub's front matter ------------------------------------------------------------------------------------------
 
 
 def _make_front_matter(trained: Trained, facts: RunFacts | None) -> Iterator[str]:
-    """The YAML, in the Hub's terms; what is unknown is left out. Strings are quoted as JSON, which YAML includes."""
+    """The YAML in the Hub's terms, without what is unknown. Strings are quoted as JSON, a subset of YAML."""
     task = "image-classification" if trained.model.config.classes else "image-feature-extraction"
     yield from model_license.format_license_lines(trained.origin.license)
     yield from ("library_name: vitrail", f"pipeline_tag: {task}", "tags:", "- vitrail", "- pytorch")
@@ -185,57 +184,54 @@ def _make_slug(name: str) -> str:
 
 
 def _make_run_sections(facts: RunFacts, trained: Trained) -> Iterator[CardSection]:
-    result, pretrained = facts.result, facts.pretraining
-    if pretrained is not None:
-        told = f"On the {pluralize(pretrained.images, 'image')} of {pretrained.split}, {pretrained.patches:,} hidden patches:"
-        yield CardSection("Result", (told, _make_table(fact_rows.list_pretraining_rows(pretrained))))
+    result, pretraining = facts.result, facts.pretraining
+    if pretraining is not None:
+        images = pluralize(pretraining.images, "image")
+        sentence = f"On the {images} of {pretraining.split}, {pretraining.patches:,} masked patches:"
+        yield CardSection("Result", (sentence, _make_table(fact_rows.list_pretraining_rows(pretraining))))
     elif result is None:
         yield CardSection("Result", ("Unknown: the run has not ended.",))
     else:
-        told = f"On the {pluralize(result.images, 'image')} of {result.split}:"
-        yield CardSection(
-            "Result",
-            (
-                told,
-                _make_table(fact_rows.list_result_rows(facts, result)),
-                ListBlock(tuple(fact_rows.list_cautions(facts))),
-            ),
-        )
+        sentence = f"On the {pluralize(result.images, 'image')} of {result.split}:"
+        table = _make_table(fact_rows.list_result_rows(facts, result))
+        yield CardSection("Result", (sentence, table, ListBlock(tuple(fact_rows.list_cautions(facts)))))
         yield CardSection("Calibration", (_describe_calibration(result),))
-    yield CardSection("Intended use", ("Unknown: whoever publishes this model should say it here.",))
-    licence = ("licence of the images", fact_rows.UNKNOWN)
-    yield CardSection("Data", (_make_table([*fact_rows.list_data_rows(facts), licence, *_list_data_checks(facts)]),))
+    yield CardSection("Intended use", ("Unknown: state it here before you publish this model.",))
+    data_license = ("license of the images", fact_rows.UNKNOWN)
+    data_rows = [*fact_rows.list_data_rows(facts), data_license, *_list_data_checks(facts)]
+    yield CardSection("Data", (_make_table(data_rows),))
     yield CardSection("Preprocessing", (_make_table(fact_rows.list_preprocess_rows(facts.config)),))
     yield CardSection("Training", (_make_table(fact_rows.list_training_rows(facts)),))
     yield CardSection("Limits", (ListBlock(tuple(_list_limits(facts, trained))),))
 
 
 def _describe_calibration(result: FinalMetrics) -> str:
-    fitted = (
-        "No temperature was fitted; probabilities are as the network gives them."
+    temperature = (
+        "No temperature was fitted; probabilities are the network's own."
         if result.temperature == 1.0
         else f"Logits are divided by {result.temperature:.3f}, fitted on validation images and stored in the file."
     )
-    return f"{fitted} The expected calibration error (15 bins) is {fact_rows.format_percent(result.calibration_error)}."
+    error = fact_rows.format_percent(result.calibration_error)
+    return f"{temperature} The expected calibration error (15 bins) is {error}."
 
 
 def _list_data_checks(facts: RunFacts) -> Iterator[fact_rows.FactRow]:
     report = facts.data_report
     if report is None:
-        yield "copies across splits", f"{fact_rows.UNKNOWN}: the images were not compared"
+        yield "duplicates across splits", f"{fact_rows.UNKNOWN}: the images were not compared"
         return
-    yield "copies across splits", pluralize(report["duplicates"]["across_splits"], "group")
+    yield "duplicates across splits", pluralize(report["duplicates"]["across_splits"], "group")
     yield "unreadable images", f"{len(report['bad']):,}"
 
 
 def _list_limits(facts: RunFacts, trained: Trained) -> Iterator[str]:
     classes = trained.model.config.classes
     if classes and not trained.multi_label:
-        yield f"It answers every image with one of its {pluralize(classes, 'class')}, also one that shows none of them."
-    yield f"How it does on images other than those of {facts.data} is unknown."
-    yield "Whether it treats groups of people or things unequally is unknown; nothing of the kind was measured."
+        yield f"It predicts one of its {pluralize(classes, 'class')} for every image, even if none of them is present."
+    yield f"Its accuracy on images other than those of {facts.data} is unknown."
+    yield "Bias against groups of people or things was not measured."
     if trained.threshold:
-        yield f"Below a probability of {trained.threshold:.3f} it says that it is unsure."
+        yield f"Below a probability of {trained.threshold:.3f} it abstains."
 
 
 def _tabulate_model(trained: Trained) -> TableBlock:
@@ -247,7 +243,7 @@ def _tabulate_model(trained: Trained) -> TableBlock:
         }
     rows = {
         "parameters": f"{cost.count_parameters(config):,}",
-        "multiply-adds": f"{cost.count_multiply_adds(config):,} an image",
+        "multiply-adds": f"{cost.count_multiply_adds(config):,} per image",
         **{f"architecture: {name}": _format_value(value) for name, value in to_json(config).items()},
         **preprocess,
         "labels": fact_rows.UNKNOWN if trained.labels is None else f"{len(trained.labels):,}",
@@ -257,16 +253,16 @@ def _tabulate_model(trained: Trained) -> TableBlock:
 
 def _list_origin(trained: Trained, facts: RunFacts | None) -> ListBlock:
     origin = trained.origin
-    plain = strip_folders if facts is None else facts.clean_text
+    clean_text = strip_folders if facts is None else facts.clean_text
     lines = (
         f"format: {origin.format}",
         f"name: {origin.name}",
         f"sha256 of the original file: {origin.sha256 or fact_rows.UNKNOWN}",
-        f"licence: {origin.license or fact_rows.UNKNOWN}",
+        f"license: {origin.license or fact_rows.UNKNOWN}",
         *(f"assumed: {sentence}" for sentence in origin.assumptions),
         *(f"changed: {sentence}" for sentence in origin.changes),
     )
-    return ListBlock(tuple(map(plain, lines)))
+    return ListBlock(tuple(map(clean_text, lines)))
 
 
 def _describe_file_use(trained: Trained) -> Iterator[CardBlock]:
@@ -287,24 +283,22 @@ def _describe_hub_use(trained: Trained, address: HubAddress) -> Iterator[CardBlo
     task = "image-classification" if classes else "image-feature-extraction"
     yield CodeBlock("python", f'from transformers import pipeline\n\npipeline("{task}", "{address.repo}")("image.jpg")')
     if address.notes:
-        yield "What transformers' format could not take along:"
+        yield "Not stored in the format of transformers:"
         yield ListBlock(address.notes)
 
 
 def _describe_model(trained: Trained) -> str:
     classes = trained.model.config.classes
-    named = "their names are unknown" if trained.labels is None else "the files name them"
-    does = (
-        f"It tells {pluralize(classes, 'class')} apart; {named}."
-        if classes
-        else "It has no classes: it ends with its features."
-    )
-    return f"An image model in PyTorch, made with vitrail. {does}"
+    if not classes:
+        return "An image model in PyTorch, made with vitrail. It has no classes: its outputs are features."
+    names = "their names are unknown" if trained.labels is None else "the files name them"
+    return f"An image classifier in PyTorch, made with vitrail, for {pluralize(classes, 'class')}; {names}."
 
 
 def _write_loading_code(trained: Trained, name: str) -> str:
-    classes = trained.model.config.classes
-    call = 'vitrail.Classifier(trained)(["image.jpg"])' if classes else "trained.model.features(images)  # (B, D)"
+    call = 'vitrail.Classifier(trained)(["image.jpg"])'
+    if not trained.model.config.classes:
+        call = "trained.model.compute_features(images)  # (B, D)"
     return f'import vitrail\n\ntrained = vitrail.load("{name}")  # model, preprocess, labels, origin\n{call}'
 
 
@@ -316,7 +310,7 @@ def _make_table(rows: Any) -> TableBlock:
 
 
 def _format_value(value: Any) -> str:
-    """A number, a word or several of them, from a configuration that was checked when it was read."""
+    """Format a number, a string or a list of them."""
     if isinstance(value, list):
         return ", ".join(map(_format_value, value))
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -340,6 +334,6 @@ def _render_table_row(cells: Sequence[str]) -> str:
 
 
 def _escape_markdown(text: str) -> str:
-    """Text that is no markup and stays on its line: names in files are anyone's."""
-    shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in make_printable(text))
-    return re.sub(r"([\\`*{}\[\]<>|~]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", shown)  # image_size is no markup
+    """Escape text so that it is not markup and stays on its line: anybody may choose the names in files."""
+    line = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in make_printable(text))
+    return re.sub(r"([\\`*{}\[\]<>|~]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", line)  # the _ of image_size is not markup

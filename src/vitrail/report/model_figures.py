@@ -1,8 +1,8 @@
-"""What only the weights and the images can show: mistakes and where the model looked, figures 1 to 4, one image's walk.
+"""Figures of the report that need the weights or the images: mistakes, attention, filters, and the forward trace.
 
     B images   R, C rows and columns of patches
 
-What cannot be shown is a sentence in its place: a ResNet has no attention, and images may be gone.
+A sentence replaces what cannot be shown: a ResNet has no attention, and images may be missing.
 """
 
 import dataclasses
@@ -12,7 +12,6 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 from markupsafe import Markup
-from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from vitrail.data.dataset import Dataset, Split
 from vitrail.data.loader import iter_eval_batches
 from vitrail.data.transforms import normalize
 from vitrail.errors import DataError, UsageError
-from vitrail.figures import attention, embeddings, image_grids
+from vitrail.figures import Array, Pixels, attention, embeddings, image_grids
 from vitrail.formatting import pluralize
 from vitrail.model import cost
 from vitrail.model.vit import ViT
@@ -31,49 +30,49 @@ from vitrail.weights.trained import Trained
 
 MAX_MISTAKES = 12
 MAX_ROLLOUTS = 6
-MAX_DISTANCE_IMAGES = 128  # images that attention distance is measured on
+MAX_DISTANCE_IMAGES = 128  # for measuring attention distance
 _MAX_CPU_IMAGES = 32
-_CPU_BUDGET = 2 * 10**11  # multiply-adds: some seconds of two cores
+_CPU_BUDGET = 2 * 10**11  # multiply-adds: a few seconds on two cores
 _BATCH_IMAGES = 32
-_IMAGE_SIDE = 192  # pixels of a picture: on a phone two of them stand side by side
-_MAX_TILES = 16  # along a side of the position similarity, and cells of a tile: all of them would be megabytes
-_MAX_HEADS = 12  # whose attention is shown
+_IMAGE_SIDE = 192  # pixels: two images fit side by side on a phone
+_MAX_TILES = 16  # along a side of the position similarity, and cells along a tile: more would take megabytes
+_MAX_HEADS = 12
 _FRAME_COLOR = (213, 94, 0)
 
 
 class ReportImage(NamedTuple):
-    """An image with what was said of it, if anything was."""
+    """An image, with its prediction if there is one."""
 
     name: str
     prediction: PredictionRecord | None
     image: str
     rollout: str | None
-    """Where the model looked; None of a model without attention."""
+    """The attention rollout; None for a model without attention."""
 
 
 class ReportFigure(NamedTuple):
-    """A figure: a picture as data URI or a chart."""
+    """A figure: an image as data URI, or a chart."""
 
     image: str | Markup
     caption: str
 
 
 class TraceFigures(NamedTuple):
-    """The walk of an image, and its pictures."""
+    """The forward trace of an image, with its pictures."""
 
     trace: ForwardTrace
     name: str
     image: str
     patches: str
-    """The image cut up, the patch that is followed framed."""
+    """The image cut into patches, with a frame around the followed patch."""
     followed_patch: str
     heads: tuple[tuple[int, tuple[str, ...]], ...]
-    """By layer, from 1: what each head attends to."""
+    """By layer, from 1: the attention of each head."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFigures:
-    """All of it; a sentence stands for what cannot be shown."""
+    """All figures of a model; a sentence replaces one that cannot be shown."""
 
     filters: ReportFigure | str
     positions: ReportFigure | str
@@ -87,25 +86,24 @@ class ModelFigures:
 def make_model_figures(
     facts: RunFacts, trained: Trained, images: "RunImages | str", device: torch.device
 ) -> ModelFigures:
-    """What is to be seen of a run's weights, and of its images unless a sentence says why they are not here."""
+    """Make the figures of a run's weights and images; `images` may be a sentence that says why there are none."""
     trained.model.to(device).eval()
     filters, positions = _make_filter_figure(trained), _catch_reason(lambda: _make_position_figure(trained))
     if isinstance(images, str):
-        gone = dict.fromkeys(("distance", "entropy", "rollouts", "mistakes", "trace"), images)
-        return ModelFigures(filters=filters, positions=positions, **gone)
-    right = [answer.image for answer in facts.predictions if answer.right]
-    some = sample_evenly(right or list(images.rows), MAX_ROLLOUTS)
+        missing = dict.fromkeys(("distance", "entropy", "rollouts", "mistakes", "trace"), images)
+        return ModelFigures(filters=filters, positions=positions, **missing)
+    correct = [prediction.image for prediction in facts.predictions if prediction.right]
+    samples = sample_evenly(correct or list(images.rows), MAX_ROLLOUTS)
+    mistakes = [mistake.image for mistake in facts.list_mistakes()[:MAX_MISTAKES]]
     distance, entropy = _make_distance_figures(trained, images)
     return ModelFigures(
         filters=filters,
         positions=positions,
         distance=distance,
         entropy=entropy,
-        rollouts=_catch_reason(lambda: _make_report_images(trained, images, some, require_attention=True)),
-        mistakes=_make_report_images(
-            trained, images, [answer.image for answer in facts.list_mistakes()[:MAX_MISTAKES]]
-        ),
-        trace=_catch_reason(lambda: _make_trace_figures(trained, images, some[0])),
+        rollouts=_catch_reason(lambda: _make_report_images(trained, images, samples, require_attention=True)),
+        mistakes=_make_report_images(trained, images, mistakes),
+        trace=_catch_reason(lambda: _make_trace_figures(trained, images, samples[0])),
     )
 
 
@@ -114,7 +112,7 @@ def make_model_figures(
 
 @dataclasses.dataclass(frozen=True)
 class RunImages:
-    """Images of a run that may be shown: those that its answers are of, or some of val where there are none."""
+    """Images of a run that can be shown: those with predictions, or a sample of val if there are none."""
 
     split: Split
     rows: dict[str, int]
@@ -124,30 +122,26 @@ class RunImages:
 
 
 def find_run_images(facts: RunFacts, dataset: Dataset) -> RunImages:
-    """Where the images of a run lie in its set; an error where the set is not the one it was."""
-    of = "val" if facts.result is None else facts.result.split
-    split = dataset.splits.get(of)
+    """Find the images of a run in its dataset; raise an error if the dataset has changed."""
+    split_name = "val" if facts.result is None else facts.result.split
+    split = dataset.splits.get(split_name)
     if split is None:
-        raise DataError(f"{facts.data} has no {of} any more")
-    answers = {answer.image: answer for answer in facts.predictions}
-    if not answers:
-        return RunImages(
-            split,
-            {split.get_image_name(row): row for row in sample_evenly(range(len(split)), MAX_DISTANCE_IMAGES)},
-            {},
-            len(dataset.classes),
-        )
-    rows = {name: row for row in range(len(split)) if (name := split.get_image_name(row)) in answers}
-    if left := len(answers) - len(rows):
-        raise DataError(f"{facts.data} is not what it was: {left:,} of {len(answers):,} measured images are not there")
-    return RunImages(split, rows, answers, len(dataset.classes))
+        raise DataError(f"{facts.data} no longer has a split {split_name}")
+    predictions = {prediction.image: prediction for prediction in facts.predictions}
+    if not predictions:
+        samples = sample_evenly(range(len(split)), MAX_DISTANCE_IMAGES)
+        return RunImages(split, {split.get_image_name(row): row for row in samples}, {}, len(dataset.classes))
+    rows = {name: row for row in range(len(split)) if (name := split.get_image_name(row)) in predictions}
+    if missing := len(predictions) - len(rows):
+        raise DataError(f"{facts.data} has changed: {missing:,} of {len(predictions):,} evaluated images are missing")
+    return RunImages(split, rows, predictions, len(dataset.classes))
 
 
 def _load_inputs(trained: Trained, images: RunImages, names: Sequence[str]) -> Tensor:
-    """uint8 (B, C, S, S) as the model sees them."""
+    """Load model inputs, uint8 (B, C, S, S)."""
     assert trained.preprocess is not None
-    chosen = Split(images.split.store, np.array([images.split.rows[images.rows[name]] for name in names]))
-    batches = iter_eval_batches(chosen, trained.preprocess, batch_size=_BATCH_IMAGES, num_classes=images.classes)
+    split = Split(images.split.store, np.array([images.split.rows[images.rows[name]] for name in names]))
+    batches = iter_eval_batches(split, trained.preprocess, batch_size=_BATCH_IMAGES, num_classes=images.classes)
     return torch.cat([batch.pixels for batch in batches])
 
 
@@ -159,45 +153,46 @@ def _normalize_inputs(trained: Trained, inputs: Tensor) -> Tensor:
 def _make_report_images(
     trained: Trained, images: RunImages, names: Sequence[str], *, require_attention: bool = False
 ) -> tuple[ReportImage, ...]:
-    """The images, and where the model looked; one that has no attention is refused if it must be `attentive`."""
+    """Load images with their attention rollout; `require_attention` refuses a model that has none."""
     if not names:
         return ()
-    views = _load_inputs(trained, images, names)
-    maps: Sequence[NDArray[np.float32] | None] = [None] * len(names)
+    inputs = _load_inputs(trained, images, names)
+    rollouts: Sequence[Array | None] = [None] * len(names)
     if require_attention or isinstance(trained.model, ViT):
-        maps = list(attention.compute_rollout(trained.model, _normalize_inputs(trained, views)))
+        rollouts = list(attention.compute_rollout(trained.model, _normalize_inputs(trained, inputs)))
     return tuple(
-        _make_report_image(name, images.predictions.get(name), view, rollout)
-        for name, view, rollout in zip(names, views.numpy(), maps, strict=True)
+        _make_report_image(name, images.predictions.get(name), pixels, rollout)
+        for name, pixels, rollout in zip(names, inputs.numpy(), rollouts, strict=True)
     )
 
 
 def _make_report_image(
-    name: str, prediction: PredictionRecord | None, pixels: NDArray[np.uint8], rollout: NDArray[np.float32] | None
+    name: str, prediction: PredictionRecord | None, pixels: Pixels, rollout: Array | None
 ) -> ReportImage:
     image = _resize_input(pixels)
-    over = None if rollout is None else data_uris.encode_webp(image_grids.overlay_attention(image, rollout))
-    return ReportImage(get_image_name(name), prediction, data_uris.encode_webp(image_grids.to_rgb_array(image)), over)
+    overlay = None if rollout is None else data_uris.encode_webp(image_grids.overlay_attention(image, rollout))
+    encoded = data_uris.encode_webp(image_grids.to_rgb_array(image))
+    return ReportImage(get_image_name(name), prediction, encoded, overlay)
 
 
-def _resize_input(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def _resize_input(pixels: Pixels) -> Pixels:
     return image_grids.resize_image(pixels, _IMAGE_SIDE / max(pixels.shape[1:]))
 
 
 T = TypeVar("T")
 
 
-def sample_evenly(values: Sequence[T], number: int) -> list[T]:
-    """So many of the values, evenly from first to last."""
-    places = np.linspace(0, len(values) - 1, min(number, len(values))).round().astype(int)
-    return [values[place] for place in places.tolist()]
+def sample_evenly(values: Sequence[T], count: int) -> list[T]:
+    """Take `count` of the values, evenly spaced from first to last."""
+    indices = np.linspace(0, len(values) - 1, min(count, len(values))).round().astype(int)
+    return [values[index] for index in indices.tolist()]
 
 
-# --- figures 1 to 4 --------------------------------------------------------------------------------------------------
+# --- filters, positions and attention --------------------------------------------------------------------------------
 
 
 def _catch_reason(make: Callable[[], T]) -> T | str:
-    """What is made, or the sentence that says why this model has none."""
+    """Make a figure, or return the sentence that says why this model has none."""
     try:
         return make()
     except UsageError as error:
@@ -205,99 +200,97 @@ def _catch_reason(make: Callable[[], T]) -> T | str:
 
 
 def _make_filter_figure(trained: Trained) -> ReportFigure:
-    seen = embeddings.compute_filters(trained.model)
-    tiles = np.round(255 * seen.tiles).astype(np.uint8)
+    filters = embeddings.compute_filters(trained.model)
+    tiles = np.round(255 * filters.tiles).astype(np.uint8)
     tiles = tiles[..., :3] if tiles.shape[-1] >= 3 else tiles[..., :1].repeat(3, axis=-1)
+    ratios = filters.explained_variance_ratio
     caption = (
-        f"The first {len(tiles)} principal components of the filters of the {seen.layer}, each"
-        f" {tiles.shape[1]} × {tiles.shape[2]} pixels. They hold {seen.explained_variance_ratio.sum():.0%} of the filters' variance,"
-        f" the first alone {seen.explained_variance_ratio[0]:.0%}."
+        f"The first {len(tiles)} principal components of the filters of the {filters.layer}, each"
+        f" {tiles.shape[1]} × {tiles.shape[2]} pixels. They explain {ratios.sum():.0%} of the filters' variance, the"
+        f" first alone {ratios[0]:.0%}."
     )
-    return ReportFigure(
-        data_uris.encode_png(data_uris.arrange_tiles(data_uris.enlarge_tiles(tiles, 48), 7, 6)), caption
-    )
+    sheet = data_uris.arrange_tiles(data_uris.enlarge_tiles(tiles, 48), 7, 6)
+    return ReportFigure(data_uris.encode_png(sheet), caption)
 
 
 def _make_position_figure(trained: Trained) -> ReportFigure:
     maps = embeddings.compute_position_similarity(trained.model).maps  # (R, C, R, C)
     step = -(-max(maps.shape) // _MAX_TILES)
-    some = [range((side - 1) % step // 2, side, step) for side in maps.shape]
-    seen = maps[np.ix_(*some)]
-    rows, columns = seen.shape[:2]
-    low = float(seen.min())
-    tiles = data_uris.apply_heat_colormap(seen.reshape(-1, rows, columns), low, 1.0, 448 // max(rows, columns))
-    every = "" if step == 1 else f" of {maps.shape[0]} × {maps.shape[1]}, one in {step} each way"
+    samples = maps[np.ix_(*(range((side - 1) % step // 2, side, step) for side in maps.shape))]
+    rows, columns = samples.shape[:2]
+    low = float(samples.min())
+    tiles = data_uris.apply_heat_colormap(samples.reshape(-1, rows, columns), low, 1.0, 448 // max(rows, columns))
+    sampling = "" if step == 1 else f" of {maps.shape[0]} × {maps.shape[1]}, one in {step} each way"
     caption = (
-        f"How alike the position embedding of a patch is to every other's: one tile for each of {rows} × {columns}"
-        f" patches{every}, in its place. Cosines from {low:.2f} (dark) to 1 (bright)."
+        f"The similarity of each patch's position embedding to all others: one tile for each of {rows} × {columns}"
+        f" patches{sampling}, at its place. Cosines from {low:.2f} (dark) to 1 (bright)."
     )
-    return ReportFigure(
-        data_uris.encode_png(data_uris.arrange_tiles(tiles, columns, max(1, tiles.shape[2] // 8))), caption
-    )
+    sheet = data_uris.arrange_tiles(tiles, columns, max(1, tiles.shape[2] // 8))
+    return ReportFigure(data_uris.encode_png(sheet), caption)
 
 
 def _make_distance_figures(trained: Trained, images: RunImages) -> tuple[ReportFigure | str, ReportFigure | str]:
-    chosen = sample_evenly(list(images.rows), _choose_image_count(trained))
-    views = _load_inputs(trained, images, chosen)
-    batches = (_normalize_inputs(trained, part) for part in views.split(_BATCH_IMAGES))
-    seen = _catch_reason(lambda: attention.compute_attention_distance(trained.model, batches))
-    if isinstance(seen, str):
-        return seen, seen
-    far = f"{seen.uniform_distance:.0f}"
+    names = sample_evenly(list(images.rows), _choose_image_count(trained))
+    inputs = _load_inputs(trained, images, names)
+    batches = (_normalize_inputs(trained, batch) for batch in inputs.split(_BATCH_IMAGES))
+    stats = _catch_reason(lambda: attention.compute_attention_distance(trained.model, batches))
+    if isinstance(stats, str):
+        return stats, stats
     distance = svg_charts.draw_heads(
-        seen.distance.astype(float), label="mean attention distance by layer", y_label="pixels"
+        stats.distance.astype(float), label="mean attention distance by layer", y_label="pixels"
     )
-    entropy = svg_charts.draw_heads(seen.entropy.astype(float), label="attention entropy by layer", y_label="bits")
-    return (
-        ReportFigure(distance, f"How far each head looks, in pixels of the input, a dot a head, the line their mean; over"
-              f" {pluralize(seen.images, 'image')}. Attention to all patches alike would give {far}."),
-        ReportFigure(entropy, f"How widely: the entropy of each head's attention. All patches alike would give"
-              f" {seen.uniform_entropy:.1f} bits."),
-    )  # fmt: skip
+    entropy = svg_charts.draw_heads(stats.entropy.astype(float), label="attention entropy by layer", y_label="bits")
+    distance_caption = (
+        "The mean attention distance in pixels of the model input, over"
+        f" {pluralize(stats.images, 'image')}: one dot for each head, and the line of their mean. Uniform attention"
+        f" would have {stats.uniform_distance:.0f}."
+    )
+    entropy_caption = (
+        f"The entropy of each head's attention. Uniform attention would have {stats.uniform_entropy:.1f} bits."
+    )
+    return ReportFigure(distance, distance_caption), ReportFigure(entropy, entropy_caption)
 
 
 def _choose_image_count(trained: Trained) -> int:
-    """How many images attention is measured on: as many as take some seconds."""
+    """How many images to measure attention on: as many as take a few seconds."""
     if next(trained.model.parameters()).device.type != "cpu":
         return MAX_DISTANCE_IMAGES
     return max(4, min(_MAX_CPU_IMAGES, _CPU_BUDGET // cost.count_multiply_adds(trained.model.config)))
 
 
-# --- the walk --------------------------------------------------------------------------------------------------------
+# --- the forward trace -----------------------------------------------------------------------------------------------
 
 
 def _make_trace_figures(trained: Trained, images: RunImages, name: str) -> TraceFigures:
-    [pixels] = _load_inputs(trained, images, [name])
-    way, view = trace_forward(trained, pixels), pixels.numpy()
-    stride = way.config.stride
-    top, left = (stride * place for place in way.followed_patch)
-    patch = image_grids.to_rgb_array(view[:, top : top + stride, left : left + stride])
-    heads = tuple((each.layer, tuple(map(_encode_head, each.heads[:_MAX_HEADS]))) for each in way.attention)
+    [model_input] = _load_inputs(trained, images, [name])
+    trace, pixels = trace_forward(trained, model_input), model_input.numpy()
+    stride = trace.config.stride
+    top, left = (stride * index for index in trace.followed_patch)
+    patch = image_grids.to_rgb_array(pixels[:, top : top + stride, left : left + stride])
     return TraceFigures(
-        way,
-        get_image_name(name),
-        data_uris.encode_webp(image_grids.to_rgb_array(_resize_input(view))),
-        data_uris.encode_webp(_draw_patches(view, way)),
-        data_uris.encode_png(data_uris.enlarge_tiles(patch, 96)),
-        heads,
+        trace,
+        name=get_image_name(name),
+        image=data_uris.encode_webp(image_grids.to_rgb_array(_resize_input(pixels))),
+        patches=data_uris.encode_webp(_draw_patches(pixels, trace)),
+        followed_patch=data_uris.encode_png(data_uris.enlarge_tiles(patch, 96)),
+        heads=tuple((layer.layer, tuple(map(_encode_head, layer.heads[:_MAX_HEADS]))) for layer in trace.attention),
     )
 
 
-def _encode_head(attention: NDArray[np.float32]) -> str:
-    return data_uris.encode_png(data_uris.apply_heat_colormap(attention, 0.0, float(attention.max()), 64))
+def _encode_head(weights: Array) -> str:
+    return data_uris.encode_png(data_uris.apply_heat_colormap(weights, 0.0, float(weights.max()), 64))
 
 
-def _draw_patches(pixels: NDArray[np.uint8], trace: ForwardTrace) -> NDArray[np.uint8]:
-    """(C, S, S) -> (H, W, 4): the patches apart from each other, the one that is followed framed."""
+def _draw_patches(pixels: Pixels, trace: ForwardTrace) -> Pixels:
+    """(C, S, S) -> (H, W, 4): the patches with gaps between them, and a frame around the followed one."""
     rows, columns = trace.grid
-    side = max(6, 240 // max(rows, columns))  # pixels of a patch here
-    picture = Image.fromarray(image_grids.to_rgb_array(pixels)).resize(
-        (columns * side, rows * side), Image.Resampling.BOX
-    )
-    patches = np.array(picture).reshape(rows, side, columns, side, 3).swapaxes(1, 2)  # (R, C, side, side, 3)
+    side = max(6, 240 // max(rows, columns))  # of a drawn patch, in pixels
+    image = Image.fromarray(image_grids.to_rgb_array(pixels))
+    resized = image.resize((columns * side, rows * side), Image.Resampling.BOX)
+    patches = np.array(resized).reshape(rows, side, columns, side, 3).swapaxes(1, 2)  # (R, C, side, side, 3)
     gap = max(2, side // 6)
     sheet = data_uris.arrange_tiles(patches.reshape(-1, side, side, 3), columns, gap)
-    top, left = (place * (side + gap) for place in trace.followed_patch)
+    top, left = (index * (side + gap) for index in trace.followed_patch)
     frame = sheet[max(0, top - gap) : top + side + gap, max(0, left - gap) : left + side + gap]
-    frame[frame[..., 3] == 0] = (*_FRAME_COLOR, 255)  # what is transparent there
+    frame[frame[..., 3] == 0] = (*_FRAME_COLOR, 255)  # the transparent gap around the patch
     return sheet

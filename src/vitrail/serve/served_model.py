@@ -22,8 +22,7 @@ from vitrail.config import compute_grid
 from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError
 from vitrail.figures.attention import compute_rollout
-from vitrail.figures.image_grids import overlay_attention
-from vitrail.figures.plots import get_heat_colormap
+from vitrail.figures.image_grids import color_attention, overlay_attention
 from vitrail.inference.classifier import Classifier, rank_labels
 from vitrail.model.vit import ViT, attention_maps
 from vitrail.serve.batching import BatchQueue
@@ -172,12 +171,9 @@ def render_rollout(pixels: Tensor, rollout: NDArray[np.float32], *, over_image: 
     if over_image:
         return _encode_png(Image.fromarray(overlay_attention(pixels, rollout)))
     size = pixels.shape[2], pixels.shape[1]
-    least, most = np.quantile(rollout, _QUANTILE_RANGE)
-    smooth = np.asarray(Image.fromarray(rollout).resize(size, Image.Resampling.BICUBIC))
-    light = ((smooth - least) / max(most - least, 1e-30)).clip(0, 1)[..., None]
-    colors = get_heat_colormap()[(255 * light[..., 0]).round().astype(np.uint8)]  # as in the report
-    opacity = 255 * (_OPACITY_RANGE[0] + (_OPACITY_RANGE[1] - _OPACITY_RANGE[0]) * light)
-    return _encode_png(Image.fromarray(np.concatenate([colors, opacity], axis=2).round().astype(np.uint8)))
+    low, high = np.quantile(rollout, _QUANTILE_RANGE)
+    overlay = color_attention(rollout, size, limits=(low, high), opacity_range=_OPACITY_RANGE)
+    return _encode_png(Image.fromarray(overlay))
 
 
 def _encode_png(image: Image.Image) -> bytes:

@@ -1,4 +1,4 @@
-"""Run folders: written by hand, number by number, and made by a real run in a second."""
+"""Run folders: written with chosen numbers, or by a real run that takes a second."""
 
 import contextlib
 import csv
@@ -36,31 +36,34 @@ CONFIG: dict[str, Any] = {
     "seed": 3, "steps": 20, "world": 1, "device": "cpu", "threads": 1, "jpeg_decoder": "Pillow",
     "versions": {"python": "3.11", "torch": "2.13"},
 }  # fmt: skip
-ANSWERS = (  # of ten images: the truth, what was said, how surely
+PREDICTIONS = (  # ten images: true class, predicted class, probability
     ("cat", "cat", 0.9), ("cat", "cat", 0.95), ("cat", "dog", 0.85), ("cat", "dog", 0.55),
     ("dog", "dog", 0.99), ("dog", "dog", 0.97), ("dog", "cat", 0.6), ("dog", "dog", 0.7), ("dog", "dog", 0.8),
     ("<b>eel</b>", "<b>eel</b>", 0.5),
 )  # fmt: skip
-LABELS = {
+MULTI_LABEL_METRICS = {
     "micro_f1": 0.61, "macro_f1": 0.52, "mean_average_precision": 0.73, "calibration_error": 0.04,
     "bins": [[2, 0.05, 0]] + [[0, 0.0, 0]] * 13 + [[4, 3.9, 3]],
 }  # fmt: skip
-HEADS = ("class", "train_images", "images", "right", "recall", "precision", "predicted", "f1", "average_precision")
-TRAINED = {"cat": 10, "dog": 25, "<b>eel</b>": 5}
+COLUMNS = ("class", "train_images", "images", "right", "recall", "precision", "predicted", "f1", "average_precision")
+TRAIN_COUNTS = {"cat": 10, "dog": 25, "<b>eel</b>": 5}
 
 
-def written(
+def write_run_folder(
     folder: Path,
     *,
-    answers: Sequence[tuple[str, str, float]] = ANSWERS,
+    predictions: Sequence[tuple[str, str, float]] = PREDICTIONS,
     ended: bool = True,
-    judged: bool = True,
+    has_metrics: bool = True,
     **changes: Any,
 ) -> Path:
-    """A run's folder without weights; `changes` are of config.json. An old multi-label one is not `judged` as such."""
+    """Write a run's folder without weights; `changes` are those of config.json.
+
+    Old multi-label runs lack the multi-label metrics.
+    """
     folder.mkdir(parents=True)
     config = CONFIG | changes
-    if any(" | " in label for label, *_ in answers):
+    if any(" | " in label for label, *_ in predictions):
         config = {"several": True, **config}
     (folder / "config.json").write_text(json.dumps(config))
     names = (CONFIG | changes)["classes"]
@@ -69,46 +72,54 @@ def written(
         "1,5,1.5,0.5,1,1.2,0.0002\n2,10,1.0,0.75,1,0.9,0.0001\n"
     )
     events: list[dict[str, Any]] = [{"at": 0, "event": "checkpoint", "step": 10}]
-    several = config.get("several", False)
+    multi_label = config.get("several", False)
     if ended:
-        right = sum(said == label for label, said, _ in answers)
-        found = {"images": len(answers), "right": right, "top1": right / len(answers), "top5": 1.0, "loss": 0.7}
+        right = sum(predicted == label for label, predicted, _ in predictions)
+        metrics = {
+            "images": len(predictions),
+            "right": right,
+            "top1": right / len(predictions),
+            "top5": 1.0,
+            "loss": 0.7,
+        }
         numbers = {"temperature": 1.5, "calibration_error": 0.12, "seconds": 10.4}
-        events.append({"at": 86_400.0, "event": "end", "split": "test", **found, **numbers})
+        events.append({"at": 86_400.0, "event": "end", "split": "test", **metrics, **numbers})
         rows = [
-            (f"test/{place}.jpg", label, said, sure, 0.1, int(said == label))
-            for place, (label, said, sure) in enumerate(answers)
+            (f"test/{index}.jpg", label, predicted, probability, 0.1, int(predicted == label))
+            for index, (label, predicted, probability) in enumerate(predictions)
         ]
-        _table(folder / "predictions.csv", ("image", "label", "predicted", "probability", "loss", "right"), rows)
-        if several and judged:
-            events.append({"at": 86_400.0, "event": "multi_label", **LABELS})
-            _table(folder / "per_class.csv", HEADS, [(name, 5, 4, 2, 0.5, 0.4, 5, 0.44, 0.625) for name in names])
-        elif not several and len(names) <= MAX_CONFUSION_CLASSES:
-            classes = [(name, TRAINED.get(name, 5), 0, 0, "", "") for name in names]
-            _table(folder / "per_class.csv", HEADS[:6], classes)
+        _write_table(folder / "predictions.csv", ("image", "label", "predicted", "probability", "loss", "right"), rows)
+        if multi_label and has_metrics:
+            events.append({"at": 86_400.0, "event": "multi_label", **MULTI_LABEL_METRICS})
+            _write_table(
+                folder / "per_class.csv", COLUMNS, [(name, 5, 4, 2, 0.5, 0.4, 5, 0.44, 0.625) for name in names]
+            )
+        elif not multi_label and len(names) <= MAX_CONFUSION_CLASSES:
+            classes = [(name, TRAIN_COUNTS.get(name, 5), 0, 0, "", "") for name in names]
+            _write_table(folder / "per_class.csv", COLUMNS[:6], classes)
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return folder
 
 
-def _table(path: Path, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+def _write_table(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     with path.open("w", newline="") as file:
-        csv.writer(file).writerows([heads, *rows])
+        csv.writer(file).writerows([columns, *rows])
 
 
 @contextlib.contextmanager
-def alone(home: Path) -> Iterator[None]:
-    """Nothing of the user's own is read or written, and nothing is printed."""
+def isolate_home(home: Path) -> Iterator[None]:
+    """Keep the user's own data and cache folders out of a test, and print nothing."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
         patch.setenv("XDG_DATA_HOME", str(home / "data"))
         patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
         yield
 
 
-def tuned(root: Path) -> Path:
-    """The folder of a real run: a small model on `root`/set, two classes of four pictures in each split."""
+def finetune_run(root: Path) -> Path:
+    """Fine-tune a small model on `root`/set, two classes of four images in each split, and return the run's folder."""
     pictures(root / "set", "train", "val", "test", each=4)
     save(making.trained(making.vit()), root / "model.safetensors")
-    given = ("--model", str(root / "model.safetensors"), "--out", str(root / "run"), *HERE)
-    with alone(root / "home"):
-        assert main(["finetune", str(root / "set"), *given, "--epochs", "2", "--batch", "4"]) == 0
+    options = ("--model", str(root / "model.safetensors"), "--out", str(root / "run"), *HERE)
+    with isolate_home(root / "home"):
+        assert main(["finetune", str(root / "set"), *options, "--epochs", "2", "--batch", "4"]) == 0
     return root / "run"
