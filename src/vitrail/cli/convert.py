@@ -23,6 +23,7 @@ from vitrail.evaluate import precision_benchmark
 from vitrail.evaluate.statistics import measure_agreement
 from vitrail.export import export
 from vitrail.export.graph import GraphRunner
+from vitrail.formatting import pluralize
 from vitrail.weights import hub
 from vitrail.weights.adapt import adapt
 from vitrail.weights.formats import check_destination

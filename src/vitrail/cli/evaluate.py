@@ -16,6 +16,7 @@ from vitrail.errors import UsageError
 from vitrail.evaluate import evaluation
 from vitrail.evaluate.evaluator import load_evaluated_model
 from vitrail.evaluate.predictions import MIN_TOP5_CLASSES
+from vitrail.formatting import pluralize
 from vitrail.report.evaluation_files import write_evaluation
 from vitrail.train.run_folder import choose_next_folder
 

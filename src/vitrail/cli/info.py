@@ -8,6 +8,7 @@ from vitrail import presets
 from vitrail.cli import output
 from vitrail.cli.arguments.models import InfoArguments
 from vitrail.config import BiTConfig, ConvConfig, PreprocessConfig, ViTConfig, to_json
+from vitrail.formatting import format_count, format_giga, pluralize
 from vitrail.inference.precision import list_available_precisions
 from vitrail.model import cost
 from vitrail.model.quantized import describe_cpu

@@ -21,6 +21,7 @@ from vitrail.errors import DataError, UsageError
 from vitrail.export import exported_model
 from vitrail.figures.rollout_images import draw_rollouts, iterate_picture_paths
 from vitrail.files import compute_sha256
+from vitrail.formatting import pluralize, strip_control_characters
 from vitrail.inference.bulk_prediction import (
     AnyClassifier,
     BulkResult,

@@ -15,6 +15,7 @@ from vitrail.data.sources import open_dataset
 from vitrail.errors import UsageError
 from vitrail.figures import plots
 from vitrail.files import write_atomically
+from vitrail.formatting import pluralize
 from vitrail.runtime.workers import count_available_cores
 from vitrail.studies import ablation, grid, headline_table, sweep, vtab
 from vitrail.studies.grid import Cell, CellResult
