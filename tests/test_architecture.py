@@ -1,8 +1,12 @@
 """The shape of the project itself: its public names, its layers, its size."""
 
+import ast
+import re
 import subprocess
 import sys
 import warnings
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,35 @@ import pytest
 import vitrail
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "vitrail"
+LONGEST_FUNCTION, LONGEST_FILE, LONGEST_USUAL_FUNCTION = 60, 450, 25  # lines
+LONG_FILES: set[str] = set()  # tables of values
+MIN_TESTED_LINES = 90  # a module with more has a test file of its name
+TESTED_ELSEWHERE: dict[str, str] = {}  # module -> where its tests are
+NOT_PARTICIPLES = {"embed", "feed", "seed", "speed"}
+PARTICIPLES = {
+    "begun", "bound", "broken", "built", "chosen", "cut", "done", "drawn", "found", "given", "gone", "held", "hidden",
+    "kept", "known", "led", "left", "lost", "made", "meant", "met", "put", "said", "seen", "sent", "shown", "spread",
+    "taken", "told", "written",
+}  # fmt: skip
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def parse_modules() -> dict[str, ast.Module]:
+    """The syntax tree of each module, by its path below the package."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def list_functions() -> Iterator[tuple[str, Function]]:
+    """Every function with the path of its module."""
+    for path, tree in parse_modules().items():
+        yield from ((path, node) for node in ast.walk(tree) if isinstance(node, Function))
+
+
+def count_lines(node: Function) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
 def test_the_public_names_are_these() -> None:
@@ -44,6 +77,41 @@ def test_a_warning_raised_in_vitrail_is_an_error() -> None:
 def test_every_module_says_what_it_is() -> None:
     for path in (ROOT / "src").rglob("*.py"):
         assert path.read_text(encoding="utf-8").startswith('"""'), path
+
+
+def test_functions_and_files_fit_on_a_screen_or_two() -> None:
+    lengths = {f"{path} {node.name}": count_lines(node) for path, node in list_functions()}
+    assert {name: length for name, length in lengths.items() if length > LONGEST_FUNCTION} == {}
+    assert sorted(lengths.values())[int(0.9 * len(lengths))] < LONGEST_USUAL_FUNCTION
+    files = {str(path.relative_to(PACKAGE)): path.read_text().count("\n") for path in PACKAGE.rglob("*.py")}
+    assert {name for name, length in files.items() if length > LONGEST_FILE} == LONG_FILES
+
+
+def test_a_function_is_a_verb_and_its_object() -> None:
+    """No function is named by a bare participle: `open_image`, not `opened`. Properties are nouns, and may be."""
+    for path, node in list_functions():
+        if any(ast.unparse(each).endswith(("property", ".setter")) for each in node.decorator_list):
+            continue
+        name = node.name.strip("_")
+        participle = name in PARTICIPLES or (re.fullmatch("[a-z]+ed", name) and name not in NOT_PARTICIPLES)
+        assert not participle, f"{path}:{node.lineno} {node.name}"
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    names = Counter(
+        node.name.lstrip("_") for tree in parse_modules().values() for node in tree.body if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_tests_mirror_the_source() -> None:
+    """A module of weight has a test file of its name, so that its tests are found by guessing."""
+    tests = {str(path.relative_to(ROOT / "tests")) for path in (ROOT / "tests").rglob("test_*.py")}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = path.relative_to(PACKAGE)
+        if path.read_text().count("\n") > MIN_TESTED_LINES and path.name != "__init__.py":
+            expected = TESTED_ELSEWHERE.get(str(module), str(module.with_name(f"test_{module.name}")))
+            assert expected in tests, f"{module} has no {expected}"
 
 
 def test_the_repository_stays_small() -> None:
