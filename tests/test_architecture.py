@@ -99,7 +99,10 @@ def test_a_function_is_a_verb_and_its_object() -> None:
 
 def test_a_class_name_has_one_meaning() -> None:
     names = Counter(
-        node.name.lstrip("_") for tree in parse_modules().values() for node in tree.body if isinstance(node, ast.ClassDef)
+        node.name.lstrip("_")
+        for tree in parse_modules().values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in names.items() if count > 1] == []
 

@@ -9,10 +9,10 @@ from typing import Any, get_args
 import pytest
 
 from tests.cli.test_cli import Capture, run
-from vitrail.cli import demo, finetune, parsing, train
+from vitrail.cli import parsing
 from vitrail.cli.arguments.evaluation import ProbeArguments
 from vitrail.cli.arguments.models import InfoArguments
-from vitrail.cli.arguments.training import DemoArguments, FinetuneArguments, TrainArguments
+from vitrail.cli.arguments.training import FinetuneArguments, TrainArguments
 from vitrail.config import MaskedTarget
 
 
@@ -117,12 +117,3 @@ def test_old_values_are_accepted(spelling: str, separator: str) -> None:
 
 def test_an_old_value_after_two_dashes_is_no_option() -> None:
     assert parsing.replace_old_spellings({"--train-on-val": None}, ["--", "--everything"]) == ["--", "--everything"]
-
-
-@pytest.mark.parametrize(
-    ("function", "signature"),
-    [(train.main, TrainArguments), (finetune.main, FinetuneArguments), (demo.main, DemoArguments)],
-)
-def test_the_arguments_of_a_command_are_those_of_its_function(function: Any, signature: Any) -> None:
-    """As long as the body of a command still has a signature of its own."""
-    assert set(parsing._list_options(function)) == set(parsing._list_options(signature))

@@ -11,6 +11,7 @@ import importlib
 import os
 import re
 import sys
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,8 +25,8 @@ class Command(NamedTuple):
     summary: str
     body: str
     """MODULE.FUNCTION below vitrail.cli; the function takes the parsed arguments."""
-    arguments: str | None = None
-    """MODULE.CLASS below vitrail.cli.arguments; None where the function's own signature is the command's."""
+    arguments: str
+    """MODULE.CLASS below vitrail.cli.arguments."""
 
 
 COMMANDS = {
@@ -36,10 +37,12 @@ COMMANDS = {
         "find bad files, duplicates and leaks in a dataset", "data.check_dataset", "data.CheckArguments"
     ),
     "data get": Command("download a public dataset by name", "data.get_dataset", "data.GetArguments"),
-    "data list": Command("show the public datasets, and those downloaded", "data.list_datasets", "data.ListArguments"),
+    "data list": Command(
+        "show the public datasets, and those downloaded", "data.list_datasets", "data.ListDatasetsArguments"
+    ),
     "data pack": Command("write a dataset as tar shards with an index", "data.pack_dataset", "data.PackArguments"),
     "data remove": Command("delete a downloaded dataset", "data.remove_dataset", "data.RemoveArguments"),
-    "demo": Command("train a small model to read digits, here and now", "demo.main"),
+    "demo": Command("train a small model to read digits, here and now", "demo.run", "training.DemoArguments"),
     "evaluate": Command(
         "measure the accuracy of models, its uncertainty and their mistakes",
         "evaluate.run",
@@ -48,7 +51,7 @@ COMMANDS = {
     "figures": Command(
         "draw what a model has learned and what it attends to", "figures.run", "evaluation.FiguresArguments"
     ),
-    "finetune": Command("fine-tune a trained model on your own images", "finetune.main"),
+    "finetune": Command("fine-tune a trained model on your own images", "finetune.run", "training.FinetuneArguments"),
     "info": Command("show a model's architecture, cost, preprocessing and origin", "info.run", "models.InfoArguments"),
     "list": Command("show the presets and the formats, or the recipes", "list.run", "models.ListArguments"),
     "plan": Command("estimate the cost of a run before it starts", "plan.run", "training.PlanArguments"),
@@ -77,14 +80,18 @@ COMMANDS = {
         "print finished studies beside the paper's headline table", "study.print_table", "studies.TableArguments"
     ),
     "study vtab": Command("fine-tune a model on the 19 tasks of VTAB-1k", "study.run_vtab", "studies.VtabArguments"),
-    "train": Command("train a model from random weights by a named recipe", "train.main"),
+    "train": Command("train a model from random weights by a named recipe", "train.run", "training.TrainArguments"),
 }
 OUT_OF_SPACE_EXIT_CODE = 5
 INTERRUPTED_EXIT_CODE = 130
+start_time = 0.0
+"""When `main` was called, by time.monotonic(): time limits count from here, before torch is imported."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    global start_time
+    start_time = time.monotonic()
     arguments = sys.argv[1:] if arguments is None else arguments
     warnings.filterwarnings("ignore", module="PIL")  # about damaged files, which our own errors name
     try:
@@ -141,11 +148,6 @@ def _run_verb(verb: str, rest: Sequence[str]) -> None:
         os.environ["TERM"] = "dumb"  # the one switch that tyro knows
     parsing = importlib.import_module("vitrail.cli.parsing")
     command = COMMANDS[verb]
-    if command.arguments is None:
-        function = _import_attribute("vitrail.cli", command.body)
-        positional, named = parsing.parse_function_arguments(verb, function, rest)
-        function(*positional, **named)
-        return
     arguments = parsing.parse_arguments(verb, _import_attribute("vitrail.cli.arguments", command.arguments), rest)
     if getattr(arguments, "minutes", None) is not None:  # threads that spin for each other waste a busy machine's time
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it once, when the body imports it

@@ -5,7 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from vitrail.cli import output
-from vitrail.cli.arguments.data import CheckArguments, GetArguments, ListArguments, PackArguments, RemoveArguments
+from vitrail.cli.arguments.data import (
+    CheckArguments,
+    GetArguments,
+    ListDatasetsArguments,
+    PackArguments,
+    RemoveArguments,
+)
 from vitrail.data import image_scan, public_datasets
 from vitrail.data.audit import audit_dataset, keep_eval_splits, read_excluded_images
 from vitrail.data.dataset import Dataset, without_images
@@ -247,7 +253,7 @@ def get_dataset(arguments: GetArguments) -> None:
     output.print_table([("images", images), ("terms", terms), ("stored", f"{folder} ({format_bytes(stored.bytes)})")])
 
 
-def list_datasets(arguments: ListArguments) -> None:
+def list_datasets(arguments: ListDatasetsArguments) -> None:
     """`vitrail data list`: show the public datasets, and those downloaded."""
     downloaded = {stored.name: stored for stored in public_datasets.list_downloaded_datasets()}
     home = get_data_home() / "data"

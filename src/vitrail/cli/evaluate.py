@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail import remote
-from vitrail.cli import output, runs
+from vitrail.cli import output, training_output
 from vitrail.cli.arguments.evaluation import EvaluateArguments
 from vitrail.cli.processes import count_workers, join_processes
 from vitrail.data.dataset import Dataset
@@ -89,7 +89,7 @@ def _print_dataset_notes(dataset: Dataset, split_name: str | None) -> None:
     if split_name is None and evaluation.is_unsplit(dataset):
         notes = [note for note in dataset.notes if note != dataset.holdout_note]
         dataset = dataclasses.replace(dataset, notes=tuple(notes))
-    runs.print_dataset_notes(dataset)
+    training_output.print_dataset_notes(dataset)
 
 
 def _print_result(facts: dict[str, Any], folder: Path, *, as_json: bool) -> None:

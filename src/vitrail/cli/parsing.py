@@ -6,7 +6,6 @@ tyro parses, but reports a mistake as a box of several lines; the usual mistakes
 import contextlib
 import dataclasses
 import difflib
-import functools
 import io
 import re
 import types
@@ -34,13 +33,6 @@ class ArgumentError(UsageError):
     def __init__(self, command: str, message: str) -> None:
         super().__init__(message)
         self.command = command
-
-
-class FunctionArguments(NamedTuple):
-    """What a function that is a command is to be called with."""
-
-    positional: tuple[Any, ...]
-    named: dict[str, Any]
 
 
 class _Option(NamedTuple):
@@ -75,18 +67,6 @@ def parse_arguments(command: str, signature: type[Arguments], arguments: Sequenc
         if not stop.code:
             raise
         raise ArgumentError(command, _condense_tyro_error(command, box.getvalue())) from None
-
-
-def parse_function_arguments(
-    command: str, function: Callable[..., None], arguments: Sequence[str]
-) -> FunctionArguments:
-    """Parse the arguments of a command whose signature is a function's."""
-
-    @functools.wraps(function)
-    def collect(*positional: Any, **named: Any) -> FunctionArguments:
-        return FunctionArguments(positional, named)
-
-    return parse_arguments(command, typing.cast(type[FunctionArguments], collect), arguments)
 
 
 def replace_old_spellings(options: Mapping[str, Any], arguments: Sequence[str]) -> list[str]:

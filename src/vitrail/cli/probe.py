@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vitrail.cli import output, runs
+from vitrail.cli import output, training_output
 from vitrail.cli.arguments.evaluation import ProbeArguments
 from vitrail.cli.processes import count_workers, join_processes
 from vitrail.data.sources import open_dataset
@@ -36,7 +36,7 @@ def run(arguments: ProbeArguments) -> None:
         )
         dataset = open_dataset(arguments.data)
         trained = set_preprocess(load(arguments.model), arguments.preprocess)
-        runs.print_dataset_notes(dataset)
+        training_output.print_dataset_notes(dataset)
         check_classes(dataset)
         facts = run_probe(trained, dataset, arguments.data, settings)
         if facts is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail import recipes
-from vitrail.cli import output, runs
+from vitrail.cli import output, training_output
 from vitrail.cli.arguments.studies import AblateArguments, SweepArguments, TableArguments, VtabArguments
 from vitrail.cli.options import StudyOptions
 from vitrail.config import to_json
@@ -68,7 +68,7 @@ def run_ablation(arguments: AblateArguments) -> None:
     recipe = recipes.override_settings(recipes.get_recipe(arguments.recipe), arguments.settings)
     ablation.list_variants(recipe, arguments.variants)  # refuses a wrong setting before the data is opened
     dataset = open_dataset(data, holdout_fraction=ablation.VAL_SHARE)
-    runs.print_dataset_notes(dataset)
+    training_output.print_dataset_notes(dataset)
     check_classes(dataset)
     recipe = override_recipe(recipe, RecipeOverrides(epochs=arguments.epochs, batch=arguments.batch))
     recipe = choose_loss(recipe, dataset)
@@ -117,7 +117,7 @@ def run_sweep(arguments: SweepArguments) -> None:
     data, model, options, transfer = arguments.data, arguments.model, arguments.study, arguments.transfer
     check_loadable(model)
     dataset, val_share = sweep.open_sweep_dataset(data)
-    runs.print_dataset_notes(dataset)
+    training_output.print_dataset_notes(dataset)
     check_classes(dataset)
     planned = sweep.plan_sweep(
         data,

@@ -42,7 +42,7 @@ class GetArguments:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ListArguments:
+class ListDatasetsArguments:
     """Show the public datasets that can be downloaded, and those that are on this machine."""
 
     output: Output = OutputOptions()

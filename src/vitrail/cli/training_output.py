@@ -1,56 +1,45 @@
-"""What training commands print: notes, progress, dry runs; and the one process that prints."""
+"""What training commands share: option groups as options of a run, callbacks, notes and dry runs."""
 
-import contextlib
 import dataclasses
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vitrail.cli import output
+from vitrail.cli.options import DataOptions, RecipeOptions, RunFolderOptions, TrainingComputeOptions
 from vitrail.config import Recipe
+from vitrail.data.dataset import Dataset
 from vitrail.formatting import format_bytes, format_duration, pluralize
-
-if TYPE_CHECKING:
-    import torch
-
-    from vitrail.data.dataset import Dataset
-    from vitrail.runtime.distributed import ProcessGroup
-    from vitrail.train.run_execution import RunCallbacks
-    from vitrail.train.time_estimate import RunEstimate
-    from vitrail.train.training_run import TrainingRun
+from vitrail.report.run_images import draw_first_batch, write_run_outputs
+from vitrail.train.dataset_checks import list_dataset_notes
+from vitrail.train.recipe_overrides import RecipeOverrides
+from vitrail.train.run_execution import RunCallbacks, RunOptions
+from vitrail.train.time_estimate import RunEstimate, estimate_run
+from vitrail.train.training_run import TrainingRun, make_run_config
 
 _TRAINING_COMMANDS = ("demo", "finetune", "train")
 
 
-@contextlib.contextmanager
-def join_processes(device: str | None) -> Iterator[tuple["ProcessGroup", "torch.device"]]:
-    """Join the processes that torchrun started; yield this process's place and device. Only rank 0 prints."""
-    from vitrail.runtime import distributed
-
-    with silence_other_ranks(), distributed.join_process_group(device) as (group, group_device):
-        yield group, group_device
+def build_overrides(options: RecipeOptions) -> RecipeOverrides:
+    """The values that replace the recipe's."""
+    return RecipeOverrides(epochs=options.epochs, batch=options.batch, lr=options.lr, warmup=options.warmup)
 
 
-@contextlib.contextmanager
-def silence_other_ranks() -> Iterator[None]:
-    """Within the block, discard what ranks other than 0 print."""
-    from vitrail.runtime import distributed
+def build_run_options(folder: RunFolderOptions, compute: TrainingComputeOptions, learning: DataOptions) -> RunOptions:
+    """The options that every run has, from the option groups of a command."""
+    return RunOptions(
+        out=folder.out,
+        resume=folder.resume,
+        overwrite=folder.overwrite,
+        save_every=folder.save_every,
+        track=folder.track,
+        **dataclasses.asdict(compute),
+        **dataclasses.asdict(learning),
+    )
 
-    with contextlib.ExitStack() as stack:
-        if not distributed.read_process_group().is_rank0:
-            null = stack.enter_context(Path(os.devnull).open("w"))
-            stack.enter_context(contextlib.redirect_stdout(null))
-            stack.enter_context(contextlib.redirect_stderr(null))
-        yield
 
-
-def make_callbacks() -> "RunCallbacks":
+def make_callbacks() -> RunCallbacks:
     """Callbacks that print notes and progress, and write the report."""
-    from vitrail.report.run_images import write_run_outputs
-    from vitrail.train.run_execution import RunCallbacks
-
     is_command = sys.argv[1:2] and sys.argv[1] in _TRAINING_COMMANDS  # not where main is called from Python
     return RunCallbacks(
         notify=output.print_note,
@@ -60,20 +49,14 @@ def make_callbacks() -> "RunCallbacks":
     )
 
 
-def print_dataset_notes(dataset: "Dataset") -> None:
+def print_dataset_notes(dataset: Dataset) -> None:
     """Print what to know of a dataset."""
-    from vitrail.train.dataset_checks import list_dataset_notes
-
     for note in list_dataset_notes(dataset):
         output.print_note(note)
 
 
-def print_dry_run(run: "TrainingRun", *, as_json: bool) -> None:
+def print_dry_run(run: TrainingRun, *, as_json: bool) -> None:
     """Print what a run would do and take, and draw its first batch."""
-    from vitrail.report.run_images import draw_first_batch
-    from vitrail.train.time_estimate import estimate_run
-    from vitrail.train.training_run import make_run_config
-
     output.print_note("timing a few steps")
     estimate = estimate_run(run)
     picture = Path("runs") / "dry-run" / "train_batch0.jpg"
@@ -86,7 +69,7 @@ def print_dry_run(run: "TrainingRun", *, as_json: bool) -> None:
     print("\n--json shows the whole configuration. Nothing was trained.")
 
 
-def _describe_run(run: "TrainingRun") -> Iterator[tuple[str, str]]:
+def _describe_run(run: TrainingRun) -> Iterator[tuple[str, str]]:
     recipe, plan, preprocess = run.recipe, run.plan, run.preprocess
     optimizer, schedule = recipe.optimizer, recipe.schedule
     yield "data", f"{run.dataset.name}: " + ", ".join(f"{k} {len(v):,}" for k, v in run.dataset.splits.items())
@@ -104,7 +87,7 @@ def _describe_run(run: "TrainingRun") -> Iterator[tuple[str, str]]:
     yield "device", ", ".join([str(run.device), pluralize(plan.micro_batches, "micro-batch"), *modes])
 
 
-def _describe_targets(run: "TrainingRun") -> tuple[str, str]:
+def _describe_targets(run: TrainingRun) -> tuple[str, str]:
     masked, counts = run.recipe.masked, run.class_counts
     if masked is None:
         most = pluralize(max(counts), "image")
@@ -122,16 +105,13 @@ def _describe_augmentation(recipe: Recipe) -> str:
     return ", ".join(parts)
 
 
-def _describe_estimate(run: "TrainingRun", estimate: "RunEstimate") -> Iterator[tuple[str, str]]:
+def _describe_estimate(run: TrainingRun, estimate: RunEstimate) -> Iterator[tuple[str, str]]:
     yield "time", f"about {format_duration(estimate.seconds)} at {estimate.images_per_second:,.0f} images/s"
-    needed, available = (
-        format_bytes(estimate.memory_bytes),
-        format_bytes(estimate.available_bytes),
-    )
+    needed, available = format_bytes(estimate.memory_bytes), format_bytes(estimate.available_bytes)
     yield "memory", f"about {needed} of {available}{_suggest_micro_batches(run, estimate)}"
 
 
-def _suggest_micro_batches(run: "TrainingRun", estimate: "RunEstimate") -> str:
+def _suggest_micro_batches(run: TrainingRun, estimate: RunEstimate) -> str:
     if estimate.memory_bytes <= estimate.available_bytes * 0.9:
         return ""
     parts = -(-estimate.memory_bytes * run.micro_batches * 10 // (estimate.available_bytes * 8))
