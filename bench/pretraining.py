@@ -40,10 +40,9 @@ from vitrail import recipes
 from vitrail.config import MaskedConfig, Recipe, ScheduleConfig
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.sources import open_dataset
+from vitrail.errors import DivergedError, StoppedError
 from vitrail.runtime.devices import resolve_device
-from vitrail.runtime.signals import StoppedError
 from vitrail.train.run_results import RunResult
-from vitrail.train.step import DivergedError
 from vitrail.train.trainer import Trainer
 from vitrail.train.training_run import TrainingRun, adapt_to_dataset
 from vitrail.weights.load import load

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from vitrail import locks
-from vitrail.locks import LockedError, check_lock, hold_lock, wait_for_lock
+from vitrail.errors import LockedError
+from vitrail.locks import check_lock, hold_lock, wait_for_lock
 
 HOLD = """
 import sys, time

@@ -23,17 +23,13 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-from vitrail.errors import UsageError
+from vitrail.errors import LockedError
 
 _RETRY_SECONDS = 0.1
 _held_locks: dict[str, int] = {}
 """This process's locks by path, and the thread that took each: record locks do not distinguish threads."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_held_locks.clear)
-
-
-class LockedError(UsageError):
-    """Another process holds the lock."""
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
-from vitrail.errors import DataError, UsageError
+from vitrail.errors import DataError, RemoteError, UsageError
 
 _SCHEME_PATTERN = re.compile(r"[a-z][a-z0-9+.-]+://")
 _MAX_CONCURRENT_REQUESTS = 10  # as many as s3fs has connections; a store answers a request in 20 to 100 ms
@@ -24,10 +24,6 @@ _BLOCK_BYTES = 4 * 2**20  # block size of sequential reads
 _VERSION_FIELDS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "mtime", "created")
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
-
-
-class RemoteError(DataError):
-    """A store that cannot be reached or refuses a request."""
 
 
 class RemoteFile(NamedTuple):

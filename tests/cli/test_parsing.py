@@ -14,6 +14,7 @@ from vitrail.cli.arguments.evaluation import ProbeArguments
 from vitrail.cli.arguments.models import InfoArguments
 from vitrail.cli.arguments.training import FinetuneArguments, TrainArguments
 from vitrail.config import MaskedTarget
+from vitrail.errors import ArgumentError
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_old_options_are_accepted_and_hidden(signature: Any, arguments: list[str
     with pytest.raises(SystemExit):
         parsing.parse_arguments("verb", signature, ["--help"])
     assert "--everything" not in capsys.readouterr().out
-    with pytest.raises(parsing.ArgumentError, match="no option --everything"):
+    with pytest.raises(ArgumentError, match="no option --everything"):
         parsing.parse_arguments("info", InfoArguments, ["b16", "--everything"])
 
 

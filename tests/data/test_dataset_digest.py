@@ -9,9 +9,10 @@ import pytest
 
 from tests.train.test_changed_data import photos_of, replace_picture
 from vitrail.data import dataset_digest
-from vitrail.data.dataset_digest import ChangedDataError, DataDigest, check_unchanged, digest_dataset
+from vitrail.data.dataset_digest import DataDigest, check_unchanged, digest_dataset
 from vitrail.data.pack import pack
 from vitrail.data.sources import open_dataset
+from vitrail.errors import ChangedDataError
 
 
 def test_a_copy_of_the_data_with_other_times_is_the_same_data(tmp_path: Path) -> None:

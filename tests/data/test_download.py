@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 
 from vitrail.data import download
-from vitrail.data.download import ExpectedFile, FetchError
-from vitrail.errors import DataError
+from vitrail.data.download import ExpectedFile
+from vitrail.errors import DataError, FetchError
 
 CONTENT = np.random.default_rng(0).bytes(1_000_000)
 

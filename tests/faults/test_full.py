@@ -17,6 +17,7 @@ from tests.faults.shim import How, Shim
 from tests.faults.test_saves import Soaked, newest, prepared, save_checkpoints, snapshot
 from tests.train.test_resume import story, sums, task, trained
 from vitrail.config import ScheduleConfig
+from vitrail.errors import DiskFullError
 from vitrail.train import checkpoint
 from vitrail.train.training_run import TrainingRun
 
@@ -136,7 +137,7 @@ def test_a_small_file_system_that_is_full_costs_no_state(small_disk: Path, tmp_p
         with (small_disk / "others").open("ab") as file:
             file.write(bytes(250_000))
 
-    with pytest.raises(checkpoint.DiskFullError, match=NO_ROOM) as caught:
+    with pytest.raises(DiskFullError, match=NO_ROOM) as caught:
         trained(one, run, crowd)
     assert caught.value.exit_code == FULL
     kept = newest_step(run)

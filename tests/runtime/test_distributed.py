@@ -17,9 +17,9 @@ import torch
 from vitrail import recipes
 from vitrail.config import OptimizerConfig, ScheduleConfig
 from vitrail.data.sources import open_dataset
-from vitrail.errors import UsageError
+from vitrail.errors import StoppedError, UsageError
 from vitrail.runtime import distributed
-from vitrail.runtime.signals import StoppedError, StopRequest
+from vitrail.runtime.signals import StopRequest
 from vitrail.train import checkpoint
 from vitrail.train.run_folder import choose_run_folder
 from vitrail.train.step import build_train_state

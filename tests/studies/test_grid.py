@@ -16,10 +16,9 @@ from tests import making
 from tests.data.pictures import folder
 from tests.train.test_training_run import tuning
 from vitrail.config import AugmentConfig, OptimizerConfig, ScheduleConfig, from_json, to_json
-from vitrail.errors import DataError, UsageError
-from vitrail.runtime.signals import StoppedError
+from vitrail.errors import CellsError, DataError, StoppedError, UsageError
 from vitrail.studies import grid
-from vitrail.studies.grid import Cell, CellsError
+from vitrail.studies.grid import Cell
 from vitrail.studies.grid_cell import run_cell
 from vitrail.weights.load import save
 

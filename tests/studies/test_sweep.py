@@ -15,9 +15,9 @@ from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.data.pictures import folder, names
 from vitrail.data.sources import open_dataset
-from vitrail.errors import DataError, UsageError
+from vitrail.errors import CellsError, DataError, UsageError
 from vitrail.studies import grid, sweep
-from vitrail.studies.grid import CellsError, read_results
+from vitrail.studies.grid import read_results
 from vitrail.weights.load import load, save
 
 OPTIONS = ("--rates", "0.01", "--steps", "4", "--batch", "8", "--image-size", "32", "--runs", "1")

@@ -17,9 +17,8 @@ from tests.runtime.test_distributed import ended, started
 from tests.train.test_resume import sums, task, trained
 from vitrail.cli import main
 from vitrail.config import ScheduleConfig
-from vitrail.errors import UsageError
+from vitrail.errors import StoppedError, UsageError
 from vitrail.runtime.distributed import ProcessGroup
-from vitrail.runtime.signals import StoppedError
 from vitrail.train import schedule
 from vitrail.train.deadline import Deadline, PlannedSteps
 from vitrail.train.finetune import parse_decisions

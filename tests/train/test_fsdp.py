@@ -20,6 +20,7 @@ from vitrail import recipes
 from vitrail.cli import main
 from vitrail.config import OptimizerConfig, ScheduleConfig
 from vitrail.data.sources import open_dataset
+from vitrail.errors import DiskFullError
 from vitrail.files import compute_sha256
 from vitrail.model.build import Model
 from vitrail.runtime import distributed
@@ -288,7 +289,7 @@ def test_a_checkpoint_appears_when_all_ranks_have_written_and_not_if_one_cannot(
         first = {f"model-0000{rank}": {"weight": 2}} if rank else {}
         try:
             checkpoint.write_checkpoint(tmp_path, checkpoint.Checkpoint(7, tensors, {}, first, rank), exchange(rank))
-        except checkpoint.DiskFullError as error:
+        except DiskFullError as error:
             raised.append(error)
 
     monkeypatch.setattr(tensor_files, "write_tensors", limited)

@@ -22,12 +22,11 @@ from vitrail.config import AugmentConfig, MaskedConfig, OptimizerConfig, Schedul
 from vitrail.data.dataset import Dataset
 from vitrail.data.sources import open_dataset
 from vitrail.data.transforms import normalize
-from vitrail.errors import DataError, UsageError
+from vitrail.errors import DataError, StoppedError, UsageError
 from vitrail.evaluate.probe import measure_few_shot
 from vitrail.files import compute_sha256
 from vitrail.model.masked import MaskedViT
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
-from vitrail.runtime.signals import StoppedError
 from vitrail.train import checkpoint, run_batches, trainer
 from vitrail.train.masked_evaluation import MaskedCounts, evaluate_masked
 from vitrail.train.run_batches import iterate_split_batches

@@ -22,11 +22,10 @@ from tests.cli.test_cli import run as vitrail
 from vitrail import recipes
 from vitrail.config import ScheduleConfig
 from vitrail.data.sources import open_dataset
-from vitrail.errors import ModelError, UsageError
+from vitrail.errors import DivergedError, ModelError, StoppedError, UsageError
 from vitrail.files import compute_sha256
-from vitrail.runtime.signals import StoppedError
 from vitrail.train import checkpoint as states
-from vitrail.train.step import DivergedError, build_train_state
+from vitrail.train.step import build_train_state
 from vitrail.train.trainer import Trainer
 from vitrail.train.training_run import TrainingRun
 

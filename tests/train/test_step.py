@@ -10,8 +10,9 @@ from torch import Tensor
 
 from tests import making
 from vitrail.config import AugmentConfig, OptimizerConfig, Recipe, ScheduleConfig
+from vitrail.errors import DivergedError
 from vitrail.train.losses import compute_logit_adjustment
-from vitrail.train.step import DivergedError, TrainState, build_train_state, train_step
+from vitrail.train.step import TrainState, build_train_state, train_step
 
 RECIPE = Recipe(
     model="ti8",

@@ -18,11 +18,12 @@ from tests.runtime.test_distributed import ended, started
 from tests.train.test_resume import story, sums, task, trained
 from tests.train.test_step import RECIPE, after, data
 from vitrail.config import ScheduleConfig
+from vitrail.errors import MismatchError
 from vitrail.files import compute_sha256
 from vitrail.runtime import distributed
 from vitrail.train import checkpoint, step
 from vitrail.train.step import TrainableModel
-from vitrail.train.step_verification import MismatchError, StepVerification, find_differences
+from vitrail.train.step_verification import StepVerification, find_differences
 from vitrail.train.training_run import TrainingRun
 
 

@@ -18,7 +18,7 @@ from vitrail.config import AugmentConfig, OptimizerConfig, ScheduleConfig
 from vitrail.data.dataset import Dataset
 from vitrail.data.sources import open_dataset
 from vitrail.data.transforms import normalize
-from vitrail.errors import DataError, UsageError
+from vitrail.errors import DataError, DivergedError, UsageError
 from vitrail.evaluate.predictions import Counts
 from vitrail.evaluate.probe import measure_few_shot
 from vitrail.files import compute_sha256
@@ -26,7 +26,6 @@ from vitrail.inference.classifier import Classifier
 from vitrail.train import run_results, trainer
 from vitrail.train.run_log import RESULT_COLUMNS
 from vitrail.train.run_results import RunResult
-from vitrail.train.step import DivergedError
 from vitrail.train.trainer import Trainer
 from vitrail.train.training_run import TrainingRun, adapt_to_dataset
 from vitrail.weights.load import load

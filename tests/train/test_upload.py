@@ -18,10 +18,8 @@ from tests.cli.test_cli import run as vitrail
 from tests.s3_server import S3
 from vitrail import remote
 from vitrail.cli import main
-from vitrail.errors import DataError, ModelError, UsageError
-from vitrail.remote import RemoteError
+from vitrail.errors import DataError, ModelError, RemoteError, StoppedError, UsageError
 from vitrail.report import run_images
-from vitrail.runtime.signals import StoppedError
 from vitrail.train import checkpoint as states
 from vitrail.train import run_folder, upload
 from vitrail.train.upload import RunUploader

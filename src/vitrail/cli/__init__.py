@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vitrail.errors import UsageError, VitrailError
+from vitrail.errors import INTERRUPTED_EXIT_CODE, OUT_OF_SPACE_EXIT_CODE, UsageError, VitrailError
 
 
 class Command(NamedTuple):
@@ -82,8 +82,6 @@ COMMANDS = {
     "study vtab": Command("fine-tune a model on the 19 tasks of VTAB-1k", "study.run_vtab", "studies.VtabArguments"),
     "train": Command("train a model from random weights by a named recipe", "train.run", "training.TrainArguments"),
 }
-OUT_OF_SPACE_EXIT_CODE = 5
-INTERRUPTED_EXIT_CODE = 130
 start_time = 0.0
 """When `main` was called, by time.monotonic(): time limits count from here, before torch is imported."""
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import tyro
 
-from vitrail.errors import UsageError
+from vitrail.errors import ArgumentError
 
 OLD_SPELLINGS = {  # accepted for one release and shown nowhere: an option, or an option and its value
     "--everything": "--train-on-val",
@@ -25,14 +25,6 @@ OLD_SPELLINGS = {  # accepted for one release and shown nowhere: an option, or a
 }
 
 Arguments = TypeVar("Arguments")
-
-
-class ArgumentError(UsageError):
-    """A mistyped option or value of a command."""
-
-    def __init__(self, command: str, message: str) -> None:
-        super().__init__(message)
-        self.command = command
 
 
 class _Option(NamedTuple):

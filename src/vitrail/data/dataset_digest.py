@@ -28,7 +28,7 @@ from vitrail.data.folder import FileStore
 from vitrail.data.order import permute_indices
 from vitrail.data.sample_table import SampleTable, read_stamp
 from vitrail.data.shards import ShardStore
-from vitrail.errors import DataError
+from vitrail.errors import ChangedDataError, DataError
 
 MAX_STAMPED_IMAGES = 200_000  # images whose files' sizes and times are read
 MAX_CONTENT_BYTES = 2**28  # of all images together, up to which their contents are read: takes a second
@@ -36,10 +36,6 @@ MAX_CONTENT_IMAGES = 20_000  # likewise: on a network file system each is a roun
 _ASSUMED_SIZE = 2**14  # bytes, a guess for images that are not in files
 _THREADS = 16
 _CHUNK = 1024  # images a thread handles at once
-
-
-class ChangedDataError(DataError):
-    """A dataset that is not the one a run started with."""
 
 
 class DataDigest(NamedTuple):

@@ -18,7 +18,7 @@ from typing import IO, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from vitrail.data import public_formats
-from vitrail.errors import DataError
+from vitrail.errors import DataError, FetchError
 from vitrail.files import compute_sha256
 from vitrail.runtime.workers import ProgressCallback  # called with the bytes received and the total
 
@@ -47,10 +47,6 @@ class DownloadMirror(NamedTuple):
     """A base URL for the names of files, or the name of a package."""
     files: tuple[ExpectedFile, ...]
     read: Callable[[public_formats.DownloadedFiles], public_formats.DatasetContents]
-
-
-class FetchError(DataError):
-    """A mirror that fails to provide a file; another one may succeed."""
 
 
 def download_file(url: str, file: ExpectedFile, folder: Path, progress: ProgressCallback) -> Path:

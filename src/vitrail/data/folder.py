@@ -19,7 +19,7 @@ from vitrail.data import holdout, sample_table
 from vitrail.data.dataset import UNLABELED, Dataset, build_dataset
 from vitrail.data.image_headers import IMAGE_SUFFIXES, get_image_suffixes, suggest_decoder
 from vitrail.data.sample_table import Array, SampleTable, encode_text_column
-from vitrail.errors import DataError
+from vitrail.errors import DataError, NoImageError
 from vitrail.formatting import join_first_names, pluralize
 
 _DATE_PATTERN = re.compile(r"(19|20)\d\d([-_. ]?\d\d?){0,2}")
@@ -49,10 +49,6 @@ class FileStore:
         if isinstance(self.root, Path):
             return self.root / self.get_name(row)
         return remote.read(remote.join_url(self.root, self.get_name(row)))
-
-
-class NoImageError(DataError):
-    """A folder without a single image file."""
 
 
 class _Listing(NamedTuple):

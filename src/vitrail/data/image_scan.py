@@ -29,9 +29,8 @@ from vitrail.data.image_headers import FORMATS, read_header, read_image_file
 from vitrail.data.order import permute_indices
 from vitrail.data.sample_table import Array
 from vitrail.data.shards import ShardStore
-from vitrail.errors import DataError
+from vitrail.errors import DataError, RemoteError
 from vitrail.files import get_cache_home
-from vitrail.remote import RemoteError
 from vitrail.runtime import workers
 from vitrail.runtime.workers import ProgressCallback
 

@@ -28,8 +28,7 @@ from vitrail.data.decode import decode, open_image
 from vitrail.data.loader_workers import iterate_loader
 from vitrail.data.order import SampleOrder
 from vitrail.data.transforms import make_eval_input, normalize
-from vitrail.errors import DataError, UsageError, VitrailError
-from vitrail.remote import RemoteError
+from vitrail.errors import DataError, RemoteError, UsageError, VitrailError
 
 _MAX_SKIPPED_IMAGES = 100
 _MAX_RESIDENT_PIXELS = 128 * 128  # pixels; larger images are mostly photos, of all sizes

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from vitrail.errors import DataError, VitrailError
+from vitrail.errors import DataError, WorkerKilledError
 
 WORKER_EXIT_SECONDS = 5.0  # time for workers to end by themselves once they are asked to
 _MEMORY_SIGNALS = {
@@ -30,12 +30,6 @@ _MEMORY_SIGNALS = {
 _live_workers: "weakref.WeakSet[BaseProcess]" = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_live_workers.clear)  # they are not the child's children
-
-
-class WorkerKilledError(VitrailError):
-    """A worker was killed, most likely for lack of memory."""
-
-    exit_code = 5
 
 
 def iterate_loader(loader: "DataLoader[Any]") -> Generator[Any, None, None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from vitrail import remote
 from vitrail.data import file_list, folder, imagenet, public_datasets, shards, webdataset
 from vitrail.data.dataset import Dataset
-from vitrail.errors import DataError, UsageError
+from vitrail.errors import DataError, NoImageError, UsageError
 
 HUB_PREFIX = "hf:"
 DIGITS_NAME = "digits"
@@ -67,7 +67,7 @@ def _open_location(location: Path | str, holdout_fraction: float) -> Dataset:
         return _open_imagenet(location, holdout_fraction)
     try:
         return folder.open_folder(location, holdout_fraction=holdout_fraction)
-    except folder.NoImageError:
+    except NoImageError:
         root = location if isinstance(location, str) else glob.escape(str(location))
         for pattern in (f"{root}/*.tar", f"{root}/*/*.tar"):
             if webdataset.list_matches(pattern):

@@ -12,9 +12,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from vitrail.data.dataset import MAX_BAD_FRACTION, Dataset, Split
-from vitrail.data.dataset_digest import ChangedDataError, DataDigest, check_unchanged, digest_dataset
+from vitrail.data.dataset_digest import DataDigest, check_unchanged, digest_dataset
 from vitrail.data.holdout import find_holdout_note
-from vitrail.errors import DataError, UsageError
+from vitrail.errors import ChangedDataError, DataError, UsageError
 from vitrail.evaluate import abstention, label_matching
 from vitrail.evaluate.evaluator import EvaluatedModel, SplitEvaluation, evaluate_split, make_evaluated_model
 from vitrail.evaluate.metrics import EvaluationMetrics, compute_metrics

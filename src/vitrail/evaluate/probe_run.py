@@ -12,12 +12,11 @@ from torch import Tensor
 
 from vitrail.data.dataset import Dataset
 from vitrail.data.loader import iter_eval_batches
-from vitrail.errors import DataError, UsageError
+from vitrail.errors import DataError, RemoteError, UsageError
 from vitrail.evaluate import features, probe
 from vitrail.evaluate.linear_classifiers import Features
 from vitrail.evaluate.probe import FittedProbe, ProbeScore, ProbeSplits
 from vitrail.formatting import pluralize
-from vitrail.remote import RemoteError
 from vitrail.runtime import distributed
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
 from vitrail.runtime.progress import Notify, ShowProgress, hide_progress, ignore_note

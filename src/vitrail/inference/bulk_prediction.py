@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.image_paths import ImageRef
-from vitrail.errors import DataError, UsageError
+from vitrail.errors import DataError, StoppedError, UsageError
 from vitrail.formatting import pluralize
 from vitrail.inference.classifier import Classifier, ExportedClassifier
 from vitrail.inference.prediction_rows import PredictionRow, RowTarget, WrittenRows
@@ -21,7 +21,7 @@ from vitrail.model.vit import ViT
 from vitrail.runtime import distributed, signals, workers
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
 from vitrail.runtime.progress import Notify, ignore_note
-from vitrail.runtime.signals import StoppedError, StopRequest
+from vitrail.runtime.signals import StopRequest
 from vitrail.runtime.workers import ProgressCallback
 
 AnyClassifier = Classifier | ExportedClassifier

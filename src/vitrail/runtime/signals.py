@@ -7,21 +7,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from vitrail.errors import VitrailError
-
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
-
-
-class StoppedError(VitrailError):
-    """A signal stopped the run, which saved a checkpoint."""
-
-    exit_code = 75
-
-    def __init__(self, message: str, number: int = signal.SIGTERM) -> None:
-        super().__init__(message)
-        self.is_final = number != signal.SIGTERM
-        """Whether it stays stopped where torchrun restarts it. SIGTERM is what torchrun itself sends to processes that
-        it is about to restart, as when a node joins, so SIGTERM is never final."""
 
 
 class StopRequest:

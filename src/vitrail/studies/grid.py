@@ -25,11 +25,10 @@ import torch
 
 from vitrail import files
 from vitrail.config import Recipe, to_json, upgrade_keys
-from vitrail.errors import DataError, UsageError, VitrailError
+from vitrail.errors import CellsError, DataError, DivergedError, StoppedError, UsageError
 from vitrail.formatting import pluralize
 from vitrail.runtime.devices import resolve_device
-from vitrail.runtime.signals import StoppedError, catch_stop_signals
-from vitrail.train.step import DivergedError
+from vitrail.runtime.signals import catch_stop_signals
 from vitrail.weights.trained import Origin
 
 STUDY_FILE, RESULTS_FILE, CELLS_FOLDER, RESULT_FILE = "study.json", "results.jsonl", "cells", "result.json"
@@ -66,14 +65,6 @@ class Cell:
     micro_batches: int = 1
     keep_weights: bool = False
     """Whether its best weights are kept when it is done."""
-
-
-class CellsError(VitrailError):
-    """Failed cells of a study whose other cells are done."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 # --- a study's folder ------------------------------------------------------------------------------------------------

@@ -14,11 +14,10 @@ from vitrail.config import Recipe, ViTConfig, to_json
 from vitrail.data import holdout
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.sources import open_dataset
-from vitrail.errors import DataError, UsageError
+from vitrail.errors import CellsError, DataError, DivergedError, UsageError
 from vitrail.formatting import pluralize
-from vitrail.studies.grid import Cell, CellResult, CellsError, check_positive, compute_mean_and_std, is_ended
+from vitrail.studies.grid import Cell, CellResult, check_positive, compute_mean_and_std, is_ended
 from vitrail.train.recipe_overrides import scale_warmup
-from vitrail.train.step import DivergedError
 from vitrail.weights.trained import Trained
 
 # Dosovitskiy et al. 2021, table 4: the fewest training images, the rates to try, the share of train held out

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from vitrail import files
-from vitrail.errors import ModelError, VitrailError
+from vitrail.errors import DiskFullError, ModelError
 from vitrail.train import fsdp, optimizer
 from vitrail.train.step import TrainState
 from vitrail.weights import json_files, tensor_files
@@ -46,12 +46,6 @@ AllGather = Callable[[Any], list[Any]]
 def all_gather_single(value: Any) -> list[Any]:
     """The all-gather of a single process."""
     return [value]
-
-
-class DiskFullError(VitrailError):
-    """The disk has no room for a checkpoint; what was saved before is unchanged."""
-
-    exit_code = 5
 
 
 @dataclasses.dataclass(frozen=True)

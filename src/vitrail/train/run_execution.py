@@ -17,12 +17,10 @@ import torch
 
 from vitrail.config import PreprocessConfig, Recipe
 from vitrail.data.dataset import Dataset
-from vitrail.data.dataset_digest import ChangedDataError
-from vitrail.errors import DataError, UsageError
+from vitrail.errors import ChangedDataError, DataError, RemoteError, UsageError
 from vitrail.evaluate.multi_label import measure_labels
 from vitrail.evaluate.prediction_tables import write_label_scores
 from vitrail.figures import reconstruction_images
-from vitrail.remote import RemoteError
 from vitrail.runtime import distributed
 from vitrail.runtime.distributed import ProcessGroup
 from vitrail.runtime.workers import count_available_cores

@@ -21,10 +21,9 @@ import torch
 from vitrail import files, locks, remote
 from vitrail.config import upgrade_run_config
 from vitrail.data.dataset_digest import DataDigest, check_unchanged
-from vitrail.errors import UsageError
+from vitrail.errors import StoppedError, UsageError
 from vitrail.runtime import distributed
 from vitrail.runtime.distributed import ProcessGroup
-from vitrail.runtime.signals import StoppedError
 from vitrail.train import checkpoint as checkpoints
 from vitrail.train import upload
 from vitrail.train.checkpoint import Checkpoint

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from vitrail.config import Recipe
 from vitrail.data import counter_rng
-from vitrail.errors import VitrailError
+from vitrail.errors import DivergedError
 from vitrail.model import masked
 from vitrail.model.build import Model
 from vitrail.model.masked import MaskedViT
@@ -30,12 +30,6 @@ if TYPE_CHECKING:
 
 LOSS_FUNCTIONS = {"softmax": losses.softmax_cross_entropy, "sigmoid": losses.sigmoid_cross_entropy}
 TrainableModel = Model | MaskedViT
-
-
-class DivergedError(VitrailError):
-    """A loss or gradient that is not finite; nothing was updated."""
-
-    exit_code = 6
 
 
 @dataclasses.dataclass

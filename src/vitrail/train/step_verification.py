@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from vitrail import files
-from vitrail.errors import VitrailError
+from vitrail.errors import MismatchError
 from vitrail.runtime import distributed
 from vitrail.train.fsdp import to_local
 from vitrail.weights import tensor_files
@@ -31,12 +31,6 @@ MISMATCH_FILES = "mismatch-*.safetensors"
 
 StepGradients = tuple[Tensor, Tensor, int]
 """The loss summed over this rank's images, the norm of all gradients, and the number of images."""
-
-
-class MismatchError(VitrailError):
-    """A step gave two different results; nothing was updated."""
-
-    exit_code = 7
 
 
 @dataclasses.dataclass

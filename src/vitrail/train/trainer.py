@@ -21,13 +21,13 @@ import numpy as np
 from vitrail import files
 from vitrail.data.dataset_digest import DataDigest, digest_dataset
 from vitrail.data.loader import Batch
-from vitrail.errors import VitrailError
+from vitrail.errors import DivergedError, StoppedError, VitrailError
 from vitrail.evaluate import probe
 from vitrail.evaluate.predictions import Counts, all_reduce_counts, evaluate_batches
 from vitrail.formatting import pluralize
 from vitrail.model.masked import MaskedViT, get_encoder
 from vitrail.runtime import distributed, signals
-from vitrail.runtime.signals import StoppedError, StopRequest
+from vitrail.runtime.signals import StopRequest
 from vitrail.train import checkpoint as checkpoints
 from vitrail.train import fsdp, loop, run_folder
 from vitrail.train.checkpoint import Checkpoint, CheckpointWriter
@@ -45,7 +45,6 @@ from vitrail.train.run_batches import (
 from vitrail.train.run_log import Logger, RunLog
 from vitrail.train.run_results import PretrainingResult, RunResult, ValidationResult, standard_error
 from vitrail.train.step import (
-    DivergedError,
     TrainableModel,
     TrainState,
     build_train_state,

@@ -16,11 +16,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from vitrail import files, remote
-from vitrail.errors import DataError, ModelError, UsageError
-from vitrail.remote import RemoteError
+from vitrail.errors import DataError, ModelError, RemoteError, StoppedError, UsageError
 from vitrail.runtime import distributed
 from vitrail.runtime.distributed import ProcessGroup
-from vitrail.runtime.signals import StoppedError
 from vitrail.train.checkpoint import (
     KEPT_CHECKPOINTS,
     MANIFEST_FILE,
