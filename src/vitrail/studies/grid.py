@@ -25,14 +25,13 @@ import torch
 
 from vitrail import files
 from vitrail.config import Recipe, to_json, upgrade_keys
-from vitrail.errors import CellsError, DataError, DivergedError, StoppedError, UsageError
+from vitrail.errors import OUT_OF_SPACE_EXIT_CODE, CellsError, DataError, DivergedError, StoppedError, UsageError
 from vitrail.formatting import pluralize
 from vitrail.runtime.devices import resolve_device
 from vitrail.runtime.signals import catch_stop_signals
 from vitrail.weights.trained import Origin
 
 STUDY_FILE, RESULTS_FILE, CELLS_FOLDER, RESULT_FILE = "study.json", "results.jsonl", "cells", "result.json"
-OUT_OF_MEMORY_EXIT = 5
 CellResult = dict[str, Any]
 Notify = Callable[[str], None]
 _POLL_SECONDS = 0.05
@@ -327,7 +326,7 @@ def _record_result(cell_process: CellProcess, folder: Path, notify: Notify, *, s
 def _describe_failure(code: int, last_line: str) -> CellResult:
     """The status, error and exit code of a failed cell, from its process's exit code and last line."""
     if code == -signal.SIGKILL:
-        return {"status": "failed", "error": "killed: out of memory, most likely", "exit_code": OUT_OF_MEMORY_EXIT}
+        return {"status": "failed", "error": "killed: out of memory, most likely", "exit_code": OUT_OF_SPACE_EXIT_CODE}
     if code < 0:
         return {"status": "failed", "error": f"ended by {signal.Signals(-code).name}. {last_line}", "exit_code": 1}
     status = "diverged" if code == DivergedError.exit_code else "failed"

@@ -17,10 +17,10 @@ from vitrail import presets
 from vitrail.config import PreprocessConfig, from_json
 from vitrail.data.dataset import Dataset
 from vitrail.data.sources import open_dataset
-from vitrail.errors import VitrailError
+from vitrail.errors import OUT_OF_SPACE_EXIT_CODE, VitrailError
 from vitrail.runtime import distributed
 from vitrail.studies import sweep, vtab_splits
-from vitrail.studies.grid import LINE_SECONDS, OUT_OF_MEMORY_EXIT, Cell
+from vitrail.studies.grid import LINE_SECONDS, Cell
 from vitrail.train.loop import StepEnd
 from vitrail.train.run_results import RunResult
 from vitrail.train.trainer import Trainer
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         if isinstance(error, RuntimeError) and not re.search("allocate memory|out of memory", str(error)):
             raise
         print("vitrail: out of memory: --micro-batches splits a step into parts", file=sys.stderr)
-        return OUT_OF_MEMORY_EXIT
+        return OUT_OF_SPACE_EXIT_CODE
     return 0
 
 
