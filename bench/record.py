@@ -216,7 +216,7 @@ def write_model(model: Any, path: Path, labels: tuple[str, ...]) -> None:
             parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.2, generator=generator)
     config = model.config
     size = tuple(config.image_size)
-    preprocess = vitrail.Preprocess(size=size, resize=size, mean=(0.4, 0.45, 0.5), std=(0.3, 0.25, 0.2))
+    preprocess = vitrail.PreprocessConfig(size=size, resize=size, mean=(0.4, 0.45, 0.5), std=(0.3, 0.25, 0.2))
     vitrail.save(vitrail.Trained(model.eval(), preprocess, labels or None), path)
 
 
@@ -498,7 +498,7 @@ def load_outputs(name: str, path: Path) -> Iterator[tuple[str, Any]]:
     with torch.no_grad():
         images = normalize(trained, draw_batch(trained))
         yield f"{name}/logits", digest_arrays({"": model(images).numpy()})
-        yield f"{name}/features", digest_arrays({"": model.features(images).numpy()})
+        yield f"{name}/features", digest_arrays({"": model.compute_features(images).numpy()})
 
 
 def read_run(name: str, folder: Path) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from tests.train.test_trainer import tuned
 from tests.train.test_training_run import learning
 from vitrail.config import AugmentConfig, OptimizerConfig
+from vitrail.train import time_estimate
 from vitrail.train.step import TrainableModel
 from vitrail.train.time_estimate import estimate_run
 from vitrail.train.training_run import TrainingRun
@@ -79,6 +81,21 @@ def test_time_adds_up_and_is_of_this_machine() -> None:
     assert training < found.seconds < 2 * training + 11 * found.evaluation_seconds
     assert 50 < found.images_per_second < 1e6
     assert 179 / 1e6 < found.evaluation_seconds < 179 / 50
+
+
+def test_a_slow_first_step_ends_the_trial_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine must not spend a time limit on timing it: two steps of 20 s each would."""
+    run, clock, steps = learning({"epochs": 10}), [0.0], []
+
+    def take_long(state: Any, parts: Any, *_: object, **__: object) -> None:
+        clock[0] += 20.0
+        steps.append(len(parts[0][1]))
+
+    monkeypatch.setattr(time_estimate, "train_step", take_long)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    deadline = time_estimate.build_deadline(run, 60.0, 0.0, max_epochs=10)
+    assert len(steps) == 1
+    assert deadline.seconds_per_image == pytest.approx(20.0 / steps[0])
 
 
 def graphs() -> int:
