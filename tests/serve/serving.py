@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from fastapi.testclient import TestClient
 from PIL import Image
 
 from tests import making
@@ -30,6 +31,10 @@ def picture(seed: int = 0, size: tuple[int, int] = (50, 40), format: str = "PNG"
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format)
     return file.getvalue()
+
+
+def post_image(client: TestClient, path: str, content: bytes, **headers: str) -> Any:
+    return client.post(path, content=content, headers={"content-type": "image/png", **headers})
 
 
 @contextlib.contextmanager

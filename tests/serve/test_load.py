@@ -3,13 +3,11 @@
 import asyncio
 import collections
 import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +16,7 @@ import pytest
 import torch
 
 from tests.serve import serving
-from tests.serve.client import RESET, Client, offered, quantile
+from tests.serve.client import RESET, offered, quantile
 from tests.serve.serving import picture
 from vitrail.serve import server as run
 from vitrail.serve.limits import RequestLimits
@@ -46,37 +44,6 @@ def test_overload_is_refused_at_once_and_nothing_is_reset(monkeypatch: pytest.Mo
     assert served.models["slow"].queue.accepted_images == 0
 
 
-def test_a_stop_answers_what_was_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    classify, go, started = serving.classifier(), threading.Event(), threading.Event()
-
-    def waiting(views: list[torch.Tensor]) -> torch.Tensor:
-        started.set()
-        assert go.wait(20)
-        return torch.ones(len(views), 7) / 7
-
-    monkeypatch.setattr(classify, "predict_proba", waiting)
-    served = run.make_service({"m": classify}, deadline=30)
-    with serving.running(served) as (host, port, server):
-
-        async def stopped() -> list[int]:
-            client = Client(host, port)
-            asked = [asyncio.create_task(client.ask("/v1/predict", IMAGES[0])) for _ in range(5)]
-            while not started.is_set() or served.models["m"].queue.accepted_images < 5:
-                await asyncio.sleep(0.005)
-            server.should_exit = True
-            while True:  # nobody new is let in
-                try:
-                    _, writer = await asyncio.open_connection(host, port)
-                    writer.close()
-                    await asyncio.sleep(0.01)
-                except ConnectionRefusedError:
-                    break
-            go.set()
-            return [reply.status for reply in await asyncio.gather(*asked)]
-
-        assert asyncio.run(stopped()) == [200] * 5
-
-
 @pytest.mark.parametrize("connection", ["close", "keep-alive"])
 def test_a_refused_upload_is_answered_and_not_reset(connection: str) -> None:
     """A megabyte and a half that is too large, or finds no room, by a client that reads when it has sent it all."""
@@ -100,34 +67,6 @@ def test_a_client_that_asks_before_sending_is_refused_without_being_let_send() -
     with serving.running(served) as (host, port, _), socket.create_connection((host, port)) as raw:
         raw.sendall(b"POST /v1/predict HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 9999999\r\n\r\n")
         assert raw.recv(100).startswith(b"HTTP/1.1 413")
-
-
-def test_one_who_leaves_gives_his_place_back() -> None:
-    served = serving.service()
-    with serving.running(served) as (host, port, _):
-        for _ in range(5):
-            with socket.create_connection((host, port)) as raw:
-                raw.sendall(b"POST /v1/predict HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\nhalf")
-        until = time.monotonic() + 10
-        while served.uploads.open_count and time.monotonic() < until:
-            time.sleep(0.01)
-        assert served.uploads.open_count == served.uploads.held_bytes == 0
-        reply = asyncio.run(Client(host, port).ask("/v1/predict", IMAGES[0]))
-        assert reply.status == 200
-        assert len(json.loads(reply.body)["results"]) == 1
-
-
-def test_answers_do_not_wait_for_an_acknowledgement() -> None:
-    """asyncio switches Nagle's algorithm off only for sockets that say they are TCP; else small answers take 40 ms."""
-    served = serving.service()
-    with serving.running(served) as (host, port, _):
-
-        async def asked() -> list[float]:
-            client = Client(host, port)
-            with served.models["small"].queue.acquire(64):
-                return [(await client.ask("/v1/predict", IMAGES[0])).seconds for _ in range(30)]
-
-        assert min(asyncio.run(asked())[5:]) < 0.03
 
 
 @contextlib.contextmanager

@@ -106,9 +106,8 @@ def _render_response(schema: Schema, about: Schema) -> str:
         return f"<p>Answers with {escape(' or '.join(content) or 'nothing')}.</p>"
     kind = content["application/json"].get("schema", {})
     outline = json.dumps(_outline_schema(schema, kind), indent=2, ensure_ascii=False)
-    outline = re.sub(
-        r'\[\s+("[^\[\]{}]*?")\s+\]', lambda found: f"[{' '.join(found[1].split())}]", outline
-    )  # in a line
+    # short lists on one line
+    outline = re.sub(r'\[\s+("[^\[\]{}]*?")\s+\]', lambda match: f"[{' '.join(match[1].split())}]", outline)
     notes = "".join(f"<p>{_render_text(text)}</p>" for text in _list_descriptions(schema, kind))
     return f"{notes}<pre><code>{escape(outline)}</code></pre>"
 
@@ -116,8 +115,8 @@ def _render_response(schema: Schema, about: Schema) -> str:
 def _resolve(schema: Schema, kind: Schema) -> Schema:
     if "$ref" not in kind:
         return kind
-    found: Schema = schema["components"]["schemas"][kind["$ref"].rpartition("/")[2]]
-    return found
+    resolved: Schema = schema["components"]["schemas"][kind["$ref"].rpartition("/")[2]]
+    return resolved
 
 
 def _outline_schema(schema: Schema, kind: Schema) -> Any:
