@@ -58,7 +58,7 @@ class QueueSlot:
     async def compute(self, kind: Hashable, function: BatchFunction, inputs: Sequence[Tensor]) -> Sequence[Any]:
         """Compute the function on the inputs; work that has not started by the deadline is dropped."""
         entry = _QueuedRequest(kind, function, inputs, Future())
-        self.queue.put(entry)
+        self.queue.enqueue(entry)
         result = asyncio.wrap_future(entry.future)
         try:
             await asyncio.wait({result}, timeout=max(0.0, self.deadline - time.monotonic()))
@@ -112,7 +112,7 @@ class BatchQueue:
         with self._lock:
             self.accepted_images -= images
 
-    def put(self, request: _QueuedRequest) -> None:
+    def enqueue(self, request: _QueuedRequest) -> None:
         """Queue a request. The thread gets a turn for each; most find that theirs went with an earlier batch."""
         with self._lock:
             self._waiting.append(request)
