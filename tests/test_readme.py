@@ -43,7 +43,7 @@ def test_the_readme_has_commands_to_test() -> None:
 
 
 ELSEWHERE = {  # what needs a network runs in these, against one on loopback where there is one
-    "vitrail data get cifar10": "data/test_public.py::test_cifar10_is_the_same_from_its_binary_archive_and_from_npm",
+    "vitrail data get cifar10": "data/test_public_formats.py::test_cifar10_is_the_same_from_its_binary_archive",
     "vitrail data check photos --against cifar10": "cli/test_data.py::test_copies_inside_and_across_splits",
     "vitrail info timm:vit_tiny_patch16_224.augreg_in21k": "weights/test_hub.py::test_folders_and_single_files_come",
     "vitrail convert hf:google/vit-base-patch16-224 b16.safetensors": "weights/test_hub.py::test_a_pushed_run",
@@ -51,7 +51,7 @@ ELSEWHERE = {  # what needs a network runs in these, against one on loopback whe
     "vitrail evaluate b16.safetensors /data/imagenet-val --against timm-model:tf_efficientnet_l2.ns_jft_in1k"
     " --real real.json": "cli/test_evaluate.py::test_timms_own_network_says_what_ours_says",
     "vitrail serve runs/finetune": "cli/test_serve.py::test_it_serves_until_a_signal_and_opens_one_socket",
-    "vitrail study vtab b16.safetensors --data-root /data/vtab-1k": "studies/test_vtab.py::test_the_whole_command_runs",
+    "vitrail study vtab b16.safetensors --data-root /data/vtab-1k": "studies/test_vtab.py::test_the_command_runs",
 }
 SMALLER = {  # the same commands, in seconds
     "timm:vit_small_patch16_224.augreg_in21k": "b16.safetensors",

@@ -117,7 +117,7 @@ def test_errors_of_the_file_system_get_one_line(tmp_path: Path, capsys: Capture)
     code, _, err = run(
         "convert", "ti16", str(tmp_path / "o.safetensors"), "--labels", str(tmp_path / "latin.txt"), capsys=capsys
     )
-    assert (code, "no UTF-8 text" in err) == (2, True)
+    assert (code, "is not UTF-8 text" in err) == (2, True)
 
 
 def test_out_of_memory_is_exit_5(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

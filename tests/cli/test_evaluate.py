@@ -192,6 +192,18 @@ def test_abstaining_stores_the_threshold_that_keeps_the_accuracy_on_val(
     assert thresholded[order[-1]][1] == pytest.approx(ranked[order[-1]])
 
 
+def test_the_threshold_of_a_run_folder_is_stored_in_its_best_weights(
+    flowers: Path, model: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    best = tmp_path / "run" / "weights" / "best.safetensors"
+    best.parent.mkdir(parents=True)
+    shutil.copy(model, best)
+    facts = evaluate(tmp_path / "run", flowers, "--abstain", 0.01, "--out", tmp_path / "out", capsys=capsys)
+    assert load(best).threshold == load(tmp_path / "run").threshold == facts["threshold"]
+    assert facts["threshold"] > load(model).threshold == 0
+    assert [path.name for path in best.parent.iterdir()] == ["best.safetensors"]
+
+
 def test_a_folder_without_splits_is_measured_whole_but_for_what_the_model_was_trained_on(
     model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,7 +239,7 @@ def test_a_run_that_held_out_another_share_is_not_measured_on_images_it_was_trai
     own = folder(tmp_path / "own", classes=CLASSES, each=10)
     run = ("finetune", str(own), "--model", str(model), "--epochs", "1", "--workers", "0", "--device", "cpu")
     with monkeypatch.context() as patch:
-        patch.setattr("vitrail.data.sources.open_dataset", partial(open_dataset, holdout_fraction=0.2))
+        patch.setattr("vitrail.train.finetune.open_dataset", partial(open_dataset, holdout_fraction=0.2))
         assert vitrail(*run, capsys=capsys)[0] == 0
     shutil.rmtree(tmp_path / "runs/finetune/checkpoints")  # as a study does
     code, _, error = vitrail("evaluate", "runs/finetune", str(own), "--workers", "0", capsys=capsys)
@@ -268,7 +280,7 @@ def test_another_model_is_checked_before_the_first_runs(
 def test_folders_that_may_be_no_classes_are_asked_about(model: Path, tmp_path: Path, capsys: Capture) -> None:
     folder(tmp_path / "years", "2023", "2024", classes=CLASSES, each=1)
     code, _, error = vitrail("evaluate", str(model), str(tmp_path / "years"), capsys=capsys)
-    assert (code, "holds the folders 2023, 2024, each with daisy, rose, tulip in it" in error) == (3, True)
+    assert (code, "holds the folders 2023, 2024, each of which holds daisy, rose, tulip" in error) == (3, True)
 
 
 @pytest.mark.parametrize(

@@ -545,7 +545,7 @@ def test_a_url_on_standard_input_is_fetched_only_when_told_so(
         monkeypatch.setattr("sys.stdin", io.StringIO("s3://internal/secret.png\n"))
         ended, out, _ = vitrail("predict", str(model), "-", "--format", "csv", *options, capsys=capsys)
         assert ended == code
-        assert ("is fetched with --fetch-urls alone" in out) == bool(code)
+        assert ("is fetched only with --fetch-urls" in out) == bool(code)
         assert bool(fetched) == (not code)
     attacked("a URL on standard input", "its row says that --fetch-urls is needed; nothing is asked")
 
@@ -670,7 +670,7 @@ def collect_served_inputs(
 ) -> list[Tensor]:
     """The pixels that the service computes on when the files are sent to it one by one."""
     with monkeypatch.context() as patches:
-        recorded_inputs = record_normalized(patches, "vitrail.inference.compute.normalize")
+        recorded_inputs = record_normalized(patches, "vitrail.inference.precision.normalize")
         service = make_service({"model": classifier}, deadline=60.0)
         client = TestClient(routes.build_app(service))
         for path in paths:
@@ -720,7 +720,7 @@ def test_odd_images_have_the_same_pixels_in_training_evaluate_predict_serve_and_
         trained.model, iter_eval_batches(whole, preprocess, batch_size=16, num_classes=7), preprocess
     )
     evaluate_split(make_evaluated_model(trained, "model"), whole, range(7), device=torch.device("cpu"), batch=7)
-    predicted = record_normalized(monkeypatch, "vitrail.inference.compute.normalize")
+    predicted = record_normalized(monkeypatch, "vitrail.inference.precision.normalize")
     command = ("predict", str(model), str(root), "--device", "cpu", "--batch", "5", "--workers", "2")
     assert vitrail(*command, capsys=capsys)[0] == 0
     for name, pixels in (

@@ -11,7 +11,7 @@ from vitrail import Classifier
 from vitrail.data.image_paths import iter_image_refs
 from vitrail.errors import UsageError
 from vitrail.inference.bulk_prediction import BulkSettings, PredictionItem, check_supported, predict_images
-from vitrail.inference.prediction_rows import RowFile, WrittenRows
+from vitrail.inference.prediction_rows import RowFile
 
 
 def iterate_items(root: Path) -> Iterator[PredictionItem]:
@@ -35,17 +35,6 @@ def test_rows_are_written_in_order_and_a_complete_file_is_left_alone(tmp_path: P
     assert (again.written.images, again.new_images) == (6, 0)
     assert notes == [f"{target.path} has 6 images; continuing after them"]
     assert target.path.read_bytes() == rows
-
-
-def test_the_record_of_an_earlier_version_is_still_read(tmp_path: Path) -> None:
-    """It had `several` for `multi_label`."""
-    new = make_row_file(tmp_path / "rows.csv", model={"multi_label": False})
-    old = make_row_file(tmp_path / "rows.csv", model={"several": False})
-    assert old.find_written(iter(())) == (WrittenRows(), [])
-    old.path.touch()
-    assert new.find_written(iter(())) == (WrittenRows(), [])
-    with pytest.raises(UsageError, match="was begun with another model"):
-        make_row_file(tmp_path / "rows.csv", model={"multi_label": True}).find_written(iter(()))
 
 
 def test_a_model_without_a_head_gives_features_alone() -> None:

@@ -2,8 +2,6 @@
 
 import csv
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +90,6 @@ def test_test_is_not_read_before_the_rate_is_chosen(tmp_path: Path, capsys: Capt
     code, _, err = run_sweep(*OPTIONS[:-1], "2", capsys=capsys)
     assert code == 2
     assert "is another study, with runs 1 and not 2" in err
-
-
-def test_help_is_answered_without_torch() -> None:
-    script = (
-        "import sys; from vitrail.cli import main\n"
-        "for verb in ('ablate', 'sweep', 'vtab', 'table'):\n"
-        "    try: main(['study', verb, '--help'])\n"
-        "    except SystemExit as stop: assert not stop.code\n"
-        "sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))\n"
-    )
-    assert subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL).returncode == 0
 
 
 # --- the plan --------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from vitrail import remote
 from vitrail.data import file_list, folder, imagenet, public_datasets, shards, webdataset
 from vitrail.data.dataset import Dataset
 from vitrail.errors import DataError, NoImageError, UsageError
+from vitrail.formatting import pluralize
 
 HUB_PREFIX = "hf:"
 DIGITS_NAME = "digits"
@@ -94,7 +95,7 @@ def _open_imagenet(path: Path, holdout_fraction: float) -> Dataset:
     dataset = imagenet.open_imagenet_folder(path, holdout_fraction=holdout_fraction)
     if train.classes != dataset.classes:
         raise DataError(
-            f"{path}/{archives} has {len(train.classes):,} classes and the validation images have"
+            f"{path}/{archives} has {pluralize(len(train.classes), 'class')} and the validation images have"
             f" {len(dataset.classes):,}, which are not the same: put them into separate folders"
         )
     return dataclasses.replace(dataset, splits={**train.splits, **dataset.splits}, notes=(*train.notes, *dataset.notes))

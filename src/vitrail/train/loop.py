@@ -92,7 +92,7 @@ def _prefetch(items: Generator[T, None, None]) -> Generator[T, None, None]:
     ready: queue.Queue[tuple[bool, T | BaseException | None]] = queue.Queue(_PREFETCHED_BATCHES)
     closed = threading.Event()
 
-    def put(*entry: object) -> bool:
+    def put_entry(*entry: object) -> bool:
         while not closed.is_set():
             try:
                 ready.put(entry, timeout=0.1)  # type: ignore[arg-type]
@@ -104,11 +104,11 @@ def _prefetch(items: Generator[T, None, None]) -> Generator[T, None, None]:
     def work() -> None:
         try:
             for item in items:
-                if not put(True, item):
+                if not put_entry(True, item):
                     return
-            put(False, None)
+            put_entry(False, None)
         except BaseException as error:  # noqa: BLE001  # raised again by the consumer
-            put(False, error)
+            put_entry(False, error)
         finally:
             items.close()
 

@@ -1,0 +1,52 @@
+"""What training commands share: their options as options of a run, and the description of a dry run."""
+
+import dataclasses
+import sys
+
+import pytest
+
+from vitrail import recipes
+from vitrail.cli import training_output
+from vitrail.cli.options import DataOptions, RecipeOptions, RunFolderOptions, TrainingComputeOptions
+from vitrail.train.recipe_overrides import RecipeOverrides
+from vitrail.train.run_execution import RunOptions
+
+
+def test_every_option_of_the_groups_reaches_the_run() -> None:
+    folder = RunFolderOptions(out="mine", resume=True, overwrite=True, save_every=3, track="tensorboard", dry_run=True)
+    compute = TrainingComputeOptions(
+        seed=4, device="cpu", workers=2, micro_batches=5, recompute=True, shard=True, deterministic=True, verify_every=6
+    )
+    learning = DataOptions(balanced=True, strict=True, train_on_val=True)
+    options = training_output.build_run_options(folder, compute, learning)
+    groups = dataclasses.asdict(folder) | dataclasses.asdict(compute) | dataclasses.asdict(learning)
+    del groups["dry_run"]
+    assert dataclasses.asdict(options) == groups
+    defaults = training_output.build_run_options(RunFolderOptions(), TrainingComputeOptions(), DataOptions())
+    assert defaults == RunOptions()
+
+
+def test_recipe_options_replace_the_recipes_values() -> None:
+    overrides = training_output.build_overrides(RecipeOptions(epochs=2, batch=3, lr=0.1, warmup=4))
+    assert overrides == RecipeOverrides(epochs=2, batch=3, lr=0.1, warmup=4)
+    assert training_output.build_overrides(RecipeOptions()) == RecipeOverrides()
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [(["vitrail", "train", "digits"], ["train", "digits"]), (["pytest", "tests"], ()), (["python"], ())],
+)
+def test_a_run_remembers_its_command_where_it_is_one(
+    argv: list[str], command: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+    assert training_output.make_callbacks().command == command
+
+
+def test_the_augmentation_is_its_crop_and_what_differs_from_the_defaults() -> None:
+    recipe = recipes.get_recipe("digits")
+    defaults = type(recipe.augment)()
+    plain = dataclasses.replace(recipe, augment=dataclasses.replace(defaults, crop="squash"))
+    assert training_output._describe_augmentation(plain) == "squash crop"
+    mixed = dataclasses.replace(plain, augment=dataclasses.replace(plain.augment, mixup=0.5))
+    assert training_output._describe_augmentation(mixed) == "squash crop, mixup 0.5"
