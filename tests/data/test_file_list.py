@@ -88,15 +88,6 @@ def test_without_splits_each_class_is_held_out(tmp_path: Path) -> None:
     }
 
 
-def test_a_path_listed_twice_stands_on_one_side(tmp_path: Path) -> None:
-    rows = [f"{number % 10}.jpg,x" for number in range(30)]
-    found = open_file_list(written(tmp_path / "l.csv", "path,label", *rows))
-    sides = [set(part) for part in names(found).values()]
-    assert len(sides) == 3
-    assert sum(map(len, sides)) == 10
-    assert names(open_file_list(tmp_path / "l.csv")) == names(found)
-
-
 def test_numbers_stand_in_their_order(tmp_path: Path) -> None:
     rows = [f"{number}.jpg,{number},train" for number in (10, 9, 2)]
     assert open_file_list(written(tmp_path / "l.csv", "path,label,split", *rows)).classes == ("2", "9", "10")

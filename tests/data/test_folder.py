@@ -30,46 +30,6 @@ def test_given_splits_and_classes_are_taken(tmp_path: Path) -> None:
     assert found.notes == ()
 
 
-def test_without_splits_a_tenth_of_each_class_is_held_out_twice(tmp_path: Path) -> None:
-    found = open_folder(folder(tmp_path / "set", each=20))
-    assert {name: len(split) for name, split in found.splits.items()} == {"train": 32, "val": 4, "test": 4}
-    for split in found.splits.values():
-        assert len(set(split.count_per_class(2).tolist())) == 1
-    parts = names(found)
-    assert len({name for part in parts.values() for name in part}) == 40
-    assert "10% of each class held out for each" in found.notes[0]
-
-
-def test_the_split_is_the_same_elsewhere_and_what_was_held_out_stays_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = folder(tmp_path / "set", each=20)
-    first = names(open_folder(root))
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "another home"))
-    other = folder(tmp_path / "elsewhere", each=20)
-    assert names(open_folder(other)) == first
-    for number in range(20, 60):
-        (other / "rose" / f"{number}.jpg").write_bytes(encoded(picture(number)))
-    folder(other, classes=("new",), each=20, start=900)
-    grown = names(open_folder(other))
-    assert [name for name in grown["test"] if "new" not in name] == first["test"]
-    assert [name for name in grown["val"] if "new" not in name] == first["val"]
-    assert sum("new" in name for name in grown["test"]) == 2
-
-
-def test_train_without_val_gives_a_tenth_and_leaves_test_alone(tmp_path: Path) -> None:
-    found = open_folder(folder(tmp_path, "train", "test", each=10))
-    assert {name: len(split) for name, split in found.splits.items()} == {"train": 18, "val": 2, "test": 20}
-    assert all(name.startswith("train/") for name in names(found)["val"])
-
-
-def test_a_class_of_two_is_never_held_out(tmp_path: Path) -> None:
-    found = open_folder(folder(tmp_path / "a", classes=("rare", "common"), each=2))
-    assert {name: len(split) for name, split in found.splits.items()} == {"train": 4}
-    found = open_folder(folder(tmp_path / "b", "train", "test", classes=("rare", "common"), each=2))
-    assert {name: len(split) for name, split in found.splits.items()} == {"train": 4, "test": 4}
-
-
 def test_files_below_a_class_belong_to_it_and_others_are_reported(tmp_path: Path) -> None:
     folder(tmp_path, "train", "val", each=2)
     deep = tmp_path / "train" / "rose" / "garden" / "bed"
@@ -124,7 +84,7 @@ def test_classes_with_the_names_of_splits_keep_their_labels_and_are_asked_about(
 
 
 def test_photos_that_need_a_decoder_are_named_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vitrail.data.decode.get_readable_formats", lambda: ("JPEG",))
+    monkeypatch.setattr("vitrail.data.image_headers.get_readable_formats", lambda: ("JPEG",))
     monkeypatch.setattr("vitrail.data.folder.get_image_suffixes", lambda: (".jpg",))
     (folder(tmp_path / "set") / "rose" / "a.HEIC").write_bytes(b"x")
     note = "1 file without an image suffix left out: rose/a.HEIC; pip install 'vitrail[heif]' reads .heic"

@@ -174,5 +174,5 @@ def test_what_a_report_says_is_left_out(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="which would then contain itself"):
         pack(dataset, tmp_path / "set" / "out")
     every = {(key, name) for key, part in names(dataset).items() for name in part}
-    with pytest.raises(DataError, match="nothing is left"):
+    with pytest.raises(DataError, match="no image is left without"):
         without_images(dataset, every)

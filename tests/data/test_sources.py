@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -93,60 +92,3 @@ def test_digits_are_scikit_learns() -> None:
     image = split.read_image(0)
     assert np.array_equal(np.asarray(image), np.round(bunch.images[row] * 255 / 16))
     assert split.get_labels(0) == (int(bunch.target[row]),)
-
-
-# --- Hugging Face ----------------------------------------------------------------------------------------------------
-
-
-def made(root: Path, split: str, rows: dict[str, Any], features: object) -> None:
-    datasets = pytest.importorskip("datasets")
-    root.mkdir(parents=True, exist_ok=True)
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(root / f"{split}-00000-of-00001.parquet")
-
-
-def test_a_hugging_face_set_is_read_through_its_own_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
-    features = datasets.Features({"picture": datasets.Image(), "kind": datasets.ClassLabel(names=["cat", "dog"])})
-    images = [encoded(picture(seed), "PNG") for seed in range(30)]
-    blobs = [{"bytes": image, "path": None} for image in images]
-    made(tmp_path / "org/name/data", "train", {"picture": blobs[:20], "kind": [n % 2 for n in range(20)]}, features)
-    made(tmp_path / "org/name/data", "test", {"picture": blobs[20:], "kind": [1] * 10}, features)
-    found = open_dataset("hf:org/name")
-    assert found.classes == ("cat", "dog")
-    assert {name: len(split) for name, split in found.splits.items()} == {"train": 18, "val": 2, "test": 10}
-    for split, start in (("train", 0), ("test", 20)):
-        rows = found.splits[split]
-        for index in (0, len(rows) - 1):
-            number = int(rows.get_image_name(index).split("/")[1]) + start
-            assert rows.read_image(index) == images[number]
-            assert rows.get_labels(index) == ((number % 2 if start == 0 else 1),)
-    pack(found, tmp_path / "packed")
-    assert content(open_dataset(str(tmp_path / "packed")).splits["test"]) == content(found.splits["test"])
-
-
-def test_a_hugging_face_set_with_several_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.chdir(tmp_path)
-    inner = datasets.List(datasets.ClassLabel(names=["sea", "sun"]))
-    blobs = [{"bytes": encoded(picture(seed), "PNG"), "path": None} for seed in range(3)]
-    rows = {"image": blobs, "labels": [[0, 1], [], [1]]}
-    for split in ("train", "validation"):
-        made(tmp_path / "org/many/data", split, rows, datasets.Features({"image": datasets.Image(), "labels": inner}))
-    found = open_dataset("hf:org/many")
-    assert found.multi_label
-    assert [found.splits["val"].get_labels(index) for index in range(3)] == [(0, 1), (), (1,)]
-
-
-def test_a_hugging_face_name_that_cannot_be_loaded_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UsageError, match="write hf:ORG/NAME"):
-        open_dataset("hf:name")
-    with pytest.raises(DataError, match="hf:org/absent cannot be loaded") as caught:
-        open_dataset("hf:org/absent")
-    assert "\n" not in str(caught.value)

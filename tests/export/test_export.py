@@ -125,19 +125,6 @@ def test_a_pt2_holds_no_pickle(tmp_path: Path) -> None:
     assert [name for name, content in others.items() if content.startswith((b"PK", b"\x80"))] == []
 
 
-def test_weights_above_2_gb_lie_beside_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.onnx._internal.exporter import _onnx_program as exporter
-
-    monkeypatch.setattr(exporter, "_LARGE_MODEL_THRESHOLD", 1000)  # bytes
-    trained = make_small_model()
-    export_model(trained, tmp_path / "model.onnx", "onnx")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
-    (tmp_path / "model.onnx").rename(tmp_path / "kept.onnx")
-    with pytest.raises(UsageError, match=r"model\.onnx\.data exists already"):
-        check_export_destination(tmp_path / "model.onnx", "onnx")
-    parity.check_parity(onnx_files.load_runner(tmp_path / "kept.onnx"), trained)
-
-
 # --- two files -------------------------------------------------------------------------------------------------------
 
 

@@ -298,7 +298,7 @@ def test_a_card_says_what_is_known_and_unknown_where_it_is_not() -> None:
     for line in (
         f"| parameters | {parameters:,} |", "| architecture: width | 32 |", "| architecture: image_size | 32, 32 |",
         "| preprocessing | unknown |", "| labels | unknown |", "- sha256 of the original file: unknown",
-        "- licence: unknown", "- name: test",
+        "- license: unknown", "- name: test",
         'trained = vitrail.load("hf:org/mine")  # model, preprocess, labels, origin',
         'pipeline("image-classification", "org/mine")("image.jpg")',
     ):  # fmt: skip

@@ -87,7 +87,7 @@ def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
 def test_a_link_is_not_replaced(tmp_path: Path) -> None:
     save(making.trained(making.vit()), tmp_path / "real.safetensors")
     (tmp_path / "link.safetensors").symlink_to(tmp_path / "real.safetensors")
-    with pytest.raises(UsageError, match="is a link; give the file or folder"):
+    with pytest.raises(UsageError, match="is a link; pass the file or folder it points to"):
         save(making.trained(making.vit(1)), tmp_path / "link.safetensors", overwrite=True)
 
 
