@@ -116,9 +116,9 @@ def write_models() -> None:
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name and name.endswith("weight") else 0.0, 0.3, generator=generator)
     preprocess = vitrail.Preprocess(size=(16, 16), resize=(18,), mean=(0.4, 0.45, 0.5), std=(0.3, 0.25, 0.2))
-    trained = vitrail.Trained(model.eval(), preprocess, CLASSES, temperature=1.7, threshold=0.6)
+    trained: Any = vitrail.Trained(model.eval(), preprocess, CLASSES, temperature=1.7, threshold=0.6)
     vitrail.save(trained, "labels.safetensors")
-    vitrail.save(dataclasses.replace(trained, multi_label=True, threshold=0.0), "several.safetensors")
+    vitrail.save(dataclasses.replace(trained, several=True, threshold=0.0), "several.safetensors")
 
 
 def train(expected: dict[str, Any]) -> None:

@@ -67,13 +67,13 @@ def test_what_was_measured_is_of_the_weights_it_lies_beside(tmp_path: Path, monk
     save(dataclasses.replace(measured, precision_measurements=(), temperature=2.0), best, overwrite=True)
     assert load(best).precision_measurements == (), "other weights took their place"
     text = beside.read_text()
-    for damaged in ("{", "[]", "null", text.replace('"speed": ', '"speed": "x'), text.replace('"cpu"', '"x"')):
+    for damaged in ("{", "[]", "null", text.replace('"speedup": ', '"speedup": "x'), text.replace('"cpu"', '"x"')):
         save(dataclasses.replace(measured, precision_measurements=()), best, overwrite=True)
         beside.write_text(damaged)
         with pytest.raises(ModelError, match=r"best\.precision\.json"):
             load(best)
     content = json.loads(text)
-    for wrong in (None, 3, {"speed": 1}, [None]):
+    for wrong in (None, 3, {"speedup": 1}, [None]):
         beside.write_text(json.dumps(content | {"precision_measurements": wrong}))
         with pytest.raises(ModelError, match=r"best\.precision\.json is damaged: .* Remove it"):
             load(best)

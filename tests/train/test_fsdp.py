@@ -1,11 +1,9 @@
 """A model divided over ranks computes what a whole one computes, and its state goes on at any number of them."""
 
 import dataclasses
-import errno
 import json
 import os
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from vitrail import recipes
 from vitrail.cli import main
 from vitrail.config import OptimizerConfig, ScheduleConfig
 from vitrail.data.sources import open_dataset
-from vitrail.errors import DiskFullError
 from vitrail.files import compute_sha256
 from vitrail.model.build import Model
 from vitrail.runtime import distributed
@@ -28,7 +25,6 @@ from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
 from vitrail.train import checkpoint, fsdp, run_batches
 from vitrail.train.step import TrainState, build_train_state, train_step
 from vitrail.train.training_run import TrainingRun
-from vitrail.weights import tensor_files
 
 CPU = torch.device("cpu")
 OPTIMISERS = {
@@ -245,68 +241,6 @@ def test_a_state_saved_by_two_ranks_is_loaded_by_any_number(tmp_path: Path) -> N
     checkpoint.write_checkpoint(tmp_path, checkpoint.copy_state(load(SINGLE_PROCESS), {"seen": 0}))
     assert (path / "model.safetensors").exists()
     assert ended(started(3, load)) == [0] * 3
-
-
-@pytest.mark.parametrize("rows", [range(5), range(2, 4), range(3, 5), range(5, 5), range(0)])
-def test_rows_are_found_in_whatever_pieces_hold_them(rows: range) -> None:
-    whole = torch.arange(10.0).reshape(5, 2)
-    pieces = [(4, whole[4:]), (0, whole[:3]), (5, whole[5:]), (3, whole[3:4])]
-    assert torch.equal(checkpoint.assemble_rows(pieces, rows), whole[rows.start : rows.stop])
-    assert torch.equal(checkpoint.assemble_rows([(0, whole)], rows), whole[rows.start : rows.stop])
-
-
-def in_threads(world: int) -> Callable[[int], checkpoint.AllGather]:
-    """The exchange of so many ranks that are threads."""
-    barrier, said = threading.Barrier(world), [None] * world
-
-    def of(rank: int) -> checkpoint.AllGather:
-        def exchange(mine: Any) -> list[Any]:
-            said[rank] = mine
-            barrier.wait(10)
-            found = list(said)
-            barrier.wait(10)
-            return found
-
-        return exchange
-
-    return of
-
-
-@pytest.mark.parametrize("failing", [None, 0, 1])
-def test_a_checkpoint_appears_when_all_ranks_have_written_and_not_if_one_cannot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int | None
-) -> None:
-    exchange, raised, write = in_threads(2), [], tensor_files.write_tensors
-
-    def limited(path: Path, *arguments: Any) -> None:
-        assert not list(tmp_path.glob("step-*"))
-        if path.name == f"model-0000{failing}.safetensors":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, *arguments)
-
-    def work(rank: int) -> None:
-        tensors = {f"model-0000{rank}": {"weight": torch.full((2, 3), float(rank))}}
-        first = {f"model-0000{rank}": {"weight": 2}} if rank else {}
-        try:
-            checkpoint.write_checkpoint(tmp_path, checkpoint.Checkpoint(7, tensors, {}, first, rank), exchange(rank))
-        except DiskFullError as error:
-            raised.append(error)
-
-    monkeypatch.setattr(tensor_files, "write_tensors", limited)
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failing is None:
-        ((_, top), (start, bottom)) = checkpoint.read_checkpoint(
-            tmp_path / checkpoint.format_checkpoint_name(7)
-        ).get_pieces("model")["weight"]
-        assert (start, top.tolist(), bottom.tolist()) == (2, [[0.0] * 3] * 2, [[1.0] * 3] * 2)
-        assert not raised
-    else:
-        assert len(raised) == 2
-        assert list(tmp_path.iterdir()) == []
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------

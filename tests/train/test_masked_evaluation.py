@@ -378,9 +378,9 @@ def test_images_without_labels_are_enough_and_what_needs_labels_is_refused(tmp_p
         ({"logit_adjustment": True}, "logit_adjustment is for learning from labels"),
         ({"trainable_layers": 2}, "layers is for learning from labels"),
         ({"optimizer": OptimizerConfig(lr=1e-3, layer_decay=0.75)}, "layer_decay is for learning from labels"),
-        ({"model": None}, "a masked recipe begins with random weights"),
-        ({"model": "bit-r50x1", "settings": {"channels": 1}}, "patches are hidden of a ViT or a hybrid"),
-        ({"model": "ti8"}, "50% of 1 patches hide 0"),
+        ({"model": None}, "a masked recipe starts from random weights"),
+        ({"model": "bit-r50x1", "settings": {"channels": 1}}, "masked pre-training needs a ViT or a hybrid"),
+        ({"model": "ti8"}, "a mask_ratio of 50% masks 0 of 1 patches"),
     ],
 )
 def test_what_cannot_be_learned_without_labels_is_refused_before_it(changes: dict[str, Any], reason: str) -> None:

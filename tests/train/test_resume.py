@@ -231,43 +231,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path
     assert sums(tmp_path / "run") == sums(tmp_path / "whole")
 
 
-def test_every_flip_and_cut_of_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    mutated(tmp_path, 60)
-
-
-@pytest.mark.soak
-def test_a_thousand_flips_and_cuts_of_a_checkpoint_are_refused(tmp_path: Path, soaked: Soaked) -> None:
-    mutated(tmp_path, 1000)
-    soaked(4, "a damaged checkpoint is refused, the one before it used", "1,000 damages", "1,000 refused")
-
-
-def mutated(root: Path, count: int) -> None:
-    """Flip a bit of a checkpoint or cut a file of it, so many times: it is named, and the one before it taken."""
-    checkpoints = checkpointed(root / "run")
-    checkpoint = checkpoints / "step-00000009"
-    kept = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
-    draws = random.Random(0)
-    for _ in range(count):
-        name = draws.choice(sorted(kept))
-        content = bytearray(kept[name])
-        place = draws.randrange(len(content))
-        if draws.random() < 0.5:
-            content[place] ^= 1 << draws.randrange(8)
-        else:
-            del content[place:]
-        (checkpoint / name).write_bytes(content)
-        told: list[str] = []
-        taken = states.read_newest_checkpoint(checkpoints, told.append)
-        assert taken is not None
-        assert taken.step == 8, f"{name} with a change at byte {place} was taken"
-        assert str(checkpoint) in told[0]
-        (checkpoint / name).write_bytes(kept[name])
-    with pytest.raises(ModelError) as caught:
-        states.read_checkpoint(checkpoint.with_name("step-00000010"))
-    assert caught.value.exit_code == 4
-    assert states.read_checkpoint(checkpoint).step == 9
-
-
 def test_where_no_checkpoint_is_whole_nothing_is_trained(tmp_path: Path) -> None:
     checkpoints = checkpointed(tmp_path / "run")
     for path in states.list_checkpoints(checkpoints):
@@ -380,16 +343,6 @@ def test_a_run_that_has_ended_is_measured_again_and_not_trained_again(tmp_path: 
     assert sums(tmp_path / "run") == before
     assert (tmp_path / "run" / "letter.txt").read_text() == "dear"
     assert story(tmp_path / "run")[-1]["event"] == "end"
-
-
-def test_a_half_removed_checkpoint_does_not_stop_later_ones(tmp_path: Path) -> None:
-    checkpoints = checkpointed(tmp_path / "run")
-    (checkpoints / "step-00000008" / states.MANIFEST_FILE).unlink()
-    shutil.copytree(checkpoints / "step-00000008", checkpoints / "step-00000099")
-    snapshot = states.read_checkpoint(checkpoints / "step-00000009")
-    for step in (10, 11):
-        states.write_checkpoint(checkpoints, dataclasses.replace(snapshot, step=step))
-    assert [path.name for path in states.list_checkpoints(checkpoints)] == ["step-00000011", "step-00000010"]
 
 
 def test_overwriting_removes_runs_alone_and_only_when_the_new_one_begins(

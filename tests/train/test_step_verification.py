@@ -218,7 +218,7 @@ def test_the_command_ends_with_a_sentence_and_its_exit_code(
     code, _, error = vitrail(*given, "--verify-every", "1", capsys=capsys)
     assert code == 7, error
     assert "step 1 was computed twice and gave two results: the machine computes wrongly. The loss was" in error
-    assert "go on with --resume" in error
+    assert "continue with --resume" in error
 
 
 # --- several processes -----------------------------------------------------------------------------------------------
