@@ -218,7 +218,7 @@ def test_of_a_large_set_the_check_says_how_many_were_compared_and_all_compares_a
     assert "4 images show what one of its 5 shows; compared 26 images" in out  # and not of its 30 training images
     assert "were not compared" not in out
     report = json.loads((tmp_path / "data_report.json").read_text())
-    matches = {row["name"] for row in report["against"]["found"]}
+    matches = {row["name"] for row in report["against"]["matches"]}
     assert matches == {f"train/a/{number}.png" for number in (1, 8, 15, 22)}  # of every part of the comparison
     assert (report["decoded"], report["headers_only"]) == (26, 0)
 

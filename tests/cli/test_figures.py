@@ -242,7 +242,7 @@ def test_a_bad_image_is_named_the_others_are_drawn_and_the_exit_code_says_so(
     alone = [str(pictures / "rose" / "broken.jpg"), "--out", str(tmp_path / "out")]
     code, _, error = vitrail("figures", str(model), *alone, capsys=capsys)
     assert code == 3
-    assert "no attention: attention is measured on images, and there is none" in error
+    assert "no attention: attention is measured on images, but there are none" in error
     assert (tmp_path / "out" / "filters.png").exists()
 
 
@@ -254,7 +254,7 @@ def test_weights_that_do_not_say_how_images_are_prepared_still_show_themselves(
     save(making.trained(making.vit(), preprocess=None), path)
     code, _, error = vitrail("figures", str(path), str(pictures), "--out", str(tmp_path / "out"), capsys=capsys)
     assert code == 0
-    assert "no attention: the weights do not state their preprocessing" in error
+    assert "no attention: the model does not say how images must be prepared" in error
     assert (tmp_path / "out" / "positions.png").exists()
 
 

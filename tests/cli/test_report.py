@@ -88,7 +88,7 @@ def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: Capture) ->
     for arguments, predictions in (
         (("nothing",), "nothing is no folder"),
         ((str(tmp_path),), "is not a run: it has no config.json"),
-        ((str(written(tmp_path / "run")), "--out", str(tmp_path)), "is a folder; name a file for the page"),
+        ((str(written(tmp_path / "run")), "--out", str(tmp_path)), "is a folder; name a file for the report"),
     ):
         code, out, err = vitrail("report", *arguments, capsys=capsys)
         assert (code, out, err.count("\n")) == (2, "", 1)

@@ -159,9 +159,9 @@ def test_a_masked_run_is_planned_dry_and_has_another_target_if_that_is_asked_for
     code, out, _ = vitrail(*command, capsys=capsys)
     assert code == 0
     lines = dict(line.split(maxsplit=1) for line in out.splitlines() if line)
-    assert lines["masked"] == "8 of 16 patches (mpp), target: mean-colour"
-    found = json.loads(vitrail(*command, "--target", "4x4-colours", "--json", capsys=capsys)[1])
-    assert found["recipe"]["masked"] == {"kind": "mpp", "mask_ratio": 0.5, "target": "4x4-colours"}
+    assert lines["masked"] == "8 of 16 patches (mpp), target: mean-color"
+    found = json.loads(vitrail(*command, "--target", "4x4-colors", "--json", capsys=capsys)[1])
+    assert found["recipe"]["masked"] == {"kind": "mpp", "mask_ratio": 0.5, "target": "4x4-colors"}
     code, _, err = vitrail(*DIGITS, "--target", "pixels", capsys=capsys)
     assert (code, "--target pixels is for recipes that mask patches" in err) == (2, True)
     code, _, err = vitrail(*command, "--balanced", capsys=capsys)
