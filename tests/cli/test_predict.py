@@ -1,10 +1,12 @@
 """`vitrail predict` on made-up images: the rows, how an interrupted command continues, and the cost."""
 
+import contextlib
 import csv
 import dataclasses
 import io
 import json
 import os
+import pty
 import random
 import re
 import shutil
@@ -124,6 +126,23 @@ def test_a_list_on_standard_input_and_a_file_for_the_rows(
     rows = read_table(tmp_path / "rows.csv")
     assert [row["image"] for row in rows] == [*selected, "nowhere.jpg"]
     assert "nowhere.jpg" in rows[-1]["error"]
+
+
+def test_rows_go_where_stdout_goes_while_a_bar_is_on_the_terminal(model: Path, pictures: Path, tmp_path: Path) -> None:
+    """The progress bar is on stderr, here a terminal; rich would also take stdout for it."""
+    terminal, stderr = pty.openpty()
+    command = [sys.executable, "-m", "vitrail", "predict", str(model), str(pictures / "rose"), "--device", "cpu"]
+    with (tmp_path / "rows.csv").open("wb") as rows:
+        process = subprocess.Popen(command, stdout=rows, stderr=stderr, env=os.environ | {"TERM": "xterm"})
+        os.close(stderr)
+        shown = b""
+        with contextlib.suppress(OSError):  # the terminal's other end is closed
+            while part := os.read(terminal, 4096):
+                shown += part
+        assert process.wait() == 3  # one image is damaged
+    os.close(terminal)
+    assert b"predicting" in shown
+    assert len(read_table(tmp_path / "rows.csv")) >= 2
 
 
 def test_formats_say_the_same(model: Path, pictures: Path, capsys: Capture) -> None:

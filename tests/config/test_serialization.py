@@ -142,11 +142,11 @@ def test_old_names_in_lists() -> None:
 def test_a_runs_configuration_of_an_earlier_version() -> None:
     recipe = RECIPES["digits"]
     old = {"recipe": write_as_before(Recipe, recipe), "several": False, "everything": True, "measured": "val",
-           "view": None, "world": 2, "seed": 3}  # fmt: skip
+           "view": None, "world": 2, "seed": 3, "model": {"name": "x", "licence": "mit"}}  # fmt: skip
     new = upgrade_run_config(old)
     assert new.pop("recipe") == json.loads(json.dumps(to_json(recipe)))
     expected = {"multi_label": False, "train_on_val": True, "eval_split": "val", "train_preprocess": None}
-    assert new == expected | {"world_size": 2, "seed": 3}
+    assert new == expected | {"world_size": 2, "seed": 3, "model": {"name": "x", "license": "mit"}}
 
 
 def test_what_is_new_stays_as_it_is() -> None:

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from tests.inference.test_bulk_prediction import make_row_file
+from vitrail import presets
+from vitrail.config import to_json
 from vitrail.errors import UsageError
 from vitrail.inference.prediction_rows import FileFormat, PredictionRow, RowFile, WrittenRows, format_header, format_row
 
@@ -86,9 +88,12 @@ def test_other_images_and_other_commands_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_record_of_an_earlier_version_is_still_read(tmp_path: Path) -> None:
-    """It had `several` for `multi_label`."""
-    new = make_row_file(tmp_path / "rows.csv", model={"multi_label": False})
-    old = make_row_file(tmp_path / "rows.csv", model={"several": False})
+    """It had `several` for `multi_label`, and other names for the fields of a hybrid's stem."""
+    config = to_json(presets.get_preset_config("r50-b16"))
+    stem = {name.replace("standardization", "standardise"): value for name, value in config["stem"].items()}
+    assert stem != config["stem"]
+    new = make_row_file(tmp_path / "rows.csv", model={"multi_label": False, "config": config})
+    old = make_row_file(tmp_path / "rows.csv", model={"several": False, "config": config | {"stem": stem}})
     assert old.find_written(iter(())) == (WrittenRows(), [])
     old.path.touch()
     assert new.find_written(iter(())) == (WrittenRows(), [])

@@ -1,5 +1,6 @@
 """A run's folder belongs to one process, and a process removes only what it made itself."""
 
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,8 @@ from tests.faults.test_workers import end, start
 from tests.test_locks import holder
 from tests.train.test_resume import sums
 from vitrail.cli import main
+from vitrail.errors import UsageError
+from vitrail.train import run_folder
 
 Attacked = Callable[[str, str], None]
 SHORT = ("train", "digits", "--epochs", "1", "--warmup", "1", "--device", "cpu", "--workers", "0", "--seed", "3")
@@ -120,3 +123,13 @@ def test_the_runs_of_several_seeds_are_locked_together(tmp_path: Path, capsys: p
         process.kill()
     assert f"{tmp_path} is in use by process {process.pid}" in capsys.readouterr().err
     assert (tmp_path / "seed-0" / "config.json").exists()
+
+
+def test_other_words_about_the_model_do_not_make_it_another_run(tmp_path: Path) -> None:
+    """Assumptions and changes are sentences, which another version may word differently; its name is the model's."""
+    config = {"recipe": {"epochs": 1}, "model": {"name": "x", "assumptions": ["heads: 3, as has"], "changes": ["a"]}}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    run_folder._check_same_config(path, config | {"model": {"name": "x", "assumptions": ["heads: 3, as in"]}})
+    with pytest.raises(UsageError, match=r"another model\.name: x, not y"):
+        run_folder._check_same_config(path, config | {"model": {"name": "y"}})

@@ -82,7 +82,7 @@ COMMANDS = {
     "study vtab": Command("fine-tune a model on the 19 tasks of VTAB-1k", "study.run_vtab", "studies.VtabArguments"),
     "train": Command("train a model from random weights by a named recipe", "train.run", "training.TrainArguments"),
 }
-start_time = 0.0
+start_time = time.monotonic()
 """When `main` was called, by time.monotonic(): time limits count from here, before torch is imported."""
 
 

@@ -52,7 +52,8 @@ def show_progress(title: str, *, of_bytes: bool = False) -> Iterator[Callable[..
         TimeRemainingColumn(),
         TextColumn("{task.fields[detail]}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    # stdout stays itself: rows that a command prints meanwhile are for a file or a pipe, not for the bar's terminal
+    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
         task = bar.add_task(title, total=None, detail="")
 
         def update(done: int, total: int, detail: str = "") -> None:

@@ -178,7 +178,7 @@ def _open_exported(arguments: PredictArguments) -> ExportedClassifier:
     model = arguments.model
     options = {
         "--embed": arguments.embed,
-        "--attention": arguments.attention,
+        "--attention": None if arguments.attention is None else str(Path(arguments.attention)),
         "--precision": arguments.precision,
     }
     for option, value in options.items():
@@ -251,7 +251,7 @@ def _make_target(classifier: AnyClassifier, arguments: PredictArguments, row_for
         "--top": arguments.top,
         "--embed": arguments.embed,
         "--batch": classifier.batch_size,
-        "--attention": arguments.attention,
+        "--attention": None if arguments.attention is None else str(Path(arguments.attention)),
     }
     return RowFile(
         path=Path(arguments.out),

@@ -137,6 +137,8 @@ def upgrade_keys(kind: Any, value: Any) -> Any:
 def upgrade_run_config(config: dict[str, Any]) -> dict[str, Any]:
     """A run's config.json under today's names."""
     renamed = {_RUN_RENAMES.get(name, name): value for name, value in config.items()}
+    if isinstance(model := renamed.get("model"), dict):  # an Origin, of weights/, which config does not know
+        renamed["model"] = {_RENAMES["Origin"].fields.get(name, name): value for name, value in model.items()}
     return renamed | {"recipe": upgrade_keys(Recipe, renamed.get("recipe"))}
 
 

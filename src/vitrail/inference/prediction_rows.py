@@ -26,6 +26,7 @@ from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
 from vitrail import files, locks
+from vitrail.config import ModelConfig, upgrade_keys
 from vitrail.errors import UsageError
 from vitrail.formatting import quote_cell, unquote_cell
 from vitrail.inference.classifier import UNSURE, RankedLabels
@@ -230,8 +231,11 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     if not isinstance(record, dict) or "vitrail" not in record:
         return None
     model = record.get("model")
-    if isinstance(model, dict) and "several" in model:  # its name in earlier versions
-        model["multi_label"] = model.pop("several")
+    if isinstance(model, dict):
+        if "several" in model:  # its name in earlier versions
+            model["multi_label"] = model.pop("several")
+        if "config" in model:
+            model["config"] = upgrade_keys(ModelConfig, model["config"])
     return record
 
 
