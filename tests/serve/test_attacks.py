@@ -98,7 +98,7 @@ def test_slow_images_leave_the_server_to_others(
     assert {reply.status for reply in slow} <= {413, 503}
     assert {reply.status for reply in good} <= {200, 503}
     assert {reply.status for reply in health} == {200}
-    assert len(answered) > len(good) / 5  # they are served, on a busy machine too; without decoders of their own none is
+    assert len(answered) > len(good) / 5  # on a busy machine too; with one queue for all none is
 
 
 @pytest.mark.attack
