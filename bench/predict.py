@@ -98,13 +98,13 @@ def vitrail_run(file: Path, precision: str) -> Run:
     """What `vitrail predict` does between loading the model and its end."""
     from vitrail.cli.predict import StdoutRows
     from vitrail.data.image_paths import iter_image_refs
-    from vitrail.inference import compute
     from vitrail.inference.bulk_prediction import BulkSettings, PredictionItem, predict_images
     from vitrail.inference.classifier import Classifier
+    from vitrail.runtime.cpu_threads import keep_freed_memory
     from vitrail.runtime.workers import count_available_cores
     from vitrail.weights.load import load
 
-    compute.keep_freed_memory()
+    keep_freed_memory()
     classifier = Classifier(load(file), device="cpu", batch_size=BATCH, precision=precision)  # type: ignore[arg-type]
 
     def run(paths: list[str], _: int) -> None:

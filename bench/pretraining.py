@@ -162,7 +162,7 @@ def learning(job: Job, dataset: Dataset, options: argparse.Namespace) -> Trainin
     assert job.share is not None
     some, base = downstream(dataset, job.share, job.seed), recipes.get_recipe(options.recipe)
     rate = job.rate or best_rate(job, done(options.work), options.rates)
-    base = dataclasses.replace(base, optimiser=dataclasses.replace(base.optimizer, lr=rate))
+    base = dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, lr=rate))
     recipe, start = lasting(base, options.steps, len(some.splits["train"])), None
     if job.start is not None:
         recipe = dataclasses.replace(recipe, model=None, settings={}, image_size=None, mimetic=False)

@@ -40,7 +40,9 @@ def train(model: Trained, case: dict[str, Any], device: torch.device, workers: i
 
     def build(epochs: float) -> TrainingRun:
         recipe = recipes.build_finetune_recipe("default", images, model.model.config.stride, epochs=epochs)  # type: ignore[union-attr]
-        recipe = dataclasses.replace(recipe, image_size=case["side"], head="probe" if case["head"] == "probe" else None)
+        recipe = dataclasses.replace(
+            recipe, image_size=case["side"], head_init="probe" if case["head"] == "probe" else None
+        )
         start = adapt_to_dataset(model, dataset, recipe)
         return TrainingRun(
             recipe=recipe, dataset=dataset, initial_model=start, seed=case["seed"], device=device, workers=workers
