@@ -3,13 +3,17 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test cuda soak attack lint peers browser clean
+.PHONY: demo test docs cuda soak attack lint peers browser clean
 
 demo: .venv/.installed  ## a small Vision Transformer learns to read digits, in two minutes
 	$(BIN)/vitrail demo
 
 test: .venv/.dev lint  ## the whole suite, in parallel
 	$(BIN)/pytest --numprocesses auto
+
+docs: .venv/.docs  ## the site in build/site, which opens without a server and without a network
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs -d build/doctrees . build/site
+	@echo "open build/site/index.html"
 
 cuda: .venv/.dev  ## the tests for an NVIDIA GPU, which the suite leaves out
 	VITRAIL_TEST_CUDA=1 $(BIN)/pytest -k cuda
@@ -37,7 +41,7 @@ browser:
 	command -v chromium > /dev/null || { apt-get update -qq && apt-get install --yes --no-install-recommends -qq chromium fonts-dejavu-core; }
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 .venv/bin/pip:
 	@echo "making .venv with $$($(PYTHON) --version)"
@@ -53,3 +57,8 @@ clean:
 	@echo "installing vitrail and its developer tools (a minute or two)"
 	$(PIP) --editable '.[dev]'
 	@touch $@ .venv/.installed
+
+.venv/.docs: pyproject.toml constraints.txt | .venv/bin/pip
+	@echo "installing vitrail and what builds its site (a minute or two)"
+	$(PIP) --editable '.[docs]'
+	@touch $@

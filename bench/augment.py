@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from vitrail.config import AugmentConfig, PreprocessConfig
-from vitrail.data import gpu_augment
-from vitrail.data.counter_rng import CounterRNG
+from vitrail.data import batch_augment
+from vitrail.data.randomness import CounterRNG
 
 BATCH = 1024
 WAYS = {
@@ -40,7 +40,7 @@ def main() -> None:
         seconds = []
         for turn in range(options.rounds + 3):
             start = time.perf_counter()
-            gpu_augment.make_train_inputs(
+            batch_augment.make_train_inputs(
                 pixels, CounterRNG(0, np.arange(turn * BATCH, (turn + 1) * BATCH)), augment, view
             )
             if device.type == "cuda":

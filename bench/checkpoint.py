@@ -25,13 +25,12 @@ from PIL import Image
 
 from vitrail.config import AugmentConfig, OptimizerConfig, Recipe, ScheduleConfig
 from vitrail.data.sources import open_dataset
-from vitrail.train import checkpoint, loop
-from vitrail.train.loop import StepEnd
-from vitrail.train.run_batches import iterate_train_batches
-from vitrail.train.run_log import RunLog
-from vitrail.train.step import build_train_state
-from vitrail.train.trainer import Trainer
-from vitrail.train.training_run import TrainingRun
+from vitrail.training import checkpoint, loop
+from vitrail.training.loop import StepEnd, iterate_train_batches
+from vitrail.training.run_results import RunLog
+from vitrail.training.step import build_train_state
+from vitrail.training.trainer import Trainer
+from vitrail.training.training_run import TrainingRun
 
 IMAGES, CLASSES = 200, 10
 
@@ -45,7 +44,7 @@ class Period:
     """Some seconds of the run."""
 
     saves: bool
-    begun: float
+    start: float
     cpu: float
     steps: int = 0
     seconds: float = 0.0
@@ -57,15 +56,15 @@ class Period:
 class Periods:
     """What is called after each step: it begins a period where the one before has lasted long enough."""
 
-    def __init__(self, keeper: Trainer, options: argparse.Namespace) -> None:
-        self.keeper, self.length = keeper, options.save_every
+    def __init__(self, trainer: Trainer, options: argparse.Namespace) -> None:
+        self.trainer, self.length = trainer, options.save_every
         self.count = 2 * max(1, round(options.seconds / options.save_every / 2))
         self.done: list[Period] = []
         self.now: Period | None = None
         self.warm = 5
         """Steps that are not measured: memory is allocated, kernels are chosen."""
 
-    def stepped(self, moment: StepEnd) -> None:
+    def count_step(self, step_end: StepEnd) -> None:
         """Count a step."""
         if self.warm:
             self.warm -= 1
@@ -73,10 +72,10 @@ class Periods:
         now = time.perf_counter()
         if self.now is not None:
             self.now.steps += 1
-            if now - self.now.begun < self.length:
+            if now - self.now.start < self.length:
                 return
-            self.keeper.checkpoint_writer.wait()  # a save that takes longer than a period costs what it takes
-            self.now.seconds = time.perf_counter() - self.now.begun
+            self.trainer.checkpoint_writer.wait()  # a save that takes longer than a period costs what it takes
+            self.now.seconds = time.perf_counter() - self.now.start
             self.now.cpu_seconds = time.process_time() - self.now.cpu
             self.done.append(self.now)
             if len(self.done) == self.count:
@@ -84,11 +83,11 @@ class Periods:
         pair, second = divmod(len(self.done), 2)
         self.now = Period((pair + second) % 2 == 0, time.perf_counter(), time.process_time())  # yes no, no yes, yes no
         if self.now.saves:
-            self.keeper.save_checkpoint(moment)
-            self.now.blocked = time.perf_counter() - self.now.begun
+            self.trainer.save_checkpoint(step_end)
+            self.now.blocked = time.perf_counter() - self.now.start
 
 
-def written(folder: Path, side: int) -> Path:
+def write_images(folder: Path, side: int) -> Path:
     """A folder of images of noise."""
     generator = np.random.default_rng(0)
     for number in range(IMAGES):
@@ -98,7 +97,7 @@ def written(folder: Path, side: int) -> Path:
     return folder
 
 
-def task(options: argparse.Namespace, folder: Path) -> TrainingRun:
+def build_run(options: argparse.Namespace, folder: Path) -> TrainingRun:
     """A run that would never end."""
     device = torch.device(options.device)
     side, batch = (224, 64) if device.type == "cuda" else (32, 16)
@@ -112,49 +111,53 @@ def task(options: argparse.Namespace, folder: Path) -> TrainingRun:
         augment=AugmentConfig(crop="squash", flip=False),
         source="bench/checkpoint.py",
     )
-    return TrainingRun(recipe=recipe, dataset=open_dataset(str(written(folder, side))), device=device, workers=0)
+    return TrainingRun(recipe=recipe, dataset=open_dataset(str(write_images(folder, side))), device=device, workers=0)
 
 
-def kept(folder: Path, task: TrainingRun) -> Trainer:
+def build_trainer(folder: Path, run: TrainingRun) -> Trainer:
     """The course of the run, which saves when it is told to."""
     (folder / "weights").mkdir(parents=True)
-    trainer = Trainer(task, folder, save_every_seconds=math.inf)
+    trainer = Trainer(run, folder, save_every_seconds=math.inf)
     trainer.state = build_train_state(
-        task.build_model(), task.recipe, task.class_counts, cuda_graph=task.can_use_cuda_graph
+        run.build_model(), run.recipe, run.class_counts, cuda_graph=run.can_use_cuda_graph
     )
     trainer.log, trainer.checkpoint_writer = RunLog(folder), checkpoint.CheckpointWriter(folder / "checkpoints")
     return trainer
 
 
-def parts(keeper: Trainer, folder: Path) -> dict[str, float]:
+def time_parts(trainer: Trainer, folder: Path) -> dict[str, float]:
     """Seconds of each part of a save by itself, the median of three."""
-    state = keeper.state
+    state = trainer.state
 
-    def timed(work: Callable[[], object]) -> float:
-        found = []
+    def time_work(work: Callable[[], object]) -> float:
+        seconds = []
         for _ in range(3):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             work()
-            found.append(time.perf_counter() - begun)
-        return statistics.median(found)
+            seconds.append(time.perf_counter() - start)
+        return statistics.median(seconds)
 
     snapshot, steps = checkpoint.copy_state(state, {}), itertools.count(10**7)
     return {
-        "stops the steps: digest of the weights": timed(lambda: checkpoint.digest_weights(snapshot.tensors["model"])),
-        "stops the steps: copy of the state": timed(lambda: keeper.checkpoint_writer.capture(state)),
-        "beside the steps: write, hash, sync": timed(
+        "stops the steps: digest of the weights": time_work(
+            lambda: checkpoint.digest_weights(snapshot.tensors["model"])
+        ),
+        "stops the steps: copy of the state": time_work(lambda: trainer.checkpoint_writer.capture(state)),
+        "beside the steps: write, hash, sync": time_work(
             lambda: checkpoint.write_checkpoint(folder, dataclasses.replace(snapshot, step=next(steps)))
         ),
     }
 
 
-def show(task: TrainingRun, keeper: Trainer, periods: list[Period], split: dict[str, float], length: float) -> None:
+def print_table(
+    run: TrainingRun, trainer: Trainer, periods: list[Period], split: dict[str, float], length: float
+) -> None:
     """Print the table."""
-    name = torch.cuda.get_device_name(task.device) if task.device.type == "cuda" else "CPU"
-    million = sum(parameter.numel() for parameter in keeper.state.model.parameters()) / 1e6
-    size = checkpoint.copy_state(keeper.state, {}).num_bytes
+    name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else "CPU"
+    million = sum(parameter.numel() for parameter in trainer.state.model.parameters()) / 1e6
+    size = checkpoint.copy_state(trainer.state, {}).num_bytes
     print(
-        f"{task.recipe.model}, {million:.0f} M parameters, batch {task.recipe.batch}, {name},"
+        f"{run.recipe.model}, {million:.0f} M parameters, batch {run.recipe.batch}, {name},"
         f" {torch.get_num_threads()} threads, torch {torch.__version__}; a checkpoint of {size / 1e6:,.0f} MB every"
         f" {length:g} s, {len(periods) // 2} pairs of periods"
     )
@@ -186,15 +189,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        made = task(options, Path(folder) / "images")
-        keeper = kept(Path(folder) / "run", made)
-        periods = Periods(keeper, options)
-        with contextlib.closing(keeper.checkpoint_writer), contextlib.suppress(Enough):
-            batches = iterate_train_batches(made)
+        run = build_run(options, Path(folder) / "images")
+        trainer = build_trainer(Path(folder) / "run", run)
+        periods = Periods(trainer, options)
+        with contextlib.closing(trainer.checkpoint_writer), contextlib.suppress(Enough):
+            batches = iterate_train_batches(run)
             loop.train_steps(
-                keeper.state, batches, made.training_data, made.plan, made.recipe, after_step=periods.stepped
+                trainer.state, batches, run.training_data, run.plan, run.recipe, after_step=periods.count_step
             )
-        show(made, keeper, periods.done, parts(keeper, Path(folder) / "parts"), options.save_every)
+        print_table(run, trainer, periods.done, time_parts(trainer, Path(folder) / "parts"), options.save_every)
 
 
 if __name__ == "__main__":

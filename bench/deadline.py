@@ -23,7 +23,7 @@ BUSY = "while True: pass"
 SHARED_FROM = (None, 0.0, 0.5, 0.75)
 
 
-def pinned(command: list[str], cores: list[int], **options: object) -> subprocess.Popen[str]:
+def start_pinned(command: list[str], cores: list[int], **options: object) -> subprocess.Popen[str]:
     """A process that has these cores."""
     return subprocess.Popen(
         command,
@@ -33,26 +33,26 @@ def pinned(command: list[str], cores: list[int], **options: object) -> subproces
     )
 
 
-def timed(options: argparse.Namespace, minutes: float, shared_from: float | None, cores: list[int]) -> str:
-    """One run; what it took."""
+def time_run(options: argparse.Namespace, minutes: float, shared_from: float | None, cores: list[int]) -> str:
+    """Run one case, and describe what it took."""
     busy: list[subprocess.Popen[str]] = []
     ended = threading.Event()
 
     def disturb() -> None:
         assert shared_from is not None
         if not ended.wait(shared_from * minutes * 60):
-            busy.extend(pinned([sys.executable, "-c", BUSY], cores) for _ in cores)
+            busy.extend(start_pinned([sys.executable, "-c", BUSY], cores) for _ in cores)
 
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "vitrail", "finetune", options.data, "--model", options.model, "--json"]
         command += ["--minutes", f"{minutes:g}", "--out", f"{folder}/run", "--device", "cpu"]
         other = threading.Thread(target=disturb)
-        begun = time.monotonic()
-        run = pinned(command, cores, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        start = time.monotonic()
+        run = start_pinned(command, cores, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         if shared_from is not None:
             other.start()
         out, err = run.communicate()
-        taken = time.monotonic() - begun
+        seconds = time.monotonic() - start
         ended.set()
         if shared_from is not None:
             other.join()
@@ -60,7 +60,7 @@ def timed(options: argparse.Namespace, minutes: float, shared_from: float | None
             process.kill()
         if run.returncode:
             return f"{minutes:g} minutes: failed: {err.strip().splitlines()[-1]}"
-        found = json.loads(out)
+        facts = json.loads(out)
         ended_at = time.time()
         events = [json.loads(line) for line in (Path(folder) / "run" / "events.jsonl").read_text().splitlines()]
     steps_end = max(event["at"] for event in events if event["event"] == "epoch")
@@ -68,15 +68,15 @@ def timed(options: argparse.Namespace, minutes: float, shared_from: float | None
     plans = sum(event["event"] == "plan" for event in events)
     shared = "alone" if shared_from is None else f"shared from {shared_from:.0%}"
     return (
-        f"{minutes:g} minutes, {shared:16} {taken:6.1f} s = {taken / minutes / 60:.2f} of the limit;"
-        f" {found['epochs']:.2f} epochs, planned again {plans} times, {found['right']} of {found['images']} right;"
+        f"{minutes:g} minutes, {shared:16} {seconds:6.1f} s = {seconds / minutes / 60:.2f} of the limit;"
+        f" {facts['epochs']:.2f} epochs, planned again {plans} times, {facts['right']} of {facts['images']} right;"
         f" {end - steps_end:.0f} s measuring, {ended_at - end:.0f} s report"
     )
 
 
 def main() -> None:
     """Run all of them, as many at once as there are cores for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data")
     parser.add_argument("--model", required=True)
     parser.add_argument("--minutes", type=float, nargs="+", default=[1.0, 3.0])
@@ -88,17 +88,17 @@ def main() -> None:
     for first in range(0, len(every) - options.cores + 1, options.cores):
         free.put(every[first : first + options.cores])
 
-    def one(minutes: float, shared_from: float | None) -> str:
+    def run_case(minutes: float, shared_from: float | None) -> str:
         cores = free.get()
         try:
-            return timed(options, minutes, shared_from, cores)
+            return time_run(options, minutes, shared_from, cores)
         finally:
             free.put(cores)
 
     shares = SHARED_FROM if options.shared_from is None else options.shared_from
     cases = [(minutes, shared) for minutes in sorted(options.minutes, reverse=True) for shared in shares]
     with concurrent.futures.ThreadPoolExecutor(free.qsize()) as pool:
-        for line in pool.map(lambda case: one(*case), cases):
+        for line in pool.map(lambda case: run_case(*case), cases):
             print(line, flush=True)
 
 

@@ -22,7 +22,7 @@ from PIL import Image
 from vitrail.data.loader import Batch, iter_eval_batches
 from vitrail.data.sources import open_dataset
 from vitrail.data.transforms import normalize
-from vitrail.evaluate.features import extract_features
+from vitrail.evaluation.features import extract_features
 from vitrail.runtime.devices import resolve_device
 from vitrail.weights.load import load
 

@@ -4,8 +4,8 @@
         [--sets flowers,cifar10-10,cifar10-100] [--contenders vitrail,transformers,timm,...] [--seeds 0 1 2]
 
 MODEL is a timm folder (config.json, model.safetensors); flowers a folder with train/CLASS/* and test/CLASS/*; CIFAR-10
-such a folder or a set that vitrail packed, of which 10 and 100 training images a class are drawn, always the same ones.
-No network is needed. Each run is a line of the log, and one that is there is not done again.
+such a folder or a dataset that vitrail packed, of which 10 and 100 training images a class are drawn, always the
+same ones. No network is needed. Each run is a line of the log, and one that is there is not done again.
 
 The minutes are of training. vitrail's --minutes counts its start, test and report too, for which --overhead is added;
 the table says how long each trained.
@@ -39,10 +39,10 @@ from peers import (
     TRANSFORMERS,
     Job,
     allow_torchvision,
-    by_timm,
-    by_transformers,
-    tested_by_timm,
-    tested_by_transformers,
+    test_with_timm,
+    test_with_transformers,
+    train_with_timm,
+    train_with_transformers,
 )
 from PIL import Image
 
@@ -55,27 +55,27 @@ CONTENDERS = ("vitrail", *TRANSFORMERS, *TIMM)
 Run = dict[str, Any]
 
 
-# --- the sets --------------------------------------------------------------------------------------------------------
+# --- the datasets ----------------------------------------------------------------------------------------------------
 
 
-def prepared(name: str, options: argparse.Namespace) -> Path:
-    """The folder of a set, written unless it is there: NAME, or NAME-EACH for so many training images a class."""
+def prepare_dataset(name: str, options: argparse.Namespace) -> Path:
+    """The folder of a dataset, written unless it is there: NAME, or NAME-EACH for so many training images a class."""
     base, _, each = name.partition("-")
     source = {"flowers": options.flowers, "cifar10": options.cifar}.get(base)
     if source is None:
-        raise SystemExit(f"{name}: give --{'cifar' if base == 'cifar10' else base} DATA, or leave it out of --sets")
+        raise SystemExit(f"{name}: give --{'cifar' if base == 'cifar10' else base} DATA, or omit it from --sets")
     limit = options.test_limit
     folder = Path(options.work) / (name if limit is None else f"{name}-test{limit}")
     if not folder.exists():
         dataset = open_dataset(str(source))
-        write(dataset, "train", folder, int(each) if each else None)
+        write_split(dataset, "train", folder, int(each) if each else None)
         if "val" in dataset.generated_splits and not each:  # it is vitrail's alone, which holds it out of train again
-            write(dataset, "val", folder, None)
-        write(dataset, "test", folder, None if limit is None else limit // len(dataset.classes))
+            write_split(dataset, "val", folder, None)
+        write_split(dataset, "test", folder, None if limit is None else limit // len(dataset.classes))
     return folder
 
 
-def write(dataset: Dataset, name: str, folder: Path, per_class: int | None) -> None:
+def write_split(dataset: Dataset, name: str, folder: Path, per_class: int | None) -> None:
     """The images of a split in class folders, all of them or so many a class, drawn by a fixed seed."""
     split = dataset.splits[name]
     labels = np.array([split.get_labels(index)[0] for index in range(len(split))])
@@ -103,13 +103,13 @@ class Log:
 
     path: Path
 
-    def runs(self) -> list[Run]:
+    def list_runs(self) -> list[Run]:
         """Those that were done."""
         return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
 
     def find(self, wanted: Run) -> Run | None:
-        """The run of this set, contender, rule, seed and minutes."""
-        return next((run for run in self.runs() if wanted.items() <= run.items()), None)
+        """The run of this dataset, contender, rule, seed and minutes."""
+        return next((run for run in self.list_runs() if wanted.items() <= run.items()), None)
 
     def add(self, run: Run) -> None:
         """One more."""
@@ -117,26 +117,26 @@ class Log:
             file.write(json.dumps(run) + "\n")
 
 
-def by_vitrail(job: Job, model: Path, overhead: float) -> Run:
+def train_with_vitrail(job: Job, model: Path, overhead: float) -> Run:
     """The command line, with its own defaults."""
     with tempfile.TemporaryDirectory() as folder:
         command = ["finetune", job.data, "--model", model, "--minutes", job.minutes + overhead, "--seed", job.seed]
         command += ["--device", job.device, "--workers", job.workers, "--out", Path(folder) / "run", "--json"]
         done = subprocess.run([sys.executable, "-m", "vitrail", *map(str, command)], stdout=subprocess.PIPE, check=True)
-    found = json.loads(done.stdout)
-    return {key: found.get(key) for key in ("top1", "right", "images", "seconds", "epochs", "trained")}
+    facts = json.loads(done.stdout)
+    return {key: facts.get(key) for key in ("top1", "right", "images", "seconds", "epochs", "trained")}
 
 
-def by_peer(job: Job, contender: str, *, published: bool) -> Run:
+def train_with_peer(job: Job, contender: str, *, published: bool) -> Run:
     """A peer, for its published number of epochs or for as many as fit."""
     if contender in TRANSFORMERS:
         arguments = TRANSFORMERS[contender]
-        trained = by_transformers(job, arguments, arguments.epochs if published else None)
-        right, images = tested_by_transformers(job, trained)
+        trained = train_with_transformers(job, arguments, arguments.epochs if published else None)
+        right, images = test_with_transformers(job, trained)
     else:
         settings = TIMM[contender]
-        trained = by_timm(job, settings, settings.total if published else None)
-        right, images = tested_by_timm(job, trained)
+        trained = train_with_timm(job, settings, settings.total if published else None)
+        right, images = test_with_timm(job, trained)
     return {
         "top1": right / images,
         "right": right,
@@ -147,7 +147,7 @@ def by_peer(job: Job, contender: str, *, published: bool) -> Run:
     }
 
 
-def rules(contender: str, log: Log, named: Run) -> Iterator[str]:
+def list_rules(contender: str, log: Log, named: Run) -> Iterator[str]:
     """How long a contender trains: to the end of the minutes, and its published number where that is less."""
     yield FITTED
     if contender != "vitrail":
@@ -165,7 +165,7 @@ def compare(options: argparse.Namespace, log: Log) -> None:
         subprocess.run([sys.executable, "-m", "vitrail", *map(str, command)], check=True, stdout=subprocess.DEVNULL)
     device = torch.device(options.device)
     for name in options.sets:
-        folder = prepared(name, options)
+        folder = prepare_dataset(name, options)
         for seed in options.seeds:
             for contender in options.contenders:
                 named: Run = {"set": folder.name, "contender": contender, "seed": seed, "minutes": options.minutes}
@@ -178,65 +178,67 @@ def compare(options: argparse.Namespace, log: Log) -> None:
                     device=device,
                     workers=options.workers,
                 )
-                for rule in rules(contender, log, named):
+                for rule in list_rules(contender, log, named):
                     key = named | {"rule": rule}
                     if log.find(key) is not None:
                         continue
                     peer = contender != "vitrail"
-                    found = (
-                        by_peer(job, contender, published=rule == PUBLISHED)
+                    facts = (
+                        train_with_peer(job, contender, published=rule == PUBLISHED)
                         if peer
-                        else by_vitrail(job, options.model, options.overhead)
+                        else train_with_vitrail(job, options.model, options.overhead)
                     )
-                    log.add(key | found | versions(device))
-                    print(f"{key}: {found['top1']:.4f}", file=sys.stderr)
+                    log.add(key | facts | collect_versions(device))
+                    print(f"{key}: {facts['top1']:.4f}", file=sys.stderr)
 
 
-def versions(device: torch.device) -> Run:
+def collect_versions(device: torch.device) -> Run:
     """What a figure needs beside it."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    found = {package: metadata.version(package) for package in ("torch", "timm", "transformers")}
-    return {"device": name, "python": platform.python_version(), **found}
+    facts = {package: metadata.version(package) for package in ("torch", "timm", "transformers")}
+    return {"device": name, "python": platform.python_version(), **facts}
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def show(runs: list[Run]) -> None:
-    """Print mean and deviation over seeds of every set and contender, and who is ahead."""
+def print_table(runs: list[Run]) -> None:
+    """Print mean and deviation over seeds of every dataset and contender, and who is ahead."""
     for name in dict.fromkeys(run["set"] for run in runs):
         rows: dict[tuple[str, str], list[Run]] = {}
         for run in runs:
             if run["set"] == name:
                 rows.setdefault((run["contender"], run["rule"]), []).append(run)
-        told = {key: told_by(rows, key) for key in ("images", "minutes", "device", "torch", "timm", "transformers")}
+        facts = {
+            key: join_values(rows, key) for key in ("images", "minutes", "device", "torch", "timm", "transformers")
+        }
         print(
-            f"\n{name}, {told['images']} test images, {told['minutes']} minutes, {told['device']},"
-            f" torch {told['torch']}, timm {told['timm']}, transformers {told['transformers']}"
+            f"\n{name}, {facts['images']} test images, {facts['minutes']} minutes, {facts['device']},"
+            f" torch {facts['torch']}, timm {facts['timm']}, transformers {facts['transformers']}"
         )
         for (contender, rule), done in rows.items():
             values = [run["top1"] for run in done]
             spread = statistics.stdev(values) if len(values) > 1 else float("nan")
             print(
                 f"  {contender:20} {rule:22} {statistics.mean(values):7.2%} +- {spread:5.2%}  n = {len(done)}"
-                f"  {middle(done, 'epochs'):>8} epochs  {middle(done, 'trained'):>9} images"
-                f"  {middle(done, 'seconds'):>7} s"
+                f"  {format_mean(done, 'epochs'):>8} epochs  {format_mean(done, 'trained'):>9} images"
+                f"  {format_mean(done, 'seconds'):>7} s"
             )
-        ahead({key: statistics.mean(run["top1"] for run in done) for key, done in rows.items()})
+        print_distance({key: statistics.mean(run["top1"] for run in done) for key, done in rows.items()})
 
 
-def told_by(rows: dict[tuple[str, str], list[Run]], key: str) -> str:
+def join_values(rows: dict[tuple[str, str], list[Run]], key: str) -> str:
     """What the runs say of themselves, which should be one thing."""
     return " or ".join(sorted({str(run[key]) for done in rows.values() for run in done}))
 
 
-def middle(done: list[Run], key: str) -> str:
+def format_mean(done: list[Run], key: str) -> str:
     """The mean of a number that some contenders do not tell."""
     values = [run[key] for run in done if run.get(key) is not None]
     return f"{statistics.mean(values):,.1f}" if values else "-"
 
 
-def ahead(means: dict[tuple[str, str], float]) -> None:
+def print_distance(means: dict[tuple[str, str], float]) -> None:
     """Print vitrail's distance to the best result of each library."""
     ours = means.get(("vitrail", FITTED))
     for library in ("transformers", "timm"):
@@ -269,7 +271,7 @@ def main() -> None:
     allow_torchvision()
     log = Log(options.log)
     compare(options, log)
-    show([run for run in log.runs() if run["minutes"] == options.minutes])
+    print_table([run for run in log.list_runs() if run["minutes"] == options.minutes])
 
 
 if __name__ == "__main__":

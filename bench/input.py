@@ -22,14 +22,14 @@ from torch import Tensor
 from vitrail.config import AugmentConfig, PreprocessConfig
 from vitrail.data import augment as augmenting
 from vitrail.data import decode as decoding
-from vitrail.data.counter_rng import CounterRNG
+from vitrail.data.randomness import CounterRNG
 
 COUNT, SIZE, CHUNK = 64, (500, 375), 64
 VIEW = PreprocessConfig(size=(224, 224), resize=(256,), interpolation="bilinear")
 CROP = AugmentConfig(area=(0.08, 1.0), flip=False)
 
 
-def photos(folder: Path | None) -> list[bytes]:
+def load_photos(folder: Path | None) -> list[bytes]:
     """JPEGs of 500 x 375 pixels, quality 90."""
     generator = np.random.default_rng(0)
     if folder is None:
@@ -51,7 +51,7 @@ def photos(folder: Path | None) -> list[bytes]:
     return encoded
 
 
-def by_pillow(images: list[bytes], draws: CounterRNG) -> Tensor:
+def decode_with_pillow(images: list[bytes], draws: CounterRNG) -> Tensor:
     """The same crops by Pillow alone: open, resize from the box, to a tensor."""
     drawn = augmenting.draw_augment_params(
         draws, np.full(len(images), SIZE[1]), np.full(len(images), SIZE[0]), CROP, VIEW
@@ -65,7 +65,7 @@ def by_pillow(images: list[bytes], draws: CounterRNG) -> Tensor:
     return out
 
 
-def by_vitrail(images: list[bytes], draws: CounterRNG) -> Tensor:
+def decode_with_vitrail(images: list[bytes], draws: CounterRNG) -> Tensor:
     """What a loader's worker does."""
     encoded = [decoding.open_image(content) for content in images]
     sizes = np.array([(image.height, image.width) for image in encoded])
@@ -76,13 +76,13 @@ def by_vitrail(images: list[bytes], draws: CounterRNG) -> Tensor:
     return augmenting.make_train_inputs(load, sizes, draws, CROP, VIEW)
 
 
-def without_simplejpeg(images: list[bytes], draws: CounterRNG) -> Tensor:
+def decode_without_simplejpeg(images: list[bytes], draws: CounterRNG) -> Tensor:
     """What it does where the extra is not installed."""
-    found, decoding._load_simplejpeg = decoding._load_simplejpeg, lambda: None  # type: ignore[assignment]
+    load_simplejpeg, decoding._load_simplejpeg = decoding._load_simplejpeg, lambda: None  # type: ignore[assignment]
     try:
-        return by_vitrail(images, draws)
+        return decode_with_vitrail(images, draws)
     finally:
-        decoding._load_simplejpeg = found
+        decoding._load_simplejpeg = load_simplejpeg
 
 
 def main() -> None:
@@ -92,12 +92,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    images = photos(options.folder)
+    images = load_photos(options.folder)
     chunks = [(images[at : at + CHUNK], CounterRNG(0, np.arange(at, at + CHUNK))) for at in range(0, COUNT, CHUNK)]
     ways: dict[str, Callable[[list[bytes], CounterRNG], Tensor]] = {
-        "Pillow alone": by_pillow,
-        "vitrail, Pillow decodes": without_simplejpeg,
-        f"vitrail, {decoding.get_jpeg_decoder_name()}": by_vitrail,
+        "Pillow alone": decode_with_pillow,
+        "vitrail, Pillow decodes": decode_without_simplejpeg,
+        f"vitrail, {decoding.get_jpeg_decoder_name()}": decode_with_vitrail,
     }
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.rounds):
@@ -111,8 +111,10 @@ def main() -> None:
     for name, values in seconds.items():
         middle = statistics.median(values)
         print(f"{name:50} {COUNT / middle:7.0f} images/s   {slowest / middle:.2f}x")
-    exact = all(torch.equal(by_vitrail(*chunk), without_simplejpeg(*chunk)) for chunk in chunks)
-    apart = torch.cat([(by_vitrail(*chunk).int() - by_pillow(*chunk).int()).abs().float() for chunk in chunks])
+    exact = all(torch.equal(decode_with_vitrail(*chunk), decode_without_simplejpeg(*chunk)) for chunk in chunks)
+    apart = torch.cat(
+        [(decode_with_vitrail(*chunk).int() - decode_with_pillow(*chunk).int()).abs().float() for chunk in chunks]
+    )
     print(f"pixels of simplejpeg and Pillow's decoder: {'equal to the bit' if exact else 'DIFFERENT'}")
     print(f"pixels of the crop and of Pillow's: {apart.mean():.3f} levels apart on average, {apart.max():.0f} at most")
 

@@ -14,22 +14,22 @@ import torch
 
 from vitrail.config import OptimizerConfig, Recipe, ScheduleConfig
 from vitrail.model.vit import ViT
-from vitrail.train.step import build_train_state, train_step
+from vitrail.training.step import build_train_state, train_step
 from vitrail.weights.trained import create_random
 
 MODELS = ("s16:512", "b16:256", "b16:256:recompute", "l16:128", "h14:64", "r50-b16:128", "bit-r50x1:128")
 SIZE, CLASSES, STEPS = 224, 1000, 3
 
 
-def predicted(preset: str, images: int, *, recompute: bool) -> int:
-    """What the command says."""
+def predict_memory(preset: str, images: int, *, recompute: bool) -> int:
+    """The bytes that the command predicts."""
     command = [sys.executable, "-m", "vitrail", "plan", preset, "--gpu", "h200", "--batch", str(images), "--json"]
     command += ["--steps", "100", "--data-images", "1000", *(["--recompute"] if recompute else [])]
-    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
-    return int(found["memory"]["whole"]["total"])
+    plan = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    return int(plan["memory"]["whole"]["total"])
 
 
-def measured(preset: str, images: int, *, recompute: bool) -> int:
+def measure_memory(preset: str, images: int, *, recompute: bool) -> int:
     """The most that torch had allocated."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -63,7 +63,7 @@ def main() -> None:
     for name in parser.parse_args().models:
         preset, images, *rest = name.split(":")
         recompute = rest == ["recompute"]
-        plan, used = (f(preset, int(images), recompute=recompute) for f in (predicted, measured))
+        plan, used = (f(preset, int(images), recompute=recompute) for f in (predict_memory, measure_memory))
         print(f"{name:20} predicted {plan / 1e9:6.2f} GB  measured {used / 1e9:6.2f} GB  {plan / used - 1:+.1%}")
 
 

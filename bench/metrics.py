@@ -1,8 +1,8 @@
-"""Seconds to compute every number of `vitrail evaluate` from a model's answers, intervals included.
+"""Seconds to compute every number of `vitrail evaluate` from a model's predictions, intervals included.
 
     python bench/metrics.py [--images 50000] [--classes 1000] [--repeats 5]
 
-The answers are made up. Goal: under one second for ImageNet's validation images.
+The predictions are made up. Goal: under one second for ImageNet's validation images.
 """
 
 import argparse
@@ -11,12 +11,12 @@ import time
 
 import torch
 
-from vitrail.evaluate.metrics import compute_metrics
-from vitrail.evaluate.predictions import Predictions, count_predictions
+from vitrail.evaluation.metrics import compute_metrics
+from vitrail.evaluation.predictions import Predictions, count_predictions
 
 
-def answers(images: int, classes: int) -> Predictions:
-    """What a model might say: right on three images of four."""
+def make_predictions(images: int, classes: int) -> Predictions:
+    """What a model might predict: right on three images of four."""
     draws = torch.Generator().manual_seed(0)
     labels = torch.randint(0, classes, (images,), generator=draws)
     best = torch.randint(0, classes, (images, 5), generator=draws)
@@ -34,11 +34,11 @@ def main() -> None:
     parser.add_argument("--classes", type=int, default=1000)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    said, seconds = answers(options.images, options.classes), []
+    predictions, seconds = make_predictions(options.images, options.classes), []
     for _ in range(options.repeats):
-        begun = time.perf_counter()
-        compute_metrics(count_predictions(said, options.classes), said)
-        seconds.append(time.perf_counter() - begun)
+        start = time.perf_counter()
+        compute_metrics(count_predictions(predictions, options.classes), predictions)
+        seconds.append(time.perf_counter() - start)
     print(
         f"{options.images:,} images, {options.classes:,} classes: median {statistics.median(seconds):.3f} s"
         f" of {options.repeats} ({min(seconds):.3f} to {max(seconds):.3f}), torch {torch.__version__},"

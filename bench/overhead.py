@@ -7,7 +7,7 @@ already on the device. The trainers get the same network, weights, batch size, o
 precision (float32 on the CPU, bf16 autocast on CUDA), each through its own loader: once from files, which are decoded
 in every step, and once from images in memory. All contenders take turns of a few steps in one process, each in a thread
 that sleeps while the others work; a ratio is of two turns of one round, and the table shows medians. On the CPU with
-one thread the clock is CPU time, which neighbours on the machine do not lengthen.
+one thread the clock is CPU time, which neighbors on the machine do not lengthen.
 """
 
 import argparse
@@ -33,15 +33,14 @@ from vitrail.config import AugmentConfig, OptimizerConfig, PreprocessConfig, Rec
 from vitrail.data import loader
 from vitrail.data.dataset import Split
 from vitrail.data.loader import BatchPlan, TrainingData
-from vitrail.data.order import SampleOrder
+from vitrail.data.randomness import SampleOrder
 from vitrail.data.sources import open_dataset
 from vitrail.data.transforms import normalize
-from vitrail.model.build import Model
-from vitrail.train import loop
-from vitrail.train.step import build_train_state
+from vitrail.model.vit import Model
+from vitrail.training import loop
+from vitrail.training.step import build_train_state
 
 CLASSES, IMAGES = 10, 1280
-BARE = "bare loop"
 BARE = "bare loop"
 LR, DECAY, CLIP = 1e-4, 0.1, 1.0
 
@@ -73,7 +72,7 @@ class Case:
         """The images have the network's size already, so that nothing is resized."""
         return PreprocessConfig(size=(self.side, self.side), resize=(self.side, self.side))
 
-    def network(self) -> Model:
+    def build_network(self) -> Model:
         """The same weights for everybody."""
         torch.manual_seed(0)
         return vitrail.create(self.model, image_size=self.side, num_classes=CLASSES).to(self.device).train()
@@ -84,7 +83,7 @@ class Turns:
 
     def __init__(self, case: Case, way: Callable[["Turns"], None]) -> None:
         self.case, self.way = case, way
-        self.now = clock(case)
+        self.now = choose_clock(case)
         self.seconds: list[float] = []
         self.failure: BaseException | None = None
         self._done, self._begun = 0, 0.0
@@ -123,7 +122,7 @@ class Turns:
         self._begun = self.now()
 
 
-def clock(case: Case) -> Callable[[], float]:
+def choose_clock(case: Case) -> Callable[[], float]:
     """CPU time where nothing but one thread of this process computes, else wall-clock time."""
     alone = case.device.type == "cpu" and case.threads == 1 and not case.workers
     return time.process_time if alone else time.perf_counter
@@ -132,9 +131,9 @@ def clock(case: Case) -> Callable[[], float]:
 # --- the contenders --------------------------------------------------------------------------------------------------
 
 
-def bare(case: Case, turns: Turns) -> None:
+def run_bare_loop(case: Case, turns: Turns) -> None:
     """Nothing but the arithmetic."""
-    model = case.network()
+    model = case.build_network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY, fused=True)
     images, targets = normalize(case.pixels, case.view), case.targets
     for step in range(case.total):
@@ -149,7 +148,7 @@ def bare(case: Case, turns: Turns) -> None:
         turns.step()
 
 
-def by_vitrail(case: Case, turns: Turns, *, in_memory: bool) -> None:
+def run_vitrail(case: Case, turns: Turns, *, in_memory: bool) -> None:
     """vitrail's loop."""
     recipe = Recipe(
         model=case.model,
@@ -170,7 +169,7 @@ def by_vitrail(case: Case, turns: Turns, *, in_memory: bool) -> None:
         num_classes=CLASSES,
     )
     plan = BatchPlan(batch_size=case.batch, total_positions=case.batch * case.total)
-    state = build_train_state(case.network(), recipe)
+    state = build_train_state(case.build_network(), recipe)
     if in_memory:
         batches = loader.iter_resident_train_batches(training, plan, case.pixels, case.targets)
     else:
@@ -179,20 +178,20 @@ def by_vitrail(case: Case, turns: Turns, *, in_memory: bool) -> None:
 
 
 class Images(TorchDataset[dict[str, Any]]):
-    """Images as transformers' example gives them to the Trainer: normalised one by one, decoded each time or once."""
+    """Images as transformers' example gives them to the Trainer: normalized one by one, decoded each time or once."""
 
     def __init__(self, case: Case, *, in_memory: bool) -> None:
         self.case = case
-        self.kept = [self.decoded(index) for index in range(len(self))] if in_memory else None
+        self.decoded = [self.decode(index) for index in range(len(self))] if in_memory else None
 
     def __len__(self) -> int:
         return len(self.case.split)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        pixels = self.decoded(index) if self.kept is None else self.kept[index]
+        pixels = self.decode(index) if self.decoded is None else self.decoded[index]
         return {"pixel_values": normalize(pixels, self.case.view), "labels": self.case.split.get_labels(index)[0]}
 
-    def decoded(self, index: int) -> Tensor:
+    def decode(self, index: int) -> Tensor:
         """uint8 (3, S, S)."""
         source = self.case.split.read_image(index)
         assert isinstance(source, Path), "the images are files"
@@ -211,7 +210,7 @@ class WithLoss(nn.Module):
         return {"loss": F.cross_entropy(logits.float(), labels), "logits": logits}
 
 
-def by_transformers(case: Case, turns: Turns, *, in_memory: bool) -> None:
+def run_transformers(case: Case, turns: Turns, *, in_memory: bool) -> None:
     """transformers' Trainer, without evaluating, saving and reporting."""
     from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
@@ -237,7 +236,7 @@ def by_transformers(case: Case, turns: Turns, *, in_memory: bool) -> None:
             report_to="none",
             disable_tqdm=True,
         )
-        model = WithLoss(case.network())
+        model = WithLoss(case.build_network())
         images = Images(case, in_memory=in_memory)
         trainer = Trainer(model=model, args=arguments, train_dataset=images, callbacks=[Steps()])
         trainer.remove_callback(PrinterCallback)
@@ -247,8 +246,8 @@ def by_transformers(case: Case, turns: Turns, *, in_memory: bool) -> None:
 # --- the table -------------------------------------------------------------------------------------------------------
 
 
-def written(folder: Path, side: int) -> Split:
-    """Images of smooth colours as PNG files, and the training split that vitrail sees in them."""
+def write_images(folder: Path, side: int) -> Split:
+    """Images of smooth colors as PNG files, and the training split that vitrail sees in them."""
     generator = np.random.default_rng(0)
     for number in range(IMAGES):
         small = Image.fromarray(generator.integers(0, 256, (8, 8, 3), dtype=np.uint8))
@@ -258,14 +257,14 @@ def written(folder: Path, side: int) -> Split:
     return open_dataset(str(folder)).splits["train"]
 
 
-def case_for(options: argparse.Namespace, folder: Path) -> Case:
+def build_case(options: argparse.Namespace, folder: Path) -> Case:
     """A step takes a third of a second on one core, a twentieth on a large GPU."""
     device = torch.device(options.device)
     cuda = device.type == "cuda"
     side = 128 if cuda else 64
-    split = written(folder, side)
-    found = loader.load_resident_images(split, channels=3, num_classes=CLASSES, device=device)
-    assert found is not None, "the images are small and of one size"
+    split = write_images(folder, side)
+    resident = loader.load_resident_images(split, channels=3, num_classes=CLASSES, device=device)
+    assert resident is not None, "the images are small and of one size"
     return Case(
         device=device,
         model="b16" if cuda else "ti16",
@@ -276,19 +275,19 @@ def case_for(options: argparse.Namespace, folder: Path) -> Case:
         threads=options.threads,
         workers=options.workers,
         split=split,
-        pixels=found[0],
-        targets=found[1],
+        pixels=resident[0],
+        targets=resident[1],
     )
 
 
-def measured(case: Case) -> dict[str, list[float]]:
+def measure_case(case: Case) -> dict[str, list[float]]:
     """Seconds of every turn, by contender."""
     ways: dict[str, Callable[[Turns], None]] = {
-        BARE: lambda turns: bare(case, turns),
-        "vitrail, from files": lambda turns: by_vitrail(case, turns, in_memory=False),
-        "vitrail, in memory": lambda turns: by_vitrail(case, turns, in_memory=True),
-        "Trainer, from files": lambda turns: by_transformers(case, turns, in_memory=False),
-        "Trainer, in memory": lambda turns: by_transformers(case, turns, in_memory=True),
+        BARE: lambda turns: run_bare_loop(case, turns),
+        "vitrail, from files": lambda turns: run_vitrail(case, turns, in_memory=False),
+        "vitrail, in memory": lambda turns: run_vitrail(case, turns, in_memory=True),
+        "Trainer, from files": lambda turns: run_transformers(case, turns, in_memory=False),
+        "Trainer, in memory": lambda turns: run_transformers(case, turns, in_memory=True),
     }
     contenders = {name: Turns(case, way) for name, way in ways.items()}
     order = list(contenders.values())
@@ -299,11 +298,11 @@ def measured(case: Case) -> dict[str, list[float]]:
     return {name: turns.seconds[1:] for name, turns in contenders.items()}
 
 
-def show(case: Case, seconds: dict[str, list[float]]) -> None:
+def print_table(case: Case, seconds: dict[str, list[float]]) -> None:
     """Print the table."""
     import transformers
 
-    def over(name: str, base: str) -> list[float]:
+    def compute_ratios(name: str, base: str) -> list[float]:
         """Quartiles of the ratio of both times."""
         return statistics.quantiles(a / b for a, b in zip(seconds[name], seconds[base], strict=True))
 
@@ -311,12 +310,12 @@ def show(case: Case, seconds: dict[str, list[float]]) -> None:
     print(
         f"{case.model} at {case.side} pixels, batch {case.batch}, {name}, {case.threads} threads,"
         f" {case.workers} workers, torch {torch.__version__}, transformers {transformers.__version__}\n"
-        f"medians of {case.rounds} rounds of {case.steps} steps, {clock(case).__name__}"
+        f"medians of {case.rounds} rounds of {case.steps} steps, {choose_clock(case).__name__}"
     )
     for contender, values in seconds.items():
-        low, middle, high = (ratio - 1 for ratio in over(contender, BARE))
+        low, middle, high = (ratio - 1 for ratio in compute_ratios(contender, BARE))
         trainer = contender.replace("vitrail", "Trainer")
-        beside = f"  {over(trainer, contender)[1]:.3f}x as fast as Trainer" if trainer != contender else ""
+        beside = f"  {compute_ratios(trainer, contender)[1]:.3f}x as fast as Trainer" if trainer != contender else ""
         print(
             f"{contender:20} {case.batch * case.steps / statistics.median(values):8.1f} images/s"
             f"  time over the bare loop {middle:+.1%} (half of the rounds {low:+.1%} to {high:+.1%}){beside}"
@@ -335,8 +334,8 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     allow_torchvision()
     with tempfile.TemporaryDirectory() as folder:
-        case = case_for(options, Path(folder))
-        show(case, measured(case))
+        case = build_case(options, Path(folder))
+        print_table(case, measure_case(case))
 
 
 if __name__ == "__main__":

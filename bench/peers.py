@@ -97,20 +97,20 @@ class Stopwatch:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def arrived(self) -> None:
+    def start_step(self) -> None:
         """A batch is there."""
         if not self.steps:
             self.begun = self.now()
             self.warm = (0, self.begun)
 
-    def stepped(self, images: int) -> bool:
+    def count_step(self, images: int) -> bool:
         """A step was made with so many images; true when the limit is reached."""
         self.images, self.steps = self.images + images, self.steps + 1
         if self.steps == _WARM:
             self.warm = (self.images, self.now())
         return self.limit is not None and self.steps > _WARM and time.perf_counter() - self.warm[1] > self.limit
 
-    def trained(self, model: nn.Module, epochs: float, images: int | None = None) -> Trained:
+    def summarize(self, model: nn.Module, epochs: float, images: int | None = None) -> Trained:
         """What it saw until now."""
         end = self.now()
         counted, since = self.warm
@@ -118,7 +118,7 @@ class Stopwatch:
         return Trained(model, epochs, self.images if images is None else images, end - self.begun, pace)
 
 
-def fitted(trial: Trained, minutes: float, images: int) -> int:
+def fit_epochs(trial: Trained, minutes: float, images: int) -> int:
     """Whole epochs that fit into the minutes at the pace of a trial, and one at least."""
     return max(1, int(trial.pace * minutes * 60 * _MARGIN / images))
 
@@ -142,16 +142,16 @@ TRANSFORMERS = {
 _TRANSFORMERS_BATCH = 8  # both
 
 
-def by_transformers(job: Job, arguments: Arguments, epochs: float | None) -> Trained:
+def train_with_transformers(job: Job, arguments: Arguments, epochs: float | None) -> Trained:
     """The example's model, images and Trainer; for the epochs given, or as many as fit."""
     if epochs is not None:
-        return _trainer(job, arguments, epochs, None)
-    trial = _trainer(job, arguments, 1000, job.minutes * 60 * _TRIAL)
+        return _run_trainer(job, arguments, epochs, None)
+    trial = _run_trainer(job, arguments, 1000, job.minutes * 60 * _TRIAL)
     images = sum(1 for path in (job.data / "train").glob("*/*") if path.is_file())
-    return _trainer(job, arguments, fitted(trial, job.minutes, images), None)
+    return _run_trainer(job, arguments, fit_epochs(trial, job.minutes, images), None)
 
 
-def _trainer(job: Job, given: Arguments, epochs: float, limit: float | None) -> Trained:
+def _run_trainer(job: Job, given: Arguments, epochs: float, limit: float | None) -> Trained:
     import transformers
     from transformers import AutoModelForImageClassification, PrinterCallback, Trainer, TrainerCallback
 
@@ -161,10 +161,10 @@ def _trainer(job: Job, given: Arguments, epochs: float, limit: float | None) -> 
 
     class Watch(TrainerCallback):  # type: ignore[misc]  # mypy does not see into transformers
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            watch.arrived()
+            watch.start_step()
 
         def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:
-            control.should_training_stop = watch.stepped(_TRANSFORMERS_BATCH)
+            control.should_training_stop = watch.count_step(_TRANSFORMERS_BATCH)
 
     transformers.set_seed(job.seed)
     model = AutoModelForImageClassification.from_pretrained(
@@ -187,16 +187,16 @@ def _trainer(job: Job, given: Arguments, epochs: float, limit: float | None) -> 
             report_to="none",
             disable_tqdm=True,
         )
-        images = _example_images(job, "train")
+        images = _open_example_images(job, "train")
         trainer = Trainer(
-            model=model, args=arguments, train_dataset=images, data_collator=_collated, callbacks=[Watch()]
+            model=model, args=arguments, train_dataset=images, data_collator=_collate, callbacks=[Watch()]
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    return watch.trained(_Logits(model), trainer.state.epoch, round(trainer.state.epoch * len(images)))
+    return watch.summarize(_Logits(model), trainer.state.epoch, round(trainer.state.epoch * len(images)))
 
 
-def _example_images(job: Job, split: str) -> Any:
+def _open_example_images(job: Job, split: str) -> Any:
     """The split through the example's transforms: a random crop and a flip, or the processor's resize and crop."""
     from torchvision import transforms
     from torchvision.datasets import ImageFolder
@@ -211,7 +211,7 @@ def _example_images(job: Job, split: str) -> Any:
     return ImageFolder(str(job.data / split), transforms.Compose([*begin, *finish]))
 
 
-def _collated(items: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
+def _collate(items: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
     pixels, labels = zip(*items, strict=True)
     return {"pixel_values": torch.stack(pixels), "labels": torch.tensor(labels)}
 
@@ -227,12 +227,12 @@ class _Logits(nn.Module):
         return self.model(pixel_values=pixels).logits
 
 
-def tested_by_transformers(job: Job, trained: Trained) -> tuple[int, int]:
+def test_with_transformers(job: Job, trained: Trained) -> tuple[int, int]:
     """Images of the test split that are right, and all of them."""
     from torch.utils.data import DataLoader
 
-    images = _example_images(job, "test")
-    return _right(job, trained.model, DataLoader(images, batch_size=_EVALUATION_BATCH, num_workers=job.workers))
+    images = _open_example_images(job, "test")
+    return _count_correct(job, trained.model, DataLoader(images, batch_size=_EVALUATION_BATCH, num_workers=job.workers))
 
 
 # --- timm ------------------------------------------------------------------------------------------------------------
@@ -310,23 +310,23 @@ TIMM = {
 _TIMM_BATCH = 128  # train.py's default; the published ones, 768 and more, are larger than some of the sets
 
 
-def by_timm(job: Job, settings: Settings, epochs: float | None) -> Trained:
+def train_with_timm(job: Job, settings: Settings, epochs: float | None) -> Trained:
     """What train.py does with these settings; for the epochs given, or as many as fit."""
     if epochs is not None:
-        return _train(job, settings, round(epochs), None)
-    trial = _train(job, settings, 1000, job.minutes * 60 * _TRIAL)
-    images = _timm_images(job, "train")
-    return _train(job, settings, fitted(trial, job.minutes, len(images)), None)
+        return _run_timm_training(job, settings, round(epochs), None)
+    trial = _run_timm_training(job, settings, 1000, job.minutes * 60 * _TRIAL)
+    images = _open_timm_images(job, "train")
+    return _run_timm_training(job, settings, fit_epochs(trial, job.minutes, len(images)), None)
 
 
-def _train(job: Job, settings: Settings, epochs: int, limit: float | None) -> Trained:
+def _run_timm_training(job: Job, settings: Settings, epochs: int, limit: float | None) -> Trained:
     from timm.optim import create_optimizer_v2
     from timm.scheduler import create_scheduler_v2
     from timm.utils import random_seed
 
     random_seed(job.seed)
-    model = _timm_model(job, settings).to(job.device).train()
-    batches, loss = _training_loader(job, settings, model)
+    model = _build_timm_model(job, settings).to(job.device).train()
+    batches, loss = _build_training_loader(job, settings, model)
     named = {} if settings.eps is None else {"eps": settings.eps}
     optimizer = create_optimizer_v2(
         model,
@@ -349,7 +349,7 @@ def _train(job: Job, settings: Settings, epochs: int, limit: float | None) -> Tr
     watch, step = Stopwatch(job, limit), 0
     for _ in range(epochs):
         for pixels, targets in batches:
-            watch.arrived()
+            watch.start_step()
             with job.autocast():
                 logits = model(pixels)
             loss(logits.float(), targets).backward()
@@ -359,12 +359,12 @@ def _train(job: Job, settings: Settings, epochs: int, limit: float | None) -> Tr
             optimizer.zero_grad()
             step += 1
             scheduler.step_update(step)
-            if watch.stepped(len(pixels)):
-                return watch.trained(model, step / len(batches))
-    return watch.trained(model, epochs)
+            if watch.count_step(len(pixels)):
+                return watch.summarize(model, step / len(batches))
+    return watch.summarize(model, epochs)
 
 
-def _timm_model(job: Job, settings: Settings) -> Any:
+def _build_timm_model(job: Job, settings: Settings) -> Any:
     """timm's network with the weights of the file and timm's new head."""
     import timm
 
@@ -379,19 +379,19 @@ def _timm_model(job: Job, settings: Settings) -> Any:
     )
 
 
-def _timm_images(job: Job, split: str) -> Any:
+def _open_timm_images(job: Job, split: str) -> Any:
     from timm.data import create_dataset
 
     return create_dataset("", root=str(job.data / split), is_training=split == "train")
 
 
-def _training_loader(job: Job, settings: Settings, model: nn.Module) -> tuple[Any, nn.Module]:
+def _build_training_loader(job: Job, settings: Settings, model: nn.Module) -> tuple[Any, nn.Module]:
     """Batches, mixed where the settings mix, and their loss, as train.py chooses them."""
     from timm.data import FastCollateMixup, create_loader, resolve_data_config
     from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 
     view = resolve_data_config({}, model=model)
-    images = _timm_images(job, "train")
+    images = _open_timm_images(job, "train")
     mixes = bool(settings.mixup or settings.cutmix)
     options = {
         "mixup_alpha": settings.mixup,
@@ -422,13 +422,13 @@ def _training_loader(job: Job, settings: Settings, model: nn.Module) -> tuple[An
     return batches, loss
 
 
-def tested_by_timm(job: Job, trained: Trained) -> tuple[int, int]:
+def test_with_timm(job: Job, trained: Trained) -> tuple[int, int]:
     """Images of the test split that are right, and all of them."""
     from timm.data import create_loader, resolve_data_config
 
     view = resolve_data_config({}, model=trained.model)
     batches = create_loader(
-        _timm_images(job, "test"),
+        _open_timm_images(job, "test"),
         input_size=view["input_size"],
         batch_size=_EVALUATION_BATCH,
         interpolation=view["interpolation"],
@@ -439,11 +439,11 @@ def tested_by_timm(job: Job, trained: Trained) -> tuple[int, int]:
         device=job.device,
         persistent_workers=False,
     )
-    return _right(job, trained.model, batches)
+    return _count_correct(job, trained.model, batches)
 
 
 @torch.inference_mode()
-def _right(job: Job, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[int, int]:
+def _count_correct(job: Job, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[int, int]:
     model.eval()
     right, images = 0, 0
     for pixels, targets in batches:

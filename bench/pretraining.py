@@ -42,9 +42,9 @@ from vitrail.data.dataset import Dataset, Split
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DivergedError, StoppedError
 from vitrail.runtime.devices import resolve_device
-from vitrail.train.run_results import RunResult
-from vitrail.train.trainer import Trainer
-from vitrail.train.training_run import TrainingRun, adapt_to_dataset
+from vitrail.training.run_results import RunResult
+from vitrail.training.trainer import Trainer
+from vitrail.training.training_run import TrainingRun, adapt_to_dataset
 from vitrail.weights.load import load
 
 ARMS = {
@@ -79,7 +79,7 @@ class Job:
         """The run whose weights it begins with."""
         return None if self.share is None or self.arm == "scratch" else self.arm
 
-    def needs(self, rates: list[float]) -> set[str]:
+    def list_needed_jobs(self, rates: list[float]) -> set[str]:
         """The runs that must be done before it."""
         before = set() if self.start is None else {self.start}
         if self.share is not None and self.rate is None:
@@ -87,7 +87,7 @@ class Job:
         return before
 
 
-def jobs(options: argparse.Namespace) -> list[Job]:
+def list_jobs(options: argparse.Namespace) -> list[Job]:
     """All runs, those that others wait for first."""
     before = [Job(arm) for arm in options.arms if arm != "scratch"]
     grid = [
@@ -103,30 +103,30 @@ def jobs(options: argparse.Namespace) -> list[Job]:
 # --- the images ------------------------------------------------------------------------------------------------------
 
 
-def half(dataset: Dataset, split: str, which: int) -> Split:
+def select_half(dataset: Dataset, split: str, which: int) -> Split:
     """The images of a split that show every second class, from the first or the second on."""
-    found = dataset.splits[split]
-    rows = np.asarray(found.rows)
-    return Split(found.store, rows[found.store.table["label"][rows] % 2 == which])
+    whole = dataset.splits[split]
+    rows = np.asarray(whole.rows)
+    return Split(whole.store, rows[whole.store.table["label"][rows] % 2 == which])
 
 
-def upstream(dataset: Dataset) -> Dataset:
+def select_upstream(dataset: Dataset) -> Dataset:
     """What is pre-trained on: one half of the classes."""
     held = "test" if "test" in dataset.splits else "val"
-    splits = {"train": half(dataset, "train", 0), "val": half(dataset, held, 0)}
+    splits = {"train": select_half(dataset, "train", 0), "val": select_half(dataset, held, 0)}
     return dataclasses.replace(dataset, splits=splits)
 
 
-def downstream(dataset: Dataset, share: float, seed: int) -> Dataset:
+def select_downstream(dataset: Dataset, share: float, seed: int) -> Dataset:
     """The other half: a share of each class's training images, and two parts of those held out."""
-    train = half(dataset, "train", 1)
+    train = select_half(dataset, "train", 1)
     labels = train.store.table["label"][train.rows]
     generator = np.random.default_rng([seed, round(share * 1e6)])
     kept = [
         generator.permutation(train.rows[labels == label])[: max(1, round(share * int((labels == label).sum())))]
         for label in np.unique(labels)
     ]
-    held = half(dataset, "test" if "test" in dataset.splits else "val", 1)
+    held = select_half(dataset, "test" if "test" in dataset.splits else "val", 1)
     parts = {"train": np.sort(np.concatenate(kept)), "val": held.rows[0::2], "test": held.rows[1::2]}
     return dataclasses.replace(dataset, splits={name: Split(train.store, rows) for name, rows in parts.items()})
 
@@ -134,20 +134,20 @@ def downstream(dataset: Dataset, share: float, seed: int) -> Dataset:
 # --- the runs --------------------------------------------------------------------------------------------------------
 
 
-def lasting(recipe: Recipe, steps: int, images: int) -> Recipe:
+def set_steps(recipe: Recipe, steps: int, images: int) -> Recipe:
     """The recipe for so many steps."""
     return dataclasses.replace(
         recipe, epochs=steps * recipe.batch / images, schedule=ScheduleConfig(warmup=steps // 20)
     )
 
 
-def pretraining(job: Job, dataset: Dataset, options: argparse.Namespace) -> TrainingRun:
+def build_pretraining_run(job: Job, dataset: Dataset, options: argparse.Namespace) -> TrainingRun:
     """An arm's run on the first half of the classes."""
-    some, base = upstream(dataset), recipes.get_recipe(options.recipe)
+    some, base = select_upstream(dataset), recipes.get_recipe(options.recipe)
     masked: MaskedConfig | None = ARMS[job.arm]
     if masked is not None:
         base = recipes.build_masked_recipe(base, masked, images=len(some.splits["train"]), epochs=1)
-    recipe = lasting(base, options.pretraining_steps, len(some.splits["train"]))
+    recipe = set_steps(base, options.pretraining_steps, len(some.splits["train"]))
     return TrainingRun(
         recipe=recipe,
         dataset=some,
@@ -157,13 +157,13 @@ def pretraining(job: Job, dataset: Dataset, options: argparse.Namespace) -> Trai
     )
 
 
-def learning(job: Job, dataset: Dataset, options: argparse.Namespace) -> TrainingRun:
+def build_finetuning_run(job: Job, dataset: Dataset, options: argparse.Namespace) -> TrainingRun:
     """What an arm learns of the second half."""
     assert job.share is not None
-    some, base = downstream(dataset, job.share, job.seed), recipes.get_recipe(options.recipe)
-    rate = job.rate or best_rate(job, done(options.work), options.rates)
+    some, base = select_downstream(dataset, job.share, job.seed), recipes.get_recipe(options.recipe)
+    rate = job.rate or choose_rate(job, read_results(options.work), options.rates)
     base = dataclasses.replace(base, optimizer=dataclasses.replace(base.optimizer, lr=rate))
-    recipe, start = lasting(base, options.steps, len(some.splits["train"])), None
+    recipe, start = set_steps(base, options.steps, len(some.splits["train"])), None
     if job.start is not None:
         recipe = dataclasses.replace(recipe, model=None, settings={}, image_size=None, mimetic=False)
         start = adapt_to_dataset(load(options.work / "runs" / job.start / "weights" / "best.safetensors"), some, recipe)
@@ -179,42 +179,42 @@ def learning(job: Job, dataset: Dataset, options: argparse.Namespace) -> Trainin
     )
 
 
-def computed(job: Job, dataset: Dataset, options: argparse.Namespace) -> dict[str, Any]:
-    """What a run came to; of those that learn, only that is kept."""
-    task = (pretraining if job.share is None else learning)(job, dataset, options)
+def run_job(job: Job, dataset: Dataset, options: argparse.Namespace) -> dict[str, Any]:
+    """The result of a run; of fine-tuning, only that is kept."""
+    run = (build_pretraining_run if job.share is None else build_finetuning_run)(job, dataset, options)
     folder = options.work / "runs" / job.name
     facts = {
         "job": job.name,
         **dataclasses.asdict(job),
-        "steps": task.plan.total_steps,
-        "images": len(task.train_split),
+        "steps": run.plan.total_steps,
+        "images": len(run.train_split),
     }
     try:
-        result = Trainer(task, folder, after_evaluation=lambda now: say(job, str(now)), resume=True).run()
+        result = Trainer(run, folder, after_evaluation=lambda now: print_progress(job, str(now)), resume=True).run()
     except DivergedError as error:
         return facts | {"val": 0.0, "test": 0.0, "diverged": str(error)}
     assert result is not None
-    facts |= {"seconds": result.seconds, "device": str(task.device)}
+    facts |= {"seconds": result.seconds, "device": str(run.device)}
     if isinstance(result, RunResult):
-        facts |= {"val": chosen_by(folder), "test": result.counts.top1, "tested": result.counts.images}
+        facts |= {"val": read_best_accuracy(folder), "test": result.counts.top1, "tested": result.counts.images}
     shutil.rmtree(folder / "checkpoints")
     if job.share is not None:
         shutil.rmtree(folder)
     return facts
 
 
-def best_rate(job: Job, finished: dict[str, dict[str, Any]], rates: list[float]) -> float:
+def choose_rate(job: Job, finished: dict[str, dict[str, Any]], rates: list[float]) -> float:
     """The rate that did best on the images to choose by, with the first seed."""
     return max(rates, key=lambda rate: finished[dataclasses.replace(job, rate=rate, seed=0).name]["val"])
 
 
-def chosen_by(folder: Path) -> float:
+def read_best_accuracy(folder: Path) -> float:
     """The best accuracy on the images to choose by."""
     with (folder / "results.csv").open(newline="") as file:
         return max(float(row["metrics/accuracy_top1"]) for row in csv.DictReader(file))
 
 
-def say(job: Job, sentence: str) -> None:
+def print_progress(job: Job, sentence: str) -> None:
     """A line of progress."""
     print(f"{job.name}: {sentence}", file=sys.stderr, flush=True)
 
@@ -223,7 +223,7 @@ def say(job: Job, sentence: str) -> None:
 
 
 @contextlib.contextmanager
-def taken(path: Path) -> Iterator[bool]:
+def try_lock(path: Path) -> Iterator[bool]:
     """Whether nobody else has it; then nobody else gets it while the block lasts."""
     with path.open("w") as file:
         try:
@@ -234,55 +234,55 @@ def taken(path: Path) -> Iterator[bool]:
         yield True
 
 
-def done(work: Path) -> dict[str, dict[str, Any]]:
+def read_results(work: Path) -> dict[str, dict[str, Any]]:
     """The finished runs by name."""
     path = work / "results.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return {record["job"]: record for record in map(json.loads, lines)}
 
 
-def put_down(work: Path, record: dict[str, Any]) -> None:
+def append_result(work: Path, record: dict[str, Any]) -> None:
     """One more finished run."""
     with (work / "results.jsonl").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(json.dumps(record) + "\n")
 
 
-def worked(dataset: Dataset, options: argparse.Namespace) -> None:
+def run_jobs(dataset: Dataset, options: argparse.Namespace) -> None:
     """Take one run after the other until all are done."""
-    everything = jobs(options)
-    while left := [job for job in everything if job.name not in done(options.work)]:
+    all_jobs = list_jobs(options)
+    while left := [job for job in all_jobs if job.name not in read_results(options.work)]:
         for job in left:
-            if job.needs(options.rates) - done(options.work).keys():
+            if job.list_needed_jobs(options.rates) - read_results(options.work).keys():
                 continue
-            with taken(options.work / "locks" / job.name) as mine:
-                if mine and job.name not in done(options.work):
-                    put_down(options.work, computed(job, dataset, options))
+            with try_lock(options.work / "locks" / job.name) as mine:
+                if mine and job.name not in read_results(options.work):
+                    append_result(options.work, run_job(job, dataset, options))
                     break
         else:
             time.sleep(_PATIENCE)  # all that is left is being worked on, or waits for it
 
 
-def table(options: argparse.Namespace) -> None:
+def print_table(options: argparse.Namespace) -> None:
     """Print the accuracy of each arm and share, at the rate that did best with the first seed."""
-    finished = done(options.work)
+    finished = read_results(options.work)
     print(f"{'':18}" + "".join(f"{share:>28.0%}" for share in options.shares))
     for arm in options.arms:
         cells = []
         for share in options.shares:
             job = Job(arm, share, seed=1)
-            if job.needs(options.rates) - finished.keys():
+            if job.list_needed_jobs(options.rates) - finished.keys():
                 cells.append("")
                 continue
-            best = best_rate(job, finished, options.rates)
+            best = choose_rate(job, finished, options.rates)
             names = [Job(arm, share, best).name, *(Job(arm, share, seed=seed).name for seed in range(1, options.seeds))]
-            found = [100 * finished[name]["test"] for name in names if name in finished]
-            spread = f" ± {statistics.stdev(found):.2f}" if len(found) > 1 else ""
-            cells.append(f"{statistics.mean(found):.2f}{spread} (n={len(found)}, {best:g})")
+            accuracies = [100 * finished[name]["test"] for name in names if name in finished]
+            spread = f" ± {statistics.stdev(accuracies):.2f}" if len(accuracies) > 1 else ""
+            cells.append(f"{statistics.mean(accuracies):.2f}{spread} (n={len(accuracies)}, {best:g})")
         print(f"{arm:18}" + "".join(f"{cell:>28}" for cell in cells))
 
 
-def parsed() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data")
@@ -300,12 +300,12 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def begun(options: argparse.Namespace) -> None:
+def check_study(options: argparse.Namespace) -> None:
     """See to it that a folder holds runs of one study alone."""
     (options.work / "locks").mkdir(parents=True, exist_ok=True)
     study = {name: getattr(options, name) for name in ("data", "recipe", "pretraining_steps", "steps")}
     path = options.work / "study.json"
-    with taken(options.work / "locks" / "study"):
+    with try_lock(options.work / "locks" / "study"):
         if not path.exists():
             path.write_text(json.dumps(study) + "\n")
     if json.loads(path.read_text()) != study:
@@ -314,20 +314,20 @@ def begun(options: argparse.Namespace) -> None:
 
 def main() -> int:
     """Work for as long as is allowed, and print the table."""
-    options = parsed()
-    begun(options)
+    options = parse_options()
+    check_study(options)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(StoppedError.exit_code))  # a run has a handler of its own
     if options.minutes is not None:
         end = threading.Timer(60 * options.minutes, os.kill, (os.getpid(), signal.SIGTERM))
         end.daemon = True
         end.start()
     try:
-        worked(open_dataset(options.data), options)
+        run_jobs(open_dataset(options.data), options)
     except StoppedError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     finally:
-        table(options)
+        print_table(options)
     return 0
 
 

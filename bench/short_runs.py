@@ -19,13 +19,13 @@ import torch
 from vitrail import recipes
 from vitrail.config import ViTConfig
 from vitrail.data.sources import open_dataset
-from vitrail.evaluate.predictions import evaluate_batches
+from vitrail.evaluation.predictions import evaluate_batches
 from vitrail.model.cost import count_training_flops
-from vitrail.train import loop
-from vitrail.train.head_init import fit_head
-from vitrail.train.run_batches import iterate_split_batches, iterate_train_batches
-from vitrail.train.step import build_train_state, make_autocast
-from vitrail.train.training_run import TrainingRun, adapt_to_dataset
+from vitrail.training import loop
+from vitrail.training.head_init import fit_head
+from vitrail.training.loop import iterate_split_batches, iterate_train_batches
+from vitrail.training.step import build_train_state, make_autocast
+from vitrail.training.training_run import TrainingRun, adapt_to_dataset
 from vitrail.weights.load import load
 from vitrail.weights.trained import Trained
 
@@ -83,13 +83,13 @@ def main() -> None:
         options.seeds, options.images, options.data, options.sides, ("zero", "probe")
     ):
         case = {"data": data, "images": images, "side": side, "head": head, "seed": seed}
-        found = next((run for run in done if case.items() <= run.items()), None)
-        if found is None:
-            found = case | train(model, case, torch.device(options.device), options.workers)
+        result = next((run for run in done if case.items() <= run.items()), None)
+        if result is None:
+            result = case | train(model, case, torch.device(options.device), options.workers)
             with options.log.open("a") as file:
-                file.write(json.dumps(found) + "\n")
+                file.write(json.dumps(result) + "\n")
         what = f"{Path(data).name:16} {images:6} images {side:4} {head:5} seed {seed}"
-        print(f"{what}: {found['epochs']:5.1f} epochs, {found['top1']:.1%} of {found['n']}", flush=True)
+        print(f"{what}: {result['epochs']:5.1f} epochs, {result['top1']:.1%} of {result['n']}", flush=True)
 
 
 if __name__ == "__main__":

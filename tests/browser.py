@@ -33,7 +33,7 @@ QUIET = 0.2  # seconds without a request after which a page is at rest
 
 
 @contextlib.contextmanager
-def opened() -> Iterator["Chromium"]:
+def open_browser() -> Iterator["Chromium"]:
     """A browser of its own, with nothing of an earlier one; a skip where there is none."""
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:

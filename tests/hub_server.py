@@ -71,7 +71,7 @@ class Hub:
 
 
 @contextmanager
-def serving() -> Iterator[Hub]:
+def run_server() -> Iterator[Hub]:
     """A Hub that answers at `endpoint` until the block ends."""
     hub = Hub()
     handler = type("Handler", (_Handler,), {"hub": hub})

@@ -49,7 +49,7 @@ class S3:
 
 
 @contextmanager
-def serving() -> Iterator[S3]:
+def run_server() -> Iterator[S3]:
     """A store that answers at `endpoint` until the block ends."""
     store = S3()
     handler = type("Handler", (_Handler,), {"store": store})

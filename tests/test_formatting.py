@@ -12,16 +12,16 @@ from vitrail.formatting import pluralize
 
 COUNTED = re.compile(r" (images|classes|files|labels|epochs|shards|groups|draws|channels|links)\b(?!/s)")
 NEVER_ONE = {
-    "figures/all_figures.py: PAPER_IMAGES",
-    "cli/figures.py: len(images)",  # "draws all"
-    "figures/cka.py: MIN_BATCH",
-    "figures/plots.py: drawn.max()",  # the end of a scale
+    "visualization/all_figures.py: PAPER_IMAGES",
+    "api/figures.py: len(images)",  # "draws all"
+    "visualization/cka.py: MIN_BATCH",
+    "visualization/plots.py: drawn.max()",  # the end of a scale
     "studies/vtab_sources.py: len(order)",
     "studies/vtab_sources.py: len(parts[-1])",
     "cli/data.py: num_images",  # more than 200,000
     "data/imagenet.py: len(classes)",
-    "evaluate/evaluation.py: images",  # "the only image" stands beside it
-    "train/dataset_checks.py: images",  # more than 20,000
+    "evaluation/dataset_evaluation.py: images",  # "the only image" stands beside it
+    "training/dataset_checks.py: images",  # more than 20,000
     "data/download.py: len(files)",
     "data/public_formats.py: split",
     "data/loader.py: _MAX_SKIPPED_IMAGES - 1",
@@ -42,6 +42,7 @@ NEVER_ONE = {
         (1, "class", "1 class"),
         (2, "class", "2 classes"),
         (2, "micro-batch", "2 micro-batches"),
+        (2, "masked patch", "2 masked patches"),
         (1.0, "epoch", "1 epoch"),
         (0.25, "epoch", "0.25 epochs"),
     ],

@@ -7,19 +7,24 @@ from pathlib import Path
 import pytest
 
 import vitrail
-from tests.data.pictures import folder
+from tests.data.image_files import write_image_folder
 from tests.network import has_namespaces, run_watched
-from tests.test_readme import blocks, indented
+from tests.test_readme import list_watched_commands
 from vitrail.cli import COMMANDS
 from vitrail.config import PreprocessConfig
 
-OTHERS = {  # what the README does not show, the extras among it, and how it ends
+OTHERS = {  # what no page of tests/test_readme.py shows, the extras among it, and how it ends
     "demo --help": 0,  # it trains as the next one does, for two minutes
     "train digits --data digits --epochs 0.1 --warmup 1 --track tensorboard --out runs/tracked": 0,
     "study ablate digits --data digits --variants depth=1 --epochs 0.1 --out runs/ablation": 0,
     "data list": 0,
     "data remove cifar10": 2,  # which is not there
     "list": 0,
+    "finetune photos --model tiny.safetensors --recipe paper --image-size 32 --batch 4 --epochs 1 --warmup 1": 0,
+    "train mpp-cifar10 --data photos --epochs 0.5 --batch 4 --warmup 1 --out runs/mpp": 0,
+    "study vtab tiny.safetensors --data-root nowhere": 3,  # it is run in tests/studies/test_vtab.py
+    "push tiny.safetensors hf:ORG/NAME --dry-run": 0,
+    "convert tiny.safetensors tiny.onnx --to onnx": 0,
     "convert tiny.safetensors tiny.onnx --to onnx --int8 --measure photos": 0,
     "convert tiny.safetensors tiny.xml --to openvino": 0,
     "convert tiny.safetensors tiny.pt2 --to torch-export": 0,
@@ -36,7 +41,7 @@ def test_no_command_or_extra_reaches_for_the_network(
     model = vitrail.create("ti16", image_size=32, num_classes=3, depth=1, width=32, heads=1, mlp=64)
     view = PreprocessConfig(size=(32, 32), resize=(36,))
     vitrail.save(vitrail.Trained(model, view, ("a", "b", "c")), tmp_path / "tiny.safetensors")
-    folder(tmp_path / "photos", "train", "val", "test", each=4)
+    write_image_folder(tmp_path / "photos", "train", "val", "test", each=4)
     ended = run_watched(["-m", "vitrail", *shlex.split(command)], tmp_path)
     assert ended.code == OTHERS[command], ended.err
     assert not ended.contacts
@@ -45,9 +50,8 @@ def test_no_command_or_extra_reaches_for_the_network(
     attacked(f"a library that reports to its makers: {command}", f"no name looked up, nothing connected to, {how}")
 
 
-def test_every_verb_is_watched_here_or_in_the_readme() -> None:
-    shown = [line.removeprefix("$ ") for block in blocks("console") for line in block.splitlines() if line[:2] == "$ "]
-    commands = [*shown, *indented(), *(f"vitrail {command}" for command in OTHERS)]
+def test_every_verb_is_watched_here_or_on_a_page() -> None:
+    commands = [*list_watched_commands(), *(f"vitrail {command}" for command in OTHERS)]
     unseen = {verb for verb in COMMANDS if not any(command.startswith(f"vitrail {verb}") for command in commands)}
     assert unseen <= REMOTE
 

@@ -1,33 +1,139 @@
-"""The wheel, installed into a clean environment from the package index, works."""
+"""The wheel and the source archive: what they hold, and that the wheel works in a clean environment."""
 
+import email
 import os
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import tomllib
 import venv
+import zipfile
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+import vitrail
+
 ROOT = Path(__file__).parents[1]
+PACKAGE_DATA = {  # what is no module: read at run time, or by type checkers
+    "vitrail/py.typed",
+    "vitrail/report/forward_trace.html",
+    "vitrail/report/style.css",
+    "vitrail/report/template.html",
+    "vitrail/serving/page/icon.svg",
+    "vitrail/serving/page/index.html",
+    "vitrail/serving/page/script.js",
+    "vitrail/serving/page/style.css",
+    "vitrail/serving/page/window.svg",
+    "vitrail/weights/imagenet1k.tsv",
+}
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source archive, and the wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    return folder
+
+
+def find_wheel(archives: Path) -> Path:
+    [wheel] = archives.glob("*.whl")
+    return wheel
+
+
+def run(arguments: Sequence[str | Path], folder: Path) -> str:
+    """What a command prints outside of the repository, if it ends well."""
+    ended = subprocess.run(arguments, env=ENVIRONMENT, cwd=folder, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def check_installed(bin_folder: Path, folder: Path) -> None:
+    """The command and the class list of an installed wheel work."""
+    assert run([bin_folder / "vitrail", "--help"], folder).startswith("usage: vitrail")
+    assert "5,717,416" in run([bin_folder / "vitrail", "info", "ti16"], folder)
+    code = "import vitrail, vitrail.weights.trained as l; print(vitrail.__file__, l.list_imagenet1k_labels()[0])"
+    path, _, label = run([bin_folder / "python", "-c", code], folder).strip().partition(" ")
+    assert label == "tench, Tinca tinca"
+    assert Path(path).is_relative_to(bin_folder.parent)
+
+
+def test_the_wheel_holds_every_module_and_file_of_the_package(archives: Path) -> None:
+    with zipfile.ZipFile(find_wheel(archives)) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    sources = ROOT / "src"
+    modules = {str(path.relative_to(sources)) for path in sources.rglob("*.py")}
+    assert names == modules | PACKAGE_DATA
+
+
+def test_the_source_archive_holds_what_tests_and_docs_need(archives: Path) -> None:
+    [path] = archives.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    needed = {
+        "LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "Makefile",
+        "Dockerfile", "Dockerfile.train", ".dockerignore", "constraints.txt", "docs/conf.py", "docs/_static/site.css",
+        "docs/_templates/redirect.html", "tests/test_package.py", "bench/predict.py",
+    }  # fmt: skip
+    assert needed <= names
+    assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", ".git/", "build/"))]
+
+
+def test_the_metadata_is_complete(archives: Path) -> None:
+    with zipfile.ZipFile(find_wheel(archives)) as wheel:
+        [name] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(wheel.read(name))
+    assert metadata["Version"] == vitrail.__version__
+    assert metadata["Author"] == "The vitrail authors"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["Keywords"]
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert f"\nversion: {vitrail.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"## {vitrail.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_dev_has_what_every_extra_has() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    developer = set(extras["dev"])
+    for name, requirements in extras.items():
+        if name not in ("dev", "heif", "wandb", "mlflow"):  # the last two bring 150 MB, and their tests skip without
+            assert set(requirements) <= developer, f"dev lacks a part of {name}"
+
+
+def test_the_wheel_works_in_a_clean_environment(archives: Path, tmp_path: Path) -> None:
+    """Only vitrail is installed there; torch and the rest are borrowed from the environment of the tests."""
+    venv.create(tmp_path / "clean", with_pip=True)
+    bin_folder = tmp_path / "clean" / "bin"
+    install = [
+        bin_folder / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        find_wheel(archives),
+    ]
+    run(install, tmp_path)
+    [packages] = (tmp_path / "clean" / "lib").glob("python*/site-packages")
+    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    check_installed(bin_folder, tmp_path)
 
 
 @pytest.mark.slow
-def test_the_wheel_works_in_a_clean_environment(tmp_path: Path) -> None:
+def test_the_wheel_works_with_what_it_asks_for(archives: Path, tmp_path: Path) -> None:
+    """The same from the package index, with nothing borrowed: a missing dependency shows here."""
     if f"torch=={version('torch').split('+')[0]}" not in (ROOT / "constraints.txt").read_text():
         pytest.skip("this environment was not made by `make`, so the package index may be out of reach")
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
-    subprocess.run(build, check=True, capture_output=True)
-    [wheel] = tmp_path.glob("*.whl")
     venv.create(tmp_path / "clean", with_pip=True)
-    python = tmp_path / "clean" / "bin" / "python"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    install = [python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel]
-    subprocess.run(install, check=True, env=environment, capture_output=True)
-    command = tmp_path / "clean" / "bin" / "vitrail"
-    found = subprocess.run([command, "info", "b16"], env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    assert "86,567,656" in found.stdout
-    names = "from vitrail.weights.labels import list_imagenet1k_labels; print(list_imagenet1k_labels()[0])"
-    found = subprocess.run([python, "-c", names], env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert found.stdout == "tench, Tinca tinca\n", found.stderr
+    bin_folder = tmp_path / "clean" / "bin"
+    constraints = ROOT / "constraints.txt"
+    run([bin_folder / "python", "-m", "pip", "install", "-q", "-c", constraints, find_wheel(archives)], tmp_path)
+    check_installed(bin_folder, tmp_path)

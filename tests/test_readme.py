@@ -1,19 +1,27 @@
-"""Every command and the Python of the README, run in order in one folder; what it prints is what it says.
+"""Every command and the Python of the README, of the tutorials, and of the guides that show what commands print.
 
-Those that name nothing remote, which are all but a few that run elsewhere, open no socket.
+Each page runs in order in one folder, and prints what it says. What names nothing remote opens no socket.
 """
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pytest
+
 import vitrail
-from tests.data.pictures import folder
+from tests.data.image_files import make_image, write_image_folder
 from tests.network import run_watched
+from vitrail import recipes
 from vitrail.config import PreprocessConfig
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+FIRST_FINETUNE = ROOT / "docs" / "tutorials" / "first-finetune.md"
+PYTHON_PAGE = ROOT / "docs" / "python.md"
+OWN_RECIPE = ROOT / "docs" / "tutorials" / "own-recipe.md"
+LONGEST_README = 110
 
 
 def run(arguments: Sequence[str], folder: Path) -> str:
@@ -25,67 +33,153 @@ def run(arguments: Sequence[str], folder: Path) -> str:
     return ended.out
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def find_blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def test_the_readmes_commands_print_what_it_says_and_its_python_runs(tmp_path: Path) -> None:
-    for block in blocks("console"):
-        for command, expected in re.findall(r"^\$ vitrail (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):
-            assert run(["-m", "vitrail", *shlex.split(command)], tmp_path) == expected, command
-    for block in blocks("python"):
-        run(["-c", block], tmp_path)
+def iterate_printing_commands(page: Path) -> Iterator[tuple[str, str]]:
+    """The commands of a page's console blocks, each with what it prints."""
+    for block in find_blocks(page, "console"):
+        yield from re.findall(r"^\$ vitrail (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)
 
 
-def test_the_readme_has_commands_to_test() -> None:
-    assert sum(block.count("$ vitrail") for block in blocks("console")) >= 5
-    assert len(blocks("python")) == 1
+PRINTING = [path for path in (README, *sorted((ROOT / "docs").rglob("*.md"))) if find_blocks(path, "console")]
+
+
+@pytest.mark.parametrize("page", PRINTING, ids=lambda page: page.stem)
+def test_the_commands_of_a_page_print_what_it_says(page: Path, tmp_path: Path) -> None:
+    for command, expected in iterate_printing_commands(page):
+        assert run(["-m", "vitrail", *shlex.split(command)], tmp_path) == expected, command
+    if page != README:  # its Python comes below
+        for block in find_blocks(page, "python"):
+            run(["-c", block], tmp_path)
+
+
+def test_pages_have_commands_to_test() -> None:
+    counts = {page.stem: len(list(iterate_printing_commands(page))) for page in PRINTING}
+    assert counts.keys() >= {"README", "checkpoints", "data", "scaling"}
+    assert sum(counts.values()) >= 10
+    for page in PRINTING:  # none is skipped by its form
+        assert counts[page.stem] == sum(
+            block.count("\n$ ") + block.startswith("$ ") for block in find_blocks(page, "console")
+        )
+
+
+def test_the_readme_is_short() -> None:
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= LONGEST_README
+    assert [line for line in lines if len(line) > 120] == []
+
+
+def test_the_readmes_links_lead_somewhere() -> None:
+    """The site has no README, so its own test of links does not see these."""
+    links = re.findall(r"\]\(([^)]+)\)", re.sub(r"\s+", " ", README.read_text(encoding="utf-8")))
+    assert len(links) >= 20
+    for link in links:
+        path, _, fragment = link.partition("#")
+        text = (ROOT / path).read_bytes()
+        headings = re.findall(r"^#+ (.*)$", text.decode("utf-8"), re.MULTILINE) if fragment else []
+        assert not fragment or fragment in [heading.lower().replace(" ", "-") for heading in headings], link
 
 
 ELSEWHERE = {  # what needs a network runs in these, against one on loopback where there is one
-    "vitrail data get cifar10": "data/test_public_formats.py::test_cifar10_is_the_same_from_its_binary_archive",
-    "vitrail data check photos --against cifar10": "cli/test_data.py::test_copies_inside_and_across_splits",
-    "vitrail info timm:vit_tiny_patch16_224.augreg_in21k": "weights/test_hub.py::test_folders_and_single_files_come",
-    "vitrail convert hf:google/vit-base-patch16-224 b16.safetensors": "weights/test_hub.py::test_a_pushed_run",
-    "vitrail push b16.safetensors hf:ORG/NAME --dry-run": "weights/test_hub.py::test_a_dry_run_needs_neither",
-    "vitrail evaluate b16.safetensors /data/imagenet-val --against timm-model:tf_efficientnet_l2.ns_jft_in1k"
-    " --real real.json": "cli/test_evaluate.py::test_timms_own_network_says_what_ours_says",
     "vitrail serve runs/finetune": "cli/test_serve.py::test_it_serves_until_a_signal_and_opens_one_socket",
-    "vitrail study vtab b16.safetensors --data-root /data/vtab-1k": "studies/test_vtab.py::test_the_command_runs",
 }
-SMALLER = {  # the same commands, in seconds
-    "timm:vit_small_patch16_224.augreg_in21k": "b16.safetensors",
+SMALLER = {  # the same commands, in seconds, with a model and data that are here
+    "timm:vit_small_patch16_224.augreg_in21k": "MODEL",
     "--minutes 10": "--minutes 0.02 --batch 4",
-    "--recipe paper --runs 3": "--recipe paper --runs 2 --image-size 32 --batch 4 --epochs 1 --warmup 1",
-    "study sweep photos --model b16.safetensors": "study sweep photos --model b16.safetensors --rates 0.01 --steps 2"
-    " --batch 4 --image-size 32 --runs 2",
-    "train digits --data digits": "train digits --data digits --epochs 0.2 --warmup 1",
-    "train mpp-cifar10 --data photos": "train mpp-cifar10 --data photos --epochs 0.5 --batch 4 --warmup 1",
-    "--data /data/imagenet --dry-run": "--data photos --dry-run --batch 4 --warmup 1",
+    "minutes=10": "minutes=0.02, batch=4",
+    "study sweep DATA --model MODEL": "study sweep DATA --model MODEL --rates 0.01 --steps 2 --batch 4 --image-size 32"
+    " --runs 2",
+    "train vit-b16-imagenet --data DATA": "train digits --data DATA --dry-run",
+    "--epochs 90 --batch 1024": "--epochs 1 --batch 4",
+    "recipe show vit-b16-imagenet": "recipe show digits",
+    "recipe show plain-s16-imagenet": "recipe show digits",
+    "train my.toml --data DATA": "train my.toml --data DATA --epochs 0.5 --batch 4 --warmup 1",
+    "study ablate my.toml --data DATA": "study ablate my.toml --data DATA --epochs 0.5 --batch 4 --runs 1",
+    'vitrail.train("my.toml", data="photos")': 'vitrail.train("my.toml", data="photos", epochs=0.5, batch=4)',
+    "MODEL": "b16.safetensors",
+    "OTHER": "other.safetensors",
+    "DATA": "photos",
 }
 
 
-# torchrun itself runs in train/test_distributed.py.
+def shorten(text: str) -> str:
+    for full, small in SMALLER.items():
+        text = text.replace(full, small)
+    return text
 
 
-def indented() -> list[str]:
-    """The commands outside of the blocks above, without their comments."""
-    return [line.partition("#")[0].strip() for line in re.findall(r"^    (vitrail .*)$", README, re.MULTILINE)]
+def list_indented_commands(page: Path) -> list[str]:
+    """The commands outside of the blocks above, without their comments. (torchrun: runtime/test_distributed.py.)"""
+    lines = re.findall(r"^    (vitrail .*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return [line.partition("  #")[0].strip() for line in lines]
 
 
-def test_the_readmes_other_commands_run(tmp_path: Path) -> None:
-    model = vitrail.create("ti16", image_size=32, num_classes=3, depth=1, width=32, heads=1, mlp=64)
+RUNNING = (README, FIRST_FINETUNE, OWN_RECIPE)
+
+
+def list_watched_commands() -> list[str]:
+    """Every command that runs here, under a watch for the network."""
+    printing = [f"vitrail {command}" for page in PRINTING for command, _ in iterate_printing_commands(page)]
+    return printing + [command for page in RUNNING for command in list_indented_commands(page)]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with what a reader has: a model and another, photos, and new ones."""
     view = PreprocessConfig(size=(32, 32), resize=(36,))
-    vitrail.save(vitrail.Trained(model, view), tmp_path / "b16.safetensors")
-    folder(tmp_path / "photos", "train", "val", "test", each=4)
-    ran = 0
-    for command in indented():
+    for name, depth in (("b16", 1), ("other", 2)):
+        model = vitrail.create("ti16", image_size=32, num_classes=2, depth=depth, width=32, heads=1, mlp=64)
+        trained = vitrail.Trained(model, view, labels=("rose", "tulip"))
+        vitrail.save(trained, tmp_path / f"{name}.safetensors")
+    write_image_folder(tmp_path / "photos", "train", "val", "test", each=4)
+    write_image_folder(tmp_path / "new-photos", each=2, start=100)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", RUNNING, ids=lambda page: page.stem)
+def test_the_other_commands_and_the_python_of_a_page_run(page: Path, place: Path) -> None:
+    commands = list_indented_commands(page)
+    assert len(commands) >= 4
+    for command in commands:
         if command in ELSEWHERE:
             file, _, test = ELSEWHERE[command].partition("::")
-            assert f"def {test}" in (Path(__file__).parent / file).read_text(encoding="utf-8")
+            assert f"def {test}" in (ROOT / "tests" / file).read_text(encoding="utf-8")
             continue
-        for full, small in SMALLER.items():
-            command = command.replace(full, small)
-        run(["-m", *shlex.split(command)], tmp_path)
-        ran += 1
-    assert ran >= 5
+        shown, _, target = shorten(command).partition(" > ")
+        printed = run(["-m", *shlex.split(shown)], place)
+        if target:
+            (place / target).write_text(printed, encoding="utf-8")
+    python = "\n".join(find_blocks(page, "python"))
+    assert python
+    run(["-c", shorten(python)], place)
+    if page == OWN_RECIPE:
+        assert recipes.load_recipe(place / "my.toml") == recipes.get_recipe("digits")
+
+
+SMALLER_PYTHON = {  # the same Python, in seconds
+    '"timm:vit_small_patch16_224.augreg_in21k", minutes=10': '"model.safetensors", epochs=1, batch=4',
+    "recipe, epochs=5,": "recipe, epochs=0.1,",
+    "    epochs=2,\n": "    epochs=0.1,\n",
+    "32, total_positions=10 *": "32, total_positions=4 *",
+    "recipe.batch, total_positions=10 *": "recipe.batch, total_positions=3 *",
+}
+
+
+def test_the_python_of_its_page_runs_as_one_script(tmp_path: Path) -> None:
+    model = vitrail.create("ti16", image_size=32, num_classes=2, depth=1, width=32, heads=1, mlp=64)
+    view = PreprocessConfig(size=(32, 32), resize=(36,))
+    vitrail.save(vitrail.Trained(model, view, ("rose", "tulip")), tmp_path / "model.safetensors")
+    write_image_folder(tmp_path / "photos", "train", "val", "test", each=4)
+    for number, name in enumerate(("cat.jpg", "dog.jpg")):
+        make_image(number).save(tmp_path / name)
+    blocks = find_blocks(PYTHON_PAGE, "python")
+    assert len(blocks) >= 5
+    script = "".join(blocks)
+    for full, small in SMALLER_PYTHON.items():
+        assert script.count(full) == 1, full
+        script = script.replace(full, small)
+    printed = run(["-c", script], tmp_path)
+    (accuracy,) = re.findall(r"Evaluation\(made in Python on digits: ([\d.]+)% of 179 images right", printed)
+    assert float(accuracy) > 20  # chance is 10

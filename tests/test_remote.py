@@ -16,9 +16,9 @@ import torch
 from tests import s3_server
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
-from tests.data.pictures import content, encoded, folder, names, picture
+from tests.data.image_files import encode_image, list_names, make_image, read_contents, write_image_folder
 from tests.s3_server import S3
-from tests.train.test_training_run import recipe
+from tests.training.test_training_run import build_recipe
 from vitrail import remote
 from vitrail.data import pack as pack_module
 from vitrail.data import shards
@@ -26,8 +26,8 @@ from vitrail.data.dataset import Dataset
 from vitrail.data.shards import Sample
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
-from vitrail.train.trainer import Trainer
-from vitrail.train.training_run import TrainingRun
+from vitrail.training.trainer import Trainer
+from vitrail.training.training_run import TrainingRun
 from vitrail.weights import tensor_files
 
 _buckets = (f"data{number}" for number in itertools.count())
@@ -36,7 +36,7 @@ _buckets = (f"data{number}" for number in itertools.count())
 @pytest.fixture(scope="module")
 def server() -> Iterator[S3]:
     pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'vitrail[remote]'")
-    with s3_server.serving() as store:
+    with s3_server.run_server() as store:
         yield store
 
 
@@ -73,7 +73,12 @@ def in_memory(root: Path) -> str:
 def packed(place: Path, each: int = 8) -> Path:
     """A set of shards with its index: 3 shards of train, 1 of val."""
     samples = [
-        Sample(split, f"{split}/{number}.png", encoded(picture(number + 100 * (split == "val")), "PNG"), (number % 2,))
+        Sample(
+            split,
+            f"{split}/{number}.png",
+            encode_image(make_image(number + 100 * (split == "val")), "PNG"),
+            (number % 2,),
+        )
         for split, count in (("train", 3 * each), ("val", each))
         for number in range(count)
     ]
@@ -92,20 +97,20 @@ def make(place: Path) -> Path:
 
 def nested(root: Path) -> Path:
     """What the order of a listing could confuse: folders in folders, hidden files, names around the slash."""
-    folder(root, classes=("a", "a-b", "a.b", "B"), each=3)
+    write_image_folder(root, classes=("a", "a-b", "a.b", "B"), each=3)
     for name in ("a/deep/x.jpg", "a/deep.jpg", "a/Z.jpg", "a-b/.hidden.jpg", ".cache/x.jpg", "a/notes.txt"):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(picture(len(name))))
+        path.write_bytes(encode_image(make_image(len(name))))
     return root
 
 
 def alike(one: Dataset, two: Dataset) -> None:
     """The same images with the same names, labels and splits, in the same order."""
     assert one.classes == two.classes
-    assert names(one) == names(two)
-    assert {key: content(split) for key, split in one.splits.items()} == {
-        key: content(split) for key, split in two.splits.items()
+    assert list_names(one) == list_names(two)
+    assert {key: read_contents(split) for key, split in one.splits.items()} == {
+        key: read_contents(split) for key, split in two.splits.items()
     }
 
 
@@ -142,13 +147,13 @@ def test_a_folder_a_list_a_packed_set_and_tars_are_the_same_sets_elsewhere(
 
 
 def test_a_folder_elsewhere_that_changes_is_listed_again(tmp_path: Path) -> None:
-    url = in_memory(folder(tmp_path / "set", each=4))
+    url = in_memory(write_image_folder(tmp_path / "set", each=4))
     before = open_dataset(url)
-    assert names(open_dataset(url)) == names(before)
-    (tmp_path / "more.jpg").write_bytes(encoded(picture(99)))
+    assert list_names(open_dataset(url)) == list_names(before)
+    (tmp_path / "more.jpg").write_bytes(encode_image(make_image(99)))
     remote.copy_to_remote(tmp_path / "more.jpg", f"{url}/rose/new.jpg")
-    after = {name for split in names(open_dataset(url)).values() for name in split}
-    assert after == {name for split in names(before).values() for name in split} | {"rose/new.jpg"}
+    after = {name for split in list_names(open_dataset(url)).values() for name in split}
+    assert after == {name for split in list_names(before).values() for name in split} | {"rose/new.jpg"}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +176,7 @@ def test_an_unknown_scheme_and_shards_to_be_written_elsewhere_are_refused(tmp_pa
     with pytest.raises(UsageError, match="Protocol not known: nowhere"):
         open_dataset("nowhere://bucket/set")
     with pytest.raises(UsageError, match="pack into one"):
-        pack_module.pack(open_dataset(str(folder(tmp_path / "set"))), Path("s3://bucket/shards"))
+        pack_module.pack(open_dataset(str(write_image_folder(tmp_path / "set"))), Path("s3://bucket/shards"))
 
 
 def test_a_missing_extra_is_named_with_its_pip_line() -> None:
@@ -187,9 +192,9 @@ def test_a_name_without_a_scheme_opens_no_connection(tmp_path: Path, monkeypatch
         raise AssertionError("a connection is made")
 
     monkeypatch.setattr(socket.socket, "connect", refused)
-    root = folder(tmp_path / "set", "train", "val", each=4)
+    root = write_image_folder(tmp_path / "set", "train", "val", each=4)
     (root / "list.csv").write_text("path,label\ns3://bucket/rose.jpg,rose\nhttps://host/tulip.jpg,tulip\n")
-    assert len(content(open_dataset(str(root)).splits["train"])) == 8
+    assert len(read_contents(open_dataset(str(root)).splits["train"])) == 8
     listed = open_dataset(str(root / "list.csv")).splits["train"]
     assert [type(listed.read_image(index)) for index in range(2)] == [
         type(root)
@@ -202,7 +207,7 @@ def test_a_name_without_a_scheme_opens_no_connection(tmp_path: Path, monkeypatch
 def learned(data: str, place: Path, workers: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
     """The losses and the weights of a short run."""
     task = TrainingRun(
-        recipe=recipe(epochs=2, batch=8), dataset=open_dataset(data), device=torch.device("cpu"), workers=workers
+        recipe=build_recipe(epochs=2, batch=8), dataset=open_dataset(data), device=torch.device("cpu"), workers=workers
     )
     Trainer(task, place).run()
     lines = [json.loads(line) for line in (place / "events.jsonl").read_text().splitlines()]
@@ -247,7 +252,7 @@ def test_an_image_is_one_request_and_an_index_is_fetched_once(store: S3, tmp_pat
     again = open_dataset(url)
     assert not [line for line in store.requests if line.startswith("GET") and "/set/" in line]
     store.requests.clear()
-    images = list(again.splits["train"].read_images(range(24)))
+    images = [source for _, source in again.splits["train"].read_images(range(24))]
     assert sorted(store.requests) == sorted(f"GET {url[5:]}/train-{part}.tar" for part in range(3) for _ in range(8))
     assert images == [first.splits["train"].read_image(index) for index in range(24)]
     store.requests.clear()
@@ -289,7 +294,7 @@ def test_a_store_that_fails_for_good_is_named_with_exit_code_3(store: S3, tmp_pa
 
 
 def test_a_folder_of_a_store_is_checked_and_measured_as_here(store: S3, tmp_path: Path) -> None:
-    url = uploaded(store, folder(tmp_path / "set", "train", "val", each=3))
+    url = uploaded(store, write_image_folder(tmp_path / "set", "train", "val", each=3))
     store.objects[f"{url[5:]}/train/rose/bad.jpg"] = b"no image"
     report = tmp_path / "report.json"
     # in a process of its own: the server that forks workers keeps the environment in which it began
@@ -301,4 +306,4 @@ def test_a_folder_of_a_store_is_checked_and_measured_as_here(store: S3, tmp_path
     store.requests.clear()
     sizes = [pack_module._measure_image_bytes(split, index) for index in range(len(split))]
     assert not store.requests  # packing asks for every size first, and for every image but once
-    assert sizes == [len(image) for image in split.read_images(range(len(split))) if isinstance(image, bytes)]
+    assert sizes == [len(image) for _, image in split.read_images(range(len(split))) if isinstance(image, bytes)]

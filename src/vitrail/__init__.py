@@ -3,29 +3,83 @@
 import importlib
 from typing import TYPE_CHECKING
 
+from vitrail import errors as errors  # light, and needed to catch what the functions raise
+
 if TYPE_CHECKING:
-    from vitrail.config import PreprocessConfig
+    from vitrail.api.conversion import Conversion, convert
+    from vitrail.api.evaluation import Evaluation, ProbeResult, evaluate, probe
+    from vitrail.api.figures import Figures, figures
+    from vitrail.api.prediction import Prediction, PredictionList, embed, predict
+    from vitrail.api.run import Run
+    from vitrail.api.serve import Server, serve
+    from vitrail.api.training import finetune, train
+    from vitrail.config import PreprocessConfig, Recipe
     from vitrail.inference.classifier import Classifier
     from vitrail.model.vit import attention_maps
+    from vitrail.recipes import load_recipe
     from vitrail.weights.adapt import adapt
     from vitrail.weights.load import load, save
     from vitrail.weights.trained import Trained, create
 
 __version__ = "0.1.0"
-__all__ = ["Classifier", "PreprocessConfig", "Trained", "adapt", "attention_maps", "create", "load", "save"]
-
-_HOMES = {
-    "Classifier": "vitrail.inference.classifier",
-    "PreprocessConfig": "vitrail.config",
-    "Trained": "vitrail.weights.trained",
-    "adapt": "vitrail.weights.adapt",
-    "attention_maps": "vitrail.model.vit",
-    "create": "vitrail.weights.trained",
-    "load": "vitrail.weights.load",
-    "save": "vitrail.weights.load",
+_HOMES = {  # the module of each public name
+    "Classifier": "inference.classifier",
+    "Conversion": "api.conversion",
+    "Evaluation": "api.evaluation",
+    "Figures": "api.figures",
+    "Prediction": "api.prediction",
+    "PredictionList": "api.prediction",
+    "PreprocessConfig": "config",
+    "ProbeResult": "api.evaluation",
+    "Recipe": "config",
+    "Run": "api.run",
+    "Server": "api.serve",
+    "Trained": "weights.trained",
+    "adapt": "weights.adapt",
+    "attention_maps": "model.vit",
+    "convert": "api.conversion",
+    "create": "weights.trained",
+    "embed": "api.prediction",
+    "evaluate": "api.evaluation",
+    "figures": "api.figures",
+    "finetune": "api.training",
+    "load": "weights.load",
+    "load_recipe": "recipes",
+    "predict": "api.prediction",
+    "probe": "api.evaluation",
+    "save": "weights.load",
+    "serve": "api.serve",
+    "train": "api.training",
 }
-
-
+__all__ = [
+    "Classifier",
+    "Conversion",
+    "Evaluation",
+    "Figures",
+    "Prediction",
+    "PredictionList",
+    "PreprocessConfig",
+    "ProbeResult",
+    "Recipe",
+    "Run",
+    "Server",
+    "Trained",
+    "adapt",
+    "attention_maps",
+    "convert",
+    "create",
+    "embed",
+    "evaluate",
+    "figures",
+    "finetune",
+    "load",
+    "load_recipe",
+    "predict",
+    "probe",
+    "save",
+    "serve",
+    "train",
+]
 _OLD_NAMES = {"Preprocess": "PreprocessConfig"}  # for one release
 
 
@@ -33,7 +87,7 @@ def __getattr__(name: str) -> object:
     name = _OLD_NAMES.get(name, name)
     if name not in _HOMES:
         raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(f"vitrail.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

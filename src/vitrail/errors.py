@@ -18,9 +18,6 @@ class VitrailError(Exception):
     exit_code = 1
 
 
-# --- usage -----------------------------------------------------------------------------------------------------------
-
-
 class UsageError(VitrailError, ValueError):
     """An invalid name, size or option."""
 
@@ -37,9 +34,6 @@ class ArgumentError(UsageError):
 
 class LockedError(UsageError):
     """Another process holds the lock."""
-
-
-# --- data and models -------------------------------------------------------------------------------------------------
 
 
 class DataError(VitrailError):
@@ -68,9 +62,6 @@ class ModelError(VitrailError):
     """A model file that is damaged, untrusted, or impossible to write in the requested format."""
 
     exit_code = 4
-
-
-# --- runs ------------------------------------------------------------------------------------------------------------
 
 
 class DiskFullError(VitrailError):

@@ -14,7 +14,7 @@ _QUOTED_CELL = re.compile(r"'+[=+\-@\t\r]")
 
 def pluralize(number: float, noun: str) -> str:
     """1 image, 2 images, 3 classes, 1.5 epochs."""
-    ending = "" if number == 1 else "es" if noun.endswith(("s", "batch")) else "s"
+    ending = "" if number == 1 else "es" if noun.endswith(("s", "tch")) else "s"
     count = f"{number:.4g}" if isinstance(number, float) else f"{number:,}"
     return f"{count} {noun}{ending}"
 

@@ -47,44 +47,38 @@ def join_url(url: str, name: str) -> str:
 
 def read(url: str, start: int = 0, size: int | None = None) -> bytes:
     """Read a file, or a range of its bytes, with one request."""
-    with _wrap_remote_errors(url):
-        system, path = _open_filesystem(url)
+    with _connect(url) as (system, path):
         return system.cat_file(path, start=start, end=None if size is None else start + size)
 
 
 @contextlib.contextmanager
 def open_for_reading(url: str) -> Iterator[tuple[IO[bytes], int]]:
     """Open a file for sequential reading, possibly with gaps; yield it and its size."""
-    with _wrap_remote_errors(url):
-        system, path = _open_filesystem(url)
-        with system.open(path, "rb", block_size=_BLOCK_BYTES, cache_type="readahead") as file:
-            yield file, file.size
+    with (
+        _connect(url) as (system, path),
+        system.open(path, "rb", block_size=_BLOCK_BYTES, cache_type="readahead") as file,
+    ):
+        yield file, file.size
 
 
 def list_files(url: str) -> dict[str, RemoteFile]:
     """All files below a folder by relative name; for the URL of a file, that file under an empty name."""
-    with _wrap_remote_errors(url):
-        system, path = _open_filesystem(url)
+    with _connect(url) as (system, path):
         path = path.rstrip("/")
-        listing = system.find(path, detail=True)
-        return {
-            name[len(path) :].lstrip("/"): _build_remote_file(file_info)
-            for name, file_info in sorted(listing.items())
-            if file_info["type"] == "file" and not name.endswith("/")
-        }
+        listing = sorted(system.find(path, detail=True).items())
+        infos = {name: info for name, info in listing if info["type"] == "file" and not name.endswith("/")}
+    return {name[len(path) :].lstrip("/"): _build_remote_file(info) for name, info in infos.items()}
 
 
 def glob(pattern: str) -> list[str]:
     """The URLs that match a pattern with *, ? or []."""
-    with _wrap_remote_errors(pattern):
-        system, path = _open_filesystem(pattern)
+    with _connect(pattern) as (system, path):
         return sorted(system.unstrip_protocol(name) for name in system.glob(path))
 
 
 def is_file(url: str) -> bool:
     """Whether the URL is that of a file."""
-    with _wrap_remote_errors(url):
-        system, path = _open_filesystem(url)
+    with _connect(url) as (system, path):
         return bool(system.isfile(path))
 
 
@@ -99,22 +93,19 @@ def compute_stamp(url: str) -> list[int]:
 
 def copy_from_remote(url: str, path: Path) -> None:
     """Download a file."""
-    with _wrap_remote_errors(url):
-        system, name = _open_filesystem(url)
+    with _connect(url) as (system, name):
         system.get_file(name, str(path))
 
 
 def copy_to_remote(path: Path, url: str) -> None:
     """Upload a file; on an object store it appears whole or not at all."""
-    with _wrap_remote_errors(url):
-        system, name = _open_filesystem(url)
+    with _connect(url) as (system, name):
         system.put_file(str(path), name)
 
 
 def remove(url: str) -> None:
     """Delete a file, or everything below a folder."""
-    with _wrap_remote_errors(url):
-        system, name = _open_filesystem(url)
+    with _connect(url) as (system, name):
         system.rm(name, recursive=True)
 
 
@@ -135,9 +126,7 @@ def _open_filesystem(url: str) -> tuple[Any, str]:
     A client owns a thread and sockets. A forked process can neither use nor close them, so it creates its own clients
     and keeps references to the inherited ones, which fsspec's own cache would drop.
     """
-    store = re.match(r"[^:]+://[^/]*", url)
-    assert store is not None
-    key = os.getpid(), store[0]
+    key = os.getpid(), "/".join(url.split("/")[:3])  # scheme://store
     if key not in _filesystems:
         import fsspec  # type: ignore[import-untyped]  # torch depends on it
 
@@ -155,10 +144,10 @@ def _open_filesystem(url: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def _wrap_remote_errors(url: str) -> Iterator[None]:
-    """Turn a library's errors into errors of one line that begins with the URL."""
+def _connect(url: str) -> Iterator[tuple[Any, str]]:
+    """Yield what `_open_filesystem` returns; turn the library's errors into ones of one line that name the URL."""
     try:
-        yield
+        yield _open_filesystem(url)
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
         raise DataError(f"{url} does not exist") from error
     except PermissionError as error:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vitrail
-from vitrail.cli import COMMANDS, main
+from vitrail.cli import COMMAND_GROUPS, COMMANDS, main
 
 Capture = pytest.CaptureFixture[str]
 
@@ -45,19 +45,25 @@ def test_a_typo_gets_the_nearest_verb_and_the_version_is_told(capsys: Capture) -
     assert (code, out) == (2, "")
     assert "no command ifno; did you mean info?" in err
     assert "no command data chek; did you mean data check?" in run("data", "chek", "x", capsys=capsys)[2]
-    assert "name a command: data check, data get" in run("data", capsys=capsys)[2]
-    assert "find bad files" in run("data", "--help", capsys=capsys)[1]
+    assert "name a command: data list, data get" in run("data", capsys=capsys)[2]
+    assert "find bad files, duplicates" in run("data", "--help", capsys=capsys)[1]
     code, out, _ = run("--version", capsys=capsys)
     assert (code, out) == (0, f"vitrail {vitrail.__version__}\n")
 
 
-def test_every_verb_is_explained(capsys: Capture) -> None:
+def test_the_overview_has_every_command_by_group_and_examples(capsys: Capture) -> None:
     _, out, _ = run("--help", capsys=capsys)
-    for verb in COMMANDS:
-        assert f"\n  {verb} " in out
-        code, text, _ = run(*verb.split(), "--help", capsys=capsys)
-        assert code == 0
-        assert f"usage: vitrail {verb}" in text
+    assert all(f"\n  {verb} " in out for verb in COMMANDS)
+    titles = [f"\n{title}:\n" for title in (*COMMAND_GROUPS, "examples")]
+    assert sorted(titles, key=out.index) == titles
+    assert "\n  vitrail demo\n" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_without_a_command_the_first_ones_are_named(capsys: Capture) -> None:
+    code, out, err = run(capsys=capsys)
+    assert (code, out) == (2, "")
+    assert "name a command, such as demo, finetune, predict, serve, report. `vitrail --help` lists all" in err
 
 
 def test_python_dash_m_is_the_command() -> None:

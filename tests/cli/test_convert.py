@@ -9,24 +9,24 @@ from typing import Any
 import pytest
 import torch
 
-from tests import making
+from tests import model_factory
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
-from tests.data.pictures import folder
+from tests.data.image_files import write_image_folder
 from tests.export import runtime
 from vitrail import Classifier, load, save
-from vitrail.cli import convert
+from vitrail.api import conversion as convert
 from vitrail.data.sources import open_dataset
-from vitrail.evaluate.statistics import measure_agreement
+from vitrail.evaluation.statistics import measure_agreement
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """One block, so that it is quickly exported, and a head that is sure of some images."""
-    path, network = tmp_path / "model.safetensors", making.vit(depth=1)
+    path, network = tmp_path / "model.safetensors", model_factory.build_vit(depth=1)
     with torch.no_grad():
         network.head.weight.mul_(4)
-    save(making.trained(network), path)
+    save(model_factory.build_trained(network), path)
     return path
 
 
@@ -53,7 +53,7 @@ def test_the_difference_is_told(model: Path, tmp_path: Path, capsys: Capture) ->
     code, out, _ = vitrail("convert", str(model), str(path), "--to", "torch-export", capsys=capsys)
     assert code == 0
     assert out.splitlines()[0].startswith("difference  ")
-    assert out.splitlines()[0].endswith("from vitrail's own float32; 1e-05 is allowed")
+    assert out.splitlines()[0].endswith("from float32 in vitrail; 1e-05 is allowed")
     assert out.splitlines()[1] == f"written     {path} (torch-export)"
     code, out, _ = vitrail(
         "convert", str(model), str(path), "--to", "torch-export", "--image-size", "48", "--overwrite", "--json",
@@ -68,7 +68,7 @@ def test_the_difference_is_told(model: Path, tmp_path: Path, capsys: Capture) ->
 
 def test_int8_is_measured_and_the_file_says_what_was_found(model: Path, tmp_path: Path, capsys: Capture) -> None:
     onnxruntime = runtime("onnxruntime")
-    data, path = folder(tmp_path / "pictures", each=30), tmp_path / "out.onnx"
+    data, path = write_image_folder(tmp_path / "pictures", each=30), tmp_path / "out.onnx"
     command = ("convert", str(model), str(path), "--to", "onnx", "--int8", "--measure", str(data), "--json")
     code, out, _ = vitrail(*command, capsys=capsys)
     assert code == 0
@@ -86,7 +86,7 @@ def test_int8_is_measured_and_the_file_says_what_was_found(model: Path, tmp_path
 
 
 def test_precisions_are_measured_into_vitrails_own_file(model: Path, tmp_path: Path, capsys: Capture) -> None:
-    data, path = folder(tmp_path / "pictures", each=30), tmp_path / "out.safetensors"
+    data, path = write_image_folder(tmp_path / "pictures", each=30), tmp_path / "out.safetensors"
     code, out, _ = vitrail("convert", str(model), str(path), "--measure", str(data), "--json", capsys=capsys)
     assert code == 0
     measurements = load(path).precision_measurements
@@ -99,7 +99,7 @@ def test_precisions_are_measured_into_vitrails_own_file(model: Path, tmp_path: P
     _, out, _ = vitrail("info", str(path), capsys=capsys)
     assert out.count("\nmeasured ") == len(measurements)
     headless = tmp_path / "headless.safetensors"
-    save(making.trained(making.vit(depth=1, classes=0), labels=None), headless)
+    save(model_factory.build_trained(model_factory.build_vit(depth=1, classes=0), labels=None), headless)
     code, _, err = vitrail("convert", str(headless), str(path), "--measure", str(data), "--overwrite", capsys=capsys)
     assert (code, "the model has no head" in err) == (2, True)
 
@@ -129,7 +129,7 @@ def measure_expected(session: Any, model: Path, data: Path) -> dict[str, Any]:
 
 def test_a_large_set_is_sampled_evenly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images are sorted by class, and the first of them would all be of one."""
-    dataset = open_dataset(str(folder(tmp_path / "pictures", each=40)))
+    dataset = open_dataset(str(write_image_folder(tmp_path / "pictures", each=40)))
     whole = dataset.splits["val"]
     monkeypatch.setattr(convert, "MAX_MEASURED_IMAGES", 3)
     selected = convert._select_images(dataset)
@@ -159,7 +159,7 @@ def test_what_cannot_be_meant_is_refused_before_the_model_is_read(
 
 def test_a_model_without_preprocessing_is_refused_with_the_option_that_helps(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "bare.safetensors"
-    save(making.trained(making.vit(depth=1), preprocess=None), path)
+    save(model_factory.build_trained(model_factory.build_vit(depth=1), preprocess=None), path)
     command = ("convert", str(path), str(tmp_path / "out.pt2"), "--to", "torch-export")
     code, _, err = vitrail(*command, capsys=capsys)
     assert (code, "--preprocess imagenet (or inception, torchvision)" in err) == (2, True)
@@ -169,7 +169,7 @@ def test_a_model_without_preprocessing_is_refused_with_the_option_that_helps(tmp
 
 def test_convert_lists_each_change_and_note(tmp_path: Path, capsys: Capture) -> None:
     source, target = str(tmp_path / "a.safetensors"), str(tmp_path / "b")
-    save(making.trained(making.vit()), source)
+    save(model_factory.build_trained(model_factory.build_vit()), source)
     options = ["--to", "timm", "--classes", "3", "--image-size", "48", "--patch", "16", "--channels", "1"]
     code, out, err = vitrail("convert", source, target, *options, capsys=capsys)
     assert code == 0
@@ -182,7 +182,11 @@ def test_convert_lists_each_change_and_note(tmp_path: Path, capsys: Capture) -> 
 
 
 def test_convert_names_classes_and_preprocessing(tmp_path: Path, capsys: Capture) -> None:
-    save(making.trained(making.vit(width=64, heads=1, gelu="erf")), tmp_path / "bare.safetensors", "timm")
+    save(
+        model_factory.build_trained(model_factory.build_vit(width=64, heads=1, gelu="erf")),
+        tmp_path / "bare.safetensors",
+        "timm",
+    )
     (tmp_path / "names.txt").write_text("\n".join("abcdefg"))
     options = ["--labels", str(tmp_path / "names.txt"), "--preprocess", "imagenet", "--json"]
     code, out, _ = vitrail(

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.cli.test_cli import Capture, run
-from tests.data.pictures import encoded, folder, picture
+from tests.data.image_files import encode_image, make_image, write_image_folder
 from vitrail.data import audit, image_scan, public_datasets, shards
 from vitrail.data.sources import open_dataset
 
@@ -25,19 +25,19 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def damage_files(root: Path) -> Path:
     """A set with one file of each crafted kind of harm, and some that only look harmful."""
-    folder(root, "train", "val", "test", each=6)
+    write_image_folder(root, "train", "val", "test", each=6)
     rose = root / "train" / "rose"
-    whole = encoded(picture(0, (60, 60)))
+    whole = encode_image(make_image(0, (60, 60)))
     (rose / "cut.jpg").write_bytes(whole[: len(whole) // 2])
     (rose / "empty.jpg").write_bytes(b"")
     (rose / "page.jpg").write_bytes(b"<!doctype html><html>not found</html>")
     bomb = Image.new("1", (20_000, 20_000))
-    (rose / "bomb.png").write_bytes(encoded(bomb, "PNG"))
+    (rose / "bomb.png").write_bytes(encode_image(bomb, "PNG"))
     fine = {
-        "wide.png": encoded(Image.new("I;16", (9, 9), 40_000), "PNG"),
-        "print.jpg": encoded(picture(901).convert("CMYK")),
-        "palette.png": encoded(picture(902).convert("RGBA").quantize(8), "PNG", transparency=0),
-        "moving.gif": encoded(picture(903), "GIF", save_all=True, append_images=[picture(904)]),
+        "wide.png": encode_image(Image.new("I;16", (9, 9), 40_000), "PNG"),
+        "print.jpg": encode_image(make_image(901).convert("CMYK")),
+        "palette.png": encode_image(make_image(902).convert("RGBA").quantize(8), "PNG", transparency=0),
+        "moving.gif": encode_image(make_image(903), "GIF", save_all=True, append_images=[make_image(904)]),
     }
     for name, content in fine.items():
         (rose / name).write_bytes(content)
@@ -70,7 +70,7 @@ def test_a_second_check_looks_only_at_what_has_changed(tmp_path: Path, capsys: C
     first = json.loads(run("data", "check", "./set", "--skip-bad", "--json", capsys=capsys)[1])
     assert first["from_earlier_check"] == 0
     changed = tmp_path / "set" / "val" / "rose" / "0.jpg"
-    changed.write_bytes(encoded(picture(5000), quality=60))
+    changed.write_bytes(encode_image(make_image(5000), quality=60))
     second = json.loads(run("data", "check", "./set", "--skip-bad", "--json", capsys=capsys)[1])
     assert second["from_earlier_check"] == 39  # the bad ones are looked at again
     assert second["bad"] == first["bad"]
@@ -82,9 +82,9 @@ def test_check_counts_classes_and_colours_by_hand(tmp_path: Path, capsys: Captur
         place = tmp_path / "set" / "train" / name
         place.mkdir(parents=True)
         for number in range(3 if value else 1):
-            (place / f"{number}.png").write_bytes(encoded(Image.new("L", (4 + number, 5), value), "PNG"))
+            (place / f"{number}.png").write_bytes(encode_image(Image.new("L", (4 + number, 5), value), "PNG"))
     (tmp_path / "set" / "val" / "black").mkdir(parents=True)
-    (tmp_path / "set" / "val" / "black" / "0.png").write_bytes(encoded(Image.new("RGB", (9, 9), (1, 2, 3)), "PNG"))
+    (tmp_path / "set" / "val" / "black" / "0.png").write_bytes(encode_image(Image.new("RGB", (9, 9), (1, 2, 3)), "PNG"))
     report = json.loads(run("data", "check", "./set", "--json", capsys=capsys)[1])
     assert report["classes"] == [{"name": "black", "train": 1, "val": 1}, {"name": "white", "train": 3, "val": 0}]
     assert report["color"]["mean"] == [0.75] * 3
@@ -115,22 +115,22 @@ def test_copies_inside_and_across_splits_and_against_another_set_are_found(tmp_p
             place = tmp_path / "set" / split / name
             place.mkdir(parents=True)
             for number in range(4):
-                (place / f"{number}.png").write_bytes(encoded(photo(seed), "PNG"))
+                (place / f"{number}.png").write_bytes(encode_image(photo(seed), "PNG"))
                 seed += 1
     root = tmp_path / "set"
     (root / "train" / "rose" / "twin.png").write_bytes((root / "train" / "rose" / "0.png").read_bytes())
     leaked = Image.open(root / "test" / "tulip" / "2.png").resize((80, 60)).convert("RGB")
-    (root / "train" / "tulip" / "leak.jpg").write_bytes(encoded(leaked, quality=85))
+    (root / "train" / "tulip" / "leak.jpg").write_bytes(encode_image(leaked, quality=85))
     other = tmp_path / "other" / "test" / "x"
     other.mkdir(parents=True)
     cropped = Image.open(root / "train" / "rose" / "3.png").crop((6, 4, 122, 92))
-    (other / "a.jpg").write_bytes(encoded(cropped, quality=90))
-    (other / "b.jpg").write_bytes(encoded(photo(999), quality=90))
+    (other / "a.jpg").write_bytes(encode_image(cropped, quality=90))
+    (other / "b.jpg").write_bytes(encode_image(photo(999), quality=90))
     code, out, err = run("data", "check", "./set", "--against", "./other", capsys=capsys)
     assert code == 0
     last = "images, none bad, 1 group of duplicates across splits; report: data_report.json"
     assert err.splitlines()[-1].endswith(last)
-    assert "1 group of equal files, 1 group that looks the same" in out
+    assert "1 group of identical files, 1 group of near-duplicates" in out
     assert "1 group of these across splits" in out
     report = json.loads((tmp_path / "data_report.json").read_text())
     exact, near = report["duplicates"]["groups"]
@@ -150,10 +150,10 @@ def test_every_copy_of_a_leak_is_left_out_and_nothing_of_what_it_leaks(tmp_path:
         (tmp_path / "set" / split / "a").mkdir(parents=True)
     root = tmp_path / "set"
     for number in range(3):
-        (root / "train" / "a" / f"{number}.png").write_bytes(encoded(photo(number), "PNG"))
-        (root / "val" / "a" / f"{number}.png").write_bytes(encoded(photo(number + 10), "PNG"))
+        (root / "train" / "a" / f"{number}.png").write_bytes(encode_image(photo(number), "PNG"))
+        (root / "val" / "a" / f"{number}.png").write_bytes(encode_image(photo(number + 10), "PNG"))
     (root / "train" / "a" / "twin.png").write_bytes((root / "train" / "a" / "0.png").read_bytes())
-    (root / "test" / "a" / "x.jpg").write_bytes(encoded(photo(0), quality=80))
+    (root / "test" / "a" / "x.jpg").write_bytes(encode_image(photo(0), quality=80))
     report = json.loads(run("data", "check", "./set", "--json", capsys=capsys)[1])
     assert report["leave_out"] == [
         {"split": "train", "name": "train/a/0.png"},
@@ -168,7 +168,7 @@ def test_the_same_path_in_two_splits_is_left_out_of_train_alone(tmp_path: Path, 
     place = tmp_path / "set"
     place.mkdir()
     for number in range(4):
-        (place / f"{number}.png").write_bytes(encoded(photo(number), "PNG"))
+        (place / f"{number}.png").write_bytes(encode_image(photo(number), "PNG"))
     rows = [*((number, "train") for number in range(4)), (0, "val"), (1, "test")]
     lines = "\n".join(f"{number}.png,x,{split}" for number, split in rows)
     (place / "list.csv").write_text(f"path,label,split\n{lines}\n")
@@ -182,9 +182,9 @@ def test_all_of_a_set_without_splits_is_compared_with(tmp_path: Path, capsys: Ca
     for number in range(8):
         for place in (tmp_path / "tests" / "a", tmp_path / "mine" / "train" / "a"):
             place.mkdir(parents=True, exist_ok=True)
-            (place / f"{number}.png").write_bytes(encoded(photo(number), "PNG"))
+            (place / f"{number}.png").write_bytes(encode_image(photo(number), "PNG"))
     text = run("data", "check", "./mine", "--against", "./tests", capsys=capsys)[1]
-    assert re.search(r"8 images show what one of its 8 shows; compared 8 images", text)
+    assert re.search(r"8 images match one of its 8; compared 8 images", text)
     report = json.loads(run("data", "check", "./mine", "--against", "./tests", "--json", capsys=capsys)[1])
     assert report["against"]["compared"] == 8
     assert len(report["against"]["matches"]) == 8
@@ -199,23 +199,23 @@ def test_of_a_large_set_the_check_says_how_many_were_compared_and_all_compares_a
         place = tmp_path / "mine" / split / "a"
         place.mkdir(parents=True)
         for number in range(count):
-            (place / f"{number}.png").write_bytes(encoded(photo(number + 100 * (split == "val")), "PNG"))
+            (place / f"{number}.png").write_bytes(encode_image(photo(number + 100 * (split == "val")), "PNG"))
     for split, numbers in (("train", range(200, 230)), ("test", (1, 8, 15, 22, 300))):
         place = tmp_path / "other" / split / "a"
         place.mkdir(parents=True)
         for number in numbers:
-            (place / f"{number}.jpg").write_bytes(encoded(photo(number), "JPEG", quality=90))
+            (place / f"{number}.jpg").write_bytes(encode_image(photo(number), "JPEG", quality=90))
     check = ("data", "check", "./mine", "--against", "./other")
     _, out, err = run(*check, capsys=capsys)
     assert "note: a random sample of 10 of 26 images (38.5%) is decoded and compared; --all takes all of them" in err
     assert re.search(r"about [\d.]+ hours on \d+ cores?, at [\d.]+ ms to decode an image here and 2 ms to", err)
-    assert "shows; compared 10 of 26 images" in out
+    assert "of its 5; compared 10 of 26 images" in out
     assert re.search(r"warning +16 images were not compared with it", out)
     report = json.loads((tmp_path / "data_report.json").read_text())
     assert (report["duplicates"]["compared"], report["duplicates"]["total"]) == (10, 26)
     _, out, err = run(*check, "--all", capsys=capsys)
     assert "note: all 26 images are decoded and compared: about" in err
-    assert "4 images show what one of its 5 shows; compared 26 images" in out  # and not of its 30 training images
+    assert "4 images match one of its 5; compared 26 images" in out  # and not of its 30 training images
     assert "were not compared" not in out
     report = json.loads((tmp_path / "data_report.json").read_text())
     matches = {row["name"] for row in report["against"]["matches"]}
@@ -224,7 +224,7 @@ def test_of_a_large_set_the_check_says_how_many_were_compared_and_all_compares_a
 
 
 def test_a_report_never_replaces_a_folder(tmp_path: Path, capsys: Capture) -> None:
-    folder(tmp_path / "set", "train", "val", each=2)
+    write_image_folder(tmp_path / "set", "train", "val", each=2)
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "precious.txt").write_text("x")
     code, _, err = run("data", "check", "./set", "--out", "results", capsys=capsys)
@@ -234,7 +234,7 @@ def test_a_report_never_replaces_a_folder(tmp_path: Path, capsys: Capture) -> No
 
 
 def test_a_report_that_cannot_be_written_costs_the_result_nothing(tmp_path: Path, capsys: Capture) -> None:
-    folder(tmp_path / "set", "train", "val", each=2)
+    write_image_folder(tmp_path / "set", "train", "val", each=2)
     (tmp_path / "file").write_text("")
     code, out, err = run("data", "check", "./set", "--out", "file/report.json", capsys=capsys)
     assert code == 2
@@ -243,20 +243,20 @@ def test_a_report_that_cannot_be_written_costs_the_result_nothing(tmp_path: Path
 
 
 def test_pack_says_what_it_wrote(tmp_path: Path, capsys: Capture) -> None:
-    folder(tmp_path / "set", "train", "val", each=3)
+    write_image_folder(tmp_path / "set", "train", "val", each=3)
     code, out, err = run("data", "pack", "./set", "out", capsys=capsys)
     assert code == 0
     assert "train 6, val 6" in out
     assert "out (2 shards" in out
     assert "exists already" in run("data", "pack", "./set", "out", capsys=capsys)[2]
     assert "data: " in err
-    folder(tmp_path / "years", "2023", "2024", each=3)
+    write_image_folder(tmp_path / "years", "2023", "2024", each=3)
     code, _, err = run("data", "pack", "./years", "shards", capsys=capsys)
     assert (code, "warning: " in err, "are these the classes?" in err) == (0, True, True)
 
 
 def test_list_get_and_remove(tmp_path: Path, capsys: Capture) -> None:
-    samples = [shards.Sample(split, "a.png", encoded(picture(0), "PNG"), (3,)) for split in ("train", "test")]
+    samples = [shards.Sample(split, "a.png", encode_image(make_image(0), "PNG"), (3,)) for split in ("train", "test")]
     shards.write_shards(
         public_datasets.get_dataset_folder("cifar10"), samples, classes=[str(n) for n in range(10)], origin={}
     )
@@ -285,7 +285,7 @@ def test_what_cannot_be_opened_is_one_line(tmp_path: Path, capsys: Capture, data
 
 
 def test_a_terminal_shows_a_bar_and_a_pipe_none(tmp_path: Path) -> None:
-    folder(tmp_path / "set", "train", "val", each=3)
+    write_image_folder(tmp_path / "set", "train", "val", each=3)
     command = [sys.executable, "-m", "vitrail", "data", "check", "./set"]
     piped = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert piped.returncode == 0, piped.stderr

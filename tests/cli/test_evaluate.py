@@ -14,27 +14,27 @@ from typing import Any
 import pytest
 import torch
 
-from tests import making
+from tests import model_factory
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
-from tests.data.pictures import folder, picture
+from tests.data.image_files import make_image, write_image_folder
 from vitrail import Classifier, load, save
 from vitrail.data.loader import iter_eval_batches
 from vitrail.data.sources import open_dataset
-from vitrail.evaluate.predictions import count_predictions, predict_batches
-from vitrail.weights.labels import load_imagenet1k_classes
+from vitrail.evaluation.predictions import count_predictions, predict_batches
+from vitrail.weights.trained import load_imagenet1k_classes
 
 CLASSES = ("rose", "tulip", "daisy")
 
 
 @pytest.fixture
 def flowers(tmp_path: Path) -> Path:
-    return folder(tmp_path / "flowers", "train", "val", "test", classes=CLASSES, each=5)
+    return write_image_folder(tmp_path / "flowers", "train", "val", "test", classes=CLASSES, each=5)
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    built = making.trained(making.vit(classes=4), labels=("tulip", "moss", "rose", "daisy"))
+    built = model_factory.build_trained(model_factory.build_vit(classes=4), labels=("tulip", "moss", "rose", "daisy"))
     path = tmp_path / "model.safetensors"
     save(built, path)
     return path
@@ -70,7 +70,10 @@ def test_several_labels_are_judged_by_exact_match_f1_and_average_precision(
     flowers: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     names = (*CLASSES, "plant")
-    save(making.trained(making.vit(classes=4), labels=names, multi_label=True), tmp_path / "labels.safetensors")
+    save(
+        model_factory.build_trained(model_factory.build_vit(classes=4), labels=names, multi_label=True),
+        tmp_path / "labels.safetensors",
+    )
     rows = [f"test/{name}/{number}.jpg,{name};plant,test" for name in CLASSES for number in range(5)]
     (flowers / "list.csv").write_text("\n".join(["path,labels,split", *rows]) + "\n")
     command = (tmp_path / "labels.safetensors", flowers / "list.csv", "--split", "test", "--out")
@@ -146,7 +149,7 @@ def test_models_stand_side_by_side_and_are_compared_image_by_image(
     flowers: Path, model: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     other = tmp_path / "other.safetensors"
-    save(making.trained(making.vit(seed=5, classes=3), labels=CLASSES), other)
+    save(model_factory.build_trained(model_factory.build_vit(seed=5, classes=3), labels=CLASSES), other)
     facts = evaluate(model, flowers, "--against", other, "--out", tmp_path / "out", capsys=capsys)
     pair = facts["comparisons"][0]
     rights = [model["right"] for model in facts["models"]]
@@ -173,7 +176,7 @@ def test_abstaining_stores_the_threshold_that_keeps_the_accuracy_on_val(
     model: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     """Of 20 images the 12 surest answers are right, the others wrong: 95 % need the probability of the twelfth."""
-    images = [picture(seed) for seed in range(20)]
+    images = [make_image(seed) for seed in range(20)]
     ranked = [prediction[0] for prediction in Classifier(load(model))(images, top=1)]
     labels = load(model).labels
     assert labels is not None
@@ -208,7 +211,7 @@ def test_a_folder_without_splits_is_measured_whole_but_for_what_the_model_was_tr
     model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    own = folder(tmp_path / "own", classes=CLASSES, each=10)
+    own = write_image_folder(tmp_path / "own", classes=CLASSES, each=10)
     code, out, error = vitrail("evaluate", str(model), str(own), "--workers", "0", "--json", capsys=capsys)
     assert (code, json.loads(out)["models"][0]["images"]) == (0, 30), error
     assert f"measuring on all 30 images: {own} has no splits" in error
@@ -218,7 +221,7 @@ def test_a_folder_without_splits_is_measured_whole_but_for_what_the_model_was_tr
     assert vitrail(*run, capsys=capsys)[0] == 0
     (tmp_path / "moved.safetensors").write_bytes((tmp_path / "runs/finetune/weights/best.safetensors").read_bytes())
     shutil.copytree(own, tmp_path / "copy")
-    others = folder(tmp_path / "others", classes=CLASSES, each=10, start=900)
+    others = write_image_folder(tmp_path / "others", classes=CLASSES, each=10, start=900)
     for name, data, images in (
         ("runs/finetune", own, 3),
         ("moved.safetensors", own, 3),
@@ -227,7 +230,7 @@ def test_a_folder_without_splits_is_measured_whole_but_for_what_the_model_was_tr
     ):
         code, out, error = vitrail("evaluate", name, str(data), "--workers", "0", "--json", capsys=capsys)
         assert (code, json.loads(out)["models"][0]["images"]) == (0, images), error
-        left_out = f"measuring on 3 images: 27 images that {name} was trained on or chosen by are left out"
+        left_out = f"measuring on 3 images: 27 images that {name} was trained on or selected with are left out"
         assert (left_out in error) == (images == 3)
 
 
@@ -236,10 +239,10 @@ def test_a_run_that_held_out_another_share_is_not_measured_on_images_it_was_trai
 ) -> None:
     """As `study sweep` does with a large dataset."""
     monkeypatch.chdir(tmp_path)
-    own = folder(tmp_path / "own", classes=CLASSES, each=10)
+    own = write_image_folder(tmp_path / "own", classes=CLASSES, each=10)
     run = ("finetune", str(own), "--model", str(model), "--epochs", "1", "--workers", "0", "--device", "cpu")
     with monkeypatch.context() as patch:
-        patch.setattr("vitrail.train.finetune.open_dataset", partial(open_dataset, holdout_fraction=0.2))
+        patch.setattr("vitrail.training.finetune.open_dataset", partial(open_dataset, holdout_fraction=0.2))
         assert vitrail(*run, capsys=capsys)[0] == 0
     shutil.rmtree(tmp_path / "runs/finetune/checkpoints")  # as a study does
     code, _, error = vitrail("evaluate", "runs/finetune", str(own), "--workers", "0", capsys=capsys)
@@ -255,7 +258,7 @@ def test_it_ends_with_what_came_of_it_and_where_it_is(
     _, _, error = vitrail("evaluate", str(model), str(flowers), "--workers", "0", "--out", str(out), capsys=capsys)
     facts = json.loads((out / "evaluate.json").read_text())["models"][0]
     last = error.splitlines()[-1]
-    assert last.startswith(f"{facts['top1']:.1%} of 15 images right (")
+    assert last.startswith(f"{facts['top1']:.1%} of 15 images correct (")
     assert last.endswith(f"; tables and figures: {out}")
     save(load(model), tmp_path / "other.safetensors")
     twice = ("evaluate", str(model), str(flowers), "--workers", "0", "--against", str(tmp_path / "other.safetensors"))
@@ -266,9 +269,9 @@ def test_it_ends_with_what_came_of_it_and_where_it_is(
 def test_another_model_is_checked_before_the_first_runs(
     flowers: Path, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vitrail.evaluate.evaluation.evaluate_model", lambda *_: pytest.fail("a model ran"))
+    monkeypatch.setattr("vitrail.evaluation.dataset_evaluation.evaluate_model", lambda *_: pytest.fail("a model ran"))
     other = tmp_path / "other.safetensors"
-    save(making.trained(making.vit(classes=2), labels=("oak", "elm")), other)
+    save(model_factory.build_trained(model_factory.build_vit(classes=2), labels=("oak", "elm")), other)
     for against, code, message in (
         (other, 3, "other.safetensors: the model has no class"),
         (tmp_path / "nowhere.safetensors", 4, "nowhere.safetensors"),
@@ -278,7 +281,7 @@ def test_another_model_is_checked_before_the_first_runs(
 
 
 def test_folders_that_may_be_no_classes_are_asked_about(model: Path, tmp_path: Path, capsys: Capture) -> None:
-    folder(tmp_path / "years", "2023", "2024", classes=CLASSES, each=1)
+    write_image_folder(tmp_path / "years", "2023", "2024", classes=CLASSES, each=1)
     code, _, error = vitrail("evaluate", str(model), str(tmp_path / "years"), capsys=capsys)
     assert (code, "holds the folders 2023, 2024, each of which holds daisy, rose, tulip" in error) == (3, True)
 
@@ -311,7 +314,7 @@ def test_what_is_elsewhere_or_taken_is_not_written_to(
 
 
 def test_an_unknown_label_is_refused(model: Path, tmp_path: Path, capsys: Capture) -> None:
-    other = folder(tmp_path / "others", "test", classes=("rose", "whale"))
+    other = write_image_folder(tmp_path / "others", "test", classes=("rose", "whale"))
     code, _, error = vitrail("evaluate", str(model), str(other), capsys=capsys)
     assert code == 3
     assert "no class 'whale'" in error
@@ -320,7 +323,7 @@ def test_an_unknown_label_is_refused(model: Path, tmp_path: Path, capsys: Captur
 def test_timms_own_network_says_what_ours_says(deit_tiny: Path, tmp_path: Path, capsys: Capture) -> None:
     timm = pytest.importorskip("timm", reason="timm is not installed: make peers", exc_type=ImportError)
     assert timm is not None
-    data = folder(tmp_path / "images", "test", classes=("n01440764", "n01443537"), each=3)
+    data = write_image_folder(tmp_path / "images", "test", classes=("n01440764", "n01443537"), each=3)
     name = f"timm-model:local-dir:{deit_tiny}"
     facts = evaluate(deit_tiny, data, "--against", name, "--out", tmp_path / "out", capsys=capsys)
     ours, theirs = facts["models"]

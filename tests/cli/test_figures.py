@@ -14,25 +14,25 @@ import pytest
 import torch
 from PIL import Image
 
-from tests import making
+from tests import model_factory
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
-from tests.data.pictures import encoded, folder, picture
+from tests.data.image_files import encode_image, make_image, write_image_folder
 from vitrail import PreprocessConfig, load, save
 from vitrail.data.decode import decode
 from vitrail.data.sources import open_dataset
 from vitrail.data.transforms import make_eval_input, normalize
-from vitrail.figures import attention_images, paper_figures
-from vitrail.figures.attention import (
+from vitrail.visualization import attention_images, paper_figures
+from vitrail.visualization.attention import (
     compute_attention_distance,
     compute_class_attention,
     compute_rollout,
     compute_token_colors,
 )
-from vitrail.figures.cka import compute_cka, compute_gram_matrices
-from vitrail.figures.embeddings import build_untrained, compute_filters, compute_position_similarity
-from vitrail.figures.faithfulness import measure_faithfulness
-from vitrail.figures.relevance import compute_relevance
+from vitrail.visualization.cka import compute_cka, compute_gram_matrices
+from vitrail.visualization.embeddings import build_untrained, compute_filters, compute_position_similarity
+from vitrail.visualization.faithfulness import measure_faithfulness
+from vitrail.visualization.relevance import compute_relevance
 
 CROPPED = PreprocessConfig(size=(32, 32), resize=(40,), mean=(0.4,) * 3, std=(0.3,) * 3)
 
@@ -47,13 +47,13 @@ def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     path = tmp_path / "model.safetensors"
-    save(making.trained(making.vit(), preprocess=CROPPED), path)
+    save(model_factory.build_trained(model_factory.build_vit(), preprocess=CROPPED), path)
     return path
 
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    return folder(tmp_path / "pictures", each=2)
+    return write_image_folder(tmp_path / "pictures", each=2)
 
 
 def list_files(out: Path) -> list[str]:
@@ -150,10 +150,10 @@ def test_two_models_stand_side_by_side_and_one_without_attention_is_named(
     The second model may be a folder of weights; a folder of images with weights beside them is images.
     """
     other, resnet, out = tmp_path / "other" / "model.safetensors", tmp_path / "resnet.safetensors", tmp_path / "out"
-    save(making.trained(making.vit(**making.VARIANTS["hybrid"], heads=8)), other)
+    save(model_factory.build_trained(model_factory.build_vit(**model_factory.VARIANTS["hybrid"], heads=8)), other)
     shutil.copy(other, pictures / "rose")
     (pictures / "rose" / "1.jpg").unlink()
-    save(making.trained(making.bit()), resnet)
+    save(model_factory.build_trained(model_factory.build_bit()), resnet)
     image = str(pictures / "rose")
     code, _, error = vitrail("figures", str(model), str(other.parent), image, "--out", str(out), capsys=capsys)
     assert code == 0, error
@@ -182,7 +182,11 @@ def test_faithfulness_compares_relevance_with_rollout_and_a_random_order(
     """Beside a model of which an image may have several labels, each with a probability of its own."""
     other, out = tmp_path / "other.safetensors", tmp_path / "out"
     save(
-        dataclasses.replace(making.trained(making.vit(seed=1), preprocess=CROPPED), multi_label=True, temperature=2),
+        dataclasses.replace(
+            model_factory.build_trained(model_factory.build_vit(seed=1), preprocess=CROPPED),
+            multi_label=True,
+            temperature=2,
+        ),
         other,
     )
     command = [str(model), str(other), str(pictures), "--out", str(out), "--json", "--faithfulness"]
@@ -212,7 +216,7 @@ def test_a_model_without_a_head_and_too_few_images_are_a_sentence_each(
     pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     path, out = tmp_path / "bare.safetensors", tmp_path / "out"
-    save(making.trained(making.vit(classes=0), preprocess=CROPPED), path)
+    save(model_factory.build_trained(model_factory.build_vit(classes=0), preprocess=CROPPED), path)
     command = [str(path), str(pictures / "rose"), "--out", str(out), "--faithfulness"]
     code, text, error = vitrail("figures", *command, capsys=capsys)
     assert code == 0, error
@@ -251,7 +255,7 @@ def test_weights_that_do_not_say_how_images_are_prepared_still_show_themselves(
     pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     path = tmp_path / "bare.safetensors"
-    save(making.trained(making.vit(), preprocess=None), path)
+    save(model_factory.build_trained(model_factory.build_vit(), preprocess=None), path)
     code, _, error = vitrail("figures", str(path), str(pictures), "--out", str(tmp_path / "out"), capsys=capsys)
     assert code == 0
     assert "no attention: the model does not say how images must be prepared" in error
@@ -263,7 +267,7 @@ def test_boxes_say_how_much_of_the_rollout_is_on_the_object(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     """0.jpg's box is all that is seen, 1.jpg's the left half of it; 2.jpg's is cut off by the crop."""
-    (pictures / "rose" / "2.jpg").write_bytes(encoded(picture(9)))
+    (pictures / "rose" / "2.jpg").write_bytes(encode_image(make_image(9)))
     boxes = tmp_path / "boxes.txt"
     boxes.write_text("0.jpg\trose\t0\t0\t23\t19\n1.jpg\trose\t0\t0\t11\t19\n2.jpg\trose\t22\t0\t23\t19\n")
     out = tmp_path / "out"
@@ -310,8 +314,8 @@ def test_another_resolution_resamples_positions_and_sees_more_patches(
 def test_images_are_named_in_every_way(
     arguments: list[str], number: int, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(making.trained(making.vit(depth=1)), tmp_path / "m.safetensors")
-    folder(tmp_path, each=2)
+    save(model_factory.build_trained(model_factory.build_vit(depth=1)), tmp_path / "m.safetensors")
+    write_image_folder(tmp_path, each=2)
     (tmp_path / "list.csv").write_text("path,label\nrose/1.jpg,rose\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("rose/0.jpg\nrose/1.jpg\ntulip/1.jpg\n"))
@@ -328,7 +332,7 @@ def test_of_a_dataset_only_the_images_that_are_drawn_are_decoded(
     model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 40 images five, from all folders: once for the model, once to be drawn on. --boxes reads all."""
-    paths = sorted(folder(tmp_path / "dataset", each=20).rglob("*.jpg"))
+    paths = sorted(write_image_folder(tmp_path / "dataset", each=20).rglob("*.jpg"))
     decoded: list[str] = []
 
     def count(source: Any, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -352,7 +356,7 @@ def test_of_a_dataset_only_the_images_that_are_drawn_are_decoded(
 
 @pytest.mark.usefixtures("without_plots")
 def test_of_a_named_dataset_images_from_all_of_its_test_split_are_drawn(tmp_path: Path, capsys: Capture) -> None:
-    save(making.trained(making.vit(depth=1)), tmp_path / "m.safetensors")
+    save(model_factory.build_trained(model_factory.build_vit(depth=1)), tmp_path / "m.safetensors")
     command = ["digits", "--out", str(tmp_path / "out"), "--pictures", "3"]
     code, _, error = vitrail("figures", str(tmp_path / "m.safetensors"), *command, capsys=capsys)
     assert code == 0, error

@@ -17,23 +17,23 @@ import pytest
 import torch
 from PIL import Image
 
-from tests import making
+from tests import model_factory
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.cli.test_train import HERE, PICTURES
-from tests.data.pictures import encoded, folder, picture
-from tests.train.test_trainer import tuned
+from tests.data.image_files import encode_image, make_image, write_image_folder
+from tests.training.test_trainer import build_finetune_run
 from vitrail.cli import output
 from vitrail.data.dataset import without_images
 from vitrail.data.sources import open_dataset
 from vitrail.files import compute_sha256
 from vitrail.report.html_report import make_rerun_command
 from vitrail.report.run_facts import gather_facts
-from vitrail.train import dataset_checks
-from vitrail.train.dataset_checks import check_images
-from vitrail.train.deadline import Deadline
-from vitrail.train.finetune import _is_trained_on_all, plan_length
-from vitrail.train.run_results import summarize_result
+from vitrail.training import dataset_checks
+from vitrail.training.dataset_checks import check_images
+from vitrail.training.finetune import _is_trained_on_all, plan_length
+from vitrail.training.run_results import summarize_result
+from vitrail.training.time_estimate import Deadline
 from vitrail.weights.load import load, save
 
 MODEL = "model.safetensors"
@@ -45,8 +45,8 @@ SHORT = ("--epochs", "4", "--batch", "4", *HERE)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with a set of 24 pictures in two classes and a small model."""
     monkeypatch.chdir(tmp_path)
-    folder(tmp_path / "set", "train", "val", "test", each=4)
-    save(making.trained(making.vit()), tmp_path / MODEL)
+    write_image_folder(tmp_path / "set", "train", "val", "test", each=4)
+    save(model_factory.build_trained(model_factory.build_vit()), tmp_path / MODEL)
 
 
 def finetune(*options: str, capsys: Capture, data: str = "./set", model: str = MODEL) -> tuple[int, str, str]:
@@ -76,7 +76,7 @@ def test_the_whole_command_leaves_weights_tables_and_pictures(tmp_path: Path, ca
         right = [row["label"] == row["predicted"] for row in csv.DictReader(file)]
     share = f"{sum(right) / 8:.1%}"
     assert re.fullmatch(
-        rf"{share} of 8 test images right \(.*; weights: runs/finetune/weights/best\.safetensors; .*\n", out
+        rf"{share} of 8 test images correct \(.*; weights: runs/finetune/weights/best\.safetensors; .*\n", out
     )
     assert "epoch 4: loss" in err
     for name in PICTURES:
@@ -217,7 +217,7 @@ def test_layers_balance_and_everything_are_taken_to_the_run(tmp_path: Path, caps
 
 
 def test_a_head_that_knows_the_classes_is_kept_in_any_order(tmp_path: Path, capsys: Capture) -> None:
-    known = making.trained(making.vit(classes=2), labels=("tulip", "rose"))
+    known = model_factory.build_trained(model_factory.build_vit(classes=2), labels=("tulip", "rose"))
     save(known, tmp_path / "known.safetensors")
     options = ("--keep-head", "--lr", "1e-12", *SHORT)
     code, _, _ = finetune(*options, capsys=capsys, model="known.safetensors")
@@ -241,7 +241,7 @@ def test_preprocessing_must_be_known_and_may_not_be_contradicted(tmp_path: Path,
     assert code == 2
     assert "were trained with mean (0.4, 0.4, 0.4)" in line
     assert "omit it" in line
-    bare = dataclasses.replace(making.trained(making.vit()), preprocess=None)
+    bare = dataclasses.replace(model_factory.build_trained(model_factory.build_vit()), preprocess=None)
     save(bare, tmp_path / "bare.safetensors")
     code, line = refused(capsys=capsys, model="bare.safetensors")
     assert code == 2
@@ -288,23 +288,23 @@ def test_an_empty_class_folder_is_left_out_named_and_listed(tmp_path: Path, caps
 
 
 def test_a_class_with_validation_images_alone_is_refused(tmp_path: Path, capsys: Capture) -> None:
-    folder(tmp_path / "set", "val", classes=("orchid",), each=1)
+    write_image_folder(tmp_path / "set", "val", classes=("orchid",), each=1)
     code, line = refused(capsys=capsys)
     assert code == 3
     assert "set without a training image, such as orchid: add some, or remove the class" in line
-    folder(tmp_path / "set", "train", classes=("orchid",), each=1)
+    write_image_folder(tmp_path / "set", "train", classes=("orchid",), each=1)
     (tmp_path / "set" / "train" / "orchid" / "0.jpg").write_bytes(b"<html>")  # and when it is left out
     assert refused(capsys=capsys)[1] == line
 
 
 def test_a_single_class_is_refused_with_what_may_have_been_meant(tmp_path: Path, capsys: Capture) -> None:
-    folder(tmp_path / "one", classes=("rose",), each=5)
+    write_image_folder(tmp_path / "one", classes=("rose",), each=5)
     code, line = refused(capsys=capsys, data="./one")
     assert code == 3
     assert "one has one class, rose, and a classifier needs two or more: one subfolder each." in line
     (tmp_path / "one" / "tulip").mkdir()  # left out, so one class is left
     assert refused(capsys=capsys, data="./one")[1] == line
-    folder(tmp_path / "two" / "images", each=5)
+    write_image_folder(tmp_path / "two" / "images", each=5)
     line = refused(capsys=capsys, data="./two")[1]
     assert "images holds the folders rose, tulip: did you mean" in line
     assert line.endswith("two/images?")
@@ -363,7 +363,7 @@ def test_bad_images_that_nobody_looked_for_are_left_out_as_the_run_goes(
 ) -> None:
     """One in each split, of more images than are looked at beforehand."""
     monkeypatch.setattr(dataset_checks, "_MAX_SCANNED_IMAGES", 10)
-    folder(tmp_path / "set", "train", "val", "test", each=6)
+    write_image_folder(tmp_path / "set", "train", "val", "test", each=6)
     bad = [f"{split}/rose/1.jpg" for split in ("train", "val", "test")]
     for name in bad:
         (tmp_path / "set" / name).write_bytes(b"<html>")
@@ -401,7 +401,7 @@ def test_many_bad_images_that_nobody_looked_for_stop_the_run(
 
 
 def test_copies_across_splits_are_warned_of(tmp_path: Path, capsys: Capture) -> None:
-    twin = encoded(picture(4711, (60, 60)))
+    twin = encode_image(make_image(4711, (60, 60)))
     for split in ("train", "test"):
         (tmp_path / "set" / split / "rose" / "twin.jpg").write_bytes(twin)
     code, _, err = finetune(*SHORT, capsys=capsys)
@@ -410,7 +410,7 @@ def test_copies_across_splits_are_warned_of(tmp_path: Path, capsys: Capture) -> 
 
 
 def test_strong_imbalance_is_warned_of_and_can_be_answered(tmp_path: Path, capsys: Capture) -> None:
-    folder(tmp_path / "set", "train", classes=("rose",), each=40, start=500)
+    write_image_folder(tmp_path / "set", "train", classes=("rose",), each=40, start=500)
     code, _, err = finetune("--epochs", "1", "--batch", "16", *HERE, capsys=capsys)
     assert code == 0
     warning = "warning: rose has 40 training images and tulip 4, so look at the average over classes"
@@ -512,7 +512,7 @@ def test_a_path_that_is_mistyped_is_no_name_of_the_hub(tmp_path: Path, capsys: C
 
 
 def test_a_short_limit_takes_smaller_images_and_a_long_one_the_models_own(tmp_path: Path, capsys: Capture) -> None:
-    task = tuned(tmp_path)
+    task = build_finetune_run(tmp_path)
     sizes: dict[str, Any] = {
         "batch_size": 8,
         "train_images": 800,
@@ -552,8 +552,8 @@ def test_bits_rule_resizes_whole_images_by_their_area(
         for number in range(3):
             place = tmp_path / "photos" / split / "ab"[number % 2]
             place.mkdir(parents=True, exist_ok=True)
-            (place / f"{number}.jpg").write_bytes(encoded(picture(number, (side, side + 10))))
-    save(making.trained(making.bit()), tmp_path / "bit.safetensors")
+            (place / f"{number}.jpg").write_bytes(encode_image(make_image(number, (side, side + 10))))
+    save(model_factory.build_trained(model_factory.build_bit()), tmp_path / "bit.safetensors")
     options = ("--recipe", "bit", "--batch", "2", "--dry-run", "--json", *HERE)
     code, out, err = finetune(*options, data="./photos", model="bit.safetensors", capsys=capsys)
     assert code == 0, err
@@ -591,7 +591,7 @@ def test_a_model_that_is_not_there_is_said_before_the_images_are_looked_at(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "vitrail.train.finetune.check_images", lambda *_, **__: pytest.fail("the images were looked at")
+        "vitrail.training.finetune.check_images", lambda *_, **__: pytest.fail("the images were looked at")
     )
     code, line = refused(capsys=capsys, model="vit_tiny.safetensors")
     assert code != 0

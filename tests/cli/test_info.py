@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests import making
+from tests import model_factory
 from tests.cli.test_cli import Capture, run
 from vitrail.weights.load import save
 
@@ -22,7 +22,7 @@ def test_info_on_a_preset(capsys: Capture) -> None:
 
 def test_info_on_a_file_tells_all_it_knows(tmp_path: Path, capsys: Capture) -> None:
     path = str(tmp_path / "model.safetensors")
-    save(making.trained(making.vit()), path)
+    save(model_factory.build_trained(model_factory.build_vit()), path)
     code, out, _ = run("info", path, capsys=capsys)
     assert code == 0
     assert "file " in out
@@ -37,7 +37,11 @@ def test_info_on_a_file_tells_all_it_knows(tmp_path: Path, capsys: Capture) -> N
 
 
 def test_info_prints_what_was_assumed(tmp_path: Path, capsys: Capture) -> None:
-    save(making.trained(making.vit(width=64, heads=1, gelu="erf")), tmp_path / "bare.safetensors", "timm")
+    save(
+        model_factory.build_trained(model_factory.build_vit(width=64, heads=1, gelu="erf")),
+        tmp_path / "bare.safetensors",
+        "timm",
+    )
     code, out, _ = run("info", str(tmp_path / "bare.safetensors"), capsys=capsys)
     assert code == 0
     assert "heads: 1, assumed from width 64 / 64" in out
@@ -46,7 +50,7 @@ def test_info_prints_what_was_assumed(tmp_path: Path, capsys: Capture) -> None:
 
 def test_control_characters_in_names_are_not_printed(tmp_path: Path, capsys: Capture) -> None:
     labels = ("\x1b[2Jgone", "two\nlines", *"cdefg")
-    save(making.trained(making.vit(), labels=labels), tmp_path / "model.safetensors")
+    save(model_factory.build_trained(model_factory.build_vit(), labels=labels), tmp_path / "model.safetensors")
     code, out, _ = run("info", str(tmp_path / "model.safetensors"), capsys=capsys)
     assert code == 0
     assert "\x1b" not in out

@@ -1,11 +1,11 @@
-"""`vitrail plan`: what it prints, as text and as JSON (the numbers: tests/train/test_plan.py)."""
+"""`vitrail plan`: what it prints, as text and as JSON (the numbers: tests/training/test_plan.py)."""
 
 import subprocess
 import sys
 
 import pytest
 
-from tests.train.test_plan import Capture, plan_facts
+from tests.training.test_plan import Capture, plan_facts
 from vitrail.cli import main
 
 
@@ -39,7 +39,7 @@ def test_the_text_fits_a_screen_and_names_its_assumption(capsys: Capture) -> Non
     out = capsys.readouterr().out
     assert len(out.splitlines()) < 24
     assert max(map(len, out.splitlines())) < 100
-    for text in ("633,685,480", "30% of 989 TFLOP/s each, an assumption", "8 nodes of 8 x h200", "--shard"):
+    for text in ("633,685,480", "30% of 989 TFLOP/s each (assumed)", "8 nodes of 8 x h200", "--shard"):
         assert text in out
     assert "4,258 exaFLOPs (the paper: 4,262)" in out
     assert "164 GPU-days (the paper: 2,500 TPUv3-core-days)" in out

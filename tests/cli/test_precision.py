@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests import making
+from tests import model_factory
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
-from tests.data.pictures import folder
+from tests.data.image_files import write_image_folder
 from vitrail import Classifier, load, save
 from vitrail.model.quantized import describe_cpu
-from vitrail.serve.batching import BatchQueue
-from vitrail.serve.served_model import start_model
+from vitrail.serving.batching import BatchQueue
+from vitrail.serving.served_model import start_model
 from vitrail.weights.precision_measurements import PrecisionMeasurement
 
 FASTER = PrecisionMeasurement(
@@ -25,13 +25,16 @@ FASTER = PrecisionMeasurement(
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    save(making.trained(making.vit(), precision_measurements=(FASTER,)), tmp_path / "model.safetensors")
+    save(
+        model_factory.build_trained(model_factory.build_vit(), precision_measurements=(FASTER,)),
+        tmp_path / "model.safetensors",
+    )
     return tmp_path / "model.safetensors"
 
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
-    return folder(tmp_path / "pictures", each=2)
+    return write_image_folder(tmp_path / "pictures", each=2)
 
 
 def test_predict_computes_as_the_file_says_and_says_so_once(model: Path, pictures: Path, capsys: Capture) -> None:
@@ -100,7 +103,9 @@ def test_a_served_model_tells_its_precision_and_still_explains(model: Path) -> N
         served = start_model("model", Classifier(load(model), device="cpu"), queue)
         served.warmup.result()
         assert served.describe()["precision"] == "bfloat16"
-        pixels = served.classifier.make_input(making.images(served.classifier.model.config, 1).mul(40).byte()[0])
+        pixels = served.classifier.make_input(
+            model_factory.draw_images(served.classifier.model.config, 1).mul(40).byte()[0]
+        )
         assert served.compute_rollouts([pixels]).shape == (1, 4, 4)
         assert served.compute_attention([pixels], 1)[0].shape == (4, 17, 16)
     finally:

@@ -14,17 +14,17 @@ import pytest
 import torch
 from PIL import Image
 
-from tests import making
+from tests import model_factory
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.cli.test_train import HERE
-from tests.data.pictures import encoded, folder, picture
-from tests.runtime.test_distributed import ended, free_port
+from tests.data.image_files import encode_image, make_image, write_image_folder
+from tests.runtime.test_distributed import find_free_port, wait_for_ranks
 from vitrail.cli import main
 from vitrail.data.loader import iter_eval_batches
 from vitrail.data.sources import open_dataset
-from vitrail.evaluate.predictions import evaluate_batches
-from vitrail.evaluate.statistics import wilson_interval
+from vitrail.evaluation.predictions import evaluate_batches
+from vitrail.evaluation.statistics import wilson_interval
 from vitrail.files import get_cache_home
 from vitrail.inference.classifier import Classifier
 from vitrail.weights import tensor_files
@@ -37,8 +37,8 @@ MODEL = "model.safetensors"
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with a set of 36 pictures in two classes and a small model."""
     monkeypatch.chdir(tmp_path)
-    folder(tmp_path / "set", "train", "val", "test", each=6)
-    save(making.trained(making.vit()), tmp_path / MODEL)
+    write_image_folder(tmp_path / "set", "train", "val", "test", each=6)
+    save(model_factory.build_trained(model_factory.build_vit()), tmp_path / MODEL)
 
 
 def probe(*options: str, capsys: Capture, model: str = MODEL, data: str = "./set") -> tuple[int, str, str]:
@@ -64,16 +64,16 @@ def expect_refusal(*options: str, capsys: Capture, **where: str) -> tuple[int, s
 def test_the_table_has_a_row_for_each_method(capsys: Capture) -> None:
     code, out, err = probe(capsys=capsys)
     assert code == 0
-    assert "note: without 10-shot, 25-shot: rose has 6 training images" in err
+    assert "note: skipped 10-shot, 25-shot: rose has only 6 training images" in err
     assert re.fullmatch(
-        r"best: .*, \d+\.\d% of 12 test images right; --save FILE writes the model with a linear head",
+        r"best: .*, \d+\.\d% of 12 test images correct; --save FILE writes the model with a linear head",
         err.splitlines()[-1],
     )
     lines = out.splitlines()
     assert lines[0] == "test: 12 images, 2 classes; settings chosen on val"
     assert [line.split()[0] for line in lines[1:]] == ["method", "1-shot", "5-shot", "kNN", "linear", "logistic"]
     assert re.fullmatch(r"5-shot +10 images +lambda 1024 +\d+\.\d% +± \d+\.\d%, 3 draws", lines[3])
-    assert re.fullmatch(r"kNN +12 images +k 12 +\d+\.\d% +95 %: \d+\.\d% to \d+\.\d%", lines[4])
+    assert re.fullmatch(r"kNN +12 images +k 12 +\d+\.\d% +95%: \d+\.\d% to \d+\.\d%", lines[4])
     result = probe_facts(capsys=capsys)
     assert (result["split"], result["images"], result["features"], result["chosen_on"]) == ("test", 12, 32, "val")
     for score, line in zip(result["scores"], lines[2:], strict=True):
@@ -95,7 +95,7 @@ def test_options_choose_what_is_tried(capsys: Capture) -> None:
 
 
 def test_without_a_test_split_val_is_measured_and_does_not_choose(tmp_path: Path, capsys: Capture) -> None:
-    folder(tmp_path / "two", "train", "val", each=6)
+    write_image_folder(tmp_path / "two", "train", "val", each=6)
     code, out, _ = probe(capsys=capsys, data="./two")
     assert code == 0
     assert out.startswith("val: 12 images, 2 classes; settings chosen on a fifth of train\n")
@@ -113,9 +113,9 @@ def test_features_are_computed_once_for_the_same_weights_images_and_preprocessin
     assert again["cached"] == ["train", "val", "test"]
     assert again["scores"] == first["scores"]
     assert "features of train, val, test: from the cache" in probe(capsys=capsys)[2]
-    (tmp_path / "set" / "val" / "rose" / "0.jpg").write_bytes(encoded(picture(77), quality=40))
+    (tmp_path / "set" / "val" / "rose" / "0.jpg").write_bytes(encode_image(make_image(77), quality=40))
     assert probe_facts(capsys=capsys)["cached"] == ["train", "test"]
-    save(making.trained(making.vit(seed=1)), tmp_path / "other.safetensors")
+    save(model_factory.build_trained(model_factory.build_vit(seed=1)), tmp_path / "other.safetensors")
     assert probe_facts(capsys=capsys, model="other.safetensors")["cached"] == []
     same = load(MODEL)
     assert same.preprocess is not None
@@ -131,7 +131,7 @@ def test_features_are_computed_once_for_the_same_weights_images_and_preprocessin
 @pytest.mark.parametrize("method", ["linear", "logistic"])
 @pytest.mark.parametrize("hidden", [False, True])
 def test_the_saved_model_answers_as_the_probe_did(tmp_path: Path, capsys: Capture, method: str, hidden: bool) -> None:
-    save(making.trained(making.vit(hidden_head=hidden)), tmp_path / MODEL, overwrite=True)
+    save(model_factory.build_trained(model_factory.build_vit(hidden_head=hidden)), tmp_path / MODEL, overwrite=True)
     result = probe_facts("--methods", method, "--save", "made.safetensors", capsys=capsys)
     built = load("made.safetensors")
     assert built.preprocess is not None
@@ -152,7 +152,7 @@ def test_the_better_of_the_heads_by_val_is_saved(capsys: Capture) -> None:
     code, out, _ = probe("--save", "made.safetensors", capsys=capsys)
     assert code == 0
     predictions = re.fullmatch(
-        r"made\.safetensors: (\w+), (.*)% right of val, temperature [\d.]+", out.splitlines()[-1]
+        r"made\.safetensors: (\w+), (.*)% of val correct, temperature [\d.]+", out.splitlines()[-1]
     )
     assert predictions is not None
     item = [
@@ -174,8 +174,8 @@ def test_two_processes_say_what_one_says(tmp_path: Path, capsys: Capture) -> Non
     kept = get_cache_home() / "features"
     kept.rename(tmp_path / "kept by one")
     arguments = ("probe", MODEL, "./set", *HERE, "--json", "--save", "two.safetensors")
-    port = free_port()
-    codes = ended([_run_in_fork(rank, port, arguments) for rank in range(2)])
+    port = find_free_port()
+    codes = wait_for_ranks([_run_in_fork(rank, port, arguments) for rank in range(2)])
     assert codes == [0, 0], [Path(f"told by {rank}").read_text() for rank in range(2)]
     two = json.loads(Path("said by 0").read_text())
     assert Path("said by 1").read_text() == ""
@@ -220,10 +220,10 @@ def test_more_shots_than_images_name_the_class_and_its_count(tmp_path: Path, cap
 
 
 def test_a_class_without_training_images_and_a_single_class_are_refused(tmp_path: Path, capsys: Capture) -> None:
-    folder(tmp_path / "set", "test", classes=("daisy",), each=1)
+    write_image_folder(tmp_path / "set", "test", classes=("daisy",), each=1)
     code, line = expect_refusal(capsys=capsys)
     assert (code, "set without a training image, such as daisy" in line) == (3, True)
-    folder(tmp_path / "one", "train", "test", classes=("daisy",), each=2)
+    write_image_folder(tmp_path / "one", "train", "test", classes=("daisy",), each=2)
     code, line = expect_refusal(capsys=capsys, data="./one")
     assert (code, "has one class, daisy, and a classifier needs two" in line) == (3, True)
 
@@ -231,7 +231,7 @@ def test_a_class_without_training_images_and_a_single_class_are_refused(tmp_path
 def test_images_without_labels_and_with_several_are_refused(tmp_path: Path, capsys: Capture) -> None:
     for split in ("train", "val"):
         (tmp_path / "bare" / split).mkdir(parents=True)
-        (tmp_path / "bare" / split / "0.jpg").write_bytes(encoded(picture(0)))
+        (tmp_path / "bare" / split / "0.jpg").write_bytes(encode_image(make_image(0)))
     code, line = expect_refusal(capsys=capsys, data="./bare")
     assert (code, "has no labels to learn" in line) == (3, True)
     rows = [
@@ -270,7 +270,7 @@ def test_options_that_cannot_be_meant_are_refused(capsys: Capture, options: tupl
 
 
 def test_weights_that_do_not_state_their_preprocessing_need_it_named(tmp_path: Path, capsys: Capture) -> None:
-    save(making.trained(making.vit(), preprocess=None), tmp_path / "bare.safetensors")
+    save(model_factory.build_trained(model_factory.build_vit(), preprocess=None), tmp_path / "bare.safetensors")
     code, line = expect_refusal(capsys=capsys, model="bare.safetensors")
     assert (code, "--preprocess imagenet" in line) == (2, True)
     assert probe("--preprocess", "imagenet", capsys=capsys, model="bare.safetensors")[0] == 0

@@ -15,7 +15,7 @@ from tests.cli.test_cli import run as vitrail
 from tests.report.run_folders import isolate_home as alone
 from tests.report.run_folders import write_run_folder as written
 from vitrail.cli import main, output
-from vitrail.report import run_images
+from vitrail.report import write_report
 from vitrail.report.run_facts import gather_facts
 
 DIGITS = ("train", "digits", "--data", "digits", "--workers", "0", "--device", "cpu", "--epochs", "0.2")
@@ -102,7 +102,7 @@ def test_a_report_that_fails_does_not_lose_the_run(
     def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(run_images, "write_report", fails)
+    monkeypatch.setattr(write_report, "write_report", fails)
     code, out, err = vitrail(*DIGITS, "--out", "run", capsys=capsys)
     assert code == 0
     assert "; weights: run/weights/best.safetensors; next: vitrail predict run IMAGES" in out
@@ -127,9 +127,9 @@ def test_whatever_a_report_meets_is_a_warning_of_one_line(
     def fails(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(run_images, "write_report", fails)
+    monkeypatch.setattr(write_report, "write_report", fails)
     task: Any = SimpleNamespace(dataset=None, device=None)
-    run_images.write_run_report(task, tmp_path / "my run", None, output.print_note)
+    write_report.write_run_report(task, tmp_path / "my run", None, output.print_note)
     predictions = capsys.readouterr().err
     assert predictions.count("\n") == 1
     assert predictions.startswith("warning: the report is not written (")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import making
-from tests.serve.serving import picture
+from tests import model_factory
+from tests.serving.serving import make_image_file
 from vitrail import save
 from vitrail.cli import main
-from vitrail.serve import server
+from vitrail.serving import server
 
 WATCHED = """
 import socket, sys
@@ -36,7 +36,7 @@ sys.exit(code)
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     path = tmp_path / "flowers.safetensors"
-    save(making.trained(making.vit()), path)
+    save(model_factory.build_trained(model_factory.build_vit()), path)
     return str(path)
 
 
@@ -48,7 +48,7 @@ def test_it_serves_until_a_signal_and_opens_one_socket(model: str, number: signa
         assert running.stdout is not None
         url = running.stdout.readline().strip()
         try:
-            request = urllib.request.Request(f"{url}/v1/predict", picture(), {"content-type": "image/png"})
+            request = urllib.request.Request(f"{url}/v1/predict", make_image_file(), {"content-type": "image/png"})
             with urllib.request.urlopen(request, timeout=20) as prediction:
                 assert b'"model":"flowers"' in prediction.read()
         finally:
@@ -129,10 +129,11 @@ def test_a_foreign_host_is_refused_and_a_named_one_served(model: str, attacked: 
 def test_a_missing_extra_is_named_with_its_line(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == "fastapi" or "vitrail.serve" in name]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fastapi" or "vitrail.serving" in name]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "vitrail.cli.serve", raising=False)
-    monkeypatch.delattr("vitrail.serve", raising=False)
+    for name in ("vitrail.cli.serve", "vitrail.api.serve"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delattr("vitrail.serving", raising=False)
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert main(["serve", model]) == 2
     assert "serving needs fastapi: pip install 'vitrail[serve]'" in capsys.readouterr().err

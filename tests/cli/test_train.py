@@ -11,15 +11,15 @@ import torch
 
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
-from tests.data.pictures import encoded, folder, picture
+from tests.data.image_files import encode_image, make_image, write_image_folder
 from vitrail import recipes
 from vitrail.config import OptimizerConfig, ScheduleConfig
-from vitrail.evaluate.predictions import Counts
+from vitrail.evaluation.predictions import Counts
 from vitrail.formatting import format_duration
-from vitrail.train import dataset_checks
-from vitrail.train.recipe_overrides import RecipeOverrides, override_recipe, shorten_warmup
-from vitrail.train.run_folder import choose_next_folder
-from vitrail.train.run_results import find_weakest_class, summarize_result
+from vitrail.training import dataset_checks
+from vitrail.training.recipe_overrides import RecipeOverrides, override_recipe, shorten_warmup
+from vitrail.training.run_folder import choose_next_folder
+from vitrail.training.run_results import find_weakest_class, summarize_result
 from vitrail.weights.load import load
 
 HERE = ("--workers", "0", "--device", "cpu")
@@ -38,7 +38,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_command_trains_and_says_where_the_weights_are(tmp_path: Path, capsys: Capture) -> None:
     code, out, err = vitrail(*DIGITS, "--epochs", "1", capsys=capsys)
     assert code == 0
-    assert "of 179 test images right (" in out
+    assert "of 179 test images correct (" in out
     assert (
         "; weights: runs/train/weights/best.safetensors; report: runs/train/report.html; next: vitrail predict" in out
     )
@@ -59,7 +59,7 @@ def test_a_dry_run_shows_what_would_be_done_and_trains_nothing(tmp_path: Path, c
     assert lines["data"] == "digits: train 1,439, val 179, test 179"
     assert lines["steps"] == "23 of 64 images, 1 epoch"
     assert lines["optimizer"] == "muon, learning rate 0.01, weight decay 0.05"
-    assert lines["augmentation"] == "pad crop, flip False, mixup 0.2"
+    assert lines["augmentation"] == "pad crop, no flip, mixup 0.2"
     assert out.endswith("Nothing was trained.\n")
     code, out, _ = vitrail(*DIGITS, "--epochs", "1", "--dry-run", "--json", capsys=capsys)
     found = json.loads(out)
@@ -75,7 +75,7 @@ def test_bad_images_and_empty_class_folders_are_left_out_of_training_too(
     named = recipes.get_recipe("digits")
     made = dataclasses.replace(named, batch=8, epochs=1, schedule=ScheduleConfig())
     monkeypatch.setitem(recipes.RECIPES, "short", made)
-    folder(tmp_path / "set", "train", "val", each=6)
+    write_image_folder(tmp_path / "set", "train", "val", each=6)
     (tmp_path / "set" / "train" / "orchid").mkdir()
     (tmp_path / "set" / "train" / "rose" / "0.jpg").write_bytes(b"<html>")
     command = ("train", "short", "--data", "./set", *HERE)
@@ -90,7 +90,7 @@ def test_bad_images_and_empty_class_folders_are_left_out_of_training_too(
     (tmp_path / "set" / "train" / "orchid").rmdir()
     code, _, err = vitrail(*command, "--strict", capsys=capsys)
     assert (code, "--strict accepts none" in err) == (3, True)
-    folder(tmp_path / "one", "train", "val", classes=("rose",), each=3)
+    write_image_folder(tmp_path / "one", "train", "val", classes=("rose",), each=3)
     code, _, err = vitrail("train", "short", "--data", "./one", *HERE, capsys=capsys)
     assert (code, "has one class, rose, and a classifier needs two or more" in err) == (3, True)
 
@@ -114,11 +114,11 @@ def test_images_without_labels_make_a_model_that_every_command_takes(
 ) -> None:
     (tmp_path / "photos").mkdir()
     for number in range(40):
-        (tmp_path / "photos" / f"{number}.jpg").write_bytes(encoded(picture(number)))
+        (tmp_path / "photos" / f"{number}.jpg").write_bytes(encode_image(make_image(number)))
     code, out, err = vitrail("train", f"{kind}-small", "--data", "./photos", "--out", "run", *HERE, capsys=capsys)
     assert code == 0
     hidden = {"mpp": 8, "mae": 12}[kind]
-    colours = r", \d+\.\d% of the colors right" if kind == "mpp" else ""
+    colours = r", \d+\.\d% of the colors correct" if kind == "mpp" else ""
     assert re.fullmatch(
         rf"val: loss \d+\.\d+ of {4 * hidden} masked patches{colours} \(run/weights/best.safetensors\)\n", out
     )
@@ -126,10 +126,10 @@ def test_images_without_labels_make_a_model_that_every_command_takes(
     found = {path.name for path in (tmp_path / "run").iterdir()}
     assert found >= {"results.png", "train_batch0.jpg", "reconstruction.jpg"}
     assert not found & {"confusion_matrix.png", "predictions.csv"}
-    folder(tmp_path / "set", "train", "val", "test", each=4)
+    write_image_folder(tmp_path / "set", "train", "val", "test", each=4)
     model = ("--model", "run/weights/best.safetensors")
     code, out, _ = vitrail("finetune", "./set", *model, "--epochs", "2", "--out", "tuned", *HERE, capsys=capsys)
-    assert (code, "of 8 test images right" in out) == (0, True)
+    assert (code, "of 8 test images correct" in out) == (0, True)
     code, out, _ = vitrail("probe", model[1], "./set", "--methods", "few-shot", "--shots", "1", *HERE, capsys=capsys)
     assert code == 0
     assert "head: none, the model ends with its features" in vitrail("info", model[1], capsys=capsys)[1]
@@ -143,7 +143,7 @@ def test_bad_images_that_nobody_looked_for_are_left_out_of_masked_training(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(dataset_checks, "_MAX_SCANNED_IMAGES", 10)
-    folder(tmp_path / "set", "train", "val", each=8)
+    write_image_folder(tmp_path / "set", "train", "val", each=8)
     bad = [f"{split}/rose/3.jpg" for split in ("train", "val")]
     for name in bad:
         (tmp_path / "set" / name).write_bytes(b"<html>")
@@ -179,7 +179,7 @@ def test_a_recipe_that_does_not_fit_is_said_at_once(capsys: Capture) -> None:
 
 def test_a_warm_up_for_a_larger_dataset_is_shortened_to_fit(tmp_path: Path, capsys: Capture) -> None:
     """The recipe's 3,906 steps are for CIFAR-10's 50,000 images."""
-    photos = folder(tmp_path / "photos", "train", "val", each=20)
+    photos = write_image_folder(tmp_path / "photos", "train", "val", each=20)
     given = ("train", "mpp-cifar10", "--data", str(photos), "--batch", "8", "--epochs", "10", "--dry-run", *HERE)
     code, out, err = vitrail(*given, capsys=capsys)
     assert code == 0, err
@@ -192,7 +192,7 @@ def test_a_warm_up_for_a_larger_dataset_is_shortened_to_fit(tmp_path: Path, caps
 
 
 def test_a_bad_image_ends_a_run_with_advice_and_without_a_folder(tmp_path: Path, capsys: Capture) -> None:
-    root = folder(tmp_path / "set", "train", "val", each=3)
+    root = write_image_folder(tmp_path / "set", "train", "val", each=3)
     (root / "train" / "rose" / "1.jpg").write_bytes(b"<html>")
     sizes = ("--batch", "4", "--epochs", "2", "--warmup", "1")
     code, _, err = vitrail("train", "digits", "--data", "./set", "--strict", *sizes, *HERE, capsys=capsys)
@@ -227,12 +227,12 @@ def test_a_run_ends_with_its_accuracy_its_weakest_class_and_what_to_do_next() ->
     found |= {"interval": [0.936, 0.961], "weakest": weakest, "report": "runs/train/report.html"}
     where = "; weights: runs/train/weights/best.safetensors; report: runs/train/report.html"
     where += "; next: vitrail predict runs/train IMAGES, vitrail serve runs/train"
-    accuracy, worst = "95.0% of 1,200 test images right (93.6 to 96.1)", "; weakest: dog, 40%, taken for cow"
+    accuracy, worst = "95.0% of 1,200 test images correct (93.6 to 96.1)", "; weakest: dog, 40%, taken for cow"
     assert summarize_result(found) == accuracy + worst + where
     flattered = summarize_result(found | {"macro": 0.5})
     assert flattered == f"{accuracy}, 50.0% of a class on average{worst}{where}"
     trained_on = summarize_result(found | {"split": "val", "trained_on": True, "weakest": None, "images": 1})
-    assert trained_on == f"95.0% of 1 image right (on images that were trained on){where}"
+    assert trained_on == f"95.0% of 1 image correct (on images that were trained on){where}"
     assert "report" not in summarize_result(found | {"report": None})
     assert summarize_result(found | {"macro": None}) == summarize_result(
         found
@@ -288,7 +288,7 @@ def test_digits_are_learned_within_two_points_of_the_nearest_neighbor(tmp_path: 
 def test_a_recipe_of_the_paper_trains_with_other_settings_and_its_hidden_head_is_dropped_by_finetune(
     tmp_path: Path, capsys: Capture
 ) -> None:
-    folder(tmp_path / "set", "train", "val", each=4)
+    write_image_folder(tmp_path / "set", "train", "val", each=4)
     settings = ("depth=1", "width=32", "mlp=64", "heads=2", "image_size=32", "positions=learned-2d", "optimizer=muon",
                 "weight_decay=0.5", "decay=cosine")  # fmt: skip
     train = ("train", "vit-b16-i21k", "--data", "./set", "--epochs", "1", "--batch", "8", "--warmup", "0", *HERE)

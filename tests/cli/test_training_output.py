@@ -7,29 +7,36 @@ import pytest
 
 from vitrail import recipes
 from vitrail.cli import training_output
+from vitrail.cli.arguments.training import FinetuneArguments, TrainArguments
 from vitrail.cli.options import DataOptions, RecipeOptions, RunFolderOptions, TrainingComputeOptions
-from vitrail.train.recipe_overrides import RecipeOverrides
-from vitrail.train.run_execution import RunOptions
+from vitrail.training.finetune import FinetuneOptions
+from vitrail.training.pretrain import PretrainingOptions
+from vitrail.training.recipe_overrides import RecipeOverrides
 
 
-def test_every_option_of_the_groups_reaches_the_run() -> None:
+def test_every_option_of_a_command_reaches_the_run() -> None:
     folder = RunFolderOptions(out="mine", resume=True, overwrite=True, save_every=3, track="tensorboard", dry_run=True)
     compute = TrainingComputeOptions(
         seed=4, device="cpu", workers=2, micro_batches=5, recompute=True, shard=True, deterministic=True, verify_every=6
     )
     learning = DataOptions(balanced=True, strict=True, train_on_val=True)
-    options = training_output.build_run_options(folder, compute, learning)
+    overrides = RecipeOptions(epochs=2, batch=3, lr=0.1, warmup=4)
+    arguments = FinetuneArguments(
+        data="photos", run=folder, compute=compute, learning=learning, overrides=overrides, trainable_layers=7
+    )
+    options = training_output.build_command_options(FinetuneOptions, arguments)
     groups = dataclasses.asdict(folder) | dataclasses.asdict(compute) | dataclasses.asdict(learning)
     del groups["dry_run"]
-    assert dataclasses.asdict(options) == groups
-    defaults = training_output.build_run_options(RunFolderOptions(), TrainingComputeOptions(), DataOptions())
-    assert defaults == RunOptions()
+    assert dataclasses.asdict(options.run) == groups | {"loss_function": None}
+    assert options.overrides == RecipeOverrides(epochs=2, batch=3, lr=0.1, warmup=4)
+    assert options.trainable_layers == 7
 
 
-def test_recipe_options_replace_the_recipes_values() -> None:
-    overrides = training_output.build_overrides(RecipeOptions(epochs=2, batch=3, lr=0.1, warmup=4))
-    assert overrides == RecipeOverrides(epochs=2, batch=3, lr=0.1, warmup=4)
-    assert training_output.build_overrides(RecipeOptions()) == RecipeOverrides()
+def test_the_defaults_of_the_commands_are_those_of_python() -> None:
+    finetune = training_output.build_command_options(FinetuneOptions, FinetuneArguments(data="photos"))
+    train = training_output.build_command_options(PretrainingOptions, TrainArguments(recipe="digits", data="digits"))
+    assert finetune == FinetuneOptions()
+    assert train == PretrainingOptions()
 
 
 @pytest.mark.parametrize(

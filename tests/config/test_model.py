@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests import making
+from tests import model_factory
 from vitrail.errors import UsageError
 
 
@@ -26,4 +26,4 @@ from vitrail.errors import UsageError
 )
 def test_an_impossible_model_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        making.config(**change)
+        model_factory.build_config(**change)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests import making
-from tests.making import VARIANTS
+from tests import model_factory
+from tests.model_factory import VARIANTS
 from vitrail import presets
 from vitrail.config import (
     BiTConfig,
@@ -35,7 +35,7 @@ RENAMED_CLASSES = (Cell, ConvConfig, MaskedConfig, NativeHeader, Origin, Precisi
 
 @pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
 def test_json_and_back_is_the_identity(change: dict[str, Any]) -> None:
-    config = making.config(**change)
+    config = model_factory.build_config(**change)
     assert from_json(ViTConfig, to_json(config)) == config
 
 
@@ -65,7 +65,7 @@ def test_nested_configurations_come_back(name: str) -> None:
 )
 def test_unknown_missing_and_mistyped_fields_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        from_json(ViTConfig, to_json(making.config()) | change)
+        from_json(ViTConfig, to_json(model_factory.build_config()) | change)
 
 
 # --- files of earlier versions ---------------------------------------------------------------------------------------
@@ -104,6 +104,13 @@ def test_a_run_of_an_earlier_version_has_the_recipe_of_today(name: str) -> None:
     assert "optimizer" not in old
     assert upgrade_keys(Recipe, old) == json.loads(json.dumps(to_json(RECIPES[name])))
     assert from_json(Recipe, old) == RECIPES[name]
+
+
+@pytest.mark.parametrize("neighbor", ["neighbour", "neighbor"])
+def test_the_result_of_the_digits_in_earlier_versions(neighbor: str) -> None:
+    old = to_json(RECIPES["digits"])
+    old["result"] = f"97.8 % of 179 test digits, seed 0, as many as the nearest {neighbor}"
+    assert from_json(Recipe, old) == RECIPES["digits"]
 
 
 def test_the_old_words_of_masking_and_steps() -> None:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.data.pictures import folder
+from tests.data.image_files import write_image_folder
 from vitrail.data.audit import REPORT_VERSION, audit_dataset, read_excluded_images, upgrade_report
 from vitrail.data.folder import open_folder
 from vitrail.data.image_scan import scan_dataset
@@ -44,7 +44,7 @@ def test_an_old_report_gets_the_current_keys() -> None:
 
 
 def test_a_current_report_has_the_upgraded_keys_and_is_not_changed(tmp_path: Path) -> None:
-    scan = scan_dataset(open_folder(folder(tmp_path, "train", "val", each=2)))
+    scan = scan_dataset(open_folder(write_image_folder(tmp_path, "train", "val", each=2)))
     report = audit_dataset(scan, scan)
     assert report["version"] == REPORT_VERSION
     assert upgrade_report(report) == report
@@ -55,7 +55,7 @@ def test_a_current_report_has_the_upgraded_keys_and_is_not_changed(tmp_path: Pat
 
 
 def test_the_images_to_leave_out_are_read_from_an_old_report(tmp_path: Path) -> None:
-    dataset = open_folder(folder(tmp_path / "set", "train", "val", each=2))
+    dataset = open_folder(write_image_folder(tmp_path / "set", "train", "val", each=2))
     path = tmp_path / "data_report.json"
     path.write_text(json.dumps(OLD_REPORT | {"data": dataset.name}))
     assert read_excluded_images(path, dataset) == {("train", "of/1.jpg")}

@@ -22,7 +22,7 @@ from vitrail.data.augment import (
     draw_augment_params,
     make_train_inputs,
 )
-from vitrail.data.counter_rng import CounterRNG
+from vitrail.data.randomness import CounterRNG
 from vitrail.data.transforms import make_eval_input
 from vitrail.errors import DataError
 
@@ -227,7 +227,7 @@ def test_an_input_does_not_depend_on_its_chunk() -> None:
     images = [noise(3, 40 + index, 60 - index, seed=index) for index in range(12)]
     whole = augment_images(images, CounterRNG(1, np.arange(100, 112)), augment, PREPROCESS)
     for index in torch.randperm(12, generator=torch.Generator().manual_seed(0)).tolist():
-        single = augment_images([images[index]], CounterRNG.from_positions(1, 100 + index), augment, PREPROCESS)
+        single = augment_images([images[index]], CounterRNG(1, np.array([100 + index])), augment, PREPROCESS)
         assert torch.equal(single[0], whole[index])
     assert not torch.equal(augment_images(images, CounterRNG(2, np.arange(100, 112)), augment, PREPROCESS), whole)
 
@@ -410,7 +410,7 @@ def test_an_erased_part_shows_the_bytes_of_its_position_and_the_rest_is_untouche
         inside = torch.zeros(32, 32, dtype=torch.bool)
         inside[top : top + height, left : left + width] = True
         assert torch.equal(inputs[index][:, ~inside], image[:, ~inside])
-        stream = CounterRNG.from_positions(5, index).bits("erase-noise", 3 * 32 * 32 // 8)[0].tobytes()
+        stream = CounterRNG(5, np.array([index])).bits("erase-noise", 3 * 32 * 32 // 8)[0].tobytes()
         expected = torch.frombuffer(bytearray(stream), dtype=torch.uint8).reshape(3, 32, 32)
         assert torch.equal(inputs[index][:, inside], expected[:, inside])
         content.append(expected[:, inside].flatten())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.pictures import content, folder
+from tests.data.image_files import read_contents, write_image_folder
 from vitrail.data import shards
 from vitrail.data.file_list import open_file_list
 from vitrail.data.folder import open_folder
@@ -15,7 +15,7 @@ from vitrail.errors import DataError
 
 def test_merged_splits_hold_the_images_of_both_in_the_order_of_their_store(tmp_path: Path) -> None:
     """Val is held out of every class, so its rows lie between those of train."""
-    splits = open_folder(folder(tmp_path / "set", each=20)).splits
+    splits = open_folder(write_image_folder(tmp_path / "set", each=20)).splits
     both = splits["train"].merge(splits["val"])
     names = [both.get_image_name(index) for index in range(len(both))]
     rows = {
@@ -28,11 +28,11 @@ def test_merged_splits_hold_the_images_of_both_in_the_order_of_their_store(tmp_p
     assert [both.get_labels(index) for index in range(len(both))] == [rows[name][1] for name in names]
     assert [both.read_image(index) for index in range(len(both))] == [rows[name][2] for name in names]
     assert both.count_per_class(2).tolist() == [18, 18]
-    assert content(splits["val"].merge(splits["train"])) == content(both)
+    assert read_contents(splits["val"].merge(splits["train"])) == read_contents(both)
 
 
 def test_merged_splits_of_several_labels_keep_them(tmp_path: Path) -> None:
-    root = folder(tmp_path, each=3)
+    root = write_image_folder(tmp_path, each=3)
     image_labels = {
         "rose/0.jpg": "a;c",
         "rose/1.jpg": "b",
@@ -55,7 +55,7 @@ def test_merged_splits_of_several_labels_keep_them(tmp_path: Path) -> None:
 
 def test_merged_splits_count_the_samples_of_all_their_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "SHARD_BYTES", 6000)
-    pack(open_folder(folder(tmp_path / "set", "train", "val", "test", each=12)), tmp_path / "out")
+    pack(open_folder(write_image_folder(tmp_path / "set", "train", "val", "test", each=12)), tmp_path / "out")
     splits = open_shards(tmp_path / "out").splits
     both = splits["train"].merge(splits["val"])
     assert len(splits["train"].count_per_shard()) > 1 < sum(count > 0 for count in splits["val"].count_per_shard())
@@ -63,10 +63,10 @@ def test_merged_splits_count_the_samples_of_all_their_shards(tmp_path: Path, mon
     members = [both.get_image_name(index).split(":")[0] for index in range(48)]
     counted = [count for count in both.count_per_shard() if count]
     assert counted == [members.count(shard) for shard in dict.fromkeys(members)]
-    assert content(both) == sorted(content(splits["train"]) + content(splits["val"]))
+    assert read_contents(both) == sorted(read_contents(splits["train"]) + read_contents(splits["val"]))
 
 
 def test_splits_of_two_stores_are_not_merged(tmp_path: Path) -> None:
-    one, two = (open_folder(folder(tmp_path / name, "train", "val", each=2)) for name in ("one", "two"))
+    one, two = (open_folder(write_image_folder(tmp_path / name, "train", "val", each=2)) for name in ("one", "two"))
     with pytest.raises(DataError, match="two stores and cannot be merged"):
         one.splits["train"].merge(two.splits["val"])

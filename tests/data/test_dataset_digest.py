@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.test_changed_data import photos_of, replace_picture
+from tests.training.test_changed_data import photos_of, replace_picture
 from vitrail.data import dataset_digest
 from vitrail.data.dataset_digest import DataDigest, check_unchanged, digest_dataset
 from vitrail.data.pack import pack
@@ -58,7 +58,7 @@ def test_digits_are_identified_by_their_pixels() -> None:
     dataset = open_dataset("digits")
     assert digest_dataset(dataset) == digest_dataset(open_dataset("digits"))
     store: Any = dataset.splits["train"].store
-    store.pixels[0] += 1
+    store.sources[0].images[0] += 1
     assert digest_dataset(dataset).contents != digest_dataset(open_dataset("digits")).contents
 
 

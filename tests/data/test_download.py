@@ -98,7 +98,7 @@ def closed_port() -> str:
         return f"http://127.0.0.1:{probe.getsockname()[1]}/"
 
 
-def quiet(*_: object) -> None:
+def ignore_progress(*_: object) -> None:
     pass
 
 
@@ -119,7 +119,7 @@ def test_a_file_comes_whole_and_tells_how_far_it_is(tmp_path: Path) -> None:
 def test_a_connection_that_breaks_is_taken_up_where_it_broke(tmp_path: Path) -> None:
     small = CONTENT[:20]  # halved at each try: 10, 15, 18, 19, 20
     with serving({"set.bin": small}) as (url, asked):
-        path = download.download_file(f"{url}cut/set.bin", described("set.bin", small), tmp_path, quiet)
+        path = download.download_file(f"{url}cut/set.bin", described("set.bin", small), tmp_path, ignore_progress)
     assert path.read_bytes() == small
     assert [ask[1] for ask in asked] == [None, "bytes=10-", "bytes=15-", "bytes=18-", "bytes=19-"]
 
@@ -127,9 +127,9 @@ def test_a_connection_that_breaks_is_taken_up_where_it_broke(tmp_path: Path) -> 
 def test_a_connection_that_always_breaks_is_given_up_and_continued_next_time(tmp_path: Path) -> None:
     with serving({"set.bin": CONTENT}) as (url, asked):
         with pytest.raises(FetchError, match=r"broke 5 times, the last at 968,750 bytes \(closed by the server\)"):
-            download.download_file(f"{url}cut/set.bin", FILE, tmp_path, quiet)
+            download.download_file(f"{url}cut/set.bin", FILE, tmp_path, ignore_progress)
         assert names(tmp_path) == ["set.bin.part"]
-        assert download.download_file(f"{url}set.bin", FILE, tmp_path, quiet).read_bytes() == CONTENT
+        assert download.download_file(f"{url}set.bin", FILE, tmp_path, ignore_progress).read_bytes() == CONTENT
     assert asked[-1] == ("/set.bin", "bytes=968750-")
 
 
@@ -137,19 +137,19 @@ def test_a_connection_that_always_breaks_is_given_up_and_continued_next_time(tmp
 def test_what_an_earlier_attempt_left_is_continued_or_replaced(tmp_path: Path, way: str) -> None:
     (tmp_path / "set.bin.part").write_bytes(CONTENT[:400_000])
     with serving({"set.bin": CONTENT}) as (url, asked):
-        assert download.download_file(f"{url}{way}set.bin", FILE, tmp_path, quiet).read_bytes() == CONTENT
+        assert download.download_file(f"{url}{way}set.bin", FILE, tmp_path, ignore_progress).read_bytes() == CONTENT
     assert asked[-1][1] == "bytes=400000-"
 
 
 def test_a_part_that_is_whole_is_only_verified(tmp_path: Path) -> None:
     (tmp_path / "set.bin.part").write_bytes(CONTENT)
-    assert download.download_file(closed_port(), FILE, tmp_path, quiet).read_bytes() == CONTENT
+    assert download.download_file(closed_port(), FILE, tmp_path, ignore_progress).read_bytes() == CONTENT
 
 
 def test_other_bytes_are_named_and_deleted(tmp_path: Path) -> None:
     other = CONTENT[:-1] + bytes([CONTENT[-1] ^ 1])
     with serving({"set.bin": other}) as (url, _), pytest.raises(FetchError) as caught:
-        download.download_file(f"{url}set.bin", FILE, tmp_path, quiet)
+        download.download_file(f"{url}set.bin", FILE, tmp_path, ignore_progress)
     assert FILE.sha256 in str(caught.value)
     assert hashlib.sha256(other).hexdigest() in str(caught.value)
     assert names(tmp_path) == []
@@ -159,19 +159,19 @@ def test_a_damaged_part_costs_one_failure_and_no_more(tmp_path: Path) -> None:
     (tmp_path / "set.bin.part").write_bytes(b"?" * 400_000)
     with serving({"set.bin": CONTENT}) as (url, _):
         with pytest.raises(FetchError, match="sha256"):
-            download.download_file(f"{url}set.bin", FILE, tmp_path, quiet)
-        assert download.download_file(f"{url}set.bin", FILE, tmp_path, quiet).read_bytes() == CONTENT
+            download.download_file(f"{url}set.bin", FILE, tmp_path, ignore_progress)
+        assert download.download_file(f"{url}set.bin", FILE, tmp_path, ignore_progress).read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("size", [999_999, 1_000_001])
 def test_a_file_of_another_size_is_refused_before_it_is_received(tmp_path: Path, size: int) -> None:
     with serving({"set.bin": (CONTENT + b"more")[:size]}) as (url, _):
         with pytest.raises(FetchError, match=f"Content-Length {size}, not 1000000"):
-            download.download_file(f"{url}set.bin", FILE, tmp_path, quiet)
+            download.download_file(f"{url}set.bin", FILE, tmp_path, ignore_progress)
         assert (tmp_path / "set.bin.part").stat().st_size == 0
         (tmp_path / "set.bin.part").write_bytes(CONTENT[:10])
         with pytest.raises(FetchError, match=f"Content-Range bytes 10-{size - 1}/{size}, not bytes 10-999999/1000000"):
-            download.download_file(f"{url}set.bin", FILE, tmp_path, quiet)
+            download.download_file(f"{url}set.bin", FILE, tmp_path, ignore_progress)
 
 
 def test_a_file_longer_than_it_says_is_not_received_without_end(tmp_path: Path) -> None:
@@ -179,20 +179,20 @@ def test_a_file_longer_than_it_says_is_not_received_without_end(tmp_path: Path) 
         serving({"set.bin": CONTENT * 30}) as (url, _),
         pytest.raises(FetchError, match=r"has 1,\d{3},\d{3} bytes, not"),
     ):
-        download.download_file(f"{url}unmeasured/set.bin", FILE, tmp_path, quiet)
+        download.download_file(f"{url}unmeasured/set.bin", FILE, tmp_path, ignore_progress)
 
 
 def test_what_is_not_there_is_said_with_its_reason(tmp_path: Path) -> None:
     with serving({}) as (url, _), pytest.raises(FetchError, match=r"/set\.bin answered 404 Not Found"):
-        download.download_file(f"{url}set.bin", FILE, tmp_path, quiet)
+        download.download_file(f"{url}set.bin", FILE, tmp_path, ignore_progress)
     with pytest.raises(FetchError, match=r"cannot be reached .*refused"):
-        download.download_file(closed_port(), FILE, tmp_path, quiet)
+        download.download_file(closed_port(), FILE, tmp_path, ignore_progress)
 
 
 def test_a_server_that_falls_silent_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(download, "TIMEOUT", 0.05)
     with serving({"set.bin": CONTENT}) as (url, _), pytest.raises(FetchError, match="timed out"):
-        download.download_file(f"{url}hang/set.bin", FILE, tmp_path, quiet)
+        download.download_file(f"{url}hang/set.bin", FILE, tmp_path, ignore_progress)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_an_interrupted_download_is_continued(tmp_path: Path) -> None:
             download.download_file(f"{url}set.bin", FILE, tmp_path, interrupt)
         kept = (tmp_path / "set.bin.part").read_bytes()
         assert len(CONTENT) // 2 < len(kept) < len(CONTENT)
-        assert download.download_file(f"{url}set.bin", FILE, tmp_path, quiet).read_bytes() == CONTENT
+        assert download.download_file(f"{url}set.bin", FILE, tmp_path, ignore_progress).read_bytes() == CONTENT
         assert asked[-1] == ("/set.bin", f"bytes={len(kept)}-")
 
 
@@ -241,26 +241,26 @@ def test_a_full_disk_ends_all_attempts_and_leaves_what_fits(tmp_path: Path) -> N
         resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, hard))
         try:
             with pytest.raises(DataError, match="cannot be written") as caught:
-                download.download_file(f"{url}set.bin", FILE, tmp_path, quiet)
+                download.download_file(f"{url}set.bin", FILE, tmp_path, ignore_progress)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert not isinstance(caught.value, FetchError)  # another mirror would not help
         assert (tmp_path / "set.bin.part").read_bytes() == CONTENT[:600_000]
-        assert download.download_file(f"{url}set.bin", FILE, tmp_path, quiet).read_bytes() == CONTENT
+        assert download.download_file(f"{url}set.bin", FILE, tmp_path, ignore_progress).read_bytes() == CONTENT
 
 
 def test_a_file_that_will_not_fit_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=999_999))
     with pytest.raises(DataError, match=r"needs 1,000,000 bytes and has 999,999 free; XDG_CACHE_HOME"):
-        download.download_file(closed_port(), FILE, tmp_path, quiet)
+        download.download_file(closed_port(), FILE, tmp_path, ignore_progress)
 
 
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     with (tmp_path / "set.bin.part").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(DataError, match="another process"):
-            download.download_file(closed_port(), FILE, tmp_path, quiet)
+            download.download_file(closed_port(), FILE, tmp_path, ignore_progress)
 
 
 # --- package managers ----------------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_an_npm_package_is_packed_without_running_its_scripts(
     tmp_path: Path, program: Callable[[str, str], None]
 ) -> None:
     program("npm", f'echo "$@" > {tmp_path}/arguments; pwd > {tmp_path}/where; printf package > thing-1.0.tgz')
-    path = download.download_npm_package("thing@1.0", PACKAGE, tmp_path / "downloads")
+    path = download.download_package("npm", "thing@1.0", PACKAGE, tmp_path / "downloads")
     assert path.read_bytes() == b"package"
     assert names(path.parent) == ["thing-1.0.tgz"]
     arguments = (tmp_path / "arguments").read_text().split()
@@ -299,29 +299,29 @@ def test_an_npm_package_is_packed_without_running_its_scripts(
 def test_a_package_with_other_bytes_is_deleted(tmp_path: Path, program: Callable[[str, str], None]) -> None:
     program("npm", "printf PACKAGE > thing-1.0.tgz")
     with pytest.raises(FetchError, match=r"npm pack thing@1\.0: the downloaded file has the sha256"):
-        download.download_npm_package("thing@1.0", PACKAGE, tmp_path / "downloads")
+        download.download_package("npm", "thing@1.0", PACKAGE, tmp_path / "downloads")
     assert names(tmp_path / "downloads") == []
 
 
 def test_what_a_package_manager_complains_of_is_said(tmp_path: Path, program: Callable[[str, str], None]) -> None:
     program("npm", "echo 'npm warn x\nnpm error code E\nnpm error network request to r failed, reason: no' >&2; exit 1")
     with pytest.raises(FetchError, match=r"failed \(npm error network request to r failed, reason: no\)"):
-        download.download_npm_package("thing@1.0", PACKAGE, tmp_path / "downloads")
+        download.download_package("npm", "thing@1.0", PACKAGE, tmp_path / "downloads")
     program("apt-get", "echo 'E: Unable to locate package thing' >&2; exit 100")
     with pytest.raises(FetchError, match=r"apt-get download thing failed \(E: Unable.*\); `apt-get update`"):
-        download.download_apt_package("thing", PACKAGE, tmp_path / "downloads")
+        download.download_package("apt", "thing", PACKAGE, tmp_path / "downloads")
     program("apt-get", "exit 3")
     with pytest.raises(FetchError, match=r"failed \(exit code 3\)$"):
-        download.download_apt_package("thing", PACKAGE, tmp_path / "downloads")
+        download.download_package("apt", "thing", PACKAGE, tmp_path / "downloads")
     program("apt-get", "true")
     with pytest.raises(FetchError, match="downloaded 0 files"):
-        download.download_apt_package("thing", PACKAGE, tmp_path / "downloads")
+        download.download_package("apt", "thing", PACKAGE, tmp_path / "downloads")
     assert names(tmp_path / "downloads") == []
 
 
 @pytest.mark.usefixtures("program")
 def test_a_missing_package_manager_is_named(tmp_path: Path) -> None:
     with pytest.raises(FetchError, match="npm is not installed"):
-        download.download_npm_package("thing@1.0", PACKAGE, tmp_path / "downloads")
+        download.download_package("npm", "thing@1.0", PACKAGE, tmp_path / "downloads")
     with pytest.raises(FetchError, match="apt-get is not installed"):
-        download.download_apt_package("thing", PACKAGE, tmp_path / "downloads")
+        download.download_package("apt", "thing", PACKAGE, tmp_path / "downloads")

@@ -1,4 +1,4 @@
-"""Planted copies are found and nothing else is: among textures, real photos, empty, tiny and sparse images."""
+"""Planted duplicates are found and nothing else is: among textures, real photos, empty, tiny and sparse images."""
 
 import io
 import tarfile
@@ -109,10 +109,10 @@ def photos(data: Path) -> list[Image.Image]:
 @pytest.mark.parametrize("change", CHANGES)
 def test_every_copy_is_paired_with_its_source_and_nothing_else(change: str, textures: list[Image.Image]) -> None:
     copies = prints([CHANGES[change](image, seed) for seed, image in enumerate(textures)])
-    found = find_duplicate_pairs(prints(textures), copies)
-    assert found.indices.tolist() == [[i, i] for i in range(len(textures))]
-    assert (found.scores > 0.8).all()
-    assert (found.scores <= 1.0001).all()
+    pairs = find_duplicate_pairs(prints(textures), copies)
+    assert pairs.indices.tolist() == [[i, i] for i in range(len(textures))]
+    assert (pairs.scores > 0.8).all()
+    assert (pairs.scores <= 1.0001).all()
 
 
 @pytest.mark.parametrize(("change", "least"), [("jpeg", 60), ("halved", 60), ("cropped to 80 %", 56), ("mirrored", 60)])
@@ -120,16 +120,16 @@ def test_copies_of_real_photos_are_found_without_a_false_pair(
     change: str, least: int, photos: list[Image.Image]
 ) -> None:
     copies = prints([CHANGES[change](image, seed) for seed, image in enumerate(photos)])
-    found = find_duplicate_pairs(prints(photos), copies).indices
-    assert (found[:, 0] == found[:, 1]).all()
-    assert len(found) >= least
+    pairs = find_duplicate_pairs(prints(photos), copies).indices
+    assert (pairs[:, 0] == pairs[:, 1]).all()
+    assert len(pairs) >= least
 
 
 def test_cells_of_a_larger_set_lose_no_copy() -> None:
     """1,000 images lie in five cells, of which each window visits four."""
     images = [texture(seed, 64, 64) for seed in range(500)]
-    found = find_duplicate_pairs(prints(images + [cropped(image, 0.8, seed) for seed, image in enumerate(images)]))
-    planted = found.indices[:, 1] - found.indices[:, 0] == len(images)
+    pairs = find_duplicate_pairs(prints(images + [cropped(image, 0.8, seed) for seed, image in enumerate(images)]))
+    planted = pairs.indices[:, 1] - pairs.indices[:, 0] == len(images)
     assert planted.all()
     assert planted.sum() >= 0.98 * len(images)
 
@@ -163,27 +163,27 @@ def test_strokes_that_look_alike_are_not_copies(side: int) -> None:
 def test_a_placeholder_copied_often_is_one_group_and_few_pairs(textures: list[Image.Image]) -> None:
     equal = [textures[0]] * 400
     encodings = [encoded(textures[0], quality=quality) for quality in range(30, 95)]
-    found = find_duplicate_pairs(prints([*equal, *encodings, *textures[1:20]]))
-    assert len(found.indices) <= 399 + 16 * 66
-    assert linked(found.indices, 400 + 65 + 19) == 1 + 19
-    assert found.indices.max() < 465
+    pairs = find_duplicate_pairs(prints([*equal, *encodings, *textures[1:20]]))
+    assert len(pairs.indices) <= 399 + 16 * 66
+    assert linked(pairs.indices, 400 + 65 + 19) == 1 + 19
+    assert pairs.indices.max() < 465
 
 
 def test_every_copy_in_either_set_is_named(textures: list[Image.Image]) -> None:
     first = prints([textures[0]] * 30 + textures[1:10] + [encoded(textures[1])] * 7)
     second = prints([textures[1]] * 50 + [cropped(textures[0], 0.8, 0)] * 20 + textures[20:30])
-    found = find_duplicate_pairs(first, second).indices
-    assert set(found[:, 0].tolist()) == {*range(31), *range(39, 46)}
-    assert set(found[:, 1].tolist()) == set(range(70))
-    assert len(found) == (30 + 20 - 1) + (1 + 50 - 1) + (7 + 50 - 1)
+    pairs = find_duplicate_pairs(first, second).indices
+    assert set(pairs[:, 0].tolist()) == {*range(31), *range(39, 46)}
+    assert set(pairs[:, 1].tolist()) == set(range(70))
+    assert len(pairs) == (30 + 20 - 1) + (1 + 50 - 1) + (7 + 50 - 1)
 
 
 def test_sets_of_none_and_one() -> None:
     none, one = np.empty((0, FINGERPRINT_BYTES), np.uint8), prints([texture(0)])
     for first, second in [(none, None), (one, None), (none, none), (none, one), (one, none)]:
-        found = find_duplicate_pairs(first, second)
-        assert found.indices.shape == (0, 2)
-        assert found.scores.shape == (0,)
+        pairs = find_duplicate_pairs(first, second)
+        assert pairs.indices.shape == (0, 2)
+        assert pairs.scores.shape == (0,)
     assert find_duplicate_pairs(one, one).indices.tolist() == [[0, 0]]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.pictures import names
+from tests.data.image_files import list_names
 from vitrail.data.file_list import open_file_list
 from vitrail.errors import DataError
 
@@ -23,7 +23,7 @@ def test_csv_with_splits(tmp_path: Path) -> None:
     lines = ("Path,label,split", "a.jpg,rose,train", "sub/b.jpg,tulip,train", "/far/c.jpg,rose,val", "d.jpg,rose,test")
     found = open_file_list(written(tmp_path / "list.csv", *lines))
     assert found.classes == ("rose", "tulip")
-    assert names(found) == {"train": ["a.jpg", "sub/b.jpg"], "val": ["/far/c.jpg"], "test": ["d.jpg"]}
+    assert list_names(found) == {"train": ["a.jpg", "sub/b.jpg"], "val": ["/far/c.jpg"], "test": ["d.jpg"]}
     assert found.splits["train"].get_labels(1) == (1,)
     assert found.splits["train"].read_image(1) == tmp_path / "sub/b.jpg"
     assert found.splits["val"].read_image(0) == Path("/far/c.jpg")

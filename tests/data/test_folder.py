@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.pictures import encoded, folder, names, picture
+from tests.data.image_files import encode_image, list_names, make_image, write_image_folder
 from vitrail.data import image_paths
 from vitrail.data.decode import decode
 from vitrail.data.folder import VISIT_LIMIT, open_folder
@@ -20,7 +20,7 @@ from vitrail.files import get_cache_home
 
 
 def test_given_splits_and_classes_are_taken(tmp_path: Path) -> None:
-    found = open_folder(folder(tmp_path, "train", "validation", "test", each=3))
+    found = open_folder(write_image_folder(tmp_path, "train", "validation", "test", each=3))
     assert {name: len(split) for name, split in found.splits.items()} == {"train": 6, "val": 6, "test": 6}
     assert found.classes == ("rose", "tulip")
     train = found.splits["train"]
@@ -31,15 +31,15 @@ def test_given_splits_and_classes_are_taken(tmp_path: Path) -> None:
 
 
 def test_files_below_a_class_belong_to_it_and_others_are_reported(tmp_path: Path) -> None:
-    folder(tmp_path, "train", "val", each=2)
+    write_image_folder(tmp_path, "train", "val", each=2)
     deep = tmp_path / "train" / "rose" / "garden" / "bed"
     deep.mkdir(parents=True)
-    (deep / "x.PNG").write_bytes(encoded(picture(1), "PNG"))
+    (deep / "x.PNG").write_bytes(encode_image(make_image(1), "PNG"))
     (tmp_path / "train" / "rose" / "notes.txt").write_text("x")
     (tmp_path / "train" / "rose" / ".hidden.jpg").write_text("x")
     (tmp_path / "train" / "orchid").mkdir()
     found = open_folder(tmp_path)
-    assert "train/rose/garden/bed/x.PNG" in names(found)["train"]
+    assert "train/rose/garden/bed/x.PNG" in list_names(found)["train"]
     assert len(found.splits["train"]) == 5
     assert found.classes == ("rose", "tulip")
     assert found.empty_classes == ("orchid",)
@@ -53,7 +53,7 @@ def test_files_below_a_class_belong_to_it_and_others_are_reported(tmp_path: Path
     [("training_set", "test_set"), ("Train-Images", "Test-Images"), ("my train", "my test"), ("trainset", "testset")],
 )
 def test_folders_named_after_splits_are_splits(tmp_path: Path, train: str, test: str) -> None:
-    found = open_folder(folder(tmp_path, train, test, each=10))
+    found = open_folder(write_image_folder(tmp_path, train, test, each=10))
     assert found.classes == ("rose", "tulip")
     assert {name: len(split) for name, split in found.splits.items()} == {"train": 18, "val": 2, "test": 20}
     assert found.layout_warning == ""
@@ -64,7 +64,7 @@ def test_folders_named_after_splits_are_splits(tmp_path: Path, train: str, test:
 )
 def test_classes_that_speak_of_splits_or_have_numbers_stay_classes(tmp_path: Path, classes: tuple[str, ...]) -> None:
     for name in classes:
-        folder(tmp_path / name, classes=("images",), each=3)
+        write_image_folder(tmp_path / name, classes=("images",), each=3)
     found = open_folder(tmp_path)
     assert found.classes == tuple(sorted(classes))
     assert found.layout_warning == ""
@@ -74,9 +74,9 @@ def test_classes_that_speak_of_splits_or_have_numbers_stay_classes(tmp_path: Pat
 def test_classes_with_the_names_of_splits_keep_their_labels_and_are_asked_about(
     tmp_path: Path, classes: tuple[str, ...]
 ) -> None:
-    flat = open_folder(folder(tmp_path / "flat", classes=classes))
+    flat = open_folder(write_image_folder(tmp_path / "flat", classes=classes))
     for name in classes:
-        folder(tmp_path / "deep" / name, classes=tuple(f"{name} {number}" for number in range(2)))
+        write_image_folder(tmp_path / "deep" / name, classes=tuple(f"{name} {number}" for number in range(2)))
     for found in (flat, open_folder(tmp_path / "deep")):
         assert found.classes == tuple(sorted(classes))
         assert found.generated_splits == ("val", "test")
@@ -86,7 +86,7 @@ def test_classes_with_the_names_of_splits_keep_their_labels_and_are_asked_about(
 def test_photos_that_need_a_decoder_are_named_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitrail.data.image_headers.get_readable_formats", lambda: ("JPEG",))
     monkeypatch.setattr("vitrail.data.folder.get_image_suffixes", lambda: (".jpg",))
-    (folder(tmp_path / "set") / "rose" / "a.HEIC").write_bytes(b"x")
+    (write_image_folder(tmp_path / "set") / "rose" / "a.HEIC").write_bytes(b"x")
     note = "1 file without an image suffix left out: rose/a.HEIC; pip install 'vitrail[heif]' reads .heic"
     assert note in open_folder(tmp_path / "set").notes
     with pytest.raises(DataError, match=r"not an image of a known format .*heif.* reads \.heic"):
@@ -94,23 +94,23 @@ def test_photos_that_need_a_decoder_are_named_with_it(tmp_path: Path, monkeypatc
 
 
 def test_folders_that_may_be_no_classes_are_asked_about(tmp_path: Path) -> None:
-    years = open_folder(folder(tmp_path / "a", "2023", "2024", each=1))
+    years = open_folder(write_image_folder(tmp_path / "a", "2023", "2024", each=1))
     warning = "holds the folders 2023, 2024, each of which holds rose, tulip: are these the classes?"
     assert warning in years.layout_warning
     assert "a/2023; if they are classes, list the images in a .csv with path and label" in years.layout_warning
     assert (
         ", which look like dates: "
-        in open_folder(folder(tmp_path / "b", classes=("2023-05", "2023-06"))).layout_warning
+        in open_folder(write_image_folder(tmp_path / "b", classes=("2023-05", "2023-06"))).layout_warning
     )
-    batches = open_folder(folder(tmp_path / "c", "batch1", "batch2"))
+    batches = open_folder(write_image_folder(tmp_path / "c", "batch1", "batch2"))
     assert "batch1, batch2, each of which holds" in batches.layout_warning
-    folder(tmp_path / "d", "test set")
-    mixed = open_folder(folder(tmp_path / "d"))
+    write_image_folder(tmp_path / "d", "test set")
+    mixed = open_folder(write_image_folder(tmp_path / "d"))
     assert "rose, test set, tulip, and test set has the name of a split and holds rose" in mixed.layout_warning
 
 
 def test_a_second_name_for_a_folder_is_a_folder_too(tmp_path: Path) -> None:
-    root = folder(tmp_path, "train", "val", each=3)
+    root = write_image_folder(tmp_path, "train", "val", each=3)
     (root / "test").symlink_to(root / "val", target_is_directory=True)
     (root / "train" / "rose" / "self").symlink_to("self")
     found = open_folder(root)
@@ -120,7 +120,7 @@ def test_a_second_name_for_a_folder_is_a_folder_too(tmp_path: Path) -> None:
 
 def test_images_beside_a_folder_without_any_have_no_labels(tmp_path: Path) -> None:
     for number in range(5):
-        (tmp_path / f"{number}.jpg").write_bytes(encoded(picture(number)))
+        (tmp_path / f"{number}.jpg").write_bytes(encode_image(make_image(number)))
     (tmp_path / "labels").mkdir()
     (tmp_path / "labels" / "0.txt").write_text("x")
     assert open_folder(tmp_path).classes == ()
@@ -128,7 +128,7 @@ def test_images_beside_a_folder_without_any_have_no_labels(tmp_path: Path) -> No
 
 def test_images_without_classes_have_no_labels(tmp_path: Path) -> None:
     for number in range(30):
-        (tmp_path / f"{number}.jpg").write_bytes(encoded(picture(number)))
+        (tmp_path / f"{number}.jpg").write_bytes(encode_image(make_image(number)))
     found = open_folder(tmp_path)
     assert found.classes == ()
     assert found.splits["train"].get_labels(0) == ()
@@ -140,8 +140,8 @@ def test_images_without_classes_have_no_labels(tmp_path: Path) -> None:
     [
         (lambda root: root, "holds no image"),
         (lambda root: (root / "a.txt").write_text("x"), "1 other file, such as a.txt"),
-        (lambda root: (folder(root), (root / "x.jpg").write_bytes(b"")), "x.jpg is in no class folder"),
-        (lambda root: folder(root, "train", "extra"), "in train and in extra"),
+        (lambda root: (write_image_folder(root), (root / "x.jpg").write_bytes(b"")), "x.jpg is in no class folder"),
+        (lambda root: write_image_folder(root, "train", "extra"), "in train and in extra"),
         (
             lambda root: [
                 (root / place).mkdir(exist_ok=True) or (root / place / "x.png").write_bytes(b"")
@@ -158,9 +158,9 @@ def test_a_folder_that_makes_no_set_says_why(tmp_path: Path, make: Callable[[Pat
 
 
 def test_links_are_followed_and_never_in_circles(tmp_path: Path) -> None:
-    root = folder(tmp_path / "set", "train", "val", each=2)
+    root = write_image_folder(tmp_path / "set", "train", "val", each=2)
     (root / "train" / "rose" / "again").symlink_to(root, target_is_directory=True)
-    elsewhere = folder(tmp_path / "elsewhere", classes=("lily",), each=3)
+    elsewhere = write_image_folder(tmp_path / "elsewhere", classes=("lily",), each=3)
     (root / "train" / "lily").symlink_to(elsewhere / "lily", target_is_directory=True)
     found = open_folder(root)
     assert found.splits["train"].count_per_class(3).tolist() == [3, 2, 2]
@@ -175,52 +175,52 @@ def aged(root: Path) -> None:
 
 
 def test_a_settled_folder_is_listed_once_and_a_change_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = folder(tmp_path / "set", "train", "val", each=3)
+    root = write_image_folder(tmp_path / "set", "train", "val", each=3)
     aged(root)
-    first = names(open_folder(root))
+    first = list_names(open_folder(root))
     with monkeypatch.context() as patched:
         patched.setattr("vitrail.data.folder._list_local_files", lambda _: pytest.fail("listed again"))
-        assert names(open_folder(root)) == first
-    (root / "train" / "rose" / "new.jpg").write_bytes(encoded(picture(77)))
-    assert "train/rose/new.jpg" in names(open_folder(root))["train"]
+        assert list_names(open_folder(root)) == first
+    (root / "train" / "rose" / "new.jpg").write_bytes(encode_image(make_image(77)))
+    assert "train/rose/new.jpg" in list_names(open_folder(root))["train"]
     (root / "train" / "rose" / "new.jpg").unlink()
-    assert names(open_folder(root)) == first
+    assert list_names(open_folder(root)) == first
 
 
 def test_a_folder_that_changed_a_moment_ago_is_not_trusted(tmp_path: Path) -> None:
     """The clock of a file system is coarse: a second change within one tick would not show."""
-    root = folder(tmp_path / "set", "train", "val", each=3)
+    root = write_image_folder(tmp_path / "set", "train", "val", each=3)
     open_folder(root)
     before = (root / "train" / "rose").stat()
-    (root / "train" / "rose" / "late.jpg").write_bytes(encoded(picture(5)))
+    (root / "train" / "rose" / "late.jpg").write_bytes(encode_image(make_image(5)))
     os.utime(root / "train" / "rose", ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert "train/rose/late.jpg" in names(open_folder(root))["train"]
+    assert "train/rose/late.jpg" in list_names(open_folder(root))["train"]
 
 
 def test_a_damaged_cache_is_built_again(tmp_path: Path) -> None:
-    root = folder(tmp_path / "set", "train", "val", each=3)
+    root = write_image_folder(tmp_path / "set", "train", "val", each=3)
     aged(root)
-    first = names(open_folder(root))
+    first = list_names(open_folder(root))
     [facts] = (get_cache_home() / "index").glob("*/facts.json")
     for file, broken in ((facts, "{"), (facts.parent / "label.npy", "x"), (facts, '{"version": 1}')):
         file.write_text(broken)
-        assert names(open_folder(root)) == first
+        assert list_names(open_folder(root)) == first
 
 
 def test_a_home_that_cannot_be_written_costs_nothing_but_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = folder(tmp_path / "set", each=10)
-    expected = names(open_folder(root))
+    root = write_image_folder(tmp_path / "set", each=10)
+    expected = list_names(open_folder(root))
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocked / "cache"))
     monkeypatch.setenv("XDG_DATA_HOME", str(blocked / "data"))
     found = open_folder(root)
-    assert names(found) == expected
+    assert list_names(found) == expected
     assert "could not be stored" in found.notes[0]
 
 
 def test_a_split_travels_to_a_process_as_a_path_and_not_as_rows(tmp_path: Path) -> None:
-    root = folder(tmp_path / "set", "train", "val", each=30)
+    root = write_image_folder(tmp_path / "set", "train", "val", each=30)
     aged(root)
     split = open_folder(root).splits["train"]
     packed = pickle.dumps(split)
@@ -231,14 +231,14 @@ def test_a_split_travels_to_a_process_as_a_path_and_not_as_rows(tmp_path: Path) 
 
 
 def test_a_name_that_is_no_utf8_survives(tmp_path: Path) -> None:
-    folder(tmp_path, "train", "val", each=1)
+    write_image_folder(tmp_path, "train", "val", each=1)
     odd = os.fsdecode(b"\xff\xfe.jpg")
     try:
-        (tmp_path / "train" / "rose" / odd).write_bytes(encoded(picture(3)))
+        (tmp_path / "train" / "rose" / odd).write_bytes(encode_image(make_image(3)))
     except OSError:
         pytest.skip("this file system takes UTF-8 names only")
     found = open_folder(tmp_path)
-    assert f"train/rose/{odd}" in names(found)["train"]
+    assert f"train/rose/{odd}" in list_names(found)["train"]
 
 
 # --- folders that link to each other ---------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def link_mutually(root: Path, count: int) -> Path:
     names = [f"class{number}" for number in range(count)]
     for number, name in enumerate(names):
         (root / name).mkdir(parents=True)
-        (root / name / "0.jpg").write_bytes(encoded(picture(number)))
+        (root / name / "0.jpg").write_bytes(encode_image(make_image(number)))
     for name in names:
         for other in names:
             if other != name:
@@ -289,7 +289,7 @@ def test_folders_that_link_to_each_other_do_not_multiply(tmp_path: Path, attacke
 def test_doubled_links_in_a_row_of_folders_do_not_multiply(tmp_path: Path, attacked: Attacked) -> None:
     for number in range(30):
         (tmp_path / f"{number:02d}").mkdir()
-        (tmp_path / f"{number:02d}" / "0.jpg").write_bytes(encoded(picture(number)))
+        (tmp_path / f"{number:02d}" / "0.jpg").write_bytes(encode_image(make_image(number)))
         for name in ("one", "two") if number < 29 else ():
             (tmp_path / f"{number:02d}" / name).symlink_to(f"../{number + 1:02d}")
     command = [sys.executable, "-c", WALKED, str(tmp_path)]
@@ -301,7 +301,7 @@ def test_doubled_links_in_a_row_of_folders_do_not_multiply(tmp_path: Path, attac
 
 def test_links_of_sensible_layouts_are_followed(tmp_path: Path) -> None:
     """Class folders that lead to one pool, a split that is another's, and links within links."""
-    pool = folder(tmp_path / "pool", each=10)
+    pool = write_image_folder(tmp_path / "pool", each=10)
     root = tmp_path / "set"
     for split in ("train", "val"):
         (root / split).mkdir(parents=True)
@@ -316,8 +316,8 @@ def test_links_of_sensible_layouts_are_followed(tmp_path: Path) -> None:
 
 
 def test_what_a_pattern_names_is_what_pythons_glob_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder(tmp_path / "a[1]", "train", "val", each=2)
-    folder(tmp_path / "b", "train", each=1)
+    write_image_folder(tmp_path / "a[1]", "train", "val", each=2)
+    write_image_folder(tmp_path / "b", "train", each=1)
     (tmp_path / ".hidden").mkdir()
     (tmp_path / ".hidden" / "0.jpg").write_bytes(b"")
     (tmp_path / "top.jpg").write_bytes(b"")
@@ -343,7 +343,7 @@ def test_folders_a_thousand_deep_are_walked(tmp_path: Path, attacked: Attacked) 
     for _ in range(1500):
         root += "/d"
         os.mkdir(root)  # noqa: PTH102
-    Path(root, "0.jpg").write_bytes(encoded(picture(0)))
+    Path(root, "0.jpg").write_bytes(encode_image(make_image(0)))
     [image] = image_paths.iter_image_refs([str(tmp_path)])
     assert image.name == f"{root}/0.jpg"
     subprocess.run(["rm", "-r", tmp_path / "d"], check=True)  # pytest would remove it by recursion, and fail

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.pictures import content, encoded, picture
+from tests.data.image_files import encode_image, make_image, read_contents
 from vitrail.data.pack import pack
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
@@ -24,7 +24,7 @@ def test_a_hugging_face_set_is_read_through_its_own_library(tmp_path: Path, monk
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     features = datasets.Features({"picture": datasets.Image(), "kind": datasets.ClassLabel(names=["cat", "dog"])})
-    images = [encoded(picture(seed), "PNG") for seed in range(30)]
+    images = [encode_image(make_image(seed), "PNG") for seed in range(30)]
     blobs = [{"bytes": image, "path": None} for image in images]
     write_parquet(
         tmp_path / "org/name/data", "train", {"picture": blobs[:20], "kind": [n % 2 for n in range(20)]}, features
@@ -40,7 +40,7 @@ def test_a_hugging_face_set_is_read_through_its_own_library(tmp_path: Path, monk
             assert rows.read_image(index) == images[number]
             assert rows.get_labels(index) == ((number % 2 if start == 0 else 1),)
     pack(found, tmp_path / "packed")
-    assert content(open_dataset(str(tmp_path / "packed")).splits["test"]) == content(found.splits["test"])
+    assert read_contents(open_dataset(str(tmp_path / "packed")).splits["test"]) == read_contents(found.splits["test"])
 
 
 def test_a_hugging_face_set_with_several_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_a_hugging_face_set_with_several_labels(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     inner = datasets.List(datasets.ClassLabel(names=["sea", "sun"]))
-    blobs = [{"bytes": encoded(picture(seed), "PNG"), "path": None} for seed in range(3)]
+    blobs = [{"bytes": encode_image(make_image(seed), "PNG"), "path": None} for seed in range(3)]
     rows = {"image": blobs, "labels": [[0, 1], [], [1]]}
     for split in ("train", "validation"):
         write_parquet(
@@ -85,7 +85,7 @@ def test_a_hugging_face_set_that_is_no_set_of_images_says_why(
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     features = {name: datasets.Value("int64") if name == "label" else datasets.Image() for name in columns}
-    blob = {"bytes": encoded(picture(0), "PNG"), "path": None}
+    blob = {"bytes": encode_image(make_image(0), "PNG"), "path": None}
     rows = {name: [0] if name == "label" else [blob] for name in columns}
     write_parquet(tmp_path / "org/name/data", split, rows, datasets.Features(features))
     with pytest.raises(DataError, match=f"^hf:org/name {message}$"):
@@ -98,7 +98,7 @@ def test_images_without_a_label_column_have_no_labels_and_other_splits_are_noted
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
-    rows = {"image": [{"bytes": encoded(picture(seed), "PNG"), "path": None} for seed in range(3)]}
+    rows = {"image": [{"bytes": encode_image(make_image(seed), "PNG"), "path": None} for seed in range(3)]}
     for split in ("train", "validation", "extra"):
         write_parquet(tmp_path / "org/bare/data", split, rows, datasets.Features({"image": datasets.Image()}))
     dataset = open_dataset("hf:org/bare")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.data.pictures import encoded
+from tests.data.image_files import encode_image
 from vitrail.data import decode as decoding
 from vitrail.data.decode import decode
 from vitrail.data.folder import open_folder
@@ -94,7 +94,7 @@ def test_scans_of_a_preview_or_behind_the_image_are_not_the_images() -> None:
     """Cameras embed JPEGs in a JPEG's segments, and phones append a film, whose bytes are as good as random."""
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8))
     for options in ({}, {"progressive": True}):
-        plain = encoded(image, "JPEG", **options)
+        plain = encode_image(image, "JPEG", **options)
         preview = build_segment(0xE2, b"MPF\0" + b"\xff\xda\0\x02" * 500)
         for content in (insert_after_start(plain, preview), plain + b"\xff\xda\0\x02" * 500):
             assert decode(content).tolist() == decode(plain).tolist()
@@ -103,7 +103,7 @@ def test_scans_of_a_preview_or_behind_the_image_are_not_the_images() -> None:
 
 def test_a_sequential_jpeg_cannot_repeat_its_scan() -> None:
     """Scans of a frame whose first holds all components are not counted: the decoder takes no second."""
-    content = encoded(Image.new("RGB", (2000, 2000)), "JPEG")
+    content = encode_image(Image.new("RGB", (2000, 2000)), "JPEG")
     scan = content[content.index(b"\xff\xda") : -2]
     start = time.monotonic()
     with contextlib.suppress(DataError):
@@ -128,7 +128,7 @@ def test_a_sequential_jpeg_cannot_repeat_its_scan() -> None:
 def test_a_jpeg_of_millions_of_markers_is_refused_at_once(
     kind: str, filling: bytes, attacked: Attacked, tmp_path: Path
 ) -> None:
-    content = insert_after_start(encoded(Image.new("RGB", (16, 16)), "JPEG"), filling)
+    content = insert_after_start(encode_image(Image.new("RGB", (16, 16)), "JPEG"), filling)
     path = tmp_path / "a.jpg"
     path.write_bytes(content)
     start = time.monotonic()
@@ -141,14 +141,14 @@ def test_a_jpeg_of_millions_of_markers_is_refused_at_once(
 
 
 def test_as_many_markers_as_a_camera_may_write_are_read() -> None:
-    plain = encoded(Image.new("RGB", (16, 16), "red"), "JPEG")
+    plain = encode_image(Image.new("RGB", (16, 16), "red"), "JPEG")
     many = insert_after_start(plain, build_segment(0xFE, b"x" * 200) * (MARKER_LIMIT - 100) + b"\xff" * 100)
     assert decode(many).tolist() == decode(plain).tolist()
 
 
 @pytest.mark.attack
 def test_a_png_of_many_profiles_is_refused_at_once(attacked: Attacked) -> None:
-    plain = encoded(Image.new("RGB", (16, 16), "red"), "PNG")
+    plain = encode_image(Image.new("RGB", (16, 16), "red"), "PNG")
     data = b"iCCPp\0\0" + zlib.compress(bytes(2**20), 9)
     profile = struct.pack(">I", len(data) - 4) + data + struct.pack(">I", zlib.crc32(data))
     for place in (33, len(plain) - 12):  # before the pixels, and behind them
@@ -272,7 +272,7 @@ def make_hostile_folder(root: Path) -> Path:
     for name in ("rose", "tulip"):
         (root / name).mkdir(parents=True)
         for number in range(3):
-            (root / name / f"{number}.png").write_bytes(encoded(Image.new("RGB", (9, 9), (number, 0, 0)), "PNG"))
+            (root / name / f"{number}.png").write_bytes(encode_image(Image.new("RGB", (9, 9), (number, 0, 0)), "PNG"))
     os.mkfifo(root / "rose" / "pipe.png")
     (root / "rose" / "zero.jpg").symlink_to("/dev/zero")
     (root / "tulip" / "terminal.jpg").symlink_to("/dev/null")
@@ -317,7 +317,7 @@ def test_packing_refuses_what_is_not_a_regular_file(tmp_path: Path) -> None:
 
 def test_a_file_that_grows_is_read_to_the_size_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.png"
-    path.write_bytes(encoded(Image.new("RGB", (4, 4)), "PNG"))
+    path.write_bytes(encode_image(Image.new("RGB", (4, 4)), "PNG"))
     honest, sizes = os.fstat, []
 
     def grow(descriptor: int) -> os.stat_result:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.data.pictures import encoded, picture
+from tests.data.image_files import encode_image, make_image
 from vitrail.data import image_paths
 from vitrail.data.decode import decode
 from vitrail.errors import DataError
@@ -26,7 +26,7 @@ def touched(root: Path, *names: str) -> None:
 def tar(path: Path, *names: str) -> None:
     with tarfile.open(path, "w") as file:
         for number, name in enumerate(names):
-            content = encoded(picture(number)) if name.endswith("jpg") else b"3"
+            content = encode_image(make_image(number)) if name.endswith("jpg") else b"3"
             member = tarfile.TarInfo(name)
             member.size = len(content)
             file.addfile(member, io.BytesIO(content))
@@ -48,8 +48,8 @@ def test_links_are_followed_but_never_in_circles(tmp_path: Path) -> None:
     (tmp_path / "in" / "loop").symlink_to(tmp_path / "in")
     (tmp_path / "in" / "more").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "in" / "self.jpg").symlink_to("self.jpg")
-    found = [Path(name).relative_to(tmp_path).as_posix() for name in names(tmp_path / "in")]
-    assert found == ["in/a.jpg", "in/more/b.jpg", "in/self.jpg"]
+    paths = [Path(name).relative_to(tmp_path).as_posix() for name in names(tmp_path / "in")]
+    assert paths == ["in/a.jpg", "in/more/b.jpg", "in/self.jpg"]
 
 
 def test_arguments_keep_their_order_and_globs_are_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +70,7 @@ def test_shards_give_their_images_in_place_and_in_order(tmp_path: Path) -> None:
         f"{tmp_path}/s-0.tar:c.jpg", f"{tmp_path}/s-1.tar:b.jpg", f"{tmp_path}/s-1.tar:x/a.jpg",
     ]  # fmt: skip
     content = third.read()
-    assert content == encoded(picture(2))
+    assert content == encode_image(make_image(2))
     assert decode(content).shape == (3, 20, 24)
     (tmp_path / "s-1.tar").write_bytes((tmp_path / "s-1.tar").read_bytes()[: third.offset + 10])
     with pytest.raises(DataError, match=r"s-1\.tar:x/a\.jpg: the shard ends before the image does"):
@@ -88,7 +88,7 @@ def test_what_lies_elsewhere_is_found_like_what_lies_here(tmp_path: Path) -> Non
     """By fsspec's name for this very disk."""
     for number, name in enumerate(("in/b.jpg", "in/x/a.jpg", "in/notes.txt")):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(encoded(picture(number)))
+        (tmp_path / name).write_bytes(encode_image(make_image(number)))
     tar(tmp_path / "s-0.tar", "c.jpg")
     (tmp_path / "rows.csv").write_text("path\nin/b.jpg\n")
     for argument in ("in", "in/*.jpg", "in/b.jpg", "s-{0..0}.tar", "rows.csv"):

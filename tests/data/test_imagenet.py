@@ -13,8 +13,8 @@ import scipy.io
 
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
-from tests.data.pictures import content, encoded, names, picture
-from vitrail.data import imagenet, matlab
+from tests.data.image_files import encode_image, list_names, make_image, read_contents
+from vitrail.data import imagenet, public_formats
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError
 
@@ -60,13 +60,13 @@ def devkit() -> dict[str, bytes]:
 def images(first: int = 0) -> dict[str, dict[str, bytes]]:
     """Four images of each class."""
     return {
-        wnid: {f"{wnid}_{n}.JPEG": encoded(picture(first + 10 * place + n)) for n in range(4)}
+        wnid: {f"{wnid}_{n}.JPEG": encode_image(make_image(first + 10 * place + n)) for n in range(4)}
         for place, wnid in enumerate(WNIDS)
     }
 
 
 def validation() -> dict[str, bytes]:
-    return {f"ILSVRC2012_val_{n:08d}.JPEG": encoded(picture(100 + n)) for n in range(1, 5)}
+    return {f"ILSVRC2012_val_{n:08d}.JPEG": encode_image(make_image(100 + n)) for n in range(1, 5)}
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_the_archives_pack_as_they_are(raw: Path, tmp_path: Path, capsys: Captur
     dataset = open_dataset(str(raw))
     assert dataset.classes == WNIDS
     assert set(dataset.splits) == {"train", "val"}
-    assert content(dataset.splits["train"]) == expected(images())
+    assert read_contents(dataset.splits["train"]) == expected(images())
     assert [dataset.splits["val"].get_labels(index)[0] for index in range(4)] == VALIDATION
     assert any("labels of 4 validation images come from the devkit" in note for note in dataset.notes)
     code, _, err = vitrail("data", "pack", str(raw), str(tmp_path / "packed"), capsys=capsys)
@@ -107,8 +107,8 @@ def test_the_archives_pack_as_they_are(raw: Path, tmp_path: Path, capsys: Captur
     packed = open_dataset(f"{tmp_path}/packed")
     assert packed.classes == WNIDS
     for split in ("train", "val"):
-        assert content(packed.splits[split]) == content(dataset.splits[split])
-    assert "n01440764/n01440764_0.JPEG" in " ".join(names(packed)["train"])
+        assert read_contents(packed.splits[split]) == read_contents(dataset.splits[split])
+    assert "n01440764/n01440764_0.JPEG" in " ".join(list_names(packed)["train"])
 
 
 def test_one_tar_of_class_tars_is_data_too(raw: Path) -> None:
@@ -117,7 +117,7 @@ def test_one_tar_of_class_tars_is_data_too(raw: Path) -> None:
     dataset = open_dataset(str(raw / "winter21_whole.tar"))
     assert dataset.classes == WNIDS
     assert dataset.generated_splits == ("val", "test")
-    assert sorted(item for split in dataset.splits.values() for item in content(split)) == expected(images())
+    assert sorted(item for split in dataset.splits.values() for item in read_contents(split)) == expected(images())
 
 
 def test_class_tars_in_a_folder_are_classes(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_class_tars_in_a_folder_are_classes(tmp_path: Path) -> None:
         (tmp_path / "tars" / f"{wnid}.tar").write_bytes(tar(each))
     dataset = open_dataset(str(tmp_path / "tars"))
     assert dataset.classes == WNIDS
-    assert sorted(item for split in dataset.splits.values() for item in content(split)) == expected(images())
+    assert sorted(item for split in dataset.splits.values() for item in read_contents(split)) == expected(images())
 
 
 @pytest.mark.parametrize("kind", ["archive", "unpacked", "loose"])
@@ -153,9 +153,9 @@ def test_a_flat_validation_folder_has_the_devkits_labels(tmp_path: Path, kind: s
     dataset = open_dataset(str(root))
     assert dataset.classes == WNIDS
     assert [dataset.splits["val"].get_labels(index)[0] for index in range(4)] == VALIDATION
-    assert names(dataset)["val"][0].endswith("ILSVRC2012_val_00000001.JPEG")
+    assert list_names(dataset)["val"][0].endswith("ILSVRC2012_val_00000001.JPEG")
     if not alone:
-        assert content(dataset.splits["train"]) == expected(images())
+        assert read_contents(dataset.splits["train"]) == expected(images())
 
 
 @pytest.mark.parametrize("archive", ["ILSVRC2012_img_train.tar", "train"])
@@ -179,10 +179,10 @@ def test_train_may_be_tars_beside_a_flat_validation_folder(
     assert "held out" not in err
     packed = open_dataset(f"{tmp_path}/packed")
     assert packed.classes == WNIDS
-    assert content(packed.splits["train"]) == expected(images())
+    assert read_contents(packed.splits["train"]) == expected(images())
     dataset = open_dataset(str(raw))
     assert [dataset.splits["val"].get_labels(index)[0] for index in range(4)] == VALIDATION
-    assert content(packed.splits["val"]) == content(dataset.splits["val"])
+    assert read_contents(packed.splits["val"]) == read_contents(dataset.splits["val"])
     assert not (tmp_path / "home" / "vitrail" / "splits").exists()  # all of train is train
 
     (raw / archive / "n01440764.tar" if archive == "train" else raw / archive).unlink()
@@ -229,7 +229,7 @@ def test_validation_images_alone_have_no_labels_without_the_devkit(raw: Path, tm
 
 
 def test_test_images_alone_have_no_labels(raw: Path) -> None:
-    hidden = {f"ILSVRC2012_test_{n:08d}.JPEG": encoded(picture(n)) for n in range(1, 3)}
+    hidden = {f"ILSVRC2012_test_{n:08d}.JPEG": encode_image(make_image(n)) for n in range(1, 3)}
     (raw / "ILSVRC2012_img_test.tar").write_bytes(tar(hidden))
     dataset = open_dataset(str(raw / "ILSVRC2012_img_test.tar"))
     assert (dataset.classes, [len(split) for split in dataset.splits.values()]) == ((), [2])
@@ -249,7 +249,7 @@ def test_a_train_beside_a_flat_validation_folder_is_seen_when_it_comes(tmp_path:
         (root / "train" / wnid).mkdir()
         for name, data in each.items():
             (root / "train" / wnid / name).write_bytes(data)
-    assert content(open_dataset(str(root)).splits["train"]) == expected(images())
+    assert read_contents(open_dataset(str(root)).splits["train"]) == expected(images())
 
 
 def settle(root: Path, seconds: float) -> None:
@@ -259,7 +259,7 @@ def settle(root: Path, seconds: float) -> None:
 
 
 def test_test_images_are_left_out_and_a_damaged_class_tar_is_named(raw: Path) -> None:
-    hidden = {f"ILSVRC2012_test_{n:08d}.JPEG": encoded(picture(n)) for n in range(1, 3)}
+    hidden = {f"ILSVRC2012_test_{n:08d}.JPEG": encode_image(make_image(n)) for n in range(1, 3)}
     (raw / "ILSVRC2012_img_test.tar").write_bytes(tar(hidden))
     dataset = open_dataset(str(raw))
     assert set(dataset.splits) == {"train", "val"}
@@ -303,15 +303,15 @@ def test_pack_tells_of_the_release(raw: Path, tmp_path: Path, monkeypatch: pytes
 
 def test_structures_are_read_as_scipy_reads_them() -> None:
     theirs: Any = scipy.io.loadmat(io.BytesIO(meta()), squeeze_me=True)["synsets"]
-    ours = matlab.read_structures(meta())["synsets"]
+    ours = public_formats.read_structures(meta())["synsets"]
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
         assert set(mine) == set(other.dtype.names)
         assert (mine["WNID"], mine["words"]) == (str(other["WNID"]), str(other["words"]))
         assert int(mine["ILSVRC2012_ID"].item()) == int(other["ILSVRC2012_ID"])
         assert np.array_equal(np.ravel(mine["children"]), np.ravel(other["children"]))
-    assert matlab.read_structures(meta()).keys() == {"synsets"}
+    assert public_formats.read_structures(meta()).keys() == {"synsets"}
     whole = meta()
     for end in range(140, len(whole), 7):
         with pytest.raises(DataError):
-            matlab.read_structures(whole[:end])
+            public_formats.read_structures(whole[:end])

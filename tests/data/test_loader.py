@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.data.pictures import encoded, folder, picture
+from tests.data.image_files import encode_image, make_image, write_image_folder
 from vitrail.config import AugmentConfig, MaskedConfig, PreprocessConfig
-from vitrail.data import gpu_augment, loader
+from vitrail.data import batch_augment, loader
 from vitrail.data.decode import decode
-from vitrail.data.digits import open_digits
 from vitrail.data.file_list import open_file_list
 from vitrail.data.folder import open_folder
 from vitrail.data.loader import (
@@ -26,12 +25,12 @@ from vitrail.data.loader import (
     BatchPlan,
     TrainingData,
     iter_eval_batches,
-    iter_masked_eval_batches,
     iter_train_batches,
     prepare_train_batch,
 )
-from vitrail.data.order import SampleOrder
+from vitrail.data.memory import open_digits
 from vitrail.data.pack import pack
+from vitrail.data.randomness import SampleOrder
 from vitrail.data.shards import open_shards
 from vitrail.data.transforms import make_eval_input
 from vitrail.errors import DataError, UsageError
@@ -42,7 +41,7 @@ ALL_AUGMENTATIONS = AugmentConfig(randaugment=(2, 10), jitter=0.3, erase=0.5, mi
 
 @pytest.fixture(scope="module")
 def flowers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder(tmp_path_factory.mktemp("set"), "train", "val", each=9)
+    return write_image_folder(tmp_path_factory.mktemp("set"), "train", "val", each=9)
 
 
 def build_training_data(root: Path, augment: AugmentConfig = ALL_AUGMENTATIONS, **changes: object) -> TrainingData:
@@ -107,9 +106,9 @@ def test_mixing_partners_are_the_next_of_the_global_batch_whatever_the_ranks(dat
     size = min(batch, total - step * batch)
     for rank in range(world):
         plan = BatchPlan(batch_size=batch, total_positions=total, rank=rank, world_size=world, micro_batches=micro)
-        for part in plan.list_micro_batches(step):
+        loaded = training_data.iter_positions(plan, step)
+        for part, positions in zip(plan.list_micro_batches(step), map(np.ndarray.tolist, loaded), strict=False):
             if part:
-                positions = training_data.get_positions(plan, step, part).tolist()
                 assert positions[:-1] == list(part)
                 assert positions[-1] == step * batch + (part[-1] + 1 - step * batch) % size
 
@@ -272,7 +271,8 @@ def test_masked_evaluation_masks_the_same_patches_in_batches_and_ranks_of_any_si
     flowers: Path, masked: MaskedConfig
 ) -> None:
     split = open_folder(flowers).splits["val"]
-    [whole] = iter_masked_eval_batches(split, PREPROCESS, masked, 16, batch_size=100)
+    options: dict[str, Any] = {"num_classes": 2, "masked": masked, "num_patches": 16}
+    [whole] = iter_eval_batches(split, PREPROCESS, batch_size=100, **options)
     [plain] = iter_eval_batches(split, PREPROCESS, batch_size=100, num_classes=2)
     partners = 1 if masked.kind == "mpp" else 0
     around = torch.cat([plain.pixels, plain.pixels[:1]])
@@ -281,9 +281,7 @@ def test_masked_evaluation_masks_the_same_patches_in_batches_and_ranks_of_any_si
     for world, batch in ((1, 5), (2, 4), (5, 2)):
         first = 0
         for rank in range(world):
-            for part in iter_masked_eval_batches(
-                split, PREPROCESS, masked, 16, batch_size=batch, rank=rank, world_size=world
-            ):
+            for part in iter_eval_batches(split, PREPROCESS, batch_size=batch, rank=rank, world_size=world, **options):
                 count = len(part.targets)
                 assert torch.equal(part.targets, whole.targets[first : first + count])
                 assert torch.equal(part.pixels, around[first : first + count + partners])
@@ -293,7 +291,7 @@ def test_masked_evaluation_masks_the_same_patches_in_batches_and_ranks_of_any_si
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_bad_image_is_an_error_or_skipped_by_name(flowers: Path, tmp_path: Path, workers: int) -> None:
-    root = folder(tmp_path, "train", "val", each=4)
+    root = write_image_folder(tmp_path, "train", "val", each=4)
     (root / "train" / "rose" / "2.jpg").write_bytes(b"<html>")
     (root / "val" / "rose" / "1.jpg").write_bytes(b"")
     plan = BatchPlan(batch_size=4, total_positions=16)
@@ -308,9 +306,8 @@ def test_a_bad_image_is_an_error_or_skipped_by_name(flowers: Path, tmp_path: Pat
     kept = list(iter_eval_batches(split, PREPROCESS, batch_size=3, num_classes=2, workers=workers, skip_bad=True))
     assert torch.cat([batch.positions for batch in kept]).tolist() == [0, 2, 3, 4, 5, 6, 7]
     assert [batch.skipped_images for batch in kept] == [("val/rose/1.jpg",), (), ()]
-    [whole] = iter_masked_eval_batches(
-        split, PREPROCESS, MASKED["mae"], 16, batch_size=8, workers=workers, skip_bad=True
-    )
+    masks: dict[str, Any] = {"masked": MASKED["mae"], "num_patches": 16}
+    [whole] = iter_eval_batches(split, PREPROCESS, batch_size=8, num_classes=2, workers=workers, skip_bad=True, **masks)
     assert torch.equal(whole.pixels[1], whole.pixels[2])  # the next readable image
     assert whole.skipped_images == ("val/rose/1.jpg",)
 
@@ -384,13 +381,13 @@ def test_batches_from_the_device_equal_those_of_the_workers(
 def test_as_many_batches_are_augmented_at_once_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Crops of 8 x 8 bytes, 16 a step: two steps in 2048 to 3071 bytes, in halves that count together."""
     training_data, resident = load_digits(AugmentConfig(crop="pad"))
-    chunk_sizes, original = list[int](), gpu_augment.make_train_inputs
+    chunk_sizes, original = list[int](), batch_augment.make_train_inputs
 
     def record_chunk(pixels: Tensor, *rest: Any) -> Tensor:
         chunk_sizes.append(len(pixels))
         return original(pixels, *rest)
 
-    monkeypatch.setattr(gpu_augment, "make_train_inputs", record_chunk)
+    monkeypatch.setattr(batch_augment, "make_train_inputs", record_chunk)
     for chunk_bytes, expected in (
         (1, [16, 16, 16, 16, 6]),
         (2047, [16, 16, 16, 16, 6]),
@@ -444,8 +441,8 @@ def test_images_of_different_sizes_are_not_held_on_the_device(
 ) -> None:
     """Wherever the odd one is, in the first chunk or in the last, and where it has as many pixels."""
     monkeypatch.setattr(loader, "_CHUNK_IMAGES", 2)
-    root = folder(tmp_path, "train", "val", each=4)
-    (root / "train" / odd).write_bytes(encoded(picture(0, size)))
+    root = write_image_folder(tmp_path, "train", "val", each=4)
+    (root / "train" / odd).write_bytes(encode_image(make_image(0, size)))
     splits = open_folder(root).splits
     assert loader.load_resident_images(splits["train"], channels=3, num_classes=2, device="cpu") is None
     assert loader.load_resident_images(splits["val"], channels=3, num_classes=2, device="cpu") is not None
@@ -456,7 +453,7 @@ def test_large_images_or_too_many_are_not_held_on_the_device(tmp_path: Path, mon
         place = tmp_path / name / "train" / "rose"
         place.mkdir(parents=True)
         for number in range(2):
-            (place / f"{number}.jpg").write_bytes(encoded(picture(number, size)))
+            (place / f"{number}.jpg").write_bytes(encode_image(make_image(number, size)))
         split = open_folder(tmp_path / name).splits["train"]
         resident = loader.load_resident_images(split, channels=3, num_classes=1, device="cpu")
         assert (resident is not None) == is_resident, name
@@ -469,7 +466,7 @@ def test_large_images_or_too_many_are_not_held_on_the_device(tmp_path: Path, mon
 
 
 def test_a_bad_image_among_resident_images_is_named(tmp_path: Path) -> None:
-    root = folder(tmp_path, "train", "val", each=3)
+    root = write_image_folder(tmp_path, "train", "val", each=3)
     (root / "train" / "rose" / "2.jpg").write_bytes(b"<html>")
     with pytest.raises(DataError, match=r"^train/rose/2.jpg is not an image"):
         loader.load_resident_images(open_folder(root).splits["train"], channels=3, num_classes=2, device="cpu")

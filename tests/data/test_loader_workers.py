@@ -23,7 +23,7 @@ HANGS = """
 import time, torch
 from torch.utils.data import DataLoader, Dataset
 from vitrail.data.loader_workers import iterate_loader
-from vitrail.train.loop import _prefetch
+from vitrail.training.loop import _prefetch
 class Slow(Dataset):
     def __len__(self):
         return 8

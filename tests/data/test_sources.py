@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.pictures import content, encoded, folder, names, picture
+from tests.data.image_files import encode_image, list_names, make_image, read_contents, write_image_folder
 from vitrail.data import public_datasets, shards
 from vitrail.data.folder import open_folder
 from vitrail.data.pack import pack
@@ -15,35 +15,35 @@ from vitrail.errors import DataError, UsageError
 
 
 def test_a_folder_a_list_a_packed_set_and_bare_tars_are_told_apart(tmp_path: Path) -> None:
-    root = folder(tmp_path / "set", "train", "val", each=4)
+    root = write_image_folder(tmp_path / "set", "train", "val", each=4)
     (root / "list.csv").write_text("path,label,split\ntrain/rose/0.jpg,rose,train\nval/rose/0.jpg,rose,val\n")
     pack(open_folder(root), tmp_path / "packed")
     (tmp_path / "bare").mkdir()
     for tar in (tmp_path / "packed").glob("*.tar"):
         (tmp_path / "bare" / tar.name).write_bytes(tar.read_bytes())
-    expected = content(open_dataset(str(root)).splits["train"])
+    expected = read_contents(open_dataset(str(root)).splits["train"])
     assert len(expected) == 8
-    assert content(open_dataset(str(tmp_path / "packed")).splits["train"]) == expected
-    assert content(open_dataset(str(tmp_path / "bare")).splits["train"]) == expected
-    assert content(open_dataset(str(tmp_path / "bare" / "train-{000000..000000}.tar")).splits["train"])
-    assert names(open_dataset(str(root / "list.csv")))["train"] == ["train/rose/0.jpg"]
+    assert read_contents(open_dataset(str(tmp_path / "packed")).splits["train"]) == expected
+    assert read_contents(open_dataset(str(tmp_path / "bare")).splits["train"]) == expected
+    assert read_contents(open_dataset(str(tmp_path / "bare" / "train-{000000..000000}.tar")).splits["train"])
+    assert list_names(open_dataset(str(root / "list.csv")))["train"] == ["train/rose/0.jpg"]
 
 
 def test_a_known_name_wins_over_a_folder_here_and_a_path_over_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folder(tmp_path / "digits", each=5)
+    write_image_folder(tmp_path / "digits", each=5)
     assert len(open_dataset("digits").classes) == 10
     assert open_dataset("./digits").classes == ("rose", "tulip")
-    folder(tmp_path / "mine", each=5)
+    write_image_folder(tmp_path / "mine", each=5)
     assert open_dataset("mine").classes == ("rose", "tulip")
     with pytest.raises(DataError, match="vitrail data get cifar10"):
         open_dataset("cifar10")
 
 
 def test_a_folder_of_images_that_holds_its_archive_is_a_folder(tmp_path: Path) -> None:
-    root = folder(tmp_path / "br[1]", "train", "val", each=2)
+    root = write_image_folder(tmp_path / "br[1]", "train", "val", each=2)
     pack(open_folder(root), tmp_path / "out")
     (root / "original.tar").write_bytes((tmp_path / "out" / "train-000000.tar").read_bytes())
     found = open_dataset(str(root))
@@ -55,7 +55,7 @@ def test_a_folder_of_images_that_holds_its_archive_is_a_folder(tmp_path: Path) -
 
 
 def test_a_stored_set_is_opened_by_name() -> None:
-    samples = [shards.Sample(split, "a.png", encoded(picture(0), "PNG"), (3,)) for split in ("train", "test")]
+    samples = [shards.Sample(split, "a.png", encode_image(make_image(0), "PNG"), (3,)) for split in ("train", "test")]
     shards.write_shards(
         public_datasets.get_dataset_folder("cifar10"), samples, classes=[str(n) for n in range(10)], origin={}
     )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.pictures import encoded, names, picture
+from tests.data.image_files import encode_image, list_names, make_image
 from vitrail.data.webdataset import expand_braces, open_tars
 from vitrail.errors import DataError
 
@@ -27,7 +27,7 @@ def tar_of(path: Path, *members: tuple[str, bytes] | tarfile.TarInfo) -> Path:
     return path
 
 
-IMAGE = encoded(picture(0))
+IMAGE = encode_image(make_image(0))
 
 
 def class_tar() -> bytes:
@@ -47,13 +47,13 @@ def test_names_numbers_and_json_are_labels(tmp_path: Path) -> None:
         ("n/a.jpg", IMAGE),
         ("n/a.json", b'{"label": "rose", "width": 3}'),
         ("n/b.cls", b"tulip\n"),
-        ("n/b.seg.png", encoded(picture(1), "PNG")),
+        ("n/b.seg.png", encode_image(make_image(1), "PNG")),
         ("n/c.txt", b"no image here"),
     )
     tar_of(tmp_path / "val-0.tar", ("n/a.jpg", IMAGE), ("n/a.cls", b"rose"))
     found = open_tars(str(tmp_path / "*.tar"))
     assert found.classes == ("rose", "tulip")
-    assert names(found) == {
+    assert list_names(found) == {
         "train": ["train-0.tar:n/a.jpg", "train-0.tar:n/b.seg.png"],
         "val": ["val-0.tar:n/a.jpg"],
     }
@@ -118,7 +118,9 @@ def test_class_tars_named_by_numbers_are_classes_whatever_zeros_they_begin_with(
     found = open_tars(str(tar_of(tmp_path / "x.tar", ("000.tar", CLASS_TAR), ("002.tar", CLASS_TAR))))
     assert found.classes == ("0", "1", "2")
     labels = {
-        name: split.get_labels(row) for key, split in found.splits.items() for row, name in enumerate(names(found)[key])
+        name: split.get_labels(row)
+        for key, split in found.splits.items()
+        for row, name in enumerate(list_names(found)[key])
     }
     assert labels == {"x.tar:000/a.jpg": (0,), "x.tar:002/a.jpg": (2,)}
 

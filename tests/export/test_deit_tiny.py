@@ -9,7 +9,7 @@ import torch
 
 from tests.export import runtime
 from vitrail import Classifier, load
-from vitrail.export import parity
+from vitrail.export import export
 from vitrail.export.export import export_model
 
 onnxruntime = runtime("onnxruntime")
@@ -30,7 +30,7 @@ def test_onnx_runtime_agrees_on_500_photographs(data: Path, deit_tiny: Path, tmp
     for start in range(0, 500, 20):
         pixels = np.stack([classifier.make_input(path).numpy() for path in photographs[start : start + 20]])
         logits, probabilities = session.run(["logits", "probabilities"], {"pixels": pixels})
-        expected = parity.compute_reference_outputs(trained, torch.from_numpy(pixels))
+        expected = export.compute_reference_outputs(trained, torch.from_numpy(pixels))
         assert np.array_equal(logits.argmax(axis=1), expected["logits"].argmax(dim=1).numpy())
         largest = float(expected["logits"].abs().max())
         assert np.abs(logits - expected["logits"].numpy()).max() <= 1e-5 * max(1, largest)

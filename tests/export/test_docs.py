@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import making
-from tests.data.pictures import picture
+from tests import model_factory
+from tests.data.image_files import make_image
 from tests.export import runtime
 from vitrail import Classifier, save
 from vitrail.export.export import export_model
@@ -19,11 +19,11 @@ def test_what_the_page_tells_to_run_answers_as_vitrail_does(
 ) -> None:
     runtime("onnxruntime")
     monkeypatch.chdir(tmp_path)
-    trained = making.trained(making.vit(depth=1))
+    trained = model_factory.build_trained(model_factory.build_vit(depth=1))
     save(trained, "model.safetensors")
     export_model(trained, Path("out.onnx"), "onnx")
-    picture(1).save("cat.jpg")
-    picture(2).save("dog.jpg")
+    make_image(1).save("cat.jpg")
+    make_image(2).save("dog.jpg")
     text = (Path(__file__).parents[2] / "docs" / "exporting.md").read_text()
     first, *rest = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     named: dict[str, Any] = {}

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests import making
+from tests import model_factory
 from tests.export import runtime
 from vitrail import files
 from vitrail.errors import ModelError, UsageError
-from vitrail.export import graph, parity, torch_export
+from vitrail.export import export, graph
 from vitrail.export.export import (
     EXPORT_FORMATS,
     ExportFormat,
@@ -31,7 +31,7 @@ onnx_files, openvino_files = runtime("vitrail.export.onnx"), runtime("vitrail.ex
 
 RUN: dict[ExportFormat, Callable[[Path], GraphRunner]] = {
     "onnx": onnx_files.load_runner,
-    "torch-export": torch_export.load_runner,
+    "torch-export": graph.load_runner,
     "openvino": openvino_files.load_runner,
 }
 LABELS = ("Käfer", 'a "b" <c>', "\U0001f41e", *"defg")
@@ -40,11 +40,19 @@ LABELS = ("Käfer", 'a "b" <c>', "\U0001f41e", *"defg")
 def make_models() -> dict[str, Trained]:
     """Every kind of network, each way to read its output and to place its patches; small and shallow."""
     return {
-        "class token": making.trained(making.vit(depth=1, registers=2), labels=LABELS, temperature=1.5),
-        "mean": making.trained(making.vit(depth=1, pool="mean-norm", positions="relative"), multi_label=True),
-        "map": making.trained(making.vit(depth=1, pool="map", class_token=False, positions="sincos-2d", gelu="erf")),
-        "hybrid without a head": making.trained(making.vit(depth=1, stem=making.STEM, patch=2, classes=0)),
-        "resnet": making.trained(making.bit(), threshold=0.4),
+        "class token": model_factory.build_trained(
+            model_factory.build_vit(depth=1, registers=2), labels=LABELS, temperature=1.5
+        ),
+        "mean": model_factory.build_trained(
+            model_factory.build_vit(depth=1, pool="mean-norm", positions="relative"), multi_label=True
+        ),
+        "map": model_factory.build_trained(
+            model_factory.build_vit(depth=1, pool="map", class_token=False, positions="sincos-2d", gelu="erf")
+        ),
+        "hybrid without a head": model_factory.build_trained(
+            model_factory.build_vit(depth=1, stem=model_factory.STEM, patch=2, classes=0)
+        ),
+        "resnet": model_factory.build_trained(model_factory.build_bit(), threshold=0.4),
     }
 
 
@@ -58,7 +66,7 @@ MODELS, export_program_once = make_models(), functools.lru_cache(graph.export_pr
 
 
 def make_small_model(**changes: Any) -> Trained:
-    return making.trained(making.vit(depth=1), **changes)
+    return model_factory.build_trained(model_factory.build_vit(depth=1), **changes)
 
 
 def make_path(folder: Path, form: ExportFormat) -> Path:
@@ -71,11 +79,11 @@ def make_path(folder: Path, form: ExportFormat) -> Path:
 def test_a_file_says_what_vitrail_says_of_batches_of_any_size(kind: str, form: ExportFormat, tmp_path: Path) -> None:
     trained, path = MODELS[kind], make_path(tmp_path, form)
     result = export_model(trained, path, form)
-    assert result.difference <= result.allowed == parity.MAX_DIFFERENCE
+    assert result.difference <= result.allowed == export.MAX_DIFFERENCE
     run = RUN[form](path)
     for batch in (1, 3, 5):
         pixels = torch.randint(0, 256, (batch, 3, 32, 32), dtype=torch.uint8)
-        outputs, expected = run(pixels), parity.compute_reference_outputs(trained, pixels)
+        outputs, expected = run(pixels), export.compute_reference_outputs(trained, pixels)
         assert tuple(outputs) == tuple(expected)
         for name, values in expected.items():
             torch.testing.assert_close(outputs[name], values, rtol=1e-5, atol=1e-5)
@@ -141,7 +149,7 @@ def two_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         openvino_files,
         "load_runner",
-        lambda _: lambda pixels: parity.compute_reference_outputs(make_small_model(), pixels),
+        lambda _: lambda pixels: export.compute_reference_outputs(make_small_model(), pixels),
     )
 
 
@@ -214,8 +222,10 @@ def test_a_missing_runtime_is_named_with_its_extra(
         check_export_destination(make_path(tmp_path, form), form)
 
 
-@pytest.mark.parametrize(("model", "reason"), [(making.bit(), "a ResNet"), (making.vit(classes=0), "no head")])
+@pytest.mark.parametrize(
+    ("model", "reason"), [(model_factory.build_bit(), "a ResNet"), (model_factory.build_vit(classes=0), "no head")]
+)
 def test_int8_is_refused_where_it_has_no_meaning(model: Any, reason: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=reason):
-        export_int8_model(making.trained(model), tmp_path / "model.onnx", lambda *_: {})
+        export_int8_model(model_factory.build_trained(model), tmp_path / "model.onnx", lambda *_: {})
     assert not list(tmp_path.iterdir())

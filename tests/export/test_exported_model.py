@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import making
+from tests import model_factory
 from tests.export import runtime
 from vitrail.errors import ModelError
 from vitrail.export import graph
-from vitrail.export.export import ExportFormat, export_model
-from vitrail.export.exported_model import open_exported_model
+from vitrail.export.export import ExportFormat, export_model, open_exported_model
 
 
 @pytest.mark.parametrize(("form", "name"), [("onnx", "model.onnx"), ("openvino", "model.xml")])
@@ -18,7 +17,9 @@ def test_metadata_of_this_and_of_earlier_versions_are_read(
     form: ExportFormat, name: str, keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime(f"vitrail.export.{form}")
-    trained = making.trained(making.vit(depth=1), multi_label=True, temperature=1.5, threshold=0.25)
+    trained = model_factory.build_trained(
+        model_factory.build_vit(depth=1), multi_label=True, temperature=1.5, threshold=0.25
+    )
     if keys == "old":
         old_keys = {new: old for old, new in graph.OLD_METADATA_KEYS.items()}
         metadata = {old_keys.get(key, key): value for key, value in graph.build_metadata(trained).items()}

@@ -6,12 +6,12 @@ import json
 import pytest
 import torch
 
-from tests import making
+from tests import model_factory
 from vitrail.config import PreprocessConfig
 from vitrail.errors import UsageError
-from vitrail.export import graph, parity
-from vitrail.model.build import Model
+from vitrail.export import export, graph
 from vitrail.model.resnet import BiT
+from vitrail.model.vit import Model
 from vitrail.weights.trained import Trained
 
 PREPROCESS = PreprocessConfig(
@@ -21,21 +21,23 @@ PREPROCESS = PreprocessConfig(
 
 def equals_vitrail(trained: Trained) -> bool:
     """Whether graph and model agree to the bit."""
-    pixels = parity.make_test_pixels(3, trained)
+    pixels = export.make_test_pixels(3, trained)
     with torch.inference_mode():
-        here, there = graph.ExportGraph(trained)(pixels), parity.compute_reference_outputs(trained, pixels)
+        here, there = graph.ExportGraph(trained)(pixels), export.compute_reference_outputs(trained, pixels)
     assert tuple(here) == tuple(there) == graph.get_output_names(trained)
     return all(torch.equal(here[name], there[name]) for name in there)
 
 
-@pytest.mark.parametrize("variant", making.VARIANTS)
+@pytest.mark.parametrize("variant", model_factory.VARIANTS)
 def test_it_says_what_every_kind_of_model_says_to_the_bit(variant: str) -> None:
-    assert equals_vitrail(making.trained(making.vit(**making.VARIANTS[variant]), temperature=1.7))
+    assert equals_vitrail(
+        model_factory.build_trained(model_factory.build_vit(**model_factory.VARIANTS[variant]), temperature=1.7)
+    )
 
 
 @pytest.mark.parametrize("size", [(32, 32), (37, 50), (33, 64)])
 def test_it_says_what_a_resnet_says_whose_border_of_zeros_may_be_the_largest(size: tuple[int, int]) -> None:
-    trained = making.trained(making.bit(image_size=size))
+    trained = model_factory.build_trained(model_factory.build_bit(image_size=size))
     assert isinstance(trained.model, BiT)
     assert equals_vitrail(trained)
     negative = torch.full((1, 3, *size), -1.0)
@@ -46,27 +48,33 @@ def test_it_says_what_a_resnet_says_whose_border_of_zeros_may_be_the_largest(siz
 
 
 def test_several_labels_have_a_probability_each() -> None:
-    trained = making.trained(making.vit(), multi_label=True)
+    trained = model_factory.build_trained(model_factory.build_vit(), multi_label=True)
     assert equals_vitrail(trained)
     with torch.inference_mode():
-        outputs = graph.ExportGraph(trained)(parity.make_test_pixels(1, trained))
+        outputs = graph.ExportGraph(trained)(export.make_test_pixels(1, trained))
     assert torch.equal(outputs["probabilities"], outputs["logits"].sigmoid())
 
 
 @pytest.mark.parametrize(
-    "model", [making.vit(), making.vit(positions="relative"), making.vit(positions="sincos-2d"), making.bit()]
+    "model",
+    [
+        model_factory.build_vit(),
+        model_factory.build_vit(positions="relative"),
+        model_factory.build_vit(positions="sincos-2d"),
+        model_factory.build_bit(),
+    ],
 )
 def test_images_may_have_another_size_than_positions(model: Model) -> None:
     assert model.config.image_size != PREPROCESS.size
-    trained = making.trained(model, preprocess=PREPROCESS)
-    pixels = parity.make_test_pixels(2, trained)
+    trained = model_factory.build_trained(model, preprocess=PREPROCESS)
+    pixels = export.make_test_pixels(2, trained)
     with torch.inference_mode():
         logits = graph.ExportGraph(trained)(pixels)["logits"]
-    torch.testing.assert_close(logits, parity.compute_reference_outputs(trained, pixels)["logits"], rtol=0, atol=1e-6)
+    torch.testing.assert_close(logits, export.compute_reference_outputs(trained, pixels)["logits"], rtol=0, atol=1e-6)
 
 
 def test_the_model_stays_as_it_was() -> None:
-    trained = making.trained(making.vit(positions="sincos-2d"))
+    trained = model_factory.build_trained(model_factory.build_vit(positions="sincos-2d"))
     trained.model.train()
     before = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
     graph.export_program(trained)
@@ -77,8 +85,13 @@ def test_the_model_stays_as_it_was() -> None:
 
 def test_metadata_say_all_that_the_other_side_needs() -> None:
     labels = ("Käfer", 'a "b"', *"cdefg")
-    trained = making.trained(
-        making.vit(), preprocess=PREPROCESS, labels=labels, temperature=1.5, multi_label=True, threshold=0.25
+    trained = model_factory.build_trained(
+        model_factory.build_vit(),
+        preprocess=PREPROCESS,
+        labels=labels,
+        temperature=1.5,
+        multi_label=True,
+        threshold=0.25,
     )
     metadata = {name: json.loads(text) for name, text in graph.build_metadata(trained).items()}
     assert metadata["labels"] == list(labels)
@@ -95,6 +108,6 @@ def test_metadata_say_all_that_the_other_side_needs() -> None:
 
 
 def test_a_model_that_does_not_say_how_images_are_prepared_is_refused() -> None:
-    bare = dataclasses.replace(making.trained(making.vit()), preprocess=None)
+    bare = dataclasses.replace(model_factory.build_trained(model_factory.build_vit()), preprocess=None)
     with pytest.raises(UsageError, match="--preprocess imagenet"):
         graph.export_program(bare)

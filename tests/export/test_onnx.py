@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import making
+from tests import model_factory
 from tests.export import runtime
 from vitrail.errors import UsageError
-from vitrail.export import graph, parity
+from vitrail.export import export, graph
 from vitrail.export.export import check_export_destination, export_model
 
 onnx = runtime("vitrail.export.onnx")
@@ -19,18 +19,18 @@ def test_weights_above_2_gb_lie_beside_the_graph(tmp_path: Path, monkeypatch: py
     from torch.onnx._internal.exporter import _onnx_program as exporter
 
     monkeypatch.setattr(exporter, "_LARGE_MODEL_THRESHOLD", 1000)  # bytes
-    trained = making.trained(making.vit(depth=1))
+    trained = model_factory.build_trained(model_factory.build_vit(depth=1))
     export_model(trained, tmp_path / "model.onnx", "onnx")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.data"]
     (tmp_path / "model.onnx").rename(tmp_path / "kept.onnx")
     with pytest.raises(UsageError, match=r"model\.onnx\.data exists already"):
         check_export_destination(tmp_path / "model.onnx", "onnx")
-    parity.check_parity(onnx.load_runner(tmp_path / "kept.onnx"), trained)
+    export.check_parity(onnx.load_runner(tmp_path / "kept.onnx"), trained)
 
 
 def test_int8_rounds_the_matrix_products_and_keeps_the_patch_embedding_and_the_metadata(tmp_path: Path) -> None:
     """At a published width: of smaller models the exporter folds the patches' weights into a matrix product."""
-    trained = making.trained(making.vit(depth=1, width=192, heads=3, mlp=768, patch=16))
+    trained = model_factory.build_trained(model_factory.build_vit(depth=1, width=192, heads=3, mlp=768, patch=16))
     exact, rounded = tmp_path / "model.onnx", tmp_path / "int8.onnx"
     onnx.write(trained, exact)
     onnx.quantize(exact, rounded)
@@ -51,7 +51,7 @@ def test_int8_rounds_the_matrix_products_and_keeps_the_patch_embedding_and_the_m
 
 def test_a_value_is_added_to_the_metadata_and_nothing_else_changes(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
-    onnx.write(making.trained(making.vit(depth=1)), path)
+    onnx.write(model_factory.build_trained(model_factory.build_vit(depth=1)), path)
     before, pixels = onnx.read_metadata(path), torch.full((1, 3, 32, 32), 7, dtype=torch.uint8)
     expected = onnx.load_runner(path)(pixels)
     onnx.add_metadata(path, "parity", {"Käfer": [1, 0.5]})

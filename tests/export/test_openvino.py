@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import making
+from tests import model_factory
 from tests.export import runtime
-from vitrail.export import graph, parity
+from vitrail.export import export, graph
 from vitrail.model.vit import Attention
 
 openvino = runtime("vitrail.export.openvino")
@@ -17,7 +17,7 @@ openvino = runtime("vitrail.export.openvino")
 @pytest.mark.parametrize("change", [{}, {"qkv_bias": False}], ids=["bias", "no bias"])
 @pytest.mark.parametrize("queries", [None, 2])
 def test_split_projections_compute_the_same_attention(change: dict[str, Any], queries: int | None) -> None:
-    attention = making.vit(**change).blocks[0].attn
+    attention = model_factory.build_vit(**change).blocks[0].attn
     tokens = torch.randn(2, 17, 32, generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = attention(tokens, (4, 4), queries)
@@ -27,23 +27,26 @@ def test_split_projections_compute_the_same_attention(change: dict[str, Any], qu
 
 
 def test_only_attention_without_relative_positions_is_split_and_the_model_stays_whole() -> None:
-    model = making.vit()
+    model = model_factory.build_vit()
     split = openvino._split_attention(model)
     assert not any(isinstance(part, Attention) for part in split.modules())
     assert all(openvino.can_split_qkv(block.attn) for block in model.blocks)
     assert split.blocks[0].mlp.fc1.weight is model.blocks[0].mlp.fc1.weight
-    relative = making.vit(positions="relative")
+    relative = model_factory.build_vit(positions="relative")
     assert not openvino.can_split_qkv(relative.blocks[0].attn)
     assert isinstance(openvino._split_attention(relative).blocks[0].attn, Attention)
 
 
 def test_a_file_is_a_graph_and_its_weights_with_metadata(tmp_path: Path) -> None:
-    trained, path = making.trained(making.vit(depth=1), temperature=1.5), tmp_path / "model.xml"
+    trained, path = (
+        model_factory.build_trained(model_factory.build_vit(depth=1), temperature=1.5),
+        tmp_path / "model.xml",
+    )
     openvino.write(trained, path)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.bin", "model.xml"]
     metadata = graph.build_metadata(trained)
     assert openvino.read_metadata(path) == {name: metadata[name] for name in graph.REQUIRED_METADATA}
-    assert parity.check_parity(openvino.load_runner(path), trained).difference <= parity.MAX_DIFFERENCE
+    assert export.check_parity(openvino.load_runner(path), trained).difference <= export.MAX_DIFFERENCE
 
 
 @pytest.mark.parametrize("content", [b"", b"ONNX", b"<html>"])

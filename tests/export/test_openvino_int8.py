@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import making
+from tests import model_factory
 from tests.conftest import peer
 from vitrail.data.transforms import normalize
 from vitrail.inference.precision import build_inference_functions
@@ -21,7 +21,7 @@ INPUTS = torch.randint(0, 256, (6, 3, 32, 32), dtype=torch.uint8, generator=torc
 
 
 def add_ranges(model: ViT) -> Trained:
-    trained = making.trained(model)
+    trained = model_factory.build_trained(model)
     assert trained.preprocess is not None
     return dataclasses.replace(
         trained, activation_ranges=measure_activation_ranges(model, normalize(INPUTS, trained.preprocess))
@@ -30,7 +30,7 @@ def add_ranges(model: ViT) -> Trained:
 
 def test_ranges_hold_all_that_the_blocks_multiply() -> None:
     """The first is what the first norm leaves, then come queries and keys, and of each there are two ends."""
-    model = making.vit()
+    model = model_factory.build_vit()
     trained = add_ranges(model)
     assert trained.preprocess is not None
     with torch.inference_mode():
@@ -49,7 +49,7 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
     from vitrail.export import openvino_int8
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    trained = add_ranges(making.vit(depth=1))
+    trained = add_ranges(model_factory.build_vit(depth=1))
     built = openvino_int8.build_quantized_graph(trained)
     monkeypatch.setattr(openvino_int8, "build_quantized_graph", lambda _: built.clone())
     return trained
@@ -93,7 +93,7 @@ def test_it_answers_nearly_as_float32_does_with_int8_in_every_block(variant: str
     """
     from vitrail.export import openvino_int8
 
-    trained = add_ranges(making.vit(**making.VARIANTS[variant], depth=2))
+    trained = add_ranges(model_factory.build_vit(**model_factory.VARIANTS[variant], depth=2))
     expected = build_inference_functions(trained).probabilities(INPUTS)
     functions = build_inference_functions(trained, "openvino-int8")
     probabilities = functions.probabilities(INPUTS)
@@ -112,7 +112,7 @@ def test_normalising_moves_into_the_first_weights() -> None:
     """Of bytes from 0 to 1 the moved model says what the same rounded weights say of normalised pixels."""
     from vitrail.export import openvino_int8
 
-    trained = add_ranges(making.vit())
+    trained = add_ranges(model_factory.build_vit())
     model = trained.model
     assert isinstance(model, ViT)
     assert trained.preprocess is not None

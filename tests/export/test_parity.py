@@ -3,40 +3,40 @@
 import pytest
 import torch
 
-from tests import making
+from tests import model_factory
 from vitrail.errors import ModelError
-from vitrail.export import parity
+from vitrail.export import export
 from vitrail.export.graph import GraphRunner
 
 
 def test_not_a_number_is_no_agreement() -> None:
-    trained = making.trained(making.vit(depth=1))
+    trained = model_factory.build_trained(model_factory.build_vit(depth=1))
 
     def broken(pixels: torch.Tensor) -> dict[str, torch.Tensor]:
-        outputs = parity.compute_reference_outputs(trained, pixels)
+        outputs = export.compute_reference_outputs(trained, pixels)
         return outputs | {"logits": outputs["logits"].where(outputs["logits"] < outputs["logits"].max(), torch.nan)}
 
     with pytest.raises(ModelError, match="differs from vitrail's own float32 by nan"):
-        parity.check_parity(broken, trained)
+        export.check_parity(broken, trained)
 
 
 def test_rounding_that_float32_has_itself_is_allowed_and_no_more() -> None:
     """Two huge weights of opposite sign leave few digits of what is between them; to a ViT that is no excuse."""
-    trained = making.trained(making.bit())
+    trained = model_factory.build_trained(model_factory.build_bit())
     with torch.no_grad():
         trained.model.head.fc.weight[:, 0], trained.model.head.fc.weight[:, 1] = 3e4, -3e4
         trained.model.norm.weight[:2], trained.model.norm.bias[:2] = 1e-6, 1.0
 
     def shifted(by: float) -> GraphRunner:
         return lambda pixels: {
-            name: values + by for name, values in parity.compute_reference_outputs(trained, pixels).items()
+            name: values + by for name, values in export.compute_reference_outputs(trained, pixels).items()
         }
 
-    assert parity.check_parity(shifted(0.0), trained) == (0.0, parity.MAX_DIFFERENCE)
-    result = parity.check_parity(shifted(1e-4), trained)
-    assert parity.MAX_DIFFERENCE < result.difference <= result.allowed < 1e-1
+    assert export.check_parity(shifted(0.0), trained) == (0.0, export.MAX_DIFFERENCE)
+    result = export.check_parity(shifted(1e-4), trained)
+    assert export.MAX_DIFFERENCE < result.difference <= result.allowed < 1e-1
     with pytest.raises(ModelError, match="is allowed"):
-        parity.check_parity(shifted(0.5), trained)
-    trained = making.trained(making.vit(depth=1))
+        export.check_parity(shifted(0.5), trained)
+    trained = model_factory.build_trained(model_factory.build_vit(depth=1))
     with pytest.raises(ModelError, match=r"by 1\.0e-04, and 1\.0e-05 is allowed"):
-        parity.check_parity(shifted(1e-4), trained)
+        export.check_parity(shifted(1e-4), trained)

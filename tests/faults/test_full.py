@@ -15,11 +15,11 @@ import pytest
 
 from tests.faults.shim import How, Shim
 from tests.faults.test_saves import Soaked, newest, prepared, save_checkpoints, snapshot
-from tests.train.test_resume import story, sums, task, trained
+from tests.training.test_resume import build_run, digest_weights, read_events, run_training
 from vitrail.config import ScheduleConfig
 from vitrail.errors import DiskFullError
-from vitrail.train import checkpoint
-from vitrail.train.training_run import TrainingRun
+from vitrail.training import checkpoint
+from vitrail.training.training_run import TrainingRun
 
 NO_ROOM = re.compile(r"no room for a checkpoint in \S+: it takes ([\d,]+) bytes and [\d,]+ are free")
 FULL = 5
@@ -57,28 +57,28 @@ def test_a_disk_full_at_any_call_of_a_save_costs_no_state(
 
 def few_steps() -> TrainingRun:
     """Three steps of the run that draws and remembers everything, in small."""
-    recipe = task().recipe
+    recipe = build_run().recipe
     settings = recipe.settings | {"width": 24, "mlp": 24, "depth": 1}
     few = dataclasses.replace(recipe, settings=settings, epochs=3 * 64 / 1439, schedule=ScheduleConfig(warmup=1))
-    return task(recipe=few, workers=0)
+    return build_run(recipe=few, workers=0)
 
 
 def hurt(shim: Shim, memory: Path, how: How, choose: Callable[[int], list[int]]) -> int:
     """Kill a run or fill its disk at some of its calls, and let it go on to the end; at how many."""
     one, whole, folder = few_steps(), memory / "whole", memory / "run"
-    total = shim(lambda: trained(one, whole, resume=True) and None, whole).calls
+    total = shim(lambda: run_training(one, whole, resume=True) and None, whole).calls
     assert total > 100
     chosen = choose(total)
     for stop in chosen:
-        ended = shim(lambda: trained(one, folder, resume=True) and None, folder, stop=stop, how=how)
+        ended = shim(lambda: run_training(one, folder, resume=True) and None, folder, stop=stop, how=how)
         assert ended.code == (FULL if how is How.FULL else 137), ended.said
         assert how is not How.FULL or NO_ROOM.search(ended.said) is not None, ended.said
         left = newest_step(folder)
         told: list[str] = []
-        trained(one, folder, resume=True, notify=told.append)
+        run_training(one, folder, resume=True, notify=told.append)
         assert not left or f"after step {left}." in told[0]
-        assert sums(folder) == sums(whole)
-        assert story(folder) == story(whole)
+        assert digest_weights(folder) == digest_weights(whole)
+        assert read_events(folder) == read_events(whole)
         assert not [path for path in folder.rglob(".*") if path.is_dir()], "what it left behind is still there"
         shutil.rmtree(folder)
     return len(chosen)
@@ -131,20 +131,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_small_file_system_that_is_full_costs_no_state(small_disk: Path, tmp_path: Path, soaked: Soaked) -> None:
     """The kernel's own error, with no layer between: others take the room, step by step, as the run goes on."""
     one, run = few_steps(), small_disk / "run"
-    trained(one, tmp_path / "whole")
+    run_training(one, tmp_path / "whole")
 
     def crowd(moment: object) -> None:
         with (small_disk / "others").open("ab") as file:
             file.write(bytes(250_000))
 
     with pytest.raises(DiskFullError, match=NO_ROOM) as caught:
-        trained(one, run, crowd)
+        run_training(one, run, crowd)
     assert caught.value.exit_code == FULL
     kept = newest_step(run)
     assert kept > 0
     (small_disk / "others").unlink()
     told: list[str] = []
-    trained(one, run, resume=True, notify=told.append)
+    run_training(one, run, resume=True, notify=told.append)
     assert f"after step {kept}." in told[0]
-    assert sums(run) == sums(tmp_path / "whole")
+    assert digest_weights(run) == digest_weights(tmp_path / "whole")
     soaked(3, "a full disk costs no state: tmpfs", "resumes to the same weights", f"from step {kept}, same sha256")

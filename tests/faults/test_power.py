@@ -10,8 +10,8 @@ from tests.faults import replay
 from tests.faults.shim import Shim
 from tests.faults.test_full import few_steps
 from tests.faults.test_saves import Soaked
-from tests.train.test_resume import story, sums, trained
-from vitrail.train import checkpoint
+from tests.training.test_resume import digest_weights, read_events, run_training
+from vitrail.training import checkpoint
 
 
 def remains_of_a_run(shim: Shim, memory: Path) -> list[replay.Tree]:
@@ -19,7 +19,7 @@ def remains_of_a_run(shim: Shim, memory: Path) -> list[replay.Tree]:
     one, root, log = few_steps(), memory / "root", memory / "log"
     root.mkdir()
     disk, draws = replay.Disk(root), random.Random(0)
-    assert shim(lambda: trained(one, root / "run", resume=True) and None, root, log=log).code == 0
+    assert shim(lambda: run_training(one, root / "run", resume=True) and None, root, log=log).code == 0
     found: dict[int, replay.Tree] = {}
     for call in replay.calls(log):
         disk.do(call)
@@ -46,9 +46,9 @@ def cut_off(shim: Shim, memory: Path, *, checked: int, resumed: int) -> int:
         replay.lay_out(tree, folder)
         check_whole(folder / "run")
         if number < resumed:
-            trained(one, folder / "run", resume=True)
-            assert sums(folder / "run") == sums(whole)
-            assert story(folder / "run") == story(whole)
+            run_training(one, folder / "run", resume=True)
+            assert digest_weights(folder / "run") == digest_weights(whole)
+            assert read_events(folder / "run") == read_events(whole)
         shutil.rmtree(folder)
     return len(chosen)
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from tests.faults import replay
 from tests.faults.shim import How, Shim
-from tests.making import trained, vit
+from tests.model_factory import build_trained, build_vit
 from vitrail import recipes
-from vitrail.train import checkpoint, optimizer
-from vitrail.train.checkpoint import Checkpoint
-from vitrail.train.step import TrainState, build_train_state
+from vitrail.training import checkpoint, optimizer
+from vitrail.training.checkpoint import Checkpoint
+from vitrail.training.step import TrainState, build_train_state
 from vitrail.weights.load import load, save
 from vitrail.weights.trained import Trained
 
@@ -46,7 +46,7 @@ CASES = [
 def state(step: int) -> TrainState:
     """What training changes, after so many steps; every step has other numbers."""
     recipe = dataclasses.replace(recipes.get_recipe("digits"), ema=0.9)
-    found = build_train_state(vit(seed=step, depth=1), recipe)
+    found = build_train_state(build_vit(seed=step, depth=1), recipe)
     for parameter in found.model.parameters():
         parameter.grad = parameter.detach() * 0.1
     found.optimizer.step()
@@ -100,13 +100,13 @@ def save_weights(shim: Shim, folder: Path, *numbers: int) -> None:
 
 def small(number: int) -> Trained:
     """A model, another for each number."""
-    return trained(vit(seed=number, width=16, depth=1, mlp=32))
+    return build_trained(build_vit(seed=number, width=16, depth=1, mlp=32))
 
 
 def save_by_others(shim: Shim, folder: Path, *numbers: int) -> None:
     """Save by the compiled writers of safetensors and of torch."""
     for number in numbers:
-        tensors = vit(seed=number).state_dict()
+        tensors = build_vit(seed=number).state_dict()
         safetensors.torch.save_file(tensors, folder / "by_rust.safetensors")
         torch.save(tensors, folder / "by_cxx.pt")
         shim.note(f"saved\t{number}")

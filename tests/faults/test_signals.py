@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 from tests.faults.test_saves import Soaked
-from tests.runtime.test_distributed import ended, started, task, trained
+from tests.runtime.test_distributed import build_run, run_training, start_ranks, wait_for_ranks
 from vitrail.files import compute_sha256
 from vitrail.runtime.distributed import ProcessGroup
-from vitrail.train import checkpoint
-from vitrail.train.loop import StepEnd
+from vitrail.training import checkpoint
+from vitrail.training.loop import StepEnd
 
 EPOCHS, STEPS = 2, 28
 
 
 def ranks(folder: Path, **options: Any) -> list[int]:
     """Start two processes that train as one; each writes down when it has made a step."""
-    recipe = dataclasses.replace(task().recipe, epochs=EPOCHS)
+    recipe = dataclasses.replace(build_run().recipe, epochs=EPOCHS)
 
     def work(group: ProcessGroup) -> None:
         with notes(folder, group.rank).open("a", buffering=1) as file:
@@ -31,9 +31,9 @@ def ranks(folder: Path, **options: Any) -> list[int]:
             def note(moment: StepEnd) -> None:
                 file.write(f"{moment.step} {time.monotonic()}\n")
 
-            trained(task(group, recipe=recipe), folder, note, **options)
+            run_training(build_run(group, recipe=recipe), folder, note, **options)
 
-    return started(2, work)
+    return start_ranks(2, work)
 
 
 def notes(folder: Path, rank: int) -> Path:
@@ -58,7 +58,7 @@ def terminated(folder: Path, draws: random.Random) -> None:
     at = time.monotonic()
     for rank in asked:
         os.kill(children[rank], signal.SIGTERM)
-    assert ended(children) == [75, 75]
+    assert wait_for_ranks(children) == [75, 75]
     stopped = made(folder, asked[0])[-1][0]
     assert made(folder, 1 - asked[0])[-1][0] == stopped
     assert sum(when > at for _, when in made(folder, asked[0])) <= 1  # the step in which it came
@@ -68,13 +68,13 @@ def terminated(folder: Path, draws: random.Random) -> None:
     assert (
         checkpoint.read_checkpoint(folder / "checkpoints" / checkpoint.format_checkpoint_name(stopped)).step == stopped
     )
-    assert ended(ranks(folder, resume=True)) == [0, 0]
+    assert wait_for_ranks(ranks(folder, resume=True)) == [0, 0]
     assert made(folder, 0)[-1][0] == STEPS
     assert [step for step, _ in made(folder, 0)] == list(range(1, STEPS + 1))
 
 
 def many(root: Path, count: int, seed: int) -> None:
-    assert ended(ranks(root / "whole")) == [0, 0]
+    assert wait_for_ranks(ranks(root / "whole")) == [0, 0]
     whole, draws = compute_sha256(root / "whole" / "weights" / "last.safetensors"), random.Random(seed)
     for number in range(count):
         folder = root / f"run{number}"

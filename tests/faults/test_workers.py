@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.pictures import folder
+from tests.data.image_files import write_image_folder
 from tests.faults.test_full import mounted
 
 Attacked = Callable[[str, str], None]
@@ -102,7 +102,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_trained(disk: Path, a
 def test_a_worker_that_dies_is_named_with_its_signal(
     tmp_path: Path, attacked: Attacked, number: signal.Signals, code: int, words: str
 ) -> None:
-    photos = folder(tmp_path / "photos", "train", "val", each=40)
+    photos = write_image_folder(tmp_path / "photos", "train", "val", each=40)
     process = start(
         *TRAIN[:3], photos, *TRAIN[4:], "--epochs", 1000, "--batch", 8, "--warmup", 1, "--out", tmp_path / "run"
     )

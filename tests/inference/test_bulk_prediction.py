@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests import making
-from tests.data.pictures import folder
+from tests import model_factory
+from tests.data.image_files import write_image_folder
 from vitrail import Classifier
 from vitrail.data.image_paths import iter_image_refs
 from vitrail.errors import UsageError
-from vitrail.inference.bulk_prediction import BulkSettings, PredictionItem, check_supported, predict_images
-from vitrail.inference.prediction_rows import RowFile
+from vitrail.inference.bulk_prediction import BulkSettings, check_supported, predict_images
+from vitrail.inference.prediction_rows import PredictionItem, RowFile
 
 
 def iterate_items(root: Path) -> Iterator[PredictionItem]:
@@ -23,8 +23,8 @@ def make_row_file(path: Path, **command: object) -> RowFile:
 
 
 def test_rows_are_written_in_order_and_a_complete_file_is_left_alone(tmp_path: Path) -> None:
-    root = folder(tmp_path / "images", each=3)
-    classifier = Classifier(making.trained(making.vit()), device="cpu", batch_size=2)
+    root = write_image_folder(tmp_path / "images", each=3)
+    classifier = Classifier(model_factory.build_trained(model_factory.build_vit()), device="cpu", batch_size=2)
     target = make_row_file(tmp_path / "rows.csv")
     result = predict_images(classifier, iterate_items(root), target, BulkSettings())
     assert (result.written.images, result.written.failed, result.new_images) == (6, 0, 6)
@@ -38,7 +38,7 @@ def test_rows_are_written_in_order_and_a_complete_file_is_left_alone(tmp_path: P
 
 
 def test_a_model_without_a_head_gives_features_alone() -> None:
-    classifier = Classifier(making.trained(making.vit(classes=0), labels=None), device="cpu")
+    classifier = Classifier(model_factory.build_trained(model_factory.build_vit(classes=0), labels=None), device="cpu")
     check_supported(classifier, embed=True, attention=True)
     with pytest.raises(UsageError, match="no head"):
         check_supported(classifier, embed=False, attention=False)

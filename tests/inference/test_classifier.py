@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests import making
+from tests import model_factory
 from vitrail import Classifier, load, save
 from vitrail.config import Precision
 from vitrail.data.transforms import normalize
@@ -31,7 +31,7 @@ def make_images(count: int) -> list[Image.Image]:
 
 
 def test_predictions_are_sorted_complete_and_do_not_depend_on_the_batch() -> None:
-    trained, images = making.trained(making.vit()), make_images(5)
+    trained, images = model_factory.build_trained(model_factory.build_vit()), make_images(5)
     predictions = Classifier(trained, device="cpu", batch_size=2)(images, top=7)
     assert len(predictions) == 5
     for prediction in predictions:
@@ -47,12 +47,14 @@ def test_predictions_are_sorted_complete_and_do_not_depend_on_the_batch() -> Non
 
 def test_logits_are_divided_by_the_temperature_by_hand() -> None:
     """A head that says log 1, 2, 4 ... 64 of any image; at a temperature of 2 those are the roots of these odds."""
-    model = making.vit()
+    model = model_factory.build_vit()
     with torch.no_grad():
         model.head.weight.zero_()
         model.head.bias.copy_(math.log(2) * torch.arange(7))
     for temperature in (1.0, 2.0, 0.5):
-        [prediction] = Classifier(making.trained(model, temperature=temperature), device="cpu")(make_images(1), top=7)
+        [prediction] = Classifier(model_factory.build_trained(model, temperature=temperature), device="cpu")(
+            make_images(1), top=7
+        )
         odds = [2 ** (index / temperature) for index in range(7)]
         assert [label for label, _ in prediction] == [f"kind {index}" for index in reversed(range(7))]
         assert [p for _, p in prediction] == pytest.approx([value / sum(odds) for value in reversed(odds)], rel=1e-5)
@@ -62,7 +64,7 @@ def test_paths_bytes_pillow_images_and_arrays_get_the_same_prediction(tmp_path: 
     [image] = make_images(1)
     path = tmp_path / "image.png"
     image.save(path)
-    classify = Classifier(making.trained(making.vit()), device="cpu")
+    classify = Classifier(model_factory.build_trained(model_factory.build_vit()), device="cpu")
     image_input = classify.make_input(image)
     (first, *others) = classify([image, path, str(path), path.read_bytes(), np.asarray(image), image_input])
     assert others == [first] * 5
@@ -70,7 +72,7 @@ def test_paths_bytes_pillow_images_and_arrays_get_the_same_prediction(tmp_path: 
 
 def test_arrays_may_be_gray_or_transparent() -> None:
     """Gray is three equal colors, and transparent pixels are white, as in files."""
-    classify = Classifier(making.trained(making.vit()), device="cpu")
+    classify = Classifier(model_factory.build_trained(model_factory.build_vit()), device="cpu")
     gray = np.asarray(make_images(1)[0])[..., 0]
     colors = classify.make_input(np.stack([gray] * 3, axis=2))
     assert torch.equal(classify.make_input(gray), colors)
@@ -82,7 +84,10 @@ def test_arrays_may_be_gray_or_transparent() -> None:
 
 
 def test_threads_share_a_classifier_and_get_the_same_predictions() -> None:
-    classify, images = Classifier(making.trained(making.vit()), device="cpu", batch_size=3), make_images(12)
+    classify, images = (
+        Classifier(model_factory.build_trained(model_factory.build_vit()), device="cpu", batch_size=3),
+        make_images(12),
+    )
     expected = [(classify(images[part::4], top=3), classify.extract_features(images[part::4])) for part in range(4)]
 
     def compare_call(call: int) -> bool:
@@ -96,7 +101,7 @@ def test_threads_share_a_classifier_and_get_the_same_predictions() -> None:
 
 def test_inputs_may_be_made_one_by_one_and_computed_as_a_batch() -> None:
     """What a server does: threads prepare, one batch is computed."""
-    trained, images = making.trained(making.vit()), make_images(5)
+    trained, images = model_factory.build_trained(model_factory.build_vit()), make_images(5)
     classify = Classifier(trained, device="cpu")
     inputs = [classify.make_input(image) for image in images]
     assert {(image_input.dtype, tuple(image_input.shape)) for image_input in inputs} == {(torch.uint8, (3, 32, 32))}
@@ -111,7 +116,7 @@ def test_inputs_may_be_made_one_by_one_and_computed_as_a_batch() -> None:
 
 
 def test_no_images_give_no_predictions_and_a_bad_one_is_an_error() -> None:
-    classify = Classifier(making.trained(making.vit()), device="cpu")
+    classify = Classifier(model_factory.build_trained(model_factory.build_vit()), device="cpu")
     assert classify([]) == classify.predict([]) == []
     assert classify.extract_features([]).shape == (0, 32)
     with pytest.raises(DataError):
@@ -119,13 +124,13 @@ def test_no_images_give_no_predictions_and_a_bad_one_is_an_error() -> None:
 
 
 def test_unnamed_classes_are_numbered() -> None:
-    trained = dataclasses.replace(making.trained(making.vit()), labels=None)
+    trained = dataclasses.replace(model_factory.build_trained(model_factory.build_vit()), labels=None)
     [prediction] = Classifier(trained, device="cpu")(make_images(1), top=1)
     assert prediction[0][0].startswith("class ")
 
 
 def test_a_model_that_cannot_classify_says_why() -> None:
-    trained = making.trained(making.vit())
+    trained = model_factory.build_trained(model_factory.build_vit())
     with pytest.raises(UsageError, match=r"vitrail convert MODEL OUT\.safetensors --preprocess imagenet"):
         Classifier(dataclasses.replace(trained, preprocess=None))
     headless = Classifier(adapt(trained, classes=0), device="cpu")
@@ -138,7 +143,7 @@ def test_a_model_that_cannot_classify_says_why() -> None:
 
 
 def test_arguments_that_cannot_be_meant_are_refused() -> None:
-    trained = making.trained(making.vit())
+    trained = model_factory.build_trained(model_factory.build_vit())
     classify = Classifier(trained, device="cpu")
     with pytest.raises(UsageError, match="give a list of images"):
         classify("cat.jpg")
@@ -161,7 +166,7 @@ def test_arguments_that_cannot_be_meant_are_refused() -> None:
 
 
 def test_a_model_in_training_stays_in_training() -> None:
-    trained = making.trained(making.vit())
+    trained = model_factory.build_trained(model_factory.build_vit())
     trained.model.train()
     Classifier(trained, device="cpu")(make_images(1))
     assert trained.model.training
@@ -169,11 +174,11 @@ def test_a_model_in_training_stays_in_training() -> None:
 
 def test_the_device_is_chosen_by_itself_cuda_first() -> None:
     best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    assert Classifier(making.trained(making.vit())).device.type == best
+    assert Classifier(model_factory.build_trained(model_factory.build_vit())).device.type == best
 
 
 def test_a_multi_label_model_gives_each_class_a_probability_of_its_own(tmp_path: Path) -> None:
-    trained, images = making.trained(making.vit()), make_images(2)
+    trained, images = model_factory.build_trained(model_factory.build_vit()), make_images(2)
     save(dataclasses.replace(trained, multi_label=True, temperature=2.0), tmp_path / "model.safetensors")
     odds = Classifier(trained, device="cpu").predict_proba(images).log()  # logits, but for a constant of each image
     probabilities = Classifier(load(tmp_path / "model.safetensors"), device="cpu").predict_proba(images)
@@ -192,7 +197,7 @@ def make_measurement(**changes: Any) -> PrecisionMeasurement:
 
 
 def test_on_the_cpu_the_files_measurements_choose_the_precision_and_an_argument_forces_it() -> None:
-    trained, images = making.trained(making.vit()), make_images(4)
+    trained, images = model_factory.build_trained(model_factory.build_vit()), make_images(4)
     with_measurements = dataclasses.replace(trained, precision_measurements=(make_measurement(),))
     exact, automatic = Classifier(trained, device="cpu"), Classifier(with_measurements, device="cpu")
     forced = Classifier(with_measurements, device="cpu", precision="float32")
@@ -205,7 +210,7 @@ def test_on_the_cpu_the_files_measurements_choose_the_precision_and_an_argument_
 
 
 def test_features_are_float32_unless_another_precision_is_forced() -> None:
-    trained, images = making.trained(making.vit()), make_images(3)
+    trained, images = model_factory.build_trained(model_factory.build_vit()), make_images(3)
     exact = Classifier(trained, device="cpu").extract_features(images)
     automatic = Classifier(dataclasses.replace(trained, precision_measurements=(make_measurement(),)), device="cpu")
     assert torch.equal(automatic.extract_features(images), exact)
@@ -213,13 +218,18 @@ def test_features_are_float32_unless_another_precision_is_forced() -> None:
 
 
 def test_measurements_on_another_cpu_do_not_count() -> None:
-    trained = making.trained(making.vit(), precision_measurements=(make_measurement(cpu="another"),))
+    trained = model_factory.build_trained(
+        model_factory.build_vit(), precision_measurements=(make_measurement(cpu="another"),)
+    )
     assert Classifier(trained, device="cpu").precision == "float32"
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", pytest.param("int8", marks=needs_int8)])
 def test_threads_share_a_quantized_classifier_and_get_the_same_predictions(precision: Precision) -> None:
-    classify, images = Classifier(making.trained(making.vit()), device="cpu", precision=precision), make_images(8)
+    classify, images = (
+        Classifier(model_factory.build_trained(model_factory.build_vit()), device="cpu", precision=precision),
+        make_images(8),
+    )
     expected = [classify.predict_proba(images[part::4]) for part in range(4)]
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda part: classify.predict_proba(images[part % 4 :: 4]), range(16)))
@@ -228,6 +238,6 @@ def test_threads_share_a_quantized_classifier_and_get_the_same_predictions(preci
 
 def test_a_precision_that_a_model_cannot_have_is_refused() -> None:
     with pytest.raises(UsageError, match=r"int8 is not available: .* a ResNet has convolutions"):
-        Classifier(making.trained(making.bit()), device="cpu", precision="int8")
+        Classifier(model_factory.build_trained(model_factory.build_bit()), device="cpu", precision="int8")
     with pytest.raises(UsageError, match=r"its scales were never measured: vitrail convert MODEL OUT.safetensors"):
-        Classifier(making.trained(making.vit()), device="cpu", precision="openvino-int8")
+        Classifier(model_factory.build_trained(model_factory.build_vit()), device="cpu", precision="openvino-int8")

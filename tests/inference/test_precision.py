@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import making
+from tests import model_factory
 from vitrail import presets
 from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError
@@ -22,12 +22,12 @@ def make_inputs(count: int) -> Tensor:
 def test_small_models_compute_more_images_at_a_time() -> None:
     for name in ("l16", "b16", "s16", "ti16"):
         assert _choose_chunk_size(presets.get_preset_config(name)) == 8
-    assert _choose_chunk_size(making.bit().config) == 8
-    assert _choose_chunk_size(making.vit().config) > 100
+    assert _choose_chunk_size(model_factory.build_bit().config) == 8
+    assert _choose_chunk_size(model_factory.build_vit().config) > 100
 
 
 def test_float32_is_the_model_itself() -> None:
-    trained = making.trained(making.vit(), temperature=2.0)
+    trained = model_factory.build_trained(model_factory.build_vit(), temperature=2.0)
     assert trained.preprocess is not None
     with torch.inference_mode():
         images = normalize(make_inputs(5), trained.preprocess)
@@ -42,7 +42,10 @@ def test_float32_is_the_model_itself() -> None:
 
 
 def test_available_precisions_depend_on_the_model_and_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    vit, resnet = making.trained(making.vit()), making.trained(making.bit())
+    vit, resnet = (
+        model_factory.build_trained(model_factory.build_vit()),
+        model_factory.build_trained(model_factory.build_bit()),
+    )
     assert list_available_precisions(resnet) == ("float32",)
     assert "openvino-int8" not in list_available_precisions(vit), "it has no activation ranges"
     assert list_available_precisions(vit) == (
@@ -55,7 +58,7 @@ def test_available_precisions_depend_on_the_model_and_the_machine(monkeypatch: p
 
 
 def test_openvino_is_named_with_its_extra_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = making.trained(making.vit(), activation_ranges=(0.0, 1.0) * 18)
+    trained = model_factory.build_trained(model_factory.build_vit(), activation_ranges=(0.0, 1.0) * 18)
     monkeypatch.setitem(sys.modules, "openvino", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(UsageError, match=r"pip install 'vitrail\[openvino\]'"):

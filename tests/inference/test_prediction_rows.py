@@ -1,7 +1,7 @@
 """Files of rows: their lines, and what of an interrupted one is kept (whole commands: tests/cli/test_predict.py)."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,23 +9,28 @@ import pytest
 from tests.inference.test_bulk_prediction import make_row_file
 from vitrail import presets
 from vitrail.config import to_json
+from vitrail.data.image_paths import ImageRef
 from vitrail.errors import UsageError
-from vitrail.inference.prediction_rows import FileFormat, PredictionRow, RowFile, WrittenRows, format_header, format_row
+from vitrail.inference.prediction_rows import (
+    FileFormat,
+    PredictionItem,
+    PredictionRow,
+    RowFile,
+    WrittenRows,
+    format_header,
+    format_row,
+)
+
+ITEMS = [PredictionItem(ImageRef(f"{letter}.jpg", f"{letter}.jpg")) for letter in "abcde"]
 
 
-class Image(NamedTuple):
-    name: str
-
-
-IMAGES = [Image(f"{letter}.jpg") for letter in "abcde"]
-
-
-def make_row(image: Image, row_format: FileFormat) -> PredictionRow:
-    if image.name == "b.jpg":
-        return PredictionRow(image.name, error="is not an image")
+def make_row(item: PredictionItem, row_format: FileFormat) -> PredictionRow:
+    name = item.image.name
+    if name == "b.jpg":
+        return PredictionRow(name, error="is not an image")
     if row_format == "npy":
-        return PredictionRow(image.name, features=np.full(3, ord(image.name[0]), dtype=np.float32))
-    return PredictionRow(image.name, labels=[("rose", 0.75), ("=tulip", 0.25)])
+        return PredictionRow(name, features=np.full(3, ord(name[0]), dtype=np.float32))
+    return PredictionRow(name, labels=[("rose", 0.75), ("=tulip", 0.25)])
 
 
 def make_file(path: Path, row_format: FileFormat, **changes: Any) -> RowFile:
@@ -34,7 +39,7 @@ def make_file(path: Path, row_format: FileFormat, **changes: Any) -> RowFile:
 
 
 def test_lines_by_hand() -> None:
-    row = make_row(IMAGES[0], "csv")
+    row = make_row(ITEMS[0], "csv")
     assert format_header("csv", attention=True) == "image,rank,label,probability,error,attention\r\n"
     assert format_header("jsonl", attention=False) == ""
     assert format_row(row, "csv") == "a.jpg,1,rose,0.750000,\r\na.jpg,2,'=tulip,0.250000,\r\n"
@@ -44,26 +49,26 @@ def test_lines_by_hand() -> None:
     assert format_row(row._replace(labels=row.labels[:1]), "jsonl") == (
         '{"image": "a.jpg", "predictions": [{"label": "rose", "probability": 0.75}]}\n'
     )
-    assert format_row(make_row(IMAGES[1], "csv"), "csv") == "b.jpg,,,,is not an image\r\n"
-    assert format_row(make_row(IMAGES[1], "jsonl"), "jsonl") == '{"image": "b.jpg", "error": "is not an image"}\n'
-    assert format_row(make_row(IMAGES[0], "npy"), "npy") == "a.jpg,\r\n"
+    assert format_row(make_row(ITEMS[1], "csv"), "csv") == "b.jpg,,,,is not an image\r\n"
+    assert format_row(make_row(ITEMS[1], "jsonl"), "jsonl") == '{"image": "b.jpg", "error": "is not an image"}\n'
+    assert format_row(make_row(ITEMS[0], "npy"), "npy") == "a.jpg,\r\n"
 
 
 @pytest.mark.parametrize("row_format", ["csv", "jsonl", "npy"])
 def test_an_incomplete_batch_is_written_again(row_format: FileFormat, tmp_path: Path) -> None:
     file = make_file(tmp_path / f"rows.{row_format}", row_format)
-    written, again = file.find_written(iter(IMAGES))
+    written, again = file.find_written(iter(ITEMS))
     assert (written, again) == (WrittenRows(), [])
     with file.open_writer(written) as write:
-        write([make_row(image, row_format) for image in IMAGES])
+        write([make_row(item, row_format) for item in ITEMS])
     whole = {path: path.read_bytes() for path in {file.path, file.text_path}}
-    written, again = file.find_written(iter(IMAGES))
-    assert (written.images, written.failed, again) == (4, 1, IMAGES[4:])
+    written, again = file.find_written(iter(ITEMS))
+    assert (written.images, written.failed, again) == (4, 1, ITEMS[4:])
     file.text_path.write_bytes(whole[file.text_path][:-1])  # its last line is cut short
-    written, again = file.find_written(iter(IMAGES))
+    written, again = file.find_written(iter(ITEMS))
     assert (written.images, again) == (4, [])
     with file.open_writer(written) as write:
-        write([make_row(IMAGES[4], row_format)])
+        write([make_row(ITEMS[4], row_format)])
     assert {path: path.read_bytes() for path in whole} == whole
     if row_format == "npy":
         features = np.load(file.path)
@@ -73,18 +78,18 @@ def test_an_incomplete_batch_is_written_again(row_format: FileFormat, tmp_path: 
 
 def test_other_images_and_other_commands_are_refused(tmp_path: Path) -> None:
     file = make_file(tmp_path / "rows.csv", "csv")
-    with file.open_writer(file.find_written(iter(IMAGES))[0]) as write:
-        write([make_row(image, "csv") for image in IMAGES])
+    with file.open_writer(file.find_written(iter(ITEMS))[0]) as write:
+        write([make_row(item, "csv") for item in ITEMS])
     with pytest.raises(UsageError, match=r"image 2 of .*rows.csv is b.jpg, and now it is c.jpg"):
-        file.find_written(iter([IMAGES[0], *IMAGES[2:]]))
+        file.find_written(iter([ITEMS[0], *ITEMS[2:]]))
     with pytest.raises(UsageError, match="there are fewer images"):
-        file.find_written(iter(IMAGES[:3]))
+        file.find_written(iter(ITEMS[:3]))
     other = make_file(file.path, "csv", command={"vitrail": "test", "--top": 2})
     with pytest.raises(UsageError, match="was begun with --top None, not 2"):
-        other.find_written(iter(IMAGES))
+        other.find_written(iter(ITEMS))
     file.record_path.unlink()
     with pytest.raises(UsageError, match=r"no rows.csv.json records its command"):
-        file.find_written(iter(IMAGES))
+        file.find_written(iter(ITEMS))
 
 
 def test_the_record_of_an_earlier_version_is_still_read(tmp_path: Path) -> None:

@@ -1,17 +1,22 @@
-"""Parameters and multiply-adds against published figures, a closed form and torch's own counter."""
+"""Parameters and multiply-adds against published figures, a closed form and torch's own counter.
 
+The memory of training against what autograd saves, and against numbers by hand.
+"""
+
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests import making
-from tests.making import VARIANTS
+from tests import model_factory
+from tests.model_factory import VARIANTS
 from vitrail import presets
+from vitrail.errors import UsageError
 from vitrail.model import cost
-from vitrail.model.build import build_model
-from vitrail.model.vit import ViT
+from vitrail.model.vit import Model, ViT, build_model
 
 EXACT = {  # counted on the authors' own code: preset, image side -> parameters with 1000 classes
     ("ti16", 224): 5_717_416,
@@ -171,7 +176,7 @@ def test_training_on_jft_costs_the_papers_exaflops(name: str, epochs: int, exafl
 
 @pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
 def test_multiply_adds_equal_torchs_counter(change: dict[str, Any]) -> None:
-    config = making.config(**change)
+    config = model_factory.build_config(**change)
     with torch.device("meta"):
         model = ViT(config)
         images = torch.empty(1, config.channels, *config.image_size)
@@ -181,7 +186,9 @@ def test_multiply_adds_equal_torchs_counter(change: dict[str, Any]) -> None:
             model.head_dist(model.encode(images)[:, 1])
     counted = counter.get_total_flops() // 2
     if config.distillation_head:  # the encoder ran twice
-        counted -= cost.count_multiply_adds(making.config(**change | {"distillation_head": False, "classes": 0}))
+        counted -= cost.count_multiply_adds(
+            model_factory.build_config(**change | {"distillation_head": False, "classes": 0})
+        )
     assert logits.shape[0] == 1
     assert counted == cost.count_multiply_adds(config)
 
@@ -198,3 +205,125 @@ def test_multiply_adds_of_convolutions_equal_torchs_counter(name: str) -> None:
         else:
             model(images)
     assert counter.get_total_flops() // 2 == cost.count_multiply_adds(config)
+
+
+# --- memory of training ----------------------------------------------------------------------------------------------
+
+# On the CPU group norm and softmax take bf16 as it comes, and dropout's mask is a number of its input's kind.
+ON_CPU = {"bf16": cost.ElementSizes(matmul=2, norm=2, mask=2), "float32": cost.ElementSizes(matmul=4, norm=4, mask=4)}
+LARGER: dict[str, Any] = {"width": 96, "mlp": 160, "heads": 4, "image_size": (64, 64), "depth": 3}
+
+
+def count_saved_bytes(model: Model, images: Tensor, *, bf16: bool) -> int:
+    """Bytes of the storages that autograd saves, without weights, with pixels."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}  # alive, so that no address is given twice
+
+    def keep(tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage
+
+    def refuse(_: object) -> Tensor:
+        raise AssertionError("there is no backward pass")
+
+    model.train()
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=bf16)
+    with torch.autograd.graph.saved_tensors_hooks(keep, refuse), autocast:
+        model(images)
+    return sum(storage.nbytes() for storage in storages.values()) + images.nbytes
+
+
+def check_saved_bytes(model: Model, precision: str, **rates: float) -> None:
+    """Check that the bytes counted for 8 images are those that autograd saves."""
+    activations = cost.count_activation_bytes(model.config, sizes=ON_CPU[precision], **rates)
+    counted = cost.count_weight_copy_bytes(model.config, ON_CPU[precision]) + 8 * activations
+    saved = count_saved_bytes(model, model_factory.draw_images(model.config, 8), bf16=precision == "bf16")
+    assert counted == pytest.approx(saved, rel=0.03)
+
+
+@pytest.mark.parametrize("precision", ON_CPU)
+@pytest.mark.parametrize("change", model_factory.VARIANTS.values(), ids=model_factory.VARIANTS)
+def test_a_vit_keeps_what_autograd_saves(change: dict[str, Any], precision: str) -> None:
+    model = model_factory.build_vit(**(LARGER | change))
+    check_saved_bytes(model, precision)
+
+
+@pytest.mark.parametrize("precision", ON_CPU)
+def test_a_resnet_keeps_what_autograd_saves(precision: str) -> None:
+    model = model_factory.build_bit(image_size=(64, 64))
+    check_saved_bytes(model, precision)
+
+
+@pytest.mark.parametrize("precision", ON_CPU)
+def test_a_hybrid_of_several_stages_keeps_what_autograd_saves(precision: str) -> None:
+    stem = dataclasses.replace(model_factory.STEM, units=(1, 2))
+    model = model_factory.build_vit(stem=stem, patch=1, image_size=(64, 64))
+    check_saved_bytes(model, precision)
+
+
+@pytest.mark.parametrize("precision", ON_CPU)
+def test_dropout_keeps_its_masks(precision: str) -> None:
+    model = model_factory.build_vit(**LARGER | {"depth": 6}).set_regularization(dropout=0.1)
+    check_saved_bytes(model, precision, dropout=0.1)
+
+
+def test_branches_that_are_dropped_keep_nothing() -> None:
+    """At 8 images the rates 0, 1/4 and 1/2 leave whole numbers of them, so nothing is left to chance."""
+    model = model_factory.build_vit(**LARGER | {"pool": "norm-mean"}).set_regularization(stochastic_depth=0.5)
+    check_saved_bytes(model, "float32", stochastic_depth=0.5)
+
+
+def test_b16_keeps_what_the_derivation_says() -> None:
+    """By hand, in bf16 on a GPU: 20 D + 4 M + 4 H + 16 bytes a token and block, the last of which has one query."""
+    n, d, m, h = 197, 768, 3072, 12
+    block = n * (20 * d + 4 * m + 4 * h + 16)
+    one = n * (4 * d + 8 + 2 * d + 4 * d) + 2 * d + 6 * h * n + 2 * d  # norm, input, k, v; q; softmax; output
+    one += 4 * d + 8 + 2 * d + 4 * m  # norm and MLP of the class token
+    embedding = 3 * 224 * 224 * 4 + 196 * 768 * 2
+    head = 4 * d + 8 + 2 * d
+    assert (
+        cost.count_activation_bytes(presets.get_preset_config("b16"))
+        == embedding + 11 * block + one + head
+        == 62_508_384
+    )
+
+
+def test_recomputing_keeps_each_blocks_input_and_one_block() -> None:
+    config = presets.get_preset_config("b16", pool="norm-mean", class_token=False)
+    tokens, d, depth = 196, 768, 12
+    block = tokens * (20 * d + 4 * 3072 + 4 * 12 + 16)
+    saved_bytes = cost.count_activation_bytes(config) - cost.count_activation_bytes(config, recompute=True)
+    assert saved_bytes == (depth - 1) * block - depth * tokens * d * 4
+
+
+def test_the_parts_of_b16_by_hand() -> None:
+    parameters = 86_567_656
+    parts = cost.estimate_training_memory(presets.get_preset_config("b16"), optimizer="adam", ema=True, images=64)
+    assert (parts.weights, parts.gradients, parts.optimizer, parts.ema) == (
+        4 * parameters,
+        4 * parameters,
+        8 * parameters,
+        4 * parameters,
+    )
+    assert parts.weight_copies == 2 * (12 * (4 * 768**2 + 2 * 768 * 3072) + 768 * 1000)
+    assert parts.activations == 64 * 62_508_384
+    assert parts.total == 20 * parameters + parts.weight_copies + parts.activations
+    plain = cost.estimate_training_memory(presets.get_preset_config("b16"), optimizer="sgd", ema=False, images=64)
+    assert (plain.optimizer, plain.ema) == (4 * parameters, 0)
+
+
+def test_sharding_divides_the_state_and_puts_two_blocks_together() -> None:
+    settings: dict[str, Any] = {"optimizer": "adam", "ema": True, "images": 64}
+    whole = cost.estimate_training_memory(presets.get_preset_config("b16"), **settings)
+    shard = cost.estimate_training_memory(presets.get_preset_config("b16"), **settings, shards=8)
+    block = 4 * (768**2 + 768) + 2 * 768 * 3072 + 3072 + 768 + 4 * 768
+    assert shard.weights == whole.weights // 8
+    assert shard.optimizer == whole.optimizer // 8
+    assert shard.weight_copies - whole.weight_copies == 2 * 4 * block
+    assert shard.activations == whole.activations
+
+
+def test_a_resnet_has_nothing_to_recompute() -> None:
+    with pytest.raises(UsageError, match="keeps its activations"):
+        cost.count_activation_bytes(presets.get_preset_config("bit-r50x1"), recompute=True)

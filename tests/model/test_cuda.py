@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import making
-from tests.making import VARIANTS
+from tests import model_factory
+from tests.model_factory import VARIANTS
 from vitrail import Classifier
 from vitrail.model.vit import ViT
 
@@ -21,9 +21,9 @@ def exact_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
 def test_logits_equal_the_cpus(change: dict[str, Any]) -> None:
-    model = making.vit(**change)
-    images = making.images(model.config)
-    odd = making.images(model.config, size=(40, 16))  # positions are resampled on the CPU either way
+    model = model_factory.build_vit(**change)
+    images = model_factory.draw_images(model.config)
+    odd = model_factory.draw_images(model.config, size=(40, 16))  # positions are resampled on the CPU either way
     with torch.no_grad():
         expected = model(images), model(odd)
         model.cuda()
@@ -36,10 +36,12 @@ def test_logits_equal_the_cpus(change: dict[str, Any]) -> None:
 def test_a_bf16_training_step_has_finite_gradients_for_every_parameter(change: dict[str, Any]) -> None:
     """With stochastic depth, dropout and the class-token-only last block, whose single query cuDNN must not get."""
     torch.manual_seed(0)
-    model = ViT(making.config(**change), dropout=0.1, stochastic_depth=0.3).cuda().train()
-    model.load_state_dict(making.vit(**change).state_dict())
+    model = (
+        ViT(model_factory.build_config(**change)).set_regularization(dropout=0.1, stochastic_depth=0.3).cuda().train()
+    )
+    model.load_state_dict(model_factory.build_vit(**change).state_dict())
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        loss = model(making.images(model.config, count=16).cuda()).float().square().mean()
+        loss = model(model_factory.draw_images(model.config, count=16).cuda()).float().square().mean()
     loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
@@ -47,8 +49,8 @@ def test_a_bf16_training_step_has_finite_gradients_for_every_parameter(change: d
 
 
 def test_a_resnet_computes_and_trains_there_too() -> None:
-    model = making.bit()
-    images = making.images(model.config, count=4, size=(64, 64))
+    model = model_factory.build_bit()
+    images = model_factory.draw_images(model.config, count=4, size=(64, 64))
     with torch.no_grad():
         expected = model(images)
         torch.testing.assert_close(model.cuda()(images.cuda()).cpu(), expected, atol=1e-4, rtol=1e-4)
@@ -60,13 +62,13 @@ def test_a_resnet_computes_and_trains_there_too() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "norm-mean", "map", "distilled", "registers", "hybrid"])
 def test_a_compiled_model_computes_the_same(kind: str) -> None:
-    model = making.vit(**VARIANTS[kind]).cuda()
-    images = making.images(model.config, count=4).cuda()
+    model = model_factory.build_vit(**VARIANTS[kind]).cuda()
+    images = model_factory.draw_images(model.config, count=4).cuda()
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(model)(images), model(images), atol=1e-4, rtol=1e-4)
 
 
 def test_the_classifier_takes_the_gpu_by_itself() -> None:
-    classify = Classifier(making.trained(making.vit()))
+    classify = Classifier(model_factory.build_trained(model_factory.build_vit()))
     assert classify.device.type == "cuda"
     assert next(classify.model.parameters()).is_cuda

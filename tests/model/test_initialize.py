@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests import making
+from tests import model_factory
 from vitrail.model.initialize import initialize_weights
 from vitrail.model.vit import ViT
 from vitrail.weights.trained import create
 
 
 def build_vit(seed: int = 0, **changes: object) -> ViT:
-    return initialize_weights(ViT(making.config(**changes)), torch.Generator().manual_seed(seed))
+    return initialize_weights(ViT(model_factory.build_config(**changes)), torch.Generator().manual_seed(seed))
 
 
 def test_scales_are_those_of_the_papers_code() -> None:
@@ -35,10 +35,10 @@ def test_scales_are_those_of_the_papers_code() -> None:
     assert (block.norm1.weight == 1).all()
 
 
-@pytest.mark.parametrize("change", making.VARIANTS.values(), ids=making.VARIANTS)
+@pytest.mark.parametrize("change", model_factory.VARIANTS.values(), ids=model_factory.VARIANTS)
 def test_every_parameter_is_set(change: dict[str, object]) -> None:
     """Built on NaNs, nothing is left of them."""
-    model = ViT(making.config(**change))
+    model = ViT(model_factory.build_config(**change))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
@@ -62,7 +62,7 @@ def test_the_global_generator_is_left_alone() -> None:
 def test_a_fresh_head_says_nothing_and_its_bias_can_be_set() -> None:
     model = create("ti16", image_size=32, num_classes=10).eval()
     assert not model(torch.randn(2, 3, 32, 32)).any()
-    biased = initialize_weights(ViT(making.config()), torch.Generator().manual_seed(0), head_bias=-10.0)
+    biased = initialize_weights(ViT(model_factory.build_config()), torch.Generator().manual_seed(0), head_bias=-10.0)
     assert isinstance(biased.head, nn.Linear)
     assert (biased.head.bias == -10).all()
 
@@ -72,7 +72,7 @@ def test_mimetic_products_are_those_stated_of_every_head() -> None:
 
     The normal matrices are the last that are drawn: a head's for its queries and keys each, then the block's other.
     """
-    config, width, rank = making.config(), 32, 8
+    config, width, rank = model_factory.build_config(), 32, 8
     generator = torch.Generator().manual_seed(0)
     plain = initialize_weights(ViT(config), generator)
     model = initialize_weights(ViT(config), torch.Generator().manual_seed(0), mimetic=True)
@@ -100,7 +100,9 @@ def test_mimetic_products_are_those_stated_of_every_head() -> None:
 
 def test_mimetic_tokens_attend_to_those_like_themselves() -> None:
     """Whatever was drawn: queries and keys of a token agree, and its value is taken away from it."""
-    model = initialize_weights(ViT(making.config(width=256, heads=4)), torch.Generator().manual_seed(1), mimetic=True)
+    model = initialize_weights(
+        ViT(model_factory.build_config(width=256, heads=4)), torch.Generator().manual_seed(1), mimetic=True
+    )
     for block in model.blocks:
         query, key, value = block.attn.qkv.weight.detach().chunk(3)
         for head in range(4):

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests import making
-from tests.making import STEM, VARIANTS
+from tests import model_factory
+from tests.model_factory import STEM, VARIANTS
 from vitrail import presets
 from vitrail.config import MASK_TOKEN, UNCHANGED_PATCH, MaskedConfig, MaskedTarget, PreprocessConfig, ViTConfig
-from vitrail.data.counter_rng import CounterRNG
-from vitrail.data.masking import draw_masked_patches
+from vitrail.data.batch_augment import draw_masked_patches
+from vitrail.data.randomness import CounterRNG
 from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError
-from vitrail.model import cost, memory
+from vitrail.model import cost
 from vitrail.model.masked import (
     MaskedViT,
     build_decoder_config,
@@ -54,7 +54,7 @@ def build_preprocess(config: ViTConfig) -> PreprocessConfig:
 
 def build_masked_vit(masked: MaskedConfig | None = None, seed: int = 0, **changes: Any) -> MaskedViT:
     """A small masked model; its head is not zero, so that gradients reach everything."""
-    vit = making.vit(seed, **({"classes": 0} | changes))
+    vit = model_factory.build_vit(seed, **({"classes": 0} | changes))
     model = MaskedViT(vit, masked or masked_config(), build_preprocess(vit.config))
     initialize_masked_heads(model, torch.Generator().manual_seed(seed))
     torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(seed + 1))
@@ -349,7 +349,7 @@ def test_the_decoder_is_that_of_the_paper(name: str) -> None:
     assert isinstance(config, ViTConfig)
     light = build_decoder_config(config)
     assert (light.width, light.depth, light.heads, light.mlp) == (512, 8, 16, 2048)
-    small = build_decoder_config(making.config())
+    small = build_decoder_config(model_factory.build_config())
     assert (small.width, small.depth, small.heads) == (32, 2, 1)
 
 
@@ -367,20 +367,20 @@ def test_multiply_adds_equal_torchs_counter(kind: str, target: MaskedTarget, cha
     assert cost.count_parameters(config, masked_config(kind, target)) == sum(
         parameter.numel() for parameter in model.parameters()
     )
-    assert len(memory.list_memory_equivalents(config, masked_config(kind, target))) == 2 - partner
+    assert len(cost.list_memory_equivalents(config, masked_config(kind, target))) == 2 - partner
 
 
 def test_a_model_that_cannot_be_masked_is_refused() -> None:
-    vit = making.config(classes=0)
+    vit = model_factory.build_config(classes=0)
     for config, masked, reason in (
-        (making.bit().config, masked_config(), "this recipe's model is a ResNet"),
+        (model_factory.build_bit().config, masked_config(), "this recipe's model is a ResNet"),
         (
-            making.config(patch=14, image_size=(28, 28)),
+            model_factory.build_config(patch=14, image_size=(28, 28)),
             masked_config(target="4x4-colors"),
             "14 pixels do not divide into 4 x 4",
         ),
         (dataclasses.replace(vit, channels=5), masked_config(), "5 channels at 3 bits are too many colors"),
-        (making.config(patch=32), masked_config(), "masks 0 of 1 patches"),
+        (model_factory.build_config(patch=32), masked_config(), "masks 0 of 1 patches"),
     ):
         with pytest.raises(UsageError, match=reason):
             count_outputs_per_patch(config, masked)

@@ -11,12 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests import making
+from tests import model_factory
 from vitrail.config import PreprocessConfig
 from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError
 from vitrail.model import quantized
-from vitrail.model.build import Model
 from vitrail.model.quantized import (
     BFloat16Linear,
     InPlaceGELU,
@@ -27,7 +26,7 @@ from vitrail.model.quantized import (
     has_exact_int8_products,
     has_uint8_input,
 )
-from vitrail.model.vit import ViT
+from vitrail.model.vit import Model, ViT
 
 needs_int8 = pytest.mark.skipif(
     not has_exact_int8_products(), reason="int8 needs a CPU with VNNI and a torch with oneDNN"
@@ -169,9 +168,9 @@ def test_zeros_give_the_bias() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", pytest.param("int8", marks=needs_int8)])
-@pytest.mark.parametrize("variant", making.VARIANTS)
+@pytest.mark.parametrize("variant", model_factory.VARIANTS)
 def test_every_kind_of_vit_is_computed_nearly_alike_and_stays_as_it_was(variant: str, precision: str) -> None:
-    model = making.vit(**making.VARIANTS[variant])
+    model = model_factory.build_vit(**model_factory.VARIANTS[variant])
     uint8_images, before = random_images(model), copy.deepcopy(model.state_dict())
     images = normalize(uint8_images, build_preprocess(model))
     with torch.inference_mode():
@@ -191,7 +190,7 @@ def test_every_kind_of_vit_is_computed_nearly_alike_and_stays_as_it_was(variant:
 def test_a_lowered_model_holds_no_float32_of_what_was_lowered(precision: str, kind: type[nn.Module]) -> None:
     if precision == "int8" and not has_exact_int8_products():
         pytest.skip("int8 needs a CPU with VNNI and a torch with oneDNN")
-    lower = convert_precision(making.vit(), precision, build_preprocess(making.vit()))
+    lower = convert_precision(model_factory.build_vit(), precision, build_preprocess(model_factory.build_vit()))
     inside = list(lower.blocks.modules())
     assert sum(isinstance(part, kind) for part in inside) == 4 * 3
     assert not any(isinstance(part, nn.Linear) for part in inside)
@@ -212,7 +211,7 @@ def test_a_lowered_model_holds_no_float32_of_what_was_lowered(precision: str, ki
 )
 def test_patches_of_bytes_are_embedded_as_by_rounded_weights(changes: dict[str, Any]) -> None:
     """Nothing else is rounded: pixels are bytes already."""
-    model = making.vit(**changes)
+    model = model_factory.build_vit(**changes)
     preprocess, uint8_images = build_preprocess(model), random_images(model)
     lower = convert_precision(model, "int8", preprocess)
     assert isinstance(lower, ViT)
@@ -235,12 +234,12 @@ def test_the_two_forms_of_gelu_differ_by_less_than_a_two_thousandth() -> None:
 
 def test_what_cannot_be_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="a ResNet has convolutions"):
-        convert_precision(making.bit(), "bfloat16", build_preprocess(making.bit()))
+        convert_precision(model_factory.build_bit(), "bfloat16", build_preprocess(model_factory.build_bit()))
     monkeypatch.setattr(quantized, "has_exact_int8_products", lambda: False)
     with pytest.raises(UsageError, match=r"no exact int8 products \(VNNI\)"):
-        convert_precision(making.vit(), "int8", build_preprocess(making.vit()))
-    assert explain_unsupported(making.bit(), "float32") is None
-    same = making.vit()
+        convert_precision(model_factory.build_vit(), "int8", build_preprocess(model_factory.build_vit()))
+    assert explain_unsupported(model_factory.build_bit(), "float32") is None
+    same = model_factory.build_vit()
     assert convert_precision(same, "float32", build_preprocess(same)) is same
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests import making
+from tests import model_factory
 from vitrail.config import ConvConfig
 from vitrail.errors import UsageError
 from vitrail.model.initialize import initialize_weights
@@ -38,8 +38,8 @@ def test_standardization_by_hand() -> None:
 
 
 def test_scaling_or_shifting_a_kernel_changes_nothing() -> None:
-    model = making.bit()
-    images = making.images(model.config)
+    model = model_factory.build_bit()
+    images = model_factory.draw_images(model.config)
     with torch.no_grad():
         before = model(images)
         model.stages[0].blocks[0].conv2.weight.mul_(100).add_(3)
@@ -48,16 +48,16 @@ def test_scaling_or_shifting_a_kernel_changes_nothing() -> None:
 
 @pytest.mark.parametrize("size", [(32, 32), (33, 47), (64, 40), (224, 224)])
 def test_a_resnet_takes_any_size(size: tuple[int, int]) -> None:
-    model = making.bit()
+    model = model_factory.build_bit()
     with torch.no_grad():
-        feature_map = model.compute_feature_map(making.images(model.config, size=size))
+        feature_map = model.compute_feature_map(model_factory.draw_images(model.config, size=size))
     assert feature_map.shape[2:] == tuple(-(-side // 8) for side in size)  # stem 4, two stages: 8
-    assert model(making.images(model.config, size=size)).shape == (2, 7)
+    assert model(model_factory.draw_images(model.config, size=size)).shape == (2, 7)
 
 
 def test_a_hybrids_patches_are_cut_from_the_feature_map() -> None:
-    model = making.vit(stem=making.STEM, patch=2)
-    images = making.images(model.config)
+    model = model_factory.build_vit(stem=model_factory.STEM, patch=2)
+    images = model_factory.draw_images(model.config)
     with torch.no_grad():
         assert model.patch_embed.backbone is not None
         features = model.patch_embed.backbone(images)
@@ -69,7 +69,9 @@ def test_a_hybrids_patches_are_cut_from_the_feature_map() -> None:
 
 
 def test_fresh_convolutions_start_as_the_authors_do() -> None:
-    hybrid = initialize_weights(ViT(making.config(stem=making.STEM, patch=2)), torch.Generator().manual_seed(0))
+    hybrid = initialize_weights(
+        ViT(model_factory.build_config(stem=model_factory.STEM, patch=2)), torch.Generator().manual_seed(0)
+    )
     unit = hybrid.patch_embed.backbone.stages[0].blocks[0]
     assert not unit.norm3.weight.any()  # each unit starts as its shortcut
     assert (unit.norm1.weight == 1).all()
@@ -81,14 +83,14 @@ def test_fresh_convolutions_start_as_the_authors_do() -> None:
 
 
 def test_every_parameter_of_a_resnet_is_set_and_matters() -> None:
-    model = BiT(making.bit().config)
+    model = BiT(model_factory.build_bit().config)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
     initialize_weights(model, torch.Generator().manual_seed(0))
     assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
-    model = making.bit()
-    model(making.images(model.config, size=(64, 64))).square().sum().backward()
+    model = model_factory.build_bit()
+    model(model_factory.draw_images(model.config, size=(64, 64))).square().sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert parameter.grad.abs().max() > 0, name
@@ -97,11 +99,11 @@ def test_every_parameter_of_a_resnet_is_set_and_matters() -> None:
 def test_a_resnet_saves_loads_and_adapts(tmp_path: Path) -> None:
     from vitrail.weights.adapt import adapt
 
-    before = making.trained(making.bit())
+    before = model_factory.build_trained(model_factory.build_bit())
     save(before, tmp_path / "model.safetensors")
     after = load(tmp_path / "model.safetensors")
     assert after.model.config == before.model.config
-    images = making.images(before.model.config)
+    images = model_factory.draw_images(before.model.config)
     with torch.no_grad():
         assert torch.equal(after.model(images), before.model(images))
         grey = adapt(before, channels=1, classes=2, image_size=64)
@@ -125,6 +127,6 @@ def test_a_resnet_saves_loads_and_adapts(tmp_path: Path) -> None:
 
 
 def test_a_resnet_has_no_attention_to_show() -> None:
-    model = making.bit()
+    model = model_factory.build_bit()
     with pytest.raises(UsageError, match="a BiT has no attention"):
-        next(attention_maps(model, making.images(model.config)))
+        next(attention_maps(model, model_factory.draw_images(model.config)))

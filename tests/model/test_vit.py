@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests import making
-from tests.making import VARIANTS
+from tests import model_factory
+from tests.model_factory import VARIANTS
 from vitrail.errors import UsageError
 from vitrail.model.vit import Block, ViT, add_residual, attention_maps, patchify
 
@@ -23,9 +23,9 @@ LAST_BLOCK = {
 
 @pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
 def test_every_variant_computes_logits_at_its_own_and_at_another_size(change: dict[str, Any]) -> None:
-    model = making.vit(**change)
-    own = model(making.images(model.config))
-    other = model(making.images(model.config, size=(40, 16)))
+    model = model_factory.build_vit(**change)
+    own = model(model_factory.draw_images(model.config))
+    other = model(model_factory.draw_images(model.config, size=(40, 16)))
     assert own.shape == other.shape == (2, model.config.classes or model.config.num_features)
     assert torch.isfinite(own).all()
     assert torch.isfinite(other).all()
@@ -34,8 +34,8 @@ def test_every_variant_computes_logits_at_its_own_and_at_another_size(change: di
 @pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
 def test_every_parameter_matters(change: dict[str, Any]) -> None:
     """Each parameter gets a gradient from the logits, so none is dead or left out."""
-    model = making.vit(**change)
-    model(making.images(model.config)).square().sum().backward()
+    model = model_factory.build_vit(**change)
+    model(model_factory.draw_images(model.config)).square().sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         if name != "blocks.2.attn.offsets":  # between patches only, which the class token no longer reads
@@ -45,8 +45,8 @@ def test_every_parameter_matters(change: dict[str, Any]) -> None:
 @given(first=st.integers(0, 15), second=st.integers(0, 15), seed=st.integers(0, 999))
 @settings(max_examples=20, deadline=None)
 def test_swapping_two_patches_without_positions_swaps_their_tokens(first: int, second: int, seed: int) -> None:
-    model = making.vit(seed, positions="none")
-    images = making.images(model.config, seed=seed)
+    model = model_factory.build_vit(seed, positions="none")
+    images = model_factory.draw_images(model.config, seed=seed)
     swapped = images.clone()
     (a, b), (c, d) = divmod(first, 4), divmod(second, 4)
     squares = [
@@ -61,8 +61,8 @@ def test_swapping_two_patches_without_positions_swaps_their_tokens(first: int, s
 
 def test_with_positions_the_order_of_patches_matters() -> None:
     for positions in ("learned-1d", "learned-2d", "sincos-2d", "relative"):
-        model = making.vit(positions=positions)
-        images = making.images(model.config)
+        model = model_factory.build_vit(positions=positions)
+        images = model_factory.draw_images(model.config)
         moved = images.roll(8, dims=3)  # every patch one to the right, the last to the front
         with torch.no_grad():
             assert (model(images) - model(moved)).abs().max() > 1e-3, positions
@@ -70,8 +70,8 @@ def test_with_positions_the_order_of_patches_matters() -> None:
 
 @pytest.mark.parametrize("change", LAST_BLOCK.values(), ids=LAST_BLOCK)
 def test_the_last_block_for_the_class_token_alone_equals_the_full_one(change: dict[str, Any]) -> None:
-    model = making.vit(**change)
-    images = making.images(model.config)
+    model = model_factory.build_vit(**change)
+    images = model_factory.draw_images(model.config)
     with torch.no_grad():
         short, full = model.encode(images, model.num_head_tokens), model.encode(images)
     assert short.shape[1] == 1 + model.config.distillation_token
@@ -80,8 +80,8 @@ def test_the_last_block_for_the_class_token_alone_equals_the_full_one(change: di
 
 
 def test_the_last_block_for_the_class_token_alone_has_the_full_ones_gradients() -> None:
-    model = making.vit().double()
-    images = making.images(model.config).double()
+    model = model_factory.build_vit().double()
+    images = model_factory.draw_images(model.config).double()
     model(images).square().sum().backward()
     short = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad(set_to_none=True)
@@ -93,8 +93,8 @@ def test_the_last_block_for_the_class_token_alone_has_the_full_ones_gradients() 
 @pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
 def test_attention_maps_reproduce_the_fused_output(change: dict[str, Any]) -> None:
     """Maps times values, projected, is what each block's attention gave."""
-    model = making.vit(**change)
-    images = making.images(model.config)
+    model = model_factory.build_vit(**change)
+    images = model_factory.draw_images(model.config)
     recorded: list[tuple[Tensor, Tensor]] = []
     hooks = [
         block.attn.register_forward_hook(lambda _, inputs, output: recorded.append((inputs[0], output)))
@@ -117,11 +117,11 @@ def test_attention_maps_reproduce_the_fused_output(change: dict[str, Any]) -> No
 
 
 def test_attention_maps_come_one_layer_at_a_time() -> None:
-    model = making.vit()
+    model = model_factory.build_vit()
     ran: list[int] = []
     for index, block in enumerate(model.blocks):
         block.register_forward_hook(lambda *_, index=index: ran.append(index))
-    maps = attention_maps(model, making.images(model.config))
+    maps = attention_maps(model, model_factory.draw_images(model.config))
     next(maps)
     assert ran == []
     next(maps)
@@ -131,8 +131,8 @@ def test_attention_maps_come_one_layer_at_a_time() -> None:
 @pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
 def test_hooks_observe_the_forward_pass(change: dict[str, Any]) -> None:
     """Embedding, branches, attention weights and encoder output of `encode`, without repeating any of it."""
-    model = making.vit(**change)
-    images = making.images(model.config)
+    model = model_factory.build_vit(**change)
+    images = model_factory.draw_images(model.config)
     outputs: dict[str, Tensor] = {}
     for block in model.blocks:
         assert isinstance(block, Block)
@@ -155,23 +155,23 @@ def test_hooks_observe_the_forward_pass(change: dict[str, Any]) -> None:
 
 
 def test_attention_weights_can_be_observed_with_their_gradients() -> None:
-    model = making.vit(pool="map", class_token=False)
+    model = model_factory.build_vit(pool="map", class_token=False)
     weights: list[Tensor] = []
     for block in model.blocks:
         assert isinstance(block, Block)
         block.attn.fused = False
         block.attn.softmax.register_forward_hook(lambda _, __, output: weights.append(output))
     model.attn_pool.softmax.register_forward_hook(lambda _, __, output: weights.append(output))
-    logits = model(making.images(model.config))
+    logits = model(model_factory.draw_images(model.config))
     gradients = torch.autograd.grad(logits.sum(), weights)
     assert [gradient.shape for gradient in gradients] == [(2, 4, 16, 16)] * 3 + [(2, 4, 1, 16)]
-    fused = making.vit(pool="map", class_token=False)
-    torch.testing.assert_close(logits, fused(making.images(model.config)), atol=1e-5, rtol=1e-5)
+    fused = model_factory.build_vit(pool="map", class_token=False)
+    torch.testing.assert_close(logits, fused(model_factory.draw_images(model.config)), atol=1e-5, rtol=1e-5)
 
 
 def test_patches_are_cut_as_the_convolution_reads_them() -> None:
-    model = making.vit(channels=5, image_size=(24, 40))
-    images = making.images(model.config)
+    model = model_factory.build_vit(channels=5, image_size=(24, 40))
+    images = model_factory.draw_images(model.config)
     with torch.no_grad():
         convolved = model.patch_embed.proj(images).flatten(2).mT
         torch.testing.assert_close(model.patch_embed(images), convolved, atol=1e-5, rtol=1e-5)
@@ -179,7 +179,7 @@ def test_patches_are_cut_as_the_convolution_reads_them() -> None:
 
 def test_positions_by_hand() -> None:
     """A 2-D position is its column's half concatenated with its row's; an every-layer table is added layer by layer."""
-    model = making.vit(positions="learned-2d", image_size=(16, 24))
+    model = model_factory.build_vit(positions="learned-2d", image_size=(16, 24))
     table = model.compute_positions((2, 3))
     assert table is not None
     with torch.no_grad():
@@ -187,16 +187,19 @@ def test_positions_by_hand() -> None:
     torch.testing.assert_close(table[0, 1 + 1 * 3 + 2], expected)
     assert (table[0, 0] == 0).all()  # the class token has none
 
-    shared, every = making.vit(positions_at="every-layer-shared"), making.vit(positions_at="every-layer")
+    shared, every = (
+        model_factory.build_vit(positions_at="every-layer-shared"),
+        model_factory.build_vit(positions_at="every-layer"),
+    )
     every.load_state_dict(shared.state_dict() | {"pos_embed": shared.pos_embed.detach().expand(3, -1, -1)})
-    images = making.images(shared.config)
+    images = model_factory.draw_images(shared.config)
     with torch.no_grad():
         torch.testing.assert_close(every(images), shared(images))
 
 
 def test_relative_positions_by_hand() -> None:
     """The logit gains query . offset(query index - key index), scaled like the rest; prefix tokens gain nothing."""
-    model = making.vit(positions="relative", image_size=(16, 24), depth=1)
+    model = model_factory.build_vit(positions="relative", image_size=(16, 24), depth=1)
     attention = model.blocks[0].attn
     q, k = (torch.randn(1, 4, 7, 8, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
     with torch.no_grad():
@@ -211,8 +214,8 @@ def test_relative_positions_by_hand() -> None:
 
 
 def test_distillation_averages_both_heads() -> None:
-    model = making.vit(distillation_token=True, distillation_head=True)
-    images = making.images(model.config)
+    model = model_factory.build_vit(distillation_token=True, distillation_head=True)
+    images = model_factory.draw_images(model.config)
     with torch.no_grad():
         tokens = model.encode(images)
         expected = (model.head(tokens[:, 0]) + model.head_dist(tokens[:, 1])) / 2
@@ -221,16 +224,16 @@ def test_distillation_averages_both_heads() -> None:
 
 def test_dropout_stands_where_the_paper_has_it() -> None:
     """After every dense layer but the qkv projections, and after adding positions; nowhere inside the attention."""
-    model = ViT(making.config(), dropout=0.1)
+    model = ViT(model_factory.build_config()).set_regularization(dropout=0.1)
     placed = [name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p == 0.1]
     assert placed == ["pos_drop", *(f"blocks.{i}.{part}" for i in range(3) for part in ("attn.proj_drop", "mlp.drop"))]
 
 
 def test_dropout_and_stochastic_depth_rest_outside_training() -> None:
-    plain = making.vit()
-    noisy = ViT(plain.config, dropout=0.5, stochastic_depth=0.5)
+    plain = model_factory.build_vit()
+    noisy = ViT(plain.config).set_regularization(dropout=0.5, stochastic_depth=0.5)
     noisy.load_state_dict(plain.state_dict())
-    images = making.images(plain.config)
+    images = model_factory.draw_images(plain.config)
     with torch.no_grad():
         assert torch.equal(noisy.eval()(images), plain(images))
         assert not torch.equal(noisy.train()(images), plain(images))
@@ -266,11 +269,11 @@ def test_stochastic_depth_drops_each_sample_with_its_probability() -> None:
 
 def test_stochastic_depth_with_no_survivor_still_gives_every_parameter_a_gradient() -> None:
     torch.manual_seed(0)
-    model = ViT(making.config(), stochastic_depth=0.99)
-    model.load_state_dict(making.vit().state_dict())
+    model = ViT(model_factory.build_config()).set_regularization(stochastic_depth=0.99)
+    model.load_state_dict(model_factory.build_vit().state_dict())
     for _ in range(5):
         model.zero_grad(set_to_none=True)
-        model.train()(making.images(model.config, count=1)).sum().backward()
+        model.train()(model_factory.draw_images(model.config, count=1)).sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
 
 
@@ -278,8 +281,8 @@ def test_stochastic_depth_with_no_survivor_still_gives_every_parameter_a_gradien
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 def test_blocks_computed_again_give_the_same_loss_and_gradients(kind: str, noise: float) -> None:
     """With dropout and stochastic depth too, whose draws are made again."""
-    model = making.vit(**VARIANTS[kind]).set_regularization(dropout=noise, stochastic_depth=noise).train()
-    images = making.images(model.config, count=4)
+    model = model_factory.build_vit(**VARIANTS[kind]).set_regularization(dropout=noise, stochastic_depth=noise).train()
+    images = model_factory.draw_images(model.config, count=4)
     runs = list[int]()
     model.blocks[1].register_forward_pre_hook(lambda *_: runs.append(1))
     results = []
@@ -315,8 +318,8 @@ def test_compiled_blocks_belong_to_the_model_and_not_to_its_copies(
         return run
 
     monkeypatch.setattr(torch, "compile", record_call)
-    model = making.vit().set_regularization(stochastic_depth=stochastic_depth)
-    images = making.images(model.config)
+    model = model_factory.build_vit().set_regularization(stochastic_depth=stochastic_depth)
+    images = model_factory.draw_images(model.config)
     with torch.no_grad():
         expected = model(images)
         assert not model.is_compiled
@@ -329,13 +332,13 @@ def test_compiled_blocks_belong_to_the_model_and_not_to_its_copies(
 
 
 def test_a_size_that_does_not_fit_the_patch_is_refused_with_the_nearest_that_does() -> None:
-    model = making.vit()
+    model = model_factory.build_vit()
     with pytest.raises(UsageError, match=r"33 x 47 .* patches of 8 x 8 pixels; the nearest is 32 x 48"):
         model(torch.zeros(1, 3, 33, 47))
     with pytest.raises(UsageError, match=r"\(batch, 3, height, width\), not \(1, 1, 32, 32\)"):
         model(torch.zeros(1, 1, 32, 32))
     with pytest.raises(UsageError, match=r"dropout is 1\.0"):
-        ViT(model.config, dropout=1.0)
+        ViT(model.config).set_regularization(dropout=1.0)
 
 
 def test_patches_of_one_color_are_cut_in_raster_order() -> None:

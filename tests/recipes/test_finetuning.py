@@ -6,7 +6,7 @@ import pytest
 
 from vitrail.config import Recipe
 from vitrail.recipes import build_finetune_recipe, choose_finetune_size
-from vitrail.train import schedule
+from vitrail.training import schedule
 
 
 def count_steps(recipe: Recipe, images: int) -> int:

@@ -25,7 +25,7 @@ def test_every_section_of_a_recipe_can_be_overridden() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("depht=8", r"no setting 'depht': did you mean depth\? --set takes adam_lr, "),
+        ("depht=8", r"no setting 'depht': did you mean depth\?"),
         ("depth", "'depth' has no value; give NAME=VALUE"),
         ("depth=deep", "depth is 'deep'; it must be int"),
         ("depth=0", "depth is 0; it must be from 1 to"),
@@ -64,3 +64,30 @@ def test_names_and_values_of_an_earlier_version_are_accepted() -> None:
         override_settings(recipe, ["final_lr_scale=0.2", "final=0.1"])
     with pytest.raises(UsageError, match="logit_adjustment has an option of its own: --balanced"):
         override_settings(recipe, ["balanced=true"])
+
+
+def test_a_section_may_be_named_and_values_may_be_python() -> None:
+    recipe = get_recipe("cifar10")
+    by_text = override_settings(recipe, ["optimizer.lr=1e-3", "augment.mixup=0.3", "model.depth=3"])
+    by_value = override_settings(recipe, {"optimizer.lr": 1e-3, "augment.mixup": 0.3, "model.depth": 3})
+    assert by_text == by_value
+    assert (by_text.optimizer.lr, by_text.augment.mixup, by_text.settings["depth"]) == (1e-3, 0.3, 3)
+    masked = override_settings(get_recipe("mae-cifar10"), ["masked.mask_ratio=0.6"])
+    assert masked.masked is not None
+    assert masked.masked.mask_ratio == 0.6
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["augment.mixp=1"], r"did you mean augment.mixup\?"),
+        (["optimizer.mixup=1"], "no setting 'optimizer.mixup'"),
+        (["schedule.warmup=3"], "warmup has an option of its own"),
+        (["mixup=0.1", "augment.mixup=0.2"], "twice"),
+        ({"augment.mixup": "much"}, "mixup is 'much'; it must be float"),
+        ({"augment.flip": 3}, "flip is 3; it must be bool"),
+    ],
+)
+def test_a_wrong_section_or_value_is_refused(settings: list[str] | dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        override_settings(get_recipe("cifar10"), settings)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests import making
+from tests import model_factory
 from tests.cli.test_train import HERE
-from tests.data.pictures import folder as pictures
+from tests.data.image_files import write_image_folder
 from vitrail.cli import main
-from vitrail.evaluate.predictions import MAX_CONFUSION_CLASSES
+from vitrail.evaluation.predictions import MAX_CONFUSION_CLASSES
 from vitrail.weights.load import save
 
 CONFIG: dict[str, Any] = {
@@ -117,8 +117,8 @@ def isolate_home(home: Path) -> Iterator[None]:
 
 def finetune_run(root: Path) -> Path:
     """Fine-tune a small model on `root`/set, two classes of four images in each split, and return the run's folder."""
-    pictures(root / "set", "train", "val", "test", each=4)
-    save(making.trained(making.vit()), root / "model.safetensors")
+    write_image_folder(root / "set", "train", "val", "test", each=4)
+    save(model_factory.build_trained(model_factory.build_vit()), root / "model.safetensors")
     options = ("--model", str(root / "model.safetensors"), "--out", str(root / "run"), *HERE)
     with isolate_home(root / "home"):
         assert main(["finetune", str(root / "set"), *options, "--epochs", "2", "--batch", "4"]) == 0

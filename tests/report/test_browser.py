@@ -16,7 +16,7 @@ from vitrail.report.run_facts import gather_facts
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Chromium]:
-    with browser.opened() as running:
+    with browser.open_browser() as running:
         yield running
 
 

@@ -5,14 +5,14 @@ import pytest
 import torch
 from PIL import Image
 
-from tests import making
+from tests import model_factory
 from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError
 from vitrail.inference.classifier import Classifier
 from vitrail.report.forward_trace import SHOWN_VALUES, trace_forward
 from vitrail.weights.trained import Trained
 
-HEADED = {name: settings for name, settings in making.VARIANTS.items() if settings.get("classes", 7)}
+HEADED = {name: settings for name, settings in model_factory.VARIANTS.items() if settings.get("classes", 7)}
 
 
 def pixels(trained: Trained, seed: int = 0) -> torch.Tensor:
@@ -23,7 +23,7 @@ def pixels(trained: Trained, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", HEADED)
 def test_the_walk_ends_with_the_models_own_answer(name: str) -> None:
-    trained = making.trained(making.vit(**making.VARIANTS[name]), temperature=1.7)
+    trained = model_factory.build_trained(model_factory.build_vit(**model_factory.VARIANTS[name]), temperature=1.7)
     image = pixels(trained)
     found = trace_forward(trained, image)
     assert trained.preprocess is not None
@@ -38,7 +38,7 @@ def test_the_walk_ends_with_the_models_own_answer(name: str) -> None:
 
 
 def test_probabilities_are_those_that_a_user_gets() -> None:
-    trained = making.trained(making.vit(), temperature=0.4)
+    trained = model_factory.build_trained(model_factory.build_vit(), temperature=0.4)
     image = pixels(trained)
     [answer] = Classifier(trained, device="cpu")([Image.fromarray(image.permute(1, 2, 0).numpy())])
     found = trace_forward(trained, image).top_classes
@@ -47,13 +47,13 @@ def test_probabilities_are_those_that_a_user_gets() -> None:
 
 
 def test_several_labels_have_a_probability_each() -> None:
-    trained = making.trained(making.vit(), multi_label=True)
+    trained = model_factory.build_trained(model_factory.build_vit(), multi_label=True)
     for each in trace_forward(trained, pixels(trained)).top_classes:
         assert each.probability == pytest.approx(1 / (1 + np.exp(-each.logit)), abs=1e-6)
 
 
 def test_equation_1_starts_with_the_patchs_own_pixels_and_adds_up() -> None:
-    trained = making.trained(making.vit())  # patches of 8, so 4 x 4 of them
+    trained = model_factory.build_trained(model_factory.build_vit())  # patches of 8, so 4 x 4 of them
     image = pixels(trained)
     found = trace_forward(trained, image)
     assert found.followed_patch == (2, 2)
@@ -66,7 +66,7 @@ def test_equation_1_starts_with_the_patchs_own_pixels_and_adds_up() -> None:
 
 
 def test_equations_2_and_3_add_up_to_the_first_block() -> None:
-    trained = making.trained(making.vit(layer_scale=True))
+    trained = model_factory.build_trained(model_factory.build_vit(layer_scale=True))
     image = pixels(trained)
     passing = trace_forward(trained, image).first_block
     assert passing.after_attention == pytest.approx(np.add(passing.before, passing.attention).tolist(), abs=1e-5)
@@ -80,7 +80,7 @@ def test_equations_2_and_3_add_up_to_the_first_block() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "placed-registers", "norm-mean", "relative", "wide", "hybrid"])
 def test_attention_is_of_the_first_and_the_last_layer_and_sums_to_one(name: str) -> None:
-    trained = making.trained(making.vit(**making.VARIANTS[name]))
+    trained = model_factory.build_trained(model_factory.build_vit(**model_factory.VARIANTS[name]))
     found = trace_forward(trained, pixels(trained))
     assert [each.layer for each in found.attention] == [1, 3]
     for each in found.attention:
@@ -91,19 +91,19 @@ def test_attention_is_of_the_first_and_the_last_layer_and_sums_to_one(name: str)
 
 
 def test_a_model_of_one_layer_and_one_patch_has_a_walk_too() -> None:
-    trained = making.trained(making.vit(depth=1, image_size=(8, 8)))
+    trained = model_factory.build_trained(model_factory.build_vit(depth=1, image_size=(8, 8)))
     found = trace_forward(trained, pixels(trained))
     assert [each.layer for each in found.attention] == [1]
     assert (found.grid, found.followed_patch, len(found.top_classes)) == ((1, 1), (0, 0), 5)
 
 
 def test_a_model_without_a_head_ends_with_what_would_be_read() -> None:
-    trained = making.trained(making.vit(classes=0))
+    trained = model_factory.build_trained(model_factory.build_vit(classes=0))
     found = trace_forward(trained, pixels(trained))
     assert (found.top_classes, "head" in found.shapes, len(found.y)) == ((), False, SHOWN_VALUES)
 
 
 def test_a_resnet_is_refused_in_a_sentence() -> None:
-    trained = making.trained(making.bit())
+    trained = model_factory.build_trained(model_factory.build_bit())
     with pytest.raises(UsageError, match="equations 1 to 4 are those of a Vision Transformer"):
         trace_forward(trained, pixels(trained))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import making
+from tests import model_factory
 from tests.report.run_folders import TRAIN_COUNTS, write_run_folder
 from vitrail.cli import push
 from vitrail.errors import DataError
@@ -18,7 +18,9 @@ hub = pytest.importorskip("huggingface_hub")
 
 
 def trained(**changes: object) -> Trained:
-    return making.trained(making.vit(classes=3), **({"labels": tuple(TRAIN_COUNTS)} | changes))
+    return model_factory.build_trained(
+        model_factory.build_vit(classes=3), **({"labels": tuple(TRAIN_COUNTS)} | changes)
+    )
 
 
 def test_the_hubs_library_reads_the_measured_numbers_from_it(tmp_path: Path) -> None:
@@ -91,7 +93,7 @@ def test_a_name_in_the_card_renders_as_itself(tmp_path: Path) -> None:
 
 def test_a_run_without_a_head_or_a_result_has_a_card_too(tmp_path: Path) -> None:
     facts = gather_facts(write_run_folder(tmp_path / "run", ended=False))
-    text = build_card(making.trained(making.vit(classes=0)), facts).to_markdown()
+    text = build_card(model_factory.build_trained(model_factory.build_vit(classes=0)), facts).to_markdown()
     assert "Unknown: the run has not ended." in text
     assert "pipeline_tag: image-feature-extraction" in text
 

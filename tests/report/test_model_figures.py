@@ -6,16 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from tests import making
-from tests.data.pictures import folder as photographs
+from tests import model_factory
+from tests.data.image_files import write_image_folder
 from tests.report.run_folders import isolate_home
 from tests.report.test_write_report import CPU, MISSING, parse_page
 from vitrail.data.sources import open_dataset
-from vitrail.figures import image_grids
-from vitrail.report import data_uris
-from vitrail.report.model_figures import MAX_MISTAKES, MAX_ROLLOUTS, ReportFigure, make_model_figures
+from vitrail.report.model_figures import MAX_MISTAKES, MAX_ROLLOUTS, ReportFigure, encode_webp, make_model_figures
 from vitrail.report.run_facts import gather_facts
 from vitrail.report.write_report import write_report
+from vitrail.visualization import image_grids
 
 
 def test_the_mistakes_shown_are_the_surest_of_the_table(run: Path) -> None:
@@ -27,7 +26,7 @@ def test_the_mistakes_shown_are_the_surest_of_the_table(run: Path) -> None:
 
 
 def test_a_set_that_changed_is_not_mistaken_for_the_runs(run: Path, tmp_path: Path) -> None:
-    photographs(tmp_path / "other", "train", "val", "test", each=2)
+    write_image_folder(tmp_path / "other", "train", "val", "test", each=2)
     with isolate_home(tmp_path):
         write_report(run, open_dataset(str(tmp_path / "other")), CPU, tmp_path / "page.html")
     assert "has changed: 4 of 8 evaluated images are missing" in parse_page(tmp_path / "page.html").sections["mistakes"]
@@ -37,9 +36,11 @@ def test_the_worst_pictures_leave_room_below_five_megabytes(run: Path) -> None:
     """Noise is what compresses least: all pictures of images that a page may have, and of many positions, as noise."""
     facts = gather_facts(run)
     noise = np.random.default_rng(0).integers(0, 256, (3, 512, 512), dtype=np.uint8)
-    one = len(data_uris.encode_webp(image_grids.to_rgb_array(image_grids.resize_image(noise, 192 / 512))))
+    one = len(encode_webp(image_grids.to_rgb_array(image_grids.resize_image(noise, 192 / 512))))
     images = 2 * (MAX_MISTAKES + MAX_ROLLOUTS + 2) * one
-    places = make_model_figures(facts, making.trained(making.vit(patch=1, image_size=(64, 64))), MISSING, CPU).positions
+    places = make_model_figures(
+        facts, model_factory.build_trained(model_factory.build_vit(patch=1, image_size=(64, 64))), MISSING, CPU
+    ).positions
     assert isinstance(places, ReportFigure)
     assert "16 × 16 patches of 64 × 64, one in 4 each way" in places.caption
     assert images + len(places.image) < 3_000_000

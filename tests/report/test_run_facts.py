@@ -7,10 +7,10 @@ import pytest
 
 from tests.report.run_folders import write_run_folder
 from vitrail.errors import DataError, UsageError
-from vitrail.evaluate.predictions import MAX_CONFUSION_CLASSES
-from vitrail.evaluate.statistics import wilson_interval
+from vitrail.evaluation.predictions import MAX_CONFUSION_CLASSES
+from vitrail.evaluation.statistics import wilson_interval
 from vitrail.report.run_facts import gather_facts, get_image_name, get_short_name, strip_folders
-from vitrail.train.run_log import RESULT_COLUMNS
+from vitrail.training.run_results import RESULT_COLUMNS
 
 
 def test_numbers_are_those_of_the_folder(tmp_path: Path) -> None:

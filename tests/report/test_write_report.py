@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import making
+from tests import model_factory
 from tests.cli.test_train import HERE
-from tests.data.pictures import folder as photographs
-from tests.data.pictures import picture
+from tests.data.image_files import make_image, write_image_folder
 from tests.report.page_parser import ParsedPage
 from tests.report.run_folders import isolate_home
 from vitrail.cli import main
 from vitrail.data.sources import open_dataset
-from vitrail.model.build import Model
+from vitrail.model.vit import Model
 from vitrail.report.run_facts import gather_facts
 from vitrail.report.write_report import NO_TIME_NOTE, write_report
 from vitrail.weights.load import save
@@ -134,7 +133,11 @@ def test_an_interrupted_run_has_a_page_and_no_card(run: Path, tmp_path: Path) ->
 def rewrite_report(run: Path, root: Path, model: Model) -> ParsedPage:
     """The page of a copy of the run in which the weights are those of another model, with other predictions."""
     shutil.copytree(run, root / "run")
-    save(making.trained(model, labels=("rose", "tulip")), root / "run" / "weights" / "best.safetensors", overwrite=True)
+    save(
+        model_factory.build_trained(model, labels=("rose", "tulip")),
+        root / "run" / "weights" / "best.safetensors",
+        overwrite=True,
+    )
     with isolate_home(root):
         write_report(root / "run", open_dataset(str(run.parent / "set")), CPU)
     page = parse_page(root / "run" / "report.html")
@@ -143,7 +146,7 @@ def rewrite_report(run: Path, root: Path, model: Model) -> ParsedPage:
 
 
 def test_a_resnet_has_sentences_in_place_of_what_it_has_not(run: Path, tmp_path: Path) -> None:
-    page = rewrite_report(run, tmp_path, making.bit(classes=2))
+    page = rewrite_report(run, tmp_path, model_factory.build_bit(classes=2))
     assert "has no attention" in page.sections["figures"]
     assert "no position embeddings" in page.sections["figures"]
     assert "first convolution" in page.sections["figures"]
@@ -151,9 +154,11 @@ def test_a_resnet_has_sentences_in_place_of_what_it_has_not(run: Path, tmp_path:
     assert "attention rollout" not in page.sections["mistakes"]
 
 
-@pytest.mark.parametrize("name", [name for name, settings in making.VARIANTS.items() if "classes" not in settings])
+@pytest.mark.parametrize(
+    "name", [name for name, settings in model_factory.VARIANTS.items() if "classes" not in settings]
+)
 def test_every_kind_of_model_has_a_page(run: Path, tmp_path: Path, name: str) -> None:
-    page = rewrite_report(run, tmp_path, making.vit(classes=2, **making.VARIANTS[name]))
+    page = rewrite_report(run, tmp_path, model_factory.build_vit(classes=2, **model_factory.VARIANTS[name]))
     assert ("there is no position embedding" in page.sections["figures"].lower()) == (
         name in ("no-positions", "relative")
     )
@@ -161,12 +166,12 @@ def test_every_kind_of_model_has_a_page(run: Path, tmp_path: Path, name: str) ->
     assert "4. The head predicts a class" in section
     assert ("A position embedding is added to each patch." in section) == (name in ("registers", "2d", "sincos"))
     assert ("the stem's features of the framed patch" in section) == (name == "hybrid")
-    config = making.config(**making.VARIANTS[name])
+    config = model_factory.build_config(**model_factory.VARIANTS[name])
     assert ("of it stays with itself" in section) == (config.class_token and config.num_prefix_tokens == 1)
 
 
 def test_a_patch_that_reads_beside_one_register_does_not_call_it_itself(run: Path, tmp_path: Path) -> None:
-    model = making.vit(classes=2, class_token=False, registers=1, pool="norm-mean")
+    model = model_factory.build_vit(classes=2, class_token=False, registers=1, pool="norm-mean")
     section = " ".join(rewrite_report(run, tmp_path, model).sections["forward-trace"].split())
     assert re.search(r"The attention of the framed patch in layer 1 \(\d+ % of it goes to the token before", section)
     assert "itself (" not in section
@@ -200,13 +205,17 @@ def test_images_listed_by_their_whole_paths_are_called_by_their_names(run: Path,
 def test_a_run_without_labels_has_a_page(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "run")
     folder = tmp_path / "run"
-    save(making.trained(making.vit(classes=0)), folder / "weights" / "best.safetensors", overwrite=True)
+    save(
+        model_factory.build_trained(model_factory.build_vit(classes=0)),
+        folder / "weights" / "best.safetensors",
+        overwrite=True,
+    )
     config = json.loads((folder / "config.json").read_text())
     config["recipe"] |= {"masked": {"kind": "mae", "share": 0.75, "target": "pixels"}, "model": "ti16"}
     (folder / "config.json").write_text(json.dumps(config | {"model": None}))
     metrics = {"split": "val", "images": 8, "patches": 96, "loss": 0.25, "top1": None, "top5": None, "seconds": 3.0}
     (folder / "events.jsonl").write_text(json.dumps({"at": 1, "event": "pretrained", **metrics}) + "\n")
-    picture(0, (300, 400)).save(folder / "reconstruction.jpg")
+    make_image(0, (300, 400)).save(folder / "reconstruction.jpg")
     (folder / "README.md").unlink()
     with isolate_home(tmp_path):
         write_report(folder, open_dataset(str(run.parent / "set")), CPU)
@@ -219,14 +228,14 @@ def test_a_run_without_labels_has_a_page(run: Path, tmp_path: Path) -> None:
 
 
 def test_several_labels_have_a_page(tmp_path: Path) -> None:
-    root = photographs(tmp_path / "set", each=12)
+    root = write_image_folder(tmp_path / "set", each=12)
     rows = [
         {"path": f"{name}/{number}.jpg", "labels": [name, "flower"] if number % 2 else [name]}
         for name in ("rose", "tulip")
         for number in range(12)
     ]
     (root / "list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    save(making.trained(making.vit()), tmp_path / "model.safetensors")
+    save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "model.safetensors")
     with isolate_home(tmp_path / "home"):
         options = ["--model", str(tmp_path / "model.safetensors"), "--out", str(tmp_path / "run"), *HERE]
         assert main(["finetune", str(root / "list.jsonl"), *options, "--epochs", "2", "--batch", "4"]) == 0

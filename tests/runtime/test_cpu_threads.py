@@ -1,5 +1,6 @@
 """Batches split over single-threaded workers, and their priority."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vitrail.runtime.cpu_threads import split_over_threads
+from vitrail.runtime.cpu_threads import split_over_threads, use_one_thread
 
 
 def make_batch(count: int) -> Tensor:
@@ -61,6 +62,19 @@ def test_threads_get_chunks_as_equal_as_possible(count: int, chunks: list[int]) 
     finally:
         torch.set_num_threads(before)
     assert sorted(sizes, reverse=True) == chunks
+
+
+def test_one_thread_is_used_and_the_number_restored_after_an_error() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with contextlib.suppress(ArithmeticError), use_one_thread() as threads:
+            assert (threads, torch.get_num_threads()) == (3, 1)
+            assert ThreadPoolExecutor(1).submit(torch.get_num_threads).result() == 1
+            raise ArithmeticError
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a priority for each thread")

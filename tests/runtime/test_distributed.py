@@ -20,15 +20,15 @@ from vitrail.data.sources import open_dataset
 from vitrail.errors import StoppedError, UsageError
 from vitrail.runtime import distributed
 from vitrail.runtime.signals import StopRequest
-from vitrail.train import checkpoint
-from vitrail.train.run_folder import choose_run_folder
-from vitrail.train.step import build_train_state
-from vitrail.train.trainer import Trainer
-from vitrail.train.training_run import TrainingRun
+from vitrail.training import checkpoint
+from vitrail.training.run_folder import choose_run_folder
+from vitrail.training.step import build_train_state
+from vitrail.training.trainer import Trainer
+from vitrail.training.training_run import TrainingRun
 from vitrail.weights.load import load
 
 
-def task(group: distributed.ProcessGroup = distributed.SINGLE_PROCESS, **changes: Any) -> TrainingRun:
+def build_run(group: distributed.ProcessGroup = distributed.SINGLE_PROCESS, **changes: Any) -> TrainingRun:
     """1,439 digits in batches of 103, of which the last has 100.
 
     SGD, because Adam and Muon make steps of one size from gradients of nothing but rounding, a key's bias for one.
@@ -44,20 +44,20 @@ def task(group: distributed.ProcessGroup = distributed.SINGLE_PROCESS, **changes
     return TrainingRun(**(fields | changes))
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def started(
+def start_ranks(
     world: int, work: Callable[[distributed.ProcessGroup], None], restarts: Sequence[int] = (), **environment: str
 ) -> list[int]:
     """Fork so many ranks, each of which does the work in one group; their process numbers.
 
     Where restarts are given, it is as torchrun starts them that counts so many, one on each of as many nodes.
     """
-    port, children = str(free_port()), []
+    port, children = str(find_free_port()), []
     for rank in range(world):
         child = os.fork()
         if child:
@@ -82,7 +82,7 @@ def started(
     return children
 
 
-def ended(children: list[int], seconds: float = 60) -> list[int]:
+def wait_for_ranks(children: list[int], seconds: float = 60) -> list[int]:
     """The exit codes of processes, of which those that take too long are killed."""
     codes: dict[int, int] = {}
     end = time.monotonic() + seconds
@@ -97,58 +97,66 @@ def ended(children: list[int], seconds: float = 60) -> list[int]:
     return [codes[child] for child in children]
 
 
-def trained(task: TrainingRun, folder: Path, after_step: Callable[[Any], None] = lambda _: None, **options: Any) -> Any:
+def run_training(
+    task: TrainingRun, folder: Path, after_step: Callable[[Any], None] = lambda _: None, **options: Any
+) -> Any:
     return Trainer(task, folder, after_step=after_step, **options).run()
 
 
-def last_row(folder: Path) -> dict[str, float]:
+def read_last_row(folder: Path) -> dict[str, float]:
     lines = (folder / "results.csv").read_text().splitlines()
     found = dict(zip(lines[0].split(","), map(float, lines[-1].split(",")), strict=True))
     found.pop("time")
     return found
 
 
-def weights(folder: Path) -> torch.Tensor:
+def read_weights(folder: Path) -> torch.Tensor:
     model = load(folder / "weights" / "last.safetensors").model
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 @pytest.mark.parametrize(("world", "micro_batches"), [(2, 1), (2, 3), (4, 1)])
 def test_ranks_compute_what_one_process_computes(tmp_path: Path, world: int, micro_batches: int) -> None:
-    trained(task(), tmp_path / "one")
+    run_training(build_run(), tmp_path / "one")
 
     def work(group: distributed.ProcessGroup) -> None:
-        found = trained(task(group, micro_batches=micro_batches), tmp_path / "many")
+        found = run_training(build_run(group, micro_batches=micro_batches), tmp_path / "many")
         assert (found is None) == (group.rank > 0)
 
-    assert ended(started(world, work)) == [0] * world
-    assert last_row(tmp_path / "many") == pytest.approx(last_row(tmp_path / "one"), rel=1e-5)
-    torch.testing.assert_close(weights(tmp_path / "many"), weights(tmp_path / "one"), atol=1e-5, rtol=0)
+    assert wait_for_ranks(start_ranks(world, work)) == [0] * world
+    assert read_last_row(tmp_path / "many") == pytest.approx(read_last_row(tmp_path / "one"), rel=1e-5)
+    torch.testing.assert_close(read_weights(tmp_path / "many"), read_weights(tmp_path / "one"), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("kind", "lr", "bound"), [("adam", 1e-3, 1e-4), ("muon", 1e-2, 3e-3)])
 def test_adam_and_muon_differ_by_more_than_sgd_in_weights_and_not_in_losses(
     tmp_path: Path, kind: Any, lr: float, bound: float
 ) -> None:
-    """README.md and docs/training.md state these bounds."""
+    """docs/evidence.md and docs/training.md state these bounds."""
     recipe = dataclasses.replace(
-        task().recipe, optimizer=OptimizerConfig(kind=kind, lr=lr, weight_decay=0.05, clip=1.0)
+        build_run().recipe, optimizer=OptimizerConfig(kind=kind, lr=lr, weight_decay=0.05, clip=1.0)
     )
-    trained(task(recipe=recipe), tmp_path / "one")
-    assert ended(started(2, lambda group: trained(task(group, recipe=recipe), tmp_path / "two"))) == [0, 0]
-    assert last_row(tmp_path / "two") == pytest.approx(last_row(tmp_path / "one"), rel=1e-3)
-    difference = (weights(tmp_path / "two") - weights(tmp_path / "one")).abs().max().item()
+    run_training(build_run(recipe=recipe), tmp_path / "one")
+    assert wait_for_ranks(
+        start_ranks(2, lambda group: run_training(build_run(group, recipe=recipe), tmp_path / "two"))
+    ) == [0, 0]
+    assert read_last_row(tmp_path / "two") == pytest.approx(read_last_row(tmp_path / "one"), rel=1e-3)
+    difference = (read_weights(tmp_path / "two") - read_weights(tmp_path / "one")).abs().max().item()
     assert 1e-7 < difference < bound
 
 
 def test_a_rank_without_an_image_in_the_last_step_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
-    few = dataclasses.replace(task().recipe, epochs=104 / 1439, schedule=ScheduleConfig())  # 103 images, and then one
-    trained(task(recipe=few), tmp_path / "one")
-    assert ended(started(2, lambda group: trained(task(group, recipe=few), tmp_path / "two"))) == [0, 0]
-    torch.testing.assert_close(weights(tmp_path / "two"), weights(tmp_path / "one"), atol=1e-5, rtol=0)
+    few = dataclasses.replace(
+        build_run().recipe, epochs=104 / 1439, schedule=ScheduleConfig()
+    )  # 103 images, and then one
+    run_training(build_run(recipe=few), tmp_path / "one")
+    assert wait_for_ranks(
+        start_ranks(2, lambda group: run_training(build_run(group, recipe=few), tmp_path / "two"))
+    ) == [0, 0]
+    torch.testing.assert_close(read_weights(tmp_path / "two"), read_weights(tmp_path / "one"), atol=1e-5, rtol=0)
 
 
-def at_step(step: int, rank: int, *numbers: int) -> Callable[[distributed.ProcessGroup], Callable[[Any], None]]:
+def signal_at_step(step: int, rank: int, *numbers: int) -> Callable[[distributed.ProcessGroup], Callable[[Any], None]]:
     """Something that sends a rank's own process signals after a step."""
 
     def of(group: distributed.ProcessGroup) -> Callable[[Any], None]:
@@ -163,40 +171,42 @@ def at_step(step: int, rank: int, *numbers: int) -> Callable[[distributed.Proces
 
 
 def test_what_one_rank_is_asked_all_do_and_the_state_goes_on_at_another_size(tmp_path: Path) -> None:
-    trained(task(), tmp_path / "one")
-    ask = at_step(5, 1, signal.SIGUSR1)
-    assert ended(started(2, lambda group: trained(task(group), tmp_path / "run", ask(group)))) == [75, 75]
+    run_training(build_run(), tmp_path / "one")
+    ask = signal_at_step(5, 1, signal.SIGUSR1)
+    assert wait_for_ranks(
+        start_ranks(2, lambda group: run_training(build_run(group), tmp_path / "run", ask(group)))
+    ) == [75, 75]
     assert (tmp_path / "run" / "stopped").read_text().startswith("SIGUSR1: stopped after step 5 of 14")
     with pytest.raises(StoppedError):  # a group that torchrun starts again leaves at once where it was stopped
-        trained(task(distributed.ProcessGroup(restart_count=1)), tmp_path / "run", resume=True)
+        run_training(build_run(distributed.ProcessGroup(restart_count=1)), tmp_path / "run", resume=True)
     told: list[str] = []
-    trained(task(), tmp_path / "run", resume=True, notify=told.append)
+    run_training(build_run(), tmp_path / "run", resume=True, notify=told.append)
     assert "after step 5." in told[0]
     assert not (tmp_path / "run" / "stopped").exists()
-    torch.testing.assert_close(weights(tmp_path / "run"), weights(tmp_path / "one"), atol=1e-5, rtol=0)
+    torch.testing.assert_close(read_weights(tmp_path / "run"), read_weights(tmp_path / "one"), atol=1e-5, rtol=0)
 
 
 def test_a_group_of_another_size_goes_on_where_torchrun_ended_the_one_before(tmp_path: Path) -> None:
     """As nodes come and go: torchrun sends SIGTERM, and gives the command that began the run to other ranks."""
-    trained(task(), tmp_path / "one", save_every_seconds=0.0)
+    run_training(build_run(), tmp_path / "one", save_every_seconds=0.0)
     story = []
     for world, last in ((2, 5), (1, 9), (2, 99)):
-        ask = at_step(last, world - 1, signal.SIGTERM)
-        children = started(
+        ask = signal_at_step(last, world - 1, signal.SIGTERM)
+        children = start_ranks(
             world,
-            lambda group: trained(task(group), tmp_path / "run", ask(group), save_every_seconds=0.0),  # noqa: B023
+            lambda group: run_training(build_run(group), tmp_path / "run", ask(group), save_every_seconds=0.0),  # noqa: B023
             restarts=[0] * world,
         )
-        story.append(ended(children))
+        story.append(wait_for_ranks(children))
     assert story == [[75, 75], [75], [0, 0]]
-    both = [steps(tmp_path / name) for name in ("run", "one")]
+    both = [read_steps(tmp_path / name) for name in ("run", "one")]
     assert [step for step, _ in both[0]] == list(range(1, 15))  # each once in the final history
     assert [loss for _, loss in both[0]] == pytest.approx([loss for _, loss in both[1]], abs=1e-5)
     with pytest.raises(UsageError, match="exists already"):  # whoever did not begin the run is not let in
-        trained(task(distributed.ProcessGroup(agents=("test elsewhere 1",))), tmp_path / "run")
+        run_training(build_run(distributed.ProcessGroup(agents=("test elsewhere 1",))), tmp_path / "run")
 
 
-def steps(folder: Path) -> list[tuple[int, float]]:
+def read_steps(folder: Path) -> list[tuple[int, float]]:
     """The number and loss of each step in the final history of a run that saved them all."""
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [(event["step"], event["loss"]) for event in events if event["event"] == "checkpoint"]
@@ -211,9 +221,9 @@ def test_a_rank_whose_peer_is_dead_ends_soon_and_saves_nothing(tmp_path: Path) -
                 time.sleep(0.5 * (1 - group.rank))
                 os.kill(os.getpid(), signal.SIGKILL if group.rank else signal.SIGTERM)
 
-        trained(task(group), tmp_path / "run", fail, save_every_seconds=0.0)
+        run_training(build_run(group), tmp_path / "run", fail, save_every_seconds=0.0)
 
-    assert ended(started(2, work), seconds=20) == [1, -signal.SIGKILL]
+    assert wait_for_ranks(start_ranks(2, work), seconds=20) == [1, -signal.SIGKILL]
     newest = checkpoint.read_newest_checkpoint(tmp_path / "run" / "checkpoints", print)
     assert newest is not None
     assert newest.step == 4
@@ -232,7 +242,7 @@ def test_ranks_find_each_other_among_what_the_dead_have_left(tmp_path: Path) -> 
         assert distributed.all_reduce_sum(torch.tensor(group.rank)) == 3
 
     for _ in range(2):
-        assert ended(started(3, work, restarts=[1, 0, 3], **place)) == [0, 0, 0]
+        assert wait_for_ranks(start_ranks(3, work, restarts=[1, 0, 3], **place)) == [0, 0, 0]
 
 
 def test_a_command_that_torchrun_gives_again_neither_refuses_nor_removes_its_run(tmp_path: Path) -> None:
@@ -261,7 +271,7 @@ def test_alone_nothing_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert distributed.read_process_group() == distributed.SINGLE_PROCESS
     assert distributed.all_reduce_max(15, torch.device("cpu")) == 15
     assert distributed.broadcast("here") == "here"
-    made = task()
+    made = build_run()
     assert build_train_state(made.build_model(), made.recipe).network is not None
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")

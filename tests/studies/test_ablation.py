@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import making
+from tests import model_factory
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
-from tests.data.pictures import folder
+from tests.data.image_files import write_image_folder
 from vitrail.data.sources import open_dataset
 from vitrail.errors import UsageError
 from vitrail.recipes import get_recipe
@@ -51,8 +51,11 @@ def test_invalid_variants_are_refused_before_anything_is_read() -> None:
 
 
 def test_one_class_and_folders_that_may_be_no_classes_are_refused_before_a_run(tmp_path: Path, capsys: Capture) -> None:
-    save(making.trained(making.vit()), tmp_path / "model.safetensors")
-    years, one_class = folder(tmp_path / "years", "2023", "2024"), folder(tmp_path / "one", classes=("rose",), each=20)
+    save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "model.safetensors")
+    years, one_class = (
+        write_image_folder(tmp_path / "years", "2023", "2024"),
+        write_image_folder(tmp_path / "one", classes=("rose",), each=20),
+    )
     for data, message in ((years, "are these the classes?"), (one_class, "has one class, rose")):
         for study in (
             ("ablate", "digits", "--data", str(data), "--variants", "depth=1"),

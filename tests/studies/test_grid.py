@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests import making
-from tests.data.pictures import folder
-from tests.train.test_training_run import tuning
+from tests import model_factory
+from tests.data.image_files import write_image_folder
+from tests.training.test_training_run import build_finetune_recipe
 from vitrail.config import AugmentConfig, OptimizerConfig, ScheduleConfig, from_json, to_json
 from vitrail.errors import CellsError, DataError, StoppedError, UsageError
+from vitrail.runtime.workers import Notify
 from vitrail.studies import grid
 from vitrail.studies.grid import Cell
 from vitrail.studies.grid_cell import run_cell
@@ -30,20 +31,20 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with a few images and a small model; cells have one thread each."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    folder(tmp_path / "set", "train", "val", each=4)
-    save(making.trained(making.vit(depth=1)), tmp_path / "tiny.safetensors")
+    write_image_folder(tmp_path / "set", "train", "val", each=4)
+    save(model_factory.build_trained(model_factory.build_vit(depth=1)), tmp_path / "tiny.safetensors")
 
 
 def cell(name: str, *, lr: float = 1e-3, epochs: float = 4, **fields: Any) -> Cell:
     """A run on these images, a short one by default."""
-    recipe = tuning(
+    recipe = build_finetune_recipe(
         batch=8, epochs=epochs, optimizer=OptimizerConfig(kind="sgd", lr=lr), augment=AugmentConfig(crop="pad")
     )
     defaults = {"model": "tiny.safetensors", "data": {"name": "./set", "share": 0.1}, "eval_split": "val"}
     return Cell(**{"name": name, "result_fields": {"lr": lr}, "recipe": recipe, **defaults, **fields})
 
 
-def run(cells: list[Cell], devices: Sequence[str] = ("cpu",), notify: grid.Notify = lambda _: None) -> Any:
+def run(cells: list[Cell], devices: Sequence[str] = ("cpu",), notify: Notify = lambda _: None) -> Any:
     folder_path = Path("study")
     with grid.open_study(folder_path, {"study": "test"}) as lock:
         return grid.run_cells(cells, folder_path, lock=lock, devices=devices, workers=0, notify=notify)
@@ -82,7 +83,7 @@ def test_a_stopped_study_resumes_and_failed_cells_stop_no_other() -> None:
     assert not results["wild"]["error"].startswith("vitrail")
     before = (Path("study") / "results.jsonl").read_bytes()
 
-    save(making.trained(making.vit(depth=1)), "nothing.safetensors")
+    save(model_factory.build_trained(model_factory.build_vit(depth=1)), "nothing.safetensors")
     lines: list[str] = []
     ended = run(cells, TWO_DEVICES, lines.append)
     assert {name: ended[name]["status"] for name in ended} == {

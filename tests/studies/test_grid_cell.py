@@ -6,23 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from tests import making
+from tests import model_factory
 from tests.studies.test_vtab import plan
-from tests.studies.test_vtab_splits import write_lists
-from vitrail.studies import grid_cell, vtab, vtab_splits
+from tests.studies.test_vtab_tasks import write_lists
+from vitrail.studies import grid_cell, vtab, vtab_tasks
 from vitrail.weights.load import save
 
 
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    save(making.trained(making.vit()), tmp_path / "model.safetensors")
+    save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "model.safetensors")
 
 
 def test_evaluation_uses_the_whole_image_and_training_crops_from_seven_sixths(tmp_path: Path) -> None:
     write_lists(tmp_path, "dtd")
     (cell,) = vtab.list_vtab_cells(plan(tmp_path))
-    preprocess = grid_cell.prepare_model(cell, vtab_splits.open_vtab_dataset("dtd", tmp_path, 0)).preprocess
+    preprocess = grid_cell.prepare_model(cell, vtab_tasks.open_vtab_dataset("dtd", tmp_path, 0)).preprocess
     assert preprocess is not None
     assert (preprocess.size, preprocess.resize) == ((384, 384), (384, 384))
     assert grid_cell.add_crop_margin(preprocess).resize == (448, 448)

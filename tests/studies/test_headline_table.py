@@ -11,7 +11,7 @@ from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from vitrail.errors import UsageError
 from vitrail.studies import headline_table
-from vitrail.weights.labels import load_imagenet1k_classes
+from vitrail.weights.trained import load_imagenet1k_classes
 
 SMALL = {"batch": 64, "image_size": 224}
 

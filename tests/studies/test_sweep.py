@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests import making
+from tests import model_factory
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
-from tests.data.pictures import folder, names
+from tests.data.image_files import list_names, write_image_folder
 from vitrail.data.sources import open_dataset
 from vitrail.errors import CellsError, DataError, UsageError
 from vitrail.studies import grid, sweep
@@ -27,8 +27,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder with images of two classes and a small model."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    folder(tmp_path / "set", "train", "val", "test", each=4)
-    save(making.trained(making.vit()), tmp_path / "model.safetensors")
+    write_image_folder(tmp_path / "set", "train", "val", "test", each=4)
+    save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "model.safetensors")
 
 
 def run_sweep(*options: str, capsys: Capture) -> tuple[int, str, str]:
@@ -145,22 +145,22 @@ def test_what_makes_no_study_is_refused(tmp_path: Path) -> None:
             plan(rates=rates)
     with pytest.raises(UsageError, match="--runs is 0; it must be at least 1"):
         plan(runs=0)
-    folder(tmp_path / "two", "train", "test", each=2)
+    write_image_folder(tmp_path / "two", "train", "test", each=2)
     with pytest.raises(DataError, match="has no val"):
         sweep.open_sweep_dataset("./two")
 
 
 def test_the_usual_imagenet_is_evaluated_on_val_and_chosen_on_a_part_of_train(tmp_path: Path, capsys: Capture) -> None:
     """With the validation images unreadable, the rate is still chosen: only the run on test needs them."""
-    folder(tmp_path / "imagenet", "train", each=20)
-    folder(tmp_path / "imagenet", "val", each=3, start=500)
+    write_image_folder(tmp_path / "imagenet", "train", each=20)
+    write_image_folder(tmp_path / "imagenet", "val", each=3, start=500)
     plain = open_dataset("./imagenet")
     assert set(plain.splits) == {"train", "val"}
     dataset, share = sweep.open_sweep_dataset("./imagenet")
     assert share == 0.1
     assert {name: len(split) for name, split in dataset.splits.items()} == {"train": 36, "val": 4, "test": 6}
-    assert names(dataset)["test"] == names(plain)["val"]
-    assert sorted(names(dataset)["train"] + names(dataset)["val"]) == sorted(names(plain)["train"])
+    assert list_names(dataset)["test"] == list_names(plain)["val"]
+    assert sorted(list_names(dataset)["train"] + list_names(dataset)["val"]) == sorted(list_names(plain)["train"])
     assert [int(count) for count in dataset.splits["val"].count_per_class(2)] == [2, 2]  # of each class alike
     assert "val is the test split, as there is no other; 10% of each class of train (4 images)" in dataset.notes[-1]
     for path in (tmp_path / "imagenet" / "val").rglob("*.jpg"):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests import making
+from tests import model_factory
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
-from tests.studies.test_vtab_splits import write_lists
+from tests.studies.test_vtab_tasks import write_lists
 from vitrail.errors import DataError, UsageError
-from vitrail.studies import vtab, vtab_splits
+from vitrail.studies import vtab, vtab_tasks
 from vitrail.weights.load import load, save
 
 HERE = ("--workers", "0", "--device", "cpu")
@@ -24,14 +24,14 @@ SHORT = ("--steps", "2", "--batch", "4", "--image-size", "32")
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    save(making.trained(making.vit()), tmp_path / "model.safetensors")
+    save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "model.safetensors")
 
 
 def test_a_missing_dataset_is_named_with_its_source(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"sun397 has no test.txt, and Sun397 is not here in another form: https://vision"
     ):
-        vtab_splits.open_vtab_dataset("sun397", tmp_path, 0)
+        vtab_tasks.open_vtab_dataset("sun397", tmp_path, 0)
     with pytest.raises(DataError, match="has none of 19 tasks"):
         vtab.find_tasks(tmp_path, (), 0)
 

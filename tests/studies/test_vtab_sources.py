@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.pictures import encoded, names, picture
+from tests.data.image_files import encode_image, list_names, make_image
 from vitrail.data.decode import decode
 from vitrail.errors import DataError
-from vitrail.studies import vtab_sources, vtab_splits
+from vitrail.studies import vtab_sources, vtab_tasks
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def write_clevr(root: Path) -> Path:
         scenes = []
         for number in range(count):
             name = f"CLEVR_{part}_{number:06d}.png"
-            (root / "images" / part / name).write_bytes(encoded(picture(number), "PNG"))
+            (root / "images" / part / name).write_bytes(encode_image(make_image(number), "PNG"))
             objects = [{"pixel_coords": [1, 2, 7.75 + 0.5 * (number % 6) + k]} for k in range(3 + number % 8)]
             scenes.append({"image_filename": name, "objects": objects})
         (root / "scenes").mkdir(exist_ok=True)
@@ -75,8 +75,8 @@ def get_number(name: str) -> int:
 @pytest.mark.parametrize(("task", "label"), [("clevr_count", lambda n: n % 8), ("clevr_dist", lambda n: n % 6)])
 def test_clevr_is_read_from_its_scenes(task: str, label: Any, tmp_path: Path) -> None:
     write_clevr(tmp_path / "clevr" / "CLEVR_v1.0")
-    assert vtab_splits.find_source_kind(task, tmp_path) == "raw"
-    dataset = vtab_splits.open_vtab_dataset(task, tmp_path, 0)
+    assert vtab_tasks.find_source_kind(task, tmp_path) == "raw"
+    dataset = vtab_tasks.open_vtab_dataset(task, tmp_path, 0)
     assert {name: len(split) for name, split in dataset.splits.items()} == {"train": 18, "val": 2, "test": 3}
     for split in dataset.splits.values():
         for index in range(len(split)):
@@ -84,12 +84,12 @@ def test_clevr_is_read_from_its_scenes(task: str, label: Any, tmp_path: Path) ->
             path = split.read_image(index)
             assert isinstance(path, Path)
             assert path.is_file()
-    assert all("/val/" in name for name in names(dataset)["test"])
-    assert not set(names(dataset)["train"]) & set(names(dataset)["val"])
+    assert all("/val/" in name for name in list_names(dataset)["test"])
+    assert not set(list_names(dataset)["train"]) & set(list_names(dataset)["val"])
     assert "vitrail's own draw (seed 0)" in dataset.notes[0]
     (tmp_path / "clevr/CLEVR_v1.0/scenes/CLEVR_val_scenes.json").write_text('{"scenes": [{}]}')
     with pytest.raises(DataError, match="has no CLEVR scenes"):
-        vtab_splits.open_vtab_dataset(task, tmp_path, 0)
+        vtab_tasks.open_vtab_dataset(task, tmp_path, 0)
 
 
 def test_dsprites_is_read_from_its_array(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_dsprites_is_read_from_its_array(tmp_path: Path) -> None:
     (tmp_path / "dsprites").mkdir()
     np.savez_compressed(tmp_path / "dsprites" / "dsprites_ndarray.npz", imgs=images, latents_classes=latents)
     for task, expected in (("dsprites_loc", latents[:, 4] // 2), ("dsprites_ori", latents[:, 3] * 16 // 40)):
-        dataset = vtab_splits.open_vtab_dataset(task, tmp_path, 0)
+        dataset = vtab_tasks.open_vtab_dataset(task, tmp_path, 0)
         assert {name: len(split) for name, split in dataset.splits.items()} == {"train": 32, "val": 4, "test": 4}
         numbers = []
         for split in dataset.splits.values():
@@ -113,8 +113,8 @@ def test_dsprites_is_read_from_its_array(tmp_path: Path) -> None:
                 numbers.append(sum(int(bit > 0) << position for position, bit in enumerate(pixels)))
                 assert split.get_labels(index) == (expected[numbers[-1]],)
         assert sorted(numbers) == list(range(count))
-        again = vtab_splits.open_vtab_dataset(task, tmp_path, 0)  # from the cache
-        assert names(again) == names(dataset)
+        again = vtab_tasks.open_vtab_dataset(task, tmp_path, 0)  # from the cache
+        assert list_names(again) == list_names(dataset)
 
 
 def write_norb(root: Path, *, packed: bool) -> Path:
@@ -139,7 +139,7 @@ def write_norb(root: Path, *, packed: bool) -> Path:
 def test_smallnorb_is_read_from_its_matrices(packed: bool, tmp_path: Path) -> None:
     write_norb(tmp_path / "smallnorb", packed=packed)
     for task, period in (("smallnorb_azi", 18), ("smallnorb_ele", 9)):
-        dataset = vtab_splits.open_vtab_dataset(task, tmp_path, 0)
+        dataset = vtab_tasks.open_vtab_dataset(task, tmp_path, 0)
         assert {name: len(split) for name, split in dataset.splits.items()} == {"train": 24, "val": 6, "test": 6}
         for name, split in dataset.splits.items():
             for index in range(len(split)):
@@ -148,7 +148,7 @@ def test_smallnorb_is_read_from_its_matrices(packed: bool, tmp_path: Path) -> No
                 assert split.get_labels(index) == (value % 100 % period,)
     next((tmp_path / "smallnorb").glob("*-testing-info*")).unlink()
     with pytest.raises(DataError, match=r"lacks smallnorb-.*-testing-info.mat"):
-        vtab_splits.open_vtab_dataset("smallnorb_azi", tmp_path, 1)
+        vtab_tasks.open_vtab_dataset("smallnorb_azi", tmp_path, 1)
 
 
 def write_kitti(root: Path, *, drives: bool) -> Path:
@@ -156,7 +156,7 @@ def write_kitti(root: Path, *, drives: bool) -> Path:
     (root / "training" / "image_2").mkdir(parents=True)
     (root / "training" / "label_2").mkdir()
     for number in range(40):
-        (root / "training" / "image_2" / f"{number:06d}.png").write_bytes(encoded(picture(number), "PNG"))
+        (root / "training" / "image_2" / f"{number:06d}.png").write_bytes(encode_image(make_image(number), "PNG"))
         kind = "Car" if number % 5 else "Cyclist"
         line = f"{kind} 0.00 0 -0.20 712.40 143.00 810.73 307.92 1.89 0.48 1.20 1.84 1.47 {number}.0 0.01\n"
         (root / "training" / "label_2" / f"{number:06d}.txt").write_text(
@@ -173,7 +173,7 @@ def write_kitti(root: Path, *, drives: bool) -> Path:
 @pytest.mark.parametrize("drives", [False, True])
 def test_kitti_is_read_from_its_labels_and_keeps_drives_apart(drives: bool, tmp_path: Path) -> None:
     write_kitti(tmp_path / "kitti", drives=drives)
-    dataset = vtab_splits.open_vtab_dataset("kitti", tmp_path, 0)
+    dataset = vtab_tasks.open_vtab_dataset("kitti", tmp_path, 0)
     assert sum(len(split) for split in dataset.splits.values()) == 40
     by_split = {}
     for name, split in dataset.splits.items():
@@ -193,4 +193,4 @@ def test_labels_outside_of_the_tasks_classes_are_refused(tmp_path: Path) -> None
     scene = {"image_filename": "CLEVR_val_000000.png", "objects": [{"pixel_coords": [0, 0, 9.0]}] * 11}
     (root / "scenes" / "CLEVR_val_scenes.json").write_text(json.dumps({"scenes": [scene]}))
     with pytest.raises(DataError, match="test has labels 8 to 8 of 8 classes"):
-        vtab_splits.open_vtab_dataset("clevr_count", tmp_path, 0)
+        vtab_tasks.open_vtab_dataset("clevr_count", tmp_path, 0)

@@ -8,21 +8,20 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import making
-from tests.making import VARIANTS
+from tests import model_factory
+from tests.model_factory import VARIANTS
 from vitrail.config import PreprocessConfig
 from vitrail.errors import UsageError
-from vitrail.model.build import Model
-from vitrail.model.vit import patchify
+from vitrail.model.vit import Model, patchify
 from vitrail.weights.adapt import adapt, reorder_head, resize_patch_kernels
 
 
 @pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
 def test_positions_stored_at_a_new_size_equal_those_resampled_on_the_fly(change: dict[str, Any]) -> None:
-    before = making.trained(making.vit(**change))
+    before = model_factory.build_trained(model_factory.build_vit(**change))
     after = adapt(before, image_size=(40, 48))
     assert after.model.config.image_size == (40, 48)
-    images = making.images(before.model.config, size=(40, 48))
+    images = model_factory.draw_images(before.model.config, size=(40, 48))
     with torch.no_grad():
         torch.testing.assert_close(after.model(images), before.model(images), atol=1e-5, rtol=1e-5)
     named = [text.split()[0] for text in after.origin.changes if text.startswith(("pos_embed", "blocks"))]
@@ -31,9 +30,9 @@ def test_positions_stored_at_a_new_size_equal_those_resampled_on_the_fly(change:
 
 
 def test_a_new_head_is_zero_and_what_it_replaces_is_named() -> None:
-    before = making.trained(making.vit(hidden_head=True))
+    before = model_factory.build_trained(model_factory.build_vit(hidden_head=True))
     after = adapt(before, classes=3)
-    assert not after.model(making.images(after.model.config)).any()
+    assert not after.model(model_factory.draw_images(after.model.config)).any()
     assert after.labels is None
     assert after.origin.changes == (
         "pre_logits.fc.weight (32, 32): removed",
@@ -43,22 +42,22 @@ def test_a_new_head_is_zero_and_what_it_replaces_is_named() -> None:
         "head.weight (3, 32), head.bias (3): new, zeros",
         "labels: 7 names -> none",
     )
-    images = making.images(before.model.config)
+    images = model_factory.draw_images(before.model.config)
     with torch.no_grad():
         assert torch.equal(after.model.encode(images), before.model.encode(images))
 
 
 def test_a_distilled_model_gets_two_new_heads_and_a_headless_one_none() -> None:
-    before = making.trained(making.vit(distillation_token=True, distillation_head=True))
+    before = model_factory.build_trained(model_factory.build_vit(distillation_token=True, distillation_head=True))
     assert not adapt(before, classes=3).model.head_dist.weight.any()
     bare = adapt(before, classes=0)
-    images = making.images(before.model.config)
+    images = model_factory.draw_images(before.model.config)
     with torch.no_grad():
         assert torch.equal(bare.model(images), before.model.compute_features(images))
 
 
 def test_the_model_it_came_from_is_left_alone() -> None:
-    before = making.trained(making.vit())
+    before = model_factory.build_trained(model_factory.build_vit())
     kept = {name: tensor.clone() for name, tensor in before.model.state_dict().items()}
     after = adapt(before, image_size=48)
     with torch.no_grad():
@@ -94,13 +93,13 @@ def test_larger_patches_of_a_resized_image_give_equal_tokens(old: int, new: int,
 
 
 def test_a_new_patch_side_keeps_the_image_size_or_the_grid() -> None:
-    before = making.trained(making.vit())
+    before = model_factory.build_trained(model_factory.build_vit())
     finer = adapt(before, patch=4)
     assert finer.model.config.image_size == (32, 32)
     assert finer.model.config.grid == (8, 8)
     same_grid = adapt(before, patch=16, image_size=64)
     assert torch.equal(same_grid.model.pos_embed, before.model.pos_embed)
-    small = making.images(before.model.config)
+    small = model_factory.draw_images(before.model.config)
     panes = patchify(small, 8).reshape(-1, 3, 8, 8)
     grown = F.interpolate(panes, (16, 16), mode="bilinear", align_corners=False)  # each patch on its own
     large = grown.reshape(2, 4, 4, 3, 16, 16).permute(0, 3, 1, 4, 2, 5).reshape(2, 3, 64, 64)
@@ -109,7 +108,7 @@ def test_a_new_patch_side_keeps_the_image_size_or_the_grid() -> None:
 
 
 def test_one_channel_sees_what_three_equal_ones_did() -> None:
-    before = making.trained(making.vit())
+    before = model_factory.build_trained(model_factory.build_vit())
     grey = torch.randn(2, 1, 32, 32, generator=torch.Generator().manual_seed(0))
     after = adapt(before, channels=1)
     with torch.no_grad():
@@ -119,8 +118,8 @@ def test_one_channel_sees_what_three_equal_ones_did() -> None:
 
 
 def test_six_channels_of_a_picture_twice_give_the_same_answer() -> None:
-    before = making.trained(making.vit())
-    images = making.images(before.model.config)
+    before = model_factory.build_trained(model_factory.build_vit())
+    images = model_factory.draw_images(before.model.config)
     after = adapt(before, channels=6)
     with torch.no_grad():
         twice = torch.cat([images, images], dim=1)
@@ -129,7 +128,7 @@ def test_six_channels_of_a_picture_twice_give_the_same_answer() -> None:
 
 def test_four_channels_take_kernels_mean_and_std_in_turn() -> None:
     preprocess = PreprocessConfig(size=(32, 32), resize=(32,), mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
-    after = adapt(making.trained(making.vit(), preprocess=preprocess), channels=4)
+    after = adapt(model_factory.build_trained(model_factory.build_vit(), preprocess=preprocess), channels=4)
     assert after.preprocess is not None
     assert after.preprocess.mean == (0.1, 0.2, 0.3, 0.1)
     assert after.preprocess.std == (0.4, 0.5, 0.6, 0.4)
@@ -139,14 +138,14 @@ def test_four_channels_take_kernels_mean_and_std_in_turn() -> None:
 def test_without_a_new_size_the_preprocessing_is_left_as_it_is() -> None:
     """DINOv2's positions are for 518 pixels and its preprocessing crops 224."""
     preprocess = PreprocessConfig(size=(16, 16), resize=(20,))
-    before = making.trained(making.vit(), preprocess=preprocess)
+    before = model_factory.build_trained(model_factory.build_vit(), preprocess=preprocess)
     assert adapt(before).preprocess == preprocess
     assert adapt(before, classes=3).preprocess == preprocess
 
 
 def test_the_preprocessing_follows_the_size() -> None:
     preprocess = PreprocessConfig(size=(32, 32), resize=(36,), mean=(0.4,) * 3, std=(0.3,) * 3)
-    before = making.trained(making.vit(), preprocess=preprocess)
+    before = model_factory.build_trained(model_factory.build_vit(), preprocess=preprocess)
     square, wide = adapt(before, image_size=64), adapt(before, image_size=(64, 32))
     assert square.preprocess is not None
     assert wide.preprocess is not None
@@ -156,14 +155,14 @@ def test_the_preprocessing_follows_the_size() -> None:
 
 
 def test_the_operator_can_be_chosen_and_is_named() -> None:
-    before = making.trained(making.vit())
+    before = model_factory.build_trained(model_factory.build_vit())
     chosen = adapt(before, image_size=48, operator="bicubic")
     assert chosen.origin.changes[0] == "resample: bilinear-corners -> bicubic"
     assert not torch.equal(chosen.model.pos_embed, adapt(before, image_size=48).model.pos_embed)
 
 
 def test_labels_are_kept_given_or_refused() -> None:
-    before = making.trained(making.vit())
+    before = model_factory.build_trained(model_factory.build_vit())
     assert adapt(before, image_size=48).labels == before.labels
     assert adapt(before, classes=2, labels=("cat", "dog")).labels == ("cat", "dog")
     with pytest.raises(UsageError, match="3 labels given for a head of 7"):
@@ -177,35 +176,35 @@ def test_labels_are_kept_given_or_refused() -> None:
 
 
 def test_a_temperature_is_kept_until_something_changes_and_then_it_is_one_and_named() -> None:
-    before = making.trained(making.vit(), temperature=1.75)
+    before = model_factory.build_trained(model_factory.build_vit(), temperature=1.75)
     assert adapt(before).temperature == 1.75
     assert adapt(before).origin.changes == ()
     for change in ({"classes": 3}, {"image_size": 48}, {"channels": 1}, {"operator": "bicubic"}):
         after = adapt(before, **change)
         assert after.temperature == 1.0
         assert after.origin.changes[-1] == "temperature: 1.75 -> 1"
-    cold = adapt(making.trained(making.vit()), image_size=48)
+    cold = adapt(model_factory.build_trained(model_factory.build_vit()), image_size=48)
     assert not any(text.startswith("temperature") for text in cold.origin.changes)
 
 
 REORDERED = {
-    "plain": making.vit(),
-    "hidden-head": making.vit(hidden_head=True),
-    "distilled": making.vit(**VARIANTS["distilled"]),
-    "bit": making.bit(),
+    "plain": model_factory.build_vit(),
+    "hidden-head": model_factory.build_vit(hidden_head=True),
+    "distilled": model_factory.build_vit(**VARIANTS["distilled"]),
+    "bit": model_factory.build_bit(),
 }
 
 
 @pytest.mark.parametrize("model", REORDERED.values(), ids=REORDERED)
 def test_a_head_in_another_order_gives_the_same_logits_in_that_order(model: Model) -> None:
     order = [3, 0, 6, 1, 5, 2, 4]
-    before = making.trained(model, temperature=1.75)
+    before = model_factory.build_trained(model, temperature=1.75)
     assert before.labels is not None
     labels = tuple(before.labels[index] for index in order)
     after = reorder_head(before, labels)
     assert (after.labels, after.preprocess, after.temperature) == (labels, before.preprocess, 1.75)
     assert after.origin.changes == ("head: rows reordered, the same classes",)
-    images = making.images(model.config)
+    images = model_factory.draw_images(model.config)
     with torch.no_grad():
         torch.testing.assert_close(after.model(images), model(images)[:, order], atol=1e-6, rtol=1e-6)
         again = reorder_head(after, before.labels)
@@ -214,7 +213,7 @@ def test_a_head_in_another_order_gives_the_same_logits_in_that_order(model: Mode
 
 
 def test_a_head_of_other_classes_cannot_be_put_in_order() -> None:
-    before = making.trained(making.vit())
+    before = model_factory.build_trained(model_factory.build_vit())
     assert before.labels is not None
     with pytest.raises(
         UsageError, match=r"2 classes only in the model or only in the data, such as 'kind 6' in the model"
@@ -225,7 +224,7 @@ def test_a_head_of_other_classes_cannot_be_put_in_order() -> None:
     with pytest.raises(UsageError, match=r"1 class .* such as 'kind 6' in the model"):
         reorder_head(before, before.labels[:6])
     with pytest.raises(UsageError, match="no names, so its head cannot be kept"):
-        reorder_head(making.trained(making.vit(), labels=None), before.labels)
-    twins = making.trained(making.vit(classes=3), labels=("crane", "crane", "dog"))
+        reorder_head(model_factory.build_trained(model_factory.build_vit(), labels=None), before.labels)
+    twins = model_factory.build_trained(model_factory.build_vit(classes=3), labels=("crane", "crane", "dog"))
     with pytest.raises(UsageError, match="several of its classes are called 'crane'"):
         reorder_head(twins, ("dog", "crane"))

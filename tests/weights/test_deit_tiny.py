@@ -9,8 +9,8 @@ from torch import Tensor
 
 from vitrail import Classifier, Trained
 from vitrail.weights.formats import WeightsFormat
-from vitrail.weights.labels import load_imagenet1k_classes
 from vitrail.weights.load import load, save
+from vitrail.weights.trained import load_imagenet1k_classes
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import making
+from tests import model_factory
 from vitrail.config import Resample
 from vitrail.errors import ModelError
 from vitrail.weights import foreign_format
@@ -55,7 +55,7 @@ def test_a_tensor_without_a_place_is_named(name: str) -> None:
 
 
 def test_fusing_inverts_splitting() -> None:
-    tensors = making.vit().state_dict()
+    tensors = model_factory.build_vit().state_dict()
     split = dict(foreign_format.split_qkv(tensors))
     assert len(split) == len(tensors) + 3 * 2 * 2
     assert split["blocks.1.attn.k.weight"].equal(tensors["blocks.1.attn.qkv.weight"][32:64])
@@ -65,7 +65,7 @@ def test_fusing_inverts_splitting() -> None:
 
 
 def test_a_query_without_its_key_or_of_another_shape_is_refused() -> None:
-    split = dict(foreign_format.split_qkv(making.vit(depth=1).state_dict()))
+    split = dict(foreign_format.split_qkv(model_factory.build_vit(depth=1).state_dict()))
     name = "blocks.0.attn.k.weight"
     with pytest.raises(ModelError, match=r"of .* have the shapes \[\(32, 32\), \(3,\), \(32, 32\)\]"):
         foreign_format.fuse_qkv(split | {name: torch.zeros(3)})
@@ -75,12 +75,13 @@ def test_a_query_without_its_key_or_of_another_shape_is_refused() -> None:
 
 
 def test_sizes_are_read_off_the_tensors() -> None:
-    tensors = making.vit(registers=2).state_dict()
-    sizes = foreign_format.infer_sizes(tensors, PATH)
-    assert sizes == foreign_format.ViTSizes(width=32, depth=3, mlp=64, patch=8, channels=3, classes=7)
+    tensors = model_factory.build_vit(registers=2).state_dict()
+    sizes = {"width": 32, "depth": 3, "mlp": 64, "patch": 8, "channels": 3, "classes": 7}
+    heads = {"hidden_head": False, "distillation_token": False, "distillation_head": False}
+    assert foreign_format.infer_fields(tensors, PATH) == sizes | heads
     assert foreign_format.count_tokens(tensors, "reg_token", PATH) == 2
     assert foreign_format.count_tokens(tensors, "dist_token", PATH) == 0
-    assert foreign_format.infer_sizes(making.vit(classes=0).state_dict(), PATH).classes == 0
+    assert foreign_format.infer_fields(model_factory.build_vit(classes=0).state_dict(), PATH)["classes"] == 0
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_sizes_are_read_off_the_tensors() -> None:
 )
 def test_tensors_of_no_plain_vit_are_refused_with_the_file(name: str, tensor: torch.Tensor, message: str) -> None:
     with pytest.raises(ModelError, match=rf"^model\.pth .*{message}"):
-        foreign_format.infer_sizes(making.vit().state_dict() | {name: tensor}, PATH)
+        foreign_format.infer_fields(model_factory.build_vit().state_dict() | {name: tensor}, PATH)
 
 
 def test_heads_are_those_of_the_published_size_or_of_64_channels_or_unknown() -> None:
@@ -104,12 +105,12 @@ def test_heads_are_those_of_the_published_size_or_of_64_channels_or_unknown() ->
 
 
 def test_only_square_numbers_of_patches_have_a_grid() -> None:
-    grids = [foreign_format.find_square_grid(patches) for patches in (-1, 0, 1, 15, 16)]
-    assert grids == [None, None, (1, 1), None, (4, 4)]
+    sides = [foreign_format.find_square_side(patches) for patches in (-1, 0, 1, 15, 16)]
+    assert sides == [0, 0, 1, 0, 4]
 
 
 def test_units_are_counted_and_a_gap_is_refused() -> None:
-    tensors = making.bit().state_dict()
+    tensors = model_factory.build_bit().state_dict()
     assert foreign_format.count_units(tensors, "stages.", PATH) == (1, 2)
     assert foreign_format.count_units({}, "stages.", PATH) == ()
     with pytest.raises(ModelError, match="the units of its stages are not numbered in turn"):
@@ -118,20 +119,20 @@ def test_units_are_counted_and_a_gap_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["no-positions", "2d", "sincos", "registers"])
 def test_positions_become_a_table_and_the_logits_stay(kind: str) -> None:
-    model = making.vit(**making.VARIANTS[kind])
+    model = model_factory.build_vit(**model_factory.VARIANTS[kind])
     config, tensors, notes = foreign_format.convert_positions_to_table(model, prefix=True)
     assert (config.positions, config.prefix_positions, len(notes)) == ("learned-1d", True, 1)
     assert notes[0].startswith(f"positions: {model.config.positions} were stored as one learned table")
     table = type(model)(config).eval()
     table.load_state_dict(tensors)
-    images = making.images(config)
+    images = model_factory.draw_images(config)
     with torch.inference_mode():
         torch.testing.assert_close(table(images), model(images), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["relative", "every-layer"])
 def test_positions_that_no_table_replaces_stay(kind: str) -> None:
-    model = making.vit(**making.VARIANTS[kind])
+    model = model_factory.build_vit(**model_factory.VARIANTS[kind])
     config, tensors, notes = foreign_format.convert_positions_to_table(model, prefix=True)
     assert (config, notes) == (model.config, [])
     assert tensors.keys() == model.state_dict().keys()
@@ -142,15 +143,15 @@ def test_positions_that_no_table_replaces_stay(kind: str) -> None:
     [({"norm_eps": 1e-3}, "norm_eps is 1e-06, and would be read as 0.001"), ({"heads": 2}, "heads is 4")],
 )
 def test_a_model_that_would_be_read_as_another_is_not_written(change: dict[str, Any], message: str) -> None:
-    wanted = making.config()
+    wanted = model_factory.build_config()
     with pytest.raises(ModelError, match=f"the x format cannot hold this model: {message}"):
         foreign_format.check_round_trip("x", wanted, dataclasses.replace(wanted, **change))
     assert foreign_format.check_round_trip("x", wanted, wanted) == []
 
 
 def test_a_stems_field_is_named_with_it_and_another_resampling_only_noted() -> None:
-    wanted = making.config(stem=making.STEM, patch=2)
-    held = dataclasses.replace(wanted, stem=dataclasses.replace(making.STEM, norm_eps=1e-5))
+    wanted = model_factory.build_config(stem=model_factory.STEM, patch=2)
+    held = dataclasses.replace(wanted, stem=dataclasses.replace(model_factory.STEM, norm_eps=1e-5))
     with pytest.raises(ModelError, match=r"stem\.norm_eps is 1e-06, and would be read as 1e-05"):
         foreign_format.check_round_trip("x", wanted, held)
     other: Resample = "bicubic-antialias"
@@ -159,9 +160,12 @@ def test_a_stems_field_is_named_with_it_and_another_resampling_only_noted() -> N
 
 
 def test_only_a_plain_vit_is_a_vit() -> None:
-    model = making.vit()
+    model = model_factory.build_vit()
     assert foreign_format.require_vit("x", model) is model
-    for other, kind in ((making.bit(), "ResNet"), (making.vit(stem=making.STEM, patch=2), "hybrid")):
+    for other, kind in (
+        (model_factory.build_bit(), "ResNet"),
+        (model_factory.build_vit(stem=model_factory.STEM, patch=2), "hybrid"),
+    ):
         with pytest.raises(ModelError, match=f"the x format cannot hold this model: it has no place for a {kind}"):
             foreign_format.require_vit("x", other)
 

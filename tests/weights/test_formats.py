@@ -9,11 +9,11 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from tests import making
-from tests.making import VARIANTS
+from tests import model_factory
+from tests.model_factory import VARIANTS
 from vitrail.config import ConvConfig
 from vitrail.errors import ModelError, UsageError
-from vitrail.weights import formats, timm_resnet
+from vitrail.weights import formats, timm
 from vitrail.weights.formats import WeightsFormat
 from vitrail.weights.load import load, save
 
@@ -34,7 +34,7 @@ def test_the_table_needs_no_torch() -> None:
 
 
 def test_a_config_of_no_format_is_refused_with_the_keys_that_would_tell(tmp_path: Path) -> None:
-    save(making.trained(making.vit(gelu="erf")), tmp_path / "model", "timm")
+    save(model_factory.build_trained(model_factory.build_vit(gelu="erf")), tmp_path / "model", "timm")
     (tmp_path / "model" / "config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"neither model_type \(transformers\) nor architecture \(timm\)"):
         load(tmp_path / "model")
@@ -46,27 +46,29 @@ def test_a_folder_that_holds_anything_else_is_never_replaced(tmp_path: Path) -> 
     (folder / "a.jpg").write_text("a photograph")
     for target, format_name in ((folder, "timm"), (folder, "transformers")):
         with pytest.raises(UsageError, match=r"holds 'a\.jpg' and is no model to overwrite"):
-            save(making.trained(making.vit()), target, format_name, overwrite=True)
+            save(model_factory.build_trained(model_factory.build_vit()), target, format_name, overwrite=True)
     assert (folder / "a.jpg").read_text() == "a photograph"
 
 
 def test_a_refusal_makes_no_folders(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
-        save(making.trained(making.vit()), tmp_path / "deep" / "down" / "model", "torchvision")
+        save(
+            model_factory.build_trained(model_factory.build_vit()), tmp_path / "deep" / "down" / "model", "torchvision"
+        )
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_with_one_model_file_is_that_model(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
-    save(making.trained(making.vit()), tmp_path / "one" / "best.safetensors")
+    save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "one" / "best.safetensors")
     assert load(tmp_path / "one").labels is not None
-    save(making.trained(making.vit(1)), tmp_path / "one" / "last.safetensors")
+    save(model_factory.build_trained(model_factory.build_vit(1)), tmp_path / "one" / "last.safetensors")
     with pytest.raises(ModelError, match=r"2 weights files \(best\.safetensors, last\.safetensors\)"):
         load(tmp_path / "one")
 
 
 def test_names_and_formats_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    whole = making.trained(making.vit())
+    whole = model_factory.build_trained(model_factory.build_vit())
     with pytest.raises(UsageError, match=r"one \.safetensors file"):
         save(whole, tmp_path / "model")
     for format_name in ("timm", "transformers"):
@@ -80,17 +82,17 @@ TIMM_STEM = ConvConfig(units=(), norm_eps=1e-5, standardization="sqrt(var + eps)
 
 
 MODELS: dict[str, tuple[Any, set[str]]] = {  # a model, and the formats that hold it beside the native one
-    "ViT, tanh": (lambda: making.vit(), {"google", "timm", "transformers"}),
+    "ViT, tanh": (lambda: model_factory.build_vit(), {"google", "timm", "transformers"}),
     "ViT, erf": (
-        lambda: making.vit(width=64, heads=1, gelu="erf"),
+        lambda: model_factory.build_vit(width=64, heads=1, gelu="erf"),
         {"timm", "bare timm", "transformers", "torchvision"},
     ),
-    "ViT, attention pooling": (lambda: making.vit(**VARIANTS["map"]), {"google", "timm"}),
-    "Google's hybrid": (lambda: making.vit(stem=making.STEM, patch=2), {"google"}),
-    "timm's hybrid": (lambda: making.vit(stem=TIMM_STEM, patch=2), {"timm"}),
-    "Google's BiT": (lambda: making.bit(), {"google"}),
+    "ViT, attention pooling": (lambda: model_factory.build_vit(**VARIANTS["map"]), {"google", "timm"}),
+    "Google's hybrid": (lambda: model_factory.build_vit(stem=model_factory.STEM, patch=2), {"google"}),
+    "timm's hybrid": (lambda: model_factory.build_vit(stem=TIMM_STEM, patch=2), {"timm"}),
+    "Google's BiT": (lambda: model_factory.build_bit(), {"google"}),
     "timm's BiT": (
-        lambda: making.bit(conv=ConvConfig(units=(3, 4, 6, 3), **timm_resnet.NUMERICS)),
+        lambda: model_factory.build_bit(conv=ConvConfig(units=(3, 4, 6, 3), **timm.NUMERICS)),
         {"timm", "bare timm"},
     ),
 }
@@ -103,8 +105,8 @@ FILES = {"vitrail": "a.safetensors", "google": "a.npz", "timm": "timm", "bare ti
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_pair_of_formats_that_holds_a_model_keeps_its_logits(kind: str, tmp_path: Path) -> None:
     make, held = MODELS[kind]
-    ours = making.trained(make())
-    images = making.images(ours.model.config)
+    ours = model_factory.build_trained(make())
+    images = model_factory.draw_images(ours.model.config)
     writable = set()
     with torch.no_grad():
         logits = ours.model(images)

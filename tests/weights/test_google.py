@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tests import google_reference as reference
-from tests import making
+from tests import model_factory
 from tests.conftest import peer
-from tests.making import VARIANTS
+from tests.model_factory import VARIANTS
 from vitrail import presets
 from vitrail.config import BiTConfig, ConvConfig, ViTConfig
 from vitrail.errors import ModelError, UsageError
@@ -193,14 +193,14 @@ HELD = ("plain", "hidden-head", "headless", "hidden-headless", "norm-mean", "map
 
 @pytest.mark.parametrize("kind", sorted(VARIANTS))
 def test_variants_are_held_exactly_or_refused(kind: str, tmp_path: Path) -> None:
-    ours = making.trained(making.vit(**VARIANTS[kind]))
+    ours = model_factory.build_trained(model_factory.build_vit(**VARIANTS[kind]))
     if kind not in HELD:
         with pytest.raises(ModelError, match=r"the google format cannot hold this model|no square grid"):
             save(ours, tmp_path / "model.npz", "google")
         assert list(tmp_path.iterdir()) == []
         return
     save(ours, tmp_path / "model.npz", "google")
-    images = making.images(ours.model.config)
+    images = model_factory.draw_images(ours.model.config)
     with torch.no_grad():
         assert torch.equal(load(tmp_path / "model.npz").model(images), ours.model(images))
 
@@ -331,21 +331,27 @@ def test_blocks_of_different_heads_and_a_class_token_beside_map_are_refused(tmp_
     both = make_arrays("big_vision, attention pooling") | {"cls": np.zeros((1, 1, 32), np.float32)}
     assert_refused(write_npz(tmp_path, both), "both a class token and attention pooling")
     with pytest.raises(ModelError, match="both a class token and attention pooling"):
-        save(making.trained(making.vit(pool="map", prefix_positions=False)), tmp_path / "b.npz", "google")
+        save(
+            model_factory.build_trained(model_factory.build_vit(pool="map", prefix_positions=False)),
+            tmp_path / "b.npz",
+            "google",
+        )
 
 
 @pytest.mark.parametrize("change", [{"prefix_positions": False}, {"positions": "sincos-2d"}])
 def test_a_hybrid_is_written_under_vision_transformers_names(change: dict[str, Any], tmp_path: Path) -> None:
-    ours = making.trained(making.vit(stem=making.STEM, patch=2, **change))
+    ours = model_factory.build_trained(model_factory.build_vit(stem=model_factory.STEM, patch=2, **change))
     notes = save(ours, tmp_path / "model.npz", "google")
     assert "stored as one learned table" in notes[0]
     assert "Transformer/posembed_input/pos_embedding" in np.load(tmp_path / "model.npz").files
-    images = making.images(ours.model.config)
+    images = model_factory.draw_images(ours.model.config)
     with torch.no_grad():
         torch.testing.assert_close(load(tmp_path / "model.npz").model(images), ours.model(images), atol=1e-6, rtol=1e-6)
     with pytest.raises(ModelError, match="no hybrid with attention pooling"):
         save(
-            making.trained(making.vit(stem=making.STEM, patch=2, pool="map", class_token=False)),
+            model_factory.build_trained(
+                model_factory.build_vit(stem=model_factory.STEM, patch=2, pool="map", class_token=False)
+            ),
             tmp_path / "b.npz",
             "google",
         )

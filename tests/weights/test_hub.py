@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import making
-from tests.hub_server import Hub, serving
+from tests import model_factory
+from tests.hub_server import Hub, run_server
 from vitrail.cli import push as push_command
 from vitrail.errors import UsageError
 from vitrail.report import model_card
@@ -53,7 +53,7 @@ OTHERS = {"evil.py": b"print()", "optimizer.pt": b"pickle", "huge.bin": b"0" * 1
 
 @pytest.fixture
 def server() -> Iterator[Hub]:
-    with serving() as running:
+    with run_server() as running:
         yield running
 
 
@@ -87,13 +87,13 @@ def write_folder(trained: Trained, folder: Path, to: WeightsFormat) -> dict[str,
 
 
 def assert_same_logits(trained: Trained, other: Trained) -> None:
-    images = making.images(trained.model.config)
+    images = model_factory.draw_images(trained.model.config)
     with torch.no_grad():
         assert torch.equal(trained.model(images), other.model(images))
 
 
 def test_folders_and_single_files_come_with_their_commit_and_only_their_own_files(server: Hub, tmp_path: Path) -> None:
-    trained = making.trained(making.vit())
+    trained = model_factory.build_trained(model_factory.build_vit())
     timm = write_folder(trained, tmp_path / "timm", "timm") | {"README.md": CARD}
     first = server.commit("timm/tiny.test", {**timm, "pytorch_model.bin": b"older", **OTHERS})
     hugging = write_folder(trained, tmp_path / "hugging", "transformers")
@@ -132,7 +132,7 @@ def test_torch_weights_are_taken_where_there_are_no_others(server: Hub, tmp_path
 
 def test_a_revision_is_pinned_and_the_cache_serves_without_network(tmp_path: Path) -> None:
     files = {"config.json": b"{}", "model.safetensors": b"first"}
-    with serving() as server:
+    with run_server() as server:
         first = server.commit("org/moving", files)
         server.commit("org/moving", files | {"model.safetensors": b"side"}, branch="refs/pr/1")
         assert download(server, tmp_path, "hf:org/moving")[0][1] == f"hf:org/moving@{first}"
@@ -227,7 +227,7 @@ def test_without_the_extra_the_pip_line_is_named(server: Hub, tmp_path: Path) ->
 
 def test_a_pushed_run_comes_back_the_same(server: Hub, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    trained = making.trained(making.vit())
+    trained = model_factory.build_trained(model_factory.build_vit())
     save(trained, run / "weights" / "best.safetensors")
     process = run_python(
         server, tmp_path, COMMAND, "push", str(run), "hf:org/mine", "--private", "--json", HF_TOKEN="hf_test"
@@ -246,7 +246,7 @@ def test_a_pushed_run_comes_back_the_same(server: Hub, tmp_path: Path) -> None:
     assert read_model(Path(folder)).labels == trained.labels
 
     # A model that transformers cannot hold takes its place: none of the earlier files may be read as this one.
-    other = making.trained(making.vit(seed=3, registers=4, prefix_positions=False))
+    other = model_factory.build_trained(model_factory.build_vit(seed=3, registers=4, prefix_positions=False))
     [note] = push_command.prepare_upload(other, tmp_path / "other", "org/mine")
     assert "only the native file" in note
     [address] = push(server, tmp_path, (tmp_path / "other", "hf:org/mine", True))
@@ -272,7 +272,10 @@ def test_a_push_that_may_not_be_gets_one_line_and_changes_nothing(server: Hub, t
 
 
 def test_a_dry_run_needs_neither_the_network_nor_the_extra(server: Hub, tmp_path: Path) -> None:
-    save(making.trained(making.vit(pool="norm-mean", class_token=False)), tmp_path / "model.safetensors")
+    save(
+        model_factory.build_trained(model_factory.build_vit(pool="norm-mean", class_token=False)),
+        tmp_path / "model.safetensors",
+    )
     path = str(tmp_path / "model.safetensors")
     process = run_python(server, tmp_path, WITHOUT_HUB + COMMAND, "push", path, "hf:org/mine", "--dry-run")
     assert process.returncode == 0, process.stderr
@@ -285,9 +288,9 @@ def test_a_dry_run_needs_neither_the_network_nor_the_extra(server: Hub, tmp_path
 
 
 def test_a_card_says_what_is_known_and_unknown_where_it_is_not() -> None:
-    model = making.vit()
+    model = model_factory.build_vit()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    trained = making.trained(model, preprocess=None, labels=None)
+    trained = model_factory.build_trained(model, preprocess=None, labels=None)
     text = model_card.set_hub_address(
         model_card.build_card(trained).to_markdown(), trained, model_card.HubAddress("org/mine")
     )
@@ -314,7 +317,7 @@ def test_a_card_cannot_be_forged_by_names_in_a_file() -> None:
         assumptions=("heads: 3, assumed",),
         changes=("head: removed",),
     )
-    trained = making.trained(making.vit(classes=0), origin=origin)
+    trained = model_factory.build_trained(model_factory.build_vit(classes=0), origin=origin)
     address = model_card.HubAddress("org/mine", refusal="it cannot `hold`")
     text = model_card.set_hub_address(model_card.build_card(trained).to_markdown(), trained, address)
     front, _, body = text.removeprefix("---\n").partition("\n---\n")
@@ -331,7 +334,9 @@ def test_a_card_cannot_be_forged_by_names_in_a_file() -> None:
         "cannot \\`hold",
     ):
         assert part in body
-    known = making.trained(making.vit(), origin=Origin(format="timm", name="x", license="Apache-2.0"))
+    known = model_factory.build_trained(
+        model_factory.build_vit(), origin=Origin(format="timm", name="x", license="Apache-2.0")
+    )
     assert model_card.build_card(known).to_markdown().startswith("---\nlicense: apache-2.0\n")
 
 

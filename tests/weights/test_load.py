@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import vitrail
-from tests import making
+from tests import model_factory
 from vitrail import Classifier
 from vitrail.errors import UsageError
 from vitrail.weights import native
@@ -25,21 +25,21 @@ def test_a_path_wins_over_a_name_only_with_a_separator_or_as_a_file(
     Path("ti16").mkdir()
     assert find_model_path("ti16") is None
     Path("ti16").rmdir()
-    save(making.trained(making.vit()), "model.safetensors")
+    save(model_factory.build_trained(model_factory.build_vit()), "model.safetensors")
     Path("model.safetensors").rename("ti16")
     assert find_model_path("ti16") == Path("ti16")
 
 
 def test_a_runs_folder_means_its_best_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    save(making.trained(making.vit()), "run/weights/best.safetensors")
+    save(model_factory.build_trained(model_factory.build_vit()), "run/weights/best.safetensors")
     Path("run/config.json").write_text("{}")
     assert (
         find_model_path("run")
         == find_model_path(tmp_path / "run").relative_to(tmp_path)
         == Path("run/weights/best.safetensors")
     )
-    assert load("run").model.config == making.vit().config
+    assert load("run").model.config == model_factory.build_vit().config
     assert find_model_path("a" * 300) == Path("a" * 300)
 
 
@@ -56,14 +56,14 @@ def test_a_name_that_means_nothing_gets_the_nearest(tmp_path: Path, monkeypatch:
         load("so400m1x")
     with pytest.raises(UsageError, match=r"Did you mean b16\?"):
         load("B16")
-    save(making.trained(making.vit()), "mine", "timm")
+    save(model_factory.build_trained(model_factory.build_vit()), "mine", "timm")
     assert find_model_path("mine") == Path("mine")  # a folder, where no preset has its name
     assert load("mine").labels is not None
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
-    save(making.trained(making.vit()), path)
+    save(model_factory.build_trained(model_factory.build_vit()), path)
     before = path.read_bytes()
 
     def half(trained: vitrail.Trained, target: Path) -> None:
@@ -72,23 +72,28 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_litter(tmp_path: Path, mo
 
     monkeypatch.setattr(native, "write", half)
     with pytest.raises(OSError, match="No space left"):
-        save(making.trained(making.vit(1)), path, overwrite=True)
+        save(model_factory.build_trained(model_factory.build_vit(1)), path, overwrite=True)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_folder_is_replaced_whole(tmp_path: Path) -> None:
     for seed in (0, 1):
-        save(making.trained(making.vit(seed, gelu="erf")), tmp_path / "model", "timm", overwrite=True)
-    assert torch.equal(load(tmp_path / "model").model.head.weight, making.vit(1, gelu="erf").head.weight)
+        save(
+            model_factory.build_trained(model_factory.build_vit(seed, gelu="erf")),
+            tmp_path / "model",
+            "timm",
+            overwrite=True,
+        )
+    assert torch.equal(load(tmp_path / "model").model.head.weight, model_factory.build_vit(1, gelu="erf").head.weight)
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_link_is_not_replaced(tmp_path: Path) -> None:
-    save(making.trained(making.vit()), tmp_path / "real.safetensors")
+    save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "real.safetensors")
     (tmp_path / "link.safetensors").symlink_to(tmp_path / "real.safetensors")
     with pytest.raises(UsageError, match="is a link; pass the file or folder it points to"):
-        save(making.trained(making.vit(1)), tmp_path / "link.safetensors", overwrite=True)
+        save(model_factory.build_trained(model_factory.build_vit(1)), tmp_path / "link.safetensors", overwrite=True)
 
 
 def test_a_model_made_and_trained_in_python_is_saved_in_one_line(tmp_path: Path) -> None:
@@ -116,9 +121,9 @@ def test_other_formats_have_no_place_for_a_temperature_and_it_is_noted(
     format_name: WeightsFormat, file: str, tmp_path: Path
 ) -> None:
     change = {"width": 64, "heads": 1} if format_name == "torchvision" else {}  # it knows heads of 64 alone
-    model = making.vit(gelu="tanh" if format_name == "google" else "erf", **change)
-    plain = save(making.trained(model), tmp_path / file, format_name)
-    hot = save(making.trained(model, temperature=1.25), tmp_path / file, format_name, overwrite=True)
+    model = model_factory.build_vit(gelu="tanh" if format_name == "google" else "erf", **change)
+    plain = save(model_factory.build_trained(model), tmp_path / file, format_name)
+    hot = save(model_factory.build_trained(model, temperature=1.25), tmp_path / file, format_name, overwrite=True)
     assert hot == [*plain, f"temperature: {format_name} divides logits by 1, this model by 1.25"]
     assert load(tmp_path / file).temperature == 1.0
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests import making
-from tests.making import VARIANTS
+from tests import model_factory
+from tests.model_factory import VARIANTS
 from vitrail.config import PreprocessConfig
 from vitrail.errors import ModelError, UsageError
 from vitrail.weights import tensor_files
@@ -25,7 +25,7 @@ from vitrail.weights.trained import Origin
 
 @pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
 def test_save_and_load_is_the_identity(change: dict[str, Any], tmp_path: Path) -> None:
-    before = making.trained(making.vit(**change))
+    before = model_factory.build_trained(model_factory.build_vit(**change))
     save(before, tmp_path / "model.safetensors")
     after = load(tmp_path / "model.safetensors")
     assert after.model.config == before.model.config
@@ -33,7 +33,7 @@ def test_save_and_load_is_the_identity(change: dict[str, Any], tmp_path: Path) -
     written, read = before.model.state_dict(), after.model.state_dict()
     assert written.keys() == read.keys()
     assert all(torch.equal(written[name], read[name]) for name in written)
-    images = making.images(before.model.config)
+    images = model_factory.draw_images(before.model.config)
     with torch.no_grad():
         assert torch.equal(before.model(images), after.model(images))
 
@@ -57,7 +57,7 @@ def test_any_words_and_numbers_survive(
     path = tmp_path_factory.mktemp("native") / "model.safetensors"
     preprocess = PreprocessConfig(size=(32, 32), resize=resize, mean=mean, std=(0.1, 1.0, 2.0), interpolation="lanczos")
     origin = Origin(format="timm", name="näme", sha256="0" * 64, license=license_name, changes=changes)
-    before = making.trained(making.vit(), labels=labels, preprocess=preprocess, origin=origin)
+    before = model_factory.build_trained(model_factory.build_vit(), labels=labels, preprocess=preprocess, origin=origin)
     save(before, path)
     after = load(path)
     assert (after.preprocess, after.labels, after.origin) == (preprocess, labels, origin)
@@ -67,20 +67,20 @@ def test_any_words_and_numbers_survive(
 @settings(max_examples=20, deadline=None)
 def test_any_temperature_survives(tmp_path_factory: pytest.TempPathFactory, temperature: float) -> None:
     path = tmp_path_factory.mktemp("native") / "model.safetensors"
-    save(making.trained(making.vit(), temperature=temperature), path)
+    save(model_factory.build_trained(model_factory.build_vit(), temperature=temperature), path)
     assert load(path).temperature == temperature
 
 
 def test_two_saves_are_equal_byte_for_byte(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        save(making.trained(making.vit()), tmp_path / f"{name}.safetensors")
+        save(model_factory.build_trained(model_factory.build_vit()), tmp_path / f"{name}.safetensors")
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
 def test_weights_lie_where_vectors_can_be_read_whole_wherever_a_file_has_them(tmp_path: Path) -> None:
     """Else products of small matrices end in other bits than those of the model that was saved, on some CPUs."""
     path = tmp_path / "model.safetensors"
-    save(making.trained(making.vit(classes=7)), path)
+    save(model_factory.build_trained(model_factory.build_vit(classes=7)), path)
     with safe_open(path, "pt") as file:
         words = file.metadata()
     save_file({name: tensor.clone() for name, tensor in load_file(path).items()}, path, words)  # in another order
@@ -91,7 +91,7 @@ def test_weights_lie_where_vectors_can_be_read_whole_wherever_a_file_has_them(tm
 
 def test_a_file_has_its_weights_there_so_that_they_are_mapped_and_not_copied(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    save(making.trained(making.vit(classes=7)), path)
+    save(model_factory.build_trained(model_factory.build_vit(classes=7)), path)
     content = path.read_bytes()
     size = struct.unpack("<Q", content[:8])[0]
     header = json.loads(content[8 : 8 + size])
@@ -104,7 +104,7 @@ def test_a_file_has_its_weights_there_so_that_they_are_mapped_and_not_copied(tmp
 
 def test_the_header_is_one_json_value_beside_format_pt(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    save(making.trained(making.vit()), path)
+    save(model_factory.build_trained(model_factory.build_vit()), path)
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     assert metadata.keys() == {"format", "vitrail"}
@@ -126,12 +126,12 @@ def test_the_header_is_one_json_value_beside_format_pt(tmp_path: Path) -> None:
 
 def test_an_existing_file_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
-    save(making.trained(making.vit(0)), path)
+    save(model_factory.build_trained(model_factory.build_vit(0)), path)
     before = path.read_bytes()
     with pytest.raises(UsageError, match=r"exists already; .*--overwrite"):
-        save(making.trained(making.vit(1)), path)
+        save(model_factory.build_trained(model_factory.build_vit(1)), path)
     assert path.read_bytes() == before
-    save(making.trained(making.vit(1)), path, overwrite=True)
+    save(model_factory.build_trained(model_factory.build_vit(1)), path, overwrite=True)
     assert path.read_bytes() != before
     assert [entry.name for entry in tmp_path.iterdir()] == ["model.safetensors"]
 
@@ -139,7 +139,7 @@ def test_an_existing_file_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
 def rewrite_header(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """A native file whose header was changed by hand."""
     path = tmp_path / "model.safetensors"
-    save(making.trained(making.vit()), path, overwrite=True)
+    save(model_factory.build_trained(model_factory.build_vit()), path, overwrite=True)
     with safe_open(path, "pt") as file:
         header = json.loads(file.metadata()["vitrail"])
     change(header)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests import making
+from tests import model_factory
 from vitrail import load, save
 from vitrail.errors import ModelError, UsageError
 from vitrail.weights import native, tensor_files
@@ -65,7 +65,9 @@ def test_measurements_travel_in_the_file(tmp_path: Path) -> None:
         make_measurement("int8"),
         make_measurement("bfloat16", 0.4, confident_agreement=None, confident_images=0),
     )
-    trained = making.trained(making.vit(), precision_measurements=measured, activation_ranges=(-1.5, 2.0) * 18)
+    trained = model_factory.build_trained(
+        model_factory.build_vit(), precision_measurements=measured, activation_ranges=(-1.5, 2.0) * 18
+    )
     save(trained, tmp_path / "a.safetensors")
     loaded = load(tmp_path / "a.safetensors")
     assert loaded.precision_measurements == measured
@@ -74,8 +76,8 @@ def test_measurements_travel_in_the_file(tmp_path: Path) -> None:
 
 def test_ranges_of_a_file_that_has_none_of_queries_and_keys_are_left_out(tmp_path: Path) -> None:
     save(
-        making.trained(
-            making.vit(),
+        model_factory.build_trained(
+            model_factory.build_vit(),
             precision_measurements=(make_measurement("openvino-int8"),),
             activation_ranges=(-1.5, 2.0) * 18,
         ),
@@ -95,7 +97,7 @@ def test_ranges_of_a_file_that_has_none_of_queries_and_keys_are_left_out(tmp_pat
 
 def test_a_file_without_them_has_no_word_of_them(tmp_path: Path) -> None:
     """So that it has the bytes it had before there were such fields, and older versions read it."""
-    save(making.trained(making.vit()), tmp_path / "a.safetensors")
+    save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "a.safetensors")
     content = (tmp_path / "a.safetensors").read_bytes()
     assert b"threshold" in content
     assert b"precision_measurements" not in content
@@ -104,8 +106,10 @@ def test_a_file_without_them_has_no_word_of_them(tmp_path: Path) -> None:
 
 
 def test_other_weights_have_other_measurements() -> None:
-    trained = making.trained(
-        making.vit(), precision_measurements=(make_measurement("int8"),), activation_ranges=(-1.0, 1.0) * 18
+    trained = model_factory.build_trained(
+        model_factory.build_vit(),
+        precision_measurements=(make_measurement("int8"),),
+        activation_ranges=(-1.0, 1.0) * 18,
     )
     assert trained.labels is not None
     for changed in (

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import making
+from tests import model_factory
 from vitrail.errors import ModelError
 from vitrail.weights.formats import WeightsFormat
 from vitrail.weights.load import load, save
@@ -84,7 +84,7 @@ def test_a_bare_or_old_pickle_is_not_opened(tmp_path: Path) -> None:
 
 
 def test_a_state_dict_under_the_usual_keys_is_found_and_others_are_not(tmp_path: Path) -> None:
-    model = making.vit(width=64, heads=1, gelu="erf")
+    model = model_factory.build_vit(width=64, heads=1, gelu="erf")
     path = tmp_path / "model.pth"
     for wrapped in (
         {"model": model.state_dict(), "epoch": 3},
@@ -102,7 +102,7 @@ def test_a_state_dict_under_the_usual_keys_is_found_and_others_are_not(tmp_path:
 
 def test_a_tensor_that_claims_more_than_the_file_holds_is_refused(tmp_path: Path) -> None:
     """An expanded view says 4 TB and stores four bytes: its shape fits no model, and nothing is allocated for it."""
-    model = making.vit(width=64, heads=1, gelu="erf")
+    model = model_factory.build_vit(width=64, heads=1, gelu="erf")
     huge = torch.zeros(1).expand(10**6, 10**6)
     torch.save(model.state_dict() | {"head.weight": huge}, tmp_path / "model.pth")
     assert_refused(tmp_path / "model.pth", "claims more than the file holds")
@@ -157,7 +157,7 @@ def test_crafted_safetensors_headers_are_refused(tmp_path: Path) -> None:
 def test_a_thousand_flipped_or_cut_files_are_refused_or_harmless(tmp_path: Path) -> None:
     """A flipped header byte or a cut file never crashes. A flip inside the weights is a weight: it may load."""
     good = tmp_path / "good.safetensors"
-    save(making.trained(making.vit(depth=1)), good)
+    save(model_factory.build_trained(model_factory.build_vit(depth=1)), good)
     content = good.read_bytes()
     end = 8 + struct.unpack("<Q", content[:8])[0]
     generator, path = random.Random(0), tmp_path / "model.safetensors"
@@ -175,7 +175,7 @@ def test_a_thousand_flipped_or_cut_files_are_refused_or_harmless(tmp_path: Path)
 
 def test_a_thousand_flipped_or_cut_torch_files_are_refused_or_harmless(tmp_path: Path) -> None:
     buffer = io.BytesIO()
-    torch.save(making.vit(depth=1, width=64, heads=1, mlp=8, gelu="erf").state_dict(), buffer)
+    torch.save(model_factory.build_vit(depth=1, width=64, heads=1, mlp=8, gelu="erf").state_dict(), buffer)
     content, generator, path = buffer.getvalue(), random.Random(0), tmp_path / "model.pth"
     for i in range(1000):
         broken = bytearray(content)
@@ -204,9 +204,9 @@ SHAPES = [(), (1,), (2, 3), (1, 0, 64), (3, 3, 3, 3), (64, 3, 0, 0), (1, 17, 63)
 @pytest.mark.parametrize("format_name", ["timm", "transformers", "torchvision"])
 def test_any_tensor_of_any_shape_is_refused_or_fits(format_name: WeightsFormat, tmp_path: Path) -> None:
     """Every tensor of a foreign file in turn gets a wrong shape, another type, or is gone: one line each time."""
-    model = making.vit(width=64, heads=1, depth=1, gelu="erf")
+    model = model_factory.build_vit(width=64, heads=1, depth=1, gelu="erf")
     target = tmp_path / ("model.pth" if format_name == "torchvision" else "model")
-    save(making.trained(model), target, format_name)
+    save(model_factory.build_trained(model), target, format_name)
     path = target if target.is_file() else target / "pytorch_model.bin"
     tensors = torch.load(target, weights_only=True) if target.is_file() else load_file(target / "model.safetensors")
     if target.is_dir():
@@ -243,7 +243,7 @@ def test_registers_without_their_neighbours_are_refused(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("value", [[], {}, "x", -1, 10**30, None, True, 1.5])
 def test_any_value_in_a_transformers_config_is_refused_or_harmless(key: str, value: object, tmp_path: Path) -> None:
-    save(making.trained(making.vit()), tmp_path / "model", "transformers")
+    save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "model", "transformers")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     is_loadable(tmp_path / "model")
@@ -252,7 +252,7 @@ def test_any_value_in_a_transformers_config_is_refused_or_harmless(key: str, val
 @pytest.mark.parametrize("key", ["size", "crop_size", "resample", "image_mean", "rescale_factor", "do_resize"])
 @pytest.mark.parametrize("value", [[], {}, "x", -1, 10**30, None, True, 1.5])
 def test_any_value_in_a_preprocessor_config_leaves_it_known_or_unknown(key: str, value: object, tmp_path: Path) -> None:
-    save(making.trained(making.vit()), tmp_path / "model", "transformers")
+    save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "model", "transformers")
     path = tmp_path / "model" / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
     loaded = load(tmp_path / "model")
@@ -264,7 +264,7 @@ def test_any_value_in_a_preprocessor_config_leaves_it_known_or_unknown(key: str,
     "text", ["", "[]", "{", '{"model_type": []}', '{"architecture": 3}', "{}", "\x00", '{"model_type": {"a": 1}}']
 )
 def test_a_folder_with_a_broken_config_is_refused(text: str, tmp_path: Path) -> None:
-    save(making.trained(making.vit(gelu="erf")), tmp_path / "model", "timm")
+    save(model_factory.build_trained(model_factory.build_vit(gelu="erf")), tmp_path / "model", "timm")
     (tmp_path / "model" / "config.json").write_text(text)
     assert_refused(tmp_path / "model")
 
@@ -279,6 +279,6 @@ def test_what_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_integers_in_place_of_weights_are_refused(tmp_path: Path) -> None:
-    model = making.vit(width=64, heads=1, gelu="erf")
+    model = model_factory.build_vit(width=64, heads=1, gelu="erf")
     torch.save(model.state_dict() | {"head.bias": torch.zeros(7, dtype=torch.int64)}, tmp_path / "model.pth")
     assert_refused(tmp_path / "model.pth", r"'head\.bias' holds torch\.int64")

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests import making
+from tests import model_factory
 from tests.conftest import peer
-from tests.making import VARIANTS
+from tests.model_factory import VARIANTS
 from vitrail import presets
 from vitrail.config import ConvConfig, PreprocessConfig
 from vitrail.errors import ModelError
-from vitrail.weights import timm_resnet
+from vitrail.weights import timm
 from vitrail.weights.load import load, save
 from vitrail.weights.trained import Origin
 
@@ -42,11 +42,15 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "distilled": ("deit_base_distilled_patch16_224", {}),
     "not square": ("vit_base_patch16_224", {"img_size": (24, 40)}),
 }
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    # one head, as a bare file of this width is read
+    "remainder": ("vit_base_patch16_siglip_224", {"img_size": 30, "num_heads": 1}),
+}
 
 
 def build_timm_model(kind: str) -> Any:
     timm = peer("timm")
-    name, change = THEIRS[kind]
+    name, change = (THEIRS | REFUSED)[kind]
     torch.manual_seed(0)
     model = timm.create_model(name, **SMALL | change).eval()
     with torch.no_grad():
@@ -57,7 +61,7 @@ def build_timm_model(kind: str) -> Any:
 
 def write_timm_folder(model: Any, kind: str, path: Path) -> Path:
     """The folder that timm's save_for_hf writes, made by hand since its own function goes through the Hub."""
-    name, change = THEIRS[kind]
+    name, change = (THEIRS | REFUSED)[kind]
     path.mkdir()
     save_file(model.state_dict(), path / "model.safetensors")
     arguments = {key: value for key, value in (SMALL | change).items() if key != "num_classes"}
@@ -77,7 +81,7 @@ def write_timm_folder(model: Any, kind: str, path: Path) -> Path:
 def test_logits_equal_timms_own(kind: str, tmp_path: Path) -> None:
     model = build_timm_model(kind)
     loaded = load(write_timm_folder(model, kind, tmp_path / "model"))
-    images = making.images(loaded.model.config)
+    images = model_factory.draw_images(loaded.model.config)
     with torch.no_grad():
         ours, expected = loaded.model(images), model(images)
         features = model.forward_head(model.forward_features(images), pre_logits=True)
@@ -87,13 +91,26 @@ def test_logits_equal_timms_own(kind: str, tmp_path: Path) -> None:
         assert (loaded.model.compute_features(images) - features).abs().max() <= 1e-5
 
 
+def test_images_that_patches_do_not_divide_are_refused_and_the_weights_alone_compute_alike(tmp_path: Path) -> None:
+    """Timm drops the last rows and columns of such images, as in vit_so400m_patch14_siglip_384."""
+    model = build_timm_model("remainder")
+    folder = write_timm_folder(model, "remainder", tmp_path / "model")
+    with pytest.raises(ModelError, match="for 30 x 30 pixels, which patches of 8 do not divide") as refusal:
+        load(folder)
+    assert "Use a model for 24 x 24" in str(refusal.value)
+    loaded = load((folder / "model.safetensors").rename(tmp_path / "alone.safetensors"))
+    images = torch.randn(2, 3, 30, 30, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert (loaded.model(images[..., :24, :24]) - model(images)).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize("kind", HELD)
 def test_what_we_write_timm_builds_and_computes_alike(kind: str, tmp_path: Path) -> None:
     timm = peer("timm")
-    ours = making.trained(making.vit(**VARIANTS[kind]))
+    ours = model_factory.build_trained(model_factory.build_vit(**VARIANTS[kind]))
     save(ours, tmp_path / "model", "timm")
     model = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
-    images = making.images(ours.model.config)
+    images = model_factory.draw_images(ours.model.config)
     with torch.no_grad():
         assert (model(images) - ours.model(images)).abs().max() <= 1e-5
     assert ours.preprocess is not None
@@ -104,10 +121,10 @@ def test_what_we_write_timm_builds_and_computes_alike(kind: str, tmp_path: Path)
 
 @pytest.mark.parametrize("kind", HELD)
 def test_a_folder_reads_back_to_identical_logits(kind: str, tmp_path: Path) -> None:
-    ours = making.trained(making.vit(**VARIANTS[kind]))
+    ours = model_factory.build_trained(model_factory.build_vit(**VARIANTS[kind]))
     save(ours, tmp_path / "model", "timm")
     again = load(tmp_path / "model")
-    images = making.images(ours.model.config)
+    images = model_factory.draw_images(ours.model.config)
     with torch.no_grad():
         assert torch.equal(again.model(images), ours.model(images))
     assert (again.labels, again.preprocess) == (ours.labels, ours.preprocess)
@@ -116,7 +133,7 @@ def test_a_folder_reads_back_to_identical_logits(kind: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("kind", sorted(VARIANTS.keys() - set(HELD)))
 def test_what_timm_cannot_hold_is_refused_and_nothing_is_written(kind: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="the timm format cannot hold this model"):
-        save(making.trained(making.vit(**VARIANTS[kind])), tmp_path / "model", "timm")
+        save(model_factory.build_trained(model_factory.build_vit(**VARIANTS[kind])), tmp_path / "model", "timm")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -124,7 +141,7 @@ def test_what_timm_cannot_hold_is_refused_and_nothing_is_written(kind: str, tmp_
 def test_a_bare_file_holds_only_what_its_reader_would_see(kind: str, tmp_path: Path) -> None:
     """A head count, tanh GELU or shape that the tensors do not show is refused; all else computes the same."""
     change = {"width": 64, "heads": 1, "gelu": "erf"} | VARIANTS[kind] | ({"gelu": "tanh"} if kind == "plain" else {})
-    ours, path = making.trained(making.vit(**change)), tmp_path / "model.safetensors"
+    ours, path = model_factory.build_trained(model_factory.build_vit(**change)), tmp_path / "model.safetensors"
     if kind not in (*BARE, "headless"):
         with pytest.raises(ModelError):
             save(ours, path, "timm")
@@ -133,7 +150,7 @@ def test_a_bare_file_holds_only_what_its_reader_would_see(kind: str, tmp_path: P
     notes = save(ours, path, "timm")
     assert "no place for preprocessing, labels and origin" in notes[-1]
     again = load(path)
-    images = making.images(ours.model.config)
+    images = model_factory.draw_images(ours.model.config)
     with torch.no_grad():
         assert torch.equal(again.model(images), ours.model(images))
     assert again.preprocess is None
@@ -143,7 +160,11 @@ def test_a_bare_file_holds_only_what_its_reader_would_see(kind: str, tmp_path: P
 
 def test_heads_that_a_bare_file_cannot_tell_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="heads is 4, and would be read as 1"):
-        save(making.trained(making.vit(width=64, gelu="erf")), tmp_path / "model.safetensors", "timm")
+        save(
+            model_factory.build_trained(model_factory.build_vit(width=64, gelu="erf")),
+            tmp_path / "model.safetensors",
+            "timm",
+        )
 
 
 @pytest.mark.parametrize(
@@ -153,9 +174,9 @@ def test_heads_that_a_bare_file_cannot_tell_are_refused(tmp_path: Path) -> None:
 def test_preprocessing_survives_timms_crop_fraction(
     size: tuple[int, int], resize: tuple[int, ...], tmp_path: Path
 ) -> None:
-    model = making.vit(patch=math.gcd(*size), image_size=size, positions="none", depth=1)
+    model = model_factory.build_vit(patch=math.gcd(*size), image_size=size, positions="none", depth=1)
     preprocess = PreprocessConfig(size=size, resize=resize)
-    notes = save(making.trained(model, preprocess=preprocess), tmp_path / "model", "timm")
+    notes = save(model_factory.build_trained(model, preprocess=preprocess), tmp_path / "model", "timm")
     again = load(tmp_path / "model").preprocess
     assert (again == preprocess) or any("timm cannot state" in note for note in notes)
     if len(resize) == 1:
@@ -163,7 +184,7 @@ def test_preprocessing_survives_timms_crop_fraction(
 
 
 def write_settings(tmp_path: Path, **change: Any) -> Path:
-    save(making.trained(making.vit(gelu="erf")), tmp_path / "model", "timm")
+    save(model_factory.build_trained(model_factory.build_vit(gelu="erf")), tmp_path / "model", "timm")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     return tmp_path / "model"
@@ -182,6 +203,7 @@ def write_settings(tmp_path: Path, **change: Any) -> Path:
         ({"model_args": {"num_heads": 4, "global_pool": "max"}}, "global_pool is 'max'"),
         ({"model_args": {"num_heads": 4, "global_pool": "map"}}, "global_pool is 'map'"),
         ({"architecture": "vit_base_patch16_rpn_224"}, "post-normalized blocks"),
+        ({"architecture": "test_vit3"}, "test_vit3 with attention pooling over its register too"),
     ],
 )
 def test_a_config_that_is_no_plain_vit_is_refused(change: dict[str, Any], message: str | None, tmp_path: Path) -> None:
@@ -192,7 +214,7 @@ def test_a_config_that_is_no_plain_vit_is_refused(change: dict[str, Any], messag
 
 @pytest.mark.parametrize("pool", ["token", "max", "avgmax"])
 def test_a_norm_after_pooling_goes_with_average_pooling_only(pool: str, tmp_path: Path) -> None:
-    save(making.trained(making.vit(gelu="erf", pool="mean-norm")), tmp_path / "model", "timm")
+    save(model_factory.build_trained(model_factory.build_vit(gelu="erf", pool="mean-norm")), tmp_path / "model", "timm")
     path = tmp_path / "model" / "config.json"
     settings = json.loads(path.read_text())
     settings["model_args"]["global_pool"] = pool
@@ -221,8 +243,8 @@ def test_an_input_size_that_is_none_is_passed_over(value: object, tmp_path: Path
     ("name", "heads"), [("vit_giantopt_patch16_siglip_256", 16), ("vit_base_patch16_gap_224", 16), ("test_vit", 2)]
 )
 def test_architectures_with_heads_of_their_own_are_known(name: str, heads: int, tmp_path: Path) -> None:
-    model = making.vit(width=64, heads=heads, gelu="tanh" if "giantopt" in name else "erf")
-    save(making.trained(model), tmp_path / "model", "timm")
+    model = model_factory.build_vit(width=64, heads=heads, gelu="tanh" if "giantopt" in name else "erf")
+    save(model_factory.build_trained(model), tmp_path / "model", "timm")
     path = tmp_path / "model" / "config.json"
     settings = json.loads(path.read_text()) | {"architecture": name, "model_args": {}}
     path.write_text(json.dumps(settings))
@@ -231,26 +253,26 @@ def test_architectures_with_heads_of_their_own_are_known(name: str, heads: int, 
 
 @pytest.mark.parametrize("change", [{"registers": 2}, {"prefix_positions": False}, {"positions": "sincos-2d"}])
 def test_timms_distilled_model_is_not_written_where_it_has_another_form(change: dict[str, Any], tmp_path: Path) -> None:
-    distilled = making.vit(distillation_token=True, distillation_head=True, **change)
+    distilled = model_factory.build_vit(distillation_token=True, distillation_head=True, **change)
     with pytest.raises(ModelError, match="timm's ViT has no"):
-        save(making.trained(distilled), tmp_path / "model", "timm")
+        save(model_factory.build_trained(distilled), tmp_path / "model", "timm")
 
 
 def test_a_dot_in_a_folders_name_is_part_of_it(tmp_path: Path) -> None:
-    save(making.trained(making.vit()), tmp_path / "tiny.in1k", "timm")
+    save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "tiny.in1k", "timm")
     assert load(tmp_path / "tiny.in1k").labels is not None
 
 
 def test_area_is_called_box(tmp_path: Path) -> None:
     preprocess = PreprocessConfig(size=(32, 32), resize=(36,), interpolation="area", mean=(0.4,) * 3, std=(0.3,) * 3)
-    save(making.trained(making.vit(), preprocess=preprocess), tmp_path / "model", "timm")
+    save(model_factory.build_trained(model_factory.build_vit(), preprocess=preprocess), tmp_path / "model", "timm")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["pretrained_cfg"]["interpolation"] == "box"
     assert load(tmp_path / "model").preprocess == preprocess
 
 
 def test_what_a_folder_cannot_say_is_noted(tmp_path: Path) -> None:
     origin = Origin(format="timm", name="a", license="mit", assumptions=("one",), changes=("two",))
-    trained = making.trained(making.vit(), origin=origin)
+    trained = model_factory.build_trained(model_factory.build_vit(), origin=origin)
     for format_name in ("timm", "transformers"):
         notes = save(trained, tmp_path / format_name, format_name)
         assert any("resample: at other image sizes" in note for note in notes)
@@ -259,7 +281,7 @@ def test_what_a_folder_cannot_say_is_noted(tmp_path: Path) -> None:
 
 
 def test_imagenet_names_are_given_only_where_the_origin_says_so(tmp_path: Path) -> None:
-    model = making.vit(classes=1000, gelu="erf")
+    model = model_factory.build_vit(classes=1000, gelu="erf")
     for tag, named in (
         ("augreg_in21k_ft_in1k", True),
         ("in1k", True),
@@ -268,7 +290,7 @@ def test_imagenet_names_are_given_only_where_the_origin_says_so(tmp_path: Path) 
         (None, False),
     ):
         folder = tmp_path / str(tag)
-        save(making.trained(model, labels=None), folder, "timm")
+        save(model_factory.build_trained(model, labels=None), folder, "timm")
         settings = json.loads((folder / "config.json").read_text())
         settings["pretrained_cfg"] |= {"tag": tag, "license": "mit"}
         (folder / "config.json").write_text(json.dumps(settings))
@@ -311,7 +333,7 @@ def test_logits_equal_timms_hybrids_and_back(name: str, tmp_path: Path) -> None:
     loaded = load(tmp_path / "model")
     assert loaded.model.config.stem is not None
     for scale in (1.0, 1e-3):
-        images = making.images(loaded.model.config) * scale
+        images = model_factory.draw_images(loaded.model.config) * scale
         with torch.no_grad():
             expected = model(images)
             # In float64, since some CPUs' convolutions alone are off by that much; kernels are standardised in float32.
@@ -353,14 +375,14 @@ def test_logits_equal_timms_bit_and_back(tmp_path: Path) -> None:
 def test_googles_numerics_are_not_timms(tmp_path: Path) -> None:
     """The same tensors would compute another function there."""
     stem = ConvConfig(units=(2, 2, 2, 2), **presets.HYBRID_NUMERICS)
-    hybrid = making.vit(stem=stem, patch=1, image_size=(64, 64))
+    hybrid = model_factory.build_vit(stem=stem, patch=1, image_size=(64, 64))
     with pytest.raises(ModelError, match=r"stem\.norm_eps is 1e-06, and would be read as 1e-05"):
-        save(making.trained(hybrid), tmp_path / "hybrid", "timm")
-    resnet = making.bit(conv=ConvConfig(units=(3, 4, 6, 3), **presets.BIT_NUMERICS))
+        save(model_factory.build_trained(hybrid), tmp_path / "hybrid", "timm")
+    resnet = model_factory.build_bit(conv=ConvConfig(units=(3, 4, 6, 3), **presets.BIT_NUMERICS))
     with pytest.raises(ModelError, match=r"conv\.standardization_eps is 1e-10"):
-        save(making.trained(resnet), tmp_path / "resnet", "timm")
+        save(model_factory.build_trained(resnet), tmp_path / "resnet", "timm")
     with pytest.raises(ModelError, match="no name for a ResNet of units"):
-        save(making.trained(making.bit()), tmp_path / "resnet", "timm")
+        save(model_factory.build_trained(model_factory.build_bit()), tmp_path / "resnet", "timm")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -377,8 +399,8 @@ def test_googles_numerics_are_not_timms(tmp_path: Path) -> None:
     ],
 )
 def test_a_config_that_is_no_bit_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    conv = ConvConfig(units=(3, 4, 6, 3), **timm_resnet.NUMERICS)
-    save(making.trained(making.bit(conv=conv)), tmp_path / "model", "timm")
+    conv = ConvConfig(units=(3, 4, 6, 3), **timm.NUMERICS)
+    save(model_factory.build_trained(model_factory.build_bit(conv=conv)), tmp_path / "model", "timm")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ModelError, match=message):
@@ -386,7 +408,7 @@ def test_a_config_that_is_no_bit_is_refused(change: dict[str, Any], message: str
 
 
 def test_a_stem_under_both_its_names_is_refused(tmp_path: Path) -> None:
-    tensors = making.vit(stem=ConvConfig(units=(), **timm_resnet.NUMERICS), patch=2).state_dict()
+    tensors = model_factory.build_vit(stem=ConvConfig(units=(), **timm.NUMERICS), patch=2).state_dict()
     double = {"patch_embed.backbone.conv.weight": tensors["patch_embed.backbone.stem.conv.weight"].clone()}
     save_file(tensors | double, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match="two tensors for"):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests import making
+from tests import model_factory
 from vitrail.errors import ModelError
 from vitrail.weights import tensor_files
 from vitrail.weights.load import load, save
@@ -192,9 +192,9 @@ def test_an_npz_header_of_every_version_is_read(tmp_path: Path) -> None:
 
 @pytest.mark.attack
 def test_a_header_that_would_allocate_positions_or_layers_is_refused(tmp_path: Path, attacked: Attacked) -> None:
-    plain = making.vit(positions="sincos-2d", patch=1, width=8, heads=1, image_size=(16, 16), classes=2)
+    plain = model_factory.build_vit(positions="sincos-2d", patch=1, width=8, heads=1, image_size=(16, 16), classes=2)
     path = tmp_path / "model.safetensors"
-    save(making.trained(plain, labels=None), path)
+    save(model_factory.build_trained(plain, labels=None), path)
     whole = path.read_bytes()
     paths = []
     for place, (before, after) in enumerate(

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import making
+from tests import model_factory
 from tests.conftest import peer
-from tests.making import VARIANTS
+from tests.model_factory import VARIANTS
 from vitrail.errors import ModelError, UsageError
 from vitrail.weights.load import load, save
 
@@ -40,7 +40,7 @@ def test_logits_equal_torchvisions_own(change: dict[str, Any], suffix: str, tmp_
 
         save_file(model.state_dict(), path)
     loaded = load(path)
-    images = making.images(loaded.model.config)
+    images = model_factory.draw_images(loaded.model.config)
     with torch.no_grad():
         ours, expected = loaded.model(images), model(images)
     assert ours.abs().max() > 0.1
@@ -51,23 +51,23 @@ def test_logits_equal_torchvisions_own(change: dict[str, Any], suffix: str, tmp_
 
 @pytest.mark.parametrize("kind", HELD)
 def test_what_we_write_torchvision_computes_alike(kind: str, tmp_path: Path) -> None:
-    ours = making.trained(making.vit(**SIZE | VARIANTS[kind]))
+    ours = model_factory.build_trained(model_factory.build_vit(**SIZE | VARIANTS[kind]))
     save(ours, tmp_path / "model.pth", "torchvision")
     config = ours.model.config
     change = {"representation_size": 64} if config.hidden_head else {}
     model = build_torchvision_model(mlp_dim=config.mlp, num_classes=config.classes, **change)
     model.load_state_dict(torch.load(tmp_path / "model.pth", weights_only=True))
-    images = making.images(config)
+    images = model_factory.draw_images(config)
     with torch.no_grad():
         assert (model(images) - ours.model(images)).abs().max() <= 1e-5
 
 
 @pytest.mark.parametrize("kind", HELD)
 def test_a_file_reads_back_to_identical_logits(kind: str, tmp_path: Path) -> None:
-    ours = making.trained(making.vit(**SIZE | VARIANTS[kind]))
+    ours = model_factory.build_trained(model_factory.build_vit(**SIZE | VARIANTS[kind]))
     notes = save(ours, tmp_path / "model.safetensors", "torchvision")
     assert "no place for preprocessing, labels and origin" in notes[-1]
-    again, images = load(tmp_path / "model.safetensors"), making.images(ours.model.config)
+    again, images = load(tmp_path / "model.safetensors"), model_factory.draw_images(ours.model.config)
     with torch.no_grad():
         torch.testing.assert_close(again.model(images), ours.model(images), atol=1e-6, rtol=1e-6)
 
@@ -76,12 +76,12 @@ def test_a_file_reads_back_to_identical_logits(kind: str, tmp_path: Path) -> Non
 def test_what_torchvision_cannot_hold_is_refused_and_nothing_is_written(kind: str, tmp_path: Path) -> None:
     change = SIZE | VARIANTS[kind] | ({"gelu": "tanh"} if kind == "plain" else {})
     with pytest.raises(ModelError, match=r"cannot hold this model|positions are not one class token and a square grid"):
-        save(making.trained(making.vit(**change)), tmp_path / "model.pth", "torchvision")
+        save(model_factory.build_trained(model_factory.build_vit(**change)), tmp_path / "model.pth", "torchvision")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_old_names_of_the_mlp_load_alike(tmp_path: Path) -> None:
-    ours = making.trained(making.vit(**SIZE))
+    ours = model_factory.build_trained(model_factory.build_vit(**SIZE))
     save(ours, tmp_path / "new.pth", "torchvision")
     tensors = torch.load(tmp_path / "new.pth", weights_only=True)
     both = "encoder.layers.encoder_layer_0.mlp.linear_1.weight"
@@ -91,11 +91,11 @@ def test_old_names_of_the_mlp_load_alike(tmp_path: Path) -> None:
     old = {n.replace(".mlp.0.", ".mlp.linear_1.").replace(".mlp.3.", ".mlp.linear_2."): t for n, t in tensors.items()}
     assert old.keys() != tensors.keys()
     torch.save(old, tmp_path / "old.pth")
-    images = making.images(ours.model.config)
+    images = model_factory.draw_images(ours.model.config)
     with torch.no_grad():
         assert torch.equal(load(tmp_path / "old.pth").model(images), ours.model(images))
 
 
 def test_a_folder_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"call it .*model\.pth"):
-        save(making.trained(making.vit()), tmp_path / "model", "torchvision")
+        save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "model", "torchvision")

@@ -7,14 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import making
+from tests import model_factory
 from vitrail.errors import ModelError, UsageError
 from vitrail.weights.load import load, save
-from vitrail.weights.trained import logits_to_probabilities, require_preprocess
+from vitrail.weights.trained import (
+    list_imagenet1k_labels,
+    load_imagenet1k_classes,
+    logits_to_probabilities,
+    require_preprocess,
+    resolve_labels,
+)
 
 
 def test_preprocessing_that_is_not_stated_is_asked_for_by_the_models_name() -> None:
-    trained = making.trained(making.vit())
+    trained = model_factory.build_trained(model_factory.build_vit())
     assert require_preprocess(trained) == trained.preprocess
     bare = dataclasses.replace(trained, preprocess=None)
     with pytest.raises(UsageError, match=r"^cats does not say how images must be prepared.* --preprocess imagenet"):
@@ -33,16 +39,16 @@ def test_probabilities_are_a_softmax_or_one_sigmoid_a_class(temperature: float) 
 
 def test_nan_and_infinity_are_named(tmp_path: Path) -> None:
     for value in (float("nan"), float("inf")):
-        model = making.vit()
+        model = model_factory.build_vit()
         with torch.no_grad():
             model.blocks[1].mlp.fc1.weight[3, 4] = value
-        save(making.trained(model), tmp_path / "model.safetensors", overwrite=True)
+        save(model_factory.build_trained(model), tmp_path / "model.safetensors", overwrite=True)
         with pytest.raises(ModelError, match=r"NaN or infinity in the weights of 'blocks\.1\.mlp\.fc1\.weight'"):
             load(tmp_path / "model.safetensors")
 
 
 def test_a_trained_model_whose_parts_do_not_fit_is_refused() -> None:
-    whole = making.trained(making.vit())
+    whole = model_factory.build_trained(model_factory.build_vit())
     with pytest.raises(UsageError, match="2 labels given for a head of 7"):
         dataclasses.replace(whole, labels=("a", "b"))
 
@@ -50,7 +56,7 @@ def test_a_trained_model_whose_parts_do_not_fit_is_refused() -> None:
 def test_a_temperature_that_is_none_is_refused() -> None:
     for wrong in (0.0, -1.0, math.inf, math.nan):
         with pytest.raises(UsageError, match=r"temperature is .* it must be from 0.001 to 1000"):
-            making.trained(making.vit(), temperature=wrong)
+            model_factory.build_trained(model_factory.build_vit(), temperature=wrong)
 
 
 @pytest.mark.parametrize(
@@ -58,4 +64,22 @@ def test_a_temperature_that_is_none_is_refused() -> None:
 )
 def test_ranges_that_cannot_be_are_refused(ranges: tuple[float, ...]) -> None:
     with pytest.raises(UsageError, match="range"):
-        making.trained(making.vit(), activation_ranges=ranges)
+        model_factory.build_trained(model_factory.build_vit(), activation_ranges=ranges)
+
+
+def test_imagenets_labels_are_those_of_its_classes_in_order() -> None:
+    labels = list_imagenet1k_labels()
+    assert labels == resolve_labels("imagenet1k") == tuple(entry.name for entry in load_imagenet1k_classes())
+    assert (len(labels), labels[0]) == (1000, "tench, Tinca tinca")
+    assert load_imagenet1k_classes()[0].wordnet_id == "n01440764"
+
+
+def test_a_text_file_has_a_label_on_each_line(tmp_path: Path) -> None:
+    path = tmp_path / "labels.txt"
+    path.write_text("K\u00e4fer\nbee\n", encoding="utf-8")
+    assert resolve_labels(str(path)) == ("K\u00e4fer", "bee")
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="is not UTF-8 text"):
+        resolve_labels(str(path))
+    with pytest.raises(UsageError, match="neither 'imagenet1k' nor a text file"):
+        resolve_labels(str(tmp_path / "missing.txt"))

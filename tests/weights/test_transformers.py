@@ -25,8 +25,8 @@ from transformers import (
     ViTModel,
 )
 
-from tests import making
-from tests.making import VARIANTS
+from tests import model_factory
+from tests.model_factory import VARIANTS
 from vitrail import Classifier
 from vitrail.config import PreprocessConfig
 from vitrail.data.decode import decode
@@ -153,7 +153,7 @@ def test_a_pooler_beside_a_classifier_is_left_out_and_said(tmp_path: Path) -> No
 def test_a_crop_is_taken_where_transformers_takes_it(tmp_path: Path) -> None:
     """Short side 40, crop 33: the corner falls on 3.5, which rounds to 4 here and to 3 there."""
     preprocess = PreprocessConfig(size=(33, 33), resize=(40,), interpolation="bilinear", crop_rounding="down")
-    ours = making.trained(making.vit(patch=11, image_size=(33, 33)), preprocess=preprocess)
+    ours = model_factory.build_trained(model_factory.build_vit(patch=11, image_size=(33, 33)), preprocess=preprocess)
     save(ours, tmp_path / "model", "transformers")
     assert load(tmp_path / "model").preprocess == preprocess
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 47, 3), dtype=np.uint8))
@@ -169,11 +169,11 @@ HELD = ("plain", "erf", "no-bias", "headless", "hidden-headless", "no-positions"
 
 @pytest.mark.parametrize("kind", HELD)
 def test_what_we_write_transformers_computes_alike(kind: str, tmp_path: Path) -> None:
-    ours = making.trained(making.vit(**VARIANTS[kind]))
+    ours = model_factory.build_trained(model_factory.build_vit(**VARIANTS[kind]))
     save(ours, tmp_path / "model", "transformers")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     model = getattr(transformers, config["architectures"][0]).from_pretrained(tmp_path / "model").eval()
-    images = making.images(ours.model.config)
+    images = model_factory.draw_images(ours.model.config)
     with torch.no_grad():
         out, expected = model(images), ours.model(images)
     result = out.logits if hasattr(out, "logits") else out.pooler_output if kind == "hidden-headless" else out[0][:, 0]
@@ -188,14 +188,14 @@ def test_what_we_write_transformers_computes_alike(kind: str, tmp_path: Path) ->
 @pytest.mark.parametrize("kind", sorted(VARIANTS.keys() - set(HELD)))
 def test_what_transformers_cannot_hold_is_refused_and_nothing_is_written(kind: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"the transformers format cannot hold this model|no place for"):
-        save(making.trained(making.vit(**VARIANTS[kind])), tmp_path / "model", "transformers")
+        save(model_factory.build_trained(model_factory.build_vit(**VARIANTS[kind])), tmp_path / "model", "transformers")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("resize", [(32, 32), (40,), (40, 44)])
 def test_transformers_pipeline_reads_what_we_write_and_answers_alike(resize: tuple[int, ...], tmp_path: Path) -> None:
     """A photograph-like image, larger than the crop, through their whole pipeline and ours."""
-    ours = making.trained(making.vit(gelu="erf"))
+    ours = model_factory.build_trained(model_factory.build_vit(gelu="erf"))
     assert ours.preprocess is not None
     preprocess = type(ours.preprocess)(
         size=(32, 32), resize=resize, interpolation="bilinear", mean=(0.4,) * 3, std=(0.3,) * 3
@@ -259,4 +259,4 @@ def test_a_bare_file_asks_for_its_folder_and_a_file_name_for_a_folder(tmp_path: 
     with pytest.raises(ModelError, match=r"without its config\.json; give the folder"):
         load(tmp_path / "model" / "model.safetensors")
     with pytest.raises(UsageError, match="a transformers model is a folder"):
-        save(making.trained(making.vit()), tmp_path / "model.safetensors", "transformers")
+        save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "model.safetensors", "transformers")

@@ -8,12 +8,13 @@ arguments were parsed, so `--help` and mistakes are answered at once.
 import difflib
 import errno
 import importlib
+import itertools
 import os
 import re
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from vitrail.errors import INTERRUPTED_EXIT_CODE, OUT_OF_SPACE_EXIT_CODE, UsageError, VitrailError
@@ -27,61 +28,158 @@ class Command(NamedTuple):
     """MODULE.FUNCTION below vitrail.cli; the function takes the parsed arguments."""
     arguments: str
     """MODULE.CLASS below vitrail.cli.arguments."""
+    example: str
 
 
-COMMANDS = {
-    "convert": Command(
-        "write a model in another format, or adapt it to another task", "convert.run", "models.ConvertArguments"
-    ),
-    "data check": Command(
-        "find bad files, duplicates and leaks in a dataset", "data.check_dataset", "data.CheckArguments"
-    ),
-    "data get": Command("download a public dataset by name", "data.get_dataset", "data.GetArguments"),
-    "data list": Command(
-        "show the public datasets, and those downloaded", "data.list_datasets", "data.ListDatasetsArguments"
-    ),
-    "data pack": Command("write a dataset as tar shards with an index", "data.pack_dataset", "data.PackArguments"),
-    "data remove": Command("delete a downloaded dataset", "data.remove_dataset", "data.RemoveArguments"),
-    "demo": Command("train a small model to read digits, here and now", "demo.run", "training.DemoArguments"),
-    "evaluate": Command(
-        "measure the accuracy of models, its uncertainty and their mistakes",
-        "evaluate.run",
-        "evaluation.EvaluateArguments",
-    ),
-    "figures": Command(
-        "draw what a model has learned and what it attends to", "figures.run", "evaluation.FiguresArguments"
-    ),
-    "finetune": Command("fine-tune a trained model on your own images", "finetune.run", "training.FinetuneArguments"),
-    "info": Command("show a model's architecture, cost, preprocessing and origin", "info.run", "models.InfoArguments"),
-    "list": Command("show the presets and the formats, or the recipes", "list.run", "models.ListArguments"),
-    "plan": Command("estimate the cost of a run before it starts", "plan.run", "training.PlanArguments"),
-    "probe": Command(
-        "measure a model's features by few-shot, kNN and linear classifiers",
-        "probe.run",
-        "evaluation.ProbeArguments",
-    ),
-    "predict": Command("label images, one row for each", "predict.run", "evaluation.PredictArguments"),
-    "push": Command("upload a model to the Hugging Face Hub, with its model card", "push.run", "models.PushArguments"),
-    "report": Command(
-        "write a run as one HTML file to read, print or send", "report.run", "evaluation.ReportArguments"
-    ),
-    "serve": Command(
-        "serve models over HTTP, with a page that shows their attention", "serve.run", "models.ServeArguments"
-    ),
-    "study ablate": Command(
-        "train variants of a recipe, and compare them on val", "study.run_ablation", "studies.AblateArguments"
-    ),
-    "study sweep": Command(
-        "transfer a model to a dataset as the paper did: learning rate chosen on val, then test",
-        "study.run_sweep",
-        "studies.SweepArguments",
-    ),
-    "study table": Command(
-        "print finished studies beside the paper's headline table", "study.print_table", "studies.TableArguments"
-    ),
-    "study vtab": Command("fine-tune a model on the 19 tasks of VTAB-1k", "study.run_vtab", "studies.VtabArguments"),
-    "train": Command("train a model from random weights by a named recipe", "train.run", "training.TrainArguments"),
+COMMAND_GROUPS = {
+    "start here": {
+        "demo": Command(
+            "train a small model to read digits, in two minutes", "demo.run", "training.DemoArguments", "vitrail demo"
+        ),
+        "finetune": Command(
+            "fine-tune a pretrained model on your own images",
+            "finetune.run",
+            "training.FinetuneArguments",
+            "vitrail finetune photos --model hf:google/vit-base-patch16-224 --minutes 10",
+        ),
+        "predict": Command(
+            "classify images, or write their features or attention maps",
+            "predict.run",
+            "evaluation.PredictArguments",
+            "vitrail predict runs/finetune holiday/*.jpg --top 3",
+        ),
+        "serve": Command(
+            "serve models over HTTP, with a web page to try them",
+            "serve.run",
+            "models.ServeArguments",
+            "vitrail serve runs/finetune --port 8080",
+        ),
+        "report": Command(
+            "write a run as one HTML page to read, print or send",
+            "report.run",
+            "evaluation.ReportArguments",
+            "vitrail report runs/finetune --out report.html",
+        ),
+    },
+    "train and measure": {
+        "train": Command(
+            "train a model from random weights",
+            "train.run",
+            "training.TrainArguments",
+            "vitrail train cifar10 --data cifar10 --epochs 50 --out runs/cifar10",
+        ),
+        "plan": Command(
+            "estimate the time, memory and cost of a training run",
+            "plan.run",
+            "training.PlanArguments",
+            "vitrail plan vit-b16-imagenet --gpu h100 --gpus 8",
+        ),
+        "evaluate": Command(
+            "measure accuracy and calibration, and list the mistakes",
+            "evaluate.run",
+            "evaluation.EvaluateArguments",
+            "vitrail evaluate runs/finetune photos --against runs/finetune-2",
+        ),
+        "probe": Command(
+            "measure features by few-shot, kNN and linear classifiers",
+            "probe.run",
+            "evaluation.ProbeArguments",
+            "vitrail probe hf:google/vit-base-patch16-224 photos --methods few-shot knn",
+        ),
+        "figures": Command(
+            "draw attention maps and the paper's figures of a model",
+            "figures.run",
+            "evaluation.FiguresArguments",
+            "vitrail figures runs/finetune holiday/*.jpg --out figures",
+        ),
+    },
+    "models and formats": {
+        "list": Command(
+            "list the model presets and weight formats, or the recipes",
+            "list.run",
+            "models.ListArguments",
+            "vitrail list recipes",
+        ),
+        "info": Command(
+            "show a model's architecture, size, preprocessing and origin",
+            "info.run",
+            "models.InfoArguments",
+            "vitrail info hf:google/vit-base-patch16-224",
+        ),
+        "recipe show": Command(
+            "print a recipe as a TOML file to edit and train with",
+            "recipe.show_recipe",
+            "models.ShowRecipeArguments",
+            "vitrail recipe show cifar10 > my.toml",
+        ),
+        "convert": Command(
+            "convert a model to another format, resolution or patch size",
+            "convert.run",
+            "models.ConvertArguments",
+            "vitrail convert runs/finetune model.onnx --to onnx",
+        ),
+        "push": Command(
+            "upload a model and its model card to the Hugging Face Hub",
+            "push.run",
+            "models.PushArguments",
+            "vitrail push runs/finetune hf:you/my-photos --private",
+        ),
+    },
+    "data": {
+        "data list": Command(
+            "list the public datasets, and those downloaded",
+            "data.list_datasets",
+            "data.ListDatasetsArguments",
+            "vitrail data list",
+        ),
+        "data get": Command(
+            "download a public dataset", "data.get_dataset", "data.GetArguments", "vitrail data get cifar10"
+        ),
+        "data check": Command(
+            "find bad files, duplicates and leaks between splits",
+            "data.check_dataset",
+            "data.CheckArguments",
+            "vitrail data check photos --out data_report.json",
+        ),
+        "data pack": Command(
+            "pack a dataset into tar shards (WebDataset)",
+            "data.pack_dataset",
+            "data.PackArguments",
+            "vitrail data pack photos photos-shards",
+        ),
+        "data remove": Command(
+            "delete a downloaded dataset", "data.remove_dataset", "data.RemoveArguments", "vitrail data remove cifar10"
+        ),
+    },
+    "studies": {
+        "study sweep": Command(
+            "choose the learning rate on val, then measure on test",
+            "study.run_sweep",
+            "studies.SweepArguments",
+            "vitrail study sweep cifar10 --model hf:google/vit-base-patch16-224-in21k",
+        ),
+        "study ablate": Command(
+            "train variants of a recipe, and compare them on val",
+            "study.run_ablation",
+            "studies.AblateArguments",
+            "vitrail study ablate digits --data digits --variants positions=none depth=6",
+        ),
+        "study vtab": Command(
+            "fine-tune a model on the 19 tasks of VTAB-1k",
+            "study.run_vtab",
+            "studies.VtabArguments",
+            "vitrail study vtab hf:google/vit-base-patch16-224-in21k --data-root vtab",
+        ),
+        "study table": Command(
+            "print finished studies beside the paper's main table",
+            "study.print_table",
+            "studies.TableArguments",
+            "vitrail study table runs/sweep-cifar10 --csv table.csv",
+        ),
+    },
 }
+"""The commands, in the order of `vitrail --help`."""
+COMMANDS = {verb: command for commands in COMMAND_GROUPS.values() for verb, command in commands.items()}
 start_time = time.monotonic()
 """When `main` was called, by time.monotonic(): time limits count from here, before torch is imported."""
 
@@ -118,7 +216,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run_command(arguments: Sequence[str]) -> None:
     if not arguments:
-        raise UsageError(f"name a command: {', '.join(COMMANDS)}. `vitrail --help` explains them")
+        raise UsageError(
+            f"name a command, such as {', '.join(COMMAND_GROUPS['start here'])}. `vitrail --help` lists all"
+        )
     verb, *rest = arguments
     if rest and f"{verb} {rest[0]}" in COMMANDS:
         verb, rest = f"{verb} {rest[0]}", rest[1:]
@@ -126,27 +226,28 @@ def _run_command(arguments: Sequence[str]) -> None:
     if verb in COMMANDS:
         _run_verb(verb, rest)
     elif verb in ("-h", "--help", "help"):
-        print(_format_help(COMMANDS))
+        print(_import_attribute("vitrail.cli", "overview.format_overview")(COMMAND_GROUPS))
     elif verb == "--version":
         print(f"vitrail {importlib.import_module('vitrail').__version__}")
     elif subcommands and not rest:
-        raise UsageError(f"name a command: {', '.join(subcommands)}. `vitrail {verb} --help` explains them")
+        raise UsageError(f"name a command: {', '.join(subcommands)}. `vitrail {verb} --help` says more")
     elif subcommands and rest[0] in ("-h", "--help"):
-        print(_format_help(subcommands))
+        print(_import_attribute("vitrail.cli", "overview.format_subcommands")(verb, subcommands))
     else:
         requested = " ".join([verb, *rest[:1]]) if subcommands else verb
         close = difflib.get_close_matches(requested, COMMANDS, n=1)
-        suggestion = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}."
-        raise UsageError(f"no command {requested}; {suggestion} `vitrail --help` explains them")
+        suggestion = f"did you mean {close[0]}? " if close else ""
+        raise UsageError(f"no command {requested}; {suggestion}`vitrail --help` lists all")
 
 
 def _run_verb(verb: str, rest: Sequence[str]) -> None:
-    """Parse the arguments, then import the body and call it."""
-    if os.environ.get("NO_COLOR"):
-        os.environ["TERM"] = "dumb"  # the one switch that tyro knows
-    parsing = importlib.import_module("vitrail.cli.parsing")
+    """Parse the arguments, then import the body and call it; or print the help."""
     command = COMMANDS[verb]
-    arguments = parsing.parse_arguments(verb, _import_attribute("vitrail.cli.arguments", command.arguments), rest)
+    signature = _import_attribute("vitrail.cli.arguments", command.arguments)
+    if {"-h", "--help"} & set(itertools.takewhile(lambda argument: argument != "--", rest)):
+        print(_import_attribute("vitrail.cli", "help.format_command_help")(verb, command, signature))
+        return
+    arguments = importlib.import_module("vitrail.cli.parsing").parse_arguments(verb, signature, rest)
     if getattr(arguments, "minutes", None) is not None:  # threads that spin for each other waste a busy machine's time
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it once, when the body imports it
     _import_attribute("vitrail.cli", command.body)(arguments)
@@ -155,9 +256,3 @@ def _run_verb(verb: str, rest: Sequence[str]) -> None:
 def _import_attribute(package: str, name: str) -> Any:
     module, _, attribute = name.partition(".")
     return getattr(importlib.import_module(f"{package}.{module}"), attribute)
-
-
-def _format_help(commands: Mapping[str, Command]) -> str:
-    lines = [f"  {verb:13}{command.summary}" for verb, command in commands.items()]
-    head = ["usage: vitrail VERB ...", "", "Vision Transformers, whole.", ""]
-    return "\n".join([*head, *lines, "", "`vitrail VERB --help` shows its options."])

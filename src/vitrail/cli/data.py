@@ -55,7 +55,7 @@ def check_dataset(arguments: CheckArguments) -> None:
     if bad and not arguments.skip_bad:
         raise DataError(
             f"{pluralize(bad, 'bad image')} in {data}, named in {out}. Repair, remove or leave out:"
-            f" vitrail data pack {data} OUT --leave-out {out} (--skip-bad exits with 0 all the same)"
+            f" vitrail data pack {data} OUT --leave-out {out} (--skip-bad exits with 0 anyway)"
         )
 
 
@@ -97,7 +97,7 @@ def _format_report(report: dict[str, Any]) -> Rows:
     for note in report["notes"]:
         yield "note", note
     cached, headers = report["from_earlier_check"], report["headers_only"]
-    earlier = f", {format_count(cached)} of them before" if cached else ""
+    earlier = f", {format_count(cached)} of them in an earlier check" if cached else ""
     more = f"; of {format_count(headers)} more only the header" if headers else ""
     yield "decoded", f"{format_count(report['decoded'])}{earlier}{more}"
     yield from _format_classes(report)
@@ -139,11 +139,10 @@ def _format_duplicates(report: dict[str, Any]) -> Rows:
     duplicates = report["duplicates"]
     exact, near = pluralize(duplicates["exact"], "group"), pluralize(duplicates["near"], "group")
     compared = _format_part(duplicates["compared"], duplicates["total"], "image")
-    verb = "looks" if duplicates["near"] == 1 else "look"
-    yield "duplicates", f"{exact} of equal files, {near} that {verb} the same; compared {compared}"
+    yield "duplicates", f"{exact} of identical files, {near} of near-duplicates; compared {compared}"
     if duplicates["across_splits"]:
         groups = pluralize(duplicates["across_splits"], "group")
-        yield "warning", f"{groups} of these across splits: results look too good"
+        yield "warning", f"{groups} of these across splits: results will look too good"
         across = [group for group in duplicates["groups"] if len({image["split"] for image in group["images"]}) > 1]
         yield from _list_first_lines(
             [f"{group['kind']}: {', '.join(map(_format_image, group['images'][:4]))}" for group in across]
@@ -159,8 +158,8 @@ def _format_duplicates(report: dict[str, Any]) -> Rows:
 
 def _format_against(against: dict[str, Any]) -> Rows:
     matches = against["matches"]
-    images = f"{pluralize(len(matches), 'image')} {'shows' if len(matches) == 1 else 'show'}"
-    shown = f"{images} what one of its {_format_part(against['compared'], against['total'])} shows"
+    images = f"{pluralize(len(matches), 'image')} {'matches' if len(matches) == 1 else 'match'}"
+    shown = f"{images} one of its {_format_part(against['compared'], against['total'])}"
     compared = _format_part(against["searched"], against["searched_total"], "image")
     yield "against", f"{against['data']}: {shown}; compared {compared}"
     if missing := against["searched_total"] - against["searched"]:

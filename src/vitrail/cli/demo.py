@@ -2,13 +2,12 @@
 
 from vitrail.cli import output, training_output
 from vitrail.cli.arguments.training import DemoArguments
-from vitrail.train.demo import run_demo
+from vitrail.training.pretrain import run_demo
 
 
 def run(arguments: DemoArguments) -> None:
     """Train on the digits, and print the result beside that of the nearest neighbor."""
-    folder = None if arguments.out is None else str(arguments.out)
-    result = run_demo(folder, resume=arguments.resume, callbacks=training_output.make_callbacks())
+    result = run_demo(arguments.out, resume=arguments.resume, callbacks=training_output.make_callbacks())
     counts, nearest = result.counts, result.nearest_neighbor
     if arguments.output.json:
         facts = {"images": counts.images, "right": counts.correct, "nearest_neighbor": nearest}

@@ -6,27 +6,15 @@ from typing import Any
 from vitrail import cli
 from vitrail.cli import output, training_output
 from vitrail.cli.arguments.training import FinetuneArguments
-from vitrail.cli.processes import silence_other_ranks
-from vitrail.train.finetune import FinetuneOptions, check_initial_model, finetune, plan_finetuning
-from vitrail.train.run_execution import join_run_processes
-from vitrail.train.run_results import summarize_result
+from vitrail.runtime.distributed import silence_other_ranks
+from vitrail.training.finetune import FinetuneOptions, check_initial_model, finetune, plan_finetuning
+from vitrail.training.run_execution import join_run_processes
+from vitrail.training.run_results import summarize_result
 
 
 def run(arguments: FinetuneArguments) -> None:
     """Fine-tune, once or with several seeds, and print the results."""
-    options = FinetuneOptions(
-        recipe=arguments.recipe,
-        overrides=training_output.build_overrides(arguments.overrides),
-        image_size=arguments.image_size,
-        minutes=arguments.minutes,
-        replan=arguments.replan,
-        trainable_layers=arguments.layers,
-        keep_head=arguments.keep_head,
-        from_scratch=arguments.from_scratch,
-        preprocess=arguments.preprocess,
-        number_of_runs=arguments.number_of_runs,
-        run=training_output.build_run_options(arguments.run, arguments.compute, arguments.learning),
-    )
+    options = training_output.build_command_options(FinetuneOptions, arguments)
     with silence_other_ranks():
         if arguments.run.dry_run:
             _print_dry_run(arguments, options)

@@ -111,7 +111,12 @@ def _format_rows(
         ("parameters", format_count(facts["parameters"])),
         ("multiply-adds", f"{multiply_adds} per image ({flops}FLOPs)"),
         ("preprocess", _format_preprocess(preprocess)),
-        ("labels", "unnamed" if labels is None else f"{len(labels)}: {'; '.join(labels[:3])}; ..."),
+        (
+            "labels",
+            "unnamed"
+            if labels is None
+            else f"{len(labels)}: {'; '.join(labels[:3])}{'; ...' if len(labels) > 3 else ''}",
+        ),
     ]
 
 

@@ -9,7 +9,7 @@ from vitrail.config import BiTConfig, Recipe, to_json
 from vitrail.data import public_datasets
 from vitrail.formatting import format_count, format_duration, format_giga
 from vitrail.model import cost
-from vitrail.train.plan import H200_FLOPS, count_recipe_flops
+from vitrail.training.plan import H200_FLOPS, count_recipe_flops
 from vitrail.weights.formats import WeightsFormat
 
 
@@ -26,7 +26,7 @@ def _print_models(*, as_json: bool) -> None:
     if as_json:
         output.print_json({"models": models, "formats": list(get_args(WeightsFormat))})
         return
-    print("Presets, at 224 x 224 with 1000 classes (any patch side may be written: b20 takes images of 220 x 220):\n")
+    print("Presets, at 224 x 224 with 1000 classes (any patch size works: b20 takes images of 220 x 220):\n")
     header = ("name", "parameters", "multiply-adds", "description")
     rows = [
         (

@@ -1,24 +1,41 @@
 """The options that several commands share, each written once: groups as dataclasses, single ones as types.
 
-`vitrail VERB --help` reads these classes, so nothing here imports torch. A field's docstring is its help text; the name
-of the group's field in a command is the title of its box.
+`vitrail VERB --help` reads these classes, so nothing here imports torch. A field's docstring is its help text, and
+`Group` the heading under which it stands; the groups stand in the order in which a command first names them.
 """
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from tyro.conf import Positional, arg
 
+
+class Group(NamedTuple):
+    """The heading of an option, or of a dataclass of options, in `--help`."""
+
+    title: str
+
+
+class FileSuffixes(NamedTuple):
+    """The suffixes of the files that an option takes beside its choices."""
+
+    suffixes: tuple[str, ...]
+
+
+COMMON = Group("options")
+RECIPE, MODEL, DATA, RUN_FOLDER, COMPUTE = map(Group, ("recipe", "model", "data", "run folder", "compute"))
+
 PreprocessName = Literal["imagenet", "inception", "torchvision"]
-Tracker = Literal["tensorboard"]
+Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
 _MODEL_FORMS = "A file or folder of any known format, hf:ORG/NAME[@REVISION], timm:NAME"
 _DATA_FORMS = "A folder, a .csv or .jsonl, shards, a downloaded dataset, digits, or hf:ORG/NAME"
 
 Model = Annotated[str, Positional, arg(metavar="MODEL", help=f"{_MODEL_FORMS}, or a preset such as b16.")]
 Data = Annotated[str, Positional, arg(metavar="DATA", help=f"{_DATA_FORMS}.")]
-Recipe = Annotated[str, Positional, arg(metavar="RECIPE", help="A recipe that `vitrail list recipes` shows.")]
+_RECIPE_FORMS = "A recipe that `vitrail list recipes` shows, or a .toml or .json file"
+Recipe = Annotated[str, Positional, arg(metavar="RECIPE", help=f"{_RECIPE_FORMS}.")]
 PretrainedModel = Annotated[str, Positional, arg(metavar="MODEL", help=f"{_MODEL_FORMS}.")]
 DataOption = Annotated[str, arg(metavar="DATA", help=f"{_DATA_FORMS}.")]
 ModelOption = Annotated[str, arg(metavar="MODEL", help=f"{_MODEL_FORMS}.")]
@@ -29,10 +46,10 @@ OptionalDecimal = Annotated[float | None, arg(metavar="N")]
 OptionalFile = Annotated[Path | None, arg(metavar="FILE")]
 OptionalFolder = Annotated[str | None, arg(metavar="FOLDER")]
 ImageSize = Annotated[tuple[int, ...] | None, arg(metavar="HEIGHT [WIDTH]")]
-Device = Annotated[str | None, arg(help="cpu, cuda or mps. Omitted: the best device available.")]
+Device = Annotated[str | None, arg(metavar="DEVICE", help="cpu, cuda or mps. Default: the best device available.")]
 Workers = Annotated[
     int | None,
-    arg(metavar="N", help="Processes that decode and prepare images. Omitted: one per core, less one."),
+    arg(metavar="N", help="Processes that decode and augment images. Default: the number of cores minus one."),
 ]
 Settings = Annotated[tuple[str, ...], arg(name="set", metavar="NAME=VALUE...")]
 NumberOfRuns = Annotated[int, arg(name="runs", metavar="N")]
@@ -49,8 +66,7 @@ class OutputOptions:
     """Print the result as JSON."""
 
 
-Output = Annotated[OutputOptions, arg(name="")]
-"""Without a box of its own."""
+Output = Annotated[OutputOptions, COMMON]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,34 +83,34 @@ class InferenceOptions:
 class TrainingComputeOptions:
     """How and where the run is computed."""
 
-    seed: int = 0
-    """Seed of initial weights, order, augmentation and dropout."""
+    seed: Number = 0
+    """Random seed of the initial weights, the order of images, augmentation and dropout."""
     device: Device = None
     workers: Workers = None
     micro_batches: Number = 1
-    """Parts in which a step is computed, where all of it does not fit in memory."""
+    """Micro-batches per step (gradient accumulation), if a batch does not fit in memory."""
     recompute: bool = False
     """Recompute activations in the backward pass instead of keeping them: less memory, a third slower."""
     shard: bool = False
     """Shard the model over the processes that torchrun starts, instead of copying it to each (FSDP)."""
     deterministic: bool = False
-    """Make a GPU compute the same bits in every run; somewhat slower."""
-    verify_every: Annotated[int, arg(metavar="STEPS")] = 0
-    """Compute one in so many steps twice, and stop if the two results differ; 0 for never."""
+    """Use deterministic GPU kernels, so that a repeated run gives the same bits; somewhat slower."""
+    verify_every: Annotated[int, arg(metavar="N")] = 0
+    """Compute every Nth step twice, and stop if the results differ; 0 for never."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
     """Values that replace the recipe's."""
 
-    epochs: OptionalDecimal = None
-    """Passes over the training images. Omitted: the recipe's."""
+    epochs: Annotated[OptionalDecimal, COMMON] = None
+    """Passes over the training images. Default: the recipe's."""
     batch: OptionalNumber = None
-    """Images per step, over all GPUs. Omitted: the recipe's."""
+    """Images per step, over all GPUs. Default: the recipe's."""
     lr: Annotated[float | None, arg(metavar="RATE")] = None
-    """Peak learning rate. Omitted: the recipe's."""
+    """Peak learning rate. Default: the recipe's."""
     warmup: Annotated[int | None, arg(metavar="STEPS")] = None
-    """Warm-up steps. Omitted: the recipe's, or fewer for a shorter run or a smaller dataset."""
+    """Warm-up steps. Default: the recipe's, or fewer for a shorter run or a smaller dataset."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,29 +118,32 @@ class DataOptions:
     """What is learned from the data."""
 
     balanced: bool = False
-    """Weight every class alike, however many images it has (logit adjustment)."""
+    """Give every class the same weight, however many images it has (logit adjustment)."""
     strict: bool = False
-    """Refuse unreadable images and empty class folders. Omitted: up to a tenth of the images are left out."""
+    """Refuse unreadable images and empty class folders. By default, up to a tenth of the images may be unreadable and
+    are left out."""
     train_on_val: bool = False
-    """Train on the validation images too, once all choices are made; the last weights are kept then."""
+    """Train on the validation images too, once all choices are made; then the last weights are kept."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFolderOptions:
     """Where the run is written."""
 
-    out: OptionalFolder = None
-    """The run folder; runs/VERB, runs/VERB-2, ... by default. s3://bucket/NAME: runs/NAME, uploaded."""
-    resume: bool = False
-    """Resume an interrupted run from its newest complete checkpoint: the same command again."""
+    out: Annotated[OptionalFolder, COMMON] = None
+    """The run folder. Default: a new one, runs/COMMAND, runs/COMMAND-2, ... With s3://BUCKET/NAME, runs/NAME is
+    uploaded there."""
+    resume: Annotated[bool, COMMON] = False
+    """Resume an interrupted run from its newest complete checkpoint: repeat its command with this option."""
     overwrite: bool = False
-    """Replace the run of that name."""
+    """Replace an existing run folder."""
     save_every: Annotated[float, arg(metavar="MINUTES")] = 10
-    """How often a checkpoint is written to the run folder, in the background."""
+    """How often to write a checkpoint to the run folder, in the background."""
     track: Tracker | None = None
-    """Log the numbers of every step to TensorBoard too (extra `track`), in the run folder."""
-    dry_run: bool = False
-    """Show the configuration, the estimated cost and the first batch; train nothing."""
+    """Also log every step to TensorBoard in the run folder (extra `track`), or to W&B or MLflow (extras `wandb`,
+    `mlflow`), which send the numbers and config.json to the server they are configured for."""
+    dry_run: Annotated[bool, COMMON] = False
+    """Show the configuration, estimated time and memory, and the first batch; train nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,13 +151,13 @@ class TransferOptions:
     """How each run of a study is fine-tuned."""
 
     steps: OptionalNumber = None
-    """Steps of each run. Omitted: the paper's. A shorter run has a shorter warm-up."""
+    """Steps of each run. Default: the paper's. A shorter run has a shorter warm-up."""
     batch: OptionalNumber = None
-    """Images per step. Omitted: 512."""
+    """Images per step. Default: 512."""
     image_size: Annotated[int | None, arg(metavar="SIDE")] = None
-    """Resolution. Omitted: 384."""
+    """Resolution. Default: 384."""
     settings: Settings = ()
-    """Other settings that replace the recipe's: optimizer, weight_decay, decay, dropout, mixup and others."""
+    """Other settings of the recipe to change: optimizer, weight_decay, decay, dropout, mixup and others."""
     preprocess: Preprocess = None
 
 
@@ -146,15 +165,15 @@ class TransferOptions:
 class StudyOptions:
     """How the runs of a study are computed. An interrupted study continues when the command is repeated."""
 
-    number_of_runs: NumberOfRuns = 3
-    """Runs with different seeds, for the mean and the standard deviation."""
-    out: Annotated[Path | None, arg(metavar="FOLDER")] = None
-    """The study folder; runs/VERB-..., named after the arguments, by default."""
-    seed: int = 0
-    """The first seed."""
-    device: str | None = None
-    """cpu, cuda:1 or the like. Omitted: all GPUs; each computes one run at a time."""
+    number_of_runs: Annotated[NumberOfRuns, COMMON] = 3
+    """Runs with different seeds, for the mean and standard deviation."""
+    out: Annotated[Path | None, COMMON, arg(metavar="FOLDER")] = None
+    """The study folder. Default: one below runs/, named after the arguments."""
+    seed: Number = 0
+    """Random seed of the first run."""
+    device: Annotated[str | None, arg(metavar="DEVICE")] = None
+    """cpu, cuda:1 or the like. Default: all GPUs; each computes one run at a time."""
     workers: OptionalNumber = None
-    """Processes of each run that prepare images. Omitted: the cores are shared out."""
+    """Processes of each run that decode images. Default: the cores, divided among the runs."""
     micro_batches: Number = 1
-    """Parts in which a step is computed, where all of it does not fit in memory."""
+    """Micro-batches per step (gradient accumulation), if a batch does not fit in memory."""

@@ -1,4 +1,7 @@
-"""Print results: aligned text for people, JSON for programs; and show the progress of a long command."""
+"""Print results: aligned text for people, JSON for programs; and show the progress of a long command.
+
+Nothing here imports torch: commands that print tables need none.
+"""
 
 import contextlib
 import json
@@ -7,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from vitrail.api.progress import show_terminal_bar
 from vitrail.formatting import strip_control_characters
 
 _SECONDS_BETWEEN_LINES = 15.0
@@ -42,23 +46,7 @@ def show_progress(title: str, *, of_bytes: bool = False) -> Iterator[Callable[..
     if not sys.stderr.isatty():
         yield _make_line_reporter(title)
         return
-    from rich.console import Console  # slow to import, and only for a terminal
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn() if of_bytes else MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[detail]}"),
-    )
-    # stdout stays itself: rows that a command prints meanwhile are for a file or a pipe, not for the bar's terminal
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=False) as bar:
-        task = bar.add_task(title, total=None, detail="")
-
-        def update(done: int, total: int, detail: str = "") -> None:
-            bar.update(task, completed=done, total=total or None, detail=detail)
-
+    with show_terminal_bar(title, of_bytes=of_bytes) as update:
         yield update
 
 

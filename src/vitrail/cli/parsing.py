@@ -4,17 +4,17 @@ tyro parses, but reports a mistake as a box of several lines; the usual mistakes
 """
 
 import contextlib
-import dataclasses
 import difflib
 import io
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import tyro
 
+from vitrail.cli.signature import Option, list_options
 from vitrail.errors import ArgumentError
 
 OLD_SPELLINGS = {  # accepted for one release and shown nowhere: an option, or an option and its value
@@ -27,41 +27,27 @@ OLD_SPELLINGS = {  # accepted for one release and shown nowhere: an option, or a
 Arguments = TypeVar("Arguments")
 
 
-class _Option(NamedTuple):
-    """An option and the values it takes."""
-
-    name: str
-    value_types: tuple[Any, ...]
-    takes_several: bool
-
-    @property
-    def choices(self) -> list[str]:
-        literals = [type_ for type_ in self.value_types if typing.get_origin(type_) is typing.Literal]
-        return [str(choice) for literal in literals for choice in typing.get_args(literal)]
-
-
 def parse_arguments(command: str, signature: type[Arguments], arguments: Sequence[str]) -> Arguments:
     """Parse the arguments into the command's dataclass; refuse mistakes in one line."""
-    if not {"-h", "--help"} & set(arguments):
-        options = {option.name: option for option in _list_options(signature)}
-        arguments = replace_old_spellings(options, arguments)
-        _check_options(command, options, arguments)
+    all_options = list(list_options(signature))
+    options = {option.name: option for option in all_options if not option.is_positional}
+    arguments = replace_old_spellings(options, arguments)
+    _check_options(command, options, arguments)
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
             return tyro.cli(
                 signature,
                 prog=f"vitrail {command}",
-                args=arguments,
+                args=_join_repeated_options(options, arguments),
                 config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitArgPrefixes),
             )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise ArgumentError(command, _condense_tyro_error(command, box.getvalue())) from None
+    except SystemExit:
+        required = [option for option in all_options if option.is_required]
+        raise ArgumentError(command, _condense_tyro_error(command, required, box.getvalue())) from None
 
 
-def replace_old_spellings(options: Mapping[str, Any], arguments: Sequence[str]) -> list[str]:
+def replace_old_spellings(options: Mapping[str, Option], arguments: Sequence[str]) -> list[str]:
     """Replace the old names of options, and old values that their option does not take any more."""
     replaced: list[str] = []
     option = ""
@@ -79,28 +65,12 @@ def replace_old_spellings(options: Mapping[str, Any], arguments: Sequence[str]) 
     return replaced
 
 
-def _replace_value(options: Mapping[str, Any], option: str, value: str) -> str:
+def _replace_value(options: Mapping[str, Option], option: str, value: str) -> str:
     new = OLD_SPELLINGS.get(f"{option} {value}", "").partition(" ")[2]
     return new if option in options and new in options[option].choices else value
 
 
-def _list_options(signature: Callable[..., object]) -> Iterator[_Option]:
-    """The options of a dataclass and of the groups in it, or of a function."""
-    for name, hint in typing.get_type_hints(signature, include_extras=True).items():
-        type_, *marks = typing.get_args(hint) if typing.get_origin(hint) is typing.Annotated else (hint,)
-        if dataclasses.is_dataclass(type_):
-            yield from _list_options(typing.cast(type, type_))
-            continue
-        if name == "return" or tyro.conf.Positional in marks:
-            continue
-        option_name = next((mark.name for mark in marks if getattr(mark, "name", None)), name)
-        several = typing.get_origin(type_) is tuple
-        type_ = typing.get_args(type_)[0] if several else type_
-        union = typing.get_origin(type_) in (typing.Union, types.UnionType)
-        yield _Option(f"--{option_name.replace('_', '-')}", typing.get_args(type_) if union else (type_,), several)
-
-
-def _check_options(command: str, options: dict[str, _Option], arguments: Sequence[str]) -> None:
+def _check_options(command: str, options: Mapping[str, Option], arguments: Sequence[str]) -> None:
     """Refuse an unknown option, and a value that its option does not take."""
     position = 0
     while position < len(arguments):
@@ -127,11 +97,39 @@ def _check_options(command: str, options: dict[str, _Option], arguments: Sequenc
             _check_value(command, text, option, value)
 
 
-def _check_value(command: str, text: str, option: _Option, value: str) -> None:
-    if any(_is_accepted(type_, value) for type_ in option.value_types):
+def _join_repeated_options(options: Mapping[str, Option], arguments: Sequence[str]) -> list[str]:
+    """The arguments with all values of a repeated option behind one: --set a=1 --set b=2 -> --set a=1 b=2.
+
+    tyro would keep those of the last alone.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    others: list[str] = []
+    joined: dict[str, list[str]] = {}
+    values = others
+    for argument in arguments[:end]:
+        name, equals, value = argument.partition("=")
+        option = options.get(name.replace("_", "-")) if name.startswith("--") else None
+        if option is not None and option.takes_several:
+            values = joined.setdefault(option.name, [])
+            values += [value] if equals else []
+            values = others if equals else values
+        elif name.startswith("--"):
+            values = others
+            others.append(argument)
+        else:
+            values.append(argument)
+    behind = [text for name, texts in joined.items() for text in (name, *texts)]
+    return [*others, *behind, *arguments[end:]]
+
+
+def _check_value(command: str, text: str, option: Option, value: str) -> None:
+    if any(_is_accepted(type_, value) for type_ in option.value_types if not (type_ is str and option.file_suffixes)):
         return
-    numbers = {int: "a whole number", float: "a number"}
-    takes = _join_choices([*option.choices, *(numbers[type_] for type_ in option.value_types if type_ in numbers)])
+    if option.file_suffixes and value.lower().endswith(option.file_suffixes):
+        return
+    names = {int: "a whole number", float: "a number"}
+    files = [f"a {' or '.join(option.file_suffixes)} file"] if option.file_suffixes else []
+    takes = _join_choices([*option.choices, *(names[type_] for type_ in option.value_types if type_ in names), *files])
     raise ArgumentError(command, f"{text} takes {takes}, not {value!r:.80}{_suggest(value, option.choices, '')}")
 
 
@@ -148,6 +146,10 @@ def _is_accepted(type_: Any, value: str) -> bool:
     return True
 
 
+def _name_option(option: Option) -> str:
+    return option.name if option.is_positional else f"{option.name} {option.metavar}"
+
+
 def _suggest(wrong: str, known: Iterable[str], otherwise: str) -> str:
     close = difflib.get_close_matches(wrong, list(known), n=1)
     return f"; did you mean {close[0]}?" if close else otherwise
@@ -157,14 +159,17 @@ def _join_choices(names: Sequence[str]) -> str:
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _condense_tyro_error(command: str, box: str) -> str:
+def _condense_tyro_error(command: str, required: Sequence[Option], box: str) -> str:
     """Condense tyro's box of another mistake to one line: the part below the title, drawn with lines or dashes."""
     lines = [line.strip("│ ") for line in re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()]
     parts = re.split(r"\n(?:[╭╰]|[─-]{3}).*", "\n" + "\n".join(lines))
     title = 0 if "╭" in box else 1
     text = next((" ".join(part.split()) for part in parts[title:] if part.strip()), "")
-    if missing := re.match(rf"Missing from vitrail {command}: (\S+) (.*)", text):
-        return f"it needs {missing[1]}: {missing[2].replace(' (required)', '')}"
+    if text.startswith(f"Missing from vitrail {command}"):
+        words = "".join(text.split())  # a line may be broken anywhere, even at a hyphen
+        missing = [option for option in required if "".join(option.help.split()) in words]
+        if missing:
+            return "it needs " + " And ".join(f"{_name_option(option)}: {option.help}" for option in missing)
     if wrong := re.match(r"invalid choice '(.*)' for argument '(.*)'. Expected one of \((.*)\)", text):
         choices = re.findall(r"'([^']*)'", wrong[3])
         return f"it takes {_join_choices(choices)}, not {wrong[1]!r}{_suggest(wrong[1], choices, '')}"

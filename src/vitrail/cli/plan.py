@@ -5,7 +5,7 @@ from typing import Any
 from vitrail.cli import output
 from vitrail.cli.arguments.training import PlanArguments
 from vitrail.formatting import format_bytes, format_count, format_duration, pluralize
-from vitrail.train import plan
+from vitrail.training import plan
 
 
 def run(arguments: PlanArguments) -> None:
@@ -46,7 +46,7 @@ def run(arguments: PlanArguments) -> None:
 def _print_plan(facts: dict[str, Any]) -> None:
     machine, disk = facts["machine"], facts["disk"]
     nodes = f"{machine['nodes']} nodes of " if machine["nodes"] > 1 else ""
-    share = f"{machine['efficiency']:.0%} of {machine['peak'] / 1e12:,.0f} TFLOP/s each, an assumption"
+    share = f"{machine['efficiency']:.0%} of {machine['peak'] / 1e12:,.0f} TFLOP/s each (assumed)"
     epochs = pluralize(facts["epochs"], "epoch")
     checkpoint, weights = format_bytes(disk["checkpoint"]), format_bytes(disk["weights"])
     exaflops, days = _format_totals(facts)
@@ -83,7 +83,7 @@ def _print_memory(facts: dict[str, Any]) -> None:
         for part in whole
         if whole[part]
     ]
-    header, columns = ("memory", "whole", "--shard"), 3 if facts["machine"]["devices"] > 1 else 2
+    header, columns = ("memory", "per GPU", "with --shard"), 3 if facts["machine"]["devices"] > 1 else 2
     print()
     output.print_table([row[:columns] for row in (header, *rows)], right=range(1, columns))
     print(f"\n{_describe_fit(facts)}")

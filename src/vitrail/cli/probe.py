@@ -2,56 +2,41 @@
 
 from typing import Any
 
-from vitrail.cli import output, training_output
+from vitrail.api.evaluation import probe
+from vitrail.cli import output
 from vitrail.cli.arguments.evaluation import ProbeArguments
-from vitrail.cli.processes import count_workers, join_processes
-from vitrail.data.sources import open_dataset
-from vitrail.evaluate.probe_run import ProbeSettings, run_probe
 from vitrail.formatting import pluralize
-from vitrail.train.dataset_checks import check_classes
-from vitrail.train.finetune import set_preprocess
-from vitrail.weights.load import check_loadable, load
+from vitrail.runtime.distributed import silence_other_ranks
 
 
 def run(arguments: ProbeArguments) -> None:
     """Probe the model and print the scores."""
-    check_loadable(arguments.model)
-    inference = arguments.inference
-    with join_processes(inference.device) as (group, device):
-        settings = ProbeSettings(
+    with silence_other_ranks():
+        result = probe(
+            arguments.model,
+            arguments.data,
             methods=arguments.methods,
             shots=arguments.shots,
             seeds=arguments.seeds,
-            penalty=None if arguments.penalty == "auto" else arguments.penalty,
+            penalty=arguments.penalty,
             k=arguments.k,
             train_on_val=arguments.train_on_val,
             save=arguments.save,
             overwrite=arguments.overwrite,
-            batch=inference.batch,
-            workers=count_workers(inference.workers),
-            group=group,
-            device=device,
-            show_progress=output.show_progress,
+            preprocess=arguments.preprocess,
+            **vars(arguments.inference),
+            progress=output.show_progress,
             notify=output.print_note,
         )
-        dataset = open_dataset(arguments.data)
-        trained = set_preprocess(load(arguments.model), arguments.preprocess)
-        training_output.print_dataset_notes(dataset)
-        check_classes(dataset)
-        facts = run_probe(trained, dataset, arguments.data, settings)
-        if facts is None:
-            return
-        if arguments.output.json:
-            output.print_json({"model": arguments.model} | facts)
-        else:
-            _print_scores(facts)
+        if result is not None:
+            output.print_json(result.metrics) if arguments.output.json else _print_scores(result.metrics)
 
 
 def _print_scores(facts: dict[str, Any]) -> None:
     chosen = f"settings chosen on {facts['chosen_on']}{', then trained on too' if facts['train_on_val'] else ''}"
     images, classes = pluralize(facts["images"], "image"), pluralize(facts["classes"], "class")
     print(f"{facts['split']}: {images}, {classes}; {chosen}")
-    rows = [("method", "trained on", "setting", "right", "")]
+    rows = [("method", "trained on", "setting", "accuracy", "")]
     for score in facts["scores"]:
         setting = next(f"{name} {score[name]:.4g}" for name in ("lambda", "k", "L2") if name in score)
         train_images = pluralize(score["learned"], "image")
@@ -60,9 +45,9 @@ def _print_scores(facts: dict[str, Any]) -> None:
     best = max(facts["scores"], key=lambda score: float(score["top1"]))
     images = pluralize(facts["images"], f"{facts['split']} image")
     advice = "" if facts["saved"] else "; --save FILE writes the model with a linear head"
-    output.print_note(f"best: {_format_method(best)}, {best['top1']:.1%} of {images} right{advice}")
+    output.print_note(f"best: {_format_method(best)}, {best['top1']:.1%} of {images} correct{advice}")
     if saved := facts["saved"]:
-        why = "" if saved["chosen"] is None else f", {saved['chosen']:.1%} right of {facts['chosen_on']}"
+        why = "" if saved["chosen"] is None else f", {saved['chosen']:.1%} of {facts['chosen_on']} correct"
         print(f"{saved['path']}: {saved['method']}{why}, temperature {saved['temperature']:.3f}")
 
 
@@ -73,5 +58,5 @@ def _format_method(score: dict[str, Any]) -> str:
 def _format_uncertainty(score: dict[str, Any]) -> str:
     if score["std"] is None:
         low, high = score["interval"]
-        return f"95 %: {low:.1%} to {high:.1%}"
+        return f"95%: {low:.1%} to {high:.1%}"
     return f"± {score['std']:.1%}, {pluralize(score['seeds'], 'draw')}"

@@ -9,7 +9,7 @@ from vitrail.errors import DataError, ModelError
 from vitrail.formatting import format_count
 from vitrail.report import model_card
 from vitrail.report.run_facts import gather_facts
-from vitrail.train.run_folder import is_run_folder
+from vitrail.training.run_folder import is_run_folder
 from vitrail.weights import formats, hub
 from vitrail.weights.load import find_model_path, load, save
 from vitrail.weights.trained import Trained

@@ -13,7 +13,6 @@ from vitrail.cli.options import StudyOptions
 from vitrail.config import to_json
 from vitrail.data.sources import open_dataset
 from vitrail.errors import UsageError
-from vitrail.figures import plots
 from vitrail.files import write_atomically
 from vitrail.formatting import pluralize
 from vitrail.runtime.workers import count_available_cores
@@ -22,10 +21,11 @@ from vitrail.studies.grid import Cell, CellResult
 from vitrail.studies.headline_table import TableEntry
 from vitrail.studies.sweep import Sweep
 from vitrail.studies.vtab_tasks import get_task
-from vitrail.train import plan
-from vitrail.train.dataset_checks import check_classes
-from vitrail.train.finetune import set_preprocess
-from vitrail.train.recipe_overrides import RecipeOverrides, choose_loss, override_recipe, shorten_warmup
+from vitrail.training import plan
+from vitrail.training.dataset_checks import check_classes
+from vitrail.training.finetune import set_preprocess
+from vitrail.training.recipe_overrides import RecipeOverrides, choose_loss, override_recipe, shorten_warmup
+from vitrail.visualization import plots
 from vitrail.weights.load import check_loadable, load
 
 
@@ -65,7 +65,7 @@ def _format_accuracy(summary: Mapping[str, Any]) -> str:
 def run_ablation(arguments: AblateArguments) -> None:
     """`vitrail study ablate RECIPE --data DATA --variants NAME=VALUE...`: the paper's appendix D."""
     data, options = arguments.data, arguments.study
-    recipe = recipes.override_settings(recipes.get_recipe(arguments.recipe), arguments.settings)
+    recipe = recipes.override_settings(recipes.load_recipe(arguments.recipe), arguments.settings)
     ablation.list_variants(recipe, arguments.variants)  # refuses a wrong setting before the data is opened
     dataset = open_dataset(data, holdout_fraction=ablation.VAL_SHARE)
     training_output.print_dataset_notes(dataset)

@@ -4,38 +4,36 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TypeVar
 
+from vitrail.api.options import build_options, list_option_names
 from vitrail.cli import output
-from vitrail.cli.options import DataOptions, RecipeOptions, RunFolderOptions, TrainingComputeOptions
+from vitrail.cli.arguments.training import FinetuneArguments, TrainArguments
 from vitrail.config import Recipe
 from vitrail.data.dataset import Dataset
 from vitrail.formatting import format_bytes, format_duration, pluralize
-from vitrail.report.run_images import draw_first_batch, write_run_outputs
-from vitrail.train.dataset_checks import list_dataset_notes
-from vitrail.train.recipe_overrides import RecipeOverrides
-from vitrail.train.run_execution import RunCallbacks, RunOptions
-from vitrail.train.time_estimate import RunEstimate, estimate_run
-from vitrail.train.training_run import TrainingRun, make_run_config
+from vitrail.report.result_files import draw_first_batch
+from vitrail.report.write_report import write_run_outputs
+from vitrail.training.dataset_checks import list_dataset_notes
+from vitrail.training.run_execution import RunCallbacks
+from vitrail.training.time_estimate import RunEstimate, estimate_run
+from vitrail.training.training_run import TrainingRun, make_run_config
 
+T = TypeVar("T")
 _TRAINING_COMMANDS = ("demo", "finetune", "train")
 
 
-def build_overrides(options: RecipeOptions) -> RecipeOverrides:
-    """The values that replace the recipe's."""
-    return RecipeOverrides(epochs=options.epochs, batch=options.batch, lr=options.lr, warmup=options.warmup)
-
-
-def build_run_options(folder: RunFolderOptions, compute: TrainingComputeOptions, learning: DataOptions) -> RunOptions:
-    """The options that every run has, from the option groups of a command."""
-    return RunOptions(
-        out=folder.out,
-        resume=folder.resume,
-        overwrite=folder.overwrite,
-        save_every=folder.save_every,
-        track=folder.track,
-        **dataclasses.asdict(compute),
-        **dataclasses.asdict(learning),
-    )
+def build_command_options(kind: type[T], arguments: TrainArguments | FinetuneArguments) -> T:
+    """The options of a run from a command's arguments, which have the same names."""
+    fields: list[tuple[Any, str]] = [(arguments, field.name) for field in dataclasses.fields(arguments)]
+    values: dict[str, Any] = {}
+    for holder, name in fields:
+        value = getattr(holder, name)
+        if dataclasses.is_dataclass(value):
+            fields += [(value, field.name) for field in dataclasses.fields(value)]
+        else:
+            values[name] = value
+    return build_options(kind, {name: value for name, value in values.items() if name in list_option_names(kind)})
 
 
 def make_callbacks() -> RunCallbacks:
@@ -76,7 +74,8 @@ def _describe_run(run: TrainingRun) -> Iterator[tuple[str, str]]:
     yield _describe_targets(run)
     yield "model", run.initial_model.origin.name if run.initial_model else f"{recipe.model}, random weights"
     height, width = preprocess.size
-    yield "input", f"{height} x {width} pixels, mean {preprocess.mean}, std {preprocess.std}"
+    mean, std = (" ".join(f"{value:g}" for value in values) for values in (preprocess.mean, preprocess.std))
+    yield "input", f"{height} x {width} pixels, mean {mean}, std {std}"
     step_images, epochs = pluralize(plan.batch_size, "image"), pluralize(recipe.epochs, "epoch")
     yield "steps", f"{plan.total_steps:,} of {step_images}, {epochs}"
     rates = f"learning rate {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}"
@@ -101,7 +100,7 @@ def _describe_augmentation(recipe: Recipe) -> str:
     parts = [recipe.augment.crop + " crop"]
     for name, value in dataclasses.asdict(recipe.augment).items():
         if name != "crop" and value != defaults[name]:
-            parts.append(f"{name} {value}")
+            parts.append(f"no {name}" if value is False else f"{name} {value}")
     return ", ".join(parts)
 
 

@@ -15,7 +15,12 @@ NORMALIZATION_RANGE = (1e-6, 1e6)  # of std; also the largest |mean|. Beyond it 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreprocessConfig:
-    """The preprocessing that evaluation, prediction and serving share: resize, center crop, normalize."""
+    """The preprocessing that evaluation, prediction and serving share: resize, center crop, normalize.
+
+    It is stored with the weights.
+
+        preprocess = vitrail.PreprocessConfig(size=(224, 224), resize=(256,))
+    """
 
     size: tuple[int, int]
     """Height and width of the crop, which is the model's input."""

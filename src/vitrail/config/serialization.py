@@ -27,6 +27,7 @@ class Renames(NamedTuple):
     """By the field's name now: old value to the value now."""
 
 
+_DIGITS_RESULT = "174 of 179 test digits (97.2 %) on an EPYC, 175 on a Xeon; nearest neighbor 175; n = 1, seed 0"
 _RENAMES = {  # by the class's name now
     "Cell": Renames(
         {
@@ -74,9 +75,8 @@ _RENAMES = {  # by the class's name now
                 "96.50 ± 0.09 % of 10,000 test images at the last epoch, n = 3, with --everything": (
                     "96.50 ± 0.09 % of 10,000 test images at the last epoch, n = 3, with --train-on-val"
                 ),
-                "97.8 % of 179 test digits, seed 0, as many as the nearest neighbour": (
-                    "97.8 % of 179 test digits, seed 0, as many as the nearest neighbor"
-                ),
+                "97.8 % of 179 test digits, seed 0, as many as the nearest neighbour": _DIGITS_RESULT,
+                "97.8 % of 179 test digits, seed 0, as many as the nearest neighbor": _DIGITS_RESULT,
             }
         },
     ),
@@ -167,6 +167,11 @@ def parse_field(kind: type, field: str, text: str, name: str) -> Any:
         return _convert_value(name, hint, _upgrade_fields(kind, {field: text.strip()})[field])
     words = [_parse_word(word) for word in text.split(",")]
     return _convert_value(name, hint, words if "," in text else words[0])
+
+
+def convert_field(kind: type, field: str, value: object, name: str) -> Any:
+    """The value of a field that the caller calls `name`, checked and converted to the field's type."""
+    return _convert_value(name, typing.get_type_hints(kind)[field], value)
 
 
 def _parse_word(word: str) -> object:

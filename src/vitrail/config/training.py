@@ -154,7 +154,13 @@ class MaskedConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A training run without its data, seed and machine."""
+    """A training run without its data, seed and machine.
+
+    `vitrail.load_recipe` returns one; `dataclasses.replace` changes it.
+
+        recipe = dataclasses.replace(vitrail.load_recipe("digits"), epochs=0.2, batch=32)
+        vitrail.train(recipe, "digits")
+    """
 
     model: str | None
     """A preset, with random weights; None for fine-tuning, which is given a model."""

@@ -7,18 +7,18 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data import counter_rng, duplicates
+from vitrail.data import duplicates
 from vitrail.data.dataset import SPLITS, Dataset
 from vitrail.data.image_headers import FORMATS
 from vitrail.data.image_scan import BAD, DECODED, HEADER_ONLY, MAX_DECODED_IMAGES, DatasetScan
-from vitrail.data.order import permute_indices
+from vitrail.data.randomness import IntArray, sample_sorted_indices
 from vitrail.errors import DataError, UsageError
 
 REPORT_VERSION = 2
@@ -47,7 +47,7 @@ def audit_dataset(scan: DatasetScan, against_scan: DatasetScan | None = None) ->
         "from_earlier_check": scan.cached_count,
         "contents": _digest_contents(scan),
         "bad": [
-            {"split": scan.get_split_name(image), "name": scan.get_image_name(image), "reason": scan.bad_reasons[image]}
+            {**_locate(scan, image), "reason": scan.bad_reasons[image]}
             for image in np.flatnonzero(status == BAD).tolist()
         ],
         "classes": _list_class_counts(dataset),
@@ -58,11 +58,12 @@ def audit_dataset(scan: DatasetScan, against_scan: DatasetScan | None = None) ->
         "color": _summarize_color(scan),
         "duplicates": _describe_groups(scan, groups),
     }
-    excluded = {(row["split"], row["name"]) for row in report["bad"]} | set(_find_leaks(scan, groups))
+    excluded = [*report["bad"], *_find_leaks(scan, groups)]
     if against_scan is not None:
         report["against"] = _find_shared_images(scan, against_scan)
-        excluded |= {(row["split"], row["name"]) for row in report["against"]["matches"]}
-    report["leave_out"] = [{"split": split, "name": name} for split, name in sorted(excluded)]
+        excluded += report["against"]["matches"]
+    pairs = {(row["split"], row["name"]) for row in excluded}
+    report["leave_out"] = [{"split": split, "name": name} for split, name in sorted(pairs)]
     return report
 
 
@@ -125,20 +126,11 @@ def _summarize_color(scan: DatasetScan) -> dict[str, Any]:
 # --- duplicates ------------------------------------------------------------------------------------------------------
 
 
-class _DuplicateGroup(NamedTuple):
-    """Images that show the same picture."""
-
-    kind: str
-    """exact: equal files. near: some are resized, encoded again, cropped, mirrored or recolored."""
-    images: tuple[int, ...]
-
-
-def _find_duplicate_groups(scan: DatasetScan) -> list[_DuplicateGroup]:
+def _find_duplicate_groups(scan: DatasetScan) -> list[tuple[int, ...]]:
     """The images that occur more than once, each with all its duplicates, among MAX_DECODED_IMAGES at most."""
     fingerprints, images = _select_fingerprints(scan)
     if len(images) > MAX_DECODED_IMAGES:
-        key = counter_rng.derive_key(0, "copies")
-        sample = np.sort(permute_indices(np.arange(MAX_DECODED_IMAGES), len(images), key))
+        sample = sample_sorted_indices(MAX_DECODED_IMAGES, len(images), "copies")
         fingerprints, images = fingerprints[sample], images[sample]
     digests = scan.image_facts["digest"]
     equal = [images[group] for group in _group_equal_digests(digests[images])]
@@ -146,19 +138,16 @@ def _find_duplicate_groups(scan: DatasetScan) -> list[_DuplicateGroup]:
     keep = ~np.isin(images, np.concatenate([np.empty(0, dtype=np.int64), *(group[1:] for group in equal)]))
     near_pairs = images[keep][duplicates.find_duplicate_pairs(fingerprints[keep]).indices]
     equal_pairs = [(int(group[0]), int(image)) for group in equal for image in group[1:]]
-    groups = _find_connected_groups(equal_pairs + [(first, second) for first, second in near_pairs.tolist()])
-    return [
-        _DuplicateGroup("exact" if len(set(digests[list(group)].tolist())) == 1 else "near", group) for group in groups
-    ]
+    return _find_connected_groups([*equal_pairs, *near_pairs.tolist()])
 
 
-def _select_fingerprints(scan: DatasetScan) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+def _select_fingerprints(scan: DatasetScan) -> tuple[NDArray[np.uint8], IntArray]:
     """The fingerprints of the decoded images, and the indices of these images."""
     good = scan.image_facts["status"][scan.fingerprinted_images] == DECODED
     return scan.fingerprints[good], scan.fingerprinted_images[good]
 
 
-def _group_equal_digests(digests: NDArray[Any]) -> list[NDArray[np.int64]]:
+def _group_equal_digests(digests: NDArray[Any]) -> list[IntArray]:
     """Groups of indices with equal digests."""
     order = np.argsort(digests, kind="stable")
     ordered = digests[order]
@@ -166,7 +155,7 @@ def _group_equal_digests(digests: NDArray[Any]) -> list[NDArray[np.int64]]:
     return [np.sort(group) for group in np.split(order, cuts) if len(group) > 1]
 
 
-def _find_connected_groups(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+def _find_connected_groups(pairs: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:
     """The connected groups of a list of pairs."""
     leader: dict[int, int] = {}
 
@@ -184,33 +173,38 @@ def _find_connected_groups(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, 
     return sorted(tuple(group) for group in groups.values())
 
 
-def _describe_groups(scan: DatasetScan, groups: Sequence[_DuplicateGroup]) -> dict[str, Any]:
+def _describe_groups(scan: DatasetScan, groups: Sequence[tuple[int, ...]]) -> dict[str, Any]:
+    """What the report says of groups. exact: equal files. near: some are resized, cropped, recolored or the like."""
     decoded = int((scan.image_facts["status"][scan.fingerprinted_images] == DECODED).sum())
+    digests, classes = scan.image_facts["digest"], scan.dataset.classes
+    kinds = ["exact" if len(set(digests[list(group)].tolist())) == 1 else "near" for group in groups]
+    images = [
+        [
+            {**_locate(scan, image), "labels": [classes[label] for label in scan.get_image_labels(image)]}
+            for image in group
+        ]
+        for group in groups
+    ]
     return {
         "compared": min(MAX_DECODED_IMAGES, decoded),
         "total": len(scan.image_facts),
-        "exact": sum(group.kind == "exact" for group in groups),
-        "near": sum(group.kind == "near" for group in groups),
-        "across_splits": sum(len({int(scan.split_index[image]) for image in group.images}) > 1 for group in groups),
-        "different_labels": sum(len({scan.get_image_labels(image) for image in group.images}) > 1 for group in groups),
-        "groups": [
-            {"kind": group.kind, "images": [_describe_image(scan, image) for image in group.images]} for group in groups
-        ],
+        "exact": kinds.count("exact"),
+        "near": kinds.count("near"),
+        "across_splits": sum(len({scan.get_split_name(image) for image in group}) > 1 for group in groups),
+        "different_labels": sum(len({scan.get_image_labels(image) for image in group}) > 1 for group in groups),
+        "groups": [{"kind": kind, "images": described} for kind, described in zip(kinds, images, strict=True)],
     }
 
 
-def _describe_image(scan: DatasetScan, image: int) -> dict[str, Any]:
-    labels = [scan.dataset.classes[label] for label in scan.get_image_labels(image)]
-    return {"split": scan.get_split_name(image), "name": scan.get_image_name(image), "labels": labels}
+def _locate(scan: DatasetScan, image: int) -> dict[str, str]:
+    return {"split": scan.get_split_name(image), "name": scan.get_image_name(image)}
 
 
-def _find_leaks(scan: DatasetScan, groups: Sequence[_DuplicateGroup]) -> Iterator[tuple[str, str]]:
-    """The split and name of training images with duplicates in val or test, and of val images with some in test."""
+def _find_leaks(scan: DatasetScan, groups: Sequence[tuple[int, ...]]) -> Iterator[dict[str, str]]:
+    """Training images with duplicates in val or test, and val images with some in test."""
     for group in groups:
-        last = max(SPLITS.index(scan.get_split_name(image)) for image in group.images)
-        for image in group.images:
-            if SPLITS.index(scan.get_split_name(image)) < last:
-                yield scan.get_split_name(image), scan.get_image_name(image)
+        ranks = {image: SPLITS.index(scan.get_split_name(image)) for image in group}
+        yield from (_locate(scan, image) for image in group if ranks[image] < max(ranks.values()))
 
 
 def keep_eval_splits(dataset: Dataset) -> Dataset:
@@ -252,12 +246,7 @@ def _find_shared_images(scan: DatasetScan, against_scan: DatasetScan) -> dict[st
         "searched": len(images),
         "searched_total": len(scan.split_index),
         "matches": [
-            {
-                "kind": kind,
-                "split": scan.get_split_name(image),
-                "name": scan.get_image_name(image),
-                "matched_name": against_scan.get_image_name(match),
-            }
+            {"kind": kind, **_locate(scan, image), "matched_name": against_scan.get_image_name(match)}
             for image, (kind, match) in sorted(matches.items())
         ],
     }

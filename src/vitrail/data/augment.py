@@ -2,7 +2,7 @@
 
     B images   C channels   S sides of the crop (height and width may differ)   R operations an image
 
-Parameters are drawn in one pass of NumPy over the B positions; `gpu_augment` applies the same parameters to whole
+Parameters are drawn in one pass of NumPy over the B positions; `batch_augment` applies the same parameters to whole
 batches on any device. Each kind of parameter has its own purpose string, so enabling one leaves the others unchanged.
 The order is crop and resize, flip, RandAugment, color jitter, erase. torchvision's transforms draw from global state,
 one image at a time; hence these.
@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.config import AugmentConfig, PreprocessConfig
-from vitrail.data.counter_rng import CounterRNG, FloatArray, IntArray
-from vitrail.data.decode import PixelArray
+from vitrail.data.decode import PixelArray, convert_to_pillow
+from vitrail.data.randomness import CounterRNG, FloatArray, IntArray
 from vitrail.data.transforms import compute_resize_size
 
 RANDAUGMENT_OPS = (
@@ -49,11 +49,6 @@ class CropParams(NamedTuple):
     resize_size: IntArray  # (B, 2) height and width the box is resized to
     crop_offset: IntArray  # (B, 2) top and left of the window; beyond the resized box its pixels are reflected
     flip: NDArray[np.bool_]  # (B,)
-
-    def select(self, index: int) -> "CropParams":
-        """Select the parameters of one image, with B = 1."""
-        one = slice(index, index + 1)
-        return CropParams(self.source_box[one], self.resize_size[one], self.crop_offset[one], self.flip[one])
 
 
 class RandAugmentParams(NamedTuple):
@@ -153,18 +148,16 @@ def _scale_to_integers(uniform: FloatArray, maximum: IntArray) -> IntArray:
 def _draw_randaugment(rng: CounterRNG, randaugment: tuple[int, int], size: tuple[int, int]) -> RandAugmentParams:
     count, magnitude = randaugment
     op_index = rng.integers("randaugment", count, len(RANDAUGMENT_OPS))
-    sign = 1 - 2 * rng.integers("randaugment-sign", count, 2)
-    level = magnitude / 10
-    matrices = np.array(
-        [_build_affine_matrix(op, signed, size) for op in RANDAUGMENT_OPS for signed in (level, -level)]
-    )
-    affine = np.floor(matrices.reshape(len(RANDAUGMENT_OPS), 2, 6) * 65536 + 0.5).astype(np.int64)
-    half = np.array([int(magnitude / 10 * 40 * side / 224) for side in size])
-    centers = _scale_to_integers(rng.uniform("randaugment-place", 2 * count), np.tile(size, count) - 1)
-    centers = centers.reshape(-1, count, 2)
+    is_negative = rng.integers("randaugment-sign", count, 2)
+    levels = (magnitude / 10, -magnitude / 10)
+    matrices = np.array([[_build_affine_matrix(op, level, size) for level in levels] for op in RANDAUGMENT_OPS])
+    affine = np.floor(matrices * 65536 + 0.5).astype(np.int64)
+    half = np.array([int(levels[0] * 40 * side / 224) for side in size])
+    uniform = rng.uniform("randaugment-place", 2 * count).reshape(-1, count, 2)
+    centers = _scale_to_integers(uniform, np.array(size) - 1)
     start, end = np.maximum(centers - half, 0), np.minimum(centers + half, size)
     cutout_box = np.concatenate([start, end - start], axis=2)
-    return RandAugmentParams(op_index, affine[op_index, (sign < 0).astype(np.int64)], cutout_box)
+    return RandAugmentParams(op_index, affine[op_index, is_negative], cutout_box)
 
 
 def _build_affine_matrix(name: str, level: float, size: tuple[int, int]) -> tuple[float, ...]:
@@ -246,9 +239,10 @@ def crop_image(image: Tensor, crops: CropParams, index: int, preprocess: Preproc
     is_inside = 0 <= top <= resize_size[0] - height and 0 <= left <= resize_size[1] - width
     if is_inside:  # nothing is reflected: slices are ten times cheaper
         window = pixels[top : top + height, left : left + width]
-        return window[:, ::-1] if crops.flip[index] else window
-    rows, columns = compute_window_indices(crops.select(index), preprocess.size)
-    return pixels[rows[0]][:, columns[0]]
+    else:
+        window = pixels[_reflect_indices(top + np.arange(height), resize_size[0])]
+        window = window[:, _reflect_indices(left + np.arange(width), resize_size[1])]
+    return window[:, ::-1] if crops.flip[index] else window
 
 
 def choose_resize_filter(preprocess: PreprocessConfig) -> str:
@@ -265,9 +259,8 @@ def compute_window_indices(crops: CropParams, size: tuple[int, int]) -> tuple[In
     return rows, np.where(crops.flip[:, None], columns[:, ::-1], columns)
 
 
-def _reflect_indices(indices: IntArray, side: IntArray) -> IntArray:
-    last = side - 1
-    return last - np.abs(last - np.abs(indices))
+def _reflect_indices(indices: IntArray, side: IntArray | int) -> IntArray:
+    return (side - 1) - np.abs((side - 1) - np.abs(indices))
 
 
 def _make_erase_noise(rng: CounterRNG, index: int, shape: torch.Size) -> Tensor:
@@ -282,13 +275,12 @@ def _make_erase_noise(rng: CounterRNG, index: int, shape: torch.Size) -> Tensor:
 
 def _apply_pillow_ops(crop: PixelArray, params: AugmentParams, index: int, magnitude: int) -> PixelArray:
     """Apply RandAugment, then color jitter, to uint8 (S, S, C)."""
-    pixels = np.ascontiguousarray(crop)
-    image = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
+    image = convert_to_pillow(crop)
     if params.randaugment:
         image = apply_randaugment(image, params.randaugment, index, magnitude)
     if params.color_jitter:
         image = apply_color_jitter(image, params.color_jitter, index)
-    return np.array(image).reshape(pixels.shape)
+    return np.array(image).reshape(crop.shape)
 
 
 def apply_randaugment(image: Image.Image, params: RandAugmentParams, index: int, magnitude: int) -> Image.Image:
@@ -297,14 +289,11 @@ def apply_randaugment(image: Image.Image, params: RandAugmentParams, index: int,
         name, table = RANDAUGMENT_OPS[op_index], build_level_table(RANDAUGMENT_OPS[op_index], magnitude)
         if table is not None:
             image = image.point(table.tolist() * len(image.getbands()))
-        elif name == "autocontrast":
-            image = ImageOps.autocontrast(image)
-        elif name == "equalize":
-            image = ImageOps.equalize(image)
-        elif name == "color":
-            image = ImageEnhance.Color(image).enhance(compute_blend_factor(magnitude))
-        elif name == "sharpness":
-            image = ImageEnhance.Sharpness(image).enhance(compute_blend_factor(magnitude))
+        elif name in ("autocontrast", "equalize"):
+            image = ImageOps.autocontrast(image) if name == "autocontrast" else ImageOps.equalize(image)
+        elif name in ("color", "sharpness"):
+            enhancer = ImageEnhance.Color if name == "color" else ImageEnhance.Sharpness
+            image = enhancer(image).enhance(compute_blend_factor(magnitude))
         elif name == "cutout":
             top, left, height, width = params.cutout_box[index, step].tolist()
             image.paste(_get_fill_color(image), (left, top, left + width, top + height))

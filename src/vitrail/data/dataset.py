@@ -9,13 +9,12 @@ import numpy as np
 from PIL import Image
 
 from vitrail import remote
-from vitrail.data.counter_rng import IntArray
-from vitrail.data.sample_table import Array, SampleTable
+from vitrail.data.randomness import IntArray
+from vitrail.data.sample_table import UNLABELED, Array, SampleTable
 from vitrail.errors import DataError
 from vitrail.formatting import pluralize
 
 SPLITS = ("train", "val", "test")
-UNLABELED = -1
 MAX_BAD_FRACTION = 0.1
 """Up to this fraction of the images may be unreadable and are skipped; more are an error."""
 
@@ -29,15 +28,12 @@ class Store(Protocol):
     @property
     def is_remote(self) -> bool:
         """Whether a read is a request to an object store, so that several should run concurrently."""
-        ...
 
     def get_name(self, row: int) -> str:
         """Return the image's name for people: a path, or a shard and a member."""
-        ...
 
     def read(self, row: int) -> Path | bytes | Image.Image:
         """Read the image, still encoded, as `decode` takes it."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +54,10 @@ class Split:
         """Read an image, still encoded."""
         return self.store.read(int(self.rows[index]))
 
-    def read_images(self, indices: Sequence[int]) -> Iterator[Path | bytes | Image.Image]:
-        """Read several images, still encoded, in order."""
-        if self.store.is_remote:
-            return remote.map_concurrently(self.read_image, indices)
-        return map(self.read_image, indices)
+    def read_images(self, indices: Sequence[int]) -> Iterator[tuple[str, Path | bytes | Image.Image]]:
+        """Read several images, still encoded, in order; each with its name."""
+        map_indices = remote.map_concurrently if self.store.is_remote else map
+        return zip(map(self.get_image_name, indices), map_indices(self.read_image, indices), strict=True)
 
     @property
     def multi_label(self) -> bool:
@@ -179,9 +174,8 @@ def without_images(dataset: Dataset, images: Collection[tuple[str, str]]) -> Dat
     splits = {}
     for name, split in dataset.splits.items():
         dropped = [index for index in range(len(split)) if (name, split.get_image_name(index)) in images]
-        remaining = split.drop_images(dropped)
-        if len(remaining):
-            splits[name] = remaining
+        if len(dropped) < len(split):
+            splits[name] = split.drop_images(dropped)
     if not splits:
         raise DataError(f"{dataset.name}: no image is left without {pluralize(len(images), 'image')}")
     return dataclasses.replace(dataset, splits=splits)

@@ -9,24 +9,21 @@ For a dataset of more than 200,000 images, sizes and times cover a random sample
 a request for each of a million files takes minutes.
 """
 
-import dataclasses
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from vitrail.data import counter_rng
-from vitrail.data.counter_rng import IntArray
 from vitrail.data.dataset import Dataset, Split, Store
 from vitrail.data.folder import FileStore
-from vitrail.data.order import permute_indices
-from vitrail.data.sample_table import SampleTable, read_stamp
+from vitrail.data.randomness import IntArray, sample_sorted_indices
+from vitrail.data.sample_table import read_stamp
 from vitrail.data.shards import ShardStore
 from vitrail.errors import ChangedDataError, DataError
 
@@ -53,67 +50,54 @@ def digest_dataset(dataset: Dataset, contents: str = "") -> DataDigest:
     `contents` is the digest of all images' contents where a check has read them.
     """
     splits = {name: split for name, split in dataset.splits.items() if name != "test"}
-    dataset = dataclasses.replace(dataset, splits=splits)
-    listing = hashlib.sha256(repr((dataset.classes, list(dataset.splits))).encode(errors="surrogateescape"))
+    listing = hashlib.sha256(repr((dataset.classes, list(splits))).encode(errors="surrogateescape"))
     tables = {id(split.store.table): split.store.table for split in splits.values()}
     for table in tables.values():
-        _update_digest(listing, table)
+        for name in sorted(table.columns):
+            column = np.ascontiguousarray(table.columns[name])
+            listing.update(f"{name} {column.dtype} {column.shape}".encode())
+            listing.update(column.data if column.size else b"")
     for split in splits.values():
         listing.update(repr(split.rows).encode() if isinstance(split.rows, range) else np.asarray(split.rows).tobytes())
     sizes, times = np.concatenate([_stat_files(split) for split in splits.values()]).T
     is_small = np.where(sizes < 0, _ASSUMED_SIZE, sizes).sum() <= MAX_CONTENT_BYTES
     is_local = not any(split.store.is_remote for split in splits.values())
     if is_small and is_local and sum(map(len, splits.values())) <= MAX_CONTENT_IMAGES:
-        contents = _digest_contents(dataset)
-    return DataDigest(listing.hexdigest(), _digest_array(sizes), _digest_array(times), contents)
+        contents = _digest_contents(splits.values())
+    size_digest, time_digest = (hashlib.sha256(values.tobytes()).hexdigest() for values in (sizes, times))
+    return DataDigest(listing.hexdigest(), size_digest, time_digest, contents)
 
 
 def check_unchanged(recorded: DataDigest, current: DataDigest, name: str) -> str:
     """Refuse a changed dataset; otherwise return a note on what may have changed, or an empty string."""
-    difference = ""
-    if recorded.listing != current.listing:
-        difference = "names, labels or splits of its images"
-    elif recorded.sizes != current.sizes:
-        difference = "sizes of its image files"
-    elif recorded.contents and current.contents and recorded.contents != current.contents:
-        difference = "contents of its images"
-    if difference:
+    contents_known = bool(recorded.contents and current.contents)
+    differences = {
+        "names, labels or splits of its images": recorded.listing != current.listing,
+        "sizes of its image files": recorded.sizes != current.sizes,
+        "contents of its images": contents_known and recorded.contents != current.contents,
+    }
+    if difference := next((what for what, differs in differences.items() if differs), ""):
         raise ChangedDataError(
             f"{name} is not the dataset that the run started with, other {difference}: restore it, or start a new run"
             " (--overwrite, or another --out)"
         )
-    contents_known = recorded.contents and current.contents
     times_differ = recorded.times != current.times and not contents_known
     return "image files have changed since, by their modification times" if times_differ else ""
 
 
-def _update_digest(digest: Any, table: SampleTable) -> None:
-    for name in sorted(table.columns):
-        column = np.ascontiguousarray(table.columns[name])
-        digest.update(f"{name} {column.dtype} {column.shape}".encode())
-        digest.update(column.data if column.size else b"")
-
-
-def _digest_array(values: IntArray) -> str:
-    return hashlib.sha256(values.tobytes()).hexdigest()
-
-
 def _stat_files(split: Split) -> IntArray:
     """Read (n, 2): size and time of change in nanoseconds of each image, or of its shard; -1 and 0 where unknown."""
-    store, count = split.store, len(split)
-    sampled = np.arange(count)
-    if count > MAX_STAMPED_IMAGES:
-        sampled = np.sort(permute_indices(np.arange(MAX_STAMPED_IMAGES), count, counter_rng.derive_key(0, "digest")))
+    store = split.store
+    sampled = sample_sorted_indices(MAX_STAMPED_IMAGES, len(split), "digest")
     rows = [int(split.rows[index]) for index in sampled.tolist()]
     sizes_and_times = np.zeros((len(rows), 2), dtype=np.int64)
     sizes_and_times[:, 0] = store.table["size"][rows] if "size" in store.table else -1
     stamps = [] if store.is_remote else read_file_stamps(store, rows)
     for number, stamp in enumerate(stamps):
         time, size = stamp or (0, -1)
+        sizes_and_times[number, 1] = time
         if isinstance(store, FileStore):
-            sizes_and_times[number] = size, time
-        else:
-            sizes_and_times[number, 1] = time
+            sizes_and_times[number, 0] = size
     return sizes_and_times
 
 
@@ -139,9 +123,9 @@ def _read_stamp_if_present(path: str) -> list[int]:
         return []  # the error is reported when the file is read
 
 
-def _digest_contents(dataset: Dataset) -> str:
+def _digest_contents(splits: Iterable[Split]) -> str:
     digest, total = hashlib.sha256(), 0
-    for content in _read_contents(dataset):
+    for content in (_read_content(split, index) for split in splits for index in range(len(split))):
         total += len(content)
         if total > MAX_CONTENT_BYTES:
             return ""  # the sizes were not known before
@@ -150,15 +134,12 @@ def _digest_contents(dataset: Dataset) -> str:
     return digest.hexdigest()
 
 
-def _read_contents(dataset: Dataset) -> Iterator[bytes]:
-    """Yield the bytes of all image files; nothing for unreadable ones, which are reported when they are used."""
-    for split in dataset.splits.values():
-        for index in range(len(split)):
-            try:
-                source = split.read_image(index)
-                content = source.read_bytes() if isinstance(source, Path) and os.path.isfile(source) else source  # noqa: PTH113
-            except (DataError, OSError):
-                content = b""
-            if isinstance(content, Image.Image):
-                content = content.tobytes()
-            yield content if isinstance(content, bytes) else b""
+def _read_content(split: Split, index: int) -> bytes:
+    """Read the bytes of an image; none of an unreadable one, which is reported when it is used."""
+    try:
+        source = split.read_image(index)
+        if isinstance(source, Path):
+            return source.read_bytes() if os.path.isfile(source) else b""  # noqa: PTH113
+    except (DataError, OSError):
+        return b""
+    return source.tobytes() if isinstance(source, Image.Image) else source

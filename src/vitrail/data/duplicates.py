@@ -38,6 +38,10 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitrail.data.decode import convert_to_pillow
+from vitrail.data.randomness import IntArray
+from vitrail.runtime.cpu_threads import use_one_thread
+
 THUMBNAIL_SIDE = 32
 FINGERPRINT_BYTES = THUMBNAIL_SIDE * THUMBNAIL_SIDE + 8
 """The thumbnail, then a digest of the pixels if there is too little content."""
@@ -64,14 +68,14 @@ _MIN_COARSE_CORRELATION = 0.95  # of coarse windows, for the fine ones to be com
 class DuplicatePairs(NamedTuple):
     """K pairs of duplicates."""
 
-    indices: NDArray[np.int64]  # (K, 2), sorted
+    indices: IntArray  # (K, 2), sorted
     scores: NDArray[np.float32]  # (K,): the correlation of their detail; 1 for equal fingerprints
 
 
 def compute_fingerprint(image: Tensor) -> NDArray[np.uint8]:
     """uint8 (C, H, W) -> uint8 (1032,)."""
     pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())  # (H, W, C)
-    gray = Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).convert("L")
+    gray = convert_to_pillow(pixels).convert("L")
     # A triangle filter: with a box filter, the detail of a crop and its source correlate by 0.89, not 0.97 (64 x 64).
     thumbnail = np.array(gray.resize((THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.BILINEAR))
     digest = bytes(8)
@@ -89,19 +93,22 @@ def find_duplicate_pairs(first: NDArray[np.uint8], second: NDArray[np.uint8] | N
     faster than n. It uses as many threads as torch has, up to eight.
     """
     keys, leaders = _find_leaders(first)
+    thumbnails = _Thumbnails.from_fingerprints(first, leaders)
     if second is None:
         followers = np.flatnonzero(leaders != np.arange(len(first)))
         equal = np.stack([leaders[followers], followers], axis=1)
-        return _merge_pairs(equal, _find_near_pairs(_Thumbnails.from_fingerprints(first, leaders), None))
+        near = _match_windows(thumbnails, thumbnails)
+        return _merge_pairs(equal, np.sort(near.indices, axis=1), near.scores)
     second_keys, second_leaders = _find_leaders(second)
     equal = np.stack(np.intersect1d(keys, second_keys, return_indices=True)[1:], axis=1)
-    near = _find_near_pairs(
-        _Thumbnails.from_fingerprints(first, leaders), _Thumbnails.from_fingerprints(second, second_leaders)
-    )
-    return _add_equal_images(_merge_pairs(equal, near), leaders, second_leaders)
+    second_thumbnails = _Thumbnails.from_fingerprints(second, second_leaders)
+    forward, backward = _match_windows(thumbnails, second_thumbnails), _match_windows(second_thumbnails, thumbnails)
+    indices = np.concatenate([forward.indices, backward.indices[:, ::-1]])
+    pairs = _merge_pairs(equal, indices, np.concatenate([forward.scores, backward.scores]))
+    return _add_equal_images(pairs, leaders, second_leaders)
 
 
-def _find_leaders(fingerprints: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+def _find_leaders(fingerprints: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], IntArray]:
     """A 64-bit key of each fingerprint, and the first position with the same key; both (n,)."""
     digests = b"".join(hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in fingerprints)
     keys = np.frombuffer(digests, np.uint64)
@@ -109,34 +116,31 @@ def _find_leaders(fingerprints: NDArray[np.uint8]) -> tuple[NDArray[np.uint64], 
     return keys, firsts[inverse].astype(np.int64)
 
 
-def _merge_pairs(equal: NDArray[np.int64], near: DuplicatePairs) -> DuplicatePairs:
+def _merge_pairs(equal: IntArray, near: IntArray, near_scores: NDArray[np.float32]) -> DuplicatePairs:
     """Merge the pairs of equal and of near fingerprints; each pair occurs once."""
-    indices = np.concatenate([equal, near.indices])
-    scores = np.concatenate([np.ones(len(equal), np.float32), near.scores])
-    order = np.lexsort((-scores, indices[:, 1], indices[:, 0]))
-    indices, scores = indices[order], scores[order]
-    fresh = np.ones(len(indices), bool)
-    fresh[1:] = (indices[1:] != indices[:-1]).any(axis=1)
-    return DuplicatePairs(indices[fresh], scores[fresh])
+    indices = np.concatenate([equal, near])
+    scores = np.concatenate([np.ones(len(equal), np.float32), near_scores])
+    order = np.argsort(-scores, kind="stable")
+    indices, firsts = np.unique(indices[order], axis=0, return_index=True)  # the first of equal pairs: the best score
+    return DuplicatePairs(indices, scores[order[firsts]])
 
 
 def _add_equal_images(
-    leader_pairs: DuplicatePairs, first_leaders: NDArray[np.int64], second_leaders: NDArray[np.int64]
+    leader_pairs: DuplicatePairs, first_leaders: IntArray, second_leaders: IntArray
 ) -> DuplicatePairs:
     """The pairs of leaders, and each duplicate of a leader with the pair's other leader: a sum, not a product."""
     indices, scores = [], []
     for column, leaders in enumerate((first_leaders, second_leaders)):
         order = np.argsort(leaders, kind="stable")
-        low, high = (
-            np.searchsorted(leaders[order], leader_pairs.indices[:, column], side) for side in ("left", "right")
-        )
-        rows = np.repeat(np.arange(len(leader_pairs.indices)), high - low)
-        nth = np.arange(len(rows)) - np.repeat(np.cumsum(high - low) - (high - low), high - low)
+        low = np.searchsorted(leaders[order], leader_pairs.indices[:, column], "left")
+        counts = np.searchsorted(leaders[order], leader_pairs.indices[:, column], "right") - low
+        rows = np.repeat(np.arange(len(leader_pairs.indices)), counts)
+        nth = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
         spread = leader_pairs.indices[rows]
         spread[:, column] = order[low[rows] + nth]
         indices.append(spread)
         scores.append(leader_pairs.scores[rows])
-    return _merge_pairs(np.empty((0, 2), np.int64), DuplicatePairs(np.concatenate(indices), np.concatenate(scores)))
+    return _merge_pairs(np.empty((0, 2), np.int64), np.concatenate(indices), np.concatenate(scores))
 
 
 class _Thumbnails(NamedTuple):
@@ -144,10 +148,10 @@ class _Thumbnails(NamedTuple):
 
     pixels: Tensor  # uint8 (n, S, S)
     sparse: Tensor  # bool (n,)
-    positions: NDArray[np.int64]  # (n,): their positions in the dataset
+    positions: IntArray  # (n,): their positions in the dataset
 
     @classmethod
-    def from_fingerprints(cls, fingerprints: NDArray[np.uint8], leaders: NDArray[np.int64]) -> "_Thumbnails":
+    def from_fingerprints(cls, fingerprints: NDArray[np.uint8], leaders: IntArray) -> "_Thumbnails":
         pixel_count = THUMBNAIL_SIDE * THUMBNAIL_SIDE
         has_content = ~fingerprints[:, pixel_count:].any(axis=1)
         positions = np.flatnonzero(has_content & (leaders == np.arange(len(leaders))))
@@ -156,26 +160,15 @@ class _Thumbnails(NamedTuple):
         return cls(pixels, sparse, positions)
 
 
-def _find_near_pairs(first: _Thumbnails, second: _Thumbnails | None) -> DuplicatePairs:
-    """The pairs of unequal fingerprints: windows of each dataset against whole thumbnails of the other."""
-    forward = _match_windows(first, second or first, is_same_dataset=second is None)
-    if second is None:
-        return DuplicatePairs(np.sort(forward.indices, axis=1), forward.scores)
-    backward = _match_windows(second, first, is_same_dataset=False)
-    indices = np.concatenate([forward.indices, backward.indices[:, ::-1]])
-    return DuplicatePairs(indices, np.concatenate([forward.scores, backward.scores]))
-
-
-def _match_windows(wholes: _Thumbnails, parts: _Thumbnails, *, is_same_dataset: bool) -> DuplicatePairs:
-    """The pairs (i, j) in which part j is the whole i or a window of it."""
+def _match_windows(wholes: _Thumbnails, parts: _Thumbnails) -> DuplicatePairs:
+    """The pairs (i, j) of unequal fingerprints in which part j is the whole i or a window of it."""
     if not (len(wholes.positions) and len(parts.positions)):
         return DuplicatePairs(np.empty((0, 2), np.int64), np.empty(0, np.float32))
     index = _build_cell_index(parts.pixels)
 
     def match_block(start: int) -> DuplicatePairs:
-        whole, part, window = _find_candidates(
-            wholes.pixels[start : start + _BLOCK_IMAGES], index, start if is_same_dataset else None
-        )
+        block = wholes.pixels[start : start + _BLOCK_IMAGES]
+        whole, part, window = _find_candidates(block, index, start if wholes is parts else None)
         whole = whole + start
         sparse = wholes.sparse[whole] | parts.sparse[part]
         scores = _score_pairs(wholes.pixels[whole], parts.pixels[part], window, sparse)
@@ -183,13 +176,9 @@ def _match_windows(wholes: _Thumbnails, parts: _Thumbnails, *, is_same_dataset: 
         indices = np.stack([wholes.positions[whole.numpy()[kept]], parts.positions[part.numpy()[kept]]], axis=1)
         return DuplicatePairs(indices, scores.numpy()[kept])
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the products are small: two threads take twice as long as one
-    try:
-        with ThreadPoolExecutor(min(threads, 8)) as pool:
-            blocks = list(pool.map(match_block, range(0, len(wholes.positions), _BLOCK_IMAGES)))
-    finally:
-        torch.set_num_threads(threads)
+    with use_one_thread() as threads, ThreadPoolExecutor(min(threads, 8)) as pool:
+        # one thread a block: the products are small, and two threads take twice as long as one
+        blocks = list(pool.map(match_block, range(0, len(wholes.positions), _BLOCK_IMAGES)))
     return DuplicatePairs(*(np.concatenate(part) for part in zip(*blocks, strict=True)))
 
 

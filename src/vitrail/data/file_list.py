@@ -18,9 +18,9 @@ import numpy as np
 
 from vitrail import remote
 from vitrail.data import holdout, sample_table
-from vitrail.data.dataset import UNLABELED, Dataset, build_dataset
+from vitrail.data.dataset import Dataset, build_dataset
 from vitrail.data.folder import SPLIT_NAMES, FileStore
-from vitrail.data.sample_table import Array, encode_text_column
+from vitrail.data.sample_table import Array, encode_label_columns, encode_text_column
 from vitrail.errors import DataError
 from vitrail.formatting import join_first_names
 
@@ -45,7 +45,7 @@ def open_file_list(path: Path | str, *, holdout_fraction: float = 0.1) -> Datase
 def iter_image_paths(path: Path | str) -> Iterator[str]:
     """The paths or URLs of the images in a list, in its order and line by line; labels are ignored."""
     for line, row in _iter_rows(path):
-        name = _get_text_field(row, _PATH_COLUMNS, f"{path}, line {line}")
+        name = _get_path(row, f"{path}, line {line}")
         yield str(path.parent / name) if isinstance(path, Path) else remote.join_url(path.rpartition("/")[0], name)
 
 
@@ -57,7 +57,6 @@ class _ListedImages(NamedTuple):
     splits: list[int]
     line_numbers: list[int]
     one_hot_classes: list[str]
-    """The classes of one-hot columns, if the labels come from these."""
     multi_label: bool
 
 
@@ -65,27 +64,19 @@ def _build_columns(path: Path | str, holdout_fraction: float) -> tuple[Mapping[s
     images = _read_images(path)
     classes = _sort_classes({name for labels in images.labels for name in labels} | set(images.one_hot_classes))
     class_index = {name: number for number, name in enumerate(classes)}
-    columns: dict[str, Array] = dict(encode_text_column("path", images.files))
-    if images.multi_label:
-        columns["label"] = np.array([class_index[name] for labels in images.labels for name in labels], dtype=np.int32)
-        columns["label.ends"] = np.cumsum([len(labels) for labels in images.labels], dtype=np.int64)
-    else:
-        first_labels = (class_index[labels[0]] if labels else UNLABELED for labels in images.labels)
-        columns["label"] = np.fromiter(first_labels, dtype=np.int32, count=len(images.files))
+    labels = ([class_index[name] for name in names] for names in images.labels)
+    columns = encode_text_column("path", images.files)
+    columns |= encode_label_columns(labels, multi_label=images.multi_label)
+    split_column = np.array(images.splits, dtype=np.int8)
     split = holdout.complete_splits(
-        np.array(images.splits, dtype=np.int8),
-        np.zeros(len(images.files), dtype=np.int32) if images.multi_label else columns["label"],
-        images.files.__getitem__,
-        identity=str(path),
-        holdout_fraction=holdout_fraction,
+        split_column, columns, images.files.__getitem__, identity=str(path), holdout_fraction=holdout_fraction
     )
-    columns["split"] = split.column
     notes = []
     if one_hot := images.one_hot_classes:
         notes.append(f"labels are read from {len(one_hot)} columns of 0 and 1: {join_first_names(one_hot)}")
     if not classes:
         notes.append("no column named label or labels: the images have no labels")
-    return columns, split.build_metadata(classes, notes)
+    return columns | {"split": split.column}, split.build_metadata(classes, notes)
 
 
 def _read_images(path: Path | str) -> _ListedImages:
@@ -95,7 +86,7 @@ def _read_images(path: Path | str) -> _ListedImages:
     multi_label = False
     for line_number, row in _iter_rows(path):
         where = f"{path}, line {line_number}"
-        images.files.append(_get_text_field(row, _PATH_COLUMNS, where))
+        images.files.append(_get_path(row, where))
         images.labels.append(_parse_labels(row, where))
         images.splits.append(_parse_split(row, where))
         images.line_numbers.append(line_number)
@@ -107,22 +98,20 @@ def _read_images(path: Path | str) -> _ListedImages:
     if len(set(images.splits)) > 1 and holdout.NO_SPLIT in images.splits:
         line_number = images.line_numbers[images.splits.index(holdout.NO_SPLIT)]
         raise DataError(f"{path}, line {line_number} has no split, while other lines have one")
-    if len(other_columns) == len(images.files):
-        one_hot = _find_one_hot_columns(other_columns, images.line_numbers, path)
-        if one_hot:
-            labels = [tuple(name for name in one_hot if _parse_bit(row.get(name))) for row in other_columns]
-            multi_label = any(len(row) != 1 for row in labels)
-            images = images._replace(labels=labels, one_hot_classes=one_hot)
-    return images._replace(multi_label=multi_label)
+    if len(other_columns) < len(images.files):
+        return images._replace(multi_label=multi_label)
+    one_hot = _find_one_hot_columns(other_columns, images.line_numbers, path)
+    if not one_hot:
+        return images
+    labels = [tuple(name for name in one_hot if _parse_bit(row.get(name))) for row in other_columns]
+    return images._replace(labels=labels, one_hot_classes=one_hot, multi_label=any(len(row) != 1 for row in labels))
 
 
 def _find_one_hot_columns(
     rows: Sequence[Mapping[str, Any]], line_numbers: Sequence[int], path: Path | str
 ) -> list[str]:
     """All columns, if there are at least two and they hold only 0 and 1; a stray other value is refused."""
-    names = [
-        name for name in dict.fromkeys(name for row in rows for name in row) if name
-    ]  # an index column has no name
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name]  # an index has no name
     bits = {name: [_parse_bit(row.get(name)) for row in rows] for name in names}
     mostly_bits = all(2 * column.count(None) < len(rows) for column in bits.values())
     if len(names) < 2 or not mostly_bits or not any(True in column for column in bits.values()):
@@ -149,7 +138,12 @@ def _iter_rows(path: Path | str) -> Iterator[tuple[int, dict[str, Any]]]:
         with _open_text(path) as file:
             if suffix in (".csv", ".tsv"):
                 rows = csv.DictReader(_iter_lines(file, path), delimiter="\t" if suffix == ".tsv" else ",")
-                _check_header(path, rows.fieldnames or ())
+                names = {name.strip().lower() for name in rows.fieldnames or ()}
+                if names.isdisjoint(_PATH_COLUMNS):
+                    columns = ", ".join(sorted(names))
+                    raise DataError(
+                        f"{path} has the columns {columns}; one must be named path, another label or labels"
+                    )
                 for row in rows:
                     cells = {_normalize_column_name(key): value for key, value in row.items() if key is not None}
                     yield rows.line_num, cells
@@ -191,30 +185,18 @@ def _parse_json_object(line: str, where: str) -> dict[str, Any]:
     return value
 
 
-def _check_header(path: Path | str, header: Any) -> None:
-    names = {str(name).strip().lower() for name in header}
-    if not names.intersection(_PATH_COLUMNS):
-        raise DataError(
-            f"{path} has the columns {', '.join(sorted(names))}; one must be named path, another label or labels"
-        )
-
-
-def _get_text_field(row: Mapping[str, Any], keys: tuple[str, ...], where: str) -> str:
-    for key in keys:
+def _get_path(row: Mapping[str, Any], where: str) -> str:
+    for key in _PATH_COLUMNS:
         value = row.get(key)
         if isinstance(value, str) and value and "\0" not in value:
-            _check_encodable(value, where)
+            try:
+                os.fsencode(value)
+            except UnicodeEncodeError as error:
+                raise DataError(f"{where}: {value!r:.80} is not a file name: {error}") from error
             return value
         if value is not None and value != "":
             raise DataError(f"{where}: {key} is {value!r:.80}; it must be text")
-    raise DataError(f"{where} has no {keys[0]}")
-
-
-def _check_encodable(path: str, where: str) -> None:
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: {path!r:.80} is not a file name: {error}") from error
+    raise DataError(f"{where} has no path")
 
 
 def _parse_labels(row: Mapping[str, Any], where: str) -> tuple[str, ...]:

@@ -16,9 +16,9 @@ import numpy as np
 
 from vitrail import remote
 from vitrail.data import holdout, sample_table
-from vitrail.data.dataset import UNLABELED, Dataset, build_dataset
+from vitrail.data.dataset import Dataset, build_dataset
 from vitrail.data.image_headers import IMAGE_SUFFIXES, get_image_suffixes, suggest_decoder
-from vitrail.data.sample_table import Array, SampleTable, encode_text_column
+from vitrail.data.sample_table import UNLABELED, Array, SampleTable, encode_text_column
 from vitrail.errors import DataError, NoImageError
 from vitrail.formatting import join_first_names, pluralize
 
@@ -102,21 +102,22 @@ def _build_columns(
     if split_of_folder:
         splits = (split_of_folder[path.partition("/")[0]] for path in listing.paths)
         split_column = np.fromiter(splits, dtype=np.int8, count=count)
+    columns = encode_text_column("path", listing.paths) | {"label": label}
+    if listing.sizes:
+        columns["size"] = np.array(listing.sizes, dtype=np.int64)
     split = holdout.complete_splits(
-        split_column, label, listing.paths.__getitem__, identity=str(root), holdout_fraction=holdout_fraction
+        split_column, columns, listing.paths.__getitem__, identity=str(root), holdout_fraction=holdout_fraction
     )
     metadata = split.build_metadata(classes, _describe_omissions(listing, classes, empty_classes)) | {
         "empty_classes": empty_classes,
         "layout_warning": "" if split_of_folder else _find_layout_warning(root, subfolders),
     }
-    sizes = {"size": np.array(listing.sizes, dtype=np.int64)} if listing.sizes else {}
-    return encode_text_column("path", listing.paths) | {"label": label, "split": split.column} | sizes, metadata
+    return columns | {"split": split.column}, metadata
 
 
 def _describe_missing_images(root: Path | str, other_files: Sequence[str]) -> str:
-    others = ""
-    if other_files:
-        others = f"; it holds {pluralize(len(other_files), 'other file')}, such as {other_files[0]}"
+    count = pluralize(len(other_files), "other file")
+    others = f"; it holds {count}, such as {other_files[0]}" if other_files else ""
     return f"{root} holds no image ({', '.join(get_image_suffixes())}){others}{suggest_decoder(other_files)}"
 
 
@@ -200,13 +201,11 @@ def _get_class_name(path: str, class_depth: int) -> str:
     return parts[class_depth] if len(parts) > class_depth + 1 else ""
 
 
-def _find_empty_classes(
-    listing: _Listing, root: Path | str, class_depth: int, known_classes: Iterable[str]
-) -> list[str]:
+def _find_empty_classes(listing: _Listing, root: Path | str, class_depth: int, classes: Iterable[str]) -> list[str]:
     """Class folders without an image in any split."""
     folder_parts = [Path(os.path.relpath(folder, root)).parts for folder in listing.folders[1:]]
     names = {parts[class_depth] for parts in folder_parts if len(parts) == class_depth + 1}
-    return sorted(names.difference(known_classes))
+    return sorted(names.difference(classes))
 
 
 def _describe_omissions(listing: _Listing, classes: Sequence[str], empty_classes: Sequence[str]) -> Iterator[str]:
@@ -226,8 +225,7 @@ def _describe_omissions(listing: _Listing, classes: Sequence[str], empty_classes
 
 def _list_local_files(root: Path) -> _Listing:
     """All files below a folder, a folder's own files before those of its subfolders; links are followed."""
-    listing = _Listing([], [], [], [], [])
-    visits = FolderVisits()
+    listing, visits = _Listing([], [], [], [], []), FolderVisits()
     prefix = os.path.join(root, "")  # noqa: PTH118, as text
     for walked in walk_folder(str(root), visits, files_first=True):
         if walked.error:
@@ -299,9 +297,7 @@ class FolderVisits:
         return (*ancestors, inode)
 
     def describe(self) -> str:
-        """A sentence on the skipped folders; empty if there are none."""
-        if not self.skipped_folders:
-            return ""
+        """A sentence on the skipped folders, of which there must be one."""
         return (
             f"{pluralize(len(self.skipped_folders), 'link')} left out, to folders already listed"
             f" {VISIT_LIMIT} times through other links, such as {self.skipped_folders[0]}"
@@ -366,11 +362,7 @@ def _list_names(folder: str, *, files_first: bool) -> list[str]:
     with os.scandir(folder) as entries:
         visible = (entry for entry in entries if not entry.name.startswith("."))
         names = [f"{entry.name}/" if _is_folder(entry) else entry.name for entry in visible]
-    return sorted(names, key=_get_files_first_key if files_first else None)
-
-
-def _get_files_first_key(name: str) -> tuple[bool, str]:
-    return name.endswith("/"), name.removesuffix("/")
+    return sorted(names, key=lambda name: (name.endswith("/"), name.removesuffix("/")) if files_first else name)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -6,7 +6,7 @@ images are stored and stay held out when the folder grows: a test image never be
 
 import csv
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vitrail.data.dataset import SPLITS
-from vitrail.data.sample_table import Array
+from vitrail.data.sample_table import Array, SampleTable
 from vitrail.errors import DataError
 from vitrail.files import get_data_home, write_atomically
 from vitrail.formatting import pluralize
@@ -34,17 +34,12 @@ class CompletedSplits(NamedTuple):
     """The splits that were held out here."""
     notes: tuple[str, ...]
 
-    @property
-    def holdout_note(self) -> str:
-        """How val and test were held out, if there was no split at all."""
-        return find_holdout_note(self.notes)
-
     def build_metadata(self, classes: Sequence[str], notes: Iterable[str] = ()) -> dict[str, Any]:
         """The metadata of a table with these splits, from which `build_dataset` builds the dataset."""
         return {
             "classes": list(classes),
             "generated_splits": self.generated_splits,
-            "holdout_note": self.holdout_note,
+            "holdout_note": find_holdout_note(self.notes),
             "notes": [*self.notes, *notes],
         }
 
@@ -55,12 +50,17 @@ def find_holdout_note(notes: Iterable[str]) -> str:
 
 
 def complete_splits(
-    column: SplitColumn, strata: Array, get_name: Callable[[int], str], *, identity: str, holdout_fraction: float = 0.1
+    column: SplitColumn,
+    table: SampleTable | Mapping[str, Array],
+    get_name: Callable[[int], str],
+    *,
+    identity: str,
+    holdout_fraction: float = 0.1,
 ) -> CompletedSplits:
     """Hold out the splits that a split column lacks, and return it with a note about that.
 
     Without any split, `holdout_fraction` of each class becomes val and as much test. With train but no val, that
-    fraction of train becomes val.
+    fraction of train becomes val. Images that may have several labels are not told apart by class.
     """
     existing = set(np.unique(column).tolist())
     missing: tuple[int, ...]
@@ -72,48 +72,36 @@ def complete_splits(
         return CompletedSplits(column, (), ())
     path = _get_list_path(identity, holdout_fraction)
     rows = np.flatnonzero(pool)
+    strata = np.zeros(len(column), dtype=np.int32) if "label.ends" in table else table["label"]
     stored = _read_list(path) if path.exists() else {}
-    held_out = _choose_held_out(rows, strata, get_name, missing, holdout_fraction, stored)
+    names_by_class: dict[int, dict[str, None]] = {}
+    for row in rows.tolist():
+        names_by_class.setdefault(int(strata[row]), {})[get_name(row)] = None
+    held_out: dict[str, int] = {}
+    for names in names_by_class.values():  # a name that occurs twice goes where it went first: on one side
+        held_out = _choose_held_out(list(names), missing, holdout_fraction, stored) | held_out
     completed = column.copy()
     completed[rows] = [held_out.get(get_name(row), _TRAIN) for row in rows.tolist()]
     location = _write_list(path, stored | held_out, stored)
-    names = tuple(SPLITS[split] for split in sorted(missing))
+    generated = tuple(SPLITS[split] for split in sorted(missing))
     count = pluralize(int((completed[rows] != _TRAIN).sum()), "image")
     note = (
-        f"no {' and '.join(names)} given: {holdout_fraction:.0%} of each class held out for"
-        f" {'each' if names[1:] else 'it'} ({count}, {location})"
+        f"no {' and '.join(generated)} given: {holdout_fraction:.0%} of each class held out for"
+        f" {'each' if generated[1:] else 'it'} ({count}, {location})"
     )
-    return CompletedSplits(completed, names, (note,))
+    return CompletedSplits(completed, generated, (note,))
 
 
 def _choose_held_out(
-    rows: Array,
-    strata: Array,
-    get_name: Callable[[int], str],
-    missing_splits: Sequence[int],
-    holdout_fraction: float,
-    stored_splits: dict[str, int],
+    names: Sequence[str], missing_splits: Sequence[int], holdout_fraction: float, stored_splits: dict[str, int]
 ) -> dict[str, int]:
-    """Choose names to hold out: the stored ones, and for a class without any, those with the smallest digests.
-
-    A name that occurs twice goes where it went first, so that no image is on both sides.
-    """
-    held_out: dict[str, int] = {}
-    strata_names: dict[int, dict[str, None]] = {}
-    for row in rows.tolist():
-        strata_names.setdefault(int(strata[row]), {})[get_name(row)] = None
-    for names in strata_names.values():
-        chosen = {name: stored_splits[name] for name in names if name in stored_splits}
-        if not chosen and len(names) > 2:
-            count = min(max(1, round(holdout_fraction * len(names))), (len(names) - 1) // len(missing_splits))
-            ranked = sorted(names, key=_digest_name)[: count * len(missing_splits)]
-            chosen = {name: missing_splits[rank // count] for rank, name in enumerate(ranked)}
-        held_out = chosen | held_out
-    return held_out
-
-
-def _digest_name(name: str) -> bytes:
-    return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+    """Choose names of one class to hold out: the stored ones or, without any, those with the smallest digests."""
+    chosen = {name: stored_splits[name] for name in names if name in stored_splits}
+    if chosen or len(names) <= 2:
+        return chosen
+    count = min(max(1, round(holdout_fraction * len(names))), (len(names) - 1) // len(missing_splits))
+    ranked = sorted(names, key=lambda name: hashlib.sha256(name.encode(errors="surrogateescape")).digest())
+    return {name: missing_splits[rank // count] for rank, name in enumerate(ranked[: count * len(missing_splits)])}
 
 
 def _get_list_path(identity: str, holdout_fraction: float) -> Path:

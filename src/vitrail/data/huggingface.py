@@ -1,4 +1,7 @@
-"""Image datasets of the Hugging Face Hub, through its `datasets` library: hf:ORG/NAME[:CONFIGURATION][@REVISION]."""
+"""Image datasets of the Hugging Face Hub, through its `datasets` library: hf:ORG/NAME[:CONFIGURATION][@REVISION].
+
+The library is optional, so functions import it.
+"""
 
 import dataclasses
 import re
@@ -8,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from vitrail.data import holdout
-from vitrail.data.dataset import UNLABELED, Dataset, build_dataset
+from vitrail.data.dataset import Dataset, build_dataset
 from vitrail.data.folder import SPLIT_NAMES
-from vitrail.data.sample_table import Array, SampleTable
+from vitrail.data.sample_table import Array, SampleTable, encode_label_columns
 from vitrail.errors import DataError, UsageError
 from vitrail.formatting import pluralize
 
@@ -74,11 +77,9 @@ def _build_dataset(
     image_columns = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
     if len(image_columns) != 1:
         raise DataError(f"{name} has {len(image_columns)} image columns among {', '.join(features)}; one is needed")
-    classes, labels, ends = _read_labels(name, split_datasets, _find_label_column(features))
+    classes, columns = _read_labels(name, split_datasets)
     sizes = [len(part) for part in split_datasets.values()]
-    columns: dict[str, Array] = {"label": labels, "part": np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)}
-    if ends is not None:
-        columns["label.ends"] = ends
+    columns["part"] = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     store = HubStore(
         tuple(part.cast_column(image_columns[0], datasets.Image(decode=False)) for part in split_datasets.values()),
         tuple(split_datasets),
@@ -86,35 +87,25 @@ def _build_dataset(
         SampleTable(columns),
     )
     split_column = np.array([SPLIT_NAMES[split.lower()] for split in split_datasets], dtype=np.int8)[columns["part"]]
-    strata = labels if ends is None else np.zeros(len(split_column), dtype=np.int32)
     split = holdout.complete_splits(
-        split_column, strata, store.get_name, identity=name, holdout_fraction=holdout_fraction
+        split_column, columns, store.get_name, identity=name, holdout_fraction=holdout_fraction
     )
     notes = [f"splits left out: {', '.join(skipped_splits)}"] if skipped_splits else []
     splits = SampleTable({"split": split.column}, split.build_metadata(classes, notes))
     return build_dataset(name, store, splits)
 
 
-def _find_label_column(features: Any) -> str | None:
+def _read_labels(name: str, split_datasets: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, Array]]:
+    """The class names, and the columns of labels; each row of the first label column has one label, or a list."""
     import datasets
 
-    for column, feature in features.items():
+    for column, feature in next(iter(split_datasets.values())).features.items():
         inner = getattr(feature, "feature", feature)
         if isinstance(inner, datasets.ClassLabel) or column in ("label", "labels"):
-            return str(column)
-    return None
-
-
-def _read_labels(
-    name: str, split_datasets: dict[str, Any], column: str | None
-) -> tuple[tuple[str, ...], Array, Array | None]:
-    """The class names, the labels, and where each row's labels end if it may have several."""
-    import datasets
-
-    if column is None:
-        return (), np.full(sum(map(len, split_datasets.values())), UNLABELED, dtype=np.int32), None
-    feature = next(iter(split_datasets.values())).features[column]
-    inner = getattr(feature, "feature", feature)
+            break
+    else:
+        no_labels = [()] * sum(map(len, split_datasets.values()))
+        return (), encode_label_columns(no_labels, multi_label=False)
     values = [value for part in split_datasets.values() for value in part[column]]
     rows = [list(value) if inner is not feature else [value] for value in values]
     if isinstance(inner, datasets.ClassLabel):
@@ -123,10 +114,9 @@ def _read_labels(
         distinct = sorted({value for row in rows for value in row})
         classes, class_index = tuple(map(str, distinct)), {value: number for number, value in enumerate(distinct)}
     try:
-        labels = np.array([class_index[value] for row in rows for value in row], dtype=np.int32)
+        labels = [[class_index[value] for value in row] for row in rows]
     except KeyError as error:
         raise DataError(
             f"{name}: {column} is {error.args[0]!r:.80}, which is not one of its {pluralize(len(classes), 'class')}"
         ) from error
-    ends = np.cumsum([len(row) for row in rows], dtype=np.int64) if inner is not feature else None
-    return classes, labels, ends
+    return classes, encode_label_columns(labels, multi_label=inner is not feature)

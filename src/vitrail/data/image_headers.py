@@ -178,10 +178,7 @@ def read_orientation(image: Image.Image) -> int:
 
 
 def _get_stored_size(image: Image.Image) -> tuple[int, int]:
-    """Return the width and height of the pixels before `read_orientation` applies.
-
-    Pillow rotates TIFFs itself when it loads them, and some of its versions give the rotated size before that.
-    """
+    """Return width and height as stored. Some versions of Pillow give those of an unloaded TIFF already rotated."""
     if isinstance(image, TiffImageFile) and image.tile:  # not loaded
         return image.tag_v2[ExifTags.Base.ImageWidth], image.tag_v2[ExifTags.Base.ImageLength]
     return image.size
@@ -214,10 +211,7 @@ def is_large_jpeg(content: bytes) -> bool:
 
 
 def _check_markers(content: bytes, name: str) -> bool:
-    """Refuse a JPEG with much before its first scan, which Pillow reads in Python; tell whether more scans may follow.
-
-    Files that are not JPEGs pass.
-    """
+    """Refuse a JPEG with much before its first scan, which Pillow reads in Python; tell whether more may follow."""
     markers, junk, components = 0, 0, 0
     for kind, skipped, start in _walk_markers(content):
         if kind == _SOS:

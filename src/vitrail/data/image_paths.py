@@ -18,6 +18,7 @@ from typing import NamedTuple, TextIO
 
 from vitrail import remote
 from vitrail.data import file_list, webdataset
+from vitrail.data.decode import ImageSource
 from vitrail.data.folder import FolderVisits, walk_folder
 from vitrail.data.image_headers import FILE_LIMIT, UNSUPPORTED_SUFFIXES, get_image_suffixes, suggest_decoder
 from vitrail.errors import DataError
@@ -39,25 +40,28 @@ class ImageRef(NamedTuple):
     """Bytes from `offset` on, if it is part of a shard."""
     error: str = ""
     """Why it cannot be read, if that is already known."""
+    content: ImageSource | None = None
+    """The image itself, if it is in no file."""
 
-    def read(self) -> Path | bytes:
-        """The path or bytes to decode."""
+    def read(self) -> ImageSource:
+        """The path, bytes or image to decode."""
         if self.error:
             raise DataError(self.error)
+        if self.content is not None:
+            return self.content
         if (self.size or 0) > FILE_LIMIT:
             raise DataError(f"{self.name} has {self.size:,} bytes; the limit for images is {FILE_LIMIT:,}")
         if remote.is_remote(self.location):
             return remote.read(self.location, self.offset, self.size)
-        return Path(self.location) if self.size is None else self._read_range(self.size)
-
-    def _read_range(self, size: int) -> bytes:
+        if self.size is None:
+            return Path(self.location)
         try:
             with open_regular_file(Path(self.location)) as file:
                 file.seek(self.offset)
-                content = file.read(size)
+                content = file.read(self.size)
         except OSError as error:
             raise DataError(f"{self.name} cannot be read: {error}") from error
-        if len(content) != size:
+        if len(content) != self.size:
             raise DataError(f"{self.name}: the shard ends before the image does; check or download it again")
         return content
 
@@ -92,28 +96,35 @@ def _iter_lines(file: TextIO) -> Iterator[str]:
 
 
 def _resolve_argument(name: str, skipped: Counter[str]) -> Iterator[ImageRef]:
-    if remote.is_remote(name):
-        yield from _resolve_url(name)
-    elif os.path.isdir(name):  # noqa: PTH112, it is False for a name too long for a path
+    is_remote = remote.is_remote(name)
+    if not is_remote and os.path.isdir(name):  # noqa: PTH112, it is False for a name too long for a path
         yield from _resolve_folder(name, skipped)
     elif webdataset.is_tar_pattern(name):
-        for path in webdataset.find_tars(name):
-            yield from _iter_tar_images(path)
-    elif glob.has_magic(name) and not os.path.lexists(name):
+        yield from _iter_tar_images(webdataset.find_tars(name))
+    elif glob.has_magic(name) and (is_remote or not os.path.lexists(name)):
         yield from _resolve_glob(name, skipped)
     elif name.lower().endswith(file_list.LIST_SUFFIXES):
-        yield from (ImageRef(image, image) for image in file_list.iter_image_paths(Path(name)))
+        yield from _make_refs(file_list.iter_image_paths(name if is_remote else Path(name)))
+    elif is_remote and not name.lower().endswith(get_image_suffixes()):
+        yield from _resolve_remote_folder(name)
     else:
         yield ImageRef(name, name)  # if it does not exist, its row says so
 
 
+def _make_refs(names: Iterable[str]) -> Iterator[ImageRef]:
+    return (ImageRef(name, name) for name in names)
+
+
 def _resolve_glob(pattern: str, skipped: Counter[str]) -> Iterator[ImageRef]:
-    visits = FolderVisits()
-    names = sorted(_expand_glob(pattern, visits))
-    if "**" in pattern:  # it matches the contents of folders besides the folders
+    visits, is_remote = FolderVisits(), remote.is_remote(pattern)
+    names = remote.glob(pattern) if is_remote else sorted(_expand_glob(pattern, visits))
+    if "**" in pattern and not is_remote:  # it matches the contents of folders besides the folders
         names = [name for name in names if not os.path.isdir(name)]  # noqa: PTH112, as text
     if not names:
         raise DataError(f"no file matches {pattern}")
+    if is_remote:
+        yield from _make_refs(names)
+        return
     for name in names:
         yield from iter_image_refs([name] if name != STDIN else [f"./{name}"], skipped=skipped)
     yield from _report_skipped_folders(pattern, visits)
@@ -133,8 +144,7 @@ def _expand_glob(pattern: str, visits: FolderVisits) -> set[str]:
 
 
 def _resolve_folder(root: str, skipped: Counter[str]) -> Iterator[ImageRef]:
-    empty = True
-    visits, skipped_here = FolderVisits(), Counter[str]()
+    empty, visits, skipped_here = True, FolderVisits(), Counter[str]()
     for image in _walk_images(root, visits, skipped_here):
         empty = False
         yield image
@@ -143,8 +153,7 @@ def _resolve_folder(root: str, skipped: Counter[str]) -> Iterator[ImageRef]:
         shards = sorted(Path(root).glob("*.tar")) or sorted(Path(root).glob("*/*.tar"))
         if not shards:
             raise DataError(f"{_describe_no_image(root)}{describe_skipped(skipped_here)}")
-        for shard in shards:
-            yield from _iter_tar_images(str(shard))
+        yield from _iter_tar_images(map(str, shards))
     yield from _report_skipped_folders(root, visits)
 
 
@@ -180,40 +189,26 @@ def _walk_images(root: str, visits: FolderVisits, skipped: Counter[str]) -> Iter
             skipped[lower[lower.rindex(".") :]] += 1
 
 
-def _iter_tar_images(path: str) -> Iterator[ImageRef]:
-    """The images in a tar, in its order and from its headers alone; a damaged tar yields those before the damage."""
-    empty = True
-    try:
-        for member, _ in webdataset.iter_files(path if remote.is_remote(path) else Path(path)):
-            name = member.name
-            if name.lower().endswith(get_image_suffixes()) and not name.rpartition("/")[2].startswith("."):
-                empty = False
-                yield ImageRef(f"{path}:{name}", path, member.offset_data, member.size)
-        if empty:
-            raise DataError(_describe_no_image(path))
-    except (DataError, OSError) as error:
-        yield ImageRef(path, path, error=str(error))
+def _iter_tar_images(paths: Iterable[str]) -> Iterator[ImageRef]:
+    """The images in tars, in their order and from headers alone; a damaged tar yields those before the damage."""
+    for path in paths:
+        empty = True
+        try:
+            for member, _ in webdataset.iter_files(path if remote.is_remote(path) else Path(path)):
+                name = member.name
+                if name.lower().endswith(get_image_suffixes()) and not name.rpartition("/")[2].startswith("."):
+                    empty = False
+                    yield ImageRef(f"{path}:{name}", path, member.offset_data, member.size)
+            if empty:
+                raise DataError(_describe_no_image(path))
+        except (DataError, OSError) as error:
+            yield ImageRef(path, path, error=str(error))
 
 
-def _resolve_url(url: str) -> Iterator[ImageRef]:
-    if webdataset.is_tar_pattern(url):
-        for path in webdataset.find_tars(url):
-            yield from _iter_tar_images(path)
-    elif glob.has_magic(url):
-        names = remote.glob(url)
-        if not names:
-            raise DataError(f"no file matches {url}")
-        yield from (ImageRef(name, name) for name in names)
-    elif url.lower().endswith(file_list.LIST_SUFFIXES):
-        yield from (ImageRef(image, image) for image in file_list.iter_image_paths(url))
-    elif url.lower().endswith(get_image_suffixes()):
-        yield ImageRef(url, url)
-    else:
-        files = sorted(remote.list_files(url))
-        names = [remote.join_url(url, name) for name in files if name.lower().endswith(get_image_suffixes())]
-        shards = [remote.join_url(url, name) for name in files if name.endswith(".tar")]
-        if not names and not shards:
-            raise DataError(_describe_no_image(url))
-        yield from (ImageRef(name, name) for name in names)
-        for shard in () if names else shards:
-            yield from _iter_tar_images(shard)
+def _resolve_remote_folder(url: str) -> Iterator[ImageRef]:
+    files = [remote.join_url(url, name) for name in sorted(remote.list_files(url))]
+    names = [name for name in files if name.lower().endswith(get_image_suffixes())]
+    shards = [name for name in files if name.endswith(".tar")]
+    if not names and not shards:
+        raise DataError(_describe_no_image(url))
+    yield from _make_refs(names) if names else _iter_tar_images(shards)

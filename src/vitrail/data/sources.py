@@ -9,23 +9,38 @@ import importlib
 from pathlib import Path
 
 from vitrail import remote
-from vitrail.data import file_list, folder, imagenet, public_datasets, shards, webdataset
+from vitrail.data import file_list, folder, imagenet, memory, public_datasets, shards, webdataset
 from vitrail.data.dataset import Dataset
+from vitrail.data.memory import DIGITS_NAME, InMemoryData, build_memory_dataset, open_digits
 from vitrail.errors import DataError, NoImageError, UsageError
 from vitrail.formatting import pluralize
 
+DataSource = str | Path | Dataset | InMemoryData
+"""A DATA argument, or the same from Python: an opened dataset, or Python objects (`memory`)."""
 HUB_PREFIX = "hf:"
-DIGITS_NAME = "digits"
 
 
-def open_dataset(name: str, *, holdout_fraction: float = 0.1) -> Dataset:
-    """Open the dataset of that name; missing val and test splits are held out, `holdout_fraction` of the images each.
+def get_data_name(data: DataSource) -> str:
+    """The name of the data in messages."""
+    return str(data) if isinstance(data, str | Path) else data.name if isinstance(data, Dataset) else memory.NAME
+
+
+def open_dataset(name: DataSource, *, holdout_fraction: float = 0.1) -> Dataset:
+    """Open the dataset of that name, or made of Python objects.
+
+    Missing val and test splits are held out, `holdout_fraction` of the images each.
 
     A path takes precedence over a known name only if it contains a separator or is a file: `./digits` is a folder, and
     `digits` is the dataset.
     """
     if not 0 < holdout_fraction < 0.5:
         raise UsageError(f"the fraction to hold out is {holdout_fraction}; it must be between 0 and 0.5")
+    if isinstance(name, Dataset):
+        return name
+    if isinstance(name, Path):
+        return _open_location(name, holdout_fraction)
+    if not isinstance(name, str):
+        return build_memory_dataset(name, holdout_fraction=holdout_fraction)
     if not name:
         raise UsageError("the name of the data is empty; '.' is the current folder")
     if name.startswith(HUB_PREFIX):
@@ -37,17 +52,15 @@ def open_dataset(name: str, *, holdout_fraction: float = 0.1) -> Dataset:
         return _open_location(name.rstrip("/"), holdout_fraction)
     if "/" not in name and not Path(name).is_file():
         if name == DIGITS_NAME:
-            return importlib.import_module("vitrail.data.digits").open_digits(holdout_fraction=holdout_fraction)
+            return open_digits(holdout_fraction=holdout_fraction)
         if name in public_datasets.PUBLIC_DATASETS:
-            return _open_public_dataset(name, holdout_fraction)
+            stored = public_datasets.get_dataset_folder(name)
+            if stored.exists():
+                return shards.open_shards(stored, holdout_fraction=holdout_fraction)
+            raise DataError(
+                f"{name} is not downloaded yet: vitrail data get {name}. (A folder of that name is ./{name})"
+            )
     return _open_location(Path(name), holdout_fraction)
-
-
-def _open_public_dataset(name: str, holdout_fraction: float) -> Dataset:
-    dataset_folder = public_datasets.get_dataset_folder(name)
-    if not dataset_folder.exists():
-        raise DataError(f"{name} is not downloaded yet: vitrail data get {name}. (A folder of that name is ./{name})")
-    return shards.open_shards(dataset_folder, holdout_fraction=holdout_fraction)
 
 
 def _open_location(location: Path | str, holdout_fraction: float) -> Dataset:

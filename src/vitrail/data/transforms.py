@@ -1,6 +1,7 @@
 """Pixels to a model's input: the resize and center crop of evaluation, and normalization."""
 
 import functools
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.config import PreprocessConfig
-from vitrail.data.decode import PixelArray
+from vitrail.data.decode import PixelArray, convert_to_pillow
 from vitrail.data.image_headers import PIXEL_LIMIT
 from vitrail.errors import DataError
 
@@ -58,10 +59,9 @@ def compute_resize_size(height: int, width: int, preprocess: PreprocessConfig) -
         return preprocess.resize[0], preprocess.resize[1]
     short = preprocess.resize[0]
     resized = (int(short * height / width), short) if width <= height else (short, int(short * width / height))
-    if resized[0] * resized[1] > PIXEL_LIMIT:
-        raise DataError(
-            f"an image of {height} x {width} pixels is too thin: resized it has {resized[0]} x {resized[1]}"
-        )
+    if math.prod(resized) > PIXEL_LIMIT:
+        size = f"{resized[0]} x {resized[1]}"
+        raise DataError(f"an image of {height} x {width} pixels is too thin: resized it has {size}")
     return resized
 
 
@@ -74,7 +74,7 @@ def _resize_columns(
     pixels are those with which weights were trained and measured, and only the columns that are kept are resized.
     """
     height, width = resize_size
-    image = Image.fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels))
+    image = convert_to_pillow(pixels)
     wide = image.resize((width, image.height), resampling)
     cropped = wide.crop((columns.start, 0, columns.stop, wide.height))
     return np.array(cropped.resize((cropped.width, height), resampling)).reshape(height, cropped.width, -1)

@@ -16,18 +16,18 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from vitrail import remote
 from vitrail.data import holdout, imagenet, sample_table
-from vitrail.data.dataset import SPLITS, UNLABELED, Dataset, build_dataset
+from vitrail.data.archives import TarError, TarMember, check_member, walk_members
+from vitrail.data.dataset import SPLITS, Dataset, build_dataset
 from vitrail.data.folder import SPLIT_NAMES
 from vitrail.data.image_headers import IMAGE_SUFFIXES, get_image_suffixes
-from vitrail.data.sample_table import Array, encode_text_column
+from vitrail.data.sample_table import Array, encode_label_columns, encode_text_column
 from vitrail.data.shards import ShardStore
-from vitrail.data.tar_headers import TarError, TarMember, check_member, walk_members
 from vitrail.errors import DataError
 from vitrail.files import open_regular_file
 
@@ -113,12 +113,15 @@ def _build_columns(
     samples = [sample for shard in shards for sample in shard]
     _check_labels(samples, f"{folder}/{files[0]} (of {len(files)})")
     classes = _list_classes({label for sample in samples for label in sample.labels or ()})
+    class_index = {name: number for number, name in enumerate(classes)}
+    labels = ([class_index[label] for label in sample.labels or ()] for sample in samples)
+    multi_label = any(sample.labels is not None and len(sample.labels) != 1 for sample in samples)
     columns: dict[str, Array] = {
         "shard": np.repeat(np.arange(len(files), dtype=np.int32), [len(shard) for shard in shards]),
         "offset": np.array([sample.offset for sample in samples], dtype=np.int64),
         "size": np.array([sample.size for sample in samples], dtype=np.int64),
         **encode_text_column("name", (sample.name for sample in samples)),
-        **_build_label_columns(samples, classes),
+        **encode_label_columns(labels, multi_label=multi_label),
     }
     if holdout_fraction is None:
         train = np.full(len(samples), SPLITS.index("train"), dtype=np.int8)
@@ -131,7 +134,7 @@ def _build_columns(
             )
         split = holdout.complete_splits(
             split_column,
-            np.zeros(len(samples), dtype=np.int32) if "label.ends" in columns else columns["label"],
+            columns,
             lambda row: f"{files[columns['shard'][row]]}:{samples[row].name}",
             identity=str(folder),
             holdout_fraction=holdout_fraction,
@@ -153,19 +156,6 @@ def _check_labels(samples: Sequence[_TarSample], source: str) -> None:
     unlabeled = [sample.name for sample in samples if sample.labels is None]
     if 0 < len(unlabeled) < len(samples):
         raise DataError(f"{unlabeled[0]} has neither a .cls nor a .json with a label, while other images have one")
-
-
-def _build_label_columns(samples: Sequence[_TarSample], classes: Sequence[str]) -> dict[str, Array]:
-    """The column of labels and, if an image may have several, the column of where the labels of each image end."""
-    class_index = {name: number for number, name in enumerate(classes)}
-    if all(sample.labels is None or len(sample.labels) == 1 for sample in samples):
-        labels = [class_index[sample.labels[0]] if sample.labels else UNLABELED for sample in samples]
-        return {"label": np.array(labels, dtype=np.int32)}
-    labels = [class_index[label] for sample in samples for label in sample.labels or ()]
-    return {
-        "label": np.array(labels, dtype=np.int32),
-        "label.ends": np.cumsum([len(sample.labels or ()) for sample in samples], dtype=np.int64),
-    }
 
 
 def _label_imagenet(folder: Path | str, files: Sequence[str], shards: list[list[_TarSample]]) -> list[str]:
@@ -257,45 +247,27 @@ def _iter_class_samples(path: Path | str, archive: TarMember) -> Iterator[_TarSa
     stem = PurePosixPath(archive.name).stem
     label = _parse_label(stem, f"{path}:{archive.name}")
     with _open_tar(path) as (file, _):
-        inner = cast(IO[bytes], _FileSlice(file, archive.offset_data, archive.size))
-        try:
-            for member in walk_members(inner, archive.size):
-                if member.is_folder:
-                    continue
-                check_member(f"{path}:{archive.name}", member.name, is_file=member.is_file)
-                if member.name.lower().endswith(get_image_suffixes()):
-                    offset = archive.offset_data + member.offset_data
-                    yield _TarSample(f"{stem}/{member.name}", offset, member.size, (label,))
-        except TarError as error:
-            raise DataError(f"{path}:{archive.name} {error}") from error
-
-
-class _FileSlice:
-    """A range of an open file, with the methods that `walk_members` needs."""
-
-    def __init__(self, file: IO[bytes], start: int, size: int) -> None:
-        self.file, self.start, self.size, self.position = file, start, size, 0
-
-    def seek(self, position: int) -> None:
-        """Go to a position in the range."""
-        self.position = position
-
-    def read(self, size: int) -> bytes:
-        """Read from the position, up to the end of the range."""
-        self.file.seek(self.start + self.position)
-        return self.file.read(max(0, min(size, self.size - self.position)))
+        for member in _iter_checked_files(file, archive.size, f"{path}:{archive.name}", start=archive.offset_data):
+            if member.name.lower().endswith(get_image_suffixes()):
+                offset = archive.offset_data + member.offset_data
+                yield _TarSample(f"{stem}/{member.name}", offset, member.size, (label,))
 
 
 def iter_files(path: Path | str) -> Iterator[tuple[TarMember, Callable[[], bytes]]]:
     """The files in a tar, each with a function that reads it; links, devices and outside paths are refused."""
     with _open_tar(path) as (file, length):
-        try:
-            for member in walk_members(file, length):
-                if not member.is_folder:
-                    check_member(path, member.name, is_file=member.is_file)
-                    yield member, partial(_read_label_file, file, member, path)
-        except TarError as error:
-            raise DataError(f"{path} {error}") from error
+        for member in _iter_checked_files(file, length, path):
+            yield member, partial(_read_label_file, file, member, path)
+
+
+def _iter_checked_files(file: IO[bytes], length: int, name: Path | str, *, start: int = 0) -> Iterator[TarMember]:
+    try:
+        for member in walk_members(file, length, start=start):
+            if not member.is_folder:
+                check_member(name, member.name, is_file=member.is_file)
+                yield member
+    except TarError as error:
+        raise DataError(f"{name} {error}") from error
 
 
 @contextlib.contextmanager

@@ -1,19 +1,31 @@
-"""Export a model to a file, which is written whole, and only if it computes what vitrail computes."""
+"""Export a model to a file, which is written whole, and only if it computes what vitrail computes; open such a file.
 
+B images   C channels   S image side
+"""
+
+import copy
+import dataclasses
 import importlib
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
-from vitrail import files
-from vitrail.errors import UsageError
-from vitrail.export import parity
-from vitrail.export.graph import GraphRunner, prepare_for_export
-from vitrail.export.parity import Parity
-from vitrail.model.resnet import BiT
-from vitrail.weights.trained import Trained, require_trained
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
+from vitrail import files
+from vitrail.config import PreprocessConfig, from_json
+from vitrail.data.transforms import normalize
+from vitrail.errors import ModelError, UsageError
+from vitrail.export.graph import OLD_METADATA_KEYS, REQUIRED_METADATA, GraphRunner, name_outputs, prepare_for_export
+from vitrail.model.resnet import BiT
+from vitrail.weights.trained import Trained, require_preprocess, require_trained
+
+MAX_DIFFERENCE = 1e-5
+BATCH_SIZES = (1, 3)
 ExportFormat = Literal["onnx", "torch-export", "openvino"]
 MeasureInt8 = Callable[[GraphRunner, GraphRunner], dict[str, Any]]
 """The float32 and the int8 file as functions -> measurements of the second, as JSON values."""
@@ -32,9 +44,33 @@ class ExportFormatInfo(NamedTuple):
 
 EXPORT_FORMATS: dict[ExportFormat, ExportFormatInfo] = {
     "onnx": ExportFormatInfo(".onnx", ".onnx.data", "vitrail.export.onnx", ("onnx", "onnxscript", "onnxruntime")),
-    "torch-export": ExportFormatInfo(".pt2", None, "vitrail.export.torch_export", ()),
+    "torch-export": ExportFormatInfo(".pt2", None, "vitrail.export.graph", ()),
     "openvino": ExportFormatInfo(".xml", ".bin", "vitrail.export.openvino", ("openvino",)),
 }
+
+
+_RUNNABLE_FORMATS: tuple[ExportFormat, ...] = ("onnx", "openvino")  # a .pt2 holds pickles
+
+
+class Parity(NamedTuple):
+    """The largest difference of a file from vitrail, relative to an output's largest value where that is above 1."""
+
+    difference: float
+    allowed: float
+    """MAX_DIFFERENCE; for deep ResNets, whose float32 itself is less exact, three times their distance from float64."""
+
+
+class ExportedModel(NamedTuple):
+    """A file that `vitrail convert --to onnx` or `--to openvino` wrote."""
+
+    path: Path
+    run: GraphRunner
+    preprocess: PreprocessConfig
+    channels: int
+    labels: tuple[str, ...]
+    multi_label: bool
+    temperature: float
+    threshold: float
 
 
 def check_export_destination(path: Path, format: ExportFormat, *, overwrite: bool = False) -> None:  # noqa: A002
@@ -62,7 +98,7 @@ def export_model(trained: Trained, path: Path, format: ExportFormat, *, overwrit
     trained, module = prepare_for_export(require_trained(trained)), import_export_format(format)
     with files.write_atomically(path, overwrite=overwrite) as fresh:
         module.write(trained, fresh)
-        result = parity.check_parity(module.load_runner(fresh), trained)
+        result = check_parity(module.load_runner(fresh), trained)
         _move_weights_file(fresh, path, format)
     return result
 
@@ -84,7 +120,7 @@ def export_int8_model(
         float32_path = fresh.with_name(f"float32-{fresh.name}")
         onnx.write(trained, float32_path)
         float32 = onnx.load_runner(float32_path)
-        result = parity.check_parity(float32, trained)
+        result = check_parity(float32, trained)
         onnx.quantize(float32_path, fresh)
         measurements = measure(float32, onnx.load_runner(fresh))
         onnx.add_metadata(fresh, "int8", measurements)
@@ -106,11 +142,99 @@ def _move_weights_file(fresh: Path, path: Path, format: ExportFormat) -> None:  
     if suffix is None:
         return
     weights, destination = fresh.with_suffix(suffix), path.with_suffix(suffix)
-    for written in (fresh, weights):
-        if written.exists():
-            files.fsync_path(written)
+    for written in filter(Path.exists, (fresh, weights)):
+        files.fsync_path(written)
     if weights.exists() or destination.exists():
         path.unlink(missing_ok=True)
         files.fsync_path(path.parent)
         weights.replace(destination) if weights.exists() else destination.unlink()
         files.fsync_path(path.parent)
+
+
+def check_parity(run: GraphRunner, trained: Trained) -> Parity:
+    """Measure the difference of an opened file from vitrail's own float32; raise an error where it is too large."""
+    batches = [make_test_pixels(batch, trained) for batch in BATCH_SIZES]
+    float32 = [compute_reference_outputs(trained, pixels) for pixels in batches]
+    difference = _compute_max_difference(zip(float32, map(run, batches), strict=True))
+    allowed = MAX_DIFFERENCE
+    if not difference <= MAX_DIFFERENCE and isinstance(trained.model, BiT):
+        double = dataclasses.replace(trained, model=copy.deepcopy(trained.model).double())
+        float64 = (compute_reference_outputs(double, pixels) for pixels in batches)
+        allowed = max(MAX_DIFFERENCE, 3 * _compute_max_difference(zip(float32, float64, strict=True)))
+    if not difference <= allowed:
+        raise ModelError(
+            f"nothing was written: the exported file differs from vitrail's own float32 by {difference:.1e}, and"
+            f" {allowed:.1e} is allowed. Another format (--to) may do better"
+        )
+    return Parity(difference, allowed)
+
+
+def _compute_max_difference(pairs: Iterable[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> float:
+    """The largest difference over all outputs of all batches; NaN where one is."""
+    differences = [
+        (outputs[name] - values).abs().max().double() / values.abs().max().clamp(min=1)
+        for reference, outputs in pairs
+        for name, values in reference.items()
+    ]
+    return float(torch.stack(differences).max())
+
+
+@torch.inference_mode()
+def compute_reference_outputs(trained: Trained, pixels: Tensor) -> dict[str, Tensor]:
+    """Compute vitrail's own outputs, in the precision of its weights."""
+    images = normalize(pixels, require_preprocess(trained)).to(next(trained.model.parameters()).dtype)
+    return name_outputs(trained.model(images), trained.model.config, trained.temperature, trained.multi_label)
+
+
+def make_test_pixels(batch: int, trained: Trained) -> Tensor:
+    """Make pixels, uint8 (B, C, S, S): smooth shapes and noise in turn, the same in every call."""
+    channels, size = trained.model.config.channels, require_preprocess(trained).size
+    generator = torch.Generator().manual_seed(batch)
+    noise = torch.rand(batch, channels, *size, generator=generator)
+    coarse = torch.rand(batch, channels, 4, 4, generator=generator)
+    smooth = F.interpolate(coarse, size, mode="bicubic").clamp(0, 1)
+    mixed = torch.where(torch.arange(batch)[:, None, None, None] % 2 == 0, smooth, noise)
+    return (mixed * 255).round().to(torch.uint8)
+
+
+def is_exported(name: str) -> bool:
+    """Whether a MODEL is an exported file, by its suffix."""
+    return Path(name).suffix in {form.suffix for form in EXPORT_FORMATS.values()} and Path(name).is_file()
+
+
+def open_exported_model(path: Path) -> ExportedModel:
+    """Open a file with its runtime, on the CPU."""
+    format_name = next((name for name in _RUNNABLE_FORMATS if EXPORT_FORMATS[name].suffix == path.suffix), None)
+    if format_name is None:
+        raise UsageError(
+            f"{path} is for torch.export.load (docs/exporting.md); give an .onnx, an .xml, or the model itself"
+        )
+    try:
+        module = import_export_format(format_name)
+    except ImportError as error:
+        raise UsageError(f"{path} needs {error.name}: pip install 'vitrail[{format_name}]'") from None
+    try:
+        entries = {OLD_METADATA_KEYS.get(name, name): value for name, value in module.read_metadata(path).items()}
+        metadata = {name: json.loads(entries[name]) for name in REQUIRED_METADATA if name in entries}
+        run = module.load_runner(path)
+    except (RuntimeError, ValueError, OSError, *module.READ_ERRORS) as error:
+        raise ModelError(f"{path} cannot be read: {' '.join(str(error).split()):.300}") from error
+    return _build_exported_model(path, metadata, run, format_name)
+
+
+def _build_exported_model(path: Path, metadata: dict[str, Any], run: GraphRunner, format_name: str) -> ExportedModel:
+    if not set(REQUIRED_METADATA) <= metadata.keys():
+        raise ModelError(
+            f"{path} does not say how images are prepared and what its outputs mean, as files exported by vitrail do:"
+            f" vitrail convert MODEL {path.name} --to {format_name}"
+        )
+    try:
+        pixels = dict(metadata["pixels"])
+        channels = int(pixels.pop("channels"))
+        preprocess = from_json(PreprocessConfig, pixels | metadata["normalization"])
+        labels = tuple(str(label) for label in metadata["labels"] or ())
+        temperature, threshold = float(metadata["temperature"]), float(metadata["threshold"])
+        multi_label = metadata["multi_label"] is True
+    except (UsageError, KeyError, TypeError, ValueError) as error:
+        raise ModelError(f"{path} is damaged: {error}") from error
+    return ExportedModel(path, run, preprocess, channels, labels, multi_label, temperature, threshold)

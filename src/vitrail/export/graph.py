@@ -8,15 +8,16 @@ import dataclasses
 import json
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from vitrail.model.build import Model
+from vitrail.config import ModelConfig
 from vitrail.model.resnet import BiT, BiTStem
-from vitrail.model.vit import ViT
+from vitrail.model.vit import Model, ViT
 from vitrail.weights.adapt import adapt
 from vitrail.weights.trained import Trained, assemble_model, logits_to_probabilities, require_preprocess
 
@@ -48,14 +49,14 @@ class ExportGraph(nn.Module):
 
     def forward(self, pixels: Tensor) -> dict[str, Tensor]:
         outputs = self.model((pixels.float() / 255 - self.mean) / self.std)
-        if not self.model.config.classes:
-            return {"features": outputs}
-        return name_head_outputs(outputs, self.temperature, self.multi_label)
+        return name_outputs(outputs, self.model.config, self.temperature, self.multi_label)
 
 
-def name_head_outputs(logits: Tensor, temperature: float, multi_label: bool) -> dict[str, Tensor]:
-    """The outputs of a model with a head: logits over temperature, and their probabilities."""
-    logits = logits / temperature
+def name_outputs(outputs: Tensor, config: ModelConfig, temperature: float, multi_label: bool) -> dict[str, Tensor]:
+    """Name a model's outputs: logits over temperature and their probabilities, or features where it has no head."""
+    if not config.classes:
+        return {"features": outputs}
+    logits = outputs / temperature
     return {"logits": logits, "probabilities": logits_to_probabilities(logits, multi_label=multi_label)}
 
 
@@ -142,3 +143,20 @@ def _fix_image_size(trained: Trained, size: tuple[int, int]) -> Model:
         prefix_positions=True,
     )
     return assemble_model(config, model.state_dict() | {"pos_embed": model.compute_positions(config.grid)})
+
+
+def write(trained: Trained, path: Path) -> None:
+    """Write a .pt2 file of torch.export, which runs without vitrail; the metadata are extra files of the archive."""
+    torch.export.save(export_program(trained), path, extra_files=build_metadata(trained))
+
+
+def load_runner(path: Path) -> GraphRunner:
+    """Open a .pt2 file as a function, on the CPU."""
+    module = torch.export.load(path).module()
+
+    @torch.inference_mode()
+    def run_graph(pixels: Tensor) -> dict[str, Tensor]:
+        outputs: dict[str, Tensor] = module(pixels)
+        return outputs
+
+    return run_graph

@@ -12,15 +12,7 @@ import onnx
 import onnxruntime
 import torch
 from google.protobuf.message import DecodeError
-from onnxruntime.capi.onnxruntime_pybind11_state import (
-    Fail,
-    InvalidArgument,
-    InvalidGraph,
-    InvalidProtobuf,
-    NoSuchFile,
-    NotImplemented,  # noqa: A004
-    RuntimeException,
-)
+from onnxruntime.capi import onnxruntime_pybind11_state as ort
 from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.quant_utils import add_pre_process_metadata
 from torch import Tensor
@@ -30,7 +22,8 @@ from vitrail.export.graph import GraphRunner
 from vitrail.weights.trained import Trained
 
 READ_ERRORS = (
-    DecodeError, Fail, InvalidArgument, InvalidGraph, InvalidProtobuf, NoSuchFile, NotImplemented, RuntimeException,
+    DecodeError, ort.Fail, ort.InvalidArgument, ort.InvalidGraph, ort.InvalidProtobuf, ort.NoSuchFile,
+    ort.NotImplemented, ort.RuntimeException,
 )  # fmt: skip
 """Raised for files that are damaged, or that need what is not installed."""
 OPSET = 20  # the first with a GELU; ONNX Runtime reads it since 1.17
@@ -38,12 +31,11 @@ OPSET = 20  # the first with a GELU; ONNX Runtime reads it since 1.17
 
 def write(trained: Trained, path: Path) -> None:
     """Write the model in float32, for batches of any size."""
-    names = list(graph.get_output_names(trained))
     with _silence_torch_warnings():
         program = torch.onnx.export(
             graph.export_program(trained),
             input_names=[graph.INPUT_NAME],
-            output_names=names,
+            output_names=list(graph.get_output_names(trained)),
             dynamic_shapes=({0: "batch"},),
             opset_version=OPSET,
             verbose=False,
@@ -75,7 +67,6 @@ def quantize(source: Path, path: Path) -> None:
     Activations are rounded to 8 bits too, by their range in each batch, so no calibration images are needed. The patch
     embedding stays in float32, and so do the parts of the last block that compute only the head's tokens.
     """
-    has_weights_file = source.with_suffix(".onnx.data").exists()
     model = onnx.load(source)
     del model.graph.value_info[:]  # partly of weights that are transposed here; all of it is inferred again
     add_pre_process_metadata(model)  # torch has folded constants; without this the root logger advises to do so
@@ -85,7 +76,7 @@ def quantize(source: Path, path: Path) -> None:
         op_types_to_quantize=["MatMul", "Gemm"],
         per_channel=True,
         weight_type=QuantType.QInt8,
-        use_external_data_format=has_weights_file,
+        use_external_data_format=source.with_suffix(".onnx.data").exists(),
     )
 
 

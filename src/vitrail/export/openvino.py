@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from vitrail.export import graph as graphs
 from vitrail.export.graph import GraphRunner
-from vitrail.model.build import Model
 from vitrail.model.positions import Grid
-from vitrail.model.vit import Attention
+from vitrail.model.vit import Attention, Model
 from vitrail.weights.trained import Trained, require_preprocess
 
 READ_ERRORS: tuple[type[Exception], ...] = ()
@@ -35,14 +34,12 @@ class SplitQKVAttention(nn.Module):
         super().__init__()
         config = attention.config
         self.heads, self.proj = config.heads, attention.proj
-        weights = list(attention.qkv.weight.detach().split(config.width))
-        biases = list(torch.zeros(3 * config.width).split(config.width))
-        if attention.qkv.bias is not None:
-            biases = list(attention.qkv.bias.detach().split(config.width))
+        bias = torch.zeros(3 * config.width) if attention.qkv.bias is None else attention.qkv.bias.detach()
         scale = (config.width // config.heads) ** -0.5
-        weights[0], biases[0] = weights[0] * scale, biases[0] * scale
-        self.weights = nn.ParameterList(weights)
-        self.biases = nn.ParameterList(biases)
+        self.weights, self.biases = (
+            nn.ParameterList([queries * scale, keys, values])
+            for queries, keys, values in (attention.qkv.weight.detach().chunk(3), bias.chunk(3))
+        )
 
     def forward(self, x: Tensor, _: Grid, queries: int | None = None) -> Tensor:
         """(B, N, D) -> (B, N, D), or only the first `queries` tokens of it."""

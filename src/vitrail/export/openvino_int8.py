@@ -26,6 +26,7 @@ from vitrail.config import ViTConfig
 from vitrail.export.openvino import build_openvino_model, can_split_qkv
 from vitrail.model import quantized
 from vitrail.model.vit import ViT
+from vitrail.weights.tensor_files import digest_tensors
 from vitrail.weights.trained import Trained, assemble_model
 
 _LEVELS = 256
@@ -87,11 +88,8 @@ def _get_cache_folder(trained: Trained) -> Path:
     """The cache's folder of a graph, named by a digest of everything that it depends on."""
     versions = [_CACHE_VERSION, openvino.__version__, torch.__version__]
     settings = [str(trained.model.config), str(trained.preprocess), trained.temperature, trained.multi_label]
-    key = hashlib.sha256(json.dumps([*versions, *settings, trained.activation_ranges]).encode())
-    for name, tensor in sorted(trained.model.state_dict().items()):
-        key.update(name.encode())
-        key.update(tensor.contiguous().numpy().data)
-    return files.get_cache_home() / "openvino" / key.hexdigest()[:32]
+    key = json.dumps([*versions, *settings, trained.activation_ranges, digest_tensors(trained.model.state_dict())])
+    return files.get_cache_home() / "openvino" / hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 def _cache_graph(model: openvino.Model, folder: Path) -> None:
@@ -172,8 +170,13 @@ def _decompose_attention(model: openvino.Model, trained: Trained) -> None:
 
 def _find_matmuls(model: openvino.Model, trained: Trained) -> list[tuple[openvino.Node, ActivationRange]]:
     """Find the products with weights, of image patches and of blocks, with the ranges of their inputs."""
-    nodes = [node for node in model.get_ordered_ops() if node.get_type_name() == "MatMul"]
-    nodes = [node for node in nodes if _is_weight_matrix(node.input_value(1))]
+    nodes = [
+        node
+        for node in model.get_ordered_ops()
+        if node.get_type_name() == "MatMul"
+        and node.input_value(1).get_node().get_type_name() == "Constant"
+        and len(node.input_value(1).get_partial_shape()) == 2  # relative positions are constants too, but one a head
+    ]
     assert isinstance(trained.model, ViT)
     ranges: list[ActivationRange | None] = [None if trained.model.config.stem else (0.0, 1.0)]
     blocks = list(trained.model.blocks)
@@ -181,16 +184,10 @@ def _find_matmuls(model: openvino.Model, trained: Trained) -> list[tuple[openvin
         is_last = block is blocks[-1] and trained.model.num_head_tokens is not None  # with a product for its queries
         ranges += [block_ranges.qkv_input] * (3 if can_split_qkv(block.attn) else 2 if is_last else 1)
         ranges += [block_ranges.proj_input, block_ranges.fc1_input, block_ranges.fc2_input]
-    pairs = zip(nodes[: len(ranges)], ranges, strict=True)
-    return [(node, ends) for node, ends in pairs if ends is not None]
+    return [(node, ends) for node, ends in zip(nodes[: len(ranges)], ranges, strict=True) if ends is not None]
 
 
 def _group_ranges_by_block(trained: Trained) -> list[BlockRanges]:
     """Group a model's activation ranges by block."""
     ranges = list(zip(trained.activation_ranges[::2], trained.activation_ranges[1::2], strict=True))
     return [BlockRanges(*ranges[start : start + 6]) for start in range(0, len(ranges), 6)]
-
-
-def _is_weight_matrix(value: openvino.Output) -> bool:
-    """Whether a value is a layer's weights; relative positions are constants too, but one for each head."""
-    return value.get_node().get_type_name() == "Constant" and len(value.get_partial_shape()) == 2

@@ -6,37 +6,22 @@ import itertools
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vitrail.data.image_paths import ImageRef
 from vitrail.errors import DataError, StoppedError, UsageError
 from vitrail.formatting import pluralize
 from vitrail.inference.classifier import Classifier, ExportedClassifier
-from vitrail.inference.prediction_rows import PredictionRow, RowTarget, WrittenRows
+from vitrail.inference.prediction_rows import PredictionItem, PredictionRow, RowTarget, WrittenRows
 from vitrail.model.vit import ViT
 from vitrail.runtime import distributed, signals, workers
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
-from vitrail.runtime.progress import Notify, ignore_note
 from vitrail.runtime.signals import StopRequest
-from vitrail.runtime.workers import ProgressCallback
+from vitrail.runtime.workers import Notify, ProgressCallback, ignore_note
 
 AnyClassifier = Classifier | ExportedClassifier
-
-
-class PredictionItem(NamedTuple):
-    """An image, and the file for its attention picture, if there is to be one."""
-
-    image: ImageRef
-    picture: Path | None = None
-
-    @property
-    def name(self) -> str:
-        """The name of the image in its row."""
-        return self.image.name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,10 +29,8 @@ class BulkSettings:
     """What is computed for each image, and how."""
 
     top: int = 1
-    embed: bool = False
-    """Whether rows hold features instead of labels."""
-    threads: int = 1
-    """Threads that read and prepare images."""
+    embed: bool = False  # whether rows hold features instead of labels
+    threads: int = 1  # that read and prepare images
     group: ProcessGroup = SINGLE_PROCESS
     draw_pictures: Callable[[Sequence[PredictionItem], Sequence[Tensor]], None] | None = None
     """Called with the items of each batch and their inputs."""
@@ -57,11 +40,9 @@ class BulkSettings:
 class BulkResult(NamedTuple):
     """How many images a command predicted."""
 
-    written: WrittenRows
-    """With those of earlier commands."""
+    written: WrittenRows  # with those of earlier commands
     new_images: int
-    labels: Counter[str]
-    """How many of the new images have each top label."""
+    labels: Counter[str]  # how many of the new images have each top label
 
 
 def check_supported(classifier: Classifier, *, embed: bool, attention: bool) -> None:
@@ -69,8 +50,7 @@ def check_supported(classifier: Classifier, *, embed: bool, attention: bool) -> 
     if not embed and not classifier.labels:
         raise UsageError("the model has no head, so it gives features and no labels: --embed")
     if attention and not isinstance(classifier.model, ViT):
-        kind = type(classifier.model).__name__
-        raise UsageError(f"--attention is for ViTs and hybrids; a {kind} ResNet has no attention")
+        raise UsageError("--attention is for ViTs and hybrids; a BiT ResNet has no attention")
 
 
 def predict_images(
@@ -94,8 +74,10 @@ def predict_images(
         settings.notify(f"{target.name} has {pluralize(written.images, 'image')}; continuing after {pronoun}")
     before, labels = written.images, Counter[str]()
     with contextlib.ExitStack() as stack:
-        if settings.embed:
-            stack.enter_context(_disable_tf32())
+        if settings.embed:  # float32 as a probe has it: TF32, to which cuDNN would round convolutions, has three digits
+            deterministic = torch.backends.cudnn.deterministic
+            flags = torch.backends.cudnn.flags(enabled=True, deterministic=deterministic, allow_tf32=False)
+            stack.enter_context(flags)
         stop_request = stack.enter_context(signals.catch_stop_signals()) if target.can_continue else None
         write = stack.enter_context(target.open_writer(written)) if group.is_rank0 else None
         for rows, stop_signal in _iterate_rounds(classifier, items, settings, stop_request):
@@ -110,14 +92,6 @@ def predict_images(
     return BulkResult(written, written.images - before, labels)
 
 
-@contextlib.contextmanager
-def _disable_tf32() -> Iterator[None]:
-    """Compute features in float32 as a probe does: TF32, to which cuDNN would round convolutions, has three digits."""
-    deterministic = torch.backends.cudnn.deterministic
-    with torch.backends.cudnn.flags(enabled=True, deterministic=deterministic, allow_tf32=False):
-        yield
-
-
 def _iterate_rounds(
     classifier: AnyClassifier,
     items: Iterator[PredictionItem],
@@ -130,9 +104,7 @@ def _iterate_rounds(
     no process holds all the names.
     """
     group, size = settings.group, classifier.batch_size
-    gather: Callable[[Any], list[Any]] = (
-        distributed.make_all_gather() if group.world_size > 1 else lambda value: [value]
-    )
+    gather = distributed.make_all_gather() if group.world_size > 1 else lambda value: [value]
 
     def iterate_own_batches() -> Iterator[list[PredictionItem]]:
         while batches := distributed.run_on_rank0(lambda: list(itertools.islice(items, size * group.world_size))):
@@ -140,14 +112,13 @@ def _iterate_rounds(
 
     def make_input(item: PredictionItem) -> Tensor | DataError:
         try:
-            return classifier.make_input(item.image.read(), name=item.name)
+            return classifier.make_input(item.image.read(), name=item.image.name)
         except DataError as error:
             return error
 
     for batch in workers.prefetch_batches(make_input, iterate_own_batches(), settings.threads):
         own_rows = predict_rows(classifier, batch, settings)
-        own_signal = None if stop_request is None else stop_request.signal  # after the batch, in which it may arrive
-        gathered = gather((own_rows, own_signal))
+        gathered = gather((own_rows, stop_request and stop_request.signal))  # which may arrive during the batch
         stop_signal = next((one for _, one in gathered if one is not None), None)
         yield [row for rows, _ in gathered for row in rows], stop_signal
 
@@ -161,17 +132,17 @@ def predict_rows(
     results: Iterator[dict[str, Any]] = iter(())
     if inputs and settings.embed:
         assert isinstance(classifier, Classifier), "an exported file is refused"
-        results = iter({"features": features} for features in classifier.extract_features(inputs).numpy())
+        results = ({"features": features} for features in classifier.extract_features(inputs).numpy())
     elif inputs:
-        results = iter({"labels": labels} for labels in classifier.predict(inputs, settings.top))
+        results = ({"labels": labels} for labels in classifier.predict(inputs, settings.top))
     if inputs and settings.draw_pictures is not None:
         settings.draw_pictures([item for item, _ in readable], inputs)
-    return [
-        PredictionRow(item.name, error=str(pixels), attention=None if item.picture is None else "")
-        if isinstance(pixels, DataError)
-        else PredictionRow(item.name, attention=None if item.picture is None else str(item.picture), **next(results))
-        for item, pixels in batch
-    ]
+    rows = []
+    for item, pixels in batch:
+        result = {"error": str(pixels)} if isinstance(pixels, DataError) else next(results)
+        picture = None if item.picture is None else "" if "error" in result else str(item.picture)
+        rows.append(PredictionRow(item.image.name, attention=picture, **result))
+    return rows
 
 
 def _raise_stopped(stop_signal: signal.Signals, written: WrittenRows, target: str, notify: Notify) -> None:

@@ -17,7 +17,7 @@ from vitrail.config import Precision
 from vitrail.data.decode import ImageSource, decode
 from vitrail.data.transforms import make_eval_input
 from vitrail.errors import DataError, UsageError
-from vitrail.export.exported_model import ExportedModel
+from vitrail.export.export import ExportedModel
 from vitrail.inference.precision import build_inference_functions, list_available_precisions
 from vitrail.model.quantized import describe_cpu
 from vitrail.runtime import devices
@@ -38,6 +38,9 @@ class Classifier:
 
     On a CPU it computes predictions in the precision that the file's measurements show to be best there, or in
     `precision`. Features are float32 unless `precision` is given, and `model`, the weights themselves, always is.
+
+        classifier = vitrail.Classifier(vitrail.load("model.safetensors"))
+        print(classifier.predict(["cat.jpg", "dog.jpg"], top=2))
     """
 
     def __init__(
@@ -48,12 +51,11 @@ class Classifier:
         batch_size: int = 32,
         precision: Precision | None = None,
     ) -> None:
-        preprocess = require_preprocess(trained)
+        self.preprocess = require_preprocess(trained)
         if batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
         self.device = devices.resolve_device(device)
         self.batch_size = batch_size
-        self.preprocess = preprocess
         self.temperature = trained.temperature
         self.multi_label = trained.multi_label
         self.threshold = trained.threshold
@@ -65,9 +67,8 @@ class Classifier:
         on_device = dataclasses.replace(trained, model=self.model)
         self.precision: Precision = precision or "float32"
         if precision is None and self.device.type == "cpu":
-            self.precision = choose_precision(
-                trained.precision_measurements, describe_cpu(), list_available_precisions(on_device)
-            )
+            available = list_available_precisions(on_device)
+            self.precision = choose_precision(trained.precision_measurements, describe_cpu(), available)
         functions = build_inference_functions(on_device, self.precision)
         exact = functions if self.precision in (precision, "float32") else build_inference_functions(on_device)
         self._compute_probabilities, self._compute_features = functions.probabilities, exact.features
@@ -80,9 +81,10 @@ class Classifier:
         if isinstance(images, str | bytes | Path | Image.Image | np.ndarray):
             raise UsageError("give a list of images, also for a single one: classify([image])")
         self._check_request(top)
-        starts = range(0, len(images), self.batch_size)
-        batches = (images[start : start + self.batch_size] for start in starts)
-        return [prediction for batch in batches for prediction in self.predict(batch, top)]
+        predictions = list[RankedLabels]()
+        for start in range(0, len(images), self.batch_size):
+            predictions += self.predict(images[start : start + self.batch_size], top)
+        return predictions
 
     def make_input(self, image: ImageSource | Tensor, *, name: str | None = None) -> Tensor:
         """The model input of an image, uint8 (C, S, S); an input is returned as it is. Errors call the image `name`."""
@@ -139,21 +141,14 @@ class ExportedClassifier:
         return _list_predictions(probabilities, self.labels, top, self.threshold)
 
 
-def rank_labels(
-    probabilities: Tensor, labels: Sequence[str], top: int, threshold: float
-) -> list[tuple[RankedLabels, bool]]:
-    """The `top` labels of each row of (B, L), and whether the likeliest is below the threshold."""
+def rank_labels(probabilities: Tensor, labels: Sequence[str], top: int) -> list[RankedLabels]:
+    """The `top` labels of each row of (B, L)."""
     best = probabilities.topk(min(top, len(labels)), dim=1)
     rows = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-    return [
-        ([(labels[index], value) for value, index in zip(values, classes, strict=True)], values[0] < threshold)
-        for values, classes in rows
-    ]
+    return [[(labels[index], value) for value, index in zip(values, classes, strict=True)] for values, classes in rows]
 
 
 def _list_predictions(probabilities: Tensor, labels: Sequence[str], top: int, threshold: float) -> list[RankedLabels]:
     """The `top` labels of each row, after "unsure" where the likeliest is below the threshold."""
-    return [
-        [(UNSURE, ranked[0][1]), *ranked] if is_unsure else ranked
-        for ranked, is_unsure in rank_labels(probabilities, labels, top, threshold)
-    ]
+    rows = rank_labels(probabilities, labels, top)
+    return [[(UNSURE, ranked[0][1]), *ranked] if ranked[0][1] < threshold else ranked for ranked in rows]

@@ -4,6 +4,7 @@ B images   C channels   S image side   L classes   D features
 """
 
 import importlib.util
+import math
 from collections.abc import Callable
 from typing import NamedTuple, get_args
 
@@ -57,14 +58,13 @@ def build_inference_functions(trained: Trained, precision: Precision = "float32"
 
     probabilities: InferenceFunction = compute_probabilities
     if precision == "openvino-int8":
-        from vitrail.export import openvino_int8
+        from vitrail.export import openvino_int8  # which needs openvino, an optional package
 
         probabilities = openvino_int8.build_probability_function(trained, torch.get_num_threads())
     chunk_size = _choose_chunk_size(model.config)
     get_thread_pool()  # created here, where nothing computes yet
-    return InferenceFunctions(
-        split_over_threads(probabilities, chunk_size), split_over_threads(compute_features, chunk_size)
-    )
+    functions = (split_over_threads(function, chunk_size) for function in (probabilities, compute_features))
+    return InferenceFunctions(*functions)
 
 
 def list_available_precisions(trained: Trained) -> tuple[Precision, ...]:
@@ -91,5 +91,5 @@ def _choose_chunk_size(config: ModelConfig) -> int:
     """How many images a core computes at a time."""
     if not isinstance(config, ViTConfig):
         return _MIN_CHUNK_SIZE
-    tokens = config.num_prefix_tokens + config.grid[0] * config.grid[1]
+    tokens = config.num_prefix_tokens + math.prod(config.grid)
     return max(_MIN_CHUNK_SIZE, _CACHE_BYTES // (4 * tokens * config.mlp))

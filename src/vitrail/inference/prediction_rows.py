@@ -19,7 +19,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Literal, NamedTuple, Protocol, TypeVar
+from typing import IO, Any, BinaryIO, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -27,12 +27,21 @@ from numpy.typing import NDArray
 
 from vitrail import files, locks
 from vitrail.config import ModelConfig, upgrade_keys
+from vitrail.data.image_paths import ImageRef
 from vitrail.errors import UsageError
 from vitrail.formatting import quote_cell, unquote_cell
 from vitrail.inference.classifier import UNSURE, RankedLabels
 
 FileFormat = Literal["csv", "jsonl", "npy"]
 FORMAT_BY_SUFFIX: dict[str, FileFormat] = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".npy": "npy"}
+_ADVICE = "choose another --out, or remove it"
+
+
+class PredictionItem(NamedTuple):
+    """An image to predict, and the file for its attention picture, if there is to be one."""
+
+    image: ImageRef
+    picture: Path | None = None
 
 
 class PredictionRow(NamedTuple):
@@ -54,14 +63,6 @@ class WrittenRows(NamedTuple):
     num_bytes: int = 0
 
 
-class HasName(Protocol):
-    """An image with a name."""
-
-    @property
-    def name(self) -> str: ...
-
-
-ImageT = TypeVar("ImageT", bound=HasName)
 WriteRows = Callable[[Sequence[PredictionRow]], None]
 
 
@@ -70,10 +71,10 @@ WriteRows = Callable[[Sequence[PredictionRow]], None]
 
 def format_header(row_format: FileFormat, *, attention: bool) -> str:
     """Format the line above the rows, if there is one."""
-    if row_format == "csv":
-        columns = ("image", "rank", "label", "probability", "error")
-        return _format_csv_line((*columns, "attention") if attention else columns)
-    return _format_csv_line(("image", "error")) if row_format == "npy" else ""
+    if row_format == "jsonl":
+        return ""
+    columns = ["image", "error"] if row_format == "npy" else ["image", "rank", "label", "probability", "error"]
+    return _format_csv_line([*columns, "attention"] if attention and row_format == "csv" else columns)
 
 
 def format_row(row: PredictionRow, row_format: FileFormat) -> str:
@@ -88,11 +89,9 @@ def _format_csv(row: PredictionRow) -> str:
     if row.error:
         return _format_csv_line((row.image, "", "", "", row.error, *attention))
     unsure = len(row.labels) > 1 and row.labels[0] == (UNSURE, row.labels[1][1])  # and no class of that name
-    first_rank = 0 if unsure else 1
-    return "".join(
-        _format_csv_line((row.image, rank, label, f"{probability:.6f}", "", *attention))
-        for rank, (label, probability) in enumerate(row.labels, first_rank)
-    )
+    ranked = enumerate(row.labels, 0 if unsure else 1)
+    cells = ((row.image, rank, label, f"{value:.6f}", "", *attention) for rank, (label, value) in ranked)
+    return "".join(map(_format_csv_line, cells))
 
 
 def _format_csv_line(cells: Iterable[Any]) -> str:
@@ -124,16 +123,13 @@ class RowFile:
     command: Mapping[str, Any]
     """What must be the same to continue the file: version, model and options."""
     batch: int
-    ranks: int
-    """Labels per image."""
-    features: int = 0
-    """Columns of a matrix of features."""
+    ranks: int  # labels per image
+    features: int = 0  # columns of a matrix of features
     attention: bool = False
     can_continue: bool = True
 
     @property
     def name(self) -> str:
-        """What messages call it."""
         return str(self.path)
 
     @property
@@ -146,10 +142,10 @@ class RowFile:
         """Where the command is recorded."""
         return self.path.with_name(f"{self.path.name}.json")
 
-    def find_written(self, images: Iterator[ImageT]) -> tuple[WrittenRows, list[ImageT]]:
+    def find_written(self, items: Iterator[PredictionItem]) -> tuple[WrittenRows, list[PredictionItem]]:
         """Find how much the file holds in complete batches, if the same command began it.
 
-        Images are consumed for as long as there are rows of them, and their names must be the rows'. Those of an
+        Items are consumed for as long as there are rows of them, and their names must be the rows'. Those of an
         incomplete batch are returned, to be predicted again. A new file gets a record of its command.
         """
         if not self.path.exists() and not self.text_path.exists():
@@ -162,8 +158,8 @@ class RowFile:
         if self.row_format == "npy":
             stored = itertools.islice(stored, _count_matrix_rows(self.path, self.features))
         while rows := list(itertools.islice(stored, self.batch)):
-            batch = list(itertools.islice(images, len(rows)))
-            _check_same_names(self.text_path, written.images, [row.image for row in rows], [one.name for one in batch])
+            batch = list(itertools.islice(items, len(rows)))
+            _check_same_names(self.text_path, written.images, rows, batch)
             if len(rows) < self.batch:
                 return written, batch
             failed = sum(row.failed for row in rows)
@@ -171,13 +167,13 @@ class RowFile:
         return written, []
 
     def _check_same_command(self) -> None:
-        advice, before = "choose another --out, or remove it", _read_record(self.record_path)
+        before = _read_record(self.record_path)
         if before is None:
-            raise UsageError(f"{self.path} exists, and no {self.record_path.name} records its command: {advice}")
+            raise UsageError(f"{self.path} exists, and no {self.record_path.name} records its command: {_ADVICE}")
         for key, value in json.loads(json.dumps(self.command)).items():  # which makes lists of tuples
             if before.get(key) != value:
                 difference = "another model" if key == "model" else f"{key} {before.get(key)}, not {value}"
-                raise UsageError(f"{self.path} was begun with {difference}: {advice}")
+                raise UsageError(f"{self.path} was begun with {difference}: {_ADVICE}")
 
     @contextlib.contextmanager
     def open_writer(self, written: WrittenRows) -> Iterator[WriteRows]:
@@ -197,7 +193,9 @@ class RowFile:
                 nonlocal images
                 images += len(rows)
                 if matrix is not None:
-                    matrix.write(_pack_features(rows, self.features))
+                    missing = np.full(self.features, np.nan, dtype="<f4")
+                    features = (missing if row.features is None else row.features for row in rows)
+                    matrix.writelines(each.astype("<f4").tobytes() for each in features)
                     _write_matrix_header(matrix, images, self.features)
                 lines = "".join(format_row(row, self.row_format) for row in rows)
                 text.write(lines.encode(errors="surrogateescape"))
@@ -217,7 +215,7 @@ class RowTarget(Protocol):
     @property
     def can_continue(self) -> bool: ...
 
-    def find_written(self, images: Iterator[ImageT]) -> tuple[WrittenRows, list[ImageT]]: ...
+    def find_written(self, items: Iterator[PredictionItem]) -> tuple[WrittenRows, list[PredictionItem]]: ...
 
     def open_writer(self, written: WrittenRows) -> AbstractContextManager[WriteRows]: ...
 
@@ -231,21 +229,18 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     if not isinstance(record, dict) or "vitrail" not in record:
         return None
     model = record.get("model")
-    if isinstance(model, dict):
-        if "several" in model:  # its name in earlier versions
-            model["multi_label"] = model.pop("several")
-        if "config" in model:
-            model["config"] = upgrade_keys(ModelConfig, model["config"])
+    if isinstance(model, dict) and "several" in model:  # its name in earlier versions
+        model["multi_label"] = model.pop("several")
+    if isinstance(model, dict) and "config" in model:
+        model["config"] = upgrade_keys(ModelConfig, model["config"])
     return record
 
 
-def _check_same_names(path: Path, done: int, before: Sequence[str], now: Sequence[str]) -> None:
-    for number, (old, new) in enumerate(itertools.zip_longest(before, now), done + 1):
-        if old != new:
-            difference = f"it is {new}" if new is not None else "there are fewer images"
-            raise UsageError(
-                f"image {number:,} of {path} is {old}, and now {difference}: choose another --out, or remove it"
-            )
+def _check_same_names(path: Path, done: int, rows: "Sequence[_StoredImage]", items: Sequence[PredictionItem]) -> None:
+    for number, (row, item) in enumerate(itertools.zip_longest(rows, items), done + 1):
+        if item is None or item.image.name != row.image:
+            now = "there are fewer images" if item is None else f"it is {item.image.name}"
+            raise UsageError(f"image {number:,} of {path} is {row.image}, and now {now}: {_ADVICE}")
 
 
 class _StoredImage(NamedTuple):
@@ -258,9 +253,7 @@ class _StoredImage(NamedTuple):
 
 def _iterate_stored(path: Path, row_format: FileFormat, ranks: int) -> Iterator[_StoredImage]:
     """The images of a file up to the first incomplete one, which was being written when the command stopped."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         yield from _iterate_json_objects(file) if row_format == "jsonl" else _iterate_csv_records(file, ranks)
 
 
@@ -276,15 +269,12 @@ def _iterate_json_objects(file: BinaryIO) -> Iterator[_StoredImage]:
 
 
 def _iterate_csv_records(file: BinaryIO, ranks: int) -> Iterator[_StoredImage]:
-    rows = csv.DictReader(_iterate_whole_lines(file), strict=True)
-    try:
-        for row in rows:
+    with contextlib.suppress(csv.Error):  # a line ends inside of quotes
+        for row in csv.DictReader(_iterate_whole_lines(file), strict=True):
             if row.get("error") is None:
                 return
             if row.get("rank", "") in ("", str(ranks)):
                 yield _StoredImage(unquote_cell(row["image"]), bool(row["error"]), file.tell())
-    except csv.Error:  # a line ends inside of quotes
-        return
 
 
 def _iterate_whole_lines(file: BinaryIO) -> Iterator[str]:
@@ -316,11 +306,6 @@ def _write_matrix_header(file: IO[bytes], count: int, features: int) -> None:
     file.truncate(end)
     file.seek(end)
     file.flush()
-
-
-def _pack_features(rows: Sequence[PredictionRow], features: int) -> bytes:
-    missing = np.full(features, np.nan, dtype="<f4")
-    return b"".join((missing if row.features is None else row.features.astype("<f4")).tobytes() for row in rows)
 
 
 def _count_matrix_rows(path: Path, features: int) -> int:

@@ -1,26 +1,43 @@
-"""How many parameters a model has and how many multiply-adds one image costs, without building it.
+"""What a model costs, without building it: parameters, multiply-adds of an image, and bytes of training.
 
 One multiply-add is two FLOPs; a training step costs three forward passes. The paper counts the same way: this gives its
 exaFLOPs for every ViT of the scaling study. With `masked`, the counts are of what a masked recipe trains.
+
+In training, weights, gradients and optimizer state follow from the number of parameters. The activations that the
+forward pass saves for the backward pass are counted operation by operation, as autograd saves them in eager mode with
+fused attention:
+
+    LayerNorm      its input in float32, a mean and a deviation     linear, convolution   its input
+    attention      queries, keys, values, output, one number a row  GELU                  its input
+    group norm     its input, and the ReLU behind it its output     dropout               its mask
+
+Under autocast the inputs of matrix products are bf16, and the residual stream stays float32. Not counted: gradients of
+activations, of which a few exist at a time; the loss; memory that the device's libraries and allocator use themselves.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+from torch import nn
 
 from vitrail.config import BiTConfig, ConvConfig, MaskedConfig, ModelConfig, ViTConfig
-from vitrail.model.build import build_model
+from vitrail.errors import UsageError
 from vitrail.model.masked import MaskedViT, build_decoder_config, count_outputs_per_patch
-from vitrail.model.vit import ViT
+from vitrail.model.resnet import StandardizedConv2d
+from vitrail.model.vit import Block, ViT, build_model
 from vitrail.presets import build_preprocess_config
+
+FLOAT_BYTES = 4  # of weights, gradients, averages and the residual stream
+INDEX_BYTES = 8  # of an index, which max pooling saves
 
 
 def count_parameters(config: ModelConfig, masked: MaskedConfig | None = None) -> int:
     """The exact number of parameters; nothing is allocated."""
     with torch.device("meta"):
-        model: torch.nn.Module = build_model(config)
+        model: nn.Module = build_model(config)
         if masked is not None:
             assert isinstance(model, ViT)
             model = MaskedViT(model, masked, build_preprocess_config("inception", config.image_size, config.channels))
@@ -33,40 +50,25 @@ def count_training_flops(config: ModelConfig, images: int, masked: MaskedConfig 
 
 
 def count_multiply_adds(config: ModelConfig, masked: MaskedConfig | None = None) -> int:
-    """Multiply-adds of every matrix product and convolution in one image's forward pass.
-
-    All tokens of the last block are counted.
-    """
-    if masked is not None:
-        assert isinstance(config, ViTConfig)
-        return _count_masked_multiply_adds(config, masked)
+    """Multiply-adds of all matrix products and convolutions for an image; all tokens of the last block are counted."""
     if isinstance(config, BiTConfig):
+        assert masked is None
         head = config.num_features * config.classes
         return _count_convolutions(config.conv, config.channels, config.image_size) + head
-    patches = config.grid[0] * config.grid[1]
-    block = _count_block(config, config.num_prefix_tokens + patches)
-    if config.positions == "relative":
-        block += patches * (2 * patches - 1) * config.width
-    return _count_embedding(config) + config.depth * block + _count_head(config)
-
-
-def _count_masked_multiply_adds(config: ViTConfig, masked: MaskedConfig) -> int:
-    """Encoder, decoder and prediction head."""
-    patches = config.grid[0] * config.grid[1]
-    num_masked = masked.count_masked(patches)
-    outputs = count_outputs_per_patch(config, masked)
+    tokens = _count_tokens(config)
+    if masked is None:
+        return _count_embedding(config) + _count_blocks(config, tokens) + _count_head(config)
+    num_masked, outputs = masked.count_masked(math.prod(config.grid)), count_outputs_per_patch(config, masked)
     if masked.kind == "mpp":
-        bare = dataclasses.replace(config, classes=0, hidden_head=False, distillation_head=False, pool="norm-mean")
-        return count_multiply_adds(bare) + num_masked * config.width * outputs
-    decoder, visible = build_decoder_config(config), config.num_prefix_tokens + patches - num_masked
-    blocks = config.depth * _count_block(config, visible)
-    blocks += decoder.depth * _count_block(decoder, config.num_prefix_tokens + patches)
-    return (
-        _count_embedding(config)
-        + visible * config.width * decoder.width
-        + blocks
-        + num_masked * decoder.width * outputs
-    )
+        return _count_embedding(config) + _count_blocks(config, tokens) + num_masked * config.width * outputs
+    decoder, visible = build_decoder_config(config), tokens - num_masked
+    blocks = _count_blocks(config, visible) + _count_blocks(decoder, tokens)
+    heads = visible * config.width * decoder.width + num_masked * decoder.width * outputs
+    return _count_embedding(config) + blocks + heads
+
+
+def _count_tokens(config: ViTConfig) -> int:
+    return config.num_prefix_tokens + math.prod(config.grid)
 
 
 def _count_embedding(config: ViTConfig) -> int:
@@ -74,20 +76,22 @@ def _count_embedding(config: ViTConfig) -> int:
     channels, stem = config.channels, 0
     if config.stem is not None:
         channels, stem = config.stem.out_channels, _count_convolutions(config.stem, config.channels, config.image_size)
-    return stem + config.grid[0] * config.grid[1] * config.patch**2 * channels * config.width
+    return stem + math.prod(config.grid) * config.patch**2 * channels * config.width
 
 
-def _count_block(config: ViTConfig, tokens: int) -> int:
-    """Attention and MLP of `tokens` tokens, without relative positions."""
-    return tokens * (4 * config.width**2 + 2 * config.width * config.mlp) + 2 * tokens**2 * config.width
+def _count_blocks(config: ViTConfig, tokens: int) -> int:
+    """Attention and MLP of `tokens` tokens in every layer."""
+    block = tokens * (4 * config.width**2 + 2 * config.width * config.mlp) + 2 * tokens**2 * config.width
+    if config.positions == "relative":
+        patches = math.prod(config.grid)
+        block += patches * (2 * patches - 1) * config.width
+    return config.depth * block
 
 
 def _count_head(config: ViTConfig) -> int:
     """Pooling, hidden layer, head."""
-    width, patches = config.width, config.grid[0] * config.grid[1]
-    head = config.num_features * config.classes * (2 if config.distillation_head else 1)
-    if config.hidden_head:
-        head += width**2
+    width, patches = config.width, math.prod(config.grid)
+    head = config.num_features * config.classes * (1 + config.distillation_head) + width**2 * config.hidden_head
     if config.pool == "map":
         head += 2 * patches * width**2 + 2 * patches * width + 2 * width**2 + 2 * width * config.mlp
     return head
@@ -95,10 +99,9 @@ def _count_head(config: ViTConfig) -> int:
 
 def _count_convolutions(config: ConvConfig, channels: int, image_size: tuple[int, int]) -> int:
     """Multiply-adds of stem and stages."""
-    rows, columns = halve_size(image_size)
-    total = rows * columns * 7 * 7 * channels * config.width
-    for unit in iterate_units(config, image_size):
-        in_area, out_area = unit.in_size[0] * unit.in_size[1], unit.out_size[0] * unit.out_size[1]
+    total = math.prod(_halve_size(image_size)) * 7 * 7 * channels * config.width
+    for unit in _iterate_units(config, image_size):
+        in_area, out_area = math.prod(unit.in_size), math.prod(unit.out_size)
         total += in_area * unit.in_channels * unit.width  # 1 x 1, before the stride
         total += out_area * (9 * unit.width**2 + 4 * unit.width**2)
         if unit.is_first:
@@ -106,28 +109,236 @@ def _count_convolutions(config: ConvConfig, channels: int, image_size: tuple[int
     return total
 
 
-class UnitShape(NamedTuple):
+class _UnitShape(NamedTuple):
     """The shapes of one bottleneck unit, whose output has 4 * width channels."""
 
     in_channels: int
     width: int
     in_size: tuple[int, int]
     out_size: tuple[int, int]
-    is_first: bool
-    """Whether it opens a stage, so that its shortcut has a projection."""
+    is_first: bool  # of its stage, so that its shortcut has a projection
 
 
-def iterate_units(config: ConvConfig, image_size: tuple[int, int]) -> Iterator[UnitShape]:
+def _iterate_units(config: ConvConfig, image_size: tuple[int, int]) -> Iterator[_UnitShape]:
     """The bottleneck units of a ResNet or of a hybrid's stem, in order."""
-    in_channels, size = config.width, halve_size(halve_size(image_size))
+    in_channels, size = config.width, _halve_size(_halve_size(image_size))
     for stage, count in enumerate(config.units):
         width = config.width * 2**stage
         for unit in range(count):
-            in_size, size = size, halve_size(size) if stage and not unit else size
-            yield UnitShape(in_channels, width, in_size, size, is_first=not unit)
+            in_size, size = size, _halve_size(size) if stage and not unit else size
+            yield _UnitShape(in_channels, width, in_size, size, is_first=not unit)
             in_channels = 4 * width
 
 
-def halve_size(size: tuple[int, int]) -> tuple[int, int]:
+def _halve_size(size: tuple[int, int]) -> tuple[int, int]:
     """The size of a map after a stride of 2: an odd side is rounded up."""
     return -(-size[0] // 2), -(-size[1] // 2)
+
+
+# --- memory of training ----------------------------------------------------------------------------------------------
+
+
+class ElementSizes(NamedTuple):
+    """Bytes of one number, by the operation that saves it."""
+
+    matmul: int  # and convolutions, GELU
+    norm: int  # group norm and softmax
+    mask: int  # dropout
+
+
+AUTOCAST_SIZES = ElementSizes(matmul=2, norm=4, mask=1)  # bf16 training on a GPU
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingMemory:
+    """Bytes that training takes on one device, by part."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    ema: int  # the moving average of the weights, if the recipe has one
+    weight_copies: int  # in bf16 until the backward pass, and with sharding two gathered blocks
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return sum(dataclasses.astuple(self))
+
+
+def estimate_training_memory(
+    config: ModelConfig,
+    *,
+    optimizer: Literal["adam", "sgd", "muon"],
+    ema: bool,
+    images: int,
+    dropout: float = 0.0,
+    stochastic_depth: float = 0.0,
+    recompute: bool = False,
+    shards: int = 1,
+) -> TrainingMemory:
+    """What training takes on a device that computes `images` at once, with its state divided over `shards` devices."""
+    weights = FLOAT_BYTES * count_parameters(config)
+    moments = 2 if optimizer == "adam" else 1  # muon trains few parameters with adam
+    per_image = count_activation_bytes(config, dropout=dropout, stochastic_depth=stochastic_depth, recompute=recompute)
+    return TrainingMemory(
+        weights=-(-weights // shards),
+        gradients=-(-weights // shards),
+        optimizer=-(-moments * weights // shards),
+        ema=-(-weights // shards) if ema else 0,
+        weight_copies=count_weight_copy_bytes(config) + (2 * _count_gathered_block_bytes(config) if shards > 1 else 0),
+        activations=images * per_image,
+    )
+
+
+def list_memory_equivalents(config: ModelConfig, masked: MaskedConfig | None) -> tuple[ModelConfig, ...]:
+    """Models that together take about the memory of training `config`: itself, or with `masked` encoder and decoder."""
+    if masked is None:
+        return (config,)
+    assert isinstance(config, ViTConfig)
+    outputs = count_outputs_per_patch(config, masked)
+    bare = dataclasses.replace(config, hidden_head=False, distillation_head=False, pool="norm-mean", classes=outputs)
+    if masked.kind == "mpp":
+        return (bare,)
+    patches = math.prod(config.grid)
+    visible = patches - masked.count_masked(patches)
+    encoder = dataclasses.replace(bare, classes=0, image_size=(visible * config.stride, config.stride))
+    return encoder, dataclasses.replace(build_decoder_config(config), classes=outputs)
+
+
+def count_weight_copy_bytes(config: ModelConfig, sizes: ElementSizes = AUTOCAST_SIZES) -> int:
+    """Bytes of the copies of weights that the backward pass needs: bf16, and for kernels also centered float32."""
+    total = 0
+    # pixels need no gradient, so the weight of their embedding is not saved
+    omitted = "patch_embed.proj" if isinstance(config, ViTConfig) and config.stem is None else ""
+    with torch.device("meta"):
+        model = build_model(config)
+    for name, module in model.named_modules():
+        if isinstance(module, StandardizedConv2d):
+            total += module.weight.numel() * (FLOAT_BYTES + sizes.matmul)
+        elif isinstance(module, nn.Linear | nn.Conv2d) and sizes.matmul < FLOAT_BYTES and name != omitted:
+            total += module.weight.numel() * sizes.matmul
+    return total
+
+
+def _count_gathered_block_bytes(config: ModelConfig) -> int:
+    """Bytes of the weights that sharding gathers at a time: a block, or a whole ResNet."""
+    if isinstance(config, BiTConfig):
+        return FLOAT_BYTES * count_parameters(config)
+    with torch.device("meta"):
+        return FLOAT_BYTES * sum(parameter.numel() for parameter in Block(config).parameters())
+
+
+def count_activation_bytes(
+    config: ModelConfig,
+    *,
+    dropout: float = 0.0,
+    stochastic_depth: float = 0.0,
+    recompute: bool = False,
+    sizes: ElementSizes = AUTOCAST_SIZES,
+) -> int:
+    """Bytes that one image's forward pass saves for the backward pass, its pixels included."""
+    pixels = FLOAT_BYTES * config.channels * math.prod(config.image_size)
+    if isinstance(config, BiTConfig):
+        if dropout or stochastic_depth or recompute:
+            raise UsageError("a ResNet has no dropout or stochastic depth, and keeps its activations: omit --recompute")
+        last_area = math.prod(-(-side // config.conv.stride) for side in config.image_size)
+        top = config.num_features * (2 * last_area * sizes.norm + sizes.matmul)
+        convolutions = _count_convolution_bytes(config.conv, config.channels, config.image_size, sizes, stem=False)
+        return pixels + convolutions + top
+    blocks = _count_blocks_bytes(config, dropout > 0, stochastic_depth, recompute, sizes)
+    return pixels + _count_embedding_bytes(config, dropout > 0, sizes) + blocks + _count_head_bytes(config, sizes)
+
+
+def _count_norm_bytes(config: ViTConfig, tokens: int) -> int:
+    return tokens * (FLOAT_BYTES * config.width + 2 * FLOAT_BYTES)
+
+
+def _count_embedding_bytes(config: ViTConfig, dropout: bool, sizes: ElementSizes) -> int:
+    """Stem, flattened patches, dropout's mask."""
+    channels, stem = config.channels, 0
+    if config.stem is not None:
+        channels = config.stem.out_channels
+        stem = _count_convolution_bytes(config.stem, config.channels, config.image_size, sizes, stem=True)
+    patches = math.prod(config.grid) * config.patch**2 * channels * sizes.matmul
+    return stem + patches + (_count_tokens(config) * config.width * sizes.mask if dropout else 0)
+
+
+def _count_last_block_tokens(config: ViTConfig) -> int:
+    """How many tokens the last block computes, as `ViT.num_head_tokens` has it."""
+    only_class = config.pool == "class" and config.positions != "relative"
+    return 1 + config.distillation_token if only_class else _count_tokens(config)
+
+
+def _count_blocks_bytes(
+    config: ViTConfig, dropout: bool, stochastic_depth: float, recompute: bool, sizes: ElementSizes
+) -> int:
+    """All blocks; with recomputation their inputs and the activations of one block."""
+    tokens_by_block = [_count_tokens(config)] * (config.depth - 1) + [_count_last_block_tokens(config)]
+    if recompute:
+        inputs = config.depth * FLOAT_BYTES * _count_tokens(config) * config.width
+        return inputs + max(_count_block_bytes(config, queries, dropout, sizes) for queries in tokens_by_block)
+    total = 0.0
+    for index, queries in enumerate(tokens_by_block):
+        rate = stochastic_depth * index / max(config.depth - 1, 1)
+        # a branch that is added to some images only is saved
+        branches = 2 * FLOAT_BYTES * queries * config.width if rate else 0
+        total += (1 - rate) * (_count_block_bytes(config, queries, dropout, sizes) + branches)
+    return round(total)
+
+
+def _count_block_bytes(config: ViTConfig, queries: int, dropout: bool, sizes: ElementSizes) -> int:
+    """A block that computes `queries` tokens: all, or those that the head reads."""
+    width, tokens, patches = config.width, _count_tokens(config), math.prod(config.grid)
+    fused = queries == tokens and config.positions != "relative"
+    numbers = tokens * width + (queries + 2 * tokens) * width + queries * width  # input; q, k and v; output
+    if config.positions == "relative":
+        offsets = 2 * patches - 1
+        numbers += (patches + offsets) * width + config.heads * patches * offsets  # queries by offsets, the products
+    numbers += queries * (width + 2 * config.mlp)  # the MLP's input, GELU's and the second layer's
+    if config.layer_scale:
+        numbers += 2 * queries * width
+    # Softmax saves its output; where products take another dtype, they save a copy.
+    row = FLOAT_BYTES if fused else tokens * sum({sizes.norm, sizes.matmul})
+    masks = queries * (2 * width + config.mlp) * sizes.mask if dropout else 0
+    norms = _count_norm_bytes(config, tokens) + _count_norm_bytes(config, queries)
+    return numbers * sizes.matmul + config.heads * queries * row + masks + norms
+
+
+def _count_head_bytes(config: ViTConfig, sizes: ElementSizes) -> int:
+    """The last norm, the pooling, the head."""
+    width, patches = config.width, math.prod(config.grid)
+    norm = _count_norm_bytes(config, 1 if config.pool == "mean-norm" else _count_last_block_tokens(config))
+    numbers = config.num_features * (1 + config.distillation_head) + width * config.hidden_head
+    if config.pool != "map":
+        return norm + numbers * sizes.matmul
+    numbers += 3 * patches * width + 2 * width + 2 * config.mlp  # input, k and v; output and the MLP of one token
+    row = patches * sum({sizes.norm, sizes.matmul})
+    return norm + numbers * sizes.matmul + config.heads * row + _count_norm_bytes(config, 1)
+
+
+def _count_convolution_bytes(
+    config: ConvConfig, channels: int, image_size: tuple[int, int], sizes: ElementSizes, *, stem: bool
+) -> int:
+    """The convolutions of a BiT ResNet, or of a hybrid's stem; a convolution saves its padded input."""
+    product, active = sizes.matmul, 2 * sizes.norm  # a norm's input and the ReLU's output
+    width, size = config.width, _halve_size(image_size)
+    total = channels * _count_padded_area(image_size, 3) * product
+    if stem:
+        total += width * (_count_padded_area(size) * active + _count_padded_area(size, 1) * sizes.norm)
+    else:
+        total += width * _count_padded_area(size, 1) * product
+    total += width * _count_padded_area(_halve_size(size)) * INDEX_BYTES
+    for unit in _iterate_units(config, image_size):
+        in_area, out_area = _count_padded_area(unit.in_size), _count_padded_area(unit.out_size)
+        total += unit.in_channels * in_area * product * (2 if unit.is_first else 1)  # also the projection's
+        total += unit.width * (in_area * active + _count_padded_area(unit.in_size, 1) * product)
+        total += unit.width * out_area * (active + product)
+        if stem:  # the third norm, that of the projection, and the ReLU after the sum
+            total += 4 * unit.width * out_area * sizes.norm * (3 if unit.is_first else 2)
+        else:
+            total += unit.in_channels * in_area * active
+    return total
+
+
+def _count_padded_area(size: tuple[int, int], padding: int = 0) -> int:
+    return (size[0] + 2 * padding) * (size[1] + 2 * padding)

@@ -11,12 +11,13 @@ from typing import TypeVar, cast
 import torch
 from torch import Generator, Tensor, nn
 
-from vitrail.model.resnet import BiT, HybridUnit, PooledHead, StandardizedConv2d
-from vitrail.model.vit import Attention, AttentionPool, Block, HiddenHead, LayerScale, Mlp, ViT
+from vitrail.model.resnet import HybridUnit, PooledHead, StandardizedConv2d
+from vitrail.model.vit import Attention, AttentionPool, Block, HiddenHead, LayerScale, Mlp, Model, ViT
+from vitrail.runtime.cpu_threads import use_one_thread
 
 LAYER_SCALE_INIT = 1e-5  # Touvron et al. 2021b for models of this depth; DINOv2
 
-M = TypeVar("M", bound=ViT | BiT)
+M = TypeVar("M", bound=Model)
 
 
 @torch.no_grad()
@@ -48,7 +49,7 @@ def _initialize_convolutions(model: nn.Module, generator: Generator) -> None:
         if isinstance(module, nn.GroupNorm):
             module.reset_parameters()
         elif isinstance(module, StandardizedConv2d):
-            _fill_lecun_normal(module.weight, module.weight[0].numel(), generator)
+            _fill_lecun_normal(module.weight, generator)
     for module in model.modules():
         if isinstance(module, HybridUnit):
             nn.init.zeros_(module.norm3.weight)
@@ -64,36 +65,33 @@ def _initialize_vit(model: ViT, generator: Generator) -> None:
             _fill_xavier_uniform(module.attn.qkv, generator, parts=3)
             _fill_xavier_uniform(module.attn.proj, generator)
             if model.config.positions == "relative":
-                _fill_normal(module.attn.offsets, 0.02, generator)
+                nn.init.normal_(module.attn.offsets, std=0.02, generator=generator)
         elif isinstance(module, Mlp):
             for layer in (module.fc1, module.fc2):
                 _fill_xavier_uniform(layer, generator)
-                _fill_normal(layer.bias, 1e-6, generator)
+                nn.init.normal_(layer.bias, std=1e-6, generator=generator)
         elif isinstance(module, AttentionPool):
             _fill_xavier_uniform(module.q, generator)
             _fill_xavier_uniform(module.kv, generator, parts=2)
             _fill_xavier_uniform(module.proj, generator)
-            _fill_uniform(module.latent, math.sqrt(6 / (1 + model.config.width)), generator)
+            bound = math.sqrt(6 / (1 + model.config.width))
+            nn.init.uniform_(module.latent, -bound, bound, generator=generator)
         elif isinstance(module, HiddenHead):
-            _fill_lecun_normal(module.fc.weight, module.fc.in_features, generator)
+            _fill_lecun_normal(module.fc.weight, generator)
             nn.init.zeros_(module.fc.bias)
     projection = model.patch_embed.proj
-    _fill_lecun_normal(projection.weight, projection.weight[0].numel(), generator)
+    _fill_lecun_normal(projection.weight, generator)
     for name, parameter in model.named_parameters(recurse=False):
         deviation = {"cls_token": 0.0, "reg_token": 1e-6}.get(name, 0.02)
-        _fill_normal(parameter, deviation, generator)
+        nn.init.normal_(parameter, std=deviation, generator=generator)
     if projection.bias is not None:
         nn.init.zeros_(projection.bias)
 
 
 def _initialize_mimetic(model: ViT, generator: Generator) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads of a decomposition wait for each other: forever on a busy machine
-    try:
+    with use_one_thread():  # threads of a decomposition wait for each other: forever on a busy machine
         for block in model.blocks:
             _mimic_attention(cast(Block, block).attn, generator)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _mimic_attention(attention: Attention, generator: Generator) -> None:
@@ -102,7 +100,6 @@ def _mimic_attention(attention: Attention, generator: Generator) -> None:
     With Z normal of variance 1/D, each head's W_q W_k^T approximates 0.7 Z + 0.7 I, and W_v W_proj is 0.4 Z - 0.4 I.
     """
     width, heads = attention.config.width, attention.config.heads
-    head_width = width // heads
 
     def factorize(scale: float, sign: float) -> tuple[Tensor, Tensor]:
         noise = torch.empty(width, width).normal_(0.0, width**-0.5, generator=generator)
@@ -110,10 +107,10 @@ def _mimic_attention(attention: Attention, generator: Generator) -> None:
         return left * values.sqrt(), right.mT * values.sqrt()
 
     query, key, value = attention.qkv.weight.chunk(3)
-    for head in range(heads):
-        rows = slice(head * head_width, (head + 1) * head_width)
+    for head_query, head_key in zip(query.chunk(heads), key.chunk(heads), strict=True):
         left, right = factorize(0.7, 1.0)
-        query[rows], key[rows] = left[:, :head_width].mT, right[:, :head_width].mT
+        head_query.copy_(left[:, : width // heads].mT)
+        head_key.copy_(right[:, : width // heads].mT)
     left, right = factorize(0.4, -1.0)
     value.copy_(left.mT)
     attention.proj.weight.copy_(right)
@@ -122,26 +119,19 @@ def _mimic_attention(attention: Attention, generator: Generator) -> None:
 def _fill_xavier_uniform(layer: nn.Linear, generator: Generator, parts: int = 1) -> None:
     """Xavier-uniform for each of `parts` stacked output blocks; the bias becomes zero."""
     for part in layer.weight.chunk(parts):
-        _fill_uniform(part, math.sqrt(6 / (part.shape[0] + part.shape[1])), generator)
+        bound = math.sqrt(6 / sum(part.shape))
+        nn.init.uniform_(part, -bound, bound, generator=generator)
     if layer.bias is not None:
         nn.init.zeros_(layer.bias)
 
 
-def _fill_lecun_normal(weight: Tensor, fan_in: int, generator: Generator) -> None:
-    """Normal, truncated at two deviations and rescaled to a variance of 1 / fan_in."""
-    deviation = math.sqrt(1 / fan_in) / 0.87962566103423978
-    _fill_normal(weight, deviation, generator)
+def _fill_lecun_normal(weight: Tensor, generator: Generator) -> None:
+    """Normal, truncated at two deviations and rescaled to a variance of 1 / (inputs of an output)."""
+    deviation = math.sqrt(1 / weight[0].numel()) / 0.87962566103423978
+    nn.init.normal_(weight, std=deviation, generator=generator)
     flat = weight.view(-1)
     beyond = (flat.abs() > 2 * deviation).nonzero()[:, 0]
     while len(beyond):  # drawn again, which is faster than torch's way over the error function
         redrawn = torch.empty(len(beyond)).normal_(0.0, deviation, generator=generator)
         flat[beyond] = redrawn
         beyond = beyond[redrawn.abs() > 2 * deviation]
-
-
-def _fill_uniform(tensor: Tensor, bound: float, generator: Generator) -> None:
-    tensor.uniform_(-bound, bound, generator=generator)
-
-
-def _fill_normal(tensor: Tensor, deviation: float, generator: Generator) -> None:
-    tensor.normal_(0.0, deviation, generator=generator)

@@ -6,7 +6,7 @@
 Masked patch prediction (Dosovitskiy et al. 2021, B.1.2) replaces the embeddings of masked patches and predicts each one
 from its own output token. A masked autoencoder (He et al. 2022) encodes only the visible patches; a light decoder reads
 them with the [mask] in the other places. The masking comes with the images as (B, 2, n): the order of patches, masked
-ones first, and what replaces each (`data.masking.draw_masked_patches`). A hybrid's patch is the P x P pixels at the
+ones first, and what replaces each (`batch_augment.draw_masked_patches`). A hybrid's patch is the P x P pixels at the
 center of what its stem reads.
 """
 
@@ -20,9 +20,8 @@ from torch import Generator, Tensor, nn
 
 from vitrail.config import MASK_TOKEN, MaskedConfig, ModelConfig, PreprocessConfig, ViTConfig
 from vitrail.errors import UsageError
-from vitrail.model.build import Model
 from vitrail.model.positions import build_sincos_positions
-from vitrail.model.vit import Block, ViT, patchify
+from vitrail.model.vit import Block, Model, ViT, patchify
 
 COLOR_LEVELS = 8  # of a channel, at 3 bits
 COLOR_STEP = 256 // COLOR_LEVELS  # byte values from one level to the next
@@ -40,7 +39,7 @@ class MaskedViT(nn.Module):
         super().__init__()
         self.vit = vit
         self.masked = masked
-        self.num_masked = masked.count_masked(vit.config.grid[0] * vit.config.grid[1])
+        self.num_masked = masked.count_masked(math.prod(vit.config.grid))
         self.decoder = MaskedDecoder(vit.config) if masked.kind == "mae" else None
         width = vit.config.width if self.decoder is None else self.decoder.config.width
         self.mask_token = nn.Parameter(torch.empty(1, 1, width))
@@ -82,7 +81,9 @@ class MaskedViT(nn.Module):
             case "pixels":
                 return self.extract_patch_pixels(images, masked_indices)
             case "normalized-pixels":
-                return standardize_patches(self.extract_patch_pixels(images, masked_indices))
+                pixels = self.extract_patch_pixels(images, masked_indices)
+                variance, mean = torch.var_mean(pixels, dim=-1, keepdim=True)
+                return (pixels - mean) / (variance + VARIANCE_EPS).sqrt()
 
     def extract_patch_pixels(self, images: Tensor, patch_indices: Tensor) -> Tensor:
         """(B, C, S, S) at (B, m) -> (B, m, C P P): the decoded pixels of patches, from 0 to 1."""
@@ -104,10 +105,7 @@ class MaskedViT(nn.Module):
         means = F.avg_pool2d(images, small)  # (B, C, S/small, S/small)
         sums = (self.denormalize(means.flatten(2)) * small**2).round_().view_as(means)
         digits = (F.avg_pool2d(sums, side // small) / (COLOR_STEP * small**2)).floor().long()  # from 0 to 7
-        total = digits[:, 0]
-        for channel in range(1, digits.shape[1]):
-            total = total * COLOR_LEVELS + digits[:, channel]
-        return total
+        return functools.reduce(lambda total, digit: total * COLOR_LEVELS + digit, digits.unbind(dim=1))
 
     def render_patches(self, predictions: Tensor, images: Tensor, masking: Tensor) -> Tensor:
         """Predictions (B, M, Q) or targets -> uint8 (B, M, C, p, p): masked patches as images of side p = 1, 4 or P."""
@@ -193,11 +191,10 @@ def count_outputs_per_patch(config: ModelConfig, masked: MaskedConfig) -> int:
     """Q: how many outputs predict a patch. A model that cannot be trained so is refused."""
     if not isinstance(config, ViTConfig):
         raise UsageError("masked pre-training needs a ViT or a hybrid, and this recipe's model is a ResNet")
-    masked.count_masked(config.grid[0] * config.grid[1])
+    masked.count_masked(math.prod(config.grid))
     if masked.kind == "mae" and config.stem is not None:
-        raise UsageError(
-            "mae omits patches, and a hybrid's stem reads across them: choose mpp, or a model without a stem"
-        )
+        advice = "choose mpp, or a model without a stem"
+        raise UsageError(f"mae omits patches, and a hybrid's stem reads across them: {advice}")
     if masked.kind == "mae" and (config.positions == "relative" or config.positions_at != "stem"):
         raise UsageError("mae omits patches, so positions must be added once, at the stem")
     if masked.target in ("pixels", "normalized-pixels"):
@@ -207,12 +204,6 @@ def count_outputs_per_patch(config: ModelConfig, masked: MaskedConfig) -> int:
     if masked.target == "4x4-colors" and config.stride % DOWNSIZED_SIDE:
         raise UsageError(f"patches of {config.stride} pixels do not divide into 4 x 4 cells; choose mean-color")
     return COLOR_LEVELS**config.channels * (1 if masked.target == "mean-color" else DOWNSIZED_SIDE**2)
-
-
-def standardize_patches(patches: Tensor) -> Tensor:
-    """(B, m, C P P), each patch minus its mean and divided by its deviation."""
-    variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
-    return (patches - mean) / (variance + VARIANCE_EPS).sqrt()
 
 
 def compute_masked_losses(predictions: Tensor, targets: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ belongs to the weights. All of them run on the CPU in float32: a model gets the 
 """
 
 import functools
-from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,21 +16,13 @@ from torch import Tensor
 from vitrail.config import Resample
 
 Grid = tuple[int, int]
-_RESAMPLE_OPERATORS: dict[Resample, Callable[[Tensor, Grid], Tensor]] = {
-    # Google's code: scipy.ndimage.zoom(order=1)
-    "bilinear-corners": functools.partial(F.interpolate, mode="bilinear", align_corners=True),
-    # timm, reading Google's .npz
-    "bilinear": functools.partial(F.interpolate, mode="bilinear", align_corners=False),
-    # timm's own state dicts, open_clip, DINOv2 with registers in transformers
-    "bicubic-antialias": functools.partial(F.interpolate, mode="bicubic", align_corners=False, antialias=True),
-    # transformers
-    "bicubic": functools.partial(F.interpolate, mode="bicubic", align_corners=False),
-    # torchvision
-    "bicubic-corners": functools.partial(F.interpolate, mode="bicubic", align_corners=True),
-    # DINO and DINOv2: a scale factor nudged by a tenth of a patch
-    "bicubic-offset": lambda table, grid: F.interpolate(
-        table, scale_factor=[(new + 0.1) / old for new, old in zip(grid, table.shape[2:], strict=True)], mode="bicubic"
-    ),
+_INTERPOLATE_OPTIONS: dict[Resample, dict[str, Any]] = {
+    "bilinear-corners": {"mode": "bilinear", "align_corners": True},  # Google's code: scipy.ndimage.zoom(order=1)
+    "bilinear": {"mode": "bilinear"},  # timm, reading Google's .npz
+    "bicubic-antialias": {"mode": "bicubic", "antialias": True},  # timm's state dicts, open_clip, DINOv2 with registers
+    "bicubic": {"mode": "bicubic"},  # transformers
+    "bicubic-corners": {"mode": "bicubic", "align_corners": True},  # torchvision
+    "bicubic-offset": {"mode": "bicubic"},  # DINO and DINOv2: a scale factor nudged by a tenth of a patch
 }
 
 
@@ -40,7 +32,10 @@ def resample_positions(table: Tensor, old: Grid, new: Grid, operator: Resample) 
         return table
     *lead, _, width = table.shape
     image = table.float().cpu().reshape(-1, *old, width).permute(0, 3, 1, 2)  # (-1, D, rows, columns)
-    image = _RESAMPLE_OPERATORS[operator](image, new)
+    size: dict[str, Any] = {"size": new}
+    if operator == "bicubic-offset":
+        size = {"scale_factor": [(after + 0.1) / before for after, before in zip(new, old, strict=True)]}
+    image = F.interpolate(image, **size, **_INTERPOLATE_OPTIONS[operator])
     return image.permute(0, 2, 3, 1).reshape(*lead, new[0] * new[1], width).to(table)
 
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from vitrail.config import Precision, PreprocessConfig
 from vitrail.errors import UsageError
-from vitrail.model.build import Model
-from vitrail.model.vit import Attention, Mlp, ViT, patchify
+from vitrail.model.vit import Attention, Mlp, Model, ViT, patchify
 
 _TINY = torch.finfo(torch.float32).tiny
 _INT8_MAX = 127  # of a weight; -128 is unused, so that the range is symmetric
@@ -122,10 +121,9 @@ def _quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _multiply_int8(x: Tensor, zero_point: int, packed: Tensor, scale: Tensor) -> Tensor:
     """uint8 (..., D) minus zero_point, times packed int8 (O, D), summed exactly, times scale (O,): float32 (..., O)."""
-    no_arguments: list[float] = []
     weight_zero_points = torch.zeros(len(scale), dtype=torch.int32)
     out: Tensor = torch.ops.onednn.qlinear_pointwise(
-        x, 1.0, zero_point, packed, scale, weight_zero_points, None, 1.0, 0, torch.float32, "none", no_arguments, ""
+        x, 1.0, zero_point, packed, scale, weight_zero_points, None, 1.0, 0, torch.float32, "none", [], ""
     )
     return out
 
@@ -181,16 +179,12 @@ def measure_activation_ranges(model: ViT, images: Tensor) -> tuple[float, ...]:
     """
     ranges: list[float] = []
 
-    def record_range(values: Tensor) -> None:
-        ranges.extend(float(end) for end in values.aminmax())
-
     def record_layer_input(_: nn.Module, inputs: tuple[Tensor]) -> None:
-        record_range(inputs[0])
+        ranges.extend(map(float, inputs[0].aminmax()))
 
     def record_queries_and_keys(_: nn.Module, __: object, output: Tensor) -> None:
-        queries, keys, _values = output.chunk(3, dim=-1)
-        record_range(queries)
-        record_range(keys)
+        for values in output.chunk(3, dim=-1)[:2]:
+            ranges.extend(map(float, values.aminmax()))
 
     layers = [part for part in model.blocks.modules() if isinstance(part, nn.Linear)]
     attentions = [part for part in model.blocks.modules() if isinstance(part, Attention)]

@@ -10,6 +10,8 @@ Both are bottleneck ResNets with standardized kernels and group norm (Kolesnikov
 Attribute names equal timm's.
 """
 
+from collections import OrderedDict
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,7 +19,11 @@ from torch import Tensor, nn
 from vitrail.config import BiTConfig, ConvConfig
 from vitrail.errors import UsageError
 
-NORM_GROUPS = 32
+
+def check_images(images: Tensor, channels: int) -> None:
+    """Refuse what is no batch of images (B, C, S, S)."""
+    if images.ndim != 4 or images.shape[1] != channels:
+        raise UsageError(f"images must have the shape (batch, {channels}, height, width), not {tuple(images.shape)}")
 
 
 class StandardizedConv2d(nn.Conv2d):
@@ -54,8 +60,7 @@ def pad_same(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
 
 
 def build_group_norm(config: ConvConfig, channels: int) -> nn.GroupNorm:
-    """A group norm of 32 groups."""
-    return nn.GroupNorm(NORM_GROUPS, channels, eps=config.norm_eps)
+    return nn.GroupNorm(32, channels, eps=config.norm_eps)
 
 
 class HybridStem(nn.Module):
@@ -63,9 +68,8 @@ class HybridStem(nn.Module):
 
     def __init__(self, config: ConvConfig, channels: int) -> None:
         super().__init__()
-        width = config.width
-        self.conv = StandardizedConv2d(config, channels, width, 7, 2, same=True)
-        self.norm = build_group_norm(config, width)
+        self.conv = StandardizedConv2d(config, channels, config.width, 7, 2, same=True)
+        self.norm = build_group_norm(config, config.width)
 
     def forward(self, images: Tensor) -> Tensor:
         x = F.relu(self.norm(self.conv(images)))
@@ -83,16 +87,14 @@ class BiTStem(nn.Module):
         return F.max_pool2d(F.pad(self.conv(images), (1, 1, 1, 1)), 3, 2)  # zeros, which may be the maximum
 
 
-class ShortcutProjection(nn.Module):
-    """The projected shortcut of a stage's first unit."""
-
-    def __init__(self, config: ConvConfig, in_channels: int, out_channels: int, stride: int, *, same: bool) -> None:
-        super().__init__()
-        self.conv = StandardizedConv2d(config, in_channels, out_channels, 1, stride, same=same)
-        self.norm = build_group_norm(config, out_channels) if same else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.conv(x))
+def build_shortcut(config: ConvConfig, in_channels: int, out_channels: int, stride: int, *, same: bool) -> nn.Module:
+    """A unit's shortcut, projected in the first unit of a stage; a hybrid's projection has a norm."""
+    if stride == 1 and in_channels == out_channels:
+        return nn.Identity()
+    parts: dict[str, nn.Module] = {"conv": StandardizedConv2d(config, in_channels, out_channels, 1, stride, same=same)}
+    if same:
+        parts["norm"] = build_group_norm(config, out_channels)
+    return nn.Sequential(OrderedDict(parts))
 
 
 class HybridUnit(nn.Module):
@@ -101,10 +103,7 @@ class HybridUnit(nn.Module):
     def __init__(self, config: ConvConfig, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
         outputs = 4 * width
-        opens_stage = stride > 1 or in_channels != outputs
-        self.downsample = (
-            ShortcutProjection(config, in_channels, outputs, stride, same=True) if opens_stage else nn.Identity()
-        )
+        self.downsample = build_shortcut(config, in_channels, outputs, stride, same=True)
         self.conv1 = StandardizedConv2d(config, in_channels, width, 1, same=True)
         self.norm1 = build_group_norm(config, width)
         self.conv2 = StandardizedConv2d(config, width, width, 3, stride, same=True)
@@ -124,8 +123,7 @@ class BiTUnit(nn.Module):
     def __init__(self, config: ConvConfig, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
         outputs = 4 * width
-        opens_stage = stride > 1 or in_channels != outputs
-        self.downsample = ShortcutProjection(config, in_channels, outputs, stride, same=False) if opens_stage else None
+        self.downsample = build_shortcut(config, in_channels, outputs, stride, same=False)
         self.norm1 = build_group_norm(config, in_channels)
         self.conv1 = StandardizedConv2d(config, in_channels, width, 1, same=False)
         self.norm2 = build_group_norm(config, width)
@@ -135,20 +133,9 @@ class BiTUnit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         active = F.relu(self.norm1(x))
-        shortcut = x if self.downsample is None else self.downsample(active)
+        shortcut = x if isinstance(self.downsample, nn.Identity) else self.downsample(active)
         y = self.conv2(F.relu(self.norm2(self.conv1(active))))
         return shortcut + self.conv3(F.relu(self.norm3(y)))
-
-
-class Stage(nn.Module):
-    """Bottleneck units at one resolution."""
-
-    def __init__(self, units: list[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*units)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
 
 
 def build_stages(config: ConvConfig, unit: type[HybridUnit] | type[BiTUnit]) -> nn.Sequential:
@@ -159,7 +146,7 @@ def build_stages(config: ConvConfig, unit: type[HybridUnit] | type[BiTUnit]) -> 
         for position in range(count):
             units.append(unit(config, in_channels, width, 2 if index and not position else 1))
             in_channels = 4 * width
-        stages.append(Stage(units))
+        stages.append(nn.Sequential(OrderedDict(blocks=nn.Sequential(*units))))
     return nn.Sequential(*stages)
 
 
@@ -207,8 +194,5 @@ class BiT(nn.Module):
 
     def compute_feature_map(self, images: Tensor) -> Tensor:
         """(B, C, S, S) -> (B, features, S/32, S/32), after the last norm and ReLU."""
-        if images.ndim != 4 or images.shape[1] != self.config.channels:
-            raise UsageError(
-                f"images must have the shape (batch, {self.config.channels}, height, width), not {tuple(images.shape)}"
-            )
+        check_images(images, self.config.channels)
         return F.relu(self.norm(self.stages(self.stem(images))))

@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vitrail.config import ViTConfig, compute_grid
+from vitrail.config import BiTConfig, ModelConfig, ViTConfig, compute_grid
 from vitrail.errors import UsageError
 from vitrail.model.positions import Grid, build_sincos_positions, resample_offsets, resample_positions
-from vitrail.model.resnet import Backbone
+from vitrail.model.resnet import Backbone, BiT, check_images
 
 
 class PatchEmbed(nn.Module):
@@ -70,8 +70,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(config.width, config.width)
         self.proj_drop = nn.Dropout(0.0)
         self.softmax = nn.Softmax(dim=-1)
-        self.fused = True
-        """Whether to use the fused kernel, which never materializes the weights; a hook on `softmax` needs False."""
+        self.fused = True  # by a kernel that never materializes the weights; a hook on `softmax` needs False
         if config.positions == "relative":  # one embedding for each raster offset between two patches
             self.offsets = nn.Parameter(torch.empty(2 * config.grid[0] * config.grid[1] - 1, config.width))
 
@@ -212,7 +211,7 @@ class HiddenHead(nn.Module):
 class ViT(nn.Module):
     """A Vision Transformer. Its parameters are not initialized: `initialize_weights` or a file sets them."""
 
-    def __init__(self, config: ViTConfig, *, dropout: float = 0.0, stochastic_depth: float = 0.0) -> None:
+    def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
         width = config.width
@@ -222,15 +221,13 @@ class ViT(nn.Module):
         tables = config.depth if config.positions_at == "every-layer" else 1
         rows, columns = config.grid
         if config.positions == "learned-1d":
-            self.pos_embed = nn.Parameter(
-                torch.empty(tables, config.num_positioned_prefix_tokens + rows * columns, width)
-            )
+            tokens = config.num_positioned_prefix_tokens + rows * columns
+            self.pos_embed = nn.Parameter(torch.empty(tables, tokens, width))
         elif config.positions == "learned-2d":
             self.pos_embed_y = nn.Parameter(torch.empty(tables, rows, width // 2))
             self.pos_embed_x = nn.Parameter(torch.empty(tables, columns, width // 2))
         self.pos_drop = nn.Dropout(0.0)
-        self.recompute = False
-        """Whether training recomputes each block in the backward pass instead of keeping its activations."""
+        self.recompute = False  # each block in the backward pass, instead of keeping its activations
         self.is_compiled = False
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         norm = nn.LayerNorm(width, eps=config.norm_eps)
@@ -242,7 +239,6 @@ class ViT(nn.Module):
         self.head = nn.Linear(config.num_features, config.classes) if config.classes else nn.Identity()
         if config.distillation_head:
             self.head_dist = nn.Linear(width, config.classes)
-        self.set_regularization(dropout=dropout, stochastic_depth=stochastic_depth)
 
     def set_regularization(self, *, dropout: float = 0.0, stochastic_depth: float = 0.0) -> "ViT":
         """Set dropout where the paper has it, and stochastic depth, whose rate grows linearly with depth."""
@@ -267,20 +263,15 @@ class ViT(nn.Module):
     def list_prefix_tokens(self) -> list[tuple[str, int]]:
         """Name and count of the learned tokens before the patches, in order."""
         config = self.config
-        counts = (
-            ("cls_token", config.class_token),
-            ("dist_token", config.distillation_token),
-            ("reg_token", config.registers),
-        )
-        return [(name, int(count)) for name, count in counts if count]
+        counts = (config.class_token, config.distillation_token, config.registers)
+        names = ("cls_token", "dist_token", "reg_token")
+        return [(name, int(count)) for name, count in zip(names, counts, strict=True) if count]
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, S, S) -> logits (B, L), or the features if the model has no head."""
         tokens = self.encode(images, self.num_head_tokens)
         logits = self.head(self.pool(tokens))
-        if self.config.distillation_head:
-            logits = (logits + self.head_dist(tokens[:, 1])) / 2
-        return logits
+        return (logits + self.head_dist(tokens[:, 1])) / 2 if self.config.distillation_head else logits
 
     def compute_features(self, images: Tensor) -> Tensor:
         """(B, C, S, S) -> (B, D): the features that the head reads."""
@@ -329,10 +320,7 @@ class ViT(nn.Module):
 
     def embed(self, images: Tensor) -> tuple[Tensor, Iterator[Tensor | None], Grid]:
         """Equation 1: the tokens (B, N, D), the positions that each block adds to its input (endless), and the grid."""
-        if images.ndim != 4 or images.shape[1] != self.config.channels:
-            raise UsageError(
-                f"images must have the shape (batch, {self.config.channels}, height, width), not {tuple(images.shape)}"
-            )
+        check_images(images, self.config.channels)
         grid = compute_grid((images.shape[2], images.shape[3]), self.config.stride)
         return self.add_prefix_and_positions(self.patch_embed(images), grid)
 
@@ -381,9 +369,23 @@ class ViT(nn.Module):
         return self.pre_logits(pooled)
 
 
+Model = ViT | BiT
+
+
+def build_model(config: ModelConfig) -> Model:
+    """The network of a configuration, its parameters uninitialized."""
+    return BiT(config) if isinstance(config, BiTConfig) else ViT(config)
+
+
 @torch.no_grad()
 def attention_maps(model: nn.Module, images: Tensor) -> Iterator[Tensor]:
-    """Yield the attention weights of each layer, (B, H, N, N); only one layer's exist at a time."""
+    """Yield the attention weights of each layer, (B, H, N, N); only one layer's exist at a time.
+
+    The images are model inputs, (B, C, S, S).
+
+        model = vitrail.create("ti16", image_size=32, depth=2)
+        *_, last = vitrail.attention_maps(model, torch.zeros(1, 3, 32, 32))
+    """
     if not isinstance(model, ViT):
         raise UsageError(f"a {type(model).__name__} has no attention; give a ViT or a hybrid")
     x, positions, grid = model.embed(images)

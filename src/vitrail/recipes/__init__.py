@@ -14,17 +14,21 @@ from vitrail.recipes.pretraining import (
     build_masked_recipe,
     get_recipe,
 )
+from vitrail.recipes.recipe_file import RECIPE_SUFFIXES, format_recipe, load_recipe
 
 __all__ = [
     "AUGREG_LEVELS",
     "MAE",
     "MPP",
     "RECIPES",
+    "RECIPE_SUFFIXES",
     "TRAIN_IMAGE_COUNTS",
     "FinetuneKind",
     "build_finetune_recipe",
     "build_masked_recipe",
     "choose_finetune_size",
+    "format_recipe",
     "get_recipe",
+    "load_recipe",
     "override_settings",
 ]

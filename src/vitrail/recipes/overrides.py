@@ -1,60 +1,48 @@
-"""A recipe with other settings: `--set NAME=VALUE`."""
+"""A recipe with other settings: `--set SECTION.FIELD=VALUE`."""
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from vitrail import presets
-from vitrail.config import (
-    AugmentConfig,
-    BiTConfig,
-    OptimizerConfig,
-    Recipe,
-    ScheduleConfig,
-    ViTConfig,
-    expand_image_size,
-    parse_field,
-)
-from vitrail.config.serialization import upgrade_field_name
+from vitrail.config import BiTConfig, Recipe, ViTConfig, expand_image_size
+from vitrail.config.serialization import convert_field, parse_field, upgrade_field_name
 from vitrail.errors import UsageError
 
-_RECIPE_FIELDS = (
-    "image_size",
-    "resize",
-    "loss",
-    "label_smoothing",
-    "head_bias",
-    "mimetic",
-    "dropout",
-    "stochastic_depth",
-    "ema",
-    "ema_warmup",
-)
 _OPTIONS = {  # settings that have an option of their own
     "warmup": "--warmup",
     "epochs": "--epochs",
     "batch": "--batch",
     "target": "--target",
     "logit_adjustment": "--balanced",
+    "trainable_layers": "--layers",
 }
+_SECTIONS = ("optimizer", "schedule", "augment", "masked")  # of a recipe, besides its model's settings
+_DESCRIPTIVE_FIELDS = ("data", "source", "result")
 _FIXED_MODEL_FIELDS = ("kind", "stem", "conv", "image_size", "classes")  # decided by the preset, the recipe or the data
 
 
-def override_settings(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
-    """The recipe with each NAME=VALUE in its model, optimizer, schedule, augmentation or own fields.
+class _Field(NamedTuple):
+    """A field that can be set, and where it is."""
+
+    section: str
+    kind: type
+    name: str
+
+
+def override_settings(recipe: Recipe, settings: Iterable[str] | Mapping[str, Any]) -> Recipe:
+    """The recipe with other settings: NAME=VALUE texts, or values by name; such as augment.mixup, or mixup alone.
 
     Names and values of earlier versions are accepted.
     """
     changes: dict[str, dict[str, Any]] = {}
-    for assignment in assignments:
-        name, equals, value = assignment.partition("=")
-        if not equals:
-            raise UsageError(f"--set {assignment!r:.80} has no value; give NAME=VALUE, such as depth=8")
-        section, kind, field = _find_field(recipe, name)
-        if field in changes.setdefault(section, {}):
+    for name, value in _split_assignments(settings):
+        field = _find_field(recipe, name)
+        if field.name in changes.setdefault(field.section, {}):
             raise UsageError(f"--set gives {name} twice; give it once")
-        changes[section][field] = parse_field(kind, field, value, name)
+        parse = parse_field if isinstance(value, str) else convert_field
+        changes[field.section][field.name] = parse(field.kind, field.name, value, name)
     if not changes:
         return recipe
     fields = {"settings": recipe.settings | changes.pop("model", {}), "result": None} | changes.pop("recipe", {})
@@ -66,39 +54,50 @@ def override_settings(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
     return changed
 
 
-def _find_field(recipe: Recipe, name: str) -> tuple[str, type, str]:
-    """The section of a recipe that holds the setting `name`, the section's class, and the field's name there."""
-    sections = _list_sections(recipe)
-    for kind, _ in sections.values():
-        name = upgrade_field_name(kind, name)
-    if name in _OPTIONS:
-        raise UsageError(f"{name} has an option of its own: {_OPTIONS[name]} instead of --set {name}=...")
-    if name == "optimizer":
-        return "optimizer", OptimizerConfig, "kind"
-    known = {field: (section, kind) for section, (kind, fields) in sections.items() for field in fields}
-    if name in known:
-        return *known[name], name
-    if name in _list_fields(ViTConfig, *_FIXED_MODEL_FIELDS):
+def _split_assignments(settings: Iterable[str] | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    if isinstance(settings, Mapping):
+        yield from settings.items()
+        return
+    for assignment in settings:
+        name, equals, value = assignment.partition("=")
+        if not equals:
+            raise UsageError(f"--set {assignment!r:.80} has no value; give NAME=VALUE, such as depth=8")
+        yield name, value
+
+
+def _find_field(recipe: Recipe, name: str) -> _Field:
+    """The field that a setting names: SECTION.FIELD, or a field of any section."""
+    prefix, _, bare = name.rpartition(".")
+    known: dict[str, _Field] = {}
+    for section, kind, fields in _list_sections(recipe):
+        bare = upgrade_field_name(kind, bare)
+        known |= {f"{section}.{field}": _Field(section, kind, field) for field in fields}
+    short = {field.name: field for field in reversed(known.values()) if field.name != "kind"}
+    short |= {"optimizer": known["optimizer.kind"]}
+    chosen = known.get(f"{prefix}.{bare}") if prefix else short.get(bare)
+    if chosen is not None and chosen.name in _OPTIONS:
+        raise UsageError(f"{chosen.name} has an option of its own: {_OPTIONS[chosen.name]} instead of --set {name}=...")
+    if chosen is not None:
+        return chosen
+    if bare in _list_fields(ViTConfig, *_FIXED_MODEL_FIELDS) and prefix in ("", "model"):
         reason = "a trained model keeps its own" if recipe.model is None else f"{recipe.model} is a ResNet"
         raise UsageError(f"--set {name} is for recipes of ViTs with random weights: {reason}")
-    close = difflib.get_close_matches(name, ["optimizer", *known], n=1)
-    suggestion = f"did you mean {close[0]}? " if close else ""
-    names = ", ".join(sorted({"optimizer", *known} - _OPTIONS.keys()))
-    raise UsageError(f"a recipe has no setting {name!r:.80}: {suggestion}--set takes {names}")
+    close = difflib.get_close_matches(name, [*short, *known], n=1)
+    names = ", ".join(sorted(short.keys() - _OPTIONS.keys()))
+    advice = f"did you mean {close[0]}?" if close else f"--set takes {names}"
+    raise UsageError(f"a recipe has no setting {name!r:.80}: {advice}")
 
 
-def _list_sections(recipe: Recipe) -> dict[str, tuple[type, Iterable[str]]]:
-    """The class and the settable fields of each section of a recipe."""
-    sections: dict[str, tuple[type, Iterable[str]]] = {
-        "recipe": (Recipe, _RECIPE_FIELDS),
-        "optimizer": (OptimizerConfig, _list_fields(OptimizerConfig, "kind")),
-        "schedule": (ScheduleConfig, _list_fields(ScheduleConfig)),
-        "augment": (AugmentConfig, _list_fields(AugmentConfig)),
-    }
+def _list_sections(recipe: Recipe) -> Iterator[tuple[str, type, Iterable[str]]]:
+    """Name, class and settable fields of each section of a recipe."""
+    own = _list_fields(Recipe, "settings", *_SECTIONS, *_DESCRIPTIVE_FIELDS)
+    yield "recipe", Recipe, own if recipe.model is not None else [name for name in own if name != "model"]
+    for section in _SECTIONS:
+        if (config := getattr(recipe, section)) is not None:
+            yield section, type(config), _list_fields(type(config))
     if recipe.model is not None:
         kind = BiTConfig if isinstance(presets.get_preset_config(recipe.model), BiTConfig) else ViTConfig
-        sections["model"] = kind, _list_fields(kind, *_FIXED_MODEL_FIELDS)
-    return sections
+        yield "model", kind, _list_fields(kind, *_FIXED_MODEL_FIELDS)
 
 
 def _list_fields(kind: Any, *excluded: str) -> list[str]:

@@ -189,7 +189,7 @@ RECIPES: dict[str, Recipe] = {
         label_smoothing=0.1,
         data="digits",
         source="vitrail, chosen among 12 on the validation digits",
-        result="97.8 % of 179 test digits, seed 0, as many as the nearest neighbor",
+        result="174 of 179 test digits (97.2 %) on an EPYC, 175 on a Xeon; nearest neighbor 175; n = 1, seed 0",
     ),
     **_SMALL_RECIPES,
     "vit-b16-jft": _build_jft_recipe("b16", 7, 8e-4),

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vitrail.config import BiTConfig, ViTConfig
-from vitrail.evaluate.predictions import MIN_TOP5_CLASSES
-from vitrail.evaluate.statistics import Interval
+from vitrail.evaluation.predictions import MIN_TOP5_CLASSES
+from vitrail.evaluation.statistics import Interval
 from vitrail.formatting import pluralize
 from vitrail.model import cost
 from vitrail.report.run_facts import FinalMetrics, PretrainingMetrics, RunFacts
@@ -48,12 +48,6 @@ def format_clock_time(seconds: float) -> str:
     return str(datetime.timedelta(seconds=round(seconds)))
 
 
-def join_names(names: tuple[str, ...]) -> str:
-    """Join the first names, and count the others."""
-    more = f" and {len(names) - _MAX_NAMED_CLASSES:,} more" if len(names) > _MAX_NAMED_CLASSES else ""
-    return ", ".join(names[:_MAX_NAMED_CLASSES]) + more
-
-
 def make_title(facts: RunFacts) -> str:
     """The title of a run: its model and its dataset."""
     method = ", pre-trained without labels" if facts.masked else "" if facts.config["model"] is None else ", fine-tuned"
@@ -63,7 +57,10 @@ def make_title(facts: RunFacts) -> str:
 def make_lead(facts: RunFacts, trained: Trained | None) -> str:
     """The run in one line."""
     config = facts.config
-    parts = [] if trained is None else [_describe_size(trained.model.config)]
+    parts = []
+    if trained is not None:
+        model = trained.model.config
+        parts.append(f"{_describe_architecture(model)} of {cost.count_parameters(model):,} parameters")
     parts += [] if facts.masked else [pluralize(len(config["classes"]), "class")]
     parts.append(pluralize(config["images"]["train"], "training image"))
     if facts.seconds is not None:
@@ -139,10 +136,6 @@ _POOL_NAMES = {
 }
 
 
-def _describe_size(config: ViTConfig | BiTConfig) -> str:
-    return f"{_describe_architecture(config)} of {cost.count_parameters(config):,} parameters"
-
-
 def _describe_architecture(config: ViTConfig | BiTConfig) -> str:
     if isinstance(config, BiTConfig):
         return "BiT ResNet"
@@ -155,8 +148,10 @@ def list_data_rows(facts: RunFacts) -> Iterator[FactRow]:
     yield "name", facts.data
     yield "images", ", ".join(f"{name} {number:,}" for name, number in config["images"].items())
     if config["classes"]:
+        count, named = len(config["classes"]), ", ".join(config["classes"][:_MAX_NAMED_CLASSES])
+        more = f" and {count - _MAX_NAMED_CLASSES:,} more" if count > _MAX_NAMED_CLASSES else ""
         unused = " (not used: the run learned without labels)" if facts.masked else ""
-        yield "classes", f"{len(config['classes']):,}: {join_names(tuple(config['classes']))}{unused}"
+        yield "classes", f"{count:,}: {named}{more}{unused}"
     for note in config["notes"]:
         yield "note", facts.clean_text(note)
     if config["train_on_val"]:
@@ -170,7 +165,7 @@ def list_preprocess_rows(config: Mapping[str, Any]) -> Iterator[FactRow]:
     size = format_shape(*resize) if len(resize) == 2 else f"short side {resize[0]}"
     yield "resized to", f"{size} pixels, {preprocess['interpolation']}"
     yield "cropped to", f"{format_shape(*preprocess['size'])} pixels, at the center"
-    yield "mean, std", f"{_format_numbers(preprocess['mean'])}; {_format_numbers(preprocess['std'])}"
+    yield "mean, std", "; ".join(" ".join(f"{value:.4g}" for value in preprocess[name]) for name in ("mean", "std"))
 
 
 def list_training_rows(facts: RunFacts) -> Iterator[FactRow]:
@@ -184,10 +179,8 @@ def list_training_rows(facts: RunFacts) -> Iterator[FactRow]:
     if facts.replanned_steps:  # a time limit changed the plan during the run
         steps, epochs = facts.replanned_steps[-1][1], epochs * facts.replanned_steps[-1][1] / steps
     yield "steps", f"{steps:,} of {pluralize(recipe['batch'], 'image')}, {pluralize(epochs, 'epoch')}"
-    yield (
-        "optimizer",
-        f"{optimizer['kind']}, learning rate {optimizer['lr']:g}, weight decay {optimizer['weight_decay']:g}",
-    )
+    rates = f"learning rate {optimizer['lr']:g}, weight decay {optimizer['weight_decay']:g}"
+    yield "optimizer", f"{optimizer['kind']}, {rates}"
     yield "schedule", f"warm-up for {pluralize(schedule['warmup'], 'step')}, then {schedule['decay']}"
     yield "augmentation", ", ".join(_list_augmentations(recipe["augment"]))
     yield "objective", _describe_objective(recipe)
@@ -225,10 +218,6 @@ def _list_regularization(recipe: Mapping[str, Any]) -> Iterator[str]:
         yield f"only the head and {layers} layers below it trained" if layers else "only the head trained"
     if recipe["logit_adjustment"]:
         yield "logit adjustment for class sizes"
-
-
-def _format_numbers(values: list[float]) -> str:
-    return " ".join(f"{value:.4g}" for value in values)
 
 
 def drop_nonfinite(values: Sequence[float]) -> tuple[float, ...]:

@@ -6,28 +6,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from vitrail.formatting import pluralize
-from vitrail.report.run_facts import RunFacts
+from vitrail.report.run_facts import ClassRow, RunFacts
 
-MAX_WEAKEST = 3
-"""The most classes named on the first screen."""
+MAX_WEAKEST = 3  # the most classes named on the first screen
 _MAX_SUGGESTIONS = 3  # besides how to use the model
 _MIN_EPOCHS = 2  # a run with a time limit that trained for less needs more time
 _SHORT_SHARE = 0.5  # of the median: a class with fewer training images needs more
-
-
-class ClassRow(NamedTuple):
-    """The results of one class."""
-
-    name: str
-    train_images: int | None
-    """None if they were not counted."""
-    images: int
-    right: int
-    score: float
-    """Recall; F1 for a multi-label run."""
-    predicted: int
-    """Images predicted as this class."""
-    average_precision: float | None = None
 
 
 class ConfusedPair(NamedTuple):
@@ -36,8 +20,7 @@ class ConfusedPair(NamedTuple):
     label: str
     predicted: str
     times: int
-    images: int
-    """Of the true class."""
+    images: int  # of the true class
 
 
 class Suggestion(NamedTuple):
@@ -50,14 +33,13 @@ class Suggestion(NamedTuple):
 def list_classes(facts: RunFacts) -> list[ClassRow]:
     """List every class that has images, the weakest first."""
     if facts.multi_label_metrics is not None:
-        rows = [ClassRow(*row) for row in facts.label_rows if row[2]]
+        rows = [row for row in facts.label_rows if row.images]
     else:
-        images = Counter(prediction.label for prediction in facts.predictions)
         predicted = Counter(prediction.predicted for prediction in facts.predictions)
         right = Counter(prediction.label for prediction in facts.predictions if prediction.right)
         rows = [
             ClassRow(name, facts.train_counts.get(name), count, right[name], right[name] / count, predicted[name])
-            for name, count in images.items()
+            for name, count in facts.image_counts.items()
         ]
     return sorted(rows, key=lambda row: (row.score, -row.images, row.name))
 
@@ -66,9 +48,8 @@ def list_confusions(facts: RunFacts) -> list[ConfusedPair]:
     """List the confused pairs, the most frequent first; none for a multi-label run."""
     if not facts.is_single_label:
         return []
-    images = Counter(prediction.label for prediction in facts.predictions)
-    mistakes = (prediction for prediction in facts.predictions if not prediction.right)
-    pairs = Counter((mistake.label, mistake.predicted) for mistake in mistakes)
+    images = facts.image_counts
+    pairs = Counter((answer.label, answer.predicted) for answer in facts.predictions if not answer.right)
     return [ConfusedPair(*pair, times, images[pair[0]]) for pair, times in pairs.most_common()]
 
 
@@ -112,9 +93,8 @@ def _suggest_improvements(
         yield Suggestion("Remove the duplicates across splits; this lists them:", "vitrail data check DATA")
     weakest = find_weakest(classes)
     if short := next((row for row in weakest if _has_few_images(row, classes)), None):
-        yield Suggestion(
-            f"Add training images of {short.name}: it has {short.train_images:,}, fewer than most classes."
-        )
+        few = f"{short.train_images:,}, fewer than most classes"
+        yield Suggestion(f"Add training images of {short.name}: it has {few}.")
     if confusions:
         pair = confusions[0]
         yield Suggestion(

@@ -20,10 +20,9 @@ from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError
 from vitrail.model.positions import Grid
 from vitrail.model.vit import Block, ViT, patchify
-from vitrail.weights.trained import Trained, logits_to_probabilities
+from vitrail.weights.trained import Trained, logits_to_probabilities, require_preprocess
 
-SHOWN_VALUES = 6
-"""How many values of a vector are shown."""
+SHOWN_VALUES = 6  # how many values of a vector are shown
 _MAX_CLASSES = 5
 
 TensorShape = tuple[int, ...]
@@ -33,26 +32,20 @@ Numbers = tuple[float, ...]
 class EmbeddingTrace(NamedTuple):
     """Equation 1 for the followed patch."""
 
-    patch: Numbers
-    """Its first pixel values, normalized."""
+    patch: Numbers  # its first pixel values, normalized
     embedded: Numbers
-    position: Numbers | None
-    """The position embedding added to it; None if the model has none, or adds it in the layers."""
+    position: Numbers | None  # the position embedding added to it; None if the model has none, or adds it in the layers
     token: Numbers
 
 
 class AttentionTrace(NamedTuple):
     """Equation 2 in one layer, for the class token, or for the followed patch if there is no class token."""
 
-    layer: int
-    """From 1."""
+    layer: int  # from 1
     heads: NDArray[np.float32]  # (H, R, C): the attention weights over the patches
-    prefix_share: float
-    """The share of attention on the tokens before the patches, itself included, averaged over heads."""
-    score: float
-    """In the first head, its query times the key of the followed patch, over the square root of K."""
-    weight: float
-    """The softmax of that score: the followed patch's share of the head's attention."""
+    prefix_share: float  # the share of attention on the tokens before the patches, itself included, averaged over heads
+    score: float  # in the first head, its query times the key of the followed patch, over the square root of K
+    weight: float  # the softmax of that score: the followed patch's share of the head's attention
 
 
 class BlockTrace(NamedTuple):
@@ -81,35 +74,28 @@ class ForwardTrace:
     temperature: float
     multi_label: bool
     grid: tuple[int, int]
-    followed_patch: tuple[int, int]
-    """Row and column of the followed patch, from 0: the middle one."""
+    followed_patch: tuple[int, int]  # row and column of the followed patch, from 0: the middle one
     shapes: dict[str, TensorShape]
     """x, features, patches, E, positions, z, qkv, attention, hidden, y, head: those that the model has."""
     embedding: EmbeddingTrace
-    attention: tuple[AttentionTrace, ...]
-    """In the first and in the last layer."""
+    attention: tuple[AttentionTrace, ...]  # in the first and in the last layer
     first_block: BlockTrace
     attention_ratio: Numbers
     """By layer: the norm of what attention adds over the norm of its input, averaged over all tokens."""
-    mlp_ratio: Numbers
-    """The same for the MLP, equation 3."""
-    active_share: Numbers
-    """By layer: the share of the MLP's hidden units above zero."""
-    y: Numbers
-    """The first values of the features that the head reads."""
-    top_classes: tuple[TopClass, ...]
-    """The five most probable; none for a model without a head."""
+    mlp_ratio: Numbers  # the same for the MLP, equation 3
+    active_share: Numbers  # by layer: the share of the MLP's hidden units above zero
+    y: Numbers  # the first values of the features that the head reads
+    top_classes: tuple[TopClass, ...]  # the five most probable; none for a model without a head
 
 
 @torch.inference_mode()
 def trace_forward(trained: Trained, pixels: Tensor) -> ForwardTrace:
     """Trace the forward pass of one model input, uint8 (C, S, S), through a ViT."""
-    model, preprocess = trained.model, trained.preprocess
+    model = trained.model
     if not isinstance(model, ViT):
         raise UsageError(f"equations 1 to 4 are those of a Vision Transformer; a {type(model).__name__} has no tokens")
-    assert preprocess is not None, "the weights of a run carry their preprocessing"
     model.eval()
-    images = normalize(pixels[None].to(next(model.parameters()).device), preprocess)
+    images = normalize(pixels[None].to(next(model.parameters()).device), require_preprocess(trained))
     grid = compute_grid((images.shape[2], images.shape[3]), model.config.stride)
     followed = (grid[0] // 2, grid[1] // 2)
     patch_index = followed[0] * grid[1] + followed[1]
@@ -171,19 +157,14 @@ def _observe(model: ViT, grid: Grid, patch_index: int) -> Iterator[tuple[dict[st
                 hooks.enter_context(module.register_forward_hook(keep(name)))
         for block in model.blocks:
             assert isinstance(block, Block)
-            hooks.enter_context(block.norm1.register_forward_hook(keep("normed")))
-            hooks.enter_context(block.ls1.register_forward_hook(keep("attention")))
+            parts = {"normed": block.norm1, "attention": block.ls1, "hidden": block.mlp.act, "mlp": block.ls2}
+            for name, part in parts.items():
+                hooks.enter_context(part.register_forward_hook(keep(name)))
             hooks.enter_context(block.norm2.register_forward_hook(keep("after_attention", argument=True)))
-            hooks.enter_context(block.mlp.act.register_forward_hook(keep("hidden")))
-            hooks.enter_context(block.ls2.register_forward_hook(keep("mlp")))
             hooks.enter_context(block.register_forward_hook(trace_block))
-        hooks.enter_context(model.blocks[-1].register_forward_pre_hook(_compute_all_tokens))
+        # without its `queries`, the last block computes all tokens, not only those that the head reads
+        hooks.enter_context(model.blocks[-1].register_forward_pre_hook(lambda _block, arguments: arguments[:2]))
         yield outputs, layers
-
-
-def _compute_all_tokens(_block: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Drop the `queries` of the last block, which would otherwise compute only the tokens that the head reads."""
-    return arguments[:2]
 
 
 def _trace_layer(block: Block, outputs: dict[str, Tensor], grid: Grid, patch_index: int, layer: int) -> _LayerTrace:

@@ -3,38 +3,27 @@
 import datetime
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from vitrail.evaluate.calibration import count_bins
-from vitrail.evaluate.predictions import MIN_TOP5_CLASSES
-from vitrail.figures.plots import make_printable, shorten_name
+from vitrail.evaluation.calibration import count_bins
+from vitrail.evaluation.predictions import MIN_TOP5_CLASSES
 from vitrail.formatting import pluralize
-from vitrail.report import data_uris, fact_rows, svg_charts
-from vitrail.report.findings import (
-    ClassRow,
-    ConfusedPair,
-    find_weakest,
-    list_classes,
-    list_confusions,
-    make_suggestions,
-)
+from vitrail.report import fact_rows, findings, svg_charts
 from vitrail.report.model_card import ModelCard
-from vitrail.report.model_figures import ModelFigures, sample_evenly
-from vitrail.report.run_facts import RunFacts
+from vitrail.report.model_figures import ModelFigures, encode_image_file, sample_evenly
+from vitrail.report.run_facts import ClassRow, RunFacts
 from vitrail.report.svg_charts import ChartLine
+from vitrail.visualization.plots import make_printable, shorten_name
 from vitrail.weights.trained import Trained
 
-MAX_CONFUSED_PAIRS = 10
-"""The most rows of the table of confused pairs."""
-MAX_CLASS_ROWS = 100
-"""The most rows of the table of classes, the weakest first."""
+MAX_CONFUSED_PAIRS = 10  # the most rows of the table of confused pairs
+MAX_CLASS_ROWS = 100  # the most rows of the table of classes, the weakest first
 _MAX_COLUMNS = 290  # as many as a chart has pixels for
 _MAX_ONE_TABLE = 12  # more classes are split into two tables
 _MAX_NAMED_BARS = 30  # the most classes whose training images are bars with names
@@ -45,8 +34,8 @@ _DROPPED_OPTIONS = ("--minutes", "--runs", "--seed", "--out")  # with a value; e
 
 def render_page(facts: RunFacts, trained: Trained | None, figures: ModelFigures | str, card: ModelCard | None) -> str:
     """Render the whole page; `figures` may be a sentence that says why there are none."""
-    classes, confusions = list_classes(facts), list_confusions(facts)
-    reconstruction = facts.reconstruction
+    classes, confusions = findings.list_classes(facts), findings.list_confusions(facts)
+    shown_classes = _choose_shown_classes(facts.config["classes"], confusions)
     return _load_template().render(
         facts=facts,
         result=facts.result,
@@ -54,18 +43,23 @@ def render_page(facts: RunFacts, trained: Trained | None, figures: ModelFigures 
         lead=fact_rows.make_lead(facts, trained),
         date=_format_date(facts.end_time),
         cautions=list(fact_rows.list_cautions(facts)),
-        accuracy_bars=_make_accuracy_bars(facts),
         pretraining_rows=[] if facts.pretraining is None else list(fact_rows.list_pretraining_rows(facts.pretraining)),
-        reconstruction=None if reconstruction is None else data_uris.encode_image_file(reconstruction, 1000),
-        tables=_make_tables(facts, trained),
+        reconstruction=facts.reconstruction and encode_image_file(facts.reconstruction, 1000),
+        tables={
+            "Model": [] if trained is None else list(fact_rows.list_model_rows(trained)),
+            "Data": list(fact_rows.list_data_rows(facts)),
+            "Training": list(fact_rows.list_training_rows(facts)),
+            "Preprocessing": list(fact_rows.list_preprocess_rows(facts.config)),
+        },
         curves=_draw_curves(facts),
         has_top5=len(facts.config["classes"]) >= MIN_TOP5_CLASSES,
-        weakest=find_weakest(classes),
+        weakest=findings.find_weakest(classes),
         confusions=confusions[:MAX_CONFUSED_PAIRS],
         most_missed=max(classes, key=lambda row: row.images - row.right, default=None),
         most_added=max(classes, key=lambda row: row.predicted - row.right, default=None),
-        suggestions=make_suggestions(facts, classes, confusions),
-        confusion_matrix=_draw_confusion(facts, confusions) if facts.is_single_label else None,
+        suggestions=findings.make_suggestions(facts, classes, confusions),
+        num_shown_classes=len(shown_classes),
+        confusion_matrix=_draw_confusion(facts, shown_classes) if facts.is_single_label else None,
         class_tables=_split_class_table(classes),
         num_omitted_classes=len(classes) - MAX_CLASS_ROWS,
         reliability=_draw_reliability(facts),
@@ -107,36 +101,11 @@ def _format_date(seconds: float | None) -> str | None:
     return f"{day.day} {day:%B %Y}"
 
 
-class AccuracyBar(NamedTuple):
-    """A bar of the comparison with baselines."""
-
-    name: str
-    value: float
-    is_model: bool
-
-
-def _make_accuracy_bars(facts: RunFacts) -> list[AccuracyBar]:
-    result = facts.result
-    if result is None:
-        return []
-    baselines = [AccuracyBar(baseline.name, baseline.right / result.images, False) for baseline in facts.baselines]
-    return [AccuracyBar("this model", result.top1, True), *baselines]
-
-
-def _make_tables(facts: RunFacts, trained: Trained | None) -> dict[str, list[fact_rows.FactRow]]:
-    return {
-        "Model": [] if trained is None else list(fact_rows.list_model_rows(trained)),
-        "Data": list(fact_rows.list_data_rows(facts)),
-        "Training": list(fact_rows.list_training_rows(facts)),
-        "Preprocessing": list(fact_rows.list_preprocess_rows(facts.config)),
-    }
-
-
 # --- curves and predictions ------------------------------------------------------------------------------------------
 
 
-def _draw_curves(facts: RunFacts) -> list[tuple[str, Sequence[tuple[str, str]], Markup]]:
-    """Title, legend and chart of loss, accuracy and learning rate over the epochs."""
+def _draw_curves(facts: RunFacts) -> list[tuple[str, Sequence[ChartLine], Markup]]:
+    """Title, lines and chart of loss, accuracy and learning rate over the epochs."""
     columns = facts.epochs
     if not columns:
         return []
@@ -158,14 +127,10 @@ def _draw_curves(facts: RunFacts) -> list[tuple[str, Sequence[tuple[str, str]], 
         ("Learning rate", make_lines(("learning rate", "lr/pg0")), False),
     ]
     return [
-        (name, _make_legend(lines), svg_charts.draw_lines(lines, label=label, x_label="epoch", percent=percent))
+        (name, lines, svg_charts.draw_lines(lines, label=label, x_label="epoch", percent=percent))
         for name, lines, percent in charts
         if lines and (label := _describe_lines(name, lines))
     ]
-
-
-def _make_legend(lines: Sequence[ChartLine]) -> list[tuple[str, str]]:
-    return [(color, line.name) for color, line in zip("abc", lines, strict=False)] if len(lines) > 1 else []
 
 
 def _describe_lines(quantity: str, lines: Sequence[ChartLine]) -> str:
@@ -178,30 +143,20 @@ def _describe_lines(quantity: str, lines: Sequence[ChartLine]) -> str:
     return f"{quantity} over the epochs: {', '.join(ranges) or 'nothing yet'}"
 
 
-class ConfusionChart(NamedTuple):
-    """A confusion matrix, and how many classes it shows."""
-
-    chart: Markup
-    num_classes: int
-
-
-def _draw_confusion(facts: RunFacts, confusions: Sequence[ConfusedPair]) -> ConfusionChart:
+def _draw_confusion(facts: RunFacts, names: Sequence[str]) -> Markup:
     pairs = Counter((prediction.label, prediction.predicted) for prediction in facts.predictions)
-    images = Counter(prediction.label for prediction in facts.predictions)
-    names = _choose_confused_classes(facts.config["classes"], [(pair.label, pair.predicted) for pair in confusions])
+    images = [facts.image_counts[name] for name in names]
     counts = np.array([[pairs[label, predicted] for predicted in names] for label in names], dtype=np.int64)
     diagonal = f"{counts.trace():,} of {counts.sum():,} predictions on the diagonal"
     label = f"confusion matrix of {pluralize(len(names), 'class')}, {diagonal}"
-    return ConfusionChart(
-        svg_charts.draw_confusion_matrix(counts, names, [images[name] for name in names], label=label), len(names)
-    )
+    return svg_charts.draw_confusion_matrix(counts, names, images, label=label)
 
 
-def _choose_confused_classes(classes: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[str]:
+def _choose_shown_classes(classes: Sequence[str], confusions: Sequence[findings.ConfusedPair]) -> list[str]:
     """All classes, or if they are too many those of the most confused pairs, partners side by side."""
     if len(classes) <= svg_charts.MAX_NAMED_CLASSES:
         return list(classes)
-    chosen = dict.fromkeys(name for pair in pairs for name in pair)
+    chosen = dict.fromkeys(name for pair in confusions for name in (pair.label, pair.predicted))
     chosen |= dict.fromkeys(classes[:_MAX_CONFUSION_CLASSES])  # when few classes are confused
     return list(chosen)[:_MAX_CONFUSION_CLASSES]
 
@@ -228,18 +183,12 @@ def _draw_reliability(facts: RunFacts) -> Markup | None:
 # --- data ------------------------------------------------------------------------------------------------------------
 
 
-def _count_train_images(facts: RunFacts) -> Mapping[str, int]:
-    """Training images of each class, from the file that counts them."""
-    if facts.train_counts or facts.data_report is None:
-        return facts.train_counts
-    return {row["name"]: row.get("train", 0) for row in facts.data_report["classes"]}
-
-
 def _draw_class_sizes(facts: RunFacts) -> Markup | None:
-    rows = sorted(_count_train_images(facts).items(), key=lambda row: -row[1])
-    if not rows:
+    checked = () if facts.data_report is None else facts.data_report["classes"]
+    train_images = facts.train_counts or {row["name"]: row.get("train", 0) for row in checked}
+    if not train_images:
         return None
-    names, sizes = zip(*rows, strict=True)
+    names, sizes = zip(*sorted(train_images.items(), key=lambda row: -row[1]), strict=True)
     label = f"training images of {pluralize(len(sizes), 'class')}, from {sizes[0]:,} down to {sizes[-1]:,}"
     if len(sizes) <= _MAX_NAMED_BARS:
         return svg_charts.draw_named_bars(names, sizes, label=label)
@@ -312,8 +261,7 @@ def make_rerun_command(facts: RunFacts) -> str | None:
 def make_repeat_commands(facts: RunFacts) -> list[str]:
     """The commands that evaluate the run's weights again, if they were evaluated, and that write the report again."""
     evaluate = ["vitrail", "evaluate", "RUN/weights/best.safetensors", str(facts.config["data"])]
-    report = ["vitrail", "report", "RUN"]
-    return [_join_command(report)] if facts.result is None else [_join_command(evaluate), _join_command(report)]
+    return [*([] if facts.result is None else [_join_command(evaluate)]), "vitrail report RUN"]
 
 
 def _join_command(command: Sequence[str]) -> str:

@@ -4,30 +4,29 @@ A card is built of sections, which become Markdown with the Hub's front matter (
 `vitrail push` uploads a run's README.md, edited or not, and replaces one section: how to load the model from the Hub.
 """
 
-import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from vitrail.config import to_json
-from vitrail.evaluate.predictions import MIN_TOP5_CLASSES
-from vitrail.figures.plots import make_printable
+from vitrail.evaluation.predictions import MIN_TOP5_CLASSES
 from vitrail.formatting import pluralize
 from vitrail.model import cost
 from vitrail.report import fact_rows
 from vitrail.report.run_facts import FinalMetrics, RunFacts, strip_folders
-from vitrail.weights import model_license
+from vitrail.visualization.plots import make_printable
+from vitrail.weights import hub
 from vitrail.weights.trained import Trained
 
 USE_TITLE = "Use"
 
 
 class TableBlock(NamedTuple):
-    """A table, the first row its header."""
+    """A table of names and texts, without a header."""
 
-    rows: tuple[tuple[str, ...], ...]
+    rows: tuple[fact_rows.FactRow, ...]
 
 
 class ListBlock(NamedTuple):
@@ -46,33 +45,26 @@ class CodeBlock(NamedTuple):
 CardBlock = str | TableBlock | ListBlock | CodeBlock
 
 
-@dataclasses.dataclass(frozen=True)
-class CardSection:
+class CardSection(NamedTuple):
     """A section of a card under its heading."""
 
     title: str
     blocks: tuple[CardBlock, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class HubAddress:
+class HubAddress(NamedTuple):
     """A model's place on the Hub."""
 
-    repo: str
-    """ORG/NAME."""
-    refusal: str | None = None
-    """Why there are no files for transformers; None if there are."""
-    notes: tuple[str, ...] = ()
-    """What the format of transformers cannot store."""
+    repo: str  # ORG/NAME
+    refusal: str | None = None  # why there are no files for transformers; None if there are
+    notes: tuple[str, ...] = ()  # what the format of transformers cannot store
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelCard:
+class ModelCard(NamedTuple):
     """A model card: title, YAML front matter and sections."""
 
     title: str
-    front_matter: tuple[str, ...]
-    """Its lines."""
+    front_matter: tuple[str, ...]  # its lines
     sections: tuple[CardSection, ...]
 
     def to_markdown(self) -> str:
@@ -87,13 +79,12 @@ def build_card(trained: Trained, facts: RunFacts | None = None) -> ModelCard:
     """Build the card of a model, and of the run that trained it if that is known."""
     if facts is None:
         sentence = "Training data, accuracy, intended use and limits are unknown."
-        run_sections = [CardSection("Not stated", (sentence,))]
-        title = strip_folders(trained.origin.name)
+        run_sections, title = [CardSection("Not stated", (sentence,))], strip_folders(trained.origin.name)
     else:
-        run_sections = list(_make_run_sections(facts, trained))
-        title = fact_rows.make_title(facts)
+        run_sections, title = list(_make_run_sections(facts, trained)), fact_rows.make_title(facts)
+    code = _write_loading_code(trained, "weights/best.safetensors")
     sections = (
-        CardSection(USE_TITLE, tuple(_describe_file_use(trained))),
+        CardSection(USE_TITLE, (_describe_model(trained), "With vitrail, in the run's folder:", code)),
         *run_sections,
         CardSection("Architecture", (_tabulate_model(trained),)),
         CardSection("Origin", (_list_origin(trained, facts),)),
@@ -133,28 +124,26 @@ def _find_headings(text: str) -> Iterator[tuple[int, str]]:
 def _make_front_matter(trained: Trained, facts: RunFacts | None) -> Iterator[str]:
     """The YAML in the Hub's terms, without what is unknown. Strings are quoted as JSON, a subset of YAML."""
     task = "image-classification" if trained.model.config.classes else "image-feature-extraction"
-    yield from model_license.format_license_lines(trained.origin.license)
+    yield from hub.format_license_lines(trained.origin.license)
     yield from ("library_name: vitrail", f"pipeline_tag: {task}", "tags:", "- vitrail", "- pytorch")
     if facts is not None and facts.result is not None and not facts.is_measured_on_train:
         yield from ("metrics:", "- accuracy", "model-index:")
         yield from _make_model_index(facts, facts.result)
 
 
+def _get_pipeline_task(trained: Trained) -> str:
+    return "image-classification" if trained.model.config.classes else "image-feature-extraction"
+
+
 def _make_model_index(facts: RunFacts, result: FinalMetrics) -> Iterator[str]:
     hub = facts.data.removeprefix("hf:") if facts.data.startswith("hf:") else None
+    slug = re.sub(r"[^\w.-]+", "-", facts.data).strip("-") or "unnamed"
     yield f"- name: {_quote_yaml(fact_rows.make_title(facts))}"
-    yield "  results:"
-    yield "  - task:"
-    yield "      type: image-classification"
-    yield "    dataset:"
-    yield f"      name: {_quote_yaml(facts.data)}"
-    yield f"      type: {_quote_yaml(hub or _make_slug(facts.data))}"
-    yield f"      split: {result.split}"
-    yield "    metrics:"
+    yield from ("  results:", "  - task:", "      type: image-classification")
+    yield from ("    dataset:", f"      name: {_quote_yaml(facts.data)}", f"      type: {_quote_yaml(hub or slug)}")
+    yield from (f"      split: {result.split}", "    metrics:")
     for kind, name, value in _list_metrics(facts, result):
-        yield f"    - type: {kind}"
-        yield f"      name: {_quote_yaml(name)}"
-        yield f"      value: {value:.6g}"
+        yield from (f"    - type: {kind}", f"      name: {_quote_yaml(name)}", f"      value: {value:.6g}")
 
 
 def _list_metrics(facts: RunFacts, result: FinalMetrics) -> Iterator[tuple[str, str, float]]:
@@ -162,22 +151,17 @@ def _list_metrics(facts: RunFacts, result: FinalMetrics) -> Iterator[tuple[str, 
         yield "accuracy", f"exact match of {pluralize(result.images, 'image')}", result.top1
         yield "f1", "F1 over all labels", facts.multi_label_metrics.micro_f1
         yield "mean_average_precision", "mean average precision", facts.multi_label_metrics.mean_average_precision
-        yield "expected_calibration_error", "expected calibration error, 15 bins", result.calibration_error
-        return
-    yield "accuracy", f"top-1 accuracy of {pluralize(result.images, 'image')}", result.top1
-    if len(facts.config["classes"]) >= MIN_TOP5_CLASSES:
-        yield "accuracy", "top-5 accuracy", result.top5
-    if facts.macro_accuracy is not None:
+    else:
+        yield "accuracy", f"top-1 accuracy of {pluralize(result.images, 'image')}", result.top1
+        if len(facts.config["classes"]) >= MIN_TOP5_CLASSES:
+            yield "accuracy", "top-5 accuracy", result.top5
+    if facts.macro_accuracy is not None:  # never of multi-label predictions
         yield "recall", "recall averaged over classes", facts.macro_accuracy
     yield "expected_calibration_error", "expected calibration error, 15 bins", result.calibration_error
 
 
 def _quote_yaml(text: str) -> str:
     return json.dumps(make_printable(text))
-
-
-def _make_slug(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", name).strip("-") or "unnamed"
 
 
 # --- sections --------------------------------------------------------------------------------------------------------
@@ -188,20 +172,20 @@ def _make_run_sections(facts: RunFacts, trained: Trained) -> Iterator[CardSectio
     if pretraining is not None:
         images = pluralize(pretraining.images, "image")
         sentence = f"On the {images} of {pretraining.split}, {pretraining.patches:,} masked patches:"
-        yield CardSection("Result", (sentence, _make_table(fact_rows.list_pretraining_rows(pretraining))))
+        yield CardSection("Result", (sentence, TableBlock(tuple(fact_rows.list_pretraining_rows(pretraining)))))
     elif result is None:
         yield CardSection("Result", ("Unknown: the run has not ended.",))
     else:
         sentence = f"On the {pluralize(result.images, 'image')} of {result.split}:"
-        table = _make_table(fact_rows.list_result_rows(facts, result))
+        table = TableBlock(tuple(fact_rows.list_result_rows(facts, result)))
         yield CardSection("Result", (sentence, table, ListBlock(tuple(fact_rows.list_cautions(facts)))))
         yield CardSection("Calibration", (_describe_calibration(result),))
     yield CardSection("Intended use", ("Unknown: state it here before you publish this model.",))
     data_license = ("license of the images", fact_rows.UNKNOWN)
     data_rows = [*fact_rows.list_data_rows(facts), data_license, *_list_data_checks(facts)]
-    yield CardSection("Data", (_make_table(data_rows),))
-    yield CardSection("Preprocessing", (_make_table(fact_rows.list_preprocess_rows(facts.config)),))
-    yield CardSection("Training", (_make_table(fact_rows.list_training_rows(facts)),))
+    yield CardSection("Data", (TableBlock(tuple(data_rows)),))
+    yield CardSection("Preprocessing", (TableBlock(tuple(fact_rows.list_preprocess_rows(facts.config))),))
+    yield CardSection("Training", (TableBlock(tuple(fact_rows.list_training_rows(facts))),))
     yield CardSection("Limits", (ListBlock(tuple(_list_limits(facts, trained))),))
 
 
@@ -236,19 +220,18 @@ def _list_limits(facts: RunFacts, trained: Trained) -> Iterator[str]:
 
 def _tabulate_model(trained: Trained) -> TableBlock:
     config = trained.model.config
-    preprocess = {"preprocessing": fact_rows.UNKNOWN}
-    if trained.preprocess is not None:
-        preprocess = {
-            f"preprocessing: {name}": _format_value(value) for name, value in to_json(trained.preprocess).items()
-        }
-    rows = {
-        "parameters": f"{cost.count_parameters(config):,}",
-        "multiply-adds": f"{cost.count_multiply_adds(config):,} per image",
-        **{f"architecture: {name}": _format_value(value) for name, value in to_json(config).items()},
-        **preprocess,
-        "labels": fact_rows.UNKNOWN if trained.labels is None else f"{len(trained.labels):,}",
-    }
-    return _make_table(rows.items())
+    rows = [
+        ("parameters", f"{cost.count_parameters(config):,}"),
+        ("multiply-adds", f"{cost.count_multiply_adds(config):,} per image"),
+    ]
+    rows += [(f"architecture: {name}", _format_value(value)) for name, value in to_json(config).items()]
+    if trained.preprocess is None:
+        rows.append(("preprocessing", fact_rows.UNKNOWN))
+    else:
+        values = to_json(trained.preprocess)
+        rows += [(f"preprocessing: {name}", _format_value(value)) for name, value in values.items()]
+    labels = fact_rows.UNKNOWN if trained.labels is None else f"{len(trained.labels):,}"
+    return TableBlock((*rows, ("labels", labels)))
 
 
 def _list_origin(trained: Trained, facts: RunFacts | None) -> ListBlock:
@@ -265,22 +248,15 @@ def _list_origin(trained: Trained, facts: RunFacts | None) -> ListBlock:
     return ListBlock(tuple(map(clean_text, lines)))
 
 
-def _describe_file_use(trained: Trained) -> Iterator[CardBlock]:
-    yield _describe_model(trained)
-    yield "With vitrail, in the run's folder:"
-    yield CodeBlock("python", _write_loading_code(trained, "weights/best.safetensors"))
-
-
 def _describe_hub_use(trained: Trained, address: HubAddress) -> Iterator[CardBlock]:
-    classes = bool(trained.model.config.classes)
     yield _describe_model(trained)
     yield "With vitrail and huggingface_hub:"
-    yield CodeBlock("python", _write_loading_code(trained, f"hf:{address.repo}"))
+    yield _write_loading_code(trained, f"hf:{address.repo}")
     if address.refusal is not None:
         yield f"There are no files for transformers: {address.refusal}."
         return
     yield "With transformers:"
-    task = "image-classification" if classes else "image-feature-extraction"
+    task = _get_pipeline_task(trained)
     yield CodeBlock("python", f'from transformers import pipeline\n\npipeline("{task}", "{address.repo}")("image.jpg")')
     if address.notes:
         yield "Not stored in the format of transformers:"
@@ -295,18 +271,15 @@ def _describe_model(trained: Trained) -> str:
     return f"An image classifier in PyTorch, made with vitrail, for {pluralize(classes, 'class')}; {names}."
 
 
-def _write_loading_code(trained: Trained, name: str) -> str:
+def _write_loading_code(trained: Trained, name: str) -> CodeBlock:
     call = 'vitrail.Classifier(trained)(["image.jpg"])'
     if not trained.model.config.classes:
         call = "trained.model.compute_features(images)  # (B, D)"
-    return f'import vitrail\n\ntrained = vitrail.load("{name}")  # model, preprocess, labels, origin\n{call}'
+    load = f'trained = vitrail.load("{name}")  # model, preprocess, labels, origin'
+    return CodeBlock("python", f"import vitrail\n\n{load}\n{call}")
 
 
 # --- Markdown --------------------------------------------------------------------------------------------------------
-
-
-def _make_table(rows: Any) -> TableBlock:
-    return TableBlock((("", ""), *((str(name), str(text)) for name, text in rows)))
 
 
 def _format_value(value: Any) -> str:
@@ -324,13 +297,10 @@ def _render_markdown(block: CardBlock) -> str:
             return "\n".join(f"- {_escape_markdown(text)}" for text in texts)
         case CodeBlock(language, text):
             return f"```{language}\n{text}\n```"
-        case TableBlock((head, *rows)):
-            return "\n".join([_render_table_row(head), "|---" * len(head) + "|", *map(_render_table_row, rows)])
+        case TableBlock(rows):
+            lines = (f"| {_escape_markdown(name)} | {_escape_markdown(text)} |" for name, text in rows)
+            return "\n".join(["| | |", "|---|---|", *lines])
     raise AssertionError
-
-
-def _render_table_row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(map(_escape_markdown, cells))} |" if any(cells) else "| " * len(cells) + "|"
 
 
 def _escape_markdown(text: str) -> str:

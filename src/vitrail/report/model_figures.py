@@ -5,28 +5,32 @@
 A sentence replaces what cannot be shown: a ResNet has no attention, and images may be missing.
 """
 
+import base64
 import dataclasses
+import io
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from markupsafe import Markup
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
 from vitrail.data.dataset import Dataset, Split
-from vitrail.data.loader import iter_eval_batches
 from vitrail.data.transforms import normalize
 from vitrail.errors import DataError, UsageError
-from vitrail.figures import Array, Pixels, attention, embeddings, image_grids
 from vitrail.formatting import pluralize
 from vitrail.model import cost
 from vitrail.model.vit import ViT
-from vitrail.report import data_uris, svg_charts
+from vitrail.report import svg_charts
 from vitrail.report.forward_trace import ForwardTrace, trace_forward
+from vitrail.report.result_files import load_inputs
 from vitrail.report.run_facts import PredictionRecord, RunFacts, get_image_name
-from vitrail.weights.trained import Trained
+from vitrail.visualization import Array, Pixels, attention, embeddings, image_grids, plots
+from vitrail.weights.trained import Trained, require_preprocess
 
 MAX_MISTAKES = 12
 MAX_ROLLOUTS = 6
@@ -46,8 +50,7 @@ class ReportImage(NamedTuple):
     name: str
     prediction: PredictionRecord | None
     image: str
-    rollout: str | None
-    """The attention rollout; None for a model without attention."""
+    rollout: str | None  # the attention rollout; None for a model without attention
 
 
 class ReportFigure(NamedTuple):
@@ -63,11 +66,9 @@ class TraceFigures(NamedTuple):
     trace: ForwardTrace
     name: str
     image: str
-    patches: str
-    """The image cut into patches, with a frame around the followed patch."""
+    patches: str  # the image cut into patches, with a frame around the followed patch
     followed_patch: str
-    heads: tuple[tuple[int, tuple[str, ...]], ...]
-    """By layer, from 1: the attention of each head."""
+    heads: tuple[tuple[int, tuple[str, ...]], ...]  # by layer, from 1: the attention of each head
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,10 +116,8 @@ class RunImages:
     """Images of a run that can be shown: those with predictions, or a sample of val if there are none."""
 
     split: Split
-    rows: dict[str, int]
-    """By name."""
+    rows: dict[str, int]  # by name
     predictions: dict[str, PredictionRecord]
-    classes: int
 
 
 def find_run_images(facts: RunFacts, dataset: Dataset) -> RunImages:
@@ -130,24 +129,20 @@ def find_run_images(facts: RunFacts, dataset: Dataset) -> RunImages:
     predictions = {prediction.image: prediction for prediction in facts.predictions}
     if not predictions:
         samples = sample_evenly(range(len(split)), MAX_DISTANCE_IMAGES)
-        return RunImages(split, {split.get_image_name(row): row for row in samples}, {}, len(dataset.classes))
+        return RunImages(split, {split.get_image_name(row): row for row in samples}, {})
     rows = {name: row for row in range(len(split)) if (name := split.get_image_name(row)) in predictions}
     if missing := len(predictions) - len(rows):
         raise DataError(f"{facts.data} has changed: {missing:,} of {len(predictions):,} evaluated images are missing")
-    return RunImages(split, rows, predictions, len(dataset.classes))
+    return RunImages(split, rows, predictions)
 
 
 def _load_inputs(trained: Trained, images: RunImages, names: Sequence[str]) -> Tensor:
     """Load model inputs, uint8 (B, C, S, S)."""
-    assert trained.preprocess is not None
-    split = Split(images.split.store, np.array([images.split.rows[images.rows[name]] for name in names]))
-    batches = iter_eval_batches(split, trained.preprocess, batch_size=_BATCH_IMAGES, num_classes=images.classes)
-    return torch.cat([batch.pixels for batch in batches])
+    return load_inputs(images.split, [images.rows[name] for name in names], require_preprocess(trained))
 
 
 def _normalize_inputs(trained: Trained, inputs: Tensor) -> Tensor:
-    assert trained.preprocess is not None
-    return normalize(inputs.to(next(trained.model.parameters()).device), trained.preprocess)
+    return normalize(inputs.to(next(trained.model.parameters()).device), require_preprocess(trained))
 
 
 def _make_report_images(
@@ -160,19 +155,13 @@ def _make_report_images(
     rollouts: Sequence[Array | None] = [None] * len(names)
     if require_attention or isinstance(trained.model, ViT):
         rollouts = list(attention.compute_rollout(trained.model, _normalize_inputs(trained, inputs)))
-    return tuple(
-        _make_report_image(name, images.predictions.get(name), pixels, rollout)
-        for name, pixels, rollout in zip(names, inputs.numpy(), rollouts, strict=True)
-    )
-
-
-def _make_report_image(
-    name: str, prediction: PredictionRecord | None, pixels: Pixels, rollout: Array | None
-) -> ReportImage:
-    image = _resize_input(pixels)
-    overlay = None if rollout is None else data_uris.encode_webp(image_grids.overlay_attention(image, rollout))
-    encoded = data_uris.encode_webp(image_grids.to_rgb_array(image))
-    return ReportImage(get_image_name(name), prediction, encoded, overlay)
+    report_images = []
+    for name, pixels, rollout in zip(names, inputs.numpy(), rollouts, strict=True):
+        image = _resize_input(pixels)
+        overlay = None if rollout is None else encode_webp(image_grids.overlay_attention(image, rollout))
+        encoded = encode_webp(image_grids.to_rgb_array(image))
+        report_images.append(ReportImage(get_image_name(name), images.predictions.get(name), encoded, overlay))
+    return tuple(report_images)
 
 
 def _resize_input(pixels: Pixels) -> Pixels:
@@ -209,8 +198,8 @@ def _make_filter_figure(trained: Trained) -> ReportFigure:
         f" {tiles.shape[1]} × {tiles.shape[2]} pixels. They explain {ratios.sum():.0%} of the filters' variance, the"
         f" first alone {ratios[0]:.0%}."
     )
-    sheet = data_uris.arrange_tiles(data_uris.enlarge_tiles(tiles, 48), 7, 6)
-    return ReportFigure(data_uris.encode_png(sheet), caption)
+    sheet = _arrange_tiles(_enlarge_tiles(tiles, 48), 7, 6)
+    return ReportFigure(_encode_png(sheet), caption)
 
 
 def _make_position_figure(trained: Trained) -> ReportFigure:
@@ -219,14 +208,14 @@ def _make_position_figure(trained: Trained) -> ReportFigure:
     samples = maps[np.ix_(*(range((side - 1) % step // 2, side, step) for side in maps.shape))]
     rows, columns = samples.shape[:2]
     low = float(samples.min())
-    tiles = data_uris.apply_heat_colormap(samples.reshape(-1, rows, columns), low, 1.0, 448 // max(rows, columns))
+    tiles = _apply_heat_colormap(samples.reshape(-1, rows, columns), low, 1.0, 448 // max(rows, columns))
     sampling = "" if step == 1 else f" of {maps.shape[0]} × {maps.shape[1]}, one in {step} each way"
     caption = (
         f"The similarity of each patch's position embedding to all others: one tile for each of {rows} × {columns}"
         f" patches{sampling}, at its place. Cosines from {low:.2f} (dark) to 1 (bright)."
     )
-    sheet = data_uris.arrange_tiles(tiles, columns, max(1, tiles.shape[2] // 8))
-    return ReportFigure(data_uris.encode_png(sheet), caption)
+    sheet = _arrange_tiles(tiles, columns, max(1, tiles.shape[2] // 8))
+    return ReportFigure(_encode_png(sheet), caption)
 
 
 def _make_distance_figures(trained: Trained, images: RunImages) -> tuple[ReportFigure | str, ReportFigure | str]:
@@ -236,18 +225,14 @@ def _make_distance_figures(trained: Trained, images: RunImages) -> tuple[ReportF
     stats = _catch_reason(lambda: attention.compute_attention_distance(trained.model, batches))
     if isinstance(stats, str):
         return stats, stats
-    distance = svg_charts.draw_heads(
-        stats.distance.astype(float), label="mean attention distance by layer", y_label="pixels"
-    )
-    entropy = svg_charts.draw_heads(stats.entropy.astype(float), label="attention entropy by layer", y_label="bits")
+    distance = svg_charts.draw_heads(stats.distance, label="mean attention distance by layer", y_label="pixels")
+    entropy = svg_charts.draw_heads(stats.entropy, label="attention entropy by layer", y_label="bits")
     distance_caption = (
-        "The mean attention distance in pixels of the model input, over"
-        f" {pluralize(stats.images, 'image')}: one dot for each head, and the line of their mean. Uniform attention"
-        f" would have {stats.uniform_distance:.0f}."
+        f"The mean attention distance in pixels of the model input, over {pluralize(stats.images, 'image')}: one dot"
+        f" for each head, and the line of their mean. Uniform attention would have {stats.uniform_distance:.0f}."
     )
-    entropy_caption = (
-        f"The entropy of each head's attention. Uniform attention would have {stats.uniform_entropy:.1f} bits."
-    )
+    uniform_bits = f"{stats.uniform_entropy:.1f} bits"
+    entropy_caption = f"The entropy of each head's attention. Uniform attention would have {uniform_bits}."
     return ReportFigure(distance, distance_caption), ReportFigure(entropy, entropy_caption)
 
 
@@ -270,15 +255,15 @@ def _make_trace_figures(trained: Trained, images: RunImages, name: str) -> Trace
     return TraceFigures(
         trace,
         name=get_image_name(name),
-        image=data_uris.encode_webp(image_grids.to_rgb_array(_resize_input(pixels))),
-        patches=data_uris.encode_webp(_draw_patches(pixels, trace)),
-        followed_patch=data_uris.encode_png(data_uris.enlarge_tiles(patch, 96)),
+        image=encode_webp(image_grids.to_rgb_array(_resize_input(pixels))),
+        patches=encode_webp(_draw_patches(pixels, trace)),
+        followed_patch=_encode_png(_enlarge_tiles(patch, 96)),
         heads=tuple((layer.layer, tuple(map(_encode_head, layer.heads[:_MAX_HEADS]))) for layer in trace.attention),
     )
 
 
 def _encode_head(weights: Array) -> str:
-    return data_uris.encode_png(data_uris.apply_heat_colormap(weights, 0.0, float(weights.max()), 64))
+    return _encode_png(_apply_heat_colormap(weights, 0.0, float(weights.max()), 64))
 
 
 def _draw_patches(pixels: Pixels, trace: ForwardTrace) -> Pixels:
@@ -289,8 +274,59 @@ def _draw_patches(pixels: Pixels, trace: ForwardTrace) -> Pixels:
     resized = image.resize((columns * side, rows * side), Image.Resampling.BOX)
     patches = np.array(resized).reshape(rows, side, columns, side, 3).swapaxes(1, 2)  # (R, C, side, side, 3)
     gap = max(2, side // 6)
-    sheet = data_uris.arrange_tiles(patches.reshape(-1, side, side, 3), columns, gap)
+    sheet = _arrange_tiles(patches.reshape(-1, side, side, 3), columns, gap)
     top, left = (index * (side + gap) for index in trace.followed_patch)
     frame = sheet[max(0, top - gap) : top + side + gap, max(0, left - gap) : left + side + gap]
     frame[frame[..., 3] == 0] = (*_FRAME_COLOR, 255)  # the transparent gap around the patch
+    return sheet
+
+
+# --- images as data URIs, so that the page needs no other file -------------------------------------------------------
+
+
+def encode_webp(pixels: Pixels) -> str:
+    """Encode (H, W, 3), or 4 channels with transparency, as WebP."""
+    return _encode_data_uri(pixels, "WEBP", quality=80)
+
+
+def _encode_png(pixels: Pixels) -> str:
+    """Encode the same as PNG, for images of few colors or pixels."""
+    return _encode_data_uri(pixels, "PNG", optimize=True)
+
+
+def encode_image_file(path: Path, max_width: int) -> str:
+    """Encode an image file, reduced to at most `max_width` pixels."""
+    with Image.open(path) as file:
+        image = file.convert("RGB")
+    image.thumbnail((max_width, 10 * max_width), Image.Resampling.LANCZOS)
+    return encode_webp(np.asarray(image))
+
+
+def _encode_data_uri(pixels: Pixels, image_format: str, **options: object) -> str:
+    content = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(pixels)).save(content, image_format, **options)
+    return f"data:image/{image_format.lower()};base64,{base64.b64encode(content.getvalue()).decode()}"
+
+
+def _apply_heat_colormap(values: NDArray[np.floating], low: float, high: float, side: int) -> Pixels:
+    """(..., R, C) -> (..., H, W, 3): dark at `low`, bright at `high`, the longer side about `side` pixels."""
+    scaled = np.clip((values - low) / (high - low if high > low else 1.0), 0, 1)
+    return _enlarge_tiles(plots.get_heat_colormap()[(255 * scaled).round().astype(np.uint8)], side)
+
+
+def _enlarge_tiles(tiles: Pixels, side: int) -> Pixels:
+    """Enlarge (..., H, W, 3) with sharp pixels, by the whole factor that brings the longer side near `side`."""
+    factor = max(1, side // max(tiles.shape[-3:-1]))
+    return tiles.repeat(factor, axis=-3).repeat(factor, axis=-2)
+
+
+def _arrange_tiles(tiles: Pixels, columns: int, gap: int) -> Pixels:
+    """(n, H, W, 3) -> one image (H', W', 4), transparent between the tiles."""
+    count, height, width = tiles.shape[:3]
+    rows = -(-count // columns)
+    sheet = np.zeros((rows * (height + gap) - gap, columns * (width + gap) - gap, 4), dtype=np.uint8)
+    for index, tile in enumerate(tiles):
+        top, left = index // columns * (height + gap), index % columns * (width + gap)
+        sheet[top : top + height, left : left + width, :3] = tile
+        sheet[top : top + height, left : left + width, 3] = 255
     return sheet

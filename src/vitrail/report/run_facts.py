@@ -18,11 +18,11 @@ from vitrail import remote
 from vitrail.config import upgrade_run_config
 from vitrail.data.audit import upgrade_report
 from vitrail.errors import DataError, UsageError
-from vitrail.evaluate.predictions import MAX_CONFUSION_CLASSES
-from vitrail.evaluate.statistics import Interval, wilson_interval
+from vitrail.evaluation.predictions import MAX_CONFUSION_CLASSES
+from vitrail.evaluation.statistics import Interval, wilson_interval
 from vitrail.formatting import unquote_cell
-from vitrail.train.run_log import RESULT_COLUMNS
-from vitrail.train.training_run import is_run_config
+from vitrail.training.run_results import RESULT_COLUMNS
+from vitrail.training.training_run import is_run_config
 
 
 class PredictionRecord(NamedTuple):
@@ -32,8 +32,7 @@ class PredictionRecord(NamedTuple):
     label: str
     predicted: str
     probability: float
-    right: bool
-    """For a multi-label run: whether exactly the image's labels are predicted."""
+    right: bool  # for a multi-label run: whether exactly the image's labels are predicted
 
 
 class Baseline(NamedTuple):
@@ -54,8 +53,7 @@ class FinalMetrics:
     loss: float
     temperature: float
     calibration_error: float
-    seconds: float
-    """Of training, including evaluation."""
+    seconds: float  # of training, including evaluation
 
     @property
     def top1(self) -> float:
@@ -80,8 +78,16 @@ class MultiLabelMetrics:
     """For each of the bins of equal width: labels, the sum of their probabilities, and how many are true."""
 
 
-LabelMetricsRow = tuple[str, int | None, int, int, float, int, float | None]
-"""Class, training images, images, correct predictions, F1, predictions and average precision."""
+class ClassRow(NamedTuple):
+    """The results of one class."""
+
+    name: str
+    train_images: int | None  # None if they were not counted
+    images: int
+    right: int
+    score: float  # recall; F1 for a multi-label run
+    predicted: int  # images predicted as this class
+    average_precision: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,11 +96,9 @@ class PretrainingMetrics:
 
     split: str
     images: int
-    patches: int
-    """Masked ones, whose content is predicted."""
+    patches: int  # masked ones, whose content is predicted
     loss: float
-    top1: float | None
-    """The accuracy of predicted colors, if colors are the target."""
+    top1: float | None  # the accuracy of predicted colors, if colors are the target
     seconds: float
 
 
@@ -102,38 +106,23 @@ class PretrainingMetrics:
 class RunFacts:
     """Everything the report says about a run."""
 
-    name: str
-    """Of its folder."""
-    config: Mapping[str, Any]
-    """config.json, with current keys."""
-    epochs: Mapping[str, tuple[float, ...]]
-    """The columns of results.csv."""
-    result: FinalMetrics | None
-    """None until the run has ended, and for a run without labels."""
-    pretraining: PretrainingMetrics | None
-    """The result of a run without labels."""
-    multi_label_metrics: MultiLabelMetrics | None
-    """More metrics of a multi-label run, besides `result`."""
-    label_rows: tuple[LabelMetricsRow, ...]
-    """The classes of a multi-label run."""
-    reconstruction: Path | None
-    """The picture of masked patches and their predictions."""
+    name: str  # of its folder
+    config: Mapping[str, Any]  # config.json, with current keys
+    epochs: Mapping[str, tuple[float, ...]]  # the columns of results.csv
+    result: FinalMetrics | None  # None until the run has ended, and for a run without labels
+    pretraining: PretrainingMetrics | None  # the result of a run without labels
+    multi_label_metrics: MultiLabelMetrics | None  # more metrics of a multi-label run, besides `result`
+    label_rows: tuple[ClassRow, ...]  # the classes of a multi-label run
+    reconstruction: Path | None  # the picture of masked patches and their predictions
     predictions: tuple[PredictionRecord, ...]
-    baselines: tuple[Baseline, ...]
-    """The simplest first."""
-    train_counts: Mapping[str, int]
-    """Training images of each class, if per_class.csv counts them."""
+    baselines: tuple[Baseline, ...]  # the simplest first
+    train_counts: Mapping[str, int]  # training images of each class, if per_class.csv counts them
     data_report: Mapping[str, Any] | None
-    command: tuple[str, ...] | None
-    """The arguments after `vitrail`; None if no event recorded them."""
-    replanned_steps: tuple[tuple[int, int], ...]
-    """(step, total steps): the changes of plan of a run with a time limit."""
-    working_folder: str | None
-    """The folder in which the command ran."""
-    end_time: float | None
-    """Seconds since 1970 at the last event."""
-    missing: tuple[str, ...]
-    """What is missing and why, one sentence each."""
+    command: tuple[str, ...] | None  # the arguments after `vitrail`; None if no event recorded them
+    replanned_steps: tuple[tuple[int, int], ...]  # (step, total steps): the changes of plan of a run with a time limit
+    working_folder: str | None  # the folder in which the command ran
+    end_time: float | None  # seconds since 1970 at the last event
+    missing: tuple[str, ...]  # what is missing and why, one sentence each
 
     @property
     def has_result(self) -> bool:
@@ -183,12 +172,17 @@ class RunFacts:
         return bool(self.predictions) and not self.is_multi_label
 
     @property
+    def image_counts(self) -> Counter[str]:
+        """The evaluated images of each class."""
+        return Counter(prediction.label for prediction in self.predictions)
+
+    @property
     def macro_accuracy(self) -> float | None:
         """The accuracy of each class, averaged over the classes that have images."""
         if not self.is_single_label:
             return None
-        images = Counter(prediction.label for prediction in self.predictions)
         right = Counter(prediction.label for prediction in self.predictions if prediction.right)
+        images = self.image_counts
         return sum(right[label] / count for label, count in images.items()) / len(images)
 
     def list_mistakes(self) -> list[PredictionRecord]:
@@ -339,13 +333,13 @@ def _read_train_counts(path: Path) -> dict[str, int]:
         return {row["class"]: int(row["train_images"]) for row in _read_rows(path) if "train_images" in row}
 
 
-def _read_label_rows(path: Path) -> Iterator[LabelMetricsRow]:
+def _read_label_rows(path: Path) -> Iterator[ClassRow]:
     for line, row in enumerate(_read_rows(path), 2):
         with _report_damage(f"{path}, line {line}", _REMEASURE_ADVICE):
             train_images = int(row["train_images"]) if "train_images" in row else None
             numbers = int(row["images"]), int(row["right"]), float(row["f1"]), int(row["predicted"])
             precision = float(row["average_precision"]) if row["average_precision"] else None
-            yield row["class"], train_images, *numbers, precision
+            yield ClassRow(row["class"], train_images, *numbers, precision)
 
 
 def _read_columns(path: Path) -> dict[str, tuple[float, ...]]:

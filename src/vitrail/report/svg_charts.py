@@ -1,6 +1,7 @@
 """Charts as inline SVG: sharp at any size, small, printable, and colored by the page's own style, light or dark.
 
-The figures in the run's folder (figures/plots.py) are PNGs with fixed colors, for slides; these are parts of a page.
+The figures in the run's folder (visualization/plots.py) are PNGs with fixed colors, for slides; these are
+parts of a page.
 Every chart has a label that states its message to screen readers.
 
     L classes
@@ -14,12 +15,10 @@ import numpy as np
 from markupsafe import Markup, escape
 from numpy.typing import ArrayLike, NDArray
 
-from vitrail.figures.plots import make_printable, shorten_name
+from vitrail.visualization.plots import make_printable, shorten_name
 
-MAX_NAMED_CLASSES = 100
-"""The most classes of a confusion matrix: more names would not fit."""
-MAX_MARKED_POINTS = 20
-"""The most points of a curve that get a marker each."""
+MAX_NAMED_CLASSES = 100  # the most classes of a confusion matrix: more names would not fit
+MAX_MARKED_POINTS = 20  # the most points of a curve that get a marker each
 
 _WIDTH, _HEIGHT = 340, 216  # a phone's width, so that letters keep their size there
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 18, 14, 36
@@ -124,15 +123,12 @@ def _draw_cell(
     corner: tuple[float, float], side: float, count: int, share: float, tooltip: str, *, correct: bool
 ) -> str:
     x, y = corner
-    square = f'x="{x + 0.5:.1f}" y="{y + 0.5:.1f}" width="{side - 1:.1f}" height="{side - 1:.1f}"'
-    shade = math.sqrt(share)
+    shade, color = math.sqrt(share), "a" if correct else "b"
     size = min(11.0, 1.5 * side / max(2, len(str(count))))
     text = _draw_text(x + side / 2, y + side / 2 + size * 0.36, f"{count}", "inverse" if shade > 0.55 else "")
     number = _set_font_size(text, size) if size >= _MIN_DIGIT_SIZE else ""
-    title = f"<title>{escape(make_printable(tooltip))}</title>"
-    return (
-        f'<rect class="bar {"a" if correct else "b"}" {square} opacity="{max(0.12, shade):.2f}">{title}</rect>{number}'
-    )
+    opacity = max(0.12, shade)
+    return _draw_bar(color, x + 0.5, y + 0.5, side - 1, side - 1, opacity=opacity, tooltip=tooltip) + number
 
 
 def draw_reliability(bin_counts: ArrayLike, bin_correct: ArrayLike, *, label: str, x_label: str) -> Markup:
@@ -145,11 +141,9 @@ def draw_reliability(bin_counts: ArrayLike, bin_correct: ArrayLike, *, label: st
         x, y = frame.map_point(number / len(images), float(shares[number]))
         width = frame.map_point((number + 1) / len(images), 0)[0] - x
         opacity = 0.25 + 0.75 * math.sqrt(images[number] / images.max())
-        parts.append(
-            f'<rect class="bar a" x="{x + 1:.1f}" y="{y:.1f}" width="{width - 2:.1f}"'
-            f' height="{max(1.0, frame.map_point(0, 0)[1] - y):.1f}" opacity="{opacity:.2f}">'
-            f"<title>{images[number]:,} answers, {shares[number]:.1%} right</title></rect>"
-        )
+        height = max(1.0, frame.map_point(0, 0)[1] - y)
+        tooltip = f"{images[number]:,} answers, {shares[number]:.1%} right"
+        parts.append(_draw_bar("a", x + 1, y, width - 2, height, opacity=opacity, tooltip=tooltip))
     parts.append(_draw_line([frame.map_point(0, 0), frame.map_point(1, 1)], "line dashed s1"))
     return _make_svg(label, parts)
 
@@ -163,7 +157,7 @@ def draw_columns(heights: Sequence[float], *, label: str, x_label: str) -> Marku
         x, y = axes.map_point(index + gap / 2, height)
         width = axes.map_point(index + 1 - gap / 2, 0)[0] - x
         base = axes.map_point(0, 0)[1]
-        parts.append(f'<rect class="bar a" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{base - y:.1f}"/>')
+        parts.append(_draw_bar("a", x, y, width, base - y, digits=2))
     return _make_svg(label, parts)
 
 
@@ -171,15 +165,13 @@ def draw_named_bars(names: Sequence[str], values: Sequence[int], *, label: str) 
     """Draw numbers as horizontal bars with names."""
     texts = [shorten_name(name, 22) for name in names]
     left, row_height, highest = 8 + max(map(len, texts)) * _LETTER_WIDTH, 17.0, max(1, *values)
-    max_width, bar_height = max(120.0, _WIDTH - left - 40), row_height - 6
+    max_width = max(120.0, _WIDTH - left - 40)
     parts = []
     for row, (text, value) in enumerate(zip(texts, values, strict=True)):
         y = row * row_height
         width = max(1.0, max_width * value / highest)
         parts.append(_draw_text(left - 6, y + 12, text, "", "end"))
-        parts.append(
-            f'<rect class="bar a" x="{left:.1f}" y="{y + 3:.1f}" width="{width:.1f}" height="{bar_height:.1f}"/>'
-        )
+        parts.append(_draw_bar("a", left, y + 3, width, row_height - 6))
         parts.append(_draw_text(left + width + 5, y + 12, f"{value:,}", "quiet", "start"))
     return _make_svg(label, parts, left + max_width + 40, row_height * len(names))
 
@@ -193,17 +185,15 @@ def draw_paired_columns(first: Sequence[float], second: Sequence[float], *, labe
         for color, height in zip("ab", heights, strict=True):
             x, y = axes.map_point(layer + (0.12 if color == "a" else 0.5), height)
             width = axes.map_point(layer + 0.38, 0)[0] - axes.map_point(layer, 0)[0]
-            parts.append(
-                f'<rect class="bar {color}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{base - y:.1f}"/>'
-            )
+            parts.append(_draw_bar(color, x, y, width, base - y))
         if len(first) <= 16 or layer % 4 == 3:
             parts.append(_draw_text(axes.map_point(layer + 0.5, 0)[0], base + 14, f"{layer + 1}", "quiet"))
     return _make_svg(label, parts)
 
 
-def draw_heads(values: NDArray[np.float64], *, label: str, y_label: str) -> Markup:
+def draw_heads(head_values: NDArray[np.floating], *, label: str, y_label: str) -> Markup:
     """Draw a dot for each head (layers, heads) over its layer, and the line of their means."""
-    layers = len(values)
+    values, layers = head_values.astype(float), len(head_values)
     axes = _Axes((0.5, layers + 0.5), _compute_axis_range(0.0, float(values.max())))
     parts = [
         *_draw_axes(axes, "layer", _format_number, show_x_ticks=False),
@@ -229,6 +219,15 @@ def _make_svg(label: str, parts: Sequence[str], width: float = _WIDTH, height: f
 
 def _draw_text(x: float, y: float, text: str, kind: str, anchor: str = "middle") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(make_printable(text))}</text>'
+
+
+def _draw_bar(
+    color: str, x: float, y: float, width: float, height: float, opacity: float = 1, tooltip: str = "", digits: int = 1
+) -> str:
+    """Draw a rectangle, opaque and without a tooltip by default; narrow columns need more digits of x and width."""
+    bar = f'<rect class="bar {color}" x="{x:.{digits}f}" y="{y:.1f}" width="{width:.{digits}f}" height="{height:.1f}"'
+    title = f"<title>{escape(make_printable(tooltip))}</title>"
+    return f'{bar} opacity="{opacity:.2f}">{title}</rect>' if tooltip else f"{bar}/>"
 
 
 def _draw_line(points: Sequence[tuple[float, float]], kind: str) -> str:
@@ -274,14 +273,10 @@ def _compute_ticks(low: float, high: float, max_ticks: int = 5, *, min_step: flo
     """Round numbers from low to high, at most `max_ticks` of them and at least `min_step` apart."""
     rough = max(min_step, (high - low) / max_ticks)
     power = 10 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in _get_round_steps(min_step) if power * factor >= rough)
+    factors = (1, 2, 5, 10) if min_step else (1, 2, 2.5, 5, 10)  # without 2.5 if steps must be whole
+    step = next(power * factor for factor in factors if power * factor >= rough)
     first = math.ceil(low / step - 1e-9)
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _get_round_steps(min_step: float) -> Sequence[float]:
-    """Round steps; without 2.5 if steps must be whole."""
-    return (1, 2, 5, 10) if min_step else (1, 2, 2.5, 5, 10)
 
 
 def _format_number(value: float) -> str:

@@ -6,12 +6,13 @@ layer's output is still in the core's cache when the next layer reads it. Only b
 threads are shared.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -23,6 +24,17 @@ BatchFunction = Callable[[Tensor], Tensor]
 _NICENESS = 5  # such a thread gets a third of the time that another gets
 _POOL_LOCK = threading.Lock()
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # parameters of mallopt, from glibc's malloc.h
+
+
+@contextlib.contextmanager
+def use_one_thread() -> Iterator[int]:
+    """Let torch compute with one thread, as threads started meanwhile do; gives the number that is restored after."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield threads
+    finally:
+        torch.set_num_threads(threads)
 
 
 def split_over_threads(function: BatchFunction, chunk_size: int) -> BatchFunction:
@@ -54,11 +66,11 @@ def get_thread_pool() -> ThreadPoolExecutor:
 def _create_thread_pool(count: int, _process: int) -> ThreadPoolExecutor:
     pool = ThreadPoolExecutor(count, thread_name_prefix="compute")
 
-    def use_one_thread() -> None:
+    def set_one_thread() -> None:
         torch.get_num_threads()  # a thread's first call sets its number to the global one
         torch.set_num_threads(1)  # for this thread, and for any that starts later
 
-    run_in_each_thread(pool, count, use_one_thread)
+    run_in_each_thread(pool, count, set_one_thread)
     torch.set_num_threads(count)
     return pool
 

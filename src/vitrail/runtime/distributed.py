@@ -171,6 +171,17 @@ def broadcast(text: str) -> str:
     return shared[0]
 
 
+@contextlib.contextmanager
+def silence_other_ranks() -> Iterator[None]:
+    """Within the block, discard what ranks other than 0 print."""
+    with contextlib.ExitStack() as stack:
+        if not read_process_group().is_rank0:
+            null = stack.enter_context(Path(os.devnull).open("w"))
+            stack.enter_context(contextlib.redirect_stdout(null))
+            stack.enter_context(contextlib.redirect_stderr(null))
+        yield
+
+
 def run_on_rank0(work: Callable[[], T]) -> T:
     """Do the work on rank 0; return its result, or raise its error, on every rank, so that none waits in vain."""
     if not is_distributed():

@@ -1,29 +1,49 @@
-"""Work in parallel processes and threads, with the result or failure of each item."""
+"""Work in parallel processes and threads, and how it reports its progress."""
 
 import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import forkserver, resource_tracker
-from typing import TypeVar
+from typing import Any, TypeVar
 
 ProgressCallback = Callable[[int, int], None]
 """Called with the amount done and the total."""
+ShowProgress = Callable[[str], contextlib.AbstractContextManager[Callable[..., None]]]
+"""Entered with a title for as long as work takes; yields a function of (done, total) or (done, total, text)."""
+Notify = Callable[[str], None]
+"""Called with a sentence for the user."""
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 
-def ignore_progress(done: int, total: int) -> None:
+def ignore_progress(done: int, total: int, text: str = "") -> None:
     """Ignore progress: the default callback."""
+
+
+def ignore_note(sentence: str) -> None:
+    """Print nothing: the default of `Notify`."""
+
+
+@contextlib.contextmanager
+def hide_progress(title: str) -> Iterator[Callable[..., None]]:  # noqa: ARG001, the signature of ShowProgress
+    """Show nothing: the default of `ShowProgress`."""
+    yield ignore_progress
 
 
 def count_available_cores() -> int:
     """Count the CPU cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def count_loader_workers(requested: int | None) -> int:
+    """The processes that load images: those requested, or one per core, less one."""
+    return max(0, count_available_cores() - 1) if requested is None else requested
 
 
 def prefetch_batches(
@@ -61,7 +81,7 @@ def map_in_processes(
         return
     unfinished: list[ItemT] = []
     with _create_process_pool(workers or count_available_cores(), preload) as pool:
-        with _defer_keyboard_interrupt():
+        with _defer_keyboard_interrupt(), hide_main_module():
             futures = {pool.submit(function, item): item for item in items}  # which starts the processes
         try:
             for future in as_completed(list(futures)):
@@ -77,7 +97,8 @@ def map_in_processes(
             raise
     for item in unfinished:  # one of these killed its process: each gets its own
         with _create_process_pool(1, preload) as pool:
-            future = pool.submit(function, item)
+            with hide_main_module():
+                future = pool.submit(function, item)
             error = future.exception()
             if error is not None and not isinstance(error, BrokenProcessPool):
                 raise error
@@ -97,6 +118,23 @@ def _create_process_pool(workers: int, preload: Sequence[str]) -> ProcessPoolExe
         forkserver.ensure_running()
         signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
     return ProcessPoolExecutor(workers, mp_context=context)
+
+
+@contextlib.contextmanager
+def hide_main_module() -> Iterator[None]:
+    """Start processes that do not run the user's script again: what they call is in our modules.
+
+    multiprocessing imports the main module in each of them, which starts a script without `if __name__ ==
+    "__main__"` anew.
+    """
+    main = sys.modules["__main__"]
+    hidden: dict[str, Any] = {name: vars(main)[name] for name in ("__spec__", "__file__") if name in vars(main)}
+    main.__spec__ = None
+    vars(main).pop("__file__", None)
+    try:
+        yield
+    finally:
+        vars(main).update(hidden)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -29,11 +29,11 @@ from vitrail.errors import OUT_OF_SPACE_EXIT_CODE, CellsError, DataError, Diverg
 from vitrail.formatting import pluralize
 from vitrail.runtime.devices import resolve_device
 from vitrail.runtime.signals import catch_stop_signals
+from vitrail.runtime.workers import Notify
 from vitrail.weights.trained import Origin
 
 STUDY_FILE, RESULTS_FILE, CELLS_FOLDER, RESULT_FILE = "study.json", "results.jsonl", "cells", "result.json"
 CellResult = dict[str, Any]
-Notify = Callable[[str], None]
 _POLL_SECONDS = 0.05
 LINE_SECONDS = 15.0  # between two lines of progress of a cell
 _STUDY_CLASSES = {"recipe": Recipe, "origin": Origin}  # parts of study.json
@@ -139,15 +139,11 @@ def read_results(folder: Path) -> dict[str, CellResult]:
 
 
 def _append_result(folder: Path, result: CellResult) -> None:
-    """Append a line, which is on disk when this returns."""
+    """Append a line, which is on disk when this returns; a line that a crash cut short is dropped."""
     path = folder / RESULTS_FILE
-    complete = path.read_bytes().rpartition(b"\n")[0] if path.is_file() else b""
-    with path.open("r+b" if path.is_file() else "wb") as file:
-        file.truncate(len(complete) + 1 if complete else 0)
-        file.seek(0, os.SEEK_END)
-        file.write(json.dumps(result).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    complete = b"".join(path.read_bytes().rpartition(b"\n")[:2]) if path.is_file() else b""
+    with files.write_atomically(path, overwrite=True) as temporary:
+        temporary.write_bytes(complete + json.dumps(result).encode() + b"\n")
 
 
 def is_ended(result: CellResult | None) -> bool:
@@ -157,8 +153,7 @@ def is_ended(result: CellResult | None) -> bool:
 
 def check_failures(results: Sequence[CellResult], folder: Path) -> None:
     """Raise an error that names the failed cells, if any."""
-    failed = [result for result in results if result["status"] == "failed"]
-    if failed:
+    if failed := [result for result in results if result["status"] == "failed"]:
         first = failed[0]
         raise CellsError(
             f"{len(failed)} of {len(results)} cells failed; {first['cell']}: {first['error']}"
@@ -203,8 +198,8 @@ class CellProcess:
     process: "subprocess.Popen[bytes]"
     log: IO[str]
     """Positioned after the last line that was read."""
-    started_at: float
-    notified_at: float
+    started_at: float = dataclasses.field(default_factory=time.monotonic)
+    notified_at: float = dataclasses.field(default_factory=time.monotonic)
     last_line: str = ""
 
     def notify_progress(self, notify: Notify) -> None:
@@ -244,7 +239,8 @@ def run_cells(
                     running[device] = _start_cell(waiting.pop(0), folder, device, workers, lock)
             if stop_request.signal and not stopping:
                 stopping = True
-                _request_stop(running)
+                for cell_process in running.values():
+                    cell_process.process.terminate()  # it saves a checkpoint and ends
             for device, cell_process in list(running.items()):
                 cell_process.notify_progress(notify)
                 if cell_process.process.poll() is not None:
@@ -276,15 +272,7 @@ def _start_cell(cell: Cell, folder: Path, device: str, workers: int, lock: int) 
         )
     log = log_path.open(errors="replace")
     log.seek(0, os.SEEK_END)
-    now = time.monotonic()
-    return CellProcess(cell, cell_folder, process, log, now, now)
-
-
-def _request_stop(running: Mapping[str, CellProcess]) -> None:
-    """Ask cells to save a checkpoint and end."""
-    for cell_process in running.values():
-        with contextlib.suppress(ProcessLookupError):
-            cell_process.process.send_signal(signal.SIGTERM)
+    return CellProcess(cell, cell_folder, process, log)
 
 
 def _kill_cells(running: Mapping[str, CellProcess]) -> None:

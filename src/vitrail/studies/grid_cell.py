@@ -19,12 +19,12 @@ from vitrail.data.dataset import Dataset
 from vitrail.data.sources import open_dataset
 from vitrail.errors import OUT_OF_SPACE_EXIT_CODE, VitrailError
 from vitrail.runtime import distributed
-from vitrail.studies import sweep, vtab_splits
+from vitrail.studies import sweep, vtab_tasks
 from vitrail.studies.grid import LINE_SECONDS, Cell
-from vitrail.train.loop import StepEnd
-from vitrail.train.run_results import RunResult
-from vitrail.train.trainer import Trainer
-from vitrail.train.training_run import TrainingRun, adapt_to_dataset
+from vitrail.training.loop import StepEnd
+from vitrail.training.run_results import RunResult
+from vitrail.training.trainer import Trainer
+from vitrail.training.training_run import TrainingRun, adapt_to_dataset
 from vitrail.weights.load import load
 from vitrail.weights.trained import Trained
 
@@ -54,7 +54,7 @@ def run_cell(cell: Cell, folder: Path, device: str, workers: int) -> dict[str, A
     with distributed.join_process_group(device) as (group, torch_device):
         dataset = open_cell_dataset(cell.data)
         trained = prepare_model(cell, dataset) if cell.recipe.model is None else None
-        task = TrainingRun(
+        run = TrainingRun(
             recipe=cell.recipe,
             dataset=dataset,
             initial_model=trained,
@@ -71,7 +71,7 @@ def run_cell(cell: Cell, folder: Path, device: str, workers: int) -> dict[str, A
             allow_empty_classes=cell.allow_empty_classes,
         )
         result = Trainer(
-            task,
+            run,
             folder,
             after_step=_make_step_reporter(),
             after_evaluation=lambda now: _print_line(str(now)),
@@ -79,13 +79,13 @@ def run_cell(cell: Cell, folder: Path, device: str, workers: int) -> dict[str, A
             notify=_print_line,
         ).run()
         assert isinstance(result, RunResult), "a cell is alone in its group, and has labels"
-        return collect_result(task, result)
+        return collect_result(run, result)
 
 
 def open_cell_dataset(data: dict[str, Any]) -> Dataset:
     """Open the dataset of a cell."""
     if "task" in data:
-        return vtab_splits.open_vtab_dataset(data["task"], Path(data["root"]), data["seed"])
+        return vtab_tasks.open_vtab_dataset(data["task"], Path(data["root"]), data["seed"])
     if data.get("val_is_test"):
         return sweep.use_val_as_test(open_dataset(data["name"]), data["share"])
     return open_dataset(data["name"], holdout_fraction=data["share"])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from vitrail import recipes
 from vitrail.errors import UsageError
-from vitrail.evaluate import label_matching
+from vitrail.evaluation import label_matching
 from vitrail.formatting import pluralize
 from vitrail.studies import grid, sweep, vtab
 
@@ -23,17 +23,9 @@ class PaperColumn(NamedTuple):
     is_unpublished: bool = False
 
 
-ROWS = (
-    "ImageNet",
-    "ImageNet ReaL",
-    "CIFAR-10",
-    "CIFAR-100",
-    "Oxford-IIIT Pets",
-    "Oxford Flowers-102",
-    VTAB_ROW,
-    COST_ROW,
-)
 # fmt: off
+ROWS = ("ImageNet", "ImageNet ReaL", "CIFAR-10", "CIFAR-100", "Oxford-IIIT Pets", "Oxford Flowers-102", VTAB_ROW,
+        COST_ROW)
 PAPER_COLUMNS = (
     PaperColumn("ViT-H/14 (JFT)", ("88.55 ± 0.04", "90.72 ± 0.05", "99.50 ± 0.06", "94.55 ± 0.04", "97.56 ± 0.03",
                                  "99.68 ± 0.02", "77.63 ± 0.23", "2.5k"), is_unpublished=True),
@@ -46,19 +38,12 @@ PAPER_COLUMNS = (
     PaperColumn("Noisy Student (EffNet-L2)", ("88.4 / 88.5", "90.55", "-", "-", "-", "-", "-", "12.3k")),
 )
 # fmt: on
-_PAPER_TEST_IMAGES = {  # in the paper's datasets
-    "ImageNet": 50_000,
-    "CIFAR-10": 10_000,
-    "CIFAR-100": 10_000,
-    "Oxford-IIIT Pets": 3_669,
-    "Oxford Flowers-102": 6_149,
-}
-_DATASET_PATTERNS = {  # a dataset's name -> its row
-    r"imagenet-?(1k|2012)?|ilsvrc-?(2012)?": "ImageNet",
-    r"cifar-?10": "CIFAR-10",
-    r"cifar-?100": "CIFAR-100",
-    r"(oxford-?)?(iiit-?)?pets?": "Oxford-IIIT Pets",
-    r"(oxford-?)?flowers-?(102)?": "Oxford Flowers-102",
+_PAPER_DATASETS = {  # a row -> the pattern of its dataset's name, and the number of test images
+    "ImageNet": (r"imagenet-?(1k|2012)?|ilsvrc-?(2012)?", 50_000),
+    "CIFAR-10": (r"cifar-?10", 10_000),
+    "CIFAR-100": (r"cifar-?100", 10_000),
+    "Oxford-IIIT Pets": (r"(oxford-?)?(iiit-?)?pets?", 3_669),
+    "Oxford Flowers-102": (r"(oxford-?)?flowers-?(102)?", 6_149),
 }
 
 
@@ -97,7 +82,7 @@ def _list_sweep_notes(study: Mapping[str, Any], facts: Mapping[str, Any], row: s
     yield from _list_recipe_notes(study, compute_paper_steps(study["images"]["train"] + study["images"]["val"]))
     if study.get("val_is_test"):
         yield f"{study['share']:.0%} of train held out to choose by, evaluated on val"
-    if facts["images"] != (paper_images := _PAPER_TEST_IMAGES.get(row, facts["images"])):
+    if row in _PAPER_DATASETS and facts["images"] != (paper_images := _PAPER_DATASETS[row][1]):
         yield f"{facts['images']:,} test images, not {paper_images:,}"
 
 
@@ -159,8 +144,8 @@ def format_core_days(days: float) -> str:
 def _get_row_name(name: str) -> str:
     """The paper's name for a dataset, or its own."""
     last_part = name.rstrip("/").rpartition("/")[2].lower().replace("_", "-")
-    titles = (title for pattern, title in _DATASET_PATTERNS.items() if re.fullmatch(pattern, last_part))
-    return next(titles, last_part)
+    rows = (row for row, (pattern, _) in _PAPER_DATASETS.items() if re.fullmatch(pattern, last_part))
+    return next(rows, last_part)
 
 
 def _get_model_name(name: str) -> str:
@@ -197,10 +182,6 @@ def build_table(entries: Sequence[TableEntry]) -> tuple[list[list[str]], list[st
 
 def render_markdown(rows: Sequence[Sequence[str]], notes: Sequence[str]) -> str:
     """The table and its notes as Markdown."""
-    lines = ["| " + " | ".join(_escape_cell(cell) for cell in row) + " |" for row in rows]
+    lines = ["| " + " | ".join(cell.replace("|", r"\|") for cell in row) + " |" for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
     return "\n".join([*lines, *(f"\n[{number}] {note}" for number, note in enumerate(notes, start=1))])
-
-
-def _escape_cell(text: str) -> str:
-    return text.replace("|", r"\|")

@@ -17,7 +17,7 @@ from vitrail.data.sources import open_dataset
 from vitrail.errors import CellsError, DataError, DivergedError, UsageError
 from vitrail.formatting import pluralize
 from vitrail.studies.grid import Cell, CellResult, check_positive, compute_mean_and_std, is_ended
-from vitrail.train.recipe_overrides import scale_warmup
+from vitrail.training.recipe_overrides import scale_warmup
 from vitrail.weights.trained import Trained
 
 # Dosovitskiy et al. 2021, table 4: the fewest training images, the rates to try, the share of train held out
@@ -85,7 +85,7 @@ def use_val_as_test(dataset: Dataset, share: float) -> Dataset:
     strata = np.zeros(len(rows)) if train.multi_label else train.store.table["label"][rows]
     completed = holdout.complete_splits(
         np.zeros(len(rows), dtype=np.int8),
-        strata,
+        {"label": strata},
         train.get_image_name,
         identity=f"{dataset.name} val is test",
         holdout_fraction=share,
@@ -126,6 +126,7 @@ def plan_sweep(
         raise UsageError(f"--set {setting}: a sweep chooses the learning rate; --rates gives those to try")
     recipe = recipes.override_settings(recipe, settings)
     default_steps = round(recipe.epochs * images / recipe.batch)
+    recipe = override_length(recipe, default_steps, steps=steps, batch=batch, image_size=image_size)
     return Sweep(
         data=data,
         dataset=dataset.name,
@@ -134,10 +135,7 @@ def plan_sweep(
         model=model,
         origin=to_json(trained.origin),
         preprocess=preprocess,
-        recipe=dataclasses.replace(
-            override_length(recipe, default_steps, steps=steps, batch=batch, image_size=image_size),
-            loss="sigmoid" if dataset.multi_label else "softmax",
-        ),
+        recipe=dataclasses.replace(recipe, loss="sigmoid" if dataset.multi_label else "softmax"),
         steps=default_steps if steps is None else steps,
         rates=tuple(rates) or _get_size_settings(images)[1],
         runs=runs,
@@ -151,13 +149,11 @@ def plan_sweep(
 def override_length(
     recipe: Recipe, default_steps: int, *, steps: int | None, batch: int | None, image_size: int | None
 ) -> Recipe:
-    """The recipe with what was given in its place; a shorter run has a shorter warm-up."""
+    """The recipe with the given values instead of its own; a shorter run has a shorter warm-up."""
     recipe = recipe if steps is None else scale_warmup(recipe, steps / default_steps)
-    return dataclasses.replace(
-        recipe,
-        batch=recipe.batch if batch is None else batch,
-        image_size=recipe.image_size if image_size is None else image_size,
-    )
+    batch = recipe.batch if batch is None else batch
+    image_size = recipe.image_size if image_size is None else image_size
+    return dataclasses.replace(recipe, batch=batch, image_size=image_size)
 
 
 def set_length(recipe: Recipe, steps: int, images: int, lr: float) -> Recipe:
@@ -200,8 +196,7 @@ def choose_learning_rate(results: Sequence[CellResult]) -> float:
     if not done:
         message = "the runs diverged at every learning rate: give lower ones with --rates"
         raise CellsError(message, DivergedError.exit_code)
-    best = max(done, key=lambda result: (result["right"], -result["loss"]))
-    return float(best["lr"])
+    return float(max(done, key=lambda result: (result["right"], -result["loss"]))["lr"])
 
 
 def summarize_sweep(study: Mapping[str, Any], results: Sequence[CellResult]) -> dict[str, Any]:

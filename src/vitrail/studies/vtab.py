@@ -9,7 +9,7 @@ from typing import Any
 from vitrail.config import AugmentConfig, OptimizerConfig, Recipe, ScheduleConfig, ViTConfig, to_json
 from vitrail.errors import DataError, UsageError
 from vitrail.recipes import override_settings
-from vitrail.studies import vtab_splits, vtab_tasks
+from vitrail.studies import vtab_tasks
 from vitrail.studies.grid import Cell, CellResult, check_positive, compute_mean_and_std
 from vitrail.studies.sweep import override_length, set_length
 from vitrail.weights.trained import Trained
@@ -53,11 +53,11 @@ def find_tasks(root: Path, names: Sequence[str], seed: int) -> tuple[dict[str, d
     missing = []
     for name in names or tuple(vtab_tasks.TASKS):
         vtab_tasks.get_task(name)
-        kind = vtab_splits.find_source_kind(name, root)
+        kind = vtab_tasks.find_source_kind(name, root)
         if kind is None:
             missing.append(name)
             continue
-        dataset = vtab_splits.open_vtab_dataset(name, root, seed)
+        dataset = vtab_tasks.open_vtab_dataset(name, root, seed)
         available[name] = {"kind": kind, "images": {part: len(split) for part, split in dataset.splits.items()}}
     if not available:
         raise DataError(
@@ -68,7 +68,7 @@ def find_tasks(root: Path, names: Sequence[str], seed: int) -> tuple[dict[str, d
 
 def plan_vtab(
     root: Path,
-    found_tasks: dict[str, dict[str, Any]],
+    tasks: dict[str, dict[str, Any]],
     model: str,
     trained: Trained,
     *,
@@ -89,7 +89,7 @@ def plan_vtab(
     recipe = override_settings(make_default_recipe(stride), settings)
     return VtabStudy(
         root=str(root),
-        tasks=found_tasks,
+        tasks=tasks,
         model=model,
         origin=to_json(trained.origin),
         preprocess=preprocess,

@@ -8,14 +8,15 @@ import bisect
 import gzip
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vitrail.data.order import SampleOrder
+from vitrail.data.randomness import SampleOrder
 from vitrail.errors import DataError
 
 Integers = NDArray[np.int64]
@@ -202,24 +203,18 @@ class VtabSource(NamedTuple):
     read: Callable[[Path], LabeledImages]
 
 
-def _make_source(
-    folders: tuple[str, ...], marker: str, function: Callable[..., LabeledImages], *first: Any
-) -> VtabSource:
-    return VtabSource(folders, marker, lambda root: function(*first, root))
-
-
 _CLEVR_FILES = (("clevr", "clevr/CLEVR_v1.0", "CLEVR_v1.0"), "scenes/CLEVR_val_scenes.json")
 _DSPRITES_FILES = (("dsprites", "."), "dsprites*.npz")
 _NORB_FILES = (("smallnorb", "."), "smallnorb-*-training-dat.mat*")
 
-SOURCES: Mapping[str, VtabSource] = {
-    "clevr_count": _make_source(*_CLEVR_FILES, _read_clevr, label_clevr_count),
-    "clevr_dist": _make_source(*_CLEVR_FILES, _read_clevr, label_clevr_distance),
-    "dsprites_loc": _make_source(*_DSPRITES_FILES, _read_dsprites, _X_COLUMN, _X_VALUES),
-    "dsprites_ori": _make_source(*_DSPRITES_FILES, _read_dsprites, _ORIENTATION_COLUMN, _ORIENTATION_VALUES),
-    "kitti": _make_source(("kitti", "kitti/data_object"), "training/label_2", _read_kitti),
-    "smallnorb_azi": _make_source(*_NORB_FILES, _read_smallnorb, _AZIMUTH_COLUMN, 2),  # every other one of 36
-    "smallnorb_ele": _make_source(*_NORB_FILES, _read_smallnorb, _ELEVATION_COLUMN, 1),
+SOURCES = {
+    "clevr_count": VtabSource(*_CLEVR_FILES, partial(_read_clevr, label_clevr_count)),
+    "clevr_dist": VtabSource(*_CLEVR_FILES, partial(_read_clevr, label_clevr_distance)),
+    "dsprites_loc": VtabSource(*_DSPRITES_FILES, partial(_read_dsprites, _X_COLUMN, _X_VALUES)),
+    "dsprites_ori": VtabSource(*_DSPRITES_FILES, partial(_read_dsprites, _ORIENTATION_COLUMN, _ORIENTATION_VALUES)),
+    "kitti": VtabSource(("kitti", "kitti/data_object"), "training/label_2", _read_kitti),
+    "smallnorb_azi": VtabSource(*_NORB_FILES, partial(_read_smallnorb, _AZIMUTH_COLUMN, 2)),  # every other one of 36
+    "smallnorb_ele": VtabSource(*_NORB_FILES, partial(_read_smallnorb, _ELEVATION_COLUMN, 1)),
 }
 
 
@@ -229,8 +224,3 @@ def find_source(task: str, root: Path) -> Path | None:
         return None
     source = SOURCES[task]
     return next((root / name for name in source.folders if next((root / name).glob(source.marker), None)), None)
-
-
-def read_source(task: str, folder: Path) -> LabeledImages:
-    """Read the images and labels of a task from its dataset's folder."""
-    return SOURCES[task].read(folder)

@@ -1,7 +1,6 @@
 """Adapt weights to another task: new classes, resolution, patch size or channels. Every change is recorded."""
 
 import dataclasses
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,17 +11,9 @@ from vitrail.errors import UsageError
 from vitrail.formatting import pluralize
 from vitrail.model.positions import Grid, resample_offsets, resample_positions
 from vitrail.presets import spread_over_channels
-from vitrail.weights.trained import Trained, assemble_model, require_trained
+from vitrail.weights.trained import Origin, Trained, assemble_model, require_trained
 
 _FIRST_KERNEL_NAMES = ("stem.conv.weight", "patch_embed.backbone.stem.conv.weight", "patch_embed.proj.weight")
-
-
-class Adaptation(NamedTuple):
-    """A model between two steps of its adaptation."""
-
-    config: ModelConfig
-    tensors: dict[str, Tensor]
-    changes: tuple[str, ...]
 
 
 def adapt(
@@ -39,48 +30,47 @@ def adapt(
 
     `classes` replaces the head, and a pre-training head's hidden layer, with a zero head. `labels` names the classes.
     `operator` resamples positions in another way than the weights' origin does.
+
+        trained = vitrail.adapt(vitrail.load("model.safetensors"), classes=102, image_size=64)
+        print(trained.origin.changes)
     """
     tensors = {name: tensor.cpu().clone() for name, tensor in require_trained(trained).model.state_dict().items()}
-    step = Adaptation(trained.model.config, tensors, ())
+    config, changes = trained.model.config, list[str]()
     if operator is not None:
-        step = _change_resample(step, operator)
+        config = _change_resample(config, changes, operator)
     if classes is not None:
-        step = _replace_head(step, classes)
+        config = _replace_head(config, tensors, changes, classes)
     if patch is not None or image_size is not None:
-        size = step.config.image_size if image_size is None else expand_image_size(image_size)
-        step = _change_grid(step, size, patch)
+        size = config.image_size if image_size is None else expand_image_size(image_size)
+        config = _change_grid(config, tensors, changes, size, patch)
     if channels is not None:
-        step = _change_channels(step, channels)
-    preprocess, changes = _fit_preprocess(trained.preprocess, trained.model.config, step.config)
+        config = _change_channels(config, tensors, changes, channels)
+    preprocess = _fit_preprocess(trained.preprocess, trained.model.config, config, changes)
     if labels is None and classes is None:
         labels = trained.labels
     if labels != trained.labels:
         old, new = ("none" if names is None else f"{len(names)} names" for names in (trained.labels, labels))
         changes.append(f"labels: {old} -> {new}")
-    if step.changes or changes:
-        trained, lost = _reset_fitted_settings(trained)
-        changes += lost
+    if changes:  # what was fitted to or measured on the old outputs no longer holds
+        if trained.temperature != 1:
+            changes.append(f"temperature: {trained.temperature:g} -> 1")
+        if trained.threshold:
+            changes.append(f"threshold: {trained.threshold:g} -> none")
+        trained = dataclasses.replace(
+            trained, temperature=1.0, threshold=0.0, precision_measurements=(), activation_ranges=()
+        )
     return dataclasses.replace(
         trained,
-        model=assemble_model(step.config, step.tensors),
+        model=assemble_model(config, tensors),
         preprocess=preprocess,
         labels=labels,
-        origin=dataclasses.replace(trained.origin, changes=(*trained.origin.changes, *step.changes, *changes)),
+        origin=_add_changes(trained.origin, *changes),
         multi_label=trained.multi_label and classes is None,
     )
 
 
-def _reset_fitted_settings(trained: Trained) -> tuple[Trained, list[str]]:
-    """Reset what was fitted to or measured on the old outputs; return sentences on what was reset."""
-    changes = []
-    if trained.temperature != 1:
-        changes.append(f"temperature: {trained.temperature:g} -> 1")
-    if trained.threshold:
-        changes.append(f"threshold: {trained.threshold:g} -> none")
-    reset = dataclasses.replace(
-        trained, temperature=1.0, threshold=0.0, precision_measurements=(), activation_ranges=()
-    )
-    return reset, changes
+def _add_changes(origin: Origin, *changes: str) -> Origin:
+    return dataclasses.replace(origin, changes=(*origin.changes, *changes))
 
 
 def reorder_head(trained: Trained, labels: tuple[str, ...]) -> Trained:
@@ -103,74 +93,71 @@ def reorder_head(trained: Trained, labels: tuple[str, ...]) -> Trained:
         name: tensor[rows] if name.startswith(("head.", "head_dist.")) else tensor
         for name, tensor in trained.model.state_dict().items()
     }
-    change = "head: rows reordered, the same classes"
-    origin = dataclasses.replace(trained.origin, changes=(*trained.origin.changes, change))
-    model = assemble_model(trained.model.config, tensors)
     return dataclasses.replace(
-        trained, model=model, labels=labels, origin=origin, precision_measurements=(), activation_ranges=()
+        trained,
+        model=assemble_model(trained.model.config, tensors),
+        labels=labels,
+        origin=_add_changes(trained.origin, "head: rows reordered, the same classes"),
+        precision_measurements=(),
+        activation_ranges=(),
     )
 
 
-def _change_resample(adaptation: Adaptation, operator: Resample) -> Adaptation:
-    if isinstance(adaptation.config, BiTConfig):
+# Each step returns the new config, puts new tensors into `tensors` and appends to `changes`.
+
+
+def _change_resample(config: ModelConfig, changes: list[str], operator: Resample) -> ModelConfig:
+    if isinstance(config, BiTConfig):
         raise UsageError("a ResNet has no positions to resample")
-    if operator == adaptation.config.resample:
-        return adaptation
-    change = f"resample: {adaptation.config.resample} -> {operator}"
-    return Adaptation(
-        dataclasses.replace(adaptation.config, resample=operator), adaptation.tensors, (*adaptation.changes, change)
-    )
+    if operator != config.resample:
+        changes.append(f"resample: {config.resample} -> {operator}")
+    return dataclasses.replace(config, resample=operator)
 
 
-def _replace_head(adaptation: Adaptation, classes: int) -> Adaptation:
+def _replace_head(config: ModelConfig, tensors: dict[str, Tensor], changes: list[str], classes: int) -> ModelConfig:
     """Replace the head, and a hidden layer before it, with zeros (the paper's head for fine-tuning)."""
-    config: ModelConfig
     kernel: tuple[int, ...] = ()
-    if isinstance(adaptation.config, BiTConfig):
-        config = dataclasses.replace(adaptation.config, classes=classes)
+    if isinstance(config, BiTConfig):
+        config = dataclasses.replace(config, classes=classes)
         heads, kernel = ["head.fc"], (1, 1)  # a 1 x 1 convolution
     else:
-        distilled = adaptation.config.distillation_head and classes > 0
-        config = dataclasses.replace(adaptation.config, classes=classes, hidden_head=False, distillation_head=distilled)
+        distilled = config.distillation_head and classes > 0
+        config = dataclasses.replace(config, classes=classes, hidden_head=False, distillation_head=distilled)
         heads = ["head", "head_dist"] if distilled else ["head"]
-    tensors, changes = dict(adaptation.tensors), list(adaptation.changes)
-    for name in adaptation.tensors:
+    for name in list(tensors):
         if name.startswith(("pre_logits.", "head.", "head_dist.")):
-            changes.append(f"{name} {_format_shape(tensors.pop(name))}: removed")
+            changes.append(f"{name} {tuple(tensors.pop(name).shape)}: removed")
     for head in heads if classes else ():
-        tensors[f"{head}.weight"] = torch.zeros(classes, config.num_features, *kernel)
-        tensors[f"{head}.bias"] = torch.zeros(classes)
-        changes.append(f"{head}.weight {_format_shape(tensors[f'{head}.weight'])}, {head}.bias ({classes}): new, zeros")
-    return Adaptation(config, tensors, tuple(changes))
+        shape = (classes, config.num_features, *kernel)
+        tensors |= {f"{head}.weight": torch.zeros(shape), f"{head}.bias": torch.zeros(classes)}
+        changes.append(f"{head}.weight {shape}, {head}.bias ({classes}): new, zeros")
+    return config
 
 
-def _change_grid(adaptation: Adaptation, size: tuple[int, int], patch: int | None) -> Adaptation:
+def _change_grid(
+    old: ModelConfig, tensors: dict[str, Tensor], changes: list[str], size: tuple[int, int], patch: int | None
+) -> ModelConfig:
     """Resize the patch kernels, then resample every table of positions to the new grid."""
-    if isinstance(adaptation.config, BiTConfig):
+    if isinstance(old, BiTConfig):
         if patch is not None:
             raise UsageError("a ResNet has no patches")
-        if size == adaptation.config.image_size:
-            return adaptation
-        change = f"image_size: {list(adaptation.config.image_size)} -> {list(size)}"
-        return Adaptation(
-            dataclasses.replace(adaptation.config, image_size=size), adaptation.tensors, (*adaptation.changes, change)
-        )
-    patch = adaptation.config.patch if patch is None else patch
-    config = dataclasses.replace(adaptation.config, image_size=size, patch=patch)
-    tensors, changes = dict(adaptation.tensors), list(adaptation.changes)
-    if patch != adaptation.config.patch:
-        name, old = "patch_embed.proj.weight", adaptation.config.patch
+        if size != old.image_size:
+            changes.append(f"image_size: {list(old.image_size)} -> {list(size)}")
+        return dataclasses.replace(old, image_size=size)
+    patch = old.patch if patch is None else patch
+    config = dataclasses.replace(old, image_size=size, patch=patch)
+    if patch != old.patch:
+        name, side = "patch_embed.proj.weight", old.patch
         tensors[name] = resize_patch_kernels(tensors[name], patch)
-        changes.append(f"{name}: patches of {old} x {old} -> {patch} x {patch}, FlexiViT's pseudo-inverse resize")
-    if config.grid != adaptation.config.grid:
-        for name in tensors:
-            if (table := _resample_table(name, tensors[name], adaptation.config, config.grid)) is not None:
-                grids = " -> ".join(f"{rows} x {columns}" for rows, columns in (adaptation.config.grid, config.grid))
-                changes.append(
-                    f"{name} {_format_shape(tensors[name])} -> {_format_shape(table)}: grid {grids}, {config.resample}"
-                )
+        changes.append(f"{name}: patches of {side} x {side} -> {patch} x {patch}, FlexiViT's pseudo-inverse resize")
+    if config.grid != old.grid:
+        grids = " -> ".join(f"{rows} x {columns}" for rows, columns in (old.grid, config.grid))
+        for name, tensor in tensors.items():
+            if (table := _resample_table(name, tensor, old, config.grid)) is not None:
+                shapes = f"{tuple(tensor.shape)} -> {tuple(table.shape)}"
+                changes.append(f"{name} {shapes}: grid {grids}, {config.resample}")
                 tensors[name] = table
-    return Adaptation(config, tensors, tuple(changes))
+    return config
 
 
 def _resample_table(name: str, table: Tensor, old: ViTConfig, grid: Grid) -> Tensor | None:
@@ -200,48 +187,41 @@ def resize_patch_kernels(kernels: Tensor, patch: int) -> Tensor:
     return (inverse @ kernels.double() @ inverse.mT).to(kernels.dtype)
 
 
-def _change_channels(adaptation: Adaptation, channels: int) -> Adaptation:
+def _change_channels(config: ModelConfig, tensors: dict[str, Tensor], changes: list[str], channels: int) -> ModelConfig:
     """Sum the kernels for one channel, as if a gray image filled all channels; for more, repeat them in turn."""
-    old = adaptation.config.channels
-    config = dataclasses.replace(adaptation.config, channels=channels)
+    old, config = config.channels, dataclasses.replace(config, channels=channels)
     if channels == old:
-        return adaptation
-    name = next(name for name in _FIRST_KERNEL_NAMES if name in adaptation.tensors)
-    kernels = adaptation.tensors[name]
+        return config
+    name = next(name for name in _FIRST_KERNEL_NAMES if name in tensors)
     if channels == 1:
-        kernels, how = kernels.sum(dim=1, keepdim=True), "summed"
+        tensors[name], how = tensors[name].sum(dim=1, keepdim=True), "summed"
     else:
         order = [channel % old for channel in range(channels)]
-        kernels, how = kernels[:, order] * (old / channels), f"of {order} times {old}/{channels}"
+        tensors[name], how = tensors[name][:, order] * (old / channels), f"of {order} times {old}/{channels}"
     rescaled = "" if name == "patch_embed.proj.weight" else ", then standardized again"
-    changes = (*adaptation.changes, f"{name}: {old} -> {channels} input channels, kernels {how}{rescaled}")
-    return Adaptation(config, adaptation.tensors | {name: kernels}, changes)
+    changes.append(f"{name}: {old} -> {channels} input channels, kernels {how}{rescaled}")
+    return config
 
 
 def _fit_preprocess(
-    preprocess: PreprocessConfig | None, before: ModelConfig, config: ModelConfig
-) -> tuple[PreprocessConfig | None, list[str]]:
-    """Fit the preprocessing to the new input and keep its crop fraction; return also what changed."""
+    preprocess: PreprocessConfig | None, before: ModelConfig, config: ModelConfig, changes: list[str]
+) -> PreprocessConfig | None:
+    """Fit the preprocessing to the new input and keep its crop fraction."""
     if preprocess is None:
-        return None, []
-    changed = preprocess
+        return None
+    fitted = preprocess
     if config.image_size != before.image_size:
-        if len(changed.resize) == 1 and config.image_size[0] != config.image_size[1]:
+        if len(fitted.resize) == 1 and config.image_size[0] != config.image_size[1]:
             resize: tuple[int, ...] = config.image_size
         else:
-            sides = zip(changed.resize, config.image_size, changed.size, strict=False)
+            sides = zip(fitted.resize, config.image_size, fitted.size, strict=False)
             resize = tuple(side * new // old for side, new, old in sides)
-        changed = dataclasses.replace(changed, size=config.image_size, resize=resize)
-    if len(changed.mean) != config.channels:
-        mean, std = (
-            spread_over_channels(changed.mean, config.channels),
-            spread_over_channels(changed.std, config.channels),
-        )
-        changed = dataclasses.replace(changed, mean=mean, std=std)
-    fields = (field.name for field in dataclasses.fields(PreprocessConfig))
-    pairs = [(name, getattr(preprocess, name), getattr(changed, name)) for name in fields]
-    return changed, [f"preprocess.{name}: {list(old)} -> {list(new)}" for name, old, new in pairs if old != new]
-
-
-def _format_shape(tensor: Tensor) -> str:
-    return str(tuple(tensor.shape))
+        fitted = dataclasses.replace(fitted, size=config.image_size, resize=resize)
+    if len(fitted.mean) != config.channels:
+        mean, std = (spread_over_channels(values, config.channels) for values in (fitted.mean, fitted.std))
+        fitted = dataclasses.replace(fitted, mean=mean, std=std)
+    for field in dataclasses.fields(PreprocessConfig):
+        old, new = getattr(preprocess, field.name), getattr(fitted, field.name)
+        if old != new:
+            changes.append(f"preprocess.{field.name}: {list(old)} -> {list(new)}")
+    return fitted

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +18,14 @@ from torch import Tensor
 from vitrail import files, presets
 from vitrail.config import BiTConfig, ConvConfig, ModelConfig, PreprocessConfig, ViTConfig
 from vitrail.errors import ModelError
-from vitrail.model.build import Model
-from vitrail.model.vit import ViT
-from vitrail.weights import model_license
+from vitrail.model.vit import Model, ViT
 from vitrail.weights.formats import WeightsFormat
+from vitrail.weights.hub import read_license
 from vitrail.weights.tensor_files import ModelFiles
 from vitrail.weights.trained import Origin, Tensors, Trained, assemble_model
 
-STEM_KERNEL = "patch_embed.backbone.stem.conv.weight"
+BACKBONE = "patch_embed.backbone."  # of a hybrid
+STEM_KERNEL = f"{BACKBONE}stem.conv.weight"
 DRAFT_PATH = Path("the file to be written")  # the path in errors when a writer calls its reader
 
 
@@ -52,7 +52,7 @@ def build_trained(
         format=format_name,
         name=model_files.path.resolve().name,
         sha256=files.compute_sha256(model_files.weights),
-        license=info.license or model_license.read_license(model_files.path),
+        license=info.license or read_license(model_files.path),
         assumptions=info.assumptions,
         changes=changes,
     )
@@ -83,44 +83,31 @@ class TensorNameMap:
 
     def to_own_name(self, theirs: str) -> str:
         """Return the model's own name for a tensor of the format."""
-        if layer := self.layer_pattern.match(theirs):
-            own = _replace_prefix(theirs[layer.end() :], self.block_prefixes)
-            own = own and f"blocks.{layer[1]}.{own}"
-        else:
-            own = _replace_prefix(theirs, self.top_prefixes)
+        own = _rename_tensor(theirs, self.layer_pattern, "blocks.{}.", self.block_prefixes, self.top_prefixes)
         if own is None:
             raise ModelError(f"the file has a tensor this model has no place for: {theirs!r}")
         return own
 
     def to_foreign_name(self, own: str) -> str:
         """Return the format's name for a tensor of the model."""
-        if block := re.match(r"blocks\.(\d+)\.", own):
-            theirs = _replace_prefix(own[block.end() :], _invert_table(self.block_prefixes))
-            theirs = theirs and self.layer_template.format(block[1]) + theirs
-        else:
-            theirs = _replace_prefix(own, _invert_table(self.top_prefixes))
+        block, top = (
+            {own: theirs for theirs, own in reversed(table.items())}
+            for table in (self.block_prefixes, self.top_prefixes)
+        )
+        theirs = _rename_tensor(own, re.compile(r"blocks\.(\d+)\."), self.layer_template, block, top)
         if theirs is None:
             raise ModelError(f"the format cannot hold this model: it has no place for {own!r}")
         return theirs
 
 
-def _replace_prefix(name: str, table: dict[str, str]) -> str | None:
-    return next((new + name[len(old) :] for old, new in table.items() if name.startswith(old)), None)
-
-
-def _invert_table(table: dict[str, str]) -> dict[str, str]:
-    return {own: theirs for theirs, own in reversed(table.items())}
-
-
-class ViTSizes(NamedTuple):
-    """The sizes of an architecture that the tensors alone tell."""
-
-    width: int
-    depth: int
-    mlp: int
-    patch: int
-    channels: int
-    classes: int
+def _rename_tensor(
+    name: str, block_pattern: re.Pattern[str], block_template: str, block: dict[str, str], top: dict[str, str]
+) -> str | None:
+    """Replace the prefix of a name by the table for tensors in a block or by the one for all others."""
+    start, prefixes = "", top
+    if match := block_pattern.match(name):
+        start, prefixes, name = block_template.format(match[1]), block, name[match.end() :]
+    return next((start + new + name[len(old) :] for old, new in prefixes.items() if name.startswith(old)), None)
 
 
 def get_dimensions(tensors: Tensors, name: str, count: int, path: Path) -> tuple[int, ...]:
@@ -135,8 +122,8 @@ def count_tokens(tensors: Tensors, name: str, path: Path) -> int:
     return get_dimensions(tensors, name, 3, path)[1] if name in tensors else 0
 
 
-def infer_sizes(tensors: Tensors, path: Path) -> ViTSizes:
-    """Read the sizes of a plain ViT off its tensors under timm's names."""
+def infer_fields(tensors: Tensors, path: Path) -> dict[str, Any]:
+    """Read the fields of a ViT's config that every format's tensors tell, under timm's names."""
     width, channels, patch, across = get_dimensions(tensors, "patch_embed.proj.weight", 4, path)
     if STEM_KERNEL in tensors:
         _, channels, _, _ = get_dimensions(tensors, STEM_KERNEL, 4, path)
@@ -147,7 +134,17 @@ def infer_sizes(tensors: Tensors, path: Path) -> ViTSizes:
         raise ModelError(f"{path} is damaged: its blocks are numbered {sorted(blocks)}")
     mlp, _ = get_dimensions(tensors, "blocks.0.mlp.fc1.weight", 2, path)
     classes = get_dimensions(tensors, "head.weight", 2, path)[0] if "head.weight" in tensors else 0
-    return ViTSizes(width=width, depth=len(blocks), mlp=mlp, patch=patch, channels=channels, classes=classes)
+    return {
+        "width": width,
+        "depth": len(blocks),
+        "mlp": mlp,
+        "patch": patch,
+        "channels": channels,
+        "classes": classes,
+        "hidden_head": "pre_logits.fc.weight" in tensors,
+        "distillation_token": "dist_token" in tensors,
+        "distillation_head": "head_dist.weight" in tensors,
+    }
 
 
 def guess_heads(width: int, depth: int) -> tuple[int, str]:
@@ -162,10 +159,10 @@ def guess_heads(width: int, depth: int) -> tuple[int, str]:
     return width // 64, f"heads: {width // 64}, assumed from width {width} / 64"
 
 
-def find_square_grid(patches: int) -> tuple[int, int] | None:
-    """Return the square grid of that many patches, or None."""
+def find_square_side(patches: int) -> int:
+    """Return the side of the square grid of that many patches; 0 where there is none."""
     side = math.isqrt(max(patches, 0))
-    return (side, side) if side and side * side == patches else None
+    return side if side * side == patches else 0
 
 
 def split_qkv(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
@@ -216,6 +213,11 @@ def infer_conv_config(tensors: Tensors, prefix: str, numerics: dict[str, Any], p
     return ConvConfig(units=count_units(tensors, f"{prefix}stages.", path), width_factor=width / 64, **numerics)
 
 
+def infer_stem(tensors: Tensors, numerics: dict[str, Any], path: Path) -> ConvConfig | None:
+    """Read the config of a hybrid's stem off its tensors; None for a plain ViT."""
+    return infer_conv_config(tensors, BACKBONE, numerics, path) if STEM_KERNEL in tensors else None
+
+
 def infer_resnet_config(
     tensors: Tensors, numerics: dict[str, Any], image_size: tuple[int, int], path: Path
 ) -> BiTConfig:
@@ -262,15 +264,18 @@ def check_round_trip(format_name: str, wanted: ModelConfig, held: ModelConfig) -
 
     `held` is the config that the format's reader gets. No foreign format states how its positions are resampled.
     """
+    irrelevant = ["image_size"] if isinstance(wanted, BiTConfig) else ["resample"]  # at the model's own size
+    if isinstance(wanted, ViTConfig) and not (wanted.num_prefix_tokens and wanted.positions == "learned-1d"):
+        irrelevant.append("prefix_positions")
     for name, value, read_value in _find_differences(wanted, held):
-        if name not in _list_irrelevant_fields(wanted):
+        if name not in irrelevant:
             raise ModelError(
                 f"the {format_name} format cannot hold this model: {name} is {value!r}, and would be read as"
                 f" {read_value!r}"
             )
-    if isinstance(wanted, BiTConfig) or isinstance(held, BiTConfig):
+    if isinstance(wanted, BiTConfig) or isinstance(held, BiTConfig) or wanted.resample == held.resample:
         return []
-    if wanted.positions in ("none", "sincos-2d") or wanted.resample == held.resample:
+    if wanted.positions in ("none", "sincos-2d"):
         return []
     return [f"resample: at other image sizes {format_name} uses {held.resample}, this model {wanted.resample}"]
 
@@ -283,14 +288,6 @@ def _find_differences(wanted: Any, held: Any, within: str = "") -> Iterator[tupl
             yield from _find_differences(value, held_value, f"{field.name}.")
         elif value != held_value:
             yield within + field.name, value, held_value
-
-
-def _list_irrelevant_fields(config: ModelConfig) -> tuple[str, ...]:
-    """List the fields that do not change the function of this config at its own size."""
-    if isinstance(config, BiTConfig):
-        return ("image_size",)
-    bare = not config.num_prefix_tokens or config.positions != "learned-1d"
-    return ("resample", "prefix_positions") if bare else ("resample",)
 
 
 def describe_lost_origin(format_name: str, origin: Origin) -> list[str]:

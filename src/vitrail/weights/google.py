@@ -11,7 +11,7 @@ of `presets`.
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -23,6 +23,7 @@ from vitrail.config import BiTConfig, ModelConfig, ViTConfig, from_json
 from vitrail.errors import ModelError
 from vitrail.model.vit import ViT
 from vitrail.weights import foreign_format, tensor_files
+from vitrail.weights.foreign_format import BACKBONE, ForeignModelInfo
 from vitrail.weights.tensor_files import ModelFiles
 from vitrail.weights.trained import Tensors, Trained, build_matching_model
 
@@ -30,19 +31,15 @@ FORMAT: Final = "google"
 TRAINING_PREFIXES = ("opt/target/", "params/img/", "params/")
 POSITIONS = "Transformer/posembed_input/pos_embedding"  # with one of the class token
 PATCH_POSITIONS = "pos_embedding"  # without
-BACKBONE = "patch_embed.backbone."
 DEFAULT_SIDE = 224  # the image size where no positions are stored, which would tell it
 
 GoogleProject = Literal["vision_transformer", "big_vision", "bit"]
 LayerKind = Literal["dense", "conv", "norm", "gamma", "heads", "out", "whole"]
-LEAF_NAMES: dict[LayerKind, dict[str, str]] = {  # the last part of a path -> of a name
-    "dense": {"kernel": "weight", "bias": "bias"},
-    "conv": {"kernel": "weight", "bias": "bias"},
-    "heads": {"kernel": "weight", "bias": "bias"},  # of query, key or value: (D, H, K), (H, K)
-    "out": {"kernel": "weight", "bias": "bias"},  # of attention's output: (H, K, D), (D,)
-    "norm": {"scale": "weight", "bias": "bias"},
-    "gamma": {"gamma": "weight", "beta": "bias"},
-}
+"""heads is a query, key or value, (D, H, K) and (H, K); out is attention's output, (H, K, D) and (D,)."""
+KERNEL_LEAVES = {"kernel": "weight", "bias": "bias"}  # the last part of a path -> of a name
+NORM_LEAVES = {"norm": {"scale": "weight", "bias": "bias"}, "gamma": {"gamma": "weight", "beta": "bias"}}
+GoogleLayer = tuple[str, str, LayerKind]
+"""Google's path, the model's own name, and the kind."""
 
 
 class GoogleLayout(NamedTuple):
@@ -54,81 +51,75 @@ class GoogleLayout(NamedTuple):
     patch_positions_only: bool = False
 
 
-class GoogleLayer(NamedTuple):
-    """A layer by Google's path and by the model's own name."""
-
-    path: str
-    own: str
-    kind: LayerKind
-
-
 def list_layers(layout: GoogleLayout) -> Iterator[GoogleLayer]:
     """List every layer that a model of this layout may have."""
     if layout.project == "bit":
         yield from _list_bit_layers(layout.units)
         return
-    yield from (GoogleLayer("embedding", "patch_embed.proj", "conv"), GoogleLayer("cls", "cls_token", "whole"))
-    yield GoogleLayer(PATCH_POSITIONS if layout.patch_positions_only else POSITIONS, "pos_embed", "whole")
-    yield GoogleLayer("conv_root", f"{BACKBONE}stem.conv", "conv")
-    yield GoogleLayer("gn_root", f"{BACKBONE}stem.norm", "norm")
+    yield "embedding", "patch_embed.proj", "conv"
+    yield "cls", "cls_token", "whole"
+    yield PATCH_POSITIONS if layout.patch_positions_only else POSITIONS, "pos_embed", "whole"
+    yield "conv_root", f"{BACKBONE}stem.conv", "conv"
+    yield "gn_root", f"{BACKBONE}stem.norm", "norm"
     for stage, unit in _list_units(layout.units):
         path, own = f"block{stage + 1}/unit{unit + 1}", f"{BACKBONE}stages.{stage}.blocks.{unit}"
         for part in "123":
-            yield GoogleLayer(f"{path}/conv{part}", f"{own}.conv{part}", "conv")
-            yield GoogleLayer(f"{path}/gn{part}", f"{own}.norm{part}", "norm")
-        yield GoogleLayer(f"{path}/conv_proj", f"{own}.downsample.conv", "conv")
-        yield GoogleLayer(f"{path}/gn_proj", f"{own}.downsample.norm", "norm")
+            yield f"{path}/conv{part}", f"{own}.conv{part}", "conv"
+            yield f"{path}/gn{part}", f"{own}.norm{part}", "norm"
+        yield f"{path}/conv_proj", f"{own}.downsample.conv", "conv"
+        yield f"{path}/gn_proj", f"{own}.downsample.norm", "norm"
     attention, norm, mlp = ("1", "2", "3") if layout.project == "vision_transformer" else ("0", "1", "0")
     for index in range(layout.depth):
         path, own = f"Transformer/encoderblock_{index}", f"blocks.{index}"
-        yield GoogleLayer(f"{path}/LayerNorm_0", f"{own}.norm1", "norm")
+        yield f"{path}/LayerNorm_0", f"{own}.norm1", "norm"
         yield from _list_attention_layers(f"{path}/MultiHeadDotProductAttention_{attention}", f"{own}.attn")
-        yield GoogleLayer(f"{path}/LayerNorm_{norm}", f"{own}.norm2", "norm")
+        yield f"{path}/LayerNorm_{norm}", f"{own}.norm2", "norm"
         yield from _list_mlp_layers(f"{path}/MlpBlock_{mlp}", f"{own}.mlp")
-    yield GoogleLayer("Transformer/encoder_norm", "norm", "norm")
-    yield GoogleLayer("MAPHead_0/probe", "attn_pool.latent", "whole")
+    yield "Transformer/encoder_norm", "norm", "norm"
+    yield "MAPHead_0/probe", "attn_pool.latent", "whole"
     yield from _list_attention_layers("MAPHead_0/MultiHeadDotProductAttention_0", "attn_pool")
-    yield GoogleLayer("MAPHead_0/LayerNorm_0", "attn_pool.norm", "norm")
+    yield "MAPHead_0/LayerNorm_0", "attn_pool.norm", "norm"
     yield from _list_mlp_layers("MAPHead_0/MlpBlock_0", "attn_pool.mlp")
-    yield from (GoogleLayer("pre_logits", "pre_logits.fc", "dense"), GoogleLayer("head", "head", "dense"))
+    yield "pre_logits", "pre_logits.fc", "dense"
+    yield "head", "head", "dense"
 
 
 def _list_attention_layers(path: str, own: str) -> Iterator[GoogleLayer]:
     for theirs, ours in (("query", "q"), ("key", "k"), ("value", "v")):
-        yield GoogleLayer(f"{path}/{theirs}", f"{own}.{ours}", "heads")
-    yield GoogleLayer(f"{path}/out", f"{own}.proj", "out")
+        yield f"{path}/{theirs}", f"{own}.{ours}", "heads"
+    yield f"{path}/out", f"{own}.proj", "out"
 
 
 def _list_mlp_layers(path: str, own: str) -> Iterator[GoogleLayer]:
-    for index, ours in enumerate(("fc1", "fc2")):
-        yield GoogleLayer(f"{path}/Dense_{index}", f"{own}.{ours}", "dense")
+    yield f"{path}/Dense_0", f"{own}.fc1", "dense"
+    yield f"{path}/Dense_1", f"{own}.fc2", "dense"
 
 
 def _list_bit_layers(units: tuple[int, ...]) -> Iterator[GoogleLayer]:
     convolution, norm = "standardized_conv2d", "group_norm"
-    yield GoogleLayer(f"resnet/root_block/{convolution}", "stem.conv", "conv")
+    yield f"resnet/root_block/{convolution}", "stem.conv", "conv"
     for stage, unit in _list_units(units):
         path, own = f"resnet/block{stage + 1}/unit{unit + 1:02d}", f"stages.{stage}.blocks.{unit}"
         for letter, part in zip("abc", "123", strict=True):
-            yield GoogleLayer(f"{path}/{letter}/{convolution}", f"{own}.conv{part}", "conv")
-            yield GoogleLayer(f"{path}/{letter}/{norm}", f"{own}.norm{part}", "gamma")
-        yield GoogleLayer(f"{path}/a/proj/{convolution}", f"{own}.downsample.conv", "conv")
-    yield GoogleLayer(f"resnet/{norm}", "norm", "gamma")
-    yield GoogleLayer("resnet/head/conv2d", "head.fc", "conv")
+            yield f"{path}/{letter}/{convolution}", f"{own}.conv{part}", "conv"
+            yield f"{path}/{letter}/{norm}", f"{own}.norm{part}", "gamma"
+        yield f"{path}/a/proj/{convolution}", f"{own}.downsample.conv", "conv"
+    yield f"resnet/{norm}", "norm", "gamma"
+    yield "resnet/head/conv2d", "head.fc", "conv"
 
 
 def _list_units(units: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     return ((stage, unit) for stage, count in enumerate(units) for unit in range(count))
 
 
-def list_arrays(layout: GoogleLayout) -> Iterator[tuple[str, str, LayerKind]]:
+def list_arrays(layout: GoogleLayout) -> Iterator[GoogleLayer]:
     """List every array by Google's name, the model's own name and the kind of its layer."""
-    for layer in list_layers(layout):
-        if layer.kind == "whole":
-            yield layer.path, layer.own, layer.kind
+    for path, own, kind in list_layers(layout):
+        if kind == "whole":
+            yield path, own, kind
         else:
-            for theirs, ours in LEAF_NAMES[layer.kind].items():
-                yield f"{layer.path}/{theirs}", f"{layer.own}.{ours}", layer.kind
+            leaves = NORM_LEAVES.get(kind, KERNEL_LEAVES)
+            yield from ((f"{path}/{theirs}", f"{own}.{ours}", kind) for theirs, ours in leaves.items())
 
 
 def convert_from_google(name: str, kind: LayerKind, array: Tensor) -> Tensor:
@@ -169,9 +160,8 @@ def convert_to_google(name: str, kind: LayerKind, tensor: Tensor, heads: int) ->
     return tensor
 
 
-def select_image_model_arrays(names: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+def select_image_model_arrays(names: Collection[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Map the image model's array names, without the training code's prefix, to full names; note the other arrays."""
-    names = list(names)
     prefix = next((p for p in TRAINING_PREFIXES if any(name.startswith(p) for name in names)), "")
     full_names = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
     others = Counter(name.split("/")[0] for name in names if not name.startswith(prefix))
@@ -179,8 +169,7 @@ def select_image_model_arrays(names: Iterable[str]) -> tuple[dict[str, str], tup
     return full_names, tuple(notes)
 
 
-@dataclasses.dataclass(frozen=True)
-class RenamedArrays:
+class RenamedArrays(NamedTuple):
     """The tensors under the model's own names, and the facts that only Google's names and shapes tell."""
 
     tensors: dict[str, Tensor]
@@ -198,14 +187,12 @@ def rename_arrays(google_arrays: Tensors, path: Path) -> RenamedArrays:
     heads = {array.shape[1] for name, array in google_arrays.items() if name.endswith("/query/kernel")}
     if len(heads) > 1:
         raise ModelError(f"{path} has blocks of {', '.join(map(str, sorted(heads)))} heads; a plain ViT has one number")
-    return RenamedArrays(
-        _fuse_pool_kv(foreign_format.fuse_qkv(own)), next(iter(heads), None), POSITIONS in google_arrays
-    )
+    own = _fuse_pool_kv(foreign_format.fuse_qkv(own))
+    return RenamedArrays(own, next(iter(heads), None), POSITIONS in google_arrays)
 
 
-def _infer_layout(names: Iterable[str]) -> GoogleLayout:
+def _infer_layout(names: Collection[str]) -> GoogleLayout:
     """Read the layout off the paths; a number that is skipped shows later as a missing tensor."""
-    names = list(names)
     blocks = [int(m[1]) for name in names if (m := re.match(r"Transformer/encoderblock_(\d{1,4})/", name))]
     units: dict[int, int] = {}
     for name in names:
@@ -264,74 +251,62 @@ def read(model_files: ModelFiles) -> Trained:
     return foreign_format.build_trained(FORMAT, model_files, tensors, info, notes)
 
 
-def read_info(renamed: RenamedArrays, path: Path) -> foreign_format.ForeignModelInfo:
+def read_info(renamed: RenamedArrays, path: Path) -> ForeignModelInfo:
     """Infer the function that these arrays compute in the authors' code."""
     tensors = renamed.tensors
     if "stem.conv.weight" in tensors:
-        return _read_resnet_info(tensors, path)
-    size, assumptions = foreign_format.infer_sizes(tensors, path), []
+        config = foreign_format.infer_resnet_config(tensors, presets.BIT_NUMERICS, (DEFAULT_SIDE, DEFAULT_SIDE), path)
+        return _add_preprocess(config, ["image size: 224 x 224, a ResNet's file does not state it"])
+    fields, assumptions = foreign_format.infer_fields(tensors, path), list[str]()
     count, prefix = foreign_format.count_tokens(tensors, "pos_embed", path), int("cls_token" in tensors)
-    stem = None
-    if foreign_format.STEM_KERNEL in tensors:
-        stem = foreign_format.infer_conv_config(tensors, BACKBONE, presets.HYBRID_NUMERICS, path)
-    stride = size.patch * (stem.stride if stem else 1)
-    grid: tuple[int, int] | None = _get_default_grid(stride)
+    stem = foreign_format.infer_stem(tensors, presets.HYBRID_NUMERICS, path)
+    stride = fields["patch"] * (stem.stride if stem else 1)
+    side = _get_default_grid_side(stride)
     if count:
-        grid = foreign_format.find_square_grid(count - prefix * renamed.prefix_positions)
-    if grid is None:
+        side = foreign_format.find_square_side(count - prefix * renamed.prefix_positions)
+    if not side:
         raise ModelError(f"{path}: its {count} positions are no square grid{' and a class token' if prefix else ''}")
-    image_size = (grid[0] * stride, grid[1] * stride)
     if not count:
-        assumptions.append(f"positions: none are stored, so sin-cos ones at {image_size[0]} x {image_size[1]} pixels")
+        assumptions.append(f"positions: none are stored, so sin-cos ones at {side * stride} x {side * stride} pixels")
     pool = "map" if "attn_pool.latent" in tensors else "class" if prefix else "norm-mean"
     if pool == "map" and prefix:
         raise ModelError(f"{path} has both a class token and attention pooling, which Google's code never has")
-    config = size._asdict() | {
+    fields |= {
         "heads": renamed.heads,
         "stem": None if stem is None else dataclasses.asdict(stem),
-        "image_size": image_size,
+        "image_size": (side * stride, side * stride),
         "class_token": bool(prefix),
         "pool": pool,
-        "hidden_head": "pre_logits.fc.weight" in tensors,
         "positions": "learned-1d" if count else "sincos-2d",
         "prefix_positions": renamed.prefix_positions,
     }
-    return _add_preprocess(from_json(ViTConfig, config), assumptions)
+    return _add_preprocess(from_json(ViTConfig, fields), assumptions)
 
 
-def _get_default_grid(stride: int) -> tuple[int, int]:
-    side = max(1, DEFAULT_SIDE // stride)
-    return side, side
+def _get_default_grid_side(stride: int) -> int:
+    return max(1, DEFAULT_SIDE // stride)
 
 
-def _read_resnet_info(tensors: Tensors, path: Path) -> foreign_format.ForeignModelInfo:
-    config = foreign_format.infer_resnet_config(tensors, presets.BIT_NUMERICS, (DEFAULT_SIDE, DEFAULT_SIDE), path)
-    return _add_preprocess(config, ["image size: 224 x 224, a ResNet's file does not state it"])
-
-
-def _add_preprocess(config: ModelConfig, assumptions: list[str]) -> foreign_format.ForeignModelInfo:
+def _add_preprocess(config: ModelConfig, assumptions: list[str]) -> ForeignModelInfo:
     """Add the preprocessing of Google's evaluation: pixels from -1 to 1, resized without keeping the aspect ratio."""
     preprocess = presets.build_preprocess_config("inception", config.image_size, config.channels)
     preprocess = dataclasses.replace(preprocess, resize=config.image_size, interpolation="bilinear")
     assumptions.append("preprocessing: mean and std 0.5, resized to the input's size, as Google's code does")
-    return foreign_format.ForeignModelInfo(config=config, preprocess=preprocess, assumptions=tuple(assumptions))
+    return ForeignModelInfo(config=config, preprocess=preprocess, assumptions=tuple(assumptions))
 
 
 def write(trained: Trained, path: Path) -> list[str]:
     """Write an .npz that Google's code reads; the notes say what it loses."""
-    config, tensors, notes = trained.model.config, dict(trained.model.state_dict()), list[str]()
-    if isinstance(trained.model, ViT) and _needs_table(trained.model.config):
-        config, tensors, notes = foreign_format.convert_positions_to_table(
-            trained.model, prefix=trained.model.config.class_token
-        )
+    model = trained.model
+    config, tensors, notes = model.config, dict(model.state_dict()), list[str]()
+    if isinstance(model, ViT) and _needs_table(model.config):
+        config, tensors, notes = foreign_format.convert_positions_to_table(model, prefix=model.config.class_token)
     table = {own: (theirs, kind) for theirs, own, kind in list_arrays(_choose_layout(config))}
     tensors = _split_pool_kv(dict(foreign_format.split_qkv(tensors)))
     if unknown := sorted(tensors.keys() - table.keys()):
         raise ModelError(f"the google format cannot hold this model: it has no place for {unknown[0]!r}")
     heads = config.heads if isinstance(config, ViTConfig) else 0
-    arrays = {
-        table[own][0]: convert_to_google(*table[own], tensor, heads).contiguous() for own, tensor in tensors.items()
-    }
+    arrays = {table[name][0]: convert_to_google(*table[name], tensor, heads) for name, tensor in tensors.items()}
     held = read_info(rename_arrays(arrays, foreign_format.DRAFT_PATH), foreign_format.DRAFT_PATH).config
     notes += foreign_format.check_round_trip(FORMAT, config, held)
     tensor_files.write_npz(path, arrays)
@@ -342,7 +317,7 @@ def write(trained: Trained, path: Path) -> list[str]:
 def _needs_table(config: ViTConfig) -> bool:
     """Whether positions must be stored as the table that vision_transformer has."""
     if config.positions == "sincos-2d":  # big_vision stores none, so the size must be the default that a reader assumes
-        return config.stem is not None or config.grid != _get_default_grid(config.stride)
+        return config.stem is not None or config.grid != (_get_default_grid_side(config.stride),) * 2
     return config.positions in ("none", "learned-2d") or (config.stem is not None and not config.prefix_positions)
 
 

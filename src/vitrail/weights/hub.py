@@ -1,7 +1,8 @@
 """Models on the Hugging Face Hub: download `hf:ORG/NAME[@REVISION]` and `timm:NAME`, and push folders.
 
 huggingface_hub sends the requests and keeps its own cache, so a model that another tool downloaded is not downloaded
-again. Only the files that make up a model are requested, by name. This module needs no torch.
+again. Only the files that make up a model are requested, by name. This module needs no torch, and
+huggingface_hub, which is optional, is imported inside functions.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import dataclasses
 import glob
 import importlib
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -17,20 +19,20 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from vitrail.errors import ModelError, UsageError
-from vitrail.weights import model_license
-from vitrail.weights.formats import (
-    CODELESS_SUFFIXES,
-    CONFIG_FILE,
-    FILE_SUFFIXES,
-    NATIVE_FILE,
-    SIDE_FILES,
-    choose_model_files,
-)
+from vitrail.weights import formats
+from vitrail.weights.formats import CONFIG_FILE, NATIVE_FILE, choose_model_files
 
 if TYPE_CHECKING:
     from vitrail.weights.trained import Trained
 
 PUSHED_FILES = {CONFIG_FILE, "preprocessor_config.json", "model.safetensors", NATIVE_FILE}  # a push replaces all
+MAX_README_BYTES = 2**20
+# Identifiers of the Hub's list that vision models use; any other is written as "other" with its own name beside.
+HUB_LICENSES = {
+    "agpl-3.0", "apache-2.0", "bsd", "bsd-2-clause", "bsd-3-clause", "cc", "cc-by-4.0", "cc-by-nc-4.0",
+    "cc-by-nc-nd-4.0", "cc-by-nc-sa-4.0", "cc-by-sa-4.0", "cc0-1.0", "gpl-2.0", "gpl-3.0", "isc", "lgpl-3.0", "mit",
+    "mpl-2.0", "openrail", "other", "unknown", "unlicense",
+}  # fmt: skip
 _NAME_PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"
 
 
@@ -73,7 +75,7 @@ def download_model(model: str) -> HubModel:
     names = [entry.name for entry in folder.iterdir() if entry.is_file()]
     chosen = choose_model_files(names, f"hf:{repo}")
     path = folder if CONFIG_FILE in chosen else folder / chosen[-1]
-    return HubModel(path=path, name=f"hf:{repo}@{folder.name}", license=model_license.read_license(folder))
+    return HubModel(path=path, name=f"hf:{repo}@{folder.name}", license=read_license(folder))
 
 
 def add_hub_origin(trained: "Trained", hub_model: HubModel) -> "Trained":
@@ -155,8 +157,8 @@ def _find_cached_snapshot(repo: str, revision: str | None) -> Path | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     with contextlib.suppress(LocalEntryNotFoundError, ModelError):
-        side_files = list(SIDE_FILES)
-        folder = Path(snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=side_files))
+        names = list(formats.SIDE_FILES)
+        folder = Path(snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=names))
         choose_model_files([entry.name for entry in folder.iterdir() if entry.is_file()], repo)
         return folder
     return None
@@ -214,6 +216,7 @@ def _explain_failure(error: Exception, repo: str, revision: str | None, *, writi
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalTokenNotFoundError,
+        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -227,37 +230,24 @@ def _explain_failure(error: Exception, repo: str, revision: str | None, *, writi
         return f"the Hub does not let you write to {repo}: `hf auth login` with a token that may"
     if isinstance(error, RepositoryNotFoundError) or status in (401, 403, 404):
         return f"the Hub has no model {repo}, or it is private: check {page}; `hf auth login` if it is yours"
-    reason = _describe_reason(error)
+    reason = f"{type(error).__name__}: {' '.join(str(error).split()):.120}"
+    if status is not None:
+        reason = f"it answered {status}"
+    if isinstance(error, OfflineModeIsEnabled):
+        reason = "HF_HUB_OFFLINE is set"
     if writing or not _is_unreachable(error):
         return f"the Hub refused the request for {repo} ({reason}): try again later"
     pinned = repo if revision is None else f"{repo} at {revision}"
+    cache = _import_hub_constants().HF_HUB_CACHE
     return (
-        f"the Hub cannot be reached ({reason}), and its cache {_get_cache_folder()} does not hold {pinned}: connect and"
+        f"the Hub cannot be reached ({reason}), and its cache {cache} does not hold {pinned}: connect and"
         f" try again, or on another machine `pip install huggingface_hub` and `hf download {repo} --local-dir FOLDER`,"
         " then give that folder"
     )
 
 
-def _describe_reason(error: Exception) -> str:
-    """The reason of a failure in a few words on one line."""
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set"
-    status = _get_http_status(error)
-    if status is not None:
-        return f"it answered {status}"
-    return f"{type(error).__name__}: {' '.join(str(error).split()):.120}"
-
-
 def _get_page_url(repo: str) -> str:
-    """The URL of a repository."""
     return f"{_import_hub_constants().ENDPOINT}/{repo}"
-
-
-def _get_cache_folder() -> str:
-    """The folder where the Hub's own tools keep downloads."""
-    return str(_import_hub_constants().HF_HUB_CACHE)
 
 
 def _import_hub_constants() -> ModuleType:
@@ -270,9 +260,9 @@ def list_cached() -> list[str]:
     if importlib.util.find_spec("huggingface_hub") is None:
         return []
     names = []
-    for folder in sorted(Path(_get_cache_folder()).glob("models--*--*")):
+    for folder in sorted(Path(_import_hub_constants().HF_HUB_CACHE).glob("models--*--*")):
         _, owner, name = folder.name.split("--", 2)
-        if any(path.suffix in (*CODELESS_SUFFIXES, ".bin") for path in folder.glob("snapshots/*/*")):
+        if any(path.suffix in (*formats.CODELESS_SUFFIXES, ".bin") for path in folder.glob("snapshots/*/*")):
             names.append(f"timm:{name}" if owner == "timm" else f"hf:{owner}/{name}")
     return names
 
@@ -283,5 +273,31 @@ def suggest_name(model: str) -> str:
         r"(?:vit|deit|deit3|beit|beitv2|eva|eva02|mobile|resnetv2|flexivit)\w*_\w+(?:\.\w+)?", model, re.ASCII
     ):
         return f"timm:{model}"
-    legal = re.fullmatch(f"{_NAME_PART}/{_NAME_PART}", model, re.ASCII) and not model.endswith(FILE_SUFFIXES)
+    legal = re.fullmatch(f"{_NAME_PART}/{_NAME_PART}", model, re.ASCII) and not model.endswith(formats.FILE_SUFFIXES)
     return f"hf:{model}" if legal else ""
+
+
+def read_license(folder: Path) -> str | None:
+    """Read the license in the front matter of README.md, if there is one."""
+    path = folder / "README.md"
+    if not path.is_file() or path.stat().st_size > MAX_README_BYTES:
+        return None
+    text = path.read_text(encoding="utf-8", errors="replace")
+    front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
+    line = re.search(r"^licen[sc]e:[ \t]*(\S.*?)[ \t]*$", front[1], re.MULTILINE) if front else None
+    return line[1].strip("'\"") if line else None
+
+
+def format_front_matter(license_name: str) -> str:
+    """Format a card that states the license and nothing else."""
+    return f"---\nlicense: {' '.join(license_name.split())}\n---\n"
+
+
+def format_license_lines(license_name: str | None) -> list[str]:
+    """Format the lines of a card's front matter that state the license; none where it is unknown."""
+    if license_name is None:
+        return []
+    if license_name.lower() in HUB_LICENSES:
+        return [f"license: {license_name.lower()}"]
+    slug = re.sub(r"[^a-z0-9.]+", "-", license_name.lower()).strip("-.") or "unnamed"
+    return ["license: other", f"license_name: {json.dumps(slug[:96])}"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vitrail import files, presets
 from vitrail.errors import ModelError, UsageError
-from vitrail.weights import formats, hub, json_files, native
+from vitrail.weights import formats, hub, native, tensor_files
 from vitrail.weights.formats import WeightsFormat, check_destination
 from vitrail.weights.tensor_files import ModelFiles
 from vitrail.weights.trained import Trained, create_random, require_trained
@@ -30,6 +30,9 @@ def load(model: str | Path) -> Trained:
 
     A file or folder of any known format, hf:ORG/NAME[@REVISION] or timm:NAME from the Hub, or a preset, which has
     random weights.
+
+        trained = vitrail.load("model.safetensors")
+        print(trained.model.config, trained.preprocess, trained.labels)
     """
     check_loadable(model)
     if isinstance(model, str) and hub.is_remote(model):
@@ -88,7 +91,7 @@ def _find_model_files(path: Path) -> ModelFiles:
     weights = path / chosen[-1]
     if formats.CONFIG_FILE not in chosen:
         return ModelFiles(weights, weights)
-    return ModelFiles(path, weights, json_files.read_json(path / formats.CONFIG_FILE))
+    return ModelFiles(path, weights, tensor_files.read_json(path / formats.CONFIG_FILE))
 
 
 def save(
@@ -101,6 +104,8 @@ def save(
     """Write `path` whole or not at all: a run killed here leaves the previous file as it was.
 
     Returns notes on what a foreign format cannot hold. A model that it cannot hold at all is refused.
+
+        vitrail.save(vitrail.load("model.safetensors"), "copy.safetensors")
     """
     path = Path(path)
     check_destination(path, format, overwrite=overwrite)

@@ -16,7 +16,7 @@ from pathlib import Path
 from vitrail import files
 from vitrail.config import BiTConfig, PreprocessConfig, ViTConfig, from_json
 from vitrail.errors import ModelError, UsageError
-from vitrail.weights import json_files, tensor_files
+from vitrail.weights import tensor_files
 from vitrail.weights.precision_measurements import PrecisionMeasurement
 from vitrail.weights.tensor_files import ModelFiles
 from vitrail.weights.trained import Origin, Trained, assemble_model
@@ -28,7 +28,7 @@ OPTIONAL_FIELDS = ("precision_measurements", "activation_ranges")  # omitted whe
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NativeHeader:
-    """Everything a native file holds besides its tensors; the fields are those of `Trained`."""
+    """Everything a native file holds besides its tensors; all but the first two fields are those of `Trained`."""
 
     version: int
     architecture: ViTConfig | BiTConfig
@@ -49,22 +49,9 @@ def recognize(model_files: ModelFiles) -> bool:
 
 def write(trained: Trained, path: Path) -> list[str]:
     """Write all of `trained` to the file `path`; nothing is lost, so there are no notes."""
-    header = NativeHeader(
-        version=VERSION,
-        architecture=trained.model.config,
-        preprocess=trained.preprocess,
-        labels=trained.labels,
-        origin=trained.origin,
-        temperature=trained.temperature,
-        multi_label=trained.multi_label,
-        threshold=trained.threshold,
-        precision_measurements=trained.precision_measurements,
-        activation_ranges=trained.activation_ranges,
-    )
-    fields = dataclasses.asdict(header)
-    for name in OPTIONAL_FIELDS:
-        if not fields[name]:
-            del fields[name]
+    shared = {field.name: getattr(trained, field.name) for field in dataclasses.fields(NativeHeader)[2:]}
+    header = dataclasses.asdict(NativeHeader(version=VERSION, architecture=trained.model.config, **shared))
+    fields = {name: value for name, value in header.items() if value or name not in OPTIONAL_FIELDS}
     text = json.dumps(fields, ensure_ascii=False, sort_keys=True)
     tensor_files.write_tensors(path, trained.model.state_dict(), {METADATA_KEY: text})
     return []
@@ -73,7 +60,7 @@ def write(trained: Trained, path: Path) -> list[str]:
 def read(model_files: ModelFiles) -> Trained:
     """Read the model in a native file."""
     path = model_files.weights
-    fields = json_files.parse_json(model_files.content.metadata[METADATA_KEY], path)
+    fields = tensor_files.parse_json(model_files.content.metadata[METADATA_KEY], path)
     version = fields.get("version")
     if type(version) is not int or version < 1:
         raise ModelError(f"{path} is damaged: its format version is {version!r:.40}, not a whole number from 1")
@@ -83,25 +70,14 @@ def read(model_files: ModelFiles) -> Trained:
         )
     try:
         header = from_json(NativeHeader, fields)
-        return Trained(
-            assemble_model(header.architecture, model_files.tensors),
-            header.preprocess,
-            header.labels,
-            header.origin,
-            header.temperature,
-            header.multi_label,
-            header.threshold,
-            header.precision_measurements or read_measurements(path),
-            _select_activation_ranges(header),
-        )
+        shared = {field.name: getattr(header, field.name) for field in dataclasses.fields(header)[2:]}
+        shared["precision_measurements"] = header.precision_measurements or read_measurements(path)
+        config = header.architecture
+        if isinstance(config, ViTConfig) and len(header.activation_ranges) == 8 * config.depth:
+            shared["activation_ranges"] = ()  # of an early file, without those of queries and keys: measured again
+        return Trained(assemble_model(config, model_files.tensors), **shared)
     except (UsageError, ModelError) as error:
         raise ModelError(f"{path} is damaged: {error}") from error
-
-
-def _select_activation_ranges(header: NativeHeader) -> tuple[float, ...]:
-    """The ranges; none of an early file without those of queries and keys, so that they are measured again."""
-    depth = header.architecture.depth if isinstance(header.architecture, ViTConfig) else 0
-    return () if len(header.activation_ranges) == 8 * depth else header.activation_ranges
 
 
 def write_measurements(path: Path, precision_measurements: Sequence[PrecisionMeasurement]) -> None:
@@ -112,7 +88,7 @@ def write_measurements(path: Path, precision_measurements: Sequence[PrecisionMea
         return
     rows = [dataclasses.asdict(measurement) for measurement in precision_measurements]
     with files.write_atomically(beside, overwrite=True) as fresh:
-        json_files.write_json(fresh, {"model": _digest_header(path), "precision_measurements": rows})
+        tensor_files.write_json(fresh, {"model": _digest_header(path), "precision_measurements": rows})
 
 
 def read_measurements(path: Path) -> tuple[PrecisionMeasurement, ...]:
@@ -120,7 +96,7 @@ def read_measurements(path: Path) -> tuple[PrecisionMeasurement, ...]:
     beside = _get_measurements_path(path)
     if not beside.is_file():
         return ()
-    content = json_files.read_json(beside)
+    content = tensor_files.read_json(beside)
     if content.get("model") != _digest_header(path):
         return ()
     rows = content.get("precision_measurements", content.get("tried"))  # version 0.1.0 called them tried

@@ -67,7 +67,7 @@ class PrecisionMeasurement:
         return (
             f"{self.precision}: {self.speedup:.2f} times float32's speed, the same class for {self.top1_agreement:.2%}"
             f" of {pluralize(self.images, 'image')}{data}{confident}, probabilities {self.mean_probability_change:.4f}"
-            f" apart ({self.cpu}, {self.threads} threads)"
+            f" apart ({self.cpu}, {pluralize(self.threads, 'thread')})"
         )
 
 

@@ -1,11 +1,14 @@
-"""Tensors on disk, read without trusting the file.
+"""Tensors and JSON on disk, read without trusting the file.
 
 safetensors cannot hold code. A .pt or .pth file is a pickle: its calls are checked first. Then torch's restricted
 unpickler alone reads it, mapped rather than copied. Sizes are checked against the file before memory is allocated.
 """
 
+import collections
+import concurrent.futures
 import dataclasses
 import functools
+import hashlib
 import io
 import json
 import math
@@ -14,7 +17,7 @@ import struct
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,21 +29,21 @@ from torch import Tensor
 
 from vitrail.errors import ModelError
 from vitrail.weights.formats import TENSOR_SUFFIXES, TORCH_SUFFIXES
-from vitrail.weights.json_files import MAX_JSON_BYTES, parse_json, summarize_error
 from vitrail.weights.torch_pickle import PickleError, check_pickle
 
+MAX_JSON_BYTES = 32 * 2**20  # 21,843 labels take 1 MiB
 MAX_TENSORS = 100_000
 ALIGNMENT = 64  # bytes: unaligned weights may give other last bits in products of small matrices
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 NPZ_DTYPES = ("<f2", "<f4", "<f8", "|V2")
 MAX_ARRAY_HEADER_BYTES = 2**16  # that of a plain array has about 128
 MAX_INFLATION = 16  # weights hardly compress; a file that grows more than this is a bomb
+_HASH_THREADS = 8
 
-_TORCH_ERRORS = (  # what torch.load raises for damaged bytes
-    RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, IndexError, zipfile.BadZipFile,
-    AssertionError, OverflowError, struct.error,
+_READ_ERRORS = (  # what torch.load and NumPy raise for damaged bytes
+    RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, IndexError, AssertionError,
+    OverflowError, SyntaxError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
-_NUMPY_ERRORS = (zlib.error, SyntaxError, tokenize.TokenError)  # what reading an .npz adds to that
 _SAFETENSORS_ERRORS = (
     safetensors.SafetensorError, ValueError, TypeError, KeyError, RuntimeError, AttributeError, OverflowError,
 )  # fmt: skip
@@ -119,7 +122,7 @@ def read_npz_headers(path: Path) -> dict[str, ArrayHeader]:
                 if name in headers or name == entry.filename or entry.flag_bits & 1:
                     raise ModelError(f"{path} is damaged: {entry.filename!r:.80} is there twice, encrypted or no array")
                 headers[name] = _read_npz_header(archive, entry, path)
-    except (*_TORCH_ERRORS, *_NUMPY_ERRORS) as error:
+    except _READ_ERRORS as error:
         raise ModelError(f"{path} is damaged: {summarize_error(error)}") from error
     return headers
 
@@ -165,7 +168,7 @@ def read_npz(path: Path, names: Collection[str]) -> dict[str, Tensor]:
                 void = array.dtype.str == "|V2"
                 tensor = torch.from_numpy(np.ascontiguousarray(array.view(np.int16) if void else array))
                 tensors[name] = (tensor.view(torch.bfloat16) if void else tensor).reshape(array.shape)
-    except (*_TORCH_ERRORS, *_NUMPY_ERRORS) as error:
+    except _READ_ERRORS as error:
         raise ModelError(f"{path} is damaged: {summarize_error(error)}") from error
     return tensors
 
@@ -175,7 +178,8 @@ def write_npz(path: Path, tensors: dict[str, Tensor]) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         for name in sorted(tensors):
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
-                np.lib.format.write_array(file, tensors[name].detach().cpu().float().numpy(), allow_pickle=False)
+                array = tensors[name].detach().cpu().float().contiguous().numpy()
+                np.lib.format.write_array(file, array, allow_pickle=False)
 
 
 def read_safetensors_metadata(path: Path) -> dict[str, str]:
@@ -219,7 +223,7 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
             f"{path} holds Python objects other than tensors and was not opened further: {reason}."
             " Ask its author for safetensors"
         ) from error
-    except _TORCH_ERRORS as error:
+    except _READ_ERRORS as error:
         raise ModelError(f"{path} is damaged: {summarize_error(error)}") from error
     return _extract_state_dict(content, path)
 
@@ -280,3 +284,65 @@ def _write_safetensors(path: Path, tensors: dict[str, Tensor], header: dict[str,
         file.write(struct.pack("<Q", len(text)) + text)
         for name in order:
             file.write(tensors[name].flatten().view(torch.uint8).numpy().data)
+
+
+def digest_tensors(tensors: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> str:
+    """The sha256 of all names and of each tensor's sha256: equal weights have equal digests.
+
+    Several threads hash, since training waits for it. `gather` makes a sharded tensor whole; no more of them are whole
+    at once than there are threads.
+    """
+
+    def hash_tensor(name: str, tensor: Tensor) -> bytes:
+        values = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return name.encode() + hashlib.sha256(values.data).digest()
+
+    digest, pending = hashlib.sha256(), collections.deque[concurrent.futures.Future[bytes]]()
+    with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:
+        for name in sorted(tensors):
+            if len(pending) == _HASH_THREADS:
+                digest.update(pending.popleft().result())
+            pending.append(pool.submit(hash_tensor, name, gather(tensors[name].detach())))
+        for future in pending:
+            digest.update(future.result())
+    return digest.hexdigest()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file."""
+    if not path.is_file():
+        raise ModelError(f"{path} is missing")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise ModelError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
+    return parse_json(path.read_bytes(), path)
+
+
+def parse_json(text: str | bytes, path: Path) -> dict[str, Any]:
+    """Parse the object in `text`, which came from `path`."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is valid JSON and cannot be printed
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is damaged: not JSON ({summarize_error(error)})") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is damaged: its JSON is not an object")
+    return value
+
+
+def get_section(settings: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+    """Return the object under `key`, empty where there is none."""
+    section = settings.get(key) or {}
+    if not isinstance(section, dict):
+        raise ModelError(f"{path} is damaged: {key!r} in its JSON is not an object")
+    return section
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write an object, indented for people."""
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def summarize_error(error: Exception) -> str:
+    """Return the first line of a library's error, cut to 200 characters."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:200]

@@ -12,15 +12,15 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from vitrail.config import ConvConfig, ModelConfig, PreprocessConfig, ViTConfig, from_json
+from vitrail import presets
+from vitrail.config import BiTConfig, ConvConfig, ModelConfig, PreprocessConfig, ViTConfig, from_json
 from vitrail.errors import ModelError, UsageError
-from vitrail.model.build import Model
-from vitrail.model.vit import ViT
-from vitrail.weights import foreign_format, json_files, tensor_files, timm_resnet
+from vitrail.model.vit import Model, ViT
+from vitrail.weights import foreign_format, tensor_files
+from vitrail.weights.foreign_format import BACKBONE, ForeignModelInfo
 from vitrail.weights.formats import TENSOR_SUFFIXES
-from vitrail.weights.labels import list_imagenet1k_labels
 from vitrail.weights.tensor_files import ModelFiles
-from vitrail.weights.trained import Tensors, Trained
+from vitrail.weights.trained import Tensors, Trained, list_imagenet1k_labels
 
 FORMAT: Final = "timm"
 TANH_GELU_NAMES = re.compile(  # the architectures that timm itself builds with act_layer="gelu_tanh"
@@ -30,7 +30,12 @@ KNOWN_HEADS = {  # architectures whose number of heads neither the published siz
     r"vit_giantopt_patch16_siglip": 16,
     r"vit_base_patch16_gap_224": 16,
     r"test_vit2?$": 2,
-    r"test_vit[34]$": 3,
+    r"test_vit4$": 3,
+}
+REFUSED_NAMES = {  # part of an architecture's name -> what its tensors and model_args do not state
+    "quickgelu": "QuickGELU",
+    "_rpn_": "post-normalized blocks",
+    "test_vit3": "attention pooling over its register too (pool_include_prefix)",
 }
 INTERPOLATION_NAMES = {"box": "area"}  # the one that timm names differently
 _KNOWN_ARGUMENTS = {
@@ -38,21 +43,25 @@ _KNOWN_ARGUMENTS = {
     "init_values", "class_token", "no_embed_class", "reg_tokens", "global_pool", "fc_norm", "act_layer", "pos_embed",
     "dynamic_img_size", "drop_rate", "drop_path_rate", "weight_init",
 }  # fmt: skip
+_CHECKED_ARGUMENTS = (  # those that the tensors tell too
+    "num_classes", "embed_dim", "depth", "patch_size", "in_chans", "qkv_bias", "class_token", "reg_tokens", "pos_embed",
+)  # fmt: skip
 STEM_ARCHITECTURES = {  # units of a hybrid's stem -> the architecture that timm builds with it
     (): "vit_tiny_r_s16_p8_224",
     (2, 2, 2, 2): "vit_small_r26_s32_224",
     (3, 4, 9): "vit_base_r50_s16_224",
     (3, 4, 6, 3): "vit_large_r50_s32_224",
 }
-_OWN_STEM = "patch_embed.backbone.stem."
-_BARE_STEM = "patch_embed.backbone."  # timm's name for a stem without stages
+NUMERICS: dict[str, Any] = {"norm_eps": 1e-5, "standardization": "sqrt(var + eps)", "standardization_eps": 1e-8}
+TIMM_VARIANTS = ("50x1", "50x3", "101x1", "101x3", "152x2", "152x4")  # those that timm has names for
+_OWN_STEM = f"{BACKBONE}stem."  # which timm calls BACKBONE where it has no stages
 
 
 def recognize(model_files: ModelFiles) -> bool:
     """Whether a file has timm's tensor names."""
     tensors = model_files.tensors
     is_vit = "patch_embed.proj.weight" in tensors and "blocks.0.norm1.weight" in tensors
-    return is_vit or timm_resnet.is_bit_resnet(tensors)
+    return is_vit or is_bit_resnet(tensors)
 
 
 def read(model_files: ModelFiles) -> Trained:
@@ -64,46 +73,42 @@ def read(model_files: ModelFiles) -> Trained:
 
 def rename_tensors(tensors: Tensors) -> dict[str, Tensor]:
     """Put tensors under the model's own names."""
-    bare = {f"{_BARE_STEM}{part}": f"{_OWN_STEM}{part}" for part in ("conv.weight", "norm.weight", "norm.bias")}
+    bare = {f"{BACKBONE}{part}": f"{_OWN_STEM}{part}" for part in ("conv.weight", "norm.weight", "norm.bias")}
     if both := [name for name, own in bare.items() if name in tensors and own in tensors]:
         raise ModelError(f"the file has two tensors for {bare[both[0]]!r}, one of them {both[0]!r}")
     return {bare.get(name, name): tensor for name, tensor in tensors.items()}
 
 
-def infer_architecture(
-    tensors: Tensors, settings: dict[str, Any] | None, path: Path
-) -> foreign_format.ForeignModelInfo:
+def infer_architecture(tensors: Tensors, settings: dict[str, Any] | None, path: Path) -> ForeignModelInfo:
     """Infer the function that these weights compute; `settings` is config.json where there is one."""
-    if timm_resnet.is_bit_resnet(tensors):
-        return timm_resnet.infer_resnet_architecture(tensors, settings, path)
+    if is_bit_resnet(tensors):
+        return infer_resnet_architecture(tensors, settings, path)
     assumptions = [] if settings is not None else ["GELU: the erf form, timm's default"]
     settings = settings or {}
-    size, stem = foreign_format.infer_sizes(tensors, path), _infer_stem(tensors, path)
-    stride = size.patch * (stem.stride if stem else 1)
-    arguments, name = json_files.get_section(settings, "model_args", path), str(settings.get("architecture", ""))
+    fields, stem = foreign_format.infer_fields(tensors, path), foreign_format.infer_stem(tensors, NUMERICS, path)
+    stride = fields["patch"] * (stem.stride if stem else 1)
+    arguments, name = tensor_files.get_section(settings, "model_args", path), str(settings.get("architecture", ""))
     _check_architecture_name(name, arguments, stem, path)
-    heads = arguments.get("num_heads") or _find_known_heads(name)
+    known_heads = (heads for pattern, heads in KNOWN_HEADS.items() if re.match(pattern, name))
+    heads = arguments.get("num_heads") or next(known_heads, None)
     if heads is None:
-        heads, sentence = foreign_format.guess_heads(size.width, size.depth)
+        heads, sentence = foreign_format.guess_heads(fields["width"], fields["depth"])
         assumptions.insert(0, sentence)
     registers = foreign_format.count_tokens(tensors, "reg_token", path)
-    prefix = ("cls_token" in tensors) + ("dist_token" in tensors) + registers
+    prefix = ("cls_token" in tensors) + fields["distillation_token"] + registers
     stated_grid = _parse_stated_grid(settings, stride, path)
     num_positions = foreign_format.count_tokens(tensors, "pos_embed", path)
     grid, prefix_positions = _infer_grid(num_positions, prefix, stated_grid, path)
     if stated_grid not in (None, grid):
         assumptions.append(f"image size: from the {grid[0]} x {grid[1]} positions, config.json states another")
     stated_pool = arguments.get("global_pool") or settings.get("global_pool")
-    fields = size._asdict() | {
+    fields |= {
         "heads": heads,
         "stem": None if stem is None else dataclasses.asdict(stem),
         "image_size": (grid[0] * stride, grid[1] * stride),
         "class_token": "cls_token" in tensors,
-        "distillation_token": "dist_token" in tensors,
-        "distillation_head": "head_dist.weight" in tensors,
         "registers": registers,
         "pool": _infer_pool(tensors, stated_pool, path),
-        "hidden_head": "pre_logits.fc.weight" in tensors,
         "positions": "learned-1d" if "pos_embed" in tensors else "none",
         "prefix_positions": prefix_positions,
         "resample": "bicubic-antialias",
@@ -113,55 +118,31 @@ def infer_architecture(
     }
     config = from_json(ViTConfig, fields)
     _check_stated_config(config, {"num_classes": settings.get("num_classes")} | arguments, path)
-    return foreign_format.ForeignModelInfo(config=config, assumptions=tuple(assumptions))
-
-
-def _infer_stem(tensors: Tensors, path: Path) -> ConvConfig | None:
-    if foreign_format.STEM_KERNEL not in tensors:
-        return None
-    return foreign_format.infer_conv_config(tensors, _BARE_STEM, timm_resnet.NUMERICS, path)
-
-
-def _find_known_heads(name: str) -> int | None:
-    return next((heads for pattern, heads in KNOWN_HEADS.items() if re.match(pattern, name)), None)
+    return ForeignModelInfo(config=config, assumptions=tuple(assumptions))
 
 
 def _check_stated_config(config: ViTConfig, stated: dict[str, Any], path: Path) -> None:
     """Refuse a config.json that contradicts the tensors: one of them is damaged."""
-    inferred = {
-        "num_classes": config.classes,
-        "embed_dim": config.width,
-        "depth": config.depth,
-        "patch_size": config.patch,
-        "in_chans": config.channels,
-        "qkv_bias": config.qkv_bias,
-        "class_token": config.class_token,
-        "reg_tokens": config.registers,
-        "pos_embed": "none" if config.positions == "none" else "learn",
-    }
-    for name, value in inferred.items():
-        if stated.get(name) not in (None, value):
+    inferred = _build_model_args(config) | {"num_classes": config.classes}
+    for name in _CHECKED_ARGUMENTS:
+        if stated.get(name) not in (None, inferred[name]):
             raise ModelError(
-                f"{path} is damaged: config.json says {name} is {stated[name]!r:.40}, the tensors {value!r}"
+                f"{path} is damaged: config.json says {name} is {stated[name]!r:.40}, the tensors {inferred[name]!r}"
             )
-
-
-def _parse_stem_units(name: str) -> tuple[int, ...] | None:
-    """The units of the stem that an architecture's name implies; None for a plain ViT."""
-    stem = re.search(r"_r(?:26|50)?_s(?:16|32)", name)
-    return next((units for units, known in STEM_ARCHITECTURES.items() if stem and stem[0] in known), None)
 
 
 def _check_architecture_name(name: str, arguments: dict[str, Any], stem: ConvConfig | None, path: Path) -> None:
     """Refuse an architecture that is no plain ViT, or whose name implies another stem than the tensors have."""
     if unknown := sorted(arguments.keys() - _KNOWN_ARGUMENTS):
         raise ModelError(f"{path} was built with {unknown[0]}={arguments[unknown[0]]!r}, which no plain ViT has")
-    for part, what in {"quickgelu": "QuickGELU", "_rpn_": "post-normalized blocks"}.items():
+    for part, what in REFUSED_NAMES.items():
         if part in name:
             raise ModelError(f"{path} is {name} with {what}, which no plain ViT has")
     units = None if stem is None else stem.units
-    if name and _parse_stem_units(name) != units:
-        raise ModelError(f"{path} is damaged: {name} has the stem {_parse_stem_units(name)}, the tensors {units}")
+    part_of_name = re.search(r"_r(?:26|50)?_s(?:16|32)", name)
+    stated = next((u for u, known in STEM_ARCHITECTURES.items() if part_of_name and part_of_name[0] in known), None)
+    if name and stated != units:
+        raise ModelError(f"{path} is damaged: {name} has the stem {stated}, the tensors {units}")
 
 
 def _parse_gelu(activation: object, name: str, path: Path) -> str:
@@ -191,17 +172,17 @@ def _infer_grid(count: int, prefix: int, stated: tuple[int, int] | None, path: P
         if stated is not None and count - prefix * positioned == stated[0] * stated[1]:
             return stated, positioned
     for positioned in (True, False):
-        if grid := foreign_format.find_square_grid(count - prefix * positioned):
-            return grid, positioned
+        if side := foreign_format.find_square_side(count - prefix * positioned):
+            return (side, side), positioned
     where = f"a grid of {stated[0]} x {stated[1]}" if stated else "a square grid"
     raise ModelError(f"{path}: its {count} positions fit {where} neither with nor without {prefix} prefix tokens")
 
 
 def _parse_stated_grid(settings: dict[str, Any], stride: int, path: Path) -> tuple[int, int] | None:
     """The grid of the image size in config.json."""
-    size: Any = json_files.get_section(settings, "model_args", path).get("img_size")
+    size: Any = tensor_files.get_section(settings, "model_args", path).get("img_size")
     if size is None:
-        size = json_files.get_section(settings, "pretrained_cfg", path).get("input_size")
+        size = tensor_files.get_section(settings, "pretrained_cfg", path).get("input_size")
         size = size[1:] if isinstance(size, list) else None
     sides = [size, size] if isinstance(size, int) else size
     if isinstance(sides, list) and len(sides) == 2 and all(type(side) is int and side >= stride for side in sides):
@@ -209,14 +190,43 @@ def _parse_stated_grid(settings: dict[str, Any], stride: int, path: Path) -> tup
     return None
 
 
-def read_info(tensors: Tensors, settings: dict[str, Any] | None, path: Path) -> foreign_format.ForeignModelInfo:
+def is_bit_resnet(tensors: Tensors) -> bool:
+    """Whether these are the tensor names of timm's pre-activation ResNets."""
+    return "stem.conv.weight" in tensors and "stages.0.blocks.0.conv3.weight" in tensors
+
+
+def infer_resnet_architecture(tensors: Tensors, settings: dict[str, Any] | None, path: Path) -> ForeignModelInfo:
+    """Infer the function that these weights compute; `settings` is config.json where there is one."""
+    settings = settings or {}
+    arguments = tensor_files.get_section(settings, "model_args", path)
+    name = settings.get("architecture", "resnetv2_bit")
+    pools = {settings.get("global_pool"), arguments.get("global_pool")}
+    if not isinstance(name, str) or not re.fullmatch(r"resnetv2_\w*bit\w*", name):
+        raise ModelError(f"{path} is {name!r:.80}; of timm's ResNets only those of BiT are read")
+    if unknown := sorted(arguments.keys() - {"global_pool", "in_chans", "num_classes", "drop_rate", "drop_path_rate"}):
+        raise ModelError(f"{path} was built with {unknown[0]}={arguments[unknown[0]]!r:.40}, which no BiT ResNet has")
+    if not pools <= {None, "avg"}:
+        raise ModelError(f"{path}: global_pool is {sorted(map(str, pools))}; a BiT ResNet averages")
+    size: Any = tensor_files.get_section(settings, "pretrained_cfg", path).get("input_size")
+    is_stated = isinstance(size, list) and len(size) == 3 and all(type(side) is int for side in size)
+    image_size = (size[1], size[2]) if is_stated else (224, 224)
+    config = foreign_format.infer_resnet_config(tensors, NUMERICS, image_size, path)
+    if settings.get("num_classes") not in (None, config.classes):
+        raise ModelError(f"{path} is damaged: config.json and the tensors differ in the number of classes")
+    assumptions = () if is_stated else ("image size: 224 x 224, the file does not state it",)
+    return ForeignModelInfo(config=config, assumptions=assumptions)
+
+
+def read_info(tensors: Tensors, settings: dict[str, Any] | None, path: Path) -> ForeignModelInfo:
     """Read everything that a timm folder or bare state dict states."""
     info = infer_architecture(tensors, settings, path)
     if settings is None:
         unknown = "preprocessing: unknown, the file does not state it"
         return dataclasses.replace(info, assumptions=(*info.assumptions, unknown))
-    pretrained = json_files.get_section(settings, "pretrained_cfg", path)
+    pretrained = tensor_files.get_section(settings, "pretrained_cfg", path)
     preprocess, sentences = parse_preprocess_config(pretrained)
+    if preprocess is not None and isinstance(info.config, ViTConfig):
+        _check_whole_patches(preprocess.size, info.config, path)
     license_name = pretrained.get("license")
     labels = parse_labels(settings, pretrained, info.config.classes)
     if labels is None and settings.get("label_names"):
@@ -228,6 +238,18 @@ def read_info(tensors: Tensors, settings: dict[str, Any] | None, path: Path) -> 
         license=license_name if isinstance(license_name, str) else None,
         assumptions=(*info.assumptions, *sentences),
     )
+
+
+def _check_whole_patches(size: tuple[int, int], config: ViTConfig, path: Path) -> None:
+    """Refuse images of which timm drops the last rows and columns, since no whole patch fits into them."""
+    (height, width), stride = size, config.stride
+    if height % stride or width % stride:
+        fitting = " x ".join(str(side // stride * stride) for side in size)
+        raise ModelError(
+            f"{path} is for {height} x {width} pixels, which patches of {stride} do not divide. timm drops the pixels"
+            f" that are left over; vitrail does not. Use a model for {fitting}, such as timm's"
+            " vit_so400m_patch14_siglip_378 instead of _384, or the weights alone (model.safetensors) at that size"
+        )
 
 
 def parse_preprocess_config(pretrained: dict[str, Any]) -> tuple[PreprocessConfig | None, list[str]]:
@@ -265,12 +287,12 @@ def write(trained: Trained, path: Path) -> list[str]:
     held = infer_architecture(tensors, settings, foreign_format.DRAFT_PATH).config
     notes += foreign_format.check_round_trip("bare timm" if bare else FORMAT, config, held)
     if isinstance(config, ViTConfig) and config.stem is not None and not config.stem.units:
-        tensors = {name.replace(_OWN_STEM, _BARE_STEM): tensor for name, tensor in tensors.items()}
+        tensors = {name.replace(_OWN_STEM, BACKBONE): tensor for name, tensor in tensors.items()}
     if settings is None:
         tensor_files.write_tensors(path, tensors, {})
         return [*notes, "a bare state dict has no place for preprocessing, labels and origin: they were left out"]
     path.mkdir()
-    json_files.write_json(path / "config.json", settings)
+    tensor_files.write_json(path / "config.json", settings)
     tensor_files.write_tensors(path / "model.safetensors", tensors, {})
     notes += _describe_lost_preprocess(trained.preprocess, settings)
     return notes + foreign_format.describe_lost_origin(FORMAT, trained.origin)
@@ -313,12 +335,17 @@ def _convert_for_timm(model: Model) -> tuple[ModelConfig, dict[str, Tensor], lis
 def _build_config_json(config: ModelConfig, trained: Trained) -> dict[str, Any]:
     """Build config.json. timm builds the named architecture with model_args instead of its own arguments."""
     if isinstance(config, ViTConfig):
-        architecture, first_conv = _build_vit_config_json(config), "patch_embed.proj"
+        name, first_conv = "vit_base_patch16_224", "patch_embed.proj"
+        if config.distillation_token:
+            name = "deit_base_distilled_patch16_224"
         if config.stem is not None:
-            first_conv = f"{_OWN_STEM if config.stem.units else _BARE_STEM}conv"
+            name = STEM_ARCHITECTURES[config.stem.units]
+            first_conv = f"{_OWN_STEM if config.stem.units else BACKBONE}conv"
+        arguments = _build_model_args(config)
+        architecture = {"architecture": name, "global_pool": arguments["global_pool"], "model_args": arguments}
         classifier: Any = ["head", "head_dist"] if config.distillation_head else "head"
     else:
-        architecture = {"architecture": timm_resnet.find_architecture_name(config)}
+        architecture = {"architecture": _find_resnet_name(config)}
         first_conv, classifier = "stem.conv", "head.fc"
     settings = architecture | {
         "num_classes": config.classes,
@@ -339,13 +366,12 @@ def _build_config_json(config: ModelConfig, trained: Trained) -> dict[str, Any]:
     return settings
 
 
-def _build_vit_config_json(config: ViTConfig) -> dict[str, Any]:
+def _build_model_args(config: ViTConfig) -> dict[str, Any]:
+    """Build the arguments with which timm builds this ViT."""
     ratio = config.mlp / config.width
     if int(config.width * ratio) != config.mlp:
         ratio = (config.mlp + 0.5) / config.width
-    pool = {"class": "token", "norm-mean": "avg", "mean-norm": "avg", "map": "map"}[config.pool]
-    plain = "deit_base_distilled_patch16_224" if config.distillation_token else "vit_base_patch16_224"
-    arguments = {
+    return {
         "img_size": list(config.image_size),
         "patch_size": config.patch,
         "embed_dim": config.width,
@@ -357,14 +383,22 @@ def _build_vit_config_json(config: ViTConfig) -> dict[str, Any]:
         "class_token": config.class_token,
         "no_embed_class": not config.prefix_positions,
         "reg_tokens": config.registers,
-        "global_pool": pool,
+        "global_pool": {"class": "token", "norm-mean": "avg", "mean-norm": "avg", "map": "map"}[config.pool],
         "fc_norm": config.pool == "mean-norm",
         "act_layer": "gelu_tanh" if config.gelu == "tanh" else "gelu",
         "pos_embed": "none" if config.positions == "none" else "learn",
         "in_chans": config.channels,
     }
-    name = plain if config.stem is None else STEM_ARCHITECTURES[config.stem.units]
-    return {"architecture": name, "global_pool": pool, "model_args": arguments}
+
+
+def _find_resnet_name(config: BiTConfig) -> str:
+    """Find timm's name for a ResNet of these units and width."""
+    for name in TIMM_VARIANTS:
+        depth, factor = name.split("x")
+        if (presets.RESNET_UNITS[depth], int(factor)) == (config.conv.units, config.conv.width_factor):
+            return f"resnetv2_{name}_bit"
+    shape = f"units {list(config.conv.units)}, width x{config.conv.width_factor:g}"
+    raise ModelError(f"the timm format cannot hold this model: it has no name for a ResNet of {shape}")
 
 
 def _format_preprocess_config(preprocess: PreprocessConfig) -> dict[str, Any]:

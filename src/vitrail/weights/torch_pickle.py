@@ -18,19 +18,11 @@ REBUILD_FUNCTIONS = {
 }
 REBUILD_FROM_TYPE = "torch._tensor _rebuild_from_type_v2"  # which calls its first argument
 CONSTANT_FUNCTIONS = {
-    "torch Size",
-    "torch device",
-    "torch.serialization _get_layout",
-    "builtins complex",
-    "__builtin__ complex",
-}
+    "torch Size", "torch device", "torch.serialization _get_layout", "builtins complex", "__builtin__ complex",
+}  # fmt: skip
 COPYING_FUNCTIONS = {
-    "collections OrderedDict",
-    "collections Counter",
-    "builtins set",
-    "__builtin__ set",
-    "_codecs encode",
-}
+    "collections OrderedDict", "collections Counter", "builtins set", "__builtin__ set", "_codecs encode",
+}  # fmt: skip
 REFERENCED_CLASSES = {"torch.nn.parameter Parameter", "torch Tensor"}  # never called; storages and dtypes neither
 ALLOWED_FUNCTIONS = REBUILD_FUNCTIONS | CONSTANT_FUNCTIONS | COPYING_FUNCTIONS
 
@@ -92,10 +84,8 @@ class _PickleMachine:
                 self.stack.append(self.pop(int(name[-1])))
             case "TUPLE":
                 self.stack.append(self.pop_mark())
-            case "APPEND":
-                self.fill(len(self.pop(1)))
-            case "SETITEM":
-                self.fill(len(self.pop(2)))
+            case "APPEND" | "SETITEM":
+                self.fill(len(self.pop(1 if name == "APPEND" else 2)))
             case "APPENDS" | "SETITEMS":
                 self.fill(len(self.pop_mark()))
             case "BUILD":
@@ -115,18 +105,16 @@ class _PickleMachine:
 
     def pop(self, count: int) -> tuple[Any, ...]:
         """Remove and return the last values, which must stand above the last mark."""
-        if len(self.stack) - (self.marks[-1] if self.marks else 0) < count:
+        start = len(self.stack) - count
+        if start < (self.marks[-1] if self.marks else 0):
             raise IndexError
-        values = tuple(self.stack[len(self.stack) - count :])
-        del self.stack[len(self.stack) - count :]
+        values = tuple(self.stack[start:])
+        del self.stack[start:]
         return values
 
     def pop_mark(self) -> tuple[Any, ...]:
         """Remove and return the values above the last mark."""
-        start = self.marks.pop()
-        values = tuple(self.stack[start:])
-        del self.stack[start:]
-        return values
+        return self.pop(len(self.stack) - self.marks.pop())
 
     def fill(self, count: int) -> None:
         """Add so many values to the container on top of the stack."""

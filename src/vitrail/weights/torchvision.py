@@ -7,6 +7,7 @@ from typing import Final
 from vitrail.config import ViTConfig, from_json
 from vitrail.errors import ModelError
 from vitrail.weights import foreign_format, tensor_files
+from vitrail.weights.foreign_format import ForeignModelInfo
 from vitrail.weights.tensor_files import ModelFiles
 from vitrail.weights.trained import Tensors, Trained
 
@@ -46,23 +47,22 @@ def read(model_files: ModelFiles) -> Trained:
     return foreign_format.build_trained(FORMAT, model_files, tensors, read_info(tensors, model_files.path))
 
 
-def read_info(tensors: Tensors, path: Path) -> foreign_format.ForeignModelInfo:
+def read_info(tensors: Tensors, path: Path) -> ForeignModelInfo:
     """Infer everything from the tensors, which have the model's own names."""
-    size = foreign_format.infer_sizes(tensors, path)
-    heads, sentence = foreign_format.guess_heads(size.width, size.depth)
+    fields = foreign_format.infer_fields(tensors, path)
+    heads, sentence = foreign_format.guess_heads(fields["width"], fields["depth"])
     positions = foreign_format.count_tokens(tensors, "pos_embed", path)
-    grid = foreign_format.find_square_grid(positions - 1)
-    if grid is None:
+    side = foreign_format.find_square_side(positions - 1)
+    if not side:
         raise ModelError(f"{path}: its {positions} positions are not one class token and a square grid")
-    config = size._asdict() | {
+    fields |= {
         "heads": heads,
-        "image_size": (grid[0] * size.patch, grid[1] * size.patch),
-        "hidden_head": "pre_logits.fc.weight" in tensors,
+        "image_size": (side * fields["patch"], side * fields["patch"]),
         "resample": "bicubic-corners",
         "gelu": "erf",
     }
     unknown = "preprocessing: unknown, a torchvision file does not state it"
-    return foreign_format.ForeignModelInfo(config=from_json(ViTConfig, config), assumptions=(sentence, unknown))
+    return ForeignModelInfo(config=from_json(ViTConfig, fields), assumptions=(sentence, unknown))
 
 
 def write(trained: Trained, path: Path) -> list[str]:

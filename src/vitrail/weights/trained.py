@@ -1,9 +1,12 @@
 """A model with everything that is needed to use it: preprocessing, labels, and where it came from."""
 
 import dataclasses
+import functools
+import importlib.resources
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +15,8 @@ from vitrail import presets
 from vitrail.config import ModelConfig, PreprocessConfig, ViTConfig, check_patches, expand_image_size
 from vitrail.errors import ModelError, UsageError
 from vitrail.formatting import pluralize
-from vitrail.model.build import Model, build_model
 from vitrail.model.initialize import initialize_weights
-from vitrail.model.vit import ViT
+from vitrail.model.vit import Model, ViT, build_model
 from vitrail.weights.formats import WeightsFormat
 from vitrail.weights.precision_measurements import PrecisionMeasurement
 from vitrail.weights.tensor_files import ALIGNMENT
@@ -39,7 +41,14 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A model, its preprocessing and the names of its classes; None where they are unknown."""
+    """A model, its preprocessing and the names of its classes; None where they are unknown.
+
+    `vitrail.load` returns one, and whatever takes a model takes one.
+
+        model = vitrail.create("ti16", image_size=32, num_classes=2)
+        preprocess = vitrail.PreprocessConfig(size=(32, 32), resize=(36,))
+        vitrail.save(vitrail.Trained(model, preprocess, ("cat", "dog")), "random.safetensors")
+    """
 
     model: Model
     preprocess: PreprocessConfig | None = None
@@ -124,7 +133,13 @@ def create(
     stochastic_depth: float = 0.0,
     **settings: Any,
 ) -> Model:
-    """Build a preset with random weights, ready to train; `settings` are fields of its config, such as registers=4."""
+    """Build a preset with random weights, ready to train.
+
+    `settings` are fields of its config, such as registers=4.
+
+        model = vitrail.create("s16", num_classes=10, image_size=32, patch=4)
+        logits = model(torch.zeros(1, 3, 32, 32))
+    """
     model = create_random(name, image_size=image_size, num_classes=num_classes, seed=seed, **settings).model
     if isinstance(model, ViT):
         model.set_regularization(dropout=dropout, stochastic_depth=stochastic_depth)
@@ -191,3 +206,35 @@ def build_matching_model(config: ModelConfig, tensors: Tensors) -> Model:
 
 def _format_more(names: list[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+class ImageNetClass(NamedTuple):
+    """A class of ImageNet-1k."""
+
+    wordnet_id: str
+    name: str
+
+
+@functools.cache
+def load_imagenet1k_classes() -> tuple[ImageNetClass, ...]:
+    """The 1,000 ImageNet classes in the order of every published head."""
+    text = importlib.resources.files("vitrail.weights").joinpath("imagenet1k.tsv").read_text(encoding="utf-8")
+    return tuple(ImageNetClass(*line.split("\t")) for line in text.splitlines())
+
+
+def list_imagenet1k_labels() -> tuple[str, ...]:
+    """The names of the 1,000 ImageNet classes."""
+    return tuple(entry.name for entry in load_imagenet1k_classes())
+
+
+def resolve_labels(option: str) -> tuple[str, ...]:
+    """The labels that the option --labels names: `imagenet1k`, or the lines of a text file."""
+    if option == "imagenet1k":
+        return list_imagenet1k_labels()
+    path = Path(option)
+    if not path.is_file():
+        raise UsageError(f"labels {str(path)!r} are neither 'imagenet1k' nor a text file with a name on each line")
+    try:
+        return tuple(path.read_text(encoding="utf-8").splitlines())
+    except UnicodeDecodeError:
+        raise UsageError(f"{path} is not UTF-8 text with a name on each line") from None

@@ -8,11 +8,13 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from vitrail.config import PreprocessConfig, ViTConfig, from_json
 from vitrail.errors import ModelError, UsageError
-from vitrail.weights import foreign_format, json_files, model_license, tensor_files
+from vitrail.weights import foreign_format, hub, tensor_files
+from vitrail.weights.foreign_format import ForeignModelInfo
 from vitrail.weights.tensor_files import ModelFiles
 from vitrail.weights.trained import Tensors, Trained
 
@@ -74,7 +76,7 @@ def read(model_files: ModelFiles) -> Trained:
     get_model_type(settings, folder)
     tensors, dropped = convert_tensors(model_files.tensors)
     processor_path = folder / PROCESSOR_FILE
-    processor = json_files.read_json(processor_path) if processor_path.exists() else None
+    processor = tensor_files.read_json(processor_path) if processor_path.exists() else None
     info = read_info(tensors, settings, processor, folder)
     return foreign_format.build_trained(FORMAT, model_files, tensors, info, tuple(dropped))
 
@@ -89,13 +91,8 @@ def convert_tensors(tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
     dropped = [f"{name}: left out, {reason}" for name, reason in unused.items() if inner.pop(name, None) is not None]
     own = foreign_format.fuse_qkv(TENSOR_NAMES.rename_tensors(inner))
     if "reg_token" in own:  # only the class token has a position among the prefix tokens: add it to the token
-        token, position = own.get("cls_token"), own.get("pos_embed")
-        if (
-            token is None
-            or position is None
-            or not token.ndim == position.ndim == 3
-            or token.shape[2] != position.shape[2]
-        ):
+        token, position = (own.get(name, torch.empty(0)) for name in ("cls_token", "pos_embed"))
+        if not token.ndim == position.ndim == 3 or token.shape[2] != position.shape[2]:
             raise ModelError("the file has registers, but no class token and positions of one width beside them")
         own |= {"cls_token": token + position[:, :1], "pos_embed": position[:, 1:]}
     return own, dropped
@@ -103,17 +100,18 @@ def convert_tensors(tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
 
 def read_info(
     tensors: Tensors, settings: dict[str, Any], processor: dict[str, Any] | None, path: Path
-) -> foreign_format.ForeignModelInfo:
+) -> ForeignModelInfo:
     """Read everything that a folder states, for tensors under the model's own names."""
     config = infer_config(tensors, settings, path)
     preprocess, sentences = _parse_preprocess_config(processor)
     labels = _parse_labels(settings, config.classes)
     if labels is None and config.classes and settings.get("id2label"):
         sentences.append("labels: unnamed, id2label in config.json does not name every class")
-    if labels == _list_default_labels(config.classes):
-        labels = None
-    return foreign_format.ForeignModelInfo(
-        config=config, preprocess=preprocess, labels=labels, assumptions=tuple(sentences)
+    return ForeignModelInfo(
+        config=config,
+        preprocess=preprocess,
+        labels=None if labels == _list_default_labels(config.classes) else labels,
+        assumptions=tuple(sentences),
     )
 
 
@@ -135,18 +133,15 @@ def infer_config(tensors: Tensors, settings: dict[str, Any], path: Path) -> ViTC
         raise ModelError(f"{path} uses the activation {activation!r}; a plain ViT has one of {', '.join(GELU_FORMS)}")
     if "pre_logits.fc.weight" in tensors and settings.get("pooler_act", "tanh") != "tanh":
         raise ModelError(f"{path} has a pooler with {settings['pooler_act']!r}; the paper's hidden layer has tanh")
-    size = foreign_format.infer_sizes(tensors, path)
+    fields = foreign_format.infer_fields(tensors, path)
     image = settings.get("image_size", 224)
     dino = kind.startswith("dinov2")
     registers = foreign_format.count_tokens(tensors, "reg_token", path) if dino else 0
-    config = size._asdict() | {
+    fields |= {
         "heads": settings.get("num_attention_heads", 12),
         "image_size": (image, image) if isinstance(image, int) else image,
-        "distillation_token": "dist_token" in tensors,
-        "distillation_head": "head_dist.weight" in tensors,
         "registers": registers,
-        "pool": "class-mean" if dino and size.classes else "class",
-        "hidden_head": "pre_logits.fc.weight" in tensors,
+        "pool": "class-mean" if dino and fields["classes"] else "class",
         "prefix_positions": not registers,  # see convert_tensors
         "resample": RESAMPLE_OPERATORS.get(kind, "bicubic"),
         "qkv_bias": settings.get("qkv_bias", True),
@@ -154,7 +149,7 @@ def infer_config(tensors: Tensors, settings: dict[str, Any], path: Path) -> ViTC
         "gelu": GELU_FORMS[activation],
         "norm_eps": settings.get("layer_norm_eps", 1e-12 if not dino else 1e-6),
     }
-    return from_json(ViTConfig, config)
+    return from_json(ViTConfig, fields)
 
 
 def _parse_preprocess_config(processor: dict[str, Any] | None) -> tuple[PreprocessConfig | None, list[str]]:
@@ -219,12 +214,12 @@ def write(trained: Trained, path: Path) -> list[str]:
     notes += foreign_format.check_round_trip(FORMAT, config, infer_config(tensors, settings, foreign_format.DRAFT_PATH))
     renamed = {_get_file_tensor_name(name, config): tensor for name, tensor in foreign_format.split_qkv(tensors)}
     path.mkdir()
-    json_files.write_json(path / "config.json", settings)
+    tensor_files.write_json(path / "config.json", settings)
     tensor_files.write_tensors(path / "model.safetensors", renamed, {})
     if not config.classes and not config.hidden_head:
         notes.append("pooler: none was written, so transformers adds a random one; read last_hidden_state[:, 0]")
     if trained.origin.license is not None:
-        (path / "README.md").write_text(model_license.format_front_matter(trained.origin.license), encoding="utf-8")
+        (path / "README.md").write_text(hub.format_front_matter(trained.origin.license), encoding="utf-8")
     notes += foreign_format.describe_lost_origin(FORMAT, trained.origin)
     return notes + _write_processor_json(trained.preprocess, path / PROCESSOR_FILE)
 
@@ -237,8 +232,7 @@ def _write_processor_json(preprocess: PreprocessConfig | None, path: Path) -> li
         return [
             f"preprocessing: transformers cannot resize by {preprocess.interpolation}, so no {path.name} was written"
         ]
-    processor = _build_processor_json(preprocess)
-    json_files.write_json(path, processor)
+    tensor_files.write_json(path, _build_processor_json(preprocess))
     if preprocess.crop_rounding == "nearest" and preprocess.size != preprocess.resize:
         return ["preprocessing: transformers rounds the crop's corner down, this model to the nearest pixel"]
     return []
@@ -255,7 +249,6 @@ def _get_file_tensor_name(own: str, config: ViTConfig) -> str:
 
 
 def _build_config_json(config: ViTConfig, labels: tuple[str, ...] | None) -> dict[str, Any]:
-    """Build config.json."""
     family = "DeiT" if config.distillation_token else "ViT"
     task = "Model" if not config.classes else "ForImageClassification"
     labels = _list_default_labels(config.classes) if labels is None else labels
@@ -283,8 +276,6 @@ def _build_config_json(config: ViTConfig, labels: tuple[str, ...] | None) -> dic
 
 
 def _build_processor_json(preprocess: PreprocessConfig) -> dict[str, Any]:
-    """Build preprocessor_config.json."""
-    height, width = preprocess.size
     processor: dict[str, Any] = {
         "do_resize": True,
         "resample": {name: number for number, name in INTERPOLATION_CODES.items()}[preprocess.interpolation],
@@ -294,13 +285,10 @@ def _build_processor_json(preprocess: PreprocessConfig) -> dict[str, Any]:
         "image_mean": list(preprocess.mean),
         "image_std": list(preprocess.std),
     }
+    crop: dict[str, int] = {"height": preprocess.size[0], "width": preprocess.size[1]}
     if preprocess.resize == preprocess.size:
-        return processor | {"image_processor_type": "ViTImageProcessor", "size": {"height": height, "width": width}}
-    processor |= {"do_center_crop": True, "crop_size": {"height": height, "width": width}}
-    if len(preprocess.resize) == 1:
-        return processor | {
-            "image_processor_type": "BitImageProcessor",
-            "size": {"shortest_edge": preprocess.resize[0]},
-        }
-    exact = {"height": preprocess.resize[0], "width": preprocess.resize[1]}
-    return processor | {"image_processor_type": "DeiTImageProcessor", "size": exact}
+        return processor | {"image_processor_type": "ViTImageProcessor", "size": crop}
+    kind, size = "BitImageProcessor", {"shortest_edge": preprocess.resize[0]}
+    if len(preprocess.resize) == 2:
+        kind, size = "DeiTImageProcessor", {"height": preprocess.resize[0], "width": preprocess.resize[1]}
+    return processor | {"do_center_crop": True, "crop_size": crop, "image_processor_type": kind, "size": size}

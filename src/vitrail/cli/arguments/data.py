@@ -11,11 +11,11 @@ from vitrail.cli.options import Data, Output, OutputOptions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckArguments:
-    """Decode every image once; list the bad ones, count classes, find duplicates within and across splits.
+    """Find bad files, duplicates and leaks between splits in a dataset.
 
-    Up to 200,000 images are decoded. Of a larger dataset a random sample of so many is decoded, and only the headers of
-    the others are read, unless --all decodes them too. The output states what was compared. The full report is a JSON
-    file, from which `data pack --leave-out` reads what to leave out.
+    Every image is decoded once. Of a dataset of more than 200,000 images, a random sample of 200,000 is decoded and
+    only the headers of the others are read, unless --all is given. The output states what was compared. The full report
+    is a JSON file; `data pack --leave-out` reads from it which images to leave out.
     """
 
     data: Data
@@ -24,7 +24,7 @@ class CheckArguments:
     decode_all: Annotated[bool, arg(name="all")] = False
     """Decode all images of a dataset of more than 200,000, and compare all of them with OTHER's."""
     skip_bad: bool = False
-    """Exit with code 0 even if some images are bad."""
+    """Exit with code 0 even if there are bad images."""
     out: Annotated[Path, arg(metavar="FILE")] = Path("data_report.json")
     """The report file, replaced if it exists."""
     output: Output = OutputOptions()
@@ -32,35 +32,39 @@ class CheckArguments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GetArguments:
-    """Download a public dataset, verify it and store it as tar shards; from then on its name is a DATA."""
+    """Download a public dataset.
+
+    It is verified and stored as tar shards; after that, other commands take its name as DATA.
+    """
 
     name: Annotated[str, Positional, arg(metavar="NAME")]
     """A dataset that `vitrail data list` shows."""
-    files: Annotated[tuple[Path, ...], arg(name="from", metavar="FILE ...")] = ()
-    """The dataset's own archives, if they are on this machine already."""
+    files: Annotated[tuple[Path, ...], arg(name="from", metavar="FILE...")] = ()
+    """The dataset's archives, if you have downloaded them already."""
     output: Output = OutputOptions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ListDatasetsArguments:
-    """Show the public datasets that can be downloaded, and those that are on this machine."""
+    """List the public datasets that can be downloaded, and those on this machine."""
 
     output: Output = OutputOptions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackArguments:
-    """Write a dataset as tar shards of about 256 MB in WebDataset's naming, shuffled, with an index.
+    """Pack a dataset into tar shards (WebDataset).
 
-    Image files keep their bytes. An interrupted command continues where it stopped when it is repeated.
+    The images are shuffled into shards of about 256 MB, with an index; their files are copied unchanged. Repeat an
+    interrupted command to continue where it stopped.
     """
 
     data: Annotated[str, Positional, arg(metavar="DATA")]
     """A folder, a .csv or .jsonl, shards, a downloaded dataset, hf:ORG/NAME, or ImageNet's tars of class tars."""
     out: Annotated[Path, Positional, arg(metavar="OUT")]
-    """The folder to write, which is then a DATA too."""
+    """The folder to write; other commands take it as DATA."""
     leave_out: Annotated[Path | None, arg(metavar="REPORT")] = None
-    """A data_report.json: bad images and duplicates of another split or dataset are left out."""
+    """A report of `data check`: bad images, and duplicates of another split or dataset, are left out."""
     output: Output = OutputOptions()
 
 

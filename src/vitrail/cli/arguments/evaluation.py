@@ -7,8 +7,11 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, arg
 
 from vitrail.cli.options import (
+    COMPUTE,
+    MODEL,
     Data,
     Device,
+    Group,
     ImageSize,
     InferenceOptions,
     Model,
@@ -25,13 +28,15 @@ from vitrail.config import Precision
 SplitName = Literal["test", "val", "train", "all"]
 PrintedFormat = Literal["table", "csv", "jsonl"]
 ProbeMethod = Literal["few-shot", "knn", "linear", "logistic"]
+_MEASUREMENT, _CLASSIFIERS = Group("measurement"), Group("classifiers")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictArguments:
-    """Label images. An unreadable image is named in its row, the others continue, and the exit code is 3.
+    """Predict the classes of images, or write their features.
 
-    With --out, an interrupted command continues where it stopped when it is repeated.
+    An unreadable image gets a row with the error, the others continue, and the exit code is 3. With --out, repeat an
+    interrupted command to continue where it stopped.
     """
 
     model: Annotated[str, Positional, arg(metavar="MODEL")]
@@ -44,88 +49,94 @@ class PredictArguments:
     embed: bool = False
     """Write features instead of labels."""
     attention: OptionalFolder = None
-    """A folder for attention rollouts, one picture per image."""
+    """A folder for attention rollouts, one PNG per image."""
     out: Annotated[str | None, arg(metavar="FILE")] = None
-    """A file for the rows: .csv, .jsonl, or with --embed .npy. Omitted: standard output."""
+    """The file to write: .csv, .jsonl, or with --embed .npy. Default: standard output."""
     row_format: Annotated[PrintedFormat | None, arg(name="format")] = None
-    """Format of the rows. Omitted: by the suffix of FILE; else a table on a terminal, and CSV elsewhere."""
-    batch: Number = 64
+    """Output format. Default: by the suffix of FILE; without --out, a table on a terminal and CSV elsewhere."""
+    batch: Annotated[Number, COMPUTE] = 64
     """Images per batch."""
-    device: Device = None
-    precision: Precision | None = None
-    """Precision of the computation. Omitted: float32, or on a CPU what the model's file records as faster there with
-    the same predictions. Features are float32 by default."""
-    workers: OptionalNumber = None
-    """Threads that read images. Omitted: one per core."""
+    device: Annotated[Device, COMPUTE] = None
+    precision: Annotated[Precision | None, COMPUTE] = None
+    """Precision of the computation. Default: float32, or on a CPU the faster precision that the model's file records as
+    giving the same predictions. Features are computed in float32 unless this is given."""
+    workers: Annotated[OptionalNumber, COMPUTE] = None
+    """Threads that read images. Default: one per core."""
     fetch_urls: bool = False
-    """Fetch URLs listed on standard input too. Omitted: only those given as PATHS."""
+    """Also fetch URLs listed on standard input, not only those given as PATHS."""
     json: bool = False
-    """Print one JSON object per image and line: --format jsonl."""
+    """Print one JSON object per line and image; the same as --format jsonl."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateArguments:
-    """Measure models on labeled images, and write their predictions by image and by class."""
+    """Measure models on labeled images: accuracy, calibration and mistakes.
+
+    The predictions are also written to files, by image and by class.
+    """
 
     model: Annotated[str, Positional, arg(metavar="MODEL")]
     """A file or folder of any known format, hf:ORG/NAME, timm:NAME, a preset, or timm-model:NAME."""
     data: Data
     against: Annotated[tuple[str, ...], arg(metavar="MODEL...")] = ()
-    """Other models, measured on the same images and each compared with the first."""
+    """Other models to measure on the same images; each is compared with the first."""
     split: SplitName | None = None
-    """The split to measure on. Omitted: test, or val where there is no test. A dataset without splits: all images
+    """The split to measure on. Default: test, or val where there is no test. A dataset without splits: all images
     that the model was not trained on."""
-    real: OptionalFile = None
+    real: Annotated[OptionalFile, _MEASUREMENT] = None
     """A ReaL file: all correct labels of each image."""
-    classes: OptionalFile = None
+    classes: Annotated[OptionalFile, _MEASUREMENT] = None
     """A file with the only classes the model may predict, one per line: for ImageNet-A, -R and the like."""
-    tta: bool = False
+    tta: Annotated[bool, _MEASUREMENT] = False
     """Average the predictions of an image and of its mirror image (test-time augmentation)."""
-    abstain: Annotated[float | None, arg(metavar="SHARE")] = None
-    """Find the probability above which this share of predictions is correct, on val, and store it in MODEL."""
-    strict: bool = False
-    """Refuse unreadable images. Omitted: up to a tenth of the images are left out."""
+    abstain: Annotated[float | None, _MEASUREMENT, arg(metavar="SHARE")] = None
+    """Find the probability threshold above which this fraction of predictions is correct, on val, and store it in
+    MODEL, which then abstains below it."""
+    strict: Annotated[bool, _MEASUREMENT] = False
+    """Refuse unreadable images. By default, up to a tenth of the images may be unreadable and are left out."""
     out: OptionalFolder = None
     """A folder for tables and figures; runs/evaluate, runs/evaluate-2, ... by default."""
-    inference: InferenceOptions = InferenceOptions()
+    inference: Annotated[InferenceOptions, COMPUTE] = InferenceOptions()
     output: Output = OutputOptions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProbeArguments:
-    """Measure a model's features by simple classifiers trained on them: the paper's few-shot, kNN and others."""
+    """Measure a model's features, by simple classifiers trained on them."""
 
     model: Model
     data: Data
-    methods: tuple[ProbeMethod, ...] = ("few-shot", "knn", "linear", "logistic")
-    """Ridge regression on a few images per class, nearest neighbors, ridge regression, logistic regression."""
-    shots: Annotated[tuple[int, ...], arg(metavar="N...")] = ()
-    """Images per class for few-shot. Omitted: 1, 5, 10 and 25, as far as every class has them."""
-    seeds: Number = 3
-    """Random draws of these images, for the mean and the standard deviation."""
-    penalty: Annotated[float | Literal["auto"], arg(name="lambda", metavar="NUMBER|auto")] = 1024.0
-    """Penalty of the ridge regressions; auto chooses it, on images that are not measured."""
-    k: Number = 20
-    """Neighbors that vote."""
-    train_on_val: bool = False
-    """Train on the validation images too, once settings are chosen."""
+    methods: Annotated[tuple[ProbeMethod, ...], arg(metavar="METHOD...")] = ("few-shot", "knn", "linear", "logistic")
+    """few-shot is the paper's: ridge regression on a few images per class; knn is nearest neighbors, linear is ridge
+    regression, logistic is logistic regression. Default: all four."""
+    shots: Annotated[tuple[int, ...], _CLASSIFIERS, arg(metavar="N...")] = ()
+    """Images per class for few-shot. Default: 1, 5, 10 and 25, where every class has that many."""
+    seeds: Annotated[Number, _CLASSIFIERS] = 3
+    """Random draws of the few-shot images, for the mean and standard deviation."""
+    penalty: Annotated[float | Literal["auto"], _CLASSIFIERS, arg(name="lambda", metavar="NUMBER|auto")] = 1024.0
+    """L2 penalty of the ridge regressions; auto chooses it on held-out images."""
+    k: Annotated[Number, _CLASSIFIERS] = 20
+    """Number of neighbors of knn."""
+    train_on_val: Annotated[bool, _CLASSIFIERS] = False
+    """After the settings are chosen, train on the validation images too."""
     save: Annotated[Path | None, arg(metavar="OUT.safetensors")] = None
     """Write the model with the better of linear and logistic as its head, and a fitted temperature."""
     overwrite: bool = False
     """Replace the file of that name."""
-    preprocess: Preprocess = None
-    inference: InferenceOptions = InferenceOptions()
+    preprocess: Annotated[Preprocess, MODEL] = None
+    inference: Annotated[InferenceOptions, COMPUTE] = InferenceOptions()
     output: Output = OutputOptions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FiguresArguments:
-    """Draw the paper's figures of one model, or of two side by side; each is a PNG and an .npz with its numbers.
+    """Draw attention maps and the paper's figures of one model, or of two side by side.
 
-    From the weights: embedding filters, position similarity. With images: attention distance and entropy by head, CKA
-    between layers, also of two models; and for each image the rollout, the relevance to the predicted class, the last
-    attention by head, and its tokens as colors. A figure that a model cannot have is skipped with a reason. An
-    unreadable image is named, the others continue, and the exit code is 3.
+    Each figure is a PNG and an .npz with its numbers. From the weights: embedding filters and position similarity. From
+    images: attention distance and entropy by head, and CKA between layers, also of two models. For each image: the
+    rollout, the relevance to the predicted class, the last layer's attention by head, and its tokens as colors. A
+    figure that does not apply to a model is skipped, and the reason is printed. An unreadable image is named, the
+    others continue, and the exit code is 3.
     """
 
     model: Model
@@ -135,25 +146,26 @@ class FiguresArguments:
     hf:ORG/NAME, timm:NAME or a preset; ./b16 is a folder of images."""
     out: OptionalFolder = None
     """A folder that is new, empty or written by this command; runs/figures, runs/figures-2, ... by default."""
-    boxes: OptionalFile = None
+    boxes: Annotated[OptionalFile, _MEASUREMENT] = None
     """Object boxes, to measure how much of the rollout falls inside: lines of file name, class, x0 y0 x1 y1, as in
     Tiny-ImageNet."""
     image_size: ImageSize = None
-    """Resolution, one side or height and width; positions are resampled. Omitted: the model's."""
+    """Resolution, one side or height and width; positions are resampled. Default: the model's."""
     pictures: Number = 64
-    """How many images are read and drawn, evenly spread over those given; --boxes reads the others too."""
-    faithfulness: bool = False
+    """How many images to draw, evenly spread over those given; --boxes reads the others too."""
+    faithfulness: Annotated[bool, _MEASUREMENT] = False
     """Delete and insert patches by relevance, by rollout and at random, and plot the probability of the class; this
     takes 66 forward passes per image."""
-    device: Device = None
+    device: Annotated[Device, COMPUTE] = None
     output: Output = OutputOptions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportArguments:
-    """Write a run's result, curves, mistakes, data and attention as one HTML file that needs no network.
+    """Write a run as one HTML page: its result, curves, mistakes, data and attention.
 
-    train, finetune and demo write it at their end. The report of an interrupted run shows what there is.
+    The file needs no network. train, finetune and demo write it when they finish. The report of an interrupted run
+    shows what there is so far.
     """
 
     run: Annotated[Path, Positional, arg(metavar="RUN")]

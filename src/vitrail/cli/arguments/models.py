@@ -1,4 +1,4 @@
-"""Arguments of the commands on model files: info, list, convert, push, serve."""
+"""Arguments of the commands on models and recipes: info, list, recipe show, convert, push, serve."""
 
 import dataclasses
 from pathlib import Path
@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 from tyro.conf import Positional, UseAppendAction, arg
 
 from vitrail.cli.options import (
+    COMPUTE,
     Device,
+    Group,
     ImageSize,
     Model,
     Number,
@@ -20,11 +22,13 @@ from vitrail.cli.options import (
 from vitrail.config import Precision, Resample
 
 TargetFormat = Literal["vitrail", "google", "timm", "transformers", "torchvision", "onnx", "torch-export", "openvino"]
+_ADAPTATION, _PRECISION = Group("adapt the model"), Group("lower precision")
+_ACCESS, _LIMITS = Group("access"), Group("limits")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InfoArguments:
-    """Show a model's architecture, cost, preprocessing, labels, origin and warnings."""
+    """Show a model's architecture, size, cost, preprocessing, labels and origin."""
 
     model: Model
     output: Output = OutputOptions()
@@ -32,41 +36,55 @@ class InfoArguments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ListArguments:
-    """Show the presets with their size and cost, and the formats that are read and written; or the recipes."""
+    """List the model presets and the weight formats, or the recipes."""
 
-    kind: Annotated[Literal["models", "recipes"], Positional] = "models"
-    """models or recipes."""
+    kind: Annotated[Literal["models", "recipes"], Positional, arg(metavar="models|recipes")] = "models"
+    """What to list."""
+    output: Output = OutputOptions()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShowRecipeArguments:
+    """Print a recipe as a TOML file, to edit and train with."""
+
+    recipe: Annotated[str, Positional, arg(metavar="RECIPE")]
+    """A recipe that `vitrail list recipes` shows; default, paper or bit for fine-tuning; or a .toml or .json file."""
+    images: Number = 1000
+    """Number of training images, by which the recipes for fine-tuning choose their length."""
     output: Output = OutputOptions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertArguments:
-    """Write a model in another format, or adapted to another task. Every change is listed."""
+    """Convert a model to another format, or adapt it to another task.
+
+    Every change is listed.
+    """
 
     source: Annotated[str, Positional, arg(metavar="SRC")]
     """A file or folder of any known format, hf:ORG/NAME[@REVISION], timm:NAME, or a preset such as b16."""
     destination: Annotated[Path, Positional, arg(metavar="DST")]
     """The file or folder to write."""
-    to: TargetFormat = "vitrail"
-    """The format. timm and transformers write folders, timm also a bare .safetensors, torchvision a .pth, google an
-    .npz. For other runtimes: onnx an .onnx, torch-export a .pt2, openvino an .xml and a .bin."""
-    classes: OptionalNumber = None
-    """Replace the head by a zero head with so many classes."""
-    labels: Annotated[str | None, arg(metavar="NAMES")] = None
+    to: Annotated[TargetFormat, arg(metavar="FORMAT")] = "vitrail"
+    """Output format. timm and transformers write folders, timm also a bare .safetensors, torchvision a .pth, google an
+    .npz. For other runtimes: onnx writes an .onnx, torch-export a .pt2, openvino an .xml and a .bin."""
+    classes: Annotated[OptionalNumber, _ADAPTATION] = None
+    """Replace the head with a zero-initialized one of N classes."""
+    labels: Annotated[str | None, _ADAPTATION, arg(metavar="NAMES")] = None
     """Class names: imagenet1k, or a text file with one per line."""
-    image_size: ImageSize = None
+    image_size: Annotated[ImageSize, _ADAPTATION] = None
     """New resolution, one side or height and width; positions are resampled."""
-    patch: Annotated[int | None, arg(metavar="SIDE")] = None
+    patch: Annotated[int | None, _ADAPTATION, arg(metavar="SIDE")] = None
     """New patch side; kernels are resized as in FlexiViT. A hybrid counts cells of its feature map."""
-    channels: OptionalNumber = None
+    channels: Annotated[OptionalNumber, _ADAPTATION] = None
     """New number of input channels."""
-    resample: Resample | None = None
-    """How to resample positions. Omitted: as the origin of the weights does."""
-    preprocess: Preprocess = None
-    int8: bool = False
-    """For onnx: store the weights in 8 bits, a third of the size; --measure shows what that changes."""
-    measure: Annotated[str | None, arg(metavar="DATA")] = None
-    """Images on which lower precisions are compared with float32 on this CPU: a folder, a .csv or .jsonl, shards,
+    resample: Annotated[Resample | None, _ADAPTATION, arg(metavar="METHOD")] = None
+    """How to resample positions. Default: as the source of the weights does."""
+    preprocess: Annotated[Preprocess, _ADAPTATION] = None
+    int8: Annotated[bool, _PRECISION] = False
+    """For onnx: store the weights in 8 bits, a third of the size; --measure shows how the predictions change."""
+    measure: Annotated[str | None, _PRECISION, arg(metavar="DATA")] = None
+    """Images on which to compare lower precisions with float32 on this CPU: a folder, a .csv or .jsonl, shards,
     hf:ORG/NAME, ... A vitrail file then records the fastest one whose predictions agree."""
     overwrite: bool = False
     """Replace the destination if it exists."""
@@ -75,7 +93,10 @@ class ConvertArguments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PushArguments:
-    """Upload a model to the Hugging Face Hub: the transformers folder, the native file and a model card."""
+    """Upload a model to the Hugging Face Hub.
+
+    That is the transformers folder, the native file and a model card.
+    """
 
     run: Annotated[str, Positional, arg(metavar="RUN")]
     """A run folder, of which weights/best.safetensors and README.md are uploaded, or any MODEL."""
@@ -90,7 +111,10 @@ class PushArguments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeArguments:
-    """Serve models over HTTP until interrupted. Accepted requests are still answered, and the exit code is 0."""
+    """Serve models over HTTP, with a web page to try them.
+
+    The server runs until interrupted. Requests accepted by then are still answered, and the exit code is 0.
+    """
 
     models: Annotated[tuple[str, ...], Positional, arg(metavar="MODEL")]
     """Files or folders of any known format, hf:ORG/NAME, timm:NAME, or presets; the page compares two."""
@@ -98,22 +122,22 @@ class ServeArguments:
     """Address to listen on; other machines reach it only at 0.0.0.0 or an address of the network."""
     port: Number = 8000
     """Port to listen on; 0 takes any free one and prints it."""
-    host_name: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="NAME")] = ()
-    """A name of this server, as in a browser's address; may be repeated. Requests to another host are refused.
-    Omitted: a server on loopback answers to the names of loopback alone."""
-    batch: Number = 32
-    """Images per batch, at most."""
-    queue: Number = 64
-    """Accepted images of a model that may wait for an answer; beyond that the response is 503."""
-    deadline: Annotated[float, arg(metavar="SECONDS")] = 1.0
-    """Seconds that an image may wait; where it would wait longer the response is 503, at once."""
-    max_megabytes: Annotated[float, arg(metavar="N")] = 20.0
+    host_name: Annotated[tuple[str, ...], UseAppendAction, _ACCESS, arg(metavar="NAME")] = ()
+    """A name by which browsers reach this server; may be repeated. Requests to another host are refused. Default: a
+    server on loopback accepts only the names of loopback."""
+    batch: Annotated[Number, _LIMITS] = 32
+    """Largest batch of images."""
+    queue: Annotated[Number, _LIMITS] = 64
+    """How many images may wait for each model; beyond that the response is 503."""
+    deadline: Annotated[float, _LIMITS, arg(metavar="SECONDS")] = 1.0
+    """How long an image may wait; if it would wait longer, the response is 503 at once."""
+    max_megabytes: Annotated[float, _LIMITS, arg(metavar="N")] = 20.0
     """Larger requests are refused before they are read."""
-    max_megapixels: Annotated[float, arg(metavar="N")] = 50.0
+    max_megapixels: Annotated[float, _LIMITS, arg(metavar="N")] = 50.0
     """Larger images are refused before they are decoded."""
-    api_key_file: OptionalFile = None
-    """A file with the key that requests must carry; or the environment variable VITRAIL_API_KEY."""
-    device: Device = None
-    precision: Precision | None = None
-    """Precision of the computation. Omitted: float32, or on a CPU what the model's file records as faster there with
-    the same predictions."""
+    api_key_file: Annotated[OptionalFile, _ACCESS] = None
+    """A file with the key that requests must carry. Default: the environment variable VITRAIL_API_KEY, if set."""
+    device: Annotated[Device, COMPUTE] = None
+    precision: Annotated[Precision | None, COMPUTE] = None
+    """Precision of the computation. Default: float32, or on a CPU the faster precision that the model's file records as
+    giving the same predictions."""

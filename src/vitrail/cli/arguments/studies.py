@@ -7,6 +7,8 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from vitrail.cli.options import (
+    COMPUTE,
+    RECIPE,
     Data,
     DataOption,
     ModelOption,
@@ -25,44 +27,46 @@ from vitrail.cli.options import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AblateArguments:
-    """Train a recipe and its variants from random weights with several seeds, and compare them on val.
+    """Train variants of a recipe, and compare them on val.
 
-    An interrupted study continues when the command is repeated. Every GPU computes one run at a time.
+    The recipe and each variant are trained from random weights with several seeds. Repeat an interrupted command to
+    continue. Every GPU computes one run at a time.
     """
 
     recipe: Recipe
     data: DataOption
     variants: Annotated[tuple[str, ...], arg(metavar="NAME=VALUE...")]
-    """One setting per variant, such as positions=none positions=learned-2d depth=6; + joins several."""
-    settings: Settings = ()
-    """Settings of all variants that replace the recipe's, as in `train`."""
-    epochs: OptionalDecimal = None
-    """Passes over the training images. Omitted: the recipe's."""
-    batch: OptionalNumber = None
-    """Images per step. Omitted: the recipe's."""
-    study: StudyOptions = StudyOptions()
+    """One change per variant, such as positions=none positions=learned-2d depth=6; join several with +."""
+    settings: Annotated[Settings, RECIPE] = ()
+    """Change other settings of the recipe for all variants, as in `train`."""
+    epochs: Annotated[OptionalDecimal, RECIPE] = None
+    """Passes over the training images. Default: the recipe's."""
+    batch: Annotated[OptionalNumber, RECIPE] = None
+    """Images per step. Default: the recipe's."""
+    study: Annotated[StudyOptions, COMPUTE] = StudyOptions()
     output: Output = OutputOptions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepArguments:
-    """Choose the learning rate on val, train on all of train with several seeds, and measure on test.
+    """Fine-tune a model as the paper does: choose the learning rate on val, then measure on test.
 
-    An interrupted study continues when the command is repeated. Every GPU computes one run at a time.
+    The final runs train on all of train, with several seeds. Repeat an interrupted command to continue. Every
+    GPU computes one run at a time.
     """
 
     data: Data
     model: ModelOption
     rates: Annotated[tuple[float, ...], arg(metavar="RATE...")] = ()
-    """Learning rates to try. Omitted: the paper's four for a dataset of this size."""
-    transfer: TransferOptions = TransferOptions()
-    study: StudyOptions = StudyOptions()
+    """Learning rates to try. Default: the paper's four for a dataset of this size."""
+    transfer: Annotated[TransferOptions, RECIPE] = TransferOptions()
+    study: Annotated[StudyOptions, COMPUTE] = StudyOptions()
     output: Output = OutputOptions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableArguments:
-    """Print the results of finished studies beside the paper's headline table, as Markdown."""
+    """Print the results of finished studies beside the paper's main table, as Markdown."""
 
     studies: Annotated[tuple[Path, ...], Positional, arg(metavar="STUDY")] = ()
     """Folders of `study sweep` and `study vtab`; without any, the paper's table alone."""
@@ -77,9 +81,10 @@ class TableArguments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VtabArguments:
-    """Fine-tune a model on 1,000 images of each VTAB task, and print the mean accuracy by task, by group and overall.
+    """Fine-tune a model on the 19 tasks of VTAB-1k.
 
-    An interrupted study continues when the command is repeated. Every GPU computes one run at a time.
+    It trains on 1,000 images of each task, and prints the mean accuracy by task, by group and overall. Repeat an
+    interrupted command to continue. Every GPU computes one run at a time.
     """
 
     model: PretrainedModel
@@ -87,7 +92,7 @@ class VtabArguments:
     """DIR/TASK/train800.txt, val200.txt and test.txt, as the benchmark is distributed; or datasets as published, of
     which --seed draws the 1,000 images."""
     tasks: Annotated[tuple[str, ...], arg(metavar="TASK...")] = ()
-    """Some tasks, by the names of their folders. Omitted: all that are there."""
-    transfer: TransferOptions = TransferOptions()
-    study: StudyOptions = StudyOptions(number_of_runs=1)
+    """The tasks to run, by the names of their folders. Default: all that DIR has."""
+    transfer: Annotated[TransferOptions, RECIPE] = TransferOptions()
+    study: Annotated[StudyOptions, COMPUTE] = StudyOptions(number_of_runs=1)
     output: Output = OutputOptions()

@@ -1,19 +1,25 @@
 """Arguments of the commands that train, and of the plan of a run: train, finetune, demo, plan."""
 
 import dataclasses
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from vitrail import recipes
 from vitrail.cli.options import (
+    COMPUTE,
+    DATA,
+    MODEL,
+    RECIPE,
+    RUN_FOLDER,
     Data,
     DataOption,
     DataOptions,
+    FileSuffixes,
+    Group,
     Number,
     NumberOfRuns,
     OptionalDecimal,
+    OptionalFolder,
     OptionalNumber,
     Output,
     OutputOptions,
@@ -26,68 +32,84 @@ from vitrail.cli.options import (
 )
 from vitrail.config import MaskedTarget
 
+FinetuneRecipe = Literal["default", "paper", "bit"]
+_TRAINING, _COST = Group("training"), Group("memory and speed")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainArguments:
-    """Train a model from random weights by a named recipe, and keep the best weights by validation accuracy.
+    """Train a model from random weights with a recipe.
 
-    Recipes called mpp and mae learn without labels, from any folder of images. Their weights have no head; `finetune`
-    and `probe` take them. Their best weights are those of the lowest validation loss.
+    The weights with the best validation accuracy are kept. Recipes named mpp and mae learn without labels, from any
+    folder of images, and keep the weights with the lowest validation loss. These have no head; use them with `finetune`
+    or `probe`.
     """
 
     recipe: Recipe
     data: DataOption
-    overrides: RecipeOptions = RecipeOptions()
-    settings: Settings = ()
-    """Other settings that replace the recipe's: positions, pool, hidden_head, depth, width, optimizer, weight_decay,
-    decay, dropout, mixup and all others; a wrong name lists them."""
-    target: MaskedTarget | None = None
-    """What is predicted of masked patches. Omitted: the recipe's target (mpp and mae)."""
-    probe: Annotated[int, arg(metavar="SHOTS")] = 0
-    """At each evaluation, also measure a linear classifier of the features, trained on so many images per class."""
-    learning: DataOptions = DataOptions()
-    run: RunFolderOptions = RunFolderOptions()
-    compute: TrainingComputeOptions = TrainingComputeOptions()
+    overrides: Annotated[RecipeOptions, RECIPE] = RecipeOptions()
+    settings: Annotated[Settings, RECIPE] = ()
+    """Change any other setting of the recipe: positions, pool, hidden_head, depth, width, optimizer, weight_decay,
+    decay, dropout, mixup, ...; a wrong name lists them all."""
+    target: Annotated[MaskedTarget | None, RECIPE] = None
+    """What to predict of masked patches, for mpp and mae. Default: the recipe's target."""
+    probe_shots: Annotated[int, RECIPE, arg(name="probe", metavar="SHOTS")] = 0
+    """At each evaluation, also train a linear classifier on the features of SHOTS images per class, and measure it; 0
+    for never."""
+    learning: Annotated[DataOptions, DATA] = DataOptions()
+    run: Annotated[RunFolderOptions, RUN_FOLDER] = RunFolderOptions()
+    compute: Annotated[TrainingComputeOptions, COMPUTE] = TrainingComputeOptions()
     output: Output = OutputOptions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinetuneArguments:
-    """Fine-tune a trained model on new images and classes: a new head replaces its own, and all layers are trained."""
+    """Fine-tune a pretrained model on your own images.
+
+    A new head for the classes of your data replaces the model's own, and all layers are trained.
+    """
 
     data: Data
     model: Annotated[str | None, arg(metavar="MODEL")] = None
     """A file or folder of any known format, hf:ORG/NAME or timm:NAME."""
-    recipe: recipes.FinetuneKind = "default"
-    """default works best for most datasets; paper is the paper's, SGD at 384 pixels; bit is BiT-HyperRule."""
-    image_size: Annotated[int | None, arg(metavar="SIDE")] = None
-    """Resolution; positions are resampled. Omitted: the model's (paper: 384)."""
+    recipe: Annotated[
+        FinetuneRecipe | str, RECIPE, FileSuffixes((".toml", ".json")), arg(metavar="default|paper|bit|FILE")
+    ] = "default"
+    """default works best for most datasets; paper is the paper's, SGD at 384 pixels; bit is BiT-HyperRule. Or a .toml
+    or .json file of your own: start with `vitrail recipe show default > my.toml`."""
+    image_size: Annotated[int | None, MODEL, arg(metavar="SIDE")] = None
+    """Resolution; positions are resampled. Default: the model's (paper: 384)."""
     minutes: OptionalDecimal = None
-    """Time limit of each run, everything included; it trains for as long as fits, up to 100 epochs."""
-    overrides: RecipeOptions = RecipeOptions()
-    replan: Annotated[str | None, arg(metavar="STEP:STEPS,...")] = None
-    """Repeat how a run with --minutes was replanned as it went; its report prints the command."""
-    layers: OptionalNumber = None
-    """How many layers below the head are trained; 0 for the head alone."""
-    keep_head: bool = False
-    """Keep training the model's own head, which must have the classes of the data, in any order."""
-    from_scratch: bool = False
-    """Start from the random weights of a preset (--model s16), which have learned nothing."""
-    preprocess: Preprocess = None
+    """Time limit of each run, everything included; it trains as many epochs as fit, up to 100."""
+    overrides: Annotated[RecipeOptions, RECIPE] = RecipeOptions()
+    settings: Annotated[Settings, RECIPE] = ()
+    """Change any other setting of the recipe, such as optimizer.weight_decay=0.1 augment.mixup=0."""
+    replan: Annotated[str | None, RECIPE, arg(metavar="STEP:STEPS,...")] = None
+    """Reproduce a run with --minutes, whose length was adjusted as it went; its report prints the command."""
+    trainable_layers: Annotated[int | None, MODEL, arg(name="layers", metavar="N")] = None
+    """Train only the head and the last N layers below it; 0 for the head alone. Default: all layers."""
+    keep_head: Annotated[bool, MODEL] = False
+    """Keep the model's own head and train it further; it must have the classes of the data, in any order."""
+    from_scratch: Annotated[bool, MODEL] = False
+    """Start from the random weights of a preset, such as --model s16."""
+    preprocess: Annotated[Preprocess, MODEL] = None
     number_of_runs: NumberOfRuns = 1
-    """Repeat with the next seeds, and print the mean and the standard deviation."""
-    learning: DataOptions = DataOptions()
-    run: RunFolderOptions = RunFolderOptions()
-    compute: TrainingComputeOptions = TrainingComputeOptions()
+    """Repeat with N consecutive seeds, and print the mean and standard deviation."""
+    learning: Annotated[DataOptions, DATA] = DataOptions()
+    run: Annotated[RunFolderOptions, RUN_FOLDER] = RunFolderOptions()
+    compute: Annotated[TrainingComputeOptions, COMPUTE] = TrainingComputeOptions()
     output: Output = OutputOptions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DemoArguments:
-    """Train a small ViT on 1,439 real digits of 8 x 8 pixels, and test it on 179 others. Takes two minutes."""
+    """Train a small ViT to read handwritten digits.
 
-    out: Path | None = None
-    """The run folder; runs/demo, runs/demo-2, ... by default."""
+    It trains on 1,439 real digits of 8 x 8 pixels and is tested on 179 others, in about two minutes.
+    """
+
+    out: OptionalFolder = None
+    """The run folder; runs/demo, runs/demo-2, ... by default. s3://bucket/NAME: runs/NAME, uploaded."""
     resume: bool = False
     """Resume an interrupted demo."""
     output: Output = OutputOptions()
@@ -95,34 +117,37 @@ class DemoArguments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanArguments:
-    """Estimate a run before it starts: FLOPs, memory by part, hours, GPU-days, disk and traffic. Nothing is trained."""
+    """Estimate the time, memory and cost of a training run.
+
+    It prints FLOPs, memory by part, hours, GPU-days, disk and network traffic. Nothing is trained.
+    """
 
     name: Annotated[str, Positional, arg(metavar="RECIPE|MODEL")]
     """A recipe that `vitrail list recipes` shows, or a preset such as b16."""
-    gpu: str = "h200"
+    gpu: Annotated[str, arg(metavar="GPU")] = "h200"
     """a100, h100, h200, b200, l40s, rtx4090, or tpuv3 for the cores in which the paper counts its costs."""
     nodes: Number = 1
-    """Machines."""
+    """Number of machines."""
     gpus: Number = 1
     """GPUs per machine."""
-    epochs: OptionalDecimal = None
-    """Passes over the training images. Omitted: the recipe's; 300 for a preset."""
-    steps: OptionalNumber = None
-    """The same in steps."""
-    batch: OptionalNumber = None
-    """Images per step over all GPUs. Omitted: the recipe's; 4096 for a preset."""
-    data_images: OptionalNumber = None
-    """Training images of the dataset. Omitted: those of the recipe's; ImageNet's for a preset."""
-    classes: Number = 1000
-    """Outputs of the head."""
-    micro_batches: Number = 1
-    """Parts in which a GPU computes its share of a step."""
-    recompute: bool = False
+    epochs: Annotated[OptionalDecimal, _TRAINING] = None
+    """Passes over the training images. Default: the recipe's; 300 for a preset."""
+    steps: Annotated[OptionalNumber, _TRAINING] = None
+    """The length in steps instead of epochs."""
+    batch: Annotated[OptionalNumber, _TRAINING] = None
+    """Images per step over all GPUs. Default: the recipe's; 4096 for a preset."""
+    data_images: Annotated[OptionalNumber, _TRAINING] = None
+    """Training images of the dataset. Default: those of the recipe's; ImageNet's for a preset."""
+    classes: Annotated[Number, _TRAINING] = 1000
+    """Classes of the head."""
+    micro_batches: Annotated[Number, _COST] = 1
+    """Micro-batches per step and GPU (gradient accumulation)."""
+    recompute: Annotated[bool, _COST] = False
     """Recompute activations in the backward pass instead of keeping them."""
-    shard: bool = False
+    shard: Annotated[bool, _COST] = False
     """Shard weights, gradients and averages over the GPUs (FSDP)."""
-    efficiency: Annotated[float | None, arg(metavar="SHARE")] = None
-    """Share of the GPU's peak that the run reaches. Omitted: 0.3, which is 300 TFLOP/s on an H200."""
+    efficiency: Annotated[float | None, _COST, arg(metavar="SHARE")] = None
+    """Fraction of the GPU's peak FLOP/s that the run reaches (MFU). Default: 0.3, which is 300 TFLOP/s on an H200."""
     sbatch: bool = False
     """Print a SLURM script instead, which resumes the run after its time limit."""
     output: Output = OutputOptions()

@@ -1,0 +1,1 @@
+"""The Python interface: the functions of `import vitrail`, which the commands call too."""

@@ -1,0 +1,263 @@
+"""Read and write formats, and adapt weights to another task: `vitrail.convert`."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitrail import presets
+from vitrail.api import notebook
+from vitrail.api.models import AnyModel, get_model_name, load_trained
+from vitrail.api.options import build_options
+from vitrail.api.progress import NoteCollector, show_progress
+from vitrail.config import Resample, expand_image_size
+from vitrail.data.dataset import Dataset, Split
+from vitrail.data.loader import iter_eval_batches
+from vitrail.data.sources import DataSource, open_dataset
+from vitrail.errors import DataError, UsageError
+from vitrail.evaluation import precision_benchmark
+from vitrail.evaluation.statistics import measure_agreement
+from vitrail.export import export
+from vitrail.export.graph import GraphRunner
+from vitrail.runtime.workers import Notify, ShowProgress
+from vitrail.weights.adapt import adapt
+from vitrail.weights.formats import WeightsFormat, check_destination
+from vitrail.weights.load import is_preset, save
+from vitrail.weights.trained import Trained, require_preprocess, resolve_labels
+
+TargetFormat = Literal[WeightsFormat, "onnx", "torch-export", "openvino"]
+MAX_MEASURED_IMAGES = 1000
+_BATCH_SIZE = 16
+_MAX_PRECISION_SECONDS = 120.0  # for the comparison of precisions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """How a model is written."""
+
+    destination: Path
+    to: TargetFormat = "vitrail"
+    classes: int | None = None
+    """Classes of a zero head that replaces the model's."""
+    labels: str | None = None
+    """Class names: imagenet1k, or a text file with one per line."""
+    image_size: tuple[int, ...] | None = None
+    """Height and width, or one side; positions are resampled."""
+    patch: int | None = None
+    channels: int | None = None
+    resample: Resample | None = None
+    """How to resample positions; None for as the origin of the weights does."""
+    preprocess: str | None = None
+    """Mean, std and interpolation: imagenet, inception or torchvision."""
+    int8: bool = False
+    """For onnx: store the weights in 8 bits."""
+    measure: DataSource | None = None
+    """Images on which lower precisions are compared with float32."""
+    overwrite: bool = False
+    progress: ShowProgress = show_progress
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Conversion:
+    """A model that was written, and what was changed or lost.
+
+    `vitrail.convert` returns it.
+
+        conversion = vitrail.convert("model.safetensors", "model-timm", "timm")
+        print(conversion.path, conversion.changes, conversion.notes)
+    """
+
+    path: Path
+    metrics: dict[str, Any]
+    """What was changed, what the format cannot hold, and what was measured."""
+
+    @property
+    def changes(self) -> list[str]:
+        """What was changed in the weights, a sentence each."""
+        return list(self.metrics["changes"])
+
+    @property
+    def notes(self) -> list[str]:
+        """What the format cannot hold, a sentence each."""
+        return list(self.metrics["notes"])
+
+    def __repr__(self) -> str:
+        lost = "".join(f"; {note}" for note in (*self.changes, *self.notes))
+        return f"Conversion({str(self.path)!r}, {self.metrics['format']}{lost})"
+
+    def _repr_html_(self) -> str:
+        rows = {"written": str(self.path), "format": self.metrics["format"]}
+        if "difference" in self.metrics:
+            rows["difference"] = f"{self.metrics['difference']:.1e} from vitrail's own float32"
+        if "int8" in self.metrics:
+            rows["int8 agrees"] = f"on {self.metrics['int8']['top1_agreement']:.2%} of the images"
+        return notebook.wrap_html(notebook.render_table(rows), *notebook.render_notes((*self.changes, *self.notes)))
+
+
+def convert(
+    source: AnyModel,
+    destination: str | Path,
+    to: TargetFormat = "vitrail",
+    *,
+    image_size: int | tuple[int, ...] | None = None,
+    notify: Notify | None = None,
+    **options: Any,
+) -> Conversion:
+    """Write a model in another format, or adapted to another task: `vitrail convert` from Python.
+
+    The options are those of `ConvertOptions`. What a format cannot hold is refused, or listed in `notes`.
+
+        vitrail.convert("model.safetensors", "model-hf", "transformers")
+        vitrail.convert("model.safetensors", "flowers.safetensors", classes=102, image_size=384)
+    """
+    size = (image_size,) if isinstance(image_size, int) else image_size
+    built = build_options(ConvertOptions, {"destination": Path(destination), "to": to, "image_size": size} | options)
+    _check_measure_options(built)
+    _check_target(built)  # before a large model is read or written
+    dataset = None if built.measure is None else _open_measure_dataset(built.measure)
+    trained = _load_source(source, NoteCollector() if notify is None else notify)
+    before = len(trained.origin.changes)
+    trained = _adapt(trained, built)
+    facts = {
+        "written": str(built.destination),
+        "format": built.to,
+        "changes": list(trained.origin.changes[before:]),
+        **_write_model(trained, built, dataset),
+    }
+    return Conversion(built.destination, facts)
+
+
+def _check_measure_options(options: ConvertOptions) -> None:
+    to, int8, measure = options.to, options.int8, options.measure
+    if int8 and to != "onnx":
+        raise UsageError(f"--int8 is for onnx, not for {to}: add --to onnx")
+    if int8 and measure is None:
+        raise UsageError("--int8 changes the predictions; name images to measure how much: --measure DATA")
+    if measure is not None and not int8 and to != "vitrail":
+        raise UsageError(f"--measure is not for {to}: add --to onnx --int8, or omit --to")
+
+
+def _check_target(options: ConvertOptions) -> None:
+    path, to, overwrite = options.destination, options.to, options.overwrite
+    match to:
+        case "onnx" | "torch-export" | "openvino":
+            export.check_export_destination(path, to, overwrite=overwrite)
+        case _:
+            check_destination(path, to, overwrite=overwrite)
+
+
+def _load_source(source: AnyModel, notify: Notify) -> Trained:
+    trained = load_trained(source)
+    random = isinstance(source, str) and is_preset(source)
+    notify(f"model: preset {source}, random weights" if random else f"model: {get_model_name(source)}")
+    return trained
+
+
+def _adapt(trained: Trained, options: ConvertOptions) -> Trained:
+    if options.preprocess is not None:
+        trained = _override_preprocess(trained, options.preprocess)
+    return adapt(
+        trained,
+        classes=options.classes,
+        labels=None if options.labels is None else resolve_labels(options.labels),
+        image_size=None if options.image_size is None else expand_image_size(options.image_size),
+        patch=options.patch,
+        channels=options.channels,
+        operator=options.resample,
+    )
+
+
+def _override_preprocess(trained: Trained, name: str) -> Trained:
+    config = trained.model.config
+    preprocess = presets.build_preprocess_config(name, config.image_size, config.channels)
+    changes = (*trained.origin.changes, f"preprocess: {name}, given by hand")
+    origin = dataclasses.replace(trained.origin, changes=changes)
+    return dataclasses.replace(
+        trained, preprocess=preprocess, origin=origin, precision_measurements=(), activation_ranges=()
+    )
+
+
+def _write_model(trained: Trained, options: ConvertOptions, dataset: Dataset | None) -> dict[str, Any]:
+    """Write the file, and return what is known of it."""
+    path, to, overwrite = options.destination, options.to, options.overwrite
+    if dataset is not None and to == "onnx":
+
+        def compare_int8(float32: GraphRunner, int8: GraphRunner) -> dict[str, Any]:
+            return _compare_int8_with_float32(float32, int8, trained, dataset, options.progress)
+
+        parity, comparison = export.export_int8_model(trained, path, compare_int8, overwrite=overwrite)
+        return {"notes": [], **parity._asdict(), "int8": comparison}
+    if dataset is not None:
+        trained = _measure_precisions(trained, dataset, options.progress)
+        notes = save(trained, path, overwrite=overwrite)
+        measurements = [dataclasses.asdict(measurement) for measurement in trained.precision_measurements]
+        return {"notes": notes, "precision_measurements": measurements}
+    match to:
+        case "onnx" | "torch-export" | "openvino":
+            return {"notes": [], **export.export_model(trained, path, to, overwrite=overwrite)._asdict()}
+        case _:
+            return {"notes": save(trained, path, to, overwrite=overwrite)}
+
+
+# --- comparing precisions --------------------------------------------------------------------------------------------
+
+
+def _open_measure_dataset(data: DataSource) -> Dataset:
+    dataset = open_dataset(data)
+    if not {"val", "test"} & dataset.splits.keys():
+        raise DataError(f"{dataset.name} has neither val nor test to measure on")
+    return dataset
+
+
+def _select_images(dataset: Dataset) -> Split:
+    """At most MAX_MEASURED_IMAGES of val, or of test where there is no val, evenly: they may be sorted by class."""
+    split = dataset.splits.get("val", dataset.splits.get("test"))
+    assert split is not None
+    return Split(split.store, np.asarray(split.rows)[:: -(-len(split) // MAX_MEASURED_IMAGES)])
+
+
+def _iterate_inputs(trained: Trained, dataset: Dataset, progress: ShowProgress) -> Iterator[Tensor]:
+    """Batches of model inputs of the images to measure on, with progress."""
+    preprocess = require_preprocess(trained)
+    split, done = _select_images(dataset), 0
+    with progress("measuring") as report:
+        for batch in iter_eval_batches(split, preprocess, batch_size=_BATCH_SIZE, num_classes=len(dataset.classes)):
+            yield batch.pixels
+            done += len(batch.pixels)
+            report(done, len(split))
+
+
+def _measure_precisions(trained: Trained, dataset: Dataset, progress: ShowProgress) -> Trained:
+    """The model with the agreement and the speed of every precision on this machine."""
+    if not trained.model.config.classes:
+        raise UsageError("precisions are compared by predictions, and the model has no head: omit --measure")
+    return precision_benchmark.measure_precisions(
+        trained,
+        _iterate_inputs(trained, dataset, progress),
+        seconds=_MAX_PRECISION_SECONDS,
+        data=Path(dataset.name).name,
+    )
+
+
+def _compare_int8_with_float32(
+    float32: GraphRunner, int8: GraphRunner, trained: Trained, dataset: Dataset, progress: ShowProgress
+) -> dict[str, Any]:
+    """The agreement of int8 with float32, and its speedup, in ONNX Runtime on this machine."""
+    runners = (float32, int8)
+    probabilities: tuple[list[Tensor], list[Tensor]] = ([], [])
+    speedups = []
+    for number, pixels in enumerate(_iterate_inputs(trained, dataset, progress)):
+        seconds = [0.0, 0.0]
+        for index in ((0, 1), (1, 0))[number % 2]:  # by turns, so that other load on the machine slows both alike
+            start = time.perf_counter()
+            probabilities[index].append(runners[index](pixels)["probabilities"])
+            seconds[index] = time.perf_counter() - start
+        speedups.append(seconds[0] / seconds[1])
+    agreement = measure_agreement(torch.cat(probabilities[0]), torch.cat(probabilities[1]))
+    return {"data": Path(dataset.name).name, **agreement._asdict(), "speed": statistics.median(speedups)}

@@ -1,0 +1,301 @@
+"""Measure models from Python: `vitrail.evaluate` and `vitrail.probe`."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vitrail import remote
+from vitrail.api import notebook
+from vitrail.api.models import AnyModel, choose_distinct_name, get_model_name, load_trained
+from vitrail.api.progress import NoteCollector, show_progress
+from vitrail.data.dataset import Dataset
+from vitrail.data.sources import DataSource, open_dataset
+from vitrail.errors import UsageError
+from vitrail.evaluation import dataset_evaluation
+from vitrail.evaluation.dataset_evaluation import (
+    EvaluatedModel,
+    EvaluationSettings,
+    ModelEvaluation,
+    SplitName,
+    load_evaluated_model,
+    make_evaluated_model,
+)
+from vitrail.evaluation.probe_run import ProbeMethod, ProbeSettings, run_probe
+from vitrail.evaluation.statistics import Interval
+from vitrail.formatting import pluralize
+from vitrail.report.result_files import write_evaluation
+from vitrail.runtime import distributed
+from vitrail.runtime.workers import Notify, ShowProgress, count_loader_workers
+from vitrail.training.dataset_checks import check_classes, list_dataset_notes
+from vitrail.training.finetune import PreprocessName, set_preprocess
+from vitrail.weights.load import check_loadable
+from vitrail.weights.trained import Trained
+
+_WEAKEST_CLASSES = 3  # named in a notebook
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Evaluation:
+    """The measurement of a model, and of those it was compared with, on a dataset.
+
+    `vitrail.evaluate` returns it.
+
+        evaluation = vitrail.evaluate("model.safetensors", "photos")
+        print(evaluation.accuracy, evaluation.interval, evaluation.per_class)
+    """
+
+    metrics: dict[str, Any]
+    """All numbers: of each model, and the comparisons of the first with the others."""
+    results: tuple[ModelEvaluation, ...]
+    """The predictions of each model, image by image."""
+    folder: Path | None
+    """Where tables and figures were written."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def accuracy(self) -> float:
+        """The share of images that the first model gets right; of multi-label images, all of their labels."""
+        return self.results[0].metrics.top1
+
+    @property
+    def interval(self) -> Interval:
+        """The 95 % confidence interval of the accuracy."""
+        return self.results[0].metrics.top1_interval
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the first model's outputs."""
+        return self.results[0].names
+
+    @property
+    def per_class(self) -> dict[str, float]:
+        """The accuracy of each class that has images; empty for multi-label images and for very many classes."""
+        if self.confusion is None:
+            return {}
+        images = self.confusion.sum(axis=1)
+        right = self.confusion.diagonal()
+        return {name: float(right[i] / images[i]) for i, name in enumerate(self.classes) if images[i]}
+
+    @property
+    def confusion(self) -> NDArray[np.int64] | None:
+        """(L, L): how often each class (rows) was predicted as each class (columns)."""
+        counts = self.results[0].evaluation.counts
+        return counts.confusion.numpy() if counts.has_confusion else None
+
+    def __repr__(self) -> str:
+        return f"Evaluation({self.metrics['models'][0]['model']} on {self.metrics['data']}: {self._summarize()})"
+
+    def _summarize(self) -> str:
+        low, high = self.interval
+        images = pluralize(self.results[0].metrics.images, "image")
+        return f"{self.accuracy:.1%} of {images} right, 95 % interval {low:.1%} to {high:.1%}"
+
+    def _repr_html_(self) -> str:
+        rows = {"result": self._summarize(), "model": self.metrics["models"][0]["model"], "data": self.metrics["data"]}
+        for other, comparison in zip(self.metrics["models"][1:], self.metrics.get("comparisons", ()), strict=False):
+            rows[f"against {other['model']}"] = f"{other['top1']:.1%} right, p = {comparison['p_value']:.2g}"
+        imperfect = [(accuracy, name) for name, accuracy in self.per_class.items() if accuracy < 1]
+        if imperfect:
+            weakest = sorted(imperfect)[:_WEAKEST_CLASSES]
+            rows["weakest classes"] = ", ".join(f"{name} ({accuracy:.0%})" for accuracy, name in weakest)
+        if self.folder is not None:
+            rows["folder"] = str(self.folder)
+        parts = [notebook.render_table(rows)]
+        if self.confusion is not None:
+            parts.append(notebook.render_confusion(self.confusion, self.classes))
+        return notebook.wrap_html(*parts, *notebook.render_notes(self.notes))
+
+
+def evaluate(
+    model: AnyModel,
+    data: DataSource,
+    *,
+    against: Sequence[AnyModel] = (),
+    split: SplitName | None = None,
+    real: str | Path | None = None,
+    classes: str | Path | None = None,
+    tta: bool = False,
+    abstain: float | None = None,
+    strict: bool = False,
+    out: str | Path | None = None,
+    batch: int = 64,
+    device: str | None = None,
+    workers: int | None = None,
+    progress: ShowProgress = show_progress,
+    notify: Notify | None = None,
+) -> Evaluation:
+    """Measure models on labeled images: `vitrail evaluate` from Python, with its defaults.
+
+    The images are those of test, or of val where there is no test. `against` are other models, measured on the same
+    images and each compared with the first. Tables and figures are written to `out`, if it is given.
+
+        vitrail.evaluate("model.safetensors", "photos").accuracy
+    """
+    notes = NoteCollector() if notify is None else notify
+    _check_numbers(batch, abstain)
+    if abstain is not None and isinstance(model, Trained):
+        raise UsageError("abstain stores a threshold in the model's file: give the file or the run, not a Trained")
+    folder = _check_folder(out)
+    with distributed.join_process_group(device) as (group, chosen_device):
+        dataset = open_dataset(data)
+        if abstain is not None:
+            dataset_evaluation.check_threshold_target(get_model_name(model), dataset)
+        settings = EvaluationSettings(
+            group=group,
+            device=chosen_device,
+            batch=batch,
+            workers=count_loader_workers(workers),
+            tta=tta,
+            class_subset=None if classes is None else Path(classes),
+            real=None if real is None else Path(real),
+            strict=strict,
+            show_progress=progress,
+            notify=notes,
+        )
+        _notify_of_dataset(dataset, split, notes)
+        dataset_evaluation.check_evaluable(dataset, split)
+        models = _load_models([model, *against])
+        images = dataset_evaluation.select_images(dataset, split, models, notes)
+        results = dataset_evaluation.evaluate_models(models, dataset, images, settings)
+        unreadable = dataset_evaluation.list_unreadable(images, results, notes)
+        facts = dataset_evaluation.collect_facts(dataset, results, settings)
+        facts |= {"unreadable": unreadable} if unreadable else {}
+        if folder is not None and group.is_rank0:
+            write_evaluation(dataset, images, results, facts, folder)
+        if abstain is not None:
+            name = get_model_name(model)
+            facts["threshold"] = dataset_evaluation.fit_threshold(name, dataset, settings, abstain)
+        return Evaluation(facts, tuple(results), folder, tuple(notes) if isinstance(notes, NoteCollector) else ())
+
+
+def _check_numbers(batch: int, abstain: float | None) -> None:
+    if batch < 1:
+        raise UsageError(f"--batch is {batch}; it must be at least 1")
+    if abstain is not None and not 0 < abstain < 1:
+        raise UsageError(f"--abstain is {abstain}; it is the share of correct predictions, such as 0.95")
+
+
+def _check_folder(out: str | Path | None) -> Path | None:
+    if out is None:
+        return None
+    folder = Path(out)
+    if remote.is_remote(str(out)) or folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise UsageError(f"--out {out} must be a local folder that is new or empty")
+    return folder
+
+
+def _load_models(models: Sequence[AnyModel]) -> list[EvaluatedModel]:
+    """Load the models, each name or path once; models in memory of one name are numbered."""
+    loaded: dict[str, EvaluatedModel] = {}
+    for model in models:
+        name = get_model_name(model)
+        if isinstance(model, Trained):
+            name = choose_distinct_name(name, loaded)
+        if name not in loaded:
+            is_name = isinstance(model, str)
+            loaded[name] = load_evaluated_model(name) if is_name else make_evaluated_model(load_trained(model), name)
+    return list(loaded.values())
+
+
+def _notify_of_dataset(dataset: Dataset, split: SplitName | None, notify: Notify) -> None:
+    """Pass the notes on, except that images were held out where all of them are measured."""
+    if split is None and dataset_evaluation.is_unsplit(dataset):
+        notes = [note for note in dataset.notes if note != dataset.holdout_note]
+        dataset = dataclasses.replace(dataset, notes=tuple(notes))
+    for note in list_dataset_notes(dataset):
+        notify(note)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ProbeResult:
+    """The accuracy of simple classifiers on a model's features.
+
+    `vitrail.probe` returns it.
+
+        result = vitrail.probe("model.safetensors", "photos", methods=["knn"])
+        print(result.scores["kNN"])
+    """
+
+    metrics: dict[str, Any]
+    """All numbers, with a row in `scores` for each classifier."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The accuracy of each classifier: "1-shot", "5-shot", ..., "kNN", "linear", "logistic"."""
+        return {
+            f"{score['shots']}-shot" if score["shots"] else str(score["method"]): float(score["top1"])
+            for score in self.metrics["scores"]
+        }
+
+    def __repr__(self) -> str:
+        images = pluralize(self.metrics["images"], f"{self.metrics['split']} image")
+        scores = ", ".join(f"{name} {accuracy:.1%}" for name, accuracy in self.scores.items())
+        return f"ProbeResult({scores} of {images})"
+
+    def _repr_html_(self) -> str:
+        rows = {name: f"{accuracy:.1%}" for name, accuracy in self.scores.items()}
+        images = {"images": f"{self.metrics['images']:,} of {self.metrics['split']}"}
+        return notebook.wrap_html(notebook.render_table(rows | images), *notebook.render_notes(self.notes))
+
+
+def probe(
+    model: AnyModel,
+    data: DataSource,
+    *,
+    methods: Sequence[ProbeMethod] = ("few-shot", "knn", "linear", "logistic"),
+    shots: Sequence[int] = (),
+    seeds: int = 3,
+    penalty: float | Literal["auto"] = 1024.0,
+    k: int = 20,
+    train_on_val: bool = False,
+    save: str | Path | None = None,
+    overwrite: bool = False,
+    preprocess: PreprocessName | None = None,
+    batch: int = 64,
+    device: str | None = None,
+    workers: int | None = None,
+    progress: ShowProgress = show_progress,
+    notify: Notify | None = None,
+) -> ProbeResult | None:
+    """Measure a model's features by simple classifiers: `vitrail probe` from Python, with its defaults.
+
+    Under torchrun rank 0 returns the result, and other ranks None.
+
+        vitrail.probe("model.safetensors", "photos", methods=["few-shot"], shots=[5]).scores
+    """
+    notes = NoteCollector() if notify is None else notify
+    if isinstance(model, str):
+        check_loadable(model)
+    with distributed.join_process_group(device) as (group, chosen_device):
+        settings = ProbeSettings(
+            methods=methods,
+            shots=tuple(shots),
+            seeds=seeds,
+            penalty=None if penalty == "auto" else penalty,
+            k=k,
+            train_on_val=train_on_val,
+            save=None if save is None else Path(save),
+            overwrite=overwrite,
+            batch=batch,
+            workers=count_loader_workers(workers),
+            group=group,
+            device=chosen_device,
+            show_progress=progress,
+            notify=notes,
+        )
+        dataset = open_dataset(data)
+        trained = set_preprocess(load_trained(model), preprocess)
+        for note in list_dataset_notes(dataset):
+            notes(note)
+        check_classes(dataset)
+        facts = run_probe(trained, dataset, data if isinstance(data, str) else dataset.name, settings)
+        if facts is None:
+            return None
+        return ProbeResult(
+            {"model": get_model_name(model)} | facts, tuple(notes) if isinstance(notes, NoteCollector) else ()
+        )

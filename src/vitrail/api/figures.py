@@ -1,0 +1,131 @@
+"""Draw what a model has learned and what it attends to: `vitrail.figures`."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vitrail.api import notebook
+from vitrail.api.models import AnyModel, get_model_name, load_trained
+from vitrail.api.progress import NoteCollector, show_progress
+from vitrail.errors import UsageError
+from vitrail.formatting import pluralize
+from vitrail.runtime.workers import Notify, ShowProgress
+from vitrail.training.run_folder import choose_next_folder
+from vitrail.visualization import all_figures
+from vitrail.visualization.all_figures import FigureFolder, FigureModel, claim_folder
+from vitrail.visualization.attention_images import FigureImage
+from vitrail.visualization.crops import read_boxes
+from vitrail.weights.load import is_preset
+
+_SHOWN_WIDTH = 800  # pixels of a figure in a notebook
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Figures:
+    """The figures that were drawn, in a folder.
+
+    `vitrail.figures` returns it.
+
+        drawn = vitrail.figures("model.safetensors")
+        print(drawn.folder, list(drawn.files))
+    """
+
+    folder: Path
+    metrics: dict[str, Any]
+    """The record of the folder: models, files, numbers, and what was skipped and why."""
+
+    @property
+    def files(self) -> dict[str, str]:
+        """A description of each file, by its name in the folder."""
+        return dict(self.metrics["files"])
+
+    @property
+    def numbers(self) -> dict[str, dict[str, Any]]:
+        """The numbers of the figures, by figure and model."""
+        return dict(self.metrics["numbers"])
+
+    def __repr__(self) -> str:
+        return f"Figures({str(self.folder)!r}: {', '.join(name for name in self.files if name.endswith('.png'))})"
+
+    def _repr_html_(self) -> str:
+        pictures = [name for name in self.files if name.endswith(".png") and "/" not in name]
+        images = [notebook.render_image(self.folder / name, _SHOWN_WIDTH, alt=name) for name in pictures]
+        parts = [
+            notebook.render_figure(f"{name.removesuffix('.png')}: {self.files[name]}", image)
+            for name, image in zip(pictures, images, strict=True)
+        ]
+        return notebook.wrap_html(*parts)
+
+
+def figures(
+    model: AnyModel,
+    images: str | Path | Sequence[str | Path] = (),
+    *,
+    against: AnyModel | None = None,
+    out: str | Path | None = None,
+    boxes: str | Path | None = None,
+    image_size: int | tuple[int, ...] | None = None,
+    pictures: int = 64,
+    faithfulness: bool = False,
+    device: str | None = None,
+    progress: ShowProgress = show_progress,
+    notify: Notify | None = None,
+) -> Figures:
+    """Draw the paper's figures of a model, or of two side by side: `vitrail figures` from Python, with its defaults.
+
+    `images` are files, folders or globs, or a dataset such as "digits". Figures are written to `out`, a new folder
+    below runs/ by default. Images that cannot be read are listed in `metrics["unreadable"]`.
+
+        vitrail.figures("model.safetensors", "photos").numbers
+    """
+    notify = NoteCollector() if notify is None else notify
+    if pictures < 0:
+        raise UsageError(f"--pictures is {pictures}; it must be 0 or more")
+    given = [model] if against is None else [model, against]
+    names = [get_model_name(each) for each in given]
+    image_arguments = _list_arguments(images)
+    if boxes is not None and not image_arguments:
+        raise UsageError("--boxes says where objects are in images: give the images too")
+    object_boxes = {} if boxes is None else read_boxes(Path(boxes))
+    path = choose_next_folder("figures") if out is None else claim_folder(str(out))
+    listed = all_figures.list_images(image_arguments)
+    drawn = _select_drawn(listed, pictures, notify)
+    drawn_names = {image.name for image in drawn}
+    read = [*drawn, *(image for image in listed if object_boxes and image.name not in drawn_names)]
+    size = (image_size,) if isinstance(image_size, int) else image_size
+    models = all_figures.prepare_models([_load_model(each, notify) for each in given], size, device)
+    folder = FigureFolder(path, [each.name for each in models], notify=notify)
+    folder.clear()
+    all_figures.draw_weight_figures(models, folder)
+    if read:
+        all_figures.draw_image_figures(
+            models, read, object_boxes, folder, num_drawn=len(drawn), faithfulness=faithfulness, show_progress=progress
+        )
+    else:
+        reason = "--pictures 0 reads none" if listed else f"vitrail figures {names[0]} IMAGES..."
+        folder.add_skipped("attention", f"that takes images: {reason}")
+    return Figures(path, folder.write_record(complete=True) | {"images": len(read)})
+
+
+def _list_arguments(images: str | Path | Sequence[str | Path]) -> list[str]:
+    arguments = [images] if isinstance(images, str | Path) else list(images)
+    if wrong := next((image for image in arguments if not isinstance(image, str | Path)), None):
+        raise UsageError(f"figures are drawn of files, folders, globs or a dataset's name, not {type(wrong).__name__}")
+    return [str(argument) for argument in arguments]
+
+
+def _load_model(model: AnyModel, notify: Notify) -> FigureModel:
+    trained = load_trained(model)
+    if isinstance(model, str) and is_preset(model):
+        notify(f"{model} is a preset: its weights are random")
+    return FigureModel(get_model_name(model), trained)
+
+
+def _select_drawn(images: list[FigureImage], number: int, notify: Notify) -> list[FigureImage]:
+    drawn = all_figures.spread_evenly(images, number)
+    if len(drawn) < len(images):
+        verb = "is" if len(drawn) == 1 else "are"
+        total = pluralize(len(images), "image")
+        notify(f"{len(drawn):,} of {total} {verb} drawn; --pictures {len(images)} draws all")
+    return drawn

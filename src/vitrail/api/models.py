@@ -1,0 +1,40 @@
+"""What a MODEL is in Python: a name or path, a run, or a model with its preprocessing."""
+
+from collections.abc import Container
+from pathlib import Path
+
+from vitrail.api.run import Run
+from vitrail.errors import UsageError
+from vitrail.weights.load import load
+from vitrail.weights.trained import Trained
+
+AnyModel = str | Path | Run | Trained
+"""Any MODEL of the commands, a `Run`, whose best weights count, or a `Trained`."""
+
+
+def get_model_name(model: AnyModel) -> str:
+    """The model's name in results: as it was given, a run's folder, or where a `Trained` came from."""
+    if isinstance(model, Run):
+        return str(model.folder)
+    if isinstance(model, Trained):
+        return model.origin.name
+    if isinstance(model, str | Path):
+        return str(model)
+    raise UsageError(f"a model is a name, a path, a vitrail.Run or a vitrail.Trained, not {type(model).__name__}")
+
+
+def choose_distinct_name(name: str, taken: Container[str]) -> str:
+    """The name, or with a number where it is taken: models in memory may come from the same weights."""
+    number = 2
+    distinct = name
+    while distinct in taken:
+        distinct, number = f"{name} ({number})", number + 1
+    return distinct
+
+
+def load_trained(model: AnyModel) -> Trained:
+    """Load any MODEL."""
+    get_model_name(model)  # refuses what is none
+    if isinstance(model, Run):
+        return model.trained
+    return model if isinstance(model, Trained) else load(model)

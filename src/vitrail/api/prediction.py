@@ -1,0 +1,403 @@
+"""Label images and extract features from Python: `vitrail.predict` and `vitrail.embed`."""
+
+import contextlib
+import dataclasses
+import html
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict, Unpack, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from vitrail import __version__, remote
+from vitrail.api import notebook
+from vitrail.api.models import AnyModel, load_trained
+from vitrail.api.options import check_option_names
+from vitrail.api.progress import NoteCollector, show_progress
+from vitrail.config import Precision, to_json
+from vitrail.data.decode import ImageSource
+from vitrail.data.image_paths import ImageRef, can_count_images, describe_skipped, iter_image_refs
+from vitrail.errors import DataError, UsageError
+from vitrail.export import export
+from vitrail.files import compute_sha256
+from vitrail.formatting import pluralize
+from vitrail.inference.bulk_prediction import (
+    AnyClassifier,
+    BulkResult,
+    BulkSettings,
+    check_supported,
+    predict_images,
+)
+from vitrail.inference.classifier import Classifier, ExportedClassifier, RankedLabels
+from vitrail.inference.prediction_rows import (
+    FORMAT_BY_SUFFIX,
+    FileFormat,
+    PredictionItem,
+    PredictionRow,
+    RowFile,
+    RowTarget,
+    WriteRows,
+    WrittenRows,
+)
+from vitrail.runtime import cpu_threads, distributed, workers
+from vitrail.runtime.distributed import ProcessGroup
+from vitrail.runtime.workers import Notify, ShowProgress
+from vitrail.visualization.attention_images import draw_rollouts, iterate_picture_paths
+from vitrail.weights.tensor_files import digest_tensors
+
+_SHOWN_ROWS = 50  # rows of a table in a notebook
+
+Images = ImageSource | Sequence[ImageSource]
+"""Files, folders, globs, shards and lists, as the commands take them; or Pillow images, arrays and bytes of files."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PredictOptions:
+    """What is computed for each image, and how."""
+
+    top: int = 1
+    """Labels per image."""
+    embed: bool = False
+    """Features instead of labels."""
+    attention: str | Path | None = None
+    """A folder for attention rollouts, one picture per image."""
+    out: str | Path | None = None
+    """A file for the rows: .csv, .jsonl, or for features .npy."""
+    batch: int = 64
+    device: str | None = None
+    precision: Precision | None = None
+    """None for float32, or on a CPU what the model's file records as faster there with the same predictions."""
+    workers: int | None = None
+    """Threads that read images; one per core by default."""
+    fetch_urls: bool = False
+    """Fetch URLs listed on standard input too."""
+
+    def __post_init__(self) -> None:
+        if self.top < 1 or self.batch < 1:
+            raise UsageError(f"--top is {self.top} and --batch {self.batch}; both must be at least 1")
+        for name, path in (("--out", self.out), ("--attention", self.attention)):
+            if path is not None and remote.is_remote(str(path)):
+                raise UsageError(f"{name} {path} must be a local path")
+
+
+class Prediction(NamedTuple):
+    """What a model sees in an image; no labels and a reason in `error`, where it cannot be read.
+
+    A `PredictionList` holds one for each image.
+
+        prediction = vitrail.predict("model.safetensors", "cat.jpg", top=3)[0]
+        print(prediction.label, prediction.probability, prediction.labels)
+    """
+
+    image: str
+    labels: RankedLabels
+    """(label, probability), the likeliest first."""
+    error: str = ""
+
+    @property
+    def label(self) -> str | None:
+        """The likeliest label."""
+        return self.labels[0][0] if self.labels else None
+
+    @property
+    def probability(self) -> float | None:
+        """The probability of the likeliest label."""
+        return self.labels[0][1] if self.labels else None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class PredictionList:
+    """Predictions in the order of their images.
+
+    `vitrail.predict` returns it.
+
+        for prediction in vitrail.predict("model.safetensors", "photos"):
+            print(prediction.image, prediction.error or prediction.label)
+    """
+
+    rows: tuple[Prediction, ...]
+    notes: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Prediction]:
+        return iter(self.rows)
+
+    def __getitem__(self, index: int) -> Prediction:
+        return self.rows[index]
+
+    def __repr__(self) -> str:
+        counts = Counter(row.label for row in self.rows if row.label is not None)
+        labels = ", ".join(f"{label} {count:,}" for label, count in counts.most_common(5))
+        failed = sum(bool(row.error) for row in self.rows)
+        unreadable = f", {failed:,} cannot be read" if failed else ""
+        return f"PredictionList({pluralize(len(self.rows), 'image')}: {labels}{unreadable})"
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f"<tr><td>{html.escape(row.image)}</td><td>{html.escape(row.error or _format_labels(row.labels))}</td></tr>"
+            for row in self.rows[:_SHOWN_ROWS]
+        )
+        more = "" if len(self.rows) <= _SHOWN_ROWS else f"<p>and {len(self.rows) - _SHOWN_ROWS:,} more</p>"
+        table = f"<table><tr><th>image</th><th>labels</th></tr>{cells}</table>"
+        return notebook.wrap_html(table, more, *notebook.render_notes(self.notes))
+
+
+def _format_labels(labels: RankedLabels) -> str:
+    return ", ".join(f"{label} {probability:.1%}" for label, probability in labels)
+
+
+class PredictKeywords(TypedDict, total=False):
+    """What `predict` and `embed` take by keyword."""
+
+    batch: int
+    device: str | None
+    precision: Precision | None
+    workers: int | None
+
+
+def predict(
+    model: AnyModel, images: Images, *, top: int = 1, out: str | Path | None = None, **options: Unpack[PredictKeywords]
+) -> PredictionList:
+    """Label images: `vitrail predict` from Python, with its defaults. An unreadable image is named in its row.
+
+    `out` also writes the rows to a .csv or .jsonl file, as the command does.
+
+        vitrail.predict("model.safetensors", "photos")[0].label
+    """
+    check_option_names(options, ("top", "out", *PredictKeywords.__annotations__))
+    rows, notes = _collect_rows(model, images, PredictOptions(top=top, out=out, **options))
+    return PredictionList(tuple(Prediction(row.image, row.labels, row.error) for row in rows), tuple(notes))
+
+
+def embed(model: AnyModel, images: Images, **options: Unpack[PredictKeywords]) -> NDArray[np.float32]:
+    """The features of images, (n, D): what the head reads.
+
+    An unreadable image is an error.
+
+        features = vitrail.embed("model.safetensors", ["cat.jpg", "dog.jpg"])
+    """
+    check_option_names(options, PredictKeywords.__annotations__)
+    rows, _ = _collect_rows(model, images, PredictOptions(embed=True, **options))
+    features = []
+    for row in rows:
+        if row.features is None:
+            raise DataError(row.error)
+        features.append(row.features)
+    if not features:
+        raise DataError("there are no images to embed")
+    return np.stack(features)
+
+
+class _CollectedRows(NamedTuple):
+    """Rows in memory, and in a file where there is one."""
+
+    rows: list[PredictionRow]
+    file: RowFile | None
+    name: str = "the result"
+    can_continue: bool = False
+
+    def find_written(self, items: Iterator[PredictionItem]) -> tuple[WrittenRows, list[PredictionItem]]:  # noqa: ARG002
+        """Nothing is written before, unless the file has rows, which are computed again for the result."""
+        if self.file is not None and self.file.path.exists():
+            raise UsageError(f"{self.file.path} exists: give another `out`, or remove it")
+        return WrittenRows(), []
+
+    @contextlib.contextmanager
+    def open_writer(self, written: WrittenRows) -> Iterator[WriteRows]:
+        """Open a function that keeps rows, and writes them."""
+        with contextlib.ExitStack() as stack:
+            write = None if self.file is None else stack.enter_context(self.file.open_writer(written))
+
+            def keep(rows: Sequence[PredictionRow]) -> None:
+                self.rows.extend(rows)
+                if write is not None:
+                    write(rows)
+
+            yield keep
+
+
+def _collect_rows(model: AnyModel, images: Images, options: PredictOptions) -> tuple[list[PredictionRow], list[str]]:
+    notes, rows = NoteCollector(), list[PredictionRow]()
+
+    def make_target(classifier: AnyClassifier) -> RowTarget:
+        if options.out is None:
+            return _CollectedRows(rows, None)
+        row_format = FORMAT_BY_SUFFIX.get(Path(options.out).suffix.lower())
+        if row_format is None or row_format == "npy":
+            raise UsageError(f"--out {options.out} has no known suffix: .csv or .jsonl")
+        return _CollectedRows(rows, make_row_file(classifier, options, row_format))
+
+    run_prediction(model, _list_images(images), options, make_target, notify=notes)
+    return rows, notes
+
+
+def _list_images(images: Images) -> list[ImageSource]:
+    """The images one by one; an array of one image, (H, W) or (H, W, 3 or 4), is one."""
+    if isinstance(images, str | Path | bytes | Image.Image):
+        return [images]
+    if isinstance(images, np.ndarray) and (images.ndim == 2 or (images.ndim == 3 and images.shape[2] in (3, 4))):
+        return [images]
+    return list(cast(Sequence[ImageSource], images))
+
+
+# --- what the command shares -----------------------------------------------------------------------------------------
+
+
+def run_prediction(
+    model: AnyModel,
+    images: Sequence[ImageSource],
+    options: PredictOptions,
+    make_target: Callable[[AnyClassifier], RowTarget],
+    *,
+    notify: Notify,
+    progress: ShowProgress = show_progress,
+) -> tuple[BulkResult, str]:
+    """Predict images and write a row for each to the target; also return a note on photos that no decoder reads."""
+    with distributed.join_process_group(options.device) as (group, device):
+        cpu_threads.keep_freed_memory()
+        classifier = _open_classifier(model, options, device, group, notify)
+        if isinstance(classifier, Classifier):
+            check_supported(classifier, embed=options.embed, attention=options.attention is not None)
+        threads = max(1, workers.count_available_cores() if options.workers is None else options.workers)
+        skipped = Counter[str]()
+        items = _iterate_items(images, options, skipped) if group.is_rank0 else iter(())
+        settings = BulkSettings(
+            top=options.top,
+            embed=options.embed,
+            threads=threads,
+            group=group,
+            draw_pictures=None if options.attention is None else _make_drawer(classifier, threads),
+            notify=notify,
+        )
+        with progress("predicting") as report:
+            if options.attention is not None and (options.out is None or not Path(options.out).exists()):
+                _check_empty(Path(options.attention))
+            target = distributed.run_on_rank0(lambda: make_target(classifier))
+            total = _count_images(images) if group.is_rank0 else 0
+            result = predict_images(classifier, items, target, settings, total=total, progress=report)
+        return result, describe_skipped(skipped)
+
+
+def _make_drawer(
+    classifier: AnyClassifier, threads: int
+) -> Callable[[Sequence[PredictionItem], Sequence[Tensor]], None]:
+    def draw_pictures(batch: Sequence[PredictionItem], inputs: Sequence[Tensor]) -> None:
+        assert isinstance(classifier, Classifier), "an exported file is refused"
+        pictures = [(item.image, item.picture) for item in batch if item.picture is not None]
+        draw_rollouts(classifier, pictures, inputs, threads)
+
+    return draw_pictures
+
+
+def _iterate_items(
+    images: Sequence[ImageSource], options: PredictOptions, skipped: "Counter[str]"
+) -> Iterator[PredictionItem]:
+    refs = _iterate_refs(images, options, skipped)
+    if options.attention is None:
+        return (PredictionItem(image) for image in refs)
+    return (PredictionItem(image, path) for image, path in iterate_picture_paths(refs, Path(options.attention)))
+
+
+def _iterate_refs(
+    images: Sequence[ImageSource], options: PredictOptions, skipped: "Counter[str]"
+) -> Iterator[ImageRef]:
+    for number, image in enumerate(images):
+        if isinstance(image, str | Path):
+            yield from iter_image_refs([str(image)], fetch_urls=options.fetch_urls, skipped=skipped)
+        else:
+            yield ImageRef(f"image {number}", "", content=image)
+
+
+def _count_images(images: Sequence[ImageSource]) -> int:
+    """The number of images, for the progress; 0 where counting would read or download them."""
+    paths = [str(image) for image in images if isinstance(image, str | Path)]
+    in_memory = len(images) - len(paths)
+    return in_memory + sum(1 for _ in iter_image_refs(paths)) if can_count_images(paths) else 0
+
+
+def _open_classifier(
+    model: AnyModel, options: PredictOptions, device: torch.device, group: ProcessGroup, notify: Notify
+) -> AnyClassifier:
+    if isinstance(model, str | Path) and export.is_exported(str(model)):
+        return _open_exported(str(model), options, notify)
+    precision = options.precision or ("float32" if options.embed else None)
+    classifier = Classifier(load_trained(model), device=device, batch_size=options.batch, precision=precision)
+    if group.is_rank0 and classifier.precision != "float32":
+        recorded = "which the model's file records as faster here with the same predictions"
+        why = "as requested" if options.precision else recorded
+        notify(f"computing in {classifier.precision}, {why}")
+    return classifier
+
+
+def _open_exported(model: str, options: PredictOptions, notify: Notify) -> ExportedClassifier:
+    """Open an exported file in its runtime, which gives labels alone."""
+    refused = {
+        "--embed": options.embed,
+        "--attention": None if options.attention is None else str(Path(options.attention)),
+        "--precision": options.precision,
+    }
+    for option, value in refused.items():
+        if value:
+            raise UsageError(f"{option} is for models, and {model} is an exported file: give the model it was made of")
+    exported = export.open_exported_model(Path(model))
+    if not exported.labels:
+        raise UsageError(f"{model} gives features and no labels, or its labels have no names: give the model itself")
+    notify(f"{model} is run on the CPU by {'ONNX Runtime' if model.endswith('.onnx') else 'OpenVINO'}")
+    return ExportedClassifier(exported, batch_size=options.batch)
+
+
+def make_row_file(classifier: AnyClassifier, options: PredictOptions, row_format: FileFormat) -> RowFile:
+    """The file of the rows, which a later command with the same options continues."""
+    assert options.out is not None
+    command: dict[str, Any] = {
+        "vitrail": __version__,
+        **_identify_model(classifier),
+        "format": row_format,
+        "--top": options.top,
+        "--embed": options.embed,
+        "--batch": classifier.batch_size,
+        "--attention": None if options.attention is None else str(Path(options.attention)),
+    }
+    return RowFile(
+        path=Path(options.out),
+        row_format=row_format,
+        command=command,
+        batch=classifier.batch_size,
+        ranks=min(options.top, len(classifier.labels)),
+        features=0 if isinstance(classifier, ExportedClassifier) else classifier.model.config.num_features,
+        attention=options.attention is not None,
+    )
+
+
+def _check_empty(folder: Path) -> None:
+    """Refuse a folder in which pictures could replace somebody's images."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"--attention {folder} must be a folder that is new or empty")
+
+
+def _identify_model(classifier: AnyClassifier) -> dict[str, Any]:
+    """What distinguishes one model from another in the record of a file of rows."""
+    if isinstance(classifier, ExportedClassifier):
+        path = classifier.path
+        weights = path.with_suffix(".bin" if path.suffix == ".xml" else ".onnx.data")  # OpenVINO's, and large ONNX ones
+        return {"model": " ".join(compute_sha256(file) for file in (path, weights) if file.is_file())}
+    return {
+        "model": {
+            "weights": digest_tensors(classifier.model.state_dict()),
+            "config": to_json(classifier.model.config),
+            "preprocess": to_json(classifier.preprocess),
+            "labels": classifier.labels,
+            "temperature": classifier.temperature,
+            "threshold": classifier.threshold,
+            "multi_label": classifier.multi_label,
+        },
+        "features": classifier.model.config.num_features,
+        "--precision": classifier.precision,
+    }

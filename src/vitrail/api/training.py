@@ -1,0 +1,109 @@
+"""Train and fine-tune from Python: `vitrail.train` and `vitrail.finetune`."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Unpack
+
+from vitrail.api.models import AnyModel, get_model_name
+from vitrail.api.options import FinetuneKeywords, TrainKeywords, build_options, check_option_names
+from vitrail.api.progress import NoteCollector, show_progress
+from vitrail.api.run import Run
+from vitrail.config import Recipe
+from vitrail.data.sources import DataSource
+from vitrail.errors import StoppedError
+from vitrail.report.write_report import write_run_outputs
+from vitrail.training import finetune as finetuning
+from vitrail.training import pretrain as pretraining
+from vitrail.training.finetune import FinetuneOptions
+from vitrail.training.loop import StepEnd
+from vitrail.training.losses import LossFunction
+from vitrail.training.pretrain import PretrainingOptions
+from vitrail.training.run_execution import RunCallbacks
+from vitrail.training.run_results import ValidationResult
+
+OnStep = Callable[[StepEnd], None]
+OnEvaluation = Callable[[ValidationResult], None]
+_CALLBACKS = ("on_step", "on_evaluation", "loss")
+
+
+def finetune(
+    data: DataSource,
+    model: AnyModel | None = None,
+    *,
+    minutes: float | None = None,
+    recipe: str | Path | Recipe = "default",
+    on_step: OnStep | None = None,
+    on_evaluation: OnEvaluation | None = None,
+    loss: LossFunction | None = None,
+    **options: Unpack[FinetuneKeywords],
+) -> Run:
+    """Fine-tune a trained model on your images, in a run folder: `vitrail finetune` from Python, with its defaults.
+
+    `data` is a folder or any other DATA of the commands, a list of (image, label), a pair of (images, labels), a torch
+    Dataset, or a dict of those for train, val and test. `minutes` limits the time of everything. `on_step` and
+    `on_evaluation` are called as the run proceeds; `loss` replaces the recipe's (see `vitrail.training.losses`).
+    Other options are those of the command, with underscores: epochs, batch, lr, warmup, settings, image_size, out,
+    resume, overwrite, seed, device, workers and all others of `vitrail.api.options.FinetuneKeywords`.
+
+    Interrupted (Ctrl-C), it saves a checkpoint and raises `StoppedError`; the same call with `resume=True` and the
+    folder as `out` continues.
+
+        run = vitrail.finetune("photos", model="timm:vit_small_patch16_224.augreg_in21k", minutes=10)
+        run.accuracy, run.report
+    """
+    check_option_names(options, (*FinetuneKeywords.__annotations__, "minutes", "recipe", *_CALLBACKS))
+    if model is not None:
+        get_model_name(model)  # refuses what is none
+    notes = NoteCollector()
+    built = build_options(FinetuneOptions, {"minutes": minutes, "recipe": recipe, "loss_function": loss, **options})
+    callbacks = _make_callbacks(notes, on_step, on_evaluation)
+    initial = str(model.weights) if isinstance(model, Run) else model
+    with _explain_resume():
+        (facts,) = finetuning.finetune(data, initial, built, callbacks)
+    return Run(Path(facts["folder"]), tuple(notes))
+
+
+def train(
+    recipe: str | Path | Recipe,
+    data: DataSource,
+    *,
+    on_step: OnStep | None = None,
+    on_evaluation: OnEvaluation | None = None,
+    loss: LossFunction | None = None,
+    **options: Unpack[TrainKeywords],
+) -> Run:
+    """Train a model from random weights by a recipe, in a run folder: `vitrail train` from Python, with its defaults.
+
+    `recipe` is a name (`vitrail list recipes`), a file that `vitrail recipe show` printed, a run's config.json, or a
+    `Recipe`. Data and the other options are as in `finetune`.
+
+        run = vitrail.train("digits", data="digits", epochs=5)
+    """
+    check_option_names(options, (*TrainKeywords.__annotations__, *_CALLBACKS))
+    notes = NoteCollector()
+    built = build_options(PretrainingOptions, {"loss_function": loss, **options})
+    callbacks = _make_callbacks(notes, on_step, on_evaluation)
+    with _explain_resume():
+        facts = pretraining.pretrain(recipe, data, built, callbacks)
+    return Run(Path(facts["folder"]), tuple(notes))
+
+
+@contextlib.contextmanager
+def _explain_resume() -> Iterator[None]:
+    """Add to the error of a stopped run, which names an option of the command, how Python resumes it."""
+    try:
+        yield
+    except StoppedError as error:
+        error.add_note("In Python the same call with resume=True continues.")
+        raise
+
+
+def _make_callbacks(notes: NoteCollector, on_step: OnStep | None, on_evaluation: OnEvaluation | None) -> RunCallbacks:
+    callbacks = RunCallbacks(notify=notes, show_progress=show_progress, write_report=write_run_outputs)
+    return dataclasses.replace(
+        callbacks,
+        on_step=on_step or callbacks.on_step,
+        on_evaluation=on_evaluation or callbacks.on_evaluation,
+    )

@@ -1,0 +1,167 @@
+"""The features of images, which a model's head reads: computed once, then cached.
+
+    n images   B images of a batch   D features
+
+They are `model.compute_features`: the encoder's pooled output, passed through the pre-training head's hidden layer
+(with its tanh) if the model has one, as the paper's authors do. They are float32 on every device.
+
+The cache key is a digest of the weights, the images and the preprocessing. Image files count as unchanged while their
+names, sizes and modification times are; all other images are read.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vitrail import files
+from vitrail.config import PreprocessConfig, ViTConfig, to_json
+from vitrail.data.dataset import Split
+from vitrail.data.dataset_digest import read_file_stamps
+from vitrail.data.folder import FileStore
+from vitrail.data.loader import Batch, iter_eval_batches
+from vitrail.data.sample_table import UNLABELED, read_stamp
+from vitrail.data.shards import ShardStore
+from vitrail.data.transforms import normalize
+from vitrail.errors import DataError, ModelError
+from vitrail.formatting import pluralize
+from vitrail.model.vit import Model
+from vitrail.runtime import distributed
+from vitrail.runtime.distributed import ProcessGroup
+from vitrail.runtime.workers import ProgressCallback, ignore_progress
+from vitrail.weights import tensor_files
+
+HEAD_PREFIXES = ("head.", "head_dist.")  # tensors that do not affect the features
+_VERSION = 2
+_TENSOR_NAME = "features"
+
+
+def extract_features(
+    model: Model,
+    batches: Iterable[Batch],
+    preprocess: PreprocessConfig,
+    *,
+    num_images: int,
+    progress: ProgressCallback = ignore_progress,
+) -> Tensor:
+    """(n, D), float32 on the CPU: the features of `num_images` images, each in the row of its position.
+
+    Each rank has its own batches, and gets the rows of all. The model is left in eval mode.
+    """
+    device = next(model.parameters()).device
+    model.eval()
+    values = torch.zeros(num_images, model.config.num_features)
+    # cuDNN would compute a ResNet's convolutions in TF32, which has three digits
+    exact = torch.backends.cudnn.flags(enabled=True, deterministic=torch.backends.cudnn.deterministic, allow_tf32=False)
+    done, previous = 0, None
+    with torch.inference_mode(), exact:
+        for batch in batches:
+            computed = model.compute_features(normalize(batch.pixels.to(device, non_blocking=True), preprocess))
+            if previous is not None:  # a batch late: waiting for this one would idle a GPU until the next is sent
+                values[previous[0]] = previous[1].float().cpu()
+            previous = batch.positions, computed
+            done += len(computed)
+            progress(done, num_images)
+        if previous is not None:
+            values[previous[0]] = previous[1].float().cpu()
+    values = distributed.all_reduce_rows(values, device)  # 0 where other ranks compute them
+    if not values.isfinite().all():
+        raise ModelError(
+            "the model's features are not all finite: its weights, or the mean and std of its images, are wrong"
+        )
+    return values
+
+
+def extract_split_features(
+    model: Model,
+    split: Split,
+    preprocess: PreprocessConfig,
+    group: ProcessGroup,
+    *,
+    batch: int,
+    workers: int,
+    progress: ProgressCallback = ignore_progress,
+) -> Tensor:
+    """(n, D): the features of a split's images, of which each rank computes a share."""
+    rank, world_size = group.rank, group.world_size
+    batches = iter_eval_batches(
+        split, preprocess, batch_size=batch, num_classes=0, rank=rank, world_size=world_size, workers=workers
+    )
+    return extract_features(model, batches, preprocess, num_images=len(split), progress=progress)
+
+
+def read_labels(split: Split) -> Tensor:
+    """int64 (n,): the class of each image."""
+    if split.multi_label:
+        raise DataError("a probe needs images with one label each, and this dataset is multi-label")
+    labels = np.asarray(split.store.table["label"])[np.asarray(split.rows)].astype(np.int64)
+    if len(unlabeled := np.flatnonzero(labels == UNLABELED)):
+        example = split.get_image_name(int(unlabeled[0]))
+        raise DataError(
+            f"{pluralize(len(unlabeled), 'image')} without a label, such as {example}: add it, or remove them"
+        )
+    return torch.from_numpy(labels)
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def digest_model(model: Model) -> str:
+    """A digest of everything in a model that affects its features: all but the head."""
+    config = dataclasses.replace(model.config, classes=0)
+    if isinstance(config, ViTConfig):
+        config = dataclasses.replace(config, distillation_head=False)
+    digest = hashlib.sha256(json.dumps(to_json(config), sort_keys=True).encode())
+    tensors = model.state_dict()
+    for name in sorted(tensors):
+        if not name.startswith(HEAD_PREFIXES):  # not `digest_tensors`: caches of earlier versions stay in use
+            digest.update(name.encode())
+            digest.update(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def digest_images(split: Split) -> str:
+    """A digest that changes when an image, its name or its position does."""
+    digest, store, rows = hashlib.sha256(), split.store, np.asarray(split.rows).tolist()
+    stamps = read_file_stamps(store, rows)
+    if isinstance(store, ShardStore):
+        offsets = store.table["offset"][rows].tolist()
+        stamps = [[*stamp, offset] for stamp, offset in zip(stamps, offsets, strict=True)]
+    elif isinstance(store, FileStore) and isinstance(store.root, str):
+        stamps = [read_stamp(store.root)] * len(rows)  # of all files below, in one request
+    for position, stamp in enumerate(stamps):
+        source = b"" if stamp else split.read_image(position)
+        content = source.tobytes() if isinstance(source, Image.Image) else b"" if isinstance(source, Path) else source
+        line = f"{split.get_image_name(position)} {stamp} {len(content)}\n"
+        digest.update(line.encode(errors="surrogateescape") + content)
+    return digest.hexdigest()
+
+
+def build_cache_path(model_digest: str, images_digest: str, preprocess: PreprocessConfig) -> Path:
+    """The cache file of a model's features of a split."""
+    settings = json.dumps(to_json(preprocess), sort_keys=True)
+    name = hashlib.sha256(f"{_VERSION} {model_digest} {images_digest} {settings}".encode()).hexdigest()
+    return files.get_cache_home() / "features" / f"{name[:32]}.safetensors"
+
+
+def load_cached_features(path: Path) -> Tensor | None:
+    """The cached features; None if there are none or the file is damaged."""
+    try:
+        return tensor_files.read_tensors(path).tensors[_TENSOR_NAME] if path.exists() else None
+    except (ModelError, KeyError):
+        return None
+
+
+def cache_features(path: Path, values: Tensor) -> None:
+    """Write features to the cache."""
+    try:
+        with files.write_atomically(path, overwrite=True) as temporary:
+            tensor_files.write_tensors(temporary, {_TENSOR_NAME: values}, {})
+    except OSError:
+        return  # a cache that cannot be written costs time, not the result

@@ -1,0 +1,98 @@
+"""Recipes as files: TOML to edit, and JSON, such as a run's own config.json."""
+
+import dataclasses
+import json
+import textwrap
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vitrail.config import Recipe, from_json, to_json, upgrade_run_config
+from vitrail.config.field_docstrings import read_field_docstrings
+from vitrail.errors import UsageError
+from vitrail.recipes.pretraining import get_recipe
+
+RECIPE_SUFFIXES = (".toml", ".json")
+_NONE = "none"  # TOML has no null
+_COMMENT_COLUMN, _MAX_WIDTH = 32, 120
+
+
+def load_recipe(name: str | Path) -> Recipe:
+    """The built-in recipe of that name, or the recipe in a .toml or .json file; a run's config.json is one.
+
+    A path wins over a name only when it ends in .toml or .json.
+
+        recipe = vitrail.load_recipe("digits")
+        same = vitrail.load_recipe("runs/train/config.json")
+    """
+    path = Path(name)
+    if path.suffix.lower() not in RECIPE_SUFFIXES:
+        return get_recipe(str(name))
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist; `vitrail recipe show NAME > {path}` writes one") from None
+    except (ValueError, RecursionError) as error:  # of either format
+        raise UsageError(f"{path} cannot be read: {error}") from None
+    if isinstance(values, dict) and isinstance(values.get("recipe"), dict):
+        values = upgrade_run_config(values)["recipe"]
+    try:
+        return from_json(Recipe, _restore_none(values))
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+
+
+def _restore_none(values: Any) -> Any:
+    """Values with None instead of "none"; `settings` stay as they are, where it may name positions."""
+    if not isinstance(values, dict):
+        return None if values == _NONE else values
+    return {name: value if name == "settings" else _restore_none(value) for name, value in values.items()}
+
+
+def format_recipe(recipe: Recipe, name: str) -> str:
+    """A recipe as TOML: every field, its meaning beside it."""
+    train = "vitrail finetune DATA --model MODEL --recipe" if recipe.model is None else "vitrail train"
+    usage = f"{train} my.toml" + ("" if recipe.model is None else " --data DATA")
+    head = [f"# {name}: {recipe.source}", *([f"# {recipe.result}"] if recipe.result else []), f"# Use it: {usage}", ""]
+    return "\n".join([*head, *_format_table(recipe, to_json(recipe), "")]) + "\n"
+
+
+def _format_table(config: Any, values: Mapping[str, Any], title: str) -> Iterator[str]:
+    """The lines of a dataclass: its own fields first, then its tables."""
+    if title:
+        yield from ("", f"[{title}]")
+    docstrings = read_field_docstrings(type(config))
+    meanings = {name: text.replace("None", _NONE) for name, text in docstrings.items()}
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    tables = {name: value for name, value in values.items() if isinstance(value, dict)}
+    for name, value in values.items():
+        if name not in tables and not (value is None and defaults[name] is None):
+            yield from _add_comment(f"{name} = {_format_value(value)}", meanings.get(name, ""))
+        elif name not in tables:
+            yield from _add_comment(f"# {name} =", meanings.get(name, "not set"))
+    for name, value in tables.items():
+        if name == "settings":
+            yield from ("", *_add_comment(f"[{name}]", meanings[name]))
+            yield from (f"{setting} = {_format_value(choice)}" for setting, choice in value.items())
+        else:
+            yield from _format_table(getattr(config, name), value, name)
+
+
+def _add_comment(line: str, comment: str) -> Iterator[str]:
+    """A line with a comment beside it, which continues below; or above it where the line is too long."""
+    width = _MAX_WIDTH - _COMMENT_COLUMN
+    comments = textwrap.wrap(comment, width, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False)
+    if not comments:
+        yield line
+    elif len(line) >= _COMMENT_COLUMN:
+        yield from (*comments, line)
+    else:
+        yield f"{line:{_COMMENT_COLUMN}}{comments[0]}"
+        yield from (" " * _COMMENT_COLUMN + text for text in comments[1:])
+
+
+def _format_value(value: Any) -> str:
+    """JSON's notation is TOML's too, for strings, numbers, booleans and lists; None becomes "none"."""
+    return json.dumps(_NONE if value is None else value, ensure_ascii=False)

@@ -1,0 +1,62 @@
+"""The losses of a batch, as sums over its images.
+
+    B batch   L classes
+
+Sums add up however a batch is divided into micro-batches and ranks; the step divides by its images.
+All is computed in float32: bf16 logits hold no more than three digits, and a sum over 21,843 classes needs them all.
+
+Targets are class indices, int64 (B,), or rows of shares (B, L): mixed images, or a 1 for each of several labels.
+An index of -1 is an image without a label. It adds nothing to the loss or to any gradient. The caller, who knows the
+batch, decides whether it is allowed: to ask the device here would cost a wait in every step. Any other index outside
+of the classes is torch's error. A row of zeros is an image of no class: softmax gives 0, sigmoid lowers every class.
+
+Smoothing moves that share of an image's labels evenly to all classes (Szegedy et al. 2016), for both losses alike.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitrail.data.sample_table import UNLABELED
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""Logits (B, L) and targets, int64 (B,) or float (B, L) with mixup -> (), the loss summed over the images."""
+
+
+def softmax_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    """(B, L) -> (): minus the log probability of the targets, summed over images; k labels count k times."""
+    logits = logits.float()
+    if targets.ndim == 1:
+        return F.cross_entropy(logits, targets, ignore_index=UNLABELED, reduction="sum", label_smoothing=smoothing)
+    return -(smooth_labels(targets, smoothing) * logits.log_softmax(dim=-1)).sum()
+
+
+def sigmoid_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    """(B, L) -> (): binary cross-entropy of each class, summed over classes and images, as for ImageNet-21k."""
+    logits = logits.float()
+    if targets.ndim == 2:
+        return F.binary_cross_entropy_with_logits(logits, smooth_labels(targets, smoothing), reduction="sum")
+    # log(1 + e^x) - t x for each class, without a (B, L) tensor of t, which is 0 but for one class
+    is_labeled = targets != UNLABELED
+    true = logits.gather(1, torch.where(is_labeled, targets, 0)[:, None])[:, 0]
+    image_losses = F.softplus(logits).sum(dim=1) - (1 - smoothing) * true
+    if smoothing:
+        image_losses = image_losses - smoothing * logits.mean(dim=1)
+    return torch.where(is_labeled, image_losses, 0.0).sum()
+
+
+def compute_logit_adjustment(class_counts: Tensor, loss: str) -> Tensor:
+    """(L,) float32: the logits that class sizes explain; added in training, they need not be learned.
+
+    Logit adjustment (Menon et al. 2021): the trained model predicts best for classes of equal size.
+    """
+    share = class_counts / class_counts.sum()
+    return (share.log() if loss == "softmax" else share.logit(eps=1e-6)).float()
+
+
+def smooth_labels(targets: Tensor, smoothing: float) -> Tensor:
+    """(B, L) float32: of each row's shares, `smoothing` spread evenly; its sum stays."""
+    targets = targets.float()
+    return (1 - smoothing) * targets + smoothing * targets.mean(dim=-1, keepdim=True) if smoothing else targets

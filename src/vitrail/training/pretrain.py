@@ -1,0 +1,160 @@
+"""Train a model from random weights by a recipe: what `vitrail train` and `vitrail demo` call."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from vitrail import recipes
+from vitrail.config import MaskedTarget, Recipe
+from vitrail.data.dataset import Dataset
+from vitrail.data.loader import load_resident_images
+from vitrail.data.sources import DataSource, get_data_name, open_dataset
+from vitrail.errors import UsageError
+from vitrail.evaluation.predictions import Counts
+from vitrail.formatting import pluralize
+from vitrail.runtime import distributed
+from vitrail.runtime.cpu_threads import use_one_thread
+from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
+from vitrail.training import recipe_overrides
+from vitrail.training.dataset_checks import check_classes, check_images, list_dataset_notes
+from vitrail.training.recipe_overrides import RecipeOverrides
+from vitrail.training.run_execution import SILENT, RunCallbacks, RunOptions, execute_run, join_run_processes
+from vitrail.training.run_results import RunResult, collect_result_facts
+from vitrail.training.training_run import TrainingRun
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PretrainingOptions:
+    """What to change of a recipe, and how to run it."""
+
+    overrides: RecipeOverrides = dataclasses.field(default_factory=RecipeOverrides)
+    settings: Sequence[str] | Mapping[str, Any] = ()
+    """Other settings of the recipe: NAME=VALUE, or values by name."""
+    target: MaskedTarget | None = None
+    """The prediction target of masked patches, instead of the recipe's."""
+    probe_shots: int = 0
+    """Images of each class for the few-shot probe at each evaluation; 0 for none."""
+    run: RunOptions = dataclasses.field(default_factory=RunOptions)
+
+
+DEFAULT_OPTIONS = PretrainingOptions()
+
+
+def pretrain(
+    recipe: str | Path | Recipe,
+    data: DataSource,
+    options: PretrainingOptions = DEFAULT_OPTIONS,
+    callbacks: RunCallbacks = SILENT,
+) -> dict[str, Any]:
+    """Train a model by a recipe in a run folder; return the facts of the result."""
+    chosen = choose_recipe(recipe, options)
+    run_options = options.run
+    with join_run_processes(run_options, callbacks) as (group, device, callbacks):
+        run = build_pretraining_run(chosen, data, options, group, device, callbacks)
+        folder, resume = run_options.choose_folder("train", group, callbacks.notify)
+        notify, show_progress = callbacks.notify, callbacks.show_progress
+        dataset, audit = check_images(
+            run.dataset, get_data_name(data), strict=run_options.strict, notify=notify, show_progress=show_progress
+        )
+        if run.recipe.masked is None:
+            check_classes(dataset, train_on_val=run_options.train_on_val)
+        run = dataclasses.replace(run, dataset=dataset)
+        name = get_data_name(data)
+        result = execute_run(run, folder, name, run_options, callbacks, resume=resume, audit=audit)
+        facts = {} if result is None else collect_result_facts(run, result, folder)
+        return distributed.run_on_rank0(lambda: facts)
+
+
+def choose_recipe(recipe: str | Path | Recipe, options: PretrainingOptions) -> Recipe:
+    """The recipe with the options' changes, before the dataset is known."""
+    name = "the recipe" if isinstance(recipe, Recipe) else str(recipe)
+    recipe = recipe if isinstance(recipe, Recipe) else recipes.load_recipe(recipe)
+    if recipe.model is None:
+        raise UsageError(f"{name} is for fine-tuning, since it names no preset: vitrail finetune DATA --recipe {name}")
+    recipe = recipes.override_settings(recipe, options.settings)
+    recipe = recipe_overrides.set_masked_target(recipe, options.target)
+    return recipe_overrides.override_recipe(recipe, options.overrides)
+
+
+def build_pretraining_run(
+    recipe: Recipe,
+    data: DataSource,
+    options: PretrainingOptions,
+    group: ProcessGroup,
+    device: torch.device,
+    callbacks: RunCallbacks,
+) -> TrainingRun:
+    """The run of a recipe on a dataset; its images are not read yet."""
+    dataset = open_dataset(data)
+    for note in list_dataset_notes(dataset):
+        callbacks.notify(note)
+    if recipe.masked is None:
+        check_classes(dataset, strict=options.run.strict, train_on_val=options.run.train_on_val)
+    if options.overrides.warmup is None and "train" in dataset.splits:
+        recipe = recipe_overrides.shorten_warmup(recipe, len(dataset.splits["train"]), callbacks.notify)
+    recipe = dataclasses.replace(recipe, logit_adjustment=recipe.logit_adjustment or options.run.balanced)
+    return options.run.build_run(
+        recipe_overrides.choose_loss(recipe, dataset), dataset, group, device, probe_shots=options.probe_shots
+    )
+
+
+class DemoResult(NamedTuple):
+    """The result of the demo."""
+
+    folder: Path
+    counts: Counts
+    nearest_neighbor: int
+    """Test digits that the nearest neighbor classifies correctly."""
+
+    def list_mistakes(self) -> list[str]:
+        """Which digit was read as which, the most frequent first."""
+        confusion = self.counts.confusion.clone().fill_diagonal_(0)
+        mistakes = sorted(
+            (int(count), true, predicted)
+            for true, row in enumerate(confusion)
+            for predicted, count in enumerate(row)
+            if count
+        )
+        return [
+            f"{true} read as {predicted}{f' {count} times' if count > 1 else ''}"
+            for count, true, predicted in reversed(mistakes)
+        ]
+
+
+def run_demo(out: str | None, *, resume: bool, callbacks: RunCallbacks) -> DemoResult:
+    """Train the recipe digits on the CPU in a run folder; it takes two minutes."""
+    dataset, recipe = open_dataset("digits"), recipes.get_recipe("digits")
+    options = RunOptions(out=out, resume=resume)
+    folder, resume = options.choose_folder("demo", SINGLE_PROCESS, callbacks.notify)
+    images, epochs = len(dataset.splits["train"]), pluralize(recipe.epochs, "epoch")
+    callbacks.notify(f"training {recipe.model} on {images:,} digits for {epochs}")
+    with use_one_thread():  # so small a model gains nothing by a second thread, and loses much on a busy machine
+        run = TrainingRun(recipe=recipe, dataset=dataset, device=torch.device("cpu"))
+        nearest_neighbor = _count_nearest_neighbor_correct(dataset)
+        _, audit = check_images(dataset, "digits", notify=callbacks.notify, show_progress=callbacks.show_progress)
+        result = execute_run(
+            run,
+            folder,
+            "digits",
+            options,
+            callbacks,
+            resume=resume,
+            audit=audit,
+            baselines={"nearest neighbor by pixels": nearest_neighbor},
+        )
+    assert isinstance(result, RunResult), "the demo is one process, and has labels"
+    return DemoResult(folder, result.counts, nearest_neighbor)
+
+
+def _count_nearest_neighbor_correct(dataset: Dataset) -> int:
+    """Test digits whose most similar training digit has the same label: the simplest baseline."""
+    splits = (
+        load_resident_images(dataset.splits[name], channels=1, num_classes=10, device="cpu")
+        for name in ("train", "test")
+    )
+    (train, train_labels), (test, test_labels) = (images for images in splits if images is not None)
+    nearest = torch.cdist(test.flatten(1).float(), train.flatten(1).float()).argmin(dim=1)
+    return int((train_labels[nearest] == test_labels).sum())

@@ -1,0 +1,92 @@
+"""`vitrail.evaluate` and `vitrail.probe`: the commands' numbers and tables, and how results are shown."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vitrail
+from tests.api.conftest import FAST, HERE, make_trained
+from tests.cli.test_cli import Capture
+from tests.cli.test_cli import run as run_command
+from vitrail.errors import UsageError
+
+TIMED = ("seconds", "images_per_second", "folder", "cached")  # and what a second call need not compute again
+
+
+def drop_times(value: Any) -> Any:
+    if isinstance(value, list):
+        return [drop_times(item) for item in value]
+    if isinstance(value, dict):
+        return {name: drop_times(item) for name, item in value.items() if name not in TIMED}
+    return value
+
+
+def test_the_command_and_evaluate_write_the_same_tables(tuned_run: Path, capsys: Capture) -> None:
+    model = str(tuned_run)
+    arguments = ("evaluate", model, "photos", "--against", "model.safetensors", "--out", "command", "--json", *HERE)
+    code, out, _ = run_command(*arguments, capsys=capsys)
+    assert code == 0
+    evaluation = vitrail.evaluate(model, "photos", against=["model.safetensors"], out="python", **FAST)
+    assert capsys.readouterr().out == ""
+    assert evaluation.folder == Path("python")
+    tables = sorted(path.name for path in Path("command").rglob("*.csv"))
+    assert tables
+    assert sorted(path.name for path in Path("python").rglob("*")) == sorted(
+        path.name for path in Path("command").rglob("*")
+    )
+    for path in Path("command").rglob("*.csv"):
+        assert path.read_bytes() == Path("python", path.relative_to("command")).read_bytes(), path
+    assert drop_times(json.loads(out)) == drop_times(json.loads(json.dumps(evaluation.metrics)))
+
+
+def test_an_evaluation_has_the_numbers_of_its_confusion_matrix(tuned_run: Path) -> None:
+    evaluation = vitrail.evaluate(vitrail.Run(tuned_run), "photos", split="val", **FAST)
+    confusion = evaluation.confusion
+    assert confusion is not None
+    assert confusion.sum() == 10
+    assert evaluation.accuracy == np.trace(confusion) / 10
+    assert evaluation.per_class == {"rose": confusion[0, 0] / 5, "tulip": confusion[1, 1] / 5}
+    low, high = evaluation.interval
+    assert low <= evaluation.accuracy <= high
+    assert (evaluation.classes, evaluation.folder) == (("rose", "tulip"), None)
+    assert not Path("runs").exists()
+
+
+def test_an_evaluation_shows_its_numbers_with_escaped_names() -> None:
+    images = [(np.full((32, 32, 3), 40 * number, np.uint8), number % 2) for number in range(6)]
+    data = {"test": [(pixels, ("<b>", "tulip")[label]) for pixels, label in images]}
+    evaluation = vitrail.evaluate(make_trained(labels=("<b>", "tulip")), data, **FAST)
+    accuracy = f"{evaluation.accuracy:.1%} of 6 images right"
+    assert repr(evaluation).startswith("Evaluation(test on images in memory: ")
+    assert accuracy in repr(evaluation)
+    html = evaluation._repr_html_()
+    assert accuracy in html
+    assert "&lt;b&gt;" in html
+    assert "<b>" not in html
+
+
+def test_wrong_arguments_of_evaluate_are_refused() -> None:
+    with pytest.raises(UsageError, match="--batch is 0"):
+        vitrail.evaluate("model.safetensors", "photos", batch=0)
+    with pytest.raises(UsageError, match="--abstain is 2"):
+        vitrail.evaluate("model.safetensors", "photos", abstain=2)
+    with pytest.raises(UsageError, match="must be a local folder that is new or empty"):
+        vitrail.evaluate("model.safetensors", "photos", out="photos")
+
+
+def test_the_command_and_probe_give_the_same_scores(capsys: Capture) -> None:
+    arguments = ("probe", "model.safetensors", "photos", "--methods", "few-shot", "knn", "--shots", "5", "--k", "3")
+    code, out, err = run_command(*arguments, "--json", *HERE, capsys=capsys)
+    assert code == 0, err
+    options: dict[str, Any] = {"methods": ["few-shot", "knn"], "shots": [5], "k": 3, **FAST}
+    result = vitrail.probe("model.safetensors", "photos", **options)
+    assert result is not None
+    assert drop_times(json.loads(out)) == drop_times(json.loads(json.dumps(result.metrics)))
+    assert result.scores.keys() == {"5-shot", "kNN"}
+    for shown in (repr(result), result._repr_html_()):
+        for name, accuracy in result.scores.items():
+            assert name in shown
+            assert f"{accuracy:.1%}" in shown

@@ -1,0 +1,70 @@
+"""The keyword arguments of `train` and `finetune` are the options of the commands."""
+
+import dataclasses
+import inspect
+import typing
+from typing import Any
+
+import pytest
+
+import vitrail
+from vitrail.api.options import FinetuneKeywords, TrainKeywords, build_options, check_option_names, list_option_names
+from vitrail.cli.arguments.training import FinetuneArguments, TrainArguments
+from vitrail.errors import UsageError
+from vitrail.training.finetune import FinetuneOptions
+from vitrail.training.pretrain import PretrainingOptions
+
+ONLY_COMMAND = {"number_of_runs", "loss_function"}  # several runs have no one Run; a loss is given as `loss`
+CASES: Any = [(vitrail.finetune, FinetuneKeywords, FinetuneOptions), (vitrail.train, TrainKeywords, PretrainingOptions)]
+
+
+@pytest.mark.parametrize(("function", "keywords", "options"), CASES)
+def test_the_keywords_are_the_options(function: Any, keywords: Any, options: Any) -> None:
+    parameters = inspect.signature(function).parameters
+    named = set(parameters) - {"data", "model", "on_step", "on_evaluation", "loss", "options"}
+    if function is vitrail.train:
+        named -= {"recipe"}  # there it is the first argument
+    names = set(keywords.__annotations__)
+    assert not names & named
+    assert names | named == set(list_option_names(options)) - ONLY_COMMAND
+    for name in named:
+        assert parameters[name].default == getattr(options(), name)
+
+
+def list_arguments(kind: Any) -> set[str]:
+    """The names of a command's arguments, those of nested dataclasses included."""
+    hints = typing.get_type_hints(kind)
+    names = set()
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        names |= list_arguments(hint) if dataclasses.is_dataclass(hint) else {field.name}
+    return names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "first"),
+    [
+        (FinetuneArguments, FinetuneKeywords, {"data", "model", "minutes", "recipe"}),
+        (TrainArguments, TrainKeywords, {"recipe", "data"}),
+    ],
+)
+def test_every_option_of_the_command_has_its_keyword(arguments: Any, keywords: Any, first: set[str]) -> None:
+    command = list_arguments(arguments) - {"dry_run", "json", "number_of_runs"}
+    assert command == set(keywords.__annotations__) | first
+
+
+@pytest.mark.parametrize("kind", [FinetuneOptions, PretrainingOptions])
+def test_without_keywords_the_options_are_the_default(kind: Any) -> None:
+    assert build_options(kind, {}) == kind()
+
+
+def test_flat_values_reach_their_nested_options() -> None:
+    built = build_options(FinetuneOptions, {"epochs": 3, "seed": 7, "keep_head": True})
+    assert (built.overrides.epochs, built.run.seed, built.keep_head) == (3, 7, True)
+
+
+def test_an_unknown_name_gets_the_nearest_or_all() -> None:
+    with pytest.raises(UsageError, match=r"no option 'seeed': did you mean seed\?"):
+        build_options(FinetuneOptions, {"seeed": 1})
+    with pytest.raises(UsageError, match="no option 'zzzz': there are batch, lr"):
+        check_option_names(["zzzz"], ["lr", "batch"])

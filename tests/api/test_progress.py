@@ -1,0 +1,87 @@
+"""Progress is shown in a notebook or on a terminal and nowhere else; notes go to the logger."""
+
+import io
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import vitrail
+from vitrail.api.progress import NotebookBar, NoteCollector, find_notebook_display, show_progress
+
+
+class Handle:
+    """What IPython's `display` returns: it remembers what it was updated with."""
+
+    def __init__(self, shown: list[Any]) -> None:
+        self.shown = shown
+
+    def update(self, html: Any) -> None:
+        self.shown.append(html)
+
+
+def fake_ipython(monkeypatch: pytest.MonkeyPatch, shell: object) -> list[Any]:
+    """An IPython with that shell; return what is displayed."""
+    shown: list[Any] = []
+
+    def display(html: Any, **options: Any) -> Handle:
+        assert options == {"display_id": True}
+        shown.append(html)
+        return Handle(shown)
+
+    ipython, module = ModuleType("IPython"), ModuleType("IPython.display")
+    ipython.__dict__.update(get_ipython=lambda: shell, display=module)
+    module.__dict__.update(display=display, HTML=str)
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", module)
+    return shown
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_notebook_shows_a_bar(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    shown = fake_ipython(monkeypatch, SimpleNamespace(kernel=object()))
+    assert find_notebook_display() is not None
+    with show_progress("<training>") as update:
+        update(1, 4)
+        update(4, 4, "loss <1>")
+    first = NotebookBar("<training>", done=1, total=4)
+    assert '&lt;training&gt; <progress value="1" max="4"' in first._repr_html_()
+    assert "&lt;training&gt;: 4, done in" in shown[-1]._repr_html_()
+    assert "loss &lt;1&gt;" in shown[-1]._repr_html_()
+    vitrail.predict("model.safetensors", "photos/test")
+    assert repr(shown[-1]).startswith("predicting: ")
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("shell", [None, SimpleNamespace()])
+def test_ipython_without_a_kernel_is_no_notebook(monkeypatch: pytest.MonkeyPatch, shell: object) -> None:
+    shown = fake_ipython(monkeypatch, shell)
+    assert find_notebook_display() is None
+    with show_progress("work") as update:
+        update(1, 1)
+    assert shown == []
+
+
+def test_a_terminal_shows_a_bar_and_a_file_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    for stream, is_shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with show_progress("predicting") as update:
+            update(1, 2)
+        assert ("predicting" in stream.getvalue()) == is_shown
+
+
+def test_notes_are_logged_and_those_worth_keeping_are_kept(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="vitrail")
+    notes = NoteCollector()
+    for sentence in ("epoch 1: loss 2", "note: held out", "warning: random weights"):
+        notes(sentence)
+    assert notes == ["note: held out", "warning: random weights"]
+    levels = [(record.name, record.levelname) for record in caplog.records]
+    assert levels == [("vitrail", "INFO"), ("vitrail", "INFO"), ("vitrail", "WARNING")]

@@ -1,0 +1,81 @@
+"""`vitrail.Run`: any run folder, ended or not, as numbers, text and HTML."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import vitrail
+from vitrail.errors import ModelError, UsageError
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def test_a_finished_run_has_its_numbers(tuned_run: Path) -> None:
+    run = vitrail.Run(str(tuned_run))
+    assert run.folder == tuned_run
+    assert run.accuracy == run.metrics["top1"] == run.metrics["right"] / run.metrics["images"]
+    assert run.interval == run.metrics["interval"]
+    assert run.interval is not None
+    assert run.interval[0] <= run.metrics["top1"] <= run.interval[1]
+    assert {
+        "split",
+        "images",
+        "top5",
+        "loss",
+        "temperature",
+        "calibration_error",
+        "macro_accuracy",
+    } <= run.metrics.keys()
+    assert len(run.history["epoch"]) == len(run.history["val/loss"]) > 0
+    assert run.weights.is_file()
+    assert run.trained.labels == ("rose", "tulip")
+    assert run.report == tuned_run / "report.html"
+    assert run.config["seed"] == 0
+
+
+def test_a_finished_run_shows_its_numbers_with_escaped_names(tuned_run: Path) -> None:
+    run = vitrail.Run(tuned_run, notes=("note: <i>",))
+    right = f"{run.accuracy:.1%} of 10 test images right"
+    assert right in repr(run)
+    html = run._repr_html_()
+    assert right in html
+    assert "fl&lt;b&gt;wers" in html
+    assert "note: &lt;i&gt;" in html
+    assert "<b>" not in html
+    assert "<i>" not in html
+    assert "<svg" in html
+    assert "data:image/" in html
+
+
+@pytest.mark.parametrize("name", ["run", "stopped", "stopped_masked"])
+def test_runs_of_earlier_versions_and_interrupted_ones_open(name: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(GOLDEN / name, tmp_path / name)
+    run = vitrail.Run(folder)
+    if name == "run":
+        assert f"{run.accuracy:.1%}" in repr(run)
+    else:
+        assert (run.metrics, run.accuracy, run.interval, run.report) == ({}, None, None, None)
+        assert f"not ended, {len(run.history['epoch'])} evaluation" in repr(run)
+        assert f"{run.config['steps']:,} steps planned" in repr(run)
+    assert repr(run).removesuffix(")").partition("': ")[2] in run._repr_html_()
+
+
+def test_a_run_killed_before_its_first_evaluation_opens(tmp_path: Path) -> None:
+    (tmp_path / "killed").mkdir()
+    shutil.copy(GOLDEN / "stopped" / "config.json", tmp_path / "killed")
+    run = vitrail.Run(tmp_path / "killed")
+    assert "not ended, 0 evaluations" in repr(run)
+    assert "not ended, 0 evaluations" in run._repr_html_()
+    with pytest.raises(ModelError, match=r"best.safetensors does not exist"):
+        _ = run.trained
+
+
+def test_what_is_no_run_is_refused() -> None:
+    for path in (Path("photos"), Path("nothing"), Path("model.safetensors")):
+        with pytest.raises(UsageError, match=f"{path} is not a run: it has no config.json"):
+            vitrail.Run(path)
+    Path("several/seed-0").mkdir(parents=True)
+    shutil.copy(GOLDEN / "stopped" / "config.json", "several/seed-0")
+    with pytest.raises(UsageError, match="several holds runs of several seeds; give one"):
+        vitrail.Run(Path("several"))

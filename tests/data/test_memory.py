@@ -1,0 +1,117 @@
+"""Datasets of Python objects: arrays, lists, torch datasets and dicts of splits."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset as TorchDataset
+
+from vitrail.data.decode import decode
+from vitrail.data.memory import build_memory_dataset
+from vitrail.data.sources import open_dataset
+from vitrail.errors import DataError, UsageError
+
+PIXELS = np.arange(30 * 4 * 4 * 3, dtype=np.uint32).reshape(30, 4, 4, 3).astype(np.uint8)
+LABELS = [index % 3 for index in range(30)]
+
+
+class TorchImages(TorchDataset[tuple[Image.Image, int]]):
+    """As torchvision's datasets: pairs of a Pillow image and a class number, and the names of the classes."""
+
+    classes = ("cat", "dog", "fox")
+
+    def __len__(self) -> int:
+        return len(PIXELS)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        return Image.fromarray(PIXELS[index]), LABELS[index]
+
+
+def read_all(dataset: Any) -> dict[int, tuple[bytes, int]]:
+    """Pixels and label of every image, by its row."""
+    rows = {}
+    for split in dataset.splits.values():
+        for index in range(len(split)):
+            pixels = decode(split.read_image(index)).numpy().tobytes()
+            rows[int(split.rows[index])] = pixels, split.get_labels(index)[0]
+    return rows
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (PIXELS, LABELS),
+        (torch.from_numpy(PIXELS).permute(0, 3, 1, 2), torch.tensor(LABELS)),
+        [(Image.fromarray(pixels), label) for pixels, label in zip(PIXELS, LABELS, strict=True)],
+        [{"image": pixels, "label": label} for pixels, label in zip(PIXELS, LABELS, strict=True)],
+        TorchImages(),
+    ],
+    ids=["arrays", "tensors", "pairs", "mappings", "torch"],
+)
+def test_every_kind_gives_the_same_images_and_labels(data: Any) -> None:
+    dataset = build_memory_dataset(data)
+    expected = {row: (PIXELS[row].transpose(2, 0, 1).tobytes(), LABELS[row]) for row in range(30)}
+    assert read_all(dataset) == expected
+    assert {name: len(split) for name, split in dataset.splits.items()} == {"train": 24, "val": 3, "test": 3}
+
+
+def test_classes_are_the_datasets_own_or_the_labels() -> None:
+    assert build_memory_dataset(TorchImages()).classes == ("cat", "dog", "fox")
+    assert build_memory_dataset((PIXELS, LABELS)).classes == ("0", "1", "2")
+    assert build_memory_dataset((PIXELS, ["b", "a", "c"] * 10)).classes == ("a", "b", "c")
+    assert build_memory_dataset((PIXELS, [None] * 30)).classes == ()
+
+
+def test_a_dict_states_the_splits() -> None:
+    parts = {"train": (PIXELS[:20], LABELS[:20]), "val": (PIXELS[20:], LABELS[20:])}
+    dataset = open_dataset(parts)
+    assert {name: len(split) for name, split in dataset.splits.items()} == {"train": 20, "val": 10}
+    assert dataset.generated_splits == ()
+    assert read_all(dataset)[25] == (PIXELS[25].transpose(2, 0, 1).tobytes(), LABELS[25])
+
+
+def test_targets_are_read_without_the_images() -> None:
+    class Lazy(TorchImages):
+        targets = LABELS
+
+        def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+            raise AssertionError("an image was read for its label")
+
+    assert build_memory_dataset(Lazy()).splits["train"].count_per_class(3).tolist() == [8, 8, 8]
+
+
+def test_an_opened_dataset_and_a_path_pass(tmp_path: Path) -> None:
+    dataset = build_memory_dataset((PIXELS, LABELS))
+    assert open_dataset(dataset) is dataset
+    for name in ("rose", "tulip"):
+        (tmp_path / name).mkdir()
+        for index in range(4):
+            Image.fromarray(PIXELS[index]).save(tmp_path / name / f"{index}.png")
+    assert open_dataset(tmp_path).classes == ("rose", "tulip")
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "message"),
+    [
+        ([], DataError, "empty"),
+        ((PIXELS, LABELS[:5]), DataError, "30 images and 5 labels"),
+        ([PIXELS[0]], DataError, r"a pair \(image, label\)"),
+        ([(PIXELS[0], 0.5)], DataError, "class name or a class number, not float"),
+        ([(PIXELS[0], "a"), (PIXELS[1], 1)], DataError, "names or numbers"),
+        ([(PIXELS[0], -2)], DataError, "class numbers are from 0"),
+        ({"dev": (PIXELS, LABELS)}, UsageError, "no split 'dev'"),
+        (7, UsageError, "not int"),
+    ],
+)
+def test_wrong_data_is_refused(data: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build_memory_dataset(data)
+
+
+def test_normalized_tensors_are_refused_with_advice() -> None:
+    dataset = build_memory_dataset([(torch.zeros(3, 4, 4), label) for label in LABELS])
+    with pytest.raises(DataError, match="without transforms"):
+        dataset.splits["train"].read_image(0)

@@ -1,0 +1,40 @@
+"""The files of a run's results and of an evaluation (the commands: tests/cli/test_finetune.py, test_evaluate.py)."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests import model_factory
+from tests.report.run_folders import isolate_home
+from vitrail.cli import main
+from vitrail.weights.load import save
+
+GRIDS = ("train_batch0.jpg", "val_batch0_pred.jpg", "val_batch0_labels.jpg", "top_losses.jpg")
+PLOTS = ("results.png", "confusion_matrix.png", "confusion_matrix_normalized.png", "reliability.png")
+
+
+def test_a_finished_run_has_its_figures(run: Path) -> None:
+    for name in (*GRIDS, *PLOTS):
+        with Image.open(run / name) as figure:
+            figure.verify()
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_evaluation_has_a_folder_for_each_of_several_models(run: Path, tmp_path: Path, others: int) -> None:
+    weights = run / "weights" / "best.safetensors"
+    save(
+        model_factory.build_trained(model_factory.build_vit(classes=2), labels=("rose", "tulip")),
+        tmp_path / "other.safetensors",
+    )
+    against = ["--against", str(tmp_path / "other.safetensors")] * others
+    options = [*against, "--out", str(tmp_path / "out"), "--workers", "0", "--device", "cpu"]
+    with isolate_home(tmp_path / "home"):
+        assert main(["evaluate", str(weights), str(run.parent / "set"), *options]) == 0
+    assert json.loads((tmp_path / "out" / "evaluate.json").read_text())
+    assert (tmp_path / "out" / "risk_coverage.png").is_file()
+    for number in range(1 + others):
+        folder = tmp_path / "out" / (f"model-{number}" if others else "")
+        for name in ("predictions.csv", "per_class.csv", "top_losses.jpg", *PLOTS[1:]):
+            assert (folder / name).is_file(), name

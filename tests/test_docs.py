@@ -1,0 +1,201 @@
+"""The documentation site: it builds without a warning, has no dead link, and asks nothing of the network."""
+
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import vitrail
+from tests import browser
+from vitrail import cli
+from vitrail.cli import parsing
+from vitrail.errors import VitrailError
+
+ROOT = Path(__file__).parents[1]
+LOADING = {  # tag -> the attribute by which a page loads something
+    "audio": "src", "embed": "src", "iframe": "src", "img": "src", "input": "src", "link": "href", "object": "data",
+    "script": "src", "source": "src", "track": "src", "video": "src",
+}  # fmt: skip
+
+
+class Page(HTMLParser):
+    """The ids of a page, its links, and what it loads."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = {name: value or "" for name, value in attrs}
+        self.ids |= {attributes[name] for name in ("id", "name") if name in attributes}
+        if tag == "a" and "href" in attributes:
+            self.links.append(attributes["href"])
+        if tag in LOADING and LOADING[tag] in attributes:
+            self.loads.append(attributes[LOADING[tag]])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site as `make docs` builds it."""
+    missing = [name for name in ("sphinx", "myst_parser", "furo") if find_spec(name) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed: pip install '.[docs]' installs what builds the site")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "-c", "docs"]
+    ended = subprocess.run(
+        [*command, "-d", str(folder / "doctrees"), ".", str(folder / "html")], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    return folder / "html"
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Page]:
+    return {path: Page(path) for path in sorted(site.rglob("*.html"))}
+
+
+def test_every_markdown_file_is_a_page(site: Path) -> None:
+    sources = [path.relative_to(ROOT) for path in (ROOT / "docs").rglob("*.md")]
+    assert len(sources) >= 30
+    for source in (*sources, Path("CHANGELOG.md"), Path("SECURITY.md"), Path("CONTRIBUTING.md")):
+        assert (site / source.with_suffix(".html")).is_file(), source
+
+
+def test_every_notebook_is_a_page_and_a_download(site: Path, pages: dict[Path, Page]) -> None:
+    sources = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+    assert sources
+    for source in sources:
+        page = site / source.relative_to(ROOT).with_suffix(".html")
+        text = page.read_text(encoding="utf-8")
+        assert "highlight-python" in text
+        assert "&quot;cell_type&quot;" not in text
+        [download] = [link for link in pages[page].links if link.endswith(source.name)]
+        assert (page.parent / unquote(download)).read_bytes() == source.read_bytes()
+
+
+def test_no_local_link_is_dead(site: Path, pages: dict[Path, Page]) -> None:
+    dead = []
+    for path, page in pages.items():
+        for link in [*page.links, *page.loads]:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            exists = target.is_file() and target.is_relative_to(site.resolve())
+            has_fragment = target not in pages or unquote(parts.fragment) in pages[target].ids | {""}
+            if not exists or not has_fragment:
+                dead.append((path.name, link))
+    assert not dead
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
+    """Links may lead to other sites; resources may not come from them, nor may scripts and styles ask for any."""
+    assert not [(path.name, url) for path, page in pages.items() for url in page.loads if re.match("(https?:)?//", url)]
+    for path in site.rglob("*.css"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"(@import|url\()\s*['\"]?(https?:)?//", text), path.name
+    for path in site.rglob("*.js"):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"(fetch|import|open)\(\s*['\"](https?:)?//", text), path.name
+
+
+def test_the_search_index_has_pages_and_names(site: Path) -> None:
+    """A script, which a browser reads from a disk too."""
+    text = (site / "searchindex.js").read_text(encoding="utf-8")
+    index = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
+    assert {"docs/index", "docs/training", "docs/tutorials/first-finetune", "docs/zoo"} <= set(index["docnames"])
+    assert {"rollout", "calibr"} <= index["terms"].keys()
+
+
+def test_the_reference_has_every_public_name(site: Path, pages: dict[Path, Page]) -> None:
+    ids = pages[site / "docs" / "api.html"].ids
+    assert {f"vitrail.{name}" for name in vitrail.__all__} <= ids
+    assert {"vitrail.config.ViTConfig", "vitrail.config.OptimizerConfig", "vitrail.errors.UsageError"} <= ids
+
+
+def test_a_browser_opens_it_from_the_disk_at_any_width_and_finds_a_word(site: Path) -> None:
+    names = ("index", "api", "benchmarks", "zoo", "experiments/README", "tutorials/first-finetune")
+    with browser.open_browser() as chromium:
+        for name in names:
+            for width, dark in ((390, False), (1400, True)):
+                page = chromium.visit((site / "docs" / f"{name}.html").as_uri(), width=width, dark=dark)
+                assert page.problems == [], name
+                assert all(url.startswith("file:") for url in page.requests), name
+                assert page.overflow == [], (name, width)
+        page = chromium.visit(f"{(site / 'search.html').as_uri()}?q=rollout")
+        deadline = time.monotonic() + browser.PATIENCE
+        while "docs/figures.html" not in str(page.evaluate("document.body.innerHTML")):
+            assert time.monotonic() < deadline, "the search found nothing"
+            time.sleep(0.1)
+        assert all(url.startswith("file:") for url in page.requests)
+
+
+def list_commands(path: Path) -> list[str]:
+    """The `vitrail` commands in the indented blocks of a page, without comments."""
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line.partition("  #")[0].partition(" > ")[0].strip() for line in text.splitlines() if line[:4] == "    "]
+    return [line for line in lines if re.match(r"(\w+=\S+ )?(torchrun .* -m )?vitrail ", line)]
+
+
+COMMAND_PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if list_commands(path)]
+
+
+@pytest.mark.parametrize("path", COMMAND_PAGES, ids=lambda path: path.stem)
+def test_the_commands_of_a_page_parse(path: Path) -> None:
+    for command in list_commands(path):
+        words = shlex.split(command[command.index("vitrail ") :])[1:]
+        verb = " ".join(words[:2]) if " ".join(words[:2]) in cli.COMMANDS else words[0]
+        assert verb in cli.COMMANDS, command
+        module, _, group = cli.COMMANDS[verb].arguments.partition(".")
+        arguments = getattr(importlib.import_module(f"vitrail.cli.arguments.{module}"), group)
+        try:
+            parsing.parse_arguments(verb, arguments, words[len(verb.split()) :])
+        except VitrailError as error:
+            pytest.fail(f"{command}: {error}")
+
+
+def find_named(name: str) -> bool:
+    """Whether a path of the repository or of the package exists: a file, a folder, a module, or a name in a module."""
+    for root in (ROOT, ROOT / "src" / "vitrail"):
+        path = root / name
+        module = path.with_suffix(".py")
+        if path.exists() or (path.suffix == "" and module.is_file()):
+            return True
+        if path.suffix and module.is_file():  # data/sources.open_dataset
+            return path.suffix[1:] in module.read_text(encoding="utf-8")
+    return False
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md", "docs/evidence.md"])
+def test_the_paths_that_a_page_names_exist(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    code = [*re.findall(r"`([^`\n]+)`", text), *(line for line in text.splitlines() if line.startswith("    "))]
+    paths = {path for part in code for path in re.findall(r"(?<![\w./:-])[a-z_]+(?:/\w+)+(?:\.\w+)?/?", part)}
+    assert len(paths) >= 10
+    assert sorted(path for path in paths if not path.startswith("build/") and not find_named(path)) == []
+
+
+def test_the_tree_names_modules_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    tree = text[text.index("## The tree") : text.index("## The direction of imports")]
+    package, count = "", 0
+    for line in re.sub(r"\([^)]*\)", "", tree).splitlines():
+        if found := re.match(r" {6}(?:\w+\.py +)?(\w+)/", line):
+            package = found[1]
+        names = re.findall(r"(\w+)\s*(?=·)|(?<=·)\s*(\w+)", line)
+        for module in {first or second for first, second in names}:
+            assert find_named(f"{package}/{module}"), (package, module)
+            count += 1
+    assert count >= 60
