@@ -56,3 +56,33 @@ def test_a_hanging_worker_does_not_keep_the_thread_that_waits_for_it() -> None:
     process = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False)
     assert "tensor([0])" in process.stdout, process.stderr
     assert process.returncode != 0
+
+
+DIES_WHILE_OTHERS_START = """
+import os, signal, time
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter as Batches
+from vitrail.data.loader_workers import iterate_loader
+from vitrail.errors import DataError
+put = Batches._try_put_index
+def put_after_a_death(self):
+    if self._workers[0].is_alive():
+        os.kill(self._workers[0].pid, signal.SIGSEGV)
+        while os.waitid(os.P_PID, self._workers[0].pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            time.sleep(0.01)
+    put(self)
+Batches._try_put_index = put_after_a_death
+try:
+    list(iterate_loader(DataLoader(range(100), num_workers=2, multiprocessing_context="fork")))
+except DataError as error:
+    print(error)
+"""
+
+
+@pytest.mark.attack
+def test_a_worker_that_dies_before_its_loader_has_started_is_named() -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", DIES_WHILE_OTHERS_START], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "was killed by SIGSEGV" in process.stdout, process.stderr
+    assert "Traceback" not in process.stderr

@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from vitrail.errors import DataError, WorkerKilledError
 
@@ -54,14 +55,9 @@ def iterate_loader(loader: "DataLoader[Any]") -> Generator[Any, None, None]:
 
 
 def _start_workers(loader: "DataLoader[Any]") -> Any:
-    """Start the loader's processes and return its iterator; where not all of them can start, none is left.
-
-    torch's SIGCHLD handler would raise a worker's death anywhere in the main thread, even in the middle of a
-    checkpoint. Without it the death is raised where the next batch is awaited, at most five seconds later.
-    """
+    """Start the loader's processes and return its iterator; where not all of them can start, none is left."""
+    _keep_sigchld_handler()
     other_children = set(multiprocessing.active_children())
-    in_main = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD")
-    previous_handler = signal.getsignal(signal.SIGCHLD) if in_main else None
     try:
         return iter(loader)
     except BaseException:
@@ -69,8 +65,20 @@ def _start_workers(loader: "DataLoader[Any]") -> Any:
         raise
     finally:
         _live_workers.update(worker for worker in multiprocessing.active_children() if worker not in other_children)
-        if previous_handler is not None:  # None also stands for a handler that Python did not install
-            signal.signal(signal.SIGCHLD, previous_handler)
+
+
+def _keep_sigchld_handler() -> None:
+    """Keep torch from replacing the process's SIGCHLD handler, which it does once, when its first workers start.
+
+    torch's handler would raise a worker's death anywhere in the main thread, even in the middle of a checkpoint or
+    while the other workers start. Without it the death is raised where the next batch is awaited, at most five seconds
+    later.
+    """
+    if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGCHLD"):
+        handler = signal.getsignal(signal.SIGCHLD)
+        signal_handling._set_SIGCHLD_handler()  # torch takes its handler for installed from now on
+        if handler is not None:  # None stands for a handler that Python did not install
+            signal.signal(signal.SIGCHLD, handler)
 
 
 def _init_worker(parent: int, _: int) -> None:
