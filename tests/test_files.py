@@ -80,3 +80,10 @@ def test_own_data_goes_where_the_specification_says(tmp_path: Path, monkeypatch:
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert files.get_data_home() == tmp_path / ".local" / "share" / "vitrail"
     assert files.get_cache_home() == tmp_path / ".cache" / "vitrail"
+
+
+def test_a_mistyped_path_is_answered_with_the_nearest_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    assert files.suggest_path(tmp_path / "photoss") == f"; did you mean {tmp_path / 'photos'}?"
+    assert files.suggest_path(tmp_path / "else") == ""
+    assert files.suggest_path(tmp_path / "nowhere" / "photos") == ""

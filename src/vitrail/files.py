@@ -1,7 +1,9 @@
 """Atomic writes of files and folders, and the folders where vitrail keeps its own data."""
 
 import contextlib
+import difflib
 import hashlib
+import itertools
 import os
 import shutil
 import stat
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import IO
 
 from vitrail.errors import DataError, UsageError
+
+_MAX_COMPARED_NAMES = 1000
 
 
 @contextlib.contextmanager
@@ -62,6 +66,15 @@ def check_path_free(path: Path, *, overwrite: bool) -> None:
         raise UsageError(f"{path} is a link; pass the file or folder it points to")
     if path.exists() and not overwrite:
         raise UsageError(f"{path} exists already; choose another name or overwrite it (--overwrite, overwrite=True)")
+
+
+def suggest_path(path: Path) -> str:
+    """What may be meant by a path that does not exist, as the end of an error, if its folder has a similar name."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):  # no such folder, or not to be read
+        names = [entry.name for entry in itertools.islice(path.parent.iterdir(), _MAX_COMPARED_NAMES)]
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.8)
+    return f"; did you mean {path.with_name(close[0])}?" if close else ""
 
 
 def get_data_home() -> Path:

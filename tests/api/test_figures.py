@@ -40,7 +40,7 @@ def test_the_command_and_figures_compute_the_same_arrays(capsys: Capture) -> Non
 
 def test_wrong_arguments_are_refused_before_a_folder_is_made() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"pictures": -1}, "--pictures is -1"),
+        ({"pictures": -1}, r"^pictures is -1"),
         ({"boxes": "boxes.json"}, "give the images too"),
         ({"images": [Image.new("L", (8, 8))]}, "files, folders, globs or a dataset's name, not Image"),
     ]

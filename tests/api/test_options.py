@@ -5,6 +5,7 @@ import inspect
 import typing
 from typing import Any
 
+import numpy as np
 import pytest
 
 import vitrail
@@ -61,6 +62,28 @@ def test_without_keywords_the_options_are_the_default(kind: Any) -> None:
 def test_flat_values_reach_their_nested_options() -> None:
     built = build_options(FinetuneOptions, {"epochs": 3, "seed": 7, "keep_head": True})
     assert (built.overrides.epochs, built.run.seed, built.keep_head) == (3, 7, True)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"minutes": "3"}, "minutes is '3', of type str; it takes a number or None"),
+        ({"seed": True}, "seed is True, of type bool; it takes an integer"),
+        ({"seed": 1.5}, "seed is 1.5, of type float; it takes an integer"),
+        ({"keep_head": "yes"}, "keep_head is 'yes', of type str; it takes True or False"),
+        ({"out": 3}, "out is 3, of type int; it takes a string or a path or None"),
+        ({"loss_function": 3}, "loss_function is 3, of type int; it takes a function or None"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(value: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        build_options(FinetuneOptions, value)
+    assert str(raised.value) == message
+
+
+def test_numbers_of_numpy_integers_and_strings_for_paths_are_taken() -> None:
+    built = build_options(FinetuneOptions, {"minutes": np.float32(3), "out": "here", "seed": np.int64(4)})
+    assert (built.minutes, built.run.seed) == (3, 4)
 
 
 def test_an_unknown_name_gets_the_nearest_or_all() -> None:

@@ -92,7 +92,7 @@ def test_an_exported_file_predicts_labels_alone() -> None:
     for model in ("model.onnx", Path("model.onnx")):
         labels = [prediction.label for prediction in vitrail.predict(model, "photos/test")]
         assert labels == [prediction.label for prediction in vitrail.predict(MODEL, "photos/test")]
-    with pytest.raises(UsageError, match="--embed is for models"):
+    with pytest.raises(UsageError, match=r"^embed is for models"):
         vitrail.embed(Path("model.onnx"), "photos/test")
 
 
@@ -101,5 +101,5 @@ def test_wrong_options_are_refused() -> None:
         vitrail.predict(MODEL, "photos", bath=3)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="no option 'attention'"):
         vitrail.embed(MODEL, "photos", attention="rollouts")  # type: ignore[call-arg]
-    with pytest.raises(UsageError, match="--top is 0"):
+    with pytest.raises(UsageError, match=r"^top is 0"):
         vitrail.predict(MODEL, "photos", top=0)

@@ -98,6 +98,19 @@ def test_options_that_do_not_exist_are_refused_with_the_nearest() -> None:
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize(("returned", "kind"), [(0.5, "float"), (torch.zeros(2), r"a tensor of shape \(2,\)")])
+def test_a_loss_that_is_no_scalar_tensor_is_refused(returned: Any, kind: str) -> None:
+    with pytest.raises(UsageError, match=f"the loss function returned {kind}; it must return the sum over the images"):
+        vitrail.train("digits", "digits", loss=lambda *_: returned, **DIGITS)
+
+
+def test_callbacks_that_are_no_functions_are_refused() -> None:
+    for name in ("on_step", "on_evaluation"):
+        with pytest.raises(UsageError, match=f"{name} is 3; it takes a function"):
+            vitrail.train("digits", "digits", **{name: 3})
+    assert not Path("runs").exists()
+
+
 # --- data from memory -------------------------------------------------------------------------------------------------
 
 
@@ -241,9 +254,10 @@ def stop_after(step: int, number: int | None) -> Any:
 def test_an_interrupted_run_resumes_to_the_same_bytes(number: int | None, digits_run: Path) -> None:
     options = DIGITS | {"save_every": 0 if number is None else 10}  # an exception of a callback saves nothing
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt if number is None else StoppedError):
+    with pytest.raises(KeyboardInterrupt if number is None else StoppedError) as raised:
         vitrail.train("digits", "digits", out="run", on_step=stop_after(3, number), **options)
     assert signal.getsignal(signal.SIGINT) is handler
+    assert number is None or "resume=True" in str(raised.value)
     interrupted = vitrail.Run("run")
     assert (interrupted.metrics, interrupted.accuracy, interrupted.report) == ({}, None, None)
     steps: list[StepEnd] = []

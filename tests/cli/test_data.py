@@ -65,6 +65,17 @@ def test_check_names_each_bad_file_with_its_reason_and_ends_with_3(tmp_path: Pat
     assert run("data", "check", "./set", "--skip-bad", capsys=capsys)[0] == 0
 
 
+def test_check_warns_of_a_single_class(tmp_path: Path, capsys: Capture) -> None:
+    write_image_folder(tmp_path / "one", classes=("rose",), each=5)
+    code, out, _ = run("data", "check", str(tmp_path / "one"), capsys=capsys)
+    assert code == 0
+    assert "one class: a classifier needs two or more, one subfolder each" in out
+    write_image_folder(tmp_path / "two", "train", "val", each=5)
+    code, out, _ = run("data", "check", str(tmp_path / "two"), capsys=capsys)
+    assert "one class" not in out
+    assert "2; images per class of train: 5\n" in out
+
+
 def test_a_second_check_looks_only_at_what_has_changed(tmp_path: Path, capsys: Capture) -> None:
     damage_files(tmp_path / "set")
     first = json.loads(run("data", "check", "./set", "--skip-bad", "--json", capsys=capsys)[1])

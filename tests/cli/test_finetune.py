@@ -193,6 +193,13 @@ def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: Capture) -> None:
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["dry-run"]
 
 
+def test_a_dry_run_leaves_out_images_that_cannot_be_read_as_the_run_would(tmp_path: Path, capsys: Capture) -> None:
+    for image in (tmp_path / "set/train").glob("*/[0-2].jpg"):
+        image.write_bytes(b"no image")
+    assert finetune(*SHORT, "--dry-run", capsys=capsys)[0] == 0
+    assert finetune(*SHORT, "--dry-run", "--strict", capsys=capsys)[0] == 3
+
+
 def test_the_papers_recipe_is_the_papers(capsys: Capture) -> None:
     options = ("--recipe", "paper", "--image-size", "32", "--micro-batches", "64", "--dry-run", "--json")
     found = json.loads(finetune(*options, *HERE, capsys=capsys)[1])
@@ -502,7 +509,7 @@ def test_without_a_model_it_says_what_there_is(
 )
 def test_a_bare_name_is_answered_with_how_it_is_written(name: str, code: int, written: str, capsys: Capture) -> None:
     found, err = refused(model=name, capsys=capsys)
-    assert (found, err.endswith(f"the Hub's model of that name is {written}")) == (code, True)
+    assert (found, err.endswith(f"if you meant the Hub's model, give {written}")) == (code, True)
 
 
 def test_a_path_that_is_mistyped_is_no_name_of_the_hub(tmp_path: Path, capsys: Capture) -> None:

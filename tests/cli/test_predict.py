@@ -767,7 +767,7 @@ def test_it_ends_with_how_many_images_there_were_and_what_they_show(
     failed = sum(bool(row["error"]) for row in rows)
     counts = Counter(row["label"] for row in rows if not row["error"])
     named = ", ".join(f"{name} {number}" for name, number in counts.most_common(5))
-    more = f", and {len(counts) - 5} other labels" if len(counts) > 5 else ""
+    more = f", and {len(counts) - 5} other labels" if len(counts) > 6 else ""
     last = f"{len(rows)} images, {failed} of which cannot be read; {named}{more}; {out}"
     assert (code, err.splitlines()[-2]) == (3, last)
     code, _, err = vitrail("predict", str(model), str(next(pictures.rglob("*.jpg"))), capsys=capsys)

@@ -53,7 +53,7 @@ def test_nested_configurations_come_back(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"widht": 1}, "ViTConfig has no field 'widht'"),
+        ({"widht": 1}, "ViTConfig has no field 'widht': did you mean width?"),
         ({"width": "32"}, "width is '32'; it must be int"),
         ({"width": True}, "width is True; it must be int"),
         ({"image_size": [32]}, r"image_size is \[32\]; it must be 2 of int"),

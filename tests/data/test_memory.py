@@ -111,6 +111,14 @@ def test_wrong_data_is_refused(data: Any, error: type[Exception], message: str) 
         build_memory_dataset(data)
 
 
+@pytest.mark.parametrize("shape", [(3, 8, 8), (8, 8, 2)])
+def test_arrays_whose_last_axis_is_no_pixel_are_refused(shape: tuple[int, ...]) -> None:
+    dataset = build_memory_dataset([(np.zeros(shape, dtype=np.uint8), label) for label in LABELS])
+    hint = "; move its channels to the end" if shape[0] == 3 else "; an image is"
+    with pytest.raises(DataError, match=rf"uint8 \({shape[0]}, {shape[1]}, {shape[2]}\){hint}"):
+        dataset.splits["train"].read_image(0)
+
+
 def test_normalized_tensors_are_refused_with_advice() -> None:
     dataset = build_memory_dataset([(torch.zeros(3, 4, 4), label) for label in LABELS])
     with pytest.raises(DataError, match="without transforms"):

@@ -1,11 +1,12 @@
 """The temperature against another optimizer's, and the calibration error, coverage and thresholds by hand."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.special import logsumexp
@@ -66,6 +67,8 @@ def test_the_prior_moves_a_temperature_towards_1_and_never_beyond(
     true: float, images: int, seed: int, multi_label: bool
 ) -> None:
     logits, targets = draw_targets(true, multi_label, images, seed)
+    correct = (logits > 0) == (targets > 0) if multi_label else logits.argmax(dim=1) == targets
+    assume(not correct.all())  # nothing is likeliest then
     likeliest, damped = (math.log(fit_temperature(logits, targets, prior_std=std)) for std in (math.inf, PRIOR_STD))
     assert abs(damped) <= abs(likeliest) + 1e-9
     assert damped * likeliest >= -1e-9
@@ -101,17 +104,26 @@ def test_logits_c_times_as_large_have_a_temperature_c_times_as_high(multi_label:
         assert fit_temperature(factor * logits, targets, prior_std=math.inf) == pytest.approx(factor * plain, rel=1e-6)
 
 
-def test_where_every_prediction_is_correct_it_stays_one() -> None:
+def test_where_every_prediction_is_correct_it_is_one_without_a_prior() -> None:
     logits, targets = draw_targets(1.0, multi_label=False)
+    fit = partial(fit_temperature, prior_std=math.inf)
     correct = logits.argmax(dim=1)
-    assert fit_temperature(logits, correct) == 1.0
+    assert fit(logits, correct) == 1.0
     one_wrong = torch.cat([correct[:-1], (correct[-1:] + 1) % L])
-    assert fit_temperature(logits, one_wrong) != 1.0
+    assert fit(logits, one_wrong) != 1.0
     shares = (logits > 0).float()
-    assert fit_temperature(logits, shares) == 1.0
+    assert fit(logits, shares) == 1.0
     shares[0, 0] = 1 - shares[0, 0]  # one label of one image
-    assert fit_temperature(logits, shares) != 1.0
-    assert fit_temperature(logits[:0], targets[:0]) == 1.0
+    assert fit(logits, shares) != 1.0
+    assert fit(logits[:0], targets[:0]) == 1.0
+
+
+def test_where_every_prediction_is_correct_the_prior_bounds_it() -> None:
+    """Unsure predictions move T down, the more the more there are; sure ones have little slope and move it less."""
+    logits, _ = draw_targets(1.0, multi_label=False)
+    few, many = (fit_temperature(logits[:n], logits[:n].argmax(dim=1)) for n in (6, 60))
+    assert 0.1 < many < few < 1.0
+    assert many < fit_temperature(50 * logits[:60], logits[:60].argmax(dim=1)) <= 1.0
 
 
 def test_logits_that_say_less_than_nothing_get_the_highest_temperature() -> None:

@@ -28,6 +28,12 @@ def test_classes_called_by_numbers_are_outputs_and_names_that_occur_twice_are_re
         label_matching.match_outputs(("crane",), ("crane", "lily", "crane"), 3)
 
 
+def test_numbers_with_leading_zeros_are_names() -> None:
+    with pytest.raises(DataError, match=r"no class '001': it has names such as 'rose', and numbers without lead"):
+        label_matching.match_outputs(("001", "002"), ("rose", "lily", "tulip"), 3)
+    assert label_matching.match_outputs(("002", "001"), ("001", "002"), 2) == [1, 0]
+
+
 def test_without_names_the_order_counts() -> None:
     assert label_matching.match_outputs(("a", "b"), None, 2) == [0, 1]
     with pytest.raises(DataError, match="3 outputs without names, and the dataset 2 classes"):

@@ -16,7 +16,13 @@ def test_the_first_screen_names_the_weakest_classes_the_commonest_confusion_and_
     assert "Train longer: the validation loss was still falling at the end. Try --epochs 4 instead of 2." in steps
     assert "Look at images of cat and dog: are the labels right, and can you tell them apart?" in steps
     assert steps.endswith("vitrail predict RUN IMAGES vitrail serve RUN")
-    timed = dataclasses.replace(gather_facts(tmp_path / "run"), command=("finetune", "x", "--minutes=5"))
+    facts = gather_facts(tmp_path / "run")
+    assert facts.result is not None
+    perfect = dataclasses.replace(facts, result=dataclasses.replace(facts.result, right=facts.result.images))
+    steps = parse_page(perfect).sections["result"]
+    assert f"Add test images: all {facts.result.images} are correct" in steps
+    assert "Train longer" not in steps
+    timed = dataclasses.replace(facts, command=("finetune", "x", "--minutes=5"))
     assert "falling at the end. Try more --minutes." in parse_page(timed).sections["result"]
     columns = {name: values[:1] for name, values in timed.epochs.items()} | {"epoch": (0.25,)}
     timed = dataclasses.replace(timed, epochs=columns)

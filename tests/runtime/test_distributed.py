@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import queue
 import signal
 import socket
 import time
@@ -258,10 +259,13 @@ def test_a_command_that_torchrun_gives_again_neither_refuses_nor_removes_its_run
 
 def test_a_ctrl_c_that_torchrun_passes_on_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
-    asked = StopRequest()
+    announced: queue.SimpleQueue[signal.Signals] = queue.SimpleQueue()
+    asked = StopRequest(announced.put)
     for _ in range(2):
         asked.receive(signal.SIGINT, None)
     assert asked.signal == signal.SIGINT
+    assert announced.get(timeout=30) == signal.SIGINT
+    assert announced.empty()
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     with pytest.raises(KeyboardInterrupt):
         asked.receive(signal.SIGINT, None)

@@ -137,7 +137,12 @@ def test_slow_images_leave_one_decoder_to_the_others(pool: DecoderPool, monkeypa
     assert seconds < 3  # long before the first is given up, on a busy machine too
 
 
-def test_small_images_come_before_large_ones(pool: DecoderPool) -> None:
+def test_small_images_come_before_large_ones(pool: DecoderPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one decoder, so that images end in the order in which they get it."""
+    monkeypatch.setattr(decoder_processes, "SLICE_SECONDS", 30)
+    pool.count = pool._free = 1
+    pool.limits = LIMITS._replace(decode_seconds=30)
+
     async def decode_many() -> list[str]:
         order: list[str] = []
 
@@ -145,15 +150,13 @@ def test_small_images_come_before_large_ones(pool: DecoderPool) -> None:
             await decode(pool, file)
             order.append(name)
 
-        slow = [asyncio.create_task(decode(pool, b"sleep 0.2")) for _ in range(2)]
-        await asyncio.sleep(0.05)
+        first = note("first", make_image_file())
         large = [note("large", attacks.make_wide_png(2100)) for _ in range(2)]
         small = [note("small", make_image_file()) for _ in range(4)]
-        await asyncio.gather(*large, *small, *slow, return_exceptions=True)
+        await asyncio.gather(first, *large, *small)
         return order
 
-    pool.limits = LIMITS._replace(decode_seconds=30)
-    assert asyncio.run(decode_many())[:4] == ["small"] * 4
+    assert asyncio.run(decode_many()) == ["first", *["small"] * 4, *["large"] * 2]
 
 
 def test_alone_a_slow_image_has_all_of_its_time(pool: DecoderPool, monkeypatch: pytest.MonkeyPatch) -> None:

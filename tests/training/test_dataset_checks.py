@@ -30,6 +30,14 @@ def test_classes_in_the_order_of_their_names_are_warned_of(tmp_path: Path) -> No
     assert note.startswith("note: no val and test given")
 
 
+def test_a_split_without_images_of_a_class_is_noted(tmp_path: Path) -> None:
+    root = write_image_folder(tmp_path / "set", "train", "val", "test", each=1)
+    assert not list(list_dataset_notes(open_dataset(str(root))))
+    write_image_folder(root, "train", "val", classes=("lily",), each=1, start=100)
+    (note,) = list_dataset_notes(open_dataset(str(root)))
+    assert note == "note: test has no image of 1 class, such as 'lily', so it says nothing about that"
+
+
 def test_a_class_without_a_training_image_is_refused_unless_val_is_trained_on(tmp_path: Path) -> None:
     root = write_image_folder(tmp_path / "set", "train", "val", each=2)
     write_image_folder(root, "val", classes=("orchid",), each=1)

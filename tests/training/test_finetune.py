@@ -50,7 +50,7 @@ def test_runs_of_several_seeds_return_their_facts(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"number_of_runs": 0}, "--runs is 0; it must be at least 1"),
-        ({"minutes": 0.0}, "--minutes is 0.0; it must be above 0"),
+        ({"minutes": 0.0}, "--minutes is 0; it must be above 0"),
         ({"minutes": 1.0, "overrides": RecipeOverrides(epochs=3)}, "give --minutes, or --epochs"),
         ({"minutes": 1.0, "replan": "3:5"}, "give --minutes, or --epochs"),
     ],

@@ -146,6 +146,7 @@ def test_a_run_killed_a_hundred_times_with_workers_ends_with_the_same_weights(tm
 def test_a_signal_stops_a_run_after_its_step_and_loses_nothing(tmp_path: Path, number: int) -> None:
     run_training(build_run(), tmp_path / "whole", save_every_seconds=600.0)
     seen: list[int] = []
+    announced: list[str] = []
 
     def ask(moment: Any) -> None:
         seen.append(moment.step)
@@ -153,9 +154,11 @@ def test_a_signal_stops_a_run_after_its_step_and_loses_nothing(tmp_path: Path, n
             os.kill(os.getpid(), number)
 
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(StoppedError, match="stopped after step 7 of 45, the checkpoint is saved"):
-        run_training(build_run(), tmp_path / "run", ask, save_every_seconds=600.0)
+    with pytest.raises(StoppedError, match=r"stopped after step 7 of 45, the checkpoint is saved in .*run;"):
+        run_training(build_run(), tmp_path / "run", ask, save_every_seconds=600.0, notify=announced.append)
     assert seen[-1] == 7
+    again = "; Ctrl-C again stops at once, without it" if number == signal.SIGINT else ""
+    assert f"{signal.Signals(number).name}: saving a checkpoint after this step{again}" in announced
     assert signal.getsignal(signal.SIGINT) is before
     told: list[str] = []
     run_training(build_run(), tmp_path / "run", save_every_seconds=600.0, resume=True, notify=told.append)

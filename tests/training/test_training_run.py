@@ -228,6 +228,9 @@ def test_a_fitted_model_has_a_zero_head_and_the_classes_of_the_data(tmp_path: Pa
     dataset, model = open_images(tmp_path), build_small_model()
     fresh = adapt_to_dataset(model, dataset, build_finetune_recipe())
     assert fresh.labels == ("rose", "tulip")
+    assert "head.weight (2, 32), head.bias (2): new, zeros" in fresh.origin.changes
+    probed = adapt_to_dataset(model, dataset, build_finetune_recipe(head_init="probe"))
+    assert "head.weight (2, 32), head.bias (2): new, from a probe of the features" in probed.origin.changes
     assert fresh.model.head.weight.shape == (2, 32)
     assert not fresh.model.head.weight.any()
     assert not fresh.model.head.bias.any()

@@ -1,11 +1,12 @@
 """Read and write formats, and adapt weights to another task: `vitrail.convert`."""
 
 import dataclasses
+import difflib
 import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from vitrail import presets
 from vitrail.api import notebook
+from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, get_model_name, load_trained
 from vitrail.api.options import build_options
 from vitrail.api.progress import NoteCollector, show_progress
@@ -33,6 +35,7 @@ from vitrail.weights.trained import Trained, require_preprocess, resolve_labels
 
 TargetFormat = Literal[WeightsFormat, "onnx", "torch-export", "openvino"]
 MAX_MEASURED_IMAGES = 1000
+_FORMATS_BY_SUFFIX: dict[str, TargetFormat] = {".onnx": "onnx", ".pt2": "torch-export", ".xml": "openvino"}
 _BATCH_SIZE = 16
 _MAX_PRECISION_SECONDS = 120.0  # for the comparison of precisions
 
@@ -100,10 +103,11 @@ class Conversion:
         return notebook.wrap_html(notebook.render_table(rows), *notebook.render_notes((*self.changes, *self.notes)))
 
 
+@name_keywords
 def convert(
     source: AnyModel,
     destination: str | Path,
-    to: TargetFormat = "vitrail",
+    to: TargetFormat | None = None,
     *,
     image_size: int | tuple[int, ...] | None = None,
     notify: Notify | None = None,
@@ -111,13 +115,15 @@ def convert(
 ) -> Conversion:
     """Write a model in another format, or adapted to another task: `vitrail convert` from Python.
 
-    The options are those of `ConvertOptions`. What a format cannot hold is refused, or listed in `notes`.
+    Without `to`, the suffixes .onnx, .pt2 and .xml choose those runtimes, and any other name vitrail's own format. The
+    options are those of `ConvertOptions`. What a format cannot hold is refused, or listed in `notes`.
 
         vitrail.convert("model.safetensors", "model-hf", "transformers")
         vitrail.convert("model.safetensors", "flowers.safetensors", classes=102, image_size=384)
     """
     size = (image_size,) if isinstance(image_size, int) else image_size
-    built = build_options(ConvertOptions, {"destination": Path(destination), "to": to, "image_size": size} | options)
+    values = {"destination": Path(destination), "to": to or _choose_format(Path(destination)), "image_size": size}
+    built = build_options(ConvertOptions, values | options)
     _check_measure_options(built)
     _check_target(built)  # before a large model is read or written
     dataset = None if built.measure is None else _open_measure_dataset(built.measure)
@@ -133,6 +139,10 @@ def convert(
     return Conversion(built.destination, facts)
 
 
+def _choose_format(destination: Path) -> TargetFormat:
+    return _FORMATS_BY_SUFFIX.get(destination.suffix.lower(), "vitrail")
+
+
 def _check_measure_options(options: ConvertOptions) -> None:
     to, int8, measure = options.to, options.int8, options.measure
     if int8 and to != "onnx":
@@ -145,6 +155,11 @@ def _check_measure_options(options: ConvertOptions) -> None:
 
 def _check_target(options: ConvertOptions) -> None:
     path, to, overwrite = options.destination, options.to, options.overwrite
+    names = [*get_args(WeightsFormat), *_FORMATS_BY_SUFFIX.values()]
+    if to not in names:
+        close = difflib.get_close_matches(to, names, n=1)
+        suggestion = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names)}"
+        raise UsageError(f"there is no format {to!r}; {suggestion}")
     match to:
         case "onnx" | "torch-export" | "openvino":
             export.check_export_destination(path, to, overwrite=overwrite)

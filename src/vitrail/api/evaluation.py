@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from vitrail import remote
 from vitrail.api import notebook
+from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, choose_distinct_name, get_model_name, load_trained
 from vitrail.api.progress import NoteCollector, show_progress
 from vitrail.data.dataset import Dataset
@@ -110,11 +111,12 @@ class Evaluation:
         return notebook.wrap_html(*parts, *notebook.render_notes(self.notes))
 
 
+@name_keywords
 def evaluate(
     model: AnyModel,
     data: DataSource,
     *,
-    against: Sequence[AnyModel] = (),
+    against: AnyModel | Sequence[AnyModel] = (),
     split: SplitName | None = None,
     real: str | Path | None = None,
     classes: str | Path | None = None,
@@ -130,8 +132,8 @@ def evaluate(
 ) -> Evaluation:
     """Measure models on labeled images: `vitrail evaluate` from Python, with its defaults.
 
-    The images are those of test, or of val where there is no test. `against` are other models, measured on the same
-    images and each compared with the first. Tables and figures are written to `out`, if it is given.
+    The images are those of test, or of val where there is no test. `against` is another model or a list of them, each
+    measured on the same images and compared with the first. Tables and figures are written to `out`, if it is given.
 
         vitrail.evaluate("model.safetensors", "photos").accuracy
     """
@@ -158,7 +160,7 @@ def evaluate(
         )
         _notify_of_dataset(dataset, split, notes)
         dataset_evaluation.check_evaluable(dataset, split)
-        models = _load_models([model, *against])
+        models = _load_models(model, against)
         images = dataset_evaluation.select_images(dataset, split, models, notes)
         results = dataset_evaluation.evaluate_models(models, dataset, images, settings)
         unreadable = dataset_evaluation.list_unreadable(images, results, notes)
@@ -188,10 +190,11 @@ def _check_folder(out: str | Path | None) -> Path | None:
     return folder
 
 
-def _load_models(models: Sequence[AnyModel]) -> list[EvaluatedModel]:
+def _load_models(first: AnyModel, against: AnyModel | Sequence[AnyModel]) -> list[EvaluatedModel]:
     """Load the models, each name or path once; models in memory of one name are numbered."""
     loaded: dict[str, EvaluatedModel] = {}
-    for model in models:
+    others = [against] if isinstance(against, AnyModel) else against
+    for model in (first, *others):
         name = get_model_name(model)
         if isinstance(model, Trained):
             name = choose_distinct_name(name, loaded)
@@ -243,6 +246,7 @@ class ProbeResult:
         return notebook.wrap_html(notebook.render_table(rows | images), *notebook.render_notes(self.notes))
 
 
+@name_keywords
 def probe(
     model: AnyModel,
     data: DataSource,

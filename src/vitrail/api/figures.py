@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.api import notebook
+from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, get_model_name, load_trained
 from vitrail.api.progress import NoteCollector, show_progress
 from vitrail.errors import UsageError
@@ -58,6 +59,7 @@ class Figures:
         return notebook.wrap_html(*parts)
 
 
+@name_keywords
 def figures(
     model: AnyModel,
     images: str | Path | Sequence[str | Path] = (),

@@ -2,10 +2,12 @@
 
 import dataclasses
 import difflib
+import numbers
+import types
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 from vitrail.config import MaskedTarget
 from vitrail.errors import UsageError
@@ -13,6 +15,10 @@ from vitrail.training.finetune import PreprocessName
 from vitrail.training.trackers import Tracker
 
 T = TypeVar("T")
+_TYPE_NAMES = {
+    float: "a number", int: "an integer", bool: "True or False", str: "a string", Path: "a path", type(None): "None",
+    Sequence: "a list", Mapping: "a dictionary", Callable: "a function", tuple: "a tuple", Literal: "a string",
+}  # fmt: skip
 
 
 class RunKeywords(TypedDict, total=False):
@@ -110,8 +116,37 @@ def _build(kind: type[T], values: Mapping[str, Any]) -> T:
         if dataclasses.is_dataclass(hints[field.name]):
             fields[field.name] = _build(typing.cast(type[Any], hints[field.name]), values)
         elif field.name in values:
-            fields[field.name] = values[field.name]
+            fields[field.name] = _check_type(field.name, values[field.name], hints[field.name])
     return kind(**fields)
+
+
+def _check_type(name: str, value: Any, hint: Any) -> Any:
+    """The value, refused unless its type is the option's; a path may be given as a string."""
+    kinds = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+    if any(_has_type(value, kind) for kind in kinds):
+        return value
+    if Path in kinds and isinstance(value, str):
+        return Path(value)
+    taken = dict.fromkeys(_TYPE_NAMES.get(typing.get_origin(kind) or kind) or str(kind) for kind in kinds)
+    raise UsageError(f"{name} is {value!r:.80}, of type {type(value).__name__}; it takes {' or '.join(taken)}")
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    """Whether a value has a type as a type checker would say; integers are numbers, and true is no integer."""
+    origin = typing.get_origin(kind) or kind
+    if origin is Literal:  # which value, the options themselves check
+        return isinstance(value, str)
+    if getattr(origin, "_is_protocol", False):
+        return True
+    if kind is float:
+        return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if origin is Callable:
+        return callable(value)
+    if origin is Sequence:
+        return isinstance(value, Sequence) and not isinstance(value, str)
+    return isinstance(value, origin)
 
 
 def list_option_names(kind: Any) -> list[str]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vitrail import __version__, remote
 from vitrail.api import notebook
+from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, load_trained
 from vitrail.api.options import check_option_names
 from vitrail.api.progress import NoteCollector, show_progress
@@ -50,6 +51,7 @@ from vitrail.runtime.workers import Notify, ShowProgress
 from vitrail.visualization.attention_images import draw_rollouts, iterate_picture_paths
 from vitrail.weights.tensor_files import digest_tensors
 
+_SHOWN_LABELS = 5
 _SHOWN_ROWS = 50  # rows of a table in a notebook
 
 Images = ImageSource | Sequence[ImageSource]
@@ -134,10 +136,13 @@ class PredictionList:
 
     def __repr__(self) -> str:
         counts = Counter(row.label for row in self.rows if row.label is not None)
-        labels = ", ".join(f"{label} {count:,}" for label, count in counts.most_common(5))
-        failed = sum(bool(row.error) for row in self.rows)
-        unreadable = f", {failed:,} cannot be read" if failed else ""
-        return f"PredictionList({pluralize(len(self.rows), 'image')}: {labels}{unreadable})"
+        parts = [f"{label} {count:,}" for label, count in counts.most_common(_SHOWN_LABELS)]
+        if len(counts) > _SHOWN_LABELS:
+            parts.append(f"{pluralize(len(counts) - _SHOWN_LABELS, 'other label')}")
+        errors = [row.error for row in self.rows if row.error]
+        if errors:
+            parts.append(f"{len(errors):,} cannot be read ({errors[0]:.200})")
+        return f"PredictionList({pluralize(len(self.rows), 'image')}: {', '.join(parts)})"
 
     def _repr_html_(self) -> str:
         cells = "".join(
@@ -162,6 +167,7 @@ class PredictKeywords(TypedDict, total=False):
     workers: int | None
 
 
+@name_keywords
 def predict(
     model: AnyModel, images: Images, *, top: int = 1, out: str | Path | None = None, **options: Unpack[PredictKeywords]
 ) -> PredictionList:
@@ -176,6 +182,7 @@ def predict(
     return PredictionList(tuple(Prediction(row.image, row.labels, row.error) for row in rows), tuple(notes))
 
 
+@name_keywords
 def embed(model: AnyModel, images: Images, **options: Unpack[PredictKeywords]) -> NDArray[np.float32]:
     """The features of images, (n, D): what the head reads.
 

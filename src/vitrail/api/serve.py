@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, get_model_name, load_trained
 from vitrail.api.options import build_options
 from vitrail.api.progress import NoteCollector
@@ -95,6 +96,7 @@ class Server:
         return f"Server({self.url!r}, {'running' if self._thread.is_alive() else 'stopped'})"
 
 
+@name_keywords
 def serve(model: AnyModel | Sequence[AnyModel], *, notify: Notify | None = None, **options: Any) -> Server:
     """Serve one or several models over HTTP in the background, as `vitrail serve` does.
 

@@ -1,18 +1,18 @@
 """Train and fine-tune from Python: `vitrail.train` and `vitrail.finetune`."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Unpack
 
+from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, get_model_name
 from vitrail.api.options import FinetuneKeywords, TrainKeywords, build_options, check_option_names
 from vitrail.api.progress import NoteCollector, show_progress
 from vitrail.api.run import Run
 from vitrail.config import Recipe
 from vitrail.data.sources import DataSource
-from vitrail.errors import StoppedError
+from vitrail.errors import UsageError
 from vitrail.report.write_report import write_run_outputs
 from vitrail.training import finetune as finetuning
 from vitrail.training import pretrain as pretraining
@@ -28,6 +28,7 @@ OnEvaluation = Callable[[ValidationResult], None]
 _CALLBACKS = ("on_step", "on_evaluation", "loss")
 
 
+@name_keywords
 def finetune(
     data: DataSource,
     model: AnyModel | None = None,
@@ -60,11 +61,11 @@ def finetune(
     built = build_options(FinetuneOptions, {"minutes": minutes, "recipe": recipe, "loss_function": loss, **options})
     callbacks = _make_callbacks(notes, on_step, on_evaluation)
     initial = str(model.weights) if isinstance(model, Run) else model
-    with _explain_resume():
-        (facts,) = finetuning.finetune(data, initial, built, callbacks)
+    (facts,) = finetuning.finetune(data, initial, built, callbacks)
     return Run(Path(facts["folder"]), tuple(notes))
 
 
+@name_keywords
 def train(
     recipe: str | Path | Recipe,
     data: DataSource,
@@ -85,22 +86,14 @@ def train(
     notes = NoteCollector()
     built = build_options(PretrainingOptions, {"loss_function": loss, **options})
     callbacks = _make_callbacks(notes, on_step, on_evaluation)
-    with _explain_resume():
-        facts = pretraining.pretrain(recipe, data, built, callbacks)
+    facts = pretraining.pretrain(recipe, data, built, callbacks)
     return Run(Path(facts["folder"]), tuple(notes))
 
 
-@contextlib.contextmanager
-def _explain_resume() -> Iterator[None]:
-    """Add to the error of a stopped run, which names an option of the command, how Python resumes it."""
-    try:
-        yield
-    except StoppedError as error:
-        error.add_note("In Python the same call with resume=True continues.")
-        raise
-
-
 def _make_callbacks(notes: NoteCollector, on_step: OnStep | None, on_evaluation: OnEvaluation | None) -> RunCallbacks:
+    for name, function in (("on_step", on_step), ("on_evaluation", on_evaluation)):
+        if not (function is None or callable(function)):
+            raise UsageError(f"{name} is {function!r:.80}; it takes a function")
     callbacks = RunCallbacks(notify=notes, show_progress=show_progress, write_report=write_run_outputs)
     return dataclasses.replace(
         callbacks,

@@ -121,9 +121,12 @@ def _format_classes(report: dict[str, Any]) -> Rows:
     smallest, largest = by_size[0], by_size[-1]
     kind = ", of which an image may have several" if report["multi_label"] else ""
     span = f"{smallest[split]:,} ({smallest['name']}) to {largest[split]:,} ({largest['name']})"
+    span = f"{largest[split]:,}" if smallest[split] == largest[split] else span
     yield "classes", f"{format_count(len(classes))}{kind}; images per class of {split}: {span}"
     if report["layout_warning"]:
         yield "warning", report["layout_warning"]
+    if len(classes) == 1 and not report["multi_label"]:
+        yield "warning", "one class: a classifier needs two or more, one subfolder each"
     empty = [row["name"] for row in classes if not row[split]]
     if empty:
         yield (

@@ -78,10 +78,9 @@ def _summarize(result: BulkResult, out: str | None) -> str:
     if result.new_images < written.images:
         parts.append(f"{result.new_images:,} of them in this run")
     if labels:
-        counts = [
-            f"{strip_control_characters(name)} {count:,}" for name, count in labels.most_common(_MAX_COUNTED_LABELS)
-        ]
-        others = len(labels) - _MAX_COUNTED_LABELS
+        named = len(labels) if len(labels) == _MAX_COUNTED_LABELS + 1 else _MAX_COUNTED_LABELS  # no "1 other label"
+        counts = [f"{strip_control_characters(name)} {count:,}" for name, count in labels.most_common(named)]
+        others = len(labels) - named
         parts.append(", ".join(counts) + (f", and {pluralize(others, 'other label')}" if others > 0 else ""))
     return "; ".join([*parts, *([] if out is None else [out])])
 

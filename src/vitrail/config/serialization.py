@@ -6,6 +6,7 @@ field names and old values. Whoever renames a stored field or value adds a row.
 
 import contextlib
 import dataclasses
+import difflib
 import types
 import typing
 from collections.abc import Mapping
@@ -112,7 +113,9 @@ def from_json(kind: type[T], value: object) -> T:
         if field.default is field.default_factory is dataclasses.MISSING
     }
     if unknown := sorted(fields.keys() - hints.keys()):
-        raise UsageError(f"{kind.__name__} has no field {unknown[0]!r:.80}")
+        close = difflib.get_close_matches(unknown[0], hints, n=1)
+        suggestion = f": did you mean {close[0]}?" if close else ""
+        raise UsageError(f"{kind.__name__} has no field {unknown[0]!r:.80}{suggestion}")
     if missing := sorted(required - fields.keys()):
         raise UsageError(f"{kind.__name__} lacks the field {missing[0]!r}")
     return kind(**{name: _convert_value(name, hints[name], field) for name, field in fields.items()})

@@ -19,6 +19,7 @@ from vitrail.formatting import pluralize
 
 NAME = "images in memory"
 DIGITS_NAME = "digits"
+_PIXELS = ((3,), (4,))  # the shapes of a pixel in an array (H, W, C)
 
 
 class Samples(Protocol):
@@ -195,10 +196,16 @@ def _convert_image(image: Any, name: str) -> Path | bytes | Image.Image:
         return Path(image)
     pixels = image.permute(1, 2, 0).cpu().numpy() if isinstance(image, Tensor) and image.ndim == 3 else image
     pixels = pixels[..., 0] if isinstance(pixels, np.ndarray) and pixels.shape[2:] == (1,) else pixels
-    if isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8 and pixels.ndim in (2, 3):
+    if (
+        isinstance(pixels, np.ndarray)
+        and pixels.dtype == np.uint8
+        and (pixels.ndim == 2 or pixels.shape[2:] in _PIXELS)
+    ):
         return Image.fromarray(np.ascontiguousarray(pixels))
     kind = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, np.ndarray | Tensor) else type(image).__name__
+    first = isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[0] in (1, 3, 4)
+    hint = "; move its channels to the end, images.transpose(0, 2, 3, 1)" if first else ""
     raise DataError(
-        f"{name} is {kind}; an image is a Pillow image, uint8 (H, W, C) as array or (C, H, W) as tensor, a path or the"
-        " bytes of a file. Give a dataset without transforms: vitrail resizes, augments and normalizes"
+        f"{name} is {kind}{hint}; an image is a Pillow image, uint8 (H, W, C) as array or (C, H, W) as tensor, a path"
+        " or the bytes of a file. Give a dataset without transforms: vitrail resizes, augments and normalizes"
     )

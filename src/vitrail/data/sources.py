@@ -13,6 +13,7 @@ from vitrail.data import file_list, folder, imagenet, memory, public_datasets, s
 from vitrail.data.dataset import Dataset
 from vitrail.data.memory import DIGITS_NAME, InMemoryData, build_memory_dataset, open_digits
 from vitrail.errors import DataError, NoImageError, UsageError
+from vitrail.files import suggest_path
 from vitrail.formatting import pluralize
 
 DataSource = str | Path | Dataset | InMemoryData
@@ -72,8 +73,9 @@ def _open_location(location: Path | str, holdout_fraction: float) -> Dataset:
         return _open_misnamed_tar(location, holdout_fraction)
     if isinstance(location, Path) and not location.is_dir():
         names = ", ".join((DIGITS_NAME, *public_datasets.PUBLIC_DATASETS))
+        hint = suggest_path(location) or "."
         raise DataError(
-            f"{location} does not exist. A dataset is a folder, a .csv or .jsonl, shards, hf:ORG/NAME, or {names}"
+            f"{location} does not exist{hint} A dataset is a folder, a .csv or .jsonl, shards, hf:ORG/NAME, or {names}"
         )
     if _is_file(_join(location, shards.DESCRIPTION_FILE)):
         return shards.open_shards(location, holdout_fraction=holdout_fraction)

@@ -25,11 +25,11 @@ def fit_temperature(logits: Tensor, targets: Tensor, *, prior_std: float = PRIOR
 
     Under the prior, few images move T little and many move it fully; an infinite `prior_std` gives the maximum
     likelihood. The derivative of the log posterior is 0 there, which bisection finds. If every prediction is correct,
-    nothing tells how much confidence is too much, and T stays 1.
+    the likelihood has no maximum: the prior alone keeps T from 0, and without one T is 1.
     """
     logits = logits.double()
     correct = logits.argmax(dim=1) == targets if targets.ndim == 1 else (logits > 0) == (targets > 0)
-    if not len(logits) or correct.all():
+    if not len(logits) or (math.isinf(prior_std) and correct.all()):
         return 1.0
     low, high = -math.log(TEMPERATURE_RANGE[1]), -math.log(TEMPERATURE_RANGE[0])
     for _ in range(_BISECTION_STEPS):

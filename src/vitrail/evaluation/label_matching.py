@@ -19,7 +19,9 @@ _IMAGENET_VAL_NAME = re.compile(r"ILSVRC2012_val_(\d{8})")
 
 
 def match_outputs(classes: Sequence[str], labels: Sequence[str] | None, num_outputs: int) -> list[int]:
-    """The output of each class, (K,), by its label; classes whose names are numbers match by number.
+    """The output of each class, (K,), by its label; classes whose names are plain numbers match by number.
+
+    Names with leading zeros, such as 001, are a catalog's: taken for outputs, they would give a wrong accuracy.
 
     Without labels there must be as many classes as outputs, in the same order.
     """
@@ -31,7 +33,7 @@ def match_outputs(classes: Sequence[str], labels: Sequence[str] | None, num_outp
             )
         return list(range(num_outputs))
     outputs = _index_labels(labels)
-    if not outputs.keys() & set(classes) and all(name.isdecimal() and int(name) < num_outputs for name in classes):
+    if not outputs.keys() & set(classes) and all(_is_output_number(name, num_outputs) for name in classes):
         return [int(name) for name in classes]  # shards with numbers as labels
     for name in classes:
         if labels.count(name) > 1:
@@ -41,8 +43,14 @@ def match_outputs(classes: Sequence[str], labels: Sequence[str] | None, num_outp
         if name not in outputs:
             close = difflib.get_close_matches(name, outputs, n=1)
             hint = f"; the closest is {close[0]!r}" if close else ""
+            if name.isdecimal():
+                hint = f": it has names such as {labels[0]!r:.80}, and numbers without leading zeros are its outputs"
             raise DataError(f"the model has no class {name!r:.80}{hint}")
     return [outputs[name] for name in classes]
+
+
+def _is_output_number(name: str, num_outputs: int) -> bool:
+    return name.isdecimal() and name == str(int(name)) and int(name) < num_outputs
 
 
 def _index_labels(labels: Sequence[str]) -> dict[str, int]:

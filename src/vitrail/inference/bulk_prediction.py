@@ -6,6 +6,7 @@ import itertools
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +79,10 @@ def predict_images(
             deterministic = torch.backends.cudnn.deterministic
             flags = torch.backends.cudnn.flags(enabled=True, deterministic=deterministic, allow_tf32=False)
             stack.enter_context(flags)
-        stop_request = stack.enter_context(signals.catch_stop_signals()) if target.can_continue else None
+        stop_request = None
+        if target.can_continue:
+            announce = partial(_announce_stop, notify=settings.notify)
+            stop_request = stack.enter_context(signals.catch_stop_signals(announce))
         write = stack.enter_context(target.open_writer(written)) if group.is_rank0 else None
         for rows, stop_signal in _iterate_rounds(classifier, items, settings, stop_request):
             failed = sum(bool(row.error) for row in rows)
@@ -90,6 +94,11 @@ def predict_images(
             if stop_signal:
                 _raise_stopped(stop_signal, written, target.name, settings.notify)
     return BulkResult(written, written.images - before, labels)
+
+
+def _announce_stop(stop_signal: signal.Signals, notify: Notify) -> None:
+    """Tell at once that a signal was received: a batch may take a while."""
+    notify(f"{stop_signal.name}: stopping after this batch")
 
 
 def _iterate_rounds(

@@ -41,7 +41,7 @@ def load_recipe(name: str | Path) -> Recipe:
     try:
         return from_json(Recipe, _restore_none(values))
     except UsageError as error:
-        raise UsageError(f"{path}: {error}") from error
+        raise UsageError(f"{path}: {error} (`vitrail recipe show NAME` prints a complete recipe)") from error
 
 
 def _restore_none(values: Any) -> Any:

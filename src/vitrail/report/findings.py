@@ -85,6 +85,10 @@ def _suggest_improvements(
     if timed and trained_epochs is not None and trained_epochs < _MIN_EPOCHS:
         epochs_done = pluralize(float(f"{trained_epochs:.2g}"), "epoch")
         yield Suggestion(f"Give it more --minutes: there was time for {epochs_done}.")
+    elif result.right == result.images:
+        yield Suggestion(
+            f"Add test images: all {result.images:,} are correct, so only more can tell how good it is, or improve it."
+        )
     elif _was_improving(facts):
         epochs = facts.config["recipe"]["epochs"]
         longer = "more --minutes" if timed else f"--epochs {max(2, round(2 * epochs))} instead of {epochs:.3g}"

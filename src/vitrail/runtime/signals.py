@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
@@ -13,8 +13,9 @@ STOP_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SI
 class StopRequest:
     """The first signal that asked the run to stop, if any."""
 
-    def __init__(self) -> None:
+    def __init__(self, announce: Callable[[signal.Signals], None] = lambda _: None) -> None:
         self.signal: signal.Signals | None = None
+        self._announce = announce
 
     def receive(self, number: int, _: FrameType | None) -> None:
         """Remember the signal; a second Ctrl-C interrupts at once.
@@ -23,13 +24,16 @@ class StopRequest:
         """
         if self.signal is not None and number == signal.SIGINT and "TORCHELASTIC_RUN_ID" not in os.environ:
             raise KeyboardInterrupt
-        self.signal = self.signal or signal.Signals(number)
+        if self.signal is None:
+            self.signal = signal.Signals(number)
+            # In a thread: a handler may interrupt a line that is being printed, and must not print into it.
+            threading.Thread(target=self._announce, args=(self.signal,), daemon=True).start()
 
 
 @contextlib.contextmanager
-def catch_stop_signals() -> Iterator[StopRequest]:
-    """Catch stop signals within the block; only the main thread can catch them."""
-    request = StopRequest()
+def catch_stop_signals(announce: Callable[[signal.Signals], None] = lambda _: None) -> Iterator[StopRequest]:
+    """Catch stop signals within the block; only the main thread can catch them. `announce` is told at once."""
+    request = StopRequest(announce)
     if threading.current_thread() is not threading.main_thread():
         yield request
         return

@@ -28,6 +28,17 @@ def list_dataset_notes(dataset: Dataset) -> Iterator[str]:
     if len(numbers) == len(dataset.classes) and numbers != sorted(numbers):
         first = ", ".join(dataset.classes[:4])
         yield f"warning: classes are in the order of their names ({first}, ...), so output 2 is not class 2"
+    yield from _list_unmeasured_classes(dataset)
+
+
+def _list_unmeasured_classes(dataset: Dataset) -> Iterator[str]:
+    """A note for each split that lacks images of some classes, as those of very few images are."""
+    for name in ("val", "test"):
+        counts = dataset.splits[name].count_per_class(len(dataset.classes)) if name in dataset.splits else ()
+        missing = [label for label, count in zip(dataset.classes, counts, strict=False) if not count]
+        if 0 < len(missing) < len(dataset.classes):
+            classes = pluralize(len(missing), "class")
+            yield f"note: {name} has no image of {classes}, such as {missing[0]!r:.60}, so it says nothing about that"
 
 
 def check_classes(dataset: Dataset, *, strict: bool = False, train_on_val: bool = False) -> None:

@@ -77,7 +77,7 @@ class FinetuneOptions:
         decides_epochs = self.overrides.epochs is not None or self.replan is not None
         if self.minutes is not None and (decides_epochs or not 0 < self.minutes < math.inf):
             raise UsageError(
-                f"--minutes is {self.minutes}; it must be above 0"
+                f"--minutes is {self.minutes:g}; it must be above 0"
                 if not decides_epochs
                 else "--minutes decides the epochs; give --minutes, or --epochs (and --replan with it), not both"
             )
@@ -186,7 +186,9 @@ def plan_finetuning(
     check_classes(dataset, strict=run_options.strict, train_on_val=run_options.train_on_val)
     trained = model if isinstance(model, Trained) else load(model)  # report a typo before every image is read
     initial_model = set_preprocess(trained, options.preprocess)
-    if not dry_run:
+    if dry_run:
+        dataset = dataclasses.replace(dataset, skip_bad=not run_options.strict)  # a run would leave them out
+    else:
         name = get_data_name(data)
         dataset, audit = _check_finetune_images(dataset, name, folder, options, callbacks, resume=resume)
     median_pixels = compute_median_pixels(dataset) if options.recipe == "bit" else 0

@@ -71,7 +71,7 @@ def choose_run_folder(
         if resume or overwrite:
             locks.check_lock(folder / LOCK_FILE, str(folder))
         if resume and not folder.exists():
-            notify(f"{folder} does not exist yet, so there is nothing to resume: this is a new run")
+            notify(f"warning: {folder} does not exist, so there is nothing to resume: this is a new run")
         check_folder_usable(folder, resume=resume, overwrite=overwrite)
         return folder, resume
 

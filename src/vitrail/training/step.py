@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from vitrail.config import Recipe
 from vitrail.data import randomness
-from vitrail.errors import DivergedError
+from vitrail.errors import DivergedError, UsageError
 from vitrail.model import masked
 from vitrail.model.masked import MaskedViT
 from vitrail.model.vit import Model, ViT
@@ -275,8 +275,16 @@ def _compute_loss(state: TrainState, pixels: Tensor, targets: Tensor, recipe: Re
         return masked.compute_masked_losses(outputs, state.model.compute_targets(pixels, targets)).sum()
     logits = outputs if state.logit_adjustment is None else outputs.float() + state.logit_adjustment
     if state.loss_function is not None:
-        return state.loss_function(logits, targets)
+        return _check_loss(state.loss_function(logits, targets))
     return LOSS_FUNCTIONS[recipe.loss](logits, targets, recipe.label_smoothing)
+
+
+def _check_loss(loss: Any) -> Tensor:
+    """What a loss function of the user returned, refused unless it is a scalar tensor."""
+    if isinstance(loss, Tensor) and loss.ndim == 0:
+        return loss
+    kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+    raise UsageError(f"the loss function returned {kind}; it must return the sum over the images, a tensor of shape ()")
 
 
 def _forward(state: TrainState, pixels: Tensor, targets: Tensor, *, is_full_step: bool) -> Tensor:

@@ -162,7 +162,7 @@ class Deadline:
     @property
     def figure_seconds(self) -> float:
         """Seconds of the report's figures of the model; the report can be written without them."""
-        return self.seconds_per_image * self.world_size * self._uncached_eval_cost * _REPORT_FORWARD_IMAGES
+        return self.seconds_per_image * self.world_size * _FORWARD_COST * _REPORT_FORWARD_IMAGES
 
     @property
     def precision_seconds(self) -> float:

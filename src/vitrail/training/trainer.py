@@ -130,7 +130,7 @@ class Trainer:
         with contextlib.ExitStack() as stack:
             self._open_folder(stack)
             try:
-                with signals.catch_stop_signals() as self.stop_request:
+                with signals.catch_stop_signals(self._announce_stop) as self.stop_request:
                     self._train()
                     return self._finish()
             except BaseException as error:
@@ -138,6 +138,11 @@ class Trainer:
                     with contextlib.suppress(OSError):  # a full disk has no room for it, and its own error must show
                         self._log_early_end(error)
                 raise
+
+    def _announce_stop(self, stop_signal: signal.Signals) -> None:
+        """Tell at once that a signal was received: a step may take a while."""
+        again = "; Ctrl-C again stops at once, without it" if stop_signal == signal.SIGINT else ""
+        self.notify(f"{stop_signal.name}: saving a checkpoint after this step{again}")
 
     # --- open the folder, resume --------------------------------------------------------------------------------------
 
@@ -363,7 +368,7 @@ class Trainer:
             distributed.barrier()  # or the first to exit would have torchrun kill those that still write
             raise StoppedError(
                 f"{signal.Signals(stop_signal).name}: stopped after step {step_end.step:,} of {step_end.steps:,}, the"
-                " checkpoint is saved; the same command with --resume continues",
+                f" checkpoint is saved in {self.folder}; the same command with --resume continues",
                 stop_signal,
             )
 

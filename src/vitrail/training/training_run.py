@@ -27,7 +27,7 @@ from vitrail.training import fsdp, optimizer, schedule
 from vitrail.training.losses import LossFunction
 from vitrail.training.plan import build_config
 from vitrail.training.step import TrainableModel, TrainState, build_train_state
-from vitrail.weights.adapt import adapt, reorder_head
+from vitrail.weights.adapt import ZERO_HEAD, adapt, reorder_head
 from vitrail.weights.trained import Origin, Trained, create_random, require_preprocess
 
 MAX_EVALUATION_SHARE = 0.1  # of the time of training, at most
@@ -305,11 +305,19 @@ def adapt_to_dataset(trained: Trained, dataset: Dataset, recipe: Recipe, *, keep
         adapted = adapt(reorder_head(trained, dataset.classes), image_size=size)
     else:
         adapted = adapt(trained, classes=len(dataset.classes), labels=dataset.classes, image_size=size)
+        if recipe.head_init == "probe":
+            adapted = _describe_probe_head(adapted)
     assert adapted.preprocess is not None
     if recipe.resize is not None:
         resize = (round(min(adapted.preprocess.size) * recipe.resize),)
         adapted = dataclasses.replace(adapted, preprocess=dataclasses.replace(adapted.preprocess, resize=resize))
     return adapted
+
+
+def _describe_probe_head(trained: Trained) -> Trained:
+    """The model whose changes say that a probe will replace the zeros of its head."""
+    changes = [change.replace(ZERO_HEAD, "new, from a probe of the features") for change in trained.origin.changes]
+    return dataclasses.replace(trained, origin=dataclasses.replace(trained.origin, changes=tuple(changes)))
 
 
 def build_trained(run: TrainingRun, model: Model, step: int, steps: int) -> Trained:

@@ -13,6 +13,8 @@ from vitrail.model.positions import Grid, resample_offsets, resample_positions
 from vitrail.presets import spread_over_channels
 from vitrail.weights.trained import Origin, Trained, assemble_model, require_trained
 
+ZERO_HEAD = "new, zeros"
+"""How `Origin.changes` ends for a head that starts from zeros."""
 _FIRST_KERNEL_NAMES = ("stem.conv.weight", "patch_embed.backbone.stem.conv.weight", "patch_embed.proj.weight")
 
 
@@ -130,7 +132,7 @@ def _replace_head(config: ModelConfig, tensors: dict[str, Tensor], changes: list
     for head in heads if classes else ():
         shape = (classes, config.num_features, *kernel)
         tensors |= {f"{head}.weight": torch.zeros(shape), f"{head}.bias": torch.zeros(classes)}
-        changes.append(f"{head}.weight {shape}, {head}.bias ({classes}): new, zeros")
+        changes.append(f"{head}.weight {shape}, {head}.bias ({classes}): {ZERO_HEAD}")
     return config
 
 

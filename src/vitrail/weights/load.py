@@ -42,10 +42,10 @@ def load(model: str | Path) -> Trained:
     remote = hub.suggest_name(name)
     if path is not None:
         if remote and not path.parent.exists():
-            raise ModelError(f"{name} does not exist; the Hub's model of that name is {remote}")
+            raise ModelError(f"{name} does not exist; if you meant the Hub's model, give {remote}")
         return read_model(path)
     if remote:
-        raise UsageError(f"no file or folder is called {name!r}; the Hub's model of that name is {remote}")
+        raise UsageError(f"no file or folder is called {name!r}; if you meant the Hub's model, give {remote}")
     if not presets.has_preset(name):
         raise UsageError(f"no file or folder is called {name!r}, and {presets.describe_unknown_preset(name)}")
     return create_random(name)
@@ -74,7 +74,7 @@ def is_native_file(path: Path) -> bool:
 def read_model(path: Path) -> Trained:
     """Read the model in a file or folder of any known format."""
     if not path.exists():
-        raise ModelError(f"{path} does not exist")
+        raise ModelError(f"{path} does not exist{files.suggest_path(path)}")
     try:
         model_files = _find_model_files(path)
         return formats.import_format(formats.recognize_format(model_files)).read(model_files)

@@ -65,9 +65,10 @@ class ConvertArguments:
     """A file or folder of any known format, hf:ORG/NAME[@REVISION], timm:NAME, or a preset such as b16."""
     destination: Annotated[Path, Positional, arg(metavar="DST")]
     """The file or folder to write."""
-    to: Annotated[TargetFormat, arg(metavar="FORMAT")] = "vitrail"
-    """Output format. timm and transformers write folders, timm also a bare .safetensors, torchvision a .pth, google an
-    .npz. For other runtimes: onnx writes an .onnx, torch-export a .pt2, openvino an .xml and a .bin."""
+    to: Annotated[TargetFormat | None, arg(metavar="FORMAT")] = None
+    """Output format, by default vitrail, or the runtime of DST's suffix. timm and transformers write folders, timm also
+    a bare .safetensors, torchvision a .pth, google an .npz. For other runtimes: onnx writes an .onnx, torch-export a
+    .pt2, openvino an .xml and a .bin."""
     classes: Annotated[OptionalNumber, _ADAPTATION] = None
     """Replace the head with a zero-initialized one of N classes."""
     labels: Annotated[str | None, _ADAPTATION, arg(metavar="NAMES")] = None
