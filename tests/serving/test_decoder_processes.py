@@ -150,13 +150,17 @@ def test_small_images_come_before_large_ones(pool: DecoderPool, monkeypatch: pyt
             await decode(pool, file)
             order.append(name)
 
-        first = note("first", make_image_file())
         large = [note("large", attacks.make_wide_png(2100)) for _ in range(2)]
         small = [note("small", make_image_file()) for _ in range(4)]
-        await asyncio.gather(first, *large, *small)
+        await pool._acquire(pool._small, max_wait=30)  # as an image does that is being decoded
+        waiting = asyncio.gather(*large, *small)
+        while len(pool._small) + len(pool._large) < 6:
+            await asyncio.sleep(0)
+        pool._release()
+        await waiting
         return order
 
-    assert asyncio.run(decode_many()) == ["first", *["small"] * 4, *["large"] * 2]
+    assert asyncio.run(decode_many()) == [*["small"] * 4, *["large"] * 2]
 
 
 def test_alone_a_slow_image_has_all_of_its_time(pool: DecoderPool, monkeypatch: pytest.MonkeyPatch) -> None:
