@@ -1,7 +1,4 @@
-"""Experiment trackers: TensorBoard's files, MLflow's file store and W&B's offline files, read back.
-
-W&B and MLflow are no part of the extra `dev`: pip install 'vitrail[wandb,mlflow]' for the tests that are skipped.
-"""
+"""Experiment trackers: TensorBoard's files, MLflow's file store and W&B's offline files, read back."""
 
 import importlib
 import json
