@@ -103,7 +103,7 @@ def test_dev_has_what_every_extra_has() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     developer = set(extras["dev"])
     for name, requirements in extras.items():
-        if name not in ("dev", "heif", "wandb", "mlflow"):  # the last two bring 150 MB, and their tests skip without
+        if name != "dev":
             assert set(requirements) <= developer, f"dev lacks a part of {name}"
 
 
