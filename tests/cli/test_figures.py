@@ -75,11 +75,11 @@ def test_every_figure_is_a_png_and_the_arrays_are_the_functions(
         f"{kind}/{name}.png" for kind in ("heads", "relevance", "rollout", "tokens") for name in names
     ]
     figures = [f"{name}.{end}" for name in ("cka", "distance", "filters", "positions") for end in ("npz", "png")]
-    assert list_files(out) == sorted([*pictures_of_images, *figures, "figures.json", "images.npz"])
+    assert list_files(out) == sorted([*pictures_of_images, *figures, "figures.json", "images.npz", "overview.png"])
     for line in ("filters.png", "positions.png", "distance.png", "rollout/       4 images"):
         assert line in text
     assert "averaged over 4 of the paper's 128 images" in error
-    for name in (*pictures_of_images, "cka.png", "filters.png", "positions.png", "distance.png"):
+    for name in (*pictures_of_images, "cka.png", "filters.png", "positions.png", "distance.png", "overview.png"):
         with Image.open(out / name) as shown:
             assert shown.format == "PNG"
             assert min(shown.info["dpi"]) > 199

@@ -185,3 +185,17 @@ def test_cka_is_a_map_for_each_pair_of_models_from_the_embedding_up(tmp_path: Pa
     assert (panels[1].get_ylabel(), panels[1].get_xlabel()) == ("layer of a", "layer of b")
     assert all(axes.images[0].get_clim() == (0, 1) for axes in panels)
     assert panels[0].get_ylim()[0] < panels[0].get_ylim()[1]  # layer 0 is at the bottom
+
+
+def test_the_overview_has_a_row_of_three_panels_for_each_model(tmp_path: Path, drawn: list[Figure]) -> None:
+    vit = model_factory.build_vit()
+    filters, similarity = compute_filters(vit), compute_position_similarity(vit)
+    panels = {"one": (filters, similarity, far(2, 3)), "other": (filters, similarity, far(2, 3, seed=1))}
+    paper_figures.plot_overview(panels, tmp_path / "o.png", initial={"one": far(2, 3, seed=2)})
+    rows = [drawn[0].axes[:3], drawn[0].axes[3:]]
+    for (name, (_, _, distance)), (tiles, maps, heads) in zip(panels.items(), rows, strict=True):
+        assert tiles.get_title(loc="left").startswith(f"{name}\n{len(filters.tiles)} principal components")
+        assert maps.get_xlabel() == "input patch column"
+        mean = next(line for line in heads.lines if line.get_label() == "mean of the heads")
+        np.testing.assert_allclose(mean.get_ydata(), distance.distance.mean(axis=1))
+    assert rows[0][0].get_position().y0 > rows[1][0].get_position().y1

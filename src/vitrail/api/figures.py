@@ -14,9 +14,10 @@ from vitrail.formatting import pluralize
 from vitrail.runtime.workers import Notify, ShowProgress
 from vitrail.training.run_folder import choose_next_folder
 from vitrail.visualization import all_figures
-from vitrail.visualization.all_figures import FigureFolder, FigureModel, claim_folder
+from vitrail.visualization.all_figures import FigureModel
 from vitrail.visualization.attention_images import FigureImage
 from vitrail.visualization.crops import read_boxes
+from vitrail.visualization.figure_folder import FigureFolder, claim_folder
 from vitrail.weights.load import is_preset
 
 _SHOWN_WIDTH = 800  # pixels of a figure in a notebook
@@ -99,10 +100,17 @@ def figures(
     models = all_figures.prepare_models([_load_model(each, notify) for each in given], size, device)
     folder = FigureFolder(path, [each.name for each in models], notify=notify)
     folder.clear()
-    all_figures.draw_weight_figures(models, folder)
+    weights = all_figures.draw_weight_figures(models, folder)
     if read:
         all_figures.draw_image_figures(
-            models, read, object_boxes, folder, num_drawn=len(drawn), faithfulness=faithfulness, show_progress=progress
+            models,
+            read,
+            object_boxes,
+            folder,
+            weights=weights,
+            num_drawn=len(drawn),
+            faithfulness=faithfulness,
+            show_progress=progress,
         )
     else:
         reason = "--pictures 0 reads none" if listed else f"vitrail figures {names[0]} IMAGES..."

@@ -5,7 +5,8 @@ from vitrail.cli import output
 from vitrail.cli.arguments.evaluation import FiguresArguments
 from vitrail.errors import DataError
 from vitrail.formatting import pluralize
-from vitrail.visualization.all_figures import IMAGE_FOLDERS, RECORD_FILE, split_models_and_images
+from vitrail.visualization.all_figures import split_models_and_images
+from vitrail.visualization.figure_folder import IMAGE_FOLDERS, RECORD_FILE
 
 
 def run(arguments: FiguresArguments) -> None:

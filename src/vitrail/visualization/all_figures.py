@@ -1,17 +1,14 @@
-"""All figures of one model, or of two side by side, from the weights and from images, and the folder they are in."""
+"""All figures of one model, or of two side by side, from the weights and from images."""
 
 import dataclasses
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
-from vitrail import files, presets, remote
+from vitrail import presets
 from vitrail.config import expand_image_size
 from vitrail.data import file_list, image_paths, public_datasets, webdataset
 from vitrail.data.image_headers import IMAGE_SUFFIXES
@@ -19,19 +16,19 @@ from vitrail.data.memory import DIGITS_NAME
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
 from vitrail.runtime import devices
-from vitrail.runtime.workers import Notify, ShowProgress, hide_progress, ignore_note
+from vitrail.runtime.workers import ShowProgress, hide_progress
 from vitrail.visualization import attention, attention_images, cka, embeddings, paper_figures
+from vitrail.visualization.attention import AttentionDistance
 from vitrail.visualization.attention_images import AttentionResults, FigureImage
 from vitrail.visualization.crops import Box, measure_box_attention, summarize_box_attention
+from vitrail.visualization.embeddings import Filters, PositionSimilarity
 from vitrail.visualization.faithfulness import join_faithfulness
+from vitrail.visualization.figure_folder import IMAGE_FOLDERS, FigureFolder
 from vitrail.weights import formats, hub
 from vitrail.weights.adapt import adapt
 from vitrail.weights.load import find_model_path
 from vitrail.weights.trained import Trained, require_preprocess
 
-RECORD_FILE = "figures.json"
-IMAGE_FOLDERS = ("rollout", "relevance", "tokens", "heads")
-_FIGURES = ("filters", "positions", "distance", "cka", "faithfulness", "images", "boxes")
 PAPER_IMAGES = 128  # images that the paper's attention distance is averaged over
 ResultT = TypeVar("ResultT")
 
@@ -110,86 +107,19 @@ def spread_evenly(images: Sequence[FigureImage], number: int) -> list[FigureImag
     return [images[index * len(images) // number] for index in range(number)]
 
 
-# --- the folder ------------------------------------------------------------------------------------------------------
-
-
-def claim_folder(out: str) -> Path:
-    """Return the folder, if no files of others are in it."""
-    folder = Path(out)
-    occupied = folder.is_dir() and any(folder.iterdir()) and not (folder / RECORD_FILE).is_file()
-    if remote.is_remote(out) or folder.is_file() or occupied:
-        raise UsageError(f"--out {out} must be a local folder that is new, empty or written by this command")
-    return folder
-
-
-@dataclasses.dataclass
-class FigureFolder:
-    """The figures so far: files, their numbers, and the reasons for those that are missing."""
-
-    folder: Path
-    models: list[str]
-    files: dict[str, str] = dataclasses.field(default_factory=dict)  # a description by file name
-    numbers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # by figure and model
-    skipped: list[dict[str, str]] = dataclasses.field(default_factory=list)
-    unreadable: dict[str, str] = dataclasses.field(default_factory=dict)  # the reason by image
-    notify: Notify = dataclasses.field(default=ignore_note, repr=False)
-
-    def clear(self) -> None:
-        """Remove earlier figures, and mark the folder as written by this command."""
-        for name in _FIGURES:
-            for suffix in ("png", "npz", "json"):
-                (self.folder / f"{name}.{suffix}").unlink(missing_ok=True)
-        for name in IMAGE_FOLDERS:
-            for picture in (self.folder / name).glob("*.png"):
-                picture.unlink()
-        self.write_record(complete=False)
-
-    def add_file(self, name: str, description: str) -> Path:
-        """Note a file, and return its path to write to."""
-        self.files[name] = description
-        return self.folder / name
-
-    def add_skipped(self, figure: str, reason: str) -> None:
-        """Note why a figure is missing."""
-        self.skipped.append({"figure": figure, "reason": reason})
-        self.notify(f"no {figure}: {reason}")
-
-    def add_unreadable(self, image: str, reason: str) -> None:
-        """Note that an image cannot be read, once for all models."""
-        if image not in self.unreadable:
-            self.unreadable[image] = reason
-            self.notify(reason)
-
-    def write_arrays(self, name: str, by_model: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write arrays as one .npz; the keys of the second model begin with second_."""
-        arrays: dict[str, Any] = {
-            f"{'second_' * self.models.index(model)}{key}": np.asarray(value)
-            for model, fields in by_model.items()
-            for key, value in fields.items()
-        }
-        with files.write_atomically(self.add_file(name, "its numbers, as arrays"), overwrite=True) as fresh:
-            np.savez_compressed(fresh, **arrays)
-
-    def write_json(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Write numbers as JSON."""
-        with files.write_atomically(self.folder / name, overwrite=True) as fresh:
-            fresh.write_text(json.dumps(facts, indent=1) + "\n")
-
-    def write_record(self, *, complete: bool) -> dict[str, Any]:
-        """Write all that is known to figures.json, and return it."""
-        fields = ("models", "files", "numbers", "skipped", "unreadable")
-        facts = {"complete": complete, "folder": str(self.folder)} | {name: getattr(self, name) for name in fields}
-        self.write_json(RECORD_FILE, facts)
-        return facts
-
-
 # --- from the weights ------------------------------------------------------------------------------------------------
 
 
-def draw_weight_figures(models: Sequence[FigureModel], folder: FigureFolder) -> None:
+class WeightResults(NamedTuple):
+    """What figures show of the weights, by the models' names."""
+
+    filters: Mapping[str, Filters]
+    similarities: Mapping[str, PositionSimilarity]
+
+
+def draw_weight_figures(models: Sequence[FigureModel], folder: FigureFolder) -> WeightResults:
     """Draw what needs no images: embedding filters and position similarity."""
-    _draw_filters(models, folder)
-    _draw_positions(models, folder)
+    return WeightResults(_draw_filters(models, folder), _draw_positions(models, folder))
 
 
 def _compute_by_model(
@@ -205,25 +135,26 @@ def _compute_by_model(
     return results
 
 
-def _draw_filters(models: Sequence[FigureModel], folder: FigureFolder) -> None:
+def _draw_filters(models: Sequence[FigureModel], folder: FigureFolder) -> Mapping[str, Filters]:
     filters = _compute_by_model(
         "filters", models, folder, lambda model: embeddings.compute_filters(model.trained.model)
     )
     if not filters:
-        return
+        return {}
     explained = {name: float(result.explained_variance_ratio.sum()) for name, result in filters.items()}
     folder.numbers["explained"] = explained
     description = f"principal components of the first filters, {_format_by_model(explained, '{:.0%} of the variance')}"
     paper_figures.plot_filters(filters, folder.add_file("filters.png", description))
     folder.write_arrays("filters.npz", {name: dataclasses.asdict(result) for name, result in filters.items()})
+    return filters
 
 
-def _draw_positions(models: Sequence[FigureModel], folder: FigureFolder) -> None:
+def _draw_positions(models: Sequence[FigureModel], folder: FigureFolder) -> Mapping[str, PositionSimilarity]:
     similarities = _compute_by_model(
         "positions", models, folder, lambda model: embeddings.compute_position_similarity(model.trained.model)
     )
     if not similarities:
-        return
+        return {}
     initial = {
         model.name: embeddings.compute_position_similarity(embeddings.build_untrained(model.trained.model))
         for model in models
@@ -232,6 +163,7 @@ def _draw_positions(models: Sequence[FigureModel], folder: FigureFolder) -> None
     path = folder.add_file("positions.png", "cosine similarity of position embeddings")
     paper_figures.plot_position_similarity(similarities, path, initial=initial)
     folder.write_arrays("positions.npz", _merge_initial(similarities, initial))
+    return similarities
 
 
 # --- from images -----------------------------------------------------------------------------------------------------
@@ -243,11 +175,12 @@ def draw_image_figures(
     boxes: Mapping[str, Box],
     folder: FigureFolder,
     *,
+    weights: WeightResults,
     num_drawn: int,
     faithfulness: bool = False,
     show_progress: ShowProgress = hide_progress,
 ) -> None:
-    """Draw distances, CKA and faithfulness, then pictures of the first images, then measure boxes."""
+    """Draw distances, the overview, CKA and faithfulness, then pictures of the first images, then measure boxes."""
     drawn = images[:num_drawn]
 
     def compute_attention(model: FigureModel) -> AttentionResults:
@@ -265,7 +198,8 @@ def draw_image_figures(
     results = _compute_by_model("attention", models, folder, compute_attention)
     if not results:
         return
-    _draw_distances([model for model in models if model.name in results], results, folder)
+    initial = _draw_distances([model for model in models if model.name in results], results, folder)
+    _draw_overview(weights, {name: result.distance for name, result in results.items()}, initial, folder)
     _draw_cka(results, folder)
     for name, result in results.items():
         if drawn and not result.details.relevance:
@@ -278,8 +212,11 @@ def draw_image_figures(
 
 def _draw_distances(
     models: Sequence[FigureModel], results: Mapping[str, AttentionResults], folder: FigureFolder
-) -> None:
-    """Draw distance and entropy. Untrained networks get one batch, since they attend alike to any image."""
+) -> dict[str, AttentionDistance]:
+    """Draw distance and entropy, and return those of untrained networks.
+
+    These get one batch, since they attend alike to any image.
+    """
     distances = {name: result.distance for name, result in results.items()}
     initial = {}
     for model in models:
@@ -299,6 +236,24 @@ def _draw_distances(
     folder.write_arrays("distance.npz", _merge_initial(distances, initial))
     if (fewest := min(result.images for result in distances.values())) < PAPER_IMAGES:
         folder.notify(f"attention distance is averaged over {fewest} of the paper's {PAPER_IMAGES} images")
+    return initial
+
+
+def _draw_overview(
+    weights: WeightResults,
+    distances: Mapping[str, AttentionDistance],
+    initial: Mapping[str, AttentionDistance],
+    folder: FigureFolder,
+) -> None:
+    """Draw the paper's figure 7 of the models that have all three of its panels."""
+    panels = {
+        name: (weights.filters[name], weights.similarities[name], distance)
+        for name, distance in distances.items()
+        if name in weights.filters and name in weights.similarities
+    }
+    if panels:
+        path = folder.add_file("overview.png", "filters, positions and attention distance: the paper's figure 7")
+        paper_figures.plot_overview(panels, path, initial=initial)
 
 
 def _draw_cka(results: Mapping[str, AttentionResults], folder: FigureFolder) -> None:

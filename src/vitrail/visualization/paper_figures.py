@@ -31,25 +31,54 @@ _MAX_NAME_LETTERS = 40  # of a model's name
 _DISTANCE_LABELS = ("mean attention distance (pixels)", "attention entropy (bits)")
 
 
+def plot_overview(
+    panels: Mapping[str, tuple[Filters, PositionSimilarity, AttentionDistance]],
+    path: Path,
+    *,
+    initial: Mapping[str, AttentionDistance],
+) -> None:
+    """Plot the paper's figure 7: filters, position similarity and attention distance, one row for each model."""
+    tops = [_MOSAIC_INCHES + 0.6 + row * (_MOSAIC_INCHES + 1.2) for row in reversed(range(len(panels)))]
+    maps_left = _TILES_PER_ROW * 1.14 * _TILE_INCHES + 0.6
+    heads_left = maps_left + _MOSAIC_INCHES + 0.9
+    with open_figure(path, (heads_left + 4.6, tops[0]), tight=True, dpi=_DPI) as figure:
+        for (name, (filters, similarity, distance)), top in zip(panels.items(), tops, strict=True):
+            _plot_tiles(figure, 0, top, filters, name)
+            _plot_mosaic(figure, maps_left, top, similarity.maps, "cosine similarity of positions")
+            axes = _add_axes(figure, heads_left, top - _MOSAIC_INCHES, 4.6, _MOSAIC_INCHES)
+            _plot_heads(axes, distance, initial.get(name), "distance")
+            axes.set(ylim=(0, None), ylabel=_DISTANCE_LABELS[0])
+            axes.set_title(f"attention, {pluralize(distance.images, 'image')}")
+            axes.legend(fontsize=8, loc="lower right")
+
+
 def plot_filters(filters: Mapping[str, Filters], path: Path) -> None:
     """Plot the principal components as tiles in reading order, each with its share of the variance."""
-    rows = max(-(-len(components.tiles) // _TILES_PER_ROW) for components in filters.values())
-    width, height = _TILES_PER_ROW * 1.14 * _TILE_INCHES, rows * 1.36 * _TILE_INCHES
-    gap = 0.35
-    with open_figure(path, (len(filters) * (width + gap), height), tight=True, dpi=_DPI) as figure:
+    width, gap = _TILES_PER_ROW * 1.14 * _TILE_INCHES, 0.35
+    top = max(_count_tile_rows(components) for components in filters.values()) * 1.36 * _TILE_INCHES
+    with open_figure(path, (len(filters) * (width + gap), top), tight=True, dpi=_DPI) as figure:
         for column, (name, components) in enumerate(filters.items()):
-            axes = _add_axes(figure, column * (width + gap), 0, width, height)
-            axes.set_axis_off()
-            tiles, ratios = components.tiles, components.explained_variance_ratio
-            variance = f"{float(ratios.sum()):.0%} of its variance"
-            title = f"{len(tiles)} principal components of the {components.layer}, {variance}"
-            axes.set_title(f"{_shorten_model_name(name)}\n{title}" if name else title, fontsize=9)
-            for index, (tile, ratio) in enumerate(zip(tiles, ratios, strict=True)):
-                left, upper = index % _TILES_PER_ROW * 1.14, index // _TILES_PER_ROW * 1.36
-                rgb = tile[..., :3] if tile.shape[-1] >= 3 else tile[..., :1].repeat(3, axis=-1)
-                axes.imshow(rgb, extent=(left, left + 1, upper + 1, upper), interpolation="nearest")
-                axes.text(left + 0.5, upper + 1.06, f"{ratio:.1%}", fontsize=6, color=GRAY, ha="center", va="top")
-            axes.set(xlim=(0, _TILES_PER_ROW * 1.14), ylim=(rows * 1.36, 0))
+            _plot_tiles(figure, column * (width + gap), top, components, name)
+
+
+def _count_tile_rows(components: Filters) -> int:
+    return -(-len(components.tiles) // _TILES_PER_ROW)
+
+
+def _plot_tiles(figure: "Figure", left: float, top: float, components: Filters, name: str) -> None:
+    tiles, ratios, rows = components.tiles, components.explained_variance_ratio, _count_tile_rows(components)
+    columns, height = _TILES_PER_ROW * 1.14, rows * 1.36 * _TILE_INCHES
+    axes = _add_axes(figure, left, top - height, columns * _TILE_INCHES, height)
+    axes.set_axis_off()
+    variance = f"{float(ratios.sum()):.0%} of its variance"
+    title = f"{len(tiles)} principal components of the {components.layer}, {variance}"
+    axes.set_title(f"{_shorten_model_name(name)}\n{title}" if name else title, fontsize=9)
+    for index, (tile, ratio) in enumerate(zip(tiles, ratios, strict=True)):
+        x, y = index % _TILES_PER_ROW * 1.14, index // _TILES_PER_ROW * 1.36
+        rgb = tile[..., :3] if tile.shape[-1] >= 3 else tile[..., :1].repeat(3, axis=-1)
+        axes.imshow(rgb, extent=(x, x + 1, y + 1, y), interpolation="nearest")
+        axes.text(x + 0.5, y + 1.06, f"{ratio:.1%}", fontsize=6, color=GRAY, ha="center", va="top")
+    axes.set(xlim=(0, columns), ylim=(rows * 1.36, 0))
 
 
 def plot_position_similarity(
