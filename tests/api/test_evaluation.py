@@ -1,16 +1,22 @@
 """`vitrail.evaluate` and `vitrail.probe`: the commands' numbers and tables, and how results are shown."""
 
+import base64
+import io
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import vitrail
 from tests.api.conftest import FAST, HERE, make_trained
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as run_command
+from tests.data.image_files import write_image_folder
 from vitrail.errors import UsageError
 
 TIMED = ("seconds", "images_per_second", "folder", "cached")  # and what a second call need not compute again
@@ -59,13 +65,28 @@ def test_an_evaluation_shows_its_numbers_with_escaped_names() -> None:
     images = [(np.full((32, 32, 3), 40 * number, np.uint8), number % 2) for number in range(6)]
     data = {"test": [(pixels, ("<b>", "tulip")[label]) for pixels, label in images]}
     evaluation = vitrail.evaluate(make_trained(labels=("<b>", "tulip")), data, **FAST)
-    accuracy = f"{evaluation.accuracy:.1%} of 6 images right"
+    accuracy = f"{evaluation.accuracy:.1%} of 6 images correct"
     assert repr(evaluation).startswith("Evaluation(test on images in memory: ")
     assert accuracy in repr(evaluation)
     html = evaluation._repr_html_()
     assert accuracy in html
     assert "&lt;b&gt;" in html
     assert "<b>" not in html
+    assert html.count("<img") == (evaluation.accuracy < 1)
+
+
+def test_an_evaluation_shows_its_worst_mistakes_while_their_images_exist(tmp_path: Path) -> None:
+    root = write_image_folder(tmp_path / "set", "test", classes=("rose", "tulip"), each=3)
+    evaluation = vitrail.evaluate(make_trained(labels=("rose", "tulip")), root, **FAST)
+    wrong = (~evaluation.results[0].evaluation.predictions.correct).sum()
+    assert wrong > 0  # random weights
+    (picture,) = re.findall(
+        r'<figcaption>worst mistakes</figcaption><img [^>]*base64,([^"]+)"', evaluation._repr_html_()
+    )
+    with Image.open(io.BytesIO(base64.b64decode(picture))) as shown:
+        assert shown.width <= 900
+    shutil.rmtree(root)
+    assert "worst mistakes" not in evaluation._repr_html_()
 
 
 def test_wrong_arguments_of_evaluate_are_refused() -> None:

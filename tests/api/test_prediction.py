@@ -67,6 +67,7 @@ def test_an_unreadable_image_is_named_in_its_row_and_an_error_of_embed() -> None
     assert readable.label in ("rose", "tulip")
     assert not readable.error
     assert "1 cannot be read" in repr(predictions)
+    assert predictions._repr_html_().count("<img") == 1
     with pytest.raises(DataError, match=r"broken.jpg"):
         vitrail.embed(MODEL, ["broken.jpg"])
     with pytest.raises(DataError, match="no images"):
@@ -80,6 +81,7 @@ def test_predictions_show_their_numbers_with_escaped_names() -> None:
     assert "60 images: " in repr(predictions)
     assert str(first.label) in repr(predictions)
     html = predictions._repr_html_()
+    assert html.count("<img") == 8
     assert f"{first.probability:.1%}" in html
     assert "&lt;b&gt;" in html or "&lt;i&gt;" in html
     assert "<b>" not in html

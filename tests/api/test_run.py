@@ -36,7 +36,7 @@ def test_a_finished_run_has_its_numbers(tuned_run: Path) -> None:
 
 def test_a_finished_run_shows_its_numbers_with_escaped_names(tuned_run: Path) -> None:
     run = vitrail.Run(tuned_run, notes=("note: <i>",))
-    right = f"{run.accuracy:.1%} of 10 test images right"
+    right = f"{run.accuracy:.1%} of 10 test images correct"
     assert right in repr(run)
     html = run._repr_html_()
     assert right in html

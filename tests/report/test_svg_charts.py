@@ -92,8 +92,8 @@ def test_a_reliability_bar_is_as_high_as_its_share_of_right_answers() -> None:
     heights = [float(height) for height in re.findall(r'<rect class="bar a"[^>]* height="([\d.]+)"', chart)]
     assert len(heights) == 2
     assert heights[0] / heights[1] == pytest.approx(0.5 / 0.75, abs=0.01)
-    assert "2 answers, 50.0% right" in chart
-    assert "4 answers, 75.0% right" in chart
+    assert "2 predictions, 50.0% correct" in chart
+    assert "4 predictions, 75.0% correct" in chart
 
 
 def test_a_confusion_shows_every_count_that_is_not_zero_and_right_ones_in_another_colour() -> None:

@@ -1,5 +1,6 @@
 """Measure models from Python: `vitrail.evaluate` and `vitrail.probe`."""
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,9 @@ from vitrail.api import notebook
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, choose_distinct_name, get_model_name, load_trained
 from vitrail.api.progress import NoteCollector, show_progress
-from vitrail.data.dataset import Dataset
+from vitrail.data.dataset import Dataset, Split
 from vitrail.data.sources import DataSource, open_dataset
-from vitrail.errors import UsageError
+from vitrail.errors import DataError, UsageError
 from vitrail.evaluation import dataset_evaluation
 from vitrail.evaluation.dataset_evaluation import (
     EvaluatedModel,
@@ -28,7 +29,7 @@ from vitrail.evaluation.dataset_evaluation import (
 from vitrail.evaluation.probe_run import ProbeMethod, ProbeSettings, run_probe
 from vitrail.evaluation.statistics import Interval
 from vitrail.formatting import pluralize
-from vitrail.report.result_files import write_evaluation
+from vitrail.report.result_files import make_evaluation_grid, write_evaluation
 from vitrail.runtime import distributed
 from vitrail.runtime.workers import Notify, ShowProgress, count_loader_workers
 from vitrail.training.dataset_checks import check_classes, list_dataset_notes
@@ -37,6 +38,8 @@ from vitrail.weights.load import check_loadable
 from vitrail.weights.trained import Trained
 
 _WEAKEST_CLASSES = 3  # named in a notebook
+_SHOWN_MISTAKES = 8  # images in a notebook
+_MISTAKES_WIDTH = 900  # pixels
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -53,13 +56,16 @@ class Evaluation:
     """All numbers: of each model, and the comparisons of the first with the others."""
     results: tuple[ModelEvaluation, ...]
     """The predictions of each model, image by image."""
+    dataset: Dataset
+    images: Split
+    """The images that were measured."""
     folder: Path | None
     """Where tables and figures were written."""
     notes: tuple[str, ...] = ()
 
     @property
     def accuracy(self) -> float:
-        """The share of images that the first model gets right; of multi-label images, all of their labels."""
+        """The top-1 accuracy of the first model; of multi-label images, how often all of their labels are correct."""
         return self.results[0].metrics.top1
 
     @property
@@ -93,12 +99,12 @@ class Evaluation:
     def _summarize(self) -> str:
         low, high = self.interval
         images = pluralize(self.results[0].metrics.images, "image")
-        return f"{self.accuracy:.1%} of {images} right, 95 % interval {low:.1%} to {high:.1%}"
+        return f"{self.accuracy:.1%} of {images} correct, 95 % interval {low:.1%} to {high:.1%}"
 
     def _repr_html_(self) -> str:
         rows = {"result": self._summarize(), "model": self.metrics["models"][0]["model"], "data": self.metrics["data"]}
         for other, comparison in zip(self.metrics["models"][1:], self.metrics.get("comparisons", ()), strict=False):
-            rows[f"against {other['model']}"] = f"{other['top1']:.1%} right, p = {comparison['p_value']:.2g}"
+            rows[f"against {other['model']}"] = f"{other['top1']:.1%} correct, p = {comparison['p_value']:.2g}"
         imperfect = [(accuracy, name) for name, accuracy in self.per_class.items() if accuracy < 1]
         if imperfect:
             weakest = sorted(imperfect)[:_WEAKEST_CLASSES]
@@ -108,7 +114,19 @@ class Evaluation:
         parts = [notebook.render_table(rows)]
         if self.confusion is not None:
             parts.append(notebook.render_confusion(self.confusion, self.classes))
+        with contextlib.suppress(DataError):  # images that are gone by now
+            parts += self._render_mistakes()
         return notebook.wrap_html(*parts, *notebook.render_notes(self.notes))
+
+    def _render_mistakes(self) -> list[str]:
+        """The wrongly predicted images of greatest loss, if any."""
+        predictions = self.results[0].evaluation.predictions
+        order = predictions.losses.argsort(descending=True)
+        wrong = order[~predictions.correct[order]][:_SHOWN_MISTAKES].tolist()
+        if not wrong:
+            return []
+        picture, caption = make_evaluation_grid(self.dataset, self.images, self.results[0], wrong), "worst mistakes"
+        return [notebook.render_figure(caption, notebook.render_picture(picture, _MISTAKES_WIDTH, alt=caption))]
 
 
 @name_keywords
@@ -169,9 +187,9 @@ def evaluate(
         if folder is not None and group.is_rank0:
             write_evaluation(dataset, images, results, facts, folder)
         if abstain is not None:
-            name = get_model_name(model)
-            facts["threshold"] = dataset_evaluation.fit_threshold(name, dataset, settings, abstain)
-        return Evaluation(facts, tuple(results), folder, tuple(notes) if isinstance(notes, NoteCollector) else ())
+            facts["threshold"] = dataset_evaluation.fit_threshold(get_model_name(model), dataset, settings, abstain)
+        kept = tuple(notes) if isinstance(notes, NoteCollector) else ()
+        return Evaluation(facts, tuple(results), dataset, images, folder, kept)
 
 
 def _check_numbers(batch: int, abstain: float | None) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
 from vitrail.formatting import format_duration, pluralize
 from vitrail.report import svg_charts
-from vitrail.report.model_figures import encode_image_file
+from vitrail.report.model_figures import encode_webp
 from vitrail.report.run_facts import RunFacts
 from vitrail.report.svg_charts import ChartLine
 
@@ -47,7 +48,7 @@ def summarize_run(facts: RunFacts) -> str:
         return f"not ended, {evaluations} so far, {pluralize(facts.config['steps'], 'step')} planned"
     low, high = facts.result.interval
     images = pluralize(facts.result.images, f"{facts.result.split} image")
-    return f"{facts.result.top1:.1%} of {images} right, 95 % interval {low:.1%} to {high:.1%}"
+    return f"{facts.result.top1:.1%} of {images} correct, 95 % interval {low:.1%} to {high:.1%}"
 
 
 def render_run(folder: Path, facts: RunFacts, notes: Sequence[str]) -> str:
@@ -76,7 +77,7 @@ def _render_curves(facts: RunFacts) -> list[str]:
     charts = [render_figure("loss", chart, names)]
     accuracy = facts.epochs["metrics/accuracy_top1"]
     if any(map(math.isfinite, accuracy)):
-        what = "accuracy on val" if facts.pretraining is None else "colors of masked patches that are right"
+        what = "accuracy on val" if facts.pretraining is None else "accuracy on the colors of masked patches"
         chart = svg_charts.draw_lines([ChartLine(what, epochs, accuracy)], label=what, x_label="epoch", percent=True)
         charts.append(render_figure(what, chart))
     return [f'<div class="row">{"".join(charts)}</div>']
@@ -90,7 +91,15 @@ def render_figure(caption: str, content: str, keys: Sequence[str] = ()) -> str:
 
 def render_image(path: Path, width: int, *, alt: str) -> str:
     """A file as an image within the page, at most `width` pixels wide."""
-    return f'<img alt="{html.escape(alt)}" src="{encode_image_file(path, width)}">'
+    with Image.open(path) as picture:
+        return render_picture(picture, width, alt=alt)
+
+
+def render_picture(picture: Image.Image, width: int, *, alt: str) -> str:
+    """A picture within the page, at most `width` pixels wide."""
+    reduced = picture.convert("RGB")
+    reduced.thumbnail((width, 10 * width), Image.Resampling.LANCZOS)
+    return f'<img alt="{html.escape(alt)}" src="{encode_webp(np.asarray(reduced))}">'
 
 
 def render_table(rows: dict[str, str]) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import html
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,8 +22,8 @@ from vitrail.api.models import AnyModel, load_trained
 from vitrail.api.options import check_option_names
 from vitrail.api.progress import NoteCollector, show_progress
 from vitrail.config import Precision, to_json
-from vitrail.data.decode import ImageSource
-from vitrail.data.image_paths import ImageRef, can_count_images, describe_skipped, iter_image_refs
+from vitrail.data.decode import ImageSource, decode
+from vitrail.data.image_paths import STDIN, ImageRef, can_count_images, describe_skipped, iter_image_refs
 from vitrail.errors import DataError, UsageError
 from vitrail.export import export
 from vitrail.files import compute_sha256
@@ -53,6 +54,8 @@ from vitrail.weights.tensor_files import digest_tensors
 
 _SHOWN_LABELS = 5
 _SHOWN_ROWS = 50  # rows of a table in a notebook
+_SHOWN_IMAGES = 8  # of them with their image
+_THUMBNAIL_WIDTH = 120  # pixels
 
 Images = ImageSource | Sequence[ImageSource]
 """Files, folders, globs, shards and lists, as the commands take them; or Pillow images, arrays and bytes of files."""
@@ -124,6 +127,8 @@ class PredictionList:
 
     rows: tuple[Prediction, ...]
     notes: tuple[str, ...] = ()
+    first_images: tuple[ImageRef, ...] = ()
+    """The images of the first rows, for a notebook."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -145,13 +150,25 @@ class PredictionList:
         return f"PredictionList({pluralize(len(self.rows), 'image')}: {', '.join(parts)})"
 
     def _repr_html_(self) -> str:
+        thumbnails = itertools.chain(map(_render_thumbnail, self.first_images), itertools.repeat(""))
         cells = "".join(
-            f"<tr><td>{html.escape(row.image)}</td><td>{html.escape(row.error or _format_labels(row.labels))}</td></tr>"
-            for row in self.rows[:_SHOWN_ROWS]
+            f"<tr><td>{thumbnail}</td><td>{html.escape(row.image)}</td>"
+            f"<td>{html.escape(row.error or _format_labels(row.labels))}</td></tr>"
+            for row, thumbnail in zip(self.rows[:_SHOWN_ROWS], thumbnails, strict=False)
         )
         more = "" if len(self.rows) <= _SHOWN_ROWS else f"<p>and {len(self.rows) - _SHOWN_ROWS:,} more</p>"
-        table = f"<table><tr><th>image</th><th>labels</th></tr>{cells}</table>"
+        table = f"<table><tr><th></th><th>image</th><th>labels</th></tr>{cells}</table>"
         return notebook.wrap_html(table, more, *notebook.render_notes(self.notes))
+
+
+def _render_thumbnail(image: ImageRef) -> str:
+    """A small copy of an image as HTML; nothing where it cannot be read."""
+    try:
+        pixels = decode(image.read(), 3, name=image.name)
+    except DataError:
+        return ""
+    picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+    return notebook.render_picture(picture, _THUMBNAIL_WIDTH, alt=image.name)
 
 
 def _format_labels(labels: RankedLabels) -> str:
@@ -178,8 +195,12 @@ def predict(
         vitrail.predict("model.safetensors", "photos")[0].label
     """
     check_option_names(options, ("top", "out", *PredictKeywords.__annotations__))
-    rows, notes = _collect_rows(model, images, PredictOptions(top=top, out=out, **options))
-    return PredictionList(tuple(Prediction(row.image, row.labels, row.error) for row in rows), tuple(notes))
+    predict_options = PredictOptions(top=top, out=out, **options)
+    rows, notes = _collect_rows(model, images, predict_options)
+    listed = [image for image in _list_images(images) if not (isinstance(image, str) and image == STDIN)]
+    first_images = itertools.islice(_iterate_refs(listed, predict_options, Counter()), min(_SHOWN_IMAGES, len(rows)))
+    predictions = tuple(Prediction(row.image, row.labels, row.error) for row in rows)
+    return PredictionList(predictions, tuple(notes), tuple(first_images))
 
 
 @name_keywords

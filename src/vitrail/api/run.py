@@ -17,7 +17,7 @@ from vitrail.weights.trained import Trained
 class Run:
     """A run folder, of a run that has ended or not.
 
-    It is a MODEL too: its best weights count.
+    Pass it wherever a model is expected; its best weights are used.
 
         run = vitrail.Run("runs/finetune")
         print(run.accuracy, run.interval, run.history["val/loss"])
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def accuracy(self) -> float | None:
-        """The share of held-out images that are right; None until the run has ended, and for a run without labels."""
+        """The top-1 accuracy on held-out images; None until the run has ended, and for a run without labels."""
         return None if self.facts.result is None else self.facts.result.top1
 
     @property

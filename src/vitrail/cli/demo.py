@@ -15,7 +15,7 @@ def run(arguments: DemoArguments) -> None:
         return
     output.print_table(
         [
-            ("vision transformer", f"{counts.correct} of {counts.images} test digits right ({counts.top1:.1%})"),
+            ("vision transformer", f"{counts.correct} of {counts.images} test digits correct ({counts.top1:.1%})"),
             ("nearest neighbor", f"{nearest} of {counts.images} ({nearest / counts.images:.1%}), by pixels"),
             ("mistakes", "; ".join(result.list_mistakes()) or "none"),
             ("run", str(result.folder)),

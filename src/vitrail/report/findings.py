@@ -49,7 +49,7 @@ def list_confusions(facts: RunFacts) -> list[ConfusedPair]:
     if not facts.is_single_label:
         return []
     images = facts.image_counts
-    pairs = Counter((answer.label, answer.predicted) for answer in facts.predictions if not answer.right)
+    pairs = Counter((record.label, record.predicted) for record in facts.predictions if not record.right)
     return [ConfusedPair(*pair, times, images[pair[0]]) for pair, times in pairs.most_common()]
 
 

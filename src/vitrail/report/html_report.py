@@ -173,11 +173,11 @@ def _draw_reliability(facts: RunFacts) -> Markup | None:
         return None
     label = f"reliability diagram, expected calibration error {facts.result.calibration_error:.1%}"
     if facts.multi_label_metrics is not None:
-        answers, _, right = zip(*facts.multi_label_metrics.bins, strict=True)
-        return svg_charts.draw_reliability(answers, right, label=label, x_label="probability of a label")
-    sure, hits = [answer.probability for answer in facts.predictions], [answer.right for answer in facts.predictions]
-    binned = count_bins(sure, hits)
-    return svg_charts.draw_reliability(binned.counts, binned.correct, label=label, x_label="probability of the answer")
+        counts, _, correct = zip(*facts.multi_label_metrics.bins, strict=True)
+        return svg_charts.draw_reliability(counts, correct, label=label, x_label="probability of a label")
+    probabilities, correct = zip(*((record.probability, record.right) for record in facts.predictions), strict=True)
+    binned = count_bins(probabilities, correct)
+    return svg_charts.draw_reliability(binned.counts, binned.correct, label=label, x_label="predicted probability")
 
 
 # --- data ------------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from vitrail.config import PreprocessConfig
@@ -56,7 +57,8 @@ def _draw_predictions(run: TrainingRun, result: RunResult, folder: Path) -> None
     image_grids.write_image_grid(load_inputs(split, rows, preprocess), captions, folder / "val_batch0_labels.jpg")
     worst = predictions.losses.argsort(descending=True)[:_WORST_IMAGES].tolist()
     for indices, name in ((first, "val_batch0_pred.jpg"), (worst, "top_losses.jpg")):
-        _draw_prediction_sheet(split, classes, preprocess, predictions, indices, classes, folder / name)
+        grid = _make_prediction_grid(split, classes, preprocess, predictions, indices, classes)
+        image_grids.write_jpeg(grid, folder / name)
 
 
 def draw_first_batch(run: TrainingRun, path: Path) -> None:
@@ -103,10 +105,16 @@ def _write_model(dataset: Dataset, images: Split, result: ModelEvaluation, folde
         prediction_tables.write_label_scores(measure_labels(predictions), names, folder / "per_class.csv")
     binned, error = count_bins(*predictions.calibration_pairs), result.metrics.calibration_error
     plots.plot_reliability(binned.counts, binned.correct, folder / "reliability.png", calibration_error=error)
-    preprocess = result.evaluated_model.preprocess
     worst = predictions.losses.argsort(descending=True)[:_EVALUATION_IMAGES].tolist()
-    path = folder / "top_losses.jpg"
-    _draw_prediction_sheet(images, dataset.classes, preprocess, predictions, worst, names, path)
+    image_grids.write_jpeg(make_evaluation_grid(dataset, images, result, worst), folder / "top_losses.jpg")
+
+
+def make_evaluation_grid(
+    dataset: Dataset, images: Split, result: ModelEvaluation, indices: Sequence[int]
+) -> Image.Image:
+    """Images of an evaluation with what was predicted for them, those at `indices` of its predictions."""
+    predictions, preprocess = result.evaluation.predictions, result.evaluated_model.preprocess
+    return _make_prediction_grid(images, dataset.classes, preprocess, predictions, indices, result.names)
 
 
 def _draw_differences(images: Split, one: ModelEvaluation, other: ModelEvaluation, path: Path) -> None:
@@ -131,26 +139,26 @@ def _plot_confusion(confusion: NDArray[Any], names: Sequence[str], folder: Path)
     plots.plot_confusion_matrix(confusion, names, folder / "confusion_matrix_normalized.png", normalize=True)
 
 
-def _draw_prediction_sheet(
+def _make_prediction_grid(
     split: Split,
     classes: Sequence[str],
     preprocess: PreprocessConfig,
     predictions: Predictions,
-    indices: list[int],
+    indices: Sequence[int],
     output_names: Sequence[str],
-    path: Path,
-) -> None:
-    """Write images with what was predicted for them, those at `indices` of the predictions.
+) -> Image.Image:
+    """Images with what was predicted for them, those at `indices` of the predictions.
 
     `output_names` are the model's names of its classes; the dataset may have other names or fewer classes.
     """
-    rows, correct = predictions.images[indices].tolist(), predictions.correct[indices].tolist()
+    chosen = list(indices)
+    rows, correct = predictions.images[chosen].tolist(), predictions.correct[chosen].tolist()
     captions = []
     for index, row, is_correct in zip(indices, rows, correct, strict=True):
         predicted = _format_predicted(predictions, index, output_names)
         caption = f"{predicted} {float(predictions.confidence[index]):.0%}"
         captions.append(caption if is_correct else f"{caption}, is {_format_labels(split, classes, row)}")
-    image_grids.write_image_grid(load_inputs(split, rows, preprocess), captions, path, correct=correct)
+    return image_grids.make_image_grid(load_inputs(split, rows, preprocess), captions, correct=correct)
 
 
 def load_inputs(split: Split, rows: Sequence[int], preprocess: PreprocessConfig) -> Tensor:

@@ -132,7 +132,7 @@ def _draw_cell(
 
 
 def draw_reliability(bin_counts: ArrayLike, bin_correct: ArrayLike, *, label: str, x_label: str) -> Markup:
-    """How often an answer is right against its probability, by bins; a bar is as opaque as its answers are many."""
+    """Accuracy against the predicted probability, by bins; a bar is as opaque as its predictions are many."""
     images = np.asarray(bin_counts)
     shares = np.asarray(bin_correct) / np.maximum(images, 1)
     frame = _Axes((0.0, 1.0), (0.0, 1.0))
@@ -142,7 +142,7 @@ def draw_reliability(bin_counts: ArrayLike, bin_correct: ArrayLike, *, label: st
         width = frame.map_point((number + 1) / len(images), 0)[0] - x
         opacity = 0.25 + 0.75 * math.sqrt(images[number] / images.max())
         height = max(1.0, frame.map_point(0, 0)[1] - y)
-        tooltip = f"{images[number]:,} answers, {shares[number]:.1%} right"
+        tooltip = f"{images[number]:,} predictions, {shares[number]:.1%} correct"
         parts.append(_draw_bar("a", x + 1, y, width - 2, height, opacity=opacity, tooltip=tooltip))
     parts.append(_draw_line([frame.map_point(0, 0), frame.map_point(1, 1)], "line dashed s1"))
     return _make_svg(label, parts)

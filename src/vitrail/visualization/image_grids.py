@@ -31,12 +31,12 @@ _PRINT_DPI = (300, 300)
 _FRAME_STYLES = {True: (BLUE, 2), False: (ORANGE, 5)}  # color and width: a wrong prediction differs in both
 
 
-def write_image_grid(
-    images: Any, captions: Sequence[str], path: Path, *, columns: int = 8, correct: Sequence[bool] | None = None
-) -> None:
-    """Write uint8 images (B, C, S, S), at most the first 64, as one JPEG with a caption under each.
+def make_image_grid(
+    images: Any, captions: Sequence[str], *, columns: int = 8, correct: Sequence[bool] | None = None
+) -> Image.Image:
+    """Arrange uint8 images (B, C, S, S), at most the first 64, in one picture with a caption under each.
 
-    `correct` adds frames that tell right predictions from wrong ones.
+    `correct` adds frames that tell correct predictions from wrong ones.
     """
     tiles = [_make_tile(image) for image in np.asarray(images[:MAX_TILES])]
     columns = min(columns, len(tiles))
@@ -54,8 +54,20 @@ def write_image_grid(
             pen.rectangle((inset - thickness, top - thickness, right, bottom + thickness - 1), fill=color)
         sheet.paste(tile, (inset, top))
         pen.text((left + _TILE / 2, bottom + 7), _fit_caption(caption, font, _TILE), fill=INK, font=font, anchor="ma")
+    return sheet
+
+
+def write_image_grid(
+    images: Any, captions: Sequence[str], path: Path, *, columns: int = 8, correct: Sequence[bool] | None = None
+) -> None:
+    """Write a grid of images as a JPEG."""
+    write_jpeg(make_image_grid(images, captions, columns=columns, correct=correct), path)
+
+
+def write_jpeg(picture: Image.Image, path: Path) -> None:
+    """Write a picture whole or not at all."""
     with write_atomically(path, overwrite=True) as temporary:
-        sheet.save(temporary, "JPEG", quality=90, subsampling=0)  # full color resolution: thin frames would fade
+        picture.save(temporary, "JPEG", quality=90, subsampling=0)  # full color resolution: thin frames would fade
 
 
 def draw_reconstruction(pixels: Any, masks: Any, predicted: Any, target: Any, path: Path) -> None:
