@@ -8,6 +8,27 @@ A message names the value, the rule it breaks and what to do next. Any other exc
 
 import signal
 
+__all__ = [
+    "INTERRUPTED_EXIT_CODE",
+    "OUT_OF_SPACE_EXIT_CODE",
+    "ArgumentError",
+    "CellsError",
+    "ChangedDataError",
+    "DataError",
+    "DiskFullError",
+    "DivergedError",
+    "FetchError",
+    "LockedError",
+    "MismatchError",
+    "ModelError",
+    "NoImageError",
+    "RemoteError",
+    "StoppedError",
+    "UsageError",
+    "VitrailError",
+    "WorkerKilledError",
+]
+
 OUT_OF_SPACE_EXIT_CODE = 5
 INTERRUPTED_EXIT_CODE = 130
 

@@ -109,6 +109,14 @@ def test_help_is_found_anywhere_before_two_dashes(capsys: Capture) -> None:
     assert run("info", "--", "--help", capsys=capsys)[0] != 0
 
 
+@pytest.mark.parametrize("group", ["data", "study", "recipe"])
+def test_the_help_of_a_group_has_an_example_of_each_command(group: str, capsys: Capture) -> None:
+    code, out, _ = run(group, "--help", capsys=capsys)
+    commands = {verb: command for verb, command in COMMANDS.items() if verb.startswith(f"{group} ")}
+    assert (code, len(commands) > 0) == (0, True)
+    assert all(command.summary in out and f"  {command.example}\n" in out for command in commands.values())
+
+
 def test_the_recipes_of_finetune_are_those_of_the_package() -> None:
     assert get_args(FinetuneRecipe) == get_args(FinetuneKind)
 

@@ -21,7 +21,8 @@ _STYLE = """<style>
 .vitrail table { margin: 0 0 .8em !important; border-collapse: collapse; }
 .vitrail tr { background: none !important; border-bottom: 1px solid rgba(128, 128, 128, .25); }
 .vitrail th, .vitrail td { text-align: left !important; vertical-align: top; padding: .3em 1.2em .3em 0 !important; }
-.vitrail td { overflow-wrap: anywhere; } .vitrail img, .vitrail svg { max-width: 100%; height: auto; }
+.vitrail td { overflow-wrap: anywhere; } .vitrail td img { min-width: 5em; }
+.vitrail img, .vitrail svg { max-width: 100%; height: auto; }
 .vitrail figure { margin: 0; } .vitrail figcaption { font-size: .9em; } .vitrail .key { margin-left: .8em; }
 .vitrail .key::before { content: "\\25CF\\00A0"; } .vitrail .key.k0::before { color: #2a83c8; }
 .vitrail .key.k1::before { color: #d9682a; } .vitrail .row { display: flex; flex-wrap: wrap; gap: .5em 1.5em; }

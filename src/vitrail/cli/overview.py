@@ -22,10 +22,11 @@ def format_overview(groups: Mapping[str, Mapping[str, Command]]) -> str:
 
 
 def format_subcommands(verb: str, commands: Mapping[str, Command]) -> str:
-    """The commands that begin with a verb, such as data."""
+    """The commands that begin with a verb, such as data, and an example of each."""
     head = [f"usage: vitrail {verb} COMMAND [arguments] [options]", ""]
-    tail = ["", f"`vitrail {verb} COMMAND --help` shows an example and all options of a command."]
-    return "\n".join([*head, *_format_summaries(commands), *tail])
+    examples = ["", "examples:", *(f"  {command.example}" for command in commands.values())]
+    tail = ["", f"`vitrail {verb} COMMAND --help` shows all options of a command."]
+    return "\n".join([*head, *_format_summaries(commands), *examples, *tail])
 
 
 def _format_summaries(commands: Mapping[str, Command]) -> list[str]:

@@ -96,7 +96,7 @@ class ConvertArguments:
 class PushArguments:
     """Upload a model to the Hugging Face Hub.
 
-    That is the transformers folder, the native file and a model card.
+    Uploads the transformers folder, the native file and a model card.
     """
 
     run: Annotated[str, Positional, arg(metavar="RUN")]
