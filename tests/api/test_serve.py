@@ -1,6 +1,9 @@
 """`vitrail.serve`: a server in the background that answers as `predict` does, and ends."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import urllib.request
 from pathlib import Path
@@ -11,15 +14,21 @@ import vitrail
 from vitrail.errors import UsageError
 
 MODEL = "model.safetensors"
+IMAGE = Path("photos/test/rose/0.png")
+
+
+def post_image(url: str) -> bytes:
+    request = urllib.request.Request(f"{url}/v1/predict", IMAGE.read_bytes(), {"Content-Type": "image/png"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        content: bytes = response.read()
+    return content
 
 
 def test_a_server_answers_in_the_background_until_it_is_stopped(capfd: pytest.CaptureFixture[str]) -> None:
-    image = Path("photos/test/rose/0.png")
     with vitrail.serve(MODEL, port=0, device="cpu") as server:
         assert repr(server) == f"Server({server.url!r}, running)"
-        request = urllib.request.Request(f"{server.url}/v1/predict", image.read_bytes(), {"Content-Type": "image/png"})
-        answer = json.loads(urllib.request.urlopen(request).read())
-    (expected,) = vitrail.predict(MODEL, image)
+        answer = json.loads(post_image(server.url))
+    (expected,) = vitrail.predict(MODEL, IMAGE)
     assert str(expected.label) in json.dumps(answer)
     assert repr(server) == f"Server({server.url!r}, stopped)"
     server.stop()  # a second time changes nothing
@@ -27,6 +36,19 @@ def test_a_server_answers_in_the_background_until_it_is_stopped(capfd: pytest.Ca
         urllib.request.urlopen(f"{server.url}/healthz", timeout=5)
     assert "vitrail serve" not in {thread.name for thread in threading.enumerate()}
     assert capfd.readouterr().out == ""
+
+
+def test_the_command_and_serve_answer_the_same_bytes() -> None:
+    command = [sys.executable, "-m", "vitrail", "serve", MODEL, "--device", "cpu", "--port", "0"]
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}  # as torch has here
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=alone) as running:
+        assert running.stdout is not None
+        try:
+            from_command = post_image(running.stdout.readline().strip())
+        finally:
+            running.terminate()
+    with vitrail.serve(MODEL, port=0, device="cpu") as server:
+        assert post_image(server.url) == from_command
 
 
 def test_wrong_options_are_refused() -> None:
