@@ -3,17 +3,22 @@
 Each page runs in order in one folder, and prints what it says. What names nothing remote opens no socket.
 """
 
+import dataclasses
+import importlib
 import re
 import shlex
+import typing
 from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import vitrail
 from tests.data.image_files import make_image, write_image_folder
 from tests.network import run_watched
-from vitrail import recipes
+from vitrail import cli, recipes
 from vitrail.config import PreprocessConfig
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +74,22 @@ def test_the_readme_is_short() -> None:
     lines = README.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= LONGEST_README
     assert [line for line in lines if len(line) > 120] == []
+
+
+def has_json(arguments: type[Any]) -> bool:
+    """Whether a command's arguments, or a group among them, have `--json`."""
+    groups = [arguments, *typing.get_type_hints(arguments).values()]
+    return any(field.name == "json" for group in groups if is_dataclass(group) for field in dataclasses.fields(group))
+
+
+def test_every_command_but_serve_has_json() -> None:
+    assert "and all but `serve` have `--json`" in README.read_text(encoding="utf-8")
+    without = []
+    for verb, command in cli.COMMANDS.items():
+        module, _, name = command.arguments.partition(".")
+        if not has_json(getattr(importlib.import_module(f"vitrail.cli.arguments.{module}"), name)):
+            without.append(verb)
+    assert without == ["serve"]
 
 
 def test_the_readmes_links_lead_somewhere() -> None:
