@@ -167,7 +167,7 @@ KEYWORDS = {
 
 def list_options(arguments: type[Any]) -> dict[str, str]:
     """The options of a command's arguments, by the names of their fields."""
-    options = {}
+    options: dict[str, str] = {}
     for name, hint in typing.get_type_hints(arguments, include_extras=True).items():
         kind, *marks = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
         if dataclasses.is_dataclass(kind):
