@@ -3,13 +3,16 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test docs cuda soak attack lint peers browser clean
+.PHONY: demo test package docs cuda soak attack lint peers browser clean
 
 demo: .venv/.installed  ## a small Vision Transformer learns to read digits, in two minutes
 	$(BIN)/vitrail demo
 
-test: .venv/.dev lint  ## the whole suite, in parallel
+test: .venv/.dev lint  ## style, types, layers, and the suite in parallel; what the machine lacks is skipped and named
 	$(BIN)/pytest --numprocesses auto
+
+package: .venv/.dev  ## the wheel, the source archive and the containers' commands, in clean environments
+	VITRAIL_TEST_INSTALL=1 $(BIN)/pytest tests/test_package.py tests/test_docker.py
 
 docs: .venv/.docs  ## the site in build/site, which opens without a server and without a network
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs -d build/doctrees . build/site

@@ -6,6 +6,8 @@ navigation from the lists of docs/index.md, the API reference from `<!-- automod
 notebook, whose cells are Markdown and Python and need no package to be shown.
 """
 
+import importlib
+import inspect
 import json
 import posixpath
 import re
@@ -63,9 +65,26 @@ def _format_toctree(section: str, folder: str) -> str:
 
 
 def add_api(text: str) -> str:
-    """Replace each `<!-- automodule: NAME OPTION -->` by the docstrings of the module's public names."""
+    """Replace each `<!-- automodule: NAME OPTION -->` by the docstrings of the module's public names.
+
+    `<!-- automembers: MODULE NAME, NAME -->` shows these names alone, without the module's own docstring;
+    `documented:` instead of `automembers:` leaves out a class's members that have no docstring, such as inherited keys.
+    """
+    text = re.sub(r"<!-- (automembers|documented): (\S+) (.+?) -->", _format_members, text)
     directive = "```{eval-rst}\n.. automodule:: \\1\n   :members:\n   :undoc-members:\n   \\2\n```"
     return re.sub(r"<!-- automodule: ([\w.]+) ?(\S*) -->", directive, text)
+
+
+def _format_members(comment: re.Match[str]) -> str:
+    module, names = comment[2], comment[3].split(", ")
+    undocumented = "\n   :undoc-members:" if comment[1] == "automembers" else ""
+    lines = []
+    for name in names:
+        value = getattr(importlib.import_module(module), name)
+        kind = "class" if isinstance(value, type) else "function" if inspect.isfunction(value) else "data"
+        options = f"\n   :members:{undocumented}" if kind == "class" else ""
+        lines.append(f".. auto{kind}:: {module}.{name}{options}")
+    return "```{eval-rst}\n" + "\n\n".join(lines) + "\n```"
 
 
 def convert_notebook(text: str, name: str) -> str:

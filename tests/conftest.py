@@ -130,6 +130,12 @@ def _print_table(
         terminalreporter.line("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
+needs_index = pytest.mark.skipif(
+    "VITRAIL_TEST_INSTALL" not in os.environ,
+    reason="it installs torch and more from the package index: `make package` does, with VITRAIL_TEST_INSTALL=1",
+)
+
+
 def peer(name: str) -> ModuleType:
     """A library to compare with, or a skip that says how to get it."""
     return pytest.importorskip(name, reason=f"{name} is not installed: `make peers` installs it for comparison")

@@ -1,22 +1,31 @@
 """The documentation site: it builds without a warning, has no dead link, and asks nothing of the network."""
 
+import dataclasses
 import importlib
+import inspect
 import json
 import re
 import shlex
 import subprocess
 import sys
 import time
+import typing
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated, Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from tyro.conf import Positional
 
 import vitrail
 from tests import browser
 from vitrail import cli
+from vitrail.api.conversion import ConvertOptions
+from vitrail.api.options import FinetuneKeywords, TrainKeywords
+from vitrail.api.prediction import PredictKeywords
+from vitrail.api.serve import ServeOptions
 from vitrail.cli import parsing
 from vitrail.errors import VitrailError
 
@@ -123,6 +132,67 @@ def test_the_reference_has_every_public_name(site: Path, pages: dict[Path, Page]
     ids = pages[site / "docs" / "api.html"].ids
     assert {f"vitrail.{name}" for name in vitrail.__all__} <= ids
     assert {"vitrail.config.ViTConfig", "vitrail.config.OptimizerConfig", "vitrail.errors.UsageError"} <= ids
+    assert {"vitrail.training.step.train_step", "vitrail.api.serve.ServeOptions.deadline"} <= ids
+
+
+def test_the_reference_has_all_that_a_loop_of_ones_own_imports(pages: dict[Path, Page], site: Path) -> None:
+    """docs/versions.md covers what the reference lists: so the documented loop, and the class of each callback."""
+    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    blocks = "".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    modules: dict[str, str] = {}
+    used = {"vitrail.training.loop.StepEnd", "vitrail.training.run_results.ValidationResult"}
+    for package, names in re.findall(r"^from (vitrail[\w.]*) import (.+)$", blocks, re.MULTILINE):
+        for name in names.split(", "):
+            if find_named(f"{package}.{name}".removeprefix("vitrail.").replace(".", "/")):
+                modules[name] = f"{package}.{name}"
+            else:
+                used.add(f"{package}.{name}")
+    used |= {f"{modules[name]}.{member}" for name, member in re.findall(r"\b(\w+)\.(\w+)\(", blocks) if name in modules}
+    assert len(used) >= 12
+    assert used <= pages[site / "docs" / "api.html"].ids
+
+
+DIFFERENT_KEYWORDS = {
+    "settings": "--set",
+    "probe_shots": "--probe",
+    "trainable_layers": "--layers",
+    "penalty": "--lambda",
+}
+FOR_TERMINALS = {"dry_run", "number_of_runs", "json", "row_format", "embed", "attention", "fetch_urls"}
+KEYWORDS = {
+    "convert": ConvertOptions, "finetune": FinetuneKeywords, "predict": PredictKeywords, "serve": ServeOptions,
+    "train": TrainKeywords,
+}  # fmt: skip
+
+
+def list_options(arguments: type[Any]) -> dict[str, str]:
+    """The options of a command's arguments, by the names of their fields."""
+    options: dict[str, str] = {}
+    for name, hint in typing.get_type_hints(arguments, include_extras=True).items():
+        kind, *marks = typing.get_args(hint) if typing.get_origin(hint) is Annotated else (hint,)
+        if dataclasses.is_dataclass(kind):
+            options |= list_options(typing.cast(type[Any], kind))
+        elif Positional not in marks:
+            given = next((mark.name for mark in marks if getattr(mark, "name", None)), None)
+            options[name] = "--" + (given or name).replace("_", "-")
+    return options
+
+
+@pytest.mark.parametrize("verb", ["convert", "evaluate", "figures", "finetune", "predict", "probe", "serve", "train"])
+def test_the_page_of_python_names_every_keyword_that_is_not_the_option(verb: str) -> None:
+    module, _, group = cli.COMMANDS[verb].arguments.partition(".")
+    options = list_options(getattr(importlib.import_module(f"vitrail.cli.arguments.{module}"), group))
+    keywords = set(inspect.signature(getattr(vitrail, verb)).parameters)
+    keywords |= typing.get_type_hints(KEYWORDS[verb]).keys() if verb in KEYWORDS else set()
+    assert options.keys() - FOR_TERMINALS <= keywords
+    table = (ROOT / "docs" / "python.md").read_text(encoding="utf-8").partition("`help(")[0]
+    for name, option in options.items():
+        if option != "--" + name.replace("_", "-"):
+            assert f"`{option}" in table, option
+            assert name in FOR_TERMINALS or DIFFERENT_KEYWORDS[name] == option
+            assert name in FOR_TERMINALS or name in table
+        elif name in FOR_TERMINALS - {"json"}:
+            assert f"`{option}`" in table, option
 
 
 def test_a_browser_opens_it_from_the_disk_at_any_width_and_finds_a_word(site: Path) -> None:

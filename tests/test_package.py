@@ -1,7 +1,8 @@
-"""The wheel and the source archive: what they hold, and that the wheel works in a clean environment."""
+"""The wheel and the source archive: what they hold, and that both work in a clean environment."""
 
 import email
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -9,13 +10,13 @@ import tarfile
 import tomllib
 import venv
 import zipfile
-from collections.abc import Sequence
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 import vitrail
+from tests.conftest import needs_index
 
 ROOT = Path(__file__).parents[1]
 PACKAGE_DATA = {  # what is no module: read at run time, or by type checkers
@@ -55,7 +56,7 @@ def run(arguments: Sequence[str | Path], folder: Path) -> str:
 
 
 def check_installed(bin_folder: Path, folder: Path) -> None:
-    """The command and the class list of an installed wheel work."""
+    """The command and the class list of an installed package work."""
     assert run([bin_folder / "vitrail", "--help"], folder).startswith("usage: vitrail")
     assert "5,717,416" in run([bin_folder / "vitrail", "info", "ti16"], folder)
     code = "import vitrail, vitrail.weights.trained as l; print(vitrail.__file__, l.list_imagenet1k_labels()[0])"
@@ -107,33 +108,43 @@ def test_dev_has_what_every_extra_has() -> None:
             assert set(requirements) <= developer, f"dev lacks a part of {name}"
 
 
-def test_the_wheel_works_in_a_clean_environment(archives: Path, tmp_path: Path) -> None:
-    """Only vitrail is installed there; torch and the rest are borrowed from the environment of the tests."""
+def find_source_archive(archives: Path) -> Path:
+    [archive] = archives.glob("*.tar.gz")
+    return archive
+
+
+def install(bin_folder: Path, *arguments: str | Path) -> None:
+    run([bin_folder / "python", "-m", "pip", "install", "--quiet", *arguments], bin_folder)
+
+
+@pytest.fixture
+def clean_environment(tmp_path: Path) -> Iterator[Path]:
+    """The bin folder of an environment that has pip alone; it is deleted, as torch may be in it by then."""
     venv.create(tmp_path / "clean", with_pip=True)
-    bin_folder = tmp_path / "clean" / "bin"
-    install = [
-        bin_folder / "python",
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        find_wheel(archives),
-    ]
-    run(install, tmp_path)
-    [packages] = (tmp_path / "clean" / "lib").glob("python*/site-packages")
+    yield tmp_path / "clean" / "bin"
+    shutil.rmtree(tmp_path / "clean")
+
+
+@pytest.mark.parametrize("find_archive", [find_wheel, find_source_archive])
+def test_an_archive_works_with_borrowed_dependencies(
+    find_archive: Callable[[Path], Path], archives: Path, clean_environment: Path, tmp_path: Path
+) -> None:
+    """Only vitrail is installed there; torch and the rest are borrowed from the environment of the tests."""
+    [packages] = clean_environment.parent.glob("lib/python*/site-packages")
     (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    check_installed(bin_folder, tmp_path)
+    options = ("--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed")
+    install(clean_environment, *options, find_archive(archives))
+    check_installed(clean_environment, tmp_path)
 
 
 @pytest.mark.slow
-def test_the_wheel_works_with_what_it_asks_for(archives: Path, tmp_path: Path) -> None:
-    """The same from the package index, with nothing borrowed: a missing dependency shows here."""
-    if f"torch=={version('torch').split('+')[0]}" not in (ROOT / "constraints.txt").read_text():
-        pytest.skip("this environment was not made by `make`, so the package index may be out of reach")
-    venv.create(tmp_path / "clean", with_pip=True)
-    bin_folder = tmp_path / "clean" / "bin"
-    constraints = ROOT / "constraints.txt"
-    run([bin_folder / "python", "-m", "pip", "install", "-q", "-c", constraints, find_wheel(archives)], tmp_path)
-    check_installed(bin_folder, tmp_path)
+@needs_index
+def test_the_archives_work_with_what_they_ask_for(archives: Path, clean_environment: Path, tmp_path: Path) -> None:
+    """From the package index, with nothing borrowed: a missing dependency shows here. One environment serves both."""
+    install(clean_environment, "--constraint", ROOT / "constraints.txt", find_wheel(archives))
+    check_installed(clean_environment, tmp_path)
+    run([clean_environment / "python", "-m", "pip", "check"], tmp_path)
+    run([clean_environment / "python", "-m", "pip", "uninstall", "--quiet", "--yes", "vitrail"], tmp_path)
+    assert not (clean_environment / "vitrail").exists()
+    install(clean_environment, "--constraint", ROOT / "constraints.txt", find_source_archive(archives))
+    check_installed(clean_environment, tmp_path)

@@ -3,17 +3,24 @@
 Each page runs in order in one folder, and prints what it says. What names nothing remote opens no socket.
 """
 
+import dataclasses
+import importlib
 import re
 import shlex
+import subprocess
+import sys
+import typing
 from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import vitrail
 from tests.data.image_files import make_image, write_image_folder
 from tests.network import run_watched
-from vitrail import recipes
+from vitrail import cli, recipes
 from vitrail.config import PreprocessConfig
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +76,22 @@ def test_the_readme_is_short() -> None:
     lines = README.read_text(encoding="utf-8").splitlines()
     assert len(lines) <= LONGEST_README
     assert [line for line in lines if len(line) > 120] == []
+
+
+def has_json(arguments: type[Any]) -> bool:
+    """Whether a command's arguments, or a group among them, have `--json`."""
+    groups = [arguments, *typing.get_type_hints(arguments).values()]
+    return any(field.name == "json" for group in groups if is_dataclass(group) for field in dataclasses.fields(group))
+
+
+def test_every_command_but_serve_has_json() -> None:
+    assert "and all but `serve` have `--json`" in README.read_text(encoding="utf-8")
+    without = []
+    for verb, command in cli.COMMANDS.items():
+        module, _, name = command.arguments.partition(".")
+        if not has_json(getattr(importlib.import_module(f"vitrail.cli.arguments.{module}"), name)):
+            without.append(verb)
+    assert without == ["serve"]
 
 
 def test_the_readmes_links_lead_somewhere() -> None:
@@ -156,6 +179,38 @@ def test_the_other_commands_and_the_python_of_a_page_run(page: Path, place: Path
     run(["-c", shorten(python)], place)
     if page == OWN_RECIPE:
         assert recipes.load_recipe(place / "my.toml") == recipes.get_recipe("digits")
+
+
+@pytest.mark.parametrize("page", ["figures.md", "predicting.md"])
+def test_the_python_of_a_guide_runs(page: str, place: Path) -> None:
+    """With the files that every page names: a model, cat.jpg and dog.jpg."""
+    for number, name in enumerate(("cat.jpg", "dog.jpg")):
+        make_image(number).save(place / name)
+    [block] = find_blocks(ROOT / "docs" / page, "python")
+    run(["-c", block.replace("model.safetensors", "b16.safetensors")], place)
+
+
+def test_the_python_of_the_tutorial_on_serving_serves(place: Path) -> None:
+    """It listens on loopback, which the watch for the network would report: so it is not watched."""
+    [block] = find_blocks(ROOT / "docs" / "tutorials" / "serve-a-model.md", "python")
+    script = block.replace("runs/finetune", "b16.safetensors")
+    ended = subprocess.run([sys.executable, "-c", script], cwd=place, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+\n", ended.stdout)
+
+
+def list_tested_python() -> set[Path]:
+    guides = {
+        ROOT / "docs" / name for name in ("exporting.md", "figures.md", "predicting.md")
+    }  # tests/export/test_docs.py
+    return guides | {*PRINTING, *RUNNING, PYTHON_PAGE, ROOT / "docs" / "tutorials" / "serve-a-model.md"}
+
+
+def test_all_python_of_the_docs_is_run_by_a_test() -> None:
+    pages = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+    assert {page for page in pages if find_blocks(page, "python")} <= list_tested_python()
+    for page in pages:  # and none hides in a block without a language
+        assert not re.search(r"^    (import|from) \w", page.read_text(encoding="utf-8"), re.MULTILINE), page
 
 
 SMALLER_PYTHON = {  # the same Python, in seconds

@@ -1,4 +1,4 @@
-"""vitrail: Vision Transformers, whole. `import vitrail` is quick; torch is imported with the first name used."""
+"""Vision Transformers in PyTorch. `import vitrail` is quick; torch is imported with the first name used."""
 
 import importlib
 from typing import TYPE_CHECKING
