@@ -92,7 +92,7 @@ def test_an_exported_file_predicts_labels_alone() -> None:
     for model in ("model.onnx", Path("model.onnx")):
         labels = [prediction.label for prediction in vitrail.predict(model, "photos/test")]
         assert labels == [prediction.label for prediction in vitrail.predict(MODEL, "photos/test")]
-    with pytest.raises(UsageError, match=r"^embed is for models"):
+    with pytest.raises(UsageError, match=r"^vitrail.embed is for models"):
         vitrail.embed(Path("model.onnx"), "photos/test")
 
 

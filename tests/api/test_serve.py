@@ -31,7 +31,7 @@ def test_a_server_answers_in_the_background_until_it_is_stopped(capfd: pytest.Ca
 
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(UsageError, match=r"no option 'prot': did you mean port\?"):
-        vitrail.serve(MODEL, prot=1)
+        vitrail.serve(MODEL, prot=1)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match=r"^batch is 0; it must be above 0"):
         vitrail.serve(MODEL, batch=0)
     with pytest.raises(UsageError, match="name the models"):

@@ -111,10 +111,7 @@ def figures(
 
 
 def _list_arguments(images: str | Path | Sequence[str | Path]) -> list[str]:
-    arguments = [images] if isinstance(images, str | Path) else list(images)
-    if wrong := next((image for image in arguments if not isinstance(image, str | Path)), None):
-        raise UsageError(f"figures are drawn of files, folders, globs or a dataset's name, not {type(wrong).__name__}")
-    return [str(argument) for argument in arguments]
+    return [str(argument) for argument in ([images] if isinstance(images, str | Path) else images)]
 
 
 def _load_model(model: AnyModel, notify: Notify) -> FigureModel:

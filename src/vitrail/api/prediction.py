@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import html
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack, cast
 
@@ -18,7 +18,6 @@ from vitrail import __version__, remote
 from vitrail.api import notebook
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, load_trained
-from vitrail.api.options import check_option_names
 from vitrail.api.progress import NoteCollector, show_progress
 from vitrail.config import Precision, to_json
 from vitrail.data.decode import ImageSource
@@ -51,6 +50,7 @@ from vitrail.runtime.workers import Notify, ShowProgress
 from vitrail.visualization.attention_images import draw_rollouts, iterate_picture_paths
 from vitrail.weights.tensor_files import digest_tensors
 
+_IMAGE_FORMS = "a path, the bytes of a file, a Pillow image or an array uint8 (H, W) or (H, W, 3)"
 _SHOWN_LABELS = 5
 _SHOWN_ROWS = 50  # rows of a table in a notebook
 
@@ -162,9 +162,13 @@ class PredictKeywords(TypedDict, total=False):
     """What `predict` and `embed` take by keyword."""
 
     batch: int
+    """Images per batch."""
     device: str | None
+    """cpu, cuda or mps; the best device available by default."""
     precision: Precision | None
+    """Of the computation; float32 by default, or on a CPU the faster one that the model's file records."""
     workers: int | None
+    """Threads that read images; one per core by default."""
 
 
 @name_keywords
@@ -177,7 +181,6 @@ def predict(
 
         vitrail.predict("model.safetensors", "photos")[0].label
     """
-    check_option_names(options, ("top", "out", *PredictKeywords.__annotations__))
     rows, notes = _collect_rows(model, images, PredictOptions(top=top, out=out, **options))
     return PredictionList(tuple(Prediction(row.image, row.labels, row.error) for row in rows), tuple(notes))
 
@@ -190,7 +193,6 @@ def embed(model: AnyModel, images: Images, **options: Unpack[PredictKeywords]) -
 
         features = vitrail.embed("model.safetensors", ["cat.jpg", "dog.jpg"])
     """
-    check_option_names(options, PredictKeywords.__annotations__)
     rows, _ = _collect_rows(model, images, PredictOptions(embed=True, **options))
     features = []
     for row in rows:
@@ -251,7 +253,16 @@ def _list_images(images: Images) -> list[ImageSource]:
         return [images]
     if isinstance(images, np.ndarray) and (images.ndim == 2 or (images.ndim == 3 and images.shape[2] in (3, 4))):
         return [images]
-    return list(cast(Sequence[ImageSource], images))
+    if isinstance(images, Mapping) or not isinstance(images, Iterable):
+        raise UsageError(f"images are {_IMAGE_FORMS}, or a list of these; not {type(images).__name__}")
+    listed = list(cast(Iterable[ImageSource], images))
+    for index, image in enumerate(listed):
+        if isinstance(image, Sequence) and not isinstance(image, str | bytes) and len(image) == 2:
+            advice = "give the images alone, such as [image for image, label in pairs]"
+            raise UsageError(f"images[{index}] is a pair, as of an image and its label: {advice}")
+        if not isinstance(image, str | Path | bytes | Image.Image | np.ndarray):
+            raise UsageError(f"images[{index}] is of type {type(image).__name__}; an image is {_IMAGE_FORMS}")
+    return listed
 
 
 # --- what the command shares -----------------------------------------------------------------------------------------
