@@ -9,17 +9,16 @@ if TYPE_CHECKING:
     from vitrail.api.conversion import Conversion, convert
     from vitrail.api.evaluation import Evaluation, ProbeResult, evaluate, probe
     from vitrail.api.figures import Figures, figures
-    from vitrail.api.prediction import Prediction, PredictionList, embed, predict
+    from vitrail.api.lower_layers import adapt, create, load, load_recipe, save
+    from vitrail.api.prediction import embed, predict
+    from vitrail.api.prediction_list import Prediction, PredictionList
     from vitrail.api.run import Run
     from vitrail.api.serve import Server, serve
     from vitrail.api.training import finetune, train
     from vitrail.config import PreprocessConfig, Recipe
     from vitrail.inference.classifier import Classifier
     from vitrail.model.vit import attention_maps
-    from vitrail.recipes import load_recipe
-    from vitrail.weights.adapt import adapt
-    from vitrail.weights.load import load, save
-    from vitrail.weights.trained import Trained, create
+    from vitrail.weights.trained import Trained
 
 __version__ = "0.1.0"
 _HOMES = {  # the module of each public name
@@ -27,27 +26,27 @@ _HOMES = {  # the module of each public name
     "Conversion": "api.conversion",
     "Evaluation": "api.evaluation",
     "Figures": "api.figures",
-    "Prediction": "api.prediction",
-    "PredictionList": "api.prediction",
+    "Prediction": "api.prediction_list",
+    "PredictionList": "api.prediction_list",
     "PreprocessConfig": "config",
     "ProbeResult": "api.evaluation",
     "Recipe": "config",
     "Run": "api.run",
     "Server": "api.serve",
     "Trained": "weights.trained",
-    "adapt": "weights.adapt",
+    "adapt": "api.lower_layers",
     "attention_maps": "model.vit",
     "convert": "api.conversion",
-    "create": "weights.trained",
+    "create": "api.lower_layers",
     "embed": "api.prediction",
     "evaluate": "api.evaluation",
     "figures": "api.figures",
     "finetune": "api.training",
-    "load": "weights.load",
-    "load_recipe": "recipes",
+    "load": "api.lower_layers",
+    "load_recipe": "api.lower_layers",
     "predict": "api.prediction",
     "probe": "api.evaluation",
-    "save": "weights.load",
+    "save": "api.lower_layers",
     "serve": "api.serve",
     "train": "api.training",
 }

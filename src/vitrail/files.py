@@ -65,7 +65,7 @@ def check_path_free(path: Path, *, overwrite: bool) -> None:
     if path.is_symlink():
         raise UsageError(f"{path} is a link; pass the file or folder it points to")
     if path.exists() and not overwrite:
-        raise UsageError(f"{path} exists already; choose another name or overwrite it (--overwrite, overwrite=True)")
+        raise UsageError(f"{path} exists already; choose another name or overwrite it (--overwrite)")
 
 
 def suggest_path(path: Path) -> str:

@@ -11,6 +11,7 @@ import re
 from typing import Any, NamedTuple, TypeVar
 
 from vitrail.config import BiTConfig, ConvConfig, PreprocessConfig, ViTConfig
+from vitrail.config.serialization import convert_field
 from vitrail.errors import UsageError
 
 
@@ -111,7 +112,7 @@ def get_preset_config(name: str, **changes: Any) -> ViTConfig | BiTConfig:
     vit = _VIT_PATTERN.fullmatch(name)
     if vit is None:
         raise UsageError(describe_unknown_preset(name))
-    patch = int(changes.get("patch") or vit[2])
+    patch = convert_field(ViTConfig, "patch", changes.get("patch") or int(vit[2]), "patch")
     side = max(1, round(224 / patch)) * patch  # 224 for every published patch side
     return _build_config(ViTConfig, SIZES[vit[1]]._asdict() | {"patch": patch, "image_size": (side, side)} | changes)
 
@@ -129,7 +130,11 @@ C = TypeVar("C", ViTConfig, BiTConfig)
 def _build_config(kind: type[C], fields: dict[str, Any]) -> C:
     if unknown := sorted(fields.keys() - {field.name for field in dataclasses.fields(kind)}):
         raise UsageError(f"a {'ViT' if kind is ViTConfig else 'ResNet'} has no setting {unknown[0]!r}")
-    return kind(**fields)
+    checked: dict[str, Any] = {
+        name: value if dataclasses.is_dataclass(value) else convert_field(kind, name, value, name)
+        for name, value in fields.items()
+    }
+    return kind(**checked)
 
 
 def find_published_heads(width: int, depth: int) -> int | None:

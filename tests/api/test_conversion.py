@@ -53,15 +53,15 @@ def test_the_caller_is_told_the_model_through_notify() -> None:
 
 def test_the_suffix_chooses_the_runtime() -> None:
     conversion = vitrail.convert(MODEL, "model.pt2")
-    assert conversion.metrics["format"] == "torch-export"
+    assert conversion.record["format"] == "torch-export"
 
 
 def test_wrong_options_are_refused_before_anything_is_read() -> None:
-    with pytest.raises(UsageError, match=r"there is no format 'tim'; did you mean timm\?"):
+    with pytest.raises(UsageError, match=r"^to is 'tim'; it takes 'vitrail', .* or None; did you mean 'timm'\?$"):
         vitrail.convert("nothing.safetensors", "x.safetensors", "tim")
     with pytest.raises(UsageError, match=r"no option 'clases': did you mean classes\?"):
-        vitrail.convert("nothing.safetensors", "x.safetensors", clases=3)
-    with pytest.raises(UsageError, match=r"^int8 is for onnx"):
+        vitrail.convert("nothing.safetensors", "x.safetensors", clases=3)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match=r"^int8=True is for onnx, not for vitrail: add to=\"onnx\"$"):
         vitrail.convert("nothing.safetensors", "x.safetensors", int8=True)
     with pytest.raises(UsageError, match="exists"):
         vitrail.convert("nothing.safetensors", MODEL)

@@ -42,7 +42,7 @@ def test_wrong_arguments_are_refused_before_a_folder_is_made() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"pictures": -1}, r"^pictures is -1"),
         ({"boxes": "boxes.json"}, "give the images too"),
-        ({"images": [Image.new("L", (8, 8))]}, "files, folders, globs or a dataset's name, not Image"),
+        ({"images": [Image.new("L", (8, 8))]}, r"^images\[0\] is .*, of type Image; it takes a string or a path$"),
     ]
     for options, message in wrong:
         with pytest.raises(UsageError, match=message):

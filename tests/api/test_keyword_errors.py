@@ -1,13 +1,31 @@
 """Errors of `import vitrail` name keywords, those of the commands options."""
 
+import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 import vitrail
-from vitrail.api.keyword_errors import name_keywords, rename_options
+from tests.api.conftest import make_trained
+from vitrail.api.keyword_errors import OTHER_NAMES, list_keywords, name_keywords, rename_option, rename_options
+from vitrail.cli import COMMANDS
+from vitrail.cli.signature import Option, list_options
 from vitrail.errors import UsageError
+
+KEYWORDS: dict[str, Any] = {
+    "resume": bool,
+    "top": int,
+    "out": str | Path | None,
+    "to": Literal["onnx", "timm"] | None,
+    "model": str | None,
+    "penalty": float,
+}
+ONLY_COMMAND = {  # options of a command that its function does not have
+    "train": {"--dry-run"},
+    "finetune": {"--dry-run", "--runs"},  # several runs have no one Run
+    "predict": {"--embed", "--attention", "--format", "--fetch-urls"},  # the first is vitrail.embed
+}
 
 
 @pytest.mark.parametrize(
@@ -21,15 +39,24 @@ from vitrail.errors import UsageError
         ("hf download ORG/NAME --local-dir FOLDER", "hf download ORG/NAME --local-dir FOLDER"),
         ("a file called my--resume and -- alone", "a file called my--resume and -- alone"),
         ("the same command with --resume continues", "the same call with resume=True continues"),
+        ("--lambda is -1 and --layers 3", "penalty is -1 and trainable_layers 3"),
+        ("add --to onnx --resume, or --to timm.", 'add to="onnx" resume=True, or to="timm".'),
+        ("say --to vitrail or --to timm", 'say to vitrail or to="timm"'),
+        ("--to says how", "to says how"),
+        ("(--model timm:vit_small.in1k, a file)", '(model="timm:vit_small.in1k", a file)'),
+        ("give a preset (--model s16)", 'give a preset (model="s16")'),
+        ("--out runs/a must be empty", 'out="runs/a" must be empty'),
+        ("--out names another folder", "out names another folder"),
+        ("--top 3 shows more; --top N", "top=3 shows more; top=N"),
     ],
 )
 def test_options_become_keywords_and_commands_stay(message: str, renamed: str) -> None:
-    assert rename_options(message, {"resume"}) == renamed
+    assert rename_options(message, KEYWORDS) == renamed
 
 
 def test_a_caller_with_notify_gets_the_message_of_the_command() -> None:
     @name_keywords
-    def fail(*, resume: bool = False, notify: object = None) -> None:
+    def fail(*, resume: bool = False, notify: Any = None) -> None:
         raise UsageError(f"--resume is {resume}")
 
     with pytest.raises(UsageError, match=r"^resume=True is False$"):
@@ -38,12 +65,47 @@ def test_a_caller_with_notify_gets_the_message_of_the_command() -> None:
         fail(notify=print)
 
 
+def list_command_options(command: str) -> list[Option]:
+    module, _, name = COMMANDS[command].arguments.partition(".")
+    arguments = getattr(importlib.import_module(f"vitrail.cli.arguments.{module}"), name)
+    return [option for option in list_options(arguments) if not option.is_positional and option.name != "--json"]
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) & set(vitrail.__all__)))
+def test_every_option_of_a_command_is_a_keyword_of_its_function(command: str) -> None:
+    keywords = list_keywords(getattr(vitrail, command).__wrapped__)
+    names = {option.name for option in list_command_options(command)}
+    without = {name for name in names if rename_option(name.removeprefix("--"), keywords) not in keywords}
+    assert without == ONLY_COMMAND.get(command, set())
+
+
+def test_every_other_name_is_needed() -> None:
+    functions = [getattr(vitrail, name).__wrapped__ for name in vitrail.__all__ if name.islower() and name in COMMANDS]
+    functions += [vitrail.save.__wrapped__, vitrail.adapt.__wrapped__]  # type: ignore[attr-defined]
+    taken = {name for function in functions for name in list_keywords(function)}
+    assert {name for name in OTHER_NAMES.values() if not name.startswith("vitrail.")} <= taken
+    options = {option.name.removeprefix("--") for name in COMMANDS for option in list_command_options(name)}
+    assert set(OTHER_NAMES) <= options
+
+
 def test_a_folder_in_use_is_answered_with_keywords(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").touch()
     with pytest.raises(UsageError) as raised:
         vitrail.train("digits", "digits", out=tmp_path / "run")
     assert "--" not in str(raised.value)
+
+
+def test_functions_of_lower_layers_name_keywords_too() -> None:
+    trained = make_trained()
+    with pytest.raises(UsageError, match=r'call it x.safetensors, or say format="timm" or format="transformers"$'):
+        vitrail.save(trained, "x")
+    with pytest.raises(UsageError, match=r"choose another name or overwrite it \(overwrite=True\)$"):
+        vitrail.save(trained, "model.safetensors")
+    with pytest.raises(UsageError, match="penalty is -1; it must be above 0"):
+        vitrail.probe("model.safetensors", "photos", penalty=-1)
+    with pytest.raises(UsageError, match=r'model="timm:vit_small_\S+" or model="hf:google/\S+" \(downloaded'):
+        vitrail.finetune("photos")
 
 
 @pytest.mark.parametrize(

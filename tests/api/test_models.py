@@ -40,7 +40,7 @@ def test_any_models_are_drawn_side_by_side(first: str, second: str, tuned_run: P
     models = [make_model(kind, tuned_run) for kind in (first, second)]
     drawn = vitrail.figures(models[0], against=models[1], out="figures", device="cpu")
     expected = {"trained": "fl<b>wers, step 5 of 5"}  # the end of where it came from
-    names = drawn.metrics["models"]
+    names = drawn.record["models"]
     assert names[0] == expected.get(first, "tuned")
     same_title = (first, second) != ("path", "trained")
     assert names[1] == (f"{get_model_name(models[1])} (2)" if same_title else expected[second])

@@ -1,16 +1,20 @@
 """The keyword arguments of `train` and `finetune` are the options of the commands."""
 
-import dataclasses
 import inspect
 import typing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import vitrail
-from vitrail.api.options import FinetuneKeywords, TrainKeywords, build_options, check_option_names, list_option_names
-from vitrail.cli.arguments.training import FinetuneArguments, TrainArguments
+from vitrail.api.argument_checks import list_kinds
+from vitrail.api.conversion import ConvertKeywords, ConvertOptions
+from vitrail.api.options import FinetuneKeywords, RunKeywords, TrainKeywords, build_options, list_option_names
+from vitrail.api.prediction import PredictKeywords
+from vitrail.api.serve import ServeKeywords, ServeOptions
+from vitrail.config.field_docstrings import read_field_docstrings
 from vitrail.errors import UsageError
 from vitrail.training.finetune import FinetuneOptions
 from vitrail.training.pretrain import PretrainingOptions
@@ -32,28 +36,6 @@ def test_the_keywords_are_the_options(function: Any, keywords: Any, options: Any
         assert parameters[name].default == getattr(options(), name)
 
 
-def list_arguments(kind: Any) -> set[str]:
-    """The names of a command's arguments, those of nested dataclasses included."""
-    hints = typing.get_type_hints(kind)
-    names = set()
-    for field in dataclasses.fields(kind):
-        hint = hints[field.name]
-        names |= list_arguments(hint) if dataclasses.is_dataclass(hint) else {field.name}
-    return names
-
-
-@pytest.mark.parametrize(
-    ("arguments", "keywords", "first"),
-    [
-        (FinetuneArguments, FinetuneKeywords, {"data", "model", "minutes", "recipe"}),
-        (TrainArguments, TrainKeywords, {"recipe", "data"}),
-    ],
-)
-def test_every_option_of_the_command_has_its_keyword(arguments: Any, keywords: Any, first: set[str]) -> None:
-    command = list_arguments(arguments) - {"dry_run", "json", "number_of_runs"}
-    assert command == set(keywords.__annotations__) | first
-
-
 @pytest.mark.parametrize("kind", [FinetuneOptions, PretrainingOptions])
 def test_without_keywords_the_options_are_the_default(kind: Any) -> None:
     assert build_options(kind, {}) == kind()
@@ -71,7 +53,7 @@ def test_flat_values_reach_their_nested_options() -> None:
         ({"seed": True}, "seed is True, of type bool; it takes an integer"),
         ({"seed": 1.5}, "seed is 1.5, of type float; it takes an integer"),
         ({"keep_head": "yes"}, "keep_head is 'yes', of type str; it takes True or False"),
-        ({"out": 3}, "out is 3, of type int; it takes a string or a path or None"),
+        ({"out": 3}, "out is 3, of type int; it takes a string, a path or None"),
         ({"loss_function": 3}, "loss_function is 3, of type int; it takes a function or None"),
     ],
 )
@@ -86,8 +68,23 @@ def test_numbers_of_numpy_integers_and_strings_for_paths_are_taken() -> None:
     assert (built.minutes, built.run.seed) == (3, 4)
 
 
-def test_an_unknown_name_gets_the_nearest_or_all() -> None:
+def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(UsageError, match=r"no option 'seeed': did you mean seed\?"):
         build_options(FinetuneOptions, {"seeed": 1})
-    with pytest.raises(UsageError, match="no option 'zzzz': there are batch, lr"):
-        check_option_names(["zzzz"], ["lr", "batch"])
+
+
+@pytest.mark.parametrize(
+    ("keywords", "options", "others"),
+    [(ConvertKeywords, ConvertOptions, {"destination", "to", "image_size"}), (ServeKeywords, ServeOptions, set())],
+)
+def test_typed_keywords_have_the_hints_and_docstrings_of_the_options(
+    keywords: Any, options: Any, others: set[str]
+) -> None:
+    hints, keyword_hints = typing.get_type_hints(options), typing.get_type_hints(keywords)
+    assert keyword_hints.keys() == hints.keys() - others
+    for name, hint in keyword_hints.items():
+        kinds = set(list_kinds(hints[name]))
+        assert set(list_kinds(hint)) == kinds | ({str} if Path in kinds else set()), name
+    for kind in (keywords, FinetuneKeywords, TrainKeywords, PredictKeywords):
+        documented = [each for base in (kind, RunKeywords) for each in read_field_docstrings(base)]
+        assert set(kind.__annotations__) <= set(documented), kind

@@ -53,7 +53,7 @@ def test_the_command_and_serve_answer_the_same_bytes() -> None:
 
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(UsageError, match=r"no option 'prot': did you mean port\?"):
-        vitrail.serve(MODEL, prot=1)
+        vitrail.serve(MODEL, prot=1)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match=r"^batch is 0; it must be above 0"):
         vitrail.serve(MODEL, batch=0)
     with pytest.raises(UsageError, match="name the models"):

@@ -106,7 +106,7 @@ def test_a_loss_that_is_no_scalar_tensor_is_refused(returned: Any, kind: str) ->
 
 def test_callbacks_that_are_no_functions_are_refused() -> None:
     for name in ("on_step", "on_evaluation"):
-        with pytest.raises(UsageError, match=f"{name} is 3; it takes a function"):
+        with pytest.raises(UsageError, match=f"{name} is 3, of type int; it takes a function or None"):
             vitrail.train("digits", "digits", **{name: 3})
     assert not Path("runs").exists()
 

@@ -44,6 +44,8 @@ def test_a_typo_gets_the_nearest_verb_and_the_version_is_told(capsys: Capture) -
     code, out, err = run("ifno", "b16", capsys=capsys)
     assert (code, out) == (2, "")
     assert "no command ifno; did you mean info?" in err
+    assert "no command eval; did you mean evaluate?" in run("eval", capsys=capsys)[2]
+    assert "no command precision; `vitrail --help` lists all" in run("precision", capsys=capsys)[2]
     assert "no command data chek; did you mean data check?" in run("data", "chek", "x", capsys=capsys)[2]
     assert "name a command: data list, data get" in run("data", capsys=capsys)[2]
     assert "find bad files, duplicates" in run("data", "--help", capsys=capsys)[1]
@@ -81,7 +83,7 @@ def test_python_dash_m_is_the_command() -> None:
         (["convert", "ti16", "{tmp}/there.safetensors"], 2, "exists already"),
         (["convert", "ti16", "{tmp}/out", "--to", "torchvision"], 2, "call it"),
         (["convert", "ti16", "{tmp}/out.npz"], 2, "or say --to google"),
-        (["convert", "ti16", "{tmp}/out"], 2, "or say --to timm or transformers"),
+        (["convert", "ti16", "{tmp}/out"], 2, "or say --to timm or --to transformers"),
         (["convert", "d-timm", "{tmp}/out.safetensors"], 2, "vitrail: no file or folder is called 'd-timm'"),
         (["convert", "ti16", "{tmp}/out.pth", "--to", "torchvision"], 4, "gelu is 'tanh'"),
         (

@@ -22,6 +22,20 @@ from vitrail.errors import ArgumentError
     ("command", "line"),
     [
         ("finetune photos --modle x", "vitrail finetune: no option --modle; did you mean --model?"),
+        (
+            "train --recipe my.toml --data d",
+            "vitrail train: no option --recipe; RECIPE is the first argument: vitrail train my.toml --data DATA",
+        ),
+        (
+            "evaluate m --data=photos",
+            "vitrail evaluate: no option --data; DATA is the second argument: vitrail evaluate MODEL photos",
+        ),
+        (
+            "study vtab --data-root d --model",
+            "vitrail study vtab: no option --model; MODEL is the first argument: vitrail study vtab MODEL"
+            " --data-root DIR",
+        ),
+        ("plan --model b16", "vitrail plan: no option --model; MODEL is the first argument: vitrail plan b16"),
         ("finetune photos --zzzz=3", "vitrail finetune: no option --zzzz; vitrail finetune --help lists them"),
         (
             "finetune photos --recipe papr",

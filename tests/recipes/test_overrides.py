@@ -1,9 +1,18 @@
 """`--set`: other settings for a recipe."""
 
+import importlib
+import re
+from collections.abc import Mapping
+
 import pytest
 
+from vitrail.cli import COMMANDS
+from vitrail.cli.signature import list_options
+from vitrail.config import to_json
 from vitrail.errors import UsageError
-from vitrail.recipes import build_finetune_recipe, get_recipe, override_settings
+from vitrail.recipes import ABLATION_RESERVED, TRANSFER_RESERVED, build_finetune_recipe, get_recipe, override_settings
+from vitrail.recipes.overrides import FINETUNE_RESERVED, TRAIN_RESERVED
+from vitrail.studies import sweep, vtab
 
 
 def test_every_section_of_a_recipe_can_be_overridden() -> None:
@@ -36,7 +45,8 @@ def test_every_section_of_a_recipe_can_be_overridden() -> None:
         ("weight_decay=-1", "weight_decay is -1.0; it must be 0 or more"),
         ("hidden_head=2", "hidden_head is 2; it must be bool"),
         ("randaugment=2", "randaugment is 2; it must be 2 of int"),
-        ("warmup=5", "warmup has an option of its own: --warmup"),
+        ("warmup=5", "warmup cannot be set here: give --warmup STEPS$"),
+        ("layers=2", "layers cannot be set here: it is for fine-tuning"),
         ("classes=5", "no setting 'classes'"),
     ],
 )
@@ -50,7 +60,7 @@ def test_the_shape_of_a_resnet_or_of_a_trained_model_is_its_own() -> None:
         override_settings(get_recipe("bit-r50x1-jft"), ["depth=3"])
     with pytest.raises(UsageError, match=r"positions is for recipes of ViTs .*: a trained model keeps its own"):
         override_settings(build_finetune_recipe("paper", 1000, 16), ["positions=none"])
-    with pytest.raises(UsageError, match="--set gives depth twice"):
+    with pytest.raises(UsageError, match="the setting depth is given twice"):
         override_settings(get_recipe("vit-b16-imagenet"), ["depth=3", "depth=4"])
 
 
@@ -60,9 +70,9 @@ def test_names_and_values_of_an_earlier_version_are_accepted() -> None:
     assert (changed.optimizer.kind, changed.schedule.final_lr_scale) == ("sgd", 0.1)
     schedule = override_settings(recipe, ["decay=stairs", "stairs=0.5,0.75"]).schedule
     assert (schedule.decay, schedule.milestones) == ("step", (0.5, 0.75))
-    with pytest.raises(UsageError, match="--set gives final twice"):
+    with pytest.raises(UsageError, match="the setting final is given twice"):
         override_settings(recipe, ["final_lr_scale=0.2", "final=0.1"])
-    with pytest.raises(UsageError, match="logit_adjustment has an option of its own: --balanced"):
+    with pytest.raises(UsageError, match=r"^balanced cannot be set here: give --balanced$"):
         override_settings(recipe, ["balanced=true"])
 
 
@@ -82,7 +92,7 @@ def test_a_section_may_be_named_and_values_may_be_python() -> None:
     [
         (["augment.mixp=1"], r"did you mean augment.mixup\?"),
         (["optimizer.mixup=1"], "no setting 'optimizer.mixup'"),
-        (["schedule.warmup=3"], "warmup has an option of its own"),
+        (["schedule.warmup=3"], "schedule.warmup cannot be set here: give --warmup"),
         (["mixup=0.1", "augment.mixup=0.2"], "twice"),
         ({"augment.mixup": "much"}, "mixup is 'much'; it must be float"),
         ({"augment.flip": 3}, "flip is 3; it must be bool"),
@@ -91,3 +101,39 @@ def test_a_section_may_be_named_and_values_may_be_python() -> None:
 def test_a_wrong_section_or_value_is_refused(settings: list[str] | dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         override_settings(get_recipe("cifar10"), settings)
+
+
+@pytest.mark.parametrize(
+    ("command", "reserved"),
+    [
+        ("train", TRAIN_RESERVED),
+        ("finetune", FINETUNE_RESERVED),
+        ("study ablate", ABLATION_RESERVED),
+        ("study sweep", TRANSFER_RESERVED | sweep._RESERVED),
+        ("study vtab", TRANSFER_RESERVED | vtab._RESERVED),
+    ],
+)
+def test_only_options_that_the_command_has_are_advised(command: str, reserved: Mapping[str, str]) -> None:
+    module, _, name = COMMANDS[command].arguments.partition(".")
+    signature = getattr(importlib.import_module(f"vitrail.cli.arguments.{module}"), name)
+    options = {option.name for option in list_options(signature)}
+    recipe = to_json(get_recipe("mae-cifar10"))
+    for setting, instead in reserved.items():
+        section, _, field = setting.partition(".")
+        assert field in (recipe if section == "recipe" else recipe[section]), setting
+        assert set(re.findall(r"--[a-z-]+", instead)) <= options, setting
+
+
+def test_what_a_command_has_no_option_for_can_be_set() -> None:
+    changed = override_settings(get_recipe("cifar10"), ["warmup=7", "balanced=true"], ABLATION_RESERVED)
+    assert (changed.schedule.warmup, changed.logit_adjustment) == (7, True)
+    transfer = build_finetune_recipe("paper", 1000, 16)
+    changed = override_settings(transfer, ["schedule.warmup=7", "layers=2"], TRANSFER_RESERVED)
+    assert (changed.schedule.warmup, changed.trainable_layers) == (7, 2)
+    for setting, advice in (
+        ("epochs=3", "--steps N"),
+        ("recipe.batch=3", "--batch N"),
+        ("image_size=32", "--image-size"),
+    ):
+        with pytest.raises(UsageError, match=f"cannot be set here: give {advice}"):
+            override_settings(transfer, [setting], TRANSFER_RESERVED)

@@ -43,6 +43,7 @@ def test_invalid_variants_are_refused_before_anything_is_read() -> None:
         ((), "give settings such as"),
         (("depth=2", "depth=2"), "each once"),
         (("dept=2",), "did you mean depth"),
+        (("epochs=2",), "epochs cannot be set here: give --epochs N"),
     ):
         with pytest.raises(UsageError, match=message):
             ablation.list_variants(get_recipe("digits"), variants)
@@ -71,7 +72,8 @@ def test_the_command_trains_variants_and_continues(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    options = ("--set", "depth=1", "width=12", "mlp=12", "--epochs", "0.2", "--runs", "1", "--workers", "0")
+    settings = ("--set", "schedule.warmup=3", "depth=1", "width=12", "mlp=12")
+    options = (*settings, "--epochs", "0.2", "--runs", "1", "--workers", "0")
     command = ("study", "ablate", "digits", "--data", "digits", "--variants", "positions=none", *options)
     code, out, err = vitrail(*command, "--device", "cpu", "--json", capsys=capsys)
     assert code == 0, err
@@ -80,6 +82,7 @@ def test_the_command_trains_variants_and_continues(
     assert all(variant["n"] == 1 for variant in summary["variants"].values())
     config = tmp_path / "runs" / "ablate-digits-digits" / "cells" / "1-positions-none-seed-0" / "run" / "config.json"
     assert json.loads(config.read_text())["recipe"]["settings"]["positions"] == "none"
+    assert json.loads(config.read_text())["recipe"]["schedule"]["warmup"] == 3  # however short the run is
     code, out, err = vitrail(*command, "--device", "cpu", capsys=capsys)
     assert code == 0
     assert "positions=none" in out

@@ -194,10 +194,22 @@ def test_the_optimizer_and_decay_of_a_sweep_can_be_others_and_its_rate_only_by_r
     assert (study.recipe.optimizer.kind, study.recipe.optimizer.weight_decay) == ("adam", 0.1)
     assert (study.recipe.schedule.decay, study.recipe.augment.mixup) == ("linear", 0.2)
     assert study.settings == ("optimizer=adam", "weight_decay=0.1", "decay=linear", "mixup=0.2")
-    with pytest.raises(UsageError, match="a sweep chooses the learning rate; --rates gives"):
-        plan(settings=["lr=0.1"])
+    for setting in ("lr=0.1", "optimizer.lr=0.1"):
+        with pytest.raises(
+            UsageError, match=r"lr cannot be set here: a sweep chooses the learning rate; --rates gives"
+        ):
+            plan(settings=[setting])
+    with pytest.raises(UsageError, match="loss cannot be set here: the labels of the data decide"):
+        plan(settings=["recipe.loss=sigmoid"])
+    with pytest.raises(UsageError, match="epochs cannot be set here: give --steps N"):
+        plan(settings=["epochs=3"])
     with pytest.raises(UsageError, match="a trained model keeps its own"):
         plan(settings=["depth=3"])
+
+
+def test_a_warm_up_that_is_set_is_kept_as_it_is() -> None:
+    study = plan(steps=50, settings=["schedule.warmup=7"])
+    assert (study.steps, study.recipe.schedule.warmup) == (50, 7)
 
 
 def test_a_study_begun_before_a_field_existed_is_the_same_one() -> None:

@@ -60,8 +60,11 @@ def test_settings_reach_the_runs_and_crop_and_flip_stay_the_tasks(tmp_path: Path
     (cell,) = vtab.list_vtab_cells(plan(tmp_path, settings=["optimizer=adam", "lr=0.001", "mixup=0.2"]))
     assert (cell.recipe.optimizer.kind, cell.recipe.optimizer.lr, cell.recipe.augment.mixup) == ("adam", 0.001, 0.2)
     assert (cell.recipe.augment.crop, cell.recipe.augment.flip) == ("window", True)
-    with pytest.raises(UsageError, match="each VTAB task sets crop and flip itself"):
-        plan(tmp_path, settings=["flip=false"])
+    for setting in ("flip=false", "augment.flip=false", "crop=squash", "augment.crop=squash"):
+        with pytest.raises(UsageError, match="cannot be set here: each VTAB task sets crop and flip itself"):
+            plan(tmp_path, settings=[setting])
+    (cell,) = vtab.list_vtab_cells(plan(tmp_path, steps=50, settings=["warmup=7"]))
+    assert cell.recipe.schedule.warmup == 7
 
 
 def test_the_command_runs_available_tasks_and_names_missing_ones(tmp_path: Path, capsys: Capture) -> None:

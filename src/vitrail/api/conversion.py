@@ -1,12 +1,11 @@
 """Read and write formats, and adapt weights to another task: `vitrail.convert`."""
 
 import dataclasses
-import difflib
 import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -28,6 +27,7 @@ from vitrail.evaluation.statistics import measure_agreement
 from vitrail.export import export
 from vitrail.export.graph import GraphRunner
 from vitrail.runtime.workers import Notify, ShowProgress
+from vitrail.training.finetune import PreprocessName
 from vitrail.weights.adapt import adapt
 from vitrail.weights.formats import WeightsFormat, check_destination
 from vitrail.weights.load import is_preset, save
@@ -56,14 +56,39 @@ class ConvertOptions:
     channels: int | None = None
     resample: Resample | None = None
     """How to resample positions; None for as the origin of the weights does."""
-    preprocess: str | None = None
-    """Mean, std and interpolation: imagenet, inception or torchvision."""
+    preprocess: PreprocessName | None = None
+    """Mean, std and interpolation."""
     int8: bool = False
     """For onnx: store the weights in 8 bits."""
     measure: DataSource | None = None
     """Images on which lower precisions are compared with float32."""
     overwrite: bool = False
     progress: ShowProgress = show_progress
+
+
+class ConvertKeywords(TypedDict, total=False):
+    """What `convert` takes by keyword, besides `to` and `image_size`."""
+
+    classes: int | None
+    """Classes of a zero head that replaces the model's."""
+    labels: str | None
+    """Class names: imagenet1k, or a text file with one per line."""
+    patch: int | None
+    """Side of the patches; their kernels are resized."""
+    channels: int | None
+    """Input channels."""
+    resample: Resample | None
+    """How to resample positions; as the origin of the weights does by default."""
+    preprocess: PreprocessName | None
+    """Mean, std and interpolation for weights that do not state them, or state wrong ones."""
+    int8: bool
+    """For onnx: store the weights in 8 bits."""
+    measure: DataSource | None
+    """Images on which lower precisions are compared with float32."""
+    overwrite: bool
+    """Replace the destination if it exists."""
+    progress: ShowProgress
+    """How progress is shown; a bar by default."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -77,29 +102,29 @@ class Conversion:
     """
 
     path: Path
-    metrics: dict[str, Any]
+    record: dict[str, Any]
     """What was changed, what the format cannot hold, and what was measured."""
 
     @property
     def changes(self) -> list[str]:
         """What was changed in the weights, a sentence each."""
-        return list(self.metrics["changes"])
+        return list(self.record["changes"])
 
     @property
     def notes(self) -> list[str]:
         """What the format cannot hold, a sentence each."""
-        return list(self.metrics["notes"])
+        return list(self.record["notes"])
 
     def __repr__(self) -> str:
         lost = "".join(f"; {note}" for note in (*self.changes, *self.notes))
-        return f"Conversion({str(self.path)!r}, {self.metrics['format']}{lost})"
+        return f"Conversion({str(self.path)!r}, {self.record['format']}{lost})"
 
     def _repr_html_(self) -> str:
-        rows = {"written": str(self.path), "format": self.metrics["format"]}
-        if "difference" in self.metrics:
-            rows["difference"] = f"{self.metrics['difference']:.1e} from vitrail's own float32"
-        if "int8" in self.metrics:
-            rows["int8 agrees"] = f"on {self.metrics['int8']['top1_agreement']:.2%} of the images"
+        rows = {"written": str(self.path), "format": self.record["format"]}
+        if "difference" in self.record:
+            rows["difference"] = f"{self.record['difference']:.1e} from vitrail's own float32"
+        if "int8" in self.record:
+            rows["int8 agrees"] = f"on {self.record['int8']['top1_agreement']:.2%} of the images"
         return notebook.wrap_html(notebook.render_table(rows), *notebook.render_notes((*self.changes, *self.notes)))
 
 
@@ -111,19 +136,19 @@ def convert(
     *,
     image_size: int | tuple[int, ...] | None = None,
     notify: Notify | None = None,
-    **options: Any,
+    **options: Unpack[ConvertKeywords],
 ) -> Conversion:
     """Write a model in another format, or adapted to another task: `vitrail convert` from Python.
 
     Without `to`, the suffixes .onnx, .pt2 and .xml choose those runtimes, and any other name vitrail's own format. The
-    options are those of `ConvertOptions`. What a format cannot hold is refused, or listed in `notes`.
+    other options are those of `ConvertKeywords`. What a format cannot hold is refused, or listed in `notes`.
 
         vitrail.convert("model.safetensors", "model-hf", "transformers")
         vitrail.convert("model.safetensors", "flowers.safetensors", classes=102, image_size=384)
     """
     size = (image_size,) if isinstance(image_size, int) else image_size
     values = {"destination": Path(destination), "to": to or _choose_format(Path(destination)), "image_size": size}
-    built = build_options(ConvertOptions, values | options)
+    built = build_options(ConvertOptions, {**values, **options})
     _check_measure_options(built)
     _check_target(built)  # before a large model is read or written
     dataset = None if built.measure is None else _open_measure_dataset(built.measure)
@@ -155,11 +180,6 @@ def _check_measure_options(options: ConvertOptions) -> None:
 
 def _check_target(options: ConvertOptions) -> None:
     path, to, overwrite = options.destination, options.to, options.overwrite
-    names = [*get_args(WeightsFormat), *_FORMATS_BY_SUFFIX.values()]
-    if to not in names:
-        close = difflib.get_close_matches(to, names, n=1)
-        suggestion = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names)}"
-        raise UsageError(f"there is no format {to!r}; {suggestion}")
     match to:
         case "onnx" | "torch-export" | "openvino":
             export.check_export_destination(path, to, overwrite=overwrite)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from vitrail import remote
 from vitrail.api import notebook
 from vitrail.api.keyword_errors import name_keywords
-from vitrail.api.models import AnyModel, choose_distinct_name, get_model_name, load_trained
+from vitrail.api.models import AnyModel, choose_distinct_name, get_model_name, list_models, load_trained
 from vitrail.api.progress import NoteCollector, show_progress
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.sources import DataSource, open_dataset
@@ -156,9 +156,8 @@ def evaluate(
         vitrail.evaluate("model.safetensors", "photos").accuracy
     """
     notes = NoteCollector() if notify is None else notify
-    _check_numbers(batch, abstain)
-    if abstain is not None and isinstance(model, Trained):
-        raise UsageError("abstain stores a threshold in the model's file: give the file or the run, not a Trained")
+    list_models([model, *list_models(against)])  # refuses what is none
+    _check_numbers(model, batch, abstain)
     folder = _check_folder(out)
     with distributed.join_process_group(device) as (group, chosen_device):
         dataset = open_dataset(data)
@@ -192,11 +191,13 @@ def evaluate(
         return Evaluation(facts, tuple(results), dataset, images, folder, kept)
 
 
-def _check_numbers(batch: int, abstain: float | None) -> None:
+def _check_numbers(model: AnyModel, batch: int, abstain: float | None) -> None:
     if batch < 1:
         raise UsageError(f"--batch is {batch}; it must be at least 1")
     if abstain is not None and not 0 < abstain < 1:
         raise UsageError(f"--abstain is {abstain}; it is the share of correct predictions, such as 0.95")
+    if abstain is not None and isinstance(model, Trained):
+        raise UsageError("abstain stores a threshold in the model's file: give the file or the run, not a Trained")
 
 
 def _check_folder(out: str | Path | None) -> Path | None:
@@ -211,8 +212,7 @@ def _check_folder(out: str | Path | None) -> Path | None:
 def _load_models(first: AnyModel, against: AnyModel | Sequence[AnyModel]) -> list[EvaluatedModel]:
     """Load the models, each name or path once; models in memory of one name are numbered."""
     loaded: dict[str, EvaluatedModel] = {}
-    others = [against] if isinstance(against, AnyModel) else against
-    for model in (first, *others):
+    for model in (first, *list_models(against)):
         name = get_model_name(model)
         if isinstance(model, Trained):
             name = choose_distinct_name(name, loaded)
@@ -269,8 +269,8 @@ def probe(
     model: AnyModel,
     data: DataSource,
     *,
-    methods: Sequence[ProbeMethod] = ("few-shot", "knn", "linear", "logistic"),
-    shots: Sequence[int] = (),
+    methods: ProbeMethod | Sequence[ProbeMethod] = ("few-shot", "knn", "linear", "logistic"),
+    shots: int | Sequence[int] = (),
     seeds: int = 3,
     penalty: float | Literal["auto"] = 1024.0,
     k: int = 20,
@@ -286,17 +286,18 @@ def probe(
 ) -> ProbeResult | None:
     """Measure a model's features by simple classifiers: `vitrail probe` from Python, with its defaults.
 
-    Under torchrun rank 0 returns the result, and other ranks None.
+    `methods` and `shots` take one or several. Under torchrun rank 0 returns the result, and other ranks None.
 
         vitrail.probe("model.safetensors", "photos", methods=["few-shot"], shots=[5]).scores
     """
     notes = NoteCollector() if notify is None else notify
+    get_model_name(model)  # refuses what is none
     if isinstance(model, str):
         check_loadable(model)
     with distributed.join_process_group(device) as (group, chosen_device):
         settings = ProbeSettings(
-            methods=methods,
-            shots=tuple(shots),
+            methods=[methods] if isinstance(methods, str) else methods,
+            shots=(shots,) if isinstance(shots, int) else tuple(shots),
             seeds=seeds,
             penalty=None if penalty == "auto" else penalty,
             k=k,

@@ -34,18 +34,18 @@ class Figures:
     """
 
     folder: Path
-    metrics: dict[str, Any]
+    record: dict[str, Any]
     """The record of the folder: models, files, numbers, and what was skipped and why."""
 
     @property
     def files(self) -> dict[str, str]:
         """A description of each file, by its name in the folder."""
-        return dict(self.metrics["files"])
+        return dict(self.record["files"])
 
     @property
     def numbers(self) -> dict[str, dict[str, Any]]:
         """The numbers of the figures, by figure and model."""
-        return dict(self.metrics["numbers"])
+        return dict(self.record["numbers"])
 
     def __repr__(self) -> str:
         return f"Figures({str(self.folder)!r}: {', '.join(name for name in self.files if name.endswith('.png'))})"
@@ -78,7 +78,7 @@ def figures(
     """Draw the paper's figures of a model, or of two side by side: `vitrail figures` from Python, with its defaults.
 
     `images` are files, folders or globs, or a dataset such as "digits". Figures are written to `out`, a new folder
-    below runs/ by default. Images that cannot be read are listed in `metrics["unreadable"]`.
+    below runs/ by default. Images that cannot be read are listed in `record["unreadable"]`.
 
         vitrail.figures("model.safetensors", "photos").numbers
     """
@@ -119,10 +119,7 @@ def figures(
 
 
 def _list_arguments(images: str | Path | Sequence[str | Path]) -> list[str]:
-    arguments = [images] if isinstance(images, str | Path) else list(images)
-    if wrong := next((image for image in arguments if not isinstance(image, str | Path)), None):
-        raise UsageError(f"figures are drawn of files, folders, globs or a dataset's name, not {type(wrong).__name__}")
-    return [str(argument) for argument in arguments]
+    return [str(argument) for argument in ([images] if isinstance(images, str | Path) else images)]
 
 
 def _load_model(model: AnyModel, notify: Notify) -> FigureModel:

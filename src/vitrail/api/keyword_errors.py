@@ -4,60 +4,126 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-from vitrail.api.options import check_option_names
-from vitrail.errors import VitrailError
+from vitrail.api.argument_checks import check_argument, check_option_names, list_choices, list_kinds
+from vitrail.errors import UsageError, VitrailError
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_COMMAND_OR_OPTION = re.compile(r"(`[^`]*`|(?:vitrail [a-z]+|hf download) [^;:,()]*)|(?<![\w-])--([a-z][a-z0-9-]*)")
-"""A whole command or what is quoted, which stays as it is, or an option."""
+OTHER_NAMES = {
+    "embed": "vitrail.embed",
+    "lambda": "penalty",
+    "layers": "trainable_layers",
+    "probe": "probe_shots",
+    "resample": "operator",
+    "set": "settings",
+    "to": "format",
+}
+"""Options whose keyword has another name, where the function has no keyword of the option's own name."""
+_COMMAND_OR_OPTION = re.compile(
+    r"(?P<command>`[^`]*`|(?:vitrail (?!or\b)[a-z]+|hf download) [^;:,()]*)"
+    r"|(?<![\w-])--(?P<option>[a-z][a-z0-9-]*)(?: (?!--|vitrail (?!or\b))(?P<word>[^\s`,;()]+))?"
+)
+"""A whole command or what is quoted, which stays as it is; or an option and the word behind it."""
 
 
 def name_keywords(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function of `import vitrail`, so that its errors name keywords, and an unknown one the nearest.
+    """Decorate a function of `import vitrail`: its arguments are checked by their hints, and errors name keywords.
 
     Commands that call the same function pass `notify`, and get errors that name their options.
     """
 
-    parameters = inspect.signature(function).parameters
-    takes_more = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not takes_more:
-            check_option_names(kwargs, parameters)
         try:
-            return function(*args, **kwargs)
+            bound = _check_arguments(function, args, kwargs)
+            return function(*bound.args, **bound.kwargs)
         except VitrailError as error:
             if kwargs.get("notify") is None:
-                error.args = (rename_options(str(error), _list_flags(function)), *error.args[1:])
+                error.args = (rename_options(str(error), list_keywords(function)), *error.args[1:])
             raise
 
     return call
 
 
-def rename_options(message: str, flags: set[str]) -> str:
-    """The message with `--save-every` as `save_every`, and a flag such as `--resume` as `resume=True`.
+def _check_arguments(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """The arguments by the function's parameters, refused if a name or a value is wrong."""
+    hints, signature = list_keywords(function), inspect.signature(function)
+    if _find_options_type(function) is not Any:
+        check_option_names(kwargs, hints)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:  # too many arguments, or too few
+        raise UsageError(f"vitrail.{function.__name__}: {error}") from None
+    for name, value in bound.arguments.items():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            checked = {key: check_argument(key, option, hints.get(key, Any)) for key, option in value.items()}
+        else:
+            checked = check_argument(name, value, hints.get(name, Any))
+        bound.arguments[name] = checked
+    return bound
 
-    "The same command" becomes a call; commands that are written out stay as they are.
+
+@functools.cache
+def list_keywords(function: Callable[..., Any]) -> dict[str, Any]:
+    """The names and hints of a function's parameters, those of its typed **options included."""
+    hints = typing.get_type_hints(function)
+    hints.pop("return", None)
+    options = hints.pop(_find_options_name(function), None)
+    if typing.get_origin(options) is typing.Unpack:
+        hints |= typing.get_type_hints(typing.get_args(options)[0])
+    return hints
+
+
+def _find_options_name(function: Callable[..., Any]) -> str:
+    """The name of a function's **options; empty where it has none."""
+    parameters = inspect.signature(function).parameters.values()
+    return next((each.name for each in parameters if each.kind is each.VAR_KEYWORD), "")
+
+
+def _find_options_type(function: Callable[..., Any]) -> Any:
+    """The hint of a function's **options, which is Any where they may have any name."""
+    return typing.get_type_hints(function).get(_find_options_name(function))
+
+
+def rename_options(message: str, keywords: Mapping[str, Any]) -> str:
+    """The message with `--save-every` as `save_every`, `--resume` as `resume=True` and `--to onnx` as `to="onnx"`.
+
+    `keywords` are those of the function, with their hints. "The same command" becomes a call; commands that are
+    written out stay as they are.
     """
 
     def rename(match: re.Match[str]) -> str:
-        if match[1]:
-            return match[1]
-        name = match[2].replace("-", "_")
-        return f"{name}=True" if name in flags else name
+        if match["command"]:
+            return match["command"]
+        name = rename_option(match["option"], keywords)
+        hint, word = keywords.get(name), match["word"] or ""
+        if hint is bool:
+            name = f"{name}=True"
+        elif value := _format_value(word.rstrip(".:?!"), hint):
+            return f"{name}={value}{word[len(word.rstrip('.:?!')) :]}"
+        return f"{name} {word}" if word else name
 
     return _COMMAND_OR_OPTION.sub(rename, message).replace("he same command", "he same call")
 
 
-def _list_flags(function: Callable[..., Any]) -> set[str]:
-    """The keywords of a function that are true or false, those of its typed **options included."""
-    hints = typing.get_type_hints(function)
-    options = hints.pop("options", None)
-    if typing.get_origin(options) is typing.Unpack:
-        hints |= typing.get_type_hints(typing.get_args(options)[0])
-    return {name for name, hint in hints.items() if hint is bool}
+def rename_option(option: str, keywords: Mapping[str, Any]) -> str:
+    """The keyword of an option, such as save_every of save-every."""
+    name = option.replace("-", "_")
+    return name if name in keywords else OTHER_NAMES.get(option, name)
+
+
+def _format_value(word: str, hint: Any) -> str:
+    """The word behind an option as a value in Python; empty where it is a word of the sentence."""
+    kinds = list_kinds(hint)
+    if word in list_choices(hint):
+        return f'"{word}"'
+    if hint is not None and word.isupper():  # DATA or N, which stand for a value
+        return word
+    if {int, float} & set(kinds) and re.fullmatch(r"-?[\d.]+", word):
+        return word
+    return f'"{word}"' if str in kinds and re.search(r"[\d./:]", word) else ""

@@ -1,6 +1,6 @@
 """What a MODEL is in Python: a name or path, a run, or a model with its preprocessing."""
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 from vitrail.api.run import Run
@@ -21,6 +21,14 @@ def get_model_name(model: AnyModel) -> str:
     if isinstance(model, str | Path):
         return str(model)
     raise UsageError(f"a model is a name, a path, a vitrail.Run or a vitrail.Trained, not {type(model).__name__}")
+
+
+def list_models(models: AnyModel | Sequence[AnyModel]) -> list[AnyModel]:
+    """One or several models as a list."""
+    given = list(models) if isinstance(models, Sequence) and not isinstance(models, str) else [models]
+    for model in given:
+        get_model_name(model)  # refuses what is none
+    return given
 
 
 def choose_distinct_name(name: str, taken: Container[str]) -> str:

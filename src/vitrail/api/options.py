@@ -1,24 +1,17 @@
 """Keyword arguments of the Python interface, and the option objects they become."""
 
 import dataclasses
-import difflib
-import numbers
-import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
+from vitrail.api.argument_checks import check_argument, check_option_names
 from vitrail.config import MaskedTarget
-from vitrail.errors import UsageError
 from vitrail.training.finetune import PreprocessName
 from vitrail.training.trackers import Tracker
 
 T = TypeVar("T")
-_TYPE_NAMES = {
-    float: "a number", int: "an integer", bool: "True or False", str: "a string", Path: "a path", type(None): "None",
-    Sequence: "a list", Mapping: "a dictionary", Callable: "a function", tuple: "a tuple", Literal: "a string",
-}  # fmt: skip
 
 
 class RunKeywords(TypedDict, total=False):
@@ -100,15 +93,6 @@ def build_options(kind: type[T], values: Mapping[str, Any]) -> T:
     return _build(kind, values)
 
 
-def check_option_names(names: Collection[str], known: Collection[str]) -> None:
-    """Refuse a name that is not known, and suggest the nearest."""
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            suggestion = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(known))}"
-            raise UsageError(f"there is no option {name!r:.80}: {suggestion}")
-
-
 def _build(kind: type[T], values: Mapping[str, Any]) -> T:
     hints = typing.get_type_hints(kind)
     fields: dict[str, Any] = {}
@@ -116,37 +100,8 @@ def _build(kind: type[T], values: Mapping[str, Any]) -> T:
         if dataclasses.is_dataclass(hints[field.name]):
             fields[field.name] = _build(typing.cast(type[Any], hints[field.name]), values)
         elif field.name in values:
-            fields[field.name] = _check_type(field.name, values[field.name], hints[field.name])
+            fields[field.name] = check_argument(field.name, values[field.name], hints[field.name])
     return kind(**fields)
-
-
-def _check_type(name: str, value: Any, hint: Any) -> Any:
-    """The value, refused unless its type is the option's; a path may be given as a string."""
-    kinds = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
-    if any(_has_type(value, kind) for kind in kinds):
-        return value
-    if Path in kinds and isinstance(value, str):
-        return Path(value)
-    taken = dict.fromkeys(_TYPE_NAMES.get(typing.get_origin(kind) or kind) or str(kind) for kind in kinds)
-    raise UsageError(f"{name} is {value!r:.80}, of type {type(value).__name__}; it takes {' or '.join(taken)}")
-
-
-def _has_type(value: Any, kind: Any) -> bool:
-    """Whether a value has a type as a type checker would say; integers are numbers, and true is no integer."""
-    origin = typing.get_origin(kind) or kind
-    if origin is Literal:  # which value, the options themselves check
-        return isinstance(value, str)
-    if getattr(origin, "_is_protocol", False):
-        return True
-    if kind is float:
-        return isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if origin is Callable:
-        return callable(value)
-    if origin is Sequence:
-        return isinstance(value, Sequence) and not isinstance(value, str)
-    return isinstance(value, origin)
 
 
 def list_option_names(kind: Any) -> list[str]:

@@ -2,10 +2,9 @@
 
 import contextlib
 import dataclasses
-import html
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack, cast
 
@@ -16,18 +15,16 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail import __version__, remote
-from vitrail.api import notebook
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, load_trained
-from vitrail.api.options import check_option_names
+from vitrail.api.prediction_list import MAX_SHOWN_IMAGES, Prediction, PredictionList
 from vitrail.api.progress import NoteCollector, show_progress
 from vitrail.config import Precision, to_json
-from vitrail.data.decode import ImageSource, decode
+from vitrail.data.decode import ImageSource
 from vitrail.data.image_paths import STDIN, ImageRef, can_count_images, describe_skipped, iter_image_refs
 from vitrail.errors import DataError, UsageError
 from vitrail.export import export
 from vitrail.files import compute_sha256
-from vitrail.formatting import pluralize
 from vitrail.inference.bulk_prediction import (
     AnyClassifier,
     BulkResult,
@@ -35,7 +32,7 @@ from vitrail.inference.bulk_prediction import (
     check_supported,
     predict_images,
 )
-from vitrail.inference.classifier import Classifier, ExportedClassifier, RankedLabels
+from vitrail.inference.classifier import Classifier, ExportedClassifier
 from vitrail.inference.prediction_rows import (
     FORMAT_BY_SUFFIX,
     FileFormat,
@@ -52,10 +49,7 @@ from vitrail.runtime.workers import Notify, ShowProgress
 from vitrail.visualization.attention_images import draw_rollouts, iterate_picture_paths
 from vitrail.weights.tensor_files import digest_tensors
 
-_SHOWN_LABELS = 5
-_SHOWN_ROWS = 50  # rows of a table in a notebook
-_SHOWN_IMAGES = 8  # of them with their image
-_THUMBNAIL_WIDTH = 120  # pixels
+_IMAGE_FORMS = "a path, the bytes of a file, a Pillow image or an array uint8 (H, W) or (H, W, 3)"
 
 Images = ImageSource | Sequence[ImageSource]
 """Files, folders, globs, shards and lists, as the commands take them; or Pillow images, arrays and bytes of files."""
@@ -90,98 +84,17 @@ class PredictOptions:
                 raise UsageError(f"{name} {path} must be a local path")
 
 
-class Prediction(NamedTuple):
-    """What a model sees in an image; no labels and a reason in `error`, where it cannot be read.
-
-    A `PredictionList` holds one for each image.
-
-        prediction = vitrail.predict("model.safetensors", "cat.jpg", top=3)[0]
-        print(prediction.label, prediction.probability, prediction.labels)
-    """
-
-    image: str
-    labels: RankedLabels
-    """(label, probability), the likeliest first."""
-    error: str = ""
-
-    @property
-    def label(self) -> str | None:
-        """The likeliest label."""
-        return self.labels[0][0] if self.labels else None
-
-    @property
-    def probability(self) -> float | None:
-        """The probability of the likeliest label."""
-        return self.labels[0][1] if self.labels else None
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class PredictionList:
-    """Predictions in the order of their images.
-
-    `vitrail.predict` returns it.
-
-        for prediction in vitrail.predict("model.safetensors", "photos"):
-            print(prediction.image, prediction.error or prediction.label)
-    """
-
-    rows: tuple[Prediction, ...]
-    notes: tuple[str, ...] = ()
-    first_images: tuple[ImageRef, ...] = ()
-    """The images of the first rows, for a notebook."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[Prediction]:
-        return iter(self.rows)
-
-    def __getitem__(self, index: int) -> Prediction:
-        return self.rows[index]
-
-    def __repr__(self) -> str:
-        counts = Counter(row.label for row in self.rows if row.label is not None)
-        parts = [f"{label} {count:,}" for label, count in counts.most_common(_SHOWN_LABELS)]
-        if len(counts) > _SHOWN_LABELS:
-            parts.append(f"{pluralize(len(counts) - _SHOWN_LABELS, 'other label')}")
-        errors = [row.error for row in self.rows if row.error]
-        if errors:
-            parts.append(f"{len(errors):,} cannot be read ({errors[0]:.200})")
-        return f"PredictionList({pluralize(len(self.rows), 'image')}: {', '.join(parts)})"
-
-    def _repr_html_(self) -> str:
-        thumbnails = itertools.chain(map(_render_thumbnail, self.first_images), itertools.repeat(""))
-        cells = "".join(
-            f"<tr><td>{thumbnail}</td><td>{html.escape(row.image)}</td>"
-            f"<td>{html.escape(row.error or _format_labels(row.labels))}</td></tr>"
-            for row, thumbnail in zip(self.rows[:_SHOWN_ROWS], thumbnails, strict=False)
-        )
-        more = "" if len(self.rows) <= _SHOWN_ROWS else f"<p>and {len(self.rows) - _SHOWN_ROWS:,} more</p>"
-        table = f"<table><tr><th></th><th>image</th><th>labels</th></tr>{cells}</table>"
-        return notebook.wrap_html(table, more, *notebook.render_notes(self.notes))
-
-
-def _render_thumbnail(image: ImageRef) -> str:
-    """A small copy of an image as HTML; nothing where it cannot be read."""
-    try:
-        pixels = decode(image.read(), 3, name=image.name)
-    except DataError:
-        return ""
-    picture = Image.fromarray(pixels.permute(1, 2, 0).numpy())
-    return notebook.render_picture(picture, _THUMBNAIL_WIDTH, alt=image.name)
-
-
-def _format_labels(labels: RankedLabels) -> str:
-    return ", ".join(f"{label} {probability:.1%}" for label, probability in labels)
-
-
 class PredictKeywords(TypedDict, total=False):
     """What `predict` and `embed` take by keyword."""
 
     batch: int
+    """Images per batch."""
     device: str | None
+    """cpu, cuda or mps; the best device available by default."""
     precision: Precision | None
+    """Of the computation; float32 by default, or on a CPU the faster one that the model's file records."""
     workers: int | None
+    """Threads that read images; one per core by default."""
 
 
 @name_keywords
@@ -194,13 +107,15 @@ def predict(
 
         vitrail.predict("model.safetensors", "photos")[0].label
     """
-    check_option_names(options, ("top", "out", *PredictKeywords.__annotations__))
-    predict_options = PredictOptions(top=top, out=out, **options)
-    rows, notes = _collect_rows(model, images, predict_options)
-    listed = [image for image in _list_images(images) if not (isinstance(image, str) and image == STDIN)]
-    first_images = itertools.islice(_iterate_refs(listed, predict_options, Counter()), min(_SHOWN_IMAGES, len(rows)))
+    listed, predict_options = _list_images(images), PredictOptions(top=top, out=out, **options)
+    rows, notes = _collect_rows(model, listed, predict_options)
+    first_images = _iterate_refs([image for image in listed if not _is_stdin(image)], predict_options, Counter())
     predictions = tuple(Prediction(row.image, row.labels, row.error) for row in rows)
-    return PredictionList(predictions, tuple(notes), tuple(first_images))
+    return PredictionList(predictions, tuple(notes), tuple(itertools.islice(first_images, MAX_SHOWN_IMAGES)))
+
+
+def _is_stdin(image: ImageSource) -> bool:
+    return isinstance(image, str) and image == STDIN
 
 
 @name_keywords
@@ -211,8 +126,7 @@ def embed(model: AnyModel, images: Images, **options: Unpack[PredictKeywords]) -
 
         features = vitrail.embed("model.safetensors", ["cat.jpg", "dog.jpg"])
     """
-    check_option_names(options, PredictKeywords.__annotations__)
-    rows, _ = _collect_rows(model, images, PredictOptions(embed=True, **options))
+    rows, _ = _collect_rows(model, _list_images(images), PredictOptions(embed=True, **options))
     features = []
     for row in rows:
         if row.features is None:
@@ -251,7 +165,9 @@ class _CollectedRows(NamedTuple):
             yield keep
 
 
-def _collect_rows(model: AnyModel, images: Images, options: PredictOptions) -> tuple[list[PredictionRow], list[str]]:
+def _collect_rows(
+    model: AnyModel, images: Sequence[ImageSource], options: PredictOptions
+) -> tuple[list[PredictionRow], list[str]]:
     notes, rows = NoteCollector(), list[PredictionRow]()
 
     def make_target(classifier: AnyClassifier) -> RowTarget:
@@ -262,7 +178,7 @@ def _collect_rows(model: AnyModel, images: Images, options: PredictOptions) -> t
             raise UsageError(f"--out {options.out} has no known suffix: .csv or .jsonl")
         return _CollectedRows(rows, make_row_file(classifier, options, row_format))
 
-    run_prediction(model, _list_images(images), options, make_target, notify=notes)
+    run_prediction(model, images, options, make_target, notify=notes)
     return rows, notes
 
 
@@ -272,7 +188,16 @@ def _list_images(images: Images) -> list[ImageSource]:
         return [images]
     if isinstance(images, np.ndarray) and (images.ndim == 2 or (images.ndim == 3 and images.shape[2] in (3, 4))):
         return [images]
-    return list(cast(Sequence[ImageSource], images))
+    if isinstance(images, Mapping) or not isinstance(images, Iterable):
+        raise UsageError(f"images are {_IMAGE_FORMS}, or a list of these; not {type(images).__name__}")
+    listed = list(cast(Iterable[ImageSource], images))
+    for index, image in enumerate(listed):
+        if isinstance(image, Sequence) and not isinstance(image, str | bytes) and len(image) == 2:
+            advice = "give the images alone, such as [image for image, label in pairs]"
+            raise UsageError(f"images[{index}] is a pair, as of an image and its label: {advice}")
+        if not isinstance(image, str | Path | bytes | Image.Image | np.ndarray):
+            raise UsageError(f"images[{index}] is of type {type(image).__name__}; an image is {_IMAGE_FORMS}")
+    return listed
 
 
 # --- what the command shares -----------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.api import notebook
+from vitrail.api.argument_checks import check_argument
+from vitrail.api.keyword_errors import name_keywords
 from vitrail.evaluation.statistics import Interval
 from vitrail.report.run_facts import RunFacts, gather_facts
 from vitrail.weights.load import load
@@ -28,8 +30,9 @@ class Run:
     notes: tuple[str, ...] = ()
     """What was assumed or left out during the run, a sentence each."""
 
+    @name_keywords
     def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", Path(self.folder))
+        object.__setattr__(self, "folder", Path(check_argument("folder", self.folder, str | Path)))
         _ = self.config  # refuses what is no run folder
 
     @functools.cached_property

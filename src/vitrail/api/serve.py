@@ -7,10 +7,10 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from vitrail.api.keyword_errors import name_keywords
-from vitrail.api.models import AnyModel, get_model_name, load_trained
+from vitrail.api.models import AnyModel, get_model_name, list_models, load_trained
 from vitrail.api.options import build_options
 from vitrail.api.progress import NoteCollector
 from vitrail.config import Precision
@@ -61,6 +61,33 @@ class ServeOptions:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be above 0")
 
 
+class ServeKeywords(TypedDict, total=False):
+    """What `serve` takes by keyword."""
+
+    host: str
+    """Address to listen on; other machines reach it only at 0.0.0.0 or an address of the network."""
+    port: int
+    """0 takes any free one."""
+    host_name: Sequence[str]
+    """Names of this server; requests to another host are refused."""
+    batch: int
+    """Images per batch, at most."""
+    queue: int
+    """Accepted images of a model that may wait for an answer; beyond that the response is 503."""
+    deadline: float
+    """Seconds that an image may wait; where it would wait longer the response is 503."""
+    max_megabytes: float
+    """Size of an upload, at most."""
+    max_megapixels: float
+    """Size of an image, at most."""
+    api_key_file: str | Path | None
+    """A file with the key that requests must carry; or the environment variable VITRAIL_API_KEY."""
+    device: str | None
+    """cpu, cuda or mps; the best device available by default."""
+    precision: Precision | None
+    """Of the computation; float32 by default, or on a CPU the faster one that the model's file records."""
+
+
 class Server:
     """A server in the background: `stop` ends it, as the end of a `with` block does.
 
@@ -97,16 +124,18 @@ class Server:
 
 
 @name_keywords
-def serve(model: AnyModel | Sequence[AnyModel], *, notify: Notify | None = None, **options: Any) -> Server:
+def serve(
+    model: AnyModel | Sequence[AnyModel], *, notify: Notify | None = None, **options: Unpack[ServeKeywords]
+) -> Server:
     """Serve one or several models over HTTP in the background, as `vitrail serve` does.
 
-    The options are those of `ServeOptions`.
+    The options are those of `ServeKeywords`.
 
         with vitrail.serve("model.safetensors", port=0) as server:
             print(server.url)
     """
     notify = NoteCollector() if notify is None else notify
-    models = [model] if isinstance(model, AnyModel) else list(model)
+    models = list_models(model)
     service, listener = start_service(models, build_options(ServeOptions, options), notify)
     return Server(service, listener)
 
@@ -129,7 +158,7 @@ def serve_until_stopped(
 def start_service(models: Sequence[AnyModel], options: ServeOptions, notify: Notify) -> tuple["Service", socket.socket]:
     """Load the models and listen; requests wait until the server runs."""
     if not models:
-        raise UsageError("name the models: vitrail serve MODEL [MODEL...]")
+        raise UsageError("name the models to serve, at least one")
     key = _read_api_key(options.api_key_file)
     cpu_threads.keep_freed_memory()
     listener = server.open_listener(options.host, options.port)

@@ -7,12 +7,11 @@ from typing import Unpack
 
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, get_model_name
-from vitrail.api.options import FinetuneKeywords, TrainKeywords, build_options, check_option_names
+from vitrail.api.options import FinetuneKeywords, TrainKeywords, build_options
 from vitrail.api.progress import NoteCollector, show_progress
 from vitrail.api.run import Run
 from vitrail.config import Recipe
 from vitrail.data.sources import DataSource
-from vitrail.errors import UsageError
 from vitrail.report.write_report import write_run_outputs
 from vitrail.training import finetune as finetuning
 from vitrail.training import pretrain as pretraining
@@ -25,7 +24,6 @@ from vitrail.training.run_results import ValidationResult
 
 OnStep = Callable[[StepEnd], None]
 OnEvaluation = Callable[[ValidationResult], None]
-_CALLBACKS = ("on_step", "on_evaluation", "loss")
 
 
 @name_keywords
@@ -54,7 +52,6 @@ def finetune(
         run = vitrail.finetune("photos", model="timm:vit_small_patch16_224.augreg_in21k", minutes=10)
         run.accuracy, run.report
     """
-    check_option_names(options, (*FinetuneKeywords.__annotations__, "minutes", "recipe", *_CALLBACKS))
     if model is not None:
         get_model_name(model)  # refuses what is none
     notes = NoteCollector()
@@ -82,7 +79,6 @@ def train(
 
         run = vitrail.train("digits", data="digits", epochs=5)
     """
-    check_option_names(options, (*TrainKeywords.__annotations__, *_CALLBACKS))
     notes = NoteCollector()
     built = build_options(PretrainingOptions, {"loss_function": loss, **options})
     callbacks = _make_callbacks(notes, on_step, on_evaluation)
@@ -91,9 +87,6 @@ def train(
 
 
 def _make_callbacks(notes: NoteCollector, on_step: OnStep | None, on_evaluation: OnEvaluation | None) -> RunCallbacks:
-    for name, function in (("on_step", on_step), ("on_evaluation", on_evaluation)):
-        if not (function is None or callable(function)):
-            raise UsageError(f"{name} is {function!r:.80}; it takes a function")
     callbacks = RunCallbacks(notify=notes, show_progress=show_progress, write_report=write_run_outputs)
     return dataclasses.replace(
         callbacks,

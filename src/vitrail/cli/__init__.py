@@ -179,6 +179,7 @@ COMMAND_GROUPS = {
     },
 }
 """The commands, in the order of `vitrail --help`."""
+_MIN_SIMILARITY = 0.65  # of an unknown command to one that is suggested: eval to evaluate, but not precision to recipe
 COMMANDS = {verb: command for commands in COMMAND_GROUPS.values() for verb, command in commands.items()}
 start_time = time.monotonic()
 """When `main` was called, by time.monotonic(): time limits count from here, before torch is imported."""
@@ -235,7 +236,7 @@ def _run_command(arguments: Sequence[str]) -> None:
         print(_import_attribute("vitrail.cli", "overview.format_subcommands")(verb, subcommands))
     else:
         requested = " ".join([verb, *rest[:1]]) if subcommands else verb
-        close = difflib.get_close_matches(requested, COMMANDS, n=1)
+        close = difflib.get_close_matches(requested, COMMANDS, n=1, cutoff=_MIN_SIMILARITY)
         suggestion = f"did you mean {close[0]}? " if close else ""
         raise UsageError(f"no command {requested}; {suggestion}`vitrail --help` lists all")
 

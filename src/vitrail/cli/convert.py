@@ -14,9 +14,9 @@ def run(arguments: ConvertArguments) -> None:
     options = {name: value for name, value in vars(arguments).items() if name not in ("source", "output")}
     conversion = convert(arguments.source, **options, progress=output.show_progress, notify=output.print_note)
     if arguments.output.json:
-        output.print_json(conversion.metrics)
+        output.print_json(conversion.record)
     else:
-        _print_result(conversion.metrics)
+        _print_result(conversion.record)
 
 
 def _print_result(facts: dict[str, Any]) -> None:

@@ -26,14 +26,14 @@ def run(arguments: FiguresArguments) -> None:
         notify=output.print_note,
     )
     _print_result(result, as_json=arguments.output.json)
-    if result.metrics["unreadable"]:
-        unreadable, total = len(result.metrics["unreadable"]), pluralize(result.metrics["images"], "image")
+    if result.record["unreadable"]:
+        unreadable, total = len(result.record["unreadable"]), pluralize(result.record["images"], "image")
         raise DataError(f"{unreadable:,} of {total} cannot be read; {result.folder / RECORD_FILE} says why")
 
 
 def _print_result(result: Figures, *, as_json: bool) -> None:
     if as_json:
-        output.print_json({name: value for name, value in result.metrics.items() if name != "images"})
+        output.print_json({name: value for name, value in result.record.items() if name != "images"})
     else:
         files = result.files
         rows = [(name, text) for name, text in files.items() if "/" not in name and not name.endswith(".npz")]

@@ -32,7 +32,7 @@ def parse_arguments(command: str, signature: type[Arguments], arguments: Sequenc
     all_options = list(list_options(signature))
     options = {option.name: option for option in all_options if not option.is_positional}
     arguments = replace_old_spellings(options, arguments)
-    _check_options(command, options, arguments)
+    _check_options(command, all_options, arguments)
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
@@ -70,8 +70,9 @@ def _replace_value(options: Mapping[str, Option], option: str, value: str) -> st
     return new if option in options and new in options[option].choices else value
 
 
-def _check_options(command: str, options: Mapping[str, Option], arguments: Sequence[str]) -> None:
+def _check_options(command: str, all_options: Sequence[Option], arguments: Sequence[str]) -> None:
     """Refuse an unknown option, and a value that its option does not take."""
+    options = {option.name: option for option in all_options if not option.is_positional}
     position = 0
     while position < len(arguments):
         text, equals, value = arguments[position].partition("=")
@@ -82,7 +83,10 @@ def _check_options(command: str, options: Mapping[str, Option], arguments: Seque
             continue
         option = options.get(text.replace("_", "-"))
         if option is None:
-            suggestion = _suggest(text, options, f"; vitrail {command} --help lists them")
+            usage = _describe_positional(
+                command, all_options, text, value or "".join(arguments[position : position + 1])
+            )
+            suggestion = usage or _suggest(text, options, f"; vitrail {command} --help lists them")
             raise ArgumentError(command, f"no option {text}{suggestion}")
         if option.value_types == (bool,):
             continue
@@ -144,6 +148,19 @@ def _is_accepted(type_: Any, value: str) -> bool:
             return True
         return False
     return True
+
+
+def _describe_positional(command: str, all_options: Sequence[Option], text: str, value: str) -> str:
+    """How to give a positional argument that was given as an option, such as --recipe of `train`."""
+    name = text.removeprefix("--").upper()
+    positional = [option.name for option in all_options if option.is_positional]
+    index = next((index for index, names in enumerate(positional) if name in names.split("|")), None)
+    if index is None:
+        return ""
+    ordinal = ("first", "second")[index]
+    positional[index] = value if value and not value.startswith("--") else name
+    required = [_name_option(option) for option in all_options if option.is_required and not option.is_positional]
+    return f"; {name} is the {ordinal} argument: vitrail {' '.join([command, *positional, *required])}"
 
 
 def _name_option(option: Option) -> str:

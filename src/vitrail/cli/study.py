@@ -65,15 +65,19 @@ def _format_accuracy(summary: Mapping[str, Any]) -> str:
 def run_ablation(arguments: AblateArguments) -> None:
     """`vitrail study ablate RECIPE --data DATA --variants NAME=VALUE...`: the paper's appendix D."""
     data, options = arguments.data, arguments.study
-    recipe = recipes.override_settings(recipes.load_recipe(arguments.recipe), arguments.settings)
-    ablation.list_variants(recipe, arguments.variants)  # refuses a wrong setting before the data is opened
+    recipe = recipes.load_recipe(arguments.recipe)
+    changed = recipes.override_settings(recipe, arguments.settings, recipes.ABLATION_RESERVED)
+    keeps_warmup = changed.schedule.warmup == recipe.schedule.warmup
+    ablation.list_variants(changed, arguments.variants)  # refuses a wrong setting before the data is opened
     dataset = open_dataset(data, holdout_fraction=ablation.VAL_SHARE)
     training_output.print_dataset_notes(dataset)
     check_classes(dataset)
     recipe = override_recipe(recipe, RecipeOverrides(epochs=arguments.epochs, batch=arguments.batch))
+    if "train" in dataset.splits and keeps_warmup:
+        images = len(dataset.splits["train"])
+        recipe = shorten_warmup(recipe, images, output.print_note, option="--set warmup=STEPS")
+    recipe = recipes.override_settings(recipe, arguments.settings, recipes.ABLATION_RESERVED)
     recipe = choose_loss(recipe, dataset)
-    if "train" in dataset.splits:
-        recipe = shorten_warmup(recipe, len(dataset.splits["train"]), output.print_note)
     planned = ablation.plan_ablation(
         data,
         dataset,

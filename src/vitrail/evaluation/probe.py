@@ -267,7 +267,7 @@ def _choose_penalty(penalties: Sequence[float], correct: Sequence[int], tuning_v
     if len(penalties) > 1 and not len(tuning_val.targets):
         raise DataError(
             "there is no image to choose a setting by: no val, and no class with two training images. Add images, or"
-            " name the setting (--lambda) and the methods (--methods few-shot knn)"
+            " name the setting (--lambda) and the methods, few-shot or knn (--methods)"
         )
     return max(zip(correct, penalties, strict=True))[1]
 

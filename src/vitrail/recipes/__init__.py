@@ -4,7 +4,7 @@ Weight decay is PyTorch's, which is multiplied by the learning rate: the authors
 """
 
 from vitrail.recipes.finetuning import FinetuneKind, build_finetune_recipe, choose_finetune_size
-from vitrail.recipes.overrides import override_settings
+from vitrail.recipes.overrides import ABLATION_RESERVED, TRANSFER_RESERVED, override_settings
 from vitrail.recipes.pretraining import (
     AUGREG_LEVELS,
     MAE,
@@ -17,12 +17,14 @@ from vitrail.recipes.pretraining import (
 from vitrail.recipes.recipe_file import RECIPE_SUFFIXES, format_recipe, load_recipe
 
 __all__ = [
+    "ABLATION_RESERVED",
     "AUGREG_LEVELS",
     "MAE",
     "MPP",
     "RECIPES",
     "RECIPE_SUFFIXES",
     "TRAIN_IMAGE_COUNTS",
+    "TRANSFER_RESERVED",
     "FinetuneKind",
     "build_finetune_recipe",
     "build_masked_recipe",

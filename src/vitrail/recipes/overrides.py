@@ -10,14 +10,22 @@ from vitrail.config import BiTConfig, Recipe, ViTConfig, expand_image_size
 from vitrail.config.serialization import convert_field, parse_field, upgrade_field_name
 from vitrail.errors import UsageError
 
-_OPTIONS = {  # settings that have an option of their own
-    "warmup": "--warmup",
-    "epochs": "--epochs",
-    "batch": "--batch",
-    "target": "--target",
-    "logit_adjustment": "--balanced",
-    "trainable_layers": "--layers",
+_FROM_RANDOM_WEIGHTS = "it is for fine-tuning, and a model with random weights trains all of its layers"
+_LENGTH = {"recipe.epochs": "give --epochs N", "recipe.batch": "give --batch N"}
+_COMMON = _LENGTH | {"recipe.logit_adjustment": "give --balanced", "schedule.warmup": "give --warmup STEPS"}
+_UNFROZEN = {"recipe.trainable_layers": _FROM_RANDOM_WEIGHTS}
+TRAIN_RESERVED = _COMMON | _UNFROZEN | {"masked.target": "give --target NAME"}
+"""Settings that `train` has options for, or does not take: SECTION.FIELD, and what to do instead."""
+FINETUNE_RESERVED = _COMMON | {"recipe.trainable_layers": "give --layers N"}
+"""The same for `finetune`."""
+ABLATION_RESERVED = _LENGTH | _UNFROZEN
+"""The same for `study ablate`."""
+TRANSFER_RESERVED = {
+    "recipe.epochs": "give --steps N",
+    "recipe.batch": "give --batch N",
+    "recipe.image_size": "give --image-size SIDE",
 }
+"""The same for `study sweep` and `study vtab`."""
 _SECTIONS = ("optimizer", "schedule", "augment", "masked")  # of a recipe, besides its model's settings
 _DESCRIPTIVE_FIELDS = ("data", "source", "result")
 _FIXED_MODEL_FIELDS = ("kind", "stem", "conv", "image_size", "classes")  # decided by the preset, the recipe or the data
@@ -31,16 +39,21 @@ class _Field(NamedTuple):
     name: str
 
 
-def override_settings(recipe: Recipe, settings: Iterable[str] | Mapping[str, Any]) -> Recipe:
+def override_settings(
+    recipe: Recipe, settings: Iterable[str] | Mapping[str, Any], reserved: Mapping[str, str] | None = None
+) -> Recipe:
     """The recipe with other settings: NAME=VALUE texts, or values by name; such as augment.mixup, or mixup alone.
 
-    Names and values of earlier versions are accepted.
+    Names and values of earlier versions are accepted. `reserved` are the settings that the command does not take, under
+    any of their names; by default those of `train`, or of `finetune` where the recipe has no model.
     """
+    if reserved is None:
+        reserved = FINETUNE_RESERVED if recipe.model is None else TRAIN_RESERVED
     changes: dict[str, dict[str, Any]] = {}
     for name, value in _split_assignments(settings):
-        field = _find_field(recipe, name)
+        field = _find_field(recipe, name, reserved)
         if field.name in changes.setdefault(field.section, {}):
-            raise UsageError(f"--set gives {name} twice; give it once")
+            raise UsageError(f"the setting {name} is given twice; give it once")
         parse = parse_field if isinstance(value, str) else convert_field
         changes[field.section][field.name] = parse(field.kind, field.name, value, name)
     if not changes:
@@ -61,12 +74,12 @@ def _split_assignments(settings: Iterable[str] | Mapping[str, Any]) -> Iterator[
     for assignment in settings:
         name, equals, value = assignment.partition("=")
         if not equals:
-            raise UsageError(f"--set {assignment!r:.80} has no value; give NAME=VALUE, such as depth=8")
+            raise UsageError(f"the setting {assignment!r:.80} has no value; give NAME=VALUE, such as depth=8")
         yield name, value
 
 
-def _find_field(recipe: Recipe, name: str) -> _Field:
-    """The field that a setting names: SECTION.FIELD, or a field of any section."""
+def _find_field(recipe: Recipe, name: str, reserved: Mapping[str, str]) -> _Field:
+    """The field that a setting names: SECTION.FIELD, or a field of any section; refused if it is reserved."""
     prefix, _, bare = name.rpartition(".")
     known: dict[str, _Field] = {}
     for section, kind, fields in _list_sections(recipe):
@@ -75,16 +88,16 @@ def _find_field(recipe: Recipe, name: str) -> _Field:
     short = {field.name: field for field in reversed(known.values()) if field.name != "kind"}
     short |= {"optimizer": known["optimizer.kind"]}
     chosen = known.get(f"{prefix}.{bare}") if prefix else short.get(bare)
-    if chosen is not None and chosen.name in _OPTIONS:
-        raise UsageError(f"{chosen.name} has an option of its own: {_OPTIONS[chosen.name]} instead of --set {name}=...")
     if chosen is not None:
+        if instead := reserved.get(f"{chosen.section}.{chosen.name}"):
+            raise UsageError(f"{name} cannot be set here: {instead}")
         return chosen
     if bare in _list_fields(ViTConfig, *_FIXED_MODEL_FIELDS) and prefix in ("", "model"):
         reason = "a trained model keeps its own" if recipe.model is None else f"{recipe.model} is a ResNet"
-        raise UsageError(f"--set {name} is for recipes of ViTs with random weights: {reason}")
+        raise UsageError(f"the setting {name} is for recipes of ViTs with random weights: {reason}")
     close = difflib.get_close_matches(name, [*short, *known], n=1)
-    names = ", ".join(sorted(short.keys() - _OPTIONS.keys()))
-    advice = f"did you mean {close[0]}?" if close else f"--set takes {names}"
+    names = ", ".join(sorted(name for name, field in short.items() if f"{field.section}.{field.name}" not in reserved))
+    advice = f"did you mean {close[0]}?" if close else f"it has {names}"
     raise UsageError(f"a recipe has no setting {name!r:.80}: {advice}")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from vitrail.config import Recipe
 from vitrail.data.dataset import Dataset
 from vitrail.errors import UsageError
-from vitrail.recipes import override_settings
+from vitrail.recipes import ABLATION_RESERVED, override_settings
 from vitrail.studies.grid import Cell, CellResult, check_positive, compute_mean_and_std
 
 UNCHANGED_VARIANT = "unchanged"
@@ -44,7 +44,8 @@ def list_variants(recipe: Recipe, variants: Sequence[str]) -> dict[str, Recipe]:
         raise UsageError("a recipe without labels has no accuracy to compare: choose a supervised one")
     if not variants or len(set(variants)) < len(variants):
         raise UsageError(f"--variants is {list(variants)}; give settings such as positions=none, each once")
-    return {UNCHANGED_VARIANT: recipe} | {text: override_settings(recipe, text.split("+")) for text in variants}
+    changed = {text: override_settings(recipe, text.split("+"), ABLATION_RESERVED) for text in variants}
+    return {UNCHANGED_VARIANT: recipe} | changed
 
 
 def plan_ablation(

@@ -25,6 +25,11 @@ _LARGE_DATASET = (500_000, (0.003, 0.01, 0.03, 0.06), 0.01)
 _MEDIUM_DATASET = (20_000, (0.001, 0.003, 0.01, 0.03), 0.02)
 _SMALL_DATASET = (0, (0.001, 0.003, 0.01, 0.03), 0.1)
 
+_RESERVED = recipes.TRANSFER_RESERVED | {
+    "optimizer.lr": "a sweep chooses the learning rate; --rates gives those to try",
+    "recipe.loss": "the labels of the data decide the loss",
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sweep:
@@ -122,11 +127,9 @@ def plan_sweep(
     images = _count_train_and_val(dataset)
     config = trained.model.config
     recipe = recipes.build_finetune_recipe("paper", images, config.stride if isinstance(config, ViTConfig) else 1)
-    if setting := next((text for text in settings if text.startswith("lr=")), None):
-        raise UsageError(f"--set {setting}: a sweep chooses the learning rate; --rates gives those to try")
-    recipe = recipes.override_settings(recipe, settings)
     default_steps = round(recipe.epochs * images / recipe.batch)
     recipe = override_length(recipe, default_steps, steps=steps, batch=batch, image_size=image_size)
+    recipe = recipes.override_settings(recipe, settings, _RESERVED)
     return Sweep(
         data=data,
         dataset=dataset.name,

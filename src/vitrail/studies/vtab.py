@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from vitrail.config import AugmentConfig, OptimizerConfig, Recipe, ScheduleConfig, ViTConfig, to_json
-from vitrail.errors import DataError, UsageError
-from vitrail.recipes import override_settings
+from vitrail.errors import DataError
+from vitrail.recipes import TRANSFER_RESERVED, override_settings
 from vitrail.studies import vtab_tasks
 from vitrail.studies.grid import Cell, CellResult, check_positive, compute_mean_and_std
 from vitrail.studies.sweep import override_length, set_length
 from vitrail.weights.trained import Trained
 
 DEFAULT_LR, DEFAULT_STEPS, DEFAULT_WARMUP = 0.01, 2_500, 200
+_CROP_AND_FLIP = "each VTAB task sets crop and flip itself"
+_RESERVED = TRANSFER_RESERVED | {"augment.crop": _CROP_AND_FLIP, "augment.flip": _CROP_AND_FLIP}
 PAPER_ACCURACIES = {
     "ViT-H/14 (JFT)": 77.63,
     "ViT-L/16 (JFT)": 76.28,
@@ -82,18 +84,17 @@ def plan_vtab(
     preprocess: str | None,
 ) -> VtabStudy:
     """The paper's benchmark of a model, but for the settings given."""
-    if setting := next((text for text in settings if text.startswith(("crop=", "flip="))), None):
-        raise UsageError(f"--set {setting}: each VTAB task sets crop and flip itself")
     config = trained.model.config
     stride = config.stride if isinstance(config, ViTConfig) else 1
-    recipe = override_settings(make_default_recipe(stride), settings)
+    recipe = make_default_recipe(stride)
+    recipe = override_length(recipe, DEFAULT_STEPS, steps=steps, batch=batch, image_size=image_size)
     return VtabStudy(
         root=str(root),
         tasks=tasks,
         model=model,
         origin=to_json(trained.origin),
         preprocess=preprocess,
-        recipe=override_length(recipe, DEFAULT_STEPS, steps=steps, batch=batch, image_size=image_size),
+        recipe=override_settings(recipe, settings, _RESERVED),
         steps=DEFAULT_STEPS if steps is None else steps,
         runs=runs,
         seed=seed,

@@ -135,7 +135,7 @@ def check_initial_model(
         sources = {"runs": run_names, "the Hub's cache": hub.list_cached()}
         known = [f"{', '.join(names[:5])} ({source})" for source, names in sources.items() if names]
         raise UsageError(
-            f"say which trained model to start from: --model {_SUGGESTED_MODELS[0]} or {_SUGGESTED_MODELS[1]}"
+            f"say which trained model to start from: --model {_SUGGESTED_MODELS[0]} or --model {_SUGGESTED_MODELS[1]}"
             " (downloaded from the Hub; extra `hub`), a file, or a run's folder. On this machine, without the network:"
             f" {'; '.join(known) or 'none yet'}"
         )

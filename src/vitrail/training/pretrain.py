@@ -39,6 +39,10 @@ class PretrainingOptions:
     """Images of each class for the few-shot probe at each evaluation; 0 for none."""
     run: RunOptions = dataclasses.field(default_factory=RunOptions)
 
+    def __post_init__(self) -> None:
+        if self.probe_shots < 0:
+            raise UsageError(f"--probe is {self.probe_shots}; give images per class, 0 for never")
+
 
 DEFAULT_OPTIONS = PretrainingOptions()
 

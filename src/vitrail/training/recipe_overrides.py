@@ -53,8 +53,11 @@ def scale_warmup(recipe: Recipe, length: float) -> Recipe:
     return _set_warmup(recipe, round(recipe.schedule.warmup * min(1.0, length)))
 
 
-def shorten_warmup(recipe: Recipe, images: int, notify: Callable[[str], None]) -> Recipe:
-    """The recipe with a tenth of the run as warm-up, where its own was meant for a far larger dataset."""
+def shorten_warmup(recipe: Recipe, images: int, notify: Callable[[str], None], *, option: str = "--warmup") -> Recipe:
+    """The recipe with a tenth of the run as warm-up, where its own was meant for a far larger dataset.
+
+    `option` is the command's option that changes it.
+    """
     steps = math.ceil(recipe.epochs * images / recipe.batch)
     warmup = recipe.schedule.warmup
     if warmup <= steps / _MIN_STEPS_PER_WARMUP_STEP:
@@ -62,7 +65,7 @@ def shorten_warmup(recipe: Recipe, images: int, notify: Callable[[str], None]) -
     shorter = steps // 10
     notify(
         f"note: the recipe's warm-up of {warmup:,} steps is for a larger dataset; this run of"
-        f" {pluralize(steps, 'step')} takes {shorter:,} (--warmup changes it)"
+        f" {pluralize(steps, 'step')} takes {shorter:,} ({option} changes it)"
     )
     return _set_warmup(recipe, shorter)
 

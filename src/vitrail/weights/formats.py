@@ -125,8 +125,8 @@ def check_destination(path: Path, format: WeightsFormat, *, overwrite: bool = Fa
         kinds = ["a folder"] if row.side_files else []
         kinds += [f"one {' or '.join(row.suffixes)} file"] if row.suffixes else []
         better = path.with_suffix("" if row.side_files else row.suffixes[0])
-        others: list[str] = [name for name in get_args(WeightsFormat) if _fits_name(path, name)]
-        alternative = f", or say --to {' or '.join(others)}" if others else ""
+        others = [f"--to {name}" for name in get_args(WeightsFormat) if _fits_name(path, name)]
+        alternative = f", or say {' or '.join(others)}" if others else ""
         raise UsageError(f"a {format} model is {' or '.join(kinds)}: call it {better}{alternative}")
     expected = {*SIDE_FILES, *WEIGHTS_FILES}
     if path.is_dir() and (others := sorted(entry.name for entry in path.iterdir() if entry.name not in expected)):
