@@ -216,7 +216,8 @@ def list_commands(path: Path) -> list[str]:
     """The `vitrail` commands in the indented blocks of a page, without comments."""
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
     lines = [line.partition("  #")[0].partition(" > ")[0].strip() for line in text.splitlines() if line[:4] == "    "]
-    return [line for line in lines if re.match(r"(\w+=\S+ )?(torchrun .* -m )?vitrail ", line)]
+    in_tables = re.findall(r"^\|[^|]*\| `(vitrail [^`]+)` \| ", text, re.MULTILINE) if path.stem == "zoo" else []
+    return [line for line in lines if re.match(r"(\w+=\S+ )?(torchrun .* -m )?vitrail ", line)] + in_tables
 
 
 COMMAND_PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if list_commands(path)]
