@@ -493,7 +493,7 @@ def test_without_a_model_it_says_what_there_is(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     code, _, err = vitrail("finetune", "./set", capsys=capsys)
     assert code == 2
-    assert "say which trained model to start from: --model timm:vit_small_patch16_224.augreg_in21k or hf:google/" in err
+    assert "say which trained model to start from: --model timm:vit_small_patch16_224.augreg_in21k or --model " in err
     assert "On this machine, without the network: hf:google/vit-base, timm:vit_tiny (the Hub's cache)\n" in err
     assert finetune(*SHORT, capsys=capsys)[0] == 0
     here = "On this machine, without the network: runs/finetune (runs); hf:google"
