@@ -124,8 +124,8 @@ WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
     "adapt name": (lambda v: v.adapt(make_trained(), clases=3), r"no option 'clases': did you mean classes\?"),
     "adapt labels": (lambda v: v.adapt(make_trained(), labels="ab"), "labels is 'ab', of type str; it takes a tuple"),
     "create name": (lambda v: v.create(5), "name is 5, of type int; it takes a string"),
-    "create depth": (lambda v: v.create("ti16", depth="5"), "depth is '5'; it must be int"),
-    "create patch": (lambda v: v.create("ti16", patch="x"), "patch is 'x'; it must be int"),
+    "create depth": (lambda v: v.create("ti16", depth="5"), "depth is '5'; it must be an integer"),
+    "create patch": (lambda v: v.create("ti16", patch="x"), "patch is 'x'; it must be an integer"),
     # choices
     "predict precision": (lambda v: v.predict(MODEL, DATA, precision="float23"), "did you mean 'float32'"),
     "embed precision": (lambda v: v.embed(MODEL, DATA, precision="fp16"), "precision is 'fp16'; it takes 'float32', "),

@@ -183,7 +183,7 @@ def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: Capture) -> None:
     assert code == 0
     assert re.search(r"^time +about \d+ s at [\d,]+ images/s$", out, re.MULTILINE)
     assert re.search(r"^memory +about [\d.]+ [kM]B of [\d.,]+ GB$", out, re.MULTILINE)
-    assert "steps         8 of 4 images, 4 epochs" in out
+    assert "steps         8 with a batch of 4, 4 epochs" in out
     assert [path.name for path in (tmp_path / "runs").rglob("*.*")] == ["train_batch0.jpg"]
     code, out, _ = finetune(*SHORT, "--dry-run", "--json", capsys=capsys)
     found = json.loads(out)
@@ -267,7 +267,7 @@ def test_preprocessing_must_be_known_and_may_not_be_contradicted(tmp_path: Path,
         (("--minutes", "0"), "must be above 0"),
         (("--runs", "0"), "--runs is 0; it must be at least 1"),
         (("--layers", "-1"), "layers is -1; it must be 0 (the head alone) or more"),
-        (("--epochs", "0"), "epochs 0.0; both must be above 0"),
+        (("--epochs", "0"), "epochs is 0; it must be above 0"),
         (("--warmup", "9", "--epochs", "4", "--batch", "4"), "do not fit into 8 steps; shorten them (--warmup)"),
         (("--out", "set"), "set exists already"),
         (("--resume", "--overwrite"), "give one of them"),

@@ -57,7 +57,7 @@ def test_a_dry_run_shows_what_would_be_done_and_trains_nothing(tmp_path: Path, c
     assert code == 0
     lines = dict(line.split(maxsplit=1) for line in out.splitlines() if line)
     assert lines["data"] == "digits: train 1,439, val 179, test 179"
-    assert lines["steps"] == "23 of 64 images, 1 epoch"
+    assert lines["steps"] == "23 with a batch of 64, 1 epoch"
     assert lines["optimizer"] == "muon, learning rate 0.01, weight decay 0.05"
     assert lines["augmentation"] == "pad crop, no flip, mixup 0.2"
     assert out.endswith("Nothing was trained.\n")

@@ -49,7 +49,7 @@ def test_impossible_settings_are_refused(kind: type, fields: dict[str, Any], mes
     [
         ({"resize": 0.5}, "resize is 0.5; it must be from 1 to 4"),
         ({"trainable_layers": -1}, "trainable_layers is -1"),
-        ({"epochs": 0}, "both must be above 0"),
+        ({"epochs": 0}, "epochs is 0; it must be above 0"),
         ({"dropout": 1.0}, "dropout is 1.0; it must be from 0 to below 1"),
         ({"loss": "hinge"}, "choose one of softmax, sigmoid"),
     ],

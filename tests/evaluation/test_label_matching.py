@@ -41,8 +41,14 @@ def test_without_names_the_order_counts() -> None:
 
 
 def test_an_unknown_class_is_named_with_the_nearest() -> None:
-    with pytest.raises(DataError, match="no class 'rosa'; the closest is 'rose'"):
+    with pytest.raises(
+        DataError, match=r"no class 'rosa', nor any other of the dataset; the closest is 'rose'\. Fine-tu"
+    ):
         label_matching.match_outputs(("rosa",), ("rose", "tulip"), 2)
+    with pytest.raises(DataError, match=r"no class 'cat', nor any other of the dataset; it has 'rose'\. Fine-tune it"):
+        label_matching.match_outputs(("cat", "dog"), ("rose", "tulip"), 2)
+    with pytest.raises(DataError, match=r"no class 'rosa'; the closest is 'rose'"):
+        label_matching.match_outputs(("rosa", "tulip"), ("rose", "tulip"), 2)
 
 
 def test_a_subset_is_read_by_label_id_or_number(tmp_path: Path) -> None:

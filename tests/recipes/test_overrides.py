@@ -36,14 +36,14 @@ def test_every_section_of_a_recipe_can_be_overridden() -> None:
     [
         ("depht=8", r"no setting 'depht': did you mean depth\?"),
         ("depth", "'depth' has no value; give NAME=VALUE"),
-        ("depth=deep", "depth is 'deep'; it must be int"),
+        ("depth=deep", "depth is 'deep'; it must be an integer"),
         ("depth=0", "depth is 0; it must be from 1 to"),
         ("width=100", "width 100 is not a multiple of heads 12"),
         ("positions=3d", "positions is '3d'; it must be one of none, learned-1d"),
         ("optimizer=lamb", "optimizer is 'lamb'; it must be one of adam, sgd, muon"),
         ("decay=0.1", "decay is '0.1'; it must be one of cosine, linear"),
         ("weight_decay=-1", "weight_decay is -1.0; it must be 0 or more"),
-        ("hidden_head=2", "hidden_head is 2; it must be bool"),
+        ("hidden_head=2", "hidden_head is 2; it must be true or false"),
         ("randaugment=2", "randaugment is 2; it must be 2 of int"),
         ("warmup=5", "warmup cannot be set here: give --warmup STEPS$"),
         ("layers=2", "layers cannot be set here: it is for fine-tuning"),
@@ -94,8 +94,8 @@ def test_a_section_may_be_named_and_values_may_be_python() -> None:
         (["optimizer.mixup=1"], "no setting 'optimizer.mixup'"),
         (["schedule.warmup=3"], "schedule.warmup cannot be set here: give --warmup"),
         (["mixup=0.1", "augment.mixup=0.2"], "twice"),
-        ({"augment.mixup": "much"}, "mixup is 'much'; it must be float"),
-        ({"augment.flip": 3}, "flip is 3; it must be bool"),
+        ({"augment.mixup": "much"}, "mixup is 'much'; it must be a number"),
+        ({"augment.flip": 3}, "flip is 3; it must be true or false"),
     ],
 )
 def test_a_wrong_section_or_value_is_refused(settings: list[str] | dict[str, object], message: str) -> None:

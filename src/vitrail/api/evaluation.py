@@ -283,10 +283,10 @@ def probe(
     workers: int | None = None,
     progress: ShowProgress = show_progress,
     notify: Notify | None = None,
-) -> ProbeResult | None:
+) -> ProbeResult:
     """Measure a model's features by simple classifiers: `vitrail probe` from Python, with its defaults.
 
-    `methods` and `shots` take one or several. Under torchrun rank 0 returns the result, and other ranks None.
+    `methods` and `shots` take one or several.
 
         vitrail.probe("model.safetensors", "photos", methods=["few-shot"], shots=[5]).scores
     """
@@ -316,9 +316,8 @@ def probe(
         for note in list_dataset_notes(dataset):
             notes(note)
         check_classes(dataset)
-        facts = run_probe(trained, dataset, data if isinstance(data, str) else dataset.name, settings)
-        if facts is None:
-            return None
-        return ProbeResult(
-            {"model": get_model_name(model)} | facts, tuple(notes) if isinstance(notes, NoteCollector) else ()
-        )
+        own_facts = run_probe(trained, dataset, data if isinstance(data, str) else dataset.name, settings)
+        facts = distributed.run_on_rank0(lambda: own_facts)  # the only rank that has them
+        assert facts is not None
+        kept = tuple(notes) if isinstance(notes, NoteCollector) else ()
+        return ProbeResult({"model": get_model_name(model)} | facts, kept)

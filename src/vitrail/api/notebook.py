@@ -34,7 +34,7 @@ _STYLE = """<style>
 </style>"""
 _IMAGES_WIDTH = 800  # pixels of the images shown
 _RUN_IMAGES = {
-    "val_batch0_pred.jpg": "predictions on validation images",
+    "val_batch0_pred.jpg": "predictions on held-out images",
     "reconstruction.jpg": "predictions of masked patches in validation images",
 }
 

@@ -77,8 +77,9 @@ class PredictOptions:
     """Fetch URLs listed on standard input too."""
 
     def __post_init__(self) -> None:
-        if self.top < 1 or self.batch < 1:
-            raise UsageError(f"--top is {self.top} and --batch {self.batch}; both must be at least 1")
+        for name in ("top", "batch"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name} is {getattr(self, name)}; it must be at least 1")
         for name, path in (("--out", self.out), ("--attention", self.attention)):
             if path is not None and remote.is_remote(str(path)):
                 raise UsageError(f"{name} {path} must be a local path")

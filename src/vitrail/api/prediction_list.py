@@ -5,7 +5,7 @@ import html
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 from PIL import Image
 
@@ -68,7 +68,13 @@ class PredictionList:
     def __iter__(self) -> Iterator[Prediction]:
         return iter(self.rows)
 
-    def __getitem__(self, index: int) -> Prediction:
+    @overload
+    def __getitem__(self, index: int) -> Prediction: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Prediction, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Prediction | tuple[Prediction, ...]:
         return self.rows[index]
 
     def __repr__(self) -> str:
@@ -79,7 +85,7 @@ class PredictionList:
         errors = [row.error for row in self.rows if row.error]
         if errors:
             parts.append(f"{len(errors):,} cannot be read ({errors[0]:.200})")
-        return f"PredictionList({pluralize(len(self.rows), 'image')}: {', '.join(parts)})"
+        return f"PredictionList({': '.join([pluralize(len(self.rows), 'image'), *filter(None, [', '.join(parts)])])})"
 
     def _repr_html_(self) -> str:
         thumbnails = itertools.chain(map(_render_thumbnail, self.first_images), itertools.repeat(""))

@@ -55,7 +55,7 @@ def _print_plan(facts: dict[str, Any]) -> None:
         ("machine", f"{nodes}{machine['gpus']} x {machine['gpu']} at {share}"),
         ("parameters", format_count(facts["parameters"])),
         ("FLOPs", f"{facts['flops_per_image'] / 1e9:,.1f} G to train on an image, {exaflops}"),
-        ("steps", f"{facts['steps']:,} of {pluralize(facts['batch'], 'image')}, {epochs}"),
+        ("steps", f"{facts['steps']:,} with a batch of {facts['batch']:,}, {epochs}"),
         ("time", f"{format_duration(facts['seconds'])}, {days}"),
         ("disk", f"{checkpoint} per checkpoint, {weights} for the weights"),
     ]

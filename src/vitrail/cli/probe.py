@@ -28,8 +28,7 @@ def run(arguments: ProbeArguments) -> None:
             progress=output.show_progress,
             notify=output.print_note,
         )
-        if result is not None:
-            output.print_json(result.metrics) if arguments.output.json else _print_scores(result.metrics)
+        output.print_json(result.metrics) if arguments.output.json else _print_scores(result.metrics)
 
 
 def _print_scores(facts: dict[str, Any]) -> None:

@@ -76,8 +76,7 @@ def _describe_run(run: TrainingRun) -> Iterator[tuple[str, str]]:
     height, width = preprocess.size
     mean, std = (" ".join(f"{value:g}" for value in values) for values in (preprocess.mean, preprocess.std))
     yield "input", f"{height} x {width} pixels, mean {mean}, std {std}"
-    step_images, epochs = pluralize(plan.batch_size, "image"), pluralize(recipe.epochs, "epoch")
-    yield "steps", f"{plan.total_steps:,} of {step_images}, {epochs}"
+    yield "steps", f"{plan.total_steps:,} with a batch of {plan.batch_size:,}, {pluralize(recipe.epochs, 'epoch')}"
     rates = f"learning rate {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}"
     yield "optimizer", f"{optimizer.kind}, {rates}"
     yield "schedule", f"{pluralize(schedule.warmup, 'step')} of warm-up, then {schedule.decay}"
@@ -89,8 +88,8 @@ def _describe_run(run: TrainingRun) -> Iterator[tuple[str, str]]:
 def _describe_targets(run: TrainingRun) -> tuple[str, str]:
     masked, counts = run.recipe.masked, run.class_counts
     if masked is None:
-        most = pluralize(max(counts), "image")
-        return "classes", f"{len(run.dataset.classes):,}, with {min(counts):,} to {most}"
+        fewest = "" if min(counts) == max(counts) else f"{min(counts):,} to "
+        return "classes", f"{len(run.dataset.classes):,}, with {fewest}{pluralize(max(counts), 'image')} each"
     masked_patches = masked.count_masked(run.num_patches)
     return "masked", f"{masked_patches} of {run.num_patches} patches ({masked.kind}), target: {masked.target}"
 

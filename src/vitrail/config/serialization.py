@@ -16,6 +16,7 @@ from vitrail.config.training import Recipe
 from vitrail.errors import UsageError
 
 T = TypeVar("T")
+_TYPE_NAMES = {float: "a number", int: "an integer", bool: "true or false", str: "a string"}
 _LITERAL_WORDS = {"true": True, "false": False, "none": None}
 
 
@@ -226,7 +227,7 @@ def _describe_type(hint: Any) -> str:
         return " or ".join("none" if part is type(None) else _describe_type(part) for part in arguments)
     if typing.get_origin(hint) is tuple and Ellipsis not in arguments:
         return f"{len(arguments)} of {getattr(arguments[0], '__name__', arguments[0])}"
-    return str(getattr(hint, "__name__", hint))
+    return _TYPE_NAMES.get(hint) or str(getattr(hint, "__name__", hint))
 
 
 def _is_union(hint: Any) -> bool:

@@ -209,8 +209,10 @@ class Recipe:
             raise UsageError(f"resize is {self.resize}; it must be from 1 to 4 sides of the crop")
         if self.trainable_layers is not None and self.trainable_layers < 0:
             raise UsageError(f"trainable_layers is {self.trainable_layers}; it must be 0 (the head alone) or more")
-        if self.batch < 1 or not 0 < self.epochs < math.inf:
-            raise UsageError(f"batch is {self.batch} and epochs {self.epochs}; both must be above 0")
+        if self.batch < 1:
+            raise UsageError(f"batch is {self.batch}; it must be at least 1")
+        if not 0 < self.epochs < math.inf:
+            raise UsageError(f"epochs is {self.epochs:g}; it must be above 0")
         check_fractions(self, "label_smoothing", "dropout", "stochastic_depth", "ema")
         if self.masked is not None:
             self._check_masked()

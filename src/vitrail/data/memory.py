@@ -138,6 +138,9 @@ def split_sample(sample: Any) -> tuple[Any, Any]:
 def _to_samples(data: Any) -> Samples:
     if isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], tuple):
         images, labels = data
+        if not (hasattr(images, "__len__") and hasattr(labels, "__len__")):
+            kinds = f"{type(images).__name__} and {type(labels).__name__}"
+            raise UsageError(f"a pair is of images and their labels, both with a length, not {kinds}")
         if len(images) != len(labels):
             counts = f"{pluralize(len(images), 'image')} and {pluralize(len(labels), 'label')}"
             raise DataError(f"{counts}: give one label for each image")

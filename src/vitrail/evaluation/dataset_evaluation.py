@@ -126,7 +126,10 @@ def evaluate_models(
 def check_evaluable(dataset: Dataset, split_name: SplitName | None) -> None:
     """Refuse data without usable labels or without the split, before a model is loaded."""
     if not dataset.classes:
-        raise DataError(f"{dataset.name} has no labels to measure by")
+        raise DataError(
+            f"{dataset.name} has no labels to measure by: sort the images into one folder per class, or list them with"
+            " labels"
+        )
     if dataset.layout_warning:
         raise DataError(dataset.layout_warning)
     if split_name not in (None, "all", *dataset.splits):

@@ -35,6 +35,13 @@ def match_outputs(classes: Sequence[str], labels: Sequence[str] | None, num_outp
     outputs = _index_labels(labels)
     if not outputs.keys() & set(classes) and all(_is_output_number(name, num_outputs) for name in classes):
         return [int(name) for name in classes]  # shards with numbers as labels
+    if not outputs.keys() & set(classes) and not any(name.isdecimal() for name in classes):
+        close = difflib.get_close_matches(classes[0], outputs, n=1)
+        example = f"the closest is {close[0]!r}" if close else f"it has {labels[0]!r:.80}"
+        raise DataError(
+            f"the model has no class {classes[0]!r:.80}, nor any other of the dataset; {example}. Fine-tune it"
+            " (`vitrail finetune`), or measure its features (`vitrail probe`)"
+        )
     for name in classes:
         if labels.count(name) > 1:
             raise DataError(

@@ -92,7 +92,10 @@ def run_probe(trained: Trained, dataset: Dataset, data: str, settings: ProbeSett
 def _read_targets(dataset: Dataset, *, train_on_val: bool) -> dict[str, Tensor]:
     """The classes of each split's images, if they can be learned."""
     if not dataset.classes:
-        raise DataError(f"{dataset.name} has no labels to learn")
+        raise DataError(
+            f"{dataset.name} has no labels to learn: sort the images into one folder per class, or list them with"
+            " labels"
+        )
     names = ", ".join(dataset.splits)
     if "train" not in dataset.splits or len(dataset.splits) < 2:
         raise DataError(f"{dataset.name} has the splits {names}; a probe needs train, and test or val to measure on")

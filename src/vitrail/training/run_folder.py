@@ -270,6 +270,11 @@ def _find_checkpoint(run: TrainingRun, folder: Path, data_digest: DataDigest, no
     )
     if checkpoint is not None:
         notify(f"resuming {folder} after step {checkpoint.step:,}. {_describe_resume(run, checkpoint, data_digest)}")
+        if _is_finished_run(folder):
+            notify(
+                f"warning: {folder} has finished already, so only what follows its last checkpoint is repeated; for an"
+                " interrupted run in another folder give --out"
+            )
         (folder / STOPPED_FILE).unlink(missing_ok=True)
         return checkpoint
     if _is_finished_run(folder):
@@ -331,7 +336,9 @@ def _describe_difference(key: str, recorded: Any, current: Any) -> str:
     while isinstance(recorded, dict) and isinstance(current, dict):
         inner = next(name for name in (recorded | current) if recorded.get(name) != current.get(name))
         key, recorded, current = f"{key}.{inner}", recorded.get(inner), current.get(inner)
-    return f"{key}: {recorded!s:.60}, not {current!s:.60}. Give the same command again, with --resume"
+    return (
+        f"{key}: {recorded!s:.60}, not {current!s:.60}. Give the same command again, --minutes included, with --resume"
+    )
 
 
 def _describe_resume(run: TrainingRun, checkpoint: Checkpoint, data_digest: DataDigest) -> str:

@@ -282,6 +282,8 @@ def _compute_loss(state: TrainState, pixels: Tensor, targets: Tensor, recipe: Re
 def _check_loss(loss: Any) -> Tensor:
     """What a loss function of the user returned, refused unless it is a scalar tensor."""
     if isinstance(loss, Tensor) and loss.ndim == 0:
+        if not loss.requires_grad:
+            raise UsageError("the loss function returned a tensor without a gradient; compute it from the logits given")
         return loss
     kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise UsageError(f"the loss function returned {kind}; it must return the sum over the images, a tensor of shape ()")

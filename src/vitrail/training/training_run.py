@@ -109,7 +109,10 @@ class TrainingRun:
         """Refuse labels that cannot be learned, or stored with the weights."""
         dataset = self.dataset
         if not dataset.classes:
-            raise DataError(f"{dataset.name} has no labels to learn")
+            raise DataError(
+                f"{dataset.name} has no labels to learn: sort the images into one folder per class, or list them with"
+                " labels"
+            )
         if dataset.multi_label and self.recipe.loss != "sigmoid":
             raise UsageError(
                 "images with several labels are learned with the loss sigmoid, and this recipe has softmax"
