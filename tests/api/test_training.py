@@ -104,6 +104,11 @@ def test_a_loss_that_is_no_scalar_tensor_is_refused(returned: Any, kind: str) ->
         vitrail.train("digits", "digits", loss=lambda *_: returned, **DIGITS)
 
 
+def test_a_loss_without_a_gradient_is_refused() -> None:
+    with pytest.raises(UsageError, match="a tensor without a gradient"):
+        vitrail.train("digits", "digits", loss=lambda logits, _: logits.detach().sum(), **DIGITS)
+
+
 def test_callbacks_that_are_no_functions_are_refused() -> None:
     for name in ("on_step", "on_evaluation"):
         with pytest.raises(UsageError, match=f"{name} is 3, of type int; it takes a function or None"):
@@ -168,6 +173,8 @@ def test_a_list_without_splits_is_held_out_like_a_folder() -> None:
 def test_what_is_no_image_or_label_is_refused() -> None:
     with pytest.raises(DataError, match="3 images and 2 labels"):
         vitrail.finetune((np.zeros((3, 8, 8), np.uint8), [0, 1]), make_trained())
+    with pytest.raises(UsageError, match="not ndarray and NoneType"):
+        vitrail.finetune((np.zeros((3, 8, 8), np.uint8), None), make_trained())
     with pytest.raises(UsageError, match="has no split 'dev'"):
         vitrail.finetune({"dev": [(Image.new("L", (8, 8)), 0)]}, make_trained())
     with pytest.raises(UsageError, match="not int"):

@@ -290,6 +290,14 @@ def test_what_is_no_run_or_another_run_is_not_resumed(tmp_path: Path) -> None:
         run_training(build_run(seed=1), tmp_path / "run", resume=True)
 
 
+def test_resuming_a_finished_run_says_so_and_changes_nothing(tmp_path: Path) -> None:
+    run_training(build_run(), tmp_path / "run")
+    before, notes = digest_weights(tmp_path / "run"), list[str]()
+    run_training(build_run(), tmp_path / "run", resume=True, notify=notes.append)
+    assert any(note.startswith(f"warning: {tmp_path / 'run'} has finished already") for note in notes)
+    assert digest_weights(tmp_path / "run") == before
+
+
 def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
     run_training(build_run(), tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "run")
