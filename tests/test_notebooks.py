@@ -32,10 +32,10 @@ needs_kernel = pytest.mark.skipif(
 CELL_SECONDS = 300  # for one cell, on a busy machine
 COLORS = {"green": (40, 160, 60), "red": (190, 40, 50), "yellow": (220, 190, 40)}
 SHOWN = {  # what the outputs of a notebook must have
-    "finetune-a-folder": (r"test images? right", "predicted class", "'predictions': "),
+    "finetune-a-folder": (r"test images? correct", "predicted class", "'predictions': "),
     "look-inside-a-model": ("cosine similarity of position", "attention distance", "5-shot", "knn|kNN"),
     "the-paper-in-one-hour": (
-        "masked patches on val", r"test images? right", r"\(B, 1 \+ N, D\)", "the paper: 4,262", "attention distance",
+        "masked patches on val", r"test images? correct", r"\(B, 1 \+ N, D\)", "the paper: 4,262", "attention distance",
         "against runs/train", "weakest classes", "14,219,146",
     ),
 }  # fmt: skip

@@ -52,7 +52,7 @@ def test_a_shown_recipe_trains(tmp_path: Path, capsys: Capture, monkeypatch: pyt
     path = show("digits", tmp_path, capsys)
     path.write_text(path.read_text().replace("batch = 64", "batch = 32"))
     code, out, err = run("train", str(path), "--data", "digits", "--dry-run", capsys=capsys)
-    assert (code, "of 32 images, 60 epochs" in out) == (0, True), err
+    assert (code, "with a batch of 32, 60 epochs" in out) == (0, True), err
 
 
 @pytest.mark.parametrize(
