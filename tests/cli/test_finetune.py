@@ -153,15 +153,21 @@ def events(run: str, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("options", "own", "policy"),
-    [(["--minutes", "1"], None, "PASSIVE"), (["--minutes", "1"], "ACTIVE", "ACTIVE"), ([], None, None)],
+    ("load", "options", "own", "policy"),
+    [
+        (0.1, ["--minutes", "1"], None, "PASSIVE"),
+        (0.1, ["--minutes", "1"], "ACTIVE", "ACTIVE"),
+        (0.1, [], None, None),
+        (0.9, [], None, "PASSIVE"),
+    ],
 )
-def test_threads_of_a_timed_run_do_not_spin_while_they_wait(
-    options: list[str], own: str | None, policy: str | None
+def test_threads_of_a_timed_run_or_beside_other_jobs_do_not_spin_while_they_wait(
+    load: float, options: list[str], own: str | None, policy: str | None
 ) -> None:
-    """What counts is the environment when torch is loaded; what the user set stays."""
-    code = """
+    """What counts is the environment when torch is loaded; what the user set stays. `load` is of each core."""
+    code = f"""
 import os, sys
+os.getloadavg = lambda: ({load} * os.cpu_count(), 0, 0)
 class Watch:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
