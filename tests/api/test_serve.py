@@ -51,6 +51,27 @@ def test_the_command_and_serve_answer_the_same_bytes() -> None:
         assert post_image(server.url) == from_command
 
 
+@pytest.mark.parametrize("package", ["fastapi", "python_multipart", "uvicorn"])
+def test_without_its_packages_serve_is_a_name_and_its_call_says_what_to_install(package: str) -> None:
+    """In a fresh process, as `from vitrail import *`, `help` and an editor's completion meet it."""
+    script = f"""
+import sys
+sys.modules["{package}"] = None
+import inspect, pydoc, vitrail
+from vitrail import *
+assert callable(serve) and Server.__name__ == "Server"
+inspect.getmembers(vitrail)
+pydoc.render_doc(vitrail)
+try:
+    serve("{MODEL}", port=0)
+except vitrail.errors.UsageError as error:
+    print(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == f"serving needs {package}: pip install 'vitrail[serve]'\n"
+
+
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(UsageError, match=r"no option 'prot': did you mean port\?"):
         vitrail.serve(MODEL, prot=1)  # type: ignore[call-arg]
