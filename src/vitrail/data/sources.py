@@ -26,6 +26,13 @@ def get_data_name(data: DataSource) -> str:
     return str(data) if isinstance(data, str | Path) else data.name if isinstance(data, Dataset) else memory.NAME
 
 
+def advise_data_check(data: str) -> str:
+    """The sentence that names the command to find bad images, with a space before; empty for images in memory."""
+    return (
+        "" if data == memory.NAME else f" `vitrail data check {data}` names every bad image, and how to leave them out"
+    )
+
+
 def open_dataset(name: DataSource, *, holdout_fraction: float = 0.1) -> Dataset:
     """Open the dataset of that name, or made of Python objects.
 

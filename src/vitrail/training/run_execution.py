@@ -17,6 +17,7 @@ import torch
 
 from vitrail.config import PreprocessConfig, Recipe
 from vitrail.data.dataset import Dataset
+from vitrail.data.sources import advise_data_check
 from vitrail.errors import ChangedDataError, DataError, RemoteError, UsageError
 from vitrail.evaluation.metrics import measure_labels
 from vitrail.evaluation.prediction_tables import write_label_scores
@@ -24,7 +25,7 @@ from vitrail.runtime import distributed
 from vitrail.runtime.distributed import ProcessGroup
 from vitrail.runtime.workers import Notify, ShowProgress, count_loader_workers, hide_progress, ignore_note
 from vitrail.training import run_folder, upload
-from vitrail.training.dataset_checks import advise_data_check, warn_about_imbalance
+from vitrail.training.dataset_checks import warn_about_imbalance
 from vitrail.training.loop import StepEnd
 from vitrail.training.losses import LossFunction
 from vitrail.training.run_results import (
@@ -254,7 +255,7 @@ def _advise_on_data_error(data: str) -> Iterator[None]:
     except (RemoteError, ChangedDataError):
         raise
     except DataError as error:
-        raise DataError(f"{error}. {advise_data_check(data)}") from error
+        raise DataError(f"{error}.{advise_data_check(data)}") from error
 
 
 def _write_result_files(
