@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, get_model_name, list_models, load_trained
-from vitrail.api.options import build_options
+from vitrail.api.options import build_options, document_options
 from vitrail.api.progress import NoteCollector
 from vitrail.config import Precision
 from vitrail.errors import UsageError
@@ -120,16 +120,20 @@ class Server:
         return f"Server({self.url!r}, {'running' if self._thread.is_alive() else 'stopped'})"
 
 
+@document_options(ServeOptions)
 @name_keywords
 def serve(
     model: AnyModel | Sequence[AnyModel], *, notify: Notify | None = None, **options: Unpack[ServeKeywords]
 ) -> Server:
     """Serve one or several models over HTTP in the background, as `vitrail serve` does.
 
-    The options are those of `ServeKeywords`.
-
         with vitrail.serve("model.safetensors", port=0) as server:
             print(server.url)
+
+    Arguments:
+
+    - `model`: A name, a path, a `Run` or a `Trained`, or a list of these.
+    - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
     notify = NoteCollector() if notify is None else notify
     models = list_models(model)

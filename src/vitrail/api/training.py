@@ -7,7 +7,7 @@ from typing import Unpack
 
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, get_model_name
-from vitrail.api.options import FinetuneKeywords, TrainKeywords, build_options
+from vitrail.api.options import FinetuneKeywords, TrainKeywords, build_options, document_options
 from vitrail.api.progress import NoteCollector, show_progress
 from vitrail.api.run import Run
 from vitrail.config import Recipe
@@ -26,6 +26,7 @@ OnStep = Callable[[StepEnd], None]
 OnEvaluation = Callable[[ValidationResult], None]
 
 
+@document_options(FinetuneOptions)
 @name_keywords
 def finetune(
     data: DataSource,
@@ -40,17 +41,22 @@ def finetune(
 ) -> Run:
     """Fine-tune a trained model on your images, in a run folder: `vitrail finetune` from Python, with its defaults.
 
-    `data` is a folder or any other DATA of the commands, a list of (image, label), a pair of (images, labels), a torch
-    Dataset, or a dict of those for train, val and test. `minutes` limits the time of everything. `on_step` and
-    `on_evaluation` are called as the run proceeds; `loss` replaces the recipe's (see `vitrail.training.losses`).
-    Other options are those of the command, with underscores: epochs, batch, lr, warmup, settings, image_size, out,
-    resume, overwrite, seed, device, workers and all others of `vitrail.api.options.FinetuneKeywords`.
-
     Interrupted (Ctrl-C), it saves a checkpoint and raises `StoppedError`; the same call with `resume=True` and the
     folder as `out` continues.
 
         run = vitrail.finetune("photos", model="timm:vit_small_patch16_224.augreg_in21k", minutes=10)
         run.accuracy, run.report
+
+    Arguments:
+
+    - `data`: A folder or any other DATA of the commands, a list of (image, label), a pair of (images, labels), a torch
+      Dataset, or a dict of those for train, val and test.
+    - `model`: The model to start from: a name, a path, a `Run` or a `Trained`.
+    - `minutes`: Limit for the time of everything.
+    - `recipe`: "default", "paper", "bit", a recipe file, or a `Recipe`.
+    - `on_step`: Called with a `StepEnd` after each step.
+    - `on_evaluation`: Called with a `ValidationResult` after each evaluation.
+    - `loss`: A function of logits and targets that replaces the recipe's loss (see `vitrail.training.losses`).
     """
     if model is not None:
         get_model_name(model)  # refuses what is none
@@ -62,6 +68,7 @@ def finetune(
     return Run(Path(facts["folder"]), tuple(notes))
 
 
+@document_options(PretrainingOptions)
 @name_keywords
 def train(
     recipe: str | Path | Recipe,
@@ -74,10 +81,16 @@ def train(
 ) -> Run:
     """Train a model from random weights by a recipe, in a run folder: `vitrail train` from Python, with its defaults.
 
-    `recipe` is a name (`vitrail list recipes`), a file that `vitrail recipe show` printed, a run's config.json, or a
-    `Recipe`. Data and the other options are as in `finetune`.
-
         run = vitrail.train("digits", data="digits", epochs=5)
+
+    Arguments:
+
+    - `recipe`: A name (`vitrail list recipes`), a file that `vitrail recipe show` printed, a run's config.json, or a
+      `Recipe`.
+    - `data`: As in `finetune`; without labels for a recipe that predicts masked patches.
+    - `on_step`: Called with a `StepEnd` after each step.
+    - `on_evaluation`: Called with a `ValidationResult` after each evaluation.
+    - `loss`: A function of logits and targets that replaces the recipe's loss (see `vitrail.training.losses`).
     """
     notes = NoteCollector()
     built = build_options(PretrainingOptions, {"loss_function": loss, **options})
