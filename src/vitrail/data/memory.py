@@ -137,6 +137,12 @@ def split_sample(sample: Any) -> tuple[Any, Any]:
     raise DataError(f"a sample is a pair (image, label), not {type(sample).__name__}")
 
 
+def get_image(sample: Any) -> Any:
+    """The image of a sample, or the sample itself where it is an image."""
+    is_sample = isinstance(sample, Mapping) or (isinstance(sample, tuple) and len(sample) == 2)
+    return split_sample(sample)[0] if is_sample else sample
+
+
 def _to_samples(data: Any) -> Samples:
     if isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], tuple):
         images, labels = data
