@@ -13,7 +13,9 @@ from vitrail.api.argument_checks import check_argument, check_option_names
 from vitrail.config import MaskedTarget
 from vitrail.config.field_docstrings import read_field_docstrings
 from vitrail.training.finetune import PreprocessName
-from vitrail.training.trackers import Tracker
+from vitrail.training.trackers import Track
+
+__all__ = ["FinetuneKeywords", "RunKeywords", "TrainKeywords"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -43,8 +45,9 @@ class RunKeywords(TypedDict, total=False):
     """Minutes from one checkpoint to the next."""
     verify_every: int
     """Steps from one that is computed twice to the next; 0 for none."""
-    track: Tracker | None
-    """Also log to an experiment tracker: "tensorboard", "wandb" or "mlflow"; the last two send numbers to a server."""
+    track: Track
+    """Also log to an experiment tracker: "tensorboard", "wandb" or "mlflow", of which the last two send numbers to a
+    server; or to a `Logger` of your own; or to several."""
     seed: int
     """Of initial weights, order, augmentation and dropout."""
     device: str | None
@@ -68,7 +71,15 @@ class RunKeywords(TypedDict, total=False):
 
 
 class FinetuneKeywords(RunKeywords, total=False):
-    """What `finetune` takes besides."""
+    """What `finetune` takes besides.
+
+    A dictionary of this type has its keys checked by type checkers:
+
+        from vitrail.api.options import FinetuneKeywords
+
+        options: FinetuneKeywords = {"batch": 8, "seed": 1}
+        vitrail.finetune("photos", "model.safetensors", minutes=10, **options)
+    """
 
     image_size: int | None
     """Resolution; positions are resampled."""
