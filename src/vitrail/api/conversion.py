@@ -17,7 +17,8 @@ from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, get_model_name, load_trained
 from vitrail.api.options import build_options, document_options
 from vitrail.api.progress import NoteCollector, show_progress
-from vitrail.config import Resample, expand_image_size
+from vitrail.config import Resample
+from vitrail.config.model import expand_image_size
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.loader import iter_eval_batches
 from vitrail.data.sources import DataSource, open_dataset
@@ -32,6 +33,8 @@ from vitrail.weights.adapt import adapt
 from vitrail.weights.formats import WeightsFormat, check_destination
 from vitrail.weights.load import is_preset, save
 from vitrail.weights.trained import Trained, require_preprocess, resolve_labels
+
+__all__ = ["Conversion", "ConvertKeywords", "convert"]
 
 TargetFormat = Literal[WeightsFormat, "onnx", "torch-export", "openvino"]
 MAX_MEASURED_IMAGES = 1000

@@ -49,6 +49,8 @@ from vitrail.runtime.workers import Notify, ShowProgress
 from vitrail.visualization.attention_images import draw_rollouts, iterate_picture_paths
 from vitrail.weights.tensor_files import digest_tensors
 
+__all__ = ["PredictKeywords", "embed", "predict"]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictOptions:

@@ -25,6 +25,7 @@ from vitrail.serving.limits import AllowedHosts, RequestLimits
 if TYPE_CHECKING:
     from vitrail.serving.request_handling import Service
 
+__all__ = ["ServeKeywords", "Server", "serve"]
 API_KEY_VARIABLE = "VITRAIL_API_KEY"
 
 
