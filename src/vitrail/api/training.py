@@ -1,7 +1,9 @@
 """Train and fine-tune from Python: `vitrail.train` and `vitrail.finetune`."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Unpack
 
@@ -12,6 +14,7 @@ from vitrail.api.progress import NoteCollector, show_progress
 from vitrail.api.run import Run
 from vitrail.config import Recipe
 from vitrail.data.sources import DataSource
+from vitrail.errors import StoppedError
 from vitrail.report.write_report import write_run_outputs
 from vitrail.training import finetune as finetuning
 from vitrail.training import pretrain as pretraining
@@ -62,9 +65,10 @@ def finetune(
         get_model_name(model)  # refuses what is none
     notes = NoteCollector()
     built = build_options(FinetuneOptions, {"minutes": minutes, "recipe": recipe, "loss_function": loss, **options})
-    callbacks = _make_callbacks(notes, on_step, on_evaluation)
     initial = str(model.weights) if isinstance(model, Run) else model
-    (facts,) = finetuning.finetune(data, initial, built, callbacks)
+    with _explain_early_interrupt(on_step) as count_step:
+        callbacks = _make_callbacks(notes, count_step, on_evaluation)
+        (facts,) = finetuning.finetune(data, initial, built, callbacks)
     return Run(Path(facts["folder"]), tuple(notes))
 
 
@@ -94,15 +98,36 @@ def train(
     """
     notes = NoteCollector()
     built = build_options(PretrainingOptions, {"loss_function": loss, **options})
-    callbacks = _make_callbacks(notes, on_step, on_evaluation)
-    facts = pretraining.pretrain(recipe, data, built, callbacks)
+    with _explain_early_interrupt(on_step) as count_step:
+        callbacks = _make_callbacks(notes, count_step, on_evaluation)
+        facts = pretraining.pretrain(recipe, data, built, callbacks)
     return Run(Path(facts["folder"]), tuple(notes))
 
 
-def _make_callbacks(notes: NoteCollector, on_step: OnStep | None, on_evaluation: OnEvaluation | None) -> RunCallbacks:
+@contextlib.contextmanager
+def _explain_early_interrupt(on_step: OnStep | None) -> Iterator[OnStep]:
+    """Yield what is called after a step; Ctrl-C before the first is an error that says how to go on."""
+    has_stepped = False
+
+    def count_step(step_end: StepEnd) -> None:
+        nonlocal has_stepped
+        has_stepped = True
+        if on_step is not None:
+            on_step(step_end)
+
+    try:
+        yield count_step
+    except KeyboardInterrupt:
+        if has_stepped:
+            raise
+        message = "SIGINT: stopped before the first step, so this call trained nothing; the same call starts again"
+        raise StoppedError(message, signal.SIGINT) from None
+
+
+def _make_callbacks(notes: NoteCollector, on_step: OnStep, on_evaluation: OnEvaluation | None) -> RunCallbacks:
     callbacks = RunCallbacks(notify=notes, show_progress=show_progress, write_report=write_run_outputs)
     return dataclasses.replace(
         callbacks,
-        on_step=on_step or callbacks.on_step,
+        on_step=on_step,
         on_evaluation=on_evaluation or callbacks.on_evaluation,
     )
