@@ -79,6 +79,24 @@ def test_an_evaluation_shows_its_numbers_with_escaped_names() -> None:
     assert html.count("<img") == (evaluation.accuracy < 1)
 
 
+def test_an_evaluation_shows_how_often_its_probabilities_are_right() -> None:
+    evaluation = vitrail.evaluate(make_trained(), "photos", **FAST)
+    error = evaluation.results[0].metrics.calibration_error
+    html = evaluation._repr_html_()
+    assert f"how often a probability is right, calibration error {error:.1%}" in html
+    counts = [int(number) for number in re.findall(r"(\d+) predictions, [\d.]+% correct", html)]
+    assert sum(counts) == 10  # the test images, in bins
+
+
+def test_a_probe_draws_its_few_shot_accuracy_by_shots(capsys: Capture) -> None:
+    for shots, lines in (([1, 2, 5], 1), ([5], 0)):
+        result = vitrail.probe("model.safetensors", "photos", methods="few-shot", shots=shots, **FAST)
+        html = result._repr_html_()
+        assert html.count("<figcaption>few-shot accuracy") == lines
+        assert html.count('class="dot point s0"') == 3 * lines
+    assert capsys.readouterr().out == ""
+
+
 def test_an_evaluation_shows_its_worst_mistakes_while_their_images_exist(tmp_path: Path) -> None:
     root = write_image_folder(tmp_path / "set", "test", classes=("rose", "tulip"), each=3)
     evaluation = vitrail.evaluate(make_trained(labels=("rose", "tulip")), root, **FAST)

@@ -27,6 +27,7 @@ def post_image(url: str) -> bytes:
 def test_a_server_answers_in_the_background_until_it_is_stopped(capfd: pytest.CaptureFixture[str]) -> None:
     with vitrail.serve(MODEL, port=0, device="cpu") as server:
         assert repr(server) == f"Server({server.url!r}, running)"
+        assert f'<a href="{server.url}" target="_blank">{server.url}</a> is running' in server._repr_html_()
         answer = json.loads(post_image(server.url))
     (expected,) = vitrail.predict(MODEL, IMAGE)
     assert str(expected.label) in json.dumps(answer)

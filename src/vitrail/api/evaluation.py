@@ -18,6 +18,7 @@ from vitrail.data.dataset import Dataset, Split
 from vitrail.data.sources import DataSource, open_dataset
 from vitrail.errors import DataError, UsageError
 from vitrail.evaluation import dataset_evaluation
+from vitrail.evaluation.calibration import count_bins
 from vitrail.evaluation.dataset_evaluation import (
     EvaluatedModel,
     EvaluationSettings,
@@ -29,7 +30,9 @@ from vitrail.evaluation.dataset_evaluation import (
 from vitrail.evaluation.probe_run import ProbeMethod, ProbeSettings, run_probe
 from vitrail.evaluation.statistics import Interval
 from vitrail.formatting import pluralize
+from vitrail.report import svg_charts
 from vitrail.report.result_files import make_evaluation_grid, write_evaluation
+from vitrail.report.svg_charts import ChartLine
 from vitrail.runtime import distributed
 from vitrail.runtime.workers import Notify, ShowProgress, count_loader_workers
 from vitrail.training.dataset_checks import check_classes, list_dataset_notes
@@ -114,9 +117,18 @@ class Evaluation:
         parts = [notebook.render_table(rows)]
         if self.confusion is not None:
             parts.append(notebook.render_confusion(self.confusion, self.classes))
+        parts.append(self._render_reliability())
         with contextlib.suppress(DataError):  # images that are gone by now
             parts += self._render_mistakes()
         return notebook.wrap_html(*parts, *notebook.render_notes(self.notes))
+
+    def _render_reliability(self) -> str:
+        """How often predictions of each probability are correct."""
+        binned = count_bins(*self.results[0].evaluation.predictions.calibration_pairs)
+        caption = f"how often a probability is right, calibration error {self.results[0].metrics.calibration_error:.1%}"
+        x_label = "predicted probability"
+        chart = svg_charts.draw_reliability(binned.counts, binned.correct, label=caption, x_label=x_label)
+        return notebook.render_figure(caption, chart)
 
     def _render_mistakes(self) -> list[str]:
         """The wrongly predicted images of greatest loss, if any."""
@@ -282,7 +294,18 @@ class ProbeResult:
     def _repr_html_(self) -> str:
         rows = {name: f"{accuracy:.1%}" for name, accuracy in self.scores.items()}
         images = {"images": f"{self.metrics['images']:,} of {self.metrics['split']}"}
-        return notebook.wrap_html(notebook.render_table(rows | images), *notebook.render_notes(self.notes))
+        table = notebook.render_table(rows | images)
+        return notebook.wrap_html(table, self._render_few_shot(), *notebook.render_notes(self.notes))
+
+    def _render_few_shot(self) -> str:
+        """The few-shot accuracy by images per class, where there are several."""
+        points = sorted((score["shots"], score["top1"]) for score in self.metrics["scores"] if score["shots"])
+        if len(points) < 2:
+            return ""
+        caption, (shots, accuracies) = "few-shot accuracy", zip(*points, strict=True)
+        line = ChartLine(caption, shots, accuracies)
+        chart = svg_charts.draw_lines([line], label=caption, x_label="images per class", percent=True)
+        return notebook.render_figure(caption, chart)
 
 
 @name_keywords

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
+from vitrail.api import notebook
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, get_model_name, list_models, load_trained
 from vitrail.api.options import build_options, document_options
@@ -118,7 +119,13 @@ class Server:
         self.stop()
 
     def __repr__(self) -> str:
-        return f"Server({self.url!r}, {'running' if self._thread.is_alive() else 'stopped'})"
+        return f"Server({self.url!r}, {self._describe_state()})"
+
+    def _repr_html_(self) -> str:
+        return notebook.wrap_html(notebook.render_link(self.url, f" is {self._describe_state()}"))
+
+    def _describe_state(self) -> str:
+        return "running" if self._thread.is_alive() else "stopped"
 
 
 @document_options(ServeOptions)
