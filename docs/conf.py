@@ -32,7 +32,6 @@ myst_heading_anchors = 4
 highlight_language = "text"  # of indented blocks, most of which are commands
 
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 100
 toc_object_entries_show_parents = "hide"

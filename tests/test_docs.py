@@ -22,10 +22,6 @@ from tyro.conf import Positional
 import vitrail
 from tests import browser
 from vitrail import cli
-from vitrail.api.conversion import ConvertOptions
-from vitrail.api.options import FinetuneKeywords, TrainKeywords
-from vitrail.api.prediction import PredictKeywords
-from vitrail.api.serve import ServeOptions
 from vitrail.cli import parsing
 from vitrail.errors import VitrailError
 
@@ -130,9 +126,9 @@ def test_the_search_index_has_pages_and_names(site: Path) -> None:
 
 def test_the_reference_has_every_public_name(site: Path, pages: dict[Path, Page]) -> None:
     ids = pages[site / "docs" / "api.html"].ids
-    assert {f"vitrail.{name}" for name in vitrail.__all__} <= ids
+    assert {f"vitrail.{name}" for name in vitrail.__all__} - {"vitrail.errors"} <= ids
     assert {"vitrail.config.ViTConfig", "vitrail.config.OptimizerConfig", "vitrail.errors.UsageError"} <= ids
-    assert {"vitrail.training.step.train_step", "vitrail.api.serve.ServeOptions.deadline"} <= ids
+    assert {"vitrail.training.step.train_step", "vitrail.api.serve.ServeKeywords.deadline"} <= ids
 
 
 def test_the_reference_has_all_that_a_loop_of_ones_own_imports(pages: dict[Path, Page], site: Path) -> None:
@@ -159,10 +155,6 @@ DIFFERENT_KEYWORDS = {
     "penalty": "--lambda",
 }
 FOR_TERMINALS = {"dry_run", "number_of_runs", "json", "row_format", "embed", "attention", "fetch_urls"}
-KEYWORDS = {
-    "convert": ConvertOptions, "finetune": FinetuneKeywords, "predict": PredictKeywords, "serve": ServeOptions,
-    "train": TrainKeywords,
-}  # fmt: skip
 
 
 def list_options(arguments: type[Any]) -> dict[str, str]:
@@ -183,7 +175,6 @@ def test_the_page_of_python_names_every_keyword_that_is_not_the_option(verb: str
     module, _, group = cli.COMMANDS[verb].arguments.partition(".")
     options = list_options(getattr(importlib.import_module(f"vitrail.cli.arguments.{module}"), group))
     keywords = set(inspect.signature(getattr(vitrail, verb)).parameters)
-    keywords |= typing.get_type_hints(KEYWORDS[verb]).keys() if verb in KEYWORDS else set()
     assert options.keys() - FOR_TERMINALS <= keywords
     table = (ROOT / "docs" / "python.md").read_text(encoding="utf-8").partition("`help(")[0]
     for name, option in options.items():

@@ -56,10 +56,11 @@ def run(arguments: Sequence[str | Path], folder: Path) -> str:
 
 
 def check_installed(bin_folder: Path, folder: Path) -> None:
-    """The command and the class list of an installed package work."""
+    """The command, the class list and every public name of an installed package work."""
     assert run([bin_folder / "vitrail", "--help"], folder).startswith("usage: vitrail")
     assert "5,717,416" in run([bin_folder / "vitrail", "info", "ti16"], folder)
     code = "import vitrail, vitrail.weights.trained as l; print(vitrail.__file__, l.list_imagenet1k_labels()[0])"
+    run([bin_folder / "python", "-c", "from vitrail import *; assert serve and finetune"], folder)
     path, _, label = run([bin_folder / "python", "-c", code], folder).strip().partition(" ")
     assert label == "tench, Tinca tinca"
     assert Path(path).is_relative_to(bin_folder.parent)

@@ -26,6 +26,7 @@ from vitrail.config import PreprocessConfig
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 FIRST_FINETUNE = ROOT / "docs" / "tutorials" / "first-finetune.md"
+TRAINING_PAGE = ROOT / "docs" / "training.md"
 PYTHON_PAGE = ROOT / "docs" / "python.md"
 OWN_RECIPE = ROOT / "docs" / "tutorials" / "own-recipe.md"
 LONGEST_README = 110
@@ -190,6 +191,15 @@ def test_the_python_of_a_guide_runs(page: str, place: Path) -> None:
     run(["-c", block.replace("model.safetensors", "b16.safetensors")], place)
 
 
+def test_the_logger_of_the_guide_to_training_gets_the_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    [block] = find_blocks(TRAINING_PAGE, "python")
+    assert block.count("epochs=5,") == 1
+    printed = run(["-c", block.replace("epochs=5,", "epochs=0.1,")], tmp_path)
+    assert re.fullmatch(r"lowest validation loss: 2\.\d+\n", printed)
+    assert list(tmp_path.glob("runs/train/tensorboard/*"))
+
+
 def test_the_python_of_the_tutorial_on_serving_serves(place: Path) -> None:
     """It listens on loopback, which the watch for the network would report: so it is not watched."""
     [block] = find_blocks(ROOT / "docs" / "tutorials" / "serve-a-model.md", "python")
@@ -199,18 +209,23 @@ def test_the_python_of_the_tutorial_on_serving_serves(place: Path) -> None:
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+\n", ended.stdout)
 
 
+def strip_blocks(page: Path) -> str:
+    """A page without its blocks that state a language."""
+    return re.sub(r"^```\w+\n.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
 def list_tested_python() -> set[Path]:
     guides = {
         ROOT / "docs" / name for name in ("exporting.md", "figures.md", "predicting.md")
     }  # tests/export/test_docs.py
-    return guides | {*PRINTING, *RUNNING, PYTHON_PAGE, ROOT / "docs" / "tutorials" / "serve-a-model.md"}
+    return guides | {*PRINTING, *RUNNING, PYTHON_PAGE, TRAINING_PAGE, ROOT / "docs" / "tutorials" / "serve-a-model.md"}
 
 
 def test_all_python_of_the_docs_is_run_by_a_test() -> None:
     pages = [README, *sorted((ROOT / "docs").rglob("*.md"))]
     assert {page for page in pages if find_blocks(page, "python")} <= list_tested_python()
     for page in pages:  # and none hides in a block without a language
-        assert not re.search(r"^    (import|from) \w", page.read_text(encoding="utf-8"), re.MULTILINE), page
+        assert not re.search(r"^    (?:import|from|class|def) \w", strip_blocks(page), re.MULTILINE), page
 
 
 SMALLER_PYTHON = {  # the same Python, in seconds

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from vitrail.config import PreprocessConfig, Recipe
     from vitrail.inference.classifier import Classifier
     from vitrail.model.vit import attention_maps
+    from vitrail.training.loop import StepEnd
+    from vitrail.training.losses import LossFunction
+    from vitrail.training.run_results import Logger, ValidationResult
     from vitrail.weights.trained import Trained
 
 __version__ = "0.1.0"
@@ -26,6 +29,8 @@ _HOMES = {  # the module of each public name
     "Conversion": "api.conversion",
     "Evaluation": "api.evaluation",
     "Figures": "api.figures",
+    "Logger": "training.run_results",
+    "LossFunction": "training.losses",
     "Prediction": "api.prediction_list",
     "PredictionList": "api.prediction_list",
     "PreprocessConfig": "config",
@@ -33,7 +38,9 @@ _HOMES = {  # the module of each public name
     "Recipe": "config",
     "Run": "api.run",
     "Server": "api.serve",
+    "StepEnd": "training.loop",
     "Trained": "weights.trained",
+    "ValidationResult": "training.run_results",
     "adapt": "api.lower_layers",
     "attention_maps": "model.vit",
     "convert": "api.conversion",
@@ -55,6 +62,8 @@ __all__ = [
     "Conversion",
     "Evaluation",
     "Figures",
+    "Logger",
+    "LossFunction",
     "Prediction",
     "PredictionList",
     "PreprocessConfig",
@@ -62,12 +71,15 @@ __all__ = [
     "Recipe",
     "Run",
     "Server",
+    "StepEnd",
     "Trained",
+    "ValidationResult",
     "adapt",
     "attention_maps",
     "convert",
     "create",
     "embed",
+    "errors",
     "evaluate",
     "figures",
     "finetune",

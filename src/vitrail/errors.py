@@ -2,8 +2,13 @@
 
 A message names the value, the rule it breaks and what to do next. Any other exception is a bug (exit code 1).
 
-    0 ok    1 a bug    2 usage    3 unusable data    4 invalid or untrusted model file    5 out of disk or memory
-    6 training diverged    7 a step computed twice gave two results    75 stopped, checkpoint saved    130 interrupted
+    try:
+        vitrail.evaluate("model.safetensors", "phtos")
+    except vitrail.errors.VitrailError as error:  # or one of its kinds, here a DataError
+        print(error, error.exit_code)
+
+Exit codes: 0 ok, 1 a bug, 2 usage, 3 unusable data, 4 invalid or untrusted model file, 5 out of disk or memory,
+6 training diverged, 7 a step computed twice gave two results, 75 stopped, checkpoint saved, 130 interrupted.
 """
 
 import signal

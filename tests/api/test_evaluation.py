@@ -5,19 +5,23 @@ import io
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
 
 import vitrail
 from tests.api.conftest import FAST, HERE, make_trained
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as run_command
-from tests.data.image_files import write_image_folder
-from vitrail.errors import UsageError
+from tests.data.image_files import make_image, write_image_folder
+from vitrail.errors import DataError, UsageError
 
 TIMED = ("seconds", "images_per_second", "folder", "cached")  # and what a second call need not compute again
 
@@ -75,6 +79,24 @@ def test_an_evaluation_shows_its_numbers_with_escaped_names() -> None:
     assert html.count("<img") == (evaluation.accuracy < 1)
 
 
+def test_an_evaluation_shows_how_often_its_probabilities_are_right() -> None:
+    evaluation = vitrail.evaluate(make_trained(), "photos", **FAST)
+    error = evaluation.results[0].metrics.calibration_error
+    html = evaluation._repr_html_()
+    assert f"how often a probability is right, calibration error {error:.1%}" in html
+    counts = [int(number) for number in re.findall(r"(\d+) predictions, [\d.]+% correct", html)]
+    assert sum(counts) == 10  # the test images, in bins
+
+
+def test_a_probe_draws_its_few_shot_accuracy_by_shots(capsys: Capture) -> None:
+    for shots, lines in (([1, 2, 5], 1), ([5], 0)):
+        result = vitrail.probe("model.safetensors", "photos", methods="few-shot", shots=shots, **FAST)
+        html = result._repr_html_()
+        assert html.count("<figcaption>few-shot accuracy") == lines
+        assert html.count('class="dot point s0"') == 3 * lines
+    assert capsys.readouterr().out == ""
+
+
 def test_an_evaluation_shows_its_worst_mistakes_while_their_images_exist(tmp_path: Path) -> None:
     root = write_image_folder(tmp_path / "set", "test", classes=("rose", "tulip"), each=3)
     evaluation = vitrail.evaluate(make_trained(labels=("rose", "tulip")), root, **FAST)
@@ -87,6 +109,45 @@ def test_an_evaluation_shows_its_worst_mistakes_while_their_images_exist(tmp_pat
         assert shown.width <= 900
     shutil.rmtree(root)
     assert "worst mistakes" not in evaluation._repr_html_()
+
+
+class Tensors(Dataset[tuple[Tensor, int]]):
+    """As a torchvision dataset with ToTensor, and perhaps Normalize."""
+
+    def __init__(self, mean: float = 0.0) -> None:
+        self.mean = mean
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        pixels = np.array(make_image(index, (32, 32)))
+        return torch.from_numpy(pixels).permute(2, 0, 1) / 255 - self.mean, index % 2
+
+
+def test_tensors_of_floats_are_measured_as_their_uint8() -> None:
+    images = [(make_image(index, (32, 32)), index % 2) for index in range(6)]
+    evaluations = [vitrail.evaluate(make_trained(), {"test": data}, **FAST) for data in (images, Tensors())]
+    of_images, of_floats = (evaluation.results[0].evaluation.predictions for evaluation in evaluations)
+    assert torch.equal(of_images.probabilities, of_floats.probabilities)
+
+
+def test_unreadable_images_of_memory_get_the_reason_and_no_command_that_cannot_see_them() -> None:
+    rule = r"such as 000000.png has values from -0.5 to 0.5; floats are from 0 to 1"
+    data = Tensors(mean=0.5)
+    splits: Any = {"train": data, "val": data}
+    calls: dict[str, Callable[[], object]] = {
+        "evaluate": lambda: vitrail.evaluate(make_trained(), {"test": data}, **FAST),
+        "evaluate some": lambda: vitrail.evaluate(make_trained(), {"test": [Tensors()[0], data[0]]}, **FAST),
+        "probe": lambda: vitrail.probe(make_trained(), splits, methods="knn", **FAST),
+        "finetune": lambda: vitrail.finetune(splits, make_trained(), **FAST),
+    }
+    for name, call in calls.items():
+        with pytest.raises(DataError, match=r"has values from .* floats are from 0 to 1") as raised:
+            call()
+        assert "data check" not in str(raised.value), name
+    with pytest.raises(DataError, match=f"^none of 6 images can be read, {rule}"):
+        calls["evaluate"]()
 
 
 def test_wrong_arguments_of_evaluate_are_refused() -> None:

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torch.utils.data import TensorDataset
 
 import vitrail
 from tests.cli.test_cli import Capture
@@ -38,11 +40,21 @@ def test_the_command_and_figures_compute_the_same_arrays(capsys: Capture) -> Non
     assert html.count("data:image/") == len(shown)
 
 
+def test_figures_of_images_in_memory_are_those_of_their_files() -> None:
+    paths = sorted(Path("photos/test").glob("*/*.png"))[:3]
+    pixels = [np.array(Image.open(path)) for path in paths]
+    tensors = torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2)
+    forms: list[Any] = [[Image.fromarray(each) for each in pixels], tensors, TensorDataset(tensors, torch.arange(3))]
+    expected = vitrail.figures(MODEL, paths, device="cpu").numbers["attention"]
+    for form in forms:
+        assert vitrail.figures(MODEL, form, device="cpu").numbers["attention"] == expected
+
+
 def test_wrong_arguments_are_refused_before_a_folder_is_made() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"pictures": -1}, r"^pictures is -1"),
         ({"boxes": "boxes.json"}, "give the images too"),
-        ({"images": [Image.new("L", (8, 8))]}, r"^images\[0\] is .*, of type Image; it takes a string or a path$"),
+        ({"images": [5]}, r"^images\[0\] is of type int; an image is a path"),
     ]
     for options, message in wrong:
         with pytest.raises(UsageError, match=message):

@@ -1,6 +1,7 @@
 """Errors of `import vitrail` name keywords, those of the commands options."""
 
 import importlib
+import inspect
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,6 +78,19 @@ def test_every_option_of_a_command_is_a_keyword_of_its_function(command: str) ->
     names = {option.name for option in list_command_options(command)}
     without = {name for name in names if rename_option(name.removeprefix("--"), keywords) not in keywords}
     assert without == ONLY_COMMAND.get(command, set())
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) & set(vitrail.__all__)))
+def test_a_command_and_its_function_have_the_same_defaults(command: str) -> None:
+    function = getattr(vitrail, command)
+    parameters, keywords = inspect.signature(function).parameters, list_keywords(function.__wrapped__)
+    compared = 0
+    for option in list_command_options(command):
+        if option.name not in ONLY_COMMAND.get(command, set()) and not option.is_required:
+            name = rename_option(option.name.removeprefix("--"), keywords)
+            assert parameters[name].default == option.default, option.name
+            compared += 1
+    assert compared >= 5
 
 
 def test_every_other_name_is_needed() -> None:

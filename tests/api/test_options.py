@@ -1,6 +1,7 @@
 """The keyword arguments of `train` and `finetune` are the options of the commands."""
 
 import inspect
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import vitrail
 from vitrail.api.argument_checks import list_kinds
 from vitrail.api.conversion import ConvertKeywords, ConvertOptions
+from vitrail.api.keyword_errors import list_keywords
 from vitrail.api.options import FinetuneKeywords, RunKeywords, TrainKeywords, build_options, list_option_names
 from vitrail.api.prediction import PredictKeywords
 from vitrail.api.serve import ServeKeywords, ServeOptions
@@ -25,7 +27,7 @@ CASES: Any = [(vitrail.finetune, FinetuneKeywords, FinetuneOptions), (vitrail.tr
 
 @pytest.mark.parametrize(("function", "keywords", "options"), CASES)
 def test_the_keywords_are_the_options(function: Any, keywords: Any, options: Any) -> None:
-    parameters = inspect.signature(function).parameters
+    parameters = inspect.signature(function.__wrapped__).parameters
     named = set(parameters) - {"data", "model", "on_step", "on_evaluation", "loss", "options"}
     if function is vitrail.train:
         named -= {"recipe"}  # there it is the first argument
@@ -34,6 +36,29 @@ def test_the_keywords_are_the_options(function: Any, keywords: Any, options: Any
     assert names | named == set(list_option_names(options)) - ONLY_COMMAND
     for name in named:
         assert parameters[name].default == getattr(options(), name)
+
+
+FUNCTIONS = ["train", "finetune", "evaluate", "probe", "predict", "embed", "figures", "convert", "serve"]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_help_lists_every_argument_with_its_type_its_default_and_a_text(name: str) -> None:
+    function = getattr(vitrail, name)
+    parameters = inspect.signature(function).parameters
+    assert set(parameters) == set(list_keywords(function.__wrapped__))
+    texts = dict(re.findall(r"^- `(\w+)`: (\S.+)", inspect.getdoc(function) or "", re.MULTILINE))
+    assert list(texts) == list(parameters)
+    for parameter in list(parameters.values())[1:]:
+        assert parameter.annotation is not parameter.empty, parameter
+        assert (parameter.kind is parameter.KEYWORD_ONLY) <= (parameter.default is not parameter.empty), parameter
+
+
+def test_an_option_of_a_nested_group_has_its_default_in_the_signature() -> None:
+    parameters = inspect.signature(vitrail.finetune).parameters
+    assert (parameters["save_every"].default, parameters["epochs"].default, parameters["seed"].default) == (10, None, 0)
+    assert parameters["save_every"].annotation is float
+    assert inspect.signature(vitrail.serve).parameters["queue"].default == 64
+    assert "- `save_every`: Minutes from one checkpoint to the next." in (vitrail.train.__doc__ or "")
 
 
 @pytest.mark.parametrize("kind", [FinetuneOptions, PretrainingOptions])

@@ -5,11 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
 
 import vitrail
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as run_command
+from vitrail.api.images import list_images
 from vitrail.errors import DataError, UsageError
 
 MODEL = "model.safetensors"
@@ -55,6 +59,55 @@ def test_images_in_memory_are_predicted_like_their_files() -> None:
     gray = np.zeros((3, 8, 8), np.uint8)
     assert vitrail.embed(MODEL, gray).shape == (3, 32)
     assert vitrail.embed(MODEL, gray[0]).shape == (1, 32)
+
+
+class Lazy(Dataset[tuple[Tensor, int]]):
+    """As a torchvision dataset with ToTensor; it counts what is read, and has no end of its own."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths, self.reads = paths, 0
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.reads += 1
+        return torch.from_numpy(np.array(Image.open(self.paths[index]))).permute(2, 0, 1) / 255, 0
+
+
+def test_tensors_and_torch_datasets_are_predicted_like_files() -> None:
+    paths = sorted(Path("photos/test").glob("*/*.png"))
+    expected = [prediction.labels for prediction in vitrail.predict(MODEL, paths)]
+    pixels = torch.from_numpy(np.stack([np.array(Image.open(path)) for path in paths])).permute(0, 3, 1, 2)
+    pairs: Any = [(image, "rose") for image in pixels]
+    forms: list[Any] = [pixels, pixels / 255, (pixels / 255).numpy(), list(pixels), Lazy(paths), pairs]
+    for form in forms:
+        assert [prediction.labels for prediction in vitrail.predict(MODEL, form)] == expected
+        assert np.array_equal(vitrail.embed(MODEL, form), vitrail.embed(MODEL, paths))
+    for one in (pixels[0], pixels[0] / 255, (pixels[0] / 255).numpy()):
+        (prediction,) = vitrail.predict(MODEL, one)
+        assert prediction.labels == expected[0]
+    with pytest.raises(DataError, match=r"^image 1 has values from .* floats are from 0 to 1"):
+        vitrail.predict(MODEL, [pixels[0], pixels[0] / 127])
+
+
+def test_a_torch_dataset_is_not_held_in_memory() -> None:
+    lazy = Lazy(sorted(Path("photos").glob("*/*/*.png")))
+    listed = list_images(lazy)
+    assert (len(listed), lazy.reads) == (30, 0)
+
+
+@pytest.mark.parametrize("call", [vitrail.predict, vitrail.embed])
+def test_a_path_that_does_not_exist_or_holds_no_image_is_an_error(call: Any) -> None:
+    Path("empty").mkdir()
+    with pytest.raises(DataError, match=r"^phtos does not exist; did you mean photos\?$"):
+        call(MODEL, "phtos")
+    with pytest.raises(DataError, match=r"^nothing.jpg does not exist"):
+        call(MODEL, ["photos/test/rose/0.png", Path("nothing.jpg")])
+    with pytest.raises(DataError, match=r"^empty holds no image"):
+        call(MODEL, "empty")
+    with pytest.raises(DataError, match=r"^no file matches photos/\*.gif"):
+        call(MODEL, "photos/*.gif")
 
 
 def test_an_unreadable_image_is_named_in_its_row_and_an_error_of_embed() -> None:

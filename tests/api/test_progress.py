@@ -2,13 +2,17 @@
 
 import io
 import logging
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import vitrail
+from tests.api.conftest import SHORT, make_trained
+from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.progress import NotebookBar, NoteCollector, find_notebook_display, show_progress
 
 
@@ -85,3 +89,24 @@ def test_notes_are_logged_and_those_worth_keeping_are_kept(caplog: pytest.LogCap
     assert notes == ["note: held out", "warning: random weights"]
     levels = [(record.name, record.levelname) for record in caplog.records]
     assert levels == [("vitrail", "INFO"), ("vitrail", "INFO"), ("vitrail", "WARNING")]
+
+
+def test_notes_of_a_call_name_its_keywords() -> None:
+    @name_keywords
+    def collect(*, minutes: float | None = None, balanced: bool = False) -> NoteCollector:
+        return NoteCollector()
+
+    sentence = "note: --minutes 3 is short; --balanced helps, as `vitrail train --minutes 3` does"
+    notes = [collect(), NoteCollector()]
+    for each in notes:
+        each(sentence)
+    assert list(notes[0]) == ["note: minutes=3 is short; balanced=True helps, as `vitrail train --minutes 3` does"]
+    assert list(notes[1]) == [sentence]
+
+
+def test_the_notes_of_a_run_name_keywords() -> None:
+    data = [(np.full((8, 8, 3), 5 * label, np.uint8), label) for label in [0] * 80 + [1] * 8]
+    splits: Any = {"train": data, "val": data}
+    run = vitrail.finetune(splits, make_trained(), **SHORT | {"epochs": 0.1})
+    assert [note for note in run.notes if note.endswith("; balanced=True gives every class the same weight")]
+    assert not [note for note in run.notes if re.search(r"(?<!vitrail )--[a-z]", note)]

@@ -27,6 +27,7 @@ def post_image(url: str) -> bytes:
 def test_a_server_answers_in_the_background_until_it_is_stopped(capfd: pytest.CaptureFixture[str]) -> None:
     with vitrail.serve(MODEL, port=0, device="cpu") as server:
         assert repr(server) == f"Server({server.url!r}, running)"
+        assert f'<a href="{server.url}" target="_blank">{server.url}</a> is running' in server._repr_html_()
         answer = json.loads(post_image(server.url))
     (expected,) = vitrail.predict(MODEL, IMAGE)
     assert str(expected.label) in json.dumps(answer)
@@ -49,6 +50,27 @@ def test_the_command_and_serve_answer_the_same_bytes() -> None:
             running.terminate()
     with vitrail.serve(MODEL, port=0, device="cpu") as server:
         assert post_image(server.url) == from_command
+
+
+@pytest.mark.parametrize("package", ["fastapi", "python_multipart", "uvicorn"])
+def test_without_its_packages_serve_is_a_name_and_its_call_says_what_to_install(package: str) -> None:
+    """In a fresh process, as `from vitrail import *`, `help` and an editor's completion meet it."""
+    script = f"""
+import sys
+sys.modules["{package}"] = None
+import inspect, pydoc, vitrail
+from vitrail import *
+assert callable(serve) and Server.__name__ == "Server"
+inspect.getmembers(vitrail)
+pydoc.render_doc(vitrail)
+try:
+    serve("{MODEL}", port=0)
+except vitrail.errors.UsageError as error:
+    print(error)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == f"serving needs {package}: pip install 'vitrail[serve]'\n"
 
 
 def test_wrong_options_are_refused() -> None:

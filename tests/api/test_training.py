@@ -274,6 +274,25 @@ def test_an_interrupted_run_resumes_to_the_same_bytes(number: int | None, digits
     assert read_weights(run.folder) == read_weights(digits_run)
 
 
+class InterruptedImages(Dataset[tuple[Image.Image, int]]):
+    """Ctrl-C comes while the images are read, before the first step."""
+
+    targets = tuple(index % 2 for index in range(8))
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_before_the_first_step_says_that_the_same_call_starts_again() -> None:
+    splits: Any = {"train": InterruptedImages(), "val": InterruptedImages()}
+    with pytest.raises(StoppedError, match=r"before the first step, .* trained nothing; the same call starts again"):
+        vitrail.finetune(splits, make_trained(), out="run", **SHORT)
+    assert not Path("run").exists()
+
+
 def test_resuming_with_another_loss_is_refused() -> None:
     with pytest.raises(StoppedError):
         vitrail.train("digits", "digits", out="run", on_step=stop_after(2, signal.SIGINT), **DIGITS)

@@ -9,20 +9,8 @@ import pytest
 from tests import model_factory
 from tests.model_factory import VARIANTS
 from vitrail import presets
-from vitrail.config import (
-    BiTConfig,
-    ConvConfig,
-    MaskedConfig,
-    Recipe,
-    ScheduleConfig,
-    ViTConfig,
-    from_json,
-    parse_field,
-    to_json,
-    upgrade_keys,
-    upgrade_run_config,
-)
-from vitrail.config.serialization import _RENAMES
+from vitrail.config import BiTConfig, ConvConfig, MaskedConfig, Recipe, ScheduleConfig, ViTConfig, from_json, to_json
+from vitrail.config.serialization import _RENAMES, parse_field, upgrade_keys, upgrade_run_config
 from vitrail.errors import UsageError
 from vitrail.recipes import RECIPES, build_finetune_recipe
 from vitrail.studies.grid import Cell

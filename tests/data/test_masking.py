@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from vitrail.config import MASK_TOKEN, UNCHANGED_PATCH, MaskedConfig
+from vitrail.config import MaskedConfig
+from vitrail.config.training import MASK_TOKEN, UNCHANGED_PATCH
 from vitrail.data.batch_augment import draw_masked_patches
 from vitrail.data.randomness import CounterRNG
 from vitrail.errors import UsageError

@@ -8,13 +8,15 @@ import pytest
 import torch
 from PIL import Image
 from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import TensorDataset
 
 from vitrail.data.decode import decode
-from vitrail.data.memory import build_memory_dataset
+from vitrail.data.memory import build_memory_dataset, convert_image
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
 
 PIXELS = np.arange(30 * 4 * 4 * 3, dtype=np.uint32).reshape(30, 4, 4, 3).astype(np.uint8)
+FLOATS = torch.from_numpy(PIXELS).permute(0, 3, 1, 2) / 255  # as torchvision's ToTensor
 LABELS = [index % 3 for index in range(30)]
 
 
@@ -48,8 +50,12 @@ def read_all(dataset: Any) -> dict[int, tuple[bytes, int]]:
         [(Image.fromarray(pixels), label) for pixels, label in zip(PIXELS, LABELS, strict=True)],
         [{"image": pixels, "label": label} for pixels, label in zip(PIXELS, LABELS, strict=True)],
         TorchImages(),
+        (FLOATS, LABELS),
+        (FLOATS.numpy(), LABELS),
+        (FLOATS.half(), LABELS),
+        TensorDataset(FLOATS, torch.tensor(LABELS)),
     ],
-    ids=["arrays", "tensors", "pairs", "mappings", "torch"],
+    ids=["arrays", "tensors", "pairs", "mappings", "torch", "floats", "float arrays", "half", "float pairs"],
 )
 def test_every_kind_gives_the_same_images_and_labels(data: Any) -> None:
     dataset = build_memory_dataset(data)
@@ -119,7 +125,23 @@ def test_arrays_whose_last_axis_is_no_pixel_are_refused(shape: tuple[int, ...]) 
         dataset.splits["train"].read_image(0)
 
 
-def test_normalized_tensors_are_refused_with_advice() -> None:
-    dataset = build_memory_dataset([(torch.zeros(3, 4, 4), label) for label in LABELS])
-    with pytest.raises(DataError, match="without transforms"):
-        dataset.splits["train"].read_image(0)
+def test_every_value_of_uint8_comes_back_from_floats() -> None:
+    values = np.arange(256, dtype=np.uint8).reshape(1, 16, 16)
+    for pixels in (values.astype(np.float32) / 255, torch.from_numpy(values).to(torch.float16) / 255):
+        assert np.array_equal(np.asarray(convert_image(pixels, "x")), values[0])
+    assert convert_image(torch.from_numpy(values)[0], "x").size == (16, 16)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "message"),
+    [
+        (FLOATS[0] * 2 - 1, "x has values from -1 to .* floats are from 0 to 1, .* Omit Normalize"),
+        (FLOATS[0].numpy() * 255, "x has values from 0 to 47; floats are from 0 to 1"),
+        (torch.full((1, 4, 4), torch.nan), "from nan to nan; floats are from 0 to 1"),
+        (FLOATS[0].permute(1, 2, 0), r"x is torch.float32 \(4, 4, 3\); .* without other transforms"),
+        (torch.zeros(3, 4, 4, dtype=torch.int64), r"x is torch.int64 \(3, 4, 4\); an image is"),
+    ],
+)
+def test_floats_that_are_no_image_are_refused_with_the_rule(pixels: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        convert_image(pixels, "x")

@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests import model_factory
 from tests.model_factory import STEM, VARIANTS
 from vitrail import presets
-from vitrail.config import MASK_TOKEN, UNCHANGED_PATCH, MaskedConfig, MaskedTarget, PreprocessConfig, ViTConfig
+from vitrail.config import MaskedConfig, MaskedTarget, PreprocessConfig, ViTConfig
+from vitrail.config.training import MASK_TOKEN, UNCHANGED_PATCH
 from vitrail.data.batch_augment import draw_masked_patches
 from vitrail.data.randomness import CounterRNG
 from vitrail.data.transforms import normalize

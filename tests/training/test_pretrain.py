@@ -9,6 +9,7 @@ import pytest
 from vitrail import recipes, remote
 from vitrail.config import ScheduleConfig
 from vitrail.errors import UsageError
+from vitrail.training.losses import softmax_cross_entropy
 from vitrail.training.pretrain import PretrainingOptions, choose_recipe, pretrain, run_demo
 from vitrail.training.recipe_overrides import RecipeOverrides
 from vitrail.training.run_execution import RunCallbacks, RunOptions
@@ -58,6 +59,15 @@ def test_a_masked_run_returns_the_loss_of_its_patches(tmp_path: Path) -> None:
     assert (facts["split"], facts["images"]) == ("val", 179)
     assert facts["patches"] % 179 == 0
     assert facts["loss"] > 0
+
+
+@pytest.mark.parametrize("recipe", ["mpp-cifar10", "mae-cifar10"])
+def test_a_masked_recipe_refuses_a_loss_of_classes(recipe: str, tmp_path: Path) -> None:
+    """It has no logits that the function could be given."""
+    options = PretrainingOptions(run=make_options(tmp_path / "run", loss_function=softmax_cross_entropy))
+    with pytest.raises(UsageError, match=rf"{recipe} predicts masked patches .*omit `loss`, or choose another target"):
+        pretrain(recipe, "no such data", options)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_demo_is_uploaded_to_its_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 import pytest
 
+import vitrail
 from tests.training.test_run_results import SENT
 from tests.training.test_trainer import read_events, read_rows, run_training
 from tests.training.test_training_run import build_digits_run
@@ -111,8 +112,39 @@ def test_without_a_tracker_nothing_is_imported_or_written(tmp_path: Path) -> Non
 
 def test_the_command_and_python_take_the_same_trackers() -> None:
     assert get_args(options.Tracker) == get_args(Tracker)
-    with pytest.raises(UsageError, match="--track is 'neptune'; it takes tensorboard, wandb, mlflow"):
-        RunOptions(track="neptune")
+
+
+class OwnLogger:
+    """A logger that is told what it gets."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, dict[str, float]] = {}
+        self.closed = 0
+
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self.values.setdefault(step, {}).update(values)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize("track", ["neptune", ["tensorboard", 5], object(), OwnLogger])
+def test_what_is_no_tracker_and_no_logger_is_refused(track: Any) -> None:
+    with pytest.raises(UsageError, match=r"--track is .*; it takes tensorboard, wandb, mlflow, or objects with log_sc"):
+        RunOptions(track=track)
+
+
+def test_loggers_of_the_caller_get_every_step_and_are_closed_once(tmp_path: Path) -> None:
+    own, other = OwnLogger(), OwnLogger()
+    run = vitrail.train(
+        "digits", "digits", epochs=0.2, out=tmp_path / "run", track=[own, other], workers=0, device="cpu"
+    )
+    assert set(own.values) == set(range(1, run.config["steps"] + 1))
+    last = own.values[run.config["steps"]]
+    assert last["val/loss"] == pytest.approx(run.history["val/loss"][-1], rel=1e-4)
+    assert last["final/accuracy_top1"] == run.accuracy
+    assert (own.closed, other.closed) == (1, 1)
+    assert own.values == other.values
 
 
 @pytest.mark.parametrize(

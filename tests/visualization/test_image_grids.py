@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageColor
 
-from vitrail.config import MASK_TOKEN, UNCHANGED_PATCH
+from vitrail.config.training import MASK_TOKEN, UNCHANGED_PATCH
 from vitrail.visualization.crops import Box
 from vitrail.visualization.image_grids import (
     MASK_GRAY,

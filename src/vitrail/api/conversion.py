@@ -15,9 +15,10 @@ from vitrail import presets
 from vitrail.api import notebook
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, get_model_name, load_trained
-from vitrail.api.options import build_options
+from vitrail.api.options import build_options, document_options
 from vitrail.api.progress import NoteCollector, show_progress
-from vitrail.config import Resample, expand_image_size
+from vitrail.config import Resample
+from vitrail.config.model import expand_image_size
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.loader import iter_eval_batches
 from vitrail.data.sources import DataSource, open_dataset
@@ -32,6 +33,8 @@ from vitrail.weights.adapt import adapt
 from vitrail.weights.formats import WeightsFormat, check_destination
 from vitrail.weights.load import is_preset, save
 from vitrail.weights.trained import Trained, require_preprocess, resolve_labels
+
+__all__ = ["Conversion", "ConvertKeywords", "convert"]
 
 TargetFormat = Literal[WeightsFormat, "onnx", "torch-export", "openvino"]
 MAX_MEASURED_IMAGES = 1000
@@ -53,7 +56,9 @@ class ConvertOptions:
     image_size: tuple[int, ...] | None = None
     """Height and width, or one side; positions are resampled."""
     patch: int | None = None
+    """Side of the patches; their kernels are resized."""
     channels: int | None = None
+    """Input channels."""
     resample: Resample | None = None
     """How to resample positions; None for as the origin of the weights does."""
     preprocess: PreprocessName | None = None
@@ -63,6 +68,7 @@ class ConvertOptions:
     measure: DataSource | None = None
     """Images on which lower precisions are compared with float32."""
     overwrite: bool = False
+    """Replace the destination if it exists."""
     progress: ShowProgress = show_progress
 
 
@@ -128,6 +134,7 @@ class Conversion:
         return notebook.wrap_html(notebook.render_table(rows), *notebook.render_notes((*self.changes, *self.notes)))
 
 
+@document_options(ConvertOptions)
 @name_keywords
 def convert(
     source: AnyModel,
@@ -140,11 +147,19 @@ def convert(
 ) -> Conversion:
     """Write a model in another format, or adapted to another task: `vitrail convert` from Python.
 
-    Without `to`, the suffixes .onnx, .pt2 and .xml choose those runtimes, and any other name vitrail's own format. The
-    other options are those of `ConvertKeywords`. What a format cannot hold is refused, or listed in `notes`.
+    What a format cannot hold is refused, or listed in `notes`.
 
         vitrail.convert("model.safetensors", "model-hf", "transformers")
         vitrail.convert("model.safetensors", "flowers.safetensors", classes=102, image_size=384)
+
+    Arguments:
+
+    - `source`: The model: a name, a path, a `Run` or a `Trained`.
+    - `destination`: The file or folder to write.
+    - `to`: The format; by default the suffixes .onnx, .pt2 and .xml choose those runtimes, and any other name vitrail's
+      own format.
+    - `image_size`: New resolution, one side or height and width; positions are resampled.
+    - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
     size = (image_size,) if isinstance(image_size, int) else image_size
     values = {"destination": Path(destination), "to": to or _choose_format(Path(destination)), "image_size": size}

@@ -18,6 +18,7 @@ from vitrail.data.dataset import Dataset, Split
 from vitrail.data.sources import DataSource, open_dataset
 from vitrail.errors import DataError, UsageError
 from vitrail.evaluation import dataset_evaluation
+from vitrail.evaluation.calibration import count_bins
 from vitrail.evaluation.dataset_evaluation import (
     EvaluatedModel,
     EvaluationSettings,
@@ -29,7 +30,9 @@ from vitrail.evaluation.dataset_evaluation import (
 from vitrail.evaluation.probe_run import ProbeMethod, ProbeSettings, run_probe
 from vitrail.evaluation.statistics import Interval
 from vitrail.formatting import pluralize
+from vitrail.report import svg_charts
 from vitrail.report.result_files import make_evaluation_grid, write_evaluation
+from vitrail.report.svg_charts import ChartLine
 from vitrail.runtime import distributed
 from vitrail.runtime.workers import Notify, ShowProgress, count_loader_workers
 from vitrail.training.dataset_checks import check_classes, list_dataset_notes
@@ -114,9 +117,18 @@ class Evaluation:
         parts = [notebook.render_table(rows)]
         if self.confusion is not None:
             parts.append(notebook.render_confusion(self.confusion, self.classes))
+        parts.append(self._render_reliability())
         with contextlib.suppress(DataError):  # images that are gone by now
             parts += self._render_mistakes()
         return notebook.wrap_html(*parts, *notebook.render_notes(self.notes))
+
+    def _render_reliability(self) -> str:
+        """How often predictions of each probability are correct."""
+        binned = count_bins(*self.results[0].evaluation.predictions.calibration_pairs)
+        caption = f"how often a probability is right, calibration error {self.results[0].metrics.calibration_error:.1%}"
+        x_label = "predicted probability"
+        chart = svg_charts.draw_reliability(binned.counts, binned.correct, label=caption, x_label=x_label)
+        return notebook.render_figure(caption, chart)
 
     def _render_mistakes(self) -> list[str]:
         """The wrongly predicted images of greatest loss, if any."""
@@ -150,45 +162,66 @@ def evaluate(
 ) -> Evaluation:
     """Measure models on labeled images: `vitrail evaluate` from Python, with its defaults.
 
-    The images are those of test, or of val where there is no test. `against` is another model or a list of them, each
-    measured on the same images and compared with the first. Tables and figures are written to `out`, if it is given.
-
         vitrail.evaluate("model.safetensors", "photos").accuracy
+
+    Arguments:
+
+    - `model`: A name, a path, a `Run` or a `Trained`.
+    - `data`: A folder or any other DATA of the commands, or data in memory, as in `finetune`.
+    - `against`: Another model or a list of them, measured on the same images and compared with the first.
+    - `split`: "test", "val", "train" or "all"; by default test, or val where there is no test.
+    - `real`: A ReaL file: all correct labels of each image.
+    - `classes`: A file with the only classes the model may predict, one per line: for ImageNet-A, -R and the like.
+    - `tta`: Average the predictions of an image and of its mirror image (test-time augmentation).
+    - `abstain`: Find the probability above which this share of predictions is correct on val; the model stores it.
+    - `strict`: Refuse unreadable images; by default up to a tenth of the images may be unreadable and are left out.
+    - `out`: A new or empty folder for tables and figures; none by default.
+    - `batch`: Images per batch.
+    - `device`: cpu, cuda or mps; the best device available by default.
+    - `workers`: Processes that decode images; one per core, less one, by default.
+    - `progress`: How progress is shown; a bar by default.
+    - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
     notes = NoteCollector() if notify is None else notify
-    list_models([model, *list_models(against)])  # refuses what is none
+    models = list_models([model, *list_models(against)])
     _check_numbers(model, batch, abstain)
     folder = _check_folder(out)
     with distributed.join_process_group(device) as (group, chosen_device):
-        dataset = open_dataset(data)
-        if abstain is not None:
-            dataset_evaluation.check_threshold_target(get_model_name(model), dataset)
         settings = EvaluationSettings(
-            group=group,
-            device=chosen_device,
-            batch=batch,
-            workers=count_loader_workers(workers),
-            tta=tta,
-            class_subset=None if classes is None else Path(classes),
-            real=None if real is None else Path(real),
-            strict=strict,
-            show_progress=progress,
-            notify=notes,
-        )
-        _notify_of_dataset(dataset, split, notes)
-        dataset_evaluation.check_evaluable(dataset, split)
-        models = _load_models(model, against)
-        images = dataset_evaluation.select_images(dataset, split, models, notes)
-        results = dataset_evaluation.evaluate_models(models, dataset, images, settings)
-        unreadable = dataset_evaluation.list_unreadable(images, results, notes)
-        facts = dataset_evaluation.collect_facts(dataset, results, settings)
-        facts |= {"unreadable": unreadable} if unreadable else {}
-        if folder is not None and group.is_rank0:
-            write_evaluation(dataset, images, results, facts, folder)
-        if abstain is not None:
-            facts["threshold"] = dataset_evaluation.fit_threshold(get_model_name(model), dataset, settings, abstain)
-        kept = tuple(notes) if isinstance(notes, NoteCollector) else ()
-        return Evaluation(facts, tuple(results), dataset, images, folder, kept)
+            group=group, device=chosen_device, batch=batch, workers=count_loader_workers(workers), tta=tta,
+            class_subset=None if classes is None else Path(classes), real=None if real is None else Path(real),
+            strict=strict, show_progress=progress, notify=notes,
+        )  # fmt: skip
+        return _measure(models, data, split, abstain, folder, settings)
+
+
+def _measure(
+    models: Sequence[AnyModel],
+    data: DataSource,
+    split: SplitName | None,
+    abstain: float | None,
+    folder: Path | None,
+    settings: EvaluationSettings,
+) -> Evaluation:
+    """Measure models on the images of a split, and write the tables."""
+    notes, name = settings.notify, get_model_name(models[0])
+    dataset = open_dataset(data)
+    if abstain is not None:
+        dataset_evaluation.check_threshold_target(name, dataset)
+    _notify_of_dataset(dataset, split, notes)
+    dataset_evaluation.check_evaluable(dataset, split)
+    evaluated = _load_models(models)
+    images = dataset_evaluation.select_images(dataset, split, evaluated, notes)
+    results = dataset_evaluation.evaluate_models(evaluated, dataset, images, settings)
+    unreadable = dataset_evaluation.list_unreadable(images, results, notes)
+    facts = dataset_evaluation.collect_facts(dataset, results, settings)
+    facts |= {"unreadable": unreadable} if unreadable else {}
+    if folder is not None and settings.group.is_rank0:
+        write_evaluation(dataset, images, results, facts, folder)
+    if abstain is not None:
+        facts["threshold"] = dataset_evaluation.fit_threshold(name, dataset, settings, abstain)
+    kept = tuple(notes) if isinstance(notes, NoteCollector) else ()
+    return Evaluation(facts, tuple(results), dataset, images, folder, kept)
 
 
 def _check_numbers(model: AnyModel, batch: int, abstain: float | None) -> None:
@@ -209,10 +242,10 @@ def _check_folder(out: str | Path | None) -> Path | None:
     return folder
 
 
-def _load_models(first: AnyModel, against: AnyModel | Sequence[AnyModel]) -> list[EvaluatedModel]:
+def _load_models(models: Sequence[AnyModel]) -> list[EvaluatedModel]:
     """Load the models, each name or path once; models in memory of one name are numbered."""
     loaded: dict[str, EvaluatedModel] = {}
-    for model in (first, *list_models(against)):
+    for model in models:
         name = get_model_name(model)
         if isinstance(model, Trained):
             name = choose_distinct_name(name, loaded)
@@ -261,7 +294,18 @@ class ProbeResult:
     def _repr_html_(self) -> str:
         rows = {name: f"{accuracy:.1%}" for name, accuracy in self.scores.items()}
         images = {"images": f"{self.metrics['images']:,} of {self.metrics['split']}"}
-        return notebook.wrap_html(notebook.render_table(rows | images), *notebook.render_notes(self.notes))
+        table = notebook.render_table(rows | images)
+        return notebook.wrap_html(table, self._render_few_shot(), *notebook.render_notes(self.notes))
+
+    def _render_few_shot(self) -> str:
+        """The few-shot accuracy by images per class, where there are several."""
+        points = sorted((score["shots"], score["top1"]) for score in self.metrics["scores"] if score["shots"])
+        if len(points) < 2:
+            return ""
+        caption, (shots, accuracies) = "few-shot accuracy", zip(*points, strict=True)
+        line = ChartLine(caption, shots, accuracies)
+        chart = svg_charts.draw_lines([line], label=caption, x_label="images per class", percent=True)
+        return notebook.render_figure(caption, chart)
 
 
 @name_keywords
@@ -286,38 +330,53 @@ def probe(
 ) -> ProbeResult:
     """Measure a model's features by simple classifiers: `vitrail probe` from Python, with its defaults.
 
-    `methods` and `shots` take one or several.
-
         vitrail.probe("model.safetensors", "photos", methods=["few-shot"], shots=[5]).scores
+
+    Arguments:
+
+    - `model`: A name, a path, a `Run` or a `Trained`.
+    - `data`: A folder or any other DATA of the commands, or data in memory, as in `finetune`.
+    - `methods`: One or several of "few-shot", "knn", "linear" and "logistic".
+    - `shots`: Images per class for few-shot, one or several; by default 1, 5, 10, 25, where every class has as many.
+    - `seeds`: Random draws of the few-shot images, for the mean and standard deviation.
+    - `penalty`: L2 penalty of the ridge regressions; "auto" chooses it on held-out images.
+    - `k`: Number of neighbors of knn.
+    - `train_on_val`: Train on the validation images too, after the settings are chosen.
+    - `save`: Write the model with the better of linear and logistic as its head to this file.
+    - `overwrite`: Replace the file of that name.
+    - `preprocess`: Mean, std and interpolation for weights that do not state them.
+    - `batch`: Images per batch.
+    - `device`: cpu, cuda or mps; the best device available by default.
+    - `workers`: Processes that decode images; one per core, less one, by default.
+    - `progress`: How progress is shown; a bar by default.
+    - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
-    notes = NoteCollector() if notify is None else notify
     get_model_name(model)  # refuses what is none
     if isinstance(model, str):
         check_loadable(model)
     with distributed.join_process_group(device) as (group, chosen_device):
         settings = ProbeSettings(
             methods=[methods] if isinstance(methods, str) else methods,
-            shots=(shots,) if isinstance(shots, int) else tuple(shots),
-            seeds=seeds,
-            penalty=None if penalty == "auto" else penalty,
-            k=k,
-            train_on_val=train_on_val,
-            save=None if save is None else Path(save),
-            overwrite=overwrite,
-            batch=batch,
-            workers=count_loader_workers(workers),
-            group=group,
-            device=chosen_device,
-            show_progress=progress,
-            notify=notes,
-        )
-        dataset = open_dataset(data)
-        trained = set_preprocess(load_trained(model), preprocess)
-        for note in list_dataset_notes(dataset):
-            notes(note)
-        check_classes(dataset)
-        own_facts = run_probe(trained, dataset, data if isinstance(data, str) else dataset.name, settings)
-        facts = distributed.run_on_rank0(lambda: own_facts)  # the only rank that has them
-        assert facts is not None
-        kept = tuple(notes) if isinstance(notes, NoteCollector) else ()
-        return ProbeResult({"model": get_model_name(model)} | facts, kept)
+            shots=(shots,) if isinstance(shots, int) else tuple(shots), seeds=seeds, k=k,
+            penalty=None if penalty == "auto" else penalty, train_on_val=train_on_val,
+            save=None if save is None else Path(save), overwrite=overwrite, batch=batch,
+            workers=count_loader_workers(workers), group=group, device=chosen_device,
+            show_progress=progress, notify=NoteCollector() if notify is None else notify,
+        )  # fmt: skip
+        return _probe(model, data, preprocess, settings)
+
+
+def _probe(
+    model: AnyModel, data: DataSource, preprocess: PreprocessName | None, settings: ProbeSettings
+) -> ProbeResult:
+    """Fit the classifiers of a dataset; only rank 0 computes their scores, and all return them."""
+    dataset = open_dataset(data)
+    trained = set_preprocess(load_trained(model), preprocess)
+    for note in list_dataset_notes(dataset):
+        settings.notify(note)
+    check_classes(dataset)
+    own_facts = run_probe(trained, dataset, data if isinstance(data, str) else dataset.name, settings)
+    facts = distributed.run_on_rank0(lambda: own_facts)
+    assert facts is not None
+    kept = tuple(settings.notify) if isinstance(settings.notify, NoteCollector) else ()
+    return ProbeResult({"model": get_model_name(model)} | facts, kept)

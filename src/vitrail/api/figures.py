@@ -1,14 +1,16 @@
 """Draw what a model has learned and what it attends to: `vitrail.figures`."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from vitrail.api import notebook
+from vitrail.api.images import Images, ListedImage, list_images
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, get_model_name, load_trained
 from vitrail.api.progress import NoteCollector, show_progress
+from vitrail.data.image_paths import ImageRef
 from vitrail.errors import UsageError
 from vitrail.formatting import pluralize
 from vitrail.runtime.workers import Notify, ShowProgress
@@ -16,7 +18,7 @@ from vitrail.training.run_folder import choose_next_folder
 from vitrail.visualization import all_figures
 from vitrail.visualization.all_figures import FigureModel
 from vitrail.visualization.attention_images import FigureImage
-from vitrail.visualization.crops import read_boxes
+from vitrail.visualization.crops import Box, read_boxes
 from vitrail.visualization.figure_folder import FigureFolder, claim_folder
 from vitrail.weights.load import is_preset
 
@@ -63,7 +65,7 @@ class Figures:
 @name_keywords
 def figures(
     model: AnyModel,
-    images: str | Path | Sequence[str | Path] = (),
+    images: Images = (),
     *,
     against: AnyModel | None = None,
     out: str | Path | None = None,
@@ -77,49 +79,85 @@ def figures(
 ) -> Figures:
     """Draw the paper's figures of a model, or of two side by side: `vitrail figures` from Python, with its defaults.
 
-    `images` are files, folders or globs, or a dataset such as "digits". Figures are written to `out`, a new folder
-    below runs/ by default. Images that cannot be read are listed in `record["unreadable"]`.
+    Images that cannot be read are listed in `record["unreadable"]`.
 
         vitrail.figures("model.safetensors", "photos").numbers
+
+    Arguments:
+
+    - `model`: A name, a path, a `Run` or a `Trained`.
+    - `images`: Files, folders or globs, a dataset such as "digits", images in memory, or a torch Dataset.
+    - `against`: Another model, drawn beside the first.
+    - `out`: The folder, new or empty; runs/figures, runs/figures-2, ... by default.
+    - `boxes`: A file of object boxes, to measure how much of the rollout falls inside.
+    - `image_size`: Resolution, one side or height and width; positions are resampled. The model's by default.
+    - `pictures`: How many images to draw, evenly spread over those given; `boxes` reads the others too.
+    - `faithfulness`: Delete and insert patches by relevance, and plot the probability of the class.
+    - `device`: cpu, cuda or mps; the best device available by default.
+    - `progress`: How progress is shown; a bar by default.
+    - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
     notify = NoteCollector() if notify is None else notify
     if pictures < 0:
         raise UsageError(f"--pictures is {pictures}; it must be 0 or more")
     given = [model] if against is None else [model, against]
     names = [get_model_name(each) for each in given]
-    image_arguments = _list_arguments(images)
-    if boxes is not None and not image_arguments:
+    listed_images = list_images(images)
+    if boxes is not None and not listed_images:
         raise UsageError("--boxes says where objects are in images: give the images too")
     object_boxes = {} if boxes is None else read_boxes(Path(boxes))
     path = choose_next_folder("figures") if out is None else claim_folder(str(out))
-    listed = all_figures.list_images(image_arguments)
-    drawn = _select_drawn(listed, pictures, notify)
-    drawn_names = {image.name for image in drawn}
-    read = [*drawn, *(image for image in listed if object_boxes and image.name not in drawn_names)]
+    listed = _list_figure_images(listed_images)
     size = (image_size,) if isinstance(image_size, int) else image_size
     models = all_figures.prepare_models([_load_model(each, notify) for each in given], size, device)
     folder = FigureFolder(path, [each.name for each in models], notify=notify)
+    num_read = _draw(models, listed, object_boxes, folder, pictures, faithfulness=faithfulness, progress=progress)
+    if not num_read:
+        reason = "--pictures 0 reads none" if listed else f"vitrail figures {names[0]} IMAGES..."
+        folder.add_skipped("attention", f"that takes images: {reason}")
+    return Figures(path, folder.write_record(complete=True) | {"images": num_read})
+
+
+def _draw(
+    models: Sequence[FigureModel],
+    images: list[FigureImage],
+    boxes: Mapping[str, Box],
+    folder: FigureFolder,
+    pictures: int,
+    *,
+    faithfulness: bool,
+    progress: ShowProgress,
+) -> int:
+    """Draw the figures of the weights and of the images; return the number of images that were read."""
+    drawn = _select_drawn(images, pictures, folder.notify)
+    drawn_names = {image.name for image in drawn}
+    read = [*drawn, *(image for image in images if boxes and image.name not in drawn_names)]
     folder.clear()
     weights = all_figures.draw_weight_figures(models, folder)
     if read:
         all_figures.draw_image_figures(
             models,
             read,
-            object_boxes,
+            boxes,
             folder,
             weights=weights,
             num_drawn=len(drawn),
             faithfulness=faithfulness,
             show_progress=progress,
         )
-    else:
-        reason = "--pictures 0 reads none" if listed else f"vitrail figures {names[0]} IMAGES..."
-        folder.add_skipped("attention", f"that takes images: {reason}")
-    return Figures(path, folder.write_record(complete=True) | {"images": len(read)})
+    return len(read)
 
 
-def _list_arguments(images: str | Path | Sequence[str | Path]) -> list[str]:
-    return [str(argument) for argument in ([images] if isinstance(images, str | Path) else images)]
+def _list_figure_images(images: Sequence[ListedImage]) -> list[FigureImage]:
+    """The images by name, each once."""
+    listed: dict[str, FigureImage] = {}
+    for number, image in enumerate(images):
+        if isinstance(image, str | Path):
+            listed |= {each.name: each for each in all_figures.list_images([str(image)])}
+        else:
+            name = f"image {number}"
+            listed[name] = FigureImage(name, image if callable(image) else ImageRef(name, "", content=image).read)
+    return list(listed.values())
 
 
 def _load_model(model: AnyModel, notify: Notify) -> FigureModel:

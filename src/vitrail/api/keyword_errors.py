@@ -3,8 +3,10 @@
 import functools
 import inspect
 import re
+import types
 import typing
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 from vitrail.api.argument_checks import check_argument, check_option_names, list_choices, list_kinds
@@ -27,6 +29,7 @@ _COMMAND_OR_OPTION = re.compile(
     r"|(?<![\w-])--(?P<option>[a-z][a-z0-9-]*)(?: (?!--|vitrail (?!or\b))(?P<word>[^\s`,;()]+))?"
 )
 """A whole command or what is quoted, which stays as it is; or an option and the word behind it."""
+_called_keywords: ContextVar[Mapping[str, Any]] = ContextVar("called_keywords", default=types.MappingProxyType({}))
 
 
 def name_keywords(function: Callable[P, R]) -> Callable[P, R]:
@@ -37,6 +40,7 @@ def name_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        token = _called_keywords.set(list_keywords(function))
         try:
             bound = _check_arguments(function, args, kwargs)
             return function(*bound.args, **bound.kwargs)
@@ -44,8 +48,15 @@ def name_keywords(function: Callable[P, R]) -> Callable[P, R]:
             if kwargs.get("notify") is None:
                 error.args = (rename_options(str(error), list_keywords(function)), *error.args[1:])
             raise
+        finally:
+            _called_keywords.reset(token)
 
     return call
+
+
+def get_called_keywords() -> Mapping[str, Any]:
+    """The keywords of the function of `import vitrail` that is running, with their hints; empty outside of one."""
+    return _called_keywords.get()
 
 
 def _check_arguments(

@@ -29,7 +29,8 @@ _STYLE = """<style>
 .vitrail svg text { font: 11px sans-serif; fill: currentColor; } .vitrail svg text.inverse { fill: #fff; }
 .vitrail .grid, .vitrail .none { stroke: currentColor; opacity: .15; fill: none; }
 .vitrail .line { fill: none; stroke-width: 2; } .vitrail .s0 { stroke: #2a83c8; } .vitrail .s1 { stroke: #d9682a; }
-.vitrail .dot { stroke: none; } .vitrail .dot.s0, .vitrail .bar.a { fill: #2a83c8; }
+.vitrail .dashed { stroke-dasharray: 4 4; } .vitrail .dot { stroke: none; }
+.vitrail .dot.s0, .vitrail .bar.a { fill: #2a83c8; }
 .vitrail .dot.s1, .vitrail .bar.b { fill: #d9682a; }
 </style>"""
 _IMAGES_WIDTH = 800  # pixels of the images shown
@@ -107,6 +108,12 @@ def render_table(rows: dict[str, str]) -> str:
     """Names and values, one row each."""
     cells = "".join(f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>" for name, text in rows.items())
     return f"<table>{cells}</table>"
+
+
+def render_link(url: str, text: str) -> str:
+    """A paragraph with a link, and text behind it."""
+    address = html.escape(url)
+    return f'<p><a href="{address}" target="_blank">{address}</a>{html.escape(text)}</p>'
 
 
 def wrap_html(*parts: str) -> str:

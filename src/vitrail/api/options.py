@@ -1,17 +1,25 @@
 """Keyword arguments of the Python interface, and the option objects they become."""
 
 import dataclasses
+import inspect
+import sys
+import textwrap
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
 from vitrail.api.argument_checks import check_argument, check_option_names
 from vitrail.config import MaskedTarget
+from vitrail.config.field_docstrings import read_field_docstrings
 from vitrail.training.finetune import PreprocessName
-from vitrail.training.trackers import Tracker
+from vitrail.training.trackers import Track
 
+__all__ = ["FinetuneKeywords", "RunKeywords", "TrainKeywords"]
+
+P = ParamSpec("P")
 T = TypeVar("T")
+_DOCSTRING_WIDTH = 110
 
 
 class RunKeywords(TypedDict, total=False):
@@ -37,8 +45,9 @@ class RunKeywords(TypedDict, total=False):
     """Minutes from one checkpoint to the next."""
     verify_every: int
     """Steps from one that is computed twice to the next; 0 for none."""
-    track: Tracker | None
-    """Also log to an experiment tracker: "tensorboard", "wandb" or "mlflow"; the last two send numbers to a server."""
+    track: Track
+    """Also log to an experiment tracker: "tensorboard", "wandb" or "mlflow", of which the last two send numbers to a
+    server; or to a `Logger` of your own; or to several."""
     seed: int
     """Of initial weights, order, augmentation and dropout."""
     device: str | None
@@ -62,7 +71,15 @@ class RunKeywords(TypedDict, total=False):
 
 
 class FinetuneKeywords(RunKeywords, total=False):
-    """What `finetune` takes besides."""
+    """What `finetune` takes besides.
+
+    A dictionary of this type has its keys checked by type checkers:
+
+        from vitrail.api.options import FinetuneKeywords
+
+        options: FinetuneKeywords = {"batch": 8, "seed": 1}
+        vitrail.finetune("photos", "model.safetensors", minutes=10, **options)
+    """
 
     image_size: int | None
     """Resolution; positions are resampled."""
@@ -112,3 +129,53 @@ def list_option_names(kind: Any) -> list[str]:
         nested = hints[field.name]
         names += list_option_names(nested) if dataclasses.is_dataclass(nested) else [field.name]
     return names
+
+
+# --- help of functions that take options -----------------------------------------------------------------------------
+
+
+def document_options(kind: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a function whose typed **options become a `kind`: its signature and its docstring list each of them."""
+
+    def document(function: Callable[P, T]) -> Callable[P, T]:
+        signature = inspect.signature(function)
+        options = next(each for each in signature.parameters.values() if each.kind is each.VAR_KEYWORD)
+        (keywords,) = typing.get_args(typing.get_type_hints(function)[options.name])
+        hints, defaults = typing.get_type_hints(keywords), _list_defaults(kind)
+        listed = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint)
+            for name, hint in hints.items()
+        ]
+        named = [each for each in signature.parameters.values() if each is not options]
+        texts = read_keyword_docstrings(keywords)
+        lines = [
+            textwrap.fill(f"- `{name}`: {texts[name]}", _DOCSTRING_WIDTH, subsequent_indent="  ") for name in hints
+        ]
+        function.__dict__["__signature__"] = signature.replace(parameters=[*named, *listed])
+        function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), *lines])
+        return function
+
+    return document
+
+
+def read_keyword_docstrings(keywords: Any) -> dict[str, str]:
+    """What each key of a TypedDict means, those of the one that it extends included.
+
+    Before Python 3.12 a TypedDict does not know what it extends: it is the one of its module with fewer of its keys.
+    """
+    texts: dict[str, str] = {}
+    for each in vars(sys.modules[keywords.__module__]).values():
+        if typing.is_typeddict(each) and each.__annotations__.keys() <= keywords.__annotations__.keys():
+            texts |= read_field_docstrings(each)
+    return texts
+
+
+def _list_defaults(kind: Any) -> dict[str, Any]:
+    """The default of each option, those of nested dataclasses included."""
+    defaults: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        if field.default_factory is not dataclasses.MISSING and dataclasses.is_dataclass(field.default_factory):
+            defaults |= _list_defaults(field.default_factory)
+        else:
+            defaults[field.name] = field.default
+    return defaults

@@ -4,24 +4,24 @@ import contextlib
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack, cast
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
 from vitrail import __version__, remote
+from vitrail.api.images import Images, ListedImage, check_found, is_stdin, list_images
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, load_trained
+from vitrail.api.options import document_options
 from vitrail.api.prediction_list import MAX_SHOWN_IMAGES, Prediction, PredictionList
 from vitrail.api.progress import NoteCollector, show_progress
 from vitrail.config import Precision, to_json
-from vitrail.data.decode import ImageSource
-from vitrail.data.image_paths import STDIN, ImageRef, can_count_images, describe_skipped, iter_image_refs
+from vitrail.data.image_paths import ImageRef, can_count_images, describe_skipped, iter_image_refs
 from vitrail.errors import DataError, UsageError
 from vitrail.export import export
 from vitrail.files import compute_sha256
@@ -49,10 +49,7 @@ from vitrail.runtime.workers import Notify, ShowProgress
 from vitrail.visualization.attention_images import draw_rollouts, iterate_picture_paths
 from vitrail.weights.tensor_files import digest_tensors
 
-_IMAGE_FORMS = "a path, the bytes of a file, a Pillow image or an array uint8 (H, W) or (H, W, 3)"
-
-Images = ImageSource | Sequence[ImageSource]
-"""Files, folders, globs, shards and lists, as the commands take them; or Pillow images, arrays and bytes of files."""
+__all__ = ["PredictKeywords", "embed", "predict"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,27 +95,31 @@ class PredictKeywords(TypedDict, total=False):
     """Threads that read images; one per core by default."""
 
 
+@document_options(PredictOptions)
 @name_keywords
 def predict(
     model: AnyModel, images: Images, *, top: int = 1, out: str | Path | None = None, **options: Unpack[PredictKeywords]
 ) -> PredictionList:
     """Label images: `vitrail predict` from Python, with its defaults. An unreadable image is named in its row.
 
-    `out` also writes the rows to a .csv or .jsonl file, as the command does.
-
         vitrail.predict("model.safetensors", "photos")[0].label
+
+    Arguments:
+
+    - `model`: A name, a path, a `Run` or a `Trained`, or an exported .onnx or .xml.
+    - `images`: Files, folders, globs, shards or lists, which must exist; Pillow images, arrays, tensors or bytes of
+      files; or a torch Dataset, whose labels are left out.
+    - `top`: Labels per image.
+    - `out`: Also write the rows to this .csv or .jsonl file, as the command does.
     """
-    listed, predict_options = _list_images(images), PredictOptions(top=top, out=out, **options)
+    listed, predict_options = list_images(images), PredictOptions(top=top, out=out, **options)
     rows, notes = _collect_rows(model, listed, predict_options)
-    first_images = _iterate_refs([image for image in listed if not _is_stdin(image)], predict_options, Counter())
+    first_images = _iterate_refs([image for image in listed if not is_stdin(image)], predict_options, Counter())
     predictions = tuple(Prediction(row.image, row.labels, row.error) for row in rows)
     return PredictionList(predictions, tuple(notes), tuple(itertools.islice(first_images, MAX_SHOWN_IMAGES)))
 
 
-def _is_stdin(image: ImageSource) -> bool:
-    return isinstance(image, str) and image == STDIN
-
-
+@document_options(PredictOptions)
 @name_keywords
 def embed(model: AnyModel, images: Images, **options: Unpack[PredictKeywords]) -> NDArray[np.float32]:
     """The features of images, (n, D): what the head reads.
@@ -126,8 +127,13 @@ def embed(model: AnyModel, images: Images, **options: Unpack[PredictKeywords]) -
     An unreadable image is an error.
 
         features = vitrail.embed("model.safetensors", ["cat.jpg", "dog.jpg"])
+
+    Arguments:
+
+    - `model`: A name, a path, a `Run` or a `Trained`.
+    - `images`: As in `predict`.
     """
-    rows, _ = _collect_rows(model, _list_images(images), PredictOptions(embed=True, **options))
+    rows, _ = _collect_rows(model, list_images(images), PredictOptions(embed=True, **options))
     features = []
     for row in rows:
         if row.features is None:
@@ -167,8 +173,9 @@ class _CollectedRows(NamedTuple):
 
 
 def _collect_rows(
-    model: AnyModel, images: Sequence[ImageSource], options: PredictOptions
+    model: AnyModel, images: Sequence[ListedImage], options: PredictOptions
 ) -> tuple[list[PredictionRow], list[str]]:
+    check_found(images)
     notes, rows = NoteCollector(), list[PredictionRow]()
 
     def make_target(classifier: AnyClassifier) -> RowTarget:
@@ -183,30 +190,12 @@ def _collect_rows(
     return rows, notes
 
 
-def _list_images(images: Images) -> list[ImageSource]:
-    """The images one by one; an array of one image, (H, W) or (H, W, 3 or 4), is one."""
-    if isinstance(images, str | Path | bytes | Image.Image):
-        return [images]
-    if isinstance(images, np.ndarray) and (images.ndim == 2 or (images.ndim == 3 and images.shape[2] in (3, 4))):
-        return [images]
-    if isinstance(images, Mapping) or not isinstance(images, Iterable):
-        raise UsageError(f"images are {_IMAGE_FORMS}, or a list of these; not {type(images).__name__}")
-    listed = list(cast(Iterable[ImageSource], images))
-    for index, image in enumerate(listed):
-        if isinstance(image, Sequence) and not isinstance(image, str | bytes) and len(image) == 2:
-            advice = "give the images alone, such as [image for image, label in pairs]"
-            raise UsageError(f"images[{index}] is a pair, as of an image and its label: {advice}")
-        if not isinstance(image, str | Path | bytes | Image.Image | np.ndarray):
-            raise UsageError(f"images[{index}] is of type {type(image).__name__}; an image is {_IMAGE_FORMS}")
-    return listed
-
-
 # --- what the command shares -----------------------------------------------------------------------------------------
 
 
 def run_prediction(
     model: AnyModel,
-    images: Sequence[ImageSource],
+    images: Sequence[ListedImage],
     options: PredictOptions,
     make_target: Callable[[AnyClassifier], RowTarget],
     *,
@@ -251,7 +240,7 @@ def _make_drawer(
 
 
 def _iterate_items(
-    images: Sequence[ImageSource], options: PredictOptions, skipped: "Counter[str]"
+    images: Sequence[ListedImage], options: PredictOptions, skipped: "Counter[str]"
 ) -> Iterator[PredictionItem]:
     refs = _iterate_refs(images, options, skipped)
     if options.attention is None:
@@ -260,16 +249,16 @@ def _iterate_items(
 
 
 def _iterate_refs(
-    images: Sequence[ImageSource], options: PredictOptions, skipped: "Counter[str]"
+    images: Sequence[ListedImage], options: PredictOptions, skipped: "Counter[str]"
 ) -> Iterator[ImageRef]:
     for number, image in enumerate(images):
         if isinstance(image, str | Path):
             yield from iter_image_refs([str(image)], fetch_urls=options.fetch_urls, skipped=skipped)
         else:
-            yield ImageRef(f"image {number}", "", content=image)
+            yield ImageRef(f"image {number}", "", content=image() if callable(image) else image)
 
 
-def _count_images(images: Sequence[ImageSource]) -> int:
+def _count_images(images: Sequence[ListedImage]) -> int:
     """The number of images, for the progress; 0 where counting would read or download them."""
     paths = [str(image) for image in images if isinstance(image, str | Path)]
     in_memory = len(images) - len(paths)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from vitrail.api.keyword_errors import get_called_keywords, rename_options
 from vitrail.formatting import format_bytes, format_count, format_duration
 from vitrail.runtime.workers import ignore_progress
 
@@ -22,10 +23,15 @@ _SECONDS_BETWEEN_UPDATES = 0.2
 
 
 class NoteCollector(list[str]):
-    """Notes of a call, logged as they come and kept for its result."""
+    """Notes of a call, logged as they come and kept for its result; they name its keywords, as errors do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._keywords = get_called_keywords()  # now: notes may come from another thread
 
     def __call__(self, sentence: str) -> None:
         """Log a sentence, and keep what is worth knowing after the call."""
+        sentence = rename_options(sentence, self._keywords) if self._keywords else sentence
         logger.log(logging.WARNING if sentence.startswith("warning") else logging.INFO, sentence)
         if sentence.startswith(("note", "warning")):
             self.append(sentence)

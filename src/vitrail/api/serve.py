@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import os
 import socket
 import threading
@@ -9,27 +10,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
+from vitrail.api import notebook
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, get_model_name, list_models, load_trained
-from vitrail.api.options import build_options
+from vitrail.api.options import build_options, document_options
 from vitrail.api.progress import NoteCollector
 from vitrail.config import Precision
 from vitrail.errors import UsageError
 from vitrail.formatting import pluralize, strip_control_characters
 from vitrail.runtime import cpu_threads
 from vitrail.runtime.workers import Notify
-
-try:
-    from vitrail.serving import decoder_processes, server
-    from vitrail.serving.limits import AllowedHosts, RequestLimits
-except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] not in ("fastapi", "python_multipart", "uvicorn"):
-        raise
-    raise UsageError(f"serving needs {error.name}: pip install 'vitrail[serve]'") from None
+from vitrail.serving import decoder_processes
+from vitrail.serving.limits import AllowedHosts, RequestLimits
 
 if TYPE_CHECKING:
     from vitrail.serving.request_handling import Service
 
+__all__ = ["ServeKeywords", "Server", "serve"]
 API_KEY_VARIABLE = "VITRAIL_API_KEY"
 
 
@@ -99,6 +96,8 @@ class Server:
     """
 
     def __init__(self, service: "Service", listener: socket.socket) -> None:
+        from vitrail.serving import server
+
         self.url = server.get_url(listener)
         self._service, self._listener, self._uvicorn = service, listener, server.make_server(service)
         self._thread = threading.Thread(target=self._run, daemon=True, name="vitrail serve")
@@ -120,19 +119,29 @@ class Server:
         self.stop()
 
     def __repr__(self) -> str:
-        return f"Server({self.url!r}, {'running' if self._thread.is_alive() else 'stopped'})"
+        return f"Server({self.url!r}, {self._describe_state()})"
+
+    def _repr_html_(self) -> str:
+        return notebook.wrap_html(notebook.render_link(self.url, f" is {self._describe_state()}"))
+
+    def _describe_state(self) -> str:
+        return "running" if self._thread.is_alive() else "stopped"
 
 
+@document_options(ServeOptions)
 @name_keywords
 def serve(
     model: AnyModel | Sequence[AnyModel], *, notify: Notify | None = None, **options: Unpack[ServeKeywords]
 ) -> Server:
     """Serve one or several models over HTTP in the background, as `vitrail serve` does.
 
-    The options are those of `ServeKeywords`.
-
         with vitrail.serve("model.safetensors", port=0) as server:
             print(server.url)
+
+    Arguments:
+
+    - `model`: A name, a path, a `Run` or a `Trained`, or a list of these.
+    - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
     notify = NoteCollector() if notify is None else notify
     models = list_models(model)
@@ -145,6 +154,8 @@ def serve_until_stopped(
 ) -> None:
     """Serve models until SIGINT or SIGTERM; `on_ready` is called with the address."""
     service, listener = start_service(models, options, notify)
+    from vitrail.serving import server
+
     with listener:
         on_ready(server.get_url(listener))
         server.serve_until_stopped(service, listener)
@@ -159,6 +170,9 @@ def start_service(models: Sequence[AnyModel], options: ServeOptions, notify: Not
     """Load the models and listen; requests wait until the server runs."""
     if not models:
         raise UsageError("name the models to serve, at least one")
+    _check_installed()
+    from vitrail.serving import server
+
     key = _read_api_key(options.api_key_file)
     cpu_threads.keep_freed_memory()
     listener = server.open_listener(options.host, options.port)
@@ -189,6 +203,17 @@ def start_service(models: Sequence[AnyModel], options: ServeOptions, notify: Not
         listener.listen()  # whoever reads the address may send requests at once
         stack.pop_all()
     return service, listener
+
+
+def _check_installed() -> None:
+    """Refuse to serve without the packages of the extra; without them `vitrail.serve` can still be looked at."""
+    try:
+        importlib.import_module("vitrail.serving.server")
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("fastapi", "python_multipart", "uvicorn"):
+            raise
+        raise UsageError(f"serving needs {package}: pip install 'vitrail[serve]'") from None
 
 
 def _read_api_key(file: Path | None) -> str | None:

@@ -1,17 +1,20 @@
 """Train and fine-tune from Python: `vitrail.train` and `vitrail.finetune`."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Unpack
 
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, get_model_name
-from vitrail.api.options import FinetuneKeywords, TrainKeywords, build_options
+from vitrail.api.options import FinetuneKeywords, TrainKeywords, build_options, document_options
 from vitrail.api.progress import NoteCollector, show_progress
 from vitrail.api.run import Run
 from vitrail.config import Recipe
 from vitrail.data.sources import DataSource
+from vitrail.errors import StoppedError
 from vitrail.report.write_report import write_run_outputs
 from vitrail.training import finetune as finetuning
 from vitrail.training import pretrain as pretraining
@@ -26,6 +29,7 @@ OnStep = Callable[[StepEnd], None]
 OnEvaluation = Callable[[ValidationResult], None]
 
 
+@document_options(FinetuneOptions)
 @name_keywords
 def finetune(
     data: DataSource,
@@ -40,28 +44,35 @@ def finetune(
 ) -> Run:
     """Fine-tune a trained model on your images, in a run folder: `vitrail finetune` from Python, with its defaults.
 
-    `data` is a folder or any other DATA of the commands, a list of (image, label), a pair of (images, labels), a torch
-    Dataset, or a dict of those for train, val and test. `minutes` limits the time of everything. `on_step` and
-    `on_evaluation` are called as the run proceeds; `loss` replaces the recipe's (see `vitrail.training.losses`).
-    Other options are those of the command, with underscores: epochs, batch, lr, warmup, settings, image_size, out,
-    resume, overwrite, seed, device, workers and all others of `vitrail.api.options.FinetuneKeywords`.
-
     Interrupted (Ctrl-C), it saves a checkpoint and raises `StoppedError`; the same call with `resume=True` and the
     folder as `out` continues.
 
         run = vitrail.finetune("photos", model="timm:vit_small_patch16_224.augreg_in21k", minutes=10)
         run.accuracy, run.report
+
+    Arguments:
+
+    - `data`: A folder or any other DATA of the commands, a list of (image, label), a pair of (images, labels), a torch
+      Dataset, or a dict of those for train, val and test.
+    - `model`: The model to start from: a name, a path, a `Run` or a `Trained`.
+    - `minutes`: Limit for the time of everything.
+    - `recipe`: "default", "paper", "bit", a recipe file, or a `Recipe`.
+    - `on_step`: Called with a `StepEnd` after each step.
+    - `on_evaluation`: Called with a `ValidationResult` after each evaluation.
+    - `loss`: A function of logits and targets that replaces the recipe's loss (see `vitrail.training.losses`).
     """
     if model is not None:
         get_model_name(model)  # refuses what is none
     notes = NoteCollector()
     built = build_options(FinetuneOptions, {"minutes": minutes, "recipe": recipe, "loss_function": loss, **options})
-    callbacks = _make_callbacks(notes, on_step, on_evaluation)
     initial = str(model.weights) if isinstance(model, Run) else model
-    (facts,) = finetuning.finetune(data, initial, built, callbacks)
+    with _explain_early_interrupt(on_step) as count_step:
+        callbacks = _make_callbacks(notes, count_step, on_evaluation)
+        (facts,) = finetuning.finetune(data, initial, built, callbacks)
     return Run(Path(facts["folder"]), tuple(notes))
 
 
+@document_options(PretrainingOptions)
 @name_keywords
 def train(
     recipe: str | Path | Recipe,
@@ -74,22 +85,49 @@ def train(
 ) -> Run:
     """Train a model from random weights by a recipe, in a run folder: `vitrail train` from Python, with its defaults.
 
-    `recipe` is a name (`vitrail list recipes`), a file that `vitrail recipe show` printed, a run's config.json, or a
-    `Recipe`. Data and the other options are as in `finetune`.
-
         run = vitrail.train("digits", data="digits", epochs=5)
+
+    Arguments:
+
+    - `recipe`: A name (`vitrail list recipes`), a file that `vitrail recipe show` printed, a run's config.json, or a
+      `Recipe`.
+    - `data`: As in `finetune`; without labels for a recipe that predicts masked patches.
+    - `on_step`: Called with a `StepEnd` after each step.
+    - `on_evaluation`: Called with a `ValidationResult` after each evaluation.
+    - `loss`: A function of logits and targets that replaces the recipe's loss (see `vitrail.training.losses`).
     """
     notes = NoteCollector()
     built = build_options(PretrainingOptions, {"loss_function": loss, **options})
-    callbacks = _make_callbacks(notes, on_step, on_evaluation)
-    facts = pretraining.pretrain(recipe, data, built, callbacks)
+    with _explain_early_interrupt(on_step) as count_step:
+        callbacks = _make_callbacks(notes, count_step, on_evaluation)
+        facts = pretraining.pretrain(recipe, data, built, callbacks)
     return Run(Path(facts["folder"]), tuple(notes))
 
 
-def _make_callbacks(notes: NoteCollector, on_step: OnStep | None, on_evaluation: OnEvaluation | None) -> RunCallbacks:
+@contextlib.contextmanager
+def _explain_early_interrupt(on_step: OnStep | None) -> Iterator[OnStep]:
+    """Yield what is called after a step; Ctrl-C before the first is an error that says how to go on."""
+    has_stepped = False
+
+    def count_step(step_end: StepEnd) -> None:
+        nonlocal has_stepped
+        has_stepped = True
+        if on_step is not None:
+            on_step(step_end)
+
+    try:
+        yield count_step
+    except KeyboardInterrupt:
+        if has_stepped:
+            raise
+        message = "SIGINT: stopped before the first step, so this call trained nothing; the same call starts again"
+        raise StoppedError(message, signal.SIGINT) from None
+
+
+def _make_callbacks(notes: NoteCollector, on_step: OnStep, on_evaluation: OnEvaluation | None) -> RunCallbacks:
     callbacks = RunCallbacks(notify=notes, show_progress=show_progress, write_report=write_run_outputs)
     return dataclasses.replace(
         callbacks,
-        on_step=on_step or callbacks.on_step,
+        on_step=on_step,
         on_evaluation=on_evaluation or callbacks.on_evaluation,
     )

@@ -2,6 +2,16 @@
 
 A configuration states everything but the weights, down to the GELU form, so a file that carries it computes what its
 authors' code computes. What only training uses (dropout, stochastic depth) is part of the recipe, not of the model.
+
+    from vitrail.config import AugmentConfig, OptimizerConfig, ScheduleConfig, from_json, to_json
+
+    recipe = dataclasses.replace(
+        vitrail.load_recipe("digits"),
+        optimizer=OptimizerConfig(kind="adam", lr=1e-3, weight_decay=0.05),
+        schedule=ScheduleConfig(warmup=100, decay="cosine"),
+        augment=AugmentConfig(crop="pad", flip=False),
+    )
+    assert from_json(vitrail.Recipe, to_json(recipe)) == recipe
 """
 
 from vitrail.config.model import (
@@ -14,15 +24,10 @@ from vitrail.config.model import (
     Precision,
     Resample,
     ViTConfig,
-    check_patches,
-    compute_grid,
-    expand_image_size,
 )
 from vitrail.config.preprocess import CropRounding, Interpolation, PreprocessConfig
-from vitrail.config.serialization import from_json, parse_field, to_json, upgrade_keys, upgrade_run_config
+from vitrail.config.serialization import from_json, to_json
 from vitrail.config.training import (
-    MASK_TOKEN,
-    UNCHANGED_PATCH,
     AugmentConfig,
     MaskedConfig,
     MaskedTarget,
@@ -32,8 +37,6 @@ from vitrail.config.training import (
 )
 
 __all__ = [
-    "MASK_TOKEN",
-    "UNCHANGED_PATCH",
     "AugmentConfig",
     "BiTConfig",
     "ConvConfig",
@@ -52,12 +55,6 @@ __all__ = [
     "Resample",
     "ScheduleConfig",
     "ViTConfig",
-    "check_patches",
-    "compute_grid",
-    "expand_image_size",
     "from_json",
-    "parse_field",
     "to_json",
-    "upgrade_keys",
-    "upgrade_run_config",
 ]

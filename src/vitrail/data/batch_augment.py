@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitrail.config import MASK_TOKEN, UNCHANGED_PATCH, AugmentConfig, MaskedConfig, PreprocessConfig
+from vitrail.config import AugmentConfig, MaskedConfig, PreprocessConfig
+from vitrail.config.training import MASK_TOKEN, UNCHANGED_PATCH
 from vitrail.data.augment import (
     FILL_LEVEL,
     RANDAUGMENT_OPS,

@@ -14,6 +14,8 @@ from vitrail.data.sample_table import UNLABELED, Array, SampleTable
 from vitrail.errors import DataError
 from vitrail.formatting import pluralize
 
+__all__ = ["Dataset", "Split"]
+
 SPLITS = ("train", "val", "test")
 MAX_BAD_FRACTION = 0.1
 """Up to this fraction of the images may be unreadable and are skipped; more are an error."""

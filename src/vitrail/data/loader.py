@@ -29,6 +29,8 @@ from vitrail.data.randomness import CounterRNG, IntArray, SampleOrder
 from vitrail.data.transforms import make_eval_input, normalize
 from vitrail.errors import DataError, RemoteError, UsageError, VitrailError
 
+__all__ = ["Batch", "BatchPlan", "TrainingData", "iter_eval_batches", "iter_train_batches", "prepare_train_batch"]
+
 _MAX_SKIPPED_IMAGES = 100
 _MAX_RESIDENT_PIXELS = 128 * 128  # pixels; larger images are mostly photos, of all sizes
 _MAX_RESIDENT_BYTES = 4 * 2**30
@@ -88,7 +90,24 @@ class BatchPlan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    """The data of a training run, the same for every rank."""
+    """The data of a training run, the same for every rank.
+
+    Batches are read by a plan, and augmented as `augment` says:
+
+        from vitrail.config import AugmentConfig
+        from vitrail.data import loader
+        from vitrail.data.randomness import SampleOrder
+        from vitrail.data.sources import open_dataset
+
+        train = open_dataset("photos").splits["train"]
+        data = loader.TrainingData(
+            split=train, order=SampleOrder(seed=0, num_samples=len(train)), augment=AugmentConfig(),
+            preprocess=vitrail.PreprocessConfig(size=(32, 32), resize=(36,)), seed=0, num_classes=2,
+        )
+        plan = loader.BatchPlan(batch_size=4, total_positions=2 * len(train))  # two epochs
+        for step, batch in enumerate(loader.iter_train_batches(data, plan)):  # each is a Batch
+            images, targets = loader.prepare_train_batch(batch, data, plan, step)
+    """
 
     split: Split
     order: SampleOrder
@@ -148,6 +167,13 @@ def iter_eval_batches(
     With `skip_bad`, unreadable images are omitted. With `masked`, the targets are masks, always of the same patches; a
     batch then holds the partner of its last image, the next of the split, so batches and ranks change nothing, and
     `skip_bad` replaces an unreadable image by the next readable one.
+
+        from vitrail.data.loader import iter_eval_batches
+        from vitrail.data.sources import open_dataset
+
+        dataset, trained = open_dataset("photos"), vitrail.load("model.safetensors")
+        for batch in iter_eval_batches(dataset.splits["val"], trained.preprocess, batch_size=64, num_classes=2):
+            print(batch.pixels.shape, batch.targets)
     """
     partners = 1 if _has_patch_replacement(masked) else 0
     index_batches = (

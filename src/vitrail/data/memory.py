@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -33,8 +34,9 @@ class Samples(Protocol):
 InMemoryData = Samples | tuple[Any, Any] | Mapping[str, Samples | tuple[Any, Any]]
 """Samples, a pair of (images, labels), or one of these for each of train, val and test.
 
-An image is a Pillow image, an array uint8 (H, W) or (H, W, C), a tensor uint8 (C, H, W), a path, or the bytes of a
-file. A label is a class name, a class number, or None."""
+An image is a Pillow image, an array uint8 (H, W) or (H, W, C), a tensor uint8 (H, W) or (C, H, W), floats from 0 to 1
+(C, H, W) as torchvision's ToTensor gives them, a path, or the bytes of a file. A label is a class name, a class number,
+or None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,7 @@ class MemoryStore:
         """Return the image as `decode` takes it."""
         number = int(np.searchsorted(self.ends, row, side="right"))
         start = self.ends[number - 1] if number else 0
-        return _convert_image(split_sample(self.sources[number][row - start])[0], self.get_name(row))
+        return convert_image(split_sample(self.sources[number][row - start])[0], self.get_name(row))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +137,12 @@ def split_sample(sample: Any) -> tuple[Any, Any]:
     raise DataError(f"a sample is a pair (image, label), not {type(sample).__name__}")
 
 
+def get_image(sample: Any) -> Any:
+    """The image of a sample, or the sample itself where it is an image."""
+    is_sample = isinstance(sample, Mapping) or (isinstance(sample, tuple) and len(sample) == 2)
+    return split_sample(sample)[0] if is_sample else sample
+
+
 def _to_samples(data: Any) -> Samples:
     if isinstance(data, tuple) and len(data) == 2 and not isinstance(data[0], tuple):
         images, labels = data
@@ -192,12 +200,20 @@ def _number_classes(labels: Sequence[Any], names: tuple[str, ...] | None) -> tup
     return classes, indices
 
 
-def _convert_image(image: Any, name: str) -> Path | bytes | Image.Image:
+def convert_image(image: Any, name: str) -> Path | bytes | Image.Image:
+    """An image in memory as `decode` takes it; `name` is its name in errors."""
     if isinstance(image, Image.Image | bytes | Path):
         return image
     if isinstance(image, str):
         return Path(image)
-    pixels = image.permute(1, 2, 0).cpu().numpy() if isinstance(image, Tensor) and image.ndim == 3 else image
+    pixels = image.detach().cpu() if isinstance(image, Tensor) else image
+    if isinstance(pixels, Tensor):
+        channels_last = pixels.permute(1, 2, 0) if pixels.ndim == 3 else pixels
+        pixels = (channels_last.float() if pixels.is_floating_point() else channels_last).numpy()
+    elif _is_floating(pixels) and pixels.ndim == 3:
+        pixels = pixels.transpose(1, 2, 0)
+    if _is_floating(pixels) and pixels.shape[2:] in ((1,), (3,)) and pixels.size:
+        pixels = _quantize_floats(pixels, name)
     pixels = pixels[..., 0] if isinstance(pixels, np.ndarray) and pixels.shape[2:] == (1,) else pixels
     if (
         isinstance(pixels, np.ndarray)
@@ -205,10 +221,30 @@ def _convert_image(image: Any, name: str) -> Path | bytes | Image.Image:
         and (pixels.ndim == 2 or pixels.shape[2:] in _PIXELS)
     ):
         return Image.fromarray(np.ascontiguousarray(pixels))
+    raise DataError(_describe_wrong_image(image, name))
+
+
+def _is_floating(pixels: Any) -> bool:
+    return isinstance(pixels, np.ndarray) and np.issubdtype(pixels.dtype, np.floating)
+
+
+def _quantize_floats(pixels: NDArray[Any], name: str) -> NDArray[np.uint8]:
+    """Floats from 0 to 1 as the uint8 that torchvision's ToTensor made them of, to the bit."""
+    low, high = float(pixels.min()), float(pixels.max())
+    if not (low >= 0 and high <= 1):  # NaN too
+        raise DataError(
+            f"{name} has values from {low:.3g} to {high:.3g}; floats are from 0 to 1, as of torchvision's ToTensor."
+            " Omit Normalize: vitrail normalizes"
+        )
+    return np.round(pixels.astype(np.float64) * 255).astype(np.uint8)
+
+
+def _describe_wrong_image(image: Any, name: str) -> str:
     kind = f"{image.dtype} {tuple(image.shape)}" if isinstance(image, np.ndarray | Tensor) else type(image).__name__
-    first = isinstance(image, np.ndarray) and image.ndim == 3 and image.shape[0] in (1, 3, 4)
-    hint = "; move its channels to the end, images.transpose(0, 2, 3, 1)" if first else ""
-    raise DataError(
-        f"{name} is {kind}{hint}; an image is a Pillow image, uint8 (H, W, C) as array or (C, H, W) as tensor, a path"
-        " or the bytes of a file. Give a dataset without transforms: vitrail resizes, augments and normalizes"
+    first = isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.shape[0] in (1, 3, 4)
+    hint = "; move its channels to the end, images.transpose(0, 2, 3, 1)" if first and image.ndim == 3 else ""
+    return (
+        f"{name} is {kind}{hint}; an image is a Pillow image, uint8 (H, W, C) as array or (C, H, W) as tensor, floats"
+        " from 0 to 1 (C, H, W) of 1 or 3 channels, a path or the bytes of a file. Give a dataset without other"
+        " transforms: vitrail resizes, augments and normalizes"
     )

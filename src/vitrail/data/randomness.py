@@ -19,6 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from vitrail.errors import DataError
 
+__all__ = ["SampleOrder"]
+
 SPLITMIX_CONSTANTS = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], dtype=np.uint64)
 """The increment (gamma) and the two multipliers of the hash."""
 _GAMMA, _MULTIPLIER_1, _MULTIPLIER_2 = SPLITMIX_CONSTANTS

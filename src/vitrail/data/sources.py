@@ -16,6 +16,8 @@ from vitrail.errors import DataError, NoImageError, UsageError
 from vitrail.files import suggest_path
 from vitrail.formatting import pluralize
 
+__all__ = ["DataSource", "open_dataset"]
+
 DataSource = str | Path | Dataset | InMemoryData
 """A DATA argument, or the same from Python: an opened dataset, or Python objects (`memory`)."""
 HUB_PREFIX = "hf:"
@@ -26,6 +28,13 @@ def get_data_name(data: DataSource) -> str:
     return str(data) if isinstance(data, str | Path) else data.name if isinstance(data, Dataset) else memory.NAME
 
 
+def advise_data_check(data: str) -> str:
+    """The sentence that names the command to find bad images, with a space before; empty for images in memory."""
+    return (
+        "" if data == memory.NAME else f" `vitrail data check {data}` names every bad image, and how to leave them out"
+    )
+
+
 def open_dataset(name: DataSource, *, holdout_fraction: float = 0.1) -> Dataset:
     """Open the dataset of that name, or made of Python objects.
 
@@ -33,6 +42,12 @@ def open_dataset(name: DataSource, *, holdout_fraction: float = 0.1) -> Dataset:
 
     A path takes precedence over a known name only if it contains a separator or is a file: `./digits` is a folder, and
     `digits` is the dataset.
+
+        from vitrail.data.sources import open_dataset
+
+        dataset = open_dataset("photos")
+        train = dataset.splits["train"]  # a Split of the Dataset
+        print(dataset.classes, len(train), train.get_image_name(0), train.get_labels(0))
     """
     if not 0 < holdout_fraction < 0.5:
         raise UsageError(f"the fraction to hold out is {holdout_fraction}; it must be between 0 and 0.5")

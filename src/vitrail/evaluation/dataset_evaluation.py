@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vitrail.config import PreprocessConfig
 from vitrail.data.dataset import MAX_BAD_FRACTION, Dataset, Split
 from vitrail.data.dataset_digest import DataDigest, check_unchanged, digest_dataset
+from vitrail.data.decode import decode
 from vitrail.data.holdout import find_holdout_note
 from vitrail.data.loader import Batch, iter_eval_batches
 from vitrail.errors import ChangedDataError, DataError, UsageError
@@ -318,9 +319,21 @@ def evaluate_model(
         seconds = time.perf_counter() - start
         unreadable = (~distributed.all_gather_rows(is_read[share], device)).nonzero()[:, 0].tolist()
     if len(unreadable) == len(images):
-        raise DataError(f"none of {pluralize(len(images), 'image')} can be read, such as {images.get_image_name(0)}")
+        raise DataError(
+            f"none of {pluralize(len(images), 'image')} can be read, such as {_explain_unreadable(images, 0)}"
+        )
     counts = count_predictions(predictions, num_outputs)
     return SplitEvaluation(counts, predictions, len(predictions.images) / seconds, unreadable)
+
+
+def _explain_unreadable(images: Split, row: int) -> str:
+    """The name of an image that cannot be read, and the reason."""
+    name = images.get_image_name(row)
+    try:
+        decode(images.read_image(row), name=name)
+    except DataError as error:
+        return str(error) if str(error).startswith(name) else f"{name}: {error}"
+    return name
 
 
 def _gather_predictions(predictions: Predictions, device: torch.device, label_columns: int) -> Predictions:
@@ -354,11 +367,12 @@ def list_unreadable(images: Split, results: Sequence[ModelEvaluation], notify: N
     names = [images.get_image_name(row) for row in rows]
     if not names:
         return []
-    sentence = f"{pluralize(len(names), 'image')} of {len(images):,} cannot be read, such as {names[0]}"
+    sentence = f"{pluralize(len(names), 'image')} of {len(images):,} cannot be read, such as"
     if len(names) > MAX_BAD_FRACTION * len(images):
-        raise DataError(f"{sentence}; more than {MAX_BAD_FRACTION:.0%} are too many: `vitrail data check` says why")
+        rule = f"more than {MAX_BAD_FRACTION:.0%} are too many"
+        raise DataError(f"{sentence} {_explain_unreadable(images, rows[0])}; {rule}")
     pronoun = "it" if len(names) == 1 else "them"
-    notify(f"warning: {sentence}; left out, and listed in evaluate.json (--strict refuses {pronoun})")
+    notify(f"warning: {sentence} {names[0]}; left out, and listed in evaluate.json (--strict refuses {pronoun})")
     return names
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vitrail.data.dataset import Dataset
+from vitrail.data.sources import advise_data_check
 from vitrail.errors import DataError, RemoteError, UsageError
 from vitrail.evaluation import features, probe
 from vitrail.evaluation.linear_classifiers import Features
@@ -170,8 +171,7 @@ def _extract_split(trained: Trained, dataset: Dataset, name: str, data: str, set
         except RemoteError:
             raise
         except DataError as error:
-            advice = f"`vitrail data check {data}` names every bad image, and how to leave them out"
-            raise DataError(f"{error}. {advice}") from error
+            raise DataError(f"{error}.{advise_data_check(data)}") from error
 
 
 # --- classifiers -----------------------------------------------------------------------------------------------------

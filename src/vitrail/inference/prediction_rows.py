@@ -26,7 +26,8 @@ from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
 from vitrail import files, locks
-from vitrail.config import ModelConfig, upgrade_keys
+from vitrail.config import ModelConfig
+from vitrail.config.serialization import upgrade_keys
 from vitrail.data.image_paths import ImageRef
 from vitrail.errors import UsageError
 from vitrail.formatting import quote_cell, unquote_cell

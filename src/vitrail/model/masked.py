@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from vitrail.config import MASK_TOKEN, MaskedConfig, ModelConfig, PreprocessConfig, ViTConfig
+from vitrail.config import MaskedConfig, ModelConfig, PreprocessConfig, ViTConfig
+from vitrail.config.training import MASK_TOKEN
 from vitrail.errors import UsageError
 from vitrail.model.positions import build_sincos_positions
 from vitrail.model.vit import Block, Model, ViT, patchify

@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vitrail.config import BiTConfig, ModelConfig, ViTConfig, compute_grid
+from vitrail.config import BiTConfig, ModelConfig, ViTConfig
+from vitrail.config.model import compute_grid
 from vitrail.errors import UsageError
 from vitrail.model.positions import Grid, build_sincos_positions, resample_offsets, resample_positions
 from vitrail.model.resnet import Backbone, BiT, check_images

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from vitrail import presets
-from vitrail.config import BiTConfig, Recipe, ViTConfig, expand_image_size
+from vitrail.config import BiTConfig, Recipe, ViTConfig
+from vitrail.config.model import expand_image_size
 from vitrail.config.serialization import convert_field, parse_field, upgrade_field_name
 from vitrail.errors import UsageError
 

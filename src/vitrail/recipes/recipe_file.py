@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from vitrail.config import Recipe, from_json, to_json, upgrade_run_config
+from vitrail.config import Recipe, from_json, to_json
 from vitrail.config.field_docstrings import read_field_docstrings
+from vitrail.config.serialization import upgrade_run_config
 from vitrail.errors import UsageError
 from vitrail.recipes.pretraining import get_recipe
 

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitrail.config import ViTConfig, compute_grid
+from vitrail.config import ViTConfig
+from vitrail.config.model import compute_grid
 from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError
 from vitrail.model.positions import Grid

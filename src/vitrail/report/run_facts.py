@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from vitrail import remote
-from vitrail.config import upgrade_run_config
+from vitrail.config.serialization import upgrade_run_config
 from vitrail.data.audit import upgrade_report
 from vitrail.errors import DataError, UsageError
 from vitrail.evaluation.predictions import MAX_CONFUSION_CLASSES

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from vitrail.config import compute_grid
+from vitrail.config.model import compute_grid
 from vitrail.data.shards import encode_png
 from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError

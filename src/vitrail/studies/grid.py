@@ -24,7 +24,8 @@ from typing import IO, Any, Literal
 import torch
 
 from vitrail import files
-from vitrail.config import Recipe, to_json, upgrade_keys
+from vitrail.config import Recipe, to_json
+from vitrail.config.serialization import upgrade_keys
 from vitrail.errors import OUT_OF_SPACE_EXIT_CODE, CellsError, DataError, DivergedError, StoppedError, UsageError
 from vitrail.formatting import pluralize
 from vitrail.runtime.devices import resolve_device

@@ -6,9 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from vitrail.data import memory
 from vitrail.data.audit import audit_dataset
 from vitrail.data.dataset import MAX_BAD_FRACTION, Dataset, without_images
 from vitrail.data.image_scan import scan_dataset
+from vitrail.data.sources import advise_data_check
 from vitrail.errors import DataError
 from vitrail.formatting import pluralize
 from vitrail.runtime import distributed
@@ -146,7 +148,7 @@ def _scan_images(
 ) -> dict[str, Any] | None:
     images = sum(len(split) for split in dataset.splits.values())
     if images > _MAX_SCANNED_IMAGES:
-        notify(f"note: {images:,} images are not checked one by one before training: vitrail data check {data}")
+        notify(f"note: {images:,} images are not checked one by one before training{_name_data_check(data)}")
         return None
     end = time.monotonic() + seconds
     with show_progress("checking images") as progress:
@@ -159,14 +161,19 @@ def _scan_images(
         try:
             audit = audit_dataset(scan_dataset(dataset, progress=report_or_stop))
         except _OutOfTimeError as amount:
-            notify(f"note: there was time to check {amount} before training: vitrail data check {data}")
+            notify(f"note: there was time to check {amount} before training{_name_data_check(data)}")
             return None
     if across := audit["duplicates"]["across_splits"]:
         notify(
-            f"warning: {pluralize(across, 'group')} of duplicates across splits, so results look too good:"
-            f" vitrail data check {data}"
+            f"warning: {pluralize(across, 'group')} of duplicates across splits, so results look too good"
+            f"{_name_data_check(data)}"
         )
     return audit
+
+
+def _name_data_check(data: str) -> str:
+    """The command that checks the images, behind a colon; empty for images in memory, which no command sees."""
+    return "" if data == memory.NAME else f": vitrail data check {data}"
 
 
 def _check_bad_images(
@@ -181,12 +188,7 @@ def _check_bad_images(
     problem += f", such as {first['name']}: {first['reason']}"
     if strict or len(bad_images) > MAX_BAD_FRACTION * images:
         rule = "--strict accepts none" if strict else f"more than {MAX_BAD_FRACTION:.0%} are too many"
-        raise DataError(f"{problem}; {rule}. {advise_data_check(data)}")
+        raise DataError(f"{problem}; {rule}.{advise_data_check(data)}")
     them = "it" if len(bad_images) == 1 else "them"
     notify(f"warning: {problem}; left out, and listed in data_report.json (--strict refuses {them})")
     return [(image["split"], image["name"]) for image in bad_images]
-
-
-def advise_data_check(data: str) -> str:
-    """The sentence that names the command to find bad images."""
-    return f"`vitrail data check {data}` names every bad image, and how to leave them out"

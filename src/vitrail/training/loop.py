@@ -26,6 +26,8 @@ from vitrail.training.step import StepResult, TrainableModel, TrainState, select
 from vitrail.training.step_verification import StepVerification
 from vitrail.training.training_run import TrainingRun
 
+__all__ = ["StepEnd"]
+
 UNREADABLE_FILE = "unreadable.txt"
 """The images that a run could not read and left out, one a line."""
 _EVAL_BATCH_SIZE = 256
@@ -34,7 +36,12 @@ _PREFETCHED_BATCHES = 2  # micro-batches prepared ahead on a GPU
 
 
 class StepEnd(NamedTuple):
-    """The progress of a run after a step."""
+    """The progress of a run after a step.
+
+    `on_step` gets one.
+
+        vitrail.train("digits", data="digits", epochs=5, on_step=lambda end: print(end.step, end.result.loss))
+    """
 
     step: int
     """Steps done."""

@@ -21,12 +21,24 @@ from torch.nn import functional as F
 
 from vitrail.data.sample_table import UNLABELED
 
+__all__ = ["LossFunction", "sigmoid_cross_entropy", "smooth_labels", "softmax_cross_entropy"]
+
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Logits (B, L) and targets, int64 (B,) or float (B, L) with mixup -> (), the loss summed over the images."""
 
 
 def softmax_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """(B, L) -> (): minus the log probability of the targets, summed over images; k labels count k times."""
+    """(B, L) -> (): minus the log probability of the targets, summed over images; k labels count k times.
+
+    A loss of your own may use it:
+
+        from vitrail.training.losses import softmax_cross_entropy
+
+        def tempered(logits, targets):  # a LossFunction
+            return softmax_cross_entropy(2 * logits, targets, smoothing=0.1)
+
+        vitrail.train("digits", data="digits", epochs=5, loss=tempered)
+    """
     logits = logits.float()
     if targets.ndim == 1:
         return F.cross_entropy(logits, targets, ignore_index=UNLABELED, reduction="sum", label_smoothing=smoothing)
@@ -34,7 +46,15 @@ def softmax_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.
 
 
 def sigmoid_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
-    """(B, L) -> (): binary cross-entropy of each class, summed over classes and images, as for ImageNet-21k."""
+    """(B, L) -> (): binary cross-entropy of each class, summed over classes and images, as for ImageNet-21k.
+
+    An image may have several labels, or none:
+
+        from vitrail.training.losses import sigmoid_cross_entropy
+
+        logits, targets = torch.zeros(2, 3), torch.tensor([[1, 1, 0], [0, 0, 0]])  # two images, three classes
+        print(sigmoid_cross_entropy(logits, targets) / len(logits))
+    """
     logits = logits.float()
     if targets.ndim == 2:
         return F.binary_cross_entropy_with_logits(logits, smooth_labels(targets, smoothing), reduction="sum")
@@ -57,6 +77,13 @@ def compute_logit_adjustment(class_counts: Tensor, loss: str) -> Tensor:
 
 
 def smooth_labels(targets: Tensor, smoothing: float) -> Tensor:
-    """(B, L) float32: of each row's shares, `smoothing` spread evenly; its sum stays."""
+    """(B, L) float32: of each row's shares, `smoothing` spread evenly; its sum stays.
+
+    Of a class with all of an image's share:
+
+        from vitrail.training.losses import smooth_labels
+
+        print(smooth_labels(torch.eye(4), 0.1))  # 0.925 on the diagonal, 0.025 elsewhere
+    """
     targets = targets.float()
     return (1 - smoothing) * targets + smoothing * targets.mean(dim=-1, keepdim=True) if smoothing else targets

@@ -24,6 +24,8 @@ from vitrail.model.vit import Model, ViT
 from vitrail.training import fsdp
 from vitrail.training.fsdp import to_local
 
+__all__ = ["build_optimizer", "build_param_groups", "clip_gradients", "set_lr"]
+
 FUSED_DEVICES = ("cpu", "cuda", "mps")  # devices on which torch has one kernel for a whole group's step
 BLOCK_PREFIXES = ("blocks.", "vit.blocks.", "decoder.blocks.")  # of a ViT, or of one that is masked
 EMBEDDING_MODULES = (
@@ -41,6 +43,16 @@ def build_optimizer(model: Model | MaskedViT, config: OptimizerConfig, *, captur
     """The optimizer of all parameters that are not frozen, at their peak learning rates.
 
     With `capturable` its step may become part of a CUDA graph: learning rates are then on the device. Not for sgd.
+
+        from vitrail.config import OptimizerConfig
+        from vitrail.training.optimizer import build_optimizer, clip_gradients, set_lr
+
+        model = vitrail.load("model.safetensors").model
+        optimizer = build_optimizer(model, OptimizerConfig(kind="adam", lr=1e-3))
+        model(torch.zeros(1, 3, 32, 32)).sum().backward()
+        print(clip_gradients(model.parameters(), 1.0))
+        set_lr(optimizer, 0.5)  # half of the peak
+        optimizer.step()
     """
     groups = build_param_groups(model, config)
     if not groups:
@@ -68,7 +80,16 @@ def build_optimizer(model: Model | MaskedViT, config: OptimizerConfig, *, captur
 
 
 def build_param_groups(model: Model | MaskedViT, config: OptimizerConfig) -> list[ParamGroup]:
-    """Parameter groups of equal weight decay, learning rate and update rule; frozen parameters are in none."""
+    """Parameter groups of equal weight decay, learning rate and update rule; frozen parameters are in none.
+
+    Any optimizer of PyTorch takes them:
+
+        from vitrail.config import OptimizerConfig
+        from vitrail.training.optimizer import build_param_groups
+
+        groups = build_param_groups(vitrail.create("ti16"), OptimizerConfig(kind="adam", lr=1e-3, weight_decay=0.1))
+        print([(len(group["params"]), group["weight_decay"]) for group in groups])
+    """
     groups: dict[tuple[bool, int, int], ParamGroup] = {}
     for owner, module in model.named_modules():
         for name, parameter in module.named_parameters(owner, recurse=False):

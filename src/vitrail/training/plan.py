@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vitrail import presets, recipes
-from vitrail.config import ModelConfig, OptimizerConfig, Recipe, ScheduleConfig, expand_image_size
+from vitrail.config import ModelConfig, OptimizerConfig, Recipe, ScheduleConfig
+from vitrail.config.model import expand_image_size
 from vitrail.errors import UsageError
 
 if TYPE_CHECKING:

@@ -80,6 +80,11 @@ def choose_recipe(recipe: str | Path | Recipe, options: PretrainingOptions) -> R
         raise UsageError(f"{name} is for fine-tuning, since it names no preset: vitrail finetune DATA --recipe {name}")
     recipe = recipes.override_settings(recipe, options.settings)
     recipe = recipe_overrides.set_masked_target(recipe, options.target)
+    if recipe.masked is not None and options.run.loss_function is not None:
+        raise UsageError(
+            f"a loss is computed from the logits of classes, and {name} predicts masked patches"
+            f" ({recipe.masked.target}): omit `loss`, or choose another target"
+        )
     return recipe_overrides.override_recipe(recipe, options.overrides)
 
 

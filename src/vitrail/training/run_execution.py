@@ -11,12 +11,13 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from vitrail.config import PreprocessConfig, Recipe
 from vitrail.data.dataset import Dataset
+from vitrail.data.sources import advise_data_check
 from vitrail.errors import ChangedDataError, DataError, RemoteError, UsageError
 from vitrail.evaluation.metrics import measure_labels
 from vitrail.evaluation.prediction_tables import write_label_scores
@@ -24,7 +25,7 @@ from vitrail.runtime import distributed
 from vitrail.runtime.distributed import ProcessGroup
 from vitrail.runtime.workers import Notify, ShowProgress, count_loader_workers, hide_progress, ignore_note
 from vitrail.training import run_folder, upload
-from vitrail.training.dataset_checks import advise_data_check, warn_about_imbalance
+from vitrail.training.dataset_checks import warn_about_imbalance
 from vitrail.training.loop import StepEnd
 from vitrail.training.losses import LossFunction
 from vitrail.training.run_results import (
@@ -35,7 +36,7 @@ from vitrail.training.run_results import (
 )
 from vitrail.training.step_verification import TOLERANCE, is_deterministic
 from vitrail.training.time_estimate import Deadline
-from vitrail.training.trackers import Tracker, open_tracker
+from vitrail.training.trackers import Track, list_trackers, open_loggers
 from vitrail.training.trainer import Trainer
 from vitrail.training.training_run import TrainingRun
 from vitrail.visualization import image_grids
@@ -73,7 +74,7 @@ class RunOptions:
     """Minutes from one checkpoint to the next; 0 for one after every step."""
     verify_every: int = 0
     """Steps from one that is computed twice to the next; 0 for none."""
-    track: Tracker | None = None
+    track: Track = None
     """Where the numbers of every step are logged besides the run folder."""
     seed: int = 0
     device: str | None = None
@@ -96,8 +97,7 @@ class RunOptions:
             raise UsageError(f"--save-every is {self.save_every}; give minutes, 0 for every step")
         if self.verify_every < 0:
             raise UsageError(f"--verify-every is {self.verify_every}; give a number of steps, 0 for never")
-        if self.track not in (None, *get_args(Tracker)):
-            raise UsageError(f"--track is {self.track!r:.80}; it takes {', '.join(get_args(Tracker))}")
+        list_trackers(self.track)  # refuses what is none
 
     def choose_folder(self, command: str, group: ProcessGroup, notify: Notify) -> tuple[Path, bool]:
         """The folder of the run, and whether a run in it is resumed."""
@@ -190,7 +190,7 @@ def execute_run(
                 after_evaluation=reporter.report_evaluation,
                 after_checkpoint=after_checkpoint,
                 notify=callbacks.notify,
-                make_loggers=lambda folder: open_tracker(options.track, folder, callbacks.notify),
+                make_loggers=lambda folder: open_loggers(options.track, folder, callbacks.notify),
                 resume=resume,
                 overwrite=replace and run_folder.is_run_folder(folder),
                 save_every_seconds=options.save_every * 60,
@@ -254,7 +254,7 @@ def _advise_on_data_error(data: str) -> Iterator[None]:
     except (RemoteError, ChangedDataError):
         raise
     except DataError as error:
-        raise DataError(f"{error}. {advise_data_check(data)}") from error
+        raise DataError(f"{error}.{advise_data_check(data)}") from error
 
 
 def _write_result_files(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from vitrail import files, locks, remote
-from vitrail.config import upgrade_run_config
+from vitrail.config.serialization import upgrade_run_config
 from vitrail.data.dataset_digest import DataDigest, check_unchanged
 from vitrail.errors import StoppedError, UsageError
 from vitrail.runtime import distributed

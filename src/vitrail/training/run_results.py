@@ -15,7 +15,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -25,6 +25,8 @@ from vitrail.evaluation.statistics import wilson_interval
 from vitrail.formatting import pluralize, strip_control_characters
 from vitrail.training.loop import StepEnd
 from vitrail.training.training_run import TrainingRun
+
+__all__ = ["Logger", "ValidationResult"]
 
 RESULT_COLUMNS = (
     "epoch", "time", "train/loss", "metrics/accuracy_top1", "metrics/accuracy_top5", "val/loss", "lr/pg0",
@@ -77,7 +79,12 @@ class MaskedCounts:
 
 @dataclasses.dataclass(frozen=True)
 class ValidationResult:
-    """An evaluation during a run."""
+    """An evaluation during a run.
+
+    `on_evaluation` gets one.
+
+        vitrail.train("digits", data="digits", epochs=5, on_evaluation=lambda result: print(result.val_summary))
+    """
 
     step_end: StepEnd
     train_loss: float
@@ -222,8 +229,21 @@ def _summarize_accuracy(facts: dict[str, Any]) -> str:
     return text
 
 
+@runtime_checkable
 class Logger(Protocol):
-    """A destination for a run's numbers, besides its folder."""
+    """A destination for a run's numbers, besides its folder: any object with these two methods.
+
+    Pass one as `track`:
+
+        class PrintingLogger:
+            def log_scalars(self, step, values):
+                print(step, values)
+
+            def close(self):
+                print("done")
+
+        vitrail.train("digits", data="digits", epochs=5, track=PrintingLogger())
+    """
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Log numbers by name, after so many steps."""

@@ -28,6 +28,7 @@ from vitrail.training.optimizer import ModelEMA, compute_warmup_decay
 if TYPE_CHECKING:
     from vitrail.training.step_verification import StepVerification
 
+__all__ = ["StepResult", "TrainState", "build_train_state", "train_step"]
 LOSS_FUNCTIONS = {"softmax": losses.softmax_cross_entropy, "sigmoid": losses.sigmoid_cross_entropy}
 TrainableModel = Model | MaskedViT
 
@@ -78,6 +79,14 @@ def build_train_state(
     With `cuda_graph` the steps of a GPU are replayed (`CudaGraphStep`); each is then one micro-batch. From here on the
     process does not use cuDNN's attention, torch's first choice on some GPUs: its backward pass gives NaN once logits
     exceed about 100, where the loss and every other kernel's gradient are fine (H200, torch 2.11).
+
+        from vitrail.training.step import build_train_state, train_step
+
+        recipe, model = vitrail.load_recipe("digits"), vitrail.load("model.safetensors").model
+        state = build_train_state(model, recipe)  # a TrainState
+        batch = torch.zeros(4, 3, 32, 32), torch.tensor([0, 1, 0, 1])
+        result = train_step(state, [batch], recipe, step_images=4, steps=100, seed=0)  # a StepResult
+        print(result.loss, result.lr, result.grad_norm)
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     average = ModelEMA(model) if recipe.ema else None

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.pool import AsyncResult, ThreadPool
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from vitrail import files
 from vitrail.errors import RemoteError, UsageError
@@ -27,6 +27,8 @@ from vitrail.runtime.workers import Notify
 from vitrail.training.run_results import FINAL_PREFIX, Logger
 
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
+Track = Tracker | Logger | Sequence[Tracker | Logger] | None
+"""Where the numbers of every step are logged besides the run folder."""
 Rows = Sequence[tuple[int, Mapping[str, float]]]
 """Steps, and the numbers of each by name."""
 
@@ -41,6 +43,26 @@ _WANDB_DEFAULTS = {  # without what W&B would collect besides the numbers; its e
 }  # fmt: skip
 _MLFLOW_NAMES = {"lr": "lr/step"}  # its file store writes a file for each name, and lr/pg0 needs a folder lr
 _MAX_MLFLOW_METRICS, _MAX_MLFLOW_PARAMS, _MAX_MLFLOW_TEXT = 1000, 100, 500  # of one request, of a parameter
+
+
+def list_trackers(track: Track) -> list[Tracker | Logger]:
+    """The trackers and loggers one by one; what is neither is refused."""
+    given = list(track) if isinstance(track, Sequence) and not isinstance(track, str) else [track]
+    listed = [each for each in given if each is not None]
+    for each in listed:
+        is_logger = isinstance(each, Logger) and not isinstance(each, type)
+        if not is_logger and each not in get_args(Tracker):
+            names = ", ".join(get_args(Tracker))
+            raise UsageError(f"--track is {each!r:.80}; it takes {names}, or objects with log_scalars and close")
+    return listed
+
+
+def open_loggers(track: Track, folder: Path, notify: Notify) -> list[Logger]:
+    """The loggers of the run in a folder: those of trackers, opened, and the caller's own."""
+    loggers: list[Logger] = []
+    for each in list_trackers(track):
+        loggers += open_tracker(each, folder, notify) if isinstance(each, str) else [each]
+    return loggers
 
 
 def open_tracker(tracker: Tracker | None, folder: Path, notify: Notify) -> list[Logger]:

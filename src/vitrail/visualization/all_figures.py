@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from vitrail import presets
-from vitrail.config import expand_image_size
+from vitrail.config.model import expand_image_size
 from vitrail.data import file_list, image_paths, public_datasets, webdataset
 from vitrail.data.image_headers import IMAGE_SUFFIXES
 from vitrail.data.memory import DIGITS_NAME

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.config import ViTConfig, compute_grid
+from vitrail.config import ViTConfig
+from vitrail.config.model import compute_grid
 from vitrail.errors import DataError, ModelError, UsageError
 from vitrail.model.positions import Grid
 from vitrail.model.vit import Model, ViT, attention_maps

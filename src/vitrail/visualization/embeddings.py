@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.config import compute_grid
+from vitrail.config.model import compute_grid
 from vitrail.errors import ModelError, UsageError
 from vitrail.model.initialize import initialize_weights
 from vitrail.model.resnet import BiT

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from vitrail.config import MASK_TOKEN
+from vitrail.config.training import MASK_TOKEN
 from vitrail.files import write_atomically
 from vitrail.visualization import Array, Pixels
 from vitrail.visualization.crops import Box

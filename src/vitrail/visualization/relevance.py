@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vitrail.config import ViTConfig, compute_grid
+from vitrail.config import ViTConfig
+from vitrail.config.model import compute_grid
 from vitrail.errors import ModelError, UsageError
 from vitrail.model.vit import Attention, AttentionPool, Model, ViT
 from vitrail.visualization import Array

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.config import BiTConfig, ModelConfig, PreprocessConfig, Resample, ViTConfig, expand_image_size
+from vitrail.config import BiTConfig, ModelConfig, PreprocessConfig, Resample, ViTConfig
+from vitrail.config.model import expand_image_size
 from vitrail.errors import UsageError
 from vitrail.formatting import pluralize
 from vitrail.model.positions import Grid, resample_offsets, resample_positions

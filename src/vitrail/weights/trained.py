@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from vitrail import presets
-from vitrail.config import ModelConfig, PreprocessConfig, ViTConfig, check_patches, expand_image_size
+from vitrail.config import ModelConfig, PreprocessConfig, ViTConfig
+from vitrail.config.model import check_patches, expand_image_size
 from vitrail.errors import ModelError, UsageError
 from vitrail.formatting import pluralize
 from vitrail.model.initialize import initialize_weights
