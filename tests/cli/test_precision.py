@@ -17,7 +17,7 @@ from vitrail.serving.served_model import start_model
 from vitrail.weights.precision_measurements import PrecisionMeasurement
 
 FASTER = PrecisionMeasurement(
-    cpu=describe_cpu(), precision="bfloat16", threads=2, speedup=1.9, images=500, top1_agreement=0.998,
+    processor=describe_cpu(), precision="bfloat16", threads=2, speedup=1.9, images=500, top1_agreement=0.998,
     confident_agreement=1.0, confident_images=400, mean_probability_change=0.002,
     data="photos",
 )  # fmt: skip

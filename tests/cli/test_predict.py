@@ -400,15 +400,15 @@ def test_a_signal_leaves_whole_batches_and_the_rest_alone_is_computed_then(
     root = write_image_folder(tmp_path / "set", each=10)
     command = ("predict", str(model), str(root), "--batch", "4", "--device", "cpu", "--out")
     assert vitrail(*command, str(tmp_path / "whole.csv"), capsys=capsys)[0] == 0
-    predict, sizes = Classifier.predict, list[int]()
+    start_prediction, sizes = Classifier.start_prediction, list[int]()
 
-    def predict_and_note(self: Classifier, images: Sequence[Any], top: int = 5) -> Any:
-        sizes.append(len(images))
+    def start_and_note(self: Classifier, parts: Sequence[Tensor], top: int) -> Any:
+        sizes.append(sum(map(len, parts)))
         if len(sizes) == 2:
             os.kill(os.getpid(), stop_signal)
-        return predict(self, images, top)
+        return start_prediction(self, parts, top)
 
-    monkeypatch.setattr(Classifier, "predict", predict_and_note)
+    monkeypatch.setattr(Classifier, "start_prediction", start_and_note)
     exit_code, _, error = vitrail(*command, str(tmp_path / "rows.csv"), capsys=capsys)
     assert (exit_code, f"stopped by {stop_signal.name} after 8 images" in error) == (code, True), error
     assert len(read_table(tmp_path / "rows.csv")) == 8
@@ -424,15 +424,15 @@ def run_until_killed(batch: int, *arguments: str) -> int:
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     signal.alarm(60)
-    predict_rows, batches = bulk_prediction.predict_rows, [0]
+    start_rows, batches = bulk_prediction.start_rows, [0]
 
     def die_at_batch(*arguments: Any) -> Any:
         batches[0] += 1
         if batches[0] == batch:
             os.kill(os.getpid(), signal.SIGKILL)
-        return predict_rows(*arguments)
+        return start_rows(*arguments)
 
-    pytest.MonkeyPatch().setattr(bulk_prediction, "predict_rows", die_at_batch)
+    pytest.MonkeyPatch().setattr(bulk_prediction, "start_rows", die_at_batch)
     os._exit(main(arguments))
 
 

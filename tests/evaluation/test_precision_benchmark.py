@@ -45,7 +45,7 @@ def test_every_available_precision_is_measured_against_float32() -> None:
     available = set(list_available_precisions(benchmarked)) - {"float32"}
     assert {measurement.precision for measurement in benchmarked.precision_measurements} == available
     for measurement in benchmarked.precision_measurements:
-        assert measurement.cpu == describe_cpu()
+        assert measurement.processor == describe_cpu()
         assert measurement.threads == 1
         assert measurement.speedup > 0
         assert measurement.images in (4, 40)  # a hopeless one is asked of the first few alone
@@ -118,14 +118,16 @@ def test_measurements_on_other_cpus_are_kept() -> None:
         model_factory.build_trained(model_factory.build_vit()), [make_inputs(4)], seconds=0
     )
     on_another_cpu = tuple(
-        dataclasses.replace(measurement, cpu="another") for measurement in once.precision_measurements
+        dataclasses.replace(measurement, processor="another") for measurement in once.precision_measurements
     )
     twice = precision_benchmark.measure_precisions(
         dataclasses.replace(once, precision_measurements=(*on_another_cpu, *once.precision_measurements)),
         [make_inputs(4)],
         seconds=0,
     )
-    assert [measurement.cpu for measurement in twice.precision_measurements].count("another") == len(on_another_cpu)
+    assert [measurement.processor for measurement in twice.precision_measurements].count("another") == len(
+        on_another_cpu
+    )
     assert len(twice.precision_measurements) == 2 * len(on_another_cpu)
 
 

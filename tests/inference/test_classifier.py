@@ -189,7 +189,7 @@ def test_a_multi_label_model_gives_each_class_a_probability_of_its_own(tmp_path:
 
 def make_measurement(**changes: Any) -> PrecisionMeasurement:
     facts: dict[str, Any] = {
-        "cpu": describe_cpu(), "precision": "bfloat16", "threads": 1, "speedup": 2.0, "images": 500,
+        "processor": describe_cpu(), "precision": "bfloat16", "threads": 1, "speedup": 2.0, "images": 500,
         "top1_agreement": 1.0, "confident_agreement": 1.0,
         "confident_images": 400, "mean_probability_change": 0.0,
     }  # fmt: skip
@@ -219,7 +219,7 @@ def test_features_are_float32_unless_another_precision_is_forced() -> None:
 
 def test_measurements_on_another_cpu_do_not_count() -> None:
     trained = model_factory.build_trained(
-        model_factory.build_vit(), precision_measurements=(make_measurement(cpu="another"),)
+        model_factory.build_vit(), precision_measurements=(make_measurement(processor="another"),)
     )
     assert Classifier(trained, device="cpu").precision == "float32"
 

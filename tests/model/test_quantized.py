@@ -20,9 +20,11 @@ from vitrail.model.quantized import (
     BFloat16Linear,
     InPlaceGELU,
     Int8Linear,
+    convert_all_to_bfloat16,
     convert_precision,
     describe_cpu,
     explain_unsupported,
+    get_input_dtype,
     has_exact_int8_products,
     has_uint8_input,
 )
@@ -184,6 +186,23 @@ def test_every_kind_of_vit_is_computed_nearly_alike_and_stays_as_it_was(variant:
         torch.testing.assert_close(lower.compute_features(inputs), model.compute_features(images), rtol=0.3, atol=0.3)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert next(model.parameters()).requires_grad
+
+
+@pytest.mark.parametrize("variant", sorted(set(model_factory.VARIANTS) - {"hybrid"}))
+def test_a_vit_for_a_gpu_is_bfloat16_up_to_its_head(variant: str) -> None:
+    model = model_factory.build_vit(**model_factory.VARIANTS[variant])
+    images = normalize(random_images(model), build_preprocess(model))
+    converted, dtypes = convert_all_to_bfloat16(model), set[torch.dtype]()
+    for block in converted.blocks:
+        block.register_forward_hook(lambda _, inputs, output: dtypes.update((inputs[0].dtype, output.dtype)))
+    converted.head.register_forward_hook(lambda _, inputs, output: dtypes.update((inputs[0].dtype, output.dtype)))
+    with torch.inference_mode():
+        expected, outputs = model(images), converted(images.to(get_input_dtype(converted)))
+    assert dtypes == {torch.bfloat16, torch.float32}  # the stream, and the head
+    assert {parameter.dtype for parameter in converted.blocks.parameters()} == {torch.bfloat16}
+    assert outputs.dtype == torch.float32
+    assert 0 < (outputs - expected).norm() < 0.06 * expected.norm()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize(("precision", "kind"), [("bfloat16", BFloat16Linear), ("int8", Int8Linear)])

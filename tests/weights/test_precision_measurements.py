@@ -20,7 +20,7 @@ ALL = ("float32", "bfloat16", "int8", "openvino-int8")
 
 def make_measurement(precision: str, speedup: float = 2.0, **changes: Any) -> PrecisionMeasurement:
     facts: dict[str, Any] = {
-        "cpu": CPU, "threads": 2, "images": 500, "top1_agreement": 0.996, "confident_agreement": 0.995,
+        "processor": CPU, "threads": 2, "images": 500, "top1_agreement": 0.996, "confident_agreement": 0.995,
         "confident_images": 400, "mean_probability_change": 0.01,
     }  # fmt: skip
     return PrecisionMeasurement(precision=precision, speedup=speedup, **(facts | changes))
@@ -40,7 +40,7 @@ def make_measurement(precision: str, speedup: float = 2.0, **changes: Any) -> Pr
         ),  # images it is unsure of do not count
         ([make_measurement("int8", confident_agreement=None, confident_images=0)], "float32"),
         ([make_measurement("int8", confident_images=99)], "float32"),
-        ([make_measurement("int8", cpu="aarch64-neon")], "float32"),
+        ([make_measurement("int8", processor="aarch64-neon")], "float32"),
         ([make_measurement("bfloat16", top1_agreement=0.9949)], "float32"),
         ([make_measurement("bfloat16", top1_agreement=0.995, confident_agreement=0.5)], "bfloat16"),
         ([make_measurement("bfloat16", images=99, confident_images=99)], "float32"),

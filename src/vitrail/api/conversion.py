@@ -27,6 +27,7 @@ from vitrail.evaluation import precision_benchmark
 from vitrail.evaluation.statistics import measure_agreement
 from vitrail.export import export
 from vitrail.export.graph import GraphRunner
+from vitrail.runtime import devices
 from vitrail.runtime.workers import Notify, ShowProgress
 from vitrail.training.finetune import PreprocessName
 from vitrail.weights.adapt import adapt
@@ -287,9 +288,10 @@ def _measure_precisions(trained: Trained, dataset: Dataset, progress: ShowProgre
     """The model with the agreement and the speed of every precision on this machine."""
     if not trained.model.config.classes:
         raise UsageError("precisions are compared by predictions, and the model has no head: omit --measure")
-    return precision_benchmark.measure_precisions(
+    return precision_benchmark.measure_on_devices(
         trained,
-        _iterate_inputs(trained, dataset, progress),
+        devices.find_best_device(),
+        lambda: _iterate_inputs(trained, dataset, progress),
         seconds=_MAX_PRECISION_SECONDS,
         data=Path(dataset.name).name,
     )

@@ -33,6 +33,7 @@ from vitrail.inference.bulk_prediction import (
     predict_images,
 )
 from vitrail.inference.classifier import Classifier, ExportedClassifier
+from vitrail.inference.precision import is_worth_compiling
 from vitrail.inference.prediction_rows import (
     FORMAT_BY_SUFFIX,
     FileFormat,
@@ -51,6 +52,8 @@ from vitrail.weights.tensor_files import digest_tensors
 
 __all__ = ["PredictKeywords", "embed", "predict"]
 
+_CPU_BATCH, _GPU_BATCH = 64, 256  # images
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PredictOptions:
@@ -64,19 +67,21 @@ class PredictOptions:
     """A folder for attention rollouts, one picture per image."""
     out: str | Path | None = None
     """A file for the rows: .csv, .jsonl, or for features .npy."""
-    batch: int = 64
+    batch: int | None = None
+    """None for 64, or 256 on a GPU."""
     device: str | None = None
     precision: Precision | None = None
-    """None for float32, or on a CPU what the model's file records as faster there with the same predictions."""
+    """None for float32, or what the model's file records as faster on this processor with the same predictions."""
     workers: int | None = None
-    """Threads that read images; one per core by default."""
+    """Threads that read images, and for a GPU processes; one per core by default."""
     fetch_urls: bool = False
     """Fetch URLs listed on standard input too."""
 
     def __post_init__(self) -> None:
         for name in ("top", "batch"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name} is {getattr(self, name)}; it must be at least 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"--{name} is {value}; it must be at least 1")
         for name, path in (("--out", self.out), ("--attention", self.attention)):
             if path is not None and remote.is_remote(str(path)):
                 raise UsageError(f"{name} {path} must be a local path")
@@ -85,14 +90,14 @@ class PredictOptions:
 class PredictKeywords(TypedDict, total=False):
     """What `predict` and `embed` take by keyword."""
 
-    batch: int
-    """Images per batch."""
+    batch: int | None
+    """Images per batch; 64 by default, or 256 on a GPU."""
     device: str | None
     """cpu, cuda or mps; the best device available by default."""
     precision: Precision | None
-    """Of the computation; float32 by default, or on a CPU the faster one that the model's file records."""
+    """Of the computation; float32 by default, or the faster one that the model's file records for this processor."""
     workers: int | None
-    """Threads that read images; one per core by default."""
+    """Threads that read images, and for a GPU processes; one per core by default."""
 
 
 @document_options(PredictOptions)
@@ -205,7 +210,8 @@ def run_prediction(
     """Predict images and write a row for each to the target; also return a note on photos that no decoder reads."""
     with distributed.join_process_group(options.device) as (group, device):
         cpu_threads.keep_freed_memory()
-        classifier = _open_classifier(model, options, device, group, notify)
+        total = distributed.all_reduce_max(_count_images(images) if group.is_rank0 else 0, device)
+        classifier = _open_classifier(model, options, device, group, notify, total=total)
         if isinstance(classifier, Classifier):
             check_supported(classifier, embed=options.embed, attention=options.attention is not None)
         threads = max(1, workers.count_available_cores() if options.workers is None else options.workers)
@@ -215,6 +221,7 @@ def run_prediction(
             top=options.top,
             embed=options.embed,
             threads=threads,
+            processes=workers.count_loader_workers(options.workers),
             group=group,
             draw_pictures=None if options.attention is None else _make_drawer(classifier, threads),
             notify=notify,
@@ -223,7 +230,6 @@ def run_prediction(
             if options.attention is not None and (options.out is None or not Path(options.out).exists()):
                 _check_empty(Path(options.attention))
             target = distributed.run_on_rank0(lambda: make_target(classifier))
-            total = _count_images(images) if group.is_rank0 else 0
             result = predict_images(classifier, items, target, settings, total=total, progress=report)
         return result, describe_skipped(skipped)
 
@@ -266,12 +272,26 @@ def _count_images(images: Sequence[ListedImage]) -> int:
 
 
 def _open_classifier(
-    model: AnyModel, options: PredictOptions, device: torch.device, group: ProcessGroup, notify: Notify
+    model: AnyModel,
+    options: PredictOptions,
+    device: torch.device,
+    group: ProcessGroup,
+    notify: Notify,
+    *,
+    total: int,
 ) -> AnyClassifier:
     if isinstance(model, str | Path) and export.is_exported(str(model)):
         return _open_exported(str(model), options, notify)
     precision = options.precision or ("float32" if options.embed else None)
-    classifier = Classifier(load_trained(model), device=device, batch_size=options.batch, precision=precision)
+    batch = options.batch or (_GPU_BATCH if device.type == "cuda" else _CPU_BATCH)
+    trained = load_trained(model)
+    classifier = Classifier(
+        trained,
+        device=device,
+        batch_size=batch,
+        precision=precision,
+        compile_batches=device.type == "cuda" and is_worth_compiling(trained.model.config, total),
+    )
     if group.is_rank0 and classifier.precision != "float32":
         recorded = "which the model's file records as faster here with the same predictions"
         why = "as requested" if options.precision else recorded
@@ -293,7 +313,7 @@ def _open_exported(model: str, options: PredictOptions, notify: Notify) -> Expor
     if not exported.labels:
         raise UsageError(f"{model} gives features and no labels, or its labels have no names: give the model itself")
     notify(f"{model} is run on the CPU by {'ONNX Runtime' if model.endswith('.onnx') else 'OpenVINO'}")
-    return ExportedClassifier(exported, batch_size=options.batch)
+    return ExportedClassifier(exported, batch_size=options.batch or _CPU_BATCH)
 
 
 def make_row_file(classifier: AnyClassifier, options: PredictOptions, row_format: FileFormat) -> RowFile:

@@ -58,6 +58,7 @@ _RENAMES = {  # by the class's name now
     "Origin": Renames({"licence": "license"}),
     "PrecisionMeasurement": Renames(
         {
+            "cpu": "processor",
             "speed": "speedup",
             "top1": "top1_agreement",
             "sure": "confident_agreement",

@@ -12,7 +12,7 @@ names, sizes and modification times are; all other images are read.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +33,7 @@ from vitrail.errors import DataError, ModelError
 from vitrail.formatting import pluralize
 from vitrail.model.vit import Model
 from vitrail.runtime import distributed
+from vitrail.runtime.devices import finish_one_late, start_copy_to_cpu
 from vitrail.runtime.distributed import ProcessGroup
 from vitrail.runtime.workers import ProgressCallback, ignore_progress
 from vitrail.weights import tensor_files
@@ -59,17 +60,18 @@ def extract_features(
     values = torch.zeros(num_images, model.config.num_features)
     # cuDNN would compute a ResNet's convolutions in TF32, which has three digits
     exact = torch.backends.cudnn.flags(enabled=True, deterministic=torch.backends.cudnn.deterministic, allow_tf32=False)
-    done, previous = 0, None
+    done = 0
+
+    def start(batch: Batch) -> Callable[[], tuple[Tensor, Tensor]]:
+        computed = model.compute_features(normalize(batch.pixels.to(device, non_blocking=True), preprocess))
+        wait = start_copy_to_cpu(computed.float())
+        return lambda: (batch.positions, wait()[0])
+
     with torch.inference_mode(), exact:
-        for batch in batches:
-            computed = model.compute_features(normalize(batch.pixels.to(device, non_blocking=True), preprocess))
-            if previous is not None:  # a batch late: waiting for this one would idle a GPU until the next is sent
-                values[previous[0]] = previous[1].float().cpu()
-            previous = batch.positions, computed
-            done += len(computed)
+        for positions, rows in finish_one_late(start(batch) for batch in batches):
+            values[positions] = rows
+            done += len(rows)
             progress(done, num_images)
-        if previous is not None:
-            values[previous[0]] = previous[1].float().cpu()
     values = distributed.all_reduce_rows(values, device)  # 0 where other ranks compute them
     if not values.isfinite().all():
         raise ModelError(

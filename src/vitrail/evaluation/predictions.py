@@ -10,7 +10,7 @@ where its probability is above one half. An image without a label is correct if 
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -23,6 +23,7 @@ from vitrail.data.transforms import normalize
 from vitrail.errors import DataError
 from vitrail.model.vit import Model
 from vitrail.runtime import distributed
+from vitrail.runtime.devices import finish_one_late, start_copy_to_cpu
 from vitrail.weights.trained import logits_to_probabilities
 
 MAX_CONFUSION_CLASSES = 4096  # classes: a matrix of 134 MB
@@ -204,10 +205,14 @@ def predict_batches(
 
     With `multi_label`, or for multi-label images, each class has a probability of its own.
     """
-    parts = []
-    for logits, targets, images in iterate_logits(model, batches, preprocess):
+
+    def start(logits: Tensor, targets: Tensor, images: Tensor) -> Callable[[], Predictions]:
         part = _make_predictions(logits, targets, temperature, multi_label=multi_label or targets.ndim == 2)
-        parts.append(Predictions(*(column.cpu() for column in part._replace(images=images))))
+        wait = start_copy_to_cpu(*part._replace(images=images.to(logits.device)))
+        return lambda: Predictions(*wait())
+
+    computed = iterate_logits(model, batches, preprocess)
+    parts = list(finish_one_late(start(*batch) for batch in computed))
     if not parts:
         empty = torch.zeros(0, num_classes), torch.zeros(0, dtype=torch.int64)
         return _make_predictions(*empty, temperature, multi_label=multi_label)
@@ -242,4 +247,4 @@ def iterate_logits(
         if not len(targets):
             continue
         logits = model(normalize(batch.pixels.to(device, non_blocking=True), preprocess)).float()
-        yield logits, targets.to(device), batch.positions
+        yield logits, targets.to(device, non_blocking=True), batch.positions

@@ -5,19 +5,20 @@ import dataclasses
 import itertools
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vitrail.errors import DataError, StoppedError, UsageError
+from vitrail.errors import StoppedError, UsageError
 from vitrail.formatting import pluralize
 from vitrail.inference.classifier import Classifier, ExportedClassifier
+from vitrail.inference.input_batches import InputLoader, LoadedBatch, iterate_input_batches
 from vitrail.inference.prediction_rows import PredictionItem, PredictionRow, RowTarget, WrittenRows
 from vitrail.model.vit import ViT
-from vitrail.runtime import distributed, signals, workers
+from vitrail.runtime import devices, distributed, signals, workers
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
 from vitrail.runtime.signals import StopRequest
 from vitrail.runtime.workers import Notify, ProgressCallback, ignore_note
@@ -32,6 +33,7 @@ class BulkSettings:
     top: int = 1
     embed: bool = False  # whether rows hold features instead of labels
     threads: int = 1  # that read and prepare images
+    processes: int = 0  # that do so after the first batches for a GPU
     group: ProcessGroup = SINGLE_PROCESS
     draw_pictures: Callable[[Sequence[PredictionItem], Sequence[Tensor]], None] | None = None
     """Called with the items of each batch and their inputs."""
@@ -84,7 +86,8 @@ def predict_images(
             announce = partial(_announce_stop, notify=settings.notify)
             stop_request = stack.enter_context(signals.catch_stop_signals(announce))
         write = stack.enter_context(target.open_writer(written)) if group.is_rank0 else None
-        for rows, stop_signal in _iterate_rounds(classifier, items, settings, stop_request):
+        left = max(0, total - written.images)
+        for rows, stop_signal in _iterate_rounds(classifier, items, settings, stop_request, left):
             failed = sum(bool(row.error) for row in rows)
             written = WrittenRows(written.images + len(rows), written.failed + failed)
             if write is not None:
@@ -106,52 +109,65 @@ def _iterate_rounds(
     items: Iterator[PredictionItem],
     settings: BulkSettings,
     stop_request: StopRequest | None,
+    total: int,
 ) -> Iterator[tuple[list[PredictionRow], signal.Signals | None]]:
     """Rows of a batch for each process, in the images' order, and the signal that asked one of them to stop.
 
-    Threads read the next batch while one is computed. Rank 0 lists the images and broadcasts them in rounds, so that
-    no process holds all the names.
+    The next batches are loaded while one is computed, and a GPU computes one while the rows of the one before are
+    written. Rank 0 lists the images and broadcasts them in rounds, so that no process holds all the names.
     """
-    group, size = settings.group, classifier.batch_size
+    group, size, is_gpu = settings.group, classifier.batch_size, classifier.device.type == "cuda"
     gather = distributed.make_all_gather() if group.world_size > 1 else lambda value: [value]
 
     def iterate_own_batches() -> Iterator[list[PredictionItem]]:
         while batches := distributed.run_on_rank0(lambda: list(itertools.islice(items, size * group.world_size))):
             yield batches[group.rank * size : (group.rank + 1) * size]
 
-    def make_input(item: PredictionItem) -> Tensor | DataError:
-        try:
-            return classifier.make_input(item.image.read(), name=item.image.name)
-        except DataError as error:
-            return error
+    loader = InputLoader(classifier.preprocess, classifier.channels)
+    processes = distributed.all_reduce_max(settings.processes, classifier.device) if is_gpu else 0  # equal on all ranks
+    with contextlib.closing(
+        iterate_input_batches(
+            loader, iterate_own_batches(), batch_size=size, threads=settings.threads, processes=processes, total=total
+        )
+    ) as batches:
+        started = (start_rows(classifier, batch, settings) for batch in batches)
+        for rows in devices.finish_one_late(started) if is_gpu else (finish() for finish in started):
+            gathered = gather((rows, stop_request and stop_request.signal))  # which may arrive during the batch
+            stop_signal = next((one for _, one in gathered if one is not None), None)
+            yield [row for own_rows, _ in gathered for row in own_rows], stop_signal
 
-    for batch in workers.prefetch_batches(make_input, iterate_own_batches(), settings.threads):
-        own_rows = predict_rows(classifier, batch, settings)
-        gathered = gather((own_rows, stop_request and stop_request.signal))  # which may arrive during the batch
-        stop_signal = next((one for _, one in gathered if one is not None), None)
-        yield [row for rows, _ in gathered for row in rows], stop_signal
+
+def start_rows(
+    classifier: AnyClassifier, batch: LoadedBatch, settings: BulkSettings
+) -> Callable[[], list[PredictionRow]]:
+    """Compute the rows of a batch; call the result to wait for a GPU. Then its pictures are drawn too."""
+    items = batch.readable_items
+    wait: Callable[[], Iterable[dict[str, Any]]] = _start_results(classifier, batch, settings) if items else list
+
+    def finish() -> list[PredictionRow]:
+        results = iter(wait())
+        if items and settings.draw_pictures is not None:
+            settings.draw_pictures(items, [pixels for part in batch.parts for pixels in part])
+        rows = []
+        for index, item in enumerate(batch.items):
+            result = {"error": batch.errors[index]} if index in batch.errors else next(results)
+            picture = None if item.picture is None else "" if "error" in result else str(item.picture)
+            rows.append(PredictionRow(item.image.name, attention=picture, **result))
+        return rows
+
+    return finish
 
 
-def predict_rows(
-    classifier: AnyClassifier, batch: Sequence[tuple[PredictionItem, Tensor | DataError]], settings: BulkSettings
-) -> list[PredictionRow]:
-    """Compute the rows of a batch, and draw its pictures."""
-    readable = [(item, pixels) for item, pixels in batch if not isinstance(pixels, DataError)]
-    inputs = [pixels for _, pixels in readable]
-    results: Iterator[dict[str, Any]] = iter(())
-    if inputs and settings.embed:
+def _start_results(
+    classifier: AnyClassifier, batch: LoadedBatch, settings: BulkSettings
+) -> Callable[[], list[dict[str, Any]]]:
+    """Compute the features or labels of the images that can be read; call the result to wait for a GPU."""
+    if settings.embed:
         assert isinstance(classifier, Classifier), "an exported file is refused"
-        results = ({"features": features} for features in classifier.extract_features(inputs).numpy())
-    elif inputs:
-        results = ({"labels": labels} for labels in classifier.predict(inputs, settings.top))
-    if inputs and settings.draw_pictures is not None:
-        settings.draw_pictures([item for item, _ in readable], inputs)
-    rows = []
-    for item, pixels in batch:
-        result = {"error": str(pixels)} if isinstance(pixels, DataError) else next(results)
-        picture = None if item.picture is None else "" if "error" in result else str(item.picture)
-        rows.append(PredictionRow(item.image.name, attention=picture, **result))
-    return rows
+        wait_for_features = classifier.start_features(batch.parts)
+        return lambda: [{"features": features} for features in wait_for_features().numpy()]
+    wait_for_labels = classifier.start_prediction(batch.parts, settings.top)
+    return lambda: [{"labels": labels} for labels in wait_for_labels()]
 
 
 def _raise_stopped(stop_signal: signal.Signals, written: WrittenRows, target: str, notify: Notify) -> None:

@@ -5,7 +5,7 @@ B images of a batch   C channels   S image side   L classes   D features
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from vitrail.data.transforms import make_eval_input
 from vitrail.errors import DataError, UsageError
 from vitrail.export.export import ExportedModel
 from vitrail.inference.precision import build_inference_functions, list_available_precisions
-from vitrail.model.quantized import describe_cpu
+from vitrail.model.quantized import describe_processor
 from vitrail.runtime import devices
 from vitrail.weights.precision_measurements import choose_precision
 from vitrail.weights.trained import Trained, require_preprocess
@@ -36,8 +36,9 @@ class Classifier:
     An image is a path, the bytes of a file, a Pillow image, an array uint8 (H, W) or (H, W, C), or a model input from
     `make_input`. Any number of threads may call one classifier: it never changes once it is created.
 
-    On a CPU it computes predictions in the precision that the file's measurements show to be best there, or in
+    It computes predictions in the precision that the file's measurements show to be best on this CPU or GPU, or in
     `precision`. Features are float32 unless `precision` is given, and `model`, the weights themselves, always is.
+    With `compile_batches` torch compiles it for batches of `batch_size`, which takes a while at the first one.
 
         classifier = vitrail.Classifier(vitrail.load("model.safetensors"))
         print(classifier.predict(["cat.jpg", "dog.jpg"], top=2))
@@ -50,12 +51,13 @@ class Classifier:
         device: str | torch.device | None = None,
         batch_size: int = 32,
         precision: Precision | None = None,
+        compile_batches: bool = False,
     ) -> None:
         self.preprocess = require_preprocess(trained)
         if batch_size < 1:
             raise UsageError(f"batch_size is {batch_size}; it must be at least 1")
         self.device = devices.resolve_device(device)
-        self.batch_size = batch_size
+        self.batch_size, self.channels = batch_size, trained.model.config.channels
         self.temperature = trained.temperature
         self.multi_label = trained.multi_label
         self.threshold = trained.threshold
@@ -66,10 +68,11 @@ class Classifier:
         self.model = model.to(self.device).eval()
         on_device = dataclasses.replace(trained, model=self.model)
         self.precision: Precision = precision or "float32"
-        if precision is None and self.device.type == "cpu":
-            available = list_available_precisions(on_device)
-            self.precision = choose_precision(trained.precision_measurements, describe_cpu(), available)
-        functions = build_inference_functions(on_device, self.precision)
+        if precision is None:
+            available, processor = list_available_precisions(on_device), describe_processor(self.device)
+            self.precision = choose_precision(trained.precision_measurements, processor, available)
+        compiled_batch = batch_size if compile_batches else 0
+        functions = build_inference_functions(on_device, self.precision, compiled_batch=compiled_batch)
         exact = functions if self.precision in (precision, "float32") else build_inference_functions(on_device)
         self._compute_probabilities, self._compute_features = functions.probabilities, exact.features
 
@@ -89,8 +92,8 @@ class Classifier:
     def make_input(self, image: ImageSource | Tensor, *, name: str | None = None) -> Tensor:
         """The model input of an image, uint8 (C, S, S); an input is returned as it is. Errors call the image `name`."""
         if not isinstance(image, Tensor):
-            return make_eval_input(decode(image, self.model.config.channels, name=name), self.preprocess)
-        shape = (self.model.config.channels, *self.preprocess.size)
+            return make_eval_input(decode(image, self.channels, name=name), self.preprocess)
+        shape = (self.channels, *self.preprocess.size)
         if image.dtype != torch.uint8 or tuple(image.shape) != shape:
             raise DataError(f"a tensor must be a model input, uint8 {shape}, not {image.dtype} {tuple(image.shape)}")
         return image
@@ -98,21 +101,42 @@ class Classifier:
     def predict(self, images: Sequence[ImageSource | Tensor], top: int = 5) -> list[RankedLabels]:
         """The same as a call, for one batch of any size."""
         self._check_request(top)
-        return _list_predictions(self.predict_proba(images), self.labels, top, self.threshold)
+        return self.start_prediction([self._stack_inputs(images)], top)()
 
     def predict_proba(self, images: Sequence[ImageSource | Tensor]) -> Tensor:
         """One batch of images -> probabilities (B, L) on the CPU; independent of each other for a multi-label model."""
         self._check_request()
-        return self._compute_probabilities(self._stack_inputs(images))
+        return self._compute_probabilities(self._stack_inputs(images)).cpu()
 
     def extract_features(self, images: Sequence[ImageSource | Tensor]) -> Tensor:
         """One batch of images -> the head's input, float32 (B, D) on the CPU."""
-        return self._compute_features(self._stack_inputs(images))
+        return self._compute_features(self._stack_inputs(images)).cpu()
+
+    def start_prediction(self, parts: Sequence[Tensor], top: int) -> Callable[[], list[RankedLabels]]:
+        """Compute the `top` labels of inputs, uint8 (b, C, S, S) each; call the result to wait for a GPU."""
+        best = self._compute_probabilities(self._join_parts(parts)).topk(min(top, len(self.labels)), dim=1)
+        wait = devices.start_copy_to_cpu(best.values, best.indices)
+
+        def finish() -> list[RankedLabels]:
+            values, classes = wait()
+            return _list_predictions(values, classes, self.labels, self.threshold)
+
+        return finish
+
+    def start_features(self, parts: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Compute the features of inputs, uint8 (b, C, S, S) each; call the result to wait for a GPU."""
+        wait = devices.start_copy_to_cpu(self._compute_features(self._join_parts(parts)))
+        return lambda: wait()[0]
+
+    def _join_parts(self, parts: Sequence[Tensor]) -> Tensor:
+        """uint8 (B, C, S, S) on the device, without waiting for it."""
+        on_device = [part.to(self.device, non_blocking=True) for part in parts]
+        return on_device[0] if len(on_device) == 1 else torch.cat(on_device)
 
     def _stack_inputs(self, images: Sequence[ImageSource | Tensor]) -> Tensor:
         """uint8 (B, C, S, S) on the device."""
         inputs = [self.make_input(image).cpu().numpy() for image in images]
-        shape = (0, self.model.config.channels, *self.preprocess.size)
+        shape = (0, self.channels, *self.preprocess.size)
         pixels = np.stack(inputs) if inputs else np.empty(shape, np.uint8)  # torch would wait for its threads to wake
         return torch.from_numpy(pixels).to(self.device)  # as uint8, a quarter of float32's bytes
 
@@ -129,26 +153,27 @@ class ExportedClassifier:
     def __init__(self, exported: ExportedModel, *, batch_size: int = 32) -> None:
         self.path, self.preprocess, self.batch_size = exported.path, exported.preprocess, batch_size
         self.labels, self.threshold = exported.labels, exported.threshold
-        self._run, self._channels = exported.run, exported.channels
+        self._run, self.channels = exported.run, exported.channels
+        self.device = torch.device("cpu")
 
-    def make_input(self, image: ImageSource, *, name: str | None = None) -> Tensor:
-        """The graph's input of an image, uint8 (C, S, S)."""
-        return make_eval_input(decode(image, self._channels, name=name), self.preprocess)
-
-    def predict(self, inputs: Sequence[Tensor], top: int = 5) -> list[RankedLabels]:
-        """The `top` labels of each input with their probabilities, the likeliest first."""
-        probabilities = self._run(torch.stack(list(inputs)))["probabilities"]
-        return _list_predictions(probabilities, self.labels, top, self.threshold)
+    def start_prediction(self, parts: Sequence[Tensor], top: int) -> Callable[[], list[RankedLabels]]:
+        """Compute the `top` labels of inputs, uint8 (b, C, S, S) each; the result gives them."""
+        best = self._run(torch.cat(list(parts)))["probabilities"].topk(min(top, len(self.labels)), dim=1)
+        return lambda: _list_predictions(best.values, best.indices, self.labels, self.threshold)
 
 
 def rank_labels(probabilities: Tensor, labels: Sequence[str], top: int) -> list[RankedLabels]:
     """The `top` labels of each row of (B, L)."""
     best = probabilities.topk(min(top, len(labels)), dim=1)
-    rows = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-    return [[(labels[index], value) for value, index in zip(values, classes, strict=True)] for values, classes in rows]
+    return _list_predictions(best.values, best.indices, labels)
 
 
-def _list_predictions(probabilities: Tensor, labels: Sequence[str], top: int, threshold: float) -> list[RankedLabels]:
-    """The `top` labels of each row, after "unsure" where the likeliest is below the threshold."""
-    rows = rank_labels(probabilities, labels, top)
-    return [[(UNSURE, ranked[0][1]), *ranked] if ranked[0][1] < threshold else ranked for ranked in rows]
+def _list_predictions(
+    probabilities: Tensor, classes: Tensor, labels: Sequence[str], threshold: float = 0.0
+) -> list[RankedLabels]:
+    """The labels of each row of (B, top), after "unsure" where the likeliest is below the threshold."""
+    predictions = list[RankedLabels]()
+    for values, indices in zip(probabilities.tolist(), classes.tolist(), strict=True):
+        ranked = [(labels[index], value) for value, index in zip(values, indices, strict=True)]
+        predictions.append([(UNSURE, values[0]), *ranked] if values[0] < threshold else ranked)
+    return predictions

@@ -3,6 +3,8 @@
 B images   C channels   S image side   L classes   D features
 """
 
+import contextlib
+import copy
 import importlib.util
 import math
 from collections.abc import Callable
@@ -14,15 +16,17 @@ from torch import Tensor
 from vitrail.config import ModelConfig, Precision, ViTConfig
 from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError
-from vitrail.model.quantized import convert_precision, explain_unsupported, has_uint8_input
+from vitrail.model.cost import count_multiply_adds
+from vitrail.model.quantized import convert_precision, explain_unsupported, get_input_dtype, has_uint8_input
 from vitrail.model.vit import ViT
 from vitrail.runtime.cpu_threads import get_thread_pool, split_over_threads
 from vitrail.weights.trained import Trained, logits_to_probabilities
 
 InferenceFunction = Callable[[Tensor], Tensor]
-"""Inputs, uint8 (B, C, S, S), on the model's device -> a row for each, on the CPU."""
+"""Inputs, uint8 (B, C, S, S), on the model's device -> a row for each, there too."""
 
 _MIN_CHUNK_SIZE = 8  # images a core: fewer read the weights too often, more overflow the cache (measured, S and B)
+_MIN_COMPILED_MULTIPLY_ADDS = 2 * 10**16  # of all images: an H200 takes 95 s, compiled 85 s, and compiling takes 9 s
 _CACHE_BYTES = 3 * 2**20  # of a block's widest activations: small models may compute more images at a time
 
 
@@ -35,26 +39,41 @@ class InferenceFunctions(NamedTuple):
     """The head's input, float32 (B, D)."""
 
 
-def build_inference_functions(trained: Trained, precision: Precision = "float32") -> InferenceFunctions:
-    """Build a model's functions in a precision. OpenVINO computes probabilities only, so its features are float32."""
+def build_inference_functions(
+    trained: Trained, precision: Precision = "float32", *, compiled_batch: int = 0
+) -> InferenceFunctions:
+    """Build a model's functions in a precision. OpenVINO computes probabilities only, so its features are float32.
+
+    With `compiled_batch` the blocks are compiled for batches of that size; others are computed without.
+    """
     if reason := _explain_unavailable(trained, precision):
         raise UsageError(f"{precision} is not available: {reason}. --precision float32 always is")
     preprocess = trained.preprocess
     assert preprocess is not None
     model = convert_precision(trained.model, "float32" if precision == "openvino-int8" else precision, preprocess)
 
+    if compiled_batch and isinstance(model, ViT):
+        model = copy.deepcopy(model) if model is trained.model else model
+        model.compile_blocks()
+
     def prepare_inputs(inputs: Tensor) -> Tensor:
-        return inputs if has_uint8_input(model) else normalize(inputs, preprocess)
+        return inputs if has_uint8_input(model) else normalize(inputs, preprocess).to(get_input_dtype(model))
+
+    def choose_stance(inputs: Tensor) -> contextlib.AbstractContextManager[object]:
+        is_eager = compiled_batch and len(inputs) != compiled_batch  # another size is not worth compiling again
+        return torch.compiler.set_stance("force_eager") if is_eager else contextlib.nullcontext()
 
     @torch.inference_mode()
     def compute_probabilities(inputs: Tensor) -> Tensor:
-        logits = model(prepare_inputs(inputs)).float()
-        return logits_to_probabilities(logits, temperature=trained.temperature, multi_label=trained.multi_label).cpu()
+        with choose_stance(inputs):
+            logits = model(prepare_inputs(inputs)).float()
+        return logits_to_probabilities(logits, temperature=trained.temperature, multi_label=trained.multi_label)
 
     @torch.inference_mode()
     def compute_features(inputs: Tensor) -> Tensor:
-        features: Tensor = model.compute_features(prepare_inputs(inputs))
-        return features.float().cpu()
+        with choose_stance(inputs):
+            features: Tensor = model.compute_features(prepare_inputs(inputs))
+        return features.float()
 
     probabilities: InferenceFunction = compute_probabilities
     if precision == "openvino-int8":
@@ -65,6 +84,11 @@ def build_inference_functions(trained: Trained, precision: Precision = "float32"
     get_thread_pool()  # created here, where nothing computes yet
     functions = (split_over_threads(function, chunk_size) for function in (probabilities, compute_features))
     return InferenceFunctions(*functions)
+
+
+def is_worth_compiling(config: ModelConfig, images: int) -> bool:
+    """Whether so many images take a GPU longer than it takes to compile the model."""
+    return isinstance(config, ViTConfig) and images * count_multiply_adds(config) >= _MIN_COMPILED_MULTIPLY_ADDS
 
 
 def list_available_precisions(trained: Trained) -> tuple[Precision, ...]:

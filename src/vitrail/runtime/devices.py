@@ -1,8 +1,14 @@
-"""The device on which models run."""
+"""The device on which models run, and what it computes for the CPU."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from vitrail.errors import UsageError
+
+T = TypeVar("T")
 
 
 def find_best_device() -> torch.device:
@@ -26,3 +32,32 @@ def resolve_device(name: str | torch.device | None) -> torch.device:
     if not available.get(device.type, True):
         raise UsageError(f"torch sees no {device.type} device here; try cpu")
     return device
+
+
+def start_copy_to_cpu(*tensors: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+    """Copy tensors of one device to the CPU while a GPU continues; call the result to wait for the copies."""
+    if not tensors or tensors[0].device.type != "cuda":
+        copies = tuple(tensor.cpu() for tensor in tensors)
+        return lambda: copies
+    pinned = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors)
+    for buffer, tensor in zip(pinned, tensors, strict=True):
+        buffer.copy_(tensor, non_blocking=True)
+    is_copied = torch.cuda.Event()
+    is_copied.record(torch.cuda.current_stream(tensors[0].device))
+
+    def wait() -> tuple[Tensor, ...]:
+        is_copied.synchronize()
+        return pinned
+
+    return wait
+
+
+def finish_one_late(pending: Iterable[Callable[[], T]]) -> Iterator[T]:
+    """Call each function once the next one is there: a GPU then computes one batch while the last is used."""
+    previous: Callable[[], T] | None = None
+    for finish in pending:
+        if previous is not None:
+            yield previous()
+        previous = finish
+    if previous is not None:
+        yield previous()

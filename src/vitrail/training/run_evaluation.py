@@ -3,7 +3,6 @@
 B images of a batch   N patches of an image   M masked ones   p pixels along the side of a predicted patch
 """
 
-import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -152,17 +151,19 @@ def _measure_precisions(
     iterate_batches: IterateBatches,
     get_seconds: Callable[[], float | None],
 ) -> Trained:
-    """The weights with what lower precisions change on this machine's CPU, where that is worth measuring."""
+    """The weights with what lower precisions change on this machine's CPU and GPU, where that is worth measuring."""
     if run.train_on_val or not precision_benchmark.is_worth_measuring(best):  # it is too sure of images it has learned
         return best
     seconds = get_seconds()
     if seconds is None:
         log.write_line("no time was left to compare precisions: vitrail convert --measure does it")
         return best
-    inputs = (batch.pixels for batch in iterate_batches("val"))
-    cpu_model = dataclasses.replace(best, model=copy.deepcopy(best.model).cpu())  # the GPU's is still to be measured
+
+    def iterate_inputs() -> Iterator[Tensor]:
+        return (batch.pixels for batch in iterate_batches("val"))
+
     data = f"{Path(run.dataset.name).name} (val)"
-    measured = precision_benchmark.measure_precisions(cpu_model, inputs, seconds=seconds, data=data)
+    measured = precision_benchmark.measure_on_devices(best, run.device, iterate_inputs, seconds=seconds, data=data)
     for measurement in measured.precision_measurements:
         log.write_line(measurement.describe())
     return measured

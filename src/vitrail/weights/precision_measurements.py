@@ -16,10 +16,10 @@ MIN_INT8_AGREEMENT = 0.99  # the same for int8, of images where float32's likeli
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrecisionMeasurement:
-    """A model in one precision compared with its float32, on the same images and the same CPU."""
+    """A model in one precision compared with its float32, on the same images and the same processor."""
 
-    cpu: str
-    """The CPU features that speed depends on, by which a measurement is looked up."""
+    processor: str
+    """The CPU features that speed depends on, or the GPU's name, by which a measurement is looked up."""
     precision: Precision
     threads: int
     speedup: float
@@ -67,13 +67,13 @@ class PrecisionMeasurement:
         return (
             f"{self.precision}: {self.speedup:.2f} times float32's speed, the same class for {self.top1_agreement:.2%}"
             f" of {pluralize(self.images, 'image')}{data}{confident}, probabilities {self.mean_probability_change:.4f}"
-            f" apart ({self.cpu}, {pluralize(self.threads, 'thread')})"
+            f" apart ({self.processor}, {pluralize(self.threads, 'thread')})"
         )
 
 
 def choose_precision(
-    measurements: Sequence[PrecisionMeasurement], cpu: str, available: Collection[Precision]
+    measurements: Sequence[PrecisionMeasurement], processor: str, available: Collection[Precision]
 ) -> Precision:
-    """Choose the fastest worthwhile precision that was measured on such a CPU and is available; else float32."""
-    candidates = [m for m in measurements if m.cpu == cpu and m.precision in available and m.is_worthwhile]
+    """Choose the fastest worthwhile precision that was measured on such a processor and is available; else float32."""
+    candidates = [m for m in measurements if m.processor == processor and m.precision in available and m.is_worthwhile]
     return max(candidates, key=lambda measurement: measurement.speedup).precision if candidates else "float32"

@@ -54,14 +54,14 @@ class PredictArguments:
     """The file to write: .csv, .jsonl, or with --embed .npy. Default: standard output."""
     row_format: Annotated[PrintedFormat | None, arg(name="format")] = None
     """Output format. Default: by the suffix of FILE; without --out, a table on a terminal and CSV elsewhere."""
-    batch: Annotated[Number, COMPUTE] = 64
-    """Images per batch."""
+    batch: Annotated[OptionalNumber, COMPUTE] = None
+    """Images per batch. Default: 64, or 256 on a GPU."""
     device: Annotated[Device, COMPUTE] = None
     precision: Annotated[Precision | None, COMPUTE] = None
-    """Precision of the computation. Default: float32, or on a CPU the faster precision that the model's file records as
-    giving the same predictions. Features are computed in float32 unless this is given."""
+    """Precision of the computation. Default: float32, or the faster precision that the model's file records as giving
+    the same predictions on this CPU or GPU. Features are computed in float32 unless this is given."""
     workers: Annotated[OptionalNumber, COMPUTE] = None
-    """Threads that read images. Default: one per core."""
+    """Threads that read images, and for a GPU processes. Default: one per core."""
     fetch_urls: bool = False
     """Also fetch URLs listed on standard input, not only those given as PATHS."""
     json: bool = False
