@@ -586,11 +586,11 @@ def test_images_that_came_after_the_last_are_appended(
 
 
 def test_memory_does_not_grow_with_the_number_of_images(model: Path, tmp_path: Path, capsys: Capture) -> None:
-    """What Python holds at most, for 100 images and for 500: were rows or names kept, it would be 100 kB more."""
+    """What Python holds at most, for 100 images and for 1,500: were rows or names kept, it would be 350 kB more."""
     image = tmp_path / "a.png"
     make_image(0, (8, 8)).save(image)
     peaks = list[int]()
-    for count in (100, 100, 500, 500):  # the first fills caches; on a slow machine a later one does, once
+    for count in (100, 100, 1500, 1500):  # the first fills caches; on a slow machine a later one does, once
         (tmp_path / "list.csv").write_text("path\n" + "a.png\n" * count)
         command = (
             "predict",
@@ -607,7 +607,7 @@ def test_memory_does_not_grow_with_the_number_of_images(model: Path, tmp_path: P
         assert vitrail(*command, "--out", str(tmp_path / f"{len(peaks)}.csv"), capsys=capsys)[0] == 0
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert min(peaks[2:]) < peaks[1] + 30_000
+    assert min(peaks[2:]) < peaks[1] + 100_000
 
 
 @pytest.mark.soak
