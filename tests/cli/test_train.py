@@ -47,7 +47,7 @@ def test_the_command_trains_and_says_where_the_weights_are(tmp_path: Path, capsy
     code, out, _ = vitrail(*DIGITS, "--epochs", "0.2", "--seed", "3", "--json", capsys=capsys)
     found = json.loads(out)
     assert (found["folder"], found["seed"], found["split"], found["images"]) == ("runs/train-2", 3, "test", 179)
-    assert found["top1"] == found["right"] / 179
+    assert found["top1"] == found["correct"] / 179
     end = json.loads((tmp_path / "runs" / "train-2" / "events.jsonl").read_text().splitlines()[-1])
     assert all(found[name] == end[name] for name in ("top1", "top5", "loss", "temperature", "calibration_error"))
 
@@ -221,7 +221,7 @@ def test_a_run_ends_with_its_accuracy_its_weakest_class_and_what_to_do_next() ->
     confusion = torch.tensor([[9, 1, 0], [2, 4, 4], [0, 0, 10]])
     counts = Counts(30, 23, 30, 1.0, confusion)
     weakest = find_weakest_class(counts, ("cat", "dog", "cow"))
-    assert weakest == {"class": "dog", "right": pytest.approx(0.4), "images": 10, "taken_for": "cow"}
+    assert weakest == {"class": "dog", "accuracy": pytest.approx(0.4), "images": 10, "taken_for": "cow"}
     assert find_weakest_class(Counts(30, 30, 30, 1.0, torch.eye(3).long() * 10), ("cat", "dog", "cow")) is None
     found = {"split": "test", "top1": 0.95, "images": 1200, "macro": 0.94, "folder": "runs/train", "trained_on": False}
     found |= {"interval": [0.936, 0.961], "weakest": weakest, "report": "runs/train/report.html"}
@@ -282,7 +282,7 @@ def test_digits_are_learned_within_two_points_of_the_nearest_neighbor(tmp_path: 
     assert code == 0
     found = json.loads(out)
     assert found["nearest_neighbor"] == 175
-    assert found["right"] >= found["nearest_neighbor"] - 0.02 * 179
+    assert found["correct"] >= found["nearest_neighbor"] - 0.02 * 179
 
 
 def test_a_recipe_of_the_paper_trains_with_other_settings_and_its_hidden_head_is_dropped_by_finetune(

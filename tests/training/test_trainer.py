@@ -98,7 +98,7 @@ def test_results_and_events_tell_the_same_story(whole: tuple[TrainingRun, Path, 
     assert float(table[-1]["train/loss"]) < float(table[0]["train/loss"])
     end = told[-1]
     counts = result.counts
-    assert (end["split"], end["images"], end["right"]) == (result.split, counts.images, counts.correct)
+    assert (end["split"], end["images"], end["correct"]) == (result.split, counts.images, counts.correct)
     assert (end["top1"], end["loss"]) == (counts.top1, counts.mean_loss)
     assert end["temperature"] == load(path / "weights" / "best.safetensors").temperature == result.temperature
     log = (path / "run.log").read_text().splitlines()
@@ -115,7 +115,7 @@ def test_the_accuracy_can_be_counted_again_from_the_tables(whole: tuple[Training
     said = read_rows(path / "predictions.csv")
     counts = result.counts
     right = [row["label"] == row["predicted"] for row in said]
-    assert [row["right"] == "1" for row in said] == right
+    assert [row["correct"] == "1" for row in said] == right
     assert (len(said), sum(right)) == (counts.images, counts.correct)
     assert sum(float(row["loss"]) for row in said) / len(said) == pytest.approx(counts.mean_loss, abs=1e-5)
     split = task.dataset.splits["test"]
@@ -125,7 +125,7 @@ def test_the_accuracy_can_be_counted_again_from_the_tables(whole: tuple[Training
         own = [line for line in said if line["label"] == name]
         called = [line for line in said if line["predicted"] == name]
         true = sum(line["predicted"] == name for line in own)
-        assert (int(row["images"]), int(row["right"])) == (len(own), true)
+        assert (int(row["images"]), int(row["correct"])) == (len(own), true)
         assert int(row["train_images"]) == task.class_counts[int(name)]
         assert float(row["recall"]) == pytest.approx(true / len(own), abs=1e-6)
         assert row["precision"] == (f"{true / len(called):.6f}" if called else "")

@@ -271,5 +271,5 @@ def _write_result_files(
         scores = measure_labels(result.predictions)
         RunLog(folder).log_event("multi_label", **scores.to_dict())
         write_label_scores(scores, run.dataset.classes, folder / "per_class.csv", run.class_counts)
-    for name, right in baselines.items():
-        RunLog(folder).log_event("baseline", name=name, right=right)
+    for name, correct in baselines.items():
+        RunLog(folder).log_event("baseline", name=name, correct=correct)
