@@ -232,8 +232,8 @@ SMALLER_PYTHON = {  # the same Python, in seconds
     '"timm:vit_small_patch16_224.augreg_in21k", minutes=10': '"model.safetensors", epochs=1, batch=4',
     "recipe, epochs=5,": "recipe, epochs=0.1,",
     "    epochs=2,\n": "    epochs=0.1,\n",
-    "32, total_positions=10 *": "32, total_positions=4 *",
-    "recipe.batch, total_positions=10 *": "recipe.batch, total_positions=3 *",
+    "32, total_samples=10 *": "32, total_samples=4 *",
+    "recipe.batch, total_samples=10 *": "recipe.batch, total_samples=3 *",
 }
 
 

@@ -139,7 +139,7 @@ class TrainingRun:
         """The steps and their images."""
         return BatchPlan(
             batch_size=self.recipe.batch,
-            total_positions=round(self.recipe.epochs * len(self.train_split)),
+            total_samples=round(self.recipe.epochs * len(self.train_split)),
             rank=self.group.rank,
             world_size=self.group.world_size,
             micro_batches=self.micro_batches,
@@ -150,7 +150,7 @@ class TrainingRun:
         if not (steps or self.decisions):
             return self.plan
         most = max(steps, self.plan.total_steps, *(total for _, total in self.decisions))
-        return dataclasses.replace(self.plan, total_positions=most * self.recipe.batch)
+        return dataclasses.replace(self.plan, total_samples=most * self.recipe.batch)
 
     @functools.cached_property
     def train_split(self) -> Split:
@@ -289,7 +289,7 @@ class TrainingRun:
     @property
     def flops(self) -> int:
         """The operations of all forward and backward passes."""
-        return cost.count_training_flops(self.config, self.plan.total_positions, self.recipe.masked)
+        return cost.count_training_flops(self.config, self.plan.total_samples, self.recipe.masked)
 
     @property
     def imbalance(self) -> float:
