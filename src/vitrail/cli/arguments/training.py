@@ -50,7 +50,7 @@ class TrainArguments:
     overrides: Annotated[RecipeOptions, RECIPE] = RecipeOptions()
     settings: Annotated[Settings, RECIPE] = ()
     """Change any other setting of the recipe: positions, pool, hidden_head, depth, width, optimizer, weight_decay,
-    decay, dropout, mixup, ...; a wrong name lists them all."""
+    decay, dropout, mixup, ...; a wrong name is answered with the nearest one. May be repeated."""
     target: Annotated[MaskedTarget | None, RECIPE] = None
     """What to predict of masked patches, for mpp and mae. Default: the recipe's target."""
     probe_shots: Annotated[int, RECIPE, arg(name="probe", metavar="SHOTS")] = 0
@@ -83,7 +83,7 @@ class FinetuneArguments:
     """Time limit of each run, everything included; it trains as many epochs as fit, up to 100."""
     overrides: Annotated[RecipeOptions, RECIPE] = RecipeOptions()
     settings: Annotated[Settings, RECIPE] = ()
-    """Change any other setting of the recipe, such as optimizer.weight_decay=0.1 augment.mixup=0."""
+    """Change any other setting of the recipe, such as optimizer.weight_decay=0.1 augment.mixup=0. May be repeated."""
     replan: Annotated[str | None, RECIPE, arg(metavar="STEP:STEPS,...")] = None
     """Reproduce a run with --minutes, whose length was adjusted as it went; its report prints the command."""
     trainable_layers: Annotated[int | None, MODEL, arg(name="layers", metavar="N")] = None
