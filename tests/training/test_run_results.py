@@ -32,10 +32,10 @@ def test_the_standard_error_of_a_share_by_hand() -> None:
     assert (run_results.standard_error(0.0, 10), run_results.standard_error(1.0, 10)) == (0, 0)
 
 
-def test_an_evaluation_is_one_line_with_the_time_that_is_left() -> None:
+def test_an_evaluation_is_one_line_with_the_time_that_training_has_left() -> None:
     counts = Counts(200, 150, 190, 80.0, torch.zeros(2, 2, dtype=torch.int64))
     result = ValidationResult(STEP_END, 0.25, counts, 1234.5)
-    assert str(result) == "epoch 1.25: loss 0.250, validation 75.0%, 1,234 images/s, 30 s left"
+    assert str(result) == "epoch 1.25: loss 0.250, validation 75.0%, 1,234 images/s, 30 s of training left"
     assert result.examples is None
 
 

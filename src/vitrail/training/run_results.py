@@ -22,7 +22,7 @@ from torch import Tensor
 from vitrail.evaluation.metrics import measure_labels
 from vitrail.evaluation.predictions import Counts, Predictions
 from vitrail.evaluation.statistics import wilson_interval
-from vitrail.formatting import pluralize, strip_control_characters
+from vitrail.formatting import format_rate, pluralize, strip_control_characters
 from vitrail.training.loop import StepEnd
 from vitrail.training.training_run import TrainingRun
 
@@ -109,7 +109,7 @@ class ValidationResult:
         seconds_left = step_end.seconds / step_end.step * (step_end.steps - step_end.step)
         return (
             f"epoch {step_end.epoch:.4g}: loss {self.train_loss:.3f}, {self.val_summary},"
-            f" {self.images_per_second:,.0f} images/s, {seconds_left:,.0f} s left"
+            f" {format_rate(self.images_per_second)}, {seconds_left:,.0f} s of training left"
         )
 
 
