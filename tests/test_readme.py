@@ -251,5 +251,5 @@ def test_the_python_of_its_page_runs_as_one_script(tmp_path: Path) -> None:
         assert script.count(full) == 1, full
         script = script.replace(full, small)
     printed = run(["-c", script], tmp_path)
-    (accuracy,) = re.findall(r"Evaluation\(made in Python on digits: ([\d.]+)% of 179 images correct", printed)
+    (accuracy,) = re.findall(r"Evaluation\(in-memory model on digits: ([\d.]+)% of 179 images correct", printed)
     assert float(accuracy) > 20  # chance is 10

@@ -290,7 +290,7 @@ class _RunBuilder:
 
 
 def load_finetune_recipe(recipe: str | Path | Recipe) -> Recipe | None:
-    """A recipe of the user's own, from a file or made in Python; None where a kind chooses one."""
+    """A recipe of the user's own, from a file or a value; None where a kind chooses one."""
     if isinstance(recipe, str) and recipe in get_args(recipes.FinetuneKind):
         return None
     if isinstance(recipe, str | Path) and Path(recipe).suffix.lower() not in recipes.RECIPE_SUFFIXES:
