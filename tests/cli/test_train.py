@@ -16,6 +16,7 @@ from vitrail import recipes
 from vitrail.config import OptimizerConfig, ScheduleConfig
 from vitrail.evaluation.predictions import Counts
 from vitrail.formatting import format_duration
+from vitrail.recipes import recipe_file
 from vitrail.training import dataset_checks
 from vitrail.training.recipe_overrides import RecipeOverrides, override_recipe, shorten_warmup
 from vitrail.training.run_folder import choose_next_folder
@@ -189,6 +190,22 @@ def test_a_warm_up_for_a_larger_dataset_is_shortened_to_fit(tmp_path: Path, caps
     assert f"{said[3]} steps of warm-up" in out
     recipe = override_recipe(recipes.get_recipe("digits"), RecipeOverrides())
     assert shorten_warmup(recipe, 1439, pytest.fail) is recipe, "its own dataset"
+
+
+def test_a_batch_larger_than_the_training_set_is_noted(tmp_path: Path, capsys: Capture) -> None:
+    """As a recipe file without `batch` has it, whose default is the paper's 4,096."""
+    write_image_folder(tmp_path / "photos", "train", "val", each=3)
+    text = recipe_file.format_recipe(recipes.get_recipe("digits"), "digits")
+    (tmp_path / "my.toml").write_text(re.sub("(?m)^batch .*\n", "", text))
+    command = ("train", "my.toml", "--data", "photos", "--epochs", "2", "--dry-run", *HERE)
+    code, _, err = vitrail(*command, capsys=capsys)
+    assert code == 0, err
+    large = (
+        "note: the batch of 4,096 is larger than the training set of 6 images, so the run has only 1 step; --batch N"
+    )
+    assert large in err
+    code, _, err = vitrail(*command, "--batch", "6", capsys=capsys)
+    assert (code, "is larger than" in err) == (0, False), err
 
 
 def test_a_bad_image_ends_a_run_with_advice_and_without_a_folder(tmp_path: Path, capsys: Capture) -> None:

@@ -194,6 +194,8 @@ def plan_finetuning(
     median_pixels = compute_median_pixels(dataset) if options.recipe == "bit" else 0
     builder = _RunBuilder(dataset, initial_model, options, own_recipe, group, device, median_pixels)
     run, deadline = builder.build_run(builder.build_recipe(options.overrides.epochs)), None
+    if own_recipe is not None:
+        recipe_overrides.warn_about_large_batch(run.recipe, len(run.train_split), notify)
     if options.minutes is not None:
         config_path = next(folder.glob("**/config.json"), None) if resume else None
         run, deadline = _fit_to_time(builder, run, options.minutes, start_time, config_path, notify)
