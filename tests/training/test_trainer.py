@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
+from torch import nn
 
 from tests import model_factory
 from tests.training.test_training_run import (
@@ -82,6 +84,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingRun, Path, 
     task = build_digits_run({"epochs": 4, "ema": 0.9, "optimizer": OptimizerConfig(kind="muon", lr=1e-2, clip=1.0)})
     path = tmp_path_factory.mktemp("whole") / "run"
     return task, path, run_training(task, path)
+
+
+def test_a_mean_as_the_loss_gives_one_warning_and_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+    """nn.CrossEntropyLoss() is one; halving a sum is none, and the check changes no bit."""
+    losses = {"mean": nn.CrossEntropyLoss(), "sum": nn.CrossEntropyLoss(reduction="sum")}
+    notes: dict[str, list[str]] = {}
+    for name, loss in losses.items():
+        task = build_digits_run({"epochs": 0.1, "label_smoothing": 0.0}, loss_function=loss)
+        notes[name] = []
+        run_training(task, tmp_path / name, notify=notes[name].append)
+    assert sum("looks like a mean over the images" in note for note in notes["mean"]) == 1
+    assert not any("mean" in note for note in notes["sum"])
+    run_training(build_digits_run({"epochs": 0.1, "label_smoothing": 0.0}), tmp_path / "own")
+    states = [load_file(tmp_path / name / "weights" / "last.safetensors") for name in ("sum", "own")]
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
 
 
 def test_results_and_events_tell_the_same_story(whole: tuple[TrainingRun, Path, RunResult]) -> None:

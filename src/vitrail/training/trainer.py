@@ -126,7 +126,7 @@ class Trainer:
         Rank 0 writes the files and returns the result; other ranks return None.
         """
         run = self.training_run
-        self.state = run.build_state()  # before the folder: what is refused here needs none
+        self.state = run.build_state(notify=self.notify)  # before the folder: what is refused here needs none
         with contextlib.ExitStack() as stack:
             self._open_folder(stack)
             try:

@@ -23,8 +23,9 @@ from vitrail.model import cost, masked
 from vitrail.model.masked import MaskedViT
 from vitrail.model.vit import Model, ViT
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
+from vitrail.runtime.workers import Notify
 from vitrail.training import fsdp, optimizer, schedule
-from vitrail.training.losses import LossFunction
+from vitrail.training.losses import LossFunction, warn_about_mean
 from vitrail.training.plan import build_config
 from vitrail.training.step import TrainableModel, TrainState, build_train_state
 from vitrail.weights.adapt import ZERO_HEAD, adapt, reorder_head
@@ -232,14 +233,17 @@ class TrainingRun:
                 parameter.requires_grad_(is_near if recipe.trainable_layers else is_head)
         return self._place_on_device(model if recipe.masked is None else self._add_masked_heads(model, recipe.masked))
 
-    def build_state(self, model: TrainableModel | None = None) -> TrainState:
-        """The state before the first step, of a new model or of this one."""
+    def build_state(self, model: TrainableModel | None = None, *, notify: Notify | None = None) -> TrainState:
+        """The state before the first step, of a new model or of this one; `notify` is told of a loss that is a mean."""
         model = self.build_model() if model is None else model
+        loss_function = self.loss_function
+        if loss_function is not None and notify is not None and self.group.is_rank0:
+            loss_function = warn_about_mean(loss_function, notify)
         return build_train_state(
             model,
             self.recipe,
             self.class_counts,
-            loss_function=self.loss_function,
+            loss_function=loss_function,
             cuda_graph=self.can_use_cuda_graph,
         )
 
