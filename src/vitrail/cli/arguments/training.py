@@ -137,7 +137,7 @@ class PlanArguments:
     batch: Annotated[OptionalNumber, _TRAINING] = None
     """Images per step over all GPUs. Default: the recipe's; 4096 for a preset."""
     data_images: Annotated[OptionalNumber, _TRAINING] = None
-    """Training images of the dataset. Default: those of the recipe's; ImageNet's for a preset."""
+    """Number of training images. Default: that of the recipe's dataset; ImageNet's for a preset."""
     classes: Annotated[Number, _TRAINING] = 1000
     """Classes of the head."""
     micro_batches: Annotated[Number, _COST] = 1
