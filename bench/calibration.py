@@ -101,10 +101,10 @@ def compare_priors(name: str, parts: list[tuple[Tensor, Tensor]], options: argpa
     """Print what temperatures of n images are worth on all others, over parts and draws."""
     images = sum(len(targets) for _, targets in parts)
     whole = [(fit_temperature(*part, prior_std=float("inf")), *part) for part in parts]
-    right = statistics.mean(float((logits.argmax(dim=1) == targets).double().mean()) for _, logits, targets in whole)
+    correct = statistics.mean(float((logits.argmax(dim=1) == targets).double().mean()) for _, logits, targets in whole)
     mean_information = statistics.mean(compute_information(logits, best) for best, logits, _ in whole)
     print(
-        f"{name}: {images} images in {len(parts)} parts, {right:.1%} right, information"
+        f"{name}: {images} images in {len(parts)} parts, {correct:.1%} correct, information"
         f" {mean_information:.2f} an image;"
     )
     for label, values in (("1", [1.0] * len(whole)), ("fitted on all", [best for best, _, _ in whole])):

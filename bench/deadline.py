@@ -69,7 +69,7 @@ def time_run(options: argparse.Namespace, minutes: float, shared_from: float | N
     shared = "alone" if shared_from is None else f"shared from {shared_from:.0%}"
     return (
         f"{minutes:g} minutes, {shared:16} {seconds:6.1f} s = {seconds / minutes / 60:.2f} of the limit;"
-        f" {facts['epochs']:.2f} epochs, planned again {plans} times, {facts['right']} of {facts['images']} right;"
+        f" {facts['epochs']:.2f} epochs, planned again {plans} times, {facts['correct']} of {facts['images']} correct;"
         f" {end - steps_end:.0f} s measuring, {ended_at - end:.0f} s report"
     )
 

@@ -124,7 +124,7 @@ def train_with_vitrail(job: Job, model: Path, overhead: float) -> Run:
         command += ["--device", job.device, "--workers", job.workers, "--out", Path(folder) / "run", "--json"]
         done = subprocess.run([sys.executable, "-m", "vitrail", *map(str, command)], stdout=subprocess.PIPE, check=True)
     facts = json.loads(done.stdout)
-    return {key: facts.get(key) for key in ("top1", "right", "images", "seconds", "epochs", "trained")}
+    return {key: facts.get(key) for key in ("top1", "correct", "images", "seconds", "epochs", "trained")}
 
 
 def train_with_peer(job: Job, contender: str, *, published: bool) -> Run:
@@ -132,14 +132,14 @@ def train_with_peer(job: Job, contender: str, *, published: bool) -> Run:
     if contender in TRANSFORMERS:
         arguments = TRANSFORMERS[contender]
         trained = train_with_transformers(job, arguments, arguments.epochs if published else None)
-        right, images = test_with_transformers(job, trained)
+        correct, images = test_with_transformers(job, trained)
     else:
         settings = TIMM[contender]
         trained = train_with_timm(job, settings, settings.total if published else None)
-        right, images = test_with_timm(job, trained)
+        correct, images = test_with_timm(job, trained)
     return {
-        "top1": right / images,
-        "right": right,
+        "top1": correct / images,
+        "correct": correct,
         "images": images,
         "seconds": trained.seconds,
         "epochs": trained.epochs,

@@ -168,7 +168,7 @@ def run_vitrail(case: Case, turns: Turns, *, in_memory: bool) -> None:
         seed=0,
         num_classes=CLASSES,
     )
-    plan = BatchPlan(batch_size=case.batch, total_positions=case.batch * case.total)
+    plan = BatchPlan(batch_size=case.batch, total_samples=case.batch * case.total)
     state = build_train_state(case.build_network(), recipe)
     if in_memory:
         batches = loader.iter_resident_train_batches(training, plan, case.pixels, case.targets)

@@ -228,7 +228,7 @@ class _Logits(nn.Module):
 
 
 def test_with_transformers(job: Job, trained: Trained) -> tuple[int, int]:
-    """Images of the test split that are right, and all of them."""
+    """Images of the test split that are classified correctly, and all of them."""
     from torch.utils.data import DataLoader
 
     images = _open_example_images(job, "test")
@@ -423,7 +423,7 @@ def _build_training_loader(job: Job, settings: Settings, model: nn.Module) -> tu
 
 
 def test_with_timm(job: Job, trained: Trained) -> tuple[int, int]:
-    """Images of the test split that are right, and all of them."""
+    """Images of the test split that are classified correctly, and all of them."""
     from timm.data import create_loader, resolve_data_config
 
     view = resolve_data_config({}, model=trained.model)
@@ -445,9 +445,9 @@ def test_with_timm(job: Job, trained: Trained) -> tuple[int, int]:
 @torch.inference_mode()
 def _count_correct(job: Job, model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[int, int]:
     model.eval()
-    right, images = 0, 0
+    correct, images = 0, 0
     for pixels, targets in batches:
         logits = model(pixels.to(job.device))
-        right += int((logits.argmax(dim=1) == targets.to(job.device)).sum())
+        correct += int((logits.argmax(dim=1) == targets.to(job.device)).sum())
         images += len(targets)
-    return right, images
+    return correct, images

@@ -186,15 +186,18 @@ def test_the_page_of_python_names_every_keyword_that_is_not_the_option(verb: str
             assert f"`{option}`" in table, option
 
 
-def test_a_browser_opens_it_from_the_disk_at_any_width_and_finds_a_word(site: Path) -> None:
-    names = ("index", "api", "benchmarks", "zoo", "experiments/README", "tutorials/first-finetune")
+def test_a_browser_opens_every_page_from_the_disk_and_finds_a_word(site: Path) -> None:
+    """On a phone all pages, where a table or a line of code may be too wide; on a wide, dark screen a few."""
+    paths = sorted(path for path in site.rglob("*.html") if path.name not in ("genindex.html", "search.html"))
+    assert len(paths) >= 40
+    wide = {"index", "api", "benchmarks", "zoo", "first-finetune"}
     with browser.open_browser() as chromium:
-        for name in names:
-            for width, dark in ((390, False), (1400, True)):
-                page = chromium.visit((site / "docs" / f"{name}.html").as_uri(), width=width, dark=dark)
-                assert page.problems == [], name
-                assert all(url.startswith("file:") for url in page.requests), name
-                assert page.overflow == [], (name, width)
+        for path in paths:
+            for width, dark in ((390, False), *([(1400, True)] if path.stem in wide else [])):
+                page = chromium.visit(path.as_uri(), width=width, dark=dark)
+                assert page.problems == [], path.name
+                assert all(url.startswith("file:") for url in page.requests), path.name
+                assert page.overflow == [], (path.name, width)
         page = chromium.visit(f"{(site / 'search.html').as_uri()}?q=rollout")
         deadline = time.monotonic() + browser.PATIENCE
         while "docs/figures.html" not in str(page.evaluate("document.body.innerHTML")):
@@ -214,18 +217,76 @@ def list_commands(path: Path) -> list[str]:
 COMMAND_PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if list_commands(path)]
 
 
+def check_command(command: str) -> None:
+    """Fail unless vitrail's parser accepts a command."""
+    words = shlex.split(command[command.index("vitrail ") :])[1:]
+    verb = " ".join(words[:2]) if " ".join(words[:2]) in cli.COMMANDS else words[0]
+    assert verb in cli.COMMANDS, command
+    module, _, group = cli.COMMANDS[verb].arguments.partition(".")
+    arguments = getattr(importlib.import_module(f"vitrail.cli.arguments.{module}"), group)
+    try:
+        parsing.parse_arguments(verb, arguments, words[len(verb.split()) :])
+    except VitrailError as error:
+        pytest.fail(f"{command}: {error}")
+
+
 @pytest.mark.parametrize("path", COMMAND_PAGES, ids=lambda path: path.stem)
 def test_the_commands_of_a_page_parse(path: Path) -> None:
     for command in list_commands(path):
-        words = shlex.split(command[command.index("vitrail ") :])[1:]
-        verb = " ".join(words[:2]) if " ".join(words[:2]) in cli.COMMANDS else words[0]
-        assert verb in cli.COMMANDS, command
-        module, _, group = cli.COMMANDS[verb].arguments.partition(".")
-        arguments = getattr(importlib.import_module(f"vitrail.cli.arguments.{module}"), group)
-        try:
-            parsing.parse_arguments(verb, arguments, words[len(verb.split()) :])
-        except VitrailError as error:
-            pytest.fail(f"{command}: {error}")
+        check_command(command)
+
+
+def check_evidence(code: str) -> bool:
+    """Whether a code span is a test, a command or a script of bench/; fail if it cannot be run as it stands."""
+    if code.startswith("vitrail "):
+        check_command(code)
+        return True
+    if test := re.fullmatch(r"(?:\w+=\w+ pytest )?(tests/[\w/.]+)", code):
+        assert (ROOT / test[1]).exists(), code
+        return True
+    if script := re.match(r"python (?:-m )?(bench[/.]\w+)", code):
+        source = (ROOT / script[1].replace(".", "/")).with_suffix(".py").read_text(encoding="utf-8")
+        assert [option for option in re.findall(r"--[\w-]+", code) if option not in source] == [], code
+        required = re.findall(r'add_argument\("(--[\w-]+)"[^)]*required=True', source)
+        assert [option for option in required if option not in code] == [], code
+        return True
+    if target := re.fullmatch(r"make (\w+)", code):
+        assert f"\n{target[1]}:" in (ROOT / "Makefile").read_text(encoding="utf-8"), code
+    return False
+
+
+def list_cells(name: str, header: str) -> list[str]:
+    """The cells below a header in all tables of a page."""
+    cells: list[str] = []
+    column = None
+    for line in (ROOT / "docs" / name).read_text(encoding="utf-8").splitlines():
+        row = [cell.strip() for cell in line.strip("|").split(" | ")] if line.startswith("| ") else []
+        if header in row:
+            column = row.index(header)
+        elif row and column is not None:
+            cells.append(row[column])
+        elif not line.startswith("|"):
+            column = None
+    return cells
+
+
+def test_every_claim_has_a_test_or_a_whole_command() -> None:
+    cells = list_cells("evidence.md", "test or command")
+    assert len(cells) >= 40
+    for cell in cells:
+        assert sum(check_evidence(code) for code in re.findall(r"`([^`]+)`", cell)) >= 1, cell
+
+
+def test_the_commands_of_the_benchmarks_are_whole() -> None:
+    cells = list_cells("benchmarks.md", "command")
+    assert sum(check_evidence(code) for cell in cells for code in re.findall(r"`([^`]+)`", cell)) >= 20
+
+
+def test_every_bench_has_its_place_among_the_benchmarks() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    scripts = {path.stem for path in (ROOT / "bench").glob("*.py")}
+    scripts -= {"peers", "record"}  # one is imported by others, and one compares two versions of vitrail
+    assert [name for name in sorted(scripts) if not re.search(rf"bench[/.]{name}\b", text)] == []
 
 
 def find_named(name: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import vitrail
-from vitrail.formatting import pluralize
+from vitrail.formatting import format_rate, pluralize
 
 COUNTED = re.compile(r" (images|classes|files|labels|epochs|shards|groups|draws|channels|links)\b(?!/s)")
 NEVER_ONE = {
@@ -64,3 +64,9 @@ def test_no_message_counts_without_the_singular() -> None:
                 if isinstance(one, ast.FormattedValue) and COUNTED.match(str(text)):
                     bare.append(f"{name}: {ast.unparse(one.value)}")
     assert set(bare) - NEVER_ONE == set()
+
+
+def test_a_rate_below_ten_has_a_decimal() -> None:
+    assert [format_rate(rate) for rate in (0.04, 0.36, 9.96, 10.4, 1234.5)] == [
+        "0.0 images/s", "0.4 images/s", "10.0 images/s", "10 images/s", "1,234 images/s",
+    ]  # fmt: skip

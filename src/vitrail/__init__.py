@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 from vitrail import errors as errors  # light, and needed to catch what the functions raise
 
 if TYPE_CHECKING:
+    from vitrail.api.checked_functions import adapt, create, load, load_recipe, save
     from vitrail.api.conversion import Conversion, convert
     from vitrail.api.evaluation import Evaluation, ProbeResult, evaluate, probe
     from vitrail.api.figures import Figures, figures
-    from vitrail.api.lower_layers import adapt, create, load, load_recipe, save
     from vitrail.api.prediction import embed, predict
     from vitrail.api.prediction_list import Prediction, PredictionList
     from vitrail.api.run import Run
@@ -41,19 +41,19 @@ _HOMES = {  # the module of each public name
     "StepEnd": "training.loop",
     "Trained": "weights.trained",
     "ValidationResult": "training.run_results",
-    "adapt": "api.lower_layers",
+    "adapt": "api.checked_functions",
     "attention_maps": "model.vit",
     "convert": "api.conversion",
-    "create": "api.lower_layers",
+    "create": "api.checked_functions",
     "embed": "api.prediction",
     "evaluate": "api.evaluation",
     "figures": "api.figures",
     "finetune": "api.training",
-    "load": "api.lower_layers",
-    "load_recipe": "api.lower_layers",
+    "load": "api.checked_functions",
+    "load_recipe": "api.checked_functions",
     "predict": "api.prediction",
     "probe": "api.evaluation",
-    "save": "api.lower_layers",
+    "save": "api.checked_functions",
     "serve": "api.serve",
     "train": "api.training",
 }

@@ -40,6 +40,11 @@ def format_giga(number: int) -> str:
     return f"{number / 1e9:.2f} G"
 
 
+def format_rate(images_per_second: float) -> str:
+    """1234.5 -> 1,234 images/s, and 0.36 -> 0.4 images/s."""
+    return f"{images_per_second:,.{0 if images_per_second >= 10 else 1}f} images/s"
+
+
 def format_duration(seconds: float) -> str:
     """93784 -> 26 h 3 min."""
     if seconds < 90:

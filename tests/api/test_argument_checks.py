@@ -102,7 +102,7 @@ WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
     "predict numbers": (lambda v: v.predict(MODEL, [PIXELS, 5]), r"images\[1\] is of type int; an image is a path"),
     "predict model": (lambda v: v.predict(None, DATA), NO_MODEL.replace("int", "NoneType")),
     "embed model": (lambda v: v.embed(5, DATA), NO_MODEL),
-    "figures pictures": (lambda v: v.figures(MODEL, DATA, pictures="3"), "pictures is '3', of type str"),
+    "figures num_images": (lambda v: v.figures(MODEL, DATA, num_images="3"), "num_images is '3', of type str"),
     "figures images": (lambda v: v.figures(MODEL, 5), "an image is a path, .*, not int"),
     "figures against": (lambda v: v.figures(MODEL, against=5), NO_MODEL),
     "probe shots": (lambda v: v.probe(MODEL, DATA, shots=[1, "x"]), r"shots\[1\] is 'x', of type str"),

@@ -19,10 +19,10 @@ MODEL = "model.safetensors"
 
 
 def test_the_command_and_figures_compute_the_same_arrays(capsys: Capture) -> None:
-    arguments = (MODEL, "photos/test", "--pictures", "1", "--out", "command", "--device", "cpu", "--json")
+    arguments = (MODEL, "photos/test", "--num-images", "1", "--out", "command", "--device", "cpu", "--json")
     code, out, err = run_command("figures", *arguments, capsys=capsys)
     assert code == 0, err
-    drawn = vitrail.figures(MODEL, "photos/test", pictures=1, out="python", device="cpu")
+    drawn = vitrail.figures(MODEL, "photos/test", num_images=1, out="python", device="cpu")
     assert capsys.readouterr().out == ""
     facts = json.loads(out)
     assert (facts["files"], facts["numbers"]) == (drawn.files, json.loads(json.dumps(drawn.numbers)))
@@ -52,7 +52,7 @@ def test_figures_of_images_in_memory_are_those_of_their_files() -> None:
 
 def test_wrong_arguments_are_refused_before_a_folder_is_made() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"pictures": -1}, r"^pictures is -1"),
+        ({"num_images": -1}, r"^num_images is -1"),
         ({"boxes": "boxes.json"}, "give the images too"),
         ({"images": [5]}, r"^images\[0\] is of type int; an image is a path"),
     ]

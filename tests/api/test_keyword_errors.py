@@ -124,7 +124,11 @@ def test_functions_of_lower_layers_name_keywords_too() -> None:
 
 @pytest.mark.parametrize(
     ("function", "name", "nearest"),
-    [(vitrail.evaluate, "spilt", "split"), (vitrail.probe, "shts", "shots"), (vitrail.figures, "picture", "pictures")],
+    [
+        (vitrail.evaluate, "spilt", "split"),
+        (vitrail.probe, "shts", "shots"),
+        (vitrail.figures, "num_image", "num_images"),
+    ],
 )
 def test_an_unknown_keyword_is_answered_with_the_nearest(function: Any, name: str, nearest: str) -> None:
     with pytest.raises(UsageError, match=rf"there is no option '{name}': did you mean {nearest}\?"):

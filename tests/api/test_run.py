@@ -14,7 +14,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 def test_a_finished_run_has_its_numbers(tuned_run: Path) -> None:
     run = vitrail.Run(str(tuned_run))
     assert run.folder == tuned_run
-    assert run.accuracy == run.metrics["top1"] == run.metrics["right"] / run.metrics["images"]
+    assert run.accuracy == run.metrics["top1"] == run.metrics["correct"] / run.metrics["images"]
     assert run.interval == run.metrics["interval"]
     assert run.interval is not None
     assert run.interval[0] <= run.metrics["top1"] <= run.interval[1]

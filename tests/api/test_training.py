@@ -240,7 +240,7 @@ def test_a_loss_is_given_logits_and_targets_and_an_object_has_the_name_of_its_cl
 
     loss, settings = Watching(), {"augment.mixup": 0.0, "augment.cutmix": 0.0}
     run = vitrail.finetune("photos", make_trained(), loss=loss, settings=settings, **SHORT | {"epochs": 0.4})
-    assert loss.shapes == {((4, 2), (4,))}
+    assert loss.shapes == {((4, 2), (4,)), ((2, 2), (2,))}  # once of halves, to see whether it is a sum
     assert run.config["loss_function"].endswith("Watching")
 
 

@@ -57,11 +57,11 @@ def test_numbers_and_files_are_those_of_the_models_answers(
     predictions = Classifier(trained)([split.read_image(row) for row in range(len(split))], top=1)
     names = open_dataset(str(flowers)).classes
     right = [prediction[0][0] == names[split.get_labels(row)[0]] for row, prediction in enumerate(predictions)]
-    assert (facts["images"], facts["right"]) == (15, sum(right))
+    assert (facts["images"], facts["correct"]) == (15, sum(right))
     with (out / "predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["predicted"] for row in rows] == [prediction[0][0] for prediction in predictions]
-    assert [row["right"] for row in rows] == [str(int(hit)) for hit in right]
+    assert [row["correct"] for row in rows] == [str(int(hit)) for hit in right]
     for name in ("per_class.csv", "confusion_matrix.png", "reliability.png", "risk_coverage.png", "top_losses.jpg"):
         assert (out / name).stat().st_size > 0
 
@@ -152,7 +152,7 @@ def test_models_stand_side_by_side_and_are_compared_image_by_image(
     save(model_factory.build_trained(model_factory.build_vit(seed=5, classes=3), labels=CLASSES), other)
     facts = evaluate(model, flowers, "--against", other, "--out", tmp_path / "out", capsys=capsys)
     pair = facts["comparisons"][0]
-    rights = [model["right"] for model in facts["models"]]
+    rights = [model["correct"] for model in facts["models"]]
     assert pair["both"] + pair["only_first"] == rights[0]
     assert pair["both"] + pair["only_second"] == rights[1]
     assert pair["both"] + pair["only_first"] + pair["only_second"] + pair["neither"] == 15
@@ -347,7 +347,7 @@ def test_a_real_vit_knows_real_images_by_the_wordnet_ids_of_their_folders(
     right = sum(
         prediction[0][0] == names[path.parent.name] for path, prediction in zip(paths, predictions, strict=True)
     )
-    assert (facts["models"][0]["right"], facts["models"][0]["images"]) == (right, 40)
+    assert (facts["models"][0]["correct"], facts["models"][0]["images"]) == (right, 40)
     assert right > 25
 
 

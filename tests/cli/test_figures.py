@@ -319,12 +319,12 @@ def test_images_are_named_in_every_way(
     (tmp_path / "list.csv").write_text("path,label\nrose/1.jpg,rose\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO("rose/0.jpg\nrose/1.jpg\ntulip/1.jpg\n"))
-    code, text, error = vitrail("figures", "m.safetensors", *arguments, "--pictures", "1", "--json", capsys=capsys)
+    code, text, error = vitrail("figures", "m.safetensors", *arguments, "--num-images", "1", "--json", capsys=capsys)
     assert code == 0, error
     facts: dict[str, Any] = json.loads(text)
     assert facts["numbers"]["attention"]["m"]["images"] == 1
     assert sum(name.startswith("rollout/") for name in facts["files"]) == 1
-    assert (f"1 of {number} images is drawn; --pictures {number} draws all" in error) == (number > 1)
+    assert (f"1 of {number} images is drawn; --num-images {number} draws all" in error) == (number > 1)
 
 
 @pytest.mark.usefixtures("without_plots")
@@ -340,13 +340,13 @@ def test_of_a_dataset_only_the_images_that_are_drawn_are_decoded(
         return decode(source, *arguments, **options)
 
     monkeypatch.setattr(attention_images, "decode", count)
-    command = [str(tmp_path / "dataset"), "--out", str(tmp_path / "out"), "--pictures"]
+    command = [str(tmp_path / "dataset"), "--out", str(tmp_path / "out"), "--num-images"]
     assert vitrail("figures", str(model), *command, "5", capsys=capsys)[0] == 0
     assert decoded == [str(paths[place]) for place in (0, 8, 16, 24, 32)] * 2
     assert list(np.load(tmp_path / "out" / "images.npz")["images"]) == decoded[:5]
     decoded.clear()
     code, _, error = vitrail("figures", str(model), *command, "0", capsys=capsys)
-    assert (code, decoded, "no attention: that takes images: --pictures 0 reads none" in error) == (0, [], True)
+    assert (code, decoded, "no attention: that takes images: --num-images 0 reads none" in error) == (0, [], True)
     (tmp_path / "boxes.txt").write_text("0.jpg\trose\t0\t0\t23\t19\n")
     boxes = ["--boxes", str(tmp_path / "boxes.txt")]
     assert vitrail("figures", str(model), *command, "5", *boxes, capsys=capsys)[0] == 0
@@ -357,7 +357,7 @@ def test_of_a_dataset_only_the_images_that_are_drawn_are_decoded(
 @pytest.mark.usefixtures("without_plots")
 def test_of_a_named_dataset_images_from_all_of_its_test_split_are_drawn(tmp_path: Path, capsys: Capture) -> None:
     save(model_factory.build_trained(model_factory.build_vit(depth=1)), tmp_path / "m.safetensors")
-    command = ["digits", "--out", str(tmp_path / "out"), "--pictures", "3"]
+    command = ["digits", "--out", str(tmp_path / "out"), "--num-images", "3"]
     code, _, error = vitrail("figures", str(tmp_path / "m.safetensors"), *command, capsys=capsys)
     assert code == 0, error
     names = np.load(tmp_path / "out" / "images.npz")["images"]
@@ -398,7 +398,7 @@ def test_mistakes_are_answered_before_anything_is_computed(model: Path, tmp_path
     (tmp_path / "boxes.txt").write_text("no box")
     for command, code, sentence in (
         ([str(model)] * 3, 2, "are 3 models"),
-        ([str(model), "--pictures", "-1"], 2, "--pictures is -1"),
+        ([str(model), "--num-images", "-1"], 2, "--num-images is -1"),
         ([str(model), "image.jpg", "--boxes", str(tmp_path / "boxes.txt")], 3, "line 1"),
         ([str(tmp_path / "none.safetensors")], 4, "does not exist"),
         ([str(model), "--image-size", "30"], 2, "does not divide into patches"),

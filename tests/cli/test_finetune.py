@@ -93,7 +93,7 @@ def test_the_facts_are_there_for_programs(tmp_path: Path, capsys: Capture) -> No
     assert code == 0
     found = json.loads(out)
     end = json.loads((tmp_path / "mine" / "events.jsonl").read_text().splitlines()[-1])
-    for name in ("split", "images", "right", "top1", "top5", "loss", "temperature", "calibration_error", "seconds"):
+    for name in ("split", "images", "correct", "top1", "top5", "loss", "temperature", "calibration_error", "seconds"):
         assert found[name] == end[name], name
     assert (found["folder"], found["seed"], found["epochs"], found["trained_images"]) == ("mine", 5, 4, 32)
 
@@ -187,8 +187,8 @@ main(["finetune", "nowhere", "--model", "model.safetensors", *sys.argv[1:]])
 def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: Capture) -> None:
     code, out, _ = finetune(*SHORT, "--dry-run", capsys=capsys)
     assert code == 0
-    assert re.search(r"^time +about \d+ s at [\d,]+ images/s$", out, re.MULTILINE)
-    assert re.search(r"^memory +about [\d.]+ [kM]B of [\d.,]+ GB$", out, re.MULTILINE)
+    assert re.search(r"^time +about \d+ s at [\d,.]+ images/s$", out, re.MULTILINE)
+    assert re.search(r"^memory +needs about [\d.]+ [kM]B, [\d.,]+ GB available$", out, re.MULTILINE)
     assert "steps         8 with a batch of 4, 4 epochs" in out
     assert [path.name for path in (tmp_path / "runs").rglob("*.*")] == ["train_batch0.jpg"]
     code, out, _ = finetune(*SHORT, "--dry-run", "--json", capsys=capsys)
@@ -450,8 +450,8 @@ def test_several_labels_change_the_loss_and_are_said(tmp_path: Path, capsys: Cap
     with (run / "predictions.csv").open(newline="") as file:
         rows_of_images = list(csv.DictReader(file))
     exact = [set(row["label"].split(" | ")) == set(row["predicted"].split(" | ")) for row in rows_of_images]
-    assert found["right"] == sum(exact)
-    assert [row["right"] for row in rows_of_images] == [str(int(each)) for each in exact]
+    assert found["correct"] == sum(exact)
+    assert [row["correct"] for row in rows_of_images] == [str(int(each)) for each in exact]
     assert set(found["multi_label_metrics"]) == {
         "micro_f1",
         "macro_f1",

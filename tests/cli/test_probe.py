@@ -78,9 +78,9 @@ def test_the_table_has_a_row_for_each_method(capsys: Capture) -> None:
     assert (result["split"], result["images"], result["features"], result["chosen_on"]) == ("test", 12, 32, "val")
     for score, line in zip(result["scores"], lines[2:], strict=True):
         assert f"{score['top1']:.1%}" in line
-        assert score["top1"] == pytest.approx(sum(score["right"]) / len(score["right"]) / 12)
+        assert score["top1"] == pytest.approx(sum(score["correct"]) / len(score["correct"]) / 12)
         if score["seeds"] == 1:
-            assert score["interval"] == list(wilson_interval(score["right"][0], 12))
+            assert score["interval"] == list(wilson_interval(score["correct"][0], 12))
     assert [score["seeds"] for score in result["scores"]] == [3, 3, 1, 1, 1]
 
 
@@ -139,7 +139,7 @@ def test_the_saved_model_answers_as_the_probe_did(tmp_path: Path, capsys: Captur
     counts = evaluate_batches(
         built.model, iter_eval_batches(split, built.preprocess, batch_size=5, num_classes=2), built.preprocess
     )
-    assert [counts.correct] == result["scores"][0]["right"]
+    assert [counts.correct] == result["scores"][0]["correct"]
     assert built.labels == ("rose", "tulip")
     assert built.temperature == result["saved"]["temperature"]
     assert built.origin.changes[-1].startswith(f"head: {method} probe of {tmp_path / 'set'}, ")

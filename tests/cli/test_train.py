@@ -16,6 +16,7 @@ from vitrail import recipes
 from vitrail.config import OptimizerConfig, ScheduleConfig
 from vitrail.evaluation.predictions import Counts
 from vitrail.formatting import format_duration
+from vitrail.recipes import recipe_file
 from vitrail.training import dataset_checks
 from vitrail.training.recipe_overrides import RecipeOverrides, override_recipe, shorten_warmup
 from vitrail.training.run_folder import choose_next_folder
@@ -47,7 +48,7 @@ def test_the_command_trains_and_says_where_the_weights_are(tmp_path: Path, capsy
     code, out, _ = vitrail(*DIGITS, "--epochs", "0.2", "--seed", "3", "--json", capsys=capsys)
     found = json.loads(out)
     assert (found["folder"], found["seed"], found["split"], found["images"]) == ("runs/train-2", 3, "test", 179)
-    assert found["top1"] == found["right"] / 179
+    assert found["top1"] == found["correct"] / 179
     end = json.loads((tmp_path / "runs" / "train-2" / "events.jsonl").read_text().splitlines()[-1])
     assert all(found[name] == end[name] for name in ("top1", "top5", "loss", "temperature", "calibration_error"))
 
@@ -191,6 +192,22 @@ def test_a_warm_up_for_a_larger_dataset_is_shortened_to_fit(tmp_path: Path, caps
     assert shorten_warmup(recipe, 1439, pytest.fail) is recipe, "its own dataset"
 
 
+def test_a_batch_larger_than_the_training_set_is_noted(tmp_path: Path, capsys: Capture) -> None:
+    """As a recipe file without `batch` has it, whose default is the paper's 4,096."""
+    write_image_folder(tmp_path / "photos", "train", "val", each=3)
+    text = recipe_file.format_recipe(recipes.get_recipe("digits"), "digits")
+    (tmp_path / "my.toml").write_text(re.sub("(?m)^batch .*\n", "", text))
+    command = ("train", "my.toml", "--data", "photos", "--epochs", "2", "--dry-run", *HERE)
+    code, _, err = vitrail(*command, capsys=capsys)
+    assert code == 0, err
+    large = (
+        "note: the batch of 4,096 is larger than the training set of 6 images, so the run has only 1 step; --batch N"
+    )
+    assert large in err
+    code, _, err = vitrail(*command, "--batch", "6", capsys=capsys)
+    assert (code, "is larger than" in err) == (0, False), err
+
+
 def test_a_bad_image_ends_a_run_with_advice_and_without_a_folder(tmp_path: Path, capsys: Capture) -> None:
     root = write_image_folder(tmp_path / "set", "train", "val", each=3)
     (root / "train" / "rose" / "1.jpg").write_bytes(b"<html>")
@@ -221,7 +238,7 @@ def test_a_run_ends_with_its_accuracy_its_weakest_class_and_what_to_do_next() ->
     confusion = torch.tensor([[9, 1, 0], [2, 4, 4], [0, 0, 10]])
     counts = Counts(30, 23, 30, 1.0, confusion)
     weakest = find_weakest_class(counts, ("cat", "dog", "cow"))
-    assert weakest == {"class": "dog", "right": pytest.approx(0.4), "images": 10, "taken_for": "cow"}
+    assert weakest == {"class": "dog", "accuracy": pytest.approx(0.4), "images": 10, "taken_for": "cow"}
     assert find_weakest_class(Counts(30, 30, 30, 1.0, torch.eye(3).long() * 10), ("cat", "dog", "cow")) is None
     found = {"split": "test", "top1": 0.95, "images": 1200, "macro": 0.94, "folder": "runs/train", "trained_on": False}
     found |= {"interval": [0.936, 0.961], "weakest": weakest, "report": "runs/train/report.html"}
@@ -282,7 +299,7 @@ def test_digits_are_learned_within_two_points_of_the_nearest_neighbor(tmp_path: 
     assert code == 0
     found = json.loads(out)
     assert found["nearest_neighbor"] == 175
-    assert found["right"] >= found["nearest_neighbor"] - 0.02 * 179
+    assert found["correct"] >= found["nearest_neighbor"] - 0.02 * 179
 
 
 def test_a_recipe_of_the_paper_trains_with_other_settings_and_its_hidden_head_is_dropped_by_finetune(

@@ -10,7 +10,13 @@ from tests import model_factory
 from tests.model_factory import VARIANTS
 from vitrail import presets
 from vitrail.config import BiTConfig, ConvConfig, MaskedConfig, Recipe, ScheduleConfig, ViTConfig, from_json, to_json
-from vitrail.config.serialization import _RENAMES, parse_field, upgrade_keys, upgrade_run_config
+from vitrail.config.serialization import (
+    _RENAMES,
+    parse_field,
+    upgrade_keys,
+    upgrade_result_keys,
+    upgrade_run_config,
+)
 from vitrail.errors import UsageError
 from vitrail.recipes import RECIPES, build_finetune_recipe
 from vitrail.studies.grid import Cell
@@ -157,3 +163,9 @@ def test_a_field_from_a_command_line() -> None:
     assert parse_field(ViTConfig, "class_token", "False", "class_token") is False
     with pytest.raises(UsageError, match="decay is 'stair'; it must be one of cosine"):
         parse_field(ScheduleConfig, "decay", "stair", "decay")
+
+
+def test_results_of_version_0_1_0_are_read_under_todays_names() -> None:
+    """ "right" counted the correct images in events, cells' results and tables."""
+    assert upgrade_result_keys({"images": 10, "right": 7}) == {"images": 10, "correct": 7}
+    assert upgrade_result_keys({"images": 10, "correct": 7}) == {"images": 10, "correct": 7}

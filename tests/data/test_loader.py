@@ -81,7 +81,7 @@ def test_positions_of_ranks_and_micro_batches_tile_every_step(data: st.DataObjec
     batch, total = data.draw(st.integers(1, 64)), data.draw(st.integers(0, 150))
     world, micro = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 4))
     plans = [
-        BatchPlan(batch_size=batch, total_positions=total, rank=rank, world_size=world, micro_batches=micro)
+        BatchPlan(batch_size=batch, total_samples=total, rank=rank, world_size=world, micro_batches=micro)
         for rank in range(world)
     ]
     start = data.draw(st.integers(0, plans[0].total_steps))
@@ -105,7 +105,7 @@ def test_mixing_partners_are_the_next_of_the_global_batch_whatever_the_ranks(dat
     object.__setattr__(training_data, "augment", AugmentConfig(mixup=0.2))
     size = min(batch, total - step * batch)
     for rank in range(world):
-        plan = BatchPlan(batch_size=batch, total_positions=total, rank=rank, world_size=world, micro_batches=micro)
+        plan = BatchPlan(batch_size=batch, total_samples=total, rank=rank, world_size=world, micro_batches=micro)
         loaded = training_data.iter_positions(plan, step)
         for part, positions in zip(plan.list_micro_batches(step), map(np.ndarray.tolist, loaded), strict=False):
             if part:
@@ -119,9 +119,9 @@ def test_world_size_and_micro_batches_change_no_pixel(
     flowers: Path, augment: AugmentConfig, world: int, micro: int
 ) -> None:
     training_data = build_training_data(flowers, augment)
-    reference = load_steps(training_data, BatchPlan(batch_size=8, total_positions=45))
+    reference = load_steps(training_data, BatchPlan(batch_size=8, total_samples=45))
     plans = [
-        BatchPlan(batch_size=8, total_positions=45, rank=rank, world_size=world, micro_batches=micro)
+        BatchPlan(batch_size=8, total_samples=45, rank=rank, world_size=world, micro_batches=micro)
         for rank in range(world)
     ]
     shares = [load_steps(training_data, plan) for plan in plans]
@@ -133,20 +133,20 @@ def test_world_size_and_micro_batches_change_no_pixel(
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_workers_change_no_pixel(flowers: Path, workers: int) -> None:
-    training_data, plan = build_training_data(flowers), BatchPlan(batch_size=8, total_positions=45)
+    training_data, plan = build_training_data(flowers), BatchPlan(batch_size=8, total_samples=45)
     assert steps_equal(load_steps(training_data, plan), load_steps(training_data, plan, workers=workers))
 
 
 @pytest.mark.parametrize("start", [1, 3, 5, 6])
 def test_a_resumed_run_gets_the_same_batches(flowers: Path, start: int) -> None:
-    training_data, plan = build_training_data(flowers), BatchPlan(batch_size=8, total_positions=45)
+    training_data, plan = build_training_data(flowers), BatchPlan(batch_size=8, total_samples=45)
     assert steps_equal(
         load_steps(training_data, plan)[start:], load_steps(training_data, plan, start=start, workers=start % 3)
     )
 
 
 def test_batches_run_across_epochs_and_only_the_last_is_short(flowers: Path) -> None:
-    training_data, plan = build_training_data(flowers, AugmentConfig()), BatchPlan(batch_size=8, total_positions=36)
+    training_data, plan = build_training_data(flowers, AugmentConfig()), BatchPlan(batch_size=8, total_samples=36)
     batches = list(iter_train_batches(training_data, plan))
     assert [len(batch.targets) for batch in batches] == [8, 8, 8, 8, 4]
     assert torch.cat([batch.positions for batch in batches]).tolist() == list(range(36))
@@ -162,9 +162,9 @@ def test_shards_are_read_window_by_window_with_the_folders_pixels(flowers: Path,
     split = open_shards(tmp_path / "out").splits["train"]
     order = SampleOrder(seed=4, num_samples=len(split), shard_sizes=split.count_per_shard(), shard_window=1)
     training_data = build_training_data(flowers, AugmentConfig(crop="squash", flip=False), split=split, order=order)
-    [batch] = iter_train_batches(training_data, BatchPlan(batch_size=18, total_positions=18))
+    [batch] = iter_train_batches(training_data, BatchPlan(batch_size=18, total_samples=18))
     plain = build_training_data(flowers, AugmentConfig(crop="squash", flip=False))
-    [expected] = iter_train_batches(plain, BatchPlan(batch_size=18, total_positions=18))
+    [expected] = iter_train_batches(plain, BatchPlan(batch_size=18, total_samples=18))
     assert sorted(image.tolist() for image in batch.pixels) == sorted(image.tolist() for image in expected.pixels)
 
 
@@ -177,7 +177,7 @@ from tests.data.test_loader import ALL_AUGMENTATIONS, load_steps, build_training
 from vitrail.data.loader import BatchPlan
 if __name__ == "__main__":
     multiprocessing.set_start_method("spawn")
-    training_data, plan = build_training_data(Path({str(flowers)!r})), BatchPlan(batch_size=8, total_positions=20)
+    training_data, plan = build_training_data(Path({str(flowers)!r})), BatchPlan(batch_size=8, total_samples=20)
     for images, targets in load_steps(training_data, plan, workers=2):
         print(images.double().sum().item(), targets.double().sum().item())
 """
@@ -185,7 +185,7 @@ if __name__ == "__main__":
     script.write_text(code)
     environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"}
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=300)
-    expected = load_steps(build_training_data(flowers), BatchPlan(batch_size=8, total_positions=20))
+    expected = load_steps(build_training_data(flowers), BatchPlan(batch_size=8, total_samples=20))
     lines = [f"{images.double().sum().item()} {targets.double().sum().item()}" for images, targets in expected]
     assert run.stdout.splitlines() == lines, run.stderr[-2000:]
 
@@ -219,7 +219,7 @@ def test_every_micro_batch_of_a_masked_step_has_its_images_masks_and_the_next_im
 ) -> None:
     """However a step is split, each image stands beside the same partner and has the same masked patches."""
     training_data = build_training_data(flowers, AugmentConfig(), masked=masked, num_patches=16)
-    plan = BatchPlan(batch_size=18, total_positions=18)
+    plan = BatchPlan(batch_size=18, total_samples=18)
     images, masks = prepare_train_batch(next(iter_train_batches(training_data, plan)), training_data, plan, 0)
     assert masks.shape == (18, 2, 16)
     partners = 1 if masked.kind == "mpp" else 0
@@ -230,7 +230,7 @@ def test_every_micro_batch_of_a_masked_step_has_its_images_masks_and_the_next_im
     for world, micro in ((1, 5), (3, 2)):
         first = 0
         for rank in range(world):
-            plan = BatchPlan(batch_size=18, total_positions=18, rank=rank, world_size=world, micro_batches=micro)
+            plan = BatchPlan(batch_size=18, total_samples=18, rank=rank, world_size=world, micro_batches=micro)
             for batch in iter_train_batches(training_data, plan, workers=rank % 2):
                 part_images, part_masks = prepare_train_batch(batch, training_data, plan, 0)
                 assert len(part_images) == len(part_masks) + partners
@@ -253,7 +253,7 @@ def test_masked_batches_from_the_device_equal_those_of_the_workers(masked: Maske
         masked=masked,
         num_patches=16,
     )
-    plan = BatchPlan(batch_size=50, total_positions=170, micro_batches=3)
+    plan = BatchPlan(batch_size=50, total_samples=170, micro_batches=3)
     resident = loader.load_resident_images(split, channels=1, num_classes=10, device="cpu")
     assert resident is not None
     from_device = loader.iter_resident_train_batches(training_data, plan, *resident, start_step=1)
@@ -294,7 +294,7 @@ def test_a_bad_image_is_an_error_or_skipped_by_name(flowers: Path, tmp_path: Pat
     root = write_image_folder(tmp_path, "train", "val", each=4)
     (root / "train" / "rose" / "2.jpg").write_bytes(b"<html>")
     (root / "val" / "rose" / "1.jpg").write_bytes(b"")
-    plan = BatchPlan(batch_size=4, total_positions=16)
+    plan = BatchPlan(batch_size=4, total_samples=16)
     with pytest.raises(DataError, match=r"^train/rose/2.jpg is not an image"):
         list(iter_train_batches(build_training_data(root), plan, workers=workers))
     batches = list(iter_train_batches(build_training_data(root, AugmentConfig(), skip_bad=True), plan, workers=workers))
@@ -344,14 +344,14 @@ def batches_equal(one: Iterable[Batch], two: Iterable[Batch]) -> bool:
 
 
 PLANS = {
-    "whole": BatchPlan(batch_size=32, total_positions=96),
-    "rank": BatchPlan(batch_size=32, total_positions=100, rank=1, world_size=2),
-    "short": BatchPlan(batch_size=16, total_positions=101),
-    "micro": BatchPlan(batch_size=16, total_positions=101, micro_batches=3),
+    "whole": BatchPlan(batch_size=32, total_samples=96),
+    "rank": BatchPlan(batch_size=32, total_samples=100, rank=1, world_size=2),
+    "short": BatchPlan(batch_size=16, total_samples=101),
+    "micro": BatchPlan(batch_size=16, total_samples=101, micro_batches=3),
     "micro-rank": BatchPlan(
-        batch_size=8, total_positions=33, rank=0, world_size=2, micro_batches=2
+        batch_size=8, total_samples=33, rank=0, world_size=2, micro_batches=2
     ),  # the last step has one image for four
-    "epochs": BatchPlan(batch_size=500, total_positions=1700, micro_batches=2),
+    "epochs": BatchPlan(batch_size=500, total_samples=1700, micro_batches=2),
 }
 
 
@@ -396,7 +396,7 @@ def test_as_many_batches_are_augmented_at_once_as_fit(monkeypatch: pytest.Monkey
     ):
         monkeypatch.setattr(loader, "_AUGMENT_CHUNK_BYTES", chunk_bytes)
         chunk_sizes.clear()
-        plan = BatchPlan(batch_size=16, total_positions=70, micro_batches=2)
+        plan = BatchPlan(batch_size=16, total_samples=70, micro_batches=2)
         batches = loader.iter_resident_train_batches(training_data, plan, *resident)
         next(batches)
         assert chunk_sizes == expected[:1]  # the others not before they are needed
@@ -410,7 +410,7 @@ def test_a_short_last_step_may_leave_a_rank_nothing(crop: Any, jitter: float) ->
     training_data, resident = load_digits(
         AugmentConfig(crop=crop, mixup=0.2, jitter=jitter, randaugment=(2, 10), erase=0.5), "val"
     )
-    plan = BatchPlan(batch_size=8, total_positions=9, rank=0, world_size=2)
+    plan = BatchPlan(batch_size=8, total_samples=9, rank=0, world_size=2)
     for start in (0, 1):  # beside others, and alone
         for batches in (
             iter_train_batches(training_data, plan, start_step=start),
@@ -475,4 +475,4 @@ def test_a_bad_image_among_resident_images_is_named(tmp_path: Path) -> None:
 def test_an_impossible_plan_is_refused() -> None:
     for invalid in ({"batch_size": 0}, {"rank": 2, "world_size": 2}, {"micro_batches": 0}):
         with pytest.raises(UsageError, match="is impossible"):
-            BatchPlan(**({"batch_size": 4, "total_positions": 8} | invalid))
+            BatchPlan(**({"batch_size": 4, "total_samples": 8} | invalid))

@@ -41,7 +41,7 @@ def test_models_are_evaluated_on_test_and_compared(tmp_path: Path) -> None:
     facts = dataset_evaluation.collect_facts(dataset, results, settings)
     assert [model["images"] for model in facts["models"]] == [8, 8]
     (pair,) = facts["comparisons"]
-    assert pair["both"] + pair["only_first"] == facts["models"][0]["right"]
+    assert pair["both"] + pair["only_first"] == facts["models"][0]["correct"]
     assert dataset_evaluation.list_unreadable(images, results) == []
     with pytest.raises(DataError, match="has no train2"):
         dataset_evaluation.check_evaluable(dataset, "train2")

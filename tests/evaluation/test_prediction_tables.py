@@ -29,7 +29,7 @@ def test_a_row_for_each_image_has_both_names_probability_loss_and_whether_it_is_
     assert [row["image"] for row in rows] == [split.get_image_name(index) for index in range(4)]
     assert [row["label"] for row in rows] == ["rose", "rose", "tulip", "tulip"]
     assert [row["predicted"] for row in rows] == ["r", "'=t", "r", "'=t"]  # no spreadsheet takes it for a formula
-    assert [row["right"] for row in rows] == ["1", "0", "0", "1"]
+    assert [row["correct"] for row in rows] == ["1", "0", "0", "1"]
     assert {row["probability"] for row in rows} == {f"{LOGITS[0].softmax(dim=0)[0]:.6f}"}
     assert rows[0]["loss"] == f"{predictions.losses[0]:.6f}"
 
@@ -49,7 +49,7 @@ def test_a_row_for_each_label_of_multi_label_predictions(tmp_path: Path) -> None
     scores = measure_labels(_make_predictions(LOGITS - 1, targets, 1.0, multi_label=True))
     prediction_tables.write_label_scores(scores, ("a", "b", "c"), tmp_path / "labels.csv")
     rows = read_rows(tmp_path / "labels.csv")
-    assert [(row["images"], row["right"], row["predicted"]) for row in rows] == [
+    assert [(row["images"], row["correct"], row["predicted"]) for row in rows] == [
         ("2", "1", "2"),
         ("3", "2", "2"),
         ("0", "0", "0"),

@@ -18,9 +18,9 @@ WORLDS, WORKERS, STARTS = (1, 2, 4), (0, 1, 2, 4), (0, 2, 5)
 def test_any_machine_goes_on_where_any_other_stopped(flowers: Path, soaked: Soaked) -> None:
     """Pixels and targets of each step, mixed and augmented, are those of one process without workers."""
     training_data = build_training_data(flowers)
-    reference = load_steps(training_data, BatchPlan(batch_size=8, total_positions=45))
+    reference = load_steps(training_data, BatchPlan(batch_size=8, total_samples=45))
     for world, workers, start in itertools.product(WORLDS, WORKERS, STARTS):
-        plans = [BatchPlan(batch_size=8, total_positions=45, rank=rank, world_size=world) for rank in range(world)]
+        plans = [BatchPlan(batch_size=8, total_samples=45, rank=rank, world_size=world) for rank in range(world)]
         shares = [load_steps(training_data, plan, start=start, workers=workers) for plan in plans]
         for step, (images, targets) in enumerate(reference[start:]):
             parts = [share[step] for share in shares if len(share[step][0])]

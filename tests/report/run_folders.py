@@ -45,7 +45,7 @@ MULTI_LABEL_METRICS = {
     "micro_f1": 0.61, "macro_f1": 0.52, "mean_average_precision": 0.73, "calibration_error": 0.04,
     "bins": [[2, 0.05, 0]] + [[0, 0.0, 0]] * 13 + [[4, 3.9, 3]],
 }  # fmt: skip
-COLUMNS = ("class", "train_images", "images", "right", "recall", "precision", "predicted", "f1", "average_precision")
+COLUMNS = ("class", "train_images", "images", "correct", "recall", "precision", "predicted", "f1", "average_precision")
 TRAIN_COUNTS = {"cat": 10, "dog": 25, "<b>eel</b>": 5}
 
 
@@ -77,7 +77,7 @@ def write_run_folder(
         right = sum(predicted == label for label, predicted, _ in predictions)
         metrics = {
             "images": len(predictions),
-            "right": right,
+            "correct": right,
             "top1": right / len(predictions),
             "top5": 1.0,
             "loss": 0.7,
@@ -88,7 +88,9 @@ def write_run_folder(
             (f"test/{index}.jpg", label, predicted, probability, 0.1, int(predicted == label))
             for index, (label, predicted, probability) in enumerate(predictions)
         ]
-        _write_table(folder / "predictions.csv", ("image", "label", "predicted", "probability", "loss", "right"), rows)
+        _write_table(
+            folder / "predictions.csv", ("image", "label", "predicted", "probability", "loss", "correct"), rows
+        )
         if multi_label and has_metrics:
             events.append({"at": 86_400.0, "event": "multi_label", **MULTI_LABEL_METRICS})
             _write_table(

@@ -18,7 +18,7 @@ def test_the_first_screen_names_the_weakest_classes_the_commonest_confusion_and_
     assert steps.endswith("vitrail predict RUN IMAGES vitrail serve RUN")
     facts = gather_facts(tmp_path / "run")
     assert facts.result is not None
-    perfect = dataclasses.replace(facts, result=dataclasses.replace(facts.result, right=facts.result.images))
+    perfect = dataclasses.replace(facts, result=dataclasses.replace(facts.result, correct=facts.result.images))
     steps = parse_page(perfect).sections["result"]
     assert f"Add test images: all {facts.result.images} are correct" in steps
     assert "Train longer" not in steps

@@ -19,7 +19,7 @@ from vitrail.visualization import image_grids
 
 def test_the_mistakes_shown_are_the_surest_of_the_table(run: Path) -> None:
     with (run / "predictions.csv").open(newline="") as file:
-        wrong = [row for row in csv.DictReader(file) if row["right"] == "0"]
+        wrong = [row for row in csv.DictReader(file) if row["correct"] == "0"]
     wrong.sort(key=lambda row: -float(row["probability"]))
     shown = re.findall(r"test/\w+/\d+\.jpg", parse_page(run / "report.html").sections["mistakes"])
     assert shown == [row["image"] for row in wrong][:MAX_MISTAKES]

@@ -16,7 +16,7 @@ from vitrail.training.run_results import RESULT_COLUMNS
 def test_numbers_are_those_of_the_folder(tmp_path: Path) -> None:
     facts = gather_facts(write_run_folder(tmp_path / "run"))
     assert facts.result is not None
-    assert (facts.name, facts.result.right, facts.result.images, facts.result.top1) == ("run", 7, 10, 0.7)
+    assert (facts.name, facts.result.correct, facts.result.images, facts.result.top1) == ("run", 7, 10, 0.7)
     assert facts.result.interval == wilson_interval(7, 10)
     assert facts.macro_accuracy == pytest.approx((2 / 4 + 4 / 5 + 1) / 3)
     assert facts.epochs["train/loss"] == (1.5, 1.0)
@@ -31,7 +31,7 @@ def test_the_baseline_is_the_class_that_training_saw_most_and_what_events_tell(t
     with (folder / "events.jsonl").open("a") as file:
         file.write(json.dumps({"at": 1, "event": "baseline", "name": "nearest neighbour", "right": 6}) + "\n")
     first, second = gather_facts(folder).baselines
-    assert ("dog" in first.name, first.right) == (True, 5)
+    assert ("dog" in first.name, first.correct) == (True, 5)
     assert second == ("nearest neighbour", 6)
 
 

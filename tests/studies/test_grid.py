@@ -97,7 +97,7 @@ def test_a_stopped_study_resumes_and_failed_cells_stop_no_other() -> None:
     assert (Path("study") / "results.jsonl").read_bytes().startswith(before)
     assert "resuming study/cells/long/run after step" in Path("study/cells/long/log").read_text()
     alone = run_cell(long, Path("alone"), "cpu", 0)
-    assert (ended["long"]["right"], ended["long"]["loss"]) == (alone["right"], alone["loss"])
+    assert (ended["long"]["correct"], ended["long"]["loss"]) == (alone["correct"], alone["loss"])
     for name in ("long", "short"):  # what only resuming needs is gone
         assert not (Path("study/cells") / name / "run" / "checkpoints").exists()
         assert not (Path("study/cells") / name / "run" / "weights").exists()

@@ -28,7 +28,7 @@ def write_sweep(folder: Path, dataset: str, shares: list[float], tested: int = 6
     recipe = {"batch": 512, "image_size": 384}
     images = {"train": 1000, "val": 100, "test": tested}
     study = {"study": "sweep", "dataset": dataset, "model": "/m/b16.npz", "rates": [0.01], "runs": len(shares)}
-    rate_result = {"stage": "rate", "lr": 0.01, "status": "done", "right": 9, "loss": 1, "top1": 0.9}
+    rate_result = {"stage": "rate", "lr": 0.01, "status": "done", "correct": 9, "loss": 1, "top1": 0.9}
     tests = [{"stage": "test", "lr": 0.01, "status": "done", "top1": share, "images": tested} for share in shares]
     full = study | {"recipe": recipe, "images": images, "steps": 500} | changes
     return write_study(folder, full, [rate_result, *tests])

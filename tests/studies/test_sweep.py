@@ -227,7 +227,7 @@ def make_rate_result(lr: float, right: int | None, loss: float = 1.0) -> dict[st
     status = (
         {"status": "diverged"}
         if right is None
-        else {"status": "done", "right": right, "loss": loss, "top1": right / 10}
+        else {"status": "done", "correct": right, "loss": loss, "top1": right / 10}
     )
     return {"cell": f"rate-{lr}", "stage": "rate", "lr": lr} | status
 

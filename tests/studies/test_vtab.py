@@ -88,7 +88,7 @@ def test_the_command_runs_available_tasks_and_names_missing_ones(tmp_path: Path,
     accuracies = {}
     for line in (study_folder / "results.jsonl").read_text().splitlines():
         record = json.loads(line)
-        accuracies[record["task"]] = record["right"] / 5
+        accuracies[record["task"]] = record["correct"] / 5
         assert (record["images"], record["draw"]) == (5, "VTAB")
     assert summary["mean"] == pytest.approx(np.mean([accuracies["dtd"], accuracies["kitti"]]))
     assert summary["groups"] == pytest.approx({"Natural": accuracies["dtd"], "Structured": accuracies["kitti"]})

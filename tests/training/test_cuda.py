@@ -64,7 +64,7 @@ def test_recorded_steps_are_the_steps_that_were_not(kind: str, monkeypatch: pyte
     """Dropout, schedule and the short last step included."""
     task = TrainingRun(recipe=recipe(kind), dataset=open_dataset("digits"), device=torch.device("cuda"))
     assert task.can_use_cuda_graph
-    assert task.plan.get_step_size(task.plan.total_steps - 1) < 64
+    assert task.plan.get_batch_size(task.plan.total_steps - 1) < 64
     losses, weights = trained(task, recorded=True)
     monkeypatch.setattr(CudaGraphStep, "EAGER_STEPS", 10**9)
     plain, expected = trained(task, recorded=True)

@@ -14,6 +14,7 @@ from vitrail.training.losses import (
     sigmoid_cross_entropy,
     smooth_labels,
     softmax_cross_entropy,
+    warn_about_mean,
 )
 
 Loss = Callable[..., Tensor]
@@ -183,3 +184,24 @@ def test_with_offsets_an_informative_input_is_answered_as_if_classes_were_of_equ
     assert logits.grad.abs().max() < 1e-4  # the loss is convex: this is its optimum
     assert logits[0].argmax() == 1
     assert logits[0].diff().exp().item() == pytest.approx(4 / 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("images", [2, 5, 64])
+def test_a_mean_as_the_loss_is_noticed_once_and_a_sum_never(images: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    outputs = (4 * torch.randn(images, L, generator=generator)).to(dtype).requires_grad_()
+    for targets in (torch.randint(L, (images,), generator=generator), torch.rand(images, L, generator=generator)):
+        notes: list[str] = []
+        mean, total = (
+            warn_about_mean(torch.nn.CrossEntropyLoss(reduction=name), notes.append) for name in ("mean", "sum")
+        )
+        for loss in (total, mean, total, mean):
+            loss(outputs, targets).backward()
+        assert len(notes) == 1
+        assert notes[0].startswith("warning: the loss function looks like a mean over the images")
+
+
+def test_one_image_cannot_show_whether_a_loss_is_a_mean() -> None:
+    mean = warn_about_mean(torch.nn.CrossEntropyLoss(), pytest.fail)
+    assert float(mean(torch.zeros(1, L), torch.zeros(1, dtype=torch.int64))) == pytest.approx(math.log(L))

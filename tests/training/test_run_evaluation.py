@@ -296,9 +296,9 @@ def test_evaluation_is_the_same_in_batches_of_any_size(masked: MaskedConfig, mon
     assert len(counts[0].examples.masking) == 6
     for other in counts[1:]:
         assert other.mean_loss == pytest.approx(counts[0].mean_loss, rel=1e-6)
-        assert (other.right, other.right_in_five, other.patches) == (
-            counts[0].right,
-            counts[0].right_in_five,
+        assert (other.correct, other.correct_top5, other.patches) == (
+            counts[0].correct,
+            counts[0].correct_top5,
             179 * model.num_masked,
         )
 

@@ -53,11 +53,11 @@ def test_a_run_tells_its_caller_and_leaves_what_it_was_given(tmp_path: Path) -> 
     assert isinstance(result, RunResult)
     assert reports == [(run, result, folder, None)]
     assert notes[0].startswith("note: --shard changes nothing in one process")
-    assert any("validation" in note and "s left" in note for note in notes)
+    assert any("validation" in note and "s of training left" in note for note in notes)
     assert json.loads((folder / "data_report.json").read_text()) == audit
     logged = {event["event"]: event for event in read_events(folder)}
     assert logged["command"]["arguments"] == ["vitrail", "finetune", "set"]
-    assert (logged["baseline"]["name"], logged["baseline"]["right"]) == ("nearest neighbor", 3)
+    assert (logged["baseline"]["name"], logged["baseline"]["correct"]) == ("nearest neighbor", 3)
 
 
 def test_multi_label_runs_leave_scores_of_every_label(tmp_path: Path) -> None:

@@ -32,10 +32,10 @@ def test_the_standard_error_of_a_share_by_hand() -> None:
     assert (run_results.standard_error(0.0, 10), run_results.standard_error(1.0, 10)) == (0, 0)
 
 
-def test_an_evaluation_is_one_line_with_the_time_that_is_left() -> None:
+def test_an_evaluation_is_one_line_with_the_time_that_training_has_left() -> None:
     counts = Counts(200, 150, 190, 80.0, torch.zeros(2, 2, dtype=torch.int64))
     result = ValidationResult(STEP_END, 0.25, counts, 1234.5)
-    assert str(result) == "epoch 1.25: loss 0.250, validation 75.0%, 1,234 images/s, 30 s left"
+    assert str(result) == "epoch 1.25: loss 0.250, validation 75.0%, 1,234 images/s, 30 s of training left"
     assert result.examples is None
 
 
@@ -43,7 +43,7 @@ def test_an_evaluation_is_one_line_with_the_time_that_is_left() -> None:
     ("num_colors", "summary"), [(50, "validation 0.400, 20.0% of the colors"), (0, "validation 0.400")]
 )
 def test_an_evaluation_of_a_masked_run_shows_its_loss(num_colors: int, summary: str) -> None:
-    counts = MaskedCounts(images=5, patches=50, loss=2.0, num_colors=num_colors, right=10, right_in_five=30)
+    counts = MaskedCounts(images=5, patches=50, loss=2.0, num_colors=num_colors, correct=10, correct_top5=30)
     assert ValidationResult(STEP_END, 0.25, counts, 10.0).val_summary == summary
 
 
@@ -56,10 +56,10 @@ def test_the_facts_of_a_supervised_run(tmp_path: Path) -> None:
     counts = Counts(20, 17, 20, 10.0, confusion)
     result = RunResult("test", counts, empty, temperature=1.5, calibration_error=0.1, seconds=3.0, epochs=2.0)
     facts = run_results.collect_result_facts(run, result, tmp_path)
-    assert (facts["images"], facts["right"], facts["top1"], facts["loss"]) == (20, 17, 0.85, 0.5)
+    assert (facts["images"], facts["correct"], facts["top1"], facts["loss"]) == (20, 17, 0.85, 0.5)
     assert facts["interval"] == pytest.approx([0.6396, 0.9476], abs=1e-4)  # Wilson's, at 95%
     assert facts["macro"] == pytest.approx(0.85)
-    assert facts["weakest"] == {"class": "0", "right": pytest.approx(0.8), "images": 10, "taken_for": "3"}
+    assert facts["weakest"] == {"class": "0", "accuracy": pytest.approx(0.8), "images": 10, "taken_for": "3"}
     assert (facts["trained_images"], facts["seed"]) == (2 * 1439, 7)
     assert (facts["report"], facts["multi_label_metrics"], facts["trained_on"]) == (None, None, False)
     (tmp_path / "report.html").touch()

@@ -91,7 +91,7 @@ def test_time_adds_up_and_is_of_this_machine() -> None:
     estimate = estimate_run(task)
     assert estimate.available_bytes > estimate.memory_bytes > 0
     assert estimate.evaluations == 10
-    training = task.plan.total_positions / estimate.images_per_second
+    training = task.plan.total_samples / estimate.images_per_second
     assert training < estimate.seconds < 2 * training + 11 * estimate.evaluation_seconds
     assert 50 < estimate.images_per_second < 1e6
     assert 179 / 1e6 < estimate.evaluation_seconds < 179 / 50

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
+from torch import nn
 
 from tests import model_factory
 from tests.training.test_training_run import (
@@ -84,6 +86,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainingRun, Path, 
     return task, path, run_training(task, path)
 
 
+def test_a_mean_as_the_loss_gives_one_warning_and_leaves_the_run_as_it_is(tmp_path: Path) -> None:
+    """nn.CrossEntropyLoss() is one; halving a sum is none, and the check changes no bit."""
+    losses = {"mean": nn.CrossEntropyLoss(), "sum": nn.CrossEntropyLoss(reduction="sum")}
+    notes: dict[str, list[str]] = {}
+    for name, loss in losses.items():
+        task = build_digits_run({"epochs": 0.1, "label_smoothing": 0.0}, loss_function=loss)
+        notes[name] = []
+        run_training(task, tmp_path / name, notify=notes[name].append)
+    assert sum("looks like a mean over the images" in note for note in notes["mean"]) == 1
+    assert not any("mean" in note for note in notes["sum"])
+    run_training(build_digits_run({"epochs": 0.1, "label_smoothing": 0.0}), tmp_path / "own")
+    states = [load_file(tmp_path / name / "weights" / "last.safetensors") for name in ("sum", "own")]
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+
+
 def test_results_and_events_tell_the_same_story(whole: tuple[TrainingRun, Path, RunResult]) -> None:
     _, path, result = whole
     table, told = read_rows(path / "results.csv"), read_events(path)
@@ -98,7 +115,7 @@ def test_results_and_events_tell_the_same_story(whole: tuple[TrainingRun, Path, 
     assert float(table[-1]["train/loss"]) < float(table[0]["train/loss"])
     end = told[-1]
     counts = result.counts
-    assert (end["split"], end["images"], end["right"]) == (result.split, counts.images, counts.correct)
+    assert (end["split"], end["images"], end["correct"]) == (result.split, counts.images, counts.correct)
     assert (end["top1"], end["loss"]) == (counts.top1, counts.mean_loss)
     assert end["temperature"] == load(path / "weights" / "best.safetensors").temperature == result.temperature
     log = (path / "run.log").read_text().splitlines()
@@ -115,7 +132,7 @@ def test_the_accuracy_can_be_counted_again_from_the_tables(whole: tuple[Training
     said = read_rows(path / "predictions.csv")
     counts = result.counts
     right = [row["label"] == row["predicted"] for row in said]
-    assert [row["right"] == "1" for row in said] == right
+    assert [row["correct"] == "1" for row in said] == right
     assert (len(said), sum(right)) == (counts.images, counts.correct)
     assert sum(float(row["loss"]) for row in said) / len(said) == pytest.approx(counts.mean_loss, abs=1e-5)
     split = task.dataset.splits["test"]
@@ -125,7 +142,7 @@ def test_the_accuracy_can_be_counted_again_from_the_tables(whole: tuple[Training
         own = [line for line in said if line["label"] == name]
         called = [line for line in said if line["predicted"] == name]
         true = sum(line["predicted"] == name for line in own)
-        assert (int(row["images"]), int(row["right"])) == (len(own), true)
+        assert (int(row["images"]), int(row["correct"])) == (len(own), true)
         assert int(row["train_images"]) == task.class_counts[int(name)]
         assert float(row["recall"]) == pytest.approx(true / len(own), abs=1e-6)
         assert row["precision"] == (f"{true / len(called):.6f}" if called else "")

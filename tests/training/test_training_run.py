@@ -73,7 +73,7 @@ def run_steps(task: TrainingRun, steps: int | None = None) -> tuple[dict[str, Te
     """The weights before, the state after all (or so many) steps, and the losses."""
     state, losses = build_train_state(task.build_model(), task.recipe, task.class_counts), []
     before = {name: value.detach().clone() for name, value in state.model.named_parameters()}
-    plan = task.plan if steps is None else dataclasses.replace(task.plan, total_positions=steps * task.plan.batch_size)
+    plan = task.plan if steps is None else dataclasses.replace(task.plan, total_samples=steps * task.plan.batch_size)
     batches = iterate_train_batches(task)
     loop.train_steps(
         state, batches, task.training_data, plan, task.recipe, after_step=lambda m: losses.append(m.result.loss)

@@ -15,7 +15,7 @@ DRAWN = """
 import resource, sys
 from vitrail.cli import main
 boxes = f"{sys.argv[1]}/boxes.txt"  # with them the images that are not drawn are read, too
-options = ["--boxes", boxes, "--image-size", "384", "--pictures", "2", "--device", "cpu", "--json"]
+options = ["--boxes", boxes, "--image-size", "384", "--num-images", "2", "--device", "cpu", "--json"]
 assert not main(["figures", "l16", sys.argv[1], "--out", sys.argv[2], *options])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)
 """

@@ -99,7 +99,7 @@ def test_a_link_is_not_replaced(tmp_path: Path) -> None:
 def test_a_model_made_and_trained_in_python_is_saved_in_one_line(tmp_path: Path) -> None:
     model = vitrail.create("ti16", image_size=32, num_classes=3)
     vitrail.save(vitrail.Trained(model, labels=("a", "b", "c")), tmp_path / "mine.safetensors")
-    assert load(tmp_path / "mine.safetensors").origin.name == "made in Python"
+    assert load(tmp_path / "mine.safetensors").origin.name == "in-memory model"
     for use in (
         lambda: save(model, tmp_path / "x.safetensors"),
         lambda: vitrail.adapt(model),

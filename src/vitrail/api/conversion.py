@@ -61,7 +61,7 @@ class ConvertOptions:
     channels: int | None = None
     """Input channels."""
     resample: Resample | None = None
-    """How to resample positions; None for as the origin of the weights does."""
+    """How to resample positions; None: as in the library the weights come from."""
     preprocess: PreprocessName | None = None
     """Mean, std and interpolation."""
     int8: bool = False
@@ -85,7 +85,7 @@ class ConvertKeywords(TypedDict, total=False):
     channels: int | None
     """Input channels."""
     resample: Resample | None
-    """How to resample positions; as the origin of the weights does by default."""
+    """How to resample positions; by default as in the library the weights come from."""
     preprocess: PreprocessName | None
     """Mean, std and interpolation for weights that do not state them, or state wrong ones."""
     int8: bool

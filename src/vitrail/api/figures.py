@@ -71,7 +71,7 @@ def figures(
     out: str | Path | None = None,
     boxes: str | Path | None = None,
     image_size: int | tuple[int, ...] | None = None,
-    pictures: int = 64,
+    num_images: int = 64,
     faithfulness: bool = False,
     device: str | None = None,
     progress: ShowProgress = show_progress,
@@ -91,15 +91,15 @@ def figures(
     - `out`: The folder, new or empty; runs/figures, runs/figures-2, ... by default.
     - `boxes`: A file of object boxes, to measure how much of the rollout falls inside.
     - `image_size`: Resolution, one side or height and width; positions are resampled. The model's by default.
-    - `pictures`: How many images to draw, evenly spread over those given; `boxes` reads the others too.
+    - `num_images`: How many images to draw, evenly spread over those given; `boxes` reads the others too.
     - `faithfulness`: Delete and insert patches by relevance, and plot the probability of the class.
     - `device`: cpu, cuda or mps; the best device available by default.
     - `progress`: How progress is shown; a bar by default.
     - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
     notify = NoteCollector() if notify is None else notify
-    if pictures < 0:
-        raise UsageError(f"--pictures is {pictures}; it must be 0 or more")
+    if num_images < 0:
+        raise UsageError(f"--num-images is {num_images}; it must be 0 or more")
     given = [model] if against is None else [model, against]
     names = [get_model_name(each) for each in given]
     listed_images = list_images(images)
@@ -111,9 +111,9 @@ def figures(
     size = (image_size,) if isinstance(image_size, int) else image_size
     models = all_figures.prepare_models([_load_model(each, notify) for each in given], size, device)
     folder = FigureFolder(path, [each.name for each in models], notify=notify)
-    num_read = _draw(models, listed, object_boxes, folder, pictures, faithfulness=faithfulness, progress=progress)
+    num_read = _draw(models, listed, object_boxes, folder, num_images, faithfulness=faithfulness, progress=progress)
     if not num_read:
-        reason = "--pictures 0 reads none" if listed else f"vitrail figures {names[0]} IMAGES..."
+        reason = "--num-images 0 reads none" if listed else f"vitrail figures {names[0]} IMAGES..."
         folder.add_skipped("attention", f"that takes images: {reason}")
     return Figures(path, folder.write_record(complete=True) | {"images": num_read})
 
@@ -123,13 +123,13 @@ def _draw(
     images: list[FigureImage],
     boxes: Mapping[str, Box],
     folder: FigureFolder,
-    pictures: int,
+    num_images: int,
     *,
     faithfulness: bool,
     progress: ShowProgress,
 ) -> int:
     """Draw the figures of the weights and of the images; return the number of images that were read."""
-    drawn = _select_drawn(images, pictures, folder.notify)
+    drawn = _select_drawn(images, num_images, folder.notify)
     drawn_names = {image.name for image in drawn}
     read = [*drawn, *(image for image in images if boxes and image.name not in drawn_names)]
     folder.clear()
@@ -172,5 +172,5 @@ def _select_drawn(images: list[FigureImage], number: int, notify: Notify) -> lis
     if len(drawn) < len(images):
         verb = "is" if len(drawn) == 1 else "are"
         total = pluralize(len(images), "image")
-        notify(f"{len(drawn):,} of {total} {verb} drawn; --pictures {len(images)} draws all")
+        notify(f"{len(drawn):,} of {total} {verb} drawn; --num-images {len(images)} draws all")
     return drawn

@@ -23,7 +23,7 @@ _THUMBNAIL_WIDTH = 120  # pixels
 
 
 class Prediction(NamedTuple):
-    """What a model sees in an image; no labels and a reason in `error`, where it cannot be read.
+    """A model's prediction for one image; no labels, and a reason in `error`, where it cannot be read.
 
     A `PredictionList` holds one for each image.
 

@@ -49,7 +49,7 @@ class Run:
     def metrics(self) -> dict[str, Any]:
         """The numbers of the best weights, on test or else on val; empty until the run has ended.
 
-        Of a classifier: split, images, right, top1, interval, top5, loss, macro_accuracy, temperature,
+        Of a classifier: split, images, correct, top1, interval, top5, loss, macro_accuracy, temperature,
         calibration_error and seconds.
         """
         facts = self.facts

@@ -10,7 +10,7 @@ def run(arguments: DemoArguments) -> None:
     result = run_demo(arguments.out, resume=arguments.resume, callbacks=training_output.make_callbacks())
     counts, nearest = result.counts, result.nearest_neighbor
     if arguments.output.json:
-        facts = {"images": counts.images, "right": counts.correct, "nearest_neighbor": nearest}
+        facts = {"images": counts.images, "correct": counts.correct, "nearest_neighbor": nearest}
         output.print_json({"folder": str(result.folder)} | facts)
         return
     output.print_table(

@@ -19,7 +19,7 @@ def run(arguments: FiguresArguments) -> None:
         out=arguments.out,
         boxes=arguments.boxes,
         image_size=arguments.image_size,
-        pictures=arguments.pictures,
+        num_images=arguments.num_images,
         faithfulness=arguments.faithfulness,
         device=arguments.device,
         progress=output.show_progress,

@@ -11,7 +11,7 @@ from vitrail.cli import output
 from vitrail.cli.arguments.training import FinetuneArguments, TrainArguments
 from vitrail.config import Recipe
 from vitrail.data.dataset import Dataset
-from vitrail.formatting import format_bytes, format_duration, pluralize
+from vitrail.formatting import format_bytes, format_duration, format_rate, pluralize
 from vitrail.report.result_files import draw_first_batch
 from vitrail.report.write_report import write_run_outputs
 from vitrail.training.dataset_checks import list_dataset_notes
@@ -104,13 +104,13 @@ def _describe_augmentation(recipe: Recipe) -> str:
 
 
 def _describe_estimate(run: TrainingRun, estimate: RunEstimate) -> Iterator[tuple[str, str]]:
-    yield "time", f"about {format_duration(estimate.seconds)} at {estimate.images_per_second:,.0f} images/s"
+    yield "time", f"about {format_duration(estimate.seconds)} at {format_rate(estimate.images_per_second)}"
     needed, available = format_bytes(estimate.memory_bytes), format_bytes(estimate.available_bytes)
-    yield "memory", f"about {needed} of {available}{_suggest_micro_batches(run, estimate)}"
+    yield "memory", f"needs about {needed}, {available} available{_suggest_micro_batches(run, estimate)}"
 
 
 def _suggest_micro_batches(run: TrainingRun, estimate: RunEstimate) -> str:
     if estimate.memory_bytes <= estimate.available_bytes * 0.9:
         return ""
     parts = -(-estimate.memory_bytes * run.micro_batches * 10 // (estimate.available_bytes * 8))
-    return f": too much. --micro-batches {parts} computes a step in parts"
+    return f"; --micro-batches {parts} computes a step in parts"

@@ -95,6 +95,7 @@ _RUN_RENAMES = {  # the keys of a run's config.json beside its recipe
     "view": "train_preprocess",
     "world": "world_size",
 }
+_RESULT_RENAMES = {"right": "correct"}  # in events.jsonl, results.jsonl, predictions.csv and per_class.csv
 _NO_RENAMES = Renames({})
 
 
@@ -145,6 +146,11 @@ def upgrade_run_config(config: dict[str, Any]) -> dict[str, Any]:
     if isinstance(model := renamed.get("model"), dict):  # an Origin, of weights/, which config does not know
         renamed["model"] = {_RENAMES["Origin"].fields.get(name, name): value for name, value in model.items()}
     return renamed | {"recipe": upgrade_keys(Recipe, renamed.get("recipe"))}
+
+
+def upgrade_result_keys(result: Mapping[str, T]) -> dict[str, T]:
+    """An event, a cell's result or a table's row under today's names."""
+    return {_RESULT_RENAMES.get(name, name): value for name, value in result.items()}
 
 
 def upgrade_field_name(kind: type, name: str) -> str:

@@ -57,8 +57,8 @@ class OptimizerConfig:
     lr: float
     """The peak learning rate."""
     weight_decay: float = 0.0
-    """Of kernels alone, times the learning rate, as PyTorch's AdamW has it: the authors' 1e-4 at lr 1e-3 is 0.1.
-    With every optimizer it is decoupled: it never enters the gradient."""
+    """Applied to weight matrices only, scaled by the learning rate, as in PyTorch's AdamW: the authors' 1e-4 at lr 1e-3
+    is 0.1. With every optimizer it is decoupled: it never enters the gradient."""
     momentum: float = 0.9
     """Of sgd and of muon's matrices, where 0.95 is usual."""
     beta1: float = 0.9
@@ -69,7 +69,7 @@ class OptimizerConfig:
     adam_lr: float | None = None
     """Of muon: the learning rate of the parameters adam trains; None for `lr`."""
     clip: float | None = None
-    """Largest norm of all gradients together."""
+    """Maximum global gradient norm."""
     layer_decay: float = 1.0
     """Each block's learning rate divided by that of the block above; the head has the full rate, the embedding the
     lowest."""
@@ -171,7 +171,7 @@ class Recipe:
     resize: float | None = None
     """The short side before the crop, as a multiple of the crop's side; None for that of the model to fine-tune."""
     batch: int = 4096
-    """Images in a step, whatever the number of GPUs."""
+    """Global batch size."""
     epochs: float
     optimizer: OptimizerConfig
     schedule: ScheduleConfig
@@ -191,7 +191,7 @@ class Recipe:
     ema: float = 0.0
     """Decay of the average of the weights that is evaluated and saved; 0 for the weights themselves."""
     ema_warmup: bool = True
-    """Whether the average follows closely at first, as random weights need; the paper's does not."""
+    """Warm up the EMA decay; the paper does not."""
     trainable_layers: int | None = None
     """How many layers below the head are trained; 0 for the head alone, None for all."""
     logit_adjustment: bool = False

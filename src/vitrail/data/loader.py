@@ -53,12 +53,12 @@ class Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchPlan:
-    """Which positions are computed in which step, by which rank."""
+    """How a run's samples are divided into steps, ranks and micro-batches."""
 
     batch_size: int
     """Images in a step, over all ranks."""
-    total_positions: int
-    """Positions in all; the last step may be short."""
+    total_samples: int
+    """Samples of the whole run; the last batch may be smaller."""
     rank: int = 0
     world_size: int = 1
     micro_batches: int = 1
@@ -66,7 +66,7 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         is_valid_rank = 0 <= self.rank < self.world_size
-        if self.batch_size < 1 or self.total_positions < 0 or not is_valid_rank or self.micro_batches < 1:
+        if self.batch_size < 1 or self.total_samples < 0 or not is_valid_rank or self.micro_batches < 1:
             raise UsageError(
                 f"{self} is impossible: batches and micro-batches are 1 or more, the rank is below the world size"
             )
@@ -74,15 +74,15 @@ class BatchPlan:
     @property
     def total_steps(self) -> int:
         """Steps in all."""
-        return -(-self.total_positions // self.batch_size)
+        return -(-self.total_samples // self.batch_size)
 
-    def get_step_size(self, step: int) -> int:
+    def get_batch_size(self, step: int) -> int:
         """Return the number of images in a step, over all ranks."""
-        return min(self.batch_size, self.total_positions - step * self.batch_size)
+        return min(self.batch_size, self.total_samples - step * self.batch_size)
 
     def list_micro_batches(self, step: int) -> list[range]:
         """List the positions of each of this rank's micro-batches; in a short step some may be empty."""
-        first, size, count = step * self.batch_size, self.get_step_size(step), self.world_size * self.micro_batches
+        first, size, count = step * self.batch_size, self.get_batch_size(step), self.world_size * self.micro_batches
         bounds = [first + size * part // count for part in range(count + 1)]
         own_parts = range(self.rank * self.micro_batches, (self.rank + 1) * self.micro_batches)
         return [range(bounds[part], bounds[part + 1]) for part in own_parts]
@@ -104,7 +104,7 @@ class TrainingData:
             split=train, order=SampleOrder(seed=0, num_samples=len(train)), augment=AugmentConfig(),
             preprocess=vitrail.PreprocessConfig(size=(32, 32), resize=(36,)), seed=0, num_classes=2,
         )
-        plan = loader.BatchPlan(batch_size=4, total_positions=2 * len(train))  # two epochs
+        plan = loader.BatchPlan(batch_size=4, total_samples=2 * len(train))  # two epochs
         for step, batch in enumerate(loader.iter_train_batches(data, plan)):  # each is a Batch
             images, targets = loader.prepare_train_batch(batch, data, plan, step)
     """
@@ -135,7 +135,7 @@ class TrainingData:
     def iter_positions(self, plan: BatchPlan, start_step: int) -> Iterator[IntArray]:
         """Yield the positions to load for each of this rank's micro-batches, from `start_step` on."""
         for step in range(start_step, plan.total_steps):
-            first, size = step * plan.batch_size, plan.get_step_size(step)
+            first, size = step * plan.batch_size, plan.get_batch_size(step)
             for part in plan.list_micro_batches(step):
                 count = len(part) + (self.has_partner and len(part) > 0)
                 yield first + np.arange(part.start - first, part.start - first + count) % size

@@ -24,7 +24,7 @@ class EvaluationMetrics:
     """The metrics of one model on one dataset."""
 
     images: int
-    right: int
+    correct: int
     top1: float
     top1_interval: Interval
     top5: float
@@ -67,7 +67,7 @@ def compute_metrics(
         optional["labels"] = _measure_labels_with_intervals(predictions)
     return EvaluationMetrics(
         images=counts.images,
-        right=counts.correct,
+        correct=counts.correct,
         top1=counts.top1,
         top1_interval=wilson_interval(counts.correct, counts.images),
         top5=counts.top5,

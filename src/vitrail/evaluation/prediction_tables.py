@@ -19,7 +19,7 @@ def write_predictions(
     """
     with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.writer(file)
-        writer.writerow(("image", "label", "predicted", "probability", "loss", "right"))
+        writer.writerow(("image", "label", "predicted", "probability", "loss", "correct"))
         columns = (predictions.images, predictions.confidence, predictions.losses, predictions.correct)
         for row, values in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
             image, probability, loss, correct = values
@@ -40,7 +40,7 @@ def write_class_table(
     with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.writer(file)
         writer.writerow(
-            ("class", *(("train_images",) if train_counts else ()), "images", "right", "recall", "precision")
+            ("class", *(("train_images",) if train_counts else ()), "images", "correct", "recall", "precision")
         )
         for index, name in enumerate(outputs):
             images, correct = int(confusion[index].sum()), int(confusion[index, index])
@@ -59,7 +59,7 @@ def write_label_scores(
     """Write a row for each class of multi-label predictions, as `write_class_table` does for single labels."""
     with path.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.writer(file)
-        header = ("images", "right", "recall", "precision", "predicted", "f1", "average_precision")
+        header = ("images", "correct", "recall", "precision", "predicted", "f1", "average_precision")
         writer.writerow(("class", *(("train_images",) if train_counts else ()), *header))
         for index, (name, score) in enumerate(zip(outputs, label_scores.classes, strict=True)):
             shares = (f"{score.correct / total:.6f}" if total else "" for total in (score.images, score.predicted))

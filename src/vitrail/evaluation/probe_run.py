@@ -243,7 +243,7 @@ def _collect_facts(
                 "std": score.std,
                 "interval": score.interval,
                 "seeds": len(score.correct),
-                "right": list(score.correct),
+                "correct": list(score.correct),
             }
             for score in scores
         ],

@@ -101,7 +101,7 @@ def list_result_rows(facts: RunFacts, result: FinalMetrics) -> Iterator[FactRow]
     if facts.macro_accuracy is not None:
         yield "accuracy averaged over classes", format_percent(facts.macro_accuracy)
     for baseline in facts.baselines:
-        yield f"baseline: {baseline.name}", format_percent(baseline.right / result.images)
+        yield f"baseline: {baseline.name}", format_percent(baseline.correct / result.images)
     yield "loss", f"{result.loss:.3f}"
     yield "expected calibration error", format_percent(result.calibration_error)
 

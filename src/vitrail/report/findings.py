@@ -36,9 +36,9 @@ def list_classes(facts: RunFacts) -> list[ClassRow]:
         rows = [row for row in facts.label_rows if row.images]
     else:
         predicted = Counter(prediction.predicted for prediction in facts.predictions)
-        right = Counter(prediction.label for prediction in facts.predictions if prediction.right)
+        correct = Counter(prediction.label for prediction in facts.predictions if prediction.correct)
         rows = [
-            ClassRow(name, facts.train_counts.get(name), count, right[name], right[name] / count, predicted[name])
+            ClassRow(name, facts.train_counts.get(name), count, correct[name], correct[name] / count, predicted[name])
             for name, count in facts.image_counts.items()
         ]
     return sorted(rows, key=lambda row: (row.score, -row.images, row.name))
@@ -49,7 +49,7 @@ def list_confusions(facts: RunFacts) -> list[ConfusedPair]:
     if not facts.is_single_label:
         return []
     images = facts.image_counts
-    pairs = Counter((record.label, record.predicted) for record in facts.predictions if not record.right)
+    pairs = Counter((record.label, record.predicted) for record in facts.predictions if not record.correct)
     return [ConfusedPair(*pair, times, images[pair[0]]) for pair, times in pairs.most_common()]
 
 
@@ -77,15 +77,15 @@ def _suggest_improvements(
         yield Suggestion(
             "Evaluate it on images that it was not trained on:", "vitrail evaluate RUN/weights/best.safetensors DATA"
         )
-    best = max(facts.baselines, key=lambda baseline: baseline.right, default=None)
-    if best is not None and result.interval[0] <= best.right / result.images:
+    best = max(facts.baselines, key=lambda baseline: baseline.correct, default=None)
+    if best is not None and result.interval[0] <= best.correct / result.images:
         yield Suggestion(f"Do not use it yet: it is not clearly better than {best.name}.")
     timed = any(word.partition("=")[0] == "--minutes" for word in facts.command or ())
     trained_epochs = next(iter(facts.epochs.get("epoch", ())[-1:]), None)
     if timed and trained_epochs is not None and trained_epochs < _MIN_EPOCHS:
         epochs_done = pluralize(float(f"{trained_epochs:.2g}"), "epoch")
         yield Suggestion(f"Give it more --minutes: there was time for {epochs_done}.")
-    elif result.right == result.images:
+    elif result.correct == result.images:
         yield Suggestion(
             f"Add test images: all {result.images:,} are correct, so only more can tell how good it is, or improve it."
         )

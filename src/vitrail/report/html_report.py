@@ -55,8 +55,8 @@ def render_page(facts: RunFacts, trained: Trained | None, figures: ModelFigures 
         has_top5=len(facts.config["classes"]) >= MIN_TOP5_CLASSES,
         weakest=findings.find_weakest(classes),
         confusions=confusions[:MAX_CONFUSED_PAIRS],
-        most_missed=max(classes, key=lambda row: row.images - row.right, default=None),
-        most_added=max(classes, key=lambda row: row.predicted - row.right, default=None),
+        most_missed=max(classes, key=lambda row: row.images - row.correct, default=None),
+        most_added=max(classes, key=lambda row: row.predicted - row.correct, default=None),
         suggestions=findings.make_suggestions(facts, classes, confusions),
         num_shown_classes=len(shown_classes),
         confusion_matrix=_draw_confusion(facts, shown_classes) if facts.is_single_label else None,
@@ -175,7 +175,7 @@ def _draw_reliability(facts: RunFacts) -> Markup | None:
     if facts.multi_label_metrics is not None:
         counts, _, correct = zip(*facts.multi_label_metrics.bins, strict=True)
         return svg_charts.draw_reliability(counts, correct, label=label, x_label="probability of a label")
-    probabilities, correct = zip(*((record.probability, record.right) for record in facts.predictions), strict=True)
+    probabilities, correct = zip(*((record.probability, record.correct) for record in facts.predictions), strict=True)
     binned = count_bins(probabilities, correct)
     return svg_charts.draw_reliability(binned.counts, binned.correct, label=label, x_label="predicted probability")
 

@@ -93,7 +93,7 @@ def make_model_figures(
     if isinstance(images, str):
         missing = dict.fromkeys(("distance", "entropy", "rollouts", "mistakes", "trace"), images)
         return ModelFigures(filters=filters, positions=positions, **missing)
-    correct = [prediction.image for prediction in facts.predictions if prediction.right]
+    correct = [prediction.image for prediction in facts.predictions if prediction.correct]
     samples = sample_evenly(correct or list(images.rows), MAX_ROLLOUTS)
     mistakes = [mistake.image for mistake in facts.list_mistakes()[:MAX_MISTAKES]]
     distance, entropy = _make_distance_figures(trained, images)

@@ -64,8 +64,8 @@ def _draw_predictions(run: TrainingRun, result: RunResult, folder: Path) -> None
 def draw_first_batch(run: TrainingRun, path: Path) -> None:
     """Draw the first training images as the model sees them, before they are mixed."""
     training = run.training_data
-    count = min(_GRID_IMAGES, run.plan.get_step_size(0))
-    batch = next(iter_train_batches(training, BatchPlan(batch_size=count, total_positions=count)))
+    count = min(_GRID_IMAGES, run.plan.get_batch_size(0))
+    batch = next(iter_train_batches(training, BatchPlan(batch_size=count, total_samples=count)))
     rows = training.order.get_sample_indices(batch.positions.numpy()).tolist()[:count]
     captions = [_format_labels(training.split, run.dataset.classes, row) for row in rows]
     image_grids.write_image_grid(batch.pixels[:count], captions, path)

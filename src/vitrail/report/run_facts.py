@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from vitrail import remote
-from vitrail.config.serialization import upgrade_run_config
+from vitrail.config.serialization import upgrade_result_keys, upgrade_run_config
 from vitrail.data.audit import upgrade_report
 from vitrail.errors import DataError, UsageError
 from vitrail.evaluation.predictions import MAX_CONFUSION_CLASSES
@@ -32,14 +32,14 @@ class PredictionRecord(NamedTuple):
     label: str
     predicted: str
     probability: float
-    right: bool  # for a multi-label run: whether exactly the image's labels are predicted
+    correct: bool  # for a multi-label run: whether exactly the image's labels are predicted
 
 
 class Baseline(NamedTuple):
-    """A much simpler classifier, and how many of the same images it gets right."""
+    """A much simpler classifier, and how many of the same images it classifies correctly."""
 
     name: str
-    right: int
+    correct: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class FinalMetrics:
 
     split: str
     images: int
-    right: int
+    correct: int
     top5: float
     loss: float
     temperature: float
@@ -58,12 +58,12 @@ class FinalMetrics:
     @property
     def top1(self) -> float:
         """The accuracy."""
-        return self.right / self.images
+        return self.correct / self.images
 
     @property
     def interval(self) -> Interval:
         """The 95 % confidence interval of the accuracy."""
-        return wilson_interval(self.right, self.images)
+        return wilson_interval(self.correct, self.images)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class ClassRow(NamedTuple):
     name: str
     train_images: int | None  # None if they were not counted
     images: int
-    right: int
+    correct: int
     score: float  # recall; F1 for a multi-label run
     predicted: int  # images predicted as this class
     average_precision: float | None = None
@@ -181,13 +181,13 @@ class RunFacts:
         """The accuracy of each class, averaged over the classes that have images."""
         if not self.is_single_label:
             return None
-        right = Counter(prediction.label for prediction in self.predictions if prediction.right)
+        correct = Counter(prediction.label for prediction in self.predictions if prediction.correct)
         images = self.image_counts
-        return sum(right[label] / count for label, count in images.items()) / len(images)
+        return sum(correct[label] / count for label, count in images.items()) / len(images)
 
     def list_mistakes(self) -> list[PredictionRecord]:
         """List the wrong predictions, the most confident first."""
-        mistakes = [prediction for prediction in self.predictions if not prediction.right]
+        mistakes = [prediction for prediction in self.predictions if not prediction.correct]
         return sorted(mistakes, key=lambda mistake: -mistake.probability)
 
     def clean_text(self, sentence: str) -> str:
@@ -303,7 +303,7 @@ def _read_events(path: Path) -> list[dict[str, Any]]:
     events = []
     for number, line in enumerate(text[: text.rfind("\n") + 1].splitlines(), 1):
         with _report_damage(f"{path}, line {number}", "repair or remove the line"):
-            event = json.loads(line)
+            event = upgrade_result_keys(json.loads(line))
             events.append({"at": event["at"], "event": event["event"], **event})
     return events
 
@@ -324,8 +324,8 @@ def _parse_event(kind: type[T], event: Mapping[str, Any], folder: Path) -> T:
 def _read_predictions(path: Path) -> Iterator[PredictionRecord]:
     for line, row in enumerate(_read_rows(path), 2):
         with _report_damage(f"{path}, line {line}", _REMEASURE_ADVICE):
-            probability, right = float(row["probability"]), bool(int(row["right"]))
-            yield PredictionRecord(row["image"], row["label"], row["predicted"], probability, right)
+            probability, correct = float(row["probability"]), bool(int(row["correct"]))
+            yield PredictionRecord(row["image"], row["label"], row["predicted"], probability, correct)
 
 
 def _read_train_counts(path: Path) -> dict[str, int]:
@@ -337,7 +337,7 @@ def _read_label_rows(path: Path) -> Iterator[ClassRow]:
     for line, row in enumerate(_read_rows(path), 2):
         with _report_damage(f"{path}, line {line}", _REMEASURE_ADVICE):
             train_images = int(row["train_images"]) if "train_images" in row else None
-            numbers = int(row["images"]), int(row["right"]), float(row["f1"]), int(row["predicted"])
+            numbers = int(row["images"]), int(row["correct"]), float(row["f1"]), int(row["predicted"])
             precision = float(row["average_precision"]) if row["average_precision"] else None
             yield ClassRow(row["class"], train_images, *numbers, precision)
 
@@ -361,7 +361,8 @@ def _read_rows(path: Path) -> Iterator[dict[str, str]]:
             _report_damage(str(path), "remove it"),
         ):
             for row in csv.DictReader(file):
-                yield {name: unquote_cell(cell) if isinstance(cell, str) else cell for name, cell in row.items()}
+                cells = {name: unquote_cell(cell) if isinstance(cell, str) else cell for name, cell in row.items()}
+                yield upgrade_result_keys(cells)
 
 
 _REPORT_KEYS = ("decoded", "headers_only", "bad", "classes", "sizes", "formats", "color", "duplicates")
@@ -392,8 +393,8 @@ def _list_baselines(
         kind = "combination of labels" if multi_label else "class"
         quoted = f"“{most_frequent}”" if most_frequent else "no label"
         yield Baseline(f"always {quoted}, the most frequent {kind} {where}", images[most_frequent])
-    measured = {event["name"]: event["right"] for event in events if event["event"] == "baseline"}
-    yield from (Baseline(name, right) for name, right in measured.items())
+    measured = {event["name"]: event["correct"] for event in events if event["event"] == "baseline"}
+    yield from (Baseline(name, correct) for name, correct in measured.items())
 
 
 def _list_missing(

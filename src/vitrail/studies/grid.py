@@ -25,7 +25,7 @@ import torch
 
 from vitrail import files
 from vitrail.config import Recipe, to_json
-from vitrail.config.serialization import upgrade_keys
+from vitrail.config.serialization import upgrade_keys, upgrade_result_keys
 from vitrail.errors import OUT_OF_SPACE_EXIT_CODE, CellsError, DataError, DivergedError, StoppedError, UsageError
 from vitrail.formatting import pluralize
 from vitrail.runtime.devices import resolve_device
@@ -129,9 +129,9 @@ def read_results(folder: Path) -> dict[str, CellResult]:
     for number, line in enumerate(lines, start=1):
         try:
             if line:
-                result = json.loads(line)
+                result = upgrade_result_keys(json.loads(line))
                 results[result["cell"]] = result
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             if number < len(lines):  # only the text after the last newline may be incomplete
                 raise DataError(
                     f"{path}, line {number} is damaged ({error}); remove it, and its cell runs again"

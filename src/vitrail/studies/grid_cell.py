@@ -116,7 +116,7 @@ def collect_result(run: TrainingRun, result: RunResult) -> dict[str, Any]:
     return {
         "split": result.split,
         "images": counts.images,
-        "right": counts.correct,
+        "correct": counts.correct,
         "top1": counts.top1,
         "loss": counts.mean_loss,
         "steps": run.plan.total_steps,

@@ -199,7 +199,7 @@ def choose_learning_rate(results: Sequence[CellResult]) -> float:
     if not done:
         message = "the runs diverged at every learning rate: give lower ones with --rates"
         raise CellsError(message, DivergedError.exit_code)
-    return float(max(done, key=lambda result: (result["right"], -result["loss"]))["lr"])
+    return float(max(done, key=lambda result: (result["correct"], -result["loss"]))["lr"])
 
 
 def summarize_sweep(study: Mapping[str, Any], results: Sequence[CellResult]) -> dict[str, Any]:

@@ -194,6 +194,8 @@ def plan_finetuning(
     median_pixels = compute_median_pixels(dataset) if options.recipe == "bit" else 0
     builder = _RunBuilder(dataset, initial_model, options, own_recipe, group, device, median_pixels)
     run, deadline = builder.build_run(builder.build_recipe(options.overrides.epochs)), None
+    if own_recipe is not None:
+        recipe_overrides.warn_about_large_batch(run.recipe, len(run.train_split), notify)
     if options.minutes is not None:
         config_path = next(folder.glob("**/config.json"), None) if resume else None
         run, deadline = _fit_to_time(builder, run, options.minutes, start_time, config_path, notify)
@@ -290,7 +292,7 @@ class _RunBuilder:
 
 
 def load_finetune_recipe(recipe: str | Path | Recipe) -> Recipe | None:
-    """A recipe of the user's own, from a file or made in Python; None where a kind chooses one."""
+    """A recipe of the user's own, from a file or a value; None where a kind chooses one."""
     if isinstance(recipe, str) and recipe in get_args(recipes.FinetuneKind):
         return None
     if isinstance(recipe, str | Path) and Path(recipe).suffix.lower() not in recipes.RECIPE_SUFFIXES:

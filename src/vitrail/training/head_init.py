@@ -35,7 +35,7 @@ def start_head_from_probe(run: TrainingRun, folder: Path, *, resume: bool, show_
     if has_checkpoint or run.recipe.head_init is None:
         return run
     max_images = max(
-        round(_MAX_PROBE_SHARE * 3 * run.plan.total_positions),  # a training image costs three forward passes
+        round(_MAX_PROBE_SHARE * 3 * run.plan.total_samples),  # a training image costs three forward passes
         _MIN_PROBE_IMAGES_PER_CLASS * len(run.dataset.classes),
     )
     with show_progress("features for the head") as progress:

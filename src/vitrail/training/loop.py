@@ -107,14 +107,14 @@ def train_steps(
                 state,
                 islice(micro_batches, plan.micro_batches),
                 recipe,
-                step_images=plan.get_step_size(step),
+                step_images=plan.get_batch_size(step),
                 steps=planned_steps.initial_steps,
                 schedule_position=planned_steps.get_schedule_position(step),
                 seed=training_data.seed,
                 rank=plan.rank,
                 verification=verification,
             )
-            positions = step * plan.batch_size + plan.get_step_size(step)
+            positions = step * plan.batch_size + plan.get_batch_size(step)
             epoch = positions / training_data.order.num_samples
             after_step(
                 StepEnd(state.step, planned_steps.get_total(state.step), epoch, result, time.perf_counter() - start)

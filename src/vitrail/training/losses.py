@@ -13,6 +13,7 @@ of the classes is torch's error. A row of zeros is an image of no class: softmax
 Smoothing moves that share of an image's labels evenly to all classes (Szegedy et al. 2016), for both losses alike.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -25,6 +26,7 @@ __all__ = ["LossFunction", "sigmoid_cross_entropy", "smooth_labels", "softmax_cr
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """Logits (B, L) and targets, int64 (B,) or float (B, L) with mixup -> (), the loss summed over the images."""
+_MEAN_TOLERANCE = 0.05  # of logits in bf16
 
 
 def softmax_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -87,3 +89,35 @@ def smooth_labels(targets: Tensor, smoothing: float) -> Tensor:
     """
     targets = targets.float()
     return (1 - smoothing) * targets + smoothing * targets.mean(dim=-1, keepdim=True) if smoothing else targets
+
+
+def warn_about_mean(loss_function: LossFunction, notify: Callable[[str], None]) -> LossFunction:
+    """The loss function of a user, which says at its first batch whether it looks like a mean over the images.
+
+    It is then called on the batch's halves too. PyTorch's losses are means by default.
+    """
+    is_checked = False
+
+    @functools.wraps(loss_function)
+    def compute_loss(logits: Tensor, targets: Tensor) -> Tensor:
+        nonlocal is_checked
+        loss = loss_function(logits, targets)  # first, so that a loss that draws random numbers draws the same
+        if not is_checked and len(logits) > 1 and isinstance(loss, Tensor) and loss.ndim == 0:
+            is_checked = True
+            if _is_mean(loss_function, logits.detach(), targets):
+                notify(
+                    "warning: the loss function looks like a mean over the images. It must return their sum, such as"
+                    ' reduction="sum" does; the step divides it by the batch size once more'
+                )
+        return loss
+
+    return compute_loss
+
+
+@torch.no_grad()
+def _is_mean(loss_function: LossFunction, logits: Tensor, targets: Tensor) -> bool:
+    """Whether the loss of two halves together is the mean of theirs, and not the sum."""
+    half = len(logits) // 2
+    parts = slice(0, 2 * half), slice(0, half), slice(half, 2 * half)
+    whole, first, second = (float(loss_function(logits[part], targets[part])) for part in parts)
+    return abs(2 * whole - (first + second)) < _MEAN_TOLERANCE * abs(first + second)

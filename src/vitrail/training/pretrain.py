@@ -104,6 +104,8 @@ def build_pretraining_run(
         check_classes(dataset, strict=options.run.strict, train_on_val=options.run.train_on_val)
     if options.overrides.warmup is None and "train" in dataset.splits:
         recipe = recipe_overrides.shorten_warmup(recipe, len(dataset.splits["train"]), callbacks.notify)
+    if "train" in dataset.splits:
+        recipe_overrides.warn_about_large_batch(recipe, len(dataset.splits["train"]), callbacks.notify)
     recipe = dataclasses.replace(recipe, logit_adjustment=recipe.logit_adjustment or options.run.balanced)
     return options.run.build_run(
         recipe_overrides.choose_loss(recipe, dataset), dataset, group, device, probe_shots=options.probe_shots

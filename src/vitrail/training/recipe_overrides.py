@@ -70,6 +70,16 @@ def shorten_warmup(recipe: Recipe, images: int, notify: Callable[[str], None], *
     return _set_warmup(recipe, shorter)
 
 
+def warn_about_large_batch(recipe: Recipe, images: int, notify: Callable[[str], None]) -> None:
+    """Say where a batch holds more images than there are, as a recipe file without `batch` has it."""
+    if recipe.batch > images:
+        steps = math.ceil(recipe.epochs * images / recipe.batch)
+        notify(
+            f"note: the batch of {recipe.batch:,} is larger than the training set of {pluralize(images, 'image')}, so"
+            f" the run has only {pluralize(steps, 'step')}; --batch N sets a smaller one"
+        )
+
+
 def _set_warmup(recipe: Recipe, warmup: int) -> Recipe:
     return dataclasses.replace(recipe, schedule=dataclasses.replace(recipe.schedule, warmup=warmup))
 

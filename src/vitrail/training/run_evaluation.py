@@ -52,18 +52,18 @@ def evaluate_masked(
             len(predictions),
             predictions.shape[0] * predictions.shape[1],
             compute_masked_losses(predictions, targets).sum(),
-            *_count_right_colors(predictions, targets),
+            *_count_correct_colors(predictions, targets),
         )
         sums += torch.stack([torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts])
         if examples is None:
             examples = _select_examples(model, batch.pixels, images, masking, predictions, targets)
-    count, patches, loss, colors, right, right_in_five = reduce_ranks(sums).tolist()
+    count, patches, loss, colors, correct, correct_top5 = reduce_ranks(sums).tolist()
     if not count:
         raise DataError("there is no image to evaluate on")
-    return MaskedCounts(int(count), int(patches), loss, int(colors), int(right), int(right_in_five), examples)
+    return MaskedCounts(int(count), int(patches), loss, int(colors), int(correct), int(correct_top5), examples)
 
 
-def _count_right_colors(predictions: Tensor, targets: Tensor) -> tuple[int | Tensor, int | Tensor, int | Tensor]:
+def _count_correct_colors(predictions: Tensor, targets: Tensor) -> tuple[int | Tensor, int | Tensor, int | Tensor]:
     """The colors to predict, those predicted correctly, and those among the five most likely."""
     if targets.is_floating_point():
         return 0, 0, 0
@@ -176,7 +176,7 @@ def _write_result(run: TrainingRun, folder: Path, log: RunLog, result: RunResult
         "end",
         split=result.split,
         images=counts.images,
-        right=counts.correct,
+        correct=counts.correct,
         top1=counts.top1,
         top5=counts.top5,
         loss=counts.mean_loss,

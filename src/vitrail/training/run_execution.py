@@ -21,6 +21,7 @@ from vitrail.data.sources import advise_data_check
 from vitrail.errors import ChangedDataError, DataError, RemoteError, UsageError
 from vitrail.evaluation.metrics import measure_labels
 from vitrail.evaluation.prediction_tables import write_label_scores
+from vitrail.formatting import format_rate
 from vitrail.runtime import distributed
 from vitrail.runtime.distributed import ProcessGroup
 from vitrail.runtime.workers import Notify, ShowProgress, count_loader_workers, hide_progress, ignore_note
@@ -234,7 +235,7 @@ class _StepReporter:
             RunLog(self.folder).log_event("command", arguments=list(self.callbacks.command), folder=str(Path.cwd()))
         self.has_logged_command = True
         rate = step_end.step * self.run.recipe.batch / max(step_end.seconds, 1e-9)
-        text = f"loss {step_end.result.loss:.3f}{self.val_summary}, {rate:,.0f} images/s"
+        text = f"loss {step_end.result.loss:.3f}{self.val_summary}, {format_rate(rate)}; then test and report"
         self.progress(step_end.step, step_end.steps, text)
         self.callbacks.on_step(step_end)
 
@@ -271,5 +272,5 @@ def _write_result_files(
         scores = measure_labels(result.predictions)
         RunLog(folder).log_event("multi_label", **scores.to_dict())
         write_label_scores(scores, run.dataset.classes, folder / "per_class.csv", run.class_counts)
-    for name, right in baselines.items():
-        RunLog(folder).log_event("baseline", name=name, right=right)
+    for name, correct in baselines.items():
+        RunLog(folder).log_event("baseline", name=name, correct=correct)

@@ -22,7 +22,7 @@ from torch import Tensor
 from vitrail.evaluation.metrics import measure_labels
 from vitrail.evaluation.predictions import Counts, Predictions
 from vitrail.evaluation.statistics import wilson_interval
-from vitrail.formatting import pluralize, strip_control_characters
+from vitrail.formatting import format_rate, pluralize, strip_control_characters
 from vitrail.training.loop import StepEnd
 from vitrail.training.training_run import TrainingRun
 
@@ -57,8 +57,8 @@ class MaskedCounts:
     """The mean over an image's masked patches, summed over images."""
     num_colors: int
     """Colors to predict; 0 where the target is pixels."""
-    right: int
-    right_in_five: int
+    correct: int
+    correct_top5: int
     examples: MaskedExamples | None = None
 
     @property
@@ -69,12 +69,12 @@ class MaskedCounts:
     @property
     def top1(self) -> float | None:
         """The share of colors predicted correctly."""
-        return self.right / self.num_colors if self.num_colors else None
+        return self.correct / self.num_colors if self.num_colors else None
 
     @property
     def top5(self) -> float | None:
         """The share of colors among the five most likely predictions."""
-        return self.right_in_five / self.num_colors if self.num_colors else None
+        return self.correct_top5 / self.num_colors if self.num_colors else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ class ValidationResult:
         seconds_left = step_end.seconds / step_end.step * (step_end.steps - step_end.step)
         return (
             f"epoch {step_end.epoch:.4g}: loss {self.train_loss:.3f}, {self.val_summary},"
-            f" {self.images_per_second:,.0f} images/s, {seconds_left:,.0f} s left"
+            f" {format_rate(self.images_per_second)}, {seconds_left:,.0f} s of training left"
         )
 
 
@@ -158,7 +158,7 @@ def collect_result_facts(run: TrainingRun, result: RunResult | PretrainingResult
         "report": str(report) if report.exists() else None,
         "split": result.split,
         "images": counts.images,
-        "right": counts.correct,
+        "correct": counts.correct,
         "top1": counts.top1,
         "interval": list(wilson_interval(counts.correct, counts.images)),
         "top5": counts.top5,
@@ -189,14 +189,14 @@ def find_weakest_class(counts: Counts, classes: Sequence[str]) -> dict[str, Any]
     """The class with the lowest accuracy, and the class it is most often confused with; None without a mistake."""
     if not counts.has_confusion or counts.correct == counts.images:
         return None
-    images, right = counts.confusion.sum(dim=1), counts.confusion.diagonal()
-    accuracy = (right / images.clamp(min=1)).masked_fill(images == 0, 2.0)
+    images, correct = counts.confusion.sum(dim=1), counts.confusion.diagonal()
+    accuracy = (correct / images.clamp(min=1)).masked_fill(images == 0, 2.0)
     worst = int(accuracy.argmin())
     wrong = counts.confusion[worst].clone()
     wrong[worst] = 0
     taken_for = classes[int(wrong.argmax())] if wrong.any() else None
     share, count = float(accuracy[worst]), int(images[worst])
-    return {"class": classes[worst], "right": share, "images": count, "taken_for": taken_for}
+    return {"class": classes[worst], "accuracy": share, "images": count, "taken_for": taken_for}
 
 
 def summarize_result(facts: dict[str, Any]) -> str:
@@ -225,7 +225,7 @@ def _summarize_accuracy(facts: dict[str, Any]) -> str:
         text += f", {facts['macro']:.1%} of a class on average"
     if weakest := facts["weakest"]:
         confusion = f", taken for {weakest['taken_for']}" if weakest["taken_for"] else ""
-        text += f"; weakest: {weakest['class']}, {weakest['right']:.0%}{confusion}"
+        text += f"; weakest: {weakest['class']}, {weakest['accuracy']:.0%}{confusion}"
     return text
 
 

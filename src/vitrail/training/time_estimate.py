@@ -209,7 +209,7 @@ def estimate_run(run: TrainingRun) -> RunEstimate:
     kept = _measure_activation_bytes(model, *select_inputs(model, *part))
     state = trial.build_state(None if trial.is_sharded else model)
     image_seconds = _time_image(state, trial, itertools.chain([first], batches))
-    images, val = run.plan.total_positions, len(run.dataset.splits["val"])
+    images, val = run.plan.total_samples, len(run.dataset.splits["val"])
     evaluations = max(1, int(run.recipe.epochs) // run.eval_every_epochs)
     at_once = -(-run.recipe.batch // run.micro_batches)
     memory = _compute_state_bytes(state, run.recipe) + kept * at_once // len(part[1])
@@ -243,7 +243,7 @@ def build_deadline(run: TrainingRun, seconds: float, start_time: float, *, max_e
 
 def _make_trial_run(run: TrainingRun) -> TrainingRun:
     """The run with so few images in a step that one takes seconds at most; not compiled, which takes longer."""
-    flops = run.flops / run.plan.total_positions
+    flops = run.flops / run.plan.total_samples
     part = -(-run.recipe.batch // run.micro_batches)
     few = max(
         2, run.group.world_size, min(part, _MAX_TRIAL_IMAGES, int(_TRIAL_FLOPS.get(run.device.type, 4e11) / flops))
@@ -271,7 +271,7 @@ def _time_image(
     """
     images, start = 0, time.perf_counter()
     first = _UNTIMED_STEPS.get(trial.device.type, 1)
-    whole = trial.plan.total_positions // trial.recipe.batch  # of a last, short step some ranks might have no images
+    whole = trial.plan.total_samples // trial.recipe.batch  # of a last, short step some ranks might have no images
     for step, batch in enumerate(itertools.islice(batches, whole)):
         if step == first:
             images, start = 0, _read_synchronized_clock(trial)

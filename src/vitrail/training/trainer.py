@@ -126,7 +126,7 @@ class Trainer:
         Rank 0 writes the files and returns the result; other ranks return None.
         """
         run = self.training_run
-        self.state = run.build_state()  # before the folder: what is refused here needs none
+        self.state = run.build_state(notify=self.notify)  # before the folder: what is refused here needs none
         with contextlib.ExitStack() as stack:
             self._open_folder(stack)
             try:
@@ -246,7 +246,7 @@ class Trainer:
         """Images trained on so far, counted once for each time."""
         step, plan = self.state.step, self.training_run.plan
         has_full_steps = self.deadline is not None or self.training_run.decisions or step < plan.total_steps
-        return step * plan.batch_size if has_full_steps else plan.total_positions
+        return step * plan.batch_size if has_full_steps else plan.total_samples
 
     # --- evaluate -----------------------------------------------------------------------------------------------------
 

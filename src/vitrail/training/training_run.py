@@ -23,8 +23,9 @@ from vitrail.model import cost, masked
 from vitrail.model.masked import MaskedViT
 from vitrail.model.vit import Model, ViT
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
+from vitrail.runtime.workers import Notify
 from vitrail.training import fsdp, optimizer, schedule
-from vitrail.training.losses import LossFunction
+from vitrail.training.losses import LossFunction, warn_about_mean
 from vitrail.training.plan import build_config
 from vitrail.training.step import TrainableModel, TrainState, build_train_state
 from vitrail.weights.adapt import ZERO_HEAD, adapt, reorder_head
@@ -139,7 +140,7 @@ class TrainingRun:
         """The steps and their images."""
         return BatchPlan(
             batch_size=self.recipe.batch,
-            total_positions=round(self.recipe.epochs * len(self.train_split)),
+            total_samples=round(self.recipe.epochs * len(self.train_split)),
             rank=self.group.rank,
             world_size=self.group.world_size,
             micro_batches=self.micro_batches,
@@ -150,7 +151,7 @@ class TrainingRun:
         if not (steps or self.decisions):
             return self.plan
         most = max(steps, self.plan.total_steps, *(total for _, total in self.decisions))
-        return dataclasses.replace(self.plan, total_positions=most * self.recipe.batch)
+        return dataclasses.replace(self.plan, total_samples=most * self.recipe.batch)
 
     @functools.cached_property
     def train_split(self) -> Split:
@@ -232,14 +233,17 @@ class TrainingRun:
                 parameter.requires_grad_(is_near if recipe.trainable_layers else is_head)
         return self._place_on_device(model if recipe.masked is None else self._add_masked_heads(model, recipe.masked))
 
-    def build_state(self, model: TrainableModel | None = None) -> TrainState:
-        """The state before the first step, of a new model or of this one."""
+    def build_state(self, model: TrainableModel | None = None, *, notify: Notify | None = None) -> TrainState:
+        """The state before the first step, of a new model or of this one; `notify` is told of a loss that is a mean."""
         model = self.build_model() if model is None else model
+        loss_function = self.loss_function
+        if loss_function is not None and notify is not None and self.group.is_rank0:
+            loss_function = warn_about_mean(loss_function, notify)
         return build_train_state(
             model,
             self.recipe,
             self.class_counts,
-            loss_function=self.loss_function,
+            loss_function=loss_function,
             cuda_graph=self.can_use_cuda_graph,
         )
 
@@ -289,7 +293,7 @@ class TrainingRun:
     @property
     def flops(self) -> int:
         """The operations of all forward and backward passes."""
-        return cost.count_training_flops(self.config, self.plan.total_positions, self.recipe.masked)
+        return cost.count_training_flops(self.config, self.plan.total_samples, self.recipe.masked)
 
     @property
     def imbalance(self) -> float:

@@ -54,7 +54,7 @@ class Trained:
     model: Model
     preprocess: PreprocessConfig | None = None
     labels: tuple[str, ...] | None = None
-    origin: Origin = Origin(format="vitrail", name="made in Python")
+    origin: Origin = Origin(format="vitrail", name="in-memory model")
     temperature: float = 1.0
     """The divisor of logits before they become probabilities, fitted on validation images (Guo et al. 2017)."""
     multi_label: bool = False

@@ -151,8 +151,8 @@ class FiguresArguments:
     Tiny-ImageNet."""
     image_size: ImageSize = None
     """Resolution, one side or height and width; positions are resampled. Default: the model's."""
-    pictures: Number = 64
-    """How many images to draw, evenly spread over those given; --boxes reads the others too."""
+    num_images: Number = 64
+    """Number of images to draw, evenly spread over those given. --boxes reads the others too."""
     faithfulness: Annotated[bool, _MEASUREMENT] = False
     """Delete and insert patches by relevance, by rollout and at random, and plot the probability of the class; this
     takes 66 forward passes per image."""

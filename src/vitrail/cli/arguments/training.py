@@ -50,7 +50,7 @@ class TrainArguments:
     overrides: Annotated[RecipeOptions, RECIPE] = RecipeOptions()
     settings: Annotated[Settings, RECIPE] = ()
     """Change any other setting of the recipe: positions, pool, hidden_head, depth, width, optimizer, weight_decay,
-    decay, dropout, mixup, ...; a wrong name lists them all."""
+    decay, dropout, mixup, ...; a wrong name is answered with the nearest one. May be repeated."""
     target: Annotated[MaskedTarget | None, RECIPE] = None
     """What to predict of masked patches, for mpp and mae. Default: the recipe's target."""
     probe_shots: Annotated[int, RECIPE, arg(name="probe", metavar="SHOTS")] = 0
@@ -83,7 +83,7 @@ class FinetuneArguments:
     """Time limit of each run, everything included; it trains as many epochs as fit, up to 100."""
     overrides: Annotated[RecipeOptions, RECIPE] = RecipeOptions()
     settings: Annotated[Settings, RECIPE] = ()
-    """Change any other setting of the recipe, such as optimizer.weight_decay=0.1 augment.mixup=0."""
+    """Change any other setting of the recipe, such as optimizer.weight_decay=0.1 augment.mixup=0. May be repeated."""
     replan: Annotated[str | None, RECIPE, arg(metavar="STEP:STEPS,...")] = None
     """Reproduce a run with --minutes, whose length was adjusted as it went; its report prints the command."""
     trainable_layers: Annotated[int | None, MODEL, arg(name="layers", metavar="N")] = None
@@ -137,7 +137,7 @@ class PlanArguments:
     batch: Annotated[OptionalNumber, _TRAINING] = None
     """Images per step over all GPUs. Default: the recipe's; 4096 for a preset."""
     data_images: Annotated[OptionalNumber, _TRAINING] = None
-    """Training images of the dataset. Default: those of the recipe's; ImageNet's for a preset."""
+    """Number of training images. Default: that of the recipe's dataset; ImageNet's for a preset."""
     classes: Annotated[Number, _TRAINING] = 1000
     """Classes of the head."""
     micro_batches: Annotated[Number, _COST] = 1

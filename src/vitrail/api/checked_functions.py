@@ -1,4 +1,4 @@
-"""Functions of lower layers as `import vitrail` has them: their arguments are checked, and errors name keywords."""
+"""Argument-checked versions of load, save, create, adapt and load_recipe, as `import vitrail` has them."""
 
 from vitrail import recipes
 from vitrail.api.keyword_errors import name_keywords
