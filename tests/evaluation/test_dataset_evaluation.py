@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from tests import model_factory
 from tests.data.image_files import write_image_folder
+from tests.model.test_quantized import needs_int8
+from vitrail.config import Precision
 from vitrail.data.dataset import Split
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
@@ -18,6 +21,7 @@ from vitrail.evaluation.dataset_evaluation import (
     evaluate_model,
     make_evaluated_model,
 )
+from vitrail.inference.classifier import Classifier
 from vitrail.runtime.distributed import ProcessGroup
 
 CPU = torch.device("cpu")
@@ -78,6 +82,25 @@ def test_only_allowed_outputs_are_predicted(split: Split, model: EvaluatedModel)
     assert evaluation.predictions.classes.shape == (6, 3)
     assert evaluation.predictions.labels.tolist() == [2, 2, 2, 0, 0, 0]  # columns of the allowed outputs
     torch.testing.assert_close(evaluation.predictions.probabilities.sum(dim=1), torch.ones(6))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", pytest.param("int8", marks=needs_int8)])
+def test_what_is_measured_in_a_precision_is_what_is_predicted_in_it(split: Split, precision: Precision) -> None:
+    trained = model_factory.build_trained(model_factory.build_vit())
+    model = make_evaluated_model(trained, "model")
+    settings = EvaluationSettings(device=CPU, batch=4)
+    exact = evaluate_model(model, split, [3, 5], settings).predictions
+    lower = evaluate_model(model, split, [3, 5], dataclasses.replace(settings, precision=precision)).predictions
+    images = [source for _, source in split.read_images(range(len(split)))]
+    expected = Classifier(trained, device="cpu", precision=precision).predict_proba(images)
+    assert not torch.equal(lower.probabilities, exact.probabilities)
+    torch.testing.assert_close(lower.probabilities[:, 0], expected.amax(dim=1), rtol=0, atol=1e-6)
+
+
+def test_timms_own_network_is_measured_in_float32(split: Split, model: EvaluatedModel) -> None:
+    other = dataclasses.replace(model, network=nn.Identity())
+    with pytest.raises(UsageError, match="timm's own network, which is evaluated in float32 only"):
+        evaluate_model(other, split, [0], EvaluationSettings(device=CPU, precision="bfloat16"))
 
 
 def test_unreadable_images_are_skipped_if_asked_and_all_of_them_are_an_error(

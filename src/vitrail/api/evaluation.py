@@ -14,10 +14,11 @@ from vitrail.api import notebook
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, choose_distinct_name, get_model_name, list_models, load_trained
 from vitrail.api.progress import NoteCollector, show_progress
+from vitrail.config import Precision
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.sources import DataSource, open_dataset
 from vitrail.errors import DataError, UsageError
-from vitrail.evaluation import dataset_evaluation
+from vitrail.evaluation import abstention, dataset_evaluation
 from vitrail.evaluation.calibration import count_bins
 from vitrail.evaluation.dataset_evaluation import (
     EvaluatedModel,
@@ -156,6 +157,7 @@ def evaluate(
     out: str | Path | None = None,
     batch: int = 64,
     device: str | None = None,
+    precision: Precision = "float32",
     workers: int | None = None,
     progress: ShowProgress = show_progress,
     notify: Notify | None = None,
@@ -178,6 +180,7 @@ def evaluate(
     - `out`: A new or empty folder for tables and figures; none by default.
     - `batch`: Images per batch.
     - `device`: cpu, cuda or mps; the best device available by default.
+    - `precision`: float32, bfloat16 or int8: of the computation that is measured, whatever `predict` chooses.
     - `workers`: Processes that decode images; one per core, less one, by default.
     - `progress`: How progress is shown; a bar by default.
     - `notify`: Called with each note; by default they go to the logger `vitrail`.
@@ -188,8 +191,8 @@ def evaluate(
     folder = _check_folder(out)
     with distributed.join_process_group(device) as (group, chosen_device):
         settings = EvaluationSettings(
-            group=group, device=chosen_device, batch=batch, workers=count_loader_workers(workers), tta=tta,
-            class_subset=None if classes is None else Path(classes), real=None if real is None else Path(real),
+            group=group, device=chosen_device, precision=precision, batch=batch, workers=count_loader_workers(workers),
+            tta=tta, class_subset=None if classes is None else Path(classes), real=None if real is None else Path(real),
             strict=strict, show_progress=progress, notify=notes,
         )  # fmt: skip
         return _measure(models, data, split, abstain, folder, settings)
@@ -207,7 +210,7 @@ def _measure(
     notes, name = settings.notify, get_model_name(models[0])
     dataset = open_dataset(data)
     if abstain is not None:
-        dataset_evaluation.check_threshold_target(name, dataset)
+        abstention.check_threshold_target(name, dataset)
     _notify_of_dataset(dataset, split, notes)
     dataset_evaluation.check_evaluable(dataset, split)
     evaluated = _load_models(models)
@@ -219,7 +222,7 @@ def _measure(
     if folder is not None and settings.group.is_rank0:
         write_evaluation(dataset, images, results, facts, folder)
     if abstain is not None:
-        facts["threshold"] = dataset_evaluation.fit_threshold(name, dataset, settings, abstain)
+        facts["threshold"] = abstention.fit_threshold(name, dataset, settings, abstain)
     kept = tuple(notes) if isinstance(notes, NoteCollector) else ()
     return Evaluation(facts, tuple(results), dataset, images, folder, kept)
 

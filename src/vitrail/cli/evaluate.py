@@ -40,6 +40,7 @@ def run(arguments: EvaluateArguments) -> None:
             tta=arguments.tta,
             abstain=arguments.abstain,
             strict=arguments.strict,
+            precision=arguments.precision,
             out=choose_next_folder("evaluate") if arguments.out is None else arguments.out,
             **vars(arguments.inference),
             progress=output.show_progress,

@@ -14,14 +14,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from vitrail.config import PreprocessConfig
+from vitrail.config import Precision, PreprocessConfig
 from vitrail.data.dataset import MAX_BAD_FRACTION, Dataset, Split
 from vitrail.data.dataset_digest import DataDigest, check_unchanged, digest_dataset
 from vitrail.data.decode import decode
 from vitrail.data.holdout import find_holdout_note
 from vitrail.data.loader import Batch, iter_eval_batches
 from vitrail.errors import ChangedDataError, DataError, UsageError
-from vitrail.evaluation import calibration, label_matching
+from vitrail.evaluation import label_matching
 from vitrail.evaluation.metrics import EvaluationMetrics, compute_metrics
 from vitrail.evaluation.predictions import (
     Counts,
@@ -33,11 +33,13 @@ from vitrail.evaluation.predictions import (
 )
 from vitrail.evaluation.statistics import compare_models
 from vitrail.formatting import pluralize
+from vitrail.model.quantized import convert_precision
+from vitrail.model.vit import Model
 from vitrail.runtime import distributed
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
 from vitrail.runtime.workers import Notify, ProgressCallback, ShowProgress, hide_progress, ignore_note
 from vitrail.weights import timm as timm_files
-from vitrail.weights.load import find_model_path, is_native_file, load, save
+from vitrail.weights.load import find_model_path, load
 from vitrail.weights.trained import Trained, require_preprocess
 
 TIMM_PREFIX = "timm-model:"
@@ -52,6 +54,7 @@ class EvaluationSettings:
     group: ProcessGroup = SINGLE_PROCESS
     batch: int = 64
     workers: int = 0
+    precision: Precision = "float32"
     tta: bool = False
     """Whether predictions are averaged over the image and its mirror image."""
     class_subset: Path | None = None
@@ -288,7 +291,8 @@ def evaluate_model(
     The model may predict `allowed_outputs` only. Unless `settings.strict`, images that cannot be read are skipped.
     """
     device, rank, world_size = settings.device, settings.group.rank, settings.group.world_size
-    network = EvalWrapper(model.network.to(device), flip_tta=settings.tta, outputs=allowed_outputs)
+    network = _convert_network(model, settings.precision, device)
+    wrapper = EvalWrapper(network, flip_tta=settings.tta, outputs=allowed_outputs)
     num_outputs = model.num_outputs if allowed_outputs is None else len(allowed_outputs)
     columns = list(outputs) if allowed_outputs is None else [list(allowed_outputs).index(output) for output in outputs]
     batches = iter_eval_batches(
@@ -307,7 +311,7 @@ def evaluate_model(
         start = time.perf_counter()
         tracked_batches = _track_progress(batches, progress, is_read, -(-len(images) // world_size))
         predictions = predict_batches(
-            network,
+            wrapper,
             relabel_batches(tracked_batches, columns, num_outputs),
             model.preprocess,
             temperature=model.temperature,
@@ -334,6 +338,16 @@ def _explain_unreadable(images: Split, row: int) -> str:
     except DataError as error:
         return str(error) if str(error).startswith(name) else f"{name}: {error}"
     return name
+
+
+def _convert_network(model: EvaluatedModel, precision: Precision, device: torch.device) -> nn.Module:
+    """The network on the device, in another precision if one is asked for."""
+    network = model.network.to(device)
+    if precision == "float32":
+        return network
+    if not isinstance(network, Model):
+        raise UsageError(f"{model.name} is timm's own network, which is evaluated in float32 only")
+    return convert_precision(network, precision, model.preprocess)
 
 
 def _gather_predictions(predictions: Predictions, device: torch.device, label_columns: int) -> Predictions:
@@ -394,48 +408,8 @@ def collect_facts(dataset: Dataset, results: Sequence[ModelEvaluation], settings
         "data": dataset.name,
         "tta": settings.tta,
         "device": str(settings.device),
+        "precision": settings.precision,
         "world_size": settings.group.world_size,
         "models": models,
         "comparisons": comparisons,
     }
-
-
-# --- the threshold of a model that may abstain -----------------------------------------------------------------------
-
-
-def check_threshold_target(name: str, dataset: Dataset) -> None:
-    """Refuse a model file that cannot store a threshold, or data that cannot choose one, before anything runs."""
-    _find_threshold_file(name)
-    if "val" not in dataset.splits:
-        raise DataError(f"{dataset.name} has no val, on which a threshold is chosen")
-    if dataset.multi_label:
-        raise UsageError(f"--abstain is for images with one label each, and those of {dataset.name} may have several")
-
-
-def _find_threshold_file(name: str) -> Path:
-    """The file that stores the model's threshold: the model itself, or the best weights of a run folder."""
-    path = find_model_path(name)
-    if path is None or not is_native_file(path):
-        raise UsageError(
-            f"{name} cannot store a threshold; a file in vitrail's own format can: vitrail convert {name}"
-            " OUT.safetensors"
-        )
-    return path
-
-
-def fit_threshold(name: str, dataset: Dataset, settings: EvaluationSettings, accuracy: float) -> float:
-    """Find the probability above which this share of predictions is correct on val, and store it in the model file."""
-    path, trained = _find_threshold_file(name), load(name)
-    model = make_evaluated_model(trained, name)
-    outputs = label_matching.match_outputs(dataset.classes, model.labels, model.num_outputs)
-    without_tta = dataclasses.replace(settings, tta=False)
-    predictions = evaluate_model(model, dataset.splits["val"], outputs, without_tta).predictions
-    confidence = predictions.probabilities[:, 0]
-    threshold = calibration.find_threshold(confidence, predictions.correct, accuracy)
-    if settings.group.is_rank0:
-        save(dataclasses.replace(trained, threshold=threshold), path, overwrite=True)
-        answered = float((confidence >= threshold).double().mean())
-        settings.notify(
-            f"{path}: predictions below a probability of {threshold:.4f} are unsure; on val {answered:.1%} are sure"
-        )
-    return threshold

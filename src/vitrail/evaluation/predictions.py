@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 from vitrail.config import PreprocessConfig
 from vitrail.data.loader import Batch
-from vitrail.data.transforms import normalize
 from vitrail.errors import DataError
+from vitrail.inference.precision import prepare_inputs
 from vitrail.model.vit import Model
 from vitrail.runtime import distributed
 from vitrail.runtime.devices import finish_one_late, start_copy_to_cpu
@@ -239,6 +239,7 @@ def iterate_logits(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Logits (B, L), float32, and targets, on the model's device; and the indices of the images in the split."""
     device = next(model.parameters()).device
+    network = model.model if isinstance(model, EvalWrapper) else model
     model.eval()
     for batch in batches:
         targets = batch.targets
@@ -246,5 +247,5 @@ def iterate_logits(
             raise DataError("accuracy needs images with a label, and some of these have none")
         if not len(targets):
             continue
-        logits = model(normalize(batch.pixels.to(device, non_blocking=True), preprocess)).float()
+        logits = model(prepare_inputs(network, batch.pixels.to(device, non_blocking=True), preprocess)).float()
         yield logits, targets.to(device, non_blocking=True), batch.positions

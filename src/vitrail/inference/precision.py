@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from vitrail.config import ModelConfig, Precision, ViTConfig
+from vitrail.config import ModelConfig, Precision, PreprocessConfig, ViTConfig
 from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError
 from vitrail.model.cost import count_multiply_adds
@@ -56,9 +56,6 @@ def build_inference_functions(
         model = copy.deepcopy(model) if model is trained.model else model
         model.compile_blocks()
 
-    def prepare_inputs(inputs: Tensor) -> Tensor:
-        return inputs if has_uint8_input(model) else normalize(inputs, preprocess).to(get_input_dtype(model))
-
     def choose_stance(inputs: Tensor) -> contextlib.AbstractContextManager[object]:
         is_eager = compiled_batch and len(inputs) != compiled_batch  # another size is not worth compiling again
         return torch.compiler.set_stance("force_eager") if is_eager else contextlib.nullcontext()
@@ -66,13 +63,13 @@ def build_inference_functions(
     @torch.inference_mode()
     def compute_probabilities(inputs: Tensor) -> Tensor:
         with choose_stance(inputs):
-            logits = model(prepare_inputs(inputs)).float()
+            logits = model(prepare_inputs(model, inputs, preprocess)).float()
         return logits_to_probabilities(logits, temperature=trained.temperature, multi_label=trained.multi_label)
 
     @torch.inference_mode()
     def compute_features(inputs: Tensor) -> Tensor:
         with choose_stance(inputs):
-            features: Tensor = model.compute_features(prepare_inputs(inputs))
+            features: Tensor = model.compute_features(prepare_inputs(model, inputs, preprocess))
         return features.float()
 
     probabilities: InferenceFunction = compute_probabilities
@@ -84,6 +81,11 @@ def build_inference_functions(
     get_thread_pool()  # created here, where nothing computes yet
     functions = (split_over_threads(function, chunk_size) for function in (probabilities, compute_features))
     return InferenceFunctions(*functions)
+
+
+def prepare_inputs(model: nn.Module, pixels: Tensor, preprocess: PreprocessConfig) -> Tensor:
+    """uint8 (B, C, S, S) -> what a model in any precision takes."""
+    return pixels if has_uint8_input(model) else normalize(pixels, preprocess).to(get_input_dtype(model))
 
 
 def is_worth_compiling(config: ModelConfig, images: int) -> bool:

@@ -201,13 +201,13 @@ def convert_all_to_bfloat16(model: ViT) -> ViT:
     return converted
 
 
-def get_input_dtype(model: Model) -> torch.dtype:
+def get_input_dtype(model: nn.Module) -> torch.dtype:
     """The type in which a model takes normalized images."""
     is_bfloat16 = isinstance(model, ViT) and isinstance(model.norm, Float32Output)
     return torch.bfloat16 if is_bfloat16 else torch.float32
 
 
-def has_uint8_input(model: Model) -> bool:
+def has_uint8_input(model: nn.Module) -> bool:
     """Whether a model takes uint8 images (B, C, S, S) instead of normalized ones."""
     return isinstance(model, ViT) and isinstance(model.patch_embed, Int8PatchEmbed)
 

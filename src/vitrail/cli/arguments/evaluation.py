@@ -94,6 +94,8 @@ class EvaluateArguments:
     MODEL, which then abstains below it."""
     strict: Annotated[bool, _MEASUREMENT] = False
     """Refuse unreadable images. By default, up to a tenth of the images may be unreadable and are left out."""
+    precision: Annotated[Precision, COMPUTE] = "float32"
+    """Precision of the computation: what is measured is the model in this precision, whatever `predict` chooses."""
     out: OptionalFolder = None
     """A folder for tables and figures; runs/evaluate, runs/evaluate-2, ... by default."""
     inference: Annotated[InferenceOptions, COMPUTE] = InferenceOptions()
