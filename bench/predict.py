@@ -8,7 +8,7 @@ once before anything is timed. First transformers chooses: in float32, with each
 1 to 32, three rounds, of which very slow settings see one; the least median wins. Then it and vitrail take their turns.
 The rounds in which it was chosen do not count, or the luckiest of many would be compared. transformers is 1.0, and a
 ratio is the median of what each round gave, since the speed of a machine drifts. vitrail runs what `vitrail predict`
-runs: reading, decoding, resizing and computing at once, rows written to nowhere.
+runs: reading, decoding, resizing and computing at once, rows written to nowhere. predict_gpu.py is for GPUs.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Images a second in training and inference: vitrail beside timm, torchvision, transformers and a plain ViT.
 
     python bench/throughput.py [--models s16 b16 l16 h14] [--device cuda] [--rounds 7] [--json FILE]
+    python bench/throughput.py --contenders timm vitrail --settings compiled    # less to compile
 
 All contenders of a row are built in one process, get the same images on the device, the same batch size and bf16
 autocast (float32 on a CPU), and take turns of a few steps; a row shows medians over the rounds. A training step is
@@ -82,6 +83,18 @@ class Contender(NamedTuple):
     setting: str
     step: Step
     gigabytes: float | None
+
+
+class Selection(NamedTuple):
+    """The contenders and settings to measure; empty for all."""
+
+    contenders: list[str]
+    settings: list[str]
+
+    def includes(self, name: str, setting: str) -> bool:
+        """Whether to measure a contender, named up to its first comma, in a setting."""
+        is_named = not self.contenders or name.split(",")[0] in self.contenders
+        return is_named and (not self.settings or not setting or setting in self.settings)
 
 
 # --- networks --------------------------------------------------------------------------------------------------------
@@ -242,11 +255,15 @@ def make_vitrail_step(case: Case, kind: type[ViT], setting: str) -> Step:
     return train
 
 
-def make_predict_step(case: Case, precision: str) -> Step:
-    """What `vitrail predict` computes of pixels on the device: probabilities on the CPU."""
+def make_predict_step(case: Case, precision: str, *, compiled: bool = False) -> Step:
+    """What `vitrail predict` computes of pixels on the device, in long runs compiled: probabilities."""
     preprocess = PreprocessConfig(size=case.config.image_size, resize=case.config.image_size)
     trained = vitrail.Trained(build_vitrail(case).eval(), preprocess)
-    compute = build_inference_functions(trained, precision).probabilities  # type: ignore[arg-type]
+    compute = build_inference_functions(
+        trained,
+        precision,  # type: ignore[arg-type]
+        compiled_batch=len(case.pixels) if compiled else 0,
+    ).probabilities
     return lambda: compute(case.pixels)
 
 
@@ -264,8 +281,10 @@ def iterate_builders(case: Case) -> Iterator[tuple[str, str, Callable[[], Step |
     for name, kind in (("vitrail", ViT), ("vitrail, all tokens", AllTokensViT)):
         yield name, settings[0], lambda kind=kind: make_vitrail_step(case, kind, settings[0])
     if case.kind == "infer":
-        for precision in ("float32", "bfloat16"):
-            yield f"predict, {precision}", "", lambda precision=precision: make_predict_step(case, precision)
+        yield "predict, float32", "", lambda: make_predict_step(case, "float32")
+        yield "predict, bfloat16", "", lambda: make_predict_step(case, "bfloat16")
+        if case.device.type == "cuda":
+            yield "predict, bfloat16, long", "compiled", lambda: make_predict_step(case, "bfloat16", compiled=True)
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -302,10 +321,12 @@ def build_contender(
     return Contender(name, setting, step, (torch.cuda.max_memory_allocated() - before) / 2**30 if is_cuda else None)
 
 
-def choose_settings(case: Case, steps: int) -> list[Contender]:
+def choose_settings(case: Case, steps: int, selection: Selection) -> list[Contender]:
     """Each contender in its fastest setting; the others are freed."""
     chosen: dict[str, tuple[float, Contender]] = {}
     for name, setting, build in iterate_builders(case):
+        if not selection.includes(name, setting):
+            continue
         torch.manual_seed(0)
         contender = build_contender(name, setting, build, case.device)
         if contender is None:
@@ -323,9 +344,9 @@ def measure_matrix_product(device: torch.device) -> float:
     return 2 * side**3 / min(time_turn(lambda: one @ one, 10, device) for _ in range(10))
 
 
-def measure_case(case: Case, rounds: int, steps: int) -> list[dict[str, Any]]:
+def measure_case(case: Case, rounds: int, steps: int, selection: Selection) -> list[dict[str, Any]]:
     """A row for each contender, and the ratios to timm and to the plain ViT, by rounds."""
-    contenders = choose_settings(case, steps)
+    contenders = choose_settings(case, steps, selection)
     product = measure_matrix_product(case.device)
     seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for number in range(rounds):
@@ -391,6 +412,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", help="by default s16 b16 l16 h14, on a CPU ti16")
     parser.add_argument("--kinds", nargs="+", default=["train", "infer"], choices=("train", "infer"))
+    parser.add_argument(
+        "--contenders", nargs="+", default=[], help="plain timm torchvision transformers vitrail predict"
+    )
+    parser.add_argument("--settings", nargs="+", default=[], help="such as compiled; all by default")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, help="in a turn; by default 10, on a CPU 1")
@@ -405,7 +430,10 @@ def main() -> None:
     for model in options.models or (list(TRAIN_BATCHES) if is_cuda else ["ti16"]):
         for kind in options.kinds:
             measured = measure_case(
-                make_case(model, kind, device), options.rounds, options.steps or (10 if is_cuda else 1)
+                make_case(model, kind, device),
+                options.rounds,
+                options.steps or (10 if is_cuda else 1),
+                Selection(options.contenders, options.settings),
             )
             for row in measured:
                 print_row(row)

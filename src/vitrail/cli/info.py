@@ -11,7 +11,8 @@ from vitrail.config import BiTConfig, ConvConfig, PreprocessConfig, ViTConfig, t
 from vitrail.formatting import format_count, format_giga, pluralize
 from vitrail.inference.precision import list_available_precisions
 from vitrail.model import cost
-from vitrail.model.quantized import describe_cpu
+from vitrail.model.quantized import describe_processor
+from vitrail.runtime.devices import find_best_device
 from vitrail.weights import hub
 from vitrail.weights.load import find_model_path, load
 from vitrail.weights.precision_measurements import choose_precision
@@ -48,7 +49,8 @@ def _print_preset(name: str, *, as_json: bool) -> None:
 def _print_trained(trained: Trained, source: str, *, as_json: bool) -> None:
     config, origin, measurements = trained.model.config, trained.origin, trained.precision_measurements
     warnings = _list_warnings(trained)
-    precision = choose_precision(measurements, describe_cpu(), list_available_precisions(trained))
+    device = find_best_device()
+    precision = choose_precision(measurements, describe_processor(device), list_available_precisions(trained))
     if as_json:
         facts = {
             "source": source,
@@ -69,7 +71,7 @@ def _print_trained(trained: Trained, source: str, *, as_json: bool) -> None:
     rows.extend(("changed", change) for change in origin.changes)
     if measurements:
         rows.extend(("measured", measurement.describe()) for measurement in measurements)
-        rows.append(("on this CPU", f"{precision} by default; --precision changes it"))
+        rows.append((f"on this {'GPU' if device.type == 'cuda' else 'CPU'}", f"{precision} by default; --precision changes it"))
     rows.extend(("warning", warning) for warning in warnings)
     output.print_table(rows)
 

@@ -1,0 +1,29 @@
+"""A benchmark that runs on a GPU is tried on the CPU, with tiny models: it works, whoever is fast."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_throughput_measures_training_and_inference(tmp_path: Path) -> None:
+    command = ["bench/throughput.py", "--device", "cpu", "--contenders", "plain", "vitrail", "predict", "--rounds", "1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    process = subprocess.run(
+        [sys.executable, *command, "--json", str(tmp_path / "rows.json")],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert {(row["kind"], row["contender"]) for row in rows} == {
+        ("train", "plain"), ("train", "vitrail"), ("train", "vitrail, all tokens"), ("infer", "plain"),
+        ("infer", "vitrail"), ("infer", "vitrail, all tokens"), ("infer", "predict, float32"),
+        ("infer", "predict, bfloat16"),
+    }  # fmt: skip
+    assert all(row["images_per_second"] > 0 and row["over_plain"] > 0 for row in rows)
