@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vitrail.config import BiTConfig, ModelConfig, ViTConfig, compute_grid
 from vitrail.errors import UsageError
+from vitrail.model.kernels.attention import attend
 from vitrail.model.positions import Grid, build_sincos_positions, resample_offsets, resample_positions
 from vitrail.model.resnet import Backbone, BiT, check_images
 
@@ -76,12 +77,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
         """(B, N, D) -> (B, N, D), or only the first `queries` tokens."""
-        q, k, v = self.project_qkv(x, queries)
         if self.fused and queries is None and self.config.positions != "relative":
-            out = F.scaled_dot_product_attention(q, k, v)
+            out = attend(self.qkv(x), self.config.heads)
         else:  # a single query gains nothing from fused kernels, and cuDNN's backward gives NaN for it
-            out = self.softmax(self.compute_logits(q, k, grid)) @ v
-        return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
+            q, k, v = self.project_qkv(x, queries)
+            out = (self.softmax(self.compute_logits(q, k, grid)) @ v).transpose(1, 2).flatten(2)
+        return self.proj_drop(self.proj(out))
 
     def compute_weights(self, x: Tensor, grid: Grid) -> Tensor:
         """The attention weights (B, H, N, N), which the fused kernel above never materializes."""
