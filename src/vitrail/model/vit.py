@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from vitrail.config import BiTConfig, ModelConfig, ViTConfig, compute_grid
 from vitrail.errors import UsageError
 from vitrail.model.kernels.attention import attend
+from vitrail.model.kernels.gelu import apply_linear_gelu
 from vitrail.model.positions import Grid, build_sincos_positions, resample_offsets, resample_positions
 from vitrail.model.resnet import Backbone, BiT, check_images
 
@@ -130,7 +131,7 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(config.mlp, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+        return self.drop(self.fc2(self.drop(apply_linear_gelu(x, self.fc1, self.act))))
 
 
 class LayerScale(nn.Module):

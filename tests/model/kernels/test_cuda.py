@@ -1,13 +1,15 @@
 """The kernels on the GPU they are for."""
 
 import logging
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.model.kernels.attention_reference import attend_exactly, draw_qkv
 from vitrail.model.kernels.attention import attend, attend_with_torch, can_use_kernel
+from vitrail.model.kernels.gelu import apply_linear_gelu
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
@@ -101,3 +103,23 @@ def test_what_the_kernel_cannot_is_computed_by_torch_and_logged_once(caplog: pyt
     assert [record.message for record in caplog.records] == [
         "attention by torch's kernels: there are more than 320 tokens"
     ]
+
+
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_linear_layer_and_gelu_have_the_gradients_of_float64(approximate: Any, compiled: bool) -> None:
+    torch.manual_seed(0)
+    linear, x = nn.Linear(256, 320, device="cuda"), torch.randn(5, 197, 256, device="cuda", requires_grad=True)
+    function = torch.compile(apply_linear_gelu, fullgraph=True) if compiled else apply_linear_gelu
+    with torch.autocast("cuda", torch.bfloat16):
+        out = function(x, linear, nn.GELU(approximate))
+    assert out.dtype == torch.bfloat16
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, (x, linear.weight, linear.bias), dout)
+    exact = x.detach().double().requires_grad_()
+    linear.double()
+    expected = nn.GELU(approximate)(linear(exact))
+    exact_gradients = torch.autograd.grad(expected, (exact, linear.weight, linear.bias), dout.double())
+    for ours, theirs in zip(found, exact_gradients, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours.double() - theirs).norm() < 1e-2 * theirs.norm()

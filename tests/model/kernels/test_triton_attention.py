@@ -1,31 +1,18 @@
 """The attention kernels compute attention and its gradient: here in Triton's interpreter, in a process of its own."""
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed: builds of torch for CUDA have it"
-)
-ROOT = Path(__file__).parents[3]
+from tests.model.kernels.interpreter import Errors, needs_triton, run_interpreted
+
+pytestmark = needs_triton
 TOLERANCES = {"float32": 2e-6, "float16": 1e-3}  # relative, in the norm; logits of 500 cost float32 a factor of 100
 LOGSUMEXP_TOLERANCE = 1e-6
-Errors = dict[str, dict[str, float]]
 
 
 @pytest.fixture(scope="module")
 def errors() -> Errors:
     """Relative errors of every case."""
-    command = [sys.executable, "-m", "tests.model.kernels.interpret_attention"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout)
+    return run_interpreted("interpret_attention")
 
 
 def select_cases(errors: Errors, part: str, *, large_logits: bool = False) -> Errors:
