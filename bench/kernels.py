@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.model.kernels.attention import attend, attend_with_torch, can_use_kernel
@@ -32,6 +32,7 @@ from vitrail.model.kernels.attention_config import (
     list_backward_arguments,
     list_forward_arguments,
 )
+from vitrail.model.kernels.gelu import apply_linear_gelu
 
 
 class Shape(NamedTuple):
@@ -71,7 +72,8 @@ BACKWARDS = (
     BackwardConfig("fused", 1, 128, warps=8),
 )
 BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
-SHOWN = {"forward": 3, "backward": 5}
+GELU_SECONDS = 35  # kept for it
+SHOWN = {"forward": 3, "backward": 4, "gelu": 3}
 Row = dict[str, Any]
 
 
@@ -218,7 +220,7 @@ def measure_backward(problem: Problem, config: BackwardConfig, saved: tuple[Tens
     return {"backward": time_calls(run), "error": [error]}
 
 
-def describe(config: ForwardConfig | BackwardConfig) -> str:
+def describe(config: Any) -> str:
     """The fields that are not the default ones."""
     defaults = type(config)()
     changes = [
@@ -249,6 +251,80 @@ def measure_configs(problem: Problem, deadline: float) -> Iterator[tuple[str, Ro
             yield "backward", try_measure(describe(backward), partial(measure_backward, problem, backward, saved))
 
 
+# --- GELU ------------------------------------------------------------------------------------------------------------
+
+
+def compute_gelu_backward(dout: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """What torch computes: the gradient before GELU and that of the bias."""
+    dhidden = torch.ops.aten.gelu_backward(dout, hidden, approximate="tanh")
+    return dhidden, dhidden.sum(0)
+
+
+def compute_exact_sum(dout: Tensor, hidden: Tensor) -> Tensor:
+    """The gradient of the bias in float64, some rows at a time."""
+    parts = zip(dout.split(8192), hidden.split(8192), strict=True)
+    return torch.stack([compute_gelu_backward(*(x.double() for x in pair))[1] for pair in parts]).sum(0)
+
+
+def compute_layers(x: Tensor, linear: nn.Linear, gelu: nn.GELU) -> Tensor:
+    """The layers one by one."""
+    return gelu(linear(x))
+
+
+def measure_layer(x: Tensor, linear: nn.Linear, function: Callable[..., Tensor]) -> Row:
+    """Time a linear layer and GELU, compiled, as training computes them."""
+    torch._dynamo.reset()
+    compiled, gelu = torch.compile(function, dynamic=False), nn.GELU("tanh")
+
+    def run() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return compiled(x, linear, gelu)
+
+    dout = torch.randn_like(run())
+    forward = time_calls(run)
+    both = time_calls(lambda: torch.autograd.grad(run(), (x, linear.weight, linear.bias), dout))
+    return {"forward": forward, "backward": both - forward, "error": []}
+
+
+def measure_gelu_config(
+    dout: Tensor, hidden: Tensor, exact: Tensor, function: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> Row:
+    """Time GELU's backward pass with the sum for the bias; the error is that of the sum."""
+    error = float((function(dout, hidden)[1].double() - exact).norm() / exact.norm())
+    return {"backward": time_calls(lambda: function(dout, hidden)), "error": [error]}
+
+
+def measure_gelu(deadline: float) -> list[Row]:
+    """Print and return the rows of GELU's backward pass alone, then those of a whole layer."""
+    from vitrail.model.kernels.triton_gelu import GeluConfig, launch_backward
+
+    configs = [GeluConfig(), GeluConfig(warps=8), GeluConfig(8, 512), GeluConfig(32, 128), GeluConfig(tiles=4)]
+    configs += [GeluConfig(tiles=16), GeluConfig(8, 256), GeluConfig(tiles=16, stages=3)]
+    rows: list[Row] = []
+    for inputs, channels in ((768, 3072), (1024, 4096)):
+        print(f"GELU, 50432 rows, {inputs} -> {channels}: ms forward, backward; error of the bias's gradient")
+        hidden, dout = (torch.randn(50432, channels, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        exact = compute_exact_sum(dout, hidden)
+        ways: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+            describe(config): partial(launch_backward, approximate="tanh", config=config) for config in configs
+        }
+        ways["torch.compile"] = torch.compile(compute_gelu_backward, dynamic=False)
+        measured = [
+            try_measure(name, partial(measure_gelu_config, dout, hidden, exact, way)) for name, way in ways.items()
+        ]
+        del hidden, dout
+        x = torch.randn(256, 197, inputs, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        linear = nn.Linear(inputs, channels, device="cuda")
+        for function in (compute_layers, apply_linear_gelu):
+            if time.perf_counter() < deadline:
+                measured.append(try_measure(function.__name__, partial(measure_layer, x, linear, function)))
+        best = sorted(measured[: len(configs)], key=lambda row: row.get("backward", float("inf")))
+        for row in [*best[: SHOWN["gelu"]], *measured[len(configs) :]]:
+            print_row(row, "gelu")
+        rows += [{"shape": (inputs, channels), "part": "gelu", **row} for row in measured]
+    return rows
+
+
 # --- printing --------------------------------------------------------------------------------------------------------
 
 
@@ -272,10 +348,10 @@ def measure_attention(deadline: float) -> list[Row]:
         print(f"attention B{shape.images} H{shape.heads} N{shape.tokens} K{shape.size}: ms forward, backward; errors")
         problem = Problem(shape)
         measured = list(measure_configs(problem, deadline))
-        for part, count in SHOWN.items():
+        for part in ("forward", "backward"):
             done = [row for each, row in measured if each == part and "failure" not in row]
             failed = [row for each, row in measured if each == part and "failure" in row]
-            for row in [*sorted(done, key=lambda row: row[part])[:count], *failed[:2]]:
+            for row in [*sorted(done, key=lambda row: row[part])[: SHOWN[part]], *failed[:2]]:
                 print_row(row, part)
         rows += [{"shape": shape, "part": part, **row} for part, row in measured]
         for row in measure_backends(problem):
@@ -297,7 +373,8 @@ def main() -> None:
     deadline = time.perf_counter() + options.seconds
     compile_all(options.workers, deadline - options.seconds / 2)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    rows = measure_attention(deadline)
+    rows = measure_attention(deadline - GELU_SECONDS)
+    rows += measure_gelu(deadline)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
