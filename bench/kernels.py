@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.model.kernels.attention import attend, attend_with_torch, can_use_kernel
 from vitrail.model.kernels.attention_config import (
+    DEFAULT_BACKWARD,
     EACH_TILE,
     BackwardConfig,
     ForwardConfig,
@@ -56,24 +57,28 @@ FORWARDS = (
     ForwardConfig(128, EACH_TILE, warps=8),
     ForwardConfig(128, warps=8),
 )
-BACKWARDS = (
+PARTS: tuple[BackwardConfig, ...] = (  # of the backward pass: of queries and of keys alike
+    BackwardConfig(parts=EACH_TILE),
+    BackwardConfig(parts=EACH_TILE, stages=1),
+    BackwardConfig(parts=EACH_TILE, columns=32, stages=2),
+    BackwardConfig(parts=EACH_TILE, columns=32, stages=3),
+    BackwardConfig(parts=EACH_TILE, columns=32, stages=3, small_last=True),
+    BackwardConfig(parts=EACH_TILE, rows=128, warps=8),
+    BackwardConfig(parts=EACH_TILE, on_chip=True),
+    BackwardConfig(parts=EACH_TILE, on_chip=True, small_last=True),
+    BackwardConfig(on_chip=True),
+)
+BACKWARDS: tuple[BackwardConfig, ...] = (
+    *(config._replace(kind="queries") for config in PARTS),
+    *(config._replace(kind="keys") for config in PARTS),
     BackwardConfig(),
-    BackwardConfig(stages=1, small_last=True),
     BackwardConfig(columns=32, stages=3),
     BackwardConfig(on_chip=True),
-    BackwardConfig("split", EACH_TILE, 64, 64),
-    BackwardConfig("split", EACH_TILE, 64, 64, stages=1),
-    BackwardConfig("split", EACH_TILE, 64, 32, stages=3),
-    BackwardConfig("split", EACH_TILE, 64, 32, small_last=True, stages=3),
-    BackwardConfig("split", EACH_TILE, 128, 64, warps=8),
-    BackwardConfig("split", EACH_TILE, on_chip=True),
-    BackwardConfig("split", EACH_TILE, on_chip=True, small_last=True),
-    BackwardConfig("split", on_chip=True),
-    BackwardConfig("fused", 1, 128, warps=8),
+    BackwardConfig("fused", rows=128, warps=8),
 )
 BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
 GELU_SECONDS = 35  # kept for it
-SHOWN = {"forward": 3, "backward": 4, "gelu": 3}
+SHOWN = {"forward": 2, "queries": 2, "keys": 3, "both": 1, "gelu": 3}
 Row = dict[str, Any]
 
 
@@ -90,10 +95,10 @@ def compile_config(shape: Shape, config: ForwardConfig | BackwardConfig) -> str:
             constants = list_forward_arguments(shape.tokens, shape.heads, shape.size, config)
             triton_attention.attend_forward_kernel.warmup(half, half, single, scale, grid=(1,), **constants)
         else:
-            for constants in list_backward_arguments(shape.tokens, shape.heads, shape.size, config):
-                triton_attention.attend_backward_kernel.warmup(
-                    half, half, single, half, half, single, scale, grid=(1,), **constants
-                )
+            constants = list_backward_arguments(shape.tokens, shape.heads, shape.size, config)
+            triton_attention.attend_backward_kernel.warmup(
+                half, half, single, half, half, single, scale, grid=(1,), **constants
+            )
     except Exception as error:  # noqa: BLE001  a way that does not compile is one result of many
         return f"{type(error).__name__}: {error}"
     return ""
@@ -101,7 +106,8 @@ def compile_config(shape: Shape, config: ForwardConfig | BackwardConfig) -> str:
 
 def compile_all(workers: int, deadline: float) -> None:
     """Compile every way for every shape in parallel; what fails is compiled, or fails, again where it is timed."""
-    jobs = [(shape, config) for shape in SHAPES for config in (*BACKWARDS, *FORWARDS)]
+    configs: list[ForwardConfig | BackwardConfig] = [*BACKWARDS, *FORWARDS]
+    jobs = [(shape, config) for shape in SHAPES for config in configs]
     start = time.perf_counter()
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(compile_config, *job): job for job in jobs}
@@ -207,17 +213,20 @@ def measure_forward(problem: Problem, config: ForwardConfig) -> Row:
 
 
 def measure_backward(problem: Problem, config: BackwardConfig, saved: tuple[Tensor, Tensor]) -> Row:
-    from vitrail.model.kernels.triton_attention import launch_backward
+    """Time one launch; the error is that of the whole pass, its other launch being the default one."""
+    from vitrail.model.kernels.triton_attention import launch_backward, launch_backward_part
 
-    def run() -> Tensor:
-        return launch_backward(problem.dout, problem.qkv, *saved, problem.shape.heads, config)
-
+    queries, keys = DEFAULT_BACKWARD
+    configs = {"queries": (config, keys), "keys": (queries, config)}.get(config.kind, (config,))
+    arguments = (problem.dout, problem.qkv, *saved)
     problem.poison()
-    gradient = run()
+    gradient = launch_backward(*arguments, problem.shape.heads, configs)
     error = problem.measure_error(gradient, 1)
-    if not torch.equal(gradient, run()):
+    if not torch.equal(gradient, launch_backward(*arguments, problem.shape.heads, configs)):
         return {"failure": "two runs differ"}
-    return {"backward": time_calls(run), "error": [error]}
+    delta = torch.zeros_like(saved[1])
+    seconds = time_calls(lambda: launch_backward_part(*arguments, gradient, delta, problem.shape.heads, config))
+    return {"backward": seconds, "error": [error]}
 
 
 def describe(config: Any) -> str:
@@ -248,7 +257,8 @@ def measure_configs(problem: Problem, deadline: float) -> Iterator[tuple[str, Ro
     saved = launch_forward(problem.qkv, problem.shape.heads, ForwardConfig(parts=EACH_TILE))
     for backward in BACKWARDS:
         if time.perf_counter() < deadline:
-            yield "backward", try_measure(describe(backward), partial(measure_backward, problem, backward, saved))
+            part = "both" if backward.kind == "fused" else backward.kind
+            yield part, try_measure(describe(backward), partial(measure_backward, problem, backward, saved))
 
 
 # --- GELU ------------------------------------------------------------------------------------------------------------
@@ -348,10 +358,11 @@ def measure_attention(deadline: float) -> list[Row]:
         print(f"attention B{shape.images} H{shape.heads} N{shape.tokens} K{shape.size}: ms forward, backward; errors")
         problem = Problem(shape)
         measured = list(measure_configs(problem, deadline))
-        for part in ("forward", "backward"):
+        for part in ("forward", "queries", "keys", "both"):
+            time_name = "forward" if part == "forward" else "backward"
             done = [row for each, row in measured if each == part and "failure" not in row]
             failed = [row for each, row in measured if each == part and "failure" in row]
-            for row in [*sorted(done, key=lambda row: row[part])[: SHOWN[part]], *failed[:2]]:
+            for row in [*sorted(done, key=lambda row: row[time_name])[: SHOWN[part]], *failed[:2]]:
                 print_row(row, part)
         rows += [{"shape": shape, "part": part, **row} for part, row in measured]
         for row in measure_backends(problem):

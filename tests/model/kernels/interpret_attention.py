@@ -5,6 +5,7 @@ The interpreter multiplies bfloat16 wrongly, so the cases are float32 and float1
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,15 +13,15 @@ from torch import Tensor
 
 from tests.model.kernels.attention_reference import attend_exactly, draw_qkv
 from vitrail.model.kernels import triton_attention
-from vitrail.model.kernels.attention_config import EACH_TILE, BackwardConfig, ForwardConfig
+from vitrail.model.kernels.attention_config import DEFAULT_BACKWARD, EACH_TILE, BackwardConfig, ForwardConfig
 
 BACKWARDS = {
-    "both": BackwardConfig(),
-    "both on chip": BackwardConfig(on_chip=True),
-    "split": BackwardConfig("split", EACH_TILE, 64, 32, stages=3),
-    "split, small last": BackwardConfig("split", EACH_TILE, 64, 32, small_last=True, stages=3),
-    "split on chip": BackwardConfig("split", EACH_TILE, on_chip=True, small_last=True),
-    "fused": BackwardConfig("fused"),
+    "both": (BackwardConfig(),),
+    "both on chip": (BackwardConfig(on_chip=True),),
+    "split": DEFAULT_BACKWARD,
+    "split, small last": tuple(config._replace(small_last=True) for config in DEFAULT_BACKWARD),
+    "split on chip": tuple(config._replace(small_last=True, on_chip=True) for config in DEFAULT_BACKWARD),
+    "fused": (BackwardConfig("fused"),),
 }
 FORWARDS = {"whole": ForwardConfig(), "tiles, small last": ForwardConfig(parts=EACH_TILE, small_last=True)}
 
@@ -29,7 +30,9 @@ def compute_error(value: Tensor, expected: Tensor) -> float:
     return float((value.double() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-def measure_errors(qkv: Tensor, heads: int, forward: ForwardConfig, backward: BackwardConfig) -> dict[str, float]:
+def measure_errors(
+    qkv: Tensor, heads: int, forward: ForwardConfig, backward: Sequence[BackwardConfig]
+) -> dict[str, float]:
     """Relative errors of the outputs, the logsumexp and the gradient."""
     exact = qkv.detach().double().requires_grad_()
     expected, expected_lse = attend_exactly(exact, heads)

@@ -30,6 +30,5 @@ def test_the_pieces_of_common_inputs() -> None:
 
 def test_arguments_name_each_program() -> None:
     assert list_forward_arguments(197, 12, 64, ForwardConfig(parts=EACH_TILE))["PARTS"] == 4
-    queries, keys = list_backward_arguments(257, 16, 80, BackwardConfig("split", EACH_TILE, 64, 32, small_last=True))
-    assert (queries["KIND"], keys["KIND"]) == ("queries", "keys")
-    assert (queries["PARTS"], queries["LAST_ROWS"], queries["TAIL"], queries["REST"]) == (5, 16, 16, 16)
+    keys = list_backward_arguments(257, 16, 80, BackwardConfig("keys", EACH_TILE, 64, 32, small_last=True))
+    assert (keys["KIND"], keys["PARTS"], keys["LAST_ROWS"], keys["TAIL"], keys["REST"]) == ("keys", 5, 16, 16, 16)

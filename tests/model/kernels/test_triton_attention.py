@@ -4,7 +4,7 @@ import pytest
 
 from tests.model.kernels.interpreter import Errors, needs_triton, run_interpreted
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.slow]
 TOLERANCES = {"float32": 2e-6, "float16": 1e-3}  # relative, in the norm; logits of 500 cost float32 a factor of 100
 LOGSUMEXP_TOLERANCE = 1e-6
 

@@ -25,12 +25,12 @@ class ForwardConfig(NamedTuple):
 
 
 class BackwardConfig(NamedTuple):
-    """How the backward pass is divided."""
+    """How a launch of the backward pass is divided; the pass is one launch or two, of queries and then of keys."""
 
-    kind: Literal["fused", "both", "split"] = "both"
-    """One launch, which computes the logits once or twice, or a launch for queries and one for keys and values."""
+    kind: Literal["queries", "keys", "both", "fused"] = "both"
+    """What gets its gradient: queries, keys and values, or all, with the logits computed twice or, fused, once."""
     parts: int = 1
-    """Programs of a head; with one launch 1."""
+    """Programs of a head; 1 if all get their gradient."""
     rows: int = 64
     """Of the tile whose gradient is computed: queries, then keys."""
     columns: int = 64
@@ -47,9 +47,12 @@ class BackwardConfig(NamedTuple):
 
 EACH_TILE = 20  # as `parts`: more than any head has tiles
 FORWARD_CONFIGS: dict[int, ForwardConfig] = {}  # by channels of a head
-BACKWARD_CONFIGS = {64: BackwardConfig("split", EACH_TILE, 64, 32, small_last=True, stages=3)}
 DEFAULT_FORWARD = ForwardConfig(parts=EACH_TILE)
-DEFAULT_BACKWARD = BackwardConfig("split", EACH_TILE, 64, 32, stages=3)
+DEFAULT_BACKWARD = (
+    BackwardConfig("queries", EACH_TILE, 64, 32, stages=3),
+    BackwardConfig("keys", EACH_TILE, 64, 32, stages=3),
+)
+BACKWARD_CONFIGS = {64: tuple(config._replace(small_last=True) for config in DEFAULT_BACKWARD)}
 
 
 def divide_tokens(tokens: int, largest: int, smallest: int = 16) -> tuple[tuple[int, int], ...]:
@@ -86,20 +89,18 @@ def list_forward_arguments(tokens: int, heads: int, size: int, config: ForwardCo
     }  # fmt: skip
 
 
-def list_backward_arguments(tokens: int, heads: int, size: int, config: BackwardConfig) -> list[dict[str, Any]]:
-    """The constants of the backward kernel and its launch options, for each launch."""
+def list_backward_arguments(tokens: int, heads: int, size: int, config: BackwardConfig) -> dict[str, Any]:
+    """The constants of the backward kernel and its launch options."""
     pieces = divide_tokens(tokens, config.columns) if config.on_chip else ()
     if config.kind == "fused":
         pieces = divide_tokens(tokens, config.columns, 64)  # rows of a product, of which the tensor cores take 64
-    constants = _list_constants(tokens, heads, size) | {
-        "ROWS": config.rows, "COLUMNS": config.columns, "STAGES": config.stages, "PIECES": pieces,
+    return _list_constants(tokens, heads, size) | {
+        "KIND": config.kind, "ROWS": config.rows, "COLUMNS": config.columns, "STAGES": config.stages, "PIECES": pieces,
         "LAST_ROWS": _compute_last_size(tokens, config.rows) if config.small_last else 0,
         "TAIL": _compute_last_size(tokens, config.columns),
         "PARTS": min(config.parts, -(-tokens // config.rows)),
         "num_warps": config.warps, "maxnreg": config.registers,
     }  # fmt: skip
-    passes = ("queries", "keys") if config.kind == "split" else (config.kind,)
-    return [constants | {"KIND": each} for each in passes]
 
 
 def compute_exponent_scale(size: int) -> float:

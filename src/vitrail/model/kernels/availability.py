@@ -1,5 +1,6 @@
 """Where the kernels of our own can be used: on a Hopper GPU, in half precision, beside an installed triton."""
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -18,10 +19,16 @@ def find_obstacle(module: str, device: int, dtype: torch.dtype) -> str | None:
         return f"the precision is {dtype}"
     if torch.cuda.get_device_capability(device) != _CAPABILITY:
         return f"the GPU's compute capability is {torch.cuda.get_device_capability(device)}, not {_CAPABILITY}"
+    return None if _import_kernels(module) else "triton is not installed"
+
+
+@functools.cache
+def _import_kernels(module: str) -> bool:
+    """Define a module's operator; False without triton."""
     if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    importlib.import_module(f"vitrail.model.kernels.{module}")  # which defines an operator
-    return None
+        return False
+    importlib.import_module(f"vitrail.model.kernels.{module}")
+    return True
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -14,6 +14,7 @@ that each program writes what no other one does: two runs give the same bits. It
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -332,14 +333,24 @@ def launch_forward(qkv: Tensor, heads: int, config: ForwardConfig) -> tuple[Tens
     return out, lse
 
 
-def launch_backward(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int, config: BackwardConfig) -> Tensor:
-    """The gradient of the packed queries, keys and values, (B, N, 3 H K)."""
-    batch, tokens, size = qkv.shape[0], qkv.shape[1], qkv.shape[2] // (3 * heads)
+def launch_backward(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int, configs: Sequence[BackwardConfig]
+) -> Tensor:
+    """The gradient of the packed queries, keys and values, (B, N, 3 H K), in a launch for each config."""
     dqkv, delta = torch.empty_like(qkv), torch.empty_like(lse)
-    for arguments in list_backward_arguments(tokens, heads, size, config):
-        grid = (batch * heads * arguments["PARTS"],)
-        attend_backward_kernel[grid](qkv, out, lse, dout, dqkv, delta, compute_exponent_scale(size), **arguments)
+    for config in configs:
+        launch_backward_part(dout, qkv, out, lse, dqkv, delta, heads, config)
     return dqkv
+
+
+def launch_backward_part(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, dqkv: Tensor, delta: Tensor, heads: int, config: BackwardConfig
+) -> None:
+    """Write a part of the gradient. That of keys reads `delta`, (B, H, N), which that of queries writes."""
+    batch, tokens, size = qkv.shape[0], qkv.shape[1], qkv.shape[2] // (3 * heads)
+    arguments = list_backward_arguments(tokens, heads, size, config)
+    grid = (batch * heads * arguments["PARTS"],)
+    attend_backward_kernel[grid](qkv, out, lse, dout, dqkv, delta, compute_exponent_scale(size), **arguments)
 
 
 @torch.library.custom_op("vitrail::attend", mutates_args=())
@@ -357,8 +368,8 @@ def _(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("vitrail::attend_backward", mutates_args=())
 def attend_backward(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int) -> Tensor:
     """The gradient of `qkv`, packed as it is."""
-    config = BACKWARD_CONFIGS.get(qkv.shape[2] // (3 * heads), DEFAULT_BACKWARD)
-    return launch_backward(dout.contiguous(), qkv.contiguous(), out, lse, heads, config)
+    configs = BACKWARD_CONFIGS.get(qkv.shape[2] // (3 * heads), DEFAULT_BACKWARD)
+    return launch_backward(dout.contiguous(), qkv.contiguous(), out, lse, heads, configs)
 
 
 @attend_backward.register_fake
