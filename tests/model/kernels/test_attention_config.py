@@ -32,3 +32,8 @@ def test_arguments_name_each_program() -> None:
     assert list_forward_arguments(197, 12, 64, ForwardConfig(parts=EACH_TILE))["PARTS"] == 4
     keys = list_backward_arguments(257, 16, 80, BackwardConfig("keys", EACH_TILE, 64, 32, small_last=True))
     assert (keys["KIND"], keys["PARTS"], keys["LAST_ROWS"], keys["TAIL"], keys["REST"]) == ("keys", 5, 16, 16, 16)
+
+
+@pytest.mark.parametrize(("size", "rest"), [(64, 0), (72, 16), (80, 16), (88, 32)])
+def test_a_second_tile_has_the_channels_after_64(size: int, rest: int) -> None:
+    assert list_forward_arguments(197, 12, size, ForwardConfig())["REST"] == rest

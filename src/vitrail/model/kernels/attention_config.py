@@ -76,7 +76,8 @@ def _round_up_to_power(number: int) -> int:
 
 
 def _list_constants(tokens: int, heads: int, size: int) -> dict[str, int]:
-    return {"N": tokens, "H": heads, "K": size, "REST": _round_up_to_power(size - 64) if size > 64 else 0}
+    rest = max(16, _round_up_to_power(size - 64)) if size > 64 else 0  # tensor cores sum over 16 channels at a time
+    return {"N": tokens, "H": heads, "K": size, "REST": rest}
 
 
 def list_forward_arguments(tokens: int, heads: int, size: int, config: ForwardConfig) -> dict[str, Any]:
