@@ -28,10 +28,10 @@ class GeluConfig(NamedTuple):
     rows: int = 16
     """Of a tile."""
     columns: int = 256
-    tiles: int = 8
+    tiles: int = 16
     """That a program computes, one below the other."""
     warps: int = 4
-    stages: int = 1
+    stages: int = 3
 
 
 @triton.jit
@@ -67,9 +67,6 @@ def gelu_backward_kernel(
     tl.store(partial + block * C + columns, tl.sum(sums, 0), mask=columns < C)
 
 
-DEFAULT_CONFIG = GeluConfig()
-
-
 def launch_backward(dout: Tensor, hidden: Tensor, approximate: str, config: GeluConfig) -> tuple[Tensor, Tensor]:
     """The gradient before GELU, as `hidden`, and its sum over rows, float32 (C,)."""
     channels = hidden.shape[-1]
@@ -87,7 +84,7 @@ def launch_backward(dout: Tensor, hidden: Tensor, approximate: str, config: Gelu
 @torch.library.custom_op("vitrail::gelu_backward", mutates_args=())
 def gelu_backward(dout: Tensor, hidden: Tensor, approximate: str) -> tuple[Tensor, Tensor]:
     """The gradient before GELU and its sum over all rows, float32."""
-    return launch_backward(dout.contiguous(), hidden.contiguous(), approximate, DEFAULT_CONFIG)
+    return launch_backward(dout.contiguous(), hidden.contiguous(), approximate, GeluConfig())
 
 
 @gelu_backward.register_fake
