@@ -2,9 +2,9 @@
 
     python bench/kernels.py --seconds 170
 
-Every way to divide the work is compiled first, in parallel processes, then timed; the fastest are printed, with the
-largest relative error of outputs and gradients against float64. Torch's attention starts from packed queries, keys and
-values too, compiled, so its backward pass includes packing the gradients.
+The ways to divide the work that are worth measuring on another GPU are compiled first, in parallel processes, then
+timed, and printed with the relative errors of outputs and gradients against float64. Torch's attention starts from
+packed queries, keys and values too, compiled, so its backward pass includes packing the gradients.
 """
 
 import argparse
@@ -25,13 +25,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitrail.model.kernels.attention import attend, attend_with_torch, can_use_kernel
 from vitrail.model.kernels.attention_config import (
-    DEFAULT_BACKWARD,
-    EACH_TILE,
-    BackwardConfig,
     ForwardConfig,
+    KeyConfig,
+    QueryConfig,
+    choose_key_config,
     compute_exponent_scale,
-    list_backward_arguments,
     list_forward_arguments,
+    list_key_arguments,
+    list_query_arguments,
 )
 from vitrail.model.kernels.gelu import apply_linear_gelu
 
@@ -46,59 +47,35 @@ class Shape(NamedTuple):
 
 
 SHAPES = (Shape(256, 12, 197, 64), Shape(128, 16, 257, 80), Shape(256, 16, 197, 64), Shape(1024, 6, 197, 64))
-FORWARDS = (
-    ForwardConfig(),
-    ForwardConfig(small_last=True),
-    ForwardConfig(parts=2),
-    ForwardConfig(parts=EACH_TILE),
-    ForwardConfig(parts=EACH_TILE, small_last=True),
-    ForwardConfig(stages=2),
-    ForwardConfig(registers=168),
-    ForwardConfig(128, EACH_TILE, warps=8),
-    ForwardConfig(128, warps=8),
-)
-PARTS: tuple[BackwardConfig, ...] = (  # of the backward pass: of queries and of keys alike
-    BackwardConfig(parts=EACH_TILE),
-    BackwardConfig(parts=EACH_TILE, stages=1),
-    BackwardConfig(parts=EACH_TILE, columns=32, stages=2),
-    BackwardConfig(parts=EACH_TILE, columns=32, stages=3),
-    BackwardConfig(parts=EACH_TILE, columns=32, stages=3, small_last=True),
-    BackwardConfig(parts=EACH_TILE, rows=128, warps=8),
-    BackwardConfig(parts=EACH_TILE, on_chip=True),
-    BackwardConfig(parts=EACH_TILE, on_chip=True, small_last=True),
-    BackwardConfig(on_chip=True),
-)
-BACKWARDS: tuple[BackwardConfig, ...] = (
-    *(config._replace(kind="queries") for config in PARTS),
-    *(config._replace(kind="keys") for config in PARTS),
-    BackwardConfig(),
-    BackwardConfig(columns=32, stages=3),
-    BackwardConfig(on_chip=True),
-    BackwardConfig("fused", rows=128, warps=8),
-)
+FORWARDS = (ForwardConfig(), ForwardConfig(stages=2), ForwardConfig(registers=168))
+QUERIES = (QueryConfig(), QueryConfig(64, 2))
+KEYS = (KeyConfig(), KeyConfig(small_last=True), KeyConfig(64, 1))
 BACKENDS = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
 GELU_SECONDS = 35  # kept for it
-SHOWN = {"forward": 2, "queries": 2, "keys": 3, "both": 1, "gelu": 3}
 Row = dict[str, Any]
+Config = ForwardConfig | QueryConfig | KeyConfig
 
 
 # --- compiling -------------------------------------------------------------------------------------------------------
 
 
-def compile_config(shape: Shape, config: ForwardConfig | BackwardConfig) -> str:
+def compile_config(shape: Shape, config: Config) -> str:
     """Compile into Triton's cache; returns why that failed, or nothing."""
-    from vitrail.model.kernels import triton_attention
+    from vitrail.model.kernels import triton_attention as kernels
 
     half, single, scale = torch.bfloat16, torch.float32, compute_exponent_scale(shape.size)
+    sides = (shape.tokens, shape.heads, shape.size)
     try:
         if isinstance(config, ForwardConfig):
-            constants = list_forward_arguments(shape.tokens, shape.heads, shape.size, config)
-            triton_attention.attend_forward_kernel.warmup(half, half, single, scale, grid=(1,), **constants)
+            constants = list_forward_arguments(*sides, config)
+            kernels.attend_forward_kernel.warmup(half, half, single, scale, grid=(1,), **constants)
+        elif isinstance(config, QueryConfig):
+            constants = list_query_arguments(*sides, config)
+            types = (half, half, single, half, half, single, scale)
+            kernels.differentiate_queries_kernel.warmup(*types, grid=(1,), **constants)
         else:
-            constants = list_backward_arguments(shape.tokens, shape.heads, shape.size, config)
-            triton_attention.attend_backward_kernel.warmup(
-                half, half, single, half, half, single, scale, grid=(1,), **constants
-            )
+            constants = list_key_arguments(*sides, config)
+            kernels.differentiate_keys_kernel.warmup(half, single, half, half, single, scale, grid=(1,), **constants)
     except Exception as error:  # noqa: BLE001  a way that does not compile is one result of many
         return f"{type(error).__name__}: {error}"
     return ""
@@ -106,8 +83,7 @@ def compile_config(shape: Shape, config: ForwardConfig | BackwardConfig) -> str:
 
 def compile_all(workers: int, deadline: float) -> None:
     """Compile every way for every shape in parallel; what fails is compiled, or fails, again where it is timed."""
-    configs: list[ForwardConfig | BackwardConfig] = [*BACKWARDS, *FORWARDS]
-    jobs = [(shape, config) for shape in SHAPES for config in configs]
+    jobs = [(shape, config) for shape in SHAPES for config in (*FORWARDS, *QUERIES, *KEYS)]
     start = time.perf_counter()
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(compile_config, *job): job for job in jobs}
@@ -122,7 +98,7 @@ def compile_all(workers: int, deadline: float) -> None:
                 break
     print(f"compiled {len(jobs)} ways in {time.perf_counter() - start:.0f} s, {len(failures)} failed", flush=True)
     for (shape, config), failure in failures[:4]:
-        print(f"  {tuple(shape)} {describe(config)}: {failure.splitlines()[0][:150]}", flush=True)
+        print(f"  {tuple(shape)} {config}: {failure.splitlines()[0][:150]}", flush=True)
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -192,7 +168,7 @@ def measure_function(problem: Problem, function: Callable[[Tensor, int], Tensor]
 
 def measure_backends(problem: Problem) -> Iterator[Row]:
     """Torch's attention by each of its kernels, and ours as one operator, all compiled."""
-    for name in BACKENDS[: max(3 - SHAPES.index(problem.shape), 1)]:  # compiling takes time
+    for name in BACKENDS:
         torch._dynamo.reset()
         with sdpa_kernel(getattr(SDPBackend, name)):
             compiled = torch.compile(attend_with_torch, dynamic=False)
@@ -212,30 +188,24 @@ def measure_forward(problem: Problem, config: ForwardConfig) -> Row:
     return {"forward": seconds, "error": [error]}
 
 
-def measure_backward(problem: Problem, config: BackwardConfig, saved: tuple[Tensor, Tensor]) -> Row:
-    """Time one launch; the error is that of the whole pass, its other launch being the default one."""
-    from vitrail.model.kernels.triton_attention import launch_backward, launch_backward_part
+def measure_backward(problem: Problem, config: QueryConfig | KeyConfig, saved: tuple[Tensor, Tensor]) -> Row:
+    """Time one launch; the error is that of the whole pass, its other launch being the usual one."""
+    from vitrail.model.kernels.triton_attention import launch_backward, launch_keys, launch_queries
 
-    queries, keys = DEFAULT_BACKWARD
-    configs = {"queries": (config, keys), "keys": (queries, config)}.get(config.kind, (config,))
-    arguments = (problem.dout, problem.qkv, *saved)
+    queries, keys = QueryConfig(), choose_key_config(problem.shape.size)
+    configs = (config, keys) if isinstance(config, QueryConfig) else (queries, config)
+    dout, qkv, (out, lse) = problem.dout, problem.qkv, saved
     problem.poison()
-    gradient = launch_backward(*arguments, problem.shape.heads, configs)
+    gradient = launch_backward(dout, qkv, out, lse, *configs)
     error = problem.measure_error(gradient, 1)
-    if not torch.equal(gradient, launch_backward(*arguments, problem.shape.heads, configs)):
+    if not torch.equal(gradient, launch_backward(dout, qkv, out, lse, *configs)):
         return {"failure": "two runs differ"}
-    delta = torch.zeros_like(saved[1])
-    seconds = time_calls(lambda: launch_backward_part(*arguments, gradient, delta, problem.shape.heads, config))
-    return {"backward": seconds, "error": [error]}
-
-
-def describe(config: Any) -> str:
-    """The fields that are not the default ones."""
-    defaults = type(config)()
-    changes = [
-        f"{name}={value}" for name, value, usual in zip(config._fields, config, defaults, strict=True) if value != usual
-    ]
-    return " ".join(changes) or "default"
+    delta = torch.zeros_like(lse)
+    if isinstance(config, QueryConfig):
+        milliseconds = time_calls(lambda: launch_queries(dout, qkv, out, lse, gradient, delta, config))
+    else:
+        milliseconds = time_calls(lambda: launch_keys(dout, qkv, lse, gradient, delta, config))
+    return {"backward": milliseconds, "error": [error]}
 
 
 def try_measure(name: str, measure: Callable[[], Row]) -> Row:
@@ -253,12 +223,12 @@ def measure_configs(problem: Problem, deadline: float) -> Iterator[tuple[str, Ro
 
     for forward in FORWARDS:
         if time.perf_counter() < deadline:
-            yield "forward", try_measure(describe(forward), partial(measure_forward, problem, forward))
-    saved = launch_forward(problem.qkv, problem.shape.heads, ForwardConfig(parts=EACH_TILE))
-    for backward in BACKWARDS:
+            yield "forward", try_measure(str(forward), partial(measure_forward, problem, forward))
+    saved = launch_forward(problem.qkv, problem.shape.heads, ForwardConfig())
+    for backward in (*QUERIES, *KEYS):
         if time.perf_counter() < deadline:
-            part = "both" if backward.kind == "fused" else backward.kind
-            yield part, try_measure(describe(backward), partial(measure_backward, problem, backward, saved))
+            part = "queries" if isinstance(backward, QueryConfig) else "keys"
+            yield part, try_measure(str(backward), partial(measure_backward, problem, backward, saved))
 
 
 # --- GELU ------------------------------------------------------------------------------------------------------------
@@ -308,15 +278,14 @@ def measure_gelu(deadline: float) -> list[Row]:
     """Print and return the rows of GELU's backward pass alone, then those of a whole layer."""
     from vitrail.model.kernels.triton_gelu import GeluConfig, launch_backward
 
-    configs = [GeluConfig(), GeluConfig(warps=8), GeluConfig(8, 512), GeluConfig(32, 128), GeluConfig(tiles=4)]
-    configs += [GeluConfig(tiles=16), GeluConfig(8, 256), GeluConfig(tiles=16, stages=3)]
+    configs = [GeluConfig(), GeluConfig(stages=1), GeluConfig(tiles=8), GeluConfig(32, 128)]
     rows: list[Row] = []
     for inputs, channels in ((768, 3072), (1024, 4096)):
         print(f"GELU, 50432 rows, {inputs} -> {channels}: ms forward, backward; error of the bias's gradient")
         hidden, dout = (torch.randn(50432, channels, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         exact = compute_exact_sum(dout, hidden)
         ways: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-            describe(config): partial(launch_backward, approximate="tanh", config=config) for config in configs
+            str(config): partial(launch_backward, approximate="tanh", config=config) for config in configs
         }
         ways["torch.compile"] = torch.compile(compute_gelu_backward, dynamic=False)
         measured = [
@@ -328,8 +297,7 @@ def measure_gelu(deadline: float) -> list[Row]:
         for function in (compute_layers, apply_linear_gelu):
             if time.perf_counter() < deadline:
                 measured.append(try_measure(function.__name__, partial(measure_layer, x, linear, function)))
-        best = sorted(measured[: len(configs)], key=lambda row: row.get("backward", float("inf")))
-        for row in [*best[: SHOWN["gelu"]], *measured[len(configs) :]]:
+        for row in measured:
             print_row(row, "gelu")
         rows += [{"shape": (inputs, channels), "part": "gelu", **row} for row in measured]
     return rows
@@ -357,14 +325,9 @@ def measure_attention(deadline: float) -> list[Row]:
             continue
         print(f"attention B{shape.images} H{shape.heads} N{shape.tokens} K{shape.size}: ms forward, backward; errors")
         problem = Problem(shape)
-        measured = list(measure_configs(problem, deadline))
-        for part in ("forward", "queries", "keys", "both"):
-            time_name = "forward" if part == "forward" else "backward"
-            done = [row for each, row in measured if each == part and "failure" not in row]
-            failed = [row for each, row in measured if each == part and "failure" in row]
-            for row in [*sorted(done, key=lambda row: row[time_name])[: SHOWN[part]], *failed[:2]]:
-                print_row(row, part)
-        rows += [{"shape": shape, "part": part, **row} for part, row in measured]
+        for part, row in measure_configs(problem, deadline):
+            print_row(row, part)
+            rows.append({"shape": shape, "part": part, **row})
         for row in measure_backends(problem):
             print_row(row, "compiled")
             rows.append({"shape": shape, "part": "compiled", **row})

@@ -5,7 +5,6 @@ The interpreter multiplies bfloat16 wrongly, so the cases are float32 and float1
 
 import json
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,35 +12,25 @@ from torch import Tensor
 
 from tests.model.kernels.attention_reference import attend_exactly, draw_qkv
 from vitrail.model.kernels import triton_attention
-from vitrail.model.kernels.attention_config import DEFAULT_BACKWARD, EACH_TILE, BackwardConfig, ForwardConfig
+from vitrail.model.kernels.attention_config import ForwardConfig, KeyConfig, QueryConfig
 
-BACKWARDS = {
-    "both": (BackwardConfig(),),
-    "both on chip": (BackwardConfig(on_chip=True),),
-    "split": DEFAULT_BACKWARD,
-    "split, small last": tuple(config._replace(small_last=True) for config in DEFAULT_BACKWARD),
-    "split on chip": tuple(config._replace(small_last=True, on_chip=True) for config in DEFAULT_BACKWARD),
-    "fused": (BackwardConfig("fused"),),
-}
-FORWARDS = {"whole": ForwardConfig(), "tiles, small last": ForwardConfig(parts=EACH_TILE, small_last=True)}
+KEY_CONFIGS = (KeyConfig(), KeyConfig(small_last=True), KeyConfig(64, 1))
 
 
 def compute_error(value: Tensor, expected: Tensor) -> float:
     return float((value.double() - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-def measure_errors(
-    qkv: Tensor, heads: int, forward: ForwardConfig, backward: Sequence[BackwardConfig]
-) -> dict[str, float]:
+def measure_errors(qkv: Tensor, heads: int, keys: KeyConfig) -> dict[str, float]:
     """Relative errors of the outputs, the logsumexp and the gradient."""
     exact = qkv.detach().double().requires_grad_()
     expected, expected_lse = attend_exactly(exact, heads)
     dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(qkv.dtype)
     expected.backward(dout.double())
-    out, lse = triton_attention.launch_forward(qkv, heads, forward)
-    gradient = triton_attention.launch_backward(dout, qkv, out, lse, heads, backward)
+    out, lse = triton_attention.launch_forward(qkv, heads, ForwardConfig())
+    gradient = triton_attention.launch_backward(dout, qkv, out, lse, QueryConfig(), keys)
     assert exact.grad is not None
-    again = triton_attention.launch_backward(dout, qkv, out, lse, heads, backward)
+    again = triton_attention.launch_backward(dout, qkv, out, lse, QueryConfig(), keys)
     return {
         "out": compute_error(out, expected.detach()),
         "lse": compute_error(lse, expected_lse.detach()),
@@ -64,22 +53,21 @@ def measure_operator(qkv: Tensor, heads: int) -> dict[str, float]:
 
 def measure_all() -> dict[str, Any]:
     torch.set_num_threads(1)
-    whole, both = FORWARDS["whole"], BACKWARDS["both"]
     results: dict[str, Any] = {}
     for tokens in (1, 5, 17, 64, 65, 197, 257, 320):
         qkv = draw_qkv(1, tokens, 2, 64)
-        results[f"float32 N={tokens}"] = measure_errors(qkv, 2, whole, both)
-        results[f"float16 N={tokens}"] = measure_errors(qkv.half(), 2, FORWARDS["tiles, small last"], both)
+        results[f"float32 N={tokens}"] = measure_errors(qkv, 2, KeyConfig(small_last=True))
+        results[f"float16 N={tokens}"] = measure_errors(qkv.half(), 2, KeyConfig(small_last=True))
     for size in (72, 80, 88):
-        results[f"float32 K={size}"] = measure_errors(draw_qkv(2, 65, 1, size), 1, whole, both)
-    for name, backward in BACKWARDS.items():
+        results[f"float32 K={size}"] = measure_errors(draw_qkv(2, 65, 1, size), 1, KeyConfig(64, 1))
+    for config in KEY_CONFIGS:
         for tokens, size in ((65, 64), (197, 64), (81, 80)):
             qkv = draw_qkv(1, tokens, 1, size)
-            results[f"float32 {name} N={tokens} K={size}"] = measure_errors(qkv, 1, whole, backward)
+            results[f"float32 {config} N={tokens} K={size}"] = measure_errors(qkv, 1, config)
     for tokens in (20, 197):
         qkv = draw_qkv(1, tokens, 2, 64, largest_logit=500.0)
-        results[f"float32 logits of 500 N={tokens}"] = measure_errors(qkv, 2, whole, both)
-        results[f"float16 logits of 500 N={tokens}"] = measure_errors(qkv.half(), 2, whole, BACKWARDS["split"])
+        results[f"float32 logits of 500 N={tokens}"] = measure_errors(qkv, 2, KeyConfig(small_last=True))
+        results[f"float16 logits of 500 N={tokens}"] = measure_errors(qkv.half(), 2, KeyConfig(64, 1))
     results["float32 operator"] = measure_operator(draw_qkv(2, 33, 3, 64), 3)
     return results
 

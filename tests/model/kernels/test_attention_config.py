@@ -3,18 +3,19 @@
 import pytest
 
 from vitrail.model.kernels.attention_config import (
-    EACH_TILE,
-    BackwardConfig,
     ForwardConfig,
+    KeyConfig,
+    choose_forward_config,
+    choose_key_config,
     divide_tokens,
-    list_backward_arguments,
     list_forward_arguments,
+    list_key_arguments,
 )
 
 
 @pytest.mark.parametrize("tokens", range(1, 321))
 def test_pieces_cover_the_tokens_and_little_more(tokens: int) -> None:
-    pieces = divide_tokens(tokens, 128)
+    pieces = divide_tokens(tokens)
     first = 0
     for start, size in pieces:
         assert start == first
@@ -24,14 +25,21 @@ def test_pieces_cover_the_tokens_and_little_more(tokens: int) -> None:
 
 
 def test_the_pieces_of_common_inputs() -> None:
-    assert [size for _, size in divide_tokens(197, 128)] == [128, 64, 16]
-    assert [size for _, size in divide_tokens(257, 128)] == [128, 128, 16]
+    assert [size for _, size in divide_tokens(197)] == [128, 64, 16]
+    assert [size for _, size in divide_tokens(257)] == [128, 128, 16]
 
 
-def test_arguments_name_each_program() -> None:
-    assert list_forward_arguments(197, 12, 64, ForwardConfig(parts=EACH_TILE))["PARTS"] == 4
-    keys = list_backward_arguments(257, 16, 80, BackwardConfig("keys", EACH_TILE, 64, 32, small_last=True))
-    assert (keys["KIND"], keys["PARTS"], keys["LAST_ROWS"], keys["TAIL"], keys["REST"]) == ("keys", 5, 16, 16, 16)
+def test_the_last_tiles_are_as_small_as_the_tokens_let_them_be() -> None:
+    keys = list_key_arguments(257, 16, 80, KeyConfig(32, 3, small_last=True))
+    assert (keys["COLUMNS"], keys["TAIL"], keys["LAST_ROWS"]) == (32, 16, 16)
+    keys = list_key_arguments(257, 16, 80, KeyConfig(64, 1))
+    assert (keys["COLUMNS"], keys["TAIL"], keys["LAST_ROWS"]) == (64, 16, 0)
+    assert list_key_arguments(64, 1, 64, KeyConfig(32, 3, small_last=True))["LAST_ROWS"] == 0
+
+
+def test_heads_of_64_channels_have_a_config_of_their_own() -> None:
+    assert choose_forward_config(64) != choose_forward_config(72) == choose_forward_config(88)
+    assert choose_key_config(64) != choose_key_config(72) == choose_key_config(88)
 
 
 @pytest.mark.parametrize(("size", "rest"), [(64, 0), (72, 16), (80, 16), (88, 32)])

@@ -6,15 +6,14 @@ Import this only where triton is installed; `attention` decides whether to use i
 
 A long-sequence kernel streams keys past running softmax statistics. Here a tile of queries meets all N keys at once, so
 the softmax needs one maximum. N is no power of two, as Triton's tiles are, so keys come in pieces: 197 is 128 + 64 + 16
-and not 256. For the same reason K = 80 is 64 + 16 and not 128
-(`triton_tiles`). Softmax runs in base 2, its scale folded into the exponent.
+and not 256. For the same reason K = 80 is 64 + 16 and not 128 (`triton_tiles`). Softmax runs in base 2, its scale
+folded into the exponent.
 
 The backward pass computes the logits twice, once for the gradient of queries and once for that of keys and values, so
 that each program writes what no other one does: two runs give the same bits. It writes into one packed tensor.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,15 +22,16 @@ import triton.language as tl
 from torch import Tensor
 
 from vitrail.model.kernels.attention_config import (
-    BACKWARD_CONFIGS,
-    DEFAULT_BACKWARD,
-    DEFAULT_FORWARD,
-    FORWARD_CONFIGS,
-    BackwardConfig,
+    TILE_ROWS,
     ForwardConfig,
+    KeyConfig,
+    QueryConfig,
+    choose_forward_config,
+    choose_key_config,
     compute_exponent_scale,
-    list_backward_arguments,
     list_forward_arguments,
+    list_key_arguments,
+    list_query_arguments,
 )
 from vitrail.model.kernels.triton_tiles import (
     accumulate,
@@ -44,6 +44,7 @@ from vitrail.model.kernels.triton_tiles import (
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
+ROWS = tl.constexpr(TILE_ROWS)
 
 
 # --- forward ---------------------------------------------------------------------------------------------------------
@@ -51,10 +52,10 @@ LN_2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def _write_outputs(
-    q, keys, values, out, lse, first, scale, ROWS: tl.constexpr, PIECES: tl.constexpr, N: tl.constexpr,
-    STRIDE: tl.constexpr, K: tl.constexpr, REST: tl.constexpr,
+    q, keys, values, out, lse, first, scale, PIECES: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr,
+    K: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs of ROWS queries and their logsumexp."""
+    """Write the outputs of a tile of queries and their logsumexp."""
     logits = ()
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     for i in tl.static_range(0, len(PIECES)):
@@ -78,51 +79,29 @@ def _write_outputs(
 @triton.jit
 def attend_forward_kernel(
     qkv, out, lse, scale, N: tl.constexpr, H: tl.constexpr, K: tl.constexpr, REST: tl.constexpr,
-    PIECES: tl.constexpr, ROWS: tl.constexpr, LAST_ROWS: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    PIECES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One head, or every PARTS-th tile of its queries."""
+    """One head."""
     STRIDE: tl.constexpr = 3 * H * K
-    head = tl.program_id(0) // PARTS
+    head = tl.program_id(0)
     image = (head // H).to(tl.int64)
     q_head = qkv + image * (N * STRIDE) + head % H * K
     out_head = out + image * (N * H * K) + head % H * K
     keys = load_pieces(q_head + H * K, PIECES, N, STRIDE, K, REST)
     values = load_pieces(q_head + 2 * H * K, PIECES, N, STRIDE, K, REST)
-    part = tl.program_id(0) % PARTS
-    END: tl.constexpr = N // ROWS * ROWS if LAST_ROWS else N
-    for first in tl.range(part * ROWS, END, PARTS * ROWS, num_stages=STAGES):
+    for first in tl.range(0, N, ROWS, num_stages=STAGES):
         q = load_tile(q_head, first, ROWS, N, STRIDE, K, REST)
-        _write_outputs(q, keys, values, out_head, lse + head * N, first, scale, ROWS, PIECES, N, H * K, K, REST)
-    if LAST_ROWS:
-        if part == PARTS - 1:
-            # Other instructions multiply few rows, and want keys elsewhere: load them again, from the cache.
-            keys = load_pieces(q_head + H * K, PIECES, N, STRIDE, K, REST)
-            values = load_pieces(q_head + 2 * H * K, PIECES, N, STRIDE, K, REST)
-            q = load_tile(q_head, END, LAST_ROWS, N, STRIDE, K, REST)
-            _write_outputs(q, keys, values, out_head, lse + head * N, END, scale, LAST_ROWS, PIECES, N, H * K, K, REST)
+        _write_outputs(q, keys, values, out_head, lse + head * N, first, scale, PIECES, N, H * K, K, REST)
 
 
 # --- backward --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _add_query_gradient(
-    sums, q, dout, lse, delta, k, v, first, scale, SIZE: tl.constexpr, LAST: tl.constexpr, N: tl.constexpr,
-    REST: tl.constexpr,
-):  # fmt: skip
-    """Add what SIZE keys contribute to the gradient of queries, (L, K) before the scale."""
-    weights = tl.exp2(multiply_transposed(q, k, REST) * scale - lse[:, None])
-    if LAST:  # keys after N have logits of 0, whose exponential may be infinite
-        weights = tl.where((first + tl.arange(0, SIZE) < N)[None, :], weights, 0.0)
-    dlogits = weights * (multiply_transposed(dout, v, REST) - delta[:, None])
-    return accumulate(sums, dlogits, k, REST)
-
-
-@triton.jit
-def _load_query_statistics(dout, out_head, lse, delta, first, ROWS: tl.constexpr, N: tl.constexpr,
-    STRIDE: tl.constexpr, K: tl.constexpr, REST: tl.constexpr,
-):  # fmt: skip
-    """The logsumexp, in base 2, and rowsum(dout * out), (L,) each; the latter is stored for the other pass."""
+def _load_query_statistics(
+    dout, out_head, lse, delta, first, N: tl.constexpr, STRIDE: tl.constexpr, K: tl.constexpr, REST: tl.constexpr
+):
+    """The logsumexp, in base 2, and rowsum(dout * out), (L,) each; the latter is stored for the keys."""
     rows = first + tl.arange(0, ROWS)
     out = load_tile(out_head, first, ROWS, N, STRIDE, K, REST)
     row_delta = tl.sum(dout[0].to(tl.float32) * out[0].to(tl.float32), 1)
@@ -133,65 +112,61 @@ def _load_query_statistics(dout, out_head, lse, delta, first, ROWS: tl.constexpr
 
 
 @triton.jit
-def _write_query_gradient(
-    q_head, k_head, v_head, out_head, dout_head, dq_head, lse, delta, keys, values, first, scale, ROWS: tl.constexpr,
-    N: tl.constexpr, STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, K: tl.constexpr, REST: tl.constexpr,
-    COLUMNS: tl.constexpr, TAIL: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
+def _add_query_gradient(
+    sums, q, dout, lse, delta, k_head, v_head, first, scale, SIZE: tl.constexpr, LAST: tl.constexpr, N: tl.constexpr,
+    STRIDE: tl.constexpr, K: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of ROWS queries, and delta. Keys and values are PIECES on chip, or streamed."""
-    q = load_tile(q_head, first, ROWS, N, STRIDE, K, REST)
-    dout = load_tile(dout_head, first, ROWS, N, OUT_STRIDE, K, REST)
-    row_lse, row_delta = _load_query_statistics(dout, out_head, lse, delta, first, ROWS, N, OUT_STRIDE, K, REST)
-    sums = make_sums(ROWS, REST)
-    for i in tl.static_range(0, len(PIECES)):
-        sums = _add_query_gradient(
-            sums, q, dout, row_lse, row_delta, keys[i], values[i], PIECES[i][0], scale, PIECES[i][1],
-            PIECES[i][0] + PIECES[i][1] > N, N, REST,
-        )  # fmt: skip
-    if len(PIECES) == 0:
-        for start in tl.range(0, N // COLUMNS * COLUMNS, COLUMNS, num_stages=STAGES):
-            k = load_tile(k_head, start, COLUMNS, N, STRIDE, K, REST)
-            v = load_tile(v_head, start, COLUMNS, N, STRIDE, K, REST)
-            sums = _add_query_gradient(sums, q, dout, row_lse, row_delta, k, v, start, scale, COLUMNS, False, N, REST)
-        if TAIL:
-            LAST: tl.constexpr = N // COLUMNS * COLUMNS
-            k = load_tile(k_head, LAST, TAIL, N, STRIDE, K, REST)
-            v = load_tile(v_head, LAST, TAIL, N, STRIDE, K, REST)
-            sums = _add_query_gradient(sums, q, dout, row_lse, row_delta, k, v, LAST, scale, TAIL, True, N, REST)
-    store_tile(dq_head, sums, scale * LN_2, first, ROWS, N, STRIDE, K, REST)
+    """Add what SIZE keys contribute to the gradient of queries, (L, K) before the scale."""
+    k = load_tile(k_head, first, SIZE, N, STRIDE, K, REST)
+    v = load_tile(v_head, first, SIZE, N, STRIDE, K, REST)
+    weights = tl.exp2(multiply_transposed(q, k, REST) * scale - lse[:, None])
+    if LAST:  # keys after N have logits of 0, whose exponential may be infinite
+        weights = tl.where((first + tl.arange(0, SIZE) < N)[None, :], weights, 0.0)
+    dlogits = weights * (multiply_transposed(dout, v, REST) - delta[:, None])
+    return accumulate(sums, dlogits, k, REST)
 
 
 @triton.jit
-def _write_query_gradients(
-    q, k, v, out, dout, dq, lse, delta, part, scale, N: tl.constexpr, STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,
-    K: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, LAST_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TAIL: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
+def differentiate_queries_kernel(
+    qkv, out, lse, dout, dqkv, delta, scale, N: tl.constexpr, H: tl.constexpr, K: tl.constexpr, REST: tl.constexpr,
+    COLUMNS: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of every PARTS-th tile of queries."""
-    keys = load_pieces(k, PIECES, N, STRIDE, K, REST)
-    values = load_pieces(v, PIECES, N, STRIDE, K, REST)
-    END: tl.constexpr = N // ROWS * ROWS if LAST_ROWS else N
-    for first in tl.range(part * ROWS, END, PARTS * ROWS, num_stages=1):
-        _write_query_gradient(
-            q, k, v, out, dout, dq, lse, delta, keys, values, first, scale, ROWS,
-            N, STRIDE, OUT_STRIDE, K, REST, COLUMNS, TAIL, PIECES, STAGES,
-        )  # fmt: skip
-    if LAST_ROWS:
-        if part == PARTS - 1:
-            _write_query_gradient(
-                q, k, v, out, dout, dq, lse, delta, (), (), END, scale, LAST_ROWS,
-                N, STRIDE, OUT_STRIDE, K, REST, COLUMNS, TAIL, (), STAGES,
-            )  # fmt: skip
+    """The gradient of a tile of queries, and delta."""
+    STRIDE: tl.constexpr = 3 * H * K
+    TILES: tl.constexpr = (N + ROWS - 1) // ROWS
+    LAST: tl.constexpr = N // COLUMNS * COLUMNS
+    head, first = tl.program_id(0) // TILES, tl.program_id(0) % TILES * ROWS
+    image = (head // H).to(tl.int64)
+    offset, out_offset = image * (N * STRIDE) + head % H * K, image * (N * H * K) + head % H * K
+    k, v = qkv + offset + H * K, qkv + offset + 2 * H * K
+    q = load_tile(qkv + offset, first, ROWS, N, STRIDE, K, REST)
+    dout_tile = load_tile(dout + out_offset, first, ROWS, N, H * K, K, REST)
+    row_lse, row_delta = _load_query_statistics(
+        dout_tile, out + out_offset, lse + head * N, delta + head * N, first, N, H * K, K, REST
+    )
+    sums = make_sums(ROWS, REST)
+    for start in tl.range(0, LAST, COLUMNS, num_stages=STAGES):
+        sums = _add_query_gradient(
+            sums, q, dout_tile, row_lse, row_delta, k, v, start, scale, COLUMNS, False, N, STRIDE, K, REST
+        )
+    if TAIL:
+        sums = _add_query_gradient(
+            sums, q, dout_tile, row_lse, row_delta, k, v, LAST, scale, TAIL, True, N, STRIDE, K, REST
+        )
+    store_tile(dqkv + offset, sums, scale * LN_2, first, ROWS, N, STRIDE, K, REST)
 
 
 @triton.jit
 def _add_key_value_gradients(
-    dk, dv, k, v, q, dout, lse, delta, first, scale, SIZE: tl.constexpr, N: tl.constexpr, REST: tl.constexpr
-):
-    """Add what SIZE queries contribute to the gradients of keys, before the scale, and values; and their own.
+    dk, dv, k, v, q_head, dout_head, lse, delta, first, scale, SIZE: tl.constexpr, N: tl.constexpr, H: tl.constexpr,
+    K: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    """Add what SIZE queries contribute to the gradients of keys, before the scale, and values.
 
     Queries after N add nothing: their logits, lse, delta and gradient are 0.
     """
+    q = load_tile(q_head, first, SIZE, N, 3 * H * K, K, REST)
+    dout = load_tile(dout_head, first, SIZE, N, H * K, K, REST)
     rows = first + tl.arange(0, SIZE)
     row_lse = tl.load(lse + rows, mask=rows < N, other=0.0) * LOG2_E
     row_delta = tl.load(delta + rows, mask=rows < N, other=0.0)
@@ -199,123 +174,53 @@ def _add_key_value_gradients(
     dlogits = weights * (multiply_transposed(v, dout, REST) - row_delta[None, :])
     dv = accumulate(dv, weights, dout, REST)
     dk = accumulate(dk, dlogits, q, REST)
-    return dk, dv, dlogits
-
-
-@triton.jit
-def _write_key_value_gradient(
-    q_head, k_head, v_head, dout_head, dk_head, dv_head, lse, delta, queries, douts, first, scale, ROWS: tl.constexpr,
-    N: tl.constexpr, STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, K: tl.constexpr, REST: tl.constexpr,
-    COLUMNS: tl.constexpr, TAIL: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Write the gradients of ROWS keys and values. Queries are PIECES on chip, or streamed."""
-    k = load_tile(k_head, first, ROWS, N, STRIDE, K, REST)
-    v = load_tile(v_head, first, ROWS, N, STRIDE, K, REST)
-    dk, dv = make_sums(ROWS, REST), make_sums(ROWS, REST)
-    for i in tl.static_range(0, len(PIECES)):
-        dk, dv, _ = _add_key_value_gradients(
-            dk, dv, k, v, queries[i], douts[i], lse, delta, PIECES[i][0], scale, PIECES[i][1], N, REST
-        )
-    if len(PIECES) == 0:
-        for start in tl.range(0, N // COLUMNS * COLUMNS, COLUMNS, num_stages=STAGES):
-            q = load_tile(q_head, start, COLUMNS, N, STRIDE, K, REST)
-            dout = load_tile(dout_head, start, COLUMNS, N, OUT_STRIDE, K, REST)
-            dk, dv, _ = _add_key_value_gradients(dk, dv, k, v, q, dout, lse, delta, start, scale, COLUMNS, N, REST)
-        if TAIL:
-            LAST: tl.constexpr = N // COLUMNS * COLUMNS
-            q = load_tile(q_head, LAST, TAIL, N, STRIDE, K, REST)
-            dout = load_tile(dout_head, LAST, TAIL, N, OUT_STRIDE, K, REST)
-            dk, dv, _ = _add_key_value_gradients(dk, dv, k, v, q, dout, lse, delta, LAST, scale, TAIL, N, REST)
-    store_tile(dk_head, dk, scale * LN_2, first, ROWS, N, STRIDE, K, REST)
-    store_tile(dv_head, dv, 1.0, first, ROWS, N, STRIDE, K, REST)
+    return dk, dv
 
 
 @triton.jit
 def _write_key_value_gradients(
-    q, k, v, dout, dk, dv, lse, delta, part, scale, N: tl.constexpr, STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr,
-    K: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, LAST_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    TAIL: tl.constexpr, PARTS: tl.constexpr, PIECES: tl.constexpr, STAGES: tl.constexpr,
+    q, dout, dq, lse, delta, first, scale, SIZE: tl.constexpr, N: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+    REST: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of every PARTS-th tile of keys and values."""
-    queries = load_pieces(q, PIECES, N, STRIDE, K, REST)
-    douts = load_pieces(dout, PIECES, N, OUT_STRIDE, K, REST)
-    END: tl.constexpr = N // ROWS * ROWS if LAST_ROWS else N
-    for first in tl.range(part * ROWS, END, PARTS * ROWS, num_stages=1):
-        _write_key_value_gradient(
-            q, k, v, dout, dk, dv, lse, delta, queries, douts, first, scale, ROWS,
-            N, STRIDE, OUT_STRIDE, K, REST, COLUMNS, TAIL, PIECES, STAGES,
-        )  # fmt: skip
-    if LAST_ROWS:
-        if part == PARTS - 1:
-            _write_key_value_gradient(
-                q, k, v, dout, dk, dv, lse, delta, (), (), END, scale, LAST_ROWS,
-                N, STRIDE, OUT_STRIDE, K, REST, COLUMNS, TAIL, (), STAGES,
-            )  # fmt: skip
-
-
-@triton.jit
-def _write_all_gradients(
-    q_head, k_head, v_head, out_head, dout_head, dq_head, dk_head, dv_head, lse, delta, scale, N: tl.constexpr,
-    STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, K: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr,
-    PIECES: tl.constexpr,
-):  # fmt: skip
-    """Write all gradients of a head, computing its logits once: those of all queries are summed in registers."""
-    queries = load_pieces(q_head, PIECES, N, STRIDE, K, REST)
-    douts = load_pieces(dout_head, PIECES, N, OUT_STRIDE, K, REST)
-    sums = ()
-    for i in tl.static_range(0, len(PIECES)):
-        _load_query_statistics(douts[i], out_head, lse, delta, PIECES[i][0], PIECES[i][1], N, OUT_STRIDE, K, REST)
-        sums = sums + (make_sums(PIECES[i][1], REST),)
-    tl.debug_barrier()  # all of delta is written
-    for first in tl.range(0, N, ROWS, num_stages=1):
-        k = load_tile(k_head, first, ROWS, N, STRIDE, K, REST)
-        v = load_tile(v_head, first, ROWS, N, STRIDE, K, REST)
-        dk, dv = make_sums(ROWS, REST), make_sums(ROWS, REST)
-        new = ()
-        for j in tl.static_range(0, len(PIECES)):
-            dk, dv, dlogits = _add_key_value_gradients(
-                dk, dv, k, v, queries[j], douts[j], lse, delta, PIECES[j][0], scale, PIECES[j][1], N, REST
-            )
-            inside = (first + tl.arange(0, ROWS) < N)[:, None]
-            new = new + (accumulate(sums[j], tl.trans(tl.where(inside, dlogits, 0.0)), k, REST),)
-        sums = new
-        store_tile(dk_head, dk, scale * LN_2, first, ROWS, N, STRIDE, K, REST)
-        store_tile(dv_head, dv, 1.0, first, ROWS, N, STRIDE, K, REST)
-    for m in tl.static_range(0, len(PIECES)):
-        store_tile(dq_head, sums[m], scale * LN_2, PIECES[m][0], PIECES[m][1], N, STRIDE, K, REST)
-
-
-@triton.jit
-def attend_backward_kernel(
-    qkv, out, lse, dout, dqkv, delta, scale, N: tl.constexpr, H: tl.constexpr, K: tl.constexpr, REST: tl.constexpr,
-    ROWS: tl.constexpr, LAST_ROWS: tl.constexpr, COLUMNS: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr,
-    PARTS: tl.constexpr, PIECES: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
-    """One head, or every PARTS-th tile of it: "queries", "keys" and values, "both" in turn, or both "fused"."""
+    """Write the gradients of SIZE keys and values of a head, whose pointers these are."""
     STRIDE: tl.constexpr = 3 * H * K
-    V: tl.constexpr = 2 * H * K
-    head, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    LAST: tl.constexpr = N // COLUMNS * COLUMNS
+    k = load_tile(q + H * K, first, SIZE, N, STRIDE, K, REST)
+    v = load_tile(q + 2 * H * K, first, SIZE, N, STRIDE, K, REST)
+    dk, dv = make_sums(SIZE, REST), make_sums(SIZE, REST)
+    for start in tl.range(0, LAST, COLUMNS, num_stages=STAGES):
+        dk, dv = _add_key_value_gradients(dk, dv, k, v, q, dout, lse, delta, start, scale, COLUMNS, N, H, K, REST)
+    if TAIL:
+        dk, dv = _add_key_value_gradients(dk, dv, k, v, q, dout, lse, delta, LAST, scale, TAIL, N, H, K, REST)
+    store_tile(dq + H * K, dk, scale * LN_2, first, SIZE, N, STRIDE, K, REST)
+    store_tile(dq + 2 * H * K, dv, 1.0, first, SIZE, N, STRIDE, K, REST)
+
+
+@triton.jit
+def differentiate_keys_kernel(
+    qkv, lse, dout, dqkv, delta, scale, N: tl.constexpr, H: tl.constexpr, K: tl.constexpr, REST: tl.constexpr,
+    COLUMNS: tl.constexpr, TAIL: tl.constexpr, STAGES: tl.constexpr, LAST_ROWS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a tile of keys and values; the last tile may be of LAST_ROWS."""
+    TILES: tl.constexpr = (N + ROWS - 1) // ROWS
+    head, first = tl.program_id(0) // TILES, tl.program_id(0) % TILES * ROWS
     image = (head // H).to(tl.int64)
-    offset, out_offset = image * (N * STRIDE) + head % H * K, image * (N * H * K) + head % H * K
-    q, dq, out_head, dout_head = qkv + offset, dqkv + offset, out + out_offset, dout + out_offset
-    lse_head, delta_head = lse + head * N, delta + head * N
-    if KIND == "fused":
-        _write_all_gradients(
-            q, q + H * K, q + V, out_head, dout_head, dq, dq + H * K, dq + V, lse_head, delta_head, scale,
-            N, STRIDE, H * K, K, REST, ROWS, PIECES,
-        )  # fmt: skip
-    if KIND == "queries" or KIND == "both":
-        _write_query_gradients(
-            q, q + H * K, q + V, out_head, dout_head, dq, lse_head, delta_head, part, scale,
-            N, STRIDE, H * K, K, REST, ROWS, LAST_ROWS, COLUMNS, TAIL, PARTS, PIECES, STAGES,
-        )  # fmt: skip
-    if KIND == "both":
-        tl.debug_barrier()  # all of delta is written
-    if KIND == "keys" or KIND == "both":
-        _write_key_value_gradients(
-            q, q + H * K, q + V, dout_head, dq + H * K, dq + V, lse_head, delta_head, part, scale,
-            N, STRIDE, H * K, K, REST, ROWS, LAST_ROWS, COLUMNS, TAIL, PARTS, PIECES, STAGES,
-        )  # fmt: skip
+    offset = image * (3 * N * H * K) + head % H * K
+    q, dq = qkv + offset, dqkv + offset
+    dout += image * (N * H * K) + head % H * K
+    lse += head * N
+    delta += head * N
+    if LAST_ROWS:
+        if first + ROWS <= N:
+            _write_key_value_gradients(
+                q, dout, dq, lse, delta, first, scale, ROWS, N, H, K, REST, COLUMNS, TAIL, STAGES
+            )
+        else:
+            _write_key_value_gradients(
+                q, dout, dq, lse, delta, first, scale, LAST_ROWS, N, H, K, REST, COLUMNS, TAIL, STAGES
+            )
+    else:
+        _write_key_value_gradients(q, dout, dq, lse, delta, first, scale, ROWS, N, H, K, REST, COLUMNS, TAIL, STAGES)
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
@@ -327,36 +232,44 @@ def launch_forward(qkv: Tensor, heads: int, config: ForwardConfig) -> tuple[Tens
     out = qkv.new_empty(batch, tokens, heads * size)
     lse = qkv.new_empty(batch, heads, tokens, dtype=torch.float32)
     arguments = list_forward_arguments(tokens, heads, size, config)
-    attend_forward_kernel[(batch * heads * arguments["PARTS"],)](
-        qkv, out, lse, compute_exponent_scale(size), **arguments
-    )
+    attend_forward_kernel[(batch * heads,)](qkv, out, lse, compute_exponent_scale(size), **arguments)
     return out, lse
 
 
 def launch_backward(
-    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int, configs: Sequence[BackwardConfig]
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, queries: QueryConfig, keys: KeyConfig
 ) -> Tensor:
-    """The gradient of the packed queries, keys and values, (B, N, 3 H K), in a launch for each config."""
+    """The gradient of the packed queries, keys and values, (B, N, 3 H K)."""
     dqkv, delta = torch.empty_like(qkv), torch.empty_like(lse)
-    for config in configs:
-        launch_backward_part(dout, qkv, out, lse, dqkv, delta, heads, config)
+    launch_queries(dout, qkv, out, lse, dqkv, delta, queries)
+    launch_keys(dout, qkv, lse, dqkv, delta, keys)
     return dqkv
 
 
-def launch_backward_part(
-    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, dqkv: Tensor, delta: Tensor, heads: int, config: BackwardConfig
+def launch_queries(
+    dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, dqkv: Tensor, delta: Tensor, config: QueryConfig
 ) -> None:
-    """Write a part of the gradient. That of keys reads `delta`, (B, H, N), which that of queries writes."""
-    batch, tokens, size = qkv.shape[0], qkv.shape[1], qkv.shape[2] // (3 * heads)
-    arguments = list_backward_arguments(tokens, heads, size, config)
-    grid = (batch * heads * arguments["PARTS"],)
-    attend_backward_kernel[grid](qkv, out, lse, dout, dqkv, delta, compute_exponent_scale(size), **arguments)
+    """Write the gradient of queries into `dqkv`, and `delta`, (B, H, N)."""
+    batch, heads, tokens = lse.shape
+    size = qkv.shape[2] // (3 * heads)
+    arguments = list_query_arguments(tokens, heads, size, config)
+    grid = (batch * heads * triton.cdiv(tokens, TILE_ROWS),)
+    differentiate_queries_kernel[grid](qkv, out, lse, dout, dqkv, delta, compute_exponent_scale(size), **arguments)
+
+
+def launch_keys(dout: Tensor, qkv: Tensor, lse: Tensor, dqkv: Tensor, delta: Tensor, config: KeyConfig) -> None:
+    """Write the gradients of keys and values into `dqkv`, from the `delta` of all queries."""
+    batch, heads, tokens = lse.shape
+    size = qkv.shape[2] // (3 * heads)
+    arguments = list_key_arguments(tokens, heads, size, config)
+    grid = (batch * heads * triton.cdiv(tokens, TILE_ROWS),)
+    differentiate_keys_kernel[grid](qkv, lse, dout, dqkv, delta, compute_exponent_scale(size), **arguments)
 
 
 @torch.library.custom_op("vitrail::attend", mutates_args=())
 def attend(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
     """(B, N, 3 H K), as a linear layer makes queries, keys and values -> (B, N, H K) and the logsumexp."""
-    return launch_forward(qkv.contiguous(), heads, FORWARD_CONFIGS.get(qkv.shape[2] // (3 * heads), DEFAULT_FORWARD))
+    return launch_forward(qkv.contiguous(), heads, choose_forward_config(qkv.shape[2] // (3 * heads)))
 
 
 @attend.register_fake
@@ -368,8 +281,8 @@ def _(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("vitrail::attend_backward", mutates_args=())
 def attend_backward(dout: Tensor, qkv: Tensor, out: Tensor, lse: Tensor, heads: int) -> Tensor:
     """The gradient of `qkv`, packed as it is."""
-    configs = BACKWARD_CONFIGS.get(qkv.shape[2] // (3 * heads), DEFAULT_BACKWARD)
-    return launch_backward(dout.contiguous(), qkv.contiguous(), out, lse, heads, configs)
+    keys = choose_key_config(qkv.shape[2] // (3 * heads))
+    return launch_backward(dout.contiguous(), qkv.contiguous(), out, lse, QueryConfig(), keys)
 
 
 @attend_backward.register_fake
