@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch._functorch.config
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -170,7 +171,8 @@ def measure_backends(problem: Problem) -> Iterator[Row]:
     """Torch's attention by each of its kernels, and ours as one operator, all compiled."""
     for name in BACKENDS:
         torch._dynamo.reset()
-        with sdpa_kernel(getattr(SDPBackend, name)):
+        # The cache of compiled graphs does not tell torch's kernels apart: it would return the first one's each time.
+        with sdpa_kernel(getattr(SDPBackend, name)), torch._functorch.config.patch(enable_autograd_cache=False):
             compiled = torch.compile(attend_with_torch, dynamic=False)
             yield try_measure(name, partial(measure_function, problem, compiled))
     torch._dynamo.reset()
