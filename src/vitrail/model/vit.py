@@ -27,6 +27,8 @@ from torch.utils.checkpoint import checkpoint
 from vitrail.config import BiTConfig, ModelConfig, ViTConfig
 from vitrail.config.model import compute_grid
 from vitrail.errors import UsageError
+from vitrail.model.kernels.attention import attend
+from vitrail.model.kernels.gelu import apply_linear_gelu
 from vitrail.model.positions import Grid, build_sincos_positions, resample_offsets, resample_positions
 from vitrail.model.resnet import Backbone, BiT, check_images
 
@@ -77,12 +79,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
         """(B, N, D) -> (B, N, D), or only the first `queries` tokens."""
-        q, k, v = self.project_qkv(x, queries)
         if self.fused and queries is None and self.config.positions != "relative":
-            out = F.scaled_dot_product_attention(q, k, v)
+            out = attend(self.qkv(x), self.config.heads)
         else:  # a single query gains nothing from fused kernels, and cuDNN's backward gives NaN for it
-            out = self.softmax(self.compute_logits(q, k, grid)) @ v
-        return self.proj_drop(self.proj(out.transpose(1, 2).flatten(2)))
+            q, k, v = self.project_qkv(x, queries)
+            out = (self.softmax(self.compute_logits(q, k, grid)) @ v).transpose(1, 2).flatten(2)
+        return self.proj_drop(self.proj(out))
 
     def compute_weights(self, x: Tensor, grid: Grid) -> Tensor:
         """The attention weights (B, H, N, N), which the fused kernel above never materializes."""
@@ -130,7 +132,7 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(config.mlp, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.drop(self.fc2(self.drop(self.act(self.fc1(x)))))
+        return self.drop(self.fc2(self.drop(apply_linear_gelu(x, self.fc1, self.act))))
 
 
 class LayerScale(nn.Module):

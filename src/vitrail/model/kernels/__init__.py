@@ -1,0 +1,1 @@
+"""Kernels of our own for an NVIDIA GPU, each beside the torch operators that define it."""
