@@ -80,14 +80,17 @@ def test_two_passes_and_a_compiled_one_give_the_same_bits() -> None:
 
 def test_a_cuda_graph_replays_attention_and_its_gradient() -> None:
     qkv = draw_qkv(4, 197, 3, 64).to("cuda", torch.bfloat16).requires_grad_()
+    stream = torch.cuda.Stream()
 
     def compute() -> tuple[Tensor, Tensor]:
         out = attend(qkv, 3)
-        return out, torch.autograd.grad(out, qkv, torch.ones_like(out))[0]
+        return out.detach(), torch.autograd.grad(out, qkv, torch.ones_like(out))[0]
 
-    expected = compute()
+    with torch.cuda.stream(stream):  # autograd waits for the stream where `qkv` was first used, which must be captured
+        expected = compute()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         recorded = compute()
     graph.replay()
     torch.cuda.synchronize()
