@@ -22,6 +22,7 @@ from vitrail.config.serialization import upgrade_result_keys
 GOLDEN = Path(__file__).parent / "golden"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
 MEASUREMENT_NAMES = {
+    "cpu": "processor",
     "speed": "speedup",
     "top1": "top1_agreement",
     "sure": "confident_agreement",

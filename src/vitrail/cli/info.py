@@ -71,7 +71,9 @@ def _print_trained(trained: Trained, source: str, *, as_json: bool) -> None:
     rows.extend(("changed", change) for change in origin.changes)
     if measurements:
         rows.extend(("measured", measurement.describe()) for measurement in measurements)
-        rows.append((f"on this {'GPU' if device.type == 'cuda' else 'CPU'}", f"{precision} by default; --precision changes it"))
+        rows.append(
+            (f"on this {'GPU' if device.type == 'cuda' else 'CPU'}", f"{precision} by default; --precision changes it")
+        )
     rows.extend(("warning", warning) for warning in warnings)
     output.print_table(rows)
 
