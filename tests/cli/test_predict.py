@@ -734,12 +734,13 @@ def test_odd_images_have_the_same_pixels_in_training_evaluate_predict_serve_and_
     splits = open_dataset(str(root)).splits
     whole = splits["train"].merge(splits["val"]).merge(splits["test"])
     assert [whole.get_image_name(row) for row in range(count)] == [str(path.relative_to(root)) for path in paths]
-    evaluated_inputs = record_normalized(monkeypatch, "vitrail.evaluation.predictions.normalize")
-    predictions.evaluate_batches(
-        trained.model, iter_eval_batches(whole, preprocess, batch_size=16, num_classes=7), preprocess
-    )
-    settings = EvaluationSettings(device=torch.device("cpu"), batch=7, strict=True)
-    evaluate_model(make_evaluated_model(trained, "model"), whole, range(7), settings)
+    with monkeypatch.context() as patches:
+        evaluated_inputs = record_normalized(patches, "vitrail.inference.precision.normalize")
+        predictions.evaluate_batches(
+            trained.model, iter_eval_batches(whole, preprocess, batch_size=16, num_classes=7), preprocess
+        )
+        settings = EvaluationSettings(device=torch.device("cpu"), batch=7, strict=True)
+        evaluate_model(make_evaluated_model(trained, "model"), whole, range(7), settings)
     predicted = record_normalized(monkeypatch, "vitrail.inference.precision.normalize")
     command = ("predict", str(model), str(root), "--device", "cpu", "--batch", "5", "--workers", "2")
     assert vitrail(*command, capsys=capsys)[0] == 0

@@ -453,7 +453,13 @@ def test_what_was_measured_is_of_the_weights_it_lies_beside(tmp_path: Path, monk
     save(dataclasses.replace(measured, precision_measurements=(), temperature=2.0), best, overwrite=True)
     assert load(best).precision_measurements == (), "other weights took their place"
     text = beside.read_text()
-    for damaged in ("{", "[]", "null", text.replace('"speedup": ', '"speedup": "x'), text.replace('"cpu"', '"x"')):
+    for damaged in (
+        "{",
+        "[]",
+        "null",
+        text.replace('"speedup": ', '"speedup": "x'),
+        text.replace('"processor"', '"x"'),
+    ):
         save(dataclasses.replace(measured, precision_measurements=()), best, overwrite=True)
         beside.write_text(damaged)
         with pytest.raises(ModelError, match=r"best\.precision\.json"):

@@ -8,8 +8,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from vitrail.config import Recipe
 from vitrail.errors import UsageError
 
@@ -42,8 +40,8 @@ def check_argument(name: str, value: Any, hint: Any) -> Any:
             return _convert_value(name, value, kind)
     if Path in kinds and isinstance(value, str):
         return Path(value)
-    if name == "device" and isinstance(value, torch.device):
-        return str(value)
+    if name == "device" and f"{type(value).__module__}.{type(value).__name__}" == "torch.device":
+        return str(value)  # named, since the help of commands is not to import torch
     raise UsageError(_describe_wrong_value(name, value, kinds))
 
 
