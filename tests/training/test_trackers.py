@@ -45,7 +45,9 @@ def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """W&B in offline mode."""
+    """W&B in offline mode, with time to end on a busy machine."""
+    monkeypatch.setattr(trackers, "_CLOSE_SECONDS", 300.0)
+    monkeypatch.setitem(trackers._WANDB_DEFAULTS, "finish_timeout", 240.0)
     package = pytest.importorskip("wandb", reason="W&B is not installed: pip install 'vitrail[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("WANDB_PROJECT", "WANDB_DIR", "WANDB_NAME", "WANDB_RUN_ID"):

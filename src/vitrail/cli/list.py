@@ -52,22 +52,24 @@ def _print_recipes(*, as_json: bool) -> None:
         return
     rows = [
         (
-            f"vitrail train {name} --data {_get_data_name(recipe)}",
+            name,
+            _get_data_name(recipe),
             recipe.model or "",
             f"{recipe.epochs:g}",
             format_count(recipe.batch),
             f"{recipe.optimizer.kind} {recipe.optimizer.lr:g}",
             _format_cost(recipe),
-            recipe.source,
-            recipe.result or "",
         )
         for name, recipe in recipes.RECIPES.items()
     ]
-    header = ("command", "model", "epochs", "batch", "optimizer", "cost", "from", "result")
-    output.print_table([header, *rows], right=(2, 3, 5))
+    header = ("recipe", "data", "model", "epochs", "batch", "optimizer", "cost")
+    below = ["; ".join(filter(None, (recipe.source, recipe.result))) for recipe in recipes.RECIPES.values()]
+    print("vitrail train RECIPE --data DATA, where `vitrail recipe show RECIPE` shows every setting:\n")
+    output.print_table([header, *rows], right=(3, 4, 6), below=["", *below])
     speed = f"{H200_FLOPS / 1e12:.0f} TFLOP/s"
     print(
-        f"\ncost: estimated for the recipe's own dataset, on one H200 at {speed}; --dry-run times a run here."
+        f"\ncost: counted for the recipe's own dataset, on one H200 at {speed}, which small models do not reach;"
+        " --dry-run times a run here."
         "\n--epochs, --batch and --lr change a recipe. DATA: a dataset that is not public; bring your own."
     )
 

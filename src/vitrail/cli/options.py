@@ -29,16 +29,17 @@ RECIPE, MODEL, DATA, RUN_FOLDER, COMPUTE = map(Group, ("recipe", "model", "data"
 PreprocessName = Literal["imagenet", "inception", "torchvision"]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
 
-_MODEL_FORMS = "A file or folder of any known format, hf:ORG/NAME[@REVISION], timm:NAME"
+_PRETRAINED_FORMS = "A file or folder of any known format, hf:ORG/NAME[@REVISION] or timm:NAME"
+_MODEL_FORMS = "A file or folder of any known format, hf:ORG/NAME[@REVISION], timm:NAME, or a preset such as b16"
 _DATA_FORMS = "A folder, a .csv or .jsonl, shards, a downloaded dataset, digits, or hf:ORG/NAME"
 
-Model = Annotated[str, Positional, arg(metavar="MODEL", help=f"{_MODEL_FORMS}, or a preset such as b16.")]
+Model = Annotated[str, Positional, arg(metavar="MODEL", help=f"{_MODEL_FORMS}.")]
 Data = Annotated[str, Positional, arg(metavar="DATA", help=f"{_DATA_FORMS}.")]
 _RECIPE_FORMS = "A recipe that `vitrail list recipes` shows, or a .toml or .json file"
 Recipe = Annotated[str, Positional, arg(metavar="RECIPE", help=f"{_RECIPE_FORMS}.")]
-PretrainedModel = Annotated[str, Positional, arg(metavar="MODEL", help=f"{_MODEL_FORMS}.")]
+PretrainedModel = Annotated[str, Positional, arg(metavar="MODEL", help=f"{_PRETRAINED_FORMS}.")]
 DataOption = Annotated[str, arg(metavar="DATA", help=f"{_DATA_FORMS}.")]
-ModelOption = Annotated[str, arg(metavar="MODEL", help=f"{_MODEL_FORMS}.")]
+ModelOption = Annotated[str, arg(metavar="MODEL", help=f"{_PRETRAINED_FORMS}.")]
 
 Number = Annotated[int, arg(metavar="N")]
 OptionalNumber = Annotated[int | None, arg(metavar="N")]
@@ -131,8 +132,8 @@ class RunFolderOptions:
     """Where the run is written."""
 
     out: Annotated[OptionalFolder, COMMON] = None
-    """The run folder. Default: a new one, runs/COMMAND, runs/COMMAND-2, ... With s3://BUCKET/NAME, runs/NAME is
-    uploaded there."""
+    """The run folder. Default: a new one named after the command, such as runs/train, then runs/train-2. With
+    s3://BUCKET/NAME, runs/NAME is uploaded there."""
     resume: Annotated[bool, COMMON] = False
     """Resume an interrupted run from its newest complete checkpoint: repeat its command with this option."""
     overwrite: bool = False
@@ -157,7 +158,7 @@ class TransferOptions:
     image_size: Annotated[int | None, arg(metavar="SIDE")] = None
     """Resolution. Default: 384."""
     settings: Settings = ()
-    """Other settings of the recipe to change: optimizer, weight_decay, decay, dropout, mixup and others."""
+    """Change any other setting of the recipe, such as optimizer.weight_decay=0.1 augment.mixup=0. May be repeated."""
     preprocess: Preprocess = None
 
 

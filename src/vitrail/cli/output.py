@@ -21,15 +21,22 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))  # in ASCII: a file's name may be no valid text
 
 
-def print_table(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> None:
-    """Print rows in columns on stdout; the columns listed in `right` are aligned to the right."""
+def print_table(
+    rows: Iterable[Sequence[str]], *, right: Sequence[int] = (), below: Sequence[str] | None = None
+) -> None:
+    """Print rows in columns on stdout; the columns listed in `right` are aligned to the right.
+
+    `below` has a line for each row, printed under it, indented; the empty ones are omitted.
+    """
     rows = [[strip_control_characters(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
+    for row, line in zip(rows, below or [""] * len(rows), strict=True):
         cells = [
             cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         ]
         print("  ".join(cells).rstrip())
+        if line:
+            print(f"    {strip_control_characters(line)}")
 
 
 def print_note(sentence: str) -> None:

@@ -89,7 +89,7 @@ class EvaluateArguments:
     """A file with the only classes the model may predict, one per line: for ImageNet-A, -R and the like."""
     tta: Annotated[bool, _MEASUREMENT] = False
     """Average the predictions of an image and of its mirror image (test-time augmentation)."""
-    abstain: Annotated[float | None, _MEASUREMENT, arg(metavar="SHARE")] = None
+    abstain: Annotated[float | None, _MEASUREMENT, arg(metavar="FRACTION")] = None
     """Find the probability threshold above which this fraction of predictions is correct, on val, and store it in
     MODEL, which then abstains below it."""
     strict: Annotated[bool, _MEASUREMENT] = False

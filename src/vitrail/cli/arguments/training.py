@@ -49,8 +49,8 @@ class TrainArguments:
     data: DataOption
     overrides: Annotated[RecipeOptions, RECIPE] = RecipeOptions()
     settings: Annotated[Settings, RECIPE] = ()
-    """Change any other setting of the recipe: positions, pool, hidden_head, depth, width, optimizer, weight_decay,
-    decay, dropout, mixup, ...; a wrong name is answered with the nearest one. May be repeated."""
+    """Change any other setting of the recipe, such as optimizer.weight_decay=0.1 augment.mixup=0 depth=6. May be
+    repeated."""
     target: Annotated[MaskedTarget | None, RECIPE] = None
     """What to predict of masked patches, for mpp and mae. Default: the recipe's target."""
     probe_shots: Annotated[int, RECIPE, arg(name="probe", metavar="SHOTS")] = 0
@@ -71,7 +71,8 @@ class FinetuneArguments:
 
     data: Data
     model: Annotated[str | None, arg(metavar="MODEL")] = None
-    """A file or folder of any known format, hf:ORG/NAME or timm:NAME."""
+    """The model to start from (required): a file or folder of any known format, hf:ORG/NAME[@REVISION] or timm:NAME;
+    with --from-scratch a preset."""
     recipe: Annotated[
         FinetuneRecipe | str, RECIPE, FileSuffixes((".toml", ".json")), arg(metavar="default|paper|bit|FILE")
     ] = "default"
@@ -123,7 +124,7 @@ class PlanArguments:
     """
 
     name: Annotated[str, Positional, arg(metavar="RECIPE|MODEL")]
-    """A recipe that `vitrail list recipes` shows, or a preset such as b16."""
+    """A recipe that `vitrail list recipes` shows, a .toml or .json file, or as MODEL the name of a preset such as b16."""
     gpu: Annotated[str, arg(metavar="GPU")] = "h200"
     """a100, h100, h200, b200, l40s, rtx4090, or tpuv3 for the cores in which the paper counts its costs."""
     nodes: Number = 1
@@ -146,7 +147,7 @@ class PlanArguments:
     """Recompute activations in the backward pass instead of keeping them."""
     shard: Annotated[bool, _COST] = False
     """Shard weights, gradients and averages over the GPUs (FSDP)."""
-    efficiency: Annotated[float | None, _COST, arg(metavar="SHARE")] = None
+    efficiency: Annotated[float | None, _COST, arg(metavar="FRACTION")] = None
     """Fraction of the GPU's peak FLOP/s that the run reaches (MFU). Default: 0.3, which is 300 TFLOP/s on an H200."""
     sbatch: bool = False
     """Print a SLURM script instead, which resumes the run after its time limit."""
