@@ -124,7 +124,7 @@ class PlanArguments:
     """
 
     name: Annotated[str, Positional, arg(metavar="RECIPE|MODEL")]
-    """A recipe that `vitrail list recipes` shows, a .toml or .json file, or as MODEL the name of a preset such as b16."""
+    """A recipe that `vitrail list recipes` shows, a .toml or .json file, or a preset such as b16 as MODEL."""
     gpu: Annotated[str, arg(metavar="GPU")] = "h200"
     """a100, h100, h200, b200, l40s, rtx4090, or tpuv3 for the cores in which the paper counts its costs."""
     nodes: Number = 1
