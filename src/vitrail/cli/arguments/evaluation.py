@@ -24,6 +24,7 @@ from vitrail.cli.options import (
     Preprocess,
 )
 from vitrail.config import Precision
+from vitrail.config.features import FeatureKind
 
 SplitName = Literal["test", "val", "train", "all"]
 PrintedFormat = Literal["table", "csv", "jsonl"]
@@ -48,6 +49,11 @@ class PredictArguments:
     """Labels per image."""
     embed: bool = False
     """Write features instead of labels."""
+    features: FeatureKind = "default"
+    """Which features --embed writes: the class token, the mean of the patch tokens, both, or attention pooling (map).
+    Default: what the model's head reads."""
+    normalize: bool = False
+    """Scale each image's features to length 1."""
     attention: OptionalFolder = None
     """A folder for attention rollouts, one PNG per image."""
     out: Annotated[str | None, arg(metavar="FILE")] = None
