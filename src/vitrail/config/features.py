@@ -38,10 +38,8 @@ def check_feature_kind(config: ModelConfig, kind: AnyFeatureKind) -> None:
     kinds = list_feature_kinds(config)
     if kind not in ("default", "dense", *kinds):
         missing = "attention pooling" if kind == "map" else "class token"
-        own = describe_features(config)
-        raise UsageError(
-            f"--features {kind}: the model has no {missing}; it has {', '.join(kinds)}, and default ({own})"
-        )
+        present = f"{', '.join(kinds)}, and default ({describe_features(config)})"
+        raise UsageError(f"--features {kind}: the model has no {missing}; it has {present}")
 
 
 def describe_features(config: ModelConfig, kind: AnyFeatureKind = "default") -> str:

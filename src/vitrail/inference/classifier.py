@@ -40,8 +40,9 @@ class Classifier:
 
     It computes predictions in the precision that the file's measurements show to be best on this CPU or GPU, or in
     `precision`. Features are float32 unless `precision` is given, and `model`, the weights themselves, always is.
-    `features` chooses what `extract_features` gives (`vitrail.embed`; "dense" as `vitrail.dense`), and `normalize` scales
-    it to length 1. With `compile_batches` torch compiles it for batches of `batch_size`, which takes a while at the first one.
+    `features` chooses what `extract_features` gives, as in `vitrail.embed`, or "dense" as in `vitrail.dense`, and
+    `normalize` scales it to length 1. With `compile_batches` torch compiles the model for batches of `batch_size`,
+    which takes a while at the first one.
 
         classifier = vitrail.Classifier(vitrail.load("model.safetensors"))
         print(classifier.predict(["cat.jpg", "dog.jpg"], top=2))

@@ -127,6 +127,9 @@ class ProbeArguments:
     """Number of neighbors of knn."""
     train_on_val: Annotated[bool, _CLASSIFIERS] = False
     """After the settings are chosen, train on the validation images too."""
+    segmentation: Annotated[OptionalFolder, arg(metavar="MASKS")] = None
+    """Classify patches by their dense features, with linear and logistic, and measure the mean IoU. MASKS is a folder
+    of PNG masks with the images' names and sizes, palette or gray: values are class indices, 255 is ignored."""
     save: Annotated[Path | None, arg(metavar="OUT.safetensors")] = None
     """Write the model with the better of linear and logistic as its head, and a fitted temperature."""
     overwrite: bool = False
