@@ -1,6 +1,6 @@
 """How well linear classifiers segment objects by a model's dense features, and without a model.
 
-    python bench/segmentation.py MODEL TINY_IMAGENET_VAL VAL_BOXES WORK [--classes 20] [--json FILE]
+    python bench/segmentation.py MODEL TINY_IMAGENET_VAL VAL_BOXES WORK [--classes 10] [--json FILE]
 
 Masks are made of Tiny-ImageNet's boxes (lines of file name, class, first and last pixel x0 y0 x1 y1): the class of the
 image inside of the box, background outside. The first classes by WordNet id are taken: of each, the first 30 images by
@@ -25,6 +25,7 @@ from PIL import Image
 from torch import Tensor
 
 import vitrail
+from vitrail.config import ViTConfig
 from vitrail.data.loader import iter_eval_batches
 from vitrail.data.masks import IGNORED, read_mask
 from vitrail.data.sources import open_dataset
@@ -70,6 +71,7 @@ def write_image(path: Path, boxes: dict[str, Box], work: Path, folder: Path, cla
 def score_pixels(trained: Trained, images: Path, masks: Path, settings: ProbeSettings) -> list[dict[str, Any]]:
     """The scores of classifiers of each patch's normalized pixels, its row and its column."""
     config, preprocess = trained.model.config, require_preprocess(trained)
+    assert isinstance(config, ViTConfig), "a ResNet has no patches"
     squashed, grid = dataclasses.replace(preprocess, resize=preprocess.size), config.grid
     masked = read_masked_splits(open_dataset(str(images)), masks, grid, settings)
     position = torch.stack(torch.meshgrid(*(torch.linspace(-1, 1, side) for side in grid), indexing="ij"), dim=-1)
@@ -93,13 +95,20 @@ def score_background(masks: Path) -> float:
     return float(np.nanmean(compute_iou(counts)))
 
 
+def print_scores(name: str, scores: list[dict[str, Any]]) -> None:
+    for score in scores:
+        low, high = score["interval"]
+        line = f"{name}, {score['method']}: mean IoU {score['miou']:.1%} ({low:.1%} to {high:.1%})"
+        print(f"{line}, {score['pixel_accuracy']:.1%} of pixels", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("images", type=Path)
     parser.add_argument("boxes", type=Path)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--classes", type=int, default=20)
+    parser.add_argument("--classes", type=int, default=10)
     parser.add_argument("--device", default=None)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -108,18 +117,15 @@ def main() -> None:
         write_dataset(arguments.images, read_boxes(arguments.boxes), arguments.work, arguments.classes)
     trained = vitrail.load(arguments.model)
     random = dataclasses.replace(trained, model=build_untrained(trained.model))
+    print(f"background everywhere: mean IoU {score_background(masks):.1%}")
     rows = {}
-    for name, model in ((arguments.model, trained), (f"{arguments.model}, random weights", random)):
+    for name, model in (("the model", trained), ("random weights", random)):
         result = vitrail.probe(model, str(images), segmentation=masks, device=arguments.device)
         rows[name] = result.metrics["scores"]
+        print_scores(name, rows[name])
     settings = ProbeSettings(methods=("linear", "logistic"), device=torch.device("cpu"))
     rows["pixels, row and column"] = score_pixels(trained, images, masks, settings)
-    for name, scores in rows.items():
-        for score in scores:
-            low, high = score["interval"]
-            line = f"{name}, {score['method']}: mean IoU {score['miou']:.1%} ({low:.1%} to {high:.1%})"
-            print(f"{line}, background {score['iou']['background']:.1%}, {score['pixel_accuracy']:.1%} of pixels")
-    print(f"background everywhere: mean IoU {score_background(masks):.1%}")
+    print_scores("pixels, row and column", rows["pixels, row and column"])
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -51,13 +51,14 @@ def test_features_are_chosen_by_name() -> None:
     with pytest.raises(UsageError, match=r'^features="map": the model has no attention pooling; it has class, '):
         vitrail.embed(MODEL, paths, features="map")
     with pytest.raises(UsageError, match="features is 'cls'"):
-        vitrail.embed(MODEL, paths, features="cls")  # type: ignore[arg-type]
+        vitrail.embed(MODEL, paths, features="cls")
 
 
 def test_dense_features_are_of_each_patch_and_at_any_size() -> None:
     paths = sorted(Path("photos/test").glob("*/*.png"))
     features = vitrail.dense(MODEL, paths, batch=3)
-    assert (features.shape, features.dtype) == ((10, 4, 4, 32), np.float32)
+    assert features.shape == (10, 4, 4, 32)
+    assert features.dtype == np.float32
     np.testing.assert_allclose(features.mean(axis=(1, 2)), vitrail.embed(MODEL, paths, features="mean"), atol=1e-5)
     np.testing.assert_allclose(vitrail.dense(MODEL, Image.open(paths[0])), features[:1], atol=1e-5)
     larger = vitrail.dense(MODEL, paths, image_size=(64, 40))

@@ -121,6 +121,18 @@ def test_images_without_a_mask_are_left_out_and_counted(tmp_path: Path) -> None:
         probe(root)
 
 
+def test_a_class_of_too_few_pixels_for_any_patch_counts_and_is_never_found(tmp_path: Path) -> None:
+    root = write_squares(tmp_path, {"train": 12, "val": 4, "test": 4})
+    path = root / "masks" / "test" / "squares" / "0.png"
+    mask = np.array(Image.open(path))
+    mask[5, 5] = 4
+    Image.fromarray(mask).save(path)
+    (score,) = probe(root)["scores"]
+    assert list(score["iou"]) == [f"class {index}" for index in range(5)]
+    assert (score["iou"]["class 3"], score["iou"]["class 4"]) == (None, 0)  # nowhere, and missed
+    assert score["miou"] == pytest.approx(np.mean([iou for iou in score["iou"].values() if iou is not None]))
+
+
 def test_masks_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     root = write_squares(tmp_path, {"train": 4, "val": 2, "test": 2})
     (root / "masks" / "classes.txt").write_text("gray\nred\n")

@@ -50,6 +50,7 @@ class MaskedSplit(NamedTuple):
     images: Split
     masks: list[Path]
     patch_classes: Tensor  # uint8 (n, R, K)
+    greatest_class: int  # of all pixels, or -1 where all are ignored
 
 
 # --- the measure -----------------------------------------------------------------------------------------------------
@@ -165,12 +166,14 @@ def read_masked_splits(
         for name, split in dataset.splits.items():
             masks = list(itertools.islice(remaining, len(split)))
             images = split.drop_images([index for index, mask in enumerate(masks) if mask is None])
-            paths, classes = [mask for mask in masks if mask is not None], list[Tensor]()
+            paths, classes, greatest = [mask for mask in masks if mask is not None], list[Tensor](), -1
             for index, path in enumerate(paths):
-                classes.append(torch.from_numpy(compute_patch_classes(_read_checked_mask(images, index, path), grid)))
+                mask = _read_checked_mask(images, index, path)
+                classes.append(torch.from_numpy(compute_patch_classes(mask, grid)))
+                greatest = max(greatest, *np.unique(mask[mask != IGNORED]).tolist(), -1)
                 progress(done := done + 1, total_masks)
             if paths:
-                masked[name] = MaskedSplit(images, paths, torch.stack(classes))
+                masked[name] = MaskedSplit(images, paths, torch.stack(classes), int(greatest))
     if "train" not in masked or len(masked) < 2:
         raise DataError(
             f"a segmentation probe needs masks of train, and of test or val to measure on; {folder} has them for"
@@ -190,9 +193,8 @@ def _read_checked_mask(images: Split, index: int, path: Path) -> Mask:
 
 
 def list_class_names(folder: Path, masked: Mapping[str, MaskedSplit]) -> tuple[str, ...]:
-    """The names in classes.txt, or the indices up to the greatest of any patch."""
-    present = torch.cat([split.patch_classes.flatten() for split in masked.values()]).unique()
-    count = int(present[present != IGNORED].max()) + 1 if (present != IGNORED).any() else 0
+    """The names in classes.txt, or the indices up to the greatest of any pixel."""
+    count = max(split.greatest_class for split in masked.values()) + 1
     if count < 2:
         raise DataError(f"the masks in {folder} have one class or none; a classifier needs two or more")
     if not (folder / CLASSES_FILE).is_file():

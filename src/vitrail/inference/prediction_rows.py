@@ -243,7 +243,8 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 def _describe_default_features(config: Any) -> str:
     """The features that the head of a recorded model reads; empty for a damaged record."""
     try:
-        return describe_features(from_json(BiTConfig if config["kind"] == "bit" else ViTConfig, config))
+        is_bit = config["kind"] == "bit"
+        return describe_features(from_json(BiTConfig, config) if is_bit else from_json(ViTConfig, config))
     except (KeyError, TypeError, UsageError):
         return ""
 
