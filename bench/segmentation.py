@@ -9,7 +9,7 @@ number train, the next 10 choose settings, the next 10 are measured. WORK gets i
     vitrail probe MODEL WORK/images --segmentation WORK/masks
 
 Beside the model: the same network with random weights (seed 0), each patch's pixels with its row and column, and a
-prediction of background everywhere.
+prediction of background everywhere. Pixels are 4 x 4 means of a patch: these images have 4.6 x 4.6 pixels in it.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
@@ -69,7 +70,7 @@ def write_image(path: Path, boxes: dict[str, Box], work: Path, folder: Path, cla
 
 
 def score_pixels(trained: Trained, images: Path, masks: Path, settings: ProbeSettings) -> list[dict[str, Any]]:
-    """The scores of classifiers of each patch's normalized pixels, its row and its column."""
+    """The scores of classifiers of the normalized pixels of each patch, its row and its column."""
     config, preprocess = trained.model.config, require_preprocess(trained)
     assert isinstance(config, ViTConfig), "a ResNet has no patches"
     squashed, grid = dataclasses.replace(preprocess, resize=preprocess.size), config.grid
@@ -78,8 +79,9 @@ def score_pixels(trained: Trained, images: Path, masks: Path, settings: ProbeSet
     values = dict[str, Tensor]()
     for name, split in masked.items():
         batches = iter_eval_batches(split.images, squashed, batch_size=64, num_classes=0)
-        patches = torch.cat([patchify(normalize(batch.pixels, squashed), config.stride) for batch in batches])
-        patches = patches.unflatten(1, grid)
+        size = tuple(4 * side for side in grid)
+        reduced = [F.adaptive_avg_pool2d(normalize(batch.pixels, squashed), size) for batch in batches]
+        patches = torch.cat([patchify(each, 4) for each in reduced]).unflatten(1, grid)
         values[name] = torch.cat([patches, position.expand(len(patches), -1, -1, -1)], dim=-1)
     return score_dense_features(masked, values, list_class_names(masks, masked), settings)
 
