@@ -79,7 +79,7 @@ def score_pixels(trained: Trained, images: Path, masks: Path, settings: ProbeSet
     values = dict[str, Tensor]()
     for name, split in masked.items():
         batches = iter_eval_batches(split.images, squashed, batch_size=64, num_classes=0)
-        size = tuple(4 * side for side in grid)
+        size = (4 * grid[0], 4 * grid[1])
         reduced = [F.adaptive_avg_pool2d(normalize(batch.pixels, squashed), size) for batch in batches]
         patches = torch.cat([patchify(each, 4) for each in reduced]).unflatten(1, grid)
         values[name] = torch.cat([patches, position.expand(len(patches), -1, -1, -1)], dim=-1)
