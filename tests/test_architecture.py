@@ -58,7 +58,7 @@ def test_the_public_names_are_these() -> None:
     names = [
         "Classifier", "Conversion", "Evaluation", "Figures", "Logger", "LossFunction", "Prediction", "PredictionList",
         "PreprocessConfig", "ProbeResult", "Recipe", "Run", "Server", "StepEnd", "Trained", "ValidationResult", "adapt",
-        "attention_maps", "convert", "create", "embed", "errors", "evaluate", "figures", "finetune", "load",
+        "attention_maps", "convert", "create", "dense", "embed", "errors", "evaluate", "figures", "finetune", "load",
         "load_recipe", "predict", "probe", "save", "serve", "train",
     ]  # fmt: skip
     assert vitrail.__all__ == names

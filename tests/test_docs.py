@@ -154,7 +154,9 @@ DIFFERENT_KEYWORDS = {
     "trainable_layers": "--layers",
     "penalty": "--lambda",
 }
-FOR_TERMINALS = {"dry_run", "number_of_runs", "json", "row_format", "embed", "attention", "fetch_urls"}
+FOR_TERMINALS = {
+    "dry_run", "number_of_runs", "json", "row_format", "embed", "features", "normalize", "attention", "fetch_urls",
+}  # fmt: skip
 
 
 def list_options(arguments: type[Any]) -> dict[str, str]:

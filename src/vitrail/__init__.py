@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from vitrail.api.conversion import Conversion, convert
     from vitrail.api.evaluation import Evaluation, ProbeResult, evaluate, probe
     from vitrail.api.figures import Figures, figures
-    from vitrail.api.prediction import embed, predict
+    from vitrail.api.prediction import dense, embed, predict
     from vitrail.api.prediction_list import Prediction, PredictionList
     from vitrail.api.run import Run
     from vitrail.api.serve import Server, serve
@@ -45,6 +45,7 @@ _HOMES = {  # the module of each public name
     "attention_maps": "model.vit",
     "convert": "api.conversion",
     "create": "api.checked_functions",
+    "dense": "api.prediction",
     "embed": "api.prediction",
     "evaluate": "api.evaluation",
     "figures": "api.figures",
@@ -78,6 +79,7 @@ __all__ = [
     "attention_maps",
     "convert",
     "create",
+    "dense",
     "embed",
     "errors",
     "evaluate",

@@ -25,7 +25,7 @@ KEYWORDS: dict[str, Any] = {
 ONLY_COMMAND = {  # options of a command that its function does not have
     "train": {"--dry-run"},
     "finetune": {"--dry-run", "--runs"},  # several runs have no one Run
-    "predict": {"--embed", "--attention", "--format", "--fetch-urls"},  # the first is vitrail.embed
+    "predict": {"--embed", "--features", "--normalize", "--attention", "--format", "--fetch-urls"},  # three of embed
 }
 
 

@@ -1,4 +1,4 @@
-"""`vitrail.predict` and `vitrail.embed`: the command's rows and features, and images in memory."""
+"""`vitrail.predict`, `embed` and `dense`: the command's rows and features, and images in memory."""
 
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,37 @@ def test_the_command_and_embed_give_the_same_features(capsys: Capture) -> None:
     features = vitrail.embed(MODEL, "photos")
     assert features.dtype == np.float32
     assert np.array_equal(features, np.load("features.npy"))
+
+
+def test_features_are_chosen_by_name() -> None:
+    paths = sorted(Path("photos/test").glob("*/*.png"))
+    own = vitrail.embed(MODEL, paths)
+    assert np.array_equal(vitrail.embed(MODEL, paths, features="class"), own)
+    both = vitrail.embed(MODEL, paths, features="class-mean")
+    np.testing.assert_allclose(both, np.hstack([own, vitrail.embed(MODEL, paths, features="mean")]), atol=1e-5)
+    unit = vitrail.embed(MODEL, paths, features="mean", normalize=True)
+    np.testing.assert_allclose(np.linalg.norm(unit, axis=1), 1, rtol=1e-5)
+    with pytest.raises(UsageError, match=r'^features="map": the model has no attention pooling; it has class, '):
+        vitrail.embed(MODEL, paths, features="map")
+    with pytest.raises(UsageError, match="features is 'cls'"):
+        vitrail.embed(MODEL, paths, features="cls")
+
+
+def test_dense_features_are_of_each_patch_and_at_any_size() -> None:
+    paths = sorted(Path("photos/test").glob("*/*.png"))
+    features = vitrail.dense(MODEL, paths, batch=3)
+    assert features.shape == (10, 4, 4, 32)
+    assert features.dtype == np.float32
+    np.testing.assert_allclose(features.mean(axis=(1, 2)), vitrail.embed(MODEL, paths, features="mean"), atol=1e-5)
+    np.testing.assert_allclose(vitrail.dense(MODEL, Image.open(paths[0])), features[:1], atol=1e-5)
+    larger = vitrail.dense(MODEL, paths, image_size=(64, 40))
+    assert larger.shape == (10, 8, 5, 32)
+    adapted = vitrail.adapt(vitrail.load(MODEL), image_size=(64, 40))
+    np.testing.assert_allclose(vitrail.dense(adapted, paths), larger, atol=1e-5)
+    with pytest.raises(DataError, match="does not exist"):
+        vitrail.dense(MODEL, "phtos")
+    with pytest.raises(UsageError, match="70 x 64 does not divide into patches"):
+        vitrail.dense(MODEL, paths, image_size=(70, 64))
 
 
 def test_images_in_memory_are_predicted_like_their_files() -> None:

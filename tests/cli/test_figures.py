@@ -22,6 +22,7 @@ from vitrail import PreprocessConfig, load, save
 from vitrail.data.decode import decode
 from vitrail.data.sources import open_dataset
 from vitrail.data.transforms import make_eval_input, normalize
+from vitrail.model.features import compute_dense_features
 from vitrail.visualization import attention_images, paper_figures
 from vitrail.visualization.attention import (
     compute_attention_distance,
@@ -32,6 +33,7 @@ from vitrail.visualization.attention import (
 from vitrail.visualization.cka import compute_cka, compute_gram_matrices
 from vitrail.visualization.embeddings import build_untrained, compute_filters, compute_position_similarity
 from vitrail.visualization.faithfulness import measure_faithfulness
+from vitrail.visualization.feature_pca import compute_feature_colors
 from vitrail.visualization.relevance import compute_relevance
 
 CROPPED = PreprocessConfig(size=(32, 32), resize=(40,), mean=(0.4,) * 3, std=(0.3,) * 3)
@@ -74,19 +76,22 @@ def test_every_figure_is_a_png_and_the_arrays_are_the_functions(
     pictures_of_images = [
         f"{kind}/{name}.png" for kind in ("heads", "relevance", "rollout", "tokens") for name in names
     ]
-    figures = [f"{name}.{end}" for name in ("cka", "distance", "filters", "positions") for end in ("npz", "png")]
+    figures = [f"{name}.{end}" for name in ("cka", "distance", "filters", "pca", "positions") for end in ("npz", "png")]
     assert list_files(out) == sorted([*pictures_of_images, *figures, "figures.json", "images.npz", "overview.png"])
-    for line in ("filters.png", "positions.png", "distance.png", "rollout/       4 images"):
+    for line in ("filters.png", "positions.png", "distance.png", "pca.png", "rollout/       4 images"):
         assert line in text
     assert "averaged over 4 of the paper's 128 images" in error
-    for name in (*pictures_of_images, "cka.png", "filters.png", "positions.png", "distance.png", "overview.png"):
+    drawn = [name for name in (*figures, "overview.png") if name.endswith(".png")]
+    for name in (*pictures_of_images, *drawn):
         with Image.open(out / name) as shown:
             assert shown.format == "PNG"
             assert min(shown.info["dpi"]) > 199
 
     network, paths = load(model).model, sorted(pictures.rglob("*.jpg"))
     images = load_inputs(paths)
-    stored = {name: dict(np.load(out / f"{name}.npz")) for name in ("filters", "positions", "distance", "images")}
+    stored = {
+        name: dict(np.load(out / f"{name}.npz")) for name in ("filters", "positions", "distance", "images", "pca")
+    }
     assert np.array_equal(stored["filters"]["tiles"], compute_filters(network).tiles)
     assert np.array_equal(stored["positions"]["maps"], compute_position_similarity(network).maps)
     assert np.array_equal(
@@ -95,6 +100,10 @@ def test_every_figure_is_a_png_and_the_arrays_are_the_functions(
     np.testing.assert_allclose(
         stored["distance"]["distance"], compute_attention_distance(network, [images]).distance, rtol=1e-5
     )
+    with torch.no_grad():
+        colors = compute_feature_colors(compute_dense_features(network, images).numpy())
+    np.testing.assert_allclose(stored["pca"]["colors"], colors.colors, atol=1e-4)
+    assert list(stored["pca"]["images"]) == list(map(str, paths))
     before = compute_attention_distance(build_untrained(network), [images])
     np.testing.assert_allclose(stored["distance"]["initial_entropy"], before.entropy, rtol=1e-5)
     assert list(stored["images"]["images"]) == list(map(str, paths))
@@ -172,7 +181,7 @@ def test_two_models_stand_side_by_side_and_one_without_attention_is_named(
     assert np.load(out / "images.npz")["second_heads"].shape == (1, 4, 4, 4)
     code, _, error = vitrail("figures", str(resnet), image, "--out", str(out), capsys=capsys)
     assert code == 0
-    assert list_files(out) == ["figures.json", "filters.npz", "filters.png"]
+    assert list_files(out) == ["figures.json", "filters.npz", "filters.png", "pca.npz", "pca.png"]
 
 
 @pytest.mark.usefixtures("without_plots")
@@ -331,7 +340,7 @@ def test_images_are_named_in_every_way(
 def test_of_a_dataset_only_the_images_that_are_drawn_are_decoded(
     model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 40 images five, from all folders: once for the model, once to be drawn on. --boxes reads all."""
+    """Of 40 images five, from all folders: for features, for attention and to be drawn on. --boxes reads all."""
     paths = sorted(write_image_folder(tmp_path / "dataset", each=20).rglob("*.jpg"))
     decoded: list[str] = []
 
@@ -342,7 +351,7 @@ def test_of_a_dataset_only_the_images_that_are_drawn_are_decoded(
     monkeypatch.setattr(attention_images, "decode", count)
     command = [str(tmp_path / "dataset"), "--out", str(tmp_path / "out"), "--num-images"]
     assert vitrail("figures", str(model), *command, "5", capsys=capsys)[0] == 0
-    assert decoded == [str(paths[place]) for place in (0, 8, 16, 24, 32)] * 2
+    assert decoded == [str(paths[place]) for place in (0, 8, 16, 24, 32)] * 3
     assert list(np.load(tmp_path / "out" / "images.npz")["images"]) == decoded[:5]
     decoded.clear()
     code, _, error = vitrail("figures", str(model), *command, "0", capsys=capsys)
@@ -350,7 +359,7 @@ def test_of_a_dataset_only_the_images_that_are_drawn_are_decoded(
     (tmp_path / "boxes.txt").write_text("0.jpg\trose\t0\t0\t23\t19\n")
     boxes = ["--boxes", str(tmp_path / "boxes.txt")]
     assert vitrail("figures", str(model), *command, "5", *boxes, capsys=capsys)[0] == 0
-    assert (len(decoded), len(set(decoded))) == (45, 40)
+    assert (len(decoded), len(set(decoded))) == (50, 40)
     assert len(np.load(tmp_path / "out" / "images.npz")["heads"]) == 5
 
 

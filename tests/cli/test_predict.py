@@ -292,6 +292,27 @@ def test_features_are_a_matrix_with_names_beside_it_or_lines(
         assert row["error"] or np.array_equal(np.float32(item["features"]), values)
 
 
+def test_a_file_of_features_says_which_it_holds_and_continues_with_no_others(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    out = tmp_path / "features.npy"
+    command = ("predict", str(model), str(pictures / "rose"), "--embed", "--out", str(out))
+    code, _, error = vitrail(*command, "--features", "class-mean", "--normalize", capsys=capsys)
+    assert (code, "features: class-mean, 64 per image, of length 1" in error) == (3, True)
+    record = json.loads((tmp_path / "features.npy.json").read_text())
+    assert (record["--features"], record["--normalize"]) == ("class-mean", True)
+    matrix = np.load(out)
+    assert matrix.shape[1] == 64
+    np.testing.assert_allclose(np.linalg.norm(matrix[~np.isnan(matrix).any(axis=1)], axis=1), 1, rtol=1e-5)
+    code, _, error = vitrail(*command, "--normalize", capsys=capsys)
+    assert (code, "was begun with --features class-mean, not class" in error) == (2, True)
+    out.unlink()
+    out.with_suffix(".csv").unlink()
+    assert vitrail(*command, capsys=capsys)[0] == 3
+    assert json.loads((tmp_path / "features.npy.json").read_text())["--features"] == "class"
+    assert vitrail(*command, "--features", "class", capsys=capsys)[0] == 3  # the same features by their own name
+
+
 def test_overlays_show_the_rollout_one_picture_for_each_image(
     model: Path, pictures: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -326,6 +347,7 @@ def test_overlays_show_the_rollout_one_picture_for_each_image(
         (["--json", "--format", "csv"], "omit one"),
         (["--embed", "--format", "csv"], "too many for csv: jsonl, or --out FILE.npy"),
         (["--out", "s3://bucket/x.csv"], "must be a local path"),
+        (["--features", "mean"], "--features and --normalize choose what --embed writes: add --embed"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_the_model_is_read(
@@ -346,6 +368,9 @@ def test_what_a_model_does_not_have_is_said_in_a_sentence(
     assert (code, error) == (2, "vitrail: the model has no head, so it gives features and no labels: --embed\n")
     code, _, error = vitrail("predict", "resnet.safetensors", "a.jpg", "--attention", "overlays", capsys=capsys)
     assert (code, "a BiT ResNet has no attention" in error) == (2, True)
+    command = ("predict", "resnet.safetensors", "a.jpg", "--embed", "--features", "class", "--out", "a.npy")
+    code, _, error = vitrail(*command, capsys=capsys)
+    assert (code, "the model has no class token; it has mean" in error) == (2, True)
     assert {path.name for path in tmp_path.iterdir()} == {f"{n}.safetensors" for n in ("model", "headless", "resnet")}
 
 

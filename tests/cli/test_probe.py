@@ -19,7 +19,9 @@ from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as vitrail
 from tests.cli.test_train import HERE
 from tests.data.image_files import encode_image, make_image, write_image_folder
+from tests.evaluation.test_segmentation import write_squares
 from tests.runtime.test_distributed import find_free_port, wait_for_ranks
+from vitrail.api import evaluation
 from vitrail.cli import main
 from vitrail.data.loader import iter_eval_batches
 from vitrail.data.sources import open_dataset
@@ -165,6 +167,31 @@ def test_the_better_of_the_heads_by_val_is_saved(capsys: Capture) -> None:
     assert probe("--save", "made.safetensors", "--overwrite", capsys=capsys)[0] == 0
 
 
+# --- segmentation ----------------------------------------------------------------------------------------------------
+
+
+def test_a_segmentation_has_the_iou_of_each_class_as_the_function_does(tmp_path: Path, capsys: Capture) -> None:
+    root = write_squares(tmp_path / "squares", {"train": 8, "val": 2, "test": 2})
+    (root / "masks" / "classes.txt").write_text("gray\nred\nblue\n")
+    options = ("--segmentation", str(root / "masks"), "--methods", "logistic")
+    code, out, err = probe(*options, capsys=capsys, data=str(root / "images"))
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0] == "test: 2 images, 3 classes; settings chosen on val"
+    titles = ["IoU", "gray", "red", "blue", "mean IoU", "95 %", "pixels correct", "trained on", "setting"]
+    assert [line.rsplit("  ", 1)[0].strip() for line in lines[1:]] == titles
+    facts = probe_facts(*options, capsys=capsys, data=str(root / "images"))
+    (score,) = facts["scores"]
+    assert lines[5].endswith(f"{score['miou']:.1%}")
+    assert err.splitlines()[-1] == f"best: logistic, mean IoU {score['miou']:.1%} on 2 test images"
+    keywords = {"segmentation": root / "masks", "methods": "logistic", "workers": 0, "device": "cpu"}
+    result = evaluation.probe(MODEL, str(root / "images"), **keywords)
+    assert result.metrics["scores"] == [score | {"interval": tuple(score["interval"])}]
+    assert result.scores == {"logistic": score["miou"]}
+    assert repr(result) == f"ProbeResult(logistic {score['miou']:.1%} mean IoU on 2 test images)"
+    assert f"{score['miou']:.1%}" in result._repr_html_()
+
+
 # --- several processes -----------------------------------------------------------------------------------------------
 
 
@@ -185,6 +212,18 @@ def test_two_processes_say_what_one_says(tmp_path: Path, capsys: Capture) -> Non
     for path in (tmp_path / "kept by one").iterdir():
         features = [tensor_files.read_tensors(folder / path.name).tensors["features"] for folder in (path.parent, kept)]
         torch.testing.assert_close(*features, atol=1e-5, rtol=0)
+
+
+def test_two_processes_segment_as_one_does(tmp_path: Path, capsys: Capture) -> None:
+    root = write_squares(tmp_path / "squares", {"train": 5, "val": 2, "test": 3})
+    options = ("--segmentation", str(root / "masks"), "--methods", "linear")
+    (score,) = probe_facts(*options, capsys=capsys, data=str(root / "images"))["scores"]
+    arguments = ("probe", MODEL, str(root / "images"), *HERE, "--json", *options)
+    port = find_free_port()
+    codes = wait_for_ranks([_run_in_fork(rank, port, arguments) for rank in range(2)])
+    assert codes == [0, 0], [Path(f"told by {rank}").read_text() for rank in range(2)]
+    assert json.loads(Path("said by 0").read_text())["scores"] == [score]
+    assert Path("said by 1").read_text() == ""
 
 
 def _run_in_fork(rank: int, port: int, arguments: tuple[str, ...]) -> int:
@@ -261,6 +300,7 @@ def test_a_bad_image_is_named_with_what_to_do(tmp_path: Path, capsys: Capture) -
         (("--shots", "0"), "--shots is 0; it must be at least 1"),
         (("--methods", "knn", "--save", "x.safetensors"), "--save writes a linear head"),
         (("--save", "x.npz"), "call it x.safetensors"),
+        (("--segmentation", "masks", "--methods", "knn"), "--segmentation fits a linear classifier: add linear or"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(capsys: Capture, options: tuple[str, ...], words: str) -> None:

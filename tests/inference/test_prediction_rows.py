@@ -104,3 +104,15 @@ def test_the_record_of_an_earlier_version_is_still_read(tmp_path: Path) -> None:
     assert new.find_written(iter(())) == (WrittenRows(), [])
     with pytest.raises(UsageError, match="was begun with another model"):
         make_row_file(tmp_path / "rows.csv", model={"multi_label": True}).find_written(iter(()))
+
+
+def test_a_record_of_features_without_their_kind_has_those_of_the_models_head(tmp_path: Path) -> None:
+    model = {"config": to_json(presets.get_preset_config("b16"))}
+    earlier = make_row_file(tmp_path / "rows.csv", model=model, **{"--embed": True})
+    assert earlier.find_written(iter(())) == (WrittenRows(), [])
+    earlier.path.touch()
+    settings = {"--embed": True, "--normalize": False}
+    own = make_row_file(tmp_path / "rows.csv", model=model, **settings, **{"--features": "class"})
+    assert own.find_written(iter(())) == (WrittenRows(), [])
+    with pytest.raises(UsageError, match="was begun with --features class, not mean"):
+        make_row_file(tmp_path / "rows.csv", model=model, **settings, **{"--features": "mean"}).find_written(iter(()))

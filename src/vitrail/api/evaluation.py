@@ -29,6 +29,7 @@ from vitrail.evaluation.dataset_evaluation import (
     make_evaluated_model,
 )
 from vitrail.evaluation.probe_run import ProbeMethod, ProbeSettings, run_probe
+from vitrail.evaluation.segmentation import run_segmentation_probe
 from vitrail.evaluation.statistics import Interval
 from vitrail.formatting import pluralize
 from vitrail.report import svg_charts
@@ -269,7 +270,7 @@ def _notify_of_dataset(dataset: Dataset, split: SplitName | None, notify: Notify
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ProbeResult:
-    """The accuracy of simple classifiers on a model's features.
+    """The accuracy of simple classifiers on a model's features; of patches their mean IoU.
 
     `vitrail.probe` returns it.
 
@@ -283,16 +284,18 @@ class ProbeResult:
 
     @property
     def scores(self) -> dict[str, float]:
-        """The accuracy of each classifier: "1-shot", "5-shot", ..., "kNN", "linear", "logistic"."""
+        """The accuracy, or the mean IoU, of each classifier: "1-shot", "5-shot", ..., "kNN", "linear", "logistic"."""
+        name = "miou" if "masks" in self.metrics else "top1"
         return {
-            f"{score['shots']}-shot" if score["shots"] else str(score["method"]): float(score["top1"])
+            f"{score['shots']}-shot" if score["shots"] else str(score["method"]): float(score[name])
             for score in self.metrics["scores"]
         }
 
     def __repr__(self) -> str:
         images = pluralize(self.metrics["images"], f"{self.metrics['split']} image")
         scores = ", ".join(f"{name} {accuracy:.1%}" for name, accuracy in self.scores.items())
-        return f"ProbeResult({scores} of {images})"
+        measure = "mean IoU on" if "masks" in self.metrics else "of"
+        return f"ProbeResult({scores} {measure} {images})"
 
     def _repr_html_(self) -> str:
         rows = {name: f"{accuracy:.1%}" for name, accuracy in self.scores.items()}
@@ -302,7 +305,7 @@ class ProbeResult:
 
     def _render_few_shot(self) -> str:
         """The few-shot accuracy by images per class, where there are several."""
-        points = sorted((score["shots"], score["top1"]) for score in self.metrics["scores"] if score["shots"])
+        points = sorted((score["shots"], float(score["top1"])) for score in self.metrics["scores"] if score["shots"])
         if len(points) < 2:
             return ""
         caption, (shots, accuracies) = "few-shot accuracy", zip(*points, strict=True)
@@ -322,6 +325,7 @@ def probe(
     penalty: float | Literal["auto"] = 1024.0,
     k: int = 20,
     train_on_val: bool = False,
+    segmentation: str | Path | None = None,
     save: str | Path | None = None,
     overwrite: bool = False,
     preprocess: PreprocessName | None = None,
@@ -345,6 +349,8 @@ def probe(
     - `penalty`: L2 penalty of the ridge regressions; "auto" chooses it on held-out images.
     - `k`: Number of neighbors of knn.
     - `train_on_val`: Train on the validation images too, after the settings are chosen.
+    - `segmentation`: A folder of PNG masks with the images' names. Linear and logistic then classify patches, by dense
+      features, and the scores are mean IoU.
     - `save`: Write the model with the better of linear and logistic as its head to this file.
     - `overwrite`: Replace the file of that name.
     - `preprocess`: Mean, std and interpolation for weights that do not state them.
@@ -362,6 +368,7 @@ def probe(
             methods=[methods] if isinstance(methods, str) else methods,
             shots=(shots,) if isinstance(shots, int) else tuple(shots), seeds=seeds, k=k,
             penalty=None if penalty == "auto" else penalty, train_on_val=train_on_val,
+            segmentation=None if segmentation is None else Path(segmentation),
             save=None if save is None else Path(save), overwrite=overwrite, batch=batch,
             workers=count_loader_workers(workers), group=group, device=chosen_device,
             show_progress=progress, notify=NoteCollector() if notify is None else notify,
@@ -377,8 +384,12 @@ def _probe(
     trained = set_preprocess(load_trained(model), preprocess)
     for note in list_dataset_notes(dataset):
         settings.notify(note)
-    check_classes(dataset)
-    own_facts = run_probe(trained, dataset, data if isinstance(data, str) else dataset.name, settings)
+    name = data if isinstance(data, str) else dataset.name
+    if settings.segmentation is None:
+        check_classes(dataset)
+        own_facts = run_probe(trained, dataset, name, settings)
+    else:
+        own_facts = run_segmentation_probe(trained, dataset, name, settings)
     facts = distributed.run_on_rank0(lambda: own_facts)
     assert facts is not None
     kept = tuple(settings.notify) if isinstance(settings.notify, NoteCollector) else ()

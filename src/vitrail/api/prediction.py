@@ -1,4 +1,4 @@
-"""Label images and extract features from Python: `vitrail.predict` and `vitrail.embed`."""
+"""Label images and extract features from Python: `vitrail.predict`, `vitrail.embed` and `vitrail.dense`."""
 
 import contextlib
 import dataclasses
@@ -21,6 +21,8 @@ from vitrail.api.options import document_options
 from vitrail.api.prediction_list import MAX_SHOWN_IMAGES, Prediction, PredictionList
 from vitrail.api.progress import NoteCollector, show_progress
 from vitrail.config import Precision, to_json
+from vitrail.config.features import AnyFeatureKind, FeatureKind, count_features, describe_features
+from vitrail.config.model import expand_image_size
 from vitrail.data.image_paths import ImageRef, can_count_images, describe_skipped, iter_image_refs
 from vitrail.errors import DataError, UsageError
 from vitrail.export import export
@@ -48,9 +50,10 @@ from vitrail.runtime import cpu_threads, distributed, workers
 from vitrail.runtime.distributed import ProcessGroup
 from vitrail.runtime.workers import Notify, ShowProgress
 from vitrail.visualization.attention_images import draw_rollouts, iterate_picture_paths
+from vitrail.weights.adapt import adapt
 from vitrail.weights.tensor_files import digest_tensors
 
-__all__ = ["PredictKeywords", "embed", "predict"]
+__all__ = ["PredictKeywords", "dense", "embed", "predict"]
 
 _CPU_BATCH, _GPU_BATCH = 64, 256  # images
 
@@ -63,6 +66,9 @@ class PredictOptions:
     """Labels per image."""
     embed: bool = False
     """Features instead of labels."""
+    features: AnyFeatureKind = "default"
+    normalize: bool = False
+    """Scale each image's features to length 1."""
     attention: str | Path | None = None
     """A folder for attention rollouts, one picture per image."""
     out: str | Path | None = None
@@ -82,13 +88,15 @@ class PredictOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"--{name} is {value}; it must be at least 1")
+        if not self.embed and (self.normalize or self.features != "default"):
+            raise UsageError("--features and --normalize choose what --embed writes: add --embed")
         for name, path in (("--out", self.out), ("--attention", self.attention)):
             if path is not None and remote.is_remote(str(path)):
                 raise UsageError(f"{name} {path} must be a local path")
 
 
 class PredictKeywords(TypedDict, total=False):
-    """What `predict` and `embed` take by keyword."""
+    """What `predict`, `embed` and `dense` take by keyword."""
 
     batch: int | None
     """Images per batch; 64 by default, or 256 on a GPU."""
@@ -126,19 +134,64 @@ def predict(
 
 @document_options(PredictOptions)
 @name_keywords
-def embed(model: AnyModel, images: Images, **options: Unpack[PredictKeywords]) -> NDArray[np.float32]:
-    """The features of images, (n, D): what the head reads.
+def embed(
+    model: AnyModel,
+    images: Images,
+    *,
+    features: FeatureKind = "default",
+    normalize: bool = False,
+    **options: Unpack[PredictKeywords],
+) -> NDArray[np.float32]:
+    """The features of images, (n, D): by default what the model's head reads.
 
     An unreadable image is an error.
 
         features = vitrail.embed("model.safetensors", ["cat.jpg", "dog.jpg"])
+        means = vitrail.embed("model.safetensors", "photos", features="mean", normalize=True)
 
     Arguments:
 
     - `model`: A name, a path, a `Run` or a `Trained`.
     - `images`: As in `predict`.
+    - `features`: "class" is the class token, "mean" the mean of the patch tokens, "class-mean" both in one row, "map"
+      attention pooling, each where the model has it; "default" is what its head reads.
+    - `normalize`: Scale each image's features to length 1.
     """
-    rows, _ = _collect_rows(model, list_images(images), PredictOptions(embed=True, **options))
+    embed_options = PredictOptions(embed=True, features=features, normalize=normalize, **options)
+    return _collect_features(model, list_images(images), embed_options)
+
+
+@document_options(PredictOptions)
+@name_keywords
+def dense(
+    model: AnyModel,
+    images: Images,
+    *,
+    image_size: int | tuple[int, ...] | None = None,
+    **options: Unpack[PredictKeywords],
+) -> NDArray[np.float32]:
+    """The features of each patch of images, (n, rows, columns, D): the patch tokens after the model's last norm.
+
+    Of a ResNet they are its last feature map. An image becomes the model's input as in `predict`: resized, and cropped
+    if the model crops. An unreadable image is an error.
+
+        features = vitrail.dense("model.safetensors", ["cat.jpg", "dog.jpg"], image_size=64)
+        count, rows, columns, width = features.shape
+
+    Arguments:
+
+    - `model`: A name, a path, a `Run` or a `Trained`.
+    - `images`: As in `predict`.
+    - `image_size`: Resolution, one side or height and width; positions are resampled. The model's by default.
+    """
+    trained = load_trained(model)
+    if image_size is not None:
+        trained = adapt(trained, image_size=expand_image_size(image_size))
+    return _collect_features(trained, list_images(images), PredictOptions(embed=True, features="dense", **options))
+
+
+def _collect_features(model: AnyModel, images: Sequence[ListedImage], options: PredictOptions) -> NDArray[np.float32]:
+    rows, _ = _collect_rows(model, images, options)
     features = []
     for row in rows:
         if row.features is None:
@@ -291,7 +344,14 @@ def _open_classifier(
         batch_size=batch,
         precision=precision,
         compile_batches=device.type == "cuda" and is_worth_compiling(trained.model.config, total),
+        features=options.features,
+        normalize=options.normalize,
     )
+    if group.is_rank0 and options.embed:
+        config = trained.model.config
+        length = ", of length 1" if options.normalize else ""
+        width, unit = count_features(config, options.features), "patch" if options.features == "dense" else "image"
+        notify(f"features: {describe_features(config, options.features)}, {width:,} per {unit}{length}")
     if group.is_rank0 and classifier.precision != "float32":
         recorded = "which the model's file records as faster here with the same predictions"
         why = "as requested" if options.precision else recorded
@@ -328,13 +388,19 @@ def make_row_file(classifier: AnyClassifier, options: PredictOptions, row_format
         "--batch": classifier.batch_size,
         "--attention": None if options.attention is None else str(Path(options.attention)),
     }
+    features = 0
+    if isinstance(classifier, Classifier):
+        features = count_features(classifier.model.config, options.features)
+        if options.embed:
+            command["--features"] = describe_features(classifier.model.config, options.features)
+            command["--normalize"] = options.normalize
     return RowFile(
         path=Path(options.out),
         row_format=row_format,
         command=command,
         batch=classifier.batch_size,
         ranks=min(options.top, len(classifier.labels)),
-        features=0 if isinstance(classifier, ExportedClassifier) else classifier.model.config.num_features,
+        features=features,
         attention=options.attention is not None,
     )
 

@@ -43,6 +43,8 @@ def run(arguments: PredictArguments) -> None:
     options = PredictOptions(
         top=arguments.top,
         embed=arguments.embed,
+        features=arguments.features,
+        normalize=arguments.normalize,
         attention=arguments.attention,
         out=arguments.out,
         batch=arguments.batch,

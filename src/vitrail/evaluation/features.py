@@ -22,6 +22,7 @@ from torch import Tensor
 
 from vitrail import files
 from vitrail.config import PreprocessConfig, ViTConfig, to_json
+from vitrail.config.features import AnyFeatureKind, count_features
 from vitrail.data.dataset import Split
 from vitrail.data.dataset_digest import read_file_stamps
 from vitrail.data.folder import FileStore
@@ -31,6 +32,7 @@ from vitrail.data.shards import ShardStore
 from vitrail.data.transforms import normalize
 from vitrail.errors import DataError, ModelError
 from vitrail.formatting import pluralize
+from vitrail.model.features import compute_features
 from vitrail.model.vit import Model
 from vitrail.runtime import distributed
 from vitrail.runtime.devices import finish_one_late, start_copy_to_cpu
@@ -49,21 +51,25 @@ def extract_features(
     preprocess: PreprocessConfig,
     *,
     num_images: int,
+    dense_grid: tuple[int, int] | None = None,
     progress: ProgressCallback = ignore_progress,
 ) -> Tensor:
     """(n, D), float32 on the CPU: the features of `num_images` images, each in the row of its position.
 
+    With `dense_grid`, the rows and columns of patches: (n, rows, columns, D), their dense features.
     Each rank has its own batches, and gets the rows of all. The model is left in eval mode.
     """
     device = next(model.parameters()).device
     model.eval()
-    values = torch.zeros(num_images, model.config.num_features)
+    kind: AnyFeatureKind = "default" if dense_grid is None else "dense"
+    values = torch.zeros(num_images, *(dense_grid or ()), count_features(model.config, kind))
     # cuDNN would compute a ResNet's convolutions in TF32, which has three digits
     exact = torch.backends.cudnn.flags(enabled=True, deterministic=torch.backends.cudnn.deterministic, allow_tf32=False)
     done = 0
 
     def start(batch: Batch) -> Callable[[], tuple[Tensor, Tensor]]:
-        computed = model.compute_features(normalize(batch.pixels.to(device, non_blocking=True), preprocess))
+        inputs = normalize(batch.pixels.to(device, non_blocking=True), preprocess)
+        computed = compute_features(model, inputs, kind)
         wait = start_copy_to_cpu(computed.float())
         return lambda: (batch.positions, wait()[0])
 
@@ -88,6 +94,7 @@ def extract_split_features(
     *,
     batch: int,
     workers: int,
+    dense_grid: tuple[int, int] | None = None,
     progress: ProgressCallback = ignore_progress,
 ) -> Tensor:
     """(n, D): the features of a split's images, of which each rank computes a share."""
@@ -95,7 +102,7 @@ def extract_split_features(
     batches = iter_eval_batches(
         split, preprocess, batch_size=batch, num_classes=0, rank=rank, world_size=world_size, workers=workers
     )
-    return extract_features(model, batches, preprocess, num_images=len(split), progress=progress)
+    return extract_features(model, batches, preprocess, num_images=len(split), dense_grid=dense_grid, progress=progress)
 
 
 def read_labels(split: Split) -> Tensor:

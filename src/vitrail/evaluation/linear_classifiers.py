@@ -25,7 +25,7 @@ _STD_EPSILON = 1e-5
 _CHUNK_ELEMENTS = 2**24  # float64 values that a chunk of images may become
 _CHUNK_SIMILARITIES = 2**26  # similarities in memory at a time
 _LBFGS_STEPS = 2000  # at most
-_GRADIENT_TOLERANCE = 1e-7  # L-BFGS ends when the largest gradient of the mean loss is below it
+GRADIENT_TOLERANCE = 1e-7  # L-BFGS ends when the largest gradient of the mean loss is below it
 DRAFT_GRADIENT_TOLERANCE = 1e-5  # the same where penalties are only compared
 
 
@@ -154,7 +154,7 @@ def _make_sign_targets(targets: Tensor, num_classes: int) -> Tensor:
 
 
 def solve_logistic(
-    train: Features, num_classes: int, penalties: Sequence[float], *, gradient_tolerance: float = _GRADIENT_TOLERANCE
+    train: Features, num_classes: int, penalties: Sequence[float], *, gradient_tolerance: float = GRADIENT_TOLERANCE
 ) -> list[LinearHead]:
     """For each penalty the head with the least mean cross-entropy plus penalty / 2 times its squared weights.
 

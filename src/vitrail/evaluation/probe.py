@@ -26,6 +26,7 @@ from vitrail.errors import DataError, UsageError
 from vitrail.evaluation import calibration, features
 from vitrail.evaluation.linear_classifiers import (
     DRAFT_GRADIENT_TOLERANCE,
+    GRADIENT_TOLERANCE,
     Features,
     LinearHead,
     compute_knn_votes,
@@ -221,10 +222,20 @@ def fit_linear(splits: ProbeSplits, num_classes: int, penalty: float | None = DE
     return _fit_best_penalty(splits, num_classes, "linear", "lambda", penalties, solve_ridge, solve_ridge)
 
 
-def fit_logistic(splits: ProbeSplits, num_classes: int) -> FittedProbe:
-    """A logistic regression from all images, with the penalty chosen on `tuning_val`."""
-    draft = partial(solve_logistic, gradient_tolerance=DRAFT_GRADIENT_TOLERANCE)
-    return _fit_best_penalty(splits, num_classes, "logistic", "L2", L2_GRID, draft, solve_logistic)
+def fit_logistic(
+    splits: ProbeSplits,
+    num_classes: int,
+    *,
+    draft_tolerance: float = DRAFT_GRADIENT_TOLERANCE,
+    tolerance: float = GRADIENT_TOLERANCE,
+) -> FittedProbe:
+    """A logistic regression from all images, with the penalty chosen on `tuning_val`.
+
+    The searches end when no gradient is above the tolerance.
+    """
+    draft = partial(solve_logistic, gradient_tolerance=draft_tolerance)
+    solve = partial(solve_logistic, gradient_tolerance=tolerance)
+    return _fit_best_penalty(splits, num_classes, "logistic", "L2", L2_GRID, draft, solve)
 
 
 def _fit_best_penalty(

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vitrail.data.dataset import Dataset
+from vitrail.data.dataset import Dataset, Split
 from vitrail.data.sources import advise_data_check
 from vitrail.errors import DataError, RemoteError, UsageError
 from vitrail.evaluation import features, probe
@@ -38,6 +38,8 @@ class ProbeSettings:
     """Of the ridge regressions; None to choose it on images that are not measured."""
     k: int = 20
     train_on_val: bool = False
+    segmentation: Path | None = None
+    """A folder of masks, to classify patches instead of images."""
     save: Path | None = None
     """Where to write the model with the best linear head."""
     overwrite: bool = False
@@ -61,6 +63,13 @@ class ProbeSettings:
             check_destination(self.save, "vitrail", overwrite=self.overwrite)
             if not {"linear", "logistic"} & set(self.methods):
                 raise UsageError("--save writes a linear head: add linear or logistic to --methods")
+        if self.segmentation is not None:
+            if self.save is not None:
+                raise UsageError(
+                    "--save writes a classifier of images, and --segmentation fits one of patches: omit one"
+                )
+            if not {"linear", "logistic"} & set(self.methods):
+                raise UsageError("--segmentation fits a linear classifier: add linear or logistic to --methods")
 
 
 def run_probe(trained: Trained, dataset: Dataset, data: str, settings: ProbeSettings) -> dict[str, Any] | None:
@@ -147,7 +156,7 @@ def _extract_features(
             values[name] = stored
             cached.append(name)
         if not distributed.broadcast("" if stored is None else "known"):
-            values[name] = _extract_split(trained, dataset, name, data, settings)
+            values[name] = extract_split(trained, dataset.splits[name], name, data, settings)
             if path is not None:
                 features.cache_features(path, values[name])
     if cached:
@@ -155,15 +164,25 @@ def _extract_features(
     return values, cached
 
 
-def _extract_split(trained: Trained, dataset: Dataset, name: str, data: str, settings: ProbeSettings) -> Tensor:
+def extract_split(
+    trained: Trained,
+    split: Split,
+    name: str,
+    data: str,
+    settings: ProbeSettings,
+    *,
+    dense_grid: tuple[int, int] | None = None,
+) -> Tensor:
+    """The features of a split's images, or with a grid of patches their dense features."""
     group = settings.group
     with settings.show_progress(f"features of {name}") as progress:
         try:
             return features.extract_split_features(
                 trained.model,
-                dataset.splits[name],
+                split,
                 require_preprocess(trained),
                 group,
+                dense_grid=dense_grid,
                 batch=settings.batch,
                 workers=settings.workers,
                 progress=lambda done, total: progress(min(done * group.world_size, total), total),  # of all ranks

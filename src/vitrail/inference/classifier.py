@@ -6,6 +6,7 @@ B images of a batch   C channels   S image side   L classes   D features
 import copy
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from vitrail.config import Precision
+from vitrail.config.features import AnyFeatureKind
 from vitrail.data.decode import ImageSource, decode
 from vitrail.data.transforms import make_eval_input
 from vitrail.errors import DataError, UsageError
@@ -38,7 +40,9 @@ class Classifier:
 
     It computes predictions in the precision that the file's measurements show to be best on this CPU or GPU, or in
     `precision`. Features are float32 unless `precision` is given, and `model`, the weights themselves, always is.
-    With `compile_batches` torch compiles it for batches of `batch_size`, which takes a while at the first one.
+    `features` chooses what `extract_features` gives, as in `vitrail.embed`, or "dense" as in `vitrail.dense`, and
+    `normalize` scales it to length 1. With `compile_batches` torch compiles the model for batches of `batch_size`,
+    which takes a while at the first one.
 
         classifier = vitrail.Classifier(vitrail.load("model.safetensors"))
         print(classifier.predict(["cat.jpg", "dog.jpg"], top=2))
@@ -52,6 +56,8 @@ class Classifier:
         batch_size: int = 32,
         precision: Precision | None = None,
         compile_batches: bool = False,
+        features: AnyFeatureKind = "default",
+        normalize: bool = False,
     ) -> None:
         self.preprocess = require_preprocess(trained)
         if batch_size < 1:
@@ -72,8 +78,10 @@ class Classifier:
             available, processor = list_available_precisions(on_device), describe_processor(self.device)
             self.precision = choose_precision(trained.precision_measurements, processor, available)
         compiled_batch = batch_size if compile_batches else 0
-        functions = build_inference_functions(on_device, self.precision, compiled_batch=compiled_batch)
-        exact = functions if self.precision in (precision, "float32") else build_inference_functions(on_device)
+        self.features, self.normalize = features, normalize
+        build_functions = partial(build_inference_functions, on_device, features=features, normalize_features=normalize)
+        functions = build_functions(self.precision, compiled_batch=compiled_batch)
+        exact = functions if self.precision in (precision, "float32") else build_functions()
         self._compute_probabilities, self._compute_features = functions.probabilities, exact.features
 
     def __call__(self, images: Sequence[ImageSource | Tensor], top: int = 5) -> list[RankedLabels]:
@@ -109,7 +117,7 @@ class Classifier:
         return self._compute_probabilities(self._stack_inputs(images)).cpu()
 
     def extract_features(self, images: Sequence[ImageSource | Tensor]) -> Tensor:
-        """One batch of images -> the head's input, float32 (B, D) on the CPU."""
+        """One batch of images -> features on the CPU: by default the head's input, float32 (B, D)."""
         return self._compute_features(self._stack_inputs(images)).cpu()
 
     def start_prediction(self, parts: Sequence[Tensor], top: int) -> Callable[[], list[RankedLabels]]:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from vitrail.config import ModelConfig, Precision, PreprocessConfig, ViTConfig
+from vitrail.config.features import AnyFeatureKind, check_feature_kind
 from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError
+from vitrail.model import features as model_features
 from vitrail.model.cost import count_multiply_adds
 from vitrail.model.quantized import convert_precision, explain_unsupported, get_input_dtype, has_uint8_input
 from vitrail.model.vit import ViT
@@ -36,11 +38,16 @@ class InferenceFunctions(NamedTuple):
     probabilities: InferenceFunction
     """(B, L); independent of each other for a multi-label model."""
     features: InferenceFunction
-    """The head's input, float32 (B, D)."""
+    """By default the head's input, float32 (B, D)."""
 
 
 def build_inference_functions(
-    trained: Trained, precision: Precision = "float32", *, compiled_batch: int = 0
+    trained: Trained,
+    precision: Precision = "float32",
+    *,
+    compiled_batch: int = 0,
+    features: AnyFeatureKind = "default",
+    normalize_features: bool = False,
 ) -> InferenceFunctions:
     """Build a model's functions in a precision. OpenVINO computes probabilities only, so its features are float32.
 
@@ -50,6 +57,7 @@ def build_inference_functions(
         raise UsageError(f"{precision} is not available: {reason}. --precision float32 always is")
     preprocess = trained.preprocess
     assert preprocess is not None
+    check_feature_kind(trained.model.config, features)
     model = convert_precision(trained.model, "float32" if precision == "openvino-int8" else precision, preprocess)
 
     if compiled_batch and isinstance(model, ViT):
@@ -69,8 +77,9 @@ def build_inference_functions(
     @torch.inference_mode()
     def compute_features(inputs: Tensor) -> Tensor:
         with choose_stance(inputs):
-            features: Tensor = model.compute_features(prepare_inputs(model, inputs, preprocess))
-        return features.float()
+            images = prepare_inputs(model, inputs, preprocess)
+            values = model_features.compute_features(model, images, features, normalize=normalize_features)
+        return values.float()
 
     probabilities: InferenceFunction = compute_probabilities
     if precision == "openvino-int8":

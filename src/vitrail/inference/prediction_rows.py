@@ -26,7 +26,8 @@ from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
 from vitrail import files, locks
-from vitrail.config import ModelConfig
+from vitrail.config import BiTConfig, ModelConfig, ViTConfig, from_json
+from vitrail.config.features import describe_features
 from vitrail.config.serialization import upgrade_keys
 from vitrail.data.image_paths import ImageRef
 from vitrail.errors import UsageError
@@ -234,7 +235,18 @@ def _read_record(path: Path) -> dict[str, Any] | None:
         model["multi_label"] = model.pop("several")
     if isinstance(model, dict) and "config" in model:
         model["config"] = upgrade_keys(ModelConfig, model["config"])
+        if record.get("--embed") and "--features" not in record:  # earlier versions wrote the default
+            record["--features"], record["--normalize"] = _describe_default_features(model["config"]), False
     return record
+
+
+def _describe_default_features(config: Any) -> str:
+    """The features that the head of a recorded model reads; empty for a damaged record."""
+    try:
+        is_bit = config["kind"] == "bit"
+        return describe_features(from_json(BiTConfig, config) if is_bit else from_json(ViTConfig, config))
+    except (KeyError, TypeError, UsageError):
+        return ""
 
 
 def _check_same_names(path: Path, done: int, rows: "Sequence[_StoredImage]", items: Sequence[PredictionItem]) -> None:

@@ -23,6 +23,7 @@ from vitrail.visualization.attention_images import AttentionResults, FigureImage
 from vitrail.visualization.crops import Box, measure_box_attention, summarize_box_attention
 from vitrail.visualization.embeddings import Filters, PositionSimilarity
 from vitrail.visualization.faithfulness import join_faithfulness
+from vitrail.visualization.feature_pca import ImageColors, compute_image_colors, write_feature_colors
 from vitrail.visualization.figure_folder import IMAGE_FOLDERS, FigureFolder
 from vitrail.weights import formats, hub
 from vitrail.weights.adapt import adapt
@@ -180,8 +181,10 @@ def draw_image_figures(
     faithfulness: bool = False,
     show_progress: ShowProgress = hide_progress,
 ) -> None:
-    """Draw distances, the overview, CKA and faithfulness, then pictures of the first images, then measure boxes."""
+    """Draw the features, distances, the overview, CKA and faithfulness, then pictures, then measure boxes."""
     drawn = images[:num_drawn]
+    if drawn:
+        _draw_feature_pca(models, drawn, folder, show_progress)
 
     def compute_attention(model: FigureModel) -> AttentionResults:
         channels, preprocess = model.trained.model.config.channels, require_preprocess(model.trained)
@@ -208,6 +211,34 @@ def draw_image_figures(
     _draw_images(drawn, results, folder, show_progress)
     if boxes:
         _measure_boxes(results, boxes, folder)
+
+
+def _draw_feature_pca(
+    models: Sequence[FigureModel], images: Sequence[FigureImage], folder: FigureFolder, show_progress: ShowProgress
+) -> None:
+    """Draw the dense features of the images as colors, beside the model inputs."""
+
+    def compute_colors(model: FigureModel) -> ImageColors:
+        with show_progress(f"features of {model.name}") as report:
+            return compute_image_colors(model.trained, images, folder.add_unreadable, report)
+
+    results = _compute_by_model("pca", models, folder, compute_colors)
+    if not results:
+        return
+    explained = {name: float(result.explained_variance_ratio.sum()) for name, result in results.items()}
+    folder.numbers["pca"] = explained
+    shares = _format_by_model(explained, "{:.0%} of the variance")
+    path = folder.add_file("pca.png", f"principal components of the patches' features, {shares}")
+    write_feature_colors(results, path)
+    arrays = {
+        name: {
+            "colors": list(result.colors.values()),
+            "explained_variance_ratio": result.explained_variance_ratio,
+            "images": list(result.colors),
+        }
+        for name, result in results.items()
+    }
+    folder.write_arrays("pca.npz", arrays)
 
 
 def _draw_distances(

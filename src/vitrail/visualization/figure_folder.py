@@ -14,7 +14,7 @@ from vitrail.runtime.workers import Notify, ignore_note
 
 RECORD_FILE = "figures.json"
 IMAGE_FOLDERS = ("rollout", "relevance", "tokens", "heads")
-_FIGURES = ("filters", "positions", "distance", "overview", "cka", "faithfulness", "images", "boxes")
+_FIGURES = ("filters", "positions", "distance", "overview", "cka", "faithfulness", "pca", "images", "boxes")
 
 
 def claim_folder(out: str) -> Path:

@@ -24,6 +24,7 @@ from vitrail.cli.options import (
     Preprocess,
 )
 from vitrail.config import Precision
+from vitrail.config.features import FeatureKind
 
 SplitName = Literal["test", "val", "train", "all"]
 PrintedFormat = Literal["table", "csv", "jsonl"]
@@ -48,6 +49,11 @@ class PredictArguments:
     """Labels per image."""
     embed: bool = False
     """Write features instead of labels."""
+    features: FeatureKind = "default"
+    """Which features --embed writes: the class token, the mean of the patch tokens, both, or attention pooling (map).
+    Default: what the model's head reads."""
+    normalize: bool = False
+    """Scale each image's features to length 1."""
     attention: OptionalFolder = None
     """A folder for attention rollouts, one PNG per image."""
     out: Annotated[str | None, arg(metavar="FILE")] = None
@@ -121,6 +127,9 @@ class ProbeArguments:
     """Number of neighbors of knn."""
     train_on_val: Annotated[bool, _CLASSIFIERS] = False
     """After the settings are chosen, train on the validation images too."""
+    segmentation: Annotated[OptionalFolder, arg(metavar="MASKS")] = None
+    """Classify patches by their dense features, with linear and logistic, and measure the mean IoU. MASKS is a folder
+    of PNG masks with the images' names and sizes, palette or gray: values are class indices, 255 is ignored."""
     save: Annotated[Path | None, arg(metavar="OUT.safetensors")] = None
     """Write the model with the better of linear and logistic as its head, and a fitted temperature."""
     overwrite: bool = False
