@@ -33,11 +33,13 @@ from vitrail.training.finetune import PreprocessName
 from vitrail.weights.adapt import adapt
 from vitrail.weights.formats import WeightsFormat, check_destination
 from vitrail.weights.load import is_preset, save
+from vitrail.weights.peft_adapters import apply_adapter, read_adapter
+from vitrail.weights.peft_export import ADAPTER_FORMATS, AdapterFormat, write_adapter
 from vitrail.weights.trained import Trained, require_preprocess, resolve_labels
 
 __all__ = ["Conversion", "ConvertKeywords", "convert"]
 
-TargetFormat = Literal[WeightsFormat, "onnx", "torch-export", "openvino"]
+TargetFormat = Literal[WeightsFormat, "onnx", "torch-export", "openvino", AdapterFormat]
 MAX_MEASURED_IMAGES = 1000
 _FORMATS_BY_SUFFIX: dict[str, TargetFormat] = {".onnx": "onnx", ".pt2": "torch-export", ".xml": "openvino"}
 _BATCH_SIZE = 16
@@ -50,6 +52,8 @@ class ConvertOptions:
 
     destination: Path
     to: TargetFormat = "vitrail"
+    adapter: str | Path | None = None
+    """The folder of a LoRA adapter, which is merged into the model."""
     classes: int | None = None
     """Classes of a zero head that replaces the model's."""
     labels: str | None = None
@@ -76,6 +80,8 @@ class ConvertOptions:
 class ConvertKeywords(TypedDict, total=False):
     """What `convert` takes by keyword, besides `to` and `image_size`."""
 
+    adapter: str | Path | None
+    """The folder of a LoRA adapter, of PEFT or of a run, which is merged into the model."""
     classes: int | None
     """Classes of a zero head that replaces the model's."""
     labels: str | None
@@ -155,7 +161,8 @@ def convert(
 
     Arguments:
 
-    - `source`: The model: a name, a path, a `Run` or a `Trained`.
+    - `source`: The model: a name, a path, a `Run` or a `Trained`. For the formats `peft`, `peft-v4` and `peft-timm`
+      the folder of an adapter.
     - `destination`: The file or folder to write.
     - `to`: The format; by default the suffixes .onnx, .pt2 and .xml choose those runtimes, and any other name vitrail's
       own format.
@@ -166,10 +173,14 @@ def convert(
     values = {"destination": Path(destination), "to": to or _choose_format(Path(destination)), "image_size": size}
     built = build_options(ConvertOptions, {**values, **options})
     _check_measure_options(built)
+    if built.to in ADAPTER_FORMATS:
+        return _convert_adapter(source, built)
     _check_target(built)  # before a large model is read or written
     dataset = None if built.measure is None else _open_measure_dataset(built.measure)
     trained = _load_source(source, NoteCollector() if notify is None else notify)
     before = len(trained.origin.changes)
+    if built.adapter is not None:
+        trained = apply_adapter(trained, read_adapter(Path(built.adapter)), Path(built.adapter).resolve().name)
     trained = _adapt(trained, built)
     facts = {
         "written": str(built.destination),
@@ -178,6 +189,17 @@ def convert(
         **_write_model(trained, built, dataset),
     }
     return Conversion(built.destination, facts)
+
+
+def _convert_adapter(source: AnyModel, options: ConvertOptions) -> Conversion:
+    """Write an adapter under the names of another library or version."""
+    path, to = options.destination, options.to
+    allowed = ConvertOptions(destination=path, to=to, overwrite=options.overwrite, progress=options.progress)
+    if options != allowed or not isinstance(source, str | Path):
+        raise UsageError(f"{to} is for adapters alone: vitrail convert ADAPTER DST --to {to}")
+    assert to in ADAPTER_FORMATS
+    write_adapter(read_adapter(Path(source)), path, to, overwrite=options.overwrite)
+    return Conversion(path, {"written": str(path), "format": to, "changes": [], "notes": []})
 
 
 def _choose_format(destination: Path) -> TargetFormat:

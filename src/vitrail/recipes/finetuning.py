@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from vitrail.config import AugmentConfig, OptimizerConfig, Recipe, ScheduleConfig
+from vitrail.config import AugmentConfig, LoRAConfig, OptimizerConfig, Recipe, ScheduleConfig
 
 FinetuneKind = Literal["default", "paper", "bit"]
 
@@ -16,11 +16,18 @@ _MEDIUM_SIZE_RATIO, _MIN_SIZE_RATIO = 11 / 14, 9 / 14  # of the model's size: 17
 
 
 def build_finetune_recipe(
-    kind: FinetuneKind, images: int, patch: int, *, epochs: float | None = None, pixels: int = 224 * 224
+    kind: FinetuneKind,
+    images: int,
+    patch: int,
+    *,
+    epochs: float | None = None,
+    pixels: int = 224 * 224,
+    lora: int | None = None,
 ) -> Recipe:
     """The recipe to fine-tune a model on `images` training images; `patch` is the stride of its patches.
 
-    `pixels` is the area of a typical image of the dataset, by which BiT's rule chooses the resolution.
+    `pixels` is the area of a typical image of the dataset, by which BiT's rule chooses the resolution. `lora` is the
+    rank of LoRA's additions, if they are trained instead of the layers.
     """
     if kind == "bit":
         recipe = _build_bit_recipe(images, patch, pixels)
@@ -28,10 +35,20 @@ def build_finetune_recipe(
         recipe = _build_paper_recipe(images, patch)
     else:
         recipe = _build_default_recipe(images, epochs)
+    recipe = set_lora(recipe, lora)
     if epochs is None:
         return recipe
     warmup = round(recipe.schedule.warmup * min(1.0, epochs / recipe.epochs))
     return dataclasses.replace(recipe, epochs=epochs, schedule=dataclasses.replace(recipe.schedule, warmup=warmup))
+
+
+def set_lora(recipe: Recipe, rank: int | None) -> Recipe:
+    """The recipe with LoRA of that rank, unless it is None; its other settings, if it has LoRA already, stay."""
+    if rank is None:
+        return recipe
+    if recipe.lora is not None:
+        return dataclasses.replace(recipe, lora=dataclasses.replace(recipe.lora, rank=rank))
+    return dataclasses.replace(recipe, lora=LoRAConfig(rank=rank))
 
 
 def _build_default_recipe(images: int, epochs: float | None) -> Recipe:

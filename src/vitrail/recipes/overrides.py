@@ -17,7 +17,7 @@ _COMMON = _LENGTH | {"recipe.logit_adjustment": "give --balanced", "schedule.war
 _UNFROZEN = {"recipe.trainable_layers": _FROM_RANDOM_WEIGHTS}
 TRAIN_RESERVED = _COMMON | _UNFROZEN | {"masked.target": "give --target NAME"}
 """Settings that `train` has options for, or does not take: SECTION.FIELD, and what to do instead."""
-FINETUNE_RESERVED = _COMMON | {"recipe.trainable_layers": "give --layers N"}
+FINETUNE_RESERVED = _COMMON | {"recipe.trainable_layers": "give --layers N", "lora.rank": "give --lora RANK"}
 """The same for `finetune`."""
 ABLATION_RESERVED = _LENGTH | _UNFROZEN
 """The same for `study ablate`."""
@@ -27,7 +27,7 @@ TRANSFER_RESERVED = {
     "recipe.image_size": "give --image-size SIDE",
 }
 """The same for `study sweep` and `study vtab`."""
-_SECTIONS = ("optimizer", "schedule", "augment", "masked")  # of a recipe, besides its model's settings
+_SECTIONS = ("optimizer", "schedule", "augment", "masked", "lora")  # of a recipe, besides its model's settings
 _DESCRIPTIVE_FIELDS = ("data", "source", "result")
 _FIXED_MODEL_FIELDS = ("kind", "stem", "conv", "image_size", "classes")  # decided by the preset, the recipe or the data
 

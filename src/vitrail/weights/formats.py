@@ -21,6 +21,8 @@ WeightsFormat = Literal["vitrail", "google", "timm", "transformers", "torchvisio
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")  # pickles
 TENSOR_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 CONFIG_FILE = "config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # of PEFT: the first that exists
 WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")  # of a folder with a config.json: the first that exists
 NATIVE_FILE = "model-vitrail.safetensors"  # what `vitrail push` uploads beside a folder that transformers reads
 
@@ -105,6 +107,11 @@ def choose_model_files(names: Collection[str], where: str) -> list[str]:
         if not weights:
             raise ModelError(f"{where} has a {CONFIG_FILE} but no weights: neither {' nor '.join(WEIGHTS_FILES)}")
         return beside + weights
+    if ADAPTER_CONFIG_FILE in names:
+        raise ModelError(
+            f"{where} is an adapter, which is no model without its base: download it with `hf download`, then vitrail"
+            " convert BASE OUT.safetensors --adapter FOLDER"
+        )
     single = sorted(name for name in names if name.endswith(CODELESS_SUFFIXES) and "/" not in name and "\\" not in name)
     if len(single) != 1:
         weights_files = f"{len(single)} weights files ({', '.join(single[:3])})" if single else "no weights file"
