@@ -84,7 +84,8 @@ def _find_field(recipe: Recipe, name: str, reserved: Mapping[str, str]) -> _Fiel
     prefix, _, bare = name.rpartition(".")
     known: dict[str, _Field] = {}
     for section, kind, fields in _list_sections(recipe):
-        bare = upgrade_field_name(kind, bare)
+        if prefix in ("", section):  # layers is an old name of a recipe's field, and lora has a field of that name
+            bare = upgrade_field_name(kind, bare)
         known |= {f"{section}.{field}": _Field(section, kind, field) for field in fields}
     short = {field.name: field for field in reversed(known.values()) if field.name != "kind"}
     short |= {"optimizer": known["optimizer.kind"]}
@@ -93,6 +94,8 @@ def _find_field(recipe: Recipe, name: str, reserved: Mapping[str, str]) -> _Fiel
         if instead := reserved.get(f"{chosen.section}.{chosen.name}"):
             raise UsageError(f"{name} cannot be set here: {instead}")
         return chosen
+    if prefix == "lora":
+        raise UsageError(f"the setting {name} is for a recipe with LoRA: `vitrail finetune --lora RANK` adds it")
     if bare in _list_fields(ViTConfig, *_FIXED_MODEL_FIELDS) and prefix in ("", "model"):
         reason = "a trained model keeps its own" if recipe.model is None else f"{recipe.model} is a ResNet"
         raise UsageError(f"the setting {name} is for recipes of ViTs with random weights: {reason}")

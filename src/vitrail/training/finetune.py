@@ -83,9 +83,8 @@ class FinetuneOptions:
                 if not decides_epochs
                 else "--minutes decides the epochs; give --minutes, or --epochs (and --replan with it), not both"
             )
-        if self.lora is not None and (self.from_scratch or self.trainable_layers is not None):
-            other = "--from-scratch" if self.from_scratch else "--layers"
-            raise UsageError(f"--lora trains additions to a trained model's frozen layers, and its head: omit {other}")
+        if self.lora is not None and self.trainable_layers is not None:
+            raise UsageError("--lora trains additions to frozen layers, and --layers the layers themselves: give one")
 
 
 DEFAULT_OPTIONS = FinetuneOptions()
@@ -184,6 +183,8 @@ def plan_finetuning(
     kind = cast(recipes.FinetuneKind, options.recipe)  # where there is no recipe of the user's own
     any_recipe = own_recipe or recipes.build_finetune_recipe(kind, 1, 1, lora=options.lora)
     recipes.override_settings(any_recipe, options.settings)  # typos first
+    if any_recipe.lora is not None and options.from_scratch:
+        raise UsageError("LoRA adds to the layers of a trained model, and random weights have learned nothing: omit it")
     used_options = dataclasses.replace(run_options, out=None) if dry_run else run_options
     folder, resume = used_options.choose_folder("finetune", group, notify)
     dataset, audit = open_dataset(data), None
