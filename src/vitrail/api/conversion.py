@@ -33,7 +33,7 @@ from vitrail.training.finetune import PreprocessName
 from vitrail.weights.adapt import adapt
 from vitrail.weights.formats import WeightsFormat, check_destination
 from vitrail.weights.load import is_preset, save
-from vitrail.weights.peft_adapters import apply_adapter, read_adapter
+from vitrail.weights.peft_adapters import merge_adapter, read_adapter
 from vitrail.weights.peft_export import ADAPTER_FORMATS, AdapterFormat, write_adapter
 from vitrail.weights.trained import Trained, require_preprocess, resolve_labels
 
@@ -53,7 +53,7 @@ class ConvertOptions:
     destination: Path
     to: TargetFormat = "vitrail"
     adapter: str | Path | None = None
-    """The folder of a LoRA adapter, which is merged into the model."""
+    """A LoRA adapter that is merged into the model: its folder, or hf:ORG/NAME."""
     classes: int | None = None
     """Classes of a zero head that replaces the model's."""
     labels: str | None = None
@@ -81,7 +81,7 @@ class ConvertKeywords(TypedDict, total=False):
     """What `convert` takes by keyword, besides `to` and `image_size`."""
 
     adapter: str | Path | None
-    """The folder of a LoRA adapter, of PEFT or of a run, which is merged into the model."""
+    """A LoRA adapter, of PEFT or of a run, that is merged into the model: its folder, or hf:ORG/NAME."""
     classes: int | None
     """Classes of a zero head that replaces the model's."""
     labels: str | None
@@ -180,7 +180,7 @@ def convert(
     trained = _load_source(source, NoteCollector() if notify is None else notify)
     before = len(trained.origin.changes)
     if built.adapter is not None:
-        trained = apply_adapter(trained, read_adapter(Path(built.adapter)), Path(built.adapter).resolve().name)
+        trained = merge_adapter(trained, built.adapter)
     trained = _adapt(trained, built)
     facts = {
         "written": str(built.destination),

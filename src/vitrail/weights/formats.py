@@ -109,8 +109,8 @@ def choose_model_files(names: Collection[str], where: str) -> list[str]:
         return beside + weights
     if ADAPTER_CONFIG_FILE in names:
         raise ModelError(
-            f"{where} is an adapter, which is no model without its base: download it with `hf download`, then vitrail"
-            " convert BASE OUT.safetensors --adapter FOLDER"
+            f"{where} is an adapter, which is no model without its base: vitrail convert BASE OUT.safetensors --adapter"
+            f" {where}"
         )
     single = sorted(name for name in names if name.endswith(CODELESS_SUFFIXES) and "/" not in name and "\\" not in name)
     if len(single) != 1:
@@ -120,6 +120,15 @@ def choose_model_files(names: Collection[str], where: str) -> list[str]:
             " give the file itself, downloaded with `hf download` where it is on the Hub"
         )
     return card + single
+
+
+def choose_adapter_files(names: Collection[str], where: str) -> list[str]:
+    """Choose the files of a folder or repository that make up its adapter, the weights last."""
+    weights = [name for name in ADAPTER_WEIGHTS_FILES if name in names][:1]
+    if ADAPTER_CONFIG_FILE not in names or not weights:
+        needed = f"{ADAPTER_CONFIG_FILE} and {' or '.join(ADAPTER_WEIGHTS_FILES)}"
+        raise ModelError(f"{where} is no adapter: PEFT's save_pretrained writes {needed}")
+    return [ADAPTER_CONFIG_FILE, *weights]
 
 
 def check_destination(path: Path, format: WeightsFormat, *, overwrite: bool = False) -> None:  # noqa: A002

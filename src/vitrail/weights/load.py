@@ -29,17 +29,17 @@ def load(model: str | Path, adapter: str | Path | None = None) -> Trained:
     """Load a MODEL on the CPU, in eval mode.
 
     A file or folder of any known format, hf:ORG/NAME[@REVISION] or timm:NAME from the Hub, or a preset, which has
-    random weights. `adapter` is the folder of a LoRA adapter, of PEFT or of a run, which is merged into it.
+    random weights. `adapter` is a LoRA adapter, of PEFT or of a run, which is merged into it: a folder or hf:ORG/NAME.
 
         trained = vitrail.load("model.safetensors")
         print(trained.model.config, trained.preprocess, trained.labels)
     """
+    trained = _load_model(model)
     if adapter is None:
-        return _load_model(model)
-    from vitrail.weights.peft_adapters import apply_adapter, read_adapter
+        return trained
+    from vitrail.weights.peft_adapters import merge_adapter
 
-    content = read_adapter(Path(adapter))
-    return apply_adapter(_load_model(model), content, Path(adapter).resolve().name)
+    return merge_adapter(trained, adapter)
 
 
 def _load_model(model: str | Path) -> Trained:

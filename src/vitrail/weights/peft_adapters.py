@@ -22,7 +22,7 @@ from vitrail.config.training import compute_lora_scale
 from vitrail.errors import ModelError, UsageError
 from vitrail.formatting import pluralize
 from vitrail.model.lora import merge_weight
-from vitrail.weights import foreign_format, tensor_files, transformers
+from vitrail.weights import foreign_format, hub, tensor_files, transformers
 from vitrail.weights.adapt import adapt
 from vitrail.weights.formats import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILES
 from vitrail.weights.trained import Tensors, Trained, assemble_model
@@ -208,6 +208,14 @@ def _get_by_pattern(patterns: Mapping[str, Any], name: str, default: Any, path: 
         except re.error as error:
             raise ModelError(f"{path} is damaged: {pattern!r:.80} is no regular expression ({error})") from None
     return default
+
+
+def merge_adapter(trained: Trained, adapter: str | Path) -> Trained:
+    """The model with the adapter in a folder, or with that of hf:ORG/NAME[@REVISION], merged into it."""
+    if isinstance(adapter, str) and adapter.startswith("hf:"):
+        folder = hub.download_adapter(adapter)
+        return apply_adapter(trained, read_adapter(folder), f"{adapter.partition('@')[0]}@{folder.name}")
+    return apply_adapter(trained, read_adapter(Path(adapter)), Path(adapter).resolve().name)
 
 
 # --- merge ------------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ class ConvertArguments:
     .pt2, openvino an .xml and a .bin. Where SRC is an adapter, peft, peft-v4 and peft-timm write it with the names of
     transformers from 5.9 on, of those before, and of timm."""
     adapter: OptionalFolder = None
-    """Merge a LoRA adapter into the model: a folder of PEFT, or the weights/adapter of a run."""
+    """Merge a LoRA adapter into the model: a folder of PEFT, hf:ORG/NAME, or the weights/adapter of a run."""
     classes: Annotated[OptionalNumber, _ADAPTATION] = None
     """Replace the head with a zero-initialized one of N classes."""
     labels: Annotated[str | None, _ADAPTATION, arg(metavar="NAMES")] = None
