@@ -4,9 +4,9 @@
 
 Each row trains the same model on the same images on the device, by the trainer's own step: bf16 on a GPU, clipping at
 1, fused AdamW, there a replayed CUDA graph, and with --compile compiled blocks. Rows are measured one after the other,
-so that the memory of one is free before the next; the speed is the median over rounds of a few steps. Memory is the peak
-of what torch allocated on the GPU, weights included; a CPU has no such counter. On a CPU the default is a tiny model:
-that shows that the bench works, not what is fast.
+so that the memory of one is free before the next; the speed is the median over rounds of a few steps. Memory is the
+peak of what torch allocated on the GPU, weights included; a CPU has no such counter. On a CPU the default is a tiny
+model: that shows that the bench works, not what is fast.
 """
 
 import argparse

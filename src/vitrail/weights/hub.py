@@ -166,7 +166,8 @@ def _find_cached_snapshot(repo: str, revision: str | None, choose_files: ChooseF
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     with contextlib.suppress(LocalEntryNotFoundError, ModelError):
-        names = list(formats.SIDE_FILES)
+        is_adapter = choose_files is choose_adapter_files
+        names = [formats.ADAPTER_CONFIG_FILE] if is_adapter else list(formats.SIDE_FILES)
         folder = Path(snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=names))
         choose_files([entry.name for entry in folder.iterdir() if entry.is_file()], repo)
         return folder
