@@ -221,6 +221,11 @@ def test_an_adapter_is_written_under_other_names(tmp_path: Path, capsys: Capture
         assert f"base_model.model.{prefix}lora_A.weight" in load_file(target / "adapter_model.safetensors")
         code, _, err = vitrail(*command, capsys=capsys)
         assert (code, "exists" in err) == (2, True)
+    (target / "notes.txt").write_text("mine")
+    code, _, err = vitrail(*command, "--overwrite", capsys=capsys)
+    assert (code, "holds 'notes.txt' and is no adapter to overwrite" in err) == (2, True)
+    code, _, err = vitrail(*command[:2], str(tmp_path / "out.safetensors"), "--to", "peft", capsys=capsys)
+    assert (code, f"an adapter is a folder: call it {tmp_path / 'out'}" in err) == (2, True)
 
 
 def test_formats_of_adapters_take_no_model_and_no_other_option(tmp_path: Path, capsys: Capture) -> None:

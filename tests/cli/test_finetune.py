@@ -230,7 +230,7 @@ def test_layers_balance_and_everything_are_taken_to_the_run(tmp_path: Path, caps
 
 
 def test_lora_leaves_merged_weights_and_an_adapter_for_its_base(tmp_path: Path, capsys: Capture) -> None:
-    settings = ("--set", "lora.layers=all", "lora.alpha=8", "lora.dora=true", "optimizer.layer_decay=1")
+    settings = ("--set", "lora.layers=all", "lora.alpha=8", "lora.dora=true")
     options = ("--lora", "2", *settings, "--image-size", "48")
     code, out, _ = finetune(*SHORT, *options, capsys=capsys)
     assert code == 0

@@ -167,3 +167,14 @@ def test_a_rank_adds_lora_and_keeps_its_other_settings() -> None:
     own = dataclasses.replace(recipe, lora=LoRAConfig(rank=2, dora=True))
     assert set_lora(own, 8).lora == LoRAConfig(rank=8, dora=True)
     assert set_lora(own, None).lora == LoRAConfig(rank=2, dora=True)
+
+
+@pytest.mark.parametrize(("images", "lr"), [(100, 2e-4), (1_000, 4e-4)])
+def test_lora_has_ten_times_the_default_learning_rate_in_all_blocks(images: int, lr: float) -> None:
+    plain, added = (build_finetune_recipe("default", images, 16, lora=rank).optimizer for rank in (None, 8))
+    assert (plain.lr, plain.layer_decay) == (lr, 0.75)
+    assert (added.lr, added.layer_decay, added.head_lr) == (pytest.approx(10 * lr), 1, plain.head_lr)
+    assert (
+        build_finetune_recipe("paper", images, 16, lora=8).optimizer
+        == build_finetune_recipe("paper", images, 16).optimizer
+    )

@@ -31,7 +31,7 @@ from vitrail.runtime import devices
 from vitrail.runtime.workers import Notify, ShowProgress
 from vitrail.training.finetune import PreprocessName
 from vitrail.weights.adapt import adapt
-from vitrail.weights.formats import WeightsFormat, check_destination
+from vitrail.weights.formats import WeightsFormat, check_adapter_destination, check_destination
 from vitrail.weights.load import is_preset, save
 from vitrail.weights.peft_adapters import merge_adapter, read_adapter
 from vitrail.weights.peft_export import ADAPTER_FORMATS, AdapterFormat, write_adapter
@@ -173,9 +173,9 @@ def convert(
     values = {"destination": Path(destination), "to": to or _choose_format(Path(destination)), "image_size": size}
     built = build_options(ConvertOptions, {**values, **options})
     _check_measure_options(built)
+    _check_target(built)  # before a large model is read or written
     if built.to in ADAPTER_FORMATS:
         return _convert_adapter(source, built)
-    _check_target(built)  # before a large model is read or written
     dataset = None if built.measure is None else _open_measure_dataset(built.measure)
     trained = _load_source(source, NoteCollector() if notify is None else notify)
     before = len(trained.origin.changes)
@@ -221,6 +221,8 @@ def _check_target(options: ConvertOptions) -> None:
     match to:
         case "onnx" | "torch-export" | "openvino":
             export.check_export_destination(path, to, overwrite=overwrite)
+        case "peft" | "peft-v4" | "peft-timm":
+            check_adapter_destination(path, overwrite=overwrite)
         case _:
             check_destination(path, to, overwrite=overwrite)
 
@@ -274,6 +276,8 @@ def _write_model(trained: Trained, options: ConvertOptions, dataset: Dataset | N
     match to:
         case "onnx" | "torch-export" | "openvino":
             return {"notes": [], **export.export_model(trained, path, to, overwrite=overwrite)._asdict()}
+        case "peft" | "peft-v4" | "peft-timm":
+            raise AssertionError("_convert_adapter writes adapters")
         case _:
             return {"notes": save(trained, path, to, overwrite=overwrite)}
 

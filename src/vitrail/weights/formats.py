@@ -131,6 +131,14 @@ def choose_adapter_files(names: Collection[str], where: str) -> list[str]:
     return [ADAPTER_CONFIG_FILE, *weights]
 
 
+def check_adapter_destination(path: Path, *, overwrite: bool = False) -> None:
+    """Refuse a name that is taken or is a file's, and a folder that holds anything but an adapter."""
+    files.check_path_free(path, overwrite=overwrite)
+    if path.suffix in FILE_SUFFIXES:
+        raise UsageError(f"an adapter is a folder: call it {path.with_suffix('')}")
+    _check_folder_content(path, {ADAPTER_CONFIG_FILE, *ADAPTER_WEIGHTS_FILES, "README.md"}, "adapter")
+
+
 def check_destination(path: Path, format: WeightsFormat, *, overwrite: bool = False) -> None:  # noqa: A002
     """Refuse a name that does not fit the format or is taken, and a folder that holds anything but a model."""
     if format not in FORMATS:
@@ -144,10 +152,14 @@ def check_destination(path: Path, format: WeightsFormat, *, overwrite: bool = Fa
         others = [f"--to {name}" for name in get_args(WeightsFormat) if _fits_name(path, name)]
         alternative = f", or say {' or '.join(others)}" if others else ""
         raise UsageError(f"a {format} model is {' or '.join(kinds)}: call it {better}{alternative}")
-    expected = {*SIDE_FILES, *WEIGHTS_FILES}
+    _check_folder_content(path, {*SIDE_FILES, *WEIGHTS_FILES}, "model")
+
+
+def _check_folder_content(path: Path, expected: Collection[str], kind: str) -> None:
+    """Refuse to overwrite a folder that holds other files than those of a model or adapter."""
     if path.is_dir() and (others := sorted(entry.name for entry in path.iterdir() if entry.name not in expected)):
         raise UsageError(
-            f"{path} is a folder that holds {others[0]!r} and is no model to overwrite; choose another name"
+            f"{path} is a folder that holds {others[0]!r} and is no {kind} to overwrite; choose another name"
         )
 
 

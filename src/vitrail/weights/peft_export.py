@@ -24,7 +24,7 @@ from vitrail.errors import ModelError
 from vitrail.model.lora import ADDED_NAMES
 from vitrail.weights import foreign_format, tensor_files, transformers
 from vitrail.weights.foreign_format import TensorNameMap
-from vitrail.weights.formats import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILES
+from vitrail.weights.formats import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILES, check_adapter_destination
 from vitrail.weights.peft_adapters import HEADER_KEY, KEY_PREFIX, Adapter, AdapterHeader, LowRankAddition
 from vitrail.weights.trained import Origin, Tensors, Trained
 
@@ -88,6 +88,7 @@ def choose_format(trained: Trained) -> AdapterFormat:
 
 def write_adapter(adapter: Adapter, folder: Path, format: AdapterFormat = "peft", *, overwrite: bool = False) -> None:  # noqa: A002
     """Write the adapter's folder whole or not at all."""
+    check_adapter_destination(folder, overwrite=overwrite)
     adapter = fuse_qkv(adapter) if format == "peft-timm" else split_qkv(adapter)
     names = None if format == "peft-timm" else _build_name_map(adapter, format)
 
