@@ -173,7 +173,8 @@ def test_a_rank_adds_lora_and_keeps_its_other_settings() -> None:
 def test_lora_has_ten_times_the_default_learning_rate_in_all_blocks(images: int, lr: float) -> None:
     plain, added = (build_finetune_recipe("default", images, 16, lora=rank).optimizer for rank in (None, 8))
     assert (plain.lr, plain.layer_decay) == (lr, 0.75)
-    assert (added.lr, added.layer_decay, added.head_lr) == (pytest.approx(10 * lr), 1, plain.head_lr)
+    assert added.lr == pytest.approx(10 * lr)
+    assert (added.layer_decay, added.head_lr) == (1, plain.head_lr)
     assert (
         build_finetune_recipe("paper", images, 16, lora=8).optimizer
         == build_finetune_recipe("paper", images, 16).optimizer
