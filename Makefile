@@ -34,9 +34,9 @@ lint: .venv/.dev
 	$(BIN)/lint-imports --no-cache > .venv/imports.log || { cat .venv/imports.log; exit 1; }
 
 # Compared with, never depended on: timm and torchvision without their dependencies, or they would replace torch;
-# accelerate for transformers' Trainer, which bench/ measures.
+# accelerate for transformers' Trainer, which bench/ measures, and for PEFT.
 peers: .venv/.dev
-	$(PIP) --no-deps timm torchvision
+	$(PIP) --no-deps timm torchvision peft
 	$(PIP) accelerate
 
 # For the tests of pages, which skip without it: Debian's, as root.

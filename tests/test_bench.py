@@ -27,3 +27,18 @@ def test_throughput_measures_training_and_inference(tmp_path: Path) -> None:
         ("infer", "predict, bfloat16"),
     }  # fmt: skip
     assert all(row["images_per_second"] > 0 and row["over_plain"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_lora_is_measured_beside_all_layers(tmp_path: Path) -> None:
+    command = ["bench/lora.py", "--device", "cpu", "--rounds", "1", "--json", str(tmp_path / "rows.json")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    process = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0, process.stderr
+    rows = {row.pop("contender"): row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
+    assert list(rows) == ["all layers", "LoRA, qkv", "LoRA, all", "DoRA, qkv"]
+    assert all(row["images_per_second"] > 0 for row in rows.values())
+    sizes = [rows[name]["checkpoint_mib"] for name in ("LoRA, qkv", "LoRA, all", "all layers")]
+    assert sizes[0] < sizes[1] < sizes[2] / 4

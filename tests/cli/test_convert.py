@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests import model_factory
 from tests.cli.test_cli import Capture
@@ -16,8 +17,10 @@ from tests.data.image_files import write_image_folder
 from tests.export import runtime
 from vitrail import Classifier, load, save
 from vitrail.api import conversion as convert
+from vitrail.config import LoRAConfig
 from vitrail.data.sources import open_dataset
 from vitrail.evaluation.statistics import measure_agreement
+from vitrail.weights.peft_export import build_adapter, write_adapter
 
 
 @pytest.fixture
@@ -198,3 +201,38 @@ def test_convert_names_classes_and_preprocessing(tmp_path: Path, capsys: Capture
     assert loaded.labels == tuple("abcdefg")
     assert loaded.preprocess is not None
     assert loaded.preprocess.mean == (0.485, 0.456, 0.406)
+
+
+def test_an_adapter_is_written_under_other_names(tmp_path: Path, capsys: Capture) -> None:
+    trained = model_factory.build_trained(model_factory.build_vit())
+    tensors = {"blocks.1.attn.qkv.lora_A": torch.randn(2, 32), "blocks.1.attn.qkv.lora_B": torch.randn(96, 2)}
+    adapter = build_adapter(tensors, LoRAConfig(rank=2), trained, trained.origin)
+    write_adapter(adapter, tmp_path / "peft", "peft")
+    prefixes = {
+        "peft-timm": "blocks.1.attn.qkv.",
+        "peft-v4": "vit.encoder.layer.1.attention.attention.query.",
+        "peft": "vit.layers.1.attention.q_proj.",
+    }
+    for name, prefix in prefixes.items():
+        target = tmp_path / f"as-{name}"
+        command = ("convert", str(tmp_path / "peft"), str(target), "--to", name)
+        code, out, _ = vitrail(*command, capsys=capsys)
+        assert (code, f"{target} ({name})" in out) == (0, True)
+        assert f"base_model.model.{prefix}lora_A.weight" in load_file(target / "adapter_model.safetensors")
+        code, _, err = vitrail(*command, capsys=capsys)
+        assert (code, "exists" in err) == (2, True)
+    (target / "notes.txt").write_text("mine")
+    code, _, err = vitrail(*command, "--overwrite", capsys=capsys)
+    assert (code, "holds 'notes.txt' and is no adapter to overwrite" in err) == (2, True)
+    code, _, err = vitrail(*command[:2], str(tmp_path / "out.safetensors"), "--to", "peft", capsys=capsys)
+    assert (code, f"an adapter is a folder: call it {tmp_path / 'out'}" in err) == (2, True)
+
+
+def test_formats_of_adapters_take_no_model_and_no_other_option(tmp_path: Path, capsys: Capture) -> None:
+    save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "model.safetensors")
+    for source, options, code, message in (
+        (tmp_path / "model.safetensors", [], 4, "is no adapter: it has no adapter_config.json"),
+        (tmp_path, ["--classes", "3"], 2, "peft is for adapters alone: vitrail convert ADAPTER DST --to peft"),
+    ):
+        found = vitrail("convert", str(source), str(tmp_path / "out"), "--to", "peft", *options, capsys=capsys)
+        assert (found[0], message in found[2]) == (code, True), found[2]

@@ -229,6 +229,55 @@ def test_layers_balance_and_everything_are_taken_to_the_run(tmp_path: Path, caps
     assert (fine.model.config.image_size, fine.temperature) == ((48, 48), 1)
 
 
+def test_lora_leaves_merged_weights_and_an_adapter_for_its_base(tmp_path: Path, capsys: Capture) -> None:
+    settings = ("--set", "lora.layers=all", "lora.alpha=8", "lora.dora=true")
+    options = ("--lora", "2", *settings, "--image-size", "48")
+    code, out, _ = finetune(*SHORT, *options, capsys=capsys)
+    assert code == 0
+    assert "adapter: runs/finetune/weights/adapter" in out
+    run = tmp_path / "runs" / "finetune"
+    recipe = json.loads((run / "config.json").read_text())["recipe"]["lora"]
+    assert recipe == {"rank": 2, "alpha": 8.0, "layers": "all", "rank_stabilized": False, "dora": True}
+    assert "only the head and DoRA of rank 2, alpha 8, in all trained" in (run / "README.md").read_text()
+    command = ("convert", MODEL, "merged.safetensors", "--adapter", str(run / "weights" / "adapter"))
+    code, out, _ = vitrail(*command, capsys=capsys)
+    assert code == 0
+    assert "adapter adapter: LoRA of rank 2 merged into" in out
+    merged, best = load("merged.safetensors"), load(run)
+    assert (merged.labels, merged.preprocess) == (best.labels, best.preprocess)
+    tensors = merged.model.state_dict()
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in best.model.state_dict().items())
+    code, out, _ = finetune(*SHORT, *options, "--out", str(run), "--resume", capsys=capsys)
+    assert code == 0
+
+
+def test_lora_in_a_recipe_of_ones_own_takes_another_rank(tmp_path: Path, capsys: Capture) -> None:
+    recipe = vitrail("recipe", "show", "default", capsys=capsys)[1]
+    assert "# lora =" in recipe
+    (tmp_path / "own.toml").write_text(recipe + '\n[lora]\nrank = 3\nlayers = "mlp"\n')
+    options = ("--recipe", "own.toml", "--dry-run", "--json", *HERE)
+    for more, rank in (((), 3), (("--lora", "5"), 5)):
+        found = json.loads(finetune(*options, *more, capsys=capsys)[1])
+        assert (found["recipe"]["lora"]["rank"], found["recipe"]["lora"]["layers"]) == (rank, "mlp")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--lora", "0"), "the rank of LoRA is 0; it must be 1 or more"),
+        (("--lora", "4", "--layers", "1"), "--layers the layers themselves: give one"),
+        (("--lora", "4", "--set", "lora.layers=head"), "must be one of qkv, attention, mlp, all"),
+        (("--lora", "4", "--from-scratch"), "random weights have learned nothing: omit it"),
+        (("--set", "lora.alpha=4"), "`vitrail finetune --lora RANK` adds it"),
+    ],
+)
+def test_lora_that_cannot_be_is_refused(options: tuple[str, ...], message: str, capsys: Capture) -> None:
+    model = "ti16" if "--from-scratch" in options else MODEL
+    code, last_line = refused(*options, capsys=capsys, model=model)
+    assert code == 2
+    assert message in last_line
+
+
 def test_a_head_that_knows_the_classes_is_kept_in_any_order(tmp_path: Path, capsys: Capture) -> None:
     known = model_factory.build_trained(model_factory.build_vit(classes=2), labels=("tulip", "rose"))
     save(known, tmp_path / "known.safetensors")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from vitrail.config import AugmentConfig, MaskedConfig, OptimizerConfig, Recipe, ScheduleConfig
+from vitrail.config import AugmentConfig, LoRAConfig, MaskedConfig, OptimizerConfig, Recipe, ScheduleConfig
 from vitrail.errors import UsageError
 
 
@@ -32,6 +32,9 @@ def test_impossible_masking_is_refused(change: dict[str, Any], message: str) -> 
         (OptimizerConfig, {"lr": 1e-3, "beta2": 1.0}, "beta2 is 1.0; it must be from 0 to below 1"),
         (OptimizerConfig, {"lr": 1e-3, "clip": 0.0}, "clip is 0.0; it must be above 0, or None"),
         (OptimizerConfig, {"lr": 1e-3, "adam_lr": 1e-3}, "adam takes only lr"),
+        (LoRAConfig, {"rank": 0}, "the rank of LoRA is 0; it must be 1 or more"),
+        (LoRAConfig, {"rank": 4, "alpha": 0.0}, "the alpha of LoRA is 0.0; it must be above 0"),
+        (LoRAConfig, {"rank": 4, "layers": "head"}, "layers is 'head'; choose one of qkv, attention, mlp, all"),
         (ScheduleConfig, {"warmup": -1}, "warmup and cooldown are 0 or more"),
         (ScheduleConfig, {"decay": "constant", "final_lr_scale": 0.1}, "final_lr_scale is for cosine and linear"),
         (ScheduleConfig, {"decay": "step"}, "decay step, and no other, has milestones"),
@@ -49,6 +52,10 @@ def test_impossible_settings_are_refused(kind: type, fields: dict[str, Any], mes
     [
         ({"resize": 0.5}, "resize is 0.5; it must be from 1 to 4"),
         ({"trainable_layers": -1}, "trainable_layers is -1"),
+        (
+            {"lora": LoRAConfig(rank=4)},
+            "lora adds to the layers of a trained model, and this recipe starts from random",
+        ),
         ({"epochs": 0}, "epochs is 0; it must be above 0"),
         ({"dropout": 1.0}, "dropout is 1.0; it must be from 0 to below 1"),
         ({"loss": "hinge"}, "choose one of softmax, sigmoid"),
@@ -59,3 +66,9 @@ def test_an_impossible_recipe_is_refused(fields: dict[str, Any], message: str) -
     recipe = {"model": "b16", "epochs": 1, "optimizer": optimizer, "schedule": schedule, "source": "here"}
     with pytest.raises(UsageError, match=message):
         Recipe(**(recipe | fields))
+
+
+def test_lora_and_whole_layers_are_not_trained_together() -> None:
+    fields: dict[str, Any] = {"epochs": 1, "optimizer": OptimizerConfig(lr=1e-3), "schedule": ScheduleConfig()}
+    with pytest.raises(UsageError, match="trainable_layers whole layers: give one"):
+        Recipe(model=None, source="here", lora=LoRAConfig(rank=4), trainable_layers=2, **fields)

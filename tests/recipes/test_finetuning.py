@@ -1,11 +1,12 @@
 """Recipes for fine-tuning by the number and size of images."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from vitrail.config import Recipe
-from vitrail.recipes import build_finetune_recipe, choose_finetune_size
+from vitrail.config import LoRAConfig, Recipe
+from vitrail.recipes import build_finetune_recipe, choose_finetune_size, set_lora
 from vitrail.training import schedule
 
 
@@ -156,3 +157,25 @@ def test_a_head_starts_from_a_probe_in_a_short_run_of_the_default_alone() -> Non
     assert build_finetune_recipe("default", 1000, 16, epochs=4).head_init is None
     assert build_finetune_recipe("default", 1000, 16).head_init is None
     assert build_finetune_recipe("paper", 1000, 16, epochs=1).head_init is None
+
+
+def test_a_rank_adds_lora_and_keeps_its_other_settings() -> None:
+    recipe = build_finetune_recipe("paper", 1000, 16)
+    assert set_lora(recipe, None) is recipe
+    added = set_lora(recipe, 8)
+    assert added.lora == LoRAConfig(rank=8)
+    own = dataclasses.replace(recipe, lora=LoRAConfig(rank=2, dora=True))
+    assert set_lora(own, 8).lora == LoRAConfig(rank=8, dora=True)
+    assert set_lora(own, None).lora == LoRAConfig(rank=2, dora=True)
+
+
+@pytest.mark.parametrize(("images", "lr"), [(100, 2e-4), (1_000, 4e-4)])
+def test_lora_has_ten_times_the_default_learning_rate_in_all_blocks(images: int, lr: float) -> None:
+    plain, added = (build_finetune_recipe("default", images, 16, lora=rank).optimizer for rank in (None, 8))
+    assert (plain.lr, plain.layer_decay) == (lr, 0.75)
+    assert added.lr == pytest.approx(10 * lr)
+    assert (added.layer_decay, added.head_lr) == (1, plain.head_lr)
+    assert (
+        build_finetune_recipe("paper", images, 16, lora=8).optimizer
+        == build_finetune_recipe("paper", images, 16).optimizer
+    )

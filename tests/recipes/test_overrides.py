@@ -8,7 +8,7 @@ import pytest
 
 from vitrail.cli import COMMANDS
 from vitrail.cli.signature import list_options
-from vitrail.config import to_json
+from vitrail.config import LoRAConfig, to_json
 from vitrail.errors import UsageError
 from vitrail.recipes import ABLATION_RESERVED, TRANSFER_RESERVED, build_finetune_recipe, get_recipe, override_settings
 from vitrail.recipes.overrides import FINETUNE_RESERVED, TRAIN_RESERVED
@@ -117,11 +117,24 @@ def test_only_options_that_the_command_has_are_advised(command: str, reserved: M
     module, _, name = COMMANDS[command].arguments.partition(".")
     signature = getattr(importlib.import_module(f"vitrail.cli.arguments.{module}"), name)
     options = {option.name for option in list_options(signature)}
-    recipe = to_json(get_recipe("mae-cifar10"))
+    recipe = to_json(get_recipe("mae-cifar10")) | {"lora": to_json(LoRAConfig(rank=1))}
     for setting, instead in reserved.items():
         section, _, field = setting.partition(".")
         assert field in (recipe if section == "recipe" else recipe[section]), setting
         assert set(re.findall(r"--[a-z-]+", instead)) <= options, setting
+
+
+def test_settings_of_lora_are_for_recipes_that_have_it() -> None:
+    recipe = build_finetune_recipe("default", 1000, 16, lora=4)
+    settings = ["lora.layers=all", "lora.alpha=3", "lora.dora=true", "rank_stabilized=true", "optimizer.lr=1e-3"]
+    changed = override_settings(recipe, settings)
+    assert changed.lora == LoRAConfig(rank=4, alpha=3.0, layers="all", dora=True, rank_stabilized=True)
+    with pytest.raises(UsageError, match=r"lora\.rank cannot be set here: give --lora RANK"):
+        override_settings(recipe, ["lora.rank=2"])
+    with pytest.raises(UsageError, match="for a recipe with LoRA: `vitrail finetune --lora RANK` adds it"):
+        override_settings(build_finetune_recipe("default", 1000, 16), ["lora.alpha=3"])
+    with pytest.raises(UsageError, match="cannot be set here: give --layers N"):
+        override_settings(recipe, ["layers=2"])
 
 
 def test_what_a_command_has_no_option_for_can_be_set() -> None:

@@ -13,11 +13,13 @@ import torch
 from tests import model_factory
 from tests.hub_server import Hub, run_server
 from vitrail.cli import push as push_command
+from vitrail.config import LoRAConfig
 from vitrail.errors import UsageError
 from vitrail.report import model_card
 from vitrail.weights import hub
 from vitrail.weights.formats import WeightsFormat
 from vitrail.weights.load import read_model, save
+from vitrail.weights.peft_export import build_adapter, write_adapter
 from vitrail.weights.trained import Origin, Trained
 
 DOWNLOAD = """
@@ -121,6 +123,33 @@ def test_folders_and_single_files_come_with_their_commit_and_only_their_own_file
         assert len(origin.sha256 or "") == 64
     credited = hub.add_hub_origin(read_model(file), hub.HubModel(file, names[2], "mit"))
     assert (credited.origin.name, credited.origin.license) == (f"test, from {names[2]}", "mit")
+
+
+MERGE = """
+import sys, vitrail
+print(vitrail.load(sys.argv[1], adapter=sys.argv[2]).origin.changes[-1])
+"""
+
+
+def test_an_adapter_comes_with_its_commit_and_is_no_model(tmp_path: Path) -> None:
+    trained = model_factory.build_trained(model_factory.build_vit())
+    save(trained, tmp_path / "base.safetensors")
+    tensors = {"blocks.1.attn.qkv.lora_A": torch.ones(2, 32), "blocks.1.attn.qkv.lora_B": torch.ones(96, 2)}
+    adapter = build_adapter(tensors, LoRAConfig(rank=2), trained, trained.origin)
+    write_adapter(adapter, tmp_path / "adapter")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "adapter").iterdir()}
+    arguments = (str(tmp_path / "base.safetensors"), "hf:org/adapter")
+    with run_server() as server:
+        commit = server.commit("org/adapter", {**files, "README.md": CARD, **OTHERS})
+        process = run_python(server, tmp_path, MERGE, *arguments)
+        change = f"adapter hf:org/adapter@{commit}: LoRA of rank 2 merged into 3 layers\n"
+        assert (process.stdout, process.stderr) == (change, "")
+        assert server.requested() == set(files)
+        [[code, message]] = download(server, tmp_path, "hf:org/adapter")
+        assert code == 4
+        assert "vitrail convert BASE OUT.safetensors --adapter hf:org/adapter" in message
+    process = run_python(server, tmp_path, MERGE, *arguments)
+    assert (process.stdout, process.stderr) == (change, "")  # from the cache
 
 
 def test_torch_weights_are_taken_where_there_are_no_others(server: Hub, tmp_path: Path) -> None:

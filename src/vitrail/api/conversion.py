@@ -31,13 +31,15 @@ from vitrail.runtime import devices
 from vitrail.runtime.workers import Notify, ShowProgress
 from vitrail.training.finetune import PreprocessName
 from vitrail.weights.adapt import adapt
-from vitrail.weights.formats import WeightsFormat, check_destination
+from vitrail.weights.formats import WeightsFormat, check_adapter_destination, check_destination
 from vitrail.weights.load import is_preset, save
+from vitrail.weights.peft_adapters import merge_adapter, read_adapter
+from vitrail.weights.peft_export import ADAPTER_FORMATS, AdapterFormat, write_adapter
 from vitrail.weights.trained import Trained, require_preprocess, resolve_labels
 
 __all__ = ["Conversion", "ConvertKeywords", "convert"]
 
-TargetFormat = Literal[WeightsFormat, "onnx", "torch-export", "openvino"]
+TargetFormat = Literal[WeightsFormat, "onnx", "torch-export", "openvino", AdapterFormat]
 MAX_MEASURED_IMAGES = 1000
 _FORMATS_BY_SUFFIX: dict[str, TargetFormat] = {".onnx": "onnx", ".pt2": "torch-export", ".xml": "openvino"}
 _BATCH_SIZE = 16
@@ -50,6 +52,8 @@ class ConvertOptions:
 
     destination: Path
     to: TargetFormat = "vitrail"
+    adapter: str | Path | None = None
+    """A LoRA adapter that is merged into the model: its folder, or hf:ORG/NAME."""
     classes: int | None = None
     """Classes of a zero head that replaces the model's."""
     labels: str | None = None
@@ -76,6 +80,8 @@ class ConvertOptions:
 class ConvertKeywords(TypedDict, total=False):
     """What `convert` takes by keyword, besides `to` and `image_size`."""
 
+    adapter: str | Path | None
+    """A LoRA adapter, of PEFT or of a run, that is merged into the model: its folder, or hf:ORG/NAME."""
     classes: int | None
     """Classes of a zero head that replaces the model's."""
     labels: str | None
@@ -155,7 +161,8 @@ def convert(
 
     Arguments:
 
-    - `source`: The model: a name, a path, a `Run` or a `Trained`.
+    - `source`: The model: a name, a path, a `Run` or a `Trained`. For the formats `peft`, `peft-v4` and `peft-timm`
+      the folder of an adapter.
     - `destination`: The file or folder to write.
     - `to`: The format; by default the suffixes .onnx, .pt2 and .xml choose those runtimes, and any other name vitrail's
       own format.
@@ -167,9 +174,13 @@ def convert(
     built = build_options(ConvertOptions, {**values, **options})
     _check_measure_options(built)
     _check_target(built)  # before a large model is read or written
+    if built.to in ADAPTER_FORMATS:
+        return _convert_adapter(source, built)
     dataset = None if built.measure is None else _open_measure_dataset(built.measure)
     trained = _load_source(source, NoteCollector() if notify is None else notify)
     before = len(trained.origin.changes)
+    if built.adapter is not None:
+        trained = merge_adapter(trained, built.adapter)
     trained = _adapt(trained, built)
     facts = {
         "written": str(built.destination),
@@ -178,6 +189,17 @@ def convert(
         **_write_model(trained, built, dataset),
     }
     return Conversion(built.destination, facts)
+
+
+def _convert_adapter(source: AnyModel, options: ConvertOptions) -> Conversion:
+    """Write an adapter under the names of another library or version."""
+    path, to = options.destination, options.to
+    allowed = ConvertOptions(destination=path, to=to, overwrite=options.overwrite, progress=options.progress)
+    if options != allowed or not isinstance(source, str | Path):
+        raise UsageError(f"{to} is for adapters alone: vitrail convert ADAPTER DST --to {to}")
+    assert to in ADAPTER_FORMATS
+    write_adapter(read_adapter(Path(source)), path, to, overwrite=options.overwrite)
+    return Conversion(path, {"written": str(path), "format": to, "changes": [], "notes": []})
 
 
 def _choose_format(destination: Path) -> TargetFormat:
@@ -199,6 +221,8 @@ def _check_target(options: ConvertOptions) -> None:
     match to:
         case "onnx" | "torch-export" | "openvino":
             export.check_export_destination(path, to, overwrite=overwrite)
+        case "peft" | "peft-v4" | "peft-timm":
+            check_adapter_destination(path, overwrite=overwrite)
         case _:
             check_destination(path, to, overwrite=overwrite)
 
@@ -252,6 +276,8 @@ def _write_model(trained: Trained, options: ConvertOptions, dataset: Dataset | N
     match to:
         case "onnx" | "torch-export" | "openvino":
             return {"notes": [], **export.export_model(trained, path, to, overwrite=overwrite)._asdict()}
+        case "peft" | "peft-v4" | "peft-timm":
+            raise AssertionError("_convert_adapter writes adapters")
         case _:
             return {"notes": save(trained, path, to, overwrite=overwrite)}
 

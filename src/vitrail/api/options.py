@@ -87,6 +87,9 @@ class FinetuneKeywords(RunKeywords, total=False):
     """Repeat how a run with a time limit was replanned, as its report says: "STEP:STEPS,..."."""
     trainable_layers: int | None
     """Layers below the head that are trained; 0 for the head alone."""
+    lora: int | None
+    """Rank of LoRA: train low-rank additions to frozen layers, and the head; settings such as {"lora.layers": "all"}
+    change it."""
     keep_head: bool
     """Keep training the model's own head, which must have the classes of the data."""
     from_scratch: bool

@@ -29,6 +29,7 @@ from vitrail.config.preprocess import CropRounding, Interpolation, PreprocessCon
 from vitrail.config.serialization import from_json, to_json
 from vitrail.config.training import (
     AugmentConfig,
+    LoRAConfig,
     MaskedConfig,
     MaskedTarget,
     OptimizerConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "ConvConfig",
     "CropRounding",
     "Interpolation",
+    "LoRAConfig",
     "MaskedConfig",
     "MaskedTarget",
     "ModelConfig",

@@ -153,6 +153,51 @@ class MaskedConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Fine-tuning of low-rank additions to frozen linear layers, W + scale B A (Hu et al. 2022), and of the head."""
+
+    rank: int
+    """Rows of A and columns of B."""
+    alpha: float | None = None
+    """B A is multiplied by alpha / rank; None for an alpha of the rank, and so a factor of 1."""
+    layers: Literal["qkv", "attention", "mlp", "all"] = "qkv"
+    """qkv: queries, keys and values of every block. attention: the output projection too. mlp: both layers of the MLP.
+    all: attention and mlp."""
+    rank_stabilized: bool = False
+    """Divide alpha by the square root of the rank instead (rsLoRA, Kalajdzievski 2023)."""
+    dora: bool = False
+    """Also train the norm of each row of the sum (DoRA, Liu et al. 2024)."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if self.rank < 1:
+            raise UsageError(f"the rank of LoRA is {self.rank}; it must be 1 or more")
+        if self.alpha is not None and not 0 < self.alpha < math.inf:
+            raise UsageError(f"the alpha of LoRA is {self.alpha}; it must be above 0, or None")
+
+    @property
+    def used_alpha(self) -> float:
+        """The alpha: that of the configuration, or the rank."""
+        return self.rank if self.alpha is None else self.alpha
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return compute_lora_scale(self.used_alpha, self.rank, rank_stabilized=self.rank_stabilized)
+
+    @property
+    def summary(self) -> str:
+        """The method in a few words."""
+        method = ("rs" if self.rank_stabilized else "") + ("DoRA" if self.dora else "LoRA")
+        return f"{method} of rank {self.rank}, alpha {self.used_alpha:g}, in {self.layers}"
+
+
+def compute_lora_scale(alpha: float, rank: int, *, rank_stabilized: bool) -> float:
+    """The factor of B A."""
+    return alpha / math.sqrt(rank) if rank_stabilized else alpha / rank
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
     """A training run without its data, seed and machine.
 
@@ -194,6 +239,8 @@ class Recipe:
     """Warm up the EMA decay; the paper does not."""
     trainable_layers: int | None = None
     """How many layers below the head are trained; 0 for the head alone, None for all."""
+    lora: LoRAConfig | None = None
+    """Low-rank additions, which are trained instead of the layers; None to train the layers themselves."""
     logit_adjustment: bool = False
     """Whether every class counts the same, however many images it has."""
     data: str | None = None
@@ -214,6 +261,10 @@ class Recipe:
         if not 0 < self.epochs < math.inf:
             raise UsageError(f"epochs is {self.epochs:g}; it must be above 0")
         check_fractions(self, "label_smoothing", "dropout", "stochastic_depth", "ema")
+        if self.lora is not None and self.model is not None:
+            raise UsageError("lora adds to the layers of a trained model, and this recipe starts from random weights")
+        if self.lora is not None and self.trainable_layers is not None:
+            raise UsageError("lora trains its additions and the head alone, trainable_layers whole layers: give one")
         if self.masked is not None:
             self._check_masked()
 

@@ -3,7 +3,7 @@
 Weight decay is PyTorch's, which is multiplied by the learning rate: the authors' 1e-4 at a rate of 1e-3 is 0.1 here.
 """
 
-from vitrail.recipes.finetuning import FinetuneKind, build_finetune_recipe, choose_finetune_size
+from vitrail.recipes.finetuning import FinetuneKind, build_finetune_recipe, choose_finetune_size, set_lora
 from vitrail.recipes.overrides import ABLATION_RESERVED, TRANSFER_RESERVED, override_settings
 from vitrail.recipes.pretraining import (
     AUGREG_LEVELS,
@@ -33,4 +33,5 @@ __all__ = [
     "get_recipe",
     "load_recipe",
     "override_settings",
+    "set_lora",
 ]

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from vitrail.config import AugmentConfig, OptimizerConfig, Recipe, ScheduleConfig
+from vitrail.config import AugmentConfig, LoRAConfig, OptimizerConfig, Recipe, ScheduleConfig
 
 FinetuneKind = Literal["default", "paper", "bit"]
 
@@ -16,28 +16,46 @@ _MEDIUM_SIZE_RATIO, _MIN_SIZE_RATIO = 11 / 14, 9 / 14  # of the model's size: 17
 
 
 def build_finetune_recipe(
-    kind: FinetuneKind, images: int, patch: int, *, epochs: float | None = None, pixels: int = 224 * 224
+    kind: FinetuneKind,
+    images: int,
+    patch: int,
+    *,
+    epochs: float | None = None,
+    pixels: int = 224 * 224,
+    lora: int | None = None,
 ) -> Recipe:
     """The recipe to fine-tune a model on `images` training images; `patch` is the stride of its patches.
 
-    `pixels` is the area of a typical image of the dataset, by which BiT's rule chooses the resolution.
+    `pixels` is the area of a typical image of the dataset, by which BiT's rule chooses the resolution. `lora` is the
+    rank of LoRA's additions, if they are trained instead of the layers.
     """
     if kind == "bit":
         recipe = _build_bit_recipe(images, patch, pixels)
     elif kind == "paper":
         recipe = _build_paper_recipe(images, patch)
     else:
-        recipe = _build_default_recipe(images, epochs)
+        recipe = _build_default_recipe(images, epochs, with_lora=lora is not None)
+    recipe = set_lora(recipe, lora)
     if epochs is None:
         return recipe
     warmup = round(recipe.schedule.warmup * min(1.0, epochs / recipe.epochs))
     return dataclasses.replace(recipe, epochs=epochs, schedule=dataclasses.replace(recipe.schedule, warmup=warmup))
 
 
-def _build_default_recipe(images: int, epochs: float | None) -> Recipe:
+def set_lora(recipe: Recipe, rank: int | None) -> Recipe:
+    """The recipe with LoRA of that rank, unless it is None; its other settings, if it has LoRA already, stay."""
+    if rank is None:
+        return recipe
+    if recipe.lora is not None:
+        return dataclasses.replace(recipe, lora=dataclasses.replace(recipe.lora, rank=rank))
+    return dataclasses.replace(recipe, lora=LoRAConfig(rank=rank))
+
+
+def _build_default_recipe(images: int, epochs: float | None, *, with_lora: bool) -> Recipe:
     """The settings that did best on splits of training images: docs/experiments/finetuning.md.
 
-    With few images the weights must change little. Strong augmentation harms there, as it does in a short run.
+    With few images the weights must change little. Strong augmentation harms there, as it does in a short run. LoRA's
+    additions start from zero and want ten times the learning rate, in all blocks.
     """
     few = images < _FEW_IMAGES
     batch = 64 if images < 20_000 else 256
@@ -45,13 +63,15 @@ def _build_default_recipe(images: int, epochs: float | None) -> Recipe:
     augment = AugmentConfig(area=(0.25, 1.0))
     if not few and (epochs is None or epochs >= _STRONG_AUGMENT_EPOCHS):
         augment = dataclasses.replace(augment, randaugment=(2, 10), mixup=0.8, cutmix=1.0)
-    lr = 2e-4 if few else 4e-4
+    lr, layer_decay = 2e-4 if few else 4e-4, 0.75
+    if with_lora:
+        lr, layer_decay = 10 * lr, 1.0
     return Recipe(
         model=None,
         image_size=None,
         batch=batch,
         epochs=steps * batch / images,
-        optimizer=OptimizerConfig(lr=lr, head_lr=2e-3, weight_decay=0.05, clip=1.0, layer_decay=0.75),
+        optimizer=OptimizerConfig(lr=lr, head_lr=2e-3, weight_decay=0.05, clip=1.0, layer_decay=layer_decay),
         schedule=ScheduleConfig(warmup=steps // 10),
         augment=augment,
         label_smoothing=0.1,

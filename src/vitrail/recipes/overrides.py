@@ -17,7 +17,7 @@ _COMMON = _LENGTH | {"recipe.logit_adjustment": "give --balanced", "schedule.war
 _UNFROZEN = {"recipe.trainable_layers": _FROM_RANDOM_WEIGHTS}
 TRAIN_RESERVED = _COMMON | _UNFROZEN | {"masked.target": "give --target NAME"}
 """Settings that `train` has options for, or does not take: SECTION.FIELD, and what to do instead."""
-FINETUNE_RESERVED = _COMMON | {"recipe.trainable_layers": "give --layers N"}
+FINETUNE_RESERVED = _COMMON | {"recipe.trainable_layers": "give --layers N", "lora.rank": "give --lora RANK"}
 """The same for `finetune`."""
 ABLATION_RESERVED = _LENGTH | _UNFROZEN
 """The same for `study ablate`."""
@@ -27,7 +27,7 @@ TRANSFER_RESERVED = {
     "recipe.image_size": "give --image-size SIDE",
 }
 """The same for `study sweep` and `study vtab`."""
-_SECTIONS = ("optimizer", "schedule", "augment", "masked")  # of a recipe, besides its model's settings
+_SECTIONS = ("optimizer", "schedule", "augment", "masked", "lora")  # of a recipe, besides its model's settings
 _DESCRIPTIVE_FIELDS = ("data", "source", "result")
 _FIXED_MODEL_FIELDS = ("kind", "stem", "conv", "image_size", "classes")  # decided by the preset, the recipe or the data
 
@@ -84,7 +84,8 @@ def _find_field(recipe: Recipe, name: str, reserved: Mapping[str, str]) -> _Fiel
     prefix, _, bare = name.rpartition(".")
     known: dict[str, _Field] = {}
     for section, kind, fields in _list_sections(recipe):
-        bare = upgrade_field_name(kind, bare)
+        if prefix in ("", section):  # layers is an old name of a recipe's field, and lora has a field of that name
+            bare = upgrade_field_name(kind, bare)
         known |= {f"{section}.{field}": _Field(section, kind, field) for field in fields}
     short = {field.name: field for field in reversed(known.values()) if field.name != "kind"}
     short |= {"optimizer": known["optimizer.kind"]}
@@ -93,6 +94,8 @@ def _find_field(recipe: Recipe, name: str, reserved: Mapping[str, str]) -> _Fiel
         if instead := reserved.get(f"{chosen.section}.{chosen.name}"):
             raise UsageError(f"{name} cannot be set here: {instead}")
         return chosen
+    if prefix == "lora":
+        raise UsageError(f"the setting {name} is for a recipe with LoRA: `vitrail finetune --lora RANK` adds it")
     if bare in _list_fields(ViTConfig, *_FIXED_MODEL_FIELDS) and prefix in ("", "model"):
         reason = "a trained model keeps its own" if recipe.model is None else f"{recipe.model} is a ResNet"
         raise UsageError(f"the setting {name} is for recipes of ViTs with random weights: {reason}")

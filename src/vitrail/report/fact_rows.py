@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from vitrail.config import BiTConfig, ViTConfig
+from vitrail.config import BiTConfig, LoRAConfig, ViTConfig, from_json
 from vitrail.evaluation.predictions import MIN_TOP5_CLASSES
 from vitrail.evaluation.statistics import Interval
 from vitrail.formatting import pluralize
@@ -216,6 +216,8 @@ def _list_regularization(recipe: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"{text} {recipe[name]:g}" for name, text in names.items() if recipe[name])
     if (layers := recipe["trainable_layers"]) is not None:
         yield f"only the head and {layers} layers below it trained" if layers else "only the head trained"
+    if lora := recipe.get("lora"):
+        yield f"only the head and {from_json(LoRAConfig, lora).summary} trained"
     if recipe["logit_adjustment"]:
         yield "logit adjustment for class sizes"
 

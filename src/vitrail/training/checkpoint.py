@@ -6,6 +6,9 @@ Tensors are safetensors and everything else is JSON, so reading a checkpoint run
 writes its own rows, as model-00003.safetensors, whose header says where in their tensors they start. Any number of
 ranks can read what any number wrote, and each reads only the rows that it needs.
 
+Frozen parameters are not stored: a run is resumed by the command that started it, which builds them again. state.json
+has the digest of all weights, so other ones are refused.
+
 The folder is written under another name, synced to the disk and then renamed; its manifest holds the size and sha256 of
 every file. A checkpoint that does not match its manifest is refused by name, and the one before it is used. Two are
 kept.
@@ -25,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitrail import files
 from vitrail.errors import DiskFullError, ModelError
@@ -112,11 +115,20 @@ def compute_size(state: TrainState) -> int:
 
 
 def _collect_tensors(state: TrainState) -> TensorsByFile:
-    """All tensors of a state, by kind and name."""
-    kinds = {"model": state.model.state_dict(), "optimizer": optimizer.get_optimizer_state(state.optimizer)}
+    """All tensors that training changes, by kind and name."""
+    kinds = {
+        "model": collect_changing_tensors(state.model),
+        "optimizer": optimizer.get_optimizer_state(state.optimizer),
+    }
     if state.ema is not None:
         kinds["average"] = state.ema.tensors
     return kinds
+
+
+def collect_changing_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a model that training changes: all but the frozen parameters."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in frozen}
 
 
 def digest_weights(tensors: Mapping[str, Tensor]) -> str:
@@ -203,7 +215,8 @@ def estimate_size(state: TrainState) -> tuple[int, int]:
     trained = sum(fsdp.to_local(weight).nbytes for weight in state.model.parameters() if weight.requires_grad)
     moments = 1 if isinstance(state.optimizer, torch.optim.SGD) else 2
     kinds["optimizer"] = max(kinds["optimizer"], moments * trained)
-    return sum(kinds.values()), kinds["model"]
+    weights = sum(fsdp.to_local(tensor).nbytes for tensor in state.model.state_dict().values())
+    return sum(kinds.values()), weights
 
 
 def _run_on_all_ranks(work: Callable[[], Any], all_gather: AllGather) -> list[Any]:
@@ -315,7 +328,15 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Checkpoint:
 def restore_state(state: TrainState, checkpoint: Checkpoint) -> None:
     """Load a checkpoint, written by any number of ranks, into a fresh state."""
     own: dict[str, Tensor] = state.model.state_dict()
-    state.model.load_state_dict(_shard_tensors(checkpoint.get_pieces("model"), own))
+    stored = _shard_tensors(checkpoint.get_pieces("model"), own)
+    if missing := sorted(collect_changing_tensors(state.model).keys() - stored.keys()):
+        raise ModelError(f"the checkpoint lacks {missing[0]!r}, which is trained here")
+    state.model.load_state_dict(own | stored)
+    if own.keys() - stored.keys() and digest_weights(state.model.state_dict()) != checkpoint.facts.get("weights"):
+        raise ModelError(
+            "the model to start from is not the one that this run was started with: its frozen weights differ from"
+            " those of the checkpoint. Give that model again, or start over with --overwrite"
+        )
     optimizer.load_optimizer_state(state.optimizer, _shard_tensors(checkpoint.get_pieces("optimizer"), own))
     if state.ema is not None:
         state.ema.load(_shard_tensors(checkpoint.get_pieces("average"), own))

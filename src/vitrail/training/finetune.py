@@ -62,6 +62,8 @@ class FinetuneOptions:
     """How a run with a time limit was planned again, to repeat it: STEP:STEPS,..."""
     trainable_layers: int | None = None
     """Layers below the head that are trained; 0 for the head alone, None for all."""
+    lora: int | None = None
+    """The rank of LoRA's additions, which are trained instead of layers; other settings of it are lora.NAME."""
     keep_head: bool = False
     from_scratch: bool = False
     """Start from a preset's random weights."""
@@ -81,6 +83,8 @@ class FinetuneOptions:
                 if not decides_epochs
                 else "--minutes decides the epochs; give --minutes, or --epochs (and --replan with it), not both"
             )
+        if self.lora is not None and self.trainable_layers is not None:
+            raise UsageError("--lora trains additions to frozen layers, and --layers the layers themselves: give one")
 
 
 DEFAULT_OPTIONS = FinetuneOptions()
@@ -175,9 +179,12 @@ def plan_finetuning(
 ) -> FinetunePlan:
     """Choose the folder, check data and model, and build the run; a dry run reads no images and uses no folder."""
     run_options, notify = options.run, callbacks.notify
-    own_recipe = load_finetune_recipe(options.recipe)
+    own_recipe = load_finetune_recipe(options.recipe, options.lora)
     kind = cast(recipes.FinetuneKind, options.recipe)  # where there is no recipe of the user's own
-    recipes.override_settings(own_recipe or recipes.build_finetune_recipe(kind, 1, 1), options.settings)  # typos first
+    any_recipe = own_recipe or recipes.build_finetune_recipe(kind, 1, 1, lora=options.lora)
+    recipes.override_settings(any_recipe, options.settings)  # typos first
+    if any_recipe.lora is not None and options.from_scratch:
+        raise UsageError("LoRA adds to the layers of a trained model, and random weights have learned nothing: omit it")
     used_options = dataclasses.replace(run_options, out=None) if dry_run else run_options
     folder, resume = used_options.choose_folder("finetune", group, notify)
     dataset, audit = open_dataset(data), None
@@ -272,7 +279,9 @@ class _RunBuilder:
         config = self.initial_model.model.config
         stride = config.stride if isinstance(config, ViTConfig) else 1
         kind = cast(recipes.FinetuneKind, self.options.recipe)
-        return recipes.build_finetune_recipe(kind, images, stride, epochs=epochs, pixels=self.median_pixels)
+        return recipes.build_finetune_recipe(
+            kind, images, stride, epochs=epochs, pixels=self.median_pixels, lora=self.options.lora
+        )
 
     def build_run(self, recipe: Recipe) -> TrainingRun:
         """The run of a recipe."""
@@ -291,8 +300,8 @@ class _RunBuilder:
         )
 
 
-def load_finetune_recipe(recipe: str | Path | Recipe) -> Recipe | None:
-    """A recipe of the user's own, from a file or a value; None where a kind chooses one."""
+def load_finetune_recipe(recipe: str | Path | Recipe, lora: int | None = None) -> Recipe | None:
+    """A recipe of the user's own, from a file or a value, with LoRA of that rank; None where a kind chooses one."""
     if isinstance(recipe, str) and recipe in get_args(recipes.FinetuneKind):
         return None
     if isinstance(recipe, str | Path) and Path(recipe).suffix.lower() not in recipes.RECIPE_SUFFIXES:
@@ -302,7 +311,7 @@ def load_finetune_recipe(recipe: str | Path | Recipe) -> Recipe | None:
     if own.model is not None:
         name = "the recipe" if isinstance(recipe, Recipe) else recipe
         raise UsageError(f"{name} trains {own.model} from random weights: vitrail train {name} --data DATA")
-    return own
+    return recipes.set_lora(own, lora)
 
 
 def set_preprocess(trained: Trained, preprocess: str | None) -> Trained:

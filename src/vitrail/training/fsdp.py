@@ -9,11 +9,13 @@ torch's modules for it take as long to import as half of torch, so a single proc
 
 import copy
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
+from vitrail.model import lora
 from vitrail.model.masked import MaskedViT, get_encoder
 from vitrail.model.resnet import BiTUnit, HybridUnit
 from vitrail.model.vit import Block, Model, build_model
@@ -108,20 +110,26 @@ def to_full_tensor(tensor: Tensor) -> Tensor:
 def copy_full_model(model: Model | MaskedViT) -> Model | None:
     """A whole copy of the model on the CPU, in eval mode; of a sharded model on rank 0 only, None on others.
 
-    Of a masked model it is the ViT alone.
+    Of a masked model it is the ViT alone; additions of LoRA are merged into their layers.
     """
     encoder = get_encoder(model)
-    if not is_sharded(model):
+    if not is_sharded(model) and not lora.has_lora(model):
         return copy.deepcopy(encoder).cpu().eval()
-    is_rank0 = torch.distributed.get_rank() == 0
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in encoder.state_dict().items():
-        full_tensor = to_full_tensor(tensor)  # one at a time: a device may not hold all
-        if is_rank0:
-            tensors[name] = full_tensor.cpu()
-    if not is_rank0:
+    tensors = copy_full_tensors(encoder.state_dict())
+    if tensors is None:
         return None
     with torch.device("meta"):
         full_model = build_model(encoder.config)
-    full_model.load_state_dict(tensors, assign=True)
+    full_model.load_state_dict(lora.merge_tensors(encoder, tensors), assign=True)
     return full_model.eval()
+
+
+def copy_full_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """Whole copies of tensors on the CPU; if they are sharded, on rank 0 only, and None on others."""
+    copies: dict[str, Tensor] = {}
+    is_other_rank = any(map(is_dtensor, tensors.values())) and torch.distributed.get_rank() > 0
+    for name, tensor in tensors.items():
+        full_tensor = to_full_tensor(tensor.detach())  # one at a time: a device may not hold all
+        if not is_other_rank:
+            copies[name] = full_tensor.to("cpu", copy=True)
+    return None if is_other_rank else copies

@@ -1,7 +1,8 @@
 """Optimizers: which parameters have weight decay, which learning rate each has, and by what rule they are updated.
 
 Kernels alone decay: of linear layers and convolutions, standardised ones included. Biases, norms, tokens, positions,
-offsets and layer scales do not. The decay of a step is its learning rate times `weight_decay`, under every rule.
+offsets, layer scales and LoRA's matrices do not. The decay of a step is its learning rate times `weight_decay`, under
+every rule.
 
 Muon (Jordan et al. 2024) is written here, because torch.optim.Muon orthogonalises one matrix after the other, takes no
 parameters but matrices, and rounds to bf16 on the CPU too. Here all matrices of one shape go through one chain of
@@ -294,15 +295,17 @@ def _apply_weight_decay(parameters: list[Tensor], rate: float | Tensor) -> None:
 
 
 class ModelEMA:
-    """The average of a model's parameters from now on, and its buffers as they are.
+    """The average of a model's trained parameters from now on, and its buffers as they are.
 
     `tensors` are updated in place, so a model that was given them by `load_state_dict(tensors, assign=True)` always
     computes with the average.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters = dict(model.named_parameters())
-        self.buffers = {name: model.get_buffer(name) for name in model.state_dict() if name not in self.parameters}
+        every = dict(model.named_parameters())
+        self.parameters = {name: parameter for name, parameter in every.items() if parameter.requires_grad}
+        self.frozen_names = every.keys() - self.parameters.keys()
+        self.buffers = {name: model.get_buffer(name) for name in model.state_dict() if name not in every}
         averages = {name: parameter.detach().float().clone() for name, parameter in self.parameters.items()}
         self.tensors = averages | {name: buffer.clone() for name, buffer in self.buffers.items()}
         """float32 averages and copies of buffers, by the model's names."""
@@ -330,8 +333,8 @@ class ModelEMA:
                 parameter.copy_(original[name])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load stored averages."""
-        if different := sorted(tensors.keys() ^ self.tensors.keys()):
+        """Load stored averages; older checkpoints hold those of frozen parameters too."""
+        if different := sorted((tensors.keys() - self.frozen_names) ^ self.tensors.keys()):
             raise ModelError(f"the stored averages are of another model: {different[0]!r} is in only one of them")
         for name, average in self.tensors.items():
             average.copy_(tensors[name])

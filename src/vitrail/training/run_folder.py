@@ -1,7 +1,7 @@
 """The folder of a run: which one may be used, its lock, its config.json, and how a run in it is resumed.
 
     runs/NAME/  config.json  results.csv  events.jsonl  run.log  weights/best.safetensors  weights/last.safetensors
-                per_class.csv  predictions.csv  checkpoints/step-00001234/
+                per_class.csv  predictions.csv  checkpoints/step-00001234/  weights/adapter/ (of LoRA)
 
 Every decision whether a folder may be used is made here. A folder with a run in it is used again only to resume that
 run (`resume`) or to replace it (`overwrite`).
@@ -37,7 +37,13 @@ STOPPED_FILE = "stopped"
 TORCHRUN_FILE = "torchrun"
 """The names of the torchrun agents that have worked on the run, one a line."""
 FINISHED_EVENTS = ("end", "pretrained")
-_TEMPORARY_FILES = (".config.json.*", ".tracking.json.*", "weights/.*.safetensors.*", "checkpoints/.step-*")
+_TEMPORARY_FILES = (
+    ".config.json.*",
+    ".tracking.json.*",
+    "weights/.*.safetensors.*",
+    "weights/.adapter.*",
+    "checkpoints/.step-*",
+)
 _RESUME_KEYS = (
     "recipe", "model", "data", "images", "classes", "preprocess", "train_preprocess", "train_on_val", "eval_split",
     "seed", "steps", "micro_batches", "decisions", "loss_function",

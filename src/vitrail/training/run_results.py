@@ -151,11 +151,12 @@ def collect_result_facts(run: TrainingRun, result: RunResult | PretrainingResult
     if isinstance(result, PretrainingResult):
         facts = {"folder": str(folder), "split": "val", **dataclasses.asdict(result)}
         return facts | {"trained_images": trained_images, "seed": run.seed}
-    counts, report = result.counts, folder / "report.html"
+    counts, report, adapter = result.counts, folder / "report.html", folder / "weights" / "adapter"
     labels = measure_labels(result.predictions).to_dict() if result.predictions.multi_label else None
     return {
         "folder": str(folder),
         "report": str(report) if report.exists() else None,
+        **({"adapter": str(adapter)} if adapter.exists() else {}),
         "split": result.split,
         "images": counts.images,
         "correct": counts.correct,
@@ -207,9 +208,10 @@ def summarize_result(facts: dict[str, Any]) -> str:
         text = f"{facts['split']}: loss {facts['loss']:.3f} of {facts['patches']:,} masked patches{color_accuracy}"
         return f"{text} ({folder}/weights/best.safetensors)"
     report = f"; report: {facts['report']}" if facts["report"] else ""
+    adapter = f"; adapter: {facts['adapter']}" if "adapter" in facts else ""
     return (
-        f"{strip_control_characters(_summarize_accuracy(facts))}; weights: {folder}/weights/best.safetensors{report};"
-        f" next: vitrail predict {shlex.quote(folder)} IMAGES, vitrail serve {shlex.quote(folder)}"
+        f"{strip_control_characters(_summarize_accuracy(facts))}; weights: {folder}/weights/best.safetensors{adapter}"
+        f"{report}; next: vitrail predict {shlex.quote(folder)} IMAGES, vitrail serve {shlex.quote(folder)}"
     )
 
 

@@ -319,7 +319,7 @@ def _compute_state_bytes(state: TrainState, recipe: Recipe) -> int:
     weights = sum(to_local(parameter).nbytes for parameter in state.model.parameters())
     trained = sum(to_local(parameter).nbytes for parameter in state.model.parameters() if parameter.requires_grad)
     moments = 2 if recipe.optimizer.kind == "adam" else 1  # muon leaves little to adam
-    return weights + trained * (1 + moments) + (weights if state.ema else 0)
+    return weights + trained * (1 + moments) + (trained if state.ema else 0)
 
 
 def _get_device_memory(device: torch.device) -> int:

@@ -8,7 +8,6 @@ Drawing figures and writing the report are left to the caller.
 import contextlib
 import dataclasses
 import math
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from vitrail import files
 from vitrail.data.dataset_digest import DataDigest, digest_dataset
 from vitrail.data.loader import Batch
 from vitrail.errors import DivergedError, StoppedError, VitrailError
@@ -29,7 +27,7 @@ from vitrail.model.masked import MaskedViT, get_encoder
 from vitrail.runtime import distributed, signals
 from vitrail.runtime.signals import StopRequest
 from vitrail.training import checkpoint as checkpoints
-from vitrail.training import fsdp, loop, run_folder
+from vitrail.training import loop, run_folder, run_weights
 from vitrail.training.checkpoint import Checkpoint, CheckpointWriter
 from vitrail.training.loop import (
     UNREADABLE_FILE,
@@ -53,8 +51,7 @@ from vitrail.training.run_results import (
 from vitrail.training.step import TrainableModel, TrainState, disable_compile, make_autocast, use_averaged_weights
 from vitrail.training.step_verification import StepVerification
 from vitrail.training.time_estimate import Deadline, limit_precision_seconds
-from vitrail.training.training_run import TrainingRun, build_trained, describe_machine
-from vitrail.weights.load import save
+from vitrail.training.training_run import TrainingRun, describe_machine
 
 SAVE_EVERY_SECONDS = 600.0
 _MAX_CACHED_BYTES = 2**30  # bytes of validation images that are kept from one evaluation to the next
@@ -252,6 +249,7 @@ class Trainer:
 
     def _evaluate(self, step_end: StepEnd) -> None:
         """Measure the weights on val, log the result, and save the weights."""
+        run = self.training_run
         start = time.perf_counter()
         train_loss = self.loss_sum / self.images_since_evaluation
         train_seconds = max(step_end.seconds - self.last_evaluation_seconds, 1e-9)
@@ -260,11 +258,12 @@ class Trainer:
             if not math.isfinite(val.mean_loss):  # the next step would notice, but the last has none
                 raise DivergedError(
                     f"after step {step_end.step:,} the loss of the validation images is {val.mean_loss}; the weights"
-                    f" before are kept. Try a lower learning rate than {self.training_run.recipe.optimizer.lr}, or a"
+                    f" before are kept. Try a lower learning rate than {run.recipe.optimizer.lr}, or a"
                     " longer warm-up"
                 )
-            self._save_weights(model, step_end, is_best=self.update_best(val))
-            if self.training_run.probe_shots:
+            is_best = self.update_best(val)
+            run_weights.save_weights(run, model, self.folder, step_end, is_best=is_best)
+            if run.probe_shots:
                 self._run_probe(model, step_end)
         result = ValidationResult(step_end, train_loss, val, self.images_since_evaluation / train_seconds)
         self.loss_sum, self.images_since_evaluation = 0.0, 0
@@ -321,7 +320,7 @@ class Trainer:
         self.log.log_step(step_end.step, {f"metrics/accuracy_{shots}_shot": score.top1})
         self.log.write_line(f"{shots}-shot: {score.top1:.2%} ± {score.std:.2%}")
 
-    # --- keep weights -------------------------------------------------------------------------------------------------
+    # --- choose weights -----------------------------------------------------------------------------------------------
 
     def update_best(self, val: Counts | MaskedCounts) -> bool:
         """Whether the weights with these validation metrics are the best so far; then remember the metrics."""
@@ -337,20 +336,6 @@ class Trainer:
             self.best_masked_metrics = {"images": val.images, "patches": val.patches, "loss": val.mean_loss}
             self.best_masked_metrics |= {"top1": val.top1, "top5": val.top5}
         return is_best
-
-    def _save_weights(self, model: TrainableModel, step_end: StepEnd, *, is_best: bool) -> None:
-        """Write the last weights, and the best if they are."""
-        if not (self.training_run.group.is_rank0 or self.training_run.is_sharded):
-            return
-        full_model = fsdp.copy_full_model(model)
-        if full_model is None:
-            return
-        last = self.folder / "weights" / "last.safetensors"
-        trained = build_trained(self.training_run, full_model, step_end.step, step_end.steps)
-        save(trained, last, overwrite=True)
-        if is_best:
-            with files.write_atomically(last.with_name("best.safetensors"), overwrite=True) as fresh:
-                shutil.copyfile(last, fresh)
 
     # --- checkpoint ---------------------------------------------------------------------------------------------------
 
@@ -375,11 +360,10 @@ class Trainer:
     def save_checkpoint(self, step_end: StepEnd) -> None:
         """Copy the whole state and have a thread write it."""
         checkpoint = self.checkpoint_writer.capture(self.state)
-        weights = self.state.model.state_dict() if self.training_run.is_sharded else checkpoint.tensors["model"]
-        self.log.log_event(
-            "checkpoint", step=step_end.step, loss=step_end.result.loss, weights=checkpoints.digest_weights(weights)
-        )
-        facts = {name: getattr(self, name) for name in _CHECKPOINTED_FIELDS}
+        copied = {} if self.training_run.is_sharded else checkpoint.tensors["model"]  # on the CPU already
+        digest = checkpoints.digest_weights(self.state.model.state_dict() | copied)
+        self.log.log_event("checkpoint", step=step_end.step, loss=step_end.result.loss, weights=digest)
+        facts = {name: getattr(self, name) for name in _CHECKPOINTED_FIELDS} | {"weights": digest}
         facts |= {"files": self.log.get_file_sizes(), "machine": describe_machine(self.training_run)}
         facts |= {} if self.data_digest is None else {"data": self.data_digest._asdict()}
         if self.deadline is not None:

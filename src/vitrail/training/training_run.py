@@ -19,7 +19,7 @@ from vitrail.data.randomness import SampleOrder
 from vitrail.errors import DataError, UsageError
 from vitrail.evaluation import features, probe
 from vitrail.formatting import pluralize
-from vitrail.model import cost, masked
+from vitrail.model import cost, lora, masked
 from vitrail.model.masked import MaskedViT
 from vitrail.model.vit import Model, ViT
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
@@ -228,9 +228,11 @@ class TrainingRun:
             raise UsageError("a ResNet has neither dropout nor stochastic depth, and keeps its activations")
         if recipe.trainable_layers is not None:
             for name, parameter in model.named_parameters():
-                is_head = name.startswith(("head.", "head_dist.", "pre_logits."))  # not the norm before it
+                is_head = name.startswith(lora.HEAD_PREFIXES)
                 is_near = optimizer.layers_below_head(model, name) <= recipe.trainable_layers
                 parameter.requires_grad_(is_near if recipe.trainable_layers else is_head)
+        if recipe.lora is not None:
+            lora.add_lora(model, recipe.lora, self._make_generator("lora"))
         return self._place_on_device(model if recipe.masked is None else self._add_masked_heads(model, recipe.masked))
 
     def build_state(self, model: TrainableModel | None = None, *, notify: Notify | None = None) -> TrainState:
@@ -250,8 +252,12 @@ class TrainingRun:
     def _add_masked_heads(self, model: Model, config: MaskedConfig) -> MaskedViT:
         """The model with the heads and decoder of masked training."""
         assert isinstance(model, ViT), "another is refused before anything is computed"
-        generator = torch.Generator().manual_seed(randomness.derive_key(self.seed, "masked heads") >> 1)
+        generator = self._make_generator("masked heads")
         return masked.initialize_masked_heads(MaskedViT(model, config, self.preprocess), generator)
+
+    def _make_generator(self, purpose: str) -> torch.Generator:
+        """The random numbers of what is initialized besides the model, by the run's seed."""
+        return torch.Generator().manual_seed(randomness.derive_key(self.seed, purpose) >> 1)
 
     def _place_on_device(self, model: TrainableModel) -> TrainableModel:
         """The model on the device, or this process's shard of it, compiled if that is worthwhile."""
@@ -331,10 +337,13 @@ def build_trained(run: TrainingRun, model: Model, step: int, steps: int) -> Trai
     """The weights after `step` of `steps` with everything needed to use them, and where they come from."""
     masked_config, initial = run.recipe.masked, run.initial_model
     description, inherited = "trained", Origin(format="vitrail", name="")
+    lora_config = run.recipe.lora
     if masked_config is not None:
         description = f"pre-trained without labels ({masked_config.kind}, {masked_config.target})"
     if initial is not None:
         description, inherited = f"{initial.origin.name}, fine-tuned", initial.origin
+    if lora_config is not None:
+        description += f" with {lora_config.summary}"
     origin = Origin(
         format="vitrail",
         name=f"{description} on {run.dataset.name}, step {step} of {steps}",

@@ -28,11 +28,14 @@ from vitrail.training.checkpoint import (
     read_checkpoint,
 )
 from vitrail.training.training_run import is_run_config
+from vitrail.weights.formats import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILES
 
 CHECKPOINT_FOLDER = "checkpoints"
+_ADAPTER_FILES = tuple(f"weights/adapter/{name}" for name in (ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILES[0]))
 _RUN_FILES = {
     *("config.json", "results.csv", "events.jsonl", "run.log", "tracking.json"),
     *("weights/best.safetensors", "weights/last.safetensors"),
+    *_ADAPTER_FILES,
 }
 _RUN_CONFIG_PATTERN = re.compile(r"(seed-\d+/|)config\.json")  # a run, or the runs of several seeds
 _CHECKPOINT_FILE_PATTERN = re.compile(r"step-(\d{8,})/([\w-]+\.(?:safetensors|json))")  # of a checkpoint
@@ -229,8 +232,8 @@ def _stage_checkpoint(folder: Path, checkpoint: Path) -> Path:
     stage = folder / _STAGING_FOLDER / checkpoint.name
     shutil.rmtree(stage, ignore_errors=True)  # of a process that was killed
     state = json.loads((checkpoint / "state.json").read_text())
-    run_files = [folder / name for name in ("config.json", "tracking.json", "weights/best.safetensors")]
-    for path in (*checkpoint.iterdir(), *run_files):
+    run_files = ("config.json", "tracking.json", "weights/best.safetensors", *_ADAPTER_FILES)
+    for path in (*checkpoint.iterdir(), *(folder / name for name in run_files)):
         if path.exists():
             _link_or_copy(path, stage / path.relative_to(folder))
     for name, size in state["files"].items():

@@ -21,6 +21,8 @@ WeightsFormat = Literal["vitrail", "google", "timm", "transformers", "torchvisio
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")  # pickles
 TENSOR_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 CONFIG_FILE = "config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # of PEFT: the first that exists
 WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")  # of a folder with a config.json: the first that exists
 NATIVE_FILE = "model-vitrail.safetensors"  # what `vitrail push` uploads beside a folder that transformers reads
 
@@ -105,6 +107,11 @@ def choose_model_files(names: Collection[str], where: str) -> list[str]:
         if not weights:
             raise ModelError(f"{where} has a {CONFIG_FILE} but no weights: neither {' nor '.join(WEIGHTS_FILES)}")
         return beside + weights
+    if ADAPTER_CONFIG_FILE in names:
+        raise ModelError(
+            f"{where} is an adapter, which is no model without its base: vitrail convert BASE OUT.safetensors --adapter"
+            f" {where}"
+        )
     single = sorted(name for name in names if name.endswith(CODELESS_SUFFIXES) and "/" not in name and "\\" not in name)
     if len(single) != 1:
         weights_files = f"{len(single)} weights files ({', '.join(single[:3])})" if single else "no weights file"
@@ -113,6 +120,23 @@ def choose_model_files(names: Collection[str], where: str) -> list[str]:
             " give the file itself, downloaded with `hf download` where it is on the Hub"
         )
     return card + single
+
+
+def choose_adapter_files(names: Collection[str], where: str) -> list[str]:
+    """Choose the files of a folder or repository that make up its adapter, the weights last."""
+    weights = [name for name in ADAPTER_WEIGHTS_FILES if name in names][:1]
+    if ADAPTER_CONFIG_FILE not in names or not weights:
+        needed = f"{ADAPTER_CONFIG_FILE} and {' or '.join(ADAPTER_WEIGHTS_FILES)}"
+        raise ModelError(f"{where} is no adapter: PEFT's save_pretrained writes {needed}")
+    return [ADAPTER_CONFIG_FILE, *weights]
+
+
+def check_adapter_destination(path: Path, *, overwrite: bool = False) -> None:
+    """Refuse a name that is taken or is a file's, and a folder that holds anything but an adapter."""
+    files.check_path_free(path, overwrite=overwrite)
+    if path.suffix in FILE_SUFFIXES:
+        raise UsageError(f"an adapter is a folder: call it {path.with_suffix('')}")
+    _check_folder_content(path, {ADAPTER_CONFIG_FILE, *ADAPTER_WEIGHTS_FILES, "README.md"}, "adapter")
 
 
 def check_destination(path: Path, format: WeightsFormat, *, overwrite: bool = False) -> None:  # noqa: A002
@@ -128,10 +152,14 @@ def check_destination(path: Path, format: WeightsFormat, *, overwrite: bool = Fa
         others = [f"--to {name}" for name in get_args(WeightsFormat) if _fits_name(path, name)]
         alternative = f", or say {' or '.join(others)}" if others else ""
         raise UsageError(f"a {format} model is {' or '.join(kinds)}: call it {better}{alternative}")
-    expected = {*SIDE_FILES, *WEIGHTS_FILES}
+    _check_folder_content(path, {*SIDE_FILES, *WEIGHTS_FILES}, "model")
+
+
+def _check_folder_content(path: Path, expected: Collection[str], kind: str) -> None:
+    """Refuse to overwrite a folder that holds other files than those of a model or adapter."""
     if path.is_dir() and (others := sorted(entry.name for entry in path.iterdir() if entry.name not in expected)):
         raise UsageError(
-            f"{path} is a folder that holds {others[0]!r} and is no model to overwrite; choose another name"
+            f"{path} is a folder that holds {others[0]!r} and is no {kind} to overwrite; choose another name"
         )
 
 

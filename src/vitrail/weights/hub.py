@@ -13,14 +13,14 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from vitrail.errors import ModelError, UsageError
 from vitrail.weights import formats
-from vitrail.weights.formats import CONFIG_FILE, NATIVE_FILE, choose_model_files
+from vitrail.weights.formats import CONFIG_FILE, NATIVE_FILE, choose_adapter_files, choose_model_files
 
 if TYPE_CHECKING:
     from vitrail.weights.trained import Trained
@@ -33,6 +33,7 @@ HUB_LICENSES = {
     "cc-by-nc-nd-4.0", "cc-by-nc-sa-4.0", "cc-by-sa-4.0", "cc0-1.0", "gpl-2.0", "gpl-3.0", "isc", "lgpl-3.0", "mit",
     "mpl-2.0", "openrail", "other", "unknown", "unlicense",
 }  # fmt: skip
+ChooseFiles = Callable[[Collection[str], str], list[str]]
 _NAME_PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"
 
 
@@ -71,11 +72,19 @@ def download_model(model: str) -> HubModel:
     repo, revision = parse_model_name(model)
     require_huggingface_hub()
     with _translate_hub_errors(repo, revision):
-        folder = _download_snapshot(repo, revision)
+        folder = _download_snapshot(repo, revision, choose_model_files)
     names = [entry.name for entry in folder.iterdir() if entry.is_file()]
     chosen = choose_model_files(names, f"hf:{repo}")
     path = folder if CONFIG_FILE in chosen else folder / chosen[-1]
     return HubModel(path=path, name=f"hf:{repo}@{folder.name}", license=read_license(folder))
+
+
+def download_adapter(adapter: str) -> Path:
+    """Download the files of an adapter, hf:ORG/NAME[@REVISION]; return their folder, which is named by the commit."""
+    repo, revision = parse_model_name(adapter)
+    require_huggingface_hub()
+    with _translate_hub_errors(repo, revision):
+        return _download_snapshot(repo, revision, choose_adapter_files)
 
 
 def add_hub_origin(trained: "Trained", hub_model: HubModel) -> "Trained":
@@ -135,31 +144,32 @@ def require_huggingface_hub() -> ModuleType:
     return huggingface_hub
 
 
-def _download_snapshot(repo: str, revision: str | None) -> Path:
-    """Download a model's files; return the cache's folder of that commit, which is named by it."""
+def _download_snapshot(repo: str, revision: str | None, choose_files: ChooseFiles) -> Path:
+    """Download a model's or an adapter's files; return the cache's folder of that commit, which is named by it."""
     from huggingface_hub import HfApi, snapshot_download
 
     try:
         info = HfApi().model_info(repo, revision=revision)
     except _get_hub_errors() as error:
-        cached = _find_cached_snapshot(repo, revision) if _is_unreachable(error) else None
+        cached = _find_cached_snapshot(repo, revision, choose_files) if _is_unreachable(error) else None
         if cached is None:
             raise
         return cached
-    chosen = choose_model_files([entry.rfilename for entry in info.siblings or ()], f"hf:{repo}")
+    chosen = choose_files([entry.rfilename for entry in info.siblings or ()], f"hf:{repo}")
     # By branch and not by commit: the cache then records the branch's commit and knows it offline.
     return Path(snapshot_download(repo, revision=revision, allow_patterns=[glob.escape(name) for name in chosen]))
 
 
-def _find_cached_snapshot(repo: str, revision: str | None) -> Path | None:
-    """Return the snapshot folder if the cache has the whole model."""
+def _find_cached_snapshot(repo: str, revision: str | None, choose_files: ChooseFiles) -> Path | None:
+    """Return the snapshot folder if the cache has the whole model or adapter."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     with contextlib.suppress(LocalEntryNotFoundError, ModelError):
-        names = list(formats.SIDE_FILES)
+        is_adapter = choose_files is choose_adapter_files
+        names = [formats.ADAPTER_CONFIG_FILE] if is_adapter else list(formats.SIDE_FILES)
         folder = Path(snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=names))
-        choose_model_files([entry.name for entry in folder.iterdir() if entry.is_file()], repo)
+        choose_files([entry.name for entry in folder.iterdir() if entry.is_file()], repo)
         return folder
     return None
 

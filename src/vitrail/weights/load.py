@@ -25,15 +25,24 @@ def find_model_path(model: str | Path) -> Path | None:
     return best if os.path.isfile(best) else path  # noqa: PTH113, which is False for a name too long for a path
 
 
-def load(model: str | Path) -> Trained:
+def load(model: str | Path, adapter: str | Path | None = None) -> Trained:
     """Load a MODEL on the CPU, in eval mode.
 
     A file or folder of any known format, hf:ORG/NAME[@REVISION] or timm:NAME from the Hub, or a preset, which has
-    random weights.
+    random weights. `adapter` is a LoRA adapter, of PEFT or of a run, which is merged into it: a folder or hf:ORG/NAME.
 
         trained = vitrail.load("model.safetensors")
         print(trained.model.config, trained.preprocess, trained.labels)
     """
+    trained = _load_model(model)
+    if adapter is None:
+        return trained
+    from vitrail.weights.peft_adapters import merge_adapter
+
+    return merge_adapter(trained, adapter)
+
+
+def _load_model(model: str | Path) -> Trained:
     check_loadable(model)
     if isinstance(model, str) and hub.is_remote(model):
         hub_model = hub.download_model(model)
@@ -85,6 +94,8 @@ def read_model(path: Path) -> Trained:
 
 
 def _find_model_files(path: Path) -> ModelFiles:
+    if is_adapter(path if path.is_dir() else path.parent) and path.name not in formats.WEIGHTS_FILES:
+        raise ModelError(_explain_adapter(path if path.is_dir() else path.parent))
     if not path.is_dir():
         return ModelFiles(path, path)
     chosen = formats.choose_model_files([entry.name for entry in path.iterdir() if entry.is_file()], str(path))
@@ -92,6 +103,21 @@ def _find_model_files(path: Path) -> ModelFiles:
     if formats.CONFIG_FILE not in chosen:
         return ModelFiles(weights, weights)
     return ModelFiles(path, weights, tensor_files.read_json(path / formats.CONFIG_FILE))
+
+
+def is_adapter(path: str | Path) -> bool:
+    """Whether a path is the folder of a LoRA adapter."""
+    return (Path(path) / formats.ADAPTER_CONFIG_FILE).is_file() and not (Path(path) / formats.CONFIG_FILE).is_file()
+
+
+def _explain_adapter(folder: Path) -> str:
+    base = tensor_files.read_json(folder / formats.ADAPTER_CONFIG_FILE).get("base_model_name_or_path")
+    is_name = isinstance(base, str) and base.count("/") == 1 and not Path(base).exists()
+    source = f"hf:{base}" if is_name else base if isinstance(base, str) and base else "BASE"
+    return (
+        f"{folder} is an adapter, which is no model without its base: vitrail convert {source} OUT.safetensors"
+        f" --adapter {folder}"
+    )
 
 
 def save(

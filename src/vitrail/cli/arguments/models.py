@@ -14,6 +14,7 @@ from vitrail.cli.options import (
     Model,
     Number,
     OptionalFile,
+    OptionalFolder,
     OptionalNumber,
     Output,
     OutputOptions,
@@ -21,7 +22,10 @@ from vitrail.cli.options import (
 )
 from vitrail.config import Precision, Resample
 
-TargetFormat = Literal["vitrail", "google", "timm", "transformers", "torchvision", "onnx", "torch-export", "openvino"]
+TargetFormat = Literal[
+    "vitrail", "google", "timm", "transformers", "torchvision", "onnx", "torch-export", "openvino",
+    "peft", "peft-v4", "peft-timm",
+]  # fmt: skip
 _ADAPTATION, _PRECISION = Group("adapt the model"), Group("lower precision")
 _ACCESS, _LIMITS = Group("access"), Group("limits")
 
@@ -68,7 +72,10 @@ class ConvertArguments:
     to: Annotated[TargetFormat | None, arg(metavar="FORMAT")] = None
     """Output format, by default vitrail, or the runtime of DST's suffix. timm and transformers write folders, timm also
     a bare .safetensors, torchvision a .pth, google an .npz. For other runtimes: onnx writes an .onnx, torch-export a
-    .pt2, openvino an .xml and a .bin."""
+    .pt2, openvino an .xml and a .bin. Where SRC is an adapter, peft, peft-v4 and peft-timm write it with the names of
+    transformers from 5.9 on, of those before, and of timm."""
+    adapter: OptionalFolder = None
+    """Merge a LoRA adapter into the model: a folder of PEFT, hf:ORG/NAME, or the weights/adapter of a run."""
     classes: Annotated[OptionalNumber, _ADAPTATION] = None
     """Replace the head with a zero-initialized one of N classes."""
     labels: Annotated[str | None, _ADAPTATION, arg(metavar="NAMES")] = None
