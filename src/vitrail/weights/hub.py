@@ -13,7 +13,7 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
@@ -66,12 +66,12 @@ def parse_model_name(model: str) -> tuple[str, str | None]:
     return repo, revision or None
 
 
-def download_model(model: str) -> HubModel:
-    """Download the files of a model; take them from the cache where the Hub cannot be reached."""
+def download_model(model: str, *, beside: Collection[str] = ()) -> HubModel:
+    """Download the files of a model, and those named `beside` it; without the Hub, take them from the cache."""
     repo, revision = parse_model_name(model)
     require_huggingface_hub()
     with _translate_hub_errors(repo, revision):
-        folder = _download_snapshot(repo, revision)
+        folder = _download_snapshot(repo, revision, beside)
     names = [entry.name for entry in folder.iterdir() if entry.is_file()]
     chosen = choose_model_files(names, f"hf:{repo}")
     path = folder if CONFIG_FILE in chosen else folder / chosen[-1]
@@ -135,7 +135,7 @@ def require_huggingface_hub() -> ModuleType:
     return huggingface_hub
 
 
-def _download_snapshot(repo: str, revision: str | None) -> Path:
+def _download_snapshot(repo: str, revision: str | None, beside: Collection[str]) -> Path:
     """Download a model's files; return the cache's folder of that commit, which is named by it."""
     from huggingface_hub import HfApi, snapshot_download
 
@@ -146,7 +146,8 @@ def _download_snapshot(repo: str, revision: str | None) -> Path:
         if cached is None:
             raise
         return cached
-    chosen = choose_model_files([entry.rfilename for entry in info.siblings or ()], f"hf:{repo}")
+    names = [entry.rfilename for entry in info.siblings or ()]
+    chosen = [*choose_model_files(names, f"hf:{repo}"), *(name for name in beside if name in names)]
     # By branch and not by commit: the cache then records the branch's commit and knows it offline.
     return Path(snapshot_download(repo, revision=revision, allow_patterns=[glob.escape(name) for name in chosen]))
 

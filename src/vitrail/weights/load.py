@@ -76,7 +76,7 @@ def read_model(path: Path) -> Trained:
     if not path.exists():
         raise ModelError(f"{path} does not exist{files.suggest_path(path)}")
     try:
-        model_files = _find_model_files(path)
+        model_files = find_model_files(path)
         return formats.import_format(formats.recognize_format(model_files)).read(model_files)
     except UsageError as error:  # a setting in the file, not one of the user's
         raise ModelError(f"{path} is damaged: {error}") from error
@@ -84,7 +84,8 @@ def read_model(path: Path) -> Trained:
         raise error if str(path) in str(error) else ModelError(f"{path}: {error}") from error
 
 
-def _find_model_files(path: Path) -> ModelFiles:
+def find_model_files(path: Path) -> ModelFiles:
+    """The files of the model in a file or folder."""
     if not path.is_dir():
         return ModelFiles(path, path)
     chosen = formats.choose_model_files([entry.name for entry in path.iterdir() if entry.is_file()], str(path))

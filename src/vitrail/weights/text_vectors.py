@@ -1,0 +1,229 @@
+"""Vectors of texts, in the space of a CLIP's or SigLIP's image features: from its text tower, or from a file.
+
+transformers or open_clip tokenizes and computes the texts, so none of that is repeated here. Both are optional. Nothing
+is downloaded for a model in a folder.
+
+    L labels   T templates   E width of the space of images and texts
+"""
+
+import contextlib
+import importlib
+import math
+import re
+import string
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vitrail.errors import ModelError, UsageError
+from vitrail.runtime.workers import ShowProgress
+from vitrail.weights import tensor_files
+from vitrail.weights.load import find_model_files
+
+TEXT_TOWERS = {"clip": "CLIPTextModelWithProjection", "siglip": "SiglipTextModel"}
+"""model_type in config.json -> transformers' class of the text tower."""
+OPEN_CLIP_FILE = "open_clip_config.json"
+VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")
+TOKENIZER_FILES = (*VOCABULARY_FILES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+"""What a text tower needs beside the files of the model."""
+PLACEHOLDER = "{}"
+_BATCH_SIZE = 64
+_LIBRARY_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, AssertionError)
+
+EncodeTexts = Callable[[list[str]], Tensor]
+"""Texts -> (texts, E), of any length."""
+
+
+class TextVectors(NamedTuple):
+    """Texts as vectors, and how their similarity to an image becomes a logit."""
+
+    vectors: Tensor
+    """(L, E), of length 1."""
+    source: str
+    """What made them."""
+    scale: float | None = None
+    """The factor of cosines, exp(logit_scale); None where the source does not state it."""
+    bias: float | None = None
+    """What is added to the logits of a model with sigmoids; None for a model with a softmax."""
+
+
+# --- from a file or an array -----------------------------------------------------------------------------------------
+
+
+def read_text_vectors(source: Path | np.ndarray[Any, Any] | Tensor) -> TextVectors:
+    """Read a vector of each label from a .npy or .safetensors file, which may hold logit_scale and logit_bias too."""
+    if isinstance(source, np.ndarray | Tensor):
+        return TextVectors(normalize_vectors(torch.as_tensor(source), "the array"), "an array")
+    if source.suffix == ".safetensors":
+        tensors = tensor_files.read_tensors(source).tensors
+        tables = [tensor for tensor in tensors.values() if tensor.ndim == 2]
+        if len(tables) != 1:
+            raise ModelError(f"{source} has {len(tables)} tensors of two dimensions; one with a row for each label is read")
+        return TextVectors(normalize_vectors(tables[0], str(source)), source.name, *read_scale(tensors, source))
+    if source.suffix != ".npy":
+        raise UsageError(f"vectors of texts are a .npy or .safetensors file, not {str(source)!r}")
+    try:
+        array = np.load(source, allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise ModelError(f"{source} cannot be read: {error}") from error
+    return TextVectors(normalize_vectors(torch.as_tensor(array), str(source)), source.name)
+
+
+def normalize_vectors(vectors: Tensor, source: str) -> Tensor:
+    """(L, E) of any float type -> float32 of length 1; refuse what has no direction."""
+    if vectors.ndim != 2 or not vectors.is_floating_point():
+        kind = f"{vectors.dtype} of shape {tuple(vectors.shape)}"
+        raise UsageError(f"{source} holds {kind}; vectors of texts are floating-point numbers (labels, width)")
+    vectors = vectors.detach().cpu().float()
+    if not torch.isfinite(vectors).all() or not vectors.norm(dim=1).all():
+        raise UsageError(f"{source} has a row with NaN, infinity or nothing but zeros")
+    return F.normalize(vectors, dim=1)
+
+
+def read_scale(tensors: dict[str, Tensor], path: Path) -> tuple[float | None, float | None]:
+    """Scale and bias of a CLIP's or SigLIP's logits; None for what the file does not have."""
+    numbers = list[float | None]()
+    for name in ("logit_scale", "logit_bias"):
+        tensor = tensors.get(name)
+        if tensor is not None and tensor.numel() != 1:
+            raise ModelError(f"{path}: {name} has the shape {tuple(tensor.shape)}; it is one number")
+        numbers.append(None if tensor is None else float(tensor))
+    scale, bias = numbers
+    return None if scale is None else math.exp(min(scale, 80)), bias
+
+
+# --- from a text tower -----------------------------------------------------------------------------------------------
+
+
+def has_text_tower(folder: Path) -> bool:
+    """Whether a folder holds a whole CLIP or SigLIP of transformers or open_clip."""
+    if not folder.is_dir():
+        return False
+    if (folder / OPEN_CLIP_FILE).is_file():
+        return True
+    path = folder / "config.json"
+    return path.is_file() and "text_config" in tensor_files.read_json(path)
+
+
+def compute_text_vectors(
+    folder: Path, labels: Sequence[str], templates: Sequence[str], device: torch.device, progress: ShowProgress
+) -> TextVectors:
+    """The mean of each label's vectors over the templates, by the text tower in a folder."""
+    texts = [template.replace(PLACEHOLDER, label) for label in labels for template in templates]
+    with _translate_library_errors(folder):
+        encode_texts, library = _load_text_tower(folder, device)
+        parts = list[Tensor]()
+        with torch.inference_mode(), progress("texts") as report:
+            for start in range(0, len(texts), _BATCH_SIZE):
+                parts.append(encode_texts(texts[start : start + _BATCH_SIZE]).float().cpu())
+                report(min(start + _BATCH_SIZE, len(texts)), len(texts))
+    vectors = normalize_vectors(torch.cat(parts), str(folder))
+    means = vectors.unflatten(0, (len(labels), len(templates))).mean(dim=1)
+    scale, bias = read_scale(find_model_files(folder).tensors, folder)
+    return TextVectors(normalize_vectors(means, str(folder)), f"{folder.resolve().name} by {library}", scale, bias)
+
+
+def _load_text_tower(folder: Path, device: torch.device) -> tuple[EncodeTexts, str]:
+    """How texts become vectors, and the name of the library that computes them."""
+    config_path = folder / "config.json"
+    settings = tensor_files.read_json(config_path) if config_path.is_file() else {}
+    if "text_config" in settings:
+        return _load_transformers_tower(folder, settings.get("model_type"), device), "transformers"
+    return _load_open_clip_tower(folder, device), "open_clip"
+
+
+def _load_transformers_tower(folder: Path, kind: Any, device: torch.device) -> EncodeTexts:
+    if kind not in TEXT_TOWERS:
+        raise ModelError(f"{folder} has the model_type {kind!r:.80}; text towers of {', '.join(TEXT_TOWERS)} are read")
+    if not any((folder / name).is_file() for name in VOCABULARY_FILES):
+        raise ModelError(f"{folder} has no tokenizer: it holds none of {', '.join(VOCABULARY_FILES)}")
+    transformers = _import_library("transformers", "'vitrail[zero-shot]'")
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    text_config, limit = config.text_config, config.text_config.max_position_embeddings
+    if kind == "clip":
+        text_config.projection_dim = config.projection_dim  # the tower's own may be a default that the model ignores
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tower, info = getattr(transformers, TEXT_TOWERS[kind]).from_pretrained(
+        folder, config=text_config, local_files_only=True, output_loading_info=True
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"{folder} has no weights for {missing[0]!r} and {len(missing) - 1} more of its text tower")
+    tower = tower.to(device).float().eval()
+
+    def encode_texts(texts: list[str]) -> Tensor:
+        if kind == "siglip":
+            texts = [canonicalize_text(text) for text in texts]
+        for text, tokens in zip(texts, tokenizer(texts)["input_ids"], strict=True):
+            if len(tokens) > limit:
+                raise UsageError(f"the text {text!r:.200} has {len(tokens)} tokens; this model reads {limit}: shorten it")
+        padding = "max_length" if kind == "siglip" else True  # SigLIP reads the last position, padding or not
+        tokens = tokenizer(texts, padding=padding, max_length=limit, truncation=True, return_tensors="pt")
+        outputs = tower(input_ids=tokens["input_ids"].to(device))  # no mask: CLIP's is causal, SigLIP has none
+        return outputs.text_embeds if kind == "clip" else outputs.pooler_output
+
+    return encode_texts
+
+
+def canonicalize_text(text: str) -> str:
+    """A text as SigLIP was trained on: lower case, no punctuation, single spaces."""
+    text = text.replace("_", " ").translate(str.maketrans("", "", string.punctuation))
+    return " ".join(text.lower().split())
+
+
+def _load_open_clip_tower(folder: Path, device: torch.device) -> EncodeTexts:
+    open_clip = _import_library("open_clip", "open_clip_torch")
+    tower = open_clip.create_model(f"local-dir:{folder}", device=device).eval()
+    tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
+    return lambda texts: tower.encode_text(tokenizer(texts).to(device))
+
+
+def _import_library(name: str, requirement: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise UsageError(
+            f"the text tower needs {name}: pip install {requirement}. Or give vectors of the labels: --text-vectors FILE"
+        ) from None
+
+
+@contextlib.contextmanager
+def _translate_library_errors(folder: Path) -> Iterator[None]:
+    """Turn what transformers or open_clip raises inside the block into one line, and keep their notes off the screen."""
+    try:
+        with _silence_transformers():
+            yield
+    except ImportError as error:  # such as sentencepiece
+        raise UsageError(f"{folder} needs a package: {_shorten(error)}. pip install 'vitrail[zero-shot]'") from error
+    except UsageError:
+        raise
+    except _LIBRARY_ERRORS as error:
+        raise ModelError(f"the text tower of {folder} cannot be read: {_shorten(error)}") from error
+
+
+def _shorten(error: Exception) -> str:
+    return f"{type(error).__name__}: {re.sub(r'\s+', ' ', str(error)):.200}"
+
+
+@contextlib.contextmanager
+def _silence_transformers() -> Iterator[None]:
+    """No warnings about the image tower, which is not read here, and no bar but ours."""
+    try:
+        from transformers.utils import logging
+    except ImportError:
+        yield
+        return
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
