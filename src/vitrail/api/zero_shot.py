@@ -93,7 +93,9 @@ def zero_shot(
 
 def read_labels(labels: str | Path | Sequence[str]) -> tuple[str, ...]:
     """The labels: those given, or the lines of a text file; empty lines are skipped, and duplicates refused."""
-    names = _read_lines(labels, "labels") if isinstance(labels, str | Path) else tuple(label.strip() for label in labels)
+    names = (
+        _read_lines(labels, "labels") if isinstance(labels, str | Path) else tuple(label.strip() for label in labels)
+    )
     if not names or not all(names):
         raise UsageError("there must be at least one label, and none may be empty")
     if duplicates := [name for name, count in Counter(names).items() if count > 1]:

@@ -9,7 +9,6 @@ is downloaded for a model in a folder.
 import contextlib
 import importlib
 import math
-import re
 import string
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,11 +25,22 @@ from vitrail.runtime.workers import ShowProgress
 from vitrail.weights import tensor_files
 from vitrail.weights.load import find_model_files
 
-TEXT_TOWERS = {"clip": "CLIPTextModelWithProjection", "siglip": "SiglipTextModel"}
+TEXT_TOWERS = {
+    "clip": "CLIPTextModelWithProjection",
+    "metaclip_2": "MetaClip2TextModelWithProjection",
+    "siglip": "SiglipTextModel",
+    "siglip2": "Siglip2TextModel",
+}
 """model_type in config.json -> transformers' class of the text tower."""
 OPEN_CLIP_FILE = "open_clip_config.json"
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")
-TOKENIZER_FILES = (*VOCABULARY_FILES, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+TOKENIZER_FILES = (
+    *VOCABULARY_FILES,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+)
 """What a text tower needs beside the files of the model."""
 PLACEHOLDER = "{}"
 _BATCH_SIZE = 64
@@ -64,7 +74,9 @@ def read_text_vectors(source: Path | np.ndarray[Any, Any] | Tensor) -> TextVecto
         tensors = tensor_files.read_tensors(source).tensors
         tables = [tensor for tensor in tensors.values() if tensor.ndim == 2]
         if len(tables) != 1:
-            raise ModelError(f"{source} has {len(tables)} tensors of two dimensions; one with a row for each label is read")
+            raise ModelError(
+                f"{source} has {len(tables)} tensors of two dimensions; one with a row for each label is read"
+            )
         return TextVectors(normalize_vectors(tables[0], str(source)), source.name, *read_scale(tensors, source))
     if source.suffix != ".npy":
         raise UsageError(f"vectors of texts are a .npy or .safetensors file, not {str(source)!r}")
@@ -116,8 +128,9 @@ def compute_text_vectors(
 ) -> TextVectors:
     """The mean of each label's vectors over the templates, by the text tower in a folder."""
     texts = [template.replace(PLACEHOLDER, label) for label in labels for template in templates]
-    with _translate_library_errors(folder):
-        encode_texts, library = _load_text_tower(folder, device)
+    with _silence_transformers():
+        with _translate_library_errors(folder):
+            encode_texts, library = _load_text_tower(folder, device)
         parts = list[Tensor]()
         with torch.inference_mode(), progress("texts") as report:
             for start in range(0, len(texts), _BATCH_SIZE):
@@ -144,11 +157,13 @@ def _load_transformers_tower(folder: Path, kind: Any, device: torch.device) -> E
     if not any((folder / name).is_file() for name in VOCABULARY_FILES):
         raise ModelError(f"{folder} has no tokenizer: it holds none of {', '.join(VOCABULARY_FILES)}")
     transformers = _import_library("transformers", "'vitrail[zero-shot]'")
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    config = transformers.AutoConfig.from_pretrained(folder, **options)
     text_config, limit = config.text_config, config.text_config.max_position_embeddings
-    if kind == "clip":
+    is_siglip = str(kind).startswith("siglip")
+    if not is_siglip:
         text_config.projection_dim = config.projection_dim  # the tower's own may be a default that the model ignores
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **options)
     tower, info = getattr(transformers, TEXT_TOWERS[kind]).from_pretrained(
         folder, config=text_config, local_files_only=True, output_loading_info=True
     )
@@ -157,15 +172,19 @@ def _load_transformers_tower(folder: Path, kind: Any, device: torch.device) -> E
     tower = tower.to(device).float().eval()
 
     def encode_texts(texts: list[str]) -> Tensor:
-        if kind == "siglip":
+        if is_siglip:
             texts = [canonicalize_text(text) for text in texts]
         for text, tokens in zip(texts, tokenizer(texts)["input_ids"], strict=True):
             if len(tokens) > limit:
-                raise UsageError(f"the text {text!r:.200} has {len(tokens)} tokens; this model reads {limit}: shorten it")
-        padding = "max_length" if kind == "siglip" else True  # SigLIP reads the last position, padding or not
-        tokens = tokenizer(texts, padding=padding, max_length=limit, truncation=True, return_tensors="pt")
-        outputs = tower(input_ids=tokens["input_ids"].to(device))  # no mask: CLIP's is causal, SigLIP has none
-        return outputs.text_embeds if kind == "clip" else outputs.pooler_output
+                raise UsageError(
+                    f"the text {text!r:.200} has {len(tokens)} tokens; this model reads {limit}: shorten it"
+                )
+        padding = "max_length" if is_siglip else True  # SigLIP reads the last position, padding or not
+        batch = tokenizer(texts, padding=padding, max_length=limit, truncation=True, return_tensors="pt")["input_ids"]
+        if int(batch.max()) >= text_config.vocab_size:
+            raise ModelError(f"the tokenizer of {folder} has more tokens than its text tower: {text_config.vocab_size}")
+        outputs = tower(input_ids=batch.to(device))  # no mask: CLIP's is causal, SigLIP has none
+        return outputs.pooler_output if is_siglip else outputs.text_embeds
 
     return encode_texts
 
@@ -178,7 +197,7 @@ def canonicalize_text(text: str) -> str:
 
 def _load_open_clip_tower(folder: Path, device: torch.device) -> EncodeTexts:
     open_clip = _import_library("open_clip", "open_clip_torch")
-    tower = open_clip.create_model(f"local-dir:{folder}", device=device).eval()
+    tower = open_clip.create_model(f"local-dir:{folder}", device=device, require_pretrained=True).eval()
     tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
     return lambda texts: tower.encode_text(tokenizer(texts).to(device))
 
@@ -188,16 +207,16 @@ def _import_library(name: str, requirement: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError:
         raise UsageError(
-            f"the text tower needs {name}: pip install {requirement}. Or give vectors of the labels: --text-vectors FILE"
+            f"the text tower needs {name}: pip install {requirement}."
+            " Or give vectors of the labels: --text-vectors FILE"
         ) from None
 
 
 @contextlib.contextmanager
 def _translate_library_errors(folder: Path) -> Iterator[None]:
-    """Turn what transformers or open_clip raises inside the block into one line, and keep their notes off the screen."""
+    """Turn what transformers or open_clip raises inside the block into one line."""
     try:
-        with _silence_transformers():
-            yield
+        yield
     except ImportError as error:  # such as sentencepiece
         raise UsageError(f"{folder} needs a package: {_shorten(error)}. pip install 'vitrail[zero-shot]'") from error
     except UsageError:
@@ -207,7 +226,7 @@ def _translate_library_errors(folder: Path) -> Iterator[None]:
 
 
 def _shorten(error: Exception) -> str:
-    return f"{type(error).__name__}: {re.sub(r'\s+', ' ', str(error)):.200}"
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
 
 @contextlib.contextmanager
