@@ -9,7 +9,9 @@ from vitrail.errors import UsageError
 Pool = Literal["class", "norm-mean", "mean-norm", "map", "class-mean"]
 Positions = Literal["none", "learned-1d", "learned-2d", "sincos-2d", "relative", "relative-bias"]
 PositionsAt = Literal["stem", "every-layer", "every-layer-shared"]
-Resample = Literal["bilinear-corners", "bilinear", "bicubic-antialias", "bicubic", "bicubic-corners", "bicubic-offset"]
+Resample = Literal[
+    "bilinear-corners", "bilinear", "bilinear-antialias", "bicubic-antialias", "bicubic", "bicubic-corners", "bicubic-offset"
+]
 Precision = Literal["float32", "bfloat16", "int8", "openvino-int8"]
 
 SIZE_LIMITS = {  # far above any published model; a hostile file is refused before anything is built from it

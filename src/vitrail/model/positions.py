@@ -1,8 +1,8 @@
-"""Positions of patches: sin-cos and rotary ones, tables of offsets, and six operators that resample to another grid.
+"""Positions of patches: sin-cos and rotary ones, tables of offsets, and seven operators that resample to another grid.
 
     B batch   N tokens   D width   H heads   K = D/H   G = (rows, columns) of patches   n = rows * columns
 
-Projects resample positions in six ways, which differ by 3 to 4.5 % of the norm from 14 x 14 to 24 x 24, so the operator
+Projects resample positions in seven ways, which differ by 3 to 4.5 % of the norm from 14 x 14 to 24 x 24, so the operator
 belongs to the weights. All of them run on the CPU in float32: a model gets the same positions on any device.
 """
 
@@ -20,6 +20,7 @@ Grid = tuple[int, int]
 _INTERPOLATE_OPTIONS: dict[Resample, dict[str, Any]] = {
     "bilinear-corners": {"mode": "bilinear", "align_corners": True},  # Google's code: scipy.ndimage.zoom(order=1)
     "bilinear": {"mode": "bilinear"},  # timm, reading Google's .npz
+    "bilinear-antialias": {"mode": "bilinear", "antialias": True},  # NaFlex
     "bicubic-antialias": {"mode": "bicubic", "antialias": True},  # timm's state dicts, open_clip, DINOv2 with registers
     "bicubic": {"mode": "bicubic"},  # transformers
     "bicubic-corners": {"mode": "bicubic", "align_corners": True},  # torchvision
