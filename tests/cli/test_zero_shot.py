@@ -33,7 +33,7 @@ def test_a_whole_clip_and_a_list_of_labels_become_a_model_that_predicts(capsys: 
     assert lines[-2:] == [["labels", "2"], ["written", "labels.safetensors"]]
     assert "clip by transformers, templates 'a photo of a {}.', 'art of the {}!'" in lines[-4][1]
     assert lines[-3][1] == "head: scale 12.1825, a softmax"
-    code, out, _ = vitrail("predict", "labels.safetensors", "cat.jpg", "--json", "--device", "cpu", capsys=capsys)
+    code, out, _ = vitrail("predict", "labels.safetensors", "cat.jpg", "--top", "2", "--json", capsys=capsys)
     assert code == 0
     assert {row["label"] for row in json.loads(out)["predictions"]} == {"cat", "dog"}
     code, out, _ = vitrail("info", "labels.safetensors", capsys=capsys)

@@ -217,15 +217,25 @@ def _translate_library_errors(folder: Path) -> Iterator[None]:
     """Turn what transformers or open_clip raises inside the block into one line."""
     try:
         yield
-    except ImportError as error:  # such as sentencepiece
-        raise UsageError(f"{folder} needs a package: {_shorten(error)}. pip install 'vitrail[zero-shot]'") from error
+    except ImportError as error:
+        cause = _find_root_cause(error)
+        if isinstance(cause, ImportError):  # such as sentencepiece
+            raise UsageError(f"{folder} needs a package: {_shorten(cause)}. pip install 'vitrail[zero-shot]'") from error
+        raise UsageError(f"the text tower's library cannot be imported: {_shorten(cause)}") from error
     except UsageError:
         raise
     except _LIBRARY_ERRORS as error:
         raise ModelError(f"the text tower of {folder} cannot be read: {_shorten(error)}") from error
 
 
-def _shorten(error: Exception) -> str:
+def _find_root_cause(error: BaseException) -> BaseException:
+    """The error behind transformers' own, which does not say why a module cannot be imported."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _shorten(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
 
 

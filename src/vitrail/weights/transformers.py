@@ -286,14 +286,10 @@ def _drop_key_biases(tensors: dict[str, Tensor]) -> list[str]:
     return ["attn.k.bias: left out, since no softmax depends on it"] if dropped else []
 
 
-def _check_written(
-    written: Tensors, config: ViTConfig, tensors: Tensors, settings: dict[str, Any]
-) -> list[str]:
+def _check_written(written: Tensors, config: ViTConfig, tensors: Tensors, settings: dict[str, Any]) -> list[str]:
     """Refuse to write what `read` would not get back: another function, or other numbers."""
     held, _ = convert_tensors(written, settings, foreign_format.DRAFT_PATH)
-    notes = foreign_format.check_round_trip(
-        FORMAT, config, infer_config(held, settings, foreign_format.DRAFT_PATH)
-    )
+    notes = foreign_format.check_round_trip(FORMAT, config, infer_config(held, settings, foreign_format.DRAFT_PATH))
     for name, tensor in tensors.items():
         if name not in held or not torch.equal(held[name], tensor):
             raise ModelError(
