@@ -74,7 +74,7 @@ def download_model(model: str, *, beside: Collection[str] = ()) -> HubModel:
         folder = _download_snapshot(repo, revision, beside)
     names = [entry.name for entry in folder.iterdir() if entry.is_file()]
     chosen = choose_model_files(names, f"hf:{repo}")
-    path = folder if CONFIG_FILE in chosen else folder / chosen[-1]
+    path = folder if formats.find_config_file(chosen) else folder / chosen[-1]
     return HubModel(path=path, name=f"hf:{repo}@{folder.name}", license=read_license(folder))
 
 

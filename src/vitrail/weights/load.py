@@ -90,9 +90,8 @@ def find_model_files(path: Path) -> ModelFiles:
         return ModelFiles(path, path)
     chosen = formats.choose_model_files([entry.name for entry in path.iterdir() if entry.is_file()], str(path))
     weights = path / chosen[-1]
-    if formats.CONFIG_FILE not in chosen:
-        return ModelFiles(weights, weights)
-    return ModelFiles(path, weights, tensor_files.read_json(path / formats.CONFIG_FILE))
+    config = formats.find_config_file(chosen)
+    return ModelFiles(path, weights, tensor_files.read_json(path / config)) if config else ModelFiles(weights, weights)
 
 
 def save(

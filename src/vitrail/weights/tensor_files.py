@@ -35,6 +35,7 @@ MAX_JSON_BYTES = 32 * 2**20  # 21,843 labels take 1 MiB
 MAX_TENSORS = 100_000
 ALIGNMENT = 64  # bytes: unaligned weights may give other last bits in products of small matrices
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+INDEX_BUFFERS = ("position_ids", "relative_position_index")  # integers that count, in files of CLIP and BEiT
 NPZ_DTYPES = ("<f2", "<f4", "<f8", "|V2")
 MAX_ARRAY_HEADER_BYTES = 2**16  # that of a plain array has about 128
 MAX_INFLATION = 16  # weights hardly compress; a file that grows more than this is a bomb
@@ -86,6 +87,9 @@ def read_tensors(path: Path) -> TensorFile:
             f"{path} has the suffix {path.suffix!r}; weights are {', '.join(TENSOR_SUFFIXES)} or .npz files, or folders"
         )
     content = _read_safetensors(path) if path.suffix == ".safetensors" else TensorFile(_read_torch(path), {})
+    for name in [name for name in content.tensors if name.endswith(INDEX_BUFFERS)]:
+        if not content.tensors[name].is_floating_point():
+            del content.tensors[name]
     for name, tensor in content.tensors.items():
         _check_tensor(name, tensor, path)
     return content

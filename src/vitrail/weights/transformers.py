@@ -266,9 +266,10 @@ def _choose_model_type(config: ViTConfig) -> str:
 def _convert_positions(model: ViT, family: Family) -> tuple[ViTConfig, dict[str, Tensor], list[str]]:
     """Store positions as the family does: a table, for all tokens where it has registers' siblings none."""
     config = model.config
-    if family.fields.get("positions") == "none" or config.positions == "relative-bias":
-        return config, dict(model.state_dict()), []
-    if family.names is BEIT_NAMES and config.positions == "none":
+    if config.positions == "relative-bias" and config.image_size[0] != config.image_size[1]:
+        raise ModelError("the transformers format cannot hold this model: BEiT's classes swap the sides of such tables")
+    optional = family.names is BEIT_NAMES and config.positions == "none"
+    if family.fields.get("positions") == "none" or config.positions == "relative-bias" or optional:
         return config, dict(model.state_dict()), []
     prefix = config.class_token and not config.registers
     if not prefix and config.prefix_positions and config.num_positioned_prefix_tokens:

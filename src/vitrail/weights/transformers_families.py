@@ -221,7 +221,10 @@ def convert_to_own(tensors: Tensors, family: Family, settings: dict[str, Any]) -
     _restore_shapes(own, settings)
     _join_gate(own)
     _split_pool_query(own)
-    _add_absent_biases(own, list_absent_biases(family, settings))
+    absent = list_absent_biases(family, settings)
+    if stated := next((name for name in own if name.endswith(absent)), None):
+        raise ModelError(f"the file has {stated!r}, which models with its config.json lack")
+    own = foreign_format.add_zero_biases(own, tuple(end.removesuffix(".bias") for end in absent))
     own = foreign_format.fuse_qkv(own)
     _fold_class_position(own)
     return own, notes
@@ -302,15 +305,6 @@ def list_absent_biases(family: Family, settings: dict[str, Any]) -> tuple[str, .
         absent += [] if settings.get("proj_bias", True) else ["attn.proj.bias"]
         absent += [] if settings.get("mlp_bias", True) else ["mlp.fc1.bias", "mlp.fc2.bias"]
     return tuple(absent)
-
-
-def _add_absent_biases(own: dict[str, Tensor], absent: tuple[str, ...]) -> None:
-    for end in absent:
-        for name in [name for name in own if name.endswith(end.replace(".bias", ".weight"))]:
-            bias = name.replace(".weight", ".bias")
-            if bias in own:
-                raise ModelError(f"the file has {bias!r}, which its config.json says it lacks")
-            own[bias] = own[name].new_zeros(len(own[name]) if own[name].ndim else 0)
 
 
 def _fold_class_position(own: dict[str, Tensor]) -> None:
