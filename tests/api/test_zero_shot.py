@@ -1,6 +1,8 @@
 """`vitrail.zero_shot` against transformers' own pipeline, and the use of its result as an ordinary model."""
 
 import json
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from safetensors.torch import save_file
 import vitrail
 from tests import text_towers
 from tests.api.conftest import FAST, make_trained
+from tests.hub_server import run_server
 from tests.text_towers import LABELS, TEMPLATES
 from vitrail.errors import UsageError
 from vitrail.model.quantized import has_exact_int8_products
@@ -80,6 +83,23 @@ def test_logits_equal_those_of_transformers(folder: Path) -> None:
     assert (logits - expected).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("siglip", [False, True])
+def test_logits_equal_those_of_open_clip(siglip: bool, tmp_path: Path) -> None:
+    open_clip = pytest.importorskip("open_clip", reason="open_clip is not installed: pip install open_clip_torch")
+    model = text_towers.write_open_clip(tmp_path / "model", siglip=siglip)
+    texts = open_clip.get_tokenizer(f"local-dir:{tmp_path / 'model'}")(
+        [TEMPLATES[1].replace("{}", label) for label in LABELS]
+    )
+    trained = vitrail.zero_shot(tmp_path / "model", LABELS, templates=TEMPLATES[1])
+    pixels = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected, _ = model.get_logits(pixels, texts)
+        logits = trained.model(pixels)
+    assert (expected[:, 0] - expected[:, 2]).abs().max() > 0.1
+    assert (logits - expected).abs().max() <= 1e-5
+    assert trained.multi_label == siglip
+
+
 def test_a_label_is_the_mean_direction_of_its_texts(folder: Path, tmp_path: Path) -> None:
     several = vitrail.zero_shot(folder, LABELS, templates=TEMPLATES).model.head.weight
     single = torch.stack([vitrail.zero_shot(folder, LABELS, templates=each).model.head.weight for each in TEMPLATES])
@@ -121,6 +141,29 @@ def test_the_tower_may_be_a_file_and_the_text_side_a_folder(folder: Path) -> Non
     vitrail.save(trained, "pets.safetensors")
     again = vitrail.zero_shot("pets.safetensors", ["tulip", "dog"], text=folder)
     assert (again.model.head.weight - trained.model.head.weight[2:]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("folder", ["clip"], indirect=True)
+def test_a_name_on_the_hub_downloads_both_towers_and_the_tokenizer(folder: Path, tmp_path: Path) -> None:
+    """In a process of its own, without torchvision, which the text side does not need."""
+    script = """
+import sys
+sys.modules["torchvision"] = None
+import vitrail
+trained = vitrail.zero_shot("hf:org/clip", ["tulip", "dog"], device="cpu")
+print(trained.origin.changes[-2])
+vitrail.save(trained, "pets.safetensors")
+"""
+    with run_server() as server:
+        files = {path.name: path.read_bytes() for path in folder.iterdir()}
+        commit = server.commit("org/clip", files | {"evil.py": b"print()", "flax_model.msgpack": b""})
+        environment = server.environment(tmp_path / "home")
+        ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+        assert server.requested() == files.keys()
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert f"vectors of texts, hf:org/clip@{commit} by transformers, templates" in ended.stdout
+    expected = vitrail.zero_shot(folder, ["tulip", "dog"]).model.head.weight
+    assert (vitrail.load("pets.safetensors").model.head.weight - expected).abs().max() <= 1e-5
 
 
 def test_what_it_was_made_of_is_in_the_file(folder: Path) -> None:

@@ -15,6 +15,7 @@ from vitrail.errors import UsageError
 from vitrail.runtime.devices import resolve_device
 from vitrail.runtime.workers import Notify, ShowProgress, ignore_note
 from vitrail.weights import hub
+from vitrail.weights.hub import HubModel
 from vitrail.weights.load import find_model_files
 from vitrail.weights.text_vectors import (
     PLACEHOLDER,
@@ -76,11 +77,12 @@ def zero_shot(
     if text_vectors is not None and (text is not None or templates != DEFAULT_TEMPLATE):
         raise UsageError("--text-vectors are of finished texts: omit --text and --templates")
     sentences = () if text_vectors is not None else read_templates(templates)
-    folder = _find_text_folder(model, text) if text_vectors is None else None
+    side = _find_text_side(model, text) if text_vectors is None else None
     (notify or ignore_note)(f"model: {get_model_name(model)}")
     trained = load_trained(model)
-    if folder is not None:
-        texts = compute_text_vectors(folder, names, sentences, resolve_device(device), progress)
+    if side is not None:
+        place = resolve_device(device)
+        texts = compute_text_vectors(side.path, names, sentences, place, progress, name=side.name)
     else:
         assert text_vectors is not None
         texts = _read_vectors(text_vectors, model)
@@ -127,27 +129,32 @@ def _read_lines(path: str | Path, what: str) -> tuple[str, ...]:
     return tuple(line.strip() for line in lines if line.strip())
 
 
-def _find_text_folder(model: AnyModel, text: str | Path | None) -> Path:
-    """The folder of the whole model whose text tower reads the labels; it is downloaded if it is named on the Hub."""
+def _find_text_side(model: AnyModel, text: str | Path | None) -> HubModel:
+    """The whole model whose text tower reads the labels; it is downloaded if it is named on the Hub."""
     name = get_model_name(model) if text is None else str(text)
-    is_name = text is not None or isinstance(model, str | Path)
-    folder = _find_folder(name) if is_name else None
-    if folder is None or not has_text_tower(folder):
+    side = _find_folder(name) if text is not None or isinstance(model, str | Path) else None
+    if side is None or not has_text_tower(side.path):
         raise UsageError(
             f"{name} has no text tower: name the folder or Hub name of the whole CLIP or SigLIP (--text MODEL), or give"
             " vectors of the labels (--text-vectors FILE)"
         )
-    return folder
+    return side
 
 
-def _find_folder(name: str) -> Path:
-    return hub.download_model(name, beside=TOKENIZER_FILES).path if hub.is_remote(name) else Path(name)
+def _find_folder(name: str) -> HubModel:
+    """The folder of a whole model, and what it is called."""
+    if hub.is_remote(name):
+        return hub.download_model(name, beside=TOKENIZER_FILES)
+    return HubModel(path=Path(name), name=Path(name).resolve().name, license=None)
 
 
 def _read_vectors(source: str | Path | np.ndarray[Any, Any] | Tensor, model: AnyModel) -> TextVectors:
     """Vectors from a file or an array, with the scale of the model's own files where they state none."""
     texts = read_text_vectors(Path(source) if isinstance(source, str) else source)
-    if texts.scale is None and isinstance(model, str | Path) and has_text_tower(folder := _find_folder(str(model))):
-        scale, bias = read_scale(find_model_files(folder).tensors, folder)
-        texts = texts._replace(scale=scale, bias=bias)
-    return texts
+    if texts.scale is not None or not isinstance(model, str | Path):
+        return texts
+    folder = _find_folder(str(model)).path
+    if not has_text_tower(folder):
+        return texts
+    scale, bias = read_scale(find_model_files(folder).tensors, folder)
+    return texts._replace(scale=scale, bias=bias)

@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import math
 import string
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vitrail.errors import ModelError, UsageError
 from vitrail.runtime.workers import ShowProgress
-from vitrail.weights import tensor_files
+from vitrail.weights import formats, tensor_files
 from vitrail.weights.load import find_model_files
 
 TEXT_TOWERS = {
@@ -32,7 +32,6 @@ TEXT_TOWERS = {
     "siglip2": "Siglip2TextModel",
 }
 """model_type in config.json -> transformers' class of the text tower."""
-OPEN_CLIP_FILE = "open_clip_config.json"
 VOCABULARY_FILES = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")
 TOKENIZER_FILES = (
     *VOCABULARY_FILES,
@@ -46,9 +45,6 @@ PLACEHOLDER = "{}"
 _BATCH_SIZE = 64
 _LIBRARY_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, AssertionError)
 
-EncodeTexts = Callable[[list[str]], Tensor]
-"""Texts -> (texts, E), of any length."""
-
 
 class TextVectors(NamedTuple):
     """Texts as vectors, and how their similarity to an image becomes a logit."""
@@ -61,6 +57,16 @@ class TextVectors(NamedTuple):
     """The factor of cosines, exp(logit_scale); None where the source does not state it."""
     bias: float | None = None
     """What is added to the logits of a model with sigmoids; None for a model with a softmax."""
+
+
+class TextTower(NamedTuple):
+    """A text tower in memory, whichever library computes it."""
+
+    library: str
+    encode_texts: Callable[[list[str]], Tensor]
+    """Texts -> (texts, E), of any length."""
+    scale: float | None
+    bias: float | None
 
 
 # --- from a file or an array -----------------------------------------------------------------------------------------
@@ -98,7 +104,7 @@ def normalize_vectors(vectors: Tensor, source: str) -> Tensor:
     return F.normalize(vectors, dim=1)
 
 
-def read_scale(tensors: dict[str, Tensor], path: Path) -> tuple[float | None, float | None]:
+def read_scale(tensors: Mapping[str, Tensor], path: Path) -> tuple[float | None, float | None]:
     """Scale and bias of a CLIP's or SigLIP's logits; None for what the file does not have."""
     numbers = list[float | None]()
     for name in ("logit_scale", "logit_bias"):
@@ -117,41 +123,46 @@ def has_text_tower(folder: Path) -> bool:
     """Whether a folder holds a whole CLIP or SigLIP of transformers or open_clip."""
     if not folder.is_dir():
         return False
-    if (folder / OPEN_CLIP_FILE).is_file():
+    if (folder / formats.OPEN_CLIP_CONFIG_FILE).is_file():
         return True
-    path = folder / "config.json"
+    path = folder / formats.CONFIG_FILE
     return path.is_file() and "text_config" in tensor_files.read_json(path)
 
 
 def compute_text_vectors(
-    folder: Path, labels: Sequence[str], templates: Sequence[str], device: torch.device, progress: ShowProgress
+    folder: Path,
+    labels: Sequence[str],
+    templates: Sequence[str],
+    device: torch.device,
+    progress: ShowProgress,
+    *,
+    name: str | None = None,
 ) -> TextVectors:
-    """The mean of each label's vectors over the templates, by the text tower in a folder."""
+    """The mean of each label's vectors over the templates, by the text tower in a folder; `source` calls it `name`."""
     texts = [template.replace(PLACEHOLDER, label) for label in labels for template in templates]
     with _silence_transformers():
         with _translate_library_errors(folder):
-            encode_texts, library = _load_text_tower(folder, device)
+            tower = _load_text_tower(folder, device)
         parts = list[Tensor]()
         with torch.inference_mode(), progress("texts") as report:
             for start in range(0, len(texts), _BATCH_SIZE):
-                parts.append(encode_texts(texts[start : start + _BATCH_SIZE]).float().cpu())
+                parts.append(tower.encode_texts(texts[start : start + _BATCH_SIZE]).float().cpu())
                 report(min(start + _BATCH_SIZE, len(texts)), len(texts))
     vectors = normalize_vectors(torch.cat(parts), str(folder))
     means = vectors.unflatten(0, (len(labels), len(templates))).mean(dim=1)
-    scale, bias = read_scale(find_model_files(folder).tensors, folder)
-    return TextVectors(normalize_vectors(means, str(folder)), f"{folder.resolve().name} by {library}", scale, bias)
+    source = f"{name or folder.resolve().name} by {tower.library}"
+    return TextVectors(normalize_vectors(means, str(folder)), source, tower.scale, tower.bias)
 
 
-def _load_text_tower(folder: Path, device: torch.device) -> tuple[EncodeTexts, str]:
-    """How texts become vectors, and the name of the library that computes them."""
-    config_path = folder / "config.json"
+def _load_text_tower(folder: Path, device: torch.device) -> TextTower:
+    config_path = folder / formats.CONFIG_FILE
     settings = tensor_files.read_json(config_path) if config_path.is_file() else {}
     if "text_config" in settings:
-        return _load_transformers_tower(folder, settings.get("model_type"), device), "transformers"
-    return _load_open_clip_tower(folder, device), "open_clip"
+        return _load_transformers_tower(folder, settings.get("model_type"), device)
+    return _load_open_clip_tower(folder, device)
 
 
-def _load_transformers_tower(folder: Path, kind: Any, device: torch.device) -> EncodeTexts:
+def _load_transformers_tower(folder: Path, kind: Any, device: torch.device) -> TextTower:
     if kind not in TEXT_TOWERS:
         raise ModelError(f"{folder} has the model_type {kind!r:.80}; text towers of {', '.join(TEXT_TOWERS)} are read")
     if not any((folder / name).is_file() for name in VOCABULARY_FILES):
@@ -186,7 +197,7 @@ def _load_transformers_tower(folder: Path, kind: Any, device: torch.device) -> E
         outputs = tower(input_ids=batch.to(device))  # no mask: CLIP's is causal, SigLIP has none
         return outputs.pooler_output if is_siglip else outputs.text_embeds
 
-    return encode_texts
+    return TextTower("transformers", encode_texts, *read_scale(find_model_files(folder).tensors, folder))
 
 
 def canonicalize_text(text: str) -> str:
@@ -195,11 +206,17 @@ def canonicalize_text(text: str) -> str:
     return " ".join(text.lower().split())
 
 
-def _load_open_clip_tower(folder: Path, device: torch.device) -> EncodeTexts:
+def _load_open_clip_tower(folder: Path, device: torch.device) -> TextTower:
     open_clip = _import_library("open_clip", "open_clip_torch")
     tower = open_clip.create_model(f"local-dir:{folder}", device=device, require_pretrained=True).eval()
     tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
-    return lambda texts: tower.encode_text(tokenizer(texts).to(device))
+    scales = {name: value.detach() for name, value in tower.named_parameters() if name in ("logit_scale", "logit_bias")}
+
+    def encode_texts(texts: list[str]) -> Tensor:
+        vectors: Tensor = tower.encode_text(tokenizer(texts).to(device))
+        return vectors
+
+    return TextTower("open_clip", encode_texts, *read_scale(scales, folder))
 
 
 def _import_library(name: str, requirement: str) -> ModuleType:
@@ -220,7 +237,9 @@ def _translate_library_errors(folder: Path) -> Iterator[None]:
     except ImportError as error:
         cause = _find_root_cause(error)
         if isinstance(cause, ImportError):  # such as sentencepiece
-            raise UsageError(f"{folder} needs a package: {_shorten(cause)}. pip install 'vitrail[zero-shot]'") from error
+            raise UsageError(
+                f"{folder} needs a package: {_shorten(cause)}. pip install 'vitrail[zero-shot]'"
+            ) from error
         raise UsageError(f"the text tower's library cannot be imported: {_shorten(cause)}") from error
     except UsageError:
         raise
