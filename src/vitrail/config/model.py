@@ -10,7 +10,13 @@ Pool = Literal["class", "norm-mean", "mean-norm", "map", "class-mean"]
 Positions = Literal["none", "learned-1d", "learned-2d", "sincos-2d", "relative", "relative-bias"]
 PositionsAt = Literal["stem", "every-layer", "every-layer-shared"]
 Resample = Literal[
-    "bilinear-corners", "bilinear", "bilinear-antialias", "bicubic-antialias", "bicubic", "bicubic-corners", "bicubic-offset"
+    "bilinear-corners",
+    "bilinear",
+    "bilinear-antialias",
+    "bicubic-antialias",
+    "bicubic",
+    "bicubic-corners",
+    "bicubic-offset",
 ]
 Precision = Literal["float32", "bfloat16", "int8", "openvino-int8"]
 

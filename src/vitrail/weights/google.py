@@ -279,7 +279,9 @@ def read_info(renamed: RenamedArrays, path: Path) -> ForeignModelInfo:
     if not count:
         assumptions.append(f"positions: none are stored, so sin-cos ones at {side * stride} x {side * stride} pixels")
     if (side, stride) == (27, 14):  # So400m/14 at 384
-        assumptions.append("image size: 378 x 378, what its positions cover; weights of 384 x 384 pixels leave 6 unread")
+        assumptions.append(
+            "image size: 378 x 378, what its positions cover; weights of 384 x 384 pixels leave 6 unread"
+        )
     pool = "map" if "attn_pool.latent" in tensors else "class" if prefix else "norm-mean"
     if pool == "map" and prefix:
         raise ModelError(f"{path} has both a class token and attention pooling, which Google's code never has")

@@ -30,10 +30,9 @@ from vitrail.weights.transformers_families import (
     convert_to_own,
     has_qkv_bias,
 )
-from vitrail.weights.transformers_preprocess import parse_processor, write_processor
+from vitrail.weights.transformers_preprocess import PROCESSOR_FILES, parse_processor, read_processor, write_processor
 
 FORMAT: Final = "transformers"
-PROCESSOR_FILE = "preprocessor_config.json"
 MODEL_TYPES = tuple(FAMILIES)
 TENSOR_NAMES = VIT_NAMES
 GELU_FORMS = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "quick_gelu": "quick"}
@@ -65,9 +64,7 @@ def read(model_files: ModelFiles) -> Trained:
     if settings is None:
         raise ModelError(f"{folder} is a transformers file without its config.json; give the folder that holds both")
     tensors, notes = convert_tensors(model_files.tensors, settings, folder)
-    processor_path = folder / PROCESSOR_FILE
-    processor = tensor_files.read_json(processor_path) if processor_path.exists() else None
-    info = read_info(tensors, settings, processor, folder)
+    info = read_info(tensors, settings, read_processor(folder), folder)
     return foreign_format.build_trained(FORMAT, model_files, tensors, info, tuple(notes))
 
 
@@ -243,7 +240,7 @@ def write(trained: Trained, path: Path) -> list[str]:
     if trained.origin.license is not None:
         (path / "README.md").write_text(hub.format_front_matter(trained.origin.license), encoding="utf-8")
     notes += foreign_format.describe_lost_origin(FORMAT, trained.origin)
-    return notes + write_processor(trained.preprocess, path / PROCESSOR_FILE)
+    return notes + write_processor(trained.preprocess, path / PROCESSOR_FILES[0])
 
 
 def _choose_model_type(config: ViTConfig) -> str:
@@ -287,14 +284,10 @@ def _drop_key_biases(tensors: dict[str, Tensor]) -> list[str]:
     return ["attn.k.bias: left out, since no softmax depends on it"] if dropped else []
 
 
-def _check_written(
-    written: Tensors, config: ViTConfig, tensors: Tensors, settings: dict[str, Any]
-) -> list[str]:
+def _check_written(written: Tensors, config: ViTConfig, tensors: Tensors, settings: dict[str, Any]) -> list[str]:
     """Refuse to write what `read` would not get back: another function, or other numbers."""
     held, _ = convert_tensors(written, settings, foreign_format.DRAFT_PATH)
-    notes = foreign_format.check_round_trip(
-        FORMAT, config, infer_config(held, settings, foreign_format.DRAFT_PATH)
-    )
+    notes = foreign_format.check_round_trip(FORMAT, config, infer_config(held, settings, foreign_format.DRAFT_PATH))
     for name, tensor in tensors.items():
         if name not in held or not torch.equal(held[name], tensor):
             raise ModelError(

@@ -180,9 +180,7 @@ FAMILIES: dict[str, Family] = {
     "vit": Family(prefix="vit", defaults=_EPSILON_12),
     "deit": Family(prefix="deit", defaults=_EPSILON_12),
     "dinov2": _DINOV2,
-    "dinov2_with_registers": dataclasses.replace(
-        _DINOV2, prefix="dinov2_with_registers", resample="bicubic-antialias"
-    ),
+    "dinov2_with_registers": dataclasses.replace(_DINOV2, prefix="dinov2_with_registers", resample="bicubic-antialias"),
     "dinov3_vit": Family(
         prefix="dinov3_vit",
         names=DINOV3_NAMES,
