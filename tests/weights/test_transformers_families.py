@@ -1,13 +1,19 @@
 """The families of transformers: tiny random models of its own classes, computed by ours, and written back."""
 
+import io
 import json
+import os
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -276,3 +282,197 @@ def test_what_we_write_transformers_loads_strictly_and_computes_alike(kind: str,
     again = load(tmp_path / "written")
     with torch.no_grad():
         assert_equal_outputs(again.model(images), expected)
+
+
+def write_model(kind: str, path: Path, **settings: Any) -> Path:
+    """A folder whose config.json also has these settings, in its image section where it has one."""
+    build_model(kind).save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    config.get("vision_config", config).update(settings)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def edit_tensors(path: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Replace the tensors of a folder's file."""
+    file = path / "model.safetensors"
+    save_file(change({name: tensor.clone() for name, tensor in load_file(file).items()}), file)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ("DINOv3, gated", {"hidden_act": "gelu"}, "gated MLP with 'gelu'; only 'silu'"),
+        ("DINOv3", {"use_gated_mlp": True}, "differ on gated MLPs"),
+        ("DINOv3", {"query_bias": False}, r"'blocks\.0\.attn\.q\.bias', which models with its config\.json lack"),
+        ("DINOv3", {"key_bias": True}, r"not of 'blocks\.0\.attn\.k\.bias'"),
+        ("DINOv3", {"layer_norm_eps": 2}, "norm_eps is 2"),
+        ("BEiT", {"use_absolute_position_embeddings": True}, "absolute positions and relative biases"),
+        ("BEiT", {"use_relative_position_bias": False}, "no place for"),
+        ("BEiT", {"image_size": [32, 40]}, "swaps the sides"),
+        ("CLIP", {"hidden_act": "relu"}, "activation 'relu'"),
+        ("SigLIP, image tower", {"image_size": 48}, "pos_embed"),
+        ("SigLIP, image tower", {"image_size": "big"}, "image_size"),
+        ("SigLIP 2, NaFlex", {"num_patches": 25}, "16 positions for 25 patches"),
+        ("SigLIP 2, NaFlex", {"patch_size": 7}, "no patches of 7 x 7"),
+    ],
+)
+def test_a_config_that_contradicts_its_tensors_is_refused(
+    kind: str, settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        load(write_model(kind, tmp_path / "model", **settings))
+
+
+def test_clips_own_classifier_is_refused_by_name(tmp_path: Path) -> None:
+    fill(transformers.CLIPForImageClassification(build_pair("CLIP"))).save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match=r"a CLIPForImageClassification, .* no norm follows"):
+        load(tmp_path / "model")
+
+
+def test_the_text_tower_is_left_out_and_what_is_left_out_is_said(tmp_path: Path) -> None:
+    siglip = load(write_model("SigLIP", tmp_path / "siglip")).origin.changes
+    assert siglip == (
+        "logit_bias: 1 tensors left out, no part of the image model",
+        "logit_scale: 1 tensors left out, no part of the image model",
+        "text_model: 22 tensors left out, no part of the image model",
+    )
+    classifier = load(write_model("SigLIP, classifier", tmp_path / "classifier")).origin.changes
+    assert "head.probe: left out, the classifier does not read the pooler" in classifier
+    beit = load(write_model("BEiT, one table for all layers", tmp_path / "beit")).origin.changes
+    assert beit == ("relative_position_bias_table: copied into each of 2 layers, which shared one",)
+
+
+def test_counting_buffers_of_old_files_are_skipped(tmp_path: Path) -> None:
+    folder = write_model("CLIP", tmp_path / "model")
+    before = load(folder).model.state_dict()
+    counts = {f"{tower}.embeddings.position_ids": torch.arange(17)[None] for tower in ("vision_model", "text_model")}
+    edit_tensors(folder, lambda tensors: tensors | counts)
+    after = load(folder).model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    edit_tensors(folder, lambda tensors: tensors | {"vision_model.steps": torch.arange(3)})
+    with pytest.raises(ModelError, match=r"holds torch\.int64"):
+        load(folder)
+
+
+def test_what_config_json_leaves_out_is_the_familys_default(tmp_path: Path) -> None:
+    """Published files state little: google/siglip-base-patch16-224 no more than this."""
+    model = fill(transformers.SiglipVisionModel(transformers.SiglipVisionConfig(num_hidden_layers=1)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.1 if parameter.ndim > 1 else 1)  # of full width, where larger ones hide in rounding
+    model.save_pretrained(tmp_path / "model")
+    settings = {"model_type": "siglip", "vision_config": {"model_type": "siglip_vision_model"}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    loaded, images = load(tmp_path / "model"), torch.randn(1, 3, 224, 224)
+    config = loaded.model.config
+    assert (config.heads, config.gelu, config.norm_eps, config.image_size) == (12, "tanh", 1e-6, (224, 224))
+    with torch.no_grad():
+        assert_equal_outputs(loaded.model(images), model(images).pooler_output)
+
+
+def test_a_beit_before_fine_tuning_is_read_with_its_norm_after_the_mean(tmp_path: Path) -> None:
+    config = build_config("Beit", use_mask_token=True, vocab_size=11, **SHARED)
+    model = fill(transformers.BeitForMaskedImageModeling(config))
+    model.save_pretrained(tmp_path / "model")
+    loaded, images = load(tmp_path / "model"), draw_images("BEiT")
+    with torch.no_grad():
+        patches = model.beit(images).last_hidden_state[:, 1:]
+        assert_equal_outputs(loaded.model(images), model.layernorm(patches.mean(dim=1)))
+    assert [sentence.partition(":")[0] for sentence in loaded.origin.changes] == [
+        "lm_head", "embeddings.mask_token", "relative_position_bias_table", "layernorm",
+    ]  # fmt: skip
+
+
+def test_the_decoder_of_an_mae_is_left_out(tmp_path: Path) -> None:
+    config = build_config("ViTMAE", mask_ratio=0.0, decoder_hidden_size=32, decoder_num_attention_heads=2,
+                          decoder_num_hidden_layers=1, decoder_intermediate_size=64)  # fmt: skip
+    model = fill(transformers.ViTMAEForPreTraining(config))
+    model.save_pretrained(tmp_path / "model")
+    loaded, images = load(tmp_path / "model"), draw_images("MAE", (32, 32))
+    with torch.no_grad():
+        assert_equal_outputs(loaded.model(images), model.vit(images).last_hidden_state[:, 0])
+
+
+def test_tensors_with_and_without_a_prefix_are_refused(tmp_path: Path) -> None:
+    folder = write_model("SigLIP, image tower", tmp_path / "model")
+    edit_tensors(folder, lambda tensors: tensors | {"vision_model.head.probe": torch.zeros(1, 1, 48)})
+    with pytest.raises(ModelError, match=r"two tensors for 'head\.probe'"):
+        load(folder)
+
+
+def test_a_bare_file_of_any_family_asks_for_its_folder(tmp_path: Path) -> None:
+    for kind in ("DINOv3", "SigLIP", "BEiT"):
+        folder = write_model(kind, tmp_path / kind)
+        with pytest.raises(ModelError, match=r"without its config\.json"):
+            load(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rotary": RotaryConfig(places="normalized"), "positions": "none"}, "DINOv3ViTModel has no variant with a"),
+        ({"pool": "map", "class_token": False}, "SiglipVisionModel has no variant with a classifier"),
+        (
+            {"rotary": RotaryConfig(places="index"), "positions": "none", "classes": 0, "layer_scale": True},
+            "rotary is RotaryConfig",
+        ),
+        ({"norm_pre": True, "classes": 0}, r"CLIPVisionModel has no 'patch_embed\.proj\.bias'"),
+        ({"normalize_features": True}, "normalize_features is True"),
+        ({"gated_mlp": True, "pool": "class-mean", "layer_scale": True, "mlp": 100}, "no MLP of width 100"),
+        ({"registers": 2, "pool": "class-mean", "layer_scale": True}, "prefix_positions is True beside registers"),
+    ],
+)
+def test_what_no_class_of_transformers_computes_is_not_written(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        save(model_factory.build_trained(model_factory.build_vit(**change)), tmp_path / "model", "transformers")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fine_tuned_beit_is_written_without_the_key_biases_that_no_softmax_sees(tmp_path: Path) -> None:
+    ours = load(write_model("BEiT", tmp_path / "model"))
+    with torch.no_grad():
+        for block in ours.model.blocks:
+            block.attn.qkv.bias[48:96].normal_()
+    notes = save(ours, tmp_path / "written", "transformers")
+    assert "attn.k.bias: left out, since no softmax depends on it" in notes
+    model = transformers.BeitForImageClassification.from_pretrained(tmp_path / "written").eval()
+    images = draw_images("BEiT", (32, 32))
+    with torch.no_grad():
+        assert_equal_outputs(ours.model(images), model(images).logits)
+
+
+GOLDEN = {  # the first features of COCO's image 39769 at 224 x 224, as the converter of transformers states them
+    "small": ("vits16", (0.463561, -0.415609, 0.408236, -0.126613, -0.286636)),
+    "base": ("vitb16", (1.034643, -0.180609, -0.341018, -0.066376, -0.011383)),
+    "large": ("vitl16", (0.484527, -0.582214, 0.480636, 0.592040, 0.945166)),
+}
+
+
+@pytest.mark.skipif(
+    "VITRAIL_TEST_NETWORK" not in os.environ,
+    reason="it downloads DINOv3 from the Hub, where its terms must have been accepted: set VITRAIL_TEST_NETWORK=1",
+)
+@pytest.mark.parametrize("size", GOLDEN)
+def test_dinov3s_published_features_are_reached(size: str) -> None:
+    name, golden = GOLDEN[size]
+    trained = load(f"hf:facebook/dinov3-{name}-pretrain-lvd1689m")
+    with urllib.request.urlopen("http://images.cocodataset.org/val2017/000000039769.jpg", timeout=60) as answer:
+        picture = Image.open(io.BytesIO(answer.read())).convert("RGB")
+    preprocess = trained.preprocess
+    assert preprocess is not None
+    pixels = torch.from_numpy(np.asarray(picture).copy()).permute(2, 0, 1)[None] / 255
+    pixels = F.interpolate(pixels, (224, 224), mode="bilinear", antialias=True)  # in floating point, as theirs
+    mean, std = (torch.tensor(values)[:, None, None] for values in (preprocess.mean, preprocess.std))
+    with torch.no_grad():
+        features = trained.model((pixels - mean) / std)[0, :5]
+    torch.testing.assert_close(features, torch.tensor(golden), atol=1e-3, rtol=1e-3)
+
+
+def test_every_family_is_tested_here_or_in_the_first_file() -> None:
+    tested = {build().model_type for _, build, _ in MODELS.values()}
+    elsewhere = {"vit", "deit", "dinov2_with_registers"}
+    towers = {kind for kind in FAMILIES if kind == "metaclip_2_vision_model"}  # one class for both
+    assert FAMILIES.keys() == tested | elsewhere | towers

@@ -63,7 +63,7 @@ FORMATS: dict[WeightsFormat, Format] = {  # in the order in which they are tried
     "transformers": Format(
         module="vitrail.weights.transformers",
         config_key="model_type",
-        side_files=(CONFIG_FILE, "preprocessor_config.json", "README.md"),
+        side_files=(CONFIG_FILE, "preprocessor_config.json", "processor_config.json", "README.md"),
     ),
     "timm": Format(
         module="vitrail.weights.timm",

@@ -33,6 +33,11 @@ HUB_LICENSES = {
     "cc-by-nc-nd-4.0", "cc-by-nc-sa-4.0", "cc-by-sa-4.0", "cc0-1.0", "gpl-2.0", "gpl-3.0", "isc", "lgpl-3.0", "mit",
     "mpl-2.0", "openrail", "other", "unknown", "unlicense",
 }  # fmt: skip
+DINOV3_SIZES = {  # in names of Meta's gated repositories -> of timm's copies, which are not gated
+    "vits16": "small_patch16_dinov3_qkvb", "vits16plus": "small_plus_patch16_dinov3_qkvb",
+    "vitb16": "base_patch16_dinov3_qkvb", "vitl16": "large_patch16_dinov3_qkvb",
+    "vith16plus": "huge_plus_patch16_dinov3_qkvb", "vit7b16": "7b_patch16_dinov3",
+}  # fmt: skip
 _NAME_PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"
 
 
@@ -226,7 +231,9 @@ def _explain_failure(error: Exception, repo: str, revision: str | None, *, writi
     if isinstance(error, RevisionNotFoundError):
         return f"{repo} has no revision {revision!r}: {page}/commits lists them"
     if isinstance(error, GatedRepoError):
-        return f"{repo} is gated: ask for access at {page}, then `hf auth login`"
+        copy = find_ungated_copy(repo)
+        instead = f"; or give {copy}, timm's copy, which is not gated and pools the mean of the patches" if copy else ""
+        return f"{repo} is gated: accept its terms at {page}, then `hf auth login`{instead}"
     if (writing and status in (401, 403)) or isinstance(error, LocalTokenNotFoundError):
         return f"the Hub does not let you write to {repo}: `hf auth login` with a token that may"
     if isinstance(error, RepositoryNotFoundError) or status in (401, 403, 404):
@@ -245,6 +252,13 @@ def _explain_failure(error: Exception, repo: str, revision: str | None, *, writi
         f" try again, or on another machine `pip install huggingface_hub` and `hf download {repo} --local-dir FOLDER`,"
         " then give that folder"
     )
+
+
+def find_ungated_copy(repo: str) -> str | None:
+    """Find the MODEL name of timm's copy of a gated repository; None where none is known."""
+    match = re.fullmatch(r"facebook/dinov3-(\w+)-pretrain-(lvd1689m|sat493m)", repo)
+    size = DINOV3_SIZES.get(match[1]) if match else None
+    return f"timm:vit_{size}.{match[2]}" if match and size else None
 
 
 def _get_page_url(repo: str) -> str:

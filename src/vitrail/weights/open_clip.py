@@ -181,9 +181,7 @@ def read_trunk(
     return tensors, dataclasses.replace(info, config=config)
 
 
-def parse_preprocess_config(
-    stated: dict[str, Any], config: ViTConfig
-) -> tuple[PreprocessConfig | None, list[str]]:
+def parse_preprocess_config(stated: dict[str, Any], config: ViTConfig) -> tuple[PreprocessConfig | None, list[str]]:
     """Parse preprocess_cfg, with open_clip's defaults; where that fails, return None and why."""
     mode, size = stated.get("resize_mode", "shortest"), config.image_size
     try:

@@ -30,10 +30,9 @@ from vitrail.weights.transformers_families import (
     convert_to_own,
     has_qkv_bias,
 )
-from vitrail.weights.transformers_preprocess import parse_processor, write_processor
+from vitrail.weights.transformers_preprocess import PROCESSOR_FILES, parse_processor, read_processor, write_processor
 
 FORMAT: Final = "transformers"
-PROCESSOR_FILE = "preprocessor_config.json"
 MODEL_TYPES = tuple(FAMILIES)
 TENSOR_NAMES = VIT_NAMES
 GELU_FORMS = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "quick_gelu": "quick"}
@@ -65,9 +64,7 @@ def read(model_files: ModelFiles) -> Trained:
     if settings is None:
         raise ModelError(f"{folder} is a transformers file without its config.json; give the folder that holds both")
     tensors, notes = convert_tensors(model_files.tensors, settings, folder)
-    processor_path = folder / PROCESSOR_FILE
-    processor = tensor_files.read_json(processor_path) if processor_path.exists() else None
-    info = read_info(tensors, settings, processor, folder)
+    info = read_info(tensors, settings, read_processor(folder), folder)
     return foreign_format.build_trained(FORMAT, model_files, tensors, info, tuple(notes))
 
 
@@ -243,7 +240,7 @@ def write(trained: Trained, path: Path) -> list[str]:
     if trained.origin.license is not None:
         (path / "README.md").write_text(hub.format_front_matter(trained.origin.license), encoding="utf-8")
     notes += foreign_format.describe_lost_origin(FORMAT, trained.origin)
-    return notes + write_processor(trained.preprocess, path / PROCESSOR_FILE)
+    return notes + write_processor(trained.preprocess, path / PROCESSOR_FILES[0])
 
 
 def _choose_model_type(config: ViTConfig) -> str:

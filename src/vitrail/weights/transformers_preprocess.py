@@ -11,6 +11,18 @@ INTERPOLATION_CODES = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # Pillow's nu
 BILINEAR_PROCESSORS = ("ViT", "DINOv3", "Siglip2")  # how their names start; the others' default is bicubic
 
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")  # the second: of version 5, beside a tokenizer
+
+
+def read_processor(folder: Path) -> dict[str, Any] | None:
+    """Read what a folder states of its preprocessing; None where it has no such file."""
+    for name in PROCESSOR_FILES:
+        if (folder / name).exists():
+            processor = tensor_files.read_json(folder / name)
+            return tensor_files.get_section(processor, "image_processor", folder) or processor
+    return None
+
+
 def parse_processor(processor: dict[str, Any] | None, config: ViTConfig) -> tuple[PreprocessConfig | None, list[str]]:
     """Parse the preprocessing in preprocessor_config.json, and say what differs; None and why where that fails."""
     if processor is None:
@@ -27,8 +39,8 @@ def parse_processor(processor: dict[str, Any] | None, config: ViTConfig) -> tupl
         )
     if _get_kind(processor).startswith("DINOv3"):
         sentences.append(
-            "preprocessing: transformers resizes pixels as floating-point numbers, this model 8-bit ones, which rounds"
-            " each by up to half a level of 255"
+            "preprocessing: transformers resizes pixels as floating-point numbers, vitrail 8-bit ones, which are rounded"
+            " to one of 256 levels"
         )
     try:
         return _parse_fields(processor), sentences
