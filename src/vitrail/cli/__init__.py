@@ -122,7 +122,7 @@ COMMAND_GROUPS = {
             "make a classifier of any labels from a CLIP or SigLIP",
             "zero_shot.run",
             "models.ZeroShotArguments",
-            "vitrail zero-shot hf:openai/clip-vit-base-patch32 labels.txt --out pets.safetensors",
+            "vitrail zero-shot hf:openai/clip-vit-base-patch32 labels.txt",
         ),
         "push": Command(
             "upload a model and its model card to the Hugging Face Hub",
