@@ -35,7 +35,7 @@ def write_clip(folder: Path, family: str = "CLIP") -> Any:
 def write_siglip(folder: Path, family: str = "Siglip") -> Any:
     """A SiglipModel of transformers with a word tokenizer, which lower-cases and drops punctuation as SigLIP's does."""
     tokenizer = build_siglip_tokenizer()
-    text = TEXT | {"vocab_size": len(tokenizer), "max_position_embeddings": 64, "projection_size": 48}
+    text: dict[str, Any] = TEXT | {"vocab_size": len(tokenizer), "max_position_embeddings": 64, "projection_size": 48}
     text |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 1}
     image = IMAGE if family == "Siglip" else {"patch_size": 8, "num_patches": 16}
     config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=TOWER | image)

@@ -101,13 +101,17 @@ def test_logits_equal_those_of_open_clip(siglip: bool, tmp_path: Path) -> None:
 
 
 def test_a_label_is_the_mean_direction_of_its_texts(folder: Path, tmp_path: Path) -> None:
-    several = vitrail.zero_shot(folder, LABELS, templates=TEMPLATES).model.head.weight
-    single = torch.stack([vitrail.zero_shot(folder, LABELS, templates=each).model.head.weight for each in TEMPLATES])
+    def get_head(templates: Any) -> torch.Tensor:
+        weight: torch.Tensor = vitrail.zero_shot(folder, LABELS, templates=templates).model.head.weight
+        return weight
+
+    several = get_head(TEMPLATES)
+    single = torch.stack([get_head(each) for each in TEMPLATES])
     scale = single.norm(dim=2).mean()
     expected = torch.nn.functional.normalize(single.mean(dim=0), dim=1) * scale
     assert (several - expected).abs().max() <= 1e-5
     (tmp_path / "templates.txt").write_text("\n".join(TEMPLATES) + "\n\n", encoding="utf-8")
-    assert torch.equal(vitrail.zero_shot(folder, LABELS, templates="templates.txt").model.head.weight, several)
+    assert torch.equal(get_head("templates.txt"), several)
 
 
 def test_vectors_from_a_file_give_the_same_model(folder: Path) -> None:
