@@ -207,6 +207,6 @@ def test_other_towers_are_refused_by_name(change: dict[str, Any], message: str, 
 def test_it_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="a CLIP or SigLIP image tower with --to transformers"):
         save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "model", "open_clip")
-    with pytest.raises(UsageError, match="or say --to google$"):
+    with pytest.raises(UsageError, match=r"or say --to google$"):
         save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "model.npz", "open_clip")
     assert list(tmp_path.iterdir()) == []
