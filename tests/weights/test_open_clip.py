@@ -185,6 +185,7 @@ def test_a_bare_state_dict_asks_for_the_folder_that_states_its_gelu(tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"layers": [3, 4, 6, 3]}, "a ResNet of OpenAI's"),
         ({"attentional_pool": True}, "attentional_pool=True"),
         ({"qk_norm": True}, "qk_norm=True"),
         ({"pool_type": "none"}, "pools its tokens by 'none'"),

@@ -71,6 +71,8 @@ def read(model_files: ModelFiles) -> Trained:
     architecture = tensor_files.get_section(settings, "model_cfg", path)
     vision = tensor_files.get_section(architecture, "vision_cfg", path)
     tower, notes = select_image_tower(model_files.tensors)
+    if isinstance(vision.get("layers"), list):
+        raise ModelError(f"{path} has a ResNet of OpenAI's as its image tower; only ViTs are read")
     if vision.get("timm_model_name"):
         tensors, info = read_trunk(tower, vision, path)
     else:
