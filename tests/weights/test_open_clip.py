@@ -185,6 +185,7 @@ def test_a_bare_state_dict_asks_for_the_folder_that_states_its_gelu(tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"layers": [3, 4, 6, 3]}, "a ResNet of OpenAI's"),
         ({"attentional_pool": True}, "attentional_pool=True"),
         ({"qk_norm": True}, "qk_norm=True"),
         ({"pool_type": "none"}, "pools its tokens by 'none'"),
@@ -207,6 +208,6 @@ def test_other_towers_are_refused_by_name(change: dict[str, Any], message: str, 
 def test_it_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="a CLIP or SigLIP image tower with --to transformers"):
         save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "model", "open_clip")
-    with pytest.raises(UsageError, match="or say --to google$"):
+    with pytest.raises(UsageError, match=r"or say --to google$"):
         save(model_factory.build_trained(model_factory.build_vit()), tmp_path / "model.npz", "open_clip")
     assert list(tmp_path.iterdir()) == []

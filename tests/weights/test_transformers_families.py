@@ -1,5 +1,6 @@
 """The families of transformers: tiny random models of its own classes, computed by ours, and written back."""
 
+import hashlib
 import io
 import json
 import os
@@ -392,6 +393,25 @@ def test_the_decoder_of_an_mae_is_left_out(tmp_path: Path) -> None:
     loaded, images = load(tmp_path / "model"), draw_images("MAE", (32, 32))
     with torch.no_grad():
         assert_equal_outputs(loaded.model(images), model.vit(images).last_hidden_state[:, 0])
+
+
+def test_a_model_in_shards_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    model = build_model("DINOv3")
+    model.save_pretrained(tmp_path / "model", max_shard_size="50KB")
+    shards = sorted((tmp_path / "model").glob("*.safetensors"))
+    assert len(shards) > 2
+    loaded, images = load(tmp_path / "model"), draw_images("DINOv3")
+    with torch.no_grad():
+        assert_equal_outputs(loaded.model(images), model(images).pooler_output)
+    joined = hashlib.sha256(b"".join(shard.read_bytes() for shard in shards)).hexdigest()
+    assert loaded.origin.sha256 == joined
+    tensors = load_file(shards[1])
+    save_file(tensors | {next(iter(load_file(shards[0]))): torch.ones(1)}, shards[1])
+    with pytest.raises(ModelError, match="is in another shard too"):
+        load(tmp_path / "model")
+    shards[1].unlink()
+    with pytest.raises(ModelError, match="no weights: neither"):
+        load(tmp_path / "model")
 
 
 def test_tensors_with_and_without_a_prefix_are_refused(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
     B batch   N tokens   D width   H heads   K = D/H   G = (rows, columns) of patches   n = rows * columns
 
-Projects resample positions in seven ways, which differ by 3 to 4.5 % of the norm from 14 x 14 to 24 x 24, so the operator
-belongs to the weights. All of them run on the CPU in float32: a model gets the same positions on any device.
+Projects resample positions in seven ways. From 14 x 14 to 24 x 24 six of them differ by 3 to 4.5 % of the norm, so the
+operator belongs to the weights. All of them run on the CPU in float32: a model gets the same positions on any device.
 """
 
 import functools
@@ -153,8 +153,8 @@ def resample_biases(table: Tensor, old: Grid, new: Grid, operator: Resample) -> 
     """(biases, H) of the old grid -> (biases, H) of the new one; those of the class token stay."""
     if old == new:
         return table
-    layouts = ((2 * rows - 1, 2 * columns - 1) for rows, columns in (old, new))
-    return torch.cat([resample_positions(table[:-3], *layouts, operator), table[-3:]])
+    old_layout, new_layout = ((2 * rows - 1, 2 * columns - 1) for rows, columns in (old, new))
+    return torch.cat([resample_positions(table[:-3], old_layout, new_layout, operator), table[-3:]])
 
 
 def compute_relative_bias(table: Tensor, grid: Grid, config: ViTConfig) -> Tensor:

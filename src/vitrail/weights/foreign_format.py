@@ -51,7 +51,7 @@ def build_trained(
     origin = Origin(
         format=format_name,
         name=model_files.path.resolve().name,
-        sha256=files.compute_sha256(model_files.weights),
+        sha256=files.compute_sha256(*model_files.shards),
         license=info.license or read_license(model_files.path),
         assumptions=info.assumptions,
         changes=changes,

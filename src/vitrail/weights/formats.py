@@ -6,6 +6,7 @@ imported when it is first needed, so the table itself needs no torch.
 
 import dataclasses
 import importlib
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
@@ -26,6 +27,7 @@ WEIGHTS_FILES = {  # of a folder, by the config beside them: the first pair that
     CONFIG_FILE: ("model.safetensors", "pytorch_model.bin"),
     OPEN_CLIP_CONFIG_FILE: ("open_clip_model.safetensors", "open_clip_pytorch_model.bin"),
 }
+SHARD_NAME = re.compile(r"model-\d{5}-of-(00\d{3})\.safetensors")  # a part of a large model.safetensors
 NATIVE_FILE = "model-vitrail.safetensors"  # what `vitrail push` uploads beside a folder that transformers reads
 
 
@@ -114,7 +116,7 @@ def choose_model_files(names: Collection[str], where: str) -> list[str]:
         return [*card, NATIVE_FILE]
     configs = [name for name in WEIGHTS_FILES if name in names]
     for config in configs:
-        if weights := [name for name in WEIGHTS_FILES[config] if name in names][:1]:
+        if weights := next(([name] for name in WEIGHTS_FILES[config] if name in names), _find_shards(names, config)):
             return [name for name in beside if name == config or name not in WEIGHTS_FILES] + weights
     if configs:
         expected = " nor ".join(WEIGHTS_FILES[configs[0]])
@@ -127,6 +129,19 @@ def choose_model_files(names: Collection[str], where: str) -> list[str]:
             " give the file itself, downloaded with `hf download` where it is on the Hub"
         )
     return card + single
+
+
+def _find_shards(names: Collection[str], config: str) -> list[str]:
+    """Find a whole set of shards beside a config.json; empty where there is none."""
+    first = next((name for name in sorted(names) if SHARD_NAME.fullmatch(name)), "")
+    shards = list_shards(first) if config == CONFIG_FILE and first else []
+    return shards if all(name in names for name in shards) else []
+
+
+def list_shards(name: str) -> list[str]:
+    """List the names of all shards beside the one called `name`; any other file is alone."""
+    match = SHARD_NAME.fullmatch(name)
+    return [f"model-{i:05}-of-{match[1]}.safetensors" for i in range(1, int(match[1]) + 1)] if match else [name]
 
 
 def find_config_file(names: Collection[str]) -> str | None:

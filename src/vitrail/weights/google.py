@@ -184,7 +184,7 @@ class RenamedArrays(NamedTuple):
 
 
 def rename_arrays(google_arrays: Tensors, path: Path, *, beside_text: bool = False) -> RenamedArrays:
-    """Convert the arrays of the image model to the model's own tensors; beside a text model its head is a projection."""
+    """Convert the arrays of the image model to the model's own tensors; beside texts its head is a projection."""
     google_arrays = _unstack_blocks(google_arrays, path)
     table = {theirs: (own, kind) for theirs, own, kind in list_arrays(_infer_layout(google_arrays))}
     if unknown := sorted(google_arrays.keys() - table.keys()):
@@ -279,9 +279,7 @@ def read_info(renamed: RenamedArrays, path: Path) -> ForeignModelInfo:
     if not count:
         assumptions.append(f"positions: none are stored, so sin-cos ones at {side * stride} x {side * stride} pixels")
     if (side, stride) == (27, 14):  # So400m/14 at 384
-        assumptions.append(
-            "image size: 378 x 378, what its positions cover; weights of 384 x 384 pixels leave 6 unread"
-        )
+        assumptions.append("image size: 378 x 378, as positions tell; weights of 384 x 384 pixels leave 6 unread")
     pool = "map" if "attn_pool.latent" in tensors else "class" if prefix else "norm-mean"
     if pool == "map" and prefix:
         raise ModelError(f"{path} has both a class token and attention pooling, which Google's code never has")

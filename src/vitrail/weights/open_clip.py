@@ -1,4 +1,4 @@
-"""open_clip's folders, with OpenAI's tensor names: open_clip_config.json beside the weights of an image and a text tower.
+"""open_clip's folders: open_clip_config.json, and the weights of an image and a text tower under OpenAI's names.
 
 The image tower is read: OpenAI's own network, or one of timm's behind `visual.trunk.`. A state dict alone is refused,
 since it does not tell QuickGELU from GELU. Nothing is written: open_clip loads no model without its text tower.
@@ -71,12 +71,15 @@ def read(model_files: ModelFiles) -> Trained:
     architecture = tensor_files.get_section(settings, "model_cfg", path)
     vision = tensor_files.get_section(architecture, "vision_cfg", path)
     tower, notes = select_image_tower(model_files.tensors)
+    if isinstance(vision.get("layers"), list):
+        raise ModelError(f"{path} has a ResNet of OpenAI's as its image tower; only ViTs are read")
     if vision.get("timm_model_name"):
         tensors, info = read_trunk(tower, vision, path)
     else:
         tensors = convert_tensors(tower)
-        info = ForeignModelInfo(config=infer_config(tensors, architecture, path))
-        if info.config.pool == "mean-norm":
+        config = infer_config(tensors, architecture, path)
+        info = ForeignModelInfo(config=config)
+        if config.pool == "mean-norm":
             tensors = {re.sub(r"^norm\.", "fc_norm.", name): tensor for name, tensor in tensors.items()}
     assert isinstance(info.config, ViTConfig)  # the other readers return ResNets too
     preprocessing = tensor_files.get_section(settings, "preprocess_cfg", path)

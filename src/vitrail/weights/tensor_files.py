@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ModelError
-from vitrail.weights.formats import TENSOR_SUFFIXES, TORCH_SUFFIXES
+from vitrail.weights.formats import TENSOR_SUFFIXES, TORCH_SUFFIXES, list_shards
 from vitrail.weights.torch_pickle import PickleError, check_pickle
 
 MAX_JSON_BYTES = 32 * 2**20  # 21,843 labels take 1 MiB
@@ -65,13 +65,26 @@ class ModelFiles:
     path: Path
     """The file or folder that was given."""
     weights: Path
-    """The file with the tensors."""
+    """The file with the tensors, or the last of its shards."""
     config: dict[str, Any] | None = None
     """config.json, where `path` is a folder that has one."""
 
+    @property
+    def shards(self) -> list[Path]:
+        """The files with the tensors, where `weights` is one of several."""
+        return [self.weights.with_name(name) for name in list_shards(self.weights.name)]
+
     @functools.cached_property
     def content(self) -> TensorFile:
-        return read_tensors(self.weights)
+        if self.path == self.weights or len(self.shards) == 1:
+            return read_tensors(self.weights)
+        tensors: dict[str, Tensor] = {}
+        for shard in self.shards:
+            content = read_tensors(shard)
+            if both := sorted(tensors.keys() & content.tensors.keys()):
+                raise ModelError(f"{shard} is damaged: the tensor {both[0]!r:.80} is in another shard too")
+            tensors |= content.tensors
+        return TensorFile(tensors, {})
 
     @property
     def tensors(self) -> dict[str, Tensor]:

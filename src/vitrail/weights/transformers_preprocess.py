@@ -39,8 +39,8 @@ def parse_processor(processor: dict[str, Any] | None, config: ViTConfig) -> tupl
         )
     if _get_kind(processor).startswith("DINOv3"):
         sentences.append(
-            "preprocessing: transformers resizes pixels as floating-point numbers, vitrail 8-bit ones, which are rounded"
-            " to one of 256 levels"
+            "preprocessing: transformers resizes pixels as floating-point numbers, vitrail 8-bit ones, which rounds"
+            " them to one of 256 levels"
         )
     try:
         return _parse_fields(processor), sentences
