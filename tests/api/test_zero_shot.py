@@ -101,8 +101,8 @@ def test_logits_equal_those_of_open_clip(siglip: bool, tmp_path: Path) -> None:
 
 
 def test_a_label_is_the_mean_direction_of_its_texts(folder: Path, tmp_path: Path) -> None:
-    def get_head(templates: Any) -> torch.Tensor:
-        weight: torch.Tensor = vitrail.zero_shot(folder, LABELS, templates=templates).model.head.weight
+    def get_head(templates: Any) -> Any:
+        weight: Any = vitrail.zero_shot(folder, LABELS, templates=templates).model.head.weight
         return weight
 
     several = get_head(TEMPLATES)
