@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import itertools
 import json
 import os
 import urllib.request
@@ -325,6 +326,32 @@ def test_a_config_that_contradicts_its_tensors_is_refused(
         load(write_model(kind, tmp_path / "model", **settings))
 
 
+@pytest.mark.parametrize("kind", ["DINOv3, gated", "SigLIP 2, NaFlex", "CLIP", "BEiT"])
+def test_a_hostile_config_or_tensor_is_refused_in_one_line_or_makes_no_difference(kind: str, tmp_path: Path) -> None:
+    folder = write_model(kind, tmp_path / "model")
+    path, file = folder / "config.json", folder / "model.safetensors"
+    config, tensors = json.loads(path.read_text()), load_file(file)
+    refused = 0
+    for value, key in itertools.product(("x", -1, []), config.get("vision_config", config)):
+        changed = {key: value}
+        nested = {"vision_config": config["vision_config"] | changed} if "vision_config" in config else changed
+        path.write_text(json.dumps(config | nested))
+        refused += is_refused(folder)
+    path.write_text(json.dumps(config))
+    for shape, name in itertools.product(((), (3, 5)), sorted(tensors)[::4]):
+        save_file(tensors | {name: torch.zeros(shape)}, file)
+        refused += is_refused(folder)
+    assert refused > 20
+
+
+def is_refused(folder: Path) -> bool:
+    try:
+        load(folder)
+    except ModelError as error:
+        return "\n" not in str(error)
+    return False
+
+
 def test_clips_own_classifier_is_refused_by_name(tmp_path: Path) -> None:
     fill(transformers.CLIPForImageClassification(build_pair("CLIP"))).save_pretrained(tmp_path / "model")
     with pytest.raises(ModelError, match=r"a CLIPForImageClassification, .* no norm follows"):
@@ -340,8 +367,9 @@ def test_the_text_tower_is_left_out_and_what_is_left_out_is_said(tmp_path: Path)
     )
     classifier = load(write_model("SigLIP, classifier", tmp_path / "classifier")).origin.changes
     assert "head.probe: left out, the classifier does not read the pooler" in classifier
-    beit = load(write_model("BEiT, one table for all layers", tmp_path / "beit")).origin.changes
-    assert beit == ("relative_position_bias_table: copied into each of 2 layers, which shared one",)
+    beit = load(write_model("BEiT, one table for all layers", tmp_path / "beit"))
+    assert beit.origin.changes == ("relative_position_bias_table: copied into each of 2 layers, which shared one",)
+    assert len({block.attn.relative_position_bias_table.data_ptr() for block in beit.model.blocks}) == 2
 
 
 def test_counting_buffers_of_old_files_are_skipped(tmp_path: Path) -> None:

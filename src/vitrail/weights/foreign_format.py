@@ -122,6 +122,11 @@ def count_tokens(tensors: Tensors, name: str, path: Path) -> int:
     return get_dimensions(tensors, name, 3, path)[1] if name in tensors else 0
 
 
+def count_rows(tensors: Tensors, name: str, path: Path) -> int:
+    """Count the outputs of a linear layer by its weight; 0 where there is none."""
+    return get_dimensions(tensors, name, 2, path)[0] if name in tensors else 0
+
+
 def infer_fields(tensors: Tensors, path: Path) -> dict[str, Any]:
     """Read the fields of a ViT's config that every format's tensors tell, under timm's names."""
     width, channels, patch, across = get_dimensions(tensors, "patch_embed.proj.weight", 4, path)

@@ -289,7 +289,7 @@ def read_info(renamed: RenamedArrays, path: Path) -> ForeignModelInfo:
         "image_size": (side * stride, side * stride),
         "class_token": bool(prefix),
         "pool": pool,
-        "projection": len(tensors["projection.weight"]) if "projection.weight" in tensors else 0,
+        "projection": foreign_format.count_rows(tensors, "projection.weight", path),
         "positions": "learned-1d" if count else "sincos-2d",
         "prefix_positions": renamed.prefix_positions,
     }

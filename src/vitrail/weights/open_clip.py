@@ -102,7 +102,7 @@ def convert_tensors(tower: Tensors) -> dict[str, Tensor]:
     for name, axes in (("cls_token", (None, None)), ("pos_embed", (None,))):
         if name in own and own[name].ndim == 3 - len(axes):
             own[name] = own[name][axes]
-    if "projection.weight" in own:
+    if "projection.weight" in own and own["projection.weight"].ndim == 2:
         own["projection.weight"] = own["projection.weight"].mT
     return foreign_format.add_zero_biases(own, ("patch_embed.proj", "projection"))
 
@@ -117,16 +117,15 @@ def infer_config(tensors: Tensors, architecture: dict[str, Any], path: Path) -> 
     if pool not in ("tok", "avg"):
         raise ModelError(f"{path} pools its tokens by {pool!r:.40}; 'tok' and 'avg' are read")
     late_norm = pool == "avg" and bool(vision.get("final_ln_after_pool"))
-    tensor_names = {"norm_pre.weight", "blocks.0.ls1.gamma", "projection.weight"} & tensors.keys()
     head_width = vision.get("head_width", 64)
     if not isinstance(head_width, int) or head_width < 1 or width % head_width:
         raise ModelError(f"{path} is damaged: heads of width {head_width!r:.40} in a model of width {width}")
     fields |= {
         "heads": width // head_width,
         "pool": "mean-norm" if late_norm else "norm-mean" if pool == "avg" else "class",
-        "projection": len(tensors["projection.weight"]) if "projection.weight" in tensor_names else 0,
+        "projection": foreign_format.count_rows(tensors, "projection.weight", path),
         "resample": "bicubic-antialias",
-        "layer_scale": "blocks.0.ls1.gamma" in tensor_names,
+        "layer_scale": "blocks.0.ls1.gamma" in tensors,
         "norm_pre": not vision.get("no_ln_pre", False),
         "gelu": _parse_gelu(architecture, vision, path),
         "norm_eps": (tensor_files.get_section(vision, "norm_kwargs", path)).get("eps", 1e-5),
@@ -178,8 +177,7 @@ def read_trunk(
     if not isinstance(info.config, ViTConfig):
         raise ModelError(f"{path} has a {vision['timm_model_name']!r:.80} as its trunk, and only ViTs are read")
     config = _set_image_size(info.config, vision, path)
-    if "projection.weight" in rest:
-        config = dataclasses.replace(config, projection=len(rest["projection.weight"]))
+    config = dataclasses.replace(config, projection=foreign_format.count_rows(rest, "projection.weight", path))
     tensors = foreign_format.add_zero_biases(tensors | rest, ("projection",))
     return tensors, dataclasses.replace(info, config=config)
 

@@ -132,14 +132,14 @@ def infer_config(tensors: Tensors, settings: dict[str, Any], path: Path) -> ViTC
         "gelu": _parse_activation(stated, path, gated=gated),
         "gated_mlp": gated,
         "norm_eps": stated["layer_norm_eps"],
-        "projection": len(tensors["projection.weight"]) if "projection.weight" in tensors else 0,
+        "projection": foreign_format.count_rows(tensors, "projection.weight", path),
         **_infer_image_size(tensors, stated, fields["patch"], path),
         **family.fields,
     }
     if family.names is BEIT_NAMES:
         fields |= _infer_beit_fields(stated, path)
     if family.names is DINOV3_NAMES:
-        fields["rotary"] = {"places": "normalized", "base": float(stated.get("rope_theta", 100.0))}
+        fields["rotary"] = {"places": "normalized", "base": stated.get("rope_theta", 100.0)}
     fields["pool"] = _infer_pool(tensors, fields, family)
     return from_json(ViTConfig, fields)
 

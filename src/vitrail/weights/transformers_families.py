@@ -253,7 +253,7 @@ def _copy_shared_table(inner: dict[str, Tensor], family: Family) -> list[str]:
         return []
     layers = sorted({match[0] for name in inner if (match := family.names.layer_pattern.match(name))})
     for layer in layers:
-        inner[f"{layer}relative_position_bias.relative_position_bias_table"] = shared
+        inner[f"{layer}relative_position_bias.relative_position_bias_table"] = shared.clone()
     return [f"relative_position_bias_table: copied into each of {len(layers)} layers, which shared one"]
 
 
@@ -265,7 +265,7 @@ def _restore_shapes(own: dict[str, Tensor], settings: dict[str, Any]) -> None:
         own["pos_embed"] = own["pos_embed"][None]
     kernels, patch = own.get("patch_embed.proj.weight"), settings.get("patch_size", 16)
     if kernels is not None and kernels.ndim == 2 and isinstance(patch, int) and patch > 0:
-        if kernels.shape[1] % patch**2:
+        if not kernels.numel() or kernels.shape[1] % patch**2:
             raise ModelError(f"kernels of {kernels.shape[1]} numbers are no patches of {patch} x {patch} pixels")
         own["patch_embed.proj.weight"] = kernels.unflatten(1, (patch, patch, -1)).permute(0, 3, 1, 2)
 
@@ -274,7 +274,7 @@ def _join_gate(own: dict[str, Tensor]) -> None:
     """Join the two first layers of a gated MLP, the gate first; `up` alone is a plain MLP's first layer."""
     for name in [name for name in own if ".mlp.up." in name]:
         up, gate = own.pop(name), own.pop(name.replace(".up.", ".gate."), None)
-        if gate is not None and gate.shape != up.shape:
+        if gate is not None and (gate.shape != up.shape or not up.ndim):
             raise ModelError(f"the gate of {name!r} has the shape {tuple(gate.shape)}, not {tuple(up.shape)}")
         own[name.replace(".up.", ".fc1.")] = up if gate is None else torch.cat([gate, up])
 
