@@ -33,10 +33,11 @@ lint: .venv/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache > .venv/imports.log || { cat .venv/imports.log; exit 1; }
 
-# Compared with, never depended on: timm and torchvision without their dependencies, or they would replace torch;
-# accelerate for transformers' Trainer, which bench/ measures, and for PEFT.
+# Compared with, never depended on: timm, torchvision, open_clip and PEFT without their dependencies, or they would
+# replace torch (ftfy is what open_clip's tokenizer imports); accelerate for transformers' Trainer, which bench/
+# measures, and for PEFT.
 peers: .venv/.dev
-	$(PIP) --no-deps timm torchvision peft
+	$(PIP) --no-deps timm torchvision open_clip_torch ftfy peft
 	$(PIP) accelerate
 
 # For the tests of pages, which skip without it: Debian's, as root.

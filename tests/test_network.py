@@ -4,9 +4,11 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import vitrail
+from tests import text_towers
 from tests.data.image_files import write_image_folder
 from tests.network import has_namespaces, run_watched
 from tests.test_readme import list_watched_commands
@@ -29,6 +31,7 @@ OTHERS = {  # what no page of tests/test_readme.py shows, the extras among it, a
     "convert tiny.safetensors tiny.xml --to openvino": 0,
     "convert tiny.safetensors tiny.pt2 --to torch-export": 0,
     "convert tiny.safetensors measured.safetensors --measure photos": 0,  # by torch and by OpenVINO
+    "zero-shot tiny.safetensors labels.txt --text-vectors texts.npy --scale 100": 0,  # a text tower is run below
 }
 REMOTE = {"data get", "serve"}  # one is given a remote name; the other listens, once (tests/cli/test_serve.py)
 
@@ -42,12 +45,27 @@ def test_no_command_or_extra_reaches_for_the_network(
     view = PreprocessConfig(size=(32, 32), resize=(36,))
     vitrail.save(vitrail.Trained(model, view, ("a", "b", "c")), tmp_path / "tiny.safetensors")
     write_image_folder(tmp_path / "photos", "train", "val", "test", each=4)
+    (tmp_path / "labels.txt").write_text("cat\ndog\n")
+    np.save(tmp_path / "texts.npy", np.eye(2, 32))
     ended = run_watched(["-m", "vitrail", *shlex.split(command)], tmp_path)
     assert ended.code == OTHERS[command], ended.err
     assert not ended.contacts
     assert not ended.strangers
     how = "compiled code included" if has_namespaces() else "as far as Python sees"
     attacked(f"a library that reports to its makers: {command}", f"no name looked up, nothing connected to, {how}")
+
+
+@pytest.mark.attack
+def test_a_text_tower_in_a_folder_reaches_for_nothing(tmp_path: Path, attacked: Callable[[str, str], None]) -> None:
+    """By transformers, without torchvision, which need not fit torch here."""
+    text_towers.write_clip(tmp_path / "clip")
+    (tmp_path / "labels.txt").write_text("cat\ndog\n")
+    script = "import sys; sys.modules['torchvision'] = None; from vitrail.cli import main; sys.exit(main(sys.argv[1:]))"
+    ended = run_watched(["-c", script, "zero-shot", "clip", "labels.txt"], tmp_path)
+    assert ended.code == 0, ended.err
+    assert not ended.contacts
+    assert not ended.strangers
+    attacked("a library that reports to its makers: zero-shot clip labels.txt", "no name looked up")
 
 
 def test_every_verb_is_watched_here_or_on_a_page() -> None:

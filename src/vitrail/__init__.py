@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vitrail.api.run import Run
     from vitrail.api.serve import Server, serve
     from vitrail.api.training import finetune, train
+    from vitrail.api.zero_shot import zero_shot
     from vitrail.config import PreprocessConfig, Recipe
     from vitrail.inference.classifier import Classifier
     from vitrail.model.vit import attention_maps
@@ -57,6 +58,7 @@ _HOMES = {  # the module of each public name
     "save": "api.checked_functions",
     "serve": "api.serve",
     "train": "api.training",
+    "zero_shot": "api.zero_shot",
 }
 __all__ = [
     "Classifier",
@@ -92,6 +94,7 @@ __all__ = [
     "save",
     "serve",
     "train",
+    "zero_shot",
 ]
 _OLD_NAMES = {"Preprocess": "PreprocessConfig"}  # for one release
 

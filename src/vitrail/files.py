@@ -94,15 +94,17 @@ def _get_home(variable: str, default: str) -> Path:
     return configured / "vitrail"
 
 
-def compute_sha256(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file's bytes.
+def compute_sha256(*paths: Path) -> str:
+    """The hexadecimal SHA-256 of a file's bytes, or of the bytes of several one after another.
 
     Large blocks keep a background thread from contending with training steps for the interpreter lock.
     """
-    digest, block = hashlib.sha256(), memoryview(bytearray(min(2**24, path.stat().st_size + 1)))
-    with path.open("rb", buffering=0) as file:
-        while length := file.readinto(block):
-            digest.update(block[:length])
+    size = max(path.stat().st_size for path in paths)
+    digest, block = hashlib.sha256(), memoryview(bytearray(min(2**24, size + 1)))
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while length := file.readinto(block):
+                digest.update(block[:length])
     return digest.hexdigest()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests import model_factory
 from vitrail.errors import ModelError, UsageError
+from vitrail.model.positions import compute_offset_logits
 from vitrail.model.vit import ViT
 from vitrail.visualization import attention, relevance
 from vitrail.visualization.relevance import compute_relevance
@@ -31,7 +32,8 @@ def run_plainly(model: ViT, image: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
         for head in range(model.config.heads):
             logits = q[:, head] @ k[:, head].T
             if model.config.positions == "relative":
-                logits = logits + block.attn.compute_relative_logits(q.transpose(0, 1)[None], grid)[0, head]
+                queries = q.transpose(0, 1)[None]
+                logits = logits + compute_offset_logits(queries, block.attn.offsets, grid, model.config)[0, head]
             heads.append(torch.softmax(logits / q.shape[-1] ** 0.5, dim=-1))
             outputs.append(heads[-1] @ v[:, head])
         x = x + block.ls1(block.attn.proj(torch.cat(outputs, dim=-1)))

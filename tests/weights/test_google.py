@@ -135,6 +135,41 @@ def test_prefixes_of_training_code_are_taken_off_and_the_rest_is_said(prefix: st
     )
 
 
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("prefix", ["params/", ""])
+def test_the_image_tower_of_a_siglip_is_read_and_its_texts_are_left_out(
+    scanned: bool, prefix: str, tmp_path: Path
+) -> None:
+    params = dict(reference.make_big_vision(np.random.default_rng(0), pool="map", scanned=scanned, classes=32))
+    tower = {f"{prefix}img/{name}": array for name, array in params.items() if not name.startswith("head/")}
+    texts = {f"{prefix}txt/head/kernel": np.zeros((8, 8), np.float32), f"{prefix}t": np.zeros(1, np.float32)}
+    loaded = load(write_npz(tmp_path, tower | texts))
+    assert (loaded.model.config.pool, loaded.model.config.classes) == ("map", 0)
+    assert loaded.origin.changes[-1] == "txt: 1 arrays left out, no part of the image model"
+    pooled = params | {"head/kernel": np.eye(32, dtype=np.float32), "head/bias": np.zeros(32, np.float32)}
+    images = make_images(loaded.model.config)
+    with torch.no_grad():
+        assert (loaded.model(images) - compute_reference_logits(pooled, images)).abs().max() <= 1e-5
+
+
+def test_the_head_of_an_image_tower_beside_texts_is_a_projection(tmp_path: Path) -> None:
+    """LiT's, for instance."""
+    params = dict(reference.make_big_vision(np.random.default_rng(0), pool="tok", classes=24))
+    arrays = {f"params/img/{name}": array for name, array in params.items()}
+    loaded = load(write_npz(tmp_path, arrays | {"params/txt/head/kernel": np.zeros((8, 8), np.float32)}))
+    assert (loaded.model.config.projection, loaded.model.config.classes) == (24, 0)
+    images = make_images(loaded.model.config)
+    with torch.no_grad():
+        assert (loaded.model(images) - compute_reference_logits(params, images)).abs().max() <= 1e-5
+
+
+def test_so400m_at_384_is_read_at_the_378_pixels_of_its_positions(tmp_path: Path) -> None:
+    params = reference.make_big_vision(np.random.default_rng(0), pool="map", image=378, patch=14, width=8, heads=2)
+    loaded = load(write_npz(tmp_path, dict(params)))
+    assert loaded.model.config.image_size == (378, 378)
+    assert any("weights of 384 x 384 pixels leave 6 unread" in sentence for sentence in loaded.origin.assumptions)
+
+
 def test_bfloat16_arrays_arrive_as_void_and_are_read(tmp_path: Path) -> None:
     params = make_arrays("ViT")
     halves = {name: torch.from_numpy(array).bfloat16() for name, array in params.items()}

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests import model_factory
+from tests.conftest import peer
 from tests.hub_server import Hub, run_server
 from vitrail.cli import push as push_command
 from vitrail.config import LoRAConfig
@@ -196,14 +197,17 @@ def test_half_a_model_in_the_cache_is_none(server: Hub, tmp_path: Path) -> None:
 def test_what_is_not_there_or_not_allowed_gets_one_line_and_the_next_step(server: Hub, tmp_path: Path) -> None:
     server.commit("org/model", {"config.json": b"{}", "model.safetensors": b""})
     server.commit("org/gated", {"config.json": b"{}", "model.safetensors": b""})
-    server.gated.add("org/gated")
+    dinov3 = "facebook/dinov3-vitb16-pretrain-lvd1689m"
+    server.commit(dinov3, {"config.json": b"{}", "model.safetensors": b""})
+    server.gated |= {"org/gated", dinov3}
     server.commit("org/shards", {"config.json": b"{}", "model-00001-of-00002.safetensors": b""})
     server.commit("org/many", {"a.safetensors": b"", "b.npz": b"", "folder/c.npz": b""})
     server.commit("org/none", {"evil.py": b""})
     expected = {
         "hf:org/nothing": (2, "has no model org/nothing, or it is private", "`hf auth login`"),
         "hf:org/model@v9": (2, "org/model has no revision 'v9'", "org/model/commits"),
-        "hf:org/gated": (2, "org/gated is gated", "`hf auth login`"),
+        "hf:org/gated": (2, "org/gated is gated: accept its terms at http://", "/org/gated, then `hf auth login`"),
+        f"hf:{dinov3}": (2, f"{dinov3} is gated", "or give timm:vit_base_patch16_dinov3_qkvb.lvd1689m, timm's"),
         "hf:org/shards": (4, "hf:org/shards has a config.json", "neither model.safetensors nor pytorch_model.bin"),
         "hf:org/many": (4, "2 weights files (a.safetensors, b.npz)", "downloaded with `hf download`"),
         "hf:org/none": (4, "no weights file", "downloaded with `hf download`"),
@@ -221,6 +225,15 @@ NAMES = [
     "hf:a b/c", "hf:a/b\n", "hf:a/b?x=1", "hf:ä/b", f"hf:a/{'b' * 100}", "timm:", "timm:a/b", "timm:..",
 ]  # fmt: skip
 REVISIONS = ["hf:a/b@", "hf:a/b@../x", "hf:a/b@x/../../y", "hf:a/b@/x", "hf:a/b@x@y", "hf:a/b@x y", "hf:a/b@-x"]
+
+
+def test_timm_has_the_copies_that_are_named_for_gated_repositories() -> None:
+    published = peer("timm").list_pretrained()
+    for size in hub.DINOV3_SIZES:
+        copy = hub.find_ungated_copy(f"facebook/dinov3-{size}-pretrain-lvd1689m")
+        assert copy is not None
+        assert copy.removeprefix("timm:") in published
+    assert hub.find_ungated_copy("facebook/dinov3-convnext-tiny-pretrain-lvd1689m") is None
 
 
 def test_bad_names_are_refused_before_any_request(server: Hub, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_a_crop_is_taken_where_transformers_takes_it(tmp_path: Path) -> None:
 
 
 HELD = ("plain", "erf", "no-bias", "headless", "hidden-headless", "no-positions", "2d", "sincos", "wide", "grey",
-        "epsilon", "distilled", "distillation-token")  # fmt: skip
+        "epsilon", "distilled", "distillation-token", "mean-norm", "norm-mean")  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", HELD)
@@ -237,7 +237,7 @@ def test_an_old_folder_with_a_bin_file_and_an_integer_size_loads(tmp_path: Path)
     ("change", "message"),
     [
         ({"model_type": "swin"}, "model_type 'swin'"),
-        ({"hidden_act": "quick_gelu"}, "activation 'quick_gelu'"),
+        ({"hidden_act": "relu"}, "activation 'relu'"),
         ({"num_attention_heads": 5}, "48 is not a multiple of heads 5"),
         ({"num_attention_heads": "4"}, "heads is '4'"),
         ({"image_size": 40}, "needs"),

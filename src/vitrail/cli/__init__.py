@@ -118,6 +118,12 @@ COMMAND_GROUPS = {
             "models.ConvertArguments",
             "vitrail convert runs/finetune model.onnx --to onnx",
         ),
+        "zero-shot": Command(
+            "make a classifier of any labels from a CLIP or SigLIP",
+            "zero_shot.run",
+            "models.ZeroShotArguments",
+            "vitrail zero-shot hf:openai/clip-vit-base-patch32 labels.txt",
+        ),
         "push": Command(
             "upload a model and its model card to the Hugging Face Hub",
             "push.run",

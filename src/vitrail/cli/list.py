@@ -1,6 +1,6 @@
 """`vitrail list`: the presets and formats, or the recipes."""
 
-from typing import Any, get_args
+from typing import Any
 
 from vitrail import presets, recipes
 from vitrail.cli import output
@@ -10,7 +10,7 @@ from vitrail.data import public_datasets
 from vitrail.formatting import format_count, format_duration, format_giga
 from vitrail.model import cost
 from vitrail.training.plan import H200_FLOPS, count_recipe_flops
-from vitrail.weights.formats import WeightsFormat
+from vitrail.weights import formats
 
 
 def run(arguments: ListArguments) -> None:
@@ -24,7 +24,7 @@ def run(arguments: ListArguments) -> None:
 def _print_models(*, as_json: bool) -> None:
     models = [_describe_preset(name) for name in presets.list_presets()]
     if as_json:
-        output.print_json({"models": models, "formats": list(get_args(WeightsFormat))})
+        output.print_json({"models": models, "formats": list(formats.FORMATS)})
         return
     print("Presets, at 224 x 224 with 1000 classes (any patch size works: b20 takes images of 220 x 220):\n")
     header = ("name", "parameters", "multiply-adds", "description")
@@ -38,7 +38,8 @@ def _print_models(*, as_json: bool) -> None:
         for m in models
     ]
     output.print_table([header, *rows], right=(1, 2))
-    print(f"\nFormats, read and written: {', '.join(get_args(WeightsFormat))}")
+    read_only = ", ".join(name for name, row in formats.FORMATS.items() if not row.is_written)
+    print(f"\nFormats, read and written: {', '.join(formats.WRITTEN_FORMATS)}; read only: {read_only}")
 
 
 def _print_recipes(*, as_json: bool) -> None:

@@ -23,6 +23,7 @@ from vitrail.config.model import (
     PositionsAt,
     Precision,
     Resample,
+    RotaryConfig,
     ViTConfig,
 )
 from vitrail.config.preprocess import CropRounding, Interpolation, PreprocessConfig
@@ -55,6 +56,7 @@ __all__ = [
     "PreprocessConfig",
     "Recipe",
     "Resample",
+    "RotaryConfig",
     "ScheduleConfig",
     "ViTConfig",
     "from_json",

@@ -7,9 +7,17 @@ from vitrail.config.checks import check_choices
 from vitrail.errors import UsageError
 
 Pool = Literal["class", "norm-mean", "mean-norm", "map", "class-mean"]
-Positions = Literal["none", "learned-1d", "learned-2d", "sincos-2d", "relative"]
+Positions = Literal["none", "learned-1d", "learned-2d", "sincos-2d", "relative", "relative-bias"]
 PositionsAt = Literal["stem", "every-layer", "every-layer-shared"]
-Resample = Literal["bilinear-corners", "bilinear", "bicubic-antialias", "bicubic", "bicubic-corners", "bicubic-offset"]
+Resample = Literal[
+    "bilinear-corners",
+    "bilinear",
+    "bilinear-antialias",
+    "bicubic-antialias",
+    "bicubic",
+    "bicubic-corners",
+    "bicubic-offset",
+]
 Precision = Literal["float32", "bfloat16", "int8", "openvino-int8"]
 
 SIZE_LIMITS = {  # far above any published model; a hostile file is refused before anything is built from it
@@ -21,11 +29,13 @@ SIZE_LIMITS = {  # far above any published model; a hostile file is refused befo
     "channels": 1_024,
     "classes": 10_000_000,
     "registers": 4_096,
+    "projection": 65_536,
+    "pool_heads": 1_024,
     "image_size": 16_384,
     "units": 1_024,
 }
 MAX_PATCHES = 65_536  # 4096 x 4096 pixels in patches of 16; each one costs memory even where it has no weights
-_ZERO_ALLOWED = ("classes", "registers")
+_ZERO_ALLOWED = ("classes", "registers", "projection", "pool_heads")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +99,36 @@ class BiTConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RotaryConfig:
+    """Rotary positions (RoPE): queries and keys of patches are turned by angles that grow with row and column."""
+
+    places: Literal["normalized", "index"]
+    """Where a patch is. normalized: its center, each side of the image from -1 to 1 (DINOv3). index: its row and column
+    (EVA-02, PE)."""
+    base: float = 100.0
+    """The longest period, in the units of `places`; the periods of a quarter of a head's channels grow up to it."""
+    reference: tuple[int, int] | None = None
+    """The grid to which rows and columns of `index` are stretched; None for as they are."""
+    offset: int = 0
+    """What is added to each row and column of `index`."""
+    order: Literal["yx", "xy"] = "yx"
+    """Which half of the angles comes first: those of the row or those of the column."""
+    bfloat16_periods: bool = False
+    """Whether periods are rounded to bfloat16, as Meta's own files of DINOv3 store them."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if not 1 < self.base <= 1e9:
+            raise UsageError(f"rotary base is {self.base:g}; it must be above 1 and at most 1e9")
+        if self.places == "normalized" and (self.reference or self.offset):
+            raise UsageError("normalized rotary positions have no reference grid and no offset")
+        if self.reference and not all(1 <= side <= SIZE_LIMITS["image_size"] for side in self.reference):
+            raise UsageError(f"rotary reference is {self.reference}; both sides must be from 1 to 16384")
+        if not 0 <= self.offset <= SIZE_LIMITS["image_size"]:
+            raise UsageError(f"rotary offset is {self.offset}; it must be from 0 to 16384")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTConfig:
     """The function that a Vision Transformer's weights compute."""
 
@@ -103,6 +143,9 @@ class ViTConfig:
     """A hybrid's convolutions, whose feature map is cut into patches instead of the image."""
     image_size: tuple[int, int] = (224, 224)
     """Height and width of the images that the stored positions are for; other sizes resample them."""
+    drop_remainder: bool = False
+    """Whether pixels at the bottom and right that do not fill a patch are left unread; otherwise such images are
+    refused."""
     channels: int = 3
     classes: int = 1000
     """Outputs of the head; 0 for a model without one, which returns its features."""
@@ -116,19 +159,40 @@ class ViTConfig:
     pool: Pool = "class"
     """class: LN, then the class token. norm-mean: LN, then the mean of the patches (Google). mean-norm: the mean, then
     LN (timm). map: LN, then attention pooling. class-mean: the class token beside the mean of the patches (DINOv2)."""
+    pool_heads: int = 0
+    """Heads of attention pooling; 0 for as many as a block has."""
+    pool_prefix: bool = False
+    """Whether attention pooling reads class token and registers too, beside the patches."""
     hidden_head: bool = False
     """The hidden layer (width D, tanh) of the pre-training head, before the last linear layer."""
+    projection: int = 0
+    """Width of the linear map of the pooled features into the space of texts (CLIP); 0 for none."""
+    normalize_features: bool = False
+    """Whether the head reads features of length 1, as one made from texts does."""
 
     positions: Positions = "learned-1d"
+    """relative: embeddings of the offsets between patches, times queries. relative-bias: a table of offsets that is
+    added to the logits of each layer (BEiT). The others are added to tokens."""
     positions_at: PositionsAt = "stem"
     prefix_positions: bool = True
     """Whether class, distillation and register tokens also have learned positions."""
     resample: Resample = "bilinear-corners"
     """How positions are resampled to another grid: the operator of the weights' origin."""
+    rotary: RotaryConfig | None = None
+    """Rotary positions in every layer, beside or instead of `positions`."""
 
     qkv_bias: bool = True
     layer_scale: bool = False
-    gelu: Literal["erf", "tanh"] = "tanh"
+    gelu: Literal["erf", "tanh", "quick"] = "tanh"
+    """quick: x * sigmoid(1.702 x), as OpenAI's CLIP has it."""
+    gated_mlp: bool = False
+    """Whether the MLP is SwiGLU: SiLU of one linear layer times another, `mlp` wide each."""
+    mlp_norm: bool = False
+    """A LayerNorm before the last linear layer of a gated MLP (EVA-02)."""
+    attention_norm: bool = False
+    """A LayerNorm before the last linear layer of attention (EVA-02 of CLIP)."""
+    norm_pre: bool = False
+    """A LayerNorm before the first block (CLIP)."""
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -136,9 +200,11 @@ class ViTConfig:
         check_choices(self)
         if self.width % self.heads:
             raise UsageError(f"width {self.width} is not a multiple of heads {self.heads}")
-        check_patches(self.image_size, self.stride)
+        check_patches(self.image_size, self.stride, drop_remainder=self.drop_remainder)
         self._check_tokens()
         self._check_positions()
+        if self.mlp_norm and not self.gated_mlp:
+            raise UsageError("mlp_norm is part of a gated MLP; set gated_mlp=True")
 
     def _check_tokens(self) -> None:
         if self.pool in ("class", "class-mean") and not self.class_token:
@@ -147,21 +213,38 @@ class ViTConfig:
             raise UsageError("a distillation token needs a class token; set class_token=True")
         if self.distillation_head and not (self.distillation_token and self.pool == "class" and self.classes):
             raise UsageError("distillation_head needs distillation_token=True, pool='class' and classes > 0")
-        if self.hidden_head and self.pool == "class-mean":
-            raise UsageError("hidden_head reads one token's width; pool 'class-mean' concatenates two")
+        if (self.hidden_head or self.projection) and self.pool == "class-mean":
+            name = "hidden_head" if self.hidden_head else "projection"
+            raise UsageError(f"{name} reads one token's width; pool 'class-mean' concatenates two")
+        if self.hidden_head and self.projection:
+            raise UsageError("a model has hidden_head or projection, not both")
+        if (self.pool_heads or self.pool_prefix) and self.pool != "map":
+            raise UsageError(f"pool_heads and pool_prefix are of pool 'map', not {self.pool!r}")
+        if self.pool_heads and self.width % self.pool_heads:
+            raise UsageError(f"width {self.width} is not a multiple of pool_heads {self.pool_heads}")
 
     def _check_positions(self) -> None:
-        if self.positions in ("none", "relative") and self.positions_at != "stem":
+        if self.positions in ("none", "relative", "relative-bias") and self.positions_at != "stem":
             raise UsageError(f"positions {self.positions!r} are not added to tokens; positions_at must be 'stem'")
         if self.positions == "learned-2d" and self.width % 2:
             raise UsageError(f"learned-2d positions need an even width, not {self.width}")
         if self.positions == "sincos-2d" and (self.width % 4 or self.width < 8):
             raise UsageError(f"sincos-2d positions need a width that is a multiple of 4, at least 8, not {self.width}")
+        if self.positions == "relative-bias" and self.num_prefix_tokens > 1:
+            raise UsageError("a table of relative biases has no entries for registers or a distillation token")
+        if self.rotary and self.width // self.heads % 4:
+            raise UsageError(
+                f"rotary positions need heads whose width is a multiple of 4, not {self.width // self.heads}"
+            )
 
     @property
     def grid(self) -> tuple[int, int]:
         """Rows and columns of patches at `image_size`."""
-        return compute_grid(self.image_size, self.stride)
+        return self.compute_grid(self.image_size)
+
+    def compute_grid(self, image_size: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of patches in an image of this size."""
+        return compute_grid(image_size, self.stride, drop_remainder=self.drop_remainder)
 
     @property
     def stride(self) -> int:
@@ -179,17 +262,24 @@ class ViTConfig:
         return self.num_prefix_tokens if self.positions == "learned-1d" and self.prefix_positions else 0
 
     @property
+    def has_attention_bias(self) -> bool:
+        """Whether positions are added to attention's logits, which fused kernels do not compute."""
+        return self.positions in ("relative", "relative-bias")
+
+    @property
     def num_features(self) -> int:
         """Width of the features that the head reads."""
-        return self.width * (2 if self.pool == "class-mean" else 1)
+        return self.projection or self.width * (2 if self.pool == "class-mean" else 1)
 
 
 ModelConfig = ViTConfig | BiTConfig
 
 
-def compute_grid(image_size: tuple[int, int], patch: int) -> tuple[int, int]:
+def compute_grid(image_size: tuple[int, int], patch: int, *, drop_remainder: bool = False) -> tuple[int, int]:
     """Rows and columns of patches in an image; other sizes are refused, and the error names the nearest that fits."""
     height, width = image_size
+    if drop_remainder and min(image_size) >= patch:
+        return height // patch, width // patch
     if height % patch or width % patch or not height or not width:
         nearest = " x ".join(str(max(1, round(side / patch)) * patch) for side in image_size)
         raise UsageError(
@@ -198,9 +288,9 @@ def compute_grid(image_size: tuple[int, int], patch: int) -> tuple[int, int]:
     return height // patch, width // patch
 
 
-def check_patches(image_size: tuple[int, int], patch: int) -> None:
+def check_patches(image_size: tuple[int, int], patch: int, *, drop_remainder: bool = False) -> None:
     """Refuse an image size that does not divide into patches, or makes more than MAX_PATCHES."""
-    rows, columns = compute_grid(image_size, patch)
+    rows, columns = compute_grid(image_size, patch, drop_remainder=drop_remainder)
     if rows * columns > MAX_PATCHES:
         raise UsageError(
             f"{image_size[0]} x {image_size[1]} in patches of {patch} x {patch} pixels are {rows * columns:,} patches;"

@@ -81,7 +81,8 @@ def _count_embedding(config: ViTConfig) -> int:
 
 def _count_blocks(config: ViTConfig, tokens: int) -> int:
     """Attention and MLP of `tokens` tokens in every layer."""
-    block = tokens * (4 * config.width**2 + 2 * config.width * config.mlp) + 2 * tokens**2 * config.width
+    mlp = (3 if config.gated_mlp else 2) * config.width * config.mlp
+    block = tokens * (4 * config.width**2 + mlp) + 2 * tokens**2 * config.width
     if config.positions == "relative":
         patches = math.prod(config.grid)
         block += patches * (2 * patches - 1) * config.width
@@ -90,11 +91,17 @@ def _count_blocks(config: ViTConfig, tokens: int) -> int:
 
 def _count_head(config: ViTConfig) -> int:
     """Pooling, hidden layer, head."""
-    width, patches = config.width, math.prod(config.grid)
+    width, tokens = config.width, _count_pooled_tokens(config)
     head = config.num_features * config.classes * (1 + config.distillation_head) + width**2 * config.hidden_head
+    head += width * config.projection
     if config.pool == "map":
-        head += 2 * patches * width**2 + 2 * patches * width + 2 * width**2 + 2 * width * config.mlp
+        head += 2 * tokens * width**2 + 2 * tokens * width + 2 * width**2 + 2 * width * config.mlp
     return head
+
+
+def _count_pooled_tokens(config: ViTConfig) -> int:
+    """Tokens that attention pooling reads."""
+    return _count_tokens(config) if config.pool_prefix else math.prod(config.grid)
 
 
 def _count_convolutions(config: ConvConfig, channels: int, image_size: tuple[int, int]) -> int:
@@ -289,12 +296,13 @@ def _count_blocks_bytes(
 def _count_block_bytes(config: ViTConfig, queries: int, dropout: bool, sizes: ElementSizes) -> int:
     """A block that computes `queries` tokens: all, or those that the head reads."""
     width, tokens, patches = config.width, _count_tokens(config), math.prod(config.grid)
-    fused = queries == tokens and config.positions != "relative"
+    fused = queries == tokens and not config.has_attention_bias
     numbers = tokens * width + (queries + 2 * tokens) * width + queries * width  # input; q, k and v; output
     if config.positions == "relative":
         offsets = 2 * patches - 1
         numbers += (patches + offsets) * width + config.heads * patches * offsets  # queries by offsets, the products
-    numbers += queries * (width + 2 * config.mlp)  # the MLP's input, GELU's and the second layer's
+    # the MLP's input, the activation's and the last layer's; a gated one also saves both factors of its product
+    numbers += queries * (width + (4 if config.gated_mlp else 2) * config.mlp)
     if config.layer_scale:
         numbers += 2 * queries * width
     # Softmax saves its output; where products take another dtype, they save a copy.
@@ -306,14 +314,16 @@ def _count_block_bytes(config: ViTConfig, queries: int, dropout: bool, sizes: El
 
 def _count_head_bytes(config: ViTConfig, sizes: ElementSizes) -> int:
     """The last norm, the pooling, the head."""
-    width, patches = config.width, math.prod(config.grid)
+    width, patches = config.width, _count_pooled_tokens(config)
     norm = _count_norm_bytes(config, 1 if config.pool == "mean-norm" else _count_last_block_tokens(config))
-    numbers = config.num_features * (1 + config.distillation_head) + width * config.hidden_head
+    numbers = config.num_features * (1 + config.distillation_head) + width * (
+        config.hidden_head or config.projection > 0
+    )
     if config.pool != "map":
         return norm + numbers * sizes.matmul
     numbers += 3 * patches * width + 2 * width + 2 * config.mlp  # input, k and v; output and the MLP of one token
     row = patches * sum({sizes.norm, sizes.matmul})
-    return norm + numbers * sizes.matmul + config.heads * row + _count_norm_bytes(config, 1)
+    return norm + numbers * sizes.matmul + (config.pool_heads or config.heads) * row + _count_norm_bytes(config, 1)
 
 
 def _count_convolution_bytes(

@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from vitrail.model.resnet import HybridUnit, PooledHead, StandardizedConv2d
-from vitrail.model.vit import Attention, AttentionPool, Block, HiddenHead, LayerScale, Mlp, Model, ViT
+from vitrail.model.vit import Attention, AttentionPool, Block, GatedMlp, HiddenHead, LayerScale, Mlp, Model, ViT
 from vitrail.runtime.cpu_threads import use_one_thread
 
 LAYER_SCALE_INIT = 1e-5  # Touvron et al. 2021b for models of this depth; DINOv2
@@ -66,9 +66,12 @@ def _initialize_vit(model: ViT, generator: Generator) -> None:
             _fill_xavier_uniform(module.attn.proj, generator)
             if model.config.positions == "relative":
                 nn.init.normal_(module.attn.offsets, std=0.02, generator=generator)
-        elif isinstance(module, Mlp):
+            elif model.config.positions == "relative-bias":
+                nn.init.zeros_(module.attn.relative_position_bias_table)
+        elif isinstance(module, Mlp | GatedMlp):
+            _fill_xavier_uniform(module.fc1, generator, parts=1 if isinstance(module, Mlp) else 2)
+            _fill_xavier_uniform(module.fc2, generator)
             for layer in (module.fc1, module.fc2):
-                _fill_xavier_uniform(layer, generator)
                 nn.init.normal_(layer.bias, std=1e-6, generator=generator)
         elif isinstance(module, AttentionPool):
             _fill_xavier_uniform(module.q, generator)
@@ -79,6 +82,9 @@ def _initialize_vit(model: ViT, generator: Generator) -> None:
         elif isinstance(module, HiddenHead):
             _fill_lecun_normal(module.fc.weight, generator)
             nn.init.zeros_(module.fc.bias)
+    if model.config.projection:
+        _fill_lecun_normal(model.projection.weight, generator)
+        nn.init.zeros_(model.projection.bias)
     projection = model.patch_embed.proj
     _fill_lecun_normal(projection.weight, generator)
     for name, parameter in model.named_parameters(recurse=False):

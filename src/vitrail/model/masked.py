@@ -196,7 +196,8 @@ def count_outputs_per_patch(config: ModelConfig, masked: MaskedConfig) -> int:
     if masked.kind == "mae" and config.stem is not None:
         advice = "choose mpp, or a model without a stem"
         raise UsageError(f"mae omits patches, and a hybrid's stem reads across them: {advice}")
-    if masked.kind == "mae" and (config.positions == "relative" or config.positions_at != "stem"):
+    relative = config.has_attention_bias or config.rotary is not None
+    if masked.kind == "mae" and (relative or config.positions_at != "stem"):
         raise UsageError("mae omits patches, so positions must be added once, at the stem")
     if masked.target in ("pixels", "normalized-pixels"):
         return config.channels * config.stride**2

@@ -166,7 +166,8 @@ def convert_precision(model: Model, precision: Precision, preprocess: Preprocess
     replacements: dict[int, nn.Module] = {}  # deepcopy's memo: it takes these, so no weight is copied to be discarded
     for part in model.blocks.modules():
         if isinstance(part, Mlp) and precision == "int8":
-            replacements[id(part.act)] = InPlaceGELU()
+            if isinstance(part.act, nn.GELU):
+                replacements[id(part.act)] = InPlaceGELU()
             replacements[id(part.fc2)] = Int8Linear(part.fc2, after_gelu=True)
         elif isinstance(part, nn.Linear) and id(part) not in replacements:  # an Mlp comes before its layers
             replacements[id(part)] = Int8Linear(part) if precision == "int8" else BFloat16Linear(part)

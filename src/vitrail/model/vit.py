@@ -29,7 +29,17 @@ from vitrail.config.model import compute_grid
 from vitrail.errors import UsageError
 from vitrail.model.kernels.attention import attend
 from vitrail.model.kernels.gelu import apply_linear_gelu
-from vitrail.model.positions import Grid, build_sincos_positions, resample_offsets, resample_positions
+from vitrail.model.positions import (
+    Grid,
+    build_rotary,
+    build_sincos_positions,
+    compute_offset_logits,
+    compute_relative_bias,
+    count_biases,
+    resample_positions,
+    rotate,
+    rotate_packed,
+)
 from vitrail.model.resnet import Backbone, BiT, check_images
 
 
@@ -38,6 +48,7 @@ class PatchEmbed(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
+        self.config = config
         self.backbone = None if config.stem is None else Backbone(config.stem, config.channels)
         channels = config.channels if config.stem is None else config.stem.out_channels
         self.proj = nn.Conv2d(channels, config.width, config.patch, config.patch)
@@ -47,6 +58,9 @@ class PatchEmbed(nn.Module):
 
     def extract_patches(self, images: Tensor) -> Tensor:
         """(B, N, C P P): patches of the image, or of a hybrid's feature map."""
+        if self.config.drop_remainder:
+            rows, columns = self.config.compute_grid((images.shape[2], images.shape[3]))
+            images = images[:, :, : rows * self.config.stride, : columns * self.config.stride]
         return patchify(images if self.backbone is None else self.backbone(images), self.proj.kernel_size[0])
 
     def project(self, patches: Tensor) -> Tensor:
@@ -70,55 +84,65 @@ class Attention(nn.Module):
         super().__init__()
         self.config = config
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.qkv_bias)
+        self.norm = nn.LayerNorm(config.width, eps=config.norm_eps) if config.attention_norm else nn.Identity()
         self.proj = nn.Linear(config.width, config.width)
         self.proj_drop = nn.Dropout(0.0)
         self.softmax = nn.Softmax(dim=-1)
         self.fused = True  # by a kernel that never materializes the weights; a hook on `softmax` needs False
         if config.positions == "relative":  # one embedding for each raster offset between two patches
             self.offsets = nn.Parameter(torch.empty(2 * config.grid[0] * config.grid[1] - 1, config.width))
+        elif config.positions == "relative-bias":
+            self.relative_position_bias_table = nn.Parameter(torch.empty(count_biases(config.grid), config.heads))
 
-    def forward(self, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid, queries: int | None = None, rotary: Tensor | None = None) -> Tensor:
         """(B, N, D) -> (B, N, D), or only the first `queries` tokens."""
-        if self.fused and queries is None and self.config.positions != "relative":
-            out = attend(self.qkv(x), self.config.heads)
+        if self.fused and queries is None and not self.config.has_attention_bias:
+            out = attend(rotate_packed(self.qkv(x), rotary, self.config), self.config.heads)
         else:  # a single query gains nothing from fused kernels, and cuDNN's backward gives NaN for it
-            q, k, v = self.project_qkv(x, queries)
+            q, k, v = self.project_qkv(x, queries, rotary)
             out = (self.softmax(self.compute_logits(q, k, grid)) @ v).transpose(1, 2).flatten(2)
-        return self.proj_drop(self.proj(out))
+        return self.proj_drop(self.proj(self.norm(out)))
 
-    def compute_weights(self, x: Tensor, grid: Grid) -> Tensor:
+    def compute_weights(self, x: Tensor, grid: Grid, rotary: Tensor | None = None) -> Tensor:
         """The attention weights (B, H, N, N), which the fused kernel above never materializes."""
-        q, k, _ = self.project_qkv(x)
+        q, k, _ = self.project_qkv(x, rotary=rotary)
         return self.softmax(self.compute_logits(q, k, grid))
 
-    def project_qkv(self, x: Tensor, queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, queries or N, K), keys and values (B, H, N, K)."""
+    def project_qkv(
+        self, x: Tensor, queries: int | None = None, rotary: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, H, queries or N, K), keys and values (B, H, N, K); queries and keys are rotated."""
         if queries is None or not isinstance(self.qkv, nn.Linear):  # a quantized layer cannot be split
             q, k, v = self.qkv(x).unflatten(-1, (3, self.config.heads, -1)).permute(2, 0, 3, 1, 4)
-            return q[:, :, :queries], k, v
-        width, bias = self.config.width, self.qkv.bias
-        q = F.linear(x[:, :queries], self.qkv.weight[:width], None if bias is None else bias[:width])
-        kv = F.linear(x, self.qkv.weight[width:], None if bias is None else bias[width:])
-        k, v = kv.unflatten(-1, (2, self.config.heads, -1)).permute(2, 0, 3, 1, 4)
-        return q.unflatten(-1, (self.config.heads, -1)).transpose(1, 2), k, v
+            q = q[:, :, :queries]
+        else:
+            width, bias = self.config.width, self.qkv.bias
+            q = F.linear(x[:, :queries], self.qkv.weight[:width], None if bias is None else bias[:width])
+            kv = F.linear(x, self.qkv.weight[width:], None if bias is None else bias[width:])
+            k, v = kv.unflatten(-1, (2, self.config.heads, -1)).permute(2, 0, 3, 1, 4)
+            q = q.unflatten(-1, (self.config.heads, -1)).transpose(1, 2)
+        assert (rotary is None) == (self.config.rotary is None)
+        if self.config.rotary is None or rotary is None:
+            return q, k, v
+        return rotate(q, rotary[:, :queries], self.config.rotary), rotate(k, rotary, self.config.rotary), v
 
     def compute_logits(self, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         """(B, H, N, N) before the softmax, relative positions included."""
         logits = q @ k.mT
         if self.config.positions == "relative" and q.shape[-2] == k.shape[-2]:
-            logits = logits + self.compute_relative_logits(q, grid)
-        return logits * q.shape[-1] ** -0.5
+            logits = logits + compute_offset_logits(q, self.offsets, grid, self.config)
+        logits = logits * q.shape[-1] ** -0.5
+        if self.config.positions == "relative-bias":
+            bias = compute_relative_bias(self.relative_position_bias_table, grid, self.config)
+            logits = logits + bias[:, : q.shape[-2]].to(logits.dtype)
+        return logits
 
-    def compute_relative_logits(self, q: Tensor, grid: Grid) -> Tensor:
-        """(B, H, N, N): each patch's query times the embedding of the raster offset to each patch; 0 for the prefix."""
-        patches, prefix = grid[0] * grid[1], self.config.num_prefix_tokens
-        offsets = resample_offsets(self.offsets, self.config.grid, grid, self.config.resample)
-        keys = offsets.unflatten(-1, (self.config.heads, -1)).permute(1, 2, 0).to(q.dtype)  # (H, K, 2n - 1)
-        index = torch.arange(patches, device=q.device)
-        index = index[:, None] - index[None, :] + patches - 1  # (n, n): query minus key
-        by_offset = q[:, :, prefix:] @ keys  # (B, H, n, 2n - 1)
-        by_pair = by_offset.gather(-1, index.expand(*by_offset.shape[:2], -1, -1))
-        return F.pad(by_pair, (prefix, 0, prefix, 0))
+
+class QuickGELU(nn.Module):
+    """GELU as OpenAI's CLIP approximates it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
 
 
 class Mlp(nn.Module):
@@ -127,12 +151,29 @@ class Mlp(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.fc1 = nn.Linear(config.width, config.mlp)
-        self.act = nn.GELU(approximate="tanh" if config.gelu == "tanh" else "none")
+        gelu = nn.GELU(approximate="tanh" if config.gelu == "tanh" else "none")
+        self.act = QuickGELU() if config.gelu == "quick" else gelu
         self.drop = nn.Dropout(0.0)
         self.fc2 = nn.Linear(config.mlp, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(self.fc2(self.drop(apply_linear_gelu(x, self.fc1, self.act))))
+
+
+class GatedMlp(nn.Module):
+    """SwiGLU (Shazeer 2020): SiLU of a linear layer, the gate, times a second one, before the last."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.width, 2 * config.mlp)  # the gate's rows first
+        self.act = nn.SiLU()
+        self.drop = nn.Dropout(0.0)
+        self.norm = nn.LayerNorm(config.mlp, eps=config.norm_eps) if config.mlp_norm else nn.Identity()
+        self.fc2 = nn.Linear(config.mlp, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.fc1(x).chunk(2, dim=-1)
+        return self.drop(self.fc2(self.norm(self.drop(self.act(gate) * value))))
 
 
 class LayerScale(nn.Module):
@@ -156,13 +197,13 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.ls1 = LayerScale(config.width) if config.layer_scale else nn.Identity()
         self.norm2 = nn.LayerNorm(config.width, eps=config.norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = GatedMlp(config) if config.gated_mlp else Mlp(config)
         self.ls2 = LayerScale(config.width) if config.layer_scale else nn.Identity()
 
-    def forward(self, x: Tensor, grid: Grid, queries: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid, queries: int | None = None, rotary: Tensor | None = None) -> Tensor:
         """(B, N, D) -> (B, N, D), or only the first `queries` tokens, which attend to all N."""
         rate = self.drop_path if self.training else 0.0
-        x = add_residual(x, lambda kept: self.ls1(self.attn(self.norm1(kept), grid, queries)), rate, queries)
+        x = add_residual(x, lambda kept: self.ls1(self.attn(self.norm1(kept), grid, queries, rotary)), rate, queries)
         return add_residual(x, lambda kept: self.ls2(self.mlp(self.norm2(kept))), rate)
 
 
@@ -183,7 +224,7 @@ class AttentionPool(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.heads = config.pool_heads or config.heads
         self.latent = nn.Parameter(torch.empty(1, 1, config.width))
         self.q = nn.Linear(config.width, config.width)
         self.kv = nn.Linear(config.width, 2 * config.width)
@@ -232,6 +273,7 @@ class ViT(nn.Module):
         self.pos_drop = nn.Dropout(0.0)
         self.recompute = False  # each block in the backward pass, instead of keeping its activations
         self.is_compiled = False
+        self.norm_pre = nn.LayerNorm(width, eps=config.norm_eps) if config.norm_pre else nn.Identity()
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
         norm = nn.LayerNorm(width, eps=config.norm_eps)
         self.norm = norm if config.pool != "mean-norm" else nn.Identity()
@@ -239,6 +281,8 @@ class ViT(nn.Module):
         if config.pool == "map":
             self.attn_pool = AttentionPool(config)
         self.pre_logits = HiddenHead(width) if config.hidden_head else nn.Identity()
+        if config.projection:
+            self.projection = nn.Linear(width, config.projection)
         self.head = nn.Linear(config.num_features, config.classes) if config.classes else nn.Identity()
         if config.distillation_head:
             self.head_dist = nn.Linear(width, config.classes)
@@ -310,21 +354,21 @@ class ViT(nn.Module):
         self, x: Tensor, positions: Iterator[Tensor | None], grid: Grid, queries: int | None = None
     ) -> Iterator[Tensor]:
         """Yield the input of each block before computing it, and at last the output: one (B, N, D) at a time."""
-        last = len(self.blocks) - 1
+        last, rotary = len(self.blocks) - 1, self.compute_rotary(grid, x.device)
         for i, (block, position) in enumerate(zip(self.blocks, positions, strict=False)):
             x = x if position is None else x + position
             yield x
             block_queries = queries if i == last else None
             if self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, grid, block_queries, use_reentrant=False)
+                x = checkpoint(block, x, grid, block_queries, rotary, use_reentrant=False)
             else:
-                x = block(x, grid, block_queries)
+                x = block(x, grid, block_queries, rotary)
         yield x
 
     def embed(self, images: Tensor) -> tuple[Tensor, Iterator[Tensor | None], Grid]:
         """Equation 1: the tokens (B, N, D), the positions that each block adds to its input (endless), and the grid."""
         check_images(images, self.config.channels)
-        grid = compute_grid((images.shape[2], images.shape[3]), self.config.stride)
+        grid = self.config.compute_grid((images.shape[2], images.shape[3]))
         return self.add_prefix_and_positions(self.patch_embed(images), grid)
 
     def add_prefix_and_positions(self, patches: Tensor, grid: Grid) -> tuple[Tensor, Iterator[Tensor | None], Grid]:
@@ -333,11 +377,18 @@ class ViT(nn.Module):
         x = torch.cat([*prefix, patches], dim=1)  # (B, N, D)
         positions = self.compute_positions(grid)
         if positions is None:
-            return self.pos_drop(x), repeat(None), grid
+            return self.norm_pre(self.pos_drop(x)), repeat(None), grid
         if self.config.positions_at == "stem":
-            return self.pos_drop(x + positions), repeat(None), grid
+            return self.norm_pre(self.pos_drop(x + positions)), repeat(None), grid
         by_layer = self.config.positions_at == "every-layer" and len(positions) > 1
-        return self.pos_drop(x), iter(positions) if by_layer else repeat(positions[0]), grid
+        return self.norm_pre(self.pos_drop(x)), iter(positions) if by_layer else repeat(positions[0]), grid
+
+    def compute_rotary(self, grid: Grid, device: torch.device) -> Tensor | None:
+        """The cosines and sines (2, N, K) that turn queries and keys; None without rotary positions."""
+        if self.config.rotary is None:
+            return None
+        head_width = self.config.width // self.config.heads
+        return build_rotary(self.config.rotary, grid, self.config.num_prefix_tokens, head_width, device)
 
     def compute_positions(self, grid: Grid) -> Tensor | None:
         """(1, N, D), or (layers, N, D) where each layer has its own; zeros for prefix tokens without a position."""
@@ -366,10 +417,11 @@ class ViT(nn.Module):
             case "norm-mean" | "mean-norm":
                 pooled = self.fc_norm(patches.mean(dim=1))
             case "map":
-                pooled = self.attn_pool(patches)
+                pooled = self.attn_pool(tokens if self.config.pool_prefix else patches)
             case "class-mean":
                 pooled = torch.cat([tokens[:, 0], patches.mean(dim=1)], dim=-1)
-        return self.pre_logits(pooled)
+        pooled = self.projection(pooled) if self.config.projection else self.pre_logits(pooled)
+        return F.normalize(pooled, dim=-1) if self.config.normalize_features else pooled
 
 
 Model = ViT | BiT
@@ -392,6 +444,7 @@ def attention_maps(model: nn.Module, images: Tensor) -> Iterator[Tensor]:
     if not isinstance(model, ViT):
         raise UsageError(f"a {type(model).__name__} has no attention; give a ViT or a hybrid")
     x, positions, grid = model.embed(images)
+    rotary = model.compute_rotary(grid, x.device)
     for hidden, block in zip(model.iterate_hidden_states(x, positions, grid), model.blocks, strict=False):
         assert isinstance(block, Block)
-        yield block.attn.compute_weights(block.norm1(hidden), grid)
+        yield block.attn.compute_weights(block.norm1(hidden), grid, rotary)

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
-from vitrail.config.model import compute_grid
 from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError
 from vitrail.model.positions import Grid
@@ -97,7 +96,7 @@ def trace_forward(trained: Trained, pixels: Tensor) -> ForwardTrace:
         raise UsageError(f"equations 1 to 4 are those of a Vision Transformer; a {type(model).__name__} has no tokens")
     model.eval()
     images = normalize(pixels[None].to(next(model.parameters()).device), require_preprocess(trained))
-    grid = compute_grid((images.shape[2], images.shape[3]), model.config.stride)
+    grid = model.config.compute_grid((images.shape[2], images.shape[3]))
     followed = (grid[0] // 2, grid[1] // 2)
     patch_index = followed[0] * grid[1] + followed[1]
     with _observe(model, grid, patch_index) as (outputs, layers):
@@ -150,7 +149,8 @@ def _observe(model: ViT, grid: Grid, patch_index: int) -> Iterator[tuple[dict[st
     def trace_block(block: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
         assert isinstance(block, Block)
         outputs["before"], outputs["after"] = arguments[0], output
-        layers.append(_trace_layer(block, outputs, grid, patch_index, len(layers) + 1))
+        rotary = model.compute_rotary(grid, output.device)
+        layers.append(_trace_layer(block, outputs, grid, rotary, patch_index, len(layers) + 1))
 
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
@@ -164,16 +164,24 @@ def _observe(model: ViT, grid: Grid, patch_index: int) -> Iterator[tuple[dict[st
             hooks.enter_context(block.norm2.register_forward_hook(keep("after_attention", argument=True)))
             hooks.enter_context(block.register_forward_hook(trace_block))
         # without its `queries`, the last block computes all tokens, not only those that the head reads
-        hooks.enter_context(model.blocks[-1].register_forward_pre_hook(lambda _block, arguments: arguments[:2]))
+        hooks.enter_context(model.blocks[-1].register_forward_pre_hook(_compute_all_tokens))
         yield outputs, layers
 
 
-def _trace_layer(block: Block, outputs: dict[str, Tensor], grid: Grid, patch_index: int, layer: int) -> _LayerTrace:
+def _compute_all_tokens(_block: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a block without its `queries`."""
+    x, grid, _, rotary = arguments
+    return x, grid, None, rotary
+
+
+def _trace_layer(
+    block: Block, outputs: dict[str, Tensor], grid: Grid, rotary: Tensor | None, patch_index: int, layer: int
+) -> _LayerTrace:
     config = block.attn.config
     token = config.num_prefix_tokens + patch_index
     shown = layer in (1, config.depth)
     return _LayerTrace(
-        _trace_attention(block, outputs["normed"], grid, layer, patch_index) if shown else None,
+        _trace_attention(block, outputs["normed"], grid, rotary, layer, patch_index) if shown else None,
         BlockTrace(**{name: _take_first(outputs[name][0, token]) for name in BlockTrace._fields}),
         _compute_norm_ratio(outputs["attention"], outputs["before"]),
         _compute_norm_ratio(outputs["mlp"], outputs["after_attention"]),
@@ -188,7 +196,7 @@ def _trace_embedding(
     token = config.num_prefix_tokens + patch_index
     features = outputs.get("patch_embed.backbone")
     patches = patchify(images if features is None else features, config.patch)[0]  # (n, C P P)
-    table = model.compute_positions(compute_grid((images.shape[2], images.shape[3]), config.stride))
+    table = model.compute_positions(config.compute_grid((images.shape[2], images.shape[3])))
     position = _take_first(table[0, token]) if table is not None and config.positions_at == "stem" else None
     shapes: dict[str, TensorShape] = {"x": tuple(images.shape[1:]), "patches": tuple(patches.shape)}
     if features is not None:
@@ -200,11 +208,13 @@ def _trace_embedding(
     return EmbeddingTrace(patch, embedded, position, _take_first(outputs["pos_drop"][0, token])), shapes
 
 
-def _trace_attention(block: Block, normed: Tensor, grid: Grid, layer: int, patch_index: int) -> AttentionTrace:
+def _trace_attention(
+    block: Block, normed: Tensor, grid: Grid, rotary: Tensor | None, layer: int, patch_index: int
+) -> AttentionTrace:
     """The attention of one token, computed beside the fused kernel, which never materializes it."""
     prefix = block.attn.config.num_prefix_tokens
     reader = 0 if block.attn.config.class_token else prefix + patch_index
-    queries, keys, _ = block.attn.project_qkv(normed)
+    queries, keys, _ = block.attn.project_qkv(normed, rotary=rotary)
     logits = block.attn.compute_logits(queries, keys, grid)[0, :, reader]  # (H, N)
     weights = logits.softmax(dim=-1)
     return AttentionTrace(

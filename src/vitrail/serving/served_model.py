@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from vitrail.config.model import compute_grid
 from vitrail.data.shards import encode_png
 from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError
@@ -104,7 +103,7 @@ class ServedModel:
             "classes": model.config.classes,
             "input": list(preprocess.size),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "grid": list(compute_grid(preprocess.size, config.stride)) if config else None,
+            "grid": list(config.compute_grid(preprocess.size)) if config else None,
             "layers": self.depth,
             "heads": config.heads if config else 0,
             "multi_label": self.classifier.multi_label,

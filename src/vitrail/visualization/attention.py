@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.config import ViTConfig
-from vitrail.config.model import compute_grid
 from vitrail.errors import DataError, ModelError, UsageError
 from vitrail.model.positions import Grid
 from vitrail.model.vit import Model, ViT, attention_maps
@@ -124,7 +123,7 @@ def iterate_image_chunks(model: Model, images: Tensor, layers: int = 1) -> Itera
     vit = require_attention(model).eval()
     if not len(images):
         raise DataError(_NO_IMAGES)
-    rows, columns = compute_grid((images.shape[2], images.shape[3]), vit.config.stride)
+    rows, columns = vit.config.compute_grid((images.shape[2], images.shape[3]))
     image_bytes = layers * 4 * vit.config.heads * (vit.config.num_prefix_tokens + rows * columns) ** 2
     device = next(vit.parameters()).device
     for chunk in images.split(max(1, min(_MAX_CHUNK_IMAGES, _MAX_MAP_BYTES // image_bytes))):
@@ -133,7 +132,7 @@ def iterate_image_chunks(model: Model, images: Tensor, layers: int = 1) -> Itera
 
 @torch.no_grad()
 def _compute_chunk_stats(images: Tensor, model: ViT) -> tuple[Array, ...]:
-    grid, prefix = compute_grid((images.shape[2], images.shape[3]), model.config.stride), model.config.num_prefix_tokens
+    grid, prefix = model.config.compute_grid((images.shape[2], images.shape[3])), model.config.num_prefix_tokens
     num_patches = grid[0] * grid[1]
     patch_distances = _compute_patch_distances(grid, model.config.stride).to(images).flatten()  # (n n)
     distances, entropies = [], []
@@ -173,7 +172,8 @@ def _weigh_head_inputs(model: ViT, images: Tensor, last_maps: Tensor) -> tuple[T
     tokens, prefix = last_maps.shape[-1], config.num_prefix_tokens
     if config.pool == "map":
         pool_attention = _compute_pool_attention(model, images)
-        return F.pad(pool_attention.mean(dim=1), (prefix, 0)), pool_attention
+        read_weights = F.pad(pool_attention.mean(dim=1), (tokens - pool_attention.shape[2], 0))
+        return read_weights, pool_attention[..., -(tokens - prefix) :]
     weights = compute_pooling_weights(config, tokens).to(last_maps)
     return weights.expand(len(images), -1), torch.einsum("n,bhnm->bhm", weights, last_maps)[..., prefix:]
 
@@ -191,7 +191,7 @@ def compute_pooling_weights(config: ViTConfig, tokens: int) -> Tensor:
 
 
 def _compute_pool_attention(model: ViT, images: Tensor) -> Tensor:
-    """(B, H, n): the attention weights of the query in attention pooling (MAP)."""
+    """(B, H, n or N): the attention weights of the query in attention pooling (MAP)."""
     weights: list[Tensor] = []
     with model.attn_pool.softmax.register_forward_hook(lambda _module, _arguments, output: weights.append(output)):
         model.compute_features(images)
@@ -199,7 +199,7 @@ def _compute_pool_attention(model: ViT, images: Tensor) -> Tensor:
 
 
 def _compute_chunk_colors(images: Tensor, model: ViT) -> Array:
-    grid = compute_grid((images.shape[2], images.shape[3]), model.config.stride)
+    grid = model.config.compute_grid((images.shape[2], images.shape[3]))
     patches = model.encode(images)[:, model.config.num_prefix_tokens :].cpu().double()  # (B, n, D)
     left, values, _ = torch.linalg.svd(patches - patches.mean(dim=1, keepdim=True), full_matrices=False)
     scores = fix_signs((left * values[:, None])[..., :3].mT)  # (B, 3, n); their mean is 0

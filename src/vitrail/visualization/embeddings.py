@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vitrail.config.model import compute_grid
 from vitrail.errors import ModelError, UsageError
 from vitrail.model.initialize import initialize_weights
 from vitrail.model.resnet import BiT
@@ -85,10 +84,11 @@ def compute_position_similarity(model: Model, image_size: tuple[int, int] | None
     if isinstance(model, BiT):
         raise UsageError("a BiT ResNet has no position embeddings; give a ViT or a hybrid")
     config = model.config
-    grid = config.grid if image_size is None else compute_grid(image_size, config.stride)
+    grid = config.grid if image_size is None else config.compute_grid(image_size)
     table = model.compute_positions(grid)
     if table is None:
-        kind = "only relative positions" if config.positions == "relative" else "no positions"
+        relative = config.has_attention_bias or config.rotary is not None
+        kind = "only relative positions" if relative else "no positions"
         raise UsageError(f"there is no position embedding to compare: the model has {kind}")
     positions = F.normalize(table[0, config.num_prefix_tokens :].cpu().double(), dim=1)  # (R C, D)
     maps = (positions @ positions.mT).float().numpy().reshape(*grid, *grid)

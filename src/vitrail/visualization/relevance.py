@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vitrail.config import ViTConfig
-from vitrail.config.model import compute_grid
 from vitrail.errors import ModelError, UsageError
 from vitrail.model.vit import Attention, AttentionPool, Model, ViT
 from vitrail.visualization import Array
@@ -65,7 +64,7 @@ def _compute_chunk_relevance(model: ViT, images: Tensor, classes: Tensor | None)
     classes = logits.argmax(dim=1) if classes is None else classes
     gradients = torch.autograd.grad(logits.gather(1, classes[:, None]).sum(), maps)
     layers = [(weights * grad).detach().relu().mean(dim=1) for weights, grad in zip(maps, gradients, strict=True)]
-    grid = compute_grid((images.shape[2], images.shape[3]), model.config.stride)
+    grid = model.config.compute_grid((images.shape[2], images.shape[3]))
     relevance = normalize_rows(_propagate_relevance(layers, model.config)).unflatten(1, grid)
     return relevance.float().cpu().numpy(), classes.cpu().numpy(), logits.detach().float().cpu().numpy()
 
@@ -81,7 +80,7 @@ def _propagate_relevance(layers: list[Tensor], config: ViTConfig) -> Tensor:
     if pooling is None:
         head_relevance = compute_pooling_weights(config, tokens).to(relevance) @ (relevance - identity)  # (B, N)
     else:
-        head_relevance = (F.pad(pooling, (config.num_prefix_tokens, 0)) @ relevance)[:, 0]
+        head_relevance = (F.pad(pooling, (tokens - pooling.shape[2], 0)) @ relevance)[:, 0]
     return head_relevance[:, config.num_prefix_tokens :]
 
 

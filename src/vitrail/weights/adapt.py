@@ -10,7 +10,7 @@ from vitrail.config import BiTConfig, ModelConfig, PreprocessConfig, Resample, V
 from vitrail.config.model import expand_image_size
 from vitrail.errors import UsageError
 from vitrail.formatting import pluralize
-from vitrail.model.positions import Grid, resample_offsets, resample_positions
+from vitrail.model.positions import Grid, resample_biases, resample_offsets, resample_positions
 from vitrail.presets import spread_over_channels
 from vitrail.weights.trained import Origin, Trained, assemble_model, require_trained
 
@@ -125,10 +125,11 @@ def _replace_head(config: ModelConfig, tensors: dict[str, Tensor], changes: list
         heads, kernel = ["head.fc"], (1, 1)  # a 1 x 1 convolution
     else:
         distilled = config.distillation_head and classes > 0
-        config = dataclasses.replace(config, classes=classes, hidden_head=False, distillation_head=distilled)
+        config = dataclasses.replace(config, classes=classes, distillation_head=distilled)
+        config = dataclasses.replace(config, hidden_head=False, projection=0, normalize_features=False)
         heads = ["head", "head_dist"] if distilled else ["head"]
     for name in list(tensors):
-        if name.startswith(("pre_logits.", "head.", "head_dist.")):
+        if name.startswith(("pre_logits.", "projection.", "head.", "head_dist.")):
             changes.append(f"{name} {tuple(tensors.pop(name).shape)}: removed")
     for head in heads if classes else ():
         shape = (classes, config.num_features, *kernel)
@@ -174,6 +175,8 @@ def _resample_table(name: str, table: Tensor, old: ViTConfig, grid: Grid) -> Ten
         return resample_positions(table, (1, old.grid[1]), (1, grid[1]), old.resample)
     if name.endswith(".attn.offsets"):
         return resample_offsets(table, old.grid, grid, old.resample)
+    if name.endswith(".attn.relative_position_bias_table"):
+        return resample_biases(table, old.grid, grid, old.resample)
     return None
 
 

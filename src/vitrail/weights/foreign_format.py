@@ -51,7 +51,7 @@ def build_trained(
     origin = Origin(
         format=format_name,
         name=model_files.path.resolve().name,
-        sha256=files.compute_sha256(model_files.weights),
+        sha256=files.compute_sha256(*model_files.shards),
         license=info.license or read_license(model_files.path),
         assumptions=info.assumptions,
         changes=changes,
@@ -120,6 +120,11 @@ def get_dimensions(tensors: Tensors, name: str, count: int, path: Path) -> tuple
 def count_tokens(tensors: Tensors, name: str, path: Path) -> int:
     """Count the tokens of a table such as `reg_token` or `pos_embed`; 0 where there is none."""
     return get_dimensions(tensors, name, 3, path)[1] if name in tensors else 0
+
+
+def count_rows(tensors: Tensors, name: str, path: Path) -> int:
+    """Count the outputs of a linear layer by its weight; 0 where there is none."""
+    return get_dimensions(tensors, name, 2, path)[0] if name in tensors else 0
 
 
 def infer_fields(tensors: Tensors, path: Path) -> dict[str, Any]:
@@ -194,6 +199,16 @@ def fuse_qkv(tensors: Tensors) -> dict[str, Tensor]:
     return fused
 
 
+def add_zero_biases(own: Tensors, ends: tuple[str, ...]) -> dict[str, Tensor]:
+    """Give layers without a bias, whose names end like this, one of zeros: the same function."""
+    added = dict(own)
+    for name, weight in own.items():
+        layer = name.removesuffix(".weight")
+        if layer != name and layer.endswith(ends) and weight.ndim:
+            added.setdefault(f"{layer}.bias", weight.new_zeros(len(weight)))
+    return added
+
+
 def count_units(tensors: Tensors, prefix: str, path: Path) -> tuple[int, ...]:
     """Count the units of each stage of a ResNet whose stages are named `prefix`0, `prefix`1 and so on."""
     pattern = re.compile(rf"{re.escape(prefix)}(\d)\.blocks\.(\d{{1,3}})\.")
@@ -265,6 +280,8 @@ def check_round_trip(format_name: str, wanted: ModelConfig, held: ModelConfig) -
     `held` is the config that the format's reader gets. No foreign format states how its positions are resampled.
     """
     irrelevant = ["image_size"] if isinstance(wanted, BiTConfig) else ["resample"]  # at the model's own size
+    if isinstance(wanted, ViTConfig) and wanted.gated_mlp and wanted.pool != "map":
+        irrelevant.append("gelu")
     if isinstance(wanted, ViTConfig) and not (wanted.num_prefix_tokens and wanted.positions == "learned-1d"):
         irrelevant.append("prefix_positions")
     for name, value, read_value in _find_differences(wanted, held):

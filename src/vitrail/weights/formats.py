@@ -6,6 +6,7 @@ imported when it is first needed, so the table itself needs no torch.
 
 import dataclasses
 import importlib
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
@@ -17,13 +18,19 @@ if TYPE_CHECKING:
     from vitrail.weights.tensor_files import ModelFiles
     from vitrail.weights.trained import Trained
 
-WeightsFormat = Literal["vitrail", "google", "timm", "transformers", "torchvision"]
+WeightsFormat = Literal["vitrail", "google", "timm", "transformers", "open_clip", "torchvision"]
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")  # pickles
 TENSOR_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 CONFIG_FILE = "config.json"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")  # of PEFT: the first that exists
-WEIGHTS_FILES = ("model.safetensors", "pytorch_model.bin")  # of a folder with a config.json: the first that exists
+OPEN_CLIP_CONFIG_FILE = "open_clip_config.json"
+WEIGHTS_FILES = {  # of a folder, by the config beside them: the first pair that exists is read
+    CONFIG_FILE: ("model.safetensors", "pytorch_model.bin"),
+    OPEN_CLIP_CONFIG_FILE: ("open_clip_model.safetensors", "open_clip_pytorch_model.bin"),
+}
+ALL_WEIGHTS_FILES = tuple(name for names in WEIGHTS_FILES.values() for name in names)
+SHARD_NAME = re.compile(r"model-\d{5}-of-(00\d{3})\.safetensors")  # a part of a large model.safetensors
 NATIVE_FILE = "model-vitrail.safetensors"  # what `vitrail push` uploads beside a folder that transformers reads
 
 
@@ -49,9 +56,10 @@ class Format:
     suffixes: tuple[str, ...] = ()
     """The suffixes of its single files, the usual one first."""
     config_key: str | None = None
-    """The key by which its config.json is recognized; None for a format without folders."""
+    """The key by which its config is recognized; None for a format without folders."""
     side_files: tuple[str, ...] = ()
     """What its folders hold beside the weights."""
+    is_written: bool = True
 
 
 FORMATS: dict[WeightsFormat, Format] = {  # in the order in which they are tried
@@ -60,7 +68,7 @@ FORMATS: dict[WeightsFormat, Format] = {  # in the order in which they are tried
     "transformers": Format(
         module="vitrail.weights.transformers",
         config_key="model_type",
-        side_files=(CONFIG_FILE, "preprocessor_config.json", "README.md"),
+        side_files=(CONFIG_FILE, "preprocessor_config.json", "processor_config.json", "README.md"),
     ),
     "timm": Format(
         module="vitrail.weights.timm",
@@ -68,9 +76,16 @@ FORMATS: dict[WeightsFormat, Format] = {  # in the order in which they are tried
         config_key="architecture",
         side_files=(CONFIG_FILE, "README.md"),
     ),
+    "open_clip": Format(
+        module="vitrail.weights.open_clip",
+        config_key="model_cfg",
+        side_files=(OPEN_CLIP_CONFIG_FILE, "README.md"),
+        is_written=False,
+    ),
     "torchvision": Format(module="vitrail.weights.torchvision", suffixes=(".pth", ".safetensors", ".pt", ".bin")),
 }
 FILE_SUFFIXES = tuple(dict.fromkeys(suffix for row in FORMATS.values() for suffix in row.suffixes))
+WRITTEN_FORMATS = tuple(name for name, row in FORMATS.items() if row.is_written)
 SIDE_FILES = tuple(dict.fromkeys(name for row in FORMATS.values() for name in row.side_files))
 CODELESS_SUFFIXES = tuple(suffix for suffix in FILE_SUFFIXES if suffix not in TORCH_SUFFIXES)
 
@@ -102,11 +117,13 @@ def choose_model_files(names: Collection[str], where: str) -> list[str]:
     card = [name for name in beside if name == "README.md"]
     if NATIVE_FILE in names:  # it loses nothing, and the folder that was pushed with it does
         return [*card, NATIVE_FILE]
-    if CONFIG_FILE in names:
-        weights = [name for name in WEIGHTS_FILES if name in names][:1]
-        if not weights:
-            raise ModelError(f"{where} has a {CONFIG_FILE} but no weights: neither {' nor '.join(WEIGHTS_FILES)}")
-        return beside + weights
+    configs = [name for name in WEIGHTS_FILES if name in names]
+    for config in configs:
+        if weights := next(([name] for name in WEIGHTS_FILES[config] if name in names), _find_shards(names, config)):
+            return [name for name in beside if name == config or name not in WEIGHTS_FILES] + weights
+    if configs:
+        expected = " nor ".join(WEIGHTS_FILES[configs[0]])
+        raise ModelError(f"{where} has a {configs[0]} but no weights: neither {expected}")
     if ADAPTER_CONFIG_FILE in names:
         raise ModelError(
             f"{where} is an adapter, which is no model without its base: vitrail convert BASE OUT.safetensors --adapter"
@@ -120,6 +137,24 @@ def choose_model_files(names: Collection[str], where: str) -> list[str]:
             " give the file itself, downloaded with `hf download` where it is on the Hub"
         )
     return card + single
+
+
+def _find_shards(names: Collection[str], config: str) -> list[str]:
+    """Find a whole set of shards beside a config.json; empty where there is none."""
+    first = next((name for name in sorted(names) if SHARD_NAME.fullmatch(name)), "")
+    shards = list_shards(first) if config == CONFIG_FILE and first else []
+    return shards if all(name in names for name in shards) else []
+
+
+def list_shards(name: str) -> list[str]:
+    """List the names of all shards beside the one called `name`; any other file is alone."""
+    match = SHARD_NAME.fullmatch(name)
+    return [f"model-{i:05}-of-{match[1]}.safetensors" for i in range(1, int(match[1]) + 1)] if match else [name]
+
+
+def find_config_file(names: Collection[str]) -> str | None:
+    """Find the config among the chosen files of a model; None for a single file, which has none."""
+    return next((name for name in WEIGHTS_FILES if name in names), None)
 
 
 def choose_adapter_files(names: Collection[str], where: str) -> list[str]:
@@ -149,10 +184,10 @@ def check_destination(path: Path, format: WeightsFormat, *, overwrite: bool = Fa
         kinds = ["a folder"] if row.side_files else []
         kinds += [f"one {' or '.join(row.suffixes)} file"] if row.suffixes else []
         better = path.with_suffix("" if row.side_files else row.suffixes[0])
-        others = [f"--to {name}" for name in get_args(WeightsFormat) if _fits_name(path, name)]
+        others = [f"--to {name}" for name in WRITTEN_FORMATS if _fits_name(path, name)]
         alternative = f", or say {' or '.join(others)}" if others else ""
         raise UsageError(f"a {format} model is {' or '.join(kinds)}: call it {better}{alternative}")
-    _check_folder_content(path, {*SIDE_FILES, *WEIGHTS_FILES}, "model")
+    _check_folder_content(path, {*SIDE_FILES, *ALL_WEIGHTS_FILES}, "model")
 
 
 def _check_folder_content(path: Path, expected: Collection[str], kind: str) -> None:

@@ -1,4 +1,4 @@
-"""Google's .npz files: ViT and hybrids of vision_transformer, ViT of big_vision, and BiT ResNets.
+"""Google's .npz files: ViT and hybrids of vision_transformer, ViT, SigLIP and LiT of big_vision, and BiT ResNets.
 
 Names are paths, and kernels are stored input first. The two ViT projects number a block's parts differently.
 vision_transformer adds positions to class token and patches; big_vision adds them to the patches, before the class
@@ -28,7 +28,7 @@ from vitrail.weights.tensor_files import ModelFiles
 from vitrail.weights.trained import Tensors, Trained, build_matching_model
 
 FORMAT: Final = "google"
-TRAINING_PREFIXES = ("opt/target/", "params/img/", "params/")
+TRAINING_PREFIXES = ("opt/target/", "params/img/", "img/", "params/")
 POSITIONS = "Transformer/posembed_input/pos_embedding"  # with one of the class token
 PATCH_POSITIONS = "pos_embedding"  # without
 DEFAULT_SIDE = 224  # the image size where no positions are stored, which would tell it
@@ -164,9 +164,15 @@ def select_image_model_arrays(names: Collection[str]) -> tuple[dict[str, str], t
     """Map the image model's array names, without the training code's prefix, to full names; note the other arrays."""
     prefix = next((p for p in TRAINING_PREFIXES if any(name.startswith(p) for name in names)), "")
     full_names = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
-    others = Counter(name.split("/")[0] for name in names if not name.startswith(prefix))
+    others = Counter(name.removeprefix("params/").split("/")[0] for name in names if not name.startswith(prefix))
     notes = (f"{top}: {count} arrays left out, no part of the image model" for top, count in sorted(others.items()))
     return full_names, tuple(notes)
+
+
+def has_text_tower(names: Collection[str]) -> bool:
+    """Whether a text tower is beside the image tower (SigLIP, LiT), whose head then leads into the space of texts."""
+    towers = [{name[len(root) :].split("/")[0] for name in names if name.startswith(root)} for root in ("params/", "")]
+    return any({"img", "txt"} <= names for names in towers)
 
 
 class RenamedArrays(NamedTuple):
@@ -177,8 +183,8 @@ class RenamedArrays(NamedTuple):
     prefix_positions: bool
 
 
-def rename_arrays(google_arrays: Tensors, path: Path) -> RenamedArrays:
-    """Convert the arrays of the image model to the model's own tensors."""
+def rename_arrays(google_arrays: Tensors, path: Path, *, beside_text: bool = False) -> RenamedArrays:
+    """Convert the arrays of the image model to the model's own tensors; beside texts its head is a projection."""
     google_arrays = _unstack_blocks(google_arrays, path)
     table = {theirs: (own, kind) for theirs, own, kind in list_arrays(_infer_layout(google_arrays))}
     if unknown := sorted(google_arrays.keys() - table.keys()):
@@ -188,6 +194,8 @@ def rename_arrays(google_arrays: Tensors, path: Path) -> RenamedArrays:
     if len(heads) > 1:
         raise ModelError(f"{path} has blocks of {', '.join(map(str, sorted(heads)))} heads; a plain ViT has one number")
     own = _fuse_pool_kv(foreign_format.fuse_qkv(own))
+    if beside_text:
+        own = {re.sub(r"^head\.", "projection.", name): tensor for name, tensor in own.items()}
     return RenamedArrays(own, next(iter(heads), None), POSITIONS in google_arrays)
 
 
@@ -242,12 +250,14 @@ def read(model_files: ModelFiles) -> Trained:
     path = model_files.weights
     headers = tensor_files.read_npz_headers(path)
     names, notes = select_image_model_arrays(headers)
+    beside_text = has_text_tower(headers)
     shapes = tensor_files.build_npz_meta_tensors(headers, names.values(), path)
-    meta = rename_arrays({name: shapes[full] for name, full in names.items()}, path)
+    meta = rename_arrays({name: shapes[full] for name, full in names.items()}, path, beside_text=beside_text)
     info = read_info(meta, path)
     build_matching_model(info.config, meta.tensors)
     arrays = tensor_files.read_npz(path, names.values())
-    tensors = rename_arrays({name: arrays[full] for name, full in names.items()}, path).tensors
+    images = {name: arrays[full] for name, full in names.items()}
+    tensors = rename_arrays(images, path, beside_text=beside_text).tensors
     return foreign_format.build_trained(FORMAT, model_files, tensors, info, notes)
 
 
@@ -268,6 +278,8 @@ def read_info(renamed: RenamedArrays, path: Path) -> ForeignModelInfo:
         raise ModelError(f"{path}: its {count} positions are no square grid{' and a class token' if prefix else ''}")
     if not count:
         assumptions.append(f"positions: none are stored, so sin-cos ones at {side * stride} x {side * stride} pixels")
+    if (side, stride) == (27, 14):  # So400m/14 at 384
+        assumptions.append("image size: 378 x 378, as positions tell; weights of 384 x 384 pixels leave 6 unread")
     pool = "map" if "attn_pool.latent" in tensors else "class" if prefix else "norm-mean"
     if pool == "map" and prefix:
         raise ModelError(f"{path} has both a class token and attention pooling, which Google's code never has")
@@ -277,6 +289,7 @@ def read_info(renamed: RenamedArrays, path: Path) -> ForeignModelInfo:
         "image_size": (side * stride, side * stride),
         "class_token": bool(prefix),
         "pool": pool,
+        "projection": foreign_format.count_rows(tensors, "projection.weight", path),
         "positions": "learned-1d" if count else "sincos-2d",
         "prefix_positions": renamed.prefix_positions,
     }

@@ -34,6 +34,11 @@ HUB_LICENSES = {
     "mpl-2.0", "openrail", "other", "unknown", "unlicense",
 }  # fmt: skip
 ChooseFiles = Callable[[Collection[str], str], list[str]]
+DINOV3_SIZES = {  # in names of Meta's gated repositories -> of timm's copies, which are not gated
+    "vits16": "small_patch16_dinov3_qkvb", "vits16plus": "small_plus_patch16_dinov3_qkvb",
+    "vitb16": "base_patch16_dinov3_qkvb", "vitl16": "large_patch16_dinov3_qkvb",
+    "vith16plus": "huge_plus_patch16_dinov3_qkvb", "vit7b16": "7b_patch16_dinov3",
+}  # fmt: skip
 _NAME_PART = r"[A-Za-z0-9_](?:[\w.-]*\w)?"
 
 
@@ -67,15 +72,15 @@ def parse_model_name(model: str) -> tuple[str, str | None]:
     return repo, revision or None
 
 
-def download_model(model: str) -> HubModel:
-    """Download the files of a model; take them from the cache where the Hub cannot be reached."""
+def download_model(model: str, *, beside: Collection[str] = ()) -> HubModel:
+    """Download the files of a model, and those named `beside` it; without the Hub, take them from the cache."""
     repo, revision = parse_model_name(model)
     require_huggingface_hub()
     with _translate_hub_errors(repo, revision):
-        folder = _download_snapshot(repo, revision, choose_model_files)
+        folder = _download_snapshot(repo, revision, choose_model_files, beside)
     names = [entry.name for entry in folder.iterdir() if entry.is_file()]
     chosen = choose_model_files(names, f"hf:{repo}")
-    path = folder if CONFIG_FILE in chosen else folder / chosen[-1]
+    path = folder if formats.find_config_file(chosen) else folder / chosen[-1]
     return HubModel(path=path, name=f"hf:{repo}@{folder.name}", license=read_license(folder))
 
 
@@ -144,8 +149,11 @@ def require_huggingface_hub() -> ModuleType:
     return huggingface_hub
 
 
-def _download_snapshot(repo: str, revision: str | None, choose_files: ChooseFiles) -> Path:
-    """Download a model's or an adapter's files; return the cache's folder of that commit, which is named by it."""
+def _download_snapshot(
+    repo: str, revision: str | None, choose_files: ChooseFiles, beside: Collection[str] = ()
+) -> Path:
+    """Download a model's or an adapter's files and those of `beside` that exist; return the cache's folder of that
+    commit, which is named by it."""
     from huggingface_hub import HfApi, snapshot_download
 
     try:
@@ -155,7 +163,8 @@ def _download_snapshot(repo: str, revision: str | None, choose_files: ChooseFile
         if cached is None:
             raise
         return cached
-    chosen = choose_files([entry.rfilename for entry in info.siblings or ()], f"hf:{repo}")
+    names = [entry.rfilename for entry in info.siblings or ()]
+    chosen = [*choose_files(names, f"hf:{repo}"), *(name for name in beside if name in names)]
     # By branch and not by commit: the cache then records the branch's commit and knows it offline.
     return Path(snapshot_download(repo, revision=revision, allow_patterns=[glob.escape(name) for name in chosen]))
 
@@ -235,7 +244,9 @@ def _explain_failure(error: Exception, repo: str, revision: str | None, *, writi
     if isinstance(error, RevisionNotFoundError):
         return f"{repo} has no revision {revision!r}: {page}/commits lists them"
     if isinstance(error, GatedRepoError):
-        return f"{repo} is gated: ask for access at {page}, then `hf auth login`"
+        copy = find_ungated_copy(repo)
+        instead = f"; or give {copy}, timm's copy, which is not gated and pools the mean of the patches" if copy else ""
+        return f"{repo} is gated: accept its terms at {page}, then `hf auth login`{instead}"
     if (writing and status in (401, 403)) or isinstance(error, LocalTokenNotFoundError):
         return f"the Hub does not let you write to {repo}: `hf auth login` with a token that may"
     if isinstance(error, RepositoryNotFoundError) or status in (401, 403, 404):
@@ -254,6 +265,13 @@ def _explain_failure(error: Exception, repo: str, revision: str | None, *, writi
         f" try again, or on another machine `pip install huggingface_hub` and `hf download {repo} --local-dir FOLDER`,"
         " then give that folder"
     )
+
+
+def find_ungated_copy(repo: str) -> str | None:
+    """Find the MODEL name of timm's copy of a gated repository; None where none is known."""
+    match = re.fullmatch(r"facebook/dinov3-(\w+)-pretrain-(lvd1689m|sat493m)", repo)
+    size = DINOV3_SIZES.get(match[1]) if match else None
+    return f"timm:vit_{size}.{match[2]}" if match and size else None
 
 
 def _get_page_url(repo: str) -> str:

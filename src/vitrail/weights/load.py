@@ -85,7 +85,7 @@ def read_model(path: Path) -> Trained:
     if not path.exists():
         raise ModelError(f"{path} does not exist{files.suggest_path(path)}")
     try:
-        model_files = _find_model_files(path)
+        model_files = find_model_files(path)
         return formats.import_format(formats.recognize_format(model_files)).read(model_files)
     except UsageError as error:  # a setting in the file, not one of the user's
         raise ModelError(f"{path} is damaged: {error}") from error
@@ -93,16 +93,16 @@ def read_model(path: Path) -> Trained:
         raise error if str(path) in str(error) else ModelError(f"{path}: {error}") from error
 
 
-def _find_model_files(path: Path) -> ModelFiles:
-    if is_adapter(path if path.is_dir() else path.parent) and path.name not in formats.WEIGHTS_FILES:
+def find_model_files(path: Path) -> ModelFiles:
+    """The files of the model in a file or folder."""
+    if is_adapter(path if path.is_dir() else path.parent) and path.name not in formats.ALL_WEIGHTS_FILES:
         raise ModelError(_explain_adapter(path if path.is_dir() else path.parent))
     if not path.is_dir():
         return ModelFiles(path, path)
     chosen = formats.choose_model_files([entry.name for entry in path.iterdir() if entry.is_file()], str(path))
     weights = path / chosen[-1]
-    if formats.CONFIG_FILE not in chosen:
-        return ModelFiles(weights, weights)
-    return ModelFiles(path, weights, tensor_files.read_json(path / formats.CONFIG_FILE))
+    config = formats.find_config_file(chosen)
+    return ModelFiles(path, weights, tensor_files.read_json(path / config)) if config else ModelFiles(weights, weights)
 
 
 def is_adapter(path: str | Path) -> bool:

@@ -28,13 +28,14 @@ import torch
 from torch import Tensor
 
 from vitrail.errors import ModelError
-from vitrail.weights.formats import TENSOR_SUFFIXES, TORCH_SUFFIXES
+from vitrail.weights.formats import TENSOR_SUFFIXES, TORCH_SUFFIXES, list_shards
 from vitrail.weights.torch_pickle import PickleError, check_pickle
 
 MAX_JSON_BYTES = 32 * 2**20  # 21,843 labels take 1 MiB
 MAX_TENSORS = 100_000
 ALIGNMENT = 64  # bytes: unaligned weights may give other last bits in products of small matrices
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+INDEX_BUFFERS = ("position_ids", "relative_position_index")  # integers that count, in files of CLIP and BEiT
 NPZ_DTYPES = ("<f2", "<f4", "<f8", "|V2")
 MAX_ARRAY_HEADER_BYTES = 2**16  # that of a plain array has about 128
 MAX_INFLATION = 16  # weights hardly compress; a file that grows more than this is a bomb
@@ -64,13 +65,26 @@ class ModelFiles:
     path: Path
     """The file or folder that was given."""
     weights: Path
-    """The file with the tensors."""
+    """The file with the tensors, or the last of its shards."""
     config: dict[str, Any] | None = None
     """config.json, where `path` is a folder that has one."""
 
+    @property
+    def shards(self) -> list[Path]:
+        """The files with the tensors, where `weights` is one of several."""
+        return [self.weights.with_name(name) for name in list_shards(self.weights.name)]
+
     @functools.cached_property
     def content(self) -> TensorFile:
-        return read_tensors(self.weights)
+        if self.path == self.weights or len(self.shards) == 1:
+            return read_tensors(self.weights)
+        tensors: dict[str, Tensor] = {}
+        for shard in self.shards:
+            content = read_tensors(shard)
+            if both := sorted(tensors.keys() & content.tensors.keys()):
+                raise ModelError(f"{shard} is damaged: the tensor {both[0]!r:.80} is in another shard too")
+            tensors |= content.tensors
+        return TensorFile(tensors, {})
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -86,6 +100,9 @@ def read_tensors(path: Path) -> TensorFile:
             f"{path} has the suffix {path.suffix!r}; weights are {', '.join(TENSOR_SUFFIXES)} or .npz files, or folders"
         )
     content = _read_safetensors(path) if path.suffix == ".safetensors" else TensorFile(_read_torch(path), {})
+    for name in [name for name in content.tensors if name.endswith(INDEX_BUFFERS)]:
+        if not content.tensors[name].is_floating_point():
+            del content.tensors[name]
     for name, tensor in content.tensors.items():
         _check_tensor(name, tensor, path)
     return content

@@ -1,4 +1,4 @@
-"""Arguments of the commands on models and recipes: info, list, recipe show, convert, push, serve."""
+"""Arguments of the commands on models and recipes: info, list, recipe show, convert, zero-shot, push, serve."""
 
 import dataclasses
 from pathlib import Path
@@ -13,12 +13,14 @@ from vitrail.cli.options import (
     ImageSize,
     Model,
     Number,
+    OptionalDecimal,
     OptionalFile,
     OptionalFolder,
     OptionalNumber,
     Output,
     OutputOptions,
     Preprocess,
+    PretrainedModel,
 )
 from vitrail.config import Precision, Resample
 
@@ -27,6 +29,7 @@ TargetFormat = Literal[
     "peft", "peft-v4", "peft-timm",
 ]  # fmt: skip
 _ADAPTATION, _PRECISION = Group("adapt the model"), Group("lower precision")
+_TEXTS = Group("texts")
 _ACCESS, _LIMITS = Group("access"), Group("limits")
 
 
@@ -96,6 +99,38 @@ class ConvertArguments:
     hf:ORG/NAME, ... A vitrail file then records the fastest one whose predictions agree."""
     overwrite: bool = False
     """Replace the destination if it exists."""
+    output: Output = OutputOptions()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ZeroShotArguments:
+    """Make a classifier of any labels from the image tower of a CLIP or SigLIP.
+
+    Vectors of the labels become its head, so nothing is trained. The result is an ordinary model, which needs no text
+    tower any more.
+    """
+
+    model: PretrainedModel
+    labels: Annotated[Path, Positional, arg(metavar="LABELS")]
+    """A text file with one label per line."""
+    out: OptionalFile = None
+    """The file to write. Default: the name of LABELS with .safetensors, in the current folder."""
+    overwrite: bool = False
+    """Replace the file if it exists."""
+    templates: Annotated[tuple[str, ...], _TEXTS, arg(metavar="TEXT...")] = ()
+    """Sentences with {} in place of the label, or a text file with one per line; a label's vector is the mean over
+    them. Default: 'a photo of a {}.'"""
+    text: Annotated[str | None, _TEXTS, arg(metavar="MODEL")] = None
+    """The whole CLIP or SigLIP whose text tower reads the labels: a folder of transformers (extra `zero-shot`) or
+    open_clip, or hf:ORG/NAME. Default: MODEL."""
+    text_vectors: Annotated[OptionalFile, _TEXTS] = None
+    """Vectors of the labels instead, in their order: a .npy or .safetensors file."""
+    scale: Annotated[OptionalDecimal, _TEXTS] = None
+    """The factor of cosines, exp(logit_scale). Default: the model's own."""
+    bias: Annotated[OptionalDecimal, _TEXTS] = None
+    """What is added to each logit; with it each label has a probability of its own, as SigLIP has. Default: the model's
+    own."""
+    device: Annotated[Device, COMPUTE] = None
     output: Output = OutputOptions()
 
 
