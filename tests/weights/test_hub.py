@@ -321,6 +321,23 @@ def test_a_card_says_what_is_known_and_unknown_where_it_is_not() -> None:
         assert line in body.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("front", "license_name"),
+    [
+        ("license: mit", "mit"),
+        ("licence: 'mit'\nlicense_name: unread", "mit"),
+        ("license: other\nlicense_name: dinov3-license", "dinov3-license"),
+        ("license: other", "other"),
+        ("tags: [a]", None),
+    ],
+)
+def test_the_license_is_read_by_its_own_name_where_the_hub_has_none(
+    front: str, license_name: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{front}\n---\nlicense: forged\n")
+    assert hub.read_license(tmp_path) == license_name
+
+
 def test_a_card_cannot_be_forged_by_names_in_a_file() -> None:
     origin = Origin(
         format="timm",
