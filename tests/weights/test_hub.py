@@ -286,7 +286,7 @@ def test_a_push_that_may_not_be_gets_one_line_and_changes_nothing(server: Hub, t
 
 def test_a_dry_run_needs_neither_the_network_nor_the_extra(server: Hub, tmp_path: Path) -> None:
     save(
-        model_factory.build_trained(model_factory.build_vit(pool="norm-mean", class_token=False)),
+        model_factory.build_trained(model_factory.build_vit(pool="map", class_token=False)),
         tmp_path / "model.safetensors",
     )
     path = str(tmp_path / "model.safetensors")
