@@ -315,7 +315,7 @@ def test_a_push_that_may_not_be_gets_one_line_and_changes_nothing(server: Hub, t
 
 def test_a_dry_run_needs_neither_the_network_nor_the_extra(server: Hub, tmp_path: Path) -> None:
     save(
-        model_factory.build_trained(model_factory.build_vit(pool="norm-mean", class_token=False)),
+        model_factory.build_trained(model_factory.build_vit(pool="map", class_token=False)),
         tmp_path / "model.safetensors",
     )
     path = str(tmp_path / "model.safetensors")
@@ -348,6 +348,23 @@ def test_a_card_says_what_is_known_and_unknown_where_it_is_not() -> None:
         'pipeline("image-classification", "org/mine")("image.jpg")',
     ):  # fmt: skip
         assert line in body.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("front", "license_name"),
+    [
+        ("license: mit", "mit"),
+        ("licence: 'mit'\nlicense_name: unread", "mit"),
+        ("license: other\nlicense_name: dinov3-license", "dinov3-license"),
+        ("license: other", "other"),
+        ("tags: [a]", None),
+    ],
+)
+def test_the_license_is_read_by_its_own_name_where_the_hub_has_none(
+    front: str, license_name: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "README.md").write_text(f"---\n{front}\n---\nlicense: forged\n")
+    assert hub.read_license(tmp_path) == license_name
 
 
 def test_a_card_cannot_be_forged_by_names_in_a_file() -> None:

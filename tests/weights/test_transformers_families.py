@@ -308,6 +308,7 @@ def edit_tensors(path: Path, change: Callable[[dict[str, Tensor]], dict[str, Ten
         ("DINOv3", {"use_gated_mlp": True}, "differ on gated MLPs"),
         ("DINOv3", {"query_bias": False}, r"'blocks\.0\.attn\.q\.bias', which models with its config\.json lack"),
         ("DINOv3", {"key_bias": True}, r"not of 'blocks\.0\.attn\.k\.bias'"),
+        ("DINOv3", {"num_register_tokens": 0}, r"registers, and its config\.json states none"),
         ("DINOv3", {"layer_norm_eps": 2}, "norm_eps is 2"),
         ("BEiT", {"use_absolute_position_embeddings": True}, "absolute positions and relative biases"),
         ("BEiT", {"use_relative_position_bias": False}, "no place for"),

@@ -312,8 +312,10 @@ def read_license(folder: Path) -> str | None:
         return None
     text = path.read_text(encoding="utf-8", errors="replace")
     front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
-    line = re.search(r"^licen[sc]e:[ \t]*(\S.*?)[ \t]*$", front[1], re.MULTILINE) if front else None
-    return line[1].strip("'\"") if line else None
+    lines = re.findall(r"^(licen[sc]e|license_name):[ \t]*(\S.*?)[ \t]*$", front[1], re.MULTILINE) if front else []
+    stated = {key: value.strip("'\"") for key, value in lines}
+    name = stated.get("license", stated.get("licence"))
+    return stated.get("license_name", name) if name == "other" else name
 
 
 def format_front_matter(license_name: str) -> str:

@@ -213,8 +213,10 @@ def convert_to_own(tensors: Tensors, family: Family, settings: dict[str, Any]) -
         inner[base.sub("", name)] = tensor
     notes = _drop_unused(inner, family) + _copy_shared_table(inner, family)
     own = family.names.rename_tensors(inner)
-    if "reg_token" in own and own["reg_token"].ndim == 3 and not own["reg_token"].shape[1]:
-        del own["reg_token"]  # a table of no registers
+    if family.names is DINOV3_NAMES and not settings.get("num_register_tokens") and "reg_token" in own:
+        if own["reg_token"].numel():
+            raise ModelError("the file has registers, and its config.json states none")
+        del own["reg_token"]
     if family.names is BEIT_NAMES and settings.get("use_mean_pooling", True) and "norm.weight" in own:
         own |= {f"fc_norm.{leaf}": own.pop(f"norm.{leaf}") for leaf in ("weight", "bias") if f"norm.{leaf}" in own}
         notes.append("layernorm: read as the norm after the mean of the patches, as fine-tuning has it")
