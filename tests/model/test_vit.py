@@ -102,6 +102,7 @@ def test_attention_maps_reproduce_the_fused_output(change: dict[str, Any]) -> No
         if isinstance(block, Block)
     ]
     maps = list(attention_maps(model, images))
+    rotary = model.compute_rotary(model.config.grid, images.device)
     for hook in hooks:
         hook.remove()
     assert len(maps) == model.config.depth
@@ -111,8 +112,8 @@ def test_attention_maps_reproduce_the_fused_output(change: dict[str, Any]) -> No
         assert attention.shape == (2, model.config.heads, tokens, tokens)
         torch.testing.assert_close(attention.sum(-1), torch.ones(attention.shape[:-1]))
         with torch.no_grad():
-            values = block.attn.project_qkv(tokens_in)[2]
-            mixed = block.attn.proj((attention @ values).transpose(1, 2).flatten(2))
+            values = block.attn.project_qkv(tokens_in, rotary=rotary)[2]
+            mixed = block.attn.proj(block.attn.norm((attention @ values).transpose(1, 2).flatten(2)))
         torch.testing.assert_close(mixed, out, atol=1e-5, rtol=1e-5)
 
 
