@@ -8,7 +8,8 @@ belongs to the weights. All of them run on the CPU in float32: a model gets the 
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from vitrail.config import Resample, RotaryConfig, ViTConfig
 
+P = ParamSpec("P")
 Grid = tuple[int, int]
 _INTERPOLATE_OPTIONS: dict[Resample, dict[str, Any]] = {
     "bilinear-corners": {"mode": "bilinear", "align_corners": True},  # Google's code: scipy.ndimage.zoom(order=1)
@@ -25,6 +27,20 @@ _INTERPOLATE_OPTIONS: dict[Resample, dict[str, Any]] = {
     "bicubic-corners": {"mode": "bicubic", "align_corners": True},  # torchvision
     "bicubic-offset": {"mode": "bicubic"},  # DINO and DINOv2: a scale factor nudged by a tenth of a patch
 }
+
+
+def cache_constants(build: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """A function that builds a tensor, with the last 16 tensors kept; not those of a tracer, which hold no numbers."""
+    cached = functools.lru_cache(maxsize=16)(build)
+
+    @functools.wraps(build)
+    def get_constant(*arguments: P.args, **keywords: P.kwargs) -> Tensor:
+        constant = cached(*arguments, **keywords)
+        if type(constant) is not Tensor:
+            cached.cache_clear()
+        return constant
+
+    return get_constant
 
 
 def resample_positions(table: Tensor, old: Grid, new: Grid, operator: Resample) -> Tensor:
@@ -66,7 +82,7 @@ def _index_raster_offsets(grid: Grid) -> Tensor:
     return down[:, None] * columns + right[None, :] + rows * columns - 1
 
 
-@functools.lru_cache(maxsize=16)
+@cache_constants
 def build_sincos_positions(
     grid: Grid, width: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Tensor:
@@ -79,7 +95,7 @@ def build_sincos_positions(
         return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1).float().to(device, dtype)
 
 
-@functools.lru_cache(maxsize=16)
+@cache_constants
 def build_rotary(
     config: RotaryConfig, grid: Grid, prefix: int, head_width: int, device: torch.device | str = "cpu"
 ) -> Tensor:
