@@ -28,7 +28,10 @@ from vitrail.errors import UsageError
         ({"mlp_norm": True}, "set gated_mlp=True"),
         ({"positions": "relative-bias", "positions_at": "every-layer"}, "positions_at must be 'stem'"),
         ({"positions": "relative-bias", "registers": 1}, "no entries for registers"),
-        ({"positions": "relative-bias", "registers": 1, "class_token": False, "pool": "map"}, "no entries for registers"),
+        (
+            {"positions": "relative-bias", "registers": 1, "class_token": False, "pool": "map"},
+            "no entries for registers",
+        ),
         ({"rotary": RotaryConfig(places="index"), "width": 30, "heads": 5}, "a multiple of 4, not 6"),
         ({"image_size": (36, 32)}, "36 x 32 does not divide into patches of 8 x 8"),
         ({"image_size": (7, 32), "drop_remainder": True}, "7 x 32 does not divide"),

@@ -1,6 +1,7 @@
 """Resampling of positions, each operator against the library it belongs to."""
 
 import math
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -267,6 +268,31 @@ def test_periods_in_bfloat16_differ_by_its_rounding() -> None:
     assert 0 < (exact - rounded).abs().max() < 0.01
 
 
+@pytest.mark.parametrize("grid", [(14, 14), (3, 5)])
+def test_normalized_places_are_timms_of_dinov3(grid: Grid) -> None:
+    peer("timm")
+    from timm.layers import RotaryEmbeddingDinoV3
+
+    sines, cosines = RotaryEmbeddingDinoV3(64, rotate_half=True).eval().get_embed(list(grid)).chunk(2, dim=-1)
+    ours = build_rotary(RotaryConfig(places="normalized"), grid, 0, 64)
+    torch.testing.assert_close(ours, torch.stack([cosines, sines]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("grid", [(14, 14), (3, 5)])
+@pytest.mark.parametrize(("order", "offset"), [("yx", 0), ("xy", 1)])
+def test_indices_are_timms_of_eva02_and_of_pe(order: Literal["yx", "xy"], offset: int, grid: Grid) -> None:
+    peer("timm")
+    from timm.layers import RotaryEmbeddingCat
+
+    indexing = "ij" if order == "yx" else "xy"
+    theirs = RotaryEmbeddingCat(
+        64, in_pixels=False, feat_shape=grid, ref_feat_shape=(16, 16), grid_offset=offset, grid_indexing=indexing
+    )
+    sines, cosines = theirs.get_embed(list(grid)).chunk(2, dim=-1)
+    config = RotaryConfig(places="index", base=10_000.0, reference=(16, 16), offset=offset, order=order)
+    torch.testing.assert_close(build_rotary(config, grid, 0, 64), torch.stack([cosines, sines]), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("places", ["normalized", "index"])
 def test_turning_is_a_complex_product_and_leaves_the_prefix(places: str) -> None:
     """Of channels t and t + K/2, or of two neighbors, as the real and imaginary part."""
@@ -316,7 +342,9 @@ def test_half_precision_is_turned_in_float32_and_double_in_double() -> None:
     config = model_factory.build_config(rotary=RotaryConfig(places="index"))
     rotary = build_rotary(config.rotary, (4, 4), 1, 8)
     values = torch.randn(17, 8, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(rotate(values.bfloat16(), rotary, config), rotate(values.bfloat16().float(), rotary, config).bfloat16())
+    assert torch.equal(
+        rotate(values.bfloat16(), rotary, config), rotate(values.bfloat16().float(), rotary, config).bfloat16()
+    )
     assert rotate(values.double(), rotary, config).dtype == torch.float64
     values = values.double().requires_grad_()
     torch.autograd.gradcheck(lambda x: rotate(x, rotary, config), values)
@@ -356,9 +384,7 @@ def expect_biases(table: Tensor, grid: Grid, *, class_token: bool) -> Tensor:
 def test_biases_are_those_of_a_double_loop(grid: Grid, class_token: bool) -> None:
     size = (8 * grid[0], 8 * grid[1])
     pool = "class" if class_token else "norm-mean"
-    config = model_factory.build_config(
-        positions="relative-bias", image_size=size, class_token=class_token, pool=pool
-    )
+    config = model_factory.build_config(positions="relative-bias", image_size=size, class_token=class_token, pool=pool)
     table = torch.randn(count_biases(grid), 4, generator=torch.Generator().manual_seed(0))
     biases = compute_relative_bias(table, grid, config)
     assert torch.equal(biases, expect_biases(table, grid, class_token=class_token))

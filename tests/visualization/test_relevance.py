@@ -37,7 +37,9 @@ def run_plainly(model: ViT, image: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
                 logits = logits + compute_offset_logits(queries, block.attn.offsets, grid, model.config)[0, head]
             logits = logits / q.shape[-1] ** 0.5
             if model.config.positions == "relative-bias":
-                logits = logits + compute_relative_bias(block.attn.relative_position_bias_table, grid, model.config)[head]
+                logits = (
+                    logits + compute_relative_bias(block.attn.relative_position_bias_table, grid, model.config)[head]
+                )
             heads.append(torch.softmax(logits, dim=-1))
             outputs.append(heads[-1] @ v[:, head])
         x = x + block.ls1(block.attn.proj(block.attn.norm(torch.cat(outputs, dim=-1))))

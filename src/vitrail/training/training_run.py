@@ -228,7 +228,9 @@ class TrainingRun:
             raise UsageError("a ResNet has neither dropout nor stochastic depth, and keeps its activations")
         if recipe.trainable_layers is not None:
             for name, parameter in model.named_parameters():
-                is_head = name.startswith(("head.", "head_dist.", "projection.", "pre_logits."))  # not the norm before it
+                is_head = name.startswith(
+                    ("head.", "head_dist.", "projection.", "pre_logits.")
+                )  # not the norm before it
                 is_near = optimizer.layers_below_head(model, name) <= recipe.trainable_layers
                 parameter.requires_grad_(is_near if recipe.trainable_layers else is_head)
         return self._place_on_device(model if recipe.masked is None else self._add_masked_heads(model, recipe.masked))
