@@ -363,9 +363,9 @@ def test_stochastic_depth_with_no_survivor_still_gives_every_parameter_a_gradien
 
 @pytest.mark.parametrize(
     "kind",
-    ["plain", "norm-mean", "map", "distilled", "relative", "every-layer", "layer-scale"]
-    + ["rotary-index", "bias-table", "gated-normed"],
-)
+    ["plain", "norm-mean", "map", "distilled", "relative", "every-layer", "layer-scale", "rotary-index", "bias-table",
+     "gated-normed"],
+)  # fmt: skip
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 def test_blocks_computed_again_give_the_same_loss_and_gradients(kind: str, noise: float) -> None:
     """With dropout and stochastic depth too, whose draws are made again."""

@@ -98,7 +98,7 @@ class RotaryConfig:
     """Where a patch is. normalized: its center, each side of the image from -1 to 1 (DINOv3). index: its row and column
     (EVA-02, PE)."""
     base: float = 100.0
-    """What the periods grow to, from 1 and by equal factors; each axis has as many as a quarter of a head's channels."""
+    """What the periods grow to, from 1 by equal factors; each axis has as many as a quarter of a head's channels."""
     reference: tuple[int, int] | None = None
     """The grid to which rows and columns of `index` are stretched; None for as they are."""
     offset: int = 0

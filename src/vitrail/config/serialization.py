@@ -223,7 +223,7 @@ def _convert_value(name: str, hint: Any, value: object) -> Any:
             if isinstance(value, str) and value in arguments:
                 return value
         case None if dataclasses.is_dataclass(hint):
-            return value if isinstance(value, hint) else from_json(cast(type, hint), value)
+            return value if isinstance(value, cast(type, hint)) else from_json(cast(type, hint), value)
         case None if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
             if abs(value) < 2**53 or value != value:
                 return float(value)
