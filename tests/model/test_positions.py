@@ -1,5 +1,6 @@
 """Resampling of positions, each operator against the library it belongs to."""
 
+import inspect
 import math
 from typing import Literal
 
@@ -174,7 +175,7 @@ def test_sincos_comes_on_the_device_and_in_the_numbers_asked_for() -> None:
     with torch.device("meta"):
         under = build_sincos_positions((5, 3), 8)
     assert under.device.type == "cpu"
-    assert torch.equal(under, build_sincos_positions.__wrapped__((5, 3), 8))
+    assert torch.equal(under, inspect.unwrap(build_sincos_positions)((5, 3), 8))
 
 
 def test_sincos_kept_from_inference_serves_training() -> None:

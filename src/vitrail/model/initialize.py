@@ -82,7 +82,7 @@ def _initialize_vit(model: ViT, generator: Generator) -> None:
         elif isinstance(module, HiddenHead):
             _fill_lecun_normal(module.fc.weight, generator)
             nn.init.zeros_(module.fc.bias)
-    if model.config.projection:
+    if isinstance(model.projection, nn.Linear):
         _fill_lecun_normal(model.projection.weight, generator)
         nn.init.zeros_(model.projection.bias)
     projection = model.patch_embed.proj

@@ -31,11 +31,11 @@ _INTERPOLATE_OPTIONS: dict[Resample, dict[str, Any]] = {
 
 def cache_constants(build: Callable[P, Tensor]) -> Callable[P, Tensor]:
     """A function that builds a tensor, with the last 16 tensors kept; not those of a tracer, which hold no numbers."""
-    cached = functools.lru_cache(maxsize=16)(build)
+    cached: Any = functools.lru_cache(maxsize=16)(build)
 
     @functools.wraps(build)
     def get_constant(*arguments: P.args, **keywords: P.kwargs) -> Tensor:
-        constant = cached(*arguments, **keywords)
+        constant: Tensor = cached(*arguments, **keywords)
         if type(constant) is not Tensor:
             cached.cache_clear()
         return constant
@@ -170,8 +170,8 @@ def resample_biases(table: Tensor, old: Grid, new: Grid, operator: Resample) -> 
     """(biases, H) of the old grid -> (biases, H) of the new one; those of the class token stay."""
     if old == new:
         return table
-    layouts = ((2 * rows - 1, 2 * columns - 1) for rows, columns in (old, new))
-    return torch.cat([resample_positions(table[:-3], *layouts, operator), table[-3:]])
+    old_layout, new_layout = ((2 * rows - 1, 2 * columns - 1) for rows, columns in (old, new))
+    return torch.cat([resample_positions(table[:-3], old_layout, new_layout, operator), table[-3:]])
 
 
 def compute_relative_bias(table: Tensor, grid: Grid, config: ViTConfig) -> Tensor:
