@@ -15,7 +15,7 @@ from tests import model_factory
 from tests.conftest import peer
 from tests.model_factory import VARIANTS
 from vitrail import presets
-from vitrail.config import ViTConfig
+from vitrail.config import MaskedConfig, ViTConfig
 from vitrail.errors import UsageError
 from vitrail.model import cost
 from vitrail.model.vit import Model, ViT, build_model
@@ -305,6 +305,16 @@ def check_saved_bytes(model: Model, precision: str, **rates: float) -> None:
 def test_a_vit_keeps_what_autograd_saves(change: dict[str, Any], precision: str) -> None:
     model = model_factory.build_vit(**(LARGER | change))
     check_saved_bytes(model, precision)
+
+
+@pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
+def test_a_masked_model_takes_the_memory_of_a_model_without_its_head(change: dict[str, Any]) -> None:
+    config = model_factory.build_config(**change)
+    [equivalent] = cost.list_memory_equivalents(config, MaskedConfig(kind="mpp", mask_ratio=0.5, target="pixels"))
+    assert isinstance(equivalent, ViTConfig)
+    assert (equivalent.pool, equivalent.projection, equivalent.hidden_head) == ("norm-mean", 0, False)
+    assert equivalent.classes == config.channels * config.stride**2
+    assert (equivalent.rotary, equivalent.gated_mlp, equivalent.grid) == (config.rotary, config.gated_mlp, config.grid)
 
 
 @pytest.mark.parametrize("precision", ON_CPU)

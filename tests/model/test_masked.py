@@ -324,6 +324,17 @@ def test_every_kind_of_vit_learns_in_every_parameter(kind: str, change: dict[str
         assert parameter.requires_grad == (not path.startswith(UNTRAINED)), path
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kind", ["mpp", "mae"])
+def test_pixels_that_fill_no_patch_are_neither_read_nor_predicted(kind: str, target: MaskedTarget) -> None:
+    model = build_masked_vit(masked_config(kind, target), drop_remainder=True, image_size=(36, 39))
+    images, masking = build_batch(model)
+    assert images.shape[2:] == (36, 39)
+    cropped = images[:, :, :32, :32]
+    assert torch.equal(model(images, masking), model(cropped, masking))
+    assert torch.equal(model.compute_targets(images, masking), model.compute_targets(cropped, masking))
+
+
 @pytest.mark.parametrize(("kind", "target"), [*(("mpp", target) for target in TARGETS), ("mae", "normalized-pixels")])
 def test_every_target_is_learned(kind: str, target: MaskedTarget) -> None:
     """Two images by heart: the loss falls to two thirds of what it is at the start."""

@@ -10,6 +10,7 @@ fused attention:
     LayerNorm      its input in float32, a mean and a deviation     linear, convolution   its input
     attention      queries, keys, values, output, one number a row  GELU                  its input
     group norm     its input, and the ReLU behind it its output     dropout               its mask
+    quick GELU     its input and the sigmoid                        gated MLP             both factors, SiLU's input
 
 Under autocast the inputs of matrix products are bf16, and the residual stream stays float32. Not counted: gradients of
 activations, of which a few exist at a time; the loss; memory that the device's libraries and allocator use themselves.
