@@ -69,9 +69,8 @@ def _initialize_vit(model: ViT, generator: Generator) -> None:
             elif model.config.positions == "relative-bias":
                 nn.init.zeros_(module.attn.relative_position_bias_table)
         elif isinstance(module, Mlp | GatedMlp):
-            _fill_xavier_uniform(module.fc1, generator, parts=1 if isinstance(module, Mlp) else 2)
-            _fill_xavier_uniform(module.fc2, generator)
-            for layer in (module.fc1, module.fc2):
+            for layer, parts in ((module.fc1, 2 if isinstance(module, GatedMlp) else 1), (module.fc2, 1)):
+                _fill_xavier_uniform(layer, generator, parts)
                 nn.init.normal_(layer.bias, std=1e-6, generator=generator)
         elif isinstance(module, AttentionPool):
             _fill_xavier_uniform(module.q, generator)
