@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from vitrail.config import BiTConfig, ConvConfig, PreprocessConfig, ViTConfig
+from vitrail.config import BiTConfig, ConvConfig, PreprocessConfig, RotaryConfig, ViTConfig
 from vitrail.model.resnet import BiT
 from vitrail.model.vit import Model, ViT
 from vitrail.weights.trained import Origin, Trained
@@ -49,6 +49,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide": {"image_size": (24, 40)},
     "grey": {"channels": 1},
     "epsilon": {"norm_eps": 1e-3},
+    "rotary-normalized": {
+        "rotary": RotaryConfig(places="normalized"),
+        "positions": "none",
+        "registers": 4,
+        "image_size": (24, 40),
+    },
+    "rotary-index": {
+        "rotary": RotaryConfig(places="index", base=10_000.0, reference=(5, 6), offset=1, order="xy"),
+        "image_size": (24, 40),
+    },
+    "rotary-mean": {"rotary": RotaryConfig(places="index", bfloat16_periods=True), "pool": "norm-mean"},
+    "gated": {"gated_mlp": True},
+    "gated-normed": {"gated_mlp": True, "mlp_norm": True, "attention_norm": True},
+    "clip": {"gelu": "quick", "norm_pre": True, "projection": 24},
+    "zero-shot": {"pool": "mean-norm", "normalize_features": True},
+    "bias-table": {"positions": "relative-bias", "image_size": (24, 40)},
+    "bias-table-mean": {"positions": "relative-bias", "pool": "mean-norm", "class_token": False},
+    "map-of-all": {"pool": "map", "pool_heads": 2, "pool_prefix": True, "registers": 2},
+    "drop-remainder": {"drop_remainder": True},
 }
 
 

@@ -3,6 +3,9 @@
 `b16` is size b with patches of 16; any patch side is allowed, `PATCH_SIDES` lists the published ones. `r50-b16` is a
 hybrid, `bit-r50x1` a BiT ResNet. Presets compute what the paper's own code computes: tanh GELU, LayerNorm epsilon 1e-6,
 positions resampled as scipy's zoom, Google's epsilons of group norm and weight standardization.
+
+`dinov3-b16` and the others of `FAMILIES` are the architectures of published weights: what their own code computes, at
+224 x 224 pixels (Perception Encoders: at the size they were trained at). Biases that they lack are there, and may be 0.
 """
 
 import dataclasses
@@ -10,7 +13,7 @@ import difflib
 import re
 from typing import Any, NamedTuple, TypeVar
 
-from vitrail.config import BiTConfig, ConvConfig, PreprocessConfig, ViTConfig
+from vitrail.config import BiTConfig, ConvConfig, PreprocessConfig, RotaryConfig, ViTConfig
 from vitrail.config.serialization import convert_field
 from vitrail.errors import UsageError
 
@@ -85,19 +88,77 @@ HYBRIDS = {  # /16 moves the last stage's units into the third
 HYBRID_NUMERICS: dict[str, Any] = {"norm_eps": 1e-6, "standardization": "std + eps", "standardization_eps": 1e-5}
 BIT_NUMERICS: dict[str, Any] = {"norm_eps": 1e-5, "standardization": "sqrt(var + eps)", "standardization_eps": 1e-10}
 
+_DINOV2: dict[str, Any] = {"gelu": "erf", "layer_scale": True, "resample": "bicubic-offset"}
+_DINOV3 = _DINOV2 | {
+    "norm_eps": 1e-5,
+    "registers": 4,
+    "positions": "none",
+    "rotary": RotaryConfig(places="normalized"),
+}
+_CLIP = {"gelu": "quick", "norm_eps": 1e-5, "norm_pre": True, "resample": "bicubic-antialias"}
+_SIGLIP = {"class_token": False, "pool": "map"}
+_EVA02 = {
+    "gated_mlp": True,
+    "pool": "mean-norm",
+    "rotary": RotaryConfig(places="index", base=10_000.0, reference=(16, 16)),
+    "resample": "bicubic-antialias",
+}
+_BEIT = {"gelu": "erf", "layer_scale": True, "positions": "relative-bias", "pool": "mean-norm", "resample": "bilinear"}
+_PE = {"gelu": "erf", "norm_eps": 1e-5, "norm_pre": True, "pool": "map", "pool_heads": 8, "pool_prefix": True}
+
+
+def _list_pe_fields(side: int, patch: int, projection: int) -> dict[str, Any]:
+    """What a Perception Encoder has: rotary positions that count from 1 on the grid it was trained at."""
+    grid = (side // patch, side // patch)
+    rotary = RotaryConfig(places="index", base=10_000.0, reference=grid, offset=1, order="xy")
+    size = {"image_size": (side, side), "projection": projection, "resample": "bicubic-antialias"}
+    return _PE | {"patch": patch, "rotary": rotary} | size
+
+
+FAMILIES: dict[str, tuple[ViTSize, dict[str, Any]]] = {
+    "dinov2-s14":      (SIZES["s"], _DINOV2 | {"patch": 14}),  # Oquab et al. 2023
+    "dinov2-b14":      (SIZES["b"], _DINOV2 | {"patch": 14}),
+    "dinov2-l14":      (SIZES["l"], _DINOV2 | {"patch": 14}),
+    "dinov2-g14":      (ViTSize(1536, 40, 4096, 24), _DINOV2 | {"patch": 14, "gated_mlp": True}),
+    "dinov3-s16":      (SIZES["s"], _DINOV3 | {"patch": 16}),  # Siméoni et al. 2025
+    "dinov3-s16plus":  (SIZES["s"], _DINOV3 | {"patch": 16, "gated_mlp": True}),
+    "dinov3-b16":      (SIZES["b"], _DINOV3 | {"patch": 16}),
+    "dinov3-l16":      (SIZES["l"], _DINOV3 | {"patch": 16}),
+    "dinov3-h16plus":  (ViTSize(1280, 32, 5120, 20), _DINOV3 | {"patch": 16, "gated_mlp": True}),
+    "dinov3-7b16":     (ViTSize(4096, 40, 8192, 32), _DINOV3 | {"patch": 16, "gated_mlp": True, "qkv_bias": False}),
+    "clip-b32":        (SIZES["b"], _CLIP | {"patch": 32, "projection": 512}),  # Radford et al. 2021
+    "clip-b16":        (SIZES["b"], _CLIP | {"patch": 16, "projection": 512}),
+    "clip-l14":        (SIZES["l"], _CLIP | {"patch": 14, "projection": 768}),
+    "siglip-b16":      (SIZES["b"], _SIGLIP | {"patch": 16}),  # Zhai et al. 2023
+    "siglip-l16":      (SIZES["l"], _SIGLIP | {"patch": 16}),
+    "siglip-so400m14": (SIZES["so400m"], _SIGLIP | {"patch": 14}),
+    "eva02-ti14":      (ViTSize(192, 12, 512, 3), _EVA02 | {"patch": 14}),  # Fang et al. 2023
+    "eva02-s14":       (ViTSize(384, 12, 1024, 6), _EVA02 | {"patch": 14}),
+    "eva02-b14":       (ViTSize(768, 12, 2048, 12), _EVA02 | {"patch": 14, "mlp_norm": True}),
+    "eva02-l14":       (ViTSize(1024, 24, 2730, 16), _EVA02 | {"patch": 14, "mlp_norm": True}),
+    "beit-b16":        (SIZES["b"], _BEIT | {"patch": 16}),  # Bao et al. 2022
+    "beit-l16":        (SIZES["l"], _BEIT | {"patch": 16}),
+    "pe-core-ti16":    (SIZES["ti"], _list_pe_fields(384, 16, 512)),  # Bolya et al. 2025
+    "pe-core-s16":     (SIZES["s"], _list_pe_fields(384, 16, 512)),
+    "pe-core-b16":     (SIZES["b"], _list_pe_fields(224, 16, 1024)),
+    "pe-core-l14":     (SIZES["l"], _list_pe_fields(336, 14, 1024)),
+}  # fmt: skip
+
 _VIT_PATTERN = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)")
 _BIT_PATTERN = re.compile(rf"bit-r({'|'.join(RESNET_UNITS)})x([1-9]\d*)")
 
 
 def list_presets() -> list[str]:
-    """The published presets: ViTs, hybrids, ResNets, each smallest first."""
+    """The published presets: ViTs, their families, hybrids, ResNets, each smallest first."""
     vits = [f"{size}{patch}" for size in SIZES for patch in PATCH_SIDES[size]]
-    return [*vits, *HYBRIDS, *(f"bit-r{name}" for name in BIT_VARIANTS)]
+    return [*vits, *FAMILIES, *HYBRIDS, *(f"bit-r{name}" for name in BIT_VARIANTS)]
 
 
 def has_preset(name: str) -> bool:
-    """Whether `name` is a preset: a hybrid, a ResNet, or a size with a patch side, published or not."""
-    return name in HYBRIDS or any(pattern.fullmatch(name) for pattern in (_VIT_PATTERN, _BIT_PATTERN))
+    """Whether `name` is a preset: of a family, a hybrid, a ResNet, or a size with a patch side, published or not."""
+    return (
+        name in HYBRIDS or name in FAMILIES or any(pattern.fullmatch(name) for pattern in (_VIT_PATTERN, _BIT_PATTERN))
+    )
 
 
 def get_preset_config(name: str, **changes: Any) -> ViTConfig | BiTConfig:
@@ -109,6 +170,9 @@ def get_preset_config(name: str, **changes: Any) -> ViTConfig | BiTConfig:
         hybrid = HYBRIDS[name]
         stem = ConvConfig(units=hybrid.units, **HYBRID_NUMERICS)
         return _build_config(ViTConfig, SIZES[hybrid.size]._asdict() | {"patch": hybrid.patch, "stem": stem} | changes)
+    if name in FAMILIES:
+        size, fields = FAMILIES[name]
+        return _build_config(ViTConfig, size._asdict() | fields | changes)
     vit = _VIT_PATTERN.fullmatch(name)
     if vit is None:
         raise UsageError(describe_unknown_preset(name))

@@ -36,6 +36,17 @@ def test_info_on_a_file_tells_all_it_knows(tmp_path: Path, capsys: Capture) -> N
     assert any(text == "head.weight (7, 32): removed" for text in facts["origin"]["changes"])
 
 
+def test_info_names_the_parts_of_a_model(tmp_path: Path, capsys: Capture) -> None:
+    changes = model_factory.VARIANTS["gated-normed"] | model_factory.VARIANTS["rotary-index"]
+    model = model_factory.build_vit(**changes, norm_pre=True, projection=24, normalize_features=True)
+    save(model_factory.build_trained(model), tmp_path / "model.safetensors")
+    _, out, _ = run("info", str(tmp_path / "model.safetensors"), capsys=capsys)
+    assert "gated MLP 64" in out
+    assert "resampled by bilinear-corners; rotary by index places, base 10000" in out
+    assert "7 classes, pool class, projection to 24, features of length 1" in out
+    assert "SiLU, LayerNorm epsilon 1e-06, also before the blocks and in attention and in the MLP" in out
+
+
 def test_info_prints_what_was_assumed(tmp_path: Path, capsys: Capture) -> None:
     save(
         model_factory.build_trained(model_factory.build_vit(width=64, heads=1, gelu="erf")),

@@ -14,6 +14,7 @@ import torch
 from tests import model_factory
 from tests.export import runtime
 from vitrail import files
+from vitrail.config import RotaryConfig
 from vitrail.errors import ModelError, UsageError
 from vitrail.export import export, graph
 from vitrail.export.export import (
@@ -51,6 +52,29 @@ def make_models() -> dict[str, Trained]:
         ),
         "hybrid without a head": model_factory.build_trained(
             model_factory.build_vit(depth=1, stem=model_factory.STEM, patch=2, classes=0)
+        ),
+        "rotary and gated": model_factory.build_trained(
+            model_factory.build_vit(
+                depth=1,
+                rotary=RotaryConfig(places="index", reference=(5, 6), offset=1, order="xy"),
+                gated_mlp=True,
+                mlp_norm=True,
+                attention_norm=True,
+                norm_pre=True,
+                projection=24,
+            )
+        ),
+        "rotary and biases": model_factory.build_trained(
+            model_factory.build_vit(
+                depth=1,
+                rotary=RotaryConfig(places="normalized"),
+                positions="relative-bias",
+                gelu="quick",
+                pool="map",
+                pool_heads=2,
+                pool_prefix=True,
+                normalize_features=True,
+            )
         ),
         "resnet": model_factory.build_trained(model_factory.build_bit(), threshold=0.4),
     }

@@ -61,6 +61,8 @@ def test_several_labels_have_a_probability_each() -> None:
         model_factory.build_vit(),
         model_factory.build_vit(positions="relative"),
         model_factory.build_vit(positions="sincos-2d"),
+        model_factory.build_vit(**model_factory.VARIANTS["rotary-index"] | {"image_size": (32, 32)}),
+        model_factory.build_vit(positions="relative-bias"),
         model_factory.build_bit(),
     ],
 )
@@ -71,6 +73,15 @@ def test_images_may_have_another_size_than_positions(model: Model) -> None:
     with torch.inference_mode():
         logits = graph.ExportGraph(trained)(pixels)["logits"]
     torch.testing.assert_close(logits, export.compute_reference_outputs(trained, pixels)["logits"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["rotary-normalized", "sincos"])
+def test_a_trace_leaves_no_stand_ins_for_positions_behind(variant: str) -> None:
+    """Torch's own export, too, of a grid that no model has met before."""
+    model = model_factory.build_vit(**model_factory.VARIANTS[variant] | {"image_size": (56, 88)})
+    images = model_factory.draw_images(model.config)
+    program = torch.export.export(model, (images,))
+    torch.testing.assert_close(program.module()(images), model(images))
 
 
 def test_the_model_stays_as_it_was() -> None:

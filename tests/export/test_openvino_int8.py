@@ -9,6 +9,7 @@ import torch
 
 from tests import model_factory
 from tests.conftest import peer
+from vitrail.config import RotaryConfig
 from vitrail.data.transforms import normalize
 from vitrail.inference.precision import build_inference_functions
 from vitrail.model.quantized import measure_activation_ranges
@@ -28,15 +29,16 @@ def add_ranges(model: ViT) -> Trained:
     )
 
 
-def test_ranges_hold_all_that_the_blocks_multiply() -> None:
-    """The first is what the first norm leaves, then come queries and keys, and of each there are two ends."""
-    model = model_factory.build_vit()
+@pytest.mark.parametrize("rotary", [None, RotaryConfig(places="normalized")])
+def test_ranges_hold_all_that_the_blocks_multiply(rotary: RotaryConfig | None) -> None:
+    """The first is what the first norm leaves, then come queries and keys, turned; and of each there are two ends."""
+    model = model_factory.build_vit(rotary=rotary)
     trained = add_ranges(model)
     assert trained.preprocess is not None
     with torch.inference_mode():
-        tokens, _, _ = model.embed(normalize(INPUTS, trained.preprocess))
+        tokens, _, grid = model.embed(normalize(INPUTS, trained.preprocess))
         first = model.blocks[0].norm1(tokens)
-        queries, keys, _ = model.blocks[0].attn.project_qkv(first)
+        queries, keys, _ = model.blocks[0].attn.project_qkv(first, rotary=model.compute_rotary(grid, tokens.device))
     assert len(trained.activation_ranges) == 2 * 6 * 3
     expected = [float(end) for values in (first, queries, keys) for end in values.aminmax()]
     assert trained.activation_ranges[:6] == pytest.approx(expected)
@@ -85,15 +87,18 @@ def test_the_cache_keeps_the_newest(cached: Trained, monkeypatch: pytest.MonkeyP
     assert [openvino_int8._get_cache_folder(trained).exists() for trained in models] == [False, True, True]
 
 
-@pytest.mark.parametrize("variant", ["plain", "relative", "hybrid"])
+@pytest.mark.parametrize("variant", ["plain", "relative", "hybrid", "rotary-index", "gated-normed", "bias-table"])
 def test_it_answers_nearly_as_float32_does_with_int8_in_every_block(variant: str) -> None:
-    """Queries, keys and values are products of their own, unless positions belong to attention: six or four a block.
+    """Queries, keys and values are products of their own, unless positions belong to the logits: six or four a block.
 
-    Queries and keys are rounded then, and patches, but not those of a hybrid's features, whose range is not known.
+    Queries and keys are rounded then, and patches, but not those of a hybrid's features, whose range is not known. In
+    the last block the class token's query is a product of its own.
     """
     from vitrail.export import openvino_int8
 
-    trained = add_ranges(model_factory.build_vit(**model_factory.VARIANTS[variant], depth=2))
+    trained = add_ranges(
+        model_factory.build_vit(**model_factory.VARIANTS[variant] | {"depth": 2, "image_size": (32, 32)})
+    )
     expected = build_inference_functions(trained).probabilities(INPUTS)
     functions = build_inference_functions(trained, "openvino-int8")
     probabilities = functions.probabilities(INPUTS)
@@ -104,7 +109,7 @@ def test_it_answers_nearly_as_float32_does_with_int8_in_every_block(variant: str
     assert torch.equal(again, probabilities)
     graph = openvino.Core().read_model(openvino_int8._get_cache_folder(trained) / "model.xml")
     kinds = [node.get_type_name() for node in graph.get_ordered_ops()]
-    assert kinds.count("FakeQuantize") == {"plain": 1 + 16, "relative": 1 + 8, "hybrid": 16}[variant]
+    assert kinds.count("FakeQuantize") == {"relative": 1 + 8, "bias-table": 1 + 9, "hybrid": 16}.get(variant, 1 + 16)
     assert "ScaledDotProductAttention" not in kinds
 
 

@@ -4,7 +4,7 @@ The memory of training against what autograd saves, and against numbers by hand.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -12,8 +12,10 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests import model_factory
+from tests.conftest import peer
 from tests.model_factory import VARIANTS
 from vitrail import presets
+from vitrail.config import MaskedConfig, ViTConfig
 from vitrail.errors import UsageError
 from vitrail.model import cost
 from vitrail.model.vit import Model, ViT, build_model
@@ -50,6 +52,9 @@ MILLIONS = {  # timm's tables
     ("bit-r152x2", 224): 236.34,
     ("bit-r152x4", 224): 936.53,
 }
+PRESET_OF_EACH_FAMILY = (
+    "dinov2-s14", "dinov3-s16plus", "clip-b32", "siglip-b16", "eva02-ti14", "beit-b16", "pe-core-ti16",
+)  # fmt: skip
 UNITS = {  # of each stage, by the number of layers; a hybrid /16 moves the fourth stage's into the third
     "r": (),
     "r26": (2, 2, 2, 2),
@@ -57,6 +62,44 @@ UNITS = {  # of each stage, by the number of layers; a hybrid /16 moves the four
     "r101": (3, 4, 23, 3),
     "r152": (3, 8, 36, 3),
     "r200": (3, 24, 36, 3),
+}
+
+
+class Family(NamedTuple):
+    """What a preset of a family is measured by."""
+
+    parameters: int
+    timm_name: str
+    absent_bias: Literal["none", "k", "patch"] = "none"
+
+
+FAMILIES = {  # parameters with 1000 classes, timm's model, the biases that it lacks and a preset has
+    "dinov2-s14": Family(22_013_800, "vit_small_patch14_dinov2"),
+    "dinov2-b14": Family(86_493_928, "vit_base_patch14_dinov2"),
+    "dinov2-l14": Family(304_252_904, "vit_large_patch14_dinov2"),
+    "dinov2-g14": Family(1_136_306_664, "vit_giant_patch14_dinov2"),
+    "dinov3-s16": Family(21_985_768, "vit_small_patch16_dinov3_qkvb", "k"),
+    "dinov3-s16plus": Family(29_082_088, "vit_small_plus_patch16_dinov3_qkvb", "k"),
+    "dinov3-b16": Family(86_437_864, "vit_base_patch16_dinov3_qkvb", "k"),
+    "dinov3-l16": Family(304_178_152, "vit_large_patch16_dinov3_qkvb", "k"),
+    "dinov3-h16plus": Family(841_913_320, "vit_huge_plus_patch16_dinov3_qkvb", "k"),
+    "dinov3-7b16": Family(6_720_127_976, "vit_7b_patch16_dinov3"),
+    "clip-b32": Family(88_363_496, "vit_base_patch32_clip_quickgelu_224", "patch"),
+    "clip-b16": Family(86_706_920, "vit_base_patch16_clip_quickgelu_224", "patch"),
+    "clip-l14": Family(304_737_000, "vit_large_patch14_clip_quickgelu_224", "patch"),
+    "siglip-b16": Family(93_653_224, "vit_base_patch16_siglip_224"),
+    "siglip-l16": Family(316_919_784, "vit_large_patch16_siglip_256"),
+    "siglip-so400m14": Family(428_833_704, "vit_so400m_patch14_siglip_224"),
+    "eva02-ti14": Family(5_697_448, "eva02_tiny_patch14_224", "k"),
+    "eva02-s14": Family(22_010_728, "eva02_small_patch14_224", "k"),
+    "eva02-b14": Family(86_536_936, "eva02_base_patch14_448", "k"),
+    "eva02-l14": Family(304_318_376, "eva02_large_patch14_448", "k"),
+    "beit-b16": Family(86_540_200, "beit_base_patch16_224", "k"),
+    "beit-l16": Family(304_455_144, "beit_large_patch16_224", "k"),
+    "pe-core-ti16": Family(6_654_248, "vit_pe_core_tiny_patch16_384", "patch"),
+    "pe-core-s16": Family(24_296_552, "vit_pe_core_small_patch16_384", "patch"),
+    "pe-core-b16": Family(94_699_752, "vit_pe_core_base_patch16_224", "patch"),
+    "pe-core-l14": Family(318_178_280, "vit_pe_core_large_patch14_336", "patch"),
 }
 SIZES = {  # layers, width, MLP width: the paper's table 1 and its successors
     "ti": (12, 192, 768),
@@ -136,7 +179,9 @@ def resnet_form(name: str, k: int = 1000) -> int:
 @pytest.mark.parametrize("name", presets.list_presets())
 def test_every_preset_has_the_parameters_of_the_papers_equations(name: str) -> None:
     """Fails with a KeyError for a preset whose size nobody wrote into the tables above."""
-    if name.startswith("bit-"):
+    if name in FAMILIES:
+        expected = FAMILIES[name].parameters
+    elif name.startswith("bit-"):
         expected = resnet_form(name)
     elif "-" in name:
         expected = hybrid_form(name)
@@ -144,6 +189,19 @@ def test_every_preset_has_the_parameters_of_the_papers_equations(name: str) -> N
         size = name.rstrip("0123456789")
         expected = closed_form(*SIZES[size], p=int(name[len(size) :]))
     assert cost.count_parameters(presets.get_preset_config(name)) == expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_has_timms_parameters_and_the_biases_that_it_lacks(name: str) -> None:
+    """Those of keys, a width in each layer, or that of the patches; both without a head."""
+    timm = peer("timm")
+    config = presets.get_preset_config(name, classes=0)
+    assert isinstance(config, ViTConfig)
+    size = {} if config.image_size == (384, 384) else {"img_size": config.image_size}
+    with torch.device("meta"):
+        theirs = timm.create_model(FAMILIES[name].timm_name, num_classes=config.projection, **size)
+    absent = {"none": 0, "k": config.depth * config.width, "patch": config.width}[FAMILIES[name].absent_bias]
+    assert cost.count_parameters(config) - absent == sum(parameter.numel() for parameter in theirs.parameters())
 
 
 @pytest.mark.parametrize(("layers", "giga"), [("50", 3.8), ("101", 7.6), ("152", 11.3)])
@@ -193,12 +251,12 @@ def test_multiply_adds_equal_torchs_counter(change: dict[str, Any]) -> None:
     assert counted == cost.count_multiply_adds(config)
 
 
-@pytest.mark.parametrize("name", ["bit-r50x1", "bit-r101x3", "r50-b16", "r26-s32", "r-ti16"])
-def test_multiply_adds_of_convolutions_equal_torchs_counter(name: str) -> None:
+@pytest.mark.parametrize("name", ["bit-r50x1", "bit-r101x3", "r50-b16", "r26-s32", "r-ti16", *PRESET_OF_EACH_FAMILY])
+def test_multiply_adds_of_presets_equal_torchs_counter(name: str) -> None:
     config = presets.get_preset_config(name)
     with torch.device("meta"):
         model = build_model(config)
-        images = torch.empty(1, 3, 224, 224)
+        images = torch.empty(1, 3, *config.image_size)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         if isinstance(model, ViT):
             model.head(model.pool(model.encode(images)))
@@ -247,6 +305,16 @@ def check_saved_bytes(model: Model, precision: str, **rates: float) -> None:
 def test_a_vit_keeps_what_autograd_saves(change: dict[str, Any], precision: str) -> None:
     model = model_factory.build_vit(**(LARGER | change))
     check_saved_bytes(model, precision)
+
+
+@pytest.mark.parametrize("change", VARIANTS.values(), ids=VARIANTS)
+def test_a_masked_model_takes_the_memory_of_a_model_without_its_head(change: dict[str, Any]) -> None:
+    config = model_factory.build_config(**change)
+    [equivalent] = cost.list_memory_equivalents(config, MaskedConfig(kind="mpp", mask_ratio=0.5, target="pixels"))
+    assert isinstance(equivalent, ViTConfig)
+    assert (equivalent.pool, equivalent.projection, equivalent.hidden_head) == ("norm-mean", 0, False)
+    assert equivalent.classes == config.channels * config.stride**2
+    assert (equivalent.rotary, equivalent.gated_mlp, equivalent.grid) == (config.rotary, config.gated_mlp, config.grid)
 
 
 @pytest.mark.parametrize("precision", ON_CPU)

@@ -30,6 +30,7 @@ from vitrail.model.masked import (
 )
 from vitrail.model.vit import ViT, patchify
 
+UNTRAINED = ("vit.attn_pool.", "vit.pre_logits.", "vit.projection.")
 TARGETS: tuple[MaskedTarget, ...] = ("mean-color", "4x4-colors", "pixels", "normalized-pixels")
 MASKABLE = {name: change for name, change in VARIANTS.items() if name not in ("grey", "distilled")}
 UNFIT_FOR_MAE = (
@@ -39,6 +40,7 @@ UNFIT_FOR_MAE = (
     "2d-every-layer",
     "sincos-shared",
     "hybrid",
+    *("rotary-normalized", "rotary-index", "rotary-mean", "bias-table", "bias-table-mean"),
 )  # for mae
 
 
@@ -319,7 +321,18 @@ def test_every_kind_of_vit_learns_in_every_parameter(kind: str, change: dict[str
     compute_masked_losses(model(images, masking), model.compute_targets(images, masking)).sum().backward()
     for path, parameter in model.named_parameters():
         assert (parameter.grad is not None) == parameter.requires_grad, path
-        assert parameter.requires_grad == (not path.startswith(("vit.attn_pool.", "vit.pre_logits."))), path
+        assert parameter.requires_grad == (not path.startswith(UNTRAINED)), path
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kind", ["mpp", "mae"])
+def test_pixels_that_fill_no_patch_are_neither_read_nor_predicted(kind: str, target: MaskedTarget) -> None:
+    model = build_masked_vit(masked_config(kind, target), drop_remainder=True, image_size=(36, 39))
+    images, masking = build_batch(model)
+    assert images.shape[2:] == (36, 39)
+    cropped = images[:, :, :32, :32]
+    assert torch.equal(model(images, masking), model(cropped, masking))
+    assert torch.equal(model.compute_targets(images, masking), model.compute_targets(cropped, masking))
 
 
 @pytest.mark.parametrize(("kind", "target"), [*(("mpp", target) for target in TARGETS), ("mae", "normalized-pixels")])

@@ -1,5 +1,9 @@
 """Resampling of positions, each operator against the library it belongs to."""
 
+import inspect
+import math
+from typing import Literal
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +13,21 @@ from hypothesis import strategies as st
 from scipy.ndimage import zoom
 from torch import Tensor
 
+from tests import model_factory
 from tests.conftest import peer
-from vitrail.config import Resample
-from vitrail.model.positions import build_sincos_positions, resample_offsets, resample_positions
+from vitrail.config import Resample, RotaryConfig
+from vitrail.model.positions import (
+    Grid,
+    build_rotary,
+    build_sincos_positions,
+    compute_relative_bias,
+    count_biases,
+    resample_biases,
+    resample_offsets,
+    resample_positions,
+    rotate,
+    rotate_packed,
+)
 
 OPERATORS: tuple[Resample, ...] = (
     "bilinear-corners",
@@ -160,7 +176,7 @@ def test_sincos_comes_on_the_device_and_in_the_numbers_asked_for() -> None:
     with torch.device("meta"):
         under = build_sincos_positions((5, 3), 8)
     assert under.device.type == "cpu"
-    assert torch.equal(under, build_sincos_positions.__wrapped__((5, 3), 8))
+    assert torch.equal(under, inspect.unwrap(build_sincos_positions)((5, 3), 8))
 
 
 def test_sincos_kept_from_inference_serves_training() -> None:
@@ -180,3 +196,218 @@ def test_resampling_is_the_same_for_any_lead_and_dtype() -> None:
     half = resample_positions(table.bfloat16(), (4, 4), (6, 5), "bicubic-antialias")
     assert half.dtype == torch.bfloat16
     assert F.cosine_similarity(half.float().flatten(), both.flatten(), dim=0) > 0.999
+
+
+# --- rotary positions ------------------------------------------------------------------------------------------------
+
+
+def read_angles(config: RotaryConfig, grid: Grid, prefix: int = 0, head_width: int = 8) -> Tensor:
+    """(N, K): the angles from 0 to 2 pi of the cosines and sines."""
+    cosines, sines = build_rotary(config, grid, prefix, head_width)
+    return torch.atan2(sines, cosines) % (2 * math.pi)
+
+
+def check_angles(angles: Tensor, expected: list[float]) -> None:
+    """Check angles up to whole turns."""
+    turns = (angles.double() - torch.tensor(expected, dtype=torch.float64)) / (2 * math.pi)
+    torch.testing.assert_close(turns, turns.round(), atol=1e-6, rtol=0)
+
+
+def test_angles_of_normalized_places_by_hand() -> None:
+    """Of 2 x 3 patches: rows are at -1/2 and 1/2 of half the image, columns at -2/3, 0 and 2/3; periods are 1 and 10.
+
+    A head of 8 channels has both periods of the row, both of the column, and all four again.
+    """
+    angles = read_angles(RotaryConfig(places="normalized"), (2, 3))
+    for row, y in enumerate((-1 / 2, 1 / 2)):
+        for column, x in enumerate((-2 / 3, 0.0, 2 / 3)):
+            half = [2 * math.pi * place / period for place in (y, x) for period in (1, 10)]
+            check_angles(angles[row * 3 + column], half + half)
+
+
+def test_angles_of_indices_by_hand() -> None:
+    """Of 2 x 3 patches: the index is the angle at period 1, a hundredth of it at 100; neighbors share an angle."""
+    angles = read_angles(RotaryConfig(places="index", base=10_000.0), (2, 3))
+    for row in range(2):
+        for column in range(3):
+            quarters = (row, row / 100, column, column / 100)
+            check_angles(angles[row * 3 + column], [angle for angle in quarters for _ in range(2)])
+
+
+def test_a_reference_grid_stretches_indices_after_the_offset() -> None:
+    """Of 2 x 3 patches on a reference of 8 x 6, counted from 1: rows are at 4 and 8, columns at 2, 4 and 6."""
+    config = RotaryConfig(places="index", base=10_000.0, reference=(8, 6), offset=1)
+    angles = read_angles(config, (2, 3))
+    for row, y in enumerate((4, 8)):
+        for column, x in enumerate((2, 4, 6)):
+            check_angles(angles[row * 3 + column], [y, y, y / 100, y / 100, x, x, x / 100, x / 100])
+
+
+def test_the_order_swaps_rows_and_columns() -> None:
+    for places in ("normalized", "index"):
+        rows_first = build_rotary(RotaryConfig(places=places), (2, 3), 0, 8)
+        columns_first = build_rotary(RotaryConfig(places=places, order="xy"), (3, 2), 0, 8)
+        transposed = columns_first.unflatten(1, (3, 2)).transpose(1, 2).flatten(1, 2)
+        assert torch.equal(transposed, rows_first), places
+
+
+def test_normalized_places_do_not_depend_on_the_size() -> None:
+    """The middle patch of three is at that of five, and the outer ones of nine are nearer to the edge than of three."""
+    config = RotaryConfig(places="normalized")
+    three, five = build_rotary(config, (3, 3), 0, 8), build_rotary(config, (5, 5), 0, 8)
+    assert torch.equal(three[:, 4], five[:, 12])
+    assert not torch.equal(three[:, 0], five[:, 0])
+
+
+def test_periods_in_bfloat16_differ_by_its_rounding() -> None:
+    """At a head of 64, three periods of sixteen are whole powers of ten's roots that bfloat16 rounds by up to 0.2 %."""
+    exact, rounded = (
+        read_angles(RotaryConfig(places="normalized", bfloat16_periods=each), (2, 2), head_width=64)
+        for each in (False, True)
+    )
+    periods = (100 ** (torch.arange(16) / 16)).bfloat16().double()
+    check_angles(rounded[0, :16], (2 * math.pi * -0.5 / periods).tolist())
+    assert 0 < (exact - rounded).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("grid", [(14, 14), (3, 5)])
+def test_normalized_places_are_timms_of_dinov3(grid: Grid) -> None:
+    peer("timm")
+    from timm.layers import RotaryEmbeddingDinoV3
+
+    sines, cosines = RotaryEmbeddingDinoV3(64, rotate_half=True).eval().get_embed(list(grid)).chunk(2, dim=-1)
+    ours = build_rotary(RotaryConfig(places="normalized"), grid, 0, 64)
+    torch.testing.assert_close(ours, torch.stack([cosines, sines]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("grid", [(14, 14), (3, 5)])
+@pytest.mark.parametrize(("order", "offset"), [("yx", 0), ("xy", 1)])
+def test_indices_are_timms_of_eva02_and_of_pe(order: Literal["yx", "xy"], offset: int, grid: Grid) -> None:
+    peer("timm")
+    from timm.layers import RotaryEmbeddingCat
+
+    indexing = "ij" if order == "yx" else "xy"
+    theirs = RotaryEmbeddingCat(
+        64, in_pixels=False, feat_shape=grid, ref_feat_shape=(16, 16), grid_offset=offset, grid_indexing=indexing
+    )
+    sines, cosines = theirs.get_embed(list(grid)).chunk(2, dim=-1)
+    config = RotaryConfig(places="index", base=10_000.0, reference=(16, 16), offset=offset, order=order)
+    torch.testing.assert_close(build_rotary(config, grid, 0, 64), torch.stack([cosines, sines]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("places", ["normalized", "index"])
+def test_turning_is_a_complex_product_and_leaves_the_prefix(places: str) -> None:
+    """Of channels t and t + K/2, or of two neighbors, as the real and imaginary part."""
+    config = model_factory.build_config(rotary=RotaryConfig(places=places), registers=2)
+    rotary = build_rotary(config.rotary, (2, 3), 3, 8)
+    values = torch.randn(2, 4, 9, 8, generator=torch.Generator().manual_seed(0))
+    turned = rotate(values, rotary, config)
+    assert torch.equal(turned[:, :, :3], values[:, :, :3])
+    for token in range(9):
+        for pair in range(4):
+            first, second = (pair, pair + 4) if places == "normalized" else (2 * pair, 2 * pair + 1)
+            angle = math.atan2(float(rotary[1, token, first]), float(rotary[0, token, first]))
+            turn = complex(math.cos(angle), math.sin(angle))
+            product = torch.complex(values[:, :, token, first], values[:, :, token, second]) * turn
+            torch.testing.assert_close(turned[:, :, token, first], product.real)
+            torch.testing.assert_close(turned[:, :, token, second], product.imag)
+
+
+@pytest.mark.parametrize("places", ["normalized", "index"])
+def test_a_product_of_turned_vectors_depends_on_their_distance_alone(places: str) -> None:
+    """The same query and key everywhere: patches one row and two columns apart have one product."""
+    config = model_factory.build_config(rotary=RotaryConfig(places=places), class_token=False, pool="norm-mean")
+    rotary = build_rotary(config.rotary, (4, 5), 0, 8)
+    generator = torch.Generator().manual_seed(0)
+    query, key = (rotate(torch.randn(8, generator=generator).expand(20, 8), rotary, config) for _ in range(2))
+    products = (query @ key.T).reshape(4, 5, 4, 5)
+    same = torch.stack([products[row, column, row + 1, column + 2] for row in range(3) for column in range(3)])
+    torch.testing.assert_close(same, same[:1].expand(9), atol=1e-5, rtol=1e-4)
+    assert (products[0, 0, 1, 2] - products[0, 0, 2, 1]).abs() > 1e-3
+    torch.testing.assert_close(query.norm(dim=-1), query.norm(dim=-1)[:1].expand(20))
+
+
+def test_packed_queries_and_keys_are_turned_and_values_are_not() -> None:
+    config = model_factory.build_config(rotary=RotaryConfig(places="normalized"))
+    rotary = build_rotary(config.rotary, (4, 4), 1, 8)
+    qkv = torch.randn(2, 17, 96, generator=torch.Generator().manual_seed(0))
+    q, k, v = qkv.unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+    parts = (rotate(q, rotary, config), rotate(k, rotary, config), v)
+    expected = torch.stack(parts).permute(1, 3, 0, 2, 4).flatten(2)
+    torch.testing.assert_close(rotate_packed(qkv, rotary, config), expected)
+    plain = model_factory.build_config()
+    assert rotate_packed(qkv, None, plain) is qkv
+    assert rotate(q, None, plain) is q
+
+
+def test_half_precision_is_turned_in_float32_and_double_in_double() -> None:
+    config = model_factory.build_config(rotary=RotaryConfig(places="index"))
+    rotary = build_rotary(config.rotary, (4, 4), 1, 8)
+    values = torch.randn(17, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(
+        rotate(values.bfloat16(), rotary, config), rotate(values.bfloat16().float(), rotary, config).bfloat16()
+    )
+    assert rotate(values.double(), rotary, config).dtype == torch.float64
+    values = values.double().requires_grad_()
+    torch.autograd.gradcheck(lambda x: rotate(x, rotary, config), values)
+
+
+def test_angles_kept_from_inference_serve_training_on_any_device() -> None:
+    config = RotaryConfig(places="normalized")
+    with torch.inference_mode(), torch.device("meta"):
+        kept = build_rotary(config, (7, 3), 1, 8)
+    assert build_rotary(config, (7, 3), 1, 8) is kept
+    assert kept.device.type == "cpu"
+    assert not kept.is_inference()
+    assert build_rotary(config, (7, 3), 1, 8, torch.device("meta")).device.type == "meta"
+
+
+# --- tables of relative biases ---------------------------------------------------------------------------------------
+
+
+def expect_biases(table: Tensor, grid: Grid, *, class_token: bool) -> Tensor:
+    """(H, N, N) one by one: a row of steps down, each of which has as many steps to the right."""
+    rows, columns = grid
+    places = [(row, column) for row in range(rows) for column in range(columns)]
+    first = int(class_token)
+    expected = torch.zeros(table.shape[1], first + len(places), first + len(places))
+    for i, (row, column) in enumerate(places):
+        for j, (other_row, other_column) in enumerate(places):
+            down, right = row - other_row + rows - 1, column - other_column + columns - 1
+            expected[:, first + i, first + j] = table[down * (2 * columns - 1) + right]
+    if class_token:
+        expected[:, 0, 1:], expected[:, 1:, 0] = table[-3][:, None], table[-2][:, None]
+        expected[:, 0, 0] = table[-1]
+    return expected
+
+
+@pytest.mark.parametrize("class_token", [True, False])
+@pytest.mark.parametrize("grid", [(2, 3), (4, 1), (1, 1), (3, 3)])
+def test_biases_are_those_of_a_double_loop(grid: Grid, class_token: bool) -> None:
+    size = (8 * grid[0], 8 * grid[1])
+    pool = "class" if class_token else "norm-mean"
+    config = model_factory.build_config(positions="relative-bias", image_size=size, class_token=class_token, pool=pool)
+    table = torch.randn(count_biases(grid), 4, generator=torch.Generator().manual_seed(0))
+    biases = compute_relative_bias(table, grid, config)
+    assert torch.equal(biases, expect_biases(table, grid, class_token=class_token))
+
+
+def test_biases_of_another_grid_are_resampled_by_steps_and_those_of_the_class_token_stay() -> None:
+    """One row of two patches has the steps -1, 0 and 1; of three patches they are -2 to 2, ends aligned."""
+    table = torch.tensor([[0.0], [10.0], [30.0], [1.0], [2.0], [3.0]])
+    finer = resample_biases(table, (1, 2), (1, 3), "bilinear-corners")
+    assert finer.flatten().tolist() == pytest.approx([0, 5, 10, 20, 30, 1, 2, 3])
+    assert resample_biases(table, (1, 2), (1, 2), "bicubic") is table
+    config = model_factory.build_config(positions="relative-bias", image_size=(8, 16))
+    table = table.expand(6, 4)
+    wider = compute_relative_bias(table, (1, 3), config)
+    torch.testing.assert_close(wider, expect_biases(finer.expand(8, 4), (1, 3), class_token=True))
+
+
+def test_every_bias_has_a_gradient_as_often_as_it_is_used() -> None:
+    config = model_factory.build_config(positions="relative-bias", image_size=(16, 24))
+    table = torch.zeros(count_biases((2, 3)), 4, requires_grad=True)
+    compute_relative_bias(table, (2, 3), config).sum().backward()
+    assert table.grad is not None
+    steps = [(2 - abs(down)) * (3 - abs(right)) for down in (-1, 0, 1) for right in (-2, -1, 0, 1, 2)]
+    assert table.grad[:, 0].tolist() == [*steps, 6, 6, 1]

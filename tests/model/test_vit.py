@@ -12,9 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests import model_factory
+from tests.conftest import peer
 from tests.model_factory import VARIANTS
 from vitrail.errors import UsageError
-from vitrail.model.vit import Block, ViT, add_residual, attention_maps, patchify
+from vitrail.model.positions import compute_relative_bias
+from vitrail.model.vit import (
+    Block,
+    GatedMlp,
+    QuickGELU,
+    ViT,
+    add_residual,
+    attention_maps,
+    crop_remainder,
+    patchify,
+)
 
 LAST_BLOCK = {
     name: change for name, change in VARIANTS.items() if change.get("pool", "class") == "class" and name != "relative"
@@ -79,8 +90,9 @@ def test_the_last_block_for_the_class_token_alone_equals_the_full_one(change: di
     torch.testing.assert_close(short, full[:, : short.shape[1]], atol=1e-6, rtol=1e-6)
 
 
-def test_the_last_block_for_the_class_token_alone_has_the_full_ones_gradients() -> None:
-    model = model_factory.build_vit().double()
+@pytest.mark.parametrize("kind", ["plain", "rotary-normalized", "rotary-index", "bias-table", "gated-normed", "clip"])
+def test_the_last_block_for_the_class_token_alone_has_the_full_ones_gradients(kind: str) -> None:
+    model = model_factory.build_vit(**VARIANTS[kind]).double()
     images = model_factory.draw_images(model.config).double()
     model(images).square().sum().backward()
     short = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -102,6 +114,7 @@ def test_attention_maps_reproduce_the_fused_output(change: dict[str, Any]) -> No
         if isinstance(block, Block)
     ]
     maps = list(attention_maps(model, images))
+    rotary = model.compute_rotary(model.config.grid, images.device)
     for hook in hooks:
         hook.remove()
     assert len(maps) == model.config.depth
@@ -111,8 +124,8 @@ def test_attention_maps_reproduce_the_fused_output(change: dict[str, Any]) -> No
         assert attention.shape == (2, model.config.heads, tokens, tokens)
         torch.testing.assert_close(attention.sum(-1), torch.ones(attention.shape[:-1]))
         with torch.no_grad():
-            values = block.attn.project_qkv(tokens_in)[2]
-            mixed = block.attn.proj((attention @ values).transpose(1, 2).flatten(2))
+            values = block.attn.project_qkv(tokens_in, rotary=rotary)[2]
+            mixed = block.attn.proj(block.attn.norm((attention @ values).transpose(1, 2).flatten(2)))
         torch.testing.assert_close(mixed, out, atol=1e-5, rtol=1e-5)
 
 
@@ -213,6 +226,77 @@ def test_relative_positions_by_hand() -> None:
     torch.testing.assert_close(added, by_hand, atol=1e-5, rtol=1e-5)
 
 
+def test_a_bias_table_is_added_to_the_scaled_logits() -> None:
+    model = model_factory.build_vit(positions="relative-bias", image_size=(16, 24), depth=1)
+    attention = model.blocks[0].attn
+    q, k = (torch.randn(1, 4, 7, 8, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
+    with torch.no_grad():
+        added = attention.compute_logits(q, k, (2, 3)) - q @ k.mT * 8**-0.5
+        biases = compute_relative_bias(attention.relative_position_bias_table, (2, 3), model.config)
+        torch.testing.assert_close(added, biases[None], atol=1e-6, rtol=1e-5)
+        first = attention.compute_logits(q[:, :, :1], k, (2, 3)) - q[:, :, :1] @ k.mT * 8**-0.5
+        torch.testing.assert_close(first, biases[None, :, :1], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_gated_mlp_by_hand(norm: bool) -> None:
+    """The first half of the first layer's outputs is the gate; a norm stands before the last layer."""
+    block = model_factory.build_vit(gated_mlp=True, mlp_norm=norm, mlp=48).blocks[0]
+    assert isinstance(block.mlp, GatedMlp)
+    mlp, x = block.mlp, torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        weight, bias = mlp.fc1.weight, mlp.fc1.bias
+        gate, value = x @ weight[:48].T + bias[:48], x @ weight[48:].T + bias[48:]
+        product = gate / (1 + (-gate).exp()) * value
+        if norm:
+            centered = product - product.mean(dim=-1, keepdim=True)
+            product = centered / (centered.square().mean(dim=-1, keepdim=True) + 1e-6).sqrt()
+            product = product * mlp.norm.weight + mlp.norm.bias
+        torch.testing.assert_close(mlp(x), product @ mlp.fc2.weight.T + mlp.fc2.bias, atol=1e-5, rtol=1e-5)
+
+
+def test_quick_gelu_is_near_gelu_and_that_of_transformers() -> None:
+    peer("transformers")
+    from transformers.activations import ACT2FN
+
+    x = torch.linspace(-6, 6, 1001)
+    torch.testing.assert_close(QuickGELU()(x), ACT2FN["quick_gelu"](x))
+    assert (QuickGELU()(x) - nn.functional.gelu(x)).abs().max().item() == pytest.approx(0.0203, abs=1e-4)
+
+
+def test_pixels_that_fill_no_patch_are_not_read() -> None:
+    """Neither by the float model, nor by one in int8, whose patches are bytes."""
+    model = model_factory.build_vit(drop_remainder=True)
+    images = model_factory.draw_images(model.config, size=(39, 29))
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), model(images[:, :, :32, :24]))
+    assert torch.equal(crop_remainder(images, model.config), images[:, :, :32, :24])
+    with pytest.raises(UsageError, match="39 x 29 does not divide"):
+        model_factory.build_vit()(images)
+
+
+def test_features_of_length_one_are_what_the_head_reads() -> None:
+    model = model_factory.build_vit(projection=24, normalize_features=True)
+    plain = model_factory.build_vit(projection=24)
+    plain.load_state_dict(model.state_dict())
+    images = model_factory.draw_images(model.config)
+    with torch.no_grad():
+        features = model.compute_features(images)
+        assert features.shape == (2, 24)
+        torch.testing.assert_close(features.norm(dim=-1), torch.ones(2))
+        scaled = plain.compute_features(images)
+        torch.testing.assert_close(features, scaled / scaled.norm(dim=-1, keepdim=True))
+        torch.testing.assert_close(model(images), model.head(features))
+
+
+def test_the_residual_stream_is_float32_under_autocast() -> None:
+    """Also where nothing in float32 is joined to or added to the patches."""
+    model = model_factory.build_vit(positions="none", class_token=False, pool="norm-mean")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        x, _, _ = model.embed(model_factory.draw_images(model.config))
+    assert x.dtype == torch.float32
+
+
 def test_distillation_averages_both_heads() -> None:
     model = model_factory.build_vit(distillation_token=True, distillation_head=True)
     images = model_factory.draw_images(model.config)
@@ -277,7 +361,11 @@ def test_stochastic_depth_with_no_survivor_still_gives_every_parameter_a_gradien
         assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["plain", "norm-mean", "map", "distilled", "relative", "every-layer", "layer-scale"])
+@pytest.mark.parametrize(
+    "kind",
+    ["plain", "norm-mean", "map", "distilled", "relative", "every-layer", "layer-scale", "rotary-index", "bias-table",
+     "gated-normed"],
+)  # fmt: skip
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 def test_blocks_computed_again_give_the_same_loss_and_gradients(kind: str, noise: float) -> None:
     """With dropout and stochastic depth too, whose draws are made again."""
@@ -329,6 +417,17 @@ def test_compiled_blocks_belong_to_the_model_and_not_to_its_copies(
         assert compiled == []
         assert torch.equal(model(images), expected)
     assert compiled == parts
+
+
+@pytest.mark.parametrize("kind", ["rotary-index", "bias-table", "gated-normed"])
+def test_a_block_is_one_graph_for_torchs_compiler(kind: str) -> None:
+    """Captured whole, and run without generated code."""
+    model = model_factory.build_vit(**VARIANTS[kind])
+    with torch.no_grad():
+        x, _, grid = model.embed(model_factory.draw_images(model.config))
+        rotary = model.compute_rotary(grid, x.device)
+        compiled = torch.compile(model.blocks[0], backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x, grid, None, rotary), model.blocks[0](x, grid, None, rotary))
 
 
 def test_a_size_that_does_not_fit_the_patch_is_refused_with_the_nearest_that_does() -> None:

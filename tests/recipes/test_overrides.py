@@ -3,14 +3,24 @@
 import importlib
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
+from vitrail import presets
 from vitrail.cli import COMMANDS
 from vitrail.cli.signature import list_options
-from vitrail.config import LoRAConfig, to_json
+from vitrail.config import LoRAConfig, Recipe, RotaryConfig, ViTConfig, from_json, to_json
 from vitrail.errors import UsageError
-from vitrail.recipes import ABLATION_RESERVED, TRANSFER_RESERVED, build_finetune_recipe, get_recipe, override_settings
+from vitrail.recipes import (
+    ABLATION_RESERVED,
+    TRANSFER_RESERVED,
+    build_finetune_recipe,
+    format_recipe,
+    get_recipe,
+    load_recipe,
+    override_settings,
+)
 from vitrail.recipes.overrides import FINETUNE_RESERVED, TRAIN_RESERVED
 from vitrail.studies import sweep, vtab
 
@@ -31,9 +41,27 @@ def test_every_section_of_a_recipe_can_be_overridden() -> None:
     assert override_settings(get_recipe("vit-h14-jft"), []) == get_recipe("vit-h14-jft")
 
 
+def test_rotary_positions_are_a_word_or_a_configuration(tmp_path: Path) -> None:
+    """In a file they are a table; the model has them, and a resumed run reads the same recipe."""
+    recipe = get_recipe("vit-b16-imagenet")
+    rotary = RotaryConfig(places="index", base=10_000.0, reference=(14, 14))
+    for settings in (["rotary=normalized"], {"rotary": rotary}, {"rotary": {"places": "index", "offset": 1}}):
+        changed = override_settings(recipe, settings)
+        (tmp_path / "my.toml").write_text(format_recipe(changed, "my"), encoding="utf-8")
+        assert load_recipe(tmp_path / "my.toml") == from_json(Recipe, to_json(changed)) == changed
+    assert changed.settings["rotary"]["places"] == "index"
+    assert changed.model is not None
+    config = presets.get_preset_config(changed.model, **override_settings(recipe, {"rotary": rotary}).settings)
+    assert isinstance(config, ViTConfig)
+    assert config.rotary == rotary
+    assert override_settings(changed, ["rotary=none"]).settings["rotary"] is None
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("rotary=spiral", "places is 'spiral'; it must be one of normalized, index"),
+        ("rotary=3", "RotaryConfig must be an object of fields, not 3"),
         ("depht=8", r"no setting 'depht': did you mean depth\?"),
         ("depth", "'depth' has no value; give NAME=VALUE"),
         ("depth=deep", "depth is 'deep'; it must be an integer"),

@@ -160,13 +160,18 @@ def test_a_resnet_has_sentences_in_place_of_what_it_has_not(run: Path, tmp_path:
 def test_every_kind_of_model_has_a_page(run: Path, tmp_path: Path, name: str) -> None:
     page = rewrite_report(run, tmp_path, model_factory.build_vit(classes=2, **model_factory.VARIANTS[name]))
     assert ("there is no position embedding" in page.sections["figures"].lower()) == (
-        name in ("no-positions", "relative")
+        name in ("no-positions", "relative", "rotary-normalized", "bias-table", "bias-table-mean")
     )
     section = page.sections["forward-trace"]
     assert "4. The head predicts a class" in section
     assert ("A position embedding is added to each patch." in section) == (name in ("registers", "2d", "sincos"))
     assert ("the stem's features of the framed patch" in section) == (name == "hybrid")
     config = model_factory.build_config(**model_factory.VARIANTS[name])
+    assert ("The model has no positions." in section) == (name == "no-positions")
+    assert ("Attention turns queries and keys" in section) == (config.rotary is not None)
+    assert ("plus a bias for each offset" in section) == (config.positions == "relative-bias")
+    assert ("the SiLU of one, the gate" in section) == config.gated_mlp != ("with a GELU between them" in section)
+    assert ("scaled to length 1" in section) == config.normalize_features
     assert ("of it stays with itself" in section) == (config.class_token and config.num_prefix_tokens == 1)
 
 

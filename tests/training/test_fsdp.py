@@ -128,6 +128,10 @@ def recomputing() -> Model:
 MODELS: dict[str, Callable[[], Model]] = {
     "a class token, read alone by the last block": model_factory.build_vit,
     "relative positions": lambda: model_factory.build_vit(positions="relative"),
+    "rotary positions, gated MLPs and a projection": lambda: model_factory.build_vit(
+        **model_factory.VARIANTS["gated-normed"] | model_factory.VARIANTS["rotary-index"], norm_pre=True, projection=24
+    ),
+    "a table of biases": lambda: model_factory.build_vit(positions="relative-bias"),
     "activations computed again": recomputing,
     "some parameters frozen": half_frozen,
     "a hybrid": lambda: model_factory.build_vit(stem=model_factory.STEM, patch=1, image_size=(64, 64)),

@@ -40,7 +40,7 @@ KERNELS: dict[str, int | None] = {  # what decays, and layers up to the head at 
     r"patch_embed\.backbone\.(stem|stages\.\d\.blocks\.\d(\.downsample)?)\.conv\d?\.weight": 4,
     r"blocks\.(\d)\.(attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.weight": None,
     r"attn_pool\.(q|kv|proj|mlp\.fc1|mlp\.fc2)\.weight": 0,
-    r"(pre_logits\.fc|head|head_dist|head\.fc)\.weight": 0,
+    r"(projection|pre_logits\.fc|head|head_dist|head\.fc)\.weight": 0,
     # BiT: stages of one and two units
     r"stem\.conv\.weight": 4,
     r"stages\.0\.blocks\.0\.(conv\d|downsample\.conv)\.weight": 3,
@@ -53,12 +53,13 @@ OTHERS: dict[str, int | None] = {
     r"cls_token|dist_token|reg_token": 4,
     r"pos_embed|pos_embed_x|pos_embed_y": 4,
     r"blocks\.(\d)\.(attn\.qkv|attn\.proj|mlp\.fc1|mlp\.fc2)\.bias": None,
-    r"blocks\.(\d)\.norm[12]\.(weight|bias)": None,
+    r"norm_pre\.(weight|bias)": 4,
+    r"blocks\.(\d)\.(norm[12]|attn\.norm|mlp\.norm)\.(weight|bias)": None,
     r"blocks\.(\d)\.ls[12]\.gamma": None,
-    r"blocks\.(\d)\.attn\.offsets": None,
+    r"blocks\.(\d)\.attn\.(offsets|relative_position_bias_table)": None,
     r"(norm|fc_norm)\.(weight|bias)": 0,
     r"attn_pool\.(latent|norm\.weight|(q|kv|proj|norm|mlp\.fc1|mlp\.fc2)\.bias)": 0,
-    r"(pre_logits\.fc|head|head_dist|head\.fc)\.bias": 0,
+    r"(projection|pre_logits\.fc|head|head_dist|head\.fc)\.bias": 0,
     r"stages\.0\.blocks\.0\.norm\d\.(weight|bias)": 3,
     r"stages\.1\.blocks\.0\.norm\d\.(weight|bias)": 2,
     r"stages\.1\.blocks\.1\.norm\d\.(weight|bias)": 1,
@@ -98,8 +99,9 @@ def test_every_parameter_is_in_one_group_with_its_decay_and_rate(model: Model, k
         assert group["decoupled" if kind == "sgd" else "weight_decay"] == (0.25 if decayed else 0.0), name
         assert group["lr"] == group["top"] == 0.5 * 0.5**level, name
         assert group["fused"], name
-        one = {"attn.qkv": 3}.get(name[9:17], 1) if kind == "muon" and re.fullmatch(MATRICES, name) else 0
-        assert group["matrices"] == one, name
+        gated = isinstance(model, ViT) and model.config.gated_mlp
+        maps = {"attn.qkv": 3, "mlp.fc1.": 2 if gated else 1}.get(name[9:17], 1)
+        assert group["matrices"] == (maps if kind == "muon" and re.fullmatch(MATRICES, name) else 0), name
         assert model.get_parameter(name) is group["params"][group["param_names"].index(name)]
 
 

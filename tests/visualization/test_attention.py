@@ -134,7 +134,7 @@ def test_every_model_agrees_with_plain_loops(change: dict[str, Any]) -> None:
     np.testing.assert_allclose(stats.entropy, entropy, rtol=1e-4)
     if pool == "map":
         weights = pooling(model, images).mean(dim=1)
-        row = np.einsum("bn,bnm->bm", weights, joint[:, prefix:])
+        row = np.einsum("bn,bnm->bm", weights, joint[:, 0 if model.config.pool_prefix else prefix :])
     elif pool == "class":
         row = joint[:, :2].mean(axis=1) if model.config.distillation_head else joint[:, 0]
     else:
@@ -146,10 +146,10 @@ def test_every_model_agrees_with_plain_loops(change: dict[str, Any]) -> None:
 
 
 def pooling(model: ViT, images: Tensor) -> Tensor:
-    """(B, H, n): what the query of attention pooling attends to, computed apart from the model's own pass."""
+    """(B, H, n or N): what the query of attention pooling attends to, computed apart from the model's own pass."""
     pool = model.attn_pool
     with torch.no_grad():
-        patches = model.encode(images)[:, model.config.num_prefix_tokens :]
+        patches = model.encode(images)[:, 0 if model.config.pool_prefix else model.config.num_prefix_tokens :]
         query = pool.q(pool.latent).unflatten(-1, (pool.heads, -1)).transpose(1, 2)  # (1, H, 1, K)
         keys = pool.kv(patches).chunk(2, dim=-1)[0].unflatten(-1, (pool.heads, -1)).transpose(1, 2)  # (B, H, n, K)
         return (query @ keys.mT * query.shape[-1] ** -0.5).softmax(dim=-1)[:, :, 0]
@@ -176,13 +176,14 @@ def test_maps_times_values_are_the_layers_output(change: dict[str, Any]) -> None
     model = model_factory.build_vit(**change)
     images = model_factory.draw_images(model.config, 2)
     calls: list[tuple[Tensor, Tensor]] = []
+    rotary = model.compute_rotary(model.config.grid, images.device)
     for block in model.blocks:
         block.attn.register_forward_hook(lambda _, arguments, output: calls.append((arguments[0], output)))
     with torch.no_grad():
         model.encode(images)
         for block, weights, (x, output) in zip(model.blocks, attention_maps(model, images), list(calls), strict=True):
-            _, _, values = block.attn.project_qkv(x)
-            attended = block.attn.proj((weights @ values).transpose(1, 2).flatten(2))
+            _, _, values = block.attn.project_qkv(x, rotary=rotary)
+            attended = block.attn.proj(block.attn.norm((weights @ values).transpose(1, 2).flatten(2)))
             torch.testing.assert_close(attended, output, atol=1e-5, rtol=1e-5)
 
 

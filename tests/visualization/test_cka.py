@@ -82,7 +82,7 @@ def test_layers_that_have_nothing_in_common_come_out_near_zero_where_the_plain_e
     assert (plain[0] * plain[1]).sum() / np.linalg.norm(plain[0]) / np.linalg.norm(plain[1]) > 0.9
 
 
-@pytest.mark.parametrize("name", ["plain", "hybrid", "map", "norm-mean", "2d-every-layer", "registers"])
+@pytest.mark.parametrize("name", ["plain", "hybrid", "map", "norm-mean", "2d-every-layer", "registers", "clip"])
 def test_layers_are_the_embedding_and_the_output_of_each_block(name: str) -> None:
     model = model_factory.build_vit(**model_factory.VARIANTS[name])
     images = model_factory.draw_images(model.config, 5)

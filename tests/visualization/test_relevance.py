@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests import model_factory
 from vitrail.errors import ModelError, UsageError
-from vitrail.model.positions import compute_offset_logits
+from vitrail.model.positions import compute_offset_logits, compute_relative_bias, rotate
 from vitrail.model.vit import ViT
 from vitrail.visualization import attention, relevance
 from vitrail.visualization.relevance import compute_relevance
@@ -23,25 +23,31 @@ VARIANTS = pytest.mark.parametrize("change", WITH_HEAD.values(), ids=WITH_HEAD.k
 def run_plainly(model: ViT, image: Tensor) -> tuple[Tensor, list[list[Tensor]]]:
     """The logits (L,) of one image, and the attention of each layer and head, (N, N), as leaves of nothing."""
     x, positions, grid = model.embed(image[None])
-    x, maps = x[0], []
+    x, maps, rotary = x[0], list[list[Tensor]](), model.compute_rotary(grid, image.device)
     for block, position in zip(model.blocks, positions, strict=False):
         x = x if position is None else x + position[0] if position.ndim == 3 else x + position
         tokens = block.norm1(x)
         q, k, v = (part.unflatten(-1, (model.config.heads, -1)) for part in block.attn.qkv(tokens).chunk(3, dim=-1))
         heads, outputs = [], []
         for head in range(model.config.heads):
-            logits = q[:, head] @ k[:, head].T
+            query, key = (rotate(part[:, head], rotary, model.config) for part in (q, k))
+            logits = query @ key.T
             if model.config.positions == "relative":
                 queries = q.transpose(0, 1)[None]
                 logits = logits + compute_offset_logits(queries, block.attn.offsets, grid, model.config)[0, head]
-            heads.append(torch.softmax(logits / q.shape[-1] ** 0.5, dim=-1))
+            logits = logits / q.shape[-1] ** 0.5
+            if model.config.positions == "relative-bias":
+                logits = (
+                    logits + compute_relative_bias(block.attn.relative_position_bias_table, grid, model.config)[head]
+                )
+            heads.append(torch.softmax(logits, dim=-1))
             outputs.append(heads[-1] @ v[:, head])
-        x = x + block.ls1(block.attn.proj(torch.cat(outputs, dim=-1)))
+        x = x + block.ls1(block.attn.proj(block.attn.norm(torch.cat(outputs, dim=-1))))
         x = x + block.ls2(block.mlp(block.norm2(x)))
         maps.append(heads)
     x = model.norm(x)
     if model.config.pool == "map":
-        pool, patches = model.attn_pool, x[model.config.num_prefix_tokens :]
+        pool, patches = model.attn_pool, x if model.config.pool_prefix else x[model.config.num_prefix_tokens :]
         q = pool.q(pool.latent[0, 0]).unflatten(-1, (pool.heads, -1))
         k, v = (part.unflatten(-1, (pool.heads, -1)) for part in pool.kv(patches).chunk(2, dim=-1))
         maps.append([torch.softmax(k[:, head] @ q[head] / q.shape[-1] ** 0.5, dim=0) for head in range(pool.heads)])
@@ -57,11 +63,11 @@ def relevance_by_loops(model: ViT, image: Tensor, label: int) -> NDArray[Any]:
     """(n,), of sum 1: token by token, head by head and layer by layer."""
     logits, maps = run_plainly(model, image)
     gradients = torch.autograd.grad(logits[label], [head for layer in maps for head in layer])
-    layers, heads, config = [], model.config.heads, model.config
-    for number, layer in enumerate(maps):
+    layers, config, remaining = [], model.config, iter(gradients)
+    for layer in maps:
         mean = torch.zeros_like(layer[0])
-        for head, weights in enumerate(layer):
-            mean = mean + (weights * gradients[number * heads + head]).clamp(min=0) / heads
+        for weights in layer:
+            mean = mean + (weights * next(remaining)).clamp(min=0) / len(layer)
         layers.append(mean.detach().numpy())
     tokens = layers[0].shape[0]
     propagated = np.eye(tokens)
@@ -73,7 +79,7 @@ def relevance_by_loops(model: ViT, image: Tensor, label: int) -> NDArray[Any]:
         case "class-mean":
             row = (propagated[0] + (propagated - np.eye(tokens))[config.num_prefix_tokens :].mean(axis=0)) / 2
         case "map":
-            row = layers[-1] @ propagated[config.num_prefix_tokens :]
+            row = layers[-1] @ propagated[0 if config.pool_prefix else config.num_prefix_tokens :]
         case _:
             row = (propagated - np.eye(tokens))[config.num_prefix_tokens :].mean(axis=0)
     patches = row[config.num_prefix_tokens :]

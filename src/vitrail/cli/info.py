@@ -1,6 +1,7 @@
 """`vitrail info MODEL`: a model's architecture, cost, preprocessing, labels and origin."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,17 +131,40 @@ def _format_vit(config: ViTConfig) -> Rows:
     patches = f"patches of {config.patch} x {config.patch}"
     if config.stem is not None:
         patches += f" of the stem's feature map, {config.stride} pixels apart"
-    width = f"width {config.width}, depth {config.depth}, heads {config.heads}, MLP {config.mlp}"
-    hidden = ", hidden layer" if config.hidden_head else ""
+    mlp = f"{'gated ' if config.gated_mlp else ''}MLP {config.mlp}"
+    width = f"width {config.width}, depth {config.depth}, heads {config.heads}, {mlp}"
+    norms = {"before the blocks": config.norm_pre, "in attention": config.attention_norm, "in the MLP": config.mlp_norm}
+    more_norms = [place for place, present in norms.items() if present]
+    norm = f"LayerNorm epsilon {config.norm_eps:g}{', also ' if more_norms else ''}{' and '.join(more_norms)}"
     return [
         ("architecture", f"ViT: {width}"),
         *([] if config.stem is None else [("stem", _format_conv(config.stem))]),
         ("input", f"{size} pixels, {channels}, {patches}"),
         ("tokens", _format_tokens(config)),
-        ("positions", f"{config.positions}, added at: {config.positions_at}; resampled by {config.resample}"),
-        ("head", f"{pluralize(config.classes, 'class')}, pool {config.pool}{hidden}"),
-        ("numerics", f"GELU {config.gelu}, LayerNorm epsilon {config.norm_eps:g}"),
+        ("positions", _format_positions(config)),
+        ("head", ", ".join([pluralize(config.classes, "class"), f"pool {config.pool}", *_list_head_parts(config)])),
+        ("numerics", f"{'SiLU' if config.gated_mlp else f'GELU {config.gelu}'}, {norm}"),
     ]
+
+
+def _format_positions(config: ViTConfig) -> str:
+    added = f"{config.positions}, added at: {config.positions_at}; resampled by {config.resample}"
+    if config.rotary is None:
+        return added
+    rotary = f"rotary by {config.rotary.places} places, base {config.rotary.base:g}"
+    return rotary if config.positions == "none" else f"{added}; {rotary}"
+
+
+def _list_head_parts(config: ViTConfig) -> Iterator[str]:
+    """What is between pooling and the classes."""
+    if config.pool_heads:
+        yield f"{config.pool_heads} pooling heads"
+    if config.hidden_head:
+        yield "hidden layer"
+    if config.projection:
+        yield f"projection to {config.projection}"
+    if config.normalize_features:
+        yield "features of length 1"
 
 
 def _format_resnet(config: BiTConfig) -> Rows:

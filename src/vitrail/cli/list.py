@@ -91,7 +91,8 @@ def _describe_preset(name: str) -> dict[str, Any]:
         description = f"BiT ResNet, {'+'.join(map(str, config.conv.units))} units, width x{config.conv.width_factor:g}"
     else:
         stem = "" if config.stem is None else f" behind {'+'.join(map(str, config.stem.units)) or 'no'} ResNet units"
-        size = f"width {config.width}, depth {config.depth}, MLP {config.mlp}, heads {config.heads}"
+        mlp = f"{'gated ' if config.gated_mlp else ''}MLP {config.mlp}"
+        size = f"width {config.width}, depth {config.depth}, {mlp}, heads {config.heads}"
         description = f"ViT, {size}{stem}"
     return {
         "name": name,

@@ -1,6 +1,6 @@
 """Which features of an image a model can give, by name: its head's input, or another pooling of its tokens.
 
-default      what the head reads, with the hidden layer of a pre-training head where the model has one
+default      what the head reads, with the hidden layer of a pre-training head or CLIP's projection where the model has it
 class        the class token after the last norm
 mean         the mean of the patch tokens, which are normalized before, or after where the model's own head does so
 class-mean   class, then mean, in one row
@@ -48,7 +48,12 @@ def describe_features(config: ModelConfig, kind: AnyFeatureKind = "default") -> 
         return kind
     if isinstance(config, BiTConfig):
         return "mean"
-    return KIND_BY_POOL[config.pool] + (", hidden layer of the head" if config.hidden_head else "")
+    parts = {
+        "hidden layer of the head": config.hidden_head,
+        "projected": config.projection > 0,
+        "normalized": config.normalize_features,
+    }
+    return ", ".join([KIND_BY_POOL[config.pool], *(name for name, has_part in parts.items() if has_part)])
 
 
 def count_features(config: ModelConfig, kind: AnyFeatureKind = "default") -> int:

@@ -106,7 +106,7 @@ class RotaryConfig:
     """Where a patch is. normalized: its center, each side of the image from -1 to 1 (DINOv3). index: its row and column
     (EVA-02, PE)."""
     base: float = 100.0
-    """The longest period, in the units of `places`; the periods of a quarter of a head's channels grow up to it."""
+    """What the periods grow to, from 1 by equal factors; each axis has as many as a quarter of a head's channels."""
     reference: tuple[int, int] | None = None
     """The grid to which rows and columns of `index` are stretched; None for as they are."""
     offset: int = 0
@@ -230,7 +230,7 @@ class ViTConfig:
             raise UsageError(f"learned-2d positions need an even width, not {self.width}")
         if self.positions == "sincos-2d" and (self.width % 4 or self.width < 8):
             raise UsageError(f"sincos-2d positions need a width that is a multiple of 4, at least 8, not {self.width}")
-        if self.positions == "relative-bias" and self.num_prefix_tokens > 1:
+        if self.positions == "relative-bias" and self.num_prefix_tokens > self.class_token:
             raise UsageError("a table of relative biases has no entries for registers or a distillation token")
         if self.rotary and self.width // self.heads % 4:
             raise UsageError(

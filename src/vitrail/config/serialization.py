@@ -172,12 +172,19 @@ def _upgrade_fields(kind: type, fields: dict[Any, Any]) -> dict[str, Any]:
 
 
 def parse_field(kind: type, field: str, text: str, name: str) -> Any:
-    """The value of a field that a command line calls `name`: true, 8, 0.1, none, cosine, or 2,10."""
+    """The value of a field that a command line calls `name`: true, 8, 0.1, none, cosine, or 2,10.
+
+    A word for a field that is a configuration of its own, such as `rotary=index`, is the value of its first field.
+    """
     hint = typing.get_type_hints(kind)[field]
     if typing.get_origin(hint) is Literal:  # where none may be a choice
         return _convert_value(name, hint, _upgrade_fields(kind, {field: text.strip()})[field])
     words = [_parse_word(word) for word in text.split(",")]
-    return _convert_value(name, hint, words if "," in text else words[0])
+    value = words if "," in text else words[0]
+    config = next(filter(dataclasses.is_dataclass, typing.get_args(hint)), None)
+    if config is not None and isinstance(value, str):  # by its first field; the others have their defaults
+        value = {dataclasses.fields(config)[0].name: value}
+    return _convert_value(name, hint, value)
 
 
 def convert_field(kind: type, field: str, value: object, name: str) -> Any:
@@ -216,7 +223,7 @@ def _convert_value(name: str, hint: Any, value: object) -> Any:
             if isinstance(value, str) and value in arguments:
                 return value
         case None if dataclasses.is_dataclass(hint):
-            return from_json(cast(type, hint), value)
+            return value if isinstance(value, cast(type, hint)) else from_json(cast(type, hint), value)
         case None if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
             if abs(value) < 2**53 or value != value:
                 return float(value)

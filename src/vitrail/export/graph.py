@@ -82,6 +82,8 @@ def export_program(trained: Trained, transform: Callable[[Model], Model] = lambd
     """Trace a model for batches of any size; weights are shared. `transform` changes parts of it for a runtime."""
     graph = ExportGraph(prepare_for_export(trained))
     graph.model = transform(graph.model)
+    if isinstance(graph.model, ViT):  # kept from here on, so that the trace has their angles as a constant
+        graph.model.compute_rotary(graph.model.config.grid, torch.device("cpu"))
     shape = (2, trained.model.config.channels, *require_preprocess(trained).size)  # a batch of 1 would become constant
     with torch.no_grad():
         program = torch.export.export(

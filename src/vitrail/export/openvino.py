@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vitrail.export import graph as graphs
 from vitrail.export.graph import GraphRunner
-from vitrail.model.positions import Grid
+from vitrail.model.positions import Grid, rotate
 from vitrail.model.vit import Attention, Model
 from vitrail.weights.trained import Trained, require_preprocess
 
@@ -33,7 +33,7 @@ class SplitQKVAttention(nn.Module):
     def __init__(self, attention: Attention) -> None:
         super().__init__()
         config = attention.config
-        self.heads, self.proj = config.heads, attention.proj
+        self.config, self.norm, self.proj = config, attention.norm, attention.proj
         bias = torch.zeros(3 * config.width) if attention.qkv.bias is None else attention.qkv.bias.detach()
         scale = (config.width // config.heads) ** -0.5
         self.weights, self.biases = (
@@ -41,18 +41,20 @@ class SplitQKVAttention(nn.Module):
             for queries, keys, values in (attention.qkv.weight.detach().chunk(3), bias.chunk(3))
         )
 
-    def forward(self, x: Tensor, _: Grid, queries: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, _: Grid, queries: int | None = None, rotary: Tensor | None = None) -> Tensor:
         """(B, N, D) -> (B, N, D), or only the first `queries` tokens of it."""
         inputs = (x if queries is None else x[:, :queries], x, x)
         products = map(F.linear, inputs, self.weights, self.biases)
-        q, k, v = (product.unflatten(-1, (self.heads, -1)).transpose(1, 2) for product in products)  # (B, H, N, K)
-        tokens: Tensor = self.proj(F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2).flatten(2))
+        q, k, v = (product.unflatten(-1, (self.config.heads, -1)).transpose(1, 2) for product in products)
+        q, k = rotate(q, rotary, self.config), rotate(k, rotary, self.config)  # each (B, H, N, K)
+        out = F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2).flatten(2)
+        tokens: Tensor = self.proj(self.norm(out))
         return tokens
 
 
 def can_split_qkv(part: object) -> TypeGuard[Attention]:
-    """Whether a part is an attention that `SplitQKVAttention` can replace: one without relative positions."""
-    return isinstance(part, Attention) and part.config.positions != "relative"
+    """Whether a part is an attention that `SplitQKVAttention` can replace: one whose logits get no positions."""
+    return isinstance(part, Attention) and not part.config.has_attention_bias
 
 
 def build_openvino_model(trained: Trained) -> openvino.Model:

@@ -10,6 +10,7 @@ fused attention:
     LayerNorm      its input in float32, a mean and a deviation     linear, convolution   its input
     attention      queries, keys, values, output, one number a row  GELU                  its input
     group norm     its input, and the ReLU behind it its output     dropout               its mask
+    quick GELU     its input and the sigmoid                        gated MLP             both factors, SiLU's input
 
 Under autocast the inputs of matrix products are bf16, and the residual stream stays float32. Not counted: gradients of
 activations, of which a few exist at a time; the loss; memory that the device's libraries and allocator use themselves.
@@ -203,7 +204,8 @@ def list_memory_equivalents(config: ModelConfig, masked: MaskedConfig | None) ->
         return (config,)
     assert isinstance(config, ViTConfig)
     outputs = count_outputs_per_patch(config, masked)
-    bare = dataclasses.replace(config, hidden_head=False, distillation_head=False, pool="norm-mean", classes=outputs)
+    bare = dataclasses.replace(config, hidden_head=False, distillation_head=False, projection=0, pool_heads=0)
+    bare = dataclasses.replace(bare, pool_prefix=False, normalize_features=False, pool="norm-mean", classes=outputs)
     if masked.kind == "mpp":
         return (bare,)
     patches = math.prod(config.grid)
@@ -261,13 +263,14 @@ def _count_norm_bytes(config: ViTConfig, tokens: int) -> int:
 
 
 def _count_embedding_bytes(config: ViTConfig, dropout: bool, sizes: ElementSizes) -> int:
-    """Stem, flattened patches, dropout's mask."""
+    """Stem, flattened patches, the norm before the blocks, dropout's mask."""
     channels, stem = config.channels, 0
     if config.stem is not None:
         channels = config.stem.out_channels
         stem = _count_convolution_bytes(config.stem, config.channels, config.image_size, sizes, stem=True)
     patches = math.prod(config.grid) * config.patch**2 * channels * sizes.matmul
-    return stem + patches + (_count_tokens(config) * config.width * sizes.mask if dropout else 0)
+    norm = _count_norm_bytes(config, _count_tokens(config)) if config.norm_pre else 0
+    return stem + patches + norm + (_count_tokens(config) * config.width * sizes.mask if dropout else 0)
 
 
 def _count_last_block_tokens(config: ViTConfig) -> int:
@@ -301,24 +304,33 @@ def _count_block_bytes(config: ViTConfig, queries: int, dropout: bool, sizes: El
     if config.positions == "relative":
         offsets = 2 * patches - 1
         numbers += (patches + offsets) * width + config.heads * patches * offsets  # queries by offsets, the products
-    # the MLP's input, the activation's and the last layer's; a gated one also saves both factors of its product
-    numbers += queries * (width + (4 if config.gated_mlp else 2) * config.mlp)
+    numbers += queries * (width + _count_mlp_numbers(config) * config.mlp)  # the MLP's input, and what is inside
     if config.layer_scale:
         numbers += 2 * queries * width
     # Softmax saves its output; where products take another dtype, they save a copy.
     row = FLOAT_BYTES if fused else tokens * sum({sizes.norm, sizes.matmul})
     masks = queries * (2 * width + config.mlp) * sizes.mask if dropout else 0
     norms = _count_norm_bytes(config, tokens) + _count_norm_bytes(config, queries)
+    if config.attention_norm:  # its input is attention's output, of another dtype a copy; its output is proj's input
+        norms += queries * (width * sum({sizes.norm, sizes.matmul}) + 2 * FLOAT_BYTES)
+    if config.mlp_norm:
+        norms += queries * (config.mlp * sizes.norm + 2 * FLOAT_BYTES)
     return numbers * sizes.matmul + config.heads * queries * row + masks + norms
+
+
+def _count_mlp_numbers(config: ViTConfig) -> int:
+    """Tensors as wide as the hidden layer: the last layer's input, and what the activation saves."""
+    if config.gated_mlp:
+        return 4  # gate and value, and both factors of their product
+    return 3 if config.gelu == "quick" else 2  # a product with a sigmoid saves both
 
 
 def _count_head_bytes(config: ViTConfig, sizes: ElementSizes) -> int:
     """The last norm, the pooling, the head."""
     width, patches = config.width, _count_pooled_tokens(config)
     norm = _count_norm_bytes(config, 1 if config.pool == "mean-norm" else _count_last_block_tokens(config))
-    numbers = config.num_features * (1 + config.distillation_head) + width * (
-        config.hidden_head or config.projection > 0
-    )
+    numbers = config.num_features * (1 + config.distillation_head + config.normalize_features)
+    numbers += width * (config.hidden_head or config.projection > 0)
     if config.pool != "map":
         return norm + numbers * sizes.matmul
     numbers += 3 * patches * width + 2 * width + 2 * config.mlp  # input, k and v; output and the MLP of one token

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vitrail.config.features import AnyFeatureKind, check_feature_kind
-from vitrail.config.model import compute_grid
 from vitrail.model.vit import Model, ViT
 
 
@@ -35,7 +34,7 @@ def compute_dense_features(model: Model, images: Tensor) -> Tensor:
     """
     if not isinstance(model, ViT):
         return model.compute_feature_map(images).permute(0, 2, 3, 1)
-    grid = compute_grid((images.shape[2], images.shape[3]), model.config.stride)
+    grid = model.config.compute_grid((images.shape[2], images.shape[3]))
     tokens = model.encode(images)[:, model.config.num_prefix_tokens :]
     return model.fc_norm(tokens).unflatten(1, grid)  # fc_norm is the identity but for mean-norm
 
@@ -47,6 +46,6 @@ def _pool_tokens(model: ViT, images: Tensor, kind: AnyFeatureKind) -> Tensor:
         return model.fc_norm(tokens[:, 0])
     patches = tokens[:, model.config.num_prefix_tokens :]
     if kind == "map":
-        return model.attn_pool(patches)
+        return model.attn_pool(tokens if model.config.pool_prefix else patches)
     mean = model.fc_norm(patches.mean(dim=1))
     return mean if kind == "mean" else torch.cat([model.fc_norm(tokens[:, 0]), mean], dim=-1)

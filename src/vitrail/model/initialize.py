@@ -69,9 +69,8 @@ def _initialize_vit(model: ViT, generator: Generator) -> None:
             elif model.config.positions == "relative-bias":
                 nn.init.zeros_(module.attn.relative_position_bias_table)
         elif isinstance(module, Mlp | GatedMlp):
-            _fill_xavier_uniform(module.fc1, generator, parts=1 if isinstance(module, Mlp) else 2)
-            _fill_xavier_uniform(module.fc2, generator)
-            for layer in (module.fc1, module.fc2):
+            for layer, parts in ((module.fc1, 2 if isinstance(module, GatedMlp) else 1), (module.fc2, 1)):
+                _fill_xavier_uniform(layer, generator, parts)
                 nn.init.normal_(layer.bias, std=1e-6, generator=generator)
         elif isinstance(module, AttentionPool):
             _fill_xavier_uniform(module.q, generator)
@@ -82,7 +81,7 @@ def _initialize_vit(model: ViT, generator: Generator) -> None:
         elif isinstance(module, HiddenHead):
             _fill_lecun_normal(module.fc.weight, generator)
             nn.init.zeros_(module.fc.bias)
-    if model.config.projection:
+    if isinstance(model.projection, nn.Linear):
         _fill_lecun_normal(model.projection.weight, generator)
         nn.init.zeros_(model.projection.bias)
     projection = model.patch_embed.proj

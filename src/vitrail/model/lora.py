@@ -28,7 +28,7 @@ LAYER_NAMES = {
 """The layers of a block that each choice of `LoRAConfig.layers` means."""
 ADDED_NAMES = ("lora_A", "lora_B", "magnitude")
 """The parameters that a layer has besides its weight and bias."""
-HEAD_PREFIXES = ("head.", "head_dist.", "pre_logits.")  # trained as well, the norm before them is not
+HEAD_PREFIXES = ("head.", "head_dist.", "pre_logits.", "projection.")  # trained as well, the norm before them is not
 
 
 class LoRALinear(nn.Module):

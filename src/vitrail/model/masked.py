@@ -22,7 +22,7 @@ from vitrail.config import MaskedConfig, ModelConfig, PreprocessConfig, ViTConfi
 from vitrail.config.training import MASK_TOKEN
 from vitrail.errors import UsageError
 from vitrail.model.positions import build_sincos_positions
-from vitrail.model.vit import Block, Model, ViT, patchify
+from vitrail.model.vit import Block, Model, ViT, crop_remainder, patchify
 
 COLOR_LEVELS = 8  # of a channel, at 3 bits
 COLOR_STEP = 256 // COLOR_LEVELS  # byte values from one level to the next
@@ -47,7 +47,7 @@ class MaskedViT(nn.Module):
         self.head = nn.Linear(width, count_outputs_per_patch(vit.config, masked))
         self.mean, self.std = preprocess.mean, preprocess.std  # no buffers: ranks would broadcast them in every step
         for name, parameter in vit.named_parameters():  # pooling and head are not trained without labels
-            if name.startswith(("attn_pool.", "pre_logits.", "head.", "head_dist.")):
+            if name.startswith(("attn_pool.", "projection.", "pre_logits.", "head.", "head_dist.")):
                 parameter.requires_grad_(False)
 
     def forward(self, images: Tensor, masking: Tensor) -> Tensor:
@@ -72,6 +72,7 @@ class MaskedViT(nn.Module):
     def compute_targets(self, images: Tensor, masking: Tensor) -> Tensor:
         """Prediction targets of the masked patches: int64 classes (B, M, 1) or (B, M, 16), or pixels (B, M, Q)."""
         images, masked_indices = images[: len(masking)].float(), masking[:, 0, : self.num_masked]
+        images = crop_remainder(images, self.vit.config)
         stride = self.vit.config.stride
         match self.masked.target:
             case "mean-color":
@@ -88,7 +89,7 @@ class MaskedViT(nn.Module):
 
     def extract_patch_pixels(self, images: Tensor, patch_indices: Tensor) -> Tensor:
         """(B, C, S, S) at (B, m) -> (B, m, C P P): the decoded pixels of patches, from 0 to 1."""
-        patches = gather_rows(patchify(images, self.vit.config.stride), patch_indices)
+        patches = gather_rows(patchify(crop_remainder(images, self.vit.config), self.vit.config.stride), patch_indices)
         return (self.denormalize(patches.unflatten(-1, (len(self.mean), -1))).round_() / 255).flatten(2)
 
     def denormalize(self, values: Tensor) -> Tensor:
@@ -198,7 +199,8 @@ def count_outputs_per_patch(config: ModelConfig, masked: MaskedConfig) -> int:
         raise UsageError(f"mae omits patches, and a hybrid's stem reads across them: {advice}")
     relative = config.has_attention_bias or config.rotary is not None
     if masked.kind == "mae" and (relative or config.positions_at != "stem"):
-        raise UsageError("mae omits patches, so positions must be added once, at the stem")
+        rule = "positions must be added once, at the stem, and be neither rotary nor relative"
+        raise UsageError(f"mae omits patches, so {rule}: choose mpp, or another model")
     if masked.target in ("pixels", "normalized-pixels"):
         return config.channels * config.stride**2
     if config.channels > 4:
@@ -249,6 +251,7 @@ def build_decoder_config(config: ViTConfig) -> ViTConfig:
         heads=width // 32,
         patch=config.stride,
         image_size=config.image_size,
+        drop_remainder=config.drop_remainder,
         channels=config.channels,
         classes=0,
         class_token=False,

@@ -8,7 +8,8 @@ operator belongs to the weights. All of them run on the CPU in float32: a model 
 
 import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from vitrail.config import Resample, RotaryConfig, ViTConfig
 
+P = ParamSpec("P")
 Grid = tuple[int, int]
 _INTERPOLATE_OPTIONS: dict[Resample, dict[str, Any]] = {
     "bilinear-corners": {"mode": "bilinear", "align_corners": True},  # Google's code: scipy.ndimage.zoom(order=1)
@@ -26,6 +28,20 @@ _INTERPOLATE_OPTIONS: dict[Resample, dict[str, Any]] = {
     "bicubic-corners": {"mode": "bicubic", "align_corners": True},  # torchvision
     "bicubic-offset": {"mode": "bicubic"},  # DINO and DINOv2: a scale factor nudged by a tenth of a patch
 }
+
+
+def cache_constants(build: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """A function that builds a tensor, with the last 16 tensors kept; not those of a tracer, which hold no numbers."""
+    cached: Any = functools.lru_cache(maxsize=16)(build)
+
+    @functools.wraps(build)
+    def get_constant(*arguments: P.args, **keywords: P.kwargs) -> Tensor:
+        constant: Tensor = cached(*arguments, **keywords)
+        if type(constant) is not Tensor:
+            cached.cache_clear()
+        return constant
+
+    return get_constant
 
 
 def resample_positions(table: Tensor, old: Grid, new: Grid, operator: Resample) -> Tensor:
@@ -67,7 +83,7 @@ def _index_raster_offsets(grid: Grid) -> Tensor:
     return down[:, None] * columns + right[None, :] + rows * columns - 1
 
 
-@functools.lru_cache(maxsize=16)
+@cache_constants
 def build_sincos_positions(
     grid: Grid, width: int, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Tensor:
@@ -80,7 +96,7 @@ def build_sincos_positions(
         return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1).float().to(device, dtype)
 
 
-@functools.lru_cache(maxsize=16)
+@cache_constants
 def build_rotary(
     config: RotaryConfig, grid: Grid, prefix: int, head_width: int, device: torch.device | str = "cpu"
 ) -> Tensor:
@@ -107,29 +123,31 @@ def build_rotary(
         return torch.stack([turned.cos(), turned.sin()]).float().to(device)
 
 
-def rotate(x: Tensor, rotary: Tensor, config: RotaryConfig) -> Tensor:
-    """(..., N, K) turned by cosines and sines (2, N, K), in float32: pairs of channels are coordinates in a plane.
+def rotate(x: Tensor, rotary: Tensor | None, config: ViTConfig) -> Tensor:
+    """(..., N, K) turned by the angles of the first N tokens, in float32 or finer; unchanged without rotary positions.
 
-    A pair is channel t and t + K/2 where places are normalized, and two neighbors otherwise.
+    Pairs of channels are coordinates in a plane: channel t and t + K/2 where places are normalized, else two neighbors.
     """
-    values = x.float()
-    if config.places == "normalized":
+    assert (rotary is None) == (config.rotary is None)
+    if rotary is None or config.rotary is None:
+        return x
+    values, (cosines, sines) = x.to(torch.promote_types(x.dtype, torch.float32)), rotary[:, : x.shape[-2]]
+    if config.rotary.places == "normalized":
         first, second = values.chunk(2, dim=-1)
         quarter_turn = torch.cat([-second, first], dim=-1)
     else:
         first, second = values[..., ::2], values[..., 1::2]
         quarter_turn = torch.stack([-second, first], dim=-1).flatten(-2)
-    return (values * rotary[0] + quarter_turn * rotary[1]).to(x.dtype)
+    return (values * cosines + quarter_turn * sines).to(x.dtype)
 
 
 def rotate_packed(qkv: Tensor, rotary: Tensor | None, config: ViTConfig) -> Tensor:
     """(B, N, 3 D) with queries and keys turned; unchanged without rotary positions."""
-    assert (rotary is None) == (config.rotary is None)
-    if rotary is None or config.rotary is None:
+    if config.rotary is None:
         return qkv
-    queries_keys = qkv[..., : 2 * config.width].unflatten(-1, (2 * config.heads, -1)).transpose(1, 2)
-    turned = rotate(queries_keys, rotary, config.rotary).transpose(1, 2).flatten(2)
-    return torch.cat([turned, qkv[..., 2 * config.width :]], dim=-1)
+    queries_keys, values = qkv.split([2 * config.width, config.width], dim=-1)
+    queries_keys = queries_keys.unflatten(-1, (2 * config.heads, -1)).transpose(1, 2)  # (B, 2 H, N, K)
+    return torch.cat([rotate(queries_keys, rotary, config).transpose(1, 2).flatten(2), values], dim=-1)
 
 
 def compute_offset_logits(q: Tensor, offsets: Tensor, grid: Grid, config: ViTConfig) -> Tensor:
@@ -159,11 +177,11 @@ def resample_biases(table: Tensor, old: Grid, new: Grid, operator: Resample) -> 
 
 def compute_relative_bias(table: Tensor, grid: Grid, config: ViTConfig) -> Tensor:
     """(biases, H) of the model's own grid -> (H, N, N): the bias of each query and key."""
-    table, (rows, columns) = resample_biases(table, config.grid, grid, config.resample), grid
-    y, x = (side.flatten() for side in torch.meshgrid(*map(torch.arange, grid), indexing="ij"))
-    down, right = y[:, None] - y[None, :] + rows - 1, x[:, None] - x[None, :] + columns - 1
-    index = down * (2 * columns - 1) + right  # (n, n): query minus key
+    table, columns = resample_biases(table, config.grid, grid, config.resample), grid[1]
+    down, right = (torch.arange(side, device=table.device) for side in grid)
+    place = (down[:, None] * (2 * columns - 1) + right).flatten()  # in rows as long as there are steps to the side
+    index = place[:, None] - place + place[-1]  # (n, n): query minus key, from 0
     if config.class_token:
         index = F.pad(index, (1, 0, 1, 0))
         index[0, :], index[:, 0], index[0, 0] = len(table) - 3, len(table) - 2, len(table) - 1
-    return table[index.to(table.device)].permute(2, 0, 1)
+    return table[index].permute(2, 0, 1)

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from vitrail.config import Precision, PreprocessConfig
 from vitrail.errors import UsageError
-from vitrail.model.vit import Attention, Mlp, Model, ViT, patchify
+from vitrail.model.positions import rotate_packed
+from vitrail.model.vit import Attention, Mlp, Model, PatchEmbed, ViT, crop_remainder, patchify
 
 _TINY = torch.finfo(torch.float32).tiny
 _INT8_MAX = 127  # of a weight; -128 is unused, so that the range is symmetric
@@ -91,16 +92,16 @@ class InPlaceGELU(nn.Module):
 class Int8PatchEmbed(nn.Module):
     """The int8 patch embedding of uint8 images."""
 
-    def __init__(self, embedding: nn.Conv2d, preprocess: PreprocessConfig) -> None:
+    def __init__(self, embedding: PatchEmbed, preprocess: PreprocessConfig) -> None:
         super().__init__()
-        quantized, scale, self.bias = quantize_patch_embed(embedding, preprocess)
-        self.patch = embedding.kernel_size[0]
+        self.config = embedding.config
+        quantized, scale, self.bias = quantize_patch_embed(embedding.proj, preprocess)
         self.packed = torch.ops.onednn.qlinear_prepack(quantized.flatten(1), None)
         self.scale = scale / 255
 
     def forward(self, images: Tensor) -> Tensor:
         """uint8 (B, C, S, S) -> float32 (B, N, O)."""
-        patches = patchify(images, self.patch)
+        patches = patchify(crop_remainder(images, self.config), self.config.patch)
         if not patches.numel():
             return self.bias.new_zeros((*patches.shape[:-1], len(self.bias)))
         return _multiply_int8(patches, 0, self.packed, self.scale).add_(self.bias)
@@ -172,7 +173,7 @@ def convert_precision(model: Model, precision: Precision, preprocess: Preprocess
         elif isinstance(part, nn.Linear) and id(part) not in replacements:  # an Mlp comes before its layers
             replacements[id(part)] = Int8Linear(part) if precision == "int8" else BFloat16Linear(part)
     if precision == "int8" and model.config.stem is None:
-        replacements[id(model.patch_embed)] = Int8PatchEmbed(model.patch_embed.proj, preprocess)
+        replacements[id(model.patch_embed)] = Int8PatchEmbed(model.patch_embed, preprocess)
     return copy.deepcopy(model, replacements).eval().requires_grad_(False)
 
 
@@ -194,7 +195,7 @@ def convert_all_to_bfloat16(model: ViT) -> ViT:
     """
     converted = copy.deepcopy(model).eval().requires_grad_(False)
     for name, part in converted.named_children():
-        if name in ("patch_embed", "pos_drop", "blocks", "norm"):
+        if name in ("patch_embed", "pos_drop", "norm_pre", "blocks", "norm"):
             part.bfloat16()
     for name, parameter in list(converted.named_parameters(recurse=False)):  # positions and prefix tokens
         setattr(converted, name, nn.Parameter(parameter.bfloat16(), requires_grad=False))
@@ -217,15 +218,18 @@ def has_uint8_input(model: nn.Module) -> bool:
 def measure_activation_ranges(model: ViT, images: Tensor) -> tuple[float, ...]:
     """Minimum and maximum of each block's activations on images (B, C, S, S), for runtimes with fixed scales.
 
-    For each block: the first layer's input, queries, keys, and the inputs of the other three layers.
+    For each block: the first layer's input, queries and keys (turned by rotary positions), and the inputs of the other
+    three layers.
     """
     ranges: list[float] = []
+    grid = model.config.compute_grid((images.shape[2], images.shape[3]))
+    rotary = model.compute_rotary(grid, images.device)
 
     def record_layer_input(_: nn.Module, inputs: tuple[Tensor]) -> None:
         ranges.extend(map(float, inputs[0].aminmax()))
 
     def record_queries_and_keys(_: nn.Module, __: object, output: Tensor) -> None:
-        for values in output.chunk(3, dim=-1)[:2]:
+        for values in rotate_packed(output, rotary, model.config).chunk(3, dim=-1)[:2]:
             ranges.extend(map(float, values.aminmax()))
 
     layers = [part for part in model.blocks.modules() if isinstance(part, nn.Linear)]

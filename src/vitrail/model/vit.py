@@ -58,15 +58,19 @@ class PatchEmbed(nn.Module):
 
     def extract_patches(self, images: Tensor) -> Tensor:
         """(B, N, C P P): patches of the image, or of a hybrid's feature map."""
-        if self.config.drop_remainder:
-            rows, columns = self.config.compute_grid((images.shape[2], images.shape[3]))
-            images = images[:, :, : rows * self.config.stride, : columns * self.config.stride]
+        images = crop_remainder(images, self.config)
         return patchify(images if self.backbone is None else self.backbone(images), self.proj.kernel_size[0])
 
     def project(self, patches: Tensor) -> Tensor:
         """(B, N, C P P) -> (B, N, D)."""
         # One matrix product: a convolution computes the same sums, but first copies its input to another memory layout.
         return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+
+
+def crop_remainder(images: Tensor, config: ViTConfig) -> Tensor:
+    """(B, C, S, S) without the pixels at the bottom and right that fill no patch, where the model drops them."""
+    rows, columns = config.compute_grid((images.shape[2], images.shape[3]))
+    return images[:, :, : rows * config.stride, : columns * config.stride]
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
@@ -121,10 +125,7 @@ class Attention(nn.Module):
             kv = F.linear(x, self.qkv.weight[width:], None if bias is None else bias[width:])
             k, v = kv.unflatten(-1, (2, self.config.heads, -1)).permute(2, 0, 3, 1, 4)
             q = q.unflatten(-1, (self.config.heads, -1)).transpose(1, 2)
-        assert (rotary is None) == (self.config.rotary is None)
-        if self.config.rotary is None or rotary is None:
-            return q, k, v
-        return rotate(q, rotary[:, :queries], self.config.rotary), rotate(k, rotary, self.config.rotary), v
+        return rotate(q, rotary, self.config), rotate(k, rotary, self.config), v
 
     def compute_logits(self, q: Tensor, k: Tensor, grid: Grid) -> Tensor:
         """(B, H, N, N) before the softmax, relative positions included."""
@@ -281,8 +282,7 @@ class ViT(nn.Module):
         if config.pool == "map":
             self.attn_pool = AttentionPool(config)
         self.pre_logits = HiddenHead(width) if config.hidden_head else nn.Identity()
-        if config.projection:
-            self.projection = nn.Linear(width, config.projection)
+        self.projection = nn.Linear(width, config.projection) if config.projection else nn.Identity()
         self.head = nn.Linear(config.num_features, config.classes) if config.classes else nn.Identity()
         if config.distillation_head:
             self.head_dist = nn.Linear(width, config.classes)
@@ -374,14 +374,14 @@ class ViT(nn.Module):
     def add_prefix_and_positions(self, patches: Tensor, grid: Grid) -> tuple[Tensor, Iterator[Tensor | None], Grid]:
         """Equation 1 after the embedding: prepend the prefix tokens, add the positions or leave them to the blocks."""
         prefix = [getattr(self, name).expand(patches.shape[0], -1, -1) for name, _ in self.list_prefix_tokens()]
-        x = torch.cat([*prefix, patches], dim=1)  # (B, N, D)
+        x = torch.cat([*prefix, patches], dim=1).to(next(self.parameters()).dtype)  # (B, N, D), under autocast too
         positions = self.compute_positions(grid)
-        if positions is None:
-            return self.norm_pre(self.pos_drop(x)), repeat(None), grid
-        if self.config.positions_at == "stem":
-            return self.norm_pre(self.pos_drop(x + positions)), repeat(None), grid
-        by_layer = self.config.positions_at == "every-layer" and len(positions) > 1
-        return self.norm_pre(self.pos_drop(x)), iter(positions) if by_layer else repeat(positions[0]), grid
+        added: Iterator[Tensor | None] = repeat(None)
+        if positions is not None and self.config.positions_at == "stem":
+            x = x + positions
+        elif positions is not None:
+            added = iter(positions) if len(positions) > 1 else repeat(positions[0])
+        return self.norm_pre(self.pos_drop(x)), added, grid
 
     def compute_rotary(self, grid: Grid, device: torch.device) -> Tensor | None:
         """The cosines and sines (2, N, K) that turn queries and keys; None without rotary positions."""
@@ -420,7 +420,7 @@ class ViT(nn.Module):
                 pooled = self.attn_pool(tokens if self.config.pool_prefix else patches)
             case "class-mean":
                 pooled = torch.cat([tokens[:, 0], patches.mean(dim=1)], dim=-1)
-        pooled = self.projection(pooled) if self.config.projection else self.pre_logits(pooled)
+        pooled = self.pre_logits(self.projection(pooled))
         return F.normalize(pooled, dim=-1) if self.config.normalize_features else pooled
 
 

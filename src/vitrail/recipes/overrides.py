@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from vitrail import presets
-from vitrail.config import BiTConfig, Recipe, ViTConfig
+from vitrail.config import BiTConfig, Recipe, ViTConfig, to_json
 from vitrail.config.model import expand_image_size
 from vitrail.config.serialization import convert_field, parse_field, upgrade_field_name
 from vitrail.errors import UsageError
@@ -56,7 +56,10 @@ def override_settings(
         if field.name in changes.setdefault(field.section, {}):
             raise UsageError(f"the setting {name} is given twice; give it once")
         parse = parse_field if isinstance(value, str) else convert_field
-        changes[field.section][field.name] = parse(field.kind, field.name, value, name)
+        parsed = parse(field.kind, field.name, value, name)
+        if dataclasses.is_dataclass(parsed):  # as a recipe's file has it
+            parsed = {part: choice for part, choice in to_json(parsed).items() if choice is not None}
+        changes[field.section][field.name] = parsed
     if not changes:
         return recipe
     fields = {"settings": recipe.settings | changes.pop("model", {}), "result": None} | changes.pop("recipe", {})

@@ -95,5 +95,10 @@ def _add_comment(line: str, comment: str) -> Iterator[str]:
 
 
 def _format_value(value: Any) -> str:
-    """JSON's notation is TOML's too, for strings, numbers, booleans and lists; None becomes "none"."""
+    """JSON's notation is TOML's too, for strings, numbers, booleans and lists; None becomes "none".
+
+    A configuration among a model's settings becomes an inline table, without what is None.
+    """
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_format_value(item)}' for key, item in value.items() if item is not None)}}}"
     return json.dumps(_NONE if value is None else value, ensure_ascii=False)

@@ -122,7 +122,11 @@ def list_model_rows(trained: Trained) -> Iterator[FactRow]:
         pixels = format_shape(config.stride, config.stride)
         yield "patches", f"{pixels} pixels, {config.grid[0] * config.grid[1]:,} per image"
         yield "pooling", _POOL_NAMES[config.pool]
-        yield "positions", config.positions
+        rotary = ["rotary"] if config.rotary else []
+        yield (
+            "positions",
+            " and ".join(rotary if config.positions == "none" and rotary else [config.positions, *rotary]),
+        )
     yield "parameters", f"{cost.count_parameters(config):,}"
     yield "multiply-adds per image", f"{cost.count_multiply_adds(config):,}"
 

@@ -19,7 +19,7 @@ from vitrail.config import ViTConfig
 from vitrail.data.transforms import normalize
 from vitrail.errors import UsageError
 from vitrail.model.positions import Grid
-from vitrail.model.vit import Block, ViT, patchify
+from vitrail.model.vit import Block, ViT, crop_remainder, patchify
 from vitrail.weights.trained import Trained, logits_to_probabilities, require_preprocess
 
 SHOWN_VALUES = 6  # how many values of a vector are shown
@@ -102,7 +102,7 @@ def trace_forward(trained: Trained, pixels: Tensor) -> ForwardTrace:
     with _observe(model, grid, patch_index) as (outputs, layers):
         logits = model(images)
     embedding, shapes = _trace_embedding(model, images, outputs, patch_index)
-    features = outputs["pre_logits"]
+    features = outputs["features"]
     return ForwardTrace(
         config=model.config,
         temperature=trained.temperature,
@@ -154,8 +154,9 @@ def _observe(model: ViT, grid: Grid, patch_index: int) -> Iterator[tuple[dict[st
 
     with contextlib.ExitStack() as hooks:
         for name, module in model.named_modules():
-            if name in ("patch_embed", "patch_embed.backbone", "pos_drop", "pre_logits"):
+            if name in ("patch_embed", "patch_embed.backbone", "pos_drop"):
                 hooks.enter_context(module.register_forward_hook(keep(name)))
+        hooks.enter_context(model.head.register_forward_hook(keep("features", argument=True)))
         for block in model.blocks:
             assert isinstance(block, Block)
             parts = {"normed": block.norm1, "attention": block.ls1, "hidden": block.mlp.act, "mlp": block.ls2}
@@ -195,7 +196,7 @@ def _trace_embedding(
     config = model.config
     token = config.num_prefix_tokens + patch_index
     features = outputs.get("patch_embed.backbone")
-    patches = patchify(images if features is None else features, config.patch)[0]  # (n, C P P)
+    patches = patchify(crop_remainder(images, config) if features is None else features, config.patch)[0]  # (n, C P P)
     table = model.compute_positions(config.compute_grid((images.shape[2], images.shape[3])))
     position = _take_first(table[0, token]) if table is not None and config.positions_at == "stem" else None
     shapes: dict[str, TensorShape] = {"x": tuple(images.shape[1:]), "patches": tuple(patches.shape)}

@@ -268,7 +268,8 @@ def _encode_head(weights: Array) -> str:
 
 def _draw_patches(pixels: Pixels, trace: ForwardTrace) -> Pixels:
     """(C, S, S) -> (H, W, 4): the patches with gaps between them, and a frame around the followed one."""
-    rows, columns = trace.grid
+    (rows, columns), stride = trace.grid, trace.config.stride
+    pixels = pixels[:, : rows * stride, : columns * stride]
     side = max(6, 240 // max(rows, columns))  # of a drawn patch, in pixels
     image = Image.fromarray(image_grids.to_rgb_array(pixels))
     resized = image.resize((columns * side, rows * side), Image.Resampling.BOX)

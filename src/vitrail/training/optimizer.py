@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from vitrail.config import OptimizerConfig
 from vitrail.errors import ModelError, UsageError
 from vitrail.model.masked import MaskedViT
-from vitrail.model.vit import Model, ViT
+from vitrail.model.vit import GatedMlp, Model, ViT
 from vitrail.training import fsdp
 from vitrail.training.fsdp import to_local
 
@@ -30,7 +30,8 @@ __all__ = ["build_optimizer", "build_param_groups", "clip_gradients", "set_lr"]
 FUSED_DEVICES = ("cpu", "cuda", "mps")  # devices on which torch has one kernel for a whole group's step
 BLOCK_PREFIXES = ("blocks.", "vit.blocks.", "decoder.blocks.")  # of a ViT, or of one that is masked
 EMBEDDING_MODULES = (
-    "patch_embed", "cls_token", "dist_token", "reg_token", "pos_embed", "pos_embed_y", "pos_embed_x", "stem",
+    "patch_embed", "cls_token", "dist_token", "reg_token", "pos_embed", "pos_embed_y", "pos_embed_x", "norm_pre",
+    "stem",
 )  # fmt: skip
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan et al. 2024: steepest at 0, so five iterations do
@@ -92,13 +93,14 @@ def build_param_groups(model: Model | MaskedViT, config: OptimizerConfig) -> lis
         print([(len(group["params"]), group["weight_decay"]) for group in groups])
     """
     groups: dict[tuple[bool, int, int], ParamGroup] = {}
+    gated = {name for name, module in model.named_modules() if isinstance(module, GatedMlp)}
     for owner, module in model.named_modules():
         for name, parameter in module.named_parameters(owner, recurse=False):
             if not parameter.requires_grad:
                 continue
             kernel = name.endswith(".weight") and isinstance(module, nn.Linear | nn.Conv2d)
-            # Query, key and value are three maps stored in one matrix: each is orthogonalized by itself.
-            stacked = 3 if name.endswith(".qkv.weight") else 1
+            # Maps that are stored in one matrix, such as query, key and value: each is orthogonalized by itself.
+            stacked = 3 if name.endswith(".qkv.weight") else 2 if name.removesuffix(".fc1.weight") in gated else 1
             matrices = stacked if config.kind == "muon" and kernel and name.startswith(BLOCK_PREFIXES) else 0
             # a masked recipe refuses layer decay
             level = 0 if config.layer_decay == 1 or isinstance(model, MaskedViT) else layers_below_head(model, name)

@@ -37,7 +37,7 @@ def compute_gram_matrices(model: Model, images: Tensor) -> GramMatrices:
         products.append(_compute_gram_matrix(output))
 
     with contextlib.ExitStack() as hooks:
-        for module in (vit.pos_drop, *vit.blocks):  # pos_drop's output is the embedding
+        for module in (vit.norm_pre, *vit.blocks):  # the first's output is the embedding
             hooks.enter_context(module.register_forward_hook(record))
         vit.encode(images.to(next(vit.parameters()).device))
     return torch.stack(products).cpu().numpy()
