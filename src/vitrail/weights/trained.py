@@ -86,7 +86,7 @@ class Trained:
             channels = pluralize(len(self.preprocess.mean), "channel")
             raise UsageError(f"the preprocessing has {channels} and the model {config.channels}")
         if self.preprocess is not None and isinstance(config, ViTConfig):
-            check_patches(self.preprocess.size, config.stride)
+            check_patches(self.preprocess.size, config.stride, drop_remainder=config.drop_remainder)
 
     def _check_activation_ranges(self) -> None:
         expected = 12 * self.model.config.depth if isinstance(self.model, ViT) else 0
