@@ -323,7 +323,7 @@ def _count_head_bytes(config: ViTConfig, sizes: ElementSizes) -> int:
     if config.pool != "map":
         return norm + numbers * sizes.matmul
     pool_mlp = config.pool_mlp or config.mlp
-        numbers += 3 * patches * width + 2 * width + 2 * pool_mlp  # input, k and v; output and the MLP of one token
+    numbers += 3 * patches * width + 2 * width + 2 * pool_mlp  # input, k and v; output and the MLP of one token
     row = patches * sum({sizes.norm, sizes.matmul})
     return norm + numbers * sizes.matmul + (config.pool_heads or config.heads) * row + _count_norm_bytes(config, 1)
 
