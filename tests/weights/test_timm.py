@@ -521,7 +521,7 @@ def test_at_other_sizes_positions_are_those_of_a_network_that_timm_builds_for_th
     [
         (
             {"rotary": RotaryConfig(places="normalized", bfloat16_periods=True), "gelu": "erf"},
-            "rotary.bfloat16_periods is True",
+            r"rotary\.bfloat16_periods is True",
         ),
         ({"rotary": RotaryConfig(places="index"), "gelu": "quick"}, "no GELU but the erf form"),
         ({"projection": 6, "classes": 7}, "no head after a projection"),

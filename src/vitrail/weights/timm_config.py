@@ -32,7 +32,7 @@ def convert_model(model: Model) -> tuple[ModelConfig, dict[str, Tensor], list[st
     config, tensors, notes = model.config, dict(model.state_dict()), []
     if config.positions not in ("none", "relative-bias"):
         config, tensors, notes = foreign_format.convert_positions_to_table(model, prefix=config.prefix_positions)
-    return _drop_what_has_no_effect(config), tensors, notes
+    return drop_ineffective_fields(config), tensors, notes
 
 
 def _list_lacks(config: ViTConfig) -> dict[str, bool]:
@@ -70,7 +70,7 @@ def _list_lacks(config: ViTConfig) -> dict[str, bool]:
     }
 
 
-def _drop_what_has_no_effect(config: ViTConfig) -> ViTConfig:
+def drop_ineffective_fields(config: ViTConfig) -> ViTConfig:
     """The same function, with fields that change nothing as timm's reader sets them."""
     is_divided = all(side % config.stride == 0 for side in config.image_size)
     return dataclasses.replace(

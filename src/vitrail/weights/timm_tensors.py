@@ -71,6 +71,18 @@ def _merge_gates(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return merged
 
 
+def split_gates(tensors: Tensors) -> dict[str, Tensor]:
+    """Invert `_merge_gates`: the gate's half as fc1_g, the values' as fc1_x."""
+    split: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if re.match(r"blocks\.\d+\.mlp\.fc1\.", name):
+            gate, value = tensor.chunk(2)
+            split |= {name.replace(".fc1.", ".fc1_g."): gate, name.replace(".fc1.", ".fc1_x."): value}
+        else:
+            split[name] = tensor
+    return split
+
+
 def _copy_shared_table(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Give each layer its own copy of a table of relative biases that all of them share."""
     if _SHARED_TABLE not in tensors or any(".attn.relative_position_bias_table" in name for name in tensors):
@@ -122,17 +134,16 @@ def to_timm_names(config: ViTConfig, tensors: Tensors, family: Family) -> dict[s
     splits_bias = not has_key_bias(tensors)
     if family == "Beit" and not splits_bias:
         raise ModelError("the timm format cannot hold this model: BEiT's keys have no bias")
-    return dict(_iterate_eva_names(config, tensors, splits_bias=splits_bias))
+    if config.mlp_norm:
+        tensors = split_gates(tensors)
+    return dict(_iterate_eva_names(tensors, splits_bias=splits_bias))
 
 
-def _iterate_eva_names(config: ViTConfig, tensors: Tensors, *, splits_bias: bool) -> Iterator[tuple[str, Tensor]]:
+def _iterate_eva_names(tensors: Tensors, *, splits_bias: bool) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in tensors.items():
         if name.endswith(".attn.qkv.bias") and splits_bias:
             for part, piece in zip("qkv", tensor.chunk(3), strict=True):
                 if part != "k":
                     yield name.replace("qkv.bias", f"{part}_bias"), piece
-        elif ".mlp.fc1." in name and config.mlp_norm and name.startswith("blocks."):
-            for part, piece in zip("gx", tensor.chunk(2), strict=True):
-                yield name.replace(".fc1.", f".fc1_{part}."), piece
         else:
             yield re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", name), tensor

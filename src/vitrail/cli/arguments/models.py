@@ -21,7 +21,9 @@ from vitrail.cli.options import (
 )
 from vitrail.config import Precision, Resample
 
-TargetFormat = Literal["vitrail", "google", "timm", "transformers", "torchvision", "onnx", "torch-export", "openvino"]
+TargetFormat = Literal[
+    "vitrail", "google", "timm", "transformers", "torchvision", "original", "onnx", "torch-export", "openvino"
+]
 _ADAPTATION, _PRECISION = Group("adapt the model"), Group("lower precision")
 _ACCESS, _LIMITS = Group("access"), Group("limits")
 
