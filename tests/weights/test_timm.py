@@ -15,7 +15,7 @@ from tests import model_factory
 from tests.conftest import peer
 from tests.model_factory import VARIANTS
 from vitrail import presets
-from vitrail.config import ConvConfig, PreprocessConfig, RotaryConfig
+from vitrail.config import ConvConfig, PreprocessConfig
 from vitrail.errors import ModelError
 from vitrail.weights import timm
 from vitrail.weights.load import load, save
@@ -514,44 +514,3 @@ def test_at_other_sizes_positions_are_those_of_a_network_that_timm_builds_for_th
     with torch.no_grad():
         expected = resized(images)
         assert (loaded.model(images) - expected).abs().max() <= 1e-5 * expected.abs().max().clamp(min=1)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"rotary": RotaryConfig(places="normalized", bfloat16_periods=True), "gelu": "erf"},
-            r"rotary\.bfloat16_periods is True",
-        ),
-        ({"rotary": RotaryConfig(places="index"), "gelu": "quick"}, "no GELU but the erf form"),
-        ({"projection": 6, "classes": 7}, "no head after a projection"),
-        ({"classes": 0, "projection": 6, "gelu": "erf"}, "classes is 0, and would be read as 6"),
-        ({"normalize_features": True}, "no features of length 1"),
-        ({"norm_pre": True}, "its patch embedding has no bias"),
-        ({"positions": "relative-bias", "pool": "mean-norm", "gelu": "erf"}, "BEiT's keys have no bias"),
-        ({"positions": "relative-bias", "pool": "norm-mean", "gelu": "erf"}, "or with this pooling"),
-        ({"positions": "relative-bias", "pool": "mean-norm", "image_size": (16, 32), "gelu": "erf"}, "not square"),
-    ],
-)
-def test_what_timm_has_no_place_for_is_named(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=message):
-        save(model_factory.build_trained(model_factory.build_vit(**change)), tmp_path / "model", "timm")
-
-
-def test_key_biases_are_kept_beside_rotary_positions(tmp_path: Path) -> None:
-    timm = peer("timm")
-    ours = model_factory.build_vit(rotary=RotaryConfig(places="index", reference=(3, 2)), gelu="erf", layer_scale=True)
-    save(model_factory.build_trained(ours), tmp_path / "model", "timm")
-    theirs = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
-    images = model_factory.draw_images(ours.config)
-    with torch.no_grad():
-        assert (theirs(images) - ours(images)).abs().max() <= 1e-5
-
-
-def test_a_bias_table_that_layers_share_is_given_to_each(tmp_path: Path) -> None:
-    model = build_timm_model("BEiT", use_shared_rel_pos_bias=True, use_rel_pos_bias=False, num_heads=1)
-    save_file(model.state_dict(), tmp_path / "alone.safetensors")
-    loaded = load(tmp_path / "alone.safetensors").model
-    images = model_factory.draw_images(loaded.config)
-    with torch.no_grad():
-        assert (loaded(images) - model(images)).abs().max() <= 1e-5 * model(images).abs().max().clamp(min=1)

@@ -150,12 +150,11 @@ class Mlp(nn.Module):
 
     def __init__(self, config: ViTConfig, hidden: int = 0) -> None:
         super().__init__()
-        hidden = hidden or config.mlp
-        self.fc1 = nn.Linear(config.width, hidden)
+        self.fc1 = nn.Linear(config.width, hidden or config.mlp)
         gelu = nn.GELU(approximate="tanh" if config.gelu == "tanh" else "none")
         self.act = QuickGELU() if config.gelu == "quick" else gelu
         self.drop = nn.Dropout(0.0)
-        self.fc2 = nn.Linear(hidden, config.width)
+        self.fc2 = nn.Linear(hidden or config.mlp, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(self.fc2(self.drop(apply_linear_gelu(x, self.fc1, self.act))))

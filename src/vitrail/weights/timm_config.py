@@ -26,7 +26,7 @@ def convert_model(model: Model) -> tuple[ModelConfig, dict[str, Tensor], list[st
     """Convert config and tensors, still under their own names, to what timm has; refuse what it lacks."""
     if not isinstance(model, ViT):
         return model.config, dict(model.state_dict()), []
-    for what, needed in _list_lacks(model.config).items():
+    for what, needed in _list_lacks(drop_ineffective_fields(model.config)).items():
         if needed:
             raise ModelError(f"the timm format cannot hold this model: timm's ViT has no {what}")
     config, tensors, notes = model.config, dict(model.state_dict()), []
