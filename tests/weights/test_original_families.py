@@ -308,3 +308,28 @@ def test_positions_are_resampled_as_the_authors_do(kind: str, resample: str, tmp
     architecture, change, rename = FILES[kind]
     torch.save(rename(build_timm_model(architecture, **change).state_dict()), tmp_path / "model.pth")
     assert load(tmp_path / "model.pth").model.config.resample == resample
+
+
+@pytest.mark.parametrize(
+    "kind", ["DINOv2 with registers", "DINOv3", "EVA-02", "BEiT, pre-trained", "perception encoder"]
+)
+@pytest.mark.parametrize("value", [torch.tensor(1.0), torch.zeros(0), torch.zeros(1, 1, 1, 1, 1)])
+def test_a_tensor_of_another_shape_is_refused_wherever_it_is(kind: str, value: Tensor, tmp_path: Path) -> None:
+    architecture, change, rename = FILES[kind]
+    theirs = rename(build_timm_model(architecture, **change | {"depth": 1}).state_dict())
+    tensors = next((theirs[key] for key in ("model", "module") if key in theirs), theirs)
+    unread = (
+        "mask_token",
+        "local_cls_norm",
+        "lm_head",
+        "cls_pt_layers",
+        "rope.",
+        "text.",
+        "logit_scale",
+        "transformer.",
+    )
+    for name in tensors:
+        if not name.startswith(unread) and ".rope." not in name and "relative_position_index" not in name:
+            torch.save(tensors | {name: value}, tmp_path / "model.pth")
+            with pytest.raises(ModelError):
+                load(tmp_path / "model.pth")

@@ -227,6 +227,7 @@ def write_settings(tmp_path: Path, **change: Any) -> Path:
         ({"model_args": []}, None),
         ({"model_args": [1]}, "'model_args' in its JSON is not an object"),
         ({"pretrained_cfg": "none"}, "'pretrained_cfg' in its JSON is not an object"),
+        ({"pretrained_cfg": [1], "model_args": {"num_heads": 4, "img_size": 32}}, "'pretrained_cfg' in its JSON"),
         ({"model_args": {"num_heads": 4, "act_layer": "silu"}}, "activation 'silu'"),
         ({"architecture": "vit_pe_spatial_base_patch16_512"}, "no norm after its last block"),
         ({"architecture": "vit_base_patch16_rope_mixed_224"}, "rotary positions of its own in each layer"),

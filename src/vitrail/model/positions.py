@@ -152,8 +152,8 @@ def resample_biases(table: Tensor, old: Grid, new: Grid, operator: Resample) -> 
     """(biases, H) of the old grid -> (biases, H) of the new one; those of the class token stay."""
     if old == new:
         return table
-    layouts = ((2 * rows - 1, 2 * columns - 1) for rows, columns in (old, new))
-    return torch.cat([resample_positions(table[:-3], *layouts, operator), table[-3:]])
+    old_layout, new_layout = ((2 * rows - 1, 2 * columns - 1) for rows, columns in (old, new))
+    return torch.cat([resample_positions(table[:-3], old_layout, new_layout, operator), table[-3:]])
 
 
 def compute_relative_bias(table: Tensor, grid: Grid, config: ViTConfig) -> Tensor:

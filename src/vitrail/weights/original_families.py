@@ -159,7 +159,8 @@ def convert_model(name: str, stored: Tensors, path: Path) -> tuple[dict[str, Ten
     """Put a family's tensors under the model's own names, infer what they compute, and say which were left out."""
     family, assumptions = FAMILIES[name], ["preprocessing: unknown, the file does not state it"]
     tensors, changes = _drop_unused(strip_prefix(stored))
-    own = timm_tensors.rename_tensors(_PREPARE.get(name, lambda given, _path: given)(_rename(family, tensors), path))
+    renamed, prepare = _rename(family, tensors), _PREPARE.get(name)
+    own = timm_tensors.rename_tensors(renamed if prepare is None else prepare(renamed, path))
     width, depth = foreign_format.get_dimensions(own, "patch_embed.proj.weight", 4, path)[0], _count_blocks(own)
     arguments: dict[str, Any] = {"global_pool": family.pool} if family.pool else {}
     if family.heads:
@@ -225,10 +226,12 @@ def _prepare_dinov3(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]
     prepared = {}
     for name, tensor in tensors.items():
         if name.endswith(BIAS_MASK):
-            thirds = tensor.float().chunk(3) if tensor.numel() % 3 == 0 and tensor.numel() else ()
-            for part, expected in zip(thirds, (1, 0, 1), strict=False):
-                if not ((part == expected) | part.isnan()).all():
-                    raise ModelError(f"{path}: {name!r} is not 1 for queries and values and 0 for keys")
+            thirds = tensor.float().chunk(3) if tensor.ndim == 1 and len(tensor) and not len(tensor) % 3 else ()
+            is_expected = [
+                ((part == wanted) | part.isnan()).all() for part, wanted in zip(thirds, (1, 0, 1), strict=False)
+            ]
+            if not is_expected or not all(is_expected):
+                raise ModelError(f"{path}: {name!r} is not 1 for queries and values and 0 for keys")
         elif f"{name}_mask" in tensors:
             query, key, value = (tensor if tensor.numel() % 3 == 0 else tensor.new_zeros(3)).chunk(3)
             prepared[name] = torch.cat([query, torch.zeros_like(key), value])
@@ -247,9 +250,13 @@ def _prepare_pe(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
             prepared[name] = prepared[name][(None,) * dimensions]
     for kind in ("weight", "bias"):
         packed = prepared.pop(f"attn_pool.qkv.{kind}", torch.zeros(3))
+        if not packed.ndim:
+            raise ModelError(f"{path}: queries, keys and values of its pooling are a single number")
         third = len(packed) // 3
         prepared |= {f"attn_pool.q.{kind}": packed[:third], f"attn_pool.kv.{kind}": packed[third:]}
     if (projection := prepared.pop("proj", None)) is not None:
+        if projection.ndim != 2:
+            raise ModelError(f"{path}: its projection has the shape {tuple(projection.shape)}")
         prepared |= {"head.weight": projection.mT, "head.bias": torch.zeros(projection.shape[-1])}
     return prepared
 

@@ -251,9 +251,9 @@ def _extract_state_dict(content: object, path: Path) -> TensorFile:
     """Find the map of names to tensors, at the top or under a key that training scripts use."""
     metadata: dict[str, str] = {}
     for _ in range(3):  # a map may hold itself
-        keys = (key for key in STATE_DICT_KEYS if isinstance(content, dict) and isinstance(content.get(key), dict))
-        if key := next(keys, None):
-            content, metadata = content[key], {SECTION: key}
+        sections = content if isinstance(content, dict) else {}
+        if key := next((key for key in STATE_DICT_KEYS if isinstance(sections.get(key), dict)), None):
+            content, metadata = sections[key], {SECTION: key}
     if not isinstance(content, dict) or not content:
         raise ModelError(f"{path} holds no state dict: expected a map of names to tensors")
     tensors: dict[str, Tensor] = {}

@@ -63,7 +63,7 @@ def infer_architecture(tensors: Tensors, settings: dict[str, Any] | None, path: 
     fields |= _infer_blocks(tensors, arguments, path)
     fields |= _infer_pooling(tensors, arguments, heads, path)
     fields |= {"heads": heads, "stem": None if stem is None else dataclasses.asdict(stem)}
-    if _is_clip(settings, tensors):
+    if _is_clip(settings, tensors, path):
         fields |= {"projection": fields["classes"], "classes": 0}
     config = from_json(ViTConfig, fields)
     return ForeignModelInfo(config=config, assumptions=(*assumptions, *_check_settings(config, settings, path)))
@@ -88,7 +88,8 @@ def _infer_tokens(
     if table is not None:
         if "pos_embed" in tensors:
             raise ModelError(f"{path} has both learned positions and tables of relative biases, which no plain ViT has")
-        grid, prefix_positions = _infer_bias_grid(len(table), stated_grid, path), True
+        count, _ = foreign_format.get_dimensions(tensors, BIAS_TABLE, 2, path)
+        grid, prefix_positions = _infer_bias_grid(count, stated_grid, path), True
     else:
         positions = foreign_format.count_tokens(tensors, "pos_embed", path)
         default = (224 // stride, 224 // stride) if rotary and stride <= 224 else None
@@ -152,9 +153,9 @@ def _infer_pooling(tensors: Tensors, arguments: dict[str, Any], heads: object, p
     }
 
 
-def _is_clip(settings: dict[str, Any], tensors: Tensors) -> bool:
+def _is_clip(settings: dict[str, Any], tensors: Tensors, path: Path) -> bool:
     """Whether the head is the projection of a CLIP model, which timm stores as a head with a bias of zeros."""
-    name, pretrained = str(settings.get("architecture", "")), settings.get("pretrained_cfg") or {}
+    name, pretrained = str(settings.get("architecture", "")), tensor_files.get_section(settings, "pretrained_cfg", path)
     is_named = "_clip_" in name or "vit_pe_core_" in name or (not name and "norm_pre.weight" in tensors)
     return is_named and "_ft_" not in str(pretrained.get("tag")) and timm_tensors.is_projection(tensors)
 

@@ -126,7 +126,10 @@ def guess_arguments(tensors: Tensors, path: Path) -> tuple[dict[str, Any], list[
         return {}, ["GELU: the erf form, timm's default"]
     if name == "vit_pe_core_":  # in all published sizes the reference grid is the model's own
         has_class_token, positions = "cls_token" in tensors, tensors["pos_embed"].shape[1]
-        own = {"ref_feat_shape": math.isqrt(positions - has_class_token), "rope_grid_offset": int(has_class_token)}
+        own = {
+            "ref_feat_shape": math.isqrt(max(positions - has_class_token, 0)),
+            "rope_grid_offset": int(has_class_token),
+        }
     else:
         own = {}
     sentence = f"architecture: GELU, epsilon and rotary positions as of timm's {name}, the tensors do not state them"

@@ -29,9 +29,9 @@ def convert_model(model: Model) -> tuple[ModelConfig, dict[str, Tensor], list[st
     for what, needed in _list_lacks(drop_ineffective_fields(model.config)).items():
         if needed:
             raise ModelError(f"the timm format cannot hold this model: timm's ViT has no {what}")
-    config, tensors, notes = model.config, dict(model.state_dict()), []
-    if config.positions not in ("none", "relative-bias"):
-        config, tensors, notes = foreign_format.convert_positions_to_table(model, prefix=config.prefix_positions)
+    if model.config.positions in ("none", "relative-bias"):
+        return drop_ineffective_fields(model.config), dict(model.state_dict()), []
+    config, tensors, notes = foreign_format.convert_positions_to_table(model, prefix=model.config.prefix_positions)
     return drop_ineffective_fields(config), tensors, notes
 
 

@@ -37,8 +37,9 @@ def rename_tensors(tensors: Tensors) -> dict[str, Tensor]:
             raise ModelError(f"the file has two tensors for {renamed!r}, one of them {name!r}")
         own[renamed] = tensor
     own = _merge_gates(foreign_format.fuse_qkv(_add_key_biases(own)))
-    if "norm_pre.weight" in own and "patch_embed.proj.weight" in own and PATCH_BIAS not in own:
-        own[PATCH_BIAS] = torch.zeros(len(own["patch_embed.proj.weight"]))
+    kernels = own.get("patch_embed.proj.weight", torch.empty(()))
+    if "norm_pre.weight" in own and kernels.ndim and PATCH_BIAS not in own:
+        own[PATCH_BIAS] = torch.zeros(len(kernels))
     return _copy_shared_table(own)
 
 
