@@ -73,3 +73,15 @@ def test_a_file_of_i_jepa_says_which_of_its_networks_was_read(tmp_path: Path) ->
     origin = load(tmp_path / "model.pth").origin
     assert origin.format == "original"
     assert any("only the section 'encoder'" in change for change in origin.changes)
+
+
+def test_names_that_two_makers_use_are_read_only_with_what_tells_them_apart(tmp_path: Path) -> None:
+    """Tensors of DeiT III outside of its .pth might be of timm's RoPE ViTs, which compute something else."""
+    architecture, change, rename = FILES["DeiT III"]
+    theirs = rename(build_timm_model(architecture, **change).state_dict())
+    torch.save(theirs, tmp_path / "model.pth")
+    torch.save(theirs["model"], tmp_path / "alone.pth")
+    with pytest.raises(ModelError, match="names of timm's RoPE ViTs and of the authors' DeiT III"):
+        load(tmp_path / "alone.pth")
+    with pytest.raises(ModelError, match=r"DeiT III in a \.pth alone"):
+        save(load(tmp_path / "model.pth"), tmp_path / "again.safetensors", "original")

@@ -515,3 +515,14 @@ def test_at_other_sizes_positions_are_those_of_a_network_that_timm_builds_for_th
     with torch.no_grad():
         expected = resized(images)
         assert (loaded.model(images) - expected).abs().max() <= 1e-5 * expected.abs().max().clamp(min=1)
+
+
+def test_images_with_pixels_left_over_are_prepared_at_their_own_size(tmp_path: Path) -> None:
+    """As for vit_so400m_patch14_siglip_384: 27 x 27 patches of 14 leave 6 pixels unread."""
+    model = build_timm_model("pixels left over", img_size=30)
+    loaded = load(write_timm_folder(model, "pixels left over", tmp_path / "model", img_size=30))
+    assert loaded.preprocess is not None
+    assert loaded.preprocess.size == loaded.model.config.image_size == (30, 30)
+    assert loaded.model.config.grid == (3, 3)
+    save(loaded, tmp_path / "again", "timm")
+    assert load(tmp_path / "again").preprocess == loaded.preprocess

@@ -54,6 +54,8 @@ def write(trained: Trained, path: Path) -> list[str]:
     model = foreign_format.require_vit(FORMAT, trained.model)
     config = timm_config.drop_ineffective_fields(model.config)
     name, tensors, held = _find_family(config, dict(model.state_dict()))
+    if name == "deit3" and path.suffix not in TORCH_SUFFIXES:
+        raise ModelError("the original format holds DeiT III in a .pth alone: its names outside of one are Naver's too")
     if name in _WRAPPED and path.suffix in TORCH_SUFFIXES:
         torch.save({"model": {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}}, path)
     else:
@@ -74,7 +76,7 @@ def _find_family(config: ViTConfig, tensors: Tensors) -> tuple[str, dict[str, Te
             _, info, _ = convert_model(name, theirs, foreign_format.DRAFT_PATH)
             assert isinstance(info.config, ViTConfig)
             foreign_format.check_round_trip(FORMAT, config, info.config)
-            if identify_family(theirs) != name:
+            if identify_family(theirs, "model" if name in _WRAPPED else None) != name:
                 raise ModelError("its tensors would be taken for another family's")
         except (ModelError, UsageError) as error:
             reasons.append(f"{FAMILIES[name].title} ({str(error).rpartition(': ')[2]})")

@@ -130,7 +130,7 @@ def identify_family(tensors: Tensors, section: str | None = None) -> str | None:
         return "beit" if any("relative_position_bias_table" in name for name in names) else "eva01"
     if "decoder_embed.weight" in names:
         return "mae"
-    if "gamma_1" in block and "attn.qkv.bias" in block and {"cls_token", "pos_embed"} <= names:
+    if section == "model" and {"gamma_1", "attn.qkv.bias"} <= block and {"cls_token", "pos_embed"} <= names:
         return "deit3"
     return "ijepa" if section == "encoder" and "cls_token" not in names else None
 

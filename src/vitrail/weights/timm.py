@@ -39,6 +39,12 @@ def recognize(model_files: ModelFiles) -> bool:
 
 def read(model_files: ModelFiles) -> Trained:
     """Read the model in a folder or a bare state dict."""
+    named = {"blocks.0.gamma_1", "blocks.0.attn.qkv.bias", "cls_token", "pos_embed"}
+    if model_files.config is None and named <= model_files.tensors.keys():
+        raise ModelError(
+            f"{model_files.path} has the names of timm's RoPE ViTs and of the authors' DeiT III: give timm's folder"
+            " with its config.json, or the authors' .pth as it was downloaded"
+        )
     tensors = timm_tensors.rename_tensors(model_files.tensors)
     info = read_info(tensors, model_files.config, model_files.path)
     if isinstance(info.config, ViTConfig) and info.config.projection:
