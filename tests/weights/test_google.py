@@ -17,7 +17,7 @@ from tests.model_factory import VARIANTS
 from vitrail import presets
 from vitrail.config import BiTConfig, ConvConfig, ViTConfig
 from vitrail.errors import ModelError, UsageError
-from vitrail.weights import tensor_files, timm
+from vitrail.weights import tensor_files, timm_tensors
 from vitrail.weights.load import load, save
 
 VITS: dict[str, Any] = {
@@ -469,7 +469,7 @@ def test_timms_own_reader_puts_every_array_where_ours_does(kind: str, tmp_path: 
     theirs = timm_library.create_model(name, num_classes=7, **sizes | change)
     path = write_npz(tmp_path, make(np.random.default_rng(0)))
     theirs.load_pretrained(str(path))
-    expected = timm.rename_tensors(theirs.state_dict())
+    expected = timm_tensors.rename_tensors(theirs.state_dict())
     ours = load(path).model.state_dict()
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[key], expected[key]) for key in ours)

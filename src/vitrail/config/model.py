@@ -31,11 +31,12 @@ SIZE_LIMITS = {  # far above any published model; a hostile file is refused befo
     "registers": 4_096,
     "projection": 65_536,
     "pool_heads": 1_024,
+    "pool_mlp": 1_048_576,
     "image_size": 16_384,
     "units": 1_024,
 }
 MAX_PATCHES = 65_536  # 4096 x 4096 pixels in patches of 16; each one costs memory even where it has no weights
-_ZERO_ALLOWED = ("classes", "registers", "projection", "pool_heads")
+_ZERO_ALLOWED = ("classes", "registers", "projection", "pool_heads", "pool_mlp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,6 +162,8 @@ class ViTConfig:
     LN (timm). map: LN, then attention pooling. class-mean: the class token beside the mean of the patches (DINOv2)."""
     pool_heads: int = 0
     """Heads of attention pooling; 0 for as many as a block has."""
+    pool_mlp: int = 0
+    """Hidden width of attention pooling's MLP; 0 for that of a block."""
     pool_prefix: bool = False
     """Whether attention pooling reads class token and registers too, beside the patches."""
     hidden_head: bool = False
@@ -218,8 +221,8 @@ class ViTConfig:
             raise UsageError(f"{name} reads one token's width; pool 'class-mean' concatenates two")
         if self.hidden_head and self.projection:
             raise UsageError("a model has hidden_head or projection, not both")
-        if (self.pool_heads or self.pool_prefix) and self.pool != "map":
-            raise UsageError(f"pool_heads and pool_prefix are of pool 'map', not {self.pool!r}")
+        if (self.pool_heads or self.pool_mlp or self.pool_prefix) and self.pool != "map":
+            raise UsageError(f"pool_heads, pool_mlp and pool_prefix are of pool 'map', not {self.pool!r}")
         if self.pool_heads and self.width % self.pool_heads:
             raise UsageError(f"width {self.width} is not a multiple of pool_heads {self.pool_heads}")
 

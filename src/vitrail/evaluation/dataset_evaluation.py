@@ -38,7 +38,7 @@ from vitrail.model.vit import Model
 from vitrail.runtime import distributed
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
 from vitrail.runtime.workers import Notify, ProgressCallback, ShowProgress, hide_progress, ignore_note
-from vitrail.weights import timm as timm_files
+from vitrail.weights import timm_preprocess
 from vitrail.weights.load import find_model_path, load
 from vitrail.weights.trained import Trained, require_preprocess
 
@@ -256,11 +256,11 @@ def _load_timm_network(name: str) -> EvaluatedModel:
     except (RuntimeError, ValueError, FileNotFoundError) as error:
         raise UsageError(f"timm cannot create {name}: {' '.join(str(error).split())[:200]}") from None
     config: dict[str, Any] = dict(network.pretrained_cfg)
-    preprocess, unsupported = timm_files.parse_preprocess_config(config)
+    preprocess, unsupported = timm_preprocess.parse_preprocess_config(config)
     if preprocess is None:
         raise UsageError(f"timm preprocesses images of {name} in a way that vitrail lacks: {'; '.join(unsupported)}")
     outputs = int(network.num_classes)
-    return EvaluatedModel(name, network, outputs, preprocess, timm_files.parse_labels({}, config, outputs))
+    return EvaluatedModel(name, network, outputs, preprocess, timm_preprocess.parse_labels({}, config, outputs))
 
 
 def _match_outputs(

@@ -96,7 +96,8 @@ def _count_head(config: ViTConfig) -> int:
     head = config.num_features * config.classes * (1 + config.distillation_head) + width**2 * config.hidden_head
     head += width * config.projection
     if config.pool == "map":
-        head += 2 * tokens * width**2 + 2 * tokens * width + 2 * width**2 + 2 * width * config.mlp
+        mlp = config.pool_mlp or config.mlp
+        head += 2 * tokens * width**2 + 2 * tokens * width + 2 * width**2 + 2 * width * mlp
     return head
 
 
@@ -333,7 +334,8 @@ def _count_head_bytes(config: ViTConfig, sizes: ElementSizes) -> int:
     numbers += width * (config.hidden_head or config.projection > 0)
     if config.pool != "map":
         return norm + numbers * sizes.matmul
-    numbers += 3 * patches * width + 2 * width + 2 * config.mlp  # input, k and v; output and the MLP of one token
+    pool_mlp = config.pool_mlp or config.mlp
+    numbers += 3 * patches * width + 2 * width + 2 * pool_mlp  # input, k and v; output and the MLP of one token
     row = patches * sum({sizes.norm, sizes.matmul})
     return norm + numbers * sizes.matmul + (config.pool_heads or config.heads) * row + _count_norm_bytes(config, 1)
 

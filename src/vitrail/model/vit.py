@@ -149,13 +149,13 @@ class QuickGELU(nn.Module):
 class Mlp(nn.Module):
     """Two linear layers with a GELU between them."""
 
-    def __init__(self, config: ViTConfig) -> None:
+    def __init__(self, config: ViTConfig, hidden: int = 0) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(config.width, config.mlp)
+        self.fc1 = nn.Linear(config.width, hidden or config.mlp)
         gelu = nn.GELU(approximate="tanh" if config.gelu == "tanh" else "none")
         self.act = QuickGELU() if config.gelu == "quick" else gelu
         self.drop = nn.Dropout(0.0)
-        self.fc2 = nn.Linear(config.mlp, config.width)
+        self.fc2 = nn.Linear(hidden or config.mlp, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(self.fc2(self.drop(apply_linear_gelu(x, self.fc1, self.act))))
@@ -232,7 +232,7 @@ class AttentionPool(nn.Module):
         self.proj = nn.Linear(config.width, config.width)
         self.softmax = nn.Softmax(dim=-1)
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
-        self.mlp = Mlp(config)
+        self.mlp = Mlp(config, config.pool_mlp)
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(self.latent).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (1, H, 1, K)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vitrail import files, presets
-from vitrail.config import BiTConfig, ConvConfig, ModelConfig, PreprocessConfig, ViTConfig
+from vitrail.config import BiTConfig, ConvConfig, ModelConfig, PreprocessConfig, RotaryConfig, ViTConfig
 from vitrail.errors import ModelError
 from vitrail.model.vit import Model, ViT
 from vitrail.weights.formats import WeightsFormat
@@ -301,7 +301,7 @@ def _find_differences(wanted: Any, held: Any, within: str = "") -> Iterator[tupl
     """Name and both values of every field in which two configs differ, `stem.norm_eps` among them."""
     for field in dataclasses.fields(wanted):
         value, held_value = getattr(wanted, field.name), getattr(held, field.name, None)
-        if isinstance(value, ConvConfig) and isinstance(held_value, ConvConfig):
+        if isinstance(value, ConvConfig | RotaryConfig) and isinstance(held_value, type(value)):
             yield from _find_differences(value, held_value, f"{field.name}.")
         elif value != held_value:
             yield within + field.name, value, held_value

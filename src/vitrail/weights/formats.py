@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vitrail.weights.tensor_files import ModelFiles
     from vitrail.weights.trained import Trained
 
-WeightsFormat = Literal["vitrail", "google", "timm", "transformers", "open_clip", "torchvision"]
+WeightsFormat = Literal["vitrail", "google", "timm", "transformers", "open_clip", "torchvision", "original"]
 TORCH_SUFFIXES = (".pt", ".pth", ".bin")  # pickles
 TENSOR_SUFFIXES = (".safetensors", *TORCH_SUFFIXES)
 CONFIG_FILE = "config.json"
@@ -70,6 +70,7 @@ FORMATS: dict[WeightsFormat, Format] = {  # in the order in which they are tried
         config_key="model_type",
         side_files=(CONFIG_FILE, "preprocessor_config.json", "processor_config.json", "README.md"),
     ),
+    "original": Format(module="vitrail.weights.original", suffixes=(".pth", ".safetensors", ".pt", ".bin")),
     "timm": Format(
         module="vitrail.weights.timm",
         suffixes=TENSOR_SUFFIXES,

@@ -31,6 +31,9 @@ from vitrail.errors import ModelError
 from vitrail.weights.formats import TENSOR_SUFFIXES, TORCH_SUFFIXES, list_shards
 from vitrail.weights.torch_pickle import PickleError, check_pickle
 
+STATE_DICT_KEYS = ("model", "model_ema", "module", "state_dict", "encoder", "teacher")
+"""Under which training scripts keep the map of names to tensors, the preferred first; it may be nested."""
+SECTION = "section"  # the key of a .pth's metadata that names where its tensors were found
 MAX_JSON_BYTES = 32 * 2**20  # 21,843 labels take 1 MiB
 MAX_TENSORS = 100_000
 ALIGNMENT = 64  # bytes: unaligned weights may give other last bits in products of small matrices
@@ -55,7 +58,7 @@ class TensorFile(NamedTuple):
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
-    """The strings in a safetensors header."""
+    """The strings in a safetensors header; of a .pth, the key under which its tensors were found."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +102,7 @@ def read_tensors(path: Path) -> TensorFile:
         raise ModelError(
             f"{path} has the suffix {path.suffix!r}; weights are {', '.join(TENSOR_SUFFIXES)} or .npz files, or folders"
         )
-    content = _read_safetensors(path) if path.suffix == ".safetensors" else TensorFile(_read_torch(path), {})
+    content = _read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
     for name in [name for name in content.tensors if name.endswith(INDEX_BUFFERS)]:
         if not content.tensors[name].is_floating_point():
             del content.tensors[name]
@@ -224,7 +227,7 @@ def _read_safetensors(path: Path) -> TensorFile:
         raise ModelError(f"{path} is damaged: {summarize_error(error)}") from error
 
 
-def _read_torch(path: Path) -> dict[str, Tensor]:
+def _read_torch(path: Path) -> TensorFile:
     if not zipfile.is_zipfile(path):
         raise ModelError(
             f"{path} is no zip archive: either it is damaged or it was saved before torch 1.6. Save it again with"
@@ -261,17 +264,22 @@ def _check_torch_archive(archive: zipfile.ZipFile, path: Path) -> None:
             check_pickle(archive.read(entry))
 
 
-def _extract_state_dict(content: object, path: Path) -> dict[str, Tensor]:
+def _extract_state_dict(content: object, path: Path) -> TensorFile:
     """Find the map of names to tensors, at the top or under a key that training scripts use."""
-    for key in ("model", "state_dict"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
+    metadata: dict[str, str] = {}
+    for _ in range(3):  # a map may hold itself
+        sections = content if isinstance(content, dict) else {}
+        if key := next((key for key in STATE_DICT_KEYS if isinstance(sections.get(key), dict)), None):
+            content, metadata = sections[key], {SECTION: key}
     if not isinstance(content, dict) or not content:
         raise ModelError(f"{path} holds no state dict: expected a map of names to tensors")
+    tensors: dict[str, Tensor] = {}
     for name, tensor in content.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise ModelError(f"{path} holds no state dict: the entry {name!r:.60} is not a named tensor")
-    return {name.removeprefix("module."): tensor.detach() for name, tensor in content.items()}
+        if not name.endswith("relative_position_index"):  # integers that follow from the size of BEiT's tables
+            tensors[name.removeprefix("module.")] = tensor.detach()
+    return TensorFile(tensors, metadata)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:

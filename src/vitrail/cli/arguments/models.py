@@ -25,7 +25,7 @@ from vitrail.cli.options import (
 from vitrail.config import Precision, Resample
 
 TargetFormat = Literal[
-    "vitrail", "google", "timm", "transformers", "torchvision", "onnx", "torch-export", "openvino",
+    "vitrail", "google", "timm", "transformers", "torchvision", "original", "onnx", "torch-export", "openvino",
     "peft", "peft-v4", "peft-timm",
 ]  # fmt: skip
 _ADAPTATION, _PRECISION = Group("adapt the model"), Group("lower precision")
