@@ -21,6 +21,7 @@ import vitrail
 from tests.api.conftest import FAST, HERE, SHORT, SHORT_HERE, make_trained
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as run_command
+from tests.data.image_files import make_image
 from vitrail.errors import DataError, StoppedError, UsageError
 from vitrail.training import losses
 from vitrail.training.loop import StepEnd
@@ -316,6 +317,21 @@ def test_a_script_without_a_main_guard_runs_its_body_once() -> None:
     assert Path("bodies").read_text() == "once\n"
     assert ended.stdout == ""
     assert len(list(Path("runs").iterdir())) == 1
+
+
+@pytest.mark.parametrize("kind", ["default", "paper", "bit"])
+def test_a_kind_and_the_file_that_shows_it_give_the_same_bytes(kind: str, capsys: Capture) -> None:
+    """On images that are not square, of which BiT's rule resizes both sides; as large as `recipe show` assumes."""
+    for path in Path("photos").glob("*/*/*.png"):
+        make_image(int(path.stem), (200, 64)).save(path)
+    Path("my.toml").write_text(run_command("recipe", "show", kind, "--images", "10", capsys=capsys)[1])
+    options: dict[str, Any] = SHORT | {"epochs": 4, "image_size": 32}
+    named = vitrail.finetune("photos", "model.safetensors", recipe=kind, **options)
+    shown = vitrail.finetune("photos", "model.safetensors", recipe="my.toml", **options)
+    again = vitrail.finetune("photos", "model.safetensors", recipe=named.folder / "config.json", **options)
+    assert read_weights(named.folder) == read_weights(shown.folder) == read_weights(again.folder)
+    assert {**named.config, "notes": []} == {**shown.config, "notes": []}
+    assert (named.config["train_preprocess"] is not None) == (kind == "bit")
 
 
 def test_recipes_are_names_files_and_values(digits_run: Path) -> None:

@@ -150,6 +150,13 @@ def test_a_runs_configuration_of_an_earlier_version() -> None:
     assert new == expected | {"world_size": 2, "seed": 3, "model": {"name": "x", "license": "mit"}}
 
 
+def test_a_run_of_bits_rule_of_an_earlier_version_resizes_whole_images() -> None:
+    recipe = json.loads(json.dumps(to_json(build_finetune_recipe("bit", 100, 16))))
+    old = {"recipe": {name: value for name, value in recipe.items() if name != "resize_whole_image"}}
+    assert upgrade_run_config(old | {"train_preprocess": {"resize": [512, 512]}})["recipe"] == recipe
+    assert "resize_whole_image" not in upgrade_run_config(old | {"train_preprocess": None})["recipe"]
+
+
 def test_what_is_new_stays_as_it_is() -> None:
     new = json.loads(json.dumps(to_json(RECIPES["mae-cifar10"])))
     assert upgrade_keys(Recipe, new) == new

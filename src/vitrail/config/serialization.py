@@ -145,7 +145,10 @@ def upgrade_run_config(config: dict[str, Any]) -> dict[str, Any]:
     renamed = {_RUN_RENAMES.get(name, name): value for name, value in config.items()}
     if isinstance(model := renamed.get("model"), dict):  # an Origin, of weights/, which config does not know
         renamed["model"] = {_RENAMES["Origin"].fields.get(name, name): value for name, value in model.items()}
-    return renamed | {"recipe": upgrade_keys(Recipe, renamed.get("recipe"))}
+    recipe = upgrade_keys(Recipe, renamed.get("recipe"))
+    if renamed.get("train_preprocess") and isinstance(recipe, dict) and recipe.get("resize"):
+        recipe["resize_whole_image"] = True  # which the preprocessing alone recorded
+    return renamed | {"recipe": recipe}
 
 
 def upgrade_result_keys(result: Mapping[str, T]) -> dict[str, T]:

@@ -170,6 +170,9 @@ class Recipe:
     """None for that of the model to fine-tune."""
     resize: float | None = None
     """The short side before the crop, as a multiple of the crop's side; None for that of the model to fine-tune."""
+    resize_whole_image: bool = False
+    """Of fine-tuning: resize both sides, whatever the image's shape: to the model's input for evaluation, and to
+    `resize` times that before training's crops."""
     batch: int = 4096
     """Global batch size."""
     epochs: float
@@ -207,6 +210,8 @@ class Recipe:
         check_choices(self)
         if self.resize is not None and not 1 <= self.resize <= 4:
             raise UsageError(f"resize is {self.resize}; it must be from 1 to 4 sides of the crop")
+        if self.resize_whole_image and (self.resize is None or self.model is not None):
+            raise UsageError("resize_whole_image is for fine-tuning with a `resize`: set that, or omit both")
         if self.trainable_layers is not None and self.trainable_layers < 0:
             raise UsageError(f"trainable_layers is {self.trainable_layers}; it must be 0 (the head alone) or more")
         if self.batch < 1:

@@ -25,6 +25,7 @@ TRANSFER_RESERVED = {
     "recipe.epochs": "give --steps N",
     "recipe.batch": "give --batch N",
     "recipe.image_size": "give --image-size SIDE",
+    "recipe.resize_whole_image": "the study decides how images are resized",
 }
 """The same for `study sweep` and `study vtab`."""
 _SECTIONS = ("optimizer", "schedule", "augment", "masked")  # of a recipe, besides its model's settings

@@ -278,7 +278,7 @@ class _RunBuilder:
         """The run of a recipe."""
         initial_model = adapt_to_dataset(self.initial_model, self.dataset, recipe, keep_head=self.options.keep_head)
         train_preprocess = None
-        if self.options.recipe == "bit":
+        if recipe.resize_whole_image:
             initial_model, train_preprocess = use_whole_images(initial_model, recipe)
         return self.options.run.build_run(
             recipe,

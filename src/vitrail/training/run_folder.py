@@ -316,6 +316,7 @@ def _check_same_config(path: Path, config: dict[str, Any]) -> None:
     recorded, current = _drop_unset(read_run_config(path)), _drop_unset(config)
     for values in (recorded, current):
         values["recipe"].pop("head_init", None)  # what the head started from no longer matters
+        values["recipe"].pop("resize_whole_image", None)  # an earlier version did not record it; the preprocessing does
         for sentences in ("assumptions", "changes"):  # which another version may word differently
             values.get("model", {}).pop(sentences, None)
     for key in _RESUME_KEYS:
