@@ -1,5 +1,6 @@
 """`vitrail.train` and `vitrail.finetune`: the commands' runs, data from memory, callbacks, losses, interruptions."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as run_command
 from tests.data.image_files import make_image
 from vitrail.errors import DataError, StoppedError, UsageError
+from vitrail.recipes import build_finetune_recipe
 from vitrail.training import losses
 from vitrail.training.loop import StepEnd
 from vitrail.training.losses import softmax_cross_entropy
@@ -339,7 +341,36 @@ def test_recipes_are_names_files_and_values(digits_run: Path) -> None:
     recipe = vitrail.load_recipe(digits_run / "config.json")
     assert isinstance(recipe, vitrail.Recipe)
     assert read_weights(vitrail.train(recipe, "digits", **FAST).folder) == read_weights(digits_run)
-    with pytest.raises(UsageError, match="fine-tuning takes"):
-        vitrail.finetune("photos", "model.safetensors", recipe="digitz")
-    with pytest.raises(UsageError, match="from random weights: vitrail train the recipe"):
+    with pytest.raises(UsageError, match=r"fine-tuning takes .*; did you mean default\?$"):
+        vitrail.finetune("photos", "model.safetensors", recipe="defalt")
+    with pytest.raises(UsageError, match=r"from random weights: vitrail\.train\(recipe, data\)$"):
         vitrail.finetune("photos", "model.safetensors", recipe=recipe)
+    with pytest.raises(UsageError, match=r"for fine-tuning, .*: vitrail\.finetune\(data, model, recipe=recipe\)$"):
+        vitrail.train(build_finetune_recipe("paper", 10, 16), "digits")
+    with pytest.raises(UsageError, match="the recipe default is for fine-tuning"):
+        vitrail.train("default", "digits")
+
+
+def test_a_recipe_whose_fields_have_wrong_types_is_refused() -> None:
+    digits, paper = vitrail.load_recipe("digits"), build_finetune_recipe("paper", 10, 16)
+    with pytest.raises(UsageError, match="AugmentConfig must be an object of fields, not None"):
+        vitrail.train(dataclasses.replace(digits, augment=None), "digits")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="image_size is '3'; it must be an integer"):
+        vitrail.finetune("photos", "model.safetensors", recipe=dataclasses.replace(paper, image_size="3"))  # type: ignore[arg-type]
+    assert not Path("runs").exists()
+
+
+def test_the_learning_rate_is_given_once() -> None:
+    for name in ("lr", "optimizer.lr"):
+        with pytest.raises(UsageError, match=f"{name} cannot be set here: lr sets it already; give one of them"):
+            vitrail.train("digits", "digits", lr=1e-3, settings={name: 5e-3})
+        with pytest.raises(UsageError, match=f"{name} cannot be set here"):
+            vitrail.finetune("photos", "model.safetensors", lr=1e-3, settings={name: 5e-3})
+
+
+def test_a_run_with_a_loss_of_its_own_says_so_as_a_recipe() -> None:
+    first = vitrail.finetune("photos", "model.safetensors", loss=halve_softmax, **SHORT)
+    recipe, warning = first.folder / "config.json", f"was trained with the loss {__name__}.halve_softmax"
+    again = vitrail.finetune("photos", "model.safetensors", recipe=recipe, **SHORT)
+    assert any(warning in note for note in again.notes)
+    assert not any(warning in note for note in first.notes)

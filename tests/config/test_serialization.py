@@ -50,7 +50,7 @@ def test_nested_configurations_come_back(name: str) -> None:
         ({"widht": 1}, "ViTConfig has no field 'widht': did you mean width?"),
         ({"width": "32"}, "width is '32'; it must be an integer"),
         ({"width": True}, "width is True; it must be an integer"),
-        ({"image_size": [32]}, r"image_size is \[32\]; it must be 2 of int"),
+        ({"image_size": [32]}, r"image_size is \[32\]; it must be 2 integers"),
         ({"gelu": "relu"}, "gelu is 'relu'; it must be one of erf, tanh"),
         ({"norm_eps": 2**60}, "norm_eps is .*; it must be a number"),
         ({"stem": {}}, "ConvConfig lacks the field 'norm_eps'"),

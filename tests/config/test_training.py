@@ -32,10 +32,14 @@ def test_impossible_masking_is_refused(change: dict[str, Any], message: str) -> 
         (OptimizerConfig, {"lr": 1e-3, "beta2": 1.0}, "beta2 is 1.0; it must be from 0 to below 1"),
         (OptimizerConfig, {"lr": 1e-3, "clip": 0.0}, "clip is 0.0; it must be above 0, or None"),
         (OptimizerConfig, {"lr": 1e-3, "adam_lr": 1e-3}, "adam takes only lr"),
-        (ScheduleConfig, {"warmup": -1}, "warmup and cooldown are 0 or more"),
-        (ScheduleConfig, {"decay": "constant", "final_lr_scale": 0.1}, "final_lr_scale is for cosine and linear"),
-        (ScheduleConfig, {"decay": "step"}, "decay step, and no other, has milestones"),
-        (ScheduleConfig, {"milestones": (0.5,)}, "decay step, and no other, has milestones"),
+        (ScheduleConfig, {"warmup": -1}, "warmup is -1; it must be 0 or more"),
+        (
+            ScheduleConfig,
+            {"decay": "constant", "final_lr_scale": 0.1},
+            "final_lr_scale is for the decays cosine and linear",
+        ),
+        (ScheduleConfig, {"decay": "step"}, "the decay step needs milestones, such as [0.5, 0.75]"),
+        (ScheduleConfig, {"milestones": (0.5,)}, "milestones are for the decay step, and the decay is cosine"),
     ],
 )
 def test_impossible_settings_are_refused(kind: type, fields: dict[str, Any], message: str) -> None:
@@ -49,6 +53,7 @@ def test_impossible_settings_are_refused(kind: type, fields: dict[str, Any], mes
     [
         ({"resize": 0.5}, "resize is 0.5; it must be from 1 to 4"),
         ({"trainable_layers": -1}, "trainable_layers is -1"),
+        ({"resize_whole_image": True}, "resize_whole_image is for fine-tuning with a `resize`"),
         ({"epochs": 0}, "epochs is 0; it must be above 0"),
         ({"dropout": 1.0}, "dropout is 1.0; it must be from 0 to below 1"),
         ({"loss": "hinge"}, "choose one of softmax, sigmoid"),

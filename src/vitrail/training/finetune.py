@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import itertools
 import math
 import re
@@ -176,8 +177,10 @@ def plan_finetuning(
     """Choose the folder, check data and model, and build the run; a dry run reads no images and uses no folder."""
     run_options, notify = options.run, callbacks.notify
     own_recipe = load_finetune_recipe(options.recipe)
+    recipe_overrides.warn_about_own_loss(options.recipe, run_options.loss_function, notify)
     kind = cast(recipes.FinetuneKind, options.recipe)  # where there is no recipe of the user's own
-    recipes.override_settings(own_recipe or recipes.build_finetune_recipe(kind, 1, 1), options.settings)  # typos first
+    base_recipe = own_recipe or recipes.build_finetune_recipe(kind, 1, 1)
+    recipe_overrides.override_settings(base_recipe, options.settings, options.overrides)  # typos first
     used_options = dataclasses.replace(run_options, out=None) if dry_run else run_options
     folder, resume = used_options.choose_folder("finetune", group, notify)
     dataset, audit = open_dataset(data), None
@@ -246,7 +249,8 @@ class _RunBuilder:
     def build_recipe(self, epochs: float | None, image_size: int | None = None) -> Recipe:
         """The recipe for these epochs; `image_size` is used where the options have none."""
         options = self.options
-        recipe = recipes.override_settings(self._choose_base_recipe(epochs), options.settings)
+        recipe = self._choose_base_recipe(epochs)
+        recipe = recipe_overrides.override_settings(recipe, options.settings, options.overrides)
         sizes = (options.image_size, image_size, recipe.image_size)
         recipe = dataclasses.replace(
             recipe,
@@ -296,12 +300,18 @@ def load_finetune_recipe(recipe: str | Path | Recipe) -> Recipe | None:
     if isinstance(recipe, str) and recipe in get_args(recipes.FinetuneKind):
         return None
     if isinstance(recipe, str | Path) and Path(recipe).suffix.lower() not in recipes.RECIPE_SUFFIXES:
-        kinds = ", ".join(get_args(recipes.FinetuneKind))
-        raise UsageError(f"the recipe is {str(recipe)!r:.80}; fine-tuning takes {kinds}, or a .toml or .json file")
-    own = recipe if isinstance(recipe, Recipe) else recipes.load_recipe(recipe)
+        kinds = get_args(recipes.FinetuneKind)
+        close = difflib.get_close_matches(str(recipe), kinds, n=1)
+        raise UsageError(
+            f"the recipe is {str(recipe)!r:.80}; fine-tuning takes {', '.join(kinds)}, or a .toml or .json file"
+            + (f"; did you mean {close[0]}?" if close else "")
+        )
+    own = recipes.check_recipe(recipe) if isinstance(recipe, Recipe) else recipes.load_recipe(recipe)
     if own.model is not None:
-        name = "the recipe" if isinstance(recipe, Recipe) else recipe
-        raise UsageError(f"{name} trains {own.model} from random weights: vitrail train {name} --data DATA")
+        name, call = recipe, f"vitrail train {recipe} --data DATA"
+        if isinstance(recipe, Recipe):
+            name, call = "the recipe", "vitrail.train(recipe, data)"
+        raise UsageError(f"{name} trains {own.model} from random weights: {call}")
     return own
 
 

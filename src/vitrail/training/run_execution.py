@@ -75,7 +75,7 @@ class RunOptions:
     """Minutes from one checkpoint to the next; 0 for one after every step."""
     verify_every: int = 0
     """Steps from one that is computed twice to the next; 0 for none."""
-    track: Track = None
+    track: Track = ()
     """Where the numbers of every step are logged besides the run folder."""
     seed: int = 0
     device: str | None = None
