@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,16 @@ def test_what_is_no_image_or_label_is_refused() -> None:
 # --- callbacks and losses ---------------------------------------------------------------------------------------------
 
 
+def test_metrics_of_images_with_several_labels_are_numbers() -> None:
+    rows = [f"{path},{path.parent.name};{'small' if number % 2 else 'large'}" for number, path in
+            enumerate(sorted(Path("photos").glob("*/*/*.png")))]  # fmt: skip
+    Path("list.csv").write_text("\n".join(["path,labels", *rows]))
+    metrics = vitrail.finetune("list.csv", "model.safetensors", **SHORT | {"epochs": 1}).metrics
+    assert {"top1", "micro_f1", "mean_average_precision"} <= metrics.keys()
+    assert "bins" not in metrics
+    assert metrics["correct"] or metrics["interval"][0] == 0.0
+
+
 def test_callbacks_are_called_after_each_step_and_evaluation_and_nothing_is_printed(
     capfd: Capture, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -199,6 +210,7 @@ def test_callbacks_are_called_after_each_step_and_evaluation_and_nothing_is_prin
     assert {step.steps for step in steps} == {run.config["steps"]}
     assert all(step.result.images > 0 and np.isfinite(step.result.loss) for step in steps)
     assert len(evaluations) == len(run.history["epoch"]) > 0
+    assert repr(evaluations[0]) == f"ValidationResult({evaluations[0]})"
     assert all(isinstance(evaluation, ValidationResult) for evaluation in evaluations)
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("", "")
@@ -294,6 +306,34 @@ def test_an_interrupt_before_the_first_step_says_that_the_same_call_starts_again
     with pytest.raises(StoppedError, match=r"before the first step, .* trained nothing; the same call starts again"):
         vitrail.finetune(splits, make_trained(), out="run", **SHORT)
     assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("callback", ["on_step", "on_evaluation"])
+def test_a_callback_stops_a_run_with_its_checkpoint_and_weights(callback: str) -> None:
+    def stop(_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(StoppedError):
+        vitrail.train("digits", "digits", out="run", **{callback: stop}, **DIGITS)
+    assert any(Path("run", "checkpoints").iterdir())
+    assert (callback == "on_step") or vitrail.Run("run").trained.labels is not None
+    assert vitrail.train("digits", "digits", out="run", resume=True, **DIGITS).accuracy is not None
+
+
+def test_a_run_to_resume_must_exist() -> None:
+    for out in ("mistyped", None):
+        with pytest.raises(UsageError, match=r"does not exist, so there is nothing to resume; without resume=True it"):
+            vitrail.train("digits", "digits", out=out, resume=True, **DIGITS)
+    assert not Path("mistyped").exists()
+
+
+def test_a_run_leaves_random_numbers_and_warnings_as_they_were() -> None:
+    torch.manual_seed(7)
+    expected, filters = torch.rand(3), list(warnings.filters)
+    torch.manual_seed(7)
+    vitrail.finetune("photos", "model.safetensors", **SHORT | {"epochs": 0.4})
+    assert torch.equal(torch.rand(3), expected)
+    assert warnings.filters == filters
 
 
 def test_resuming_with_another_loss_is_refused() -> None:

@@ -19,7 +19,7 @@ from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, load_trained
 from vitrail.api.options import document_options
 from vitrail.api.prediction_list import MAX_SHOWN_IMAGES, Prediction, PredictionList
-from vitrail.api.progress import NoteCollector, show_progress
+from vitrail.api.progress import NoteCollector, Progress, choose_progress, show_progress
 from vitrail.config import Precision, to_json
 from vitrail.data.image_paths import ImageRef, can_count_images, describe_skipped, iter_image_refs
 from vitrail.errors import DataError, UsageError
@@ -103,7 +103,14 @@ class PredictKeywords(TypedDict, total=False):
 @document_options(PredictOptions)
 @name_keywords
 def predict(
-    model: AnyModel, images: Images, *, top: int = 1, out: str | Path | None = None, **options: Unpack[PredictKeywords]
+    model: AnyModel,
+    images: Images,
+    *,
+    top: int = 1,
+    out: str | Path | None = None,
+    progress: Progress = True,
+    notify: Notify | None = None,
+    **options: Unpack[PredictKeywords],
 ) -> PredictionList:
     """Label images: `vitrail predict` from Python, with its defaults. An unreadable image is named in its row.
 
@@ -116,9 +123,12 @@ def predict(
       files; or a torch Dataset, whose labels are left out.
     - `top`: Labels per image.
     - `out`: Also write the rows to this .csv or .jsonl file, as the command does.
+    - `progress`: Whether a bar is shown, or a function that shows progress.
+    - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
     listed, predict_options = list_images(images), PredictOptions(top=top, out=out, **options)
-    rows, notes = _collect_rows(model, listed, predict_options)
+    notes = NoteCollector(notify)
+    rows = _collect_rows(model, listed, predict_options, notes, progress)
     first_images = _iterate_refs([image for image in listed if not is_stdin(image)], predict_options, Counter())
     predictions = tuple(Prediction(row.image, row.labels, row.error) for row in rows)
     return PredictionList(predictions, tuple(notes), tuple(itertools.islice(first_images, MAX_SHOWN_IMAGES)))
@@ -126,7 +136,14 @@ def predict(
 
 @document_options(PredictOptions)
 @name_keywords
-def embed(model: AnyModel, images: Images, **options: Unpack[PredictKeywords]) -> NDArray[np.float32]:
+def embed(
+    model: AnyModel,
+    images: Images,
+    *,
+    progress: Progress = True,
+    notify: Notify | None = None,
+    **options: Unpack[PredictKeywords],
+) -> NDArray[np.float32]:
     """The features of images, (n, D): what the head reads.
 
     An unreadable image is an error.
@@ -137,8 +154,11 @@ def embed(model: AnyModel, images: Images, **options: Unpack[PredictKeywords]) -
 
     - `model`: A name, a path, a `Run` or a `Trained`.
     - `images`: As in `predict`.
+    - `progress`: Whether a bar is shown, or a function that shows progress.
+    - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
-    rows, _ = _collect_rows(model, list_images(images), PredictOptions(embed=True, **options))
+    predict_options = PredictOptions(embed=True, **options)
+    rows = _collect_rows(model, list_images(images), predict_options, NoteCollector(notify), progress)
     features = []
     for row in rows:
         if row.features is None:
@@ -178,10 +198,10 @@ class _CollectedRows(NamedTuple):
 
 
 def _collect_rows(
-    model: AnyModel, images: Sequence[ListedImage], options: PredictOptions
-) -> tuple[list[PredictionRow], list[str]]:
+    model: AnyModel, images: Sequence[ListedImage], options: PredictOptions, notify: Notify, progress: Progress
+) -> list[PredictionRow]:
     check_found(images)
-    notes, rows = NoteCollector(), list[PredictionRow]()
+    rows = list[PredictionRow]()
 
     def make_target(classifier: AnyClassifier) -> RowTarget:
         if options.out is None:
@@ -191,8 +211,8 @@ def _collect_rows(
             raise UsageError(f"--out {options.out} has no known suffix: .csv or .jsonl")
         return _CollectedRows(rows, make_row_file(classifier, options, row_format))
 
-    run_prediction(model, images, options, make_target, notify=notes)
-    return rows, notes
+    run_prediction(model, images, options, make_target, notify=notify, progress=choose_progress(progress))
+    return rows
 
 
 # --- what the command shares -----------------------------------------------------------------------------------------
