@@ -92,8 +92,8 @@ def test_a_run_is_read_again_until_it_has_ended(digits_run: Path, tmp_path: Path
 def test_a_run_in_place_of_its_model_is_answered_with_its_model(tuned_run: Path) -> None:
     run = vitrail.Run(tuned_run)
     with pytest.raises(UsageError, match=r"it takes a string or a path; run\.trained is its model"):
-        vitrail.load(run)  # type: ignore[arg-type]
-    for function in (lambda: vitrail.save(run, "x.safetensors"), lambda: vitrail.adapt(run), lambda: Classifier(run)):  # type: ignore[arg-type]
+        vitrail.load(run)
+    for function in (lambda: vitrail.save(run, "x.safetensors"), lambda: vitrail.adapt(run), lambda: Classifier(run)):
         with pytest.raises(UsageError, match=r"give a vitrail\.Trained, not Run: run\.trained is one"):
             function()
 

@@ -394,9 +394,9 @@ def test_recipes_are_names_files_and_values(digits_run: Path) -> None:
 def test_a_recipe_whose_fields_have_wrong_types_is_refused() -> None:
     digits, paper = vitrail.load_recipe("digits"), build_finetune_recipe("paper", 10, 16)
     with pytest.raises(UsageError, match="AugmentConfig must be an object of fields, not None"):
-        vitrail.train(dataclasses.replace(digits, augment=None), "digits")  # type: ignore[arg-type]
+        vitrail.train(dataclasses.replace(digits, augment=None), "digits")
     with pytest.raises(UsageError, match="image_size is '3'; it must be an integer"):
-        vitrail.finetune("photos", "model.safetensors", recipe=dataclasses.replace(paper, image_size="3"))  # type: ignore[arg-type]
+        vitrail.finetune("photos", "model.safetensors", recipe=dataclasses.replace(paper, image_size="3"))
     assert not Path("runs").exists()
 
 

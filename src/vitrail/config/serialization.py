@@ -208,7 +208,7 @@ def _parse_word(word: str) -> object:
 def _convert_value(name: str, hint: Any, value: object) -> Any:
     """`value` as the type `hint`: lists become tuples, objects dataclasses, and integers floats where one is wanted."""
     arguments = typing.get_args(hint)
-    if isinstance(value, numbers.Real) and type(value) not in (bool, int, float):  # of NumPy
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):  # of NumPy too
         value = int(value) if isinstance(value, numbers.Integral) else float(value)
     if _is_union(hint):
         if value is None and type(None) in arguments:

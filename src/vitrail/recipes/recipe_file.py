@@ -1,17 +1,19 @@
 """Recipes as files: TOML to edit, and JSON, such as a run's own config.json."""
 
 import dataclasses
+import difflib
 import json
 import textwrap
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from vitrail.config import Recipe, from_json, to_json
 from vitrail.config.field_docstrings import read_field_docstrings
 from vitrail.config.serialization import upgrade_run_config
 from vitrail.errors import UsageError
+from vitrail.recipes.finetuning import FinetuneKind
 from vitrail.recipes.overrides import check_model_settings, list_model_settings
 from vitrail.recipes.pretraining import get_recipe
 
@@ -36,6 +38,26 @@ def load_recipe(name: str | Path) -> Recipe:
         return check_recipe(_restore_none(values.get("recipe", values) if isinstance(values, dict) else values))
     except UsageError as error:
         raise UsageError(f"{path}: {error} (`vitrail recipe show NAME` prints a complete recipe)") from error
+
+
+def load_finetune_recipe(recipe: str | Path | Recipe) -> Recipe | None:
+    """A recipe of the user's own, from a file or a value; None where a kind chooses one."""
+    if isinstance(recipe, str) and recipe in get_args(FinetuneKind):
+        return None
+    if isinstance(recipe, str | Path) and Path(recipe).suffix.lower() not in RECIPE_SUFFIXES:
+        kinds = get_args(FinetuneKind)
+        close = difflib.get_close_matches(str(recipe), kinds, n=1)
+        raise UsageError(
+            f"the recipe is {str(recipe)!r:.80}; fine-tuning takes {', '.join(kinds)}, or a .toml or .json file"
+            + (f"; did you mean {close[0]}?" if close else "")
+        )
+    own = check_recipe(recipe) if isinstance(recipe, Recipe) else load_recipe(recipe)
+    if own.model is not None:
+        name, call = recipe, f"vitrail train {recipe} --data DATA"
+        if isinstance(recipe, Recipe):
+            name, call = "the recipe", "vitrail.train(recipe, data)"
+        raise UsageError(f"{name} trains {own.model} from random weights: {call}")
+    return own
 
 
 def check_recipe(recipe: Recipe | Any) -> Recipe:

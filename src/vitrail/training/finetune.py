@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import difflib
 import itertools
 import math
 import re
@@ -10,7 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 
@@ -176,7 +175,7 @@ def plan_finetuning(
 ) -> FinetunePlan:
     """Choose the folder, check data and model, and build the run; a dry run reads no images and uses no folder."""
     run_options, notify = options.run, callbacks.notify
-    own_recipe = load_finetune_recipe(options.recipe)
+    own_recipe = recipes.load_finetune_recipe(options.recipe)
     recipe_overrides.warn_about_own_loss(options.recipe, run_options.loss_function, notify)
     kind = cast(recipes.FinetuneKind, options.recipe)  # where there is no recipe of the user's own
     base_recipe = own_recipe or recipes.build_finetune_recipe(kind, 1, 1)
@@ -293,26 +292,6 @@ class _RunBuilder:
             train_preprocess=train_preprocess,
             decisions=parse_decisions(self.options.replan),
         )
-
-
-def load_finetune_recipe(recipe: str | Path | Recipe) -> Recipe | None:
-    """A recipe of the user's own, from a file or a value; None where a kind chooses one."""
-    if isinstance(recipe, str) and recipe in get_args(recipes.FinetuneKind):
-        return None
-    if isinstance(recipe, str | Path) and Path(recipe).suffix.lower() not in recipes.RECIPE_SUFFIXES:
-        kinds = get_args(recipes.FinetuneKind)
-        close = difflib.get_close_matches(str(recipe), kinds, n=1)
-        raise UsageError(
-            f"the recipe is {str(recipe)!r:.80}; fine-tuning takes {', '.join(kinds)}, or a .toml or .json file"
-            + (f"; did you mean {close[0]}?" if close else "")
-        )
-    own = recipes.check_recipe(recipe) if isinstance(recipe, Recipe) else recipes.load_recipe(recipe)
-    if own.model is not None:
-        name, call = recipe, f"vitrail train {recipe} --data DATA"
-        if isinstance(recipe, Recipe):
-            name, call = "the recipe", "vitrail.train(recipe, data)"
-        raise UsageError(f"{name} trains {own.model} from random weights: {call}")
-    return own
 
 
 def set_preprocess(trained: Trained, preprocess: str | None) -> Trained:
