@@ -22,8 +22,8 @@ class PrecisionMeasurement:
 
     `Trained.precision_measurements` has one for each precision and processor.
 
-        for measurement in vitrail.load("model.safetensors").precision_measurements:
-            print(measurement.precision, measurement.speedup, measurement.top1_agreement)
+        measurements = vitrail.load("model.safetensors").precision_measurements
+        print([(measurement.precision, measurement.speedup) for measurement in measurements])
     """
 
     processor: str
