@@ -193,7 +193,9 @@ C = TypeVar("C", ViTConfig, BiTConfig)
 
 def _build_config(kind: type[C], fields: dict[str, Any]) -> C:
     if unknown := sorted(fields.keys() - {field.name for field in dataclasses.fields(kind)}):
-        raise UsageError(f"a {'ViT' if kind is ViTConfig else 'ResNet'} has no setting {unknown[0]!r}")
+        close = difflib.get_close_matches(unknown[0], [field.name for field in dataclasses.fields(kind)], n=1)
+        suggestion = f": did you mean {close[0]}?" if close else ""
+        raise UsageError(f"a {'ViT' if kind is ViTConfig else 'ResNet'} has no setting {unknown[0]!r:.80}{suggestion}")
     checked: dict[str, Any] = {
         name: value if dataclasses.is_dataclass(value) else convert_field(kind, name, value, name)
         for name, value in fields.items()

@@ -34,6 +34,8 @@ def test_the_command_and_figures_compute_the_same_arrays(capsys: Capture) -> Non
             assert all(theirs[key].tobytes() == ours[key].tobytes() for key in theirs.files), name
     assert "distance.png" in repr(drawn)
     assert "'python'" in repr(drawn)
+    assert "/" not in repr(drawn)  # the pictures of single images, which may be many
+    assert f" and {sum('/' in name or not name.endswith('.png') for name in drawn.files)} more)" in repr(drawn)
     html = drawn._repr_html_()
     shown = [name for name in drawn.files if name.endswith(".png") and "/" not in name]
     assert html.count("<img") == len(shown) > 2

@@ -9,7 +9,15 @@ import pytest
 
 import vitrail
 from tests.api.conftest import make_trained
-from vitrail.api.keyword_errors import OTHER_NAMES, list_keywords, name_keywords, rename_option, rename_options
+from vitrail.api.keyword_errors import (
+    OTHER_NAMES,
+    keep_option_names,
+    list_keywords,
+    name_keywords,
+    rename_option,
+    rename_options,
+)
+from vitrail.api.progress import NoteCollector
 from vitrail.cli import COMMANDS
 from vitrail.cli.signature import Option, list_options
 from vitrail.errors import UsageError
@@ -55,15 +63,18 @@ def test_options_become_keywords_and_commands_stay(message: str, renamed: str) -
     assert rename_options(message, KEYWORDS) == renamed
 
 
-def test_a_caller_with_notify_gets_the_message_of_the_command() -> None:
+def test_a_command_gets_messages_with_its_options() -> None:
     @name_keywords
     def fail(*, resume: bool = False, notify: Any = None) -> None:
+        NoteCollector(notify)("note: --resume")
         raise UsageError(f"--resume is {resume}")
 
+    notes: list[str] = []
     with pytest.raises(UsageError, match=r"^resume=True is False$"):
-        fail()
-    with pytest.raises(UsageError, match=r"^--resume is False$"):
-        fail(notify=print)
+        fail(notify=notes.append)
+    with keep_option_names(), pytest.raises(UsageError, match=r"^--resume is False$"):
+        fail(notify=notes.append)
+    assert notes == ["note: resume=True", "note: --resume"]
 
 
 def list_command_options(command: str) -> list[Option]:

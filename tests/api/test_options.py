@@ -21,14 +21,15 @@ from vitrail.errors import UsageError
 from vitrail.training.finetune import FinetuneOptions
 from vitrail.training.pretrain import PretrainingOptions
 
-ONLY_COMMAND = {"number_of_runs", "loss_function"}  # several runs have no one Run; a loss is given as `loss`
+ONLY_COMMAND = {"number_of_runs", "loss_function", "must_resume"}  # Python has one Run, `loss`, and no batch scripts
+ONLY_PYTHON = {"data", "model", "on_step", "on_evaluation", "loss", "progress", "notify", "options"}
 CASES: Any = [(vitrail.finetune, FinetuneKeywords, FinetuneOptions), (vitrail.train, TrainKeywords, PretrainingOptions)]
 
 
 @pytest.mark.parametrize(("function", "keywords", "options"), CASES)
 def test_the_keywords_are_the_options(function: Any, keywords: Any, options: Any) -> None:
     parameters = inspect.signature(function.__wrapped__).parameters
-    named = set(parameters) - {"data", "model", "on_step", "on_evaluation", "loss", "options"}
+    named = set(parameters) - ONLY_PYTHON
     if function is vitrail.train:
         named -= {"recipe"}  # there it is the first argument
     names = set(keywords.__annotations__)

@@ -1,9 +1,11 @@
 """Progress is shown in a notebook or on a terminal and nowhere else; notes go to the logger."""
 
+import contextlib
 import io
 import logging
 import re
 import sys
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,10 @@ import numpy as np
 import pytest
 
 import vitrail
-from tests.api.conftest import SHORT, make_trained
+from tests.api.conftest import FAST, SHORT, make_trained
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.progress import NotebookBar, NoteCollector, find_notebook_display, show_progress
+from vitrail.errors import UsageError
 
 
 class Handle:
@@ -110,3 +113,41 @@ def test_the_notes_of_a_run_name_keywords() -> None:
     run = vitrail.finetune(splits, make_trained(), **SHORT | {"epochs": 0.1})
     assert [note for note in run.notes if note.endswith("; balanced=True gives every class the same weight")]
     assert not [note for note in run.notes if re.search(r"(?<!vitrail )--[a-z]", note)]
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "finetune": lambda **own: vitrail.finetune("photos", "model.safetensors", **SHORT | {"epochs": 0.4}, **own),
+    "evaluate": lambda **own: vitrail.evaluate("model.safetensors", "photos", **FAST, **own),
+    "probe": lambda **own: vitrail.probe("model.safetensors", "photos", methods="knn", **FAST, **own),
+    "predict": lambda **own: vitrail.predict("model.safetensors", "photos", **FAST, **own),
+    "embed": lambda **own: vitrail.embed("model.safetensors", "photos", **FAST, **own),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_progress_and_notes_go_where_the_caller_wants_them(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="vitrail")
+    shown = fake_ipython(monkeypatch, SimpleNamespace(kernel=object()))
+    titles: list[str] = []
+    notes: list[str] = []
+
+    @contextlib.contextmanager
+    def watch(title: str) -> Iterator[Callable[..., None]]:
+        titles.append(title)
+        yield lambda *_: None
+
+    result = CALLS[name](progress=watch, notify=notes.append)
+    assert titles
+    assert shown == []
+    assert not caplog.records
+    assert set(getattr(result, "notes", ())) <= set(notes)
+    assert name != "finetune" or notes
+    CALLS[name](progress=False)
+    assert shown == []
+
+
+def test_an_error_names_keywords_whoever_is_notified() -> None:
+    with pytest.raises(UsageError, match=r"^batch is 0; it must be at least 1$"):
+        vitrail.evaluate("model.safetensors", "photos", batch=0, notify=print)

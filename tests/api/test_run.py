@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import vitrail
+from vitrail import Classifier
 from vitrail.errors import ModelError, UsageError
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -69,6 +70,32 @@ def test_a_run_killed_before_its_first_evaluation_opens(tmp_path: Path) -> None:
     assert "not ended, 0 evaluations" in run._repr_html_()
     with pytest.raises(ModelError, match=r"best.safetensors does not exist"):
         _ = run.trained
+
+
+def test_a_run_is_read_again_until_it_has_ended(digits_run: Path, tmp_path: Path) -> None:
+    """A copy of a run is cut back to before its end, opened, and completed."""
+    folder = shutil.copytree(digits_run, tmp_path / "copy")
+    results, events = (folder / "results.csv").read_text(), (folder / "events.jsonl").read_text()
+    (folder / "results.csv").write_text(results.splitlines()[0] + "\n")
+    (folder / "events.jsonl").write_text("")
+    run = vitrail.Run(folder)
+    assert "not ended, 0 evaluations so far" in repr(run)
+    before = run.trained
+    (folder / "results.csv").write_text(results)
+    assert len(run.history["epoch"]) == len(results.splitlines()) - 1 > 0
+    assert run.trained is not before  # the best weights may have changed
+    (folder / "events.jsonl").write_text(events)
+    assert run.accuracy == run.metrics["top1"] == vitrail.Run(digits_run).accuracy
+    assert run.trained is run.trained
+
+
+def test_a_run_in_place_of_its_model_is_answered_with_its_model(tuned_run: Path) -> None:
+    run = vitrail.Run(tuned_run)
+    with pytest.raises(UsageError, match=r"it takes a string or a path; run\.trained is its model"):
+        vitrail.load(run)
+    for function in (lambda: vitrail.save(run, "x.safetensors"), lambda: vitrail.adapt(run), lambda: Classifier(run)):
+        with pytest.raises(UsageError, match=r"give a vitrail\.Trained, not Run: run\.trained is one"):
+            function()
 
 
 def test_what_is_no_run_is_refused() -> None:

@@ -1,11 +1,13 @@
 """`vitrail.train` and `vitrail.finetune`: the commands' runs, data from memory, callbacks, losses, interruptions."""
 
+import dataclasses
 import json
 import logging
 import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,9 @@ import vitrail
 from tests.api.conftest import FAST, HERE, SHORT, SHORT_HERE, make_trained
 from tests.cli.test_cli import Capture
 from tests.cli.test_cli import run as run_command
+from tests.data.image_files import make_image
 from vitrail.errors import DataError, StoppedError, UsageError
+from vitrail.recipes import build_finetune_recipe
 from vitrail.training import losses
 from vitrail.training.loop import StepEnd
 from vitrail.training.losses import softmax_cross_entropy
@@ -184,6 +188,16 @@ def test_what_is_no_image_or_label_is_refused() -> None:
 # --- callbacks and losses ---------------------------------------------------------------------------------------------
 
 
+def test_metrics_of_images_with_several_labels_are_numbers() -> None:
+    rows = [f"{path},{path.parent.name};{'small' if number % 2 else 'large'}" for number, path in
+            enumerate(sorted(Path("photos").glob("*/*/*.png")))]  # fmt: skip
+    Path("list.csv").write_text("\n".join(["path,labels", *rows]))
+    metrics = vitrail.finetune("list.csv", "model.safetensors", **SHORT | {"epochs": 1}).metrics
+    assert {"top1", "micro_f1", "mean_average_precision"} <= metrics.keys()
+    assert "bins" not in metrics
+    assert metrics["correct"] or metrics["interval"][0] == 0.0
+
+
 def test_callbacks_are_called_after_each_step_and_evaluation_and_nothing_is_printed(
     capfd: Capture, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,6 +210,7 @@ def test_callbacks_are_called_after_each_step_and_evaluation_and_nothing_is_prin
     assert {step.steps for step in steps} == {run.config["steps"]}
     assert all(step.result.images > 0 and np.isfinite(step.result.loss) for step in steps)
     assert len(evaluations) == len(run.history["epoch"]) > 0
+    assert repr(evaluations[0]) == f"ValidationResult({evaluations[0]})"
     assert all(isinstance(evaluation, ValidationResult) for evaluation in evaluations)
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("", "")
@@ -293,6 +308,34 @@ def test_an_interrupt_before_the_first_step_says_that_the_same_call_starts_again
     assert not Path("run").exists()
 
 
+@pytest.mark.parametrize("callback", ["on_step", "on_evaluation"])
+def test_a_callback_stops_a_run_with_its_checkpoint_and_weights(callback: str) -> None:
+    def stop(_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(StoppedError):
+        vitrail.train("digits", "digits", out="run", **{callback: stop}, **DIGITS)
+    assert any(Path("run", "checkpoints").iterdir())
+    assert (callback == "on_step") or vitrail.Run("run").trained.labels is not None
+    assert vitrail.train("digits", "digits", out="run", resume=True, **DIGITS).accuracy is not None
+
+
+def test_a_run_to_resume_must_exist() -> None:
+    for out in ("mistyped", None):
+        with pytest.raises(UsageError, match=r"does not exist, so there is nothing to resume; without resume=True it"):
+            vitrail.train("digits", "digits", out=out, resume=True, **DIGITS)
+    assert not Path("mistyped").exists()
+
+
+def test_a_run_leaves_random_numbers_and_warnings_as_they_were() -> None:
+    torch.manual_seed(7)
+    expected, filters = torch.rand(3), list(warnings.filters)
+    torch.manual_seed(7)
+    vitrail.finetune("photos", "model.safetensors", **SHORT | {"epochs": 0.4})
+    assert torch.equal(torch.rand(3), expected)
+    assert warnings.filters == filters
+
+
 def test_resuming_with_another_loss_is_refused() -> None:
     with pytest.raises(StoppedError):
         vitrail.train("digits", "digits", out="run", on_step=stop_after(2, signal.SIGINT), **DIGITS)
@@ -318,12 +361,58 @@ def test_a_script_without_a_main_guard_runs_its_body_once() -> None:
     assert len(list(Path("runs").iterdir())) == 1
 
 
+@pytest.mark.parametrize("kind", ["default", "paper", "bit"])
+def test_a_kind_and_the_file_that_shows_it_give_the_same_bytes(kind: str, capsys: Capture) -> None:
+    """On images that are not square, of which BiT's rule resizes both sides; as large as `recipe show` assumes."""
+    for path in Path("photos").glob("*/*/*.png"):
+        make_image(int(path.stem), (200, 64)).save(path)
+    Path("my.toml").write_text(run_command("recipe", "show", kind, "--images", "10", capsys=capsys)[1])
+    options: dict[str, Any] = SHORT | {"epochs": 4, "image_size": 32}
+    named = vitrail.finetune("photos", "model.safetensors", recipe=kind, **options)
+    shown = vitrail.finetune("photos", "model.safetensors", recipe="my.toml", **options)
+    assert read_weights(named.folder) == read_weights(shown.folder)
+    assert {**named.config, "notes": []} == {**shown.config, "notes": []}
+    assert (named.config["train_preprocess"] is not None) == (kind == "bit")
+    if kind == "bit":
+        again = vitrail.finetune("photos", "model.safetensors", recipe=named.folder / "config.json", **options)
+        assert read_weights(again.folder) == read_weights(named.folder)
+
+
 def test_recipes_are_names_files_and_values(digits_run: Path) -> None:
     """The recipe in a run's config.json, as a value, trains as the name did."""
     recipe = vitrail.load_recipe(digits_run / "config.json")
     assert isinstance(recipe, vitrail.Recipe)
     assert read_weights(vitrail.train(recipe, "digits", **FAST).folder) == read_weights(digits_run)
-    with pytest.raises(UsageError, match="fine-tuning takes"):
-        vitrail.finetune("photos", "model.safetensors", recipe="digitz")
-    with pytest.raises(UsageError, match="from random weights: vitrail train the recipe"):
+    with pytest.raises(UsageError, match=r"fine-tuning takes .*; did you mean default\?$"):
+        vitrail.finetune("photos", "model.safetensors", recipe="defalt")
+    with pytest.raises(UsageError, match=r"from random weights: vitrail\.train\(recipe, data\)$"):
         vitrail.finetune("photos", "model.safetensors", recipe=recipe)
+    with pytest.raises(UsageError, match=r"for fine-tuning, .*: vitrail\.finetune\(data, model, recipe=recipe\)$"):
+        vitrail.train(build_finetune_recipe("paper", 10, 16), "digits")
+    with pytest.raises(UsageError, match="the recipe default is for fine-tuning"):
+        vitrail.train("default", "digits")
+
+
+def test_a_recipe_whose_fields_have_wrong_types_is_refused() -> None:
+    digits, paper = vitrail.load_recipe("digits"), build_finetune_recipe("paper", 10, 16)
+    with pytest.raises(UsageError, match="AugmentConfig must be an object of fields, not None"):
+        vitrail.train(dataclasses.replace(digits, augment=None), "digits")
+    with pytest.raises(UsageError, match="image_size is '3'; it must be an integer"):
+        vitrail.finetune("photos", "model.safetensors", recipe=dataclasses.replace(paper, image_size="3"))
+    assert not Path("runs").exists()
+
+
+def test_the_learning_rate_is_given_once() -> None:
+    for name in ("lr", "optimizer.lr"):
+        with pytest.raises(UsageError, match=f"{name} cannot be set here: lr sets it already; give one of them"):
+            vitrail.train("digits", "digits", lr=1e-3, settings={name: 5e-3})
+        with pytest.raises(UsageError, match=f"{name} cannot be set here"):
+            vitrail.finetune("photos", "model.safetensors", lr=1e-3, settings={name: 5e-3})
+
+
+def test_a_run_with_a_loss_of_its_own_says_so_as_a_recipe() -> None:
+    first = vitrail.finetune("photos", "model.safetensors", loss=halve_softmax, **SHORT)
+    recipe, warning = first.folder / "config.json", f"was trained with the loss {__name__}.halve_softmax"
+    again = vitrail.finetune("photos", "model.safetensors", recipe=recipe, **SHORT)
+    assert any(warning in note for note in again.notes)
+    assert not any(warning in note for note in first.notes)

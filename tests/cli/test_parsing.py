@@ -54,6 +54,8 @@ from vitrail.errors import ArgumentError
         ("finetune photos --epochs abc", "vitrail finetune: --epochs takes a number, not 'abc'"),
         ("finetune photos --batch 2.5", "vitrail finetune: --batch takes a whole number, not '2.5'"),
         ("finetune photos --model", "vitrail finetune: --model needs a value"),
+        ("finetune photos --set", "vitrail finetune: --set needs a value"),
+        ("finetune photos --set --epochs 3", "vitrail finetune: --set needs a value"),
         (
             "finetune photos more",
             "vitrail finetune: unexpected argument more; vitrail finetune --help lists what it takes",
@@ -158,3 +160,9 @@ def test_a_repeated_option_keeps_all_of_its_values(command: str) -> None:
 def test_a_repeated_name_of_a_server_takes_one_value_each() -> None:
     parsed = parsing.parse_arguments("serve", ServeArguments, ["--host-name", "a", "model", "--host-name", "b"])
     assert (parsed.host_name, parsed.models) == (("a", "b"), ("model",))
+
+
+def test_a_repeated_tracker_takes_one_value_each() -> None:
+    arguments = ["--track", "wandb", "digits", "--data", "digits", "--track=tensorboard"]
+    parsed = parsing.parse_arguments("train", TrainArguments, arguments)
+    assert (parsed.run.track, parsed.recipe) == (("wandb", "tensorboard"), "digits")

@@ -9,7 +9,6 @@ import pytest
 
 from tests.cli.test_cli import Capture, run
 from vitrail import recipes
-from vitrail.training.finetune import load_finetune_recipe
 
 
 def show(name: str, folder: Path, capsys: Capture, *options: str) -> Path:
@@ -33,7 +32,7 @@ def test_recipes_of_finetuning_are_read_back(
     kind: recipes.FinetuneKind, images: int, tmp_path: Path, capsys: Capture
 ) -> None:
     path = show(kind, tmp_path, capsys, "--images", str(images))
-    assert load_finetune_recipe(path) == recipes.build_finetune_recipe(kind, images, patch=16)
+    assert recipes.load_finetune_recipe(path) == recipes.build_finetune_recipe(kind, images, patch=16)
     assert "# Use it: vitrail finetune DATA --model MODEL --recipe my.toml\n" in path.read_text()
 
 

@@ -8,14 +8,15 @@ import pytest
 from vitrail import recipes
 from vitrail.cli import training_output
 from vitrail.cli.arguments.training import FinetuneArguments, TrainArguments
-from vitrail.cli.options import DataOptions, RecipeOptions, RunFolderOptions, TrainingComputeOptions
+from vitrail.cli.options import DataOptions, RecipeOptions, RunFolderOptions, Tracker, TrainingComputeOptions
 from vitrail.training.finetune import FinetuneOptions
 from vitrail.training.pretrain import PretrainingOptions
 from vitrail.training.recipe_overrides import RecipeOverrides
 
 
 def test_every_option_of_a_command_reaches_the_run() -> None:
-    folder = RunFolderOptions(out="mine", resume=True, overwrite=True, save_every=3, track="tensorboard", dry_run=True)
+    track: tuple[Tracker, ...] = ("tensorboard", "mlflow")
+    folder = RunFolderOptions(out="mine", resume=True, overwrite=True, save_every=3, track=track, dry_run=True)
     compute = TrainingComputeOptions(
         seed=4, device="cpu", workers=2, micro_batches=5, recompute=True, shard=True, deterministic=True, verify_every=6
     )
@@ -27,7 +28,7 @@ def test_every_option_of_a_command_reaches_the_run() -> None:
     options = training_output.build_command_options(FinetuneOptions, arguments)
     groups = dataclasses.asdict(folder) | dataclasses.asdict(compute) | dataclasses.asdict(learning)
     del groups["dry_run"]
-    assert dataclasses.asdict(options.run) == groups | {"loss_function": None}
+    assert dataclasses.asdict(options.run) == groups | {"loss_function": None, "must_resume": False}
     assert options.overrides == RecipeOverrides(epochs=2, batch=3, lr=0.1, warmup=4)
     assert options.trainable_layers == 7
 

@@ -50,7 +50,7 @@ def test_nested_configurations_come_back(name: str) -> None:
         ({"widht": 1}, "ViTConfig has no field 'widht': did you mean width?"),
         ({"width": "32"}, "width is '32'; it must be an integer"),
         ({"width": True}, "width is True; it must be an integer"),
-        ({"image_size": [32]}, r"image_size is \[32\]; it must be 2 of int"),
+        ({"image_size": [32]}, r"image_size is \[32\]; it must be 2 integers"),
         ({"gelu": "relu"}, "gelu is 'relu'; it must be one of erf, tanh"),
         ({"norm_eps": 2**60}, "norm_eps is .*; it must be a number"),
         ({"stem": {}}, "ConvConfig lacks the field 'norm_eps'"),
@@ -148,6 +148,13 @@ def test_a_runs_configuration_of_an_earlier_version() -> None:
     assert new.pop("recipe") == json.loads(json.dumps(to_json(recipe)))
     expected = {"multi_label": False, "train_on_val": True, "eval_split": "val", "train_preprocess": None}
     assert new == expected | {"world_size": 2, "seed": 3, "model": {"name": "x", "license": "mit"}}
+
+
+def test_a_run_of_bits_rule_of_an_earlier_version_resizes_whole_images() -> None:
+    recipe = json.loads(json.dumps(to_json(build_finetune_recipe("bit", 100, 16))))
+    old = {"recipe": {name: value for name, value in recipe.items() if name != "resize_whole_image"}}
+    assert upgrade_run_config(old | {"train_preprocess": {"resize": [512, 512]}})["recipe"] == recipe
+    assert "resize_whole_image" not in upgrade_run_config(old | {"train_preprocess": None})["recipe"]
 
 
 def test_what_is_new_stays_as_it_is() -> None:

@@ -35,10 +35,14 @@ def test_impossible_masking_is_refused(change: dict[str, Any], message: str) -> 
         (LoRAConfig, {"rank": 0}, "the rank of LoRA is 0; it must be 1 or more"),
         (LoRAConfig, {"rank": 4, "alpha": 0.0}, "the alpha of LoRA is 0.0; it must be above 0"),
         (LoRAConfig, {"rank": 4, "layers": "head"}, "layers is 'head'; choose one of qkv, attention, mlp, all"),
-        (ScheduleConfig, {"warmup": -1}, "warmup and cooldown are 0 or more"),
-        (ScheduleConfig, {"decay": "constant", "final_lr_scale": 0.1}, "final_lr_scale is for cosine and linear"),
-        (ScheduleConfig, {"decay": "step"}, "decay step, and no other, has milestones"),
-        (ScheduleConfig, {"milestones": (0.5,)}, "decay step, and no other, has milestones"),
+        (ScheduleConfig, {"warmup": -1}, "warmup is -1; it must be 0 or more"),
+        (
+            ScheduleConfig,
+            {"decay": "constant", "final_lr_scale": 0.1},
+            "final_lr_scale is for the decays cosine and linear",
+        ),
+        (ScheduleConfig, {"decay": "step"}, "the decay step needs milestones, such as [0.5, 0.75]"),
+        (ScheduleConfig, {"milestones": (0.5,)}, "milestones are for the decay step, and the decay is cosine"),
     ],
 )
 def test_impossible_settings_are_refused(kind: type, fields: dict[str, Any], message: str) -> None:
@@ -56,6 +60,7 @@ def test_impossible_settings_are_refused(kind: type, fields: dict[str, Any], mes
             {"lora": LoRAConfig(rank=4)},
             "lora adds to the layers of a trained model, and this recipe starts from random",
         ),
+        ({"resize_whole_image": True}, "resize_whole_image is for fine-tuning with a `resize`"),
         ({"epochs": 0}, "epochs is 0; it must be above 0"),
         ({"dropout": 1.0}, "dropout is 1.0; it must be from 0 to below 1"),
         ({"loss": "hinge"}, "choose one of softmax, sigmoid"),

@@ -20,7 +20,9 @@ from vitrail.evaluation.statistics import (
 @pytest.mark.parametrize(("correct", "images"), [(0, 10), (10, 10), (7, 10), (386, 500), (49_000, 50_000), (1, 1)])
 def test_wilson_is_scipys(correct: int, images: int) -> None:
     expected = stats.binomtest(correct, images).proportion_ci(method="wilson")
-    assert wilson_interval(correct, images) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    low, high = wilson_interval(correct, images)
+    assert (low, high) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    assert ((low == 0), (high == 1)) == ((correct == 0), (correct == images))
 
 
 def test_a_means_interval_by_hand() -> None:

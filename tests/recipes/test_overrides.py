@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from vitrail import presets
@@ -72,7 +73,13 @@ def test_rotary_positions_are_a_word_or_a_configuration(tmp_path: Path) -> None:
         ("decay=0.1", "decay is '0.1'; it must be one of cosine, linear"),
         ("weight_decay=-1", "weight_decay is -1.0; it must be 0 or more"),
         ("hidden_head=2", "hidden_head is 2; it must be true or false"),
-        ("randaugment=2", "randaugment is 2; it must be 2 of int"),
+        ("randaugment=2", r"randaugment is 2; it must be 2 integers, such as \[2,10\]$"),
+        ("milestones=0.5", r"milestones is 0.5; it must be a list of numbers, such as \[0.5,0.75\]"),
+        ("milestones=[0.5]", r"milestones are for the decay step, and the decay is cosine$"),
+        ("kind=adam", r"no setting 'kind': did you mean optimizer.kind\?"),
+        ("settings.depht=2", r"no setting 'settings.depht': did you mean model.depth\?"),
+        ("settings.stem=2", "no setting 'settings.stem'"),
+        ("lr=-1", "^lr is -1.0; it must be above 0$"),
         ("warmup=5", "warmup cannot be set here: give --warmup STEPS$"),
         ("layers=2", "layers cannot be set here: it is for fine-tuning"),
         ("classes=5", "no setting 'classes'"),
@@ -163,6 +170,23 @@ def test_settings_of_lora_are_for_recipes_that_have_it() -> None:
         override_settings(build_finetune_recipe("default", 1000, 16), ["lora.alpha=3"])
     with pytest.raises(UsageError, match="cannot be set here: give --layers N"):
         override_settings(recipe, ["layers=2"])
+
+
+def test_names_and_notation_of_a_file_are_accepted() -> None:
+    recipe = get_recipe("vit-b16-imagenet")
+    changed = override_settings(recipe, ["settings.depth=2", "randaugment=[2, 9]", "decay=step", "milestones=[0.5]"])
+    assert (changed.settings["depth"], changed.augment.randaugment) == (2, (2, 9))
+    assert changed.schedule.milestones == (0.5,)
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    changed = override_settings(
+        get_recipe("cifar10"), {"depth": np.int64(3), "lr": np.float32(0.5), "ema": np.int64(0)}
+    )
+    values = (changed.settings["depth"], changed.optimizer.lr, changed.ema)
+    assert (values, [type(value) for value in values]) == ((3, 0.5, 0.0), [int, float, float])
+    with pytest.raises(UsageError, match=r"depth is 0\.5; it must be an integer"):
+        override_settings(get_recipe("cifar10"), {"depth": np.float64(0.5)})
 
 
 def test_what_a_command_has_no_option_for_can_be_set() -> None:

@@ -133,3 +133,14 @@ def test_other_words_about_the_model_do_not_make_it_another_run(tmp_path: Path) 
     run_folder._check_same_config(path, config | {"model": {"name": "x", "assumptions": ["heads: 3, as in"]}})
     with pytest.raises(UsageError, match=r"another model\.name: x, not y"):
         run_folder._check_same_config(path, config | {"model": {"name": "y"}})
+
+
+def test_a_run_of_a_version_that_did_not_record_how_images_are_resized_is_the_same_run(tmp_path: Path) -> None:
+    """Its preprocessing for training records it."""
+    path, recipe = tmp_path / "config.json", {"epochs": 1, "resize": 1.25}
+    for preprocess in (None, {"resize": [40, 40]}):
+        path.write_text(json.dumps({"recipe": recipe, "train_preprocess": preprocess}))
+        current = {"recipe": recipe | {"resize_whole_image": preprocess is not None}, "train_preprocess": preprocess}
+        run_folder._check_same_config(path, current)
+    with pytest.raises(UsageError, match="another train_preprocess"):
+        run_folder._check_same_config(path, current | {"train_preprocess": None})

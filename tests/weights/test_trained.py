@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from tests import model_factory
+from vitrail.config import ViTConfig
 from vitrail.errors import ModelError, UsageError
 from vitrail.weights.load import load, save
 from vitrail.weights.trained import (
+    create_random,
     list_imagenet1k_labels,
     load_imagenet1k_classes,
     logits_to_probabilities,
@@ -83,3 +85,14 @@ def test_a_text_file_has_a_label_on_each_line(tmp_path: Path) -> None:
         resolve_labels(str(path))
     with pytest.raises(UsageError, match="neither 'imagenet1k' nor a text file"):
         resolve_labels(str(tmp_path / "missing.txt"))
+
+
+def test_a_trained_model_is_shown_on_one_line() -> None:
+    vit = model_factory.build_trained(model_factory.build_vit(classes=2), labels=("rose", "tulip"))
+    config = vit.model.config
+    assert isinstance(config, ViTConfig)
+    shape = f"ViT of width {config.width} and depth {config.depth}, 32 x 32 pixels"
+    assert repr(vit) == f"Trained({vit.origin.name!r}, {shape}, 2 classes: rose, tulip)"
+    many = dataclasses.replace(create_random("bit-r50x1", image_size=32, num_classes=5), labels=tuple("abcde"))
+    assert repr(many) == "Trained('bit-r50x1, seed 0', BiT, 32 x 32 pixels, 5 classes: a, b, c, ...)"
+    assert repr(create_random("ti16", num_classes=0)).endswith("224 x 224 pixels, no head)")

@@ -105,4 +105,7 @@ def _describe_wrong_value(name: str, value: Any, kinds: Sequence[Any]) -> str:
     close = difflib.get_close_matches(value, choices, n=1) if is_choice else []
     wrong = f"{value!r:.80}" if is_choice else f"{value!r:.80}, of type {type(value).__name__}"
     taken = " or ".join([", ".join(takes[:-1]), takes[-1]] if len(takes) > 1 else takes)
-    return f"{name} is {wrong}; it takes {taken}" + (f"; did you mean {close[0]!r}?" if close else "")
+    advice = f"; did you mean {close[0]!r}?" if close else ""
+    if type(value).__name__ == "Run":  # which imports this module
+        advice = "; run.trained is its model, run.weights the file"
+    return f"{name} is {wrong}; it takes {taken}{advice}"

@@ -16,7 +16,7 @@ from vitrail.api import notebook
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, get_model_name, load_trained
 from vitrail.api.options import build_options, document_options
-from vitrail.api.progress import NoteCollector, show_progress
+from vitrail.api.progress import NoteCollector, Progress, choose_progress
 from vitrail.config import Resample
 from vitrail.config.model import expand_image_size
 from vitrail.data.dataset import Dataset, Split
@@ -74,7 +74,7 @@ class ConvertOptions:
     """Images on which lower precisions are compared with float32."""
     overwrite: bool = False
     """Replace the destination if it exists."""
-    progress: ShowProgress = show_progress
+    progress: Progress = True
 
 
 class ConvertKeywords(TypedDict, total=False):
@@ -100,8 +100,8 @@ class ConvertKeywords(TypedDict, total=False):
     """Images on which lower precisions are compared with float32."""
     overwrite: bool
     """Replace the destination if it exists."""
-    progress: ShowProgress
-    """How progress is shown; a bar by default."""
+    progress: Progress
+    """Whether a bar is shown, or a function that shows progress."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -177,7 +177,7 @@ def convert(
     if built.to in ADAPTER_FORMATS:
         return _convert_adapter(source, built)
     dataset = None if built.measure is None else _open_measure_dataset(built.measure)
-    trained = _load_source(source, NoteCollector() if notify is None else notify)
+    trained = _load_source(source, NoteCollector(notify))
     before = len(trained.origin.changes)
     if built.adapter is not None:
         trained = merge_adapter(trained, built.adapter)
@@ -264,12 +264,12 @@ def _write_model(trained: Trained, options: ConvertOptions, dataset: Dataset | N
     if dataset is not None and to == "onnx":
 
         def compare_int8(float32: GraphRunner, int8: GraphRunner) -> dict[str, Any]:
-            return _compare_int8_with_float32(float32, int8, trained, dataset, options.progress)
+            return _compare_int8_with_float32(float32, int8, trained, dataset, choose_progress(options.progress))
 
         parity, comparison = export.export_int8_model(trained, path, compare_int8, overwrite=overwrite)
         return {"notes": [], **parity._asdict(), "int8": comparison}
     if dataset is not None:
-        trained = _measure_precisions(trained, dataset, options.progress)
+        trained = _measure_precisions(trained, dataset, choose_progress(options.progress))
         notes = save(trained, path, overwrite=overwrite)
         measurements = [dataclasses.asdict(measurement) for measurement in trained.precision_measurements]
         return {"notes": notes, "precision_measurements": measurements}

@@ -13,7 +13,7 @@ from vitrail import remote
 from vitrail.api import notebook
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, choose_distinct_name, get_model_name, list_models, load_trained
-from vitrail.api.progress import NoteCollector, show_progress
+from vitrail.api.progress import NoteCollector, Progress, choose_progress
 from vitrail.config import Precision
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.sources import DataSource, open_dataset
@@ -36,7 +36,7 @@ from vitrail.report import svg_charts
 from vitrail.report.result_files import make_evaluation_grid, write_evaluation
 from vitrail.report.svg_charts import ChartLine
 from vitrail.runtime import distributed
-from vitrail.runtime.workers import Notify, ShowProgress, count_loader_workers
+from vitrail.runtime.workers import Notify, count_loader_workers
 from vitrail.training.dataset_checks import check_classes, list_dataset_notes
 from vitrail.training.finetune import PreprocessName, set_preprocess
 from vitrail.weights.load import check_loadable
@@ -160,7 +160,7 @@ def evaluate(
     device: str | None = None,
     precision: Precision = "float32",
     workers: int | None = None,
-    progress: ShowProgress = show_progress,
+    progress: Progress = True,
     notify: Notify | None = None,
 ) -> Evaluation:
     """Measure models on labeled images: `vitrail evaluate` from Python, with its defaults.
@@ -183,10 +183,10 @@ def evaluate(
     - `device`: cpu, cuda or mps; the best device available by default.
     - `precision`: float32, bfloat16 or int8: of the computation that is measured, whatever `predict` chooses.
     - `workers`: Processes that decode images; one per core, less one, by default.
-    - `progress`: How progress is shown; a bar by default.
+    - `progress`: Whether a bar is shown, or a function that shows progress.
     - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
-    notes = NoteCollector() if notify is None else notify
+    notes = NoteCollector(notify)
     models = list_models([model, *list_models(against)])
     _check_numbers(model, batch, abstain)
     folder = _check_folder(out)
@@ -194,7 +194,7 @@ def evaluate(
         settings = EvaluationSettings(
             group=group, device=chosen_device, precision=precision, batch=batch, workers=count_loader_workers(workers),
             tta=tta, class_subset=None if classes is None else Path(classes), real=None if real is None else Path(real),
-            strict=strict, show_progress=progress, notify=notes,
+            strict=strict, show_progress=choose_progress(progress), notify=notes,
         )  # fmt: skip
         return _measure(models, data, split, abstain, folder, settings)
 
@@ -332,7 +332,7 @@ def probe(
     batch: int = 64,
     device: str | None = None,
     workers: int | None = None,
-    progress: ShowProgress = show_progress,
+    progress: Progress = True,
     notify: Notify | None = None,
 ) -> ProbeResult:
     """Measure a model's features by simple classifiers: `vitrail probe` from Python, with its defaults.
@@ -357,7 +357,7 @@ def probe(
     - `batch`: Images per batch.
     - `device`: cpu, cuda or mps; the best device available by default.
     - `workers`: Processes that decode images; one per core, less one, by default.
-    - `progress`: How progress is shown; a bar by default.
+    - `progress`: Whether a bar is shown, or a function that shows progress.
     - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
     get_model_name(model)  # refuses what is none
@@ -371,7 +371,7 @@ def probe(
             segmentation=None if segmentation is None else Path(segmentation),
             save=None if save is None else Path(save), overwrite=overwrite, batch=batch,
             workers=count_loader_workers(workers), group=group, device=chosen_device,
-            show_progress=progress, notify=NoteCollector() if notify is None else notify,
+            show_progress=choose_progress(progress), notify=NoteCollector(notify),
         )  # fmt: skip
         return _probe(model, data, preprocess, settings)
 

@@ -9,7 +9,7 @@ from vitrail.api import notebook
 from vitrail.api.images import Images, ListedImage, list_images
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, get_model_name, load_trained
-from vitrail.api.progress import NoteCollector, show_progress
+from vitrail.api.progress import NoteCollector, Progress, choose_progress
 from vitrail.data.image_paths import ImageRef
 from vitrail.errors import UsageError
 from vitrail.formatting import pluralize
@@ -50,10 +50,17 @@ class Figures:
         return dict(self.record["numbers"])
 
     def __repr__(self) -> str:
-        return f"Figures({str(self.folder)!r}: {', '.join(name for name in self.files if name.endswith('.png'))})"
+        names = self._list_pictures()
+        number = len(self.files) - len(names)
+        more = f" and {number:,} more" if number else ""
+        return f"Figures({str(self.folder)!r}: {', '.join(names)}{more})"
+
+    def _list_pictures(self) -> list[str]:
+        """The pictures of all images together; those of a single one are in folders."""
+        return [name for name in self.files if name.endswith(".png") and "/" not in name]
 
     def _repr_html_(self) -> str:
-        pictures = [name for name in self.files if name.endswith(".png") and "/" not in name]
+        pictures = self._list_pictures()
         images = [notebook.render_image(self.folder / name, _SHOWN_WIDTH, alt=name) for name in pictures]
         parts = [
             notebook.render_figure(f"{name.removesuffix('.png')}: {self.files[name]}", image)
@@ -74,7 +81,7 @@ def figures(
     num_images: int = 64,
     faithfulness: bool = False,
     device: str | None = None,
-    progress: ShowProgress = show_progress,
+    progress: Progress = True,
     notify: Notify | None = None,
 ) -> Figures:
     """Draw the paper's figures of a model, or of two side by side: `vitrail figures` from Python, with its defaults.
@@ -94,10 +101,10 @@ def figures(
     - `num_images`: How many images to draw, evenly spread over those given; `boxes` reads the others too.
     - `faithfulness`: Delete and insert patches by relevance, and plot the probability of the class.
     - `device`: cpu, cuda or mps; the best device available by default.
-    - `progress`: How progress is shown; a bar by default.
+    - `progress`: Whether a bar is shown, or a function that shows progress.
     - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
-    notify = NoteCollector() if notify is None else notify
+    notify = NoteCollector(notify)
     if num_images < 0:
         raise UsageError(f"--num-images is {num_images}; it must be 0 or more")
     given = [model] if against is None else [model, against]
@@ -111,6 +118,7 @@ def figures(
     size = (image_size,) if isinstance(image_size, int) else image_size
     models = all_figures.prepare_models([_load_model(each, notify) for each in given], size, device)
     folder = FigureFolder(path, [each.name for each in models], notify=notify)
+    progress = choose_progress(progress)
     num_read = _draw(models, listed, object_boxes, folder, num_images, faithfulness=faithfulness, progress=progress)
     if not num_read:
         reason = "--num-images 0 reads none" if listed else f"vitrail figures {names[0]} IMAGES..."

@@ -1,11 +1,12 @@
 """Errors of `import vitrail` in the words of Python: they name keywords where the command line has options."""
 
+import contextlib
 import functools
 import inspect
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
@@ -31,27 +32,40 @@ _COMMAND_OR_OPTION = re.compile(
 """A whole command or what is quoted, which stays as it is; or an option and the word behind it."""
 _called_keywords: ContextVar[Mapping[str, Any]] = ContextVar("called_keywords", default=types.MappingProxyType({}))
 
+_is_command: ContextVar[bool] = ContextVar("is_command", default=False)
+
 
 def name_keywords(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function of `import vitrail`: its arguments are checked by their hints, and errors name keywords.
 
-    Commands that call the same function pass `notify`, and get errors that name their options.
+    Commands that call the same function do so in `keep_option_names`.
     """
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        token = _called_keywords.set(list_keywords(function))
+        keywords = {} if _is_command.get() else list_keywords(function)
+        token = _called_keywords.set(keywords)
         try:
             bound = _check_arguments(function, args, kwargs)
             return function(*bound.args, **bound.kwargs)
         except VitrailError as error:
-            if kwargs.get("notify") is None:
-                error.args = (rename_options(str(error), list_keywords(function)), *error.args[1:])
+            if keywords:
+                error.args = (rename_options(str(error), keywords), *error.args[1:])
             raise
         finally:
             _called_keywords.reset(token)
 
     return call
+
+
+@contextlib.contextmanager
+def keep_option_names() -> Iterator[None]:
+    """Within the block errors and notes name options: a command runs."""
+    token = _is_command.set(True)
+    try:
+        yield
+    finally:
+        _is_command.reset(token)
 
 
 def get_called_keywords() -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, load_trained
 from vitrail.api.options import document_options
 from vitrail.api.prediction_list import MAX_SHOWN_IMAGES, Prediction, PredictionList
-from vitrail.api.progress import NoteCollector, show_progress
+from vitrail.api.progress import NoteCollector, Progress, choose_progress, show_progress
 from vitrail.config import Precision, to_json
 from vitrail.config.features import AnyFeatureKind, FeatureKind, count_features, describe_features
 from vitrail.config.model import expand_image_size
@@ -111,7 +111,14 @@ class PredictKeywords(TypedDict, total=False):
 @document_options(PredictOptions)
 @name_keywords
 def predict(
-    model: AnyModel, images: Images, *, top: int = 1, out: str | Path | None = None, **options: Unpack[PredictKeywords]
+    model: AnyModel,
+    images: Images,
+    *,
+    top: int = 1,
+    out: str | Path | None = None,
+    progress: Progress = True,
+    notify: Notify | None = None,
+    **options: Unpack[PredictKeywords],
 ) -> PredictionList:
     """Label images: `vitrail predict` from Python, with its defaults. An unreadable image is named in its row.
 
@@ -124,9 +131,12 @@ def predict(
       files; or a torch Dataset, whose labels are left out.
     - `top`: Labels per image.
     - `out`: Also write the rows to this .csv or .jsonl file, as the command does.
+    - `progress`: Whether a bar is shown, or a function that shows progress.
+    - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
     listed, predict_options = list_images(images), PredictOptions(top=top, out=out, **options)
-    rows, notes = _collect_rows(model, listed, predict_options)
+    notes = NoteCollector(notify)
+    rows = _collect_rows(model, listed, predict_options, notes, progress)
     first_images = _iterate_refs([image for image in listed if not is_stdin(image)], predict_options, Counter())
     predictions = tuple(Prediction(row.image, row.labels, row.error) for row in rows)
     return PredictionList(predictions, tuple(notes), tuple(itertools.islice(first_images, MAX_SHOWN_IMAGES)))
@@ -140,6 +150,8 @@ def embed(
     *,
     features: FeatureKind = "default",
     normalize: bool = False,
+    progress: Progress = True,
+    notify: Notify | None = None,
     **options: Unpack[PredictKeywords],
 ) -> NDArray[np.float32]:
     """The features of images, (n, D): by default what the model's head reads.
@@ -156,9 +168,11 @@ def embed(
     - `features`: "class" is the class token, "mean" the mean of the patch tokens, "class-mean" both in one row, "map"
       attention pooling, each where the model has it; "default" is what its head reads.
     - `normalize`: Scale each image's features to length 1.
+    - `progress`: Whether a bar is shown, or a function that shows progress.
+    - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
     embed_options = PredictOptions(embed=True, features=features, normalize=normalize, **options)
-    return _collect_features(model, list_images(images), embed_options)
+    return _collect_features(model, list_images(images), embed_options, NoteCollector(notify), progress)
 
 
 @document_options(PredictOptions)
@@ -168,6 +182,8 @@ def dense(
     images: Images,
     *,
     image_size: int | tuple[int, ...] | None = None,
+    progress: Progress = True,
+    notify: Notify | None = None,
     **options: Unpack[PredictKeywords],
 ) -> NDArray[np.float32]:
     """The features of each patch of images, (n, rows, columns, D): the patch tokens after the model's last norm.
@@ -183,15 +199,20 @@ def dense(
     - `model`: A name, a path, a `Run` or a `Trained`.
     - `images`: As in `predict`.
     - `image_size`: Resolution, one side or height and width; positions are resampled. The model's by default.
+    - `progress`: Whether a bar is shown, or a function that shows progress.
+    - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
     trained = load_trained(model)
     if image_size is not None:
         trained = adapt(trained, image_size=expand_image_size(image_size))
-    return _collect_features(trained, list_images(images), PredictOptions(embed=True, features="dense", **options))
+    dense_options = PredictOptions(embed=True, features="dense", **options)
+    return _collect_features(trained, list_images(images), dense_options, NoteCollector(notify), progress)
 
 
-def _collect_features(model: AnyModel, images: Sequence[ListedImage], options: PredictOptions) -> NDArray[np.float32]:
-    rows, _ = _collect_rows(model, images, options)
+def _collect_features(
+    model: AnyModel, images: Sequence[ListedImage], options: PredictOptions, notify: Notify, progress: Progress
+) -> NDArray[np.float32]:
+    rows = _collect_rows(model, images, options, notify, progress)
     features = []
     for row in rows:
         if row.features is None:
@@ -231,10 +252,10 @@ class _CollectedRows(NamedTuple):
 
 
 def _collect_rows(
-    model: AnyModel, images: Sequence[ListedImage], options: PredictOptions
-) -> tuple[list[PredictionRow], list[str]]:
+    model: AnyModel, images: Sequence[ListedImage], options: PredictOptions, notify: Notify, progress: Progress
+) -> list[PredictionRow]:
     check_found(images)
-    notes, rows = NoteCollector(), list[PredictionRow]()
+    rows = list[PredictionRow]()
 
     def make_target(classifier: AnyClassifier) -> RowTarget:
         if options.out is None:
@@ -244,8 +265,8 @@ def _collect_rows(
             raise UsageError(f"--out {options.out} has no known suffix: .csv or .jsonl")
         return _CollectedRows(rows, make_row_file(classifier, options, row_format))
 
-    run_prediction(model, images, options, make_target, notify=notes)
-    return rows, notes
+    run_prediction(model, images, options, make_target, notify=notify, progress=choose_progress(progress))
+    return rows
 
 
 # --- what the command shares -----------------------------------------------------------------------------------------

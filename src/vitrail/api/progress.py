@@ -15,26 +15,42 @@ from typing import Any
 
 from vitrail.api.keyword_errors import get_called_keywords, rename_options
 from vitrail.formatting import format_bytes, format_count, format_duration
-from vitrail.runtime.workers import ignore_progress
+from vitrail.runtime.workers import Notify, ShowProgress, hide_progress, ignore_progress
 
+Progress = ShowProgress | bool
+"""How progress is shown: True for a bar in a notebook or on a terminal, False for nothing, or a function."""
 logger = logging.getLogger("vitrail")
 logger.addHandler(logging.NullHandler())  # silent unless the caller configures logging
 _SECONDS_BETWEEN_UPDATES = 0.2
 
 
 class NoteCollector(list[str]):
-    """Notes of a call, logged as they come and kept for its result; they name its keywords, as errors do."""
+    """Notes of a call, kept for its result and logged as they come, or passed to its `notify`.
 
-    def __init__(self) -> None:
+    They name its keywords, as errors do.
+    """
+
+    def __init__(self, notify: Notify | None = None) -> None:
         super().__init__()
+        self._notify = notify
         self._keywords = get_called_keywords()  # now: notes may come from another thread
 
     def __call__(self, sentence: str) -> None:
-        """Log a sentence, and keep what is worth knowing after the call."""
+        """Log or pass on a sentence, and keep what is worth knowing after the call."""
         sentence = rename_options(sentence, self._keywords) if self._keywords else sentence
-        logger.log(logging.WARNING if sentence.startswith("warning") else logging.INFO, sentence)
+        if self._notify is not None:
+            self._notify(sentence)
+        else:
+            logger.log(logging.WARNING if sentence.startswith("warning") else logging.INFO, sentence)
         if sentence.startswith(("note", "warning")):
             self.append(sentence)
+
+
+def choose_progress(progress: Progress) -> ShowProgress:
+    """How progress is shown: a bar for True, nothing for False."""
+    if isinstance(progress, bool):
+        return show_progress if progress else hide_progress
+    return progress
 
 
 @contextlib.contextmanager

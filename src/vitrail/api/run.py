@@ -1,7 +1,6 @@
 """A run folder as a Python object: its metrics, curves, weights and report."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,21 +28,26 @@ class Run:
     folder: Path
     notes: tuple[str, ...] = ()
     """What was assumed or left out during the run, a sentence each."""
+    _final: dict[str, Any] = dataclasses.field(default_factory=dict, init=False, compare=False)
+    """The facts and weights of a run that has ended, which no longer change."""
 
     @name_keywords
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(check_argument("folder", self.folder, str | Path)))
         _ = self.config  # refuses what is no run folder
 
-    @functools.cached_property
-    def facts(self) -> RunFacts:
-        """Everything that the folder records."""
-        return gather_facts(self.folder)
+    @property
+    def _facts(self) -> RunFacts:
+        """Everything that the folder records; it is read again until the run has ended."""
+        facts = self._final.get("facts") or gather_facts(self.folder)
+        if facts.has_result:
+            self._final["facts"] = facts
+        return facts
 
     @property
     def config(self) -> Mapping[str, Any]:
         """The run's config.json: recipe, data, classes, seed, machine."""
-        return self.facts.config
+        return self._facts.config
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -52,7 +56,7 @@ class Run:
         Of a classifier: split, images, correct, top1, interval, top5, loss, macro_accuracy, temperature,
         calibration_error and seconds.
         """
-        facts = self.facts
+        facts = self._facts
         if facts.pretraining is not None:
             return dataclasses.asdict(facts.pretraining)
         if facts.result is None:
@@ -63,32 +67,39 @@ class Run:
             numbers["macro_accuracy"] = facts.macro_accuracy
         if facts.multi_label_metrics is not None:
             numbers |= dataclasses.asdict(facts.multi_label_metrics)
+            del numbers["bins"]  # what the report's chart is drawn from
         return numbers
 
     @property
     def accuracy(self) -> float | None:
         """The top-1 accuracy on held-out images; None until the run has ended, and for a run without labels."""
-        return None if self.facts.result is None else self.facts.result.top1
+        result = self._facts.result
+        return None if result is None else result.top1
 
     @property
     def interval(self) -> Interval | None:
         """The 95 % confidence interval of the accuracy."""
-        return None if self.facts.result is None else self.facts.result.interval
+        result = self._facts.result
+        return None if result is None else result.interval
 
     @property
     def history(self) -> dict[str, tuple[float, ...]]:
         """The columns of results.csv: a value for each evaluation during training."""
-        return dict(self.facts.epochs)
+        return dict(self._facts.epochs)
 
     @property
     def weights(self) -> Path:
         """The file of the best weights."""
         return self.folder / "weights" / "best.safetensors"
 
-    @functools.cached_property
+    @property
     def trained(self) -> Trained:
-        """The best weights, with their preprocessing and labels."""
-        return load(self.weights)
+        """The best weights, with their preprocessing and labels; those so far until the run has ended."""
+        has_ended = self._facts.has_result
+        trained = self._final.get("trained") or load(self.weights)
+        if has_ended:
+            self._final["trained"] = trained
+        return trained
 
     @property
     def report(self) -> Path | None:
@@ -97,7 +108,7 @@ class Run:
         return path if path.is_file() else None
 
     def __repr__(self) -> str:
-        return f"Run({str(self.folder)!r}: {notebook.summarize_run(self.facts)})"
+        return f"Run({str(self.folder)!r}: {notebook.summarize_run(self._facts)})"
 
     def _repr_html_(self) -> str:
-        return notebook.render_run(self.folder, self.facts, self.notes)
+        return notebook.render_run(self.folder, self._facts, self.notes)

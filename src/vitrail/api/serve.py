@@ -143,9 +143,8 @@ def serve(
     - `model`: A name, a path, a `Run` or a `Trained`, or a list of these.
     - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
-    notify = NoteCollector() if notify is None else notify
     models = list_models(model)
-    service, listener = start_service(models, build_options(ServeOptions, options), notify)
+    service, listener = start_service(models, build_options(ServeOptions, options), NoteCollector(notify))
     return Server(service, listener)
 
 

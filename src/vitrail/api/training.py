@@ -3,19 +3,23 @@
 import contextlib
 import dataclasses
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Unpack
 
+import torch
+
 from vitrail.api.keyword_errors import name_keywords
 from vitrail.api.models import AnyModel, get_model_name
 from vitrail.api.options import FinetuneKeywords, TrainKeywords, build_options, document_options
-from vitrail.api.progress import NoteCollector, show_progress
+from vitrail.api.progress import NoteCollector, Progress, choose_progress
 from vitrail.api.run import Run
 from vitrail.config import Recipe
 from vitrail.data.sources import DataSource
 from vitrail.errors import StoppedError
 from vitrail.report.write_report import write_run_outputs
+from vitrail.runtime.workers import Notify
 from vitrail.training import finetune as finetuning
 from vitrail.training import pretrain as pretraining
 from vitrail.training.finetune import FinetuneOptions
@@ -40,6 +44,8 @@ def finetune(
     on_step: OnStep | None = None,
     on_evaluation: OnEvaluation | None = None,
     loss: LossFunction | None = None,
+    progress: Progress = True,
+    notify: Notify | None = None,
     **options: Unpack[FinetuneKeywords],
 ) -> Run:
     """Fine-tune a trained model on your images, in a run folder: `vitrail finetune` from Python, with its defaults.
@@ -60,14 +66,17 @@ def finetune(
     - `on_step`: Called with a `StepEnd` after each step.
     - `on_evaluation`: Called with a `ValidationResult` after each evaluation.
     - `loss`: A function of logits and targets that replaces the recipe's loss (see `vitrail.training.losses`).
+    - `progress`: Whether a bar is shown, or a function that shows progress.
+    - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
     if model is not None:
         get_model_name(model)  # refuses what is none
-    notes = NoteCollector()
-    built = build_options(FinetuneOptions, {"minutes": minutes, "recipe": recipe, "loss_function": loss, **options})
+    notes = NoteCollector(notify)
+    own = {"minutes": minutes, "recipe": recipe, "loss_function": loss, "must_resume": True}
+    built = build_options(FinetuneOptions, own | options)
     initial = str(model.weights) if isinstance(model, Run) else model
-    with _explain_early_interrupt(on_step) as count_step:
-        callbacks = _make_callbacks(notes, count_step, on_evaluation)
+    with _explain_early_interrupt(on_step) as count_step, _restore_global_state():
+        callbacks = _make_callbacks(notes, progress, count_step, on_evaluation)
         (facts,) = finetuning.finetune(data, initial, built, callbacks)
     return Run(Path(facts["folder"]), tuple(notes))
 
@@ -81,6 +90,8 @@ def train(
     on_step: OnStep | None = None,
     on_evaluation: OnEvaluation | None = None,
     loss: LossFunction | None = None,
+    progress: Progress = True,
+    notify: Notify | None = None,
     **options: Unpack[TrainKeywords],
 ) -> Run:
     """Train a model from random weights by a recipe, in a run folder: `vitrail train` from Python, with its defaults.
@@ -95,11 +106,13 @@ def train(
     - `on_step`: Called with a `StepEnd` after each step.
     - `on_evaluation`: Called with a `ValidationResult` after each evaluation.
     - `loss`: A function of logits and targets that replaces the recipe's loss (see `vitrail.training.losses`).
+    - `progress`: Whether a bar is shown, or a function that shows progress.
+    - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
-    notes = NoteCollector()
-    built = build_options(PretrainingOptions, {"loss_function": loss, **options})
-    with _explain_early_interrupt(on_step) as count_step:
-        callbacks = _make_callbacks(notes, count_step, on_evaluation)
+    notes = NoteCollector(notify)
+    built = build_options(PretrainingOptions, {"loss_function": loss, "must_resume": True, **options})
+    with _explain_early_interrupt(on_step) as count_step, _restore_global_state():
+        callbacks = _make_callbacks(notes, progress, count_step, on_evaluation)
         facts = pretraining.pretrain(recipe, data, built, callbacks)
     return Run(Path(facts["folder"]), tuple(notes))
 
@@ -124,8 +137,18 @@ def _explain_early_interrupt(on_step: OnStep | None) -> Iterator[OnStep]:
         raise StoppedError(message, signal.SIGINT) from None
 
 
-def _make_callbacks(notes: NoteCollector, on_step: OnStep, on_evaluation: OnEvaluation | None) -> RunCallbacks:
-    callbacks = RunCallbacks(notify=notes, show_progress=show_progress, write_report=write_run_outputs)
+@contextlib.contextmanager
+def _restore_global_state() -> Iterator[None]:
+    """Leave torch's global random numbers and the filters of warnings as they were before the run."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices), warnings.catch_warnings():
+        yield
+
+
+def _make_callbacks(
+    notes: NoteCollector, progress: Progress, on_step: OnStep, on_evaluation: OnEvaluation | None
+) -> RunCallbacks:
+    callbacks = RunCallbacks(notify=notes, show_progress=choose_progress(progress), write_report=write_run_outputs)
     return dataclasses.replace(
         callbacks,
         on_step=on_step,

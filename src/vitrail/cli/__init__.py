@@ -258,7 +258,9 @@ def _run_verb(verb: str, rest: Sequence[str]) -> None:
     arguments = importlib.import_module("vitrail.cli.parsing").parse_arguments(verb, signature, rest)
     if getattr(arguments, "minutes", None) is not None or _is_machine_busy():
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it once, when the body imports it
-    _import_attribute("vitrail.cli", command.body)(arguments)
+    body = _import_attribute("vitrail.cli", command.body)
+    with _import_attribute("vitrail.api", "keyword_errors.keep_option_names")():
+        body(arguments)
 
 
 def _is_machine_busy() -> bool:

@@ -8,7 +8,7 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 
 class Group(NamedTuple):
@@ -140,9 +140,9 @@ class RunFolderOptions:
     """Replace an existing run folder."""
     save_every: Annotated[float, arg(metavar="MINUTES")] = 10
     """How often to write a checkpoint to the run folder, in the background."""
-    track: Tracker | None = None
+    track: Annotated[tuple[Tracker, ...], UseAppendAction] = ()
     """Also log every step to TensorBoard in the run folder (extra `track`), or to W&B or MLflow (extras `wandb`,
-    `mlflow`), which send the numbers and config.json to the server they are configured for."""
+    `mlflow`), which send the numbers and config.json to the server they are configured for. May be repeated."""
     dry_run: Annotated[bool, COMMON] = False
     """Show the configuration, estimated time and memory, and the first batch; train nothing."""
 

@@ -95,7 +95,7 @@ def _check_options(command: str, all_options: Sequence[Option], arguments: Seque
         while position < len(arguments) and not arguments[position].startswith("--") and (more or not values):
             values.append(arguments[position])
             position += 1
-        if not values and not option.takes_several:
+        if not values:
             raise ArgumentError(command, f"{text} needs a value")
         for value in values:
             _check_value(command, text, option, value)

@@ -1,6 +1,6 @@
 """Which features of an image a model can give, by name: its head's input, or another pooling of its tokens.
 
-default      what the head reads: one of the others, with the hidden layer or the projection behind it where there is one
+default      what the head reads: one of the others, with the hidden layer or projection behind it if there is one
 class        the class token after the last norm
 mean         the mean of the patch tokens, which are normalized before, or after where the model's own head does so
 class-mean   class, then mean, in one row

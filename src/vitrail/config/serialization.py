@@ -7,6 +7,8 @@ field names and old values. Whoever renames a stored field or value adds a row.
 import contextlib
 import dataclasses
 import difflib
+import numbers
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -17,6 +19,7 @@ from vitrail.errors import UsageError
 
 T = TypeVar("T")
 _TYPE_NAMES = {float: "a number", int: "an integer", bool: "true or false", str: "a string"}
+_TUPLE_DESCRIPTIONS = {int: "integers, such as [2,10]", float: "numbers, such as [0.5,0.75]"}
 _LITERAL_WORDS = {"true": True, "false": False, "none": None}
 
 
@@ -145,7 +148,10 @@ def upgrade_run_config(config: dict[str, Any]) -> dict[str, Any]:
     renamed = {_RUN_RENAMES.get(name, name): value for name, value in config.items()}
     if isinstance(model := renamed.get("model"), dict):  # an Origin, of weights/, which config does not know
         renamed["model"] = {_RENAMES["Origin"].fields.get(name, name): value for name, value in model.items()}
-    return renamed | {"recipe": upgrade_keys(Recipe, renamed.get("recipe"))}
+    recipe = upgrade_keys(Recipe, renamed.get("recipe"))
+    if renamed.get("train_preprocess") and isinstance(recipe, dict) and recipe.get("resize"):
+        recipe["resize_whole_image"] = True  # which the preprocessing alone recorded
+    return renamed | {"recipe": recipe}
 
 
 def upgrade_result_keys(result: Mapping[str, T]) -> dict[str, T]:
@@ -179,8 +185,9 @@ def parse_field(kind: type, field: str, text: str, name: str) -> Any:
     hint = typing.get_type_hints(kind)[field]
     if typing.get_origin(hint) is Literal:  # where none may be a choice
         return _convert_value(name, hint, _upgrade_fields(kind, {field: text.strip()})[field])
-    words = [_parse_word(word) for word in text.split(",")]
-    value = words if "," in text else words[0]
+    in_brackets = re.fullmatch(r"\s*\[(.*)\]\s*", text)  # as in a file
+    words = [_parse_word(word) for word in (in_brackets[1] if in_brackets else text).split(",")]
+    value = words if in_brackets or "," in text else words[0]
     config = next(filter(dataclasses.is_dataclass, typing.get_args(hint)), None)
     if config is not None and isinstance(value, str):  # by its first field; the others have their defaults
         value = {dataclasses.fields(config)[0].name: value}
@@ -208,6 +215,8 @@ def _parse_word(word: str) -> object:
 def _convert_value(name: str, hint: Any, value: object) -> Any:
     """`value` as the type `hint`: lists become tuples, objects dataclasses, and integers floats where one is wanted."""
     arguments = typing.get_args(hint)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):  # of NumPy too
+        value = int(value) if isinstance(value, numbers.Integral) else float(value)
     if _is_union(hint):
         if value is None and type(None) in arguments:
             return None
@@ -239,8 +248,9 @@ def _describe_type(hint: Any) -> str:
         return f"one of {', '.join(map(str, arguments))}"
     if _is_union(hint):
         return " or ".join("none" if part is type(None) else _describe_type(part) for part in arguments)
-    if typing.get_origin(hint) is tuple and Ellipsis not in arguments:
-        return f"{len(arguments)} of {getattr(arguments[0], '__name__', arguments[0])}"
+    if typing.get_origin(hint) is tuple and arguments[0] in _TUPLE_DESCRIPTIONS:
+        described = _TUPLE_DESCRIPTIONS[arguments[0]]
+        return f"a list of {described}" if Ellipsis in arguments else f"{len(arguments)} {described}"
     return _TYPE_NAMES.get(hint) or str(getattr(hint, "__name__", hint))
 
 

@@ -62,8 +62,11 @@ class OptimizerConfig:
     momentum: float = 0.9
     """Of sgd and of muon's matrices, where 0.95 is usual."""
     beta1: float = 0.9
+    """Of adam: the decay of the average of gradients."""
     beta2: float = 0.999
+    """Of adam: the decay of the average of squared gradients."""
     eps: float = 1e-8
+    """Of adam: added to the denominator of its step."""
     head_lr: float | None = None
     """The learning rate of a head that starts from zeros; None for `lr`."""
     adam_lr: float | None = None
@@ -76,9 +79,11 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        for name, limit in (("lr", math.inf), ("eps", 1), ("layer_decay", 1)):
-            if not 0 < getattr(self, name) <= limit or math.isinf(getattr(self, name)):
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0 and at most {limit}")
+        for name in ("eps", "layer_decay"):
+            if not 0 < getattr(self, name) <= 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be above 0 and at most 1")
+        if not 0 < self.lr < math.inf:
+            raise UsageError(f"lr is {self.lr}; it must be above 0")
         check_fractions(self, "momentum", "beta1", "beta2")
         if not 0 <= self.weight_decay < math.inf:
             raise UsageError(f"weight_decay is {self.weight_decay}; it must be 0 or more")
@@ -94,6 +99,7 @@ class ScheduleConfig:
     """The learning rate over the steps, as a fraction of its peak."""
 
     decay: Literal["cosine", "linear", "rsqrt", "constant", "step"] = "cosine"
+    """How it falls after warm-up."""
     warmup: int = 0
     """Steps of a linear rise from 0 to the peak."""
     final_lr_scale: float = 0.0
@@ -107,20 +113,21 @@ class ScheduleConfig:
 
     def __post_init__(self) -> None:
         check_choices(self)
-        if self.warmup < 0 or self.cooldown < 0 or self.timescale < 1 or not 0 <= self.final_lr_scale <= 1:
-            raise UsageError(
-                f"{self} cannot be: warmup and cooldown are 0 or more, timescale 1 or more, final_lr_scale from 0 to 1"
-            )
-        has_final_scale = self.decay in ("cosine", "linear")
-        if (self.final_lr_scale and not has_final_scale) or (self.cooldown and self.decay not in ("rsqrt", "constant")):
-            raise UsageError(
-                f"{self} cannot be: final_lr_scale is for cosine and linear, cooldown for rsqrt and constant"
-            )
-        milestones = self.milestones or ()
-        if (self.decay == "step") != bool(milestones) or any(not 0 < part < 1 for part in milestones):
-            raise UsageError(
-                f"{self} cannot be: decay step, and no other, has milestones, fractions of the run between 0 and 1"
-            )
+        for name, least in (("warmup", 0), ("cooldown", 0), ("timescale", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be {least} or more")
+        if not 0 <= self.final_lr_scale <= 1:
+            raise UsageError(f"final_lr_scale is {self.final_lr_scale}; it must be from 0 to 1")
+        if self.final_lr_scale and self.decay not in ("cosine", "linear"):
+            raise UsageError(f"final_lr_scale is for the decays cosine and linear, and the decay is {self.decay}")
+        if self.cooldown and self.decay not in ("rsqrt", "constant"):
+            raise UsageError(f"cooldown is for the decays rsqrt and constant, and the decay is {self.decay}")
+        if self.milestones and self.decay != "step":
+            raise UsageError(f"milestones are for the decay step, and the decay is {self.decay}")
+        if self.decay == "step" and not self.milestones:
+            raise UsageError("the decay step needs milestones, such as [0.5, 0.75]")
+        if any(not 0 < part < 1 for part in self.milestones or ()):
+            raise UsageError(f"milestones are {list(self.milestones or ())}; each must lie between 0 and 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,16 +222,25 @@ class Recipe:
     """None for that of the model to fine-tune."""
     resize: float | None = None
     """The short side before the crop, as a multiple of the crop's side; None for that of the model to fine-tune."""
+    resize_whole_image: bool = False
+    """Of fine-tuning: resize both sides, whatever the image's shape: to the model's input for evaluation, and to
+    `resize` times that before training's crops."""
     batch: int = 4096
     """Global batch size."""
     epochs: float
+    """Passes over the training images."""
     optimizer: OptimizerConfig
+    """How gradients become steps."""
     schedule: ScheduleConfig
+    """The learning rate over the steps."""
     augment: AugmentConfig = dataclasses.field(default_factory=AugmentConfig)
+    """What happens to a training image."""
     masked: MaskedConfig | None = None
     """Masking and prediction targets for pre-training without labels; None to learn from labels."""
     loss: Literal["softmax", "sigmoid"] = "softmax"
+    """softmax: cross-entropy of one class per image. sigmoid: a yes or no for each class."""
     label_smoothing: float = 0.0
+    """Share of the target that is spread evenly over the classes."""
     head_bias: float = 0.0
     """Initial bias of the head: log(1 / classes) and the like for sigmoid."""
     head_init: Literal["probe"] | None = None
@@ -232,7 +248,9 @@ class Recipe:
     mimetic: bool = False
     """Whether attention is initialized to resemble that of trained models (Trockman and Kolter 2023)."""
     dropout: float = 0.0
+    """Probability that an activation becomes zero."""
     stochastic_depth: float = 0.0
+    """Probability that an image skips a branch of the last block; towards the first it falls linearly to 0."""
     ema: float = 0.0
     """Decay of the average of the weights that is evaluated and saved; 0 for the weights themselves."""
     ema_warmup: bool = True
@@ -254,6 +272,8 @@ class Recipe:
         check_choices(self)
         if self.resize is not None and not 1 <= self.resize <= 4:
             raise UsageError(f"resize is {self.resize}; it must be from 1 to 4 sides of the crop")
+        if self.resize_whole_image and (self.resize is None or self.model is not None):
+            raise UsageError("resize_whole_image is for fine-tuning with a `resize`: set that, or omit both")
         if self.trainable_layers is not None and self.trainable_layers < 0:
             raise UsageError(f"trainable_layers is {self.trainable_layers}; it must be 0 (the head alone) or more")
         if self.batch < 1:

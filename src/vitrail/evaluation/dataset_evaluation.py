@@ -42,6 +42,8 @@ from vitrail.weights import timm_preprocess
 from vitrail.weights.load import find_model_path, load
 from vitrail.weights.trained import Trained, require_preprocess
 
+__all__ = ["ModelEvaluation"]
+
 TIMM_PREFIX = "timm-model:"
 SplitName = Literal["test", "val", "train", "all"]
 
@@ -97,7 +99,13 @@ class SplitEvaluation:
 
 @dataclasses.dataclass(frozen=True)
 class ModelEvaluation:
-    """A model and its result."""
+    """A model and its result.
+
+    `Evaluation.results` has one for each model.
+
+        (result,) = vitrail.evaluate("model.safetensors", "photos").results
+        print(result.names, result.metrics.top1, result.evaluation.predictions.correct)
+    """
 
     evaluated_model: EvaluatedModel
     names: tuple[str, ...]

@@ -29,7 +29,7 @@ def wilson_interval(correct: int, images: int) -> Interval:
     share, spread = correct / images, Z_95 * Z_95 / images
     middle = (share + spread / 2) / (1 + spread)
     half = Z_95 * math.sqrt(share * (1 - share) / images + spread / (4 * images)) / (1 + spread)
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return max(0.0, middle - half) if correct else 0.0, min(1.0, middle + half) if correct < images else 1.0
 
 
 def mean_interval(values: NDArray[np.floating]) -> Interval | None:

@@ -14,7 +14,14 @@ from vitrail.recipes.pretraining import (
     build_masked_recipe,
     get_recipe,
 )
-from vitrail.recipes.recipe_file import RECIPE_SUFFIXES, format_recipe, load_recipe
+from vitrail.recipes.recipe_file import (
+    RECIPE_SUFFIXES,
+    check_recipe,
+    find_loss_function,
+    format_recipe,
+    load_finetune_recipe,
+    load_recipe,
+)
 
 __all__ = [
     "ABLATION_RESERVED",
@@ -28,9 +35,12 @@ __all__ = [
     "FinetuneKind",
     "build_finetune_recipe",
     "build_masked_recipe",
+    "check_recipe",
     "choose_finetune_size",
+    "find_loss_function",
     "format_recipe",
     "get_recipe",
+    "load_finetune_recipe",
     "load_recipe",
     "override_settings",
     "set_lora",

@@ -137,6 +137,7 @@ def _build_bit_recipe(images: int, patch: int, pixels: int) -> Recipe:
         model=None,
         image_size=round(crop / patch) * patch,
         resize=side / crop,
+        resize_whole_image=True,
         batch=512,
         epochs=steps * 512 / images,
         optimizer=OptimizerConfig(kind="sgd", lr=0.003, momentum=0.9),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from vitrail import presets
-from vitrail.config import BiTConfig, Recipe, ViTConfig, to_json
+from vitrail.config import Recipe, ViTConfig, to_json
 from vitrail.config.model import expand_image_size
 from vitrail.config.serialization import convert_field, parse_field, upgrade_field_name
 from vitrail.errors import UsageError
@@ -25,11 +25,25 @@ TRANSFER_RESERVED = {
     "recipe.epochs": "give --steps N",
     "recipe.batch": "give --batch N",
     "recipe.image_size": "give --image-size SIDE",
+    "recipe.resize_whole_image": "the study decides how images are resized",
 }
 """The same for `study sweep` and `study vtab`."""
+
+
+def list_reserved_settings(recipe: Recipe) -> Mapping[str, str]:
+    """The settings that the recipe's command does not take: `train`, or `finetune` for a recipe without a model."""
+    return FINETUNE_RESERVED if recipe.model is None else TRAIN_RESERVED
+
+
 _SECTIONS = ("optimizer", "schedule", "augment", "masked", "lora")  # of a recipe, besides its model's settings
 _DESCRIPTIVE_FIELDS = ("data", "source", "result")
-_FIXED_MODEL_FIELDS = ("kind", "stem", "conv", "image_size", "classes")  # decided by the preset, the recipe or the data
+_FIXED_MODEL_FIELDS = {  # and what decides them
+    "kind": "the preset decides it",
+    "stem": "the preset decides it",
+    "conv": "the preset decides it",
+    "image_size": "it is a field of the recipe itself",
+    "classes": "the data decide it",
+}
 
 
 class _Field(NamedTuple):
@@ -49,7 +63,7 @@ def override_settings(
     any of their names; by default those of `train`, or of `finetune` where the recipe has no model.
     """
     if reserved is None:
-        reserved = FINETUNE_RESERVED if recipe.model is None else TRAIN_RESERVED
+        reserved = list_reserved_settings(recipe)
     changes: dict[str, dict[str, Any]] = {}
     for name, value in _split_assignments(settings):
         field = _find_field(recipe, name, reserved)
@@ -64,11 +78,26 @@ def override_settings(
         return recipe
     fields = {"settings": recipe.settings | changes.pop("model", {}), "result": None} | changes.pop("recipe", {})
     parts = {name: dataclasses.replace(getattr(recipe, name), **values) for name, values in changes.items()}
-    changed = dataclasses.replace(recipe, **fields, **parts)
-    if changed.model is not None:
-        size = {} if changed.image_size is None else {"image_size": expand_image_size(changed.image_size)}
-        presets.get_preset_config(changed.model, **size, **changed.settings)  # refuses what no model can be
-    return changed
+    return check_model_settings(dataclasses.replace(recipe, **fields, **parts))
+
+
+def check_model_settings(recipe: Recipe) -> Recipe:
+    """The recipe, refused if its settings are none of its model, or are decided elsewhere."""
+    if recipe.model is None:
+        if recipe.settings:
+            raise UsageError("settings are for random weights, and a trained model keeps its own: remove them")
+        return recipe
+    for name in recipe.settings:
+        if reason := _FIXED_MODEL_FIELDS.get(name):
+            raise UsageError(f"{name} is none of the model's settings: {reason}")
+    size = {} if recipe.image_size is None else {"image_size": expand_image_size(recipe.image_size)}
+    presets.get_preset_config(recipe.model, **size, **recipe.settings)  # refuses what no model can be
+    return recipe
+
+
+def list_model_settings(model: str) -> list[str]:
+    """The names of a preset's settings that a recipe may change."""
+    return _list_fields(type(presets.get_preset_config(model)), *_FIXED_MODEL_FIELDS)
 
 
 def _split_assignments(settings: Iterable[str] | Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -85,6 +114,7 @@ def _split_assignments(settings: Iterable[str] | Mapping[str, Any]) -> Iterator[
 def _find_field(recipe: Recipe, name: str, reserved: Mapping[str, str]) -> _Field:
     """The field that a setting names: SECTION.FIELD, or a field of any section; refused if it is reserved."""
     prefix, _, bare = name.rpartition(".")
+    prefix = "model" if prefix == "settings" else prefix  # as a recipe file calls them
     known: dict[str, _Field] = {}
     for section, kind, fields in _list_sections(recipe):
         if prefix in ("", section):  # layers is an old name of a recipe's field, and lora has a field of that name
@@ -102,7 +132,8 @@ def _find_field(recipe: Recipe, name: str, reserved: Mapping[str, str]) -> _Fiel
     if bare in _list_fields(ViTConfig, *_FIXED_MODEL_FIELDS) and prefix in ("", "model"):
         reason = "a trained model keeps its own" if recipe.model is None else f"{recipe.model} is a ResNet"
         raise UsageError(f"the setting {name} is for recipes of ViTs with random weights: {reason}")
-    close = difflib.get_close_matches(name, [*short, *known], n=1)
+    wrong = f"{prefix}.{bare}" if prefix else bare
+    close = ["optimizer.kind"] if wrong == "kind" else difflib.get_close_matches(wrong, [*short, *known], n=1)
     names = ", ".join(sorted(name for name, field in short.items() if f"{field.section}.{field.name}" not in reserved))
     advice = f"did you mean {close[0]}?" if close else f"it has {names}"
     raise UsageError(f"a recipe has no setting {name!r:.80}: {advice}")
@@ -116,8 +147,7 @@ def _list_sections(recipe: Recipe) -> Iterator[tuple[str, type, Iterable[str]]]:
         if (config := getattr(recipe, section)) is not None:
             yield section, type(config), _list_fields(type(config))
     if recipe.model is not None:
-        kind = BiTConfig if isinstance(presets.get_preset_config(recipe.model), BiTConfig) else ViTConfig
-        yield "model", kind, _list_fields(kind, *_FIXED_MODEL_FIELDS)
+        yield "model", type(presets.get_preset_config(recipe.model)), list_model_settings(recipe.model)
 
 
 def _list_fields(kind: Any, *excluded: str) -> list[str]:

@@ -5,10 +5,11 @@
 
 import dataclasses
 import difflib
-from typing import Any
+from typing import Any, get_args
 
 from vitrail.config import AugmentConfig, MaskedConfig, OptimizerConfig, Recipe, ScheduleConfig
 from vitrail.errors import UsageError
+from vitrail.recipes.finetuning import FinetuneKind
 
 TRAIN_IMAGE_COUNTS = {  # training images of the datasets that recipes are for
     "jft": 303_000_000,
@@ -290,6 +291,10 @@ def get_recipe(name: str) -> Recipe:
     """The recipe called `name`; an unknown name is refused with the nearest."""
     if name in RECIPES:
         return RECIPES[name]
-    close = difflib.get_close_matches(name, RECIPES, n=1)
-    suggestion = f"did you mean {close[0]}? " if close else ""
+    kinds = get_args(FinetuneKind)
+    if name in kinds:
+        raise UsageError(f"the recipe {name} is for fine-tuning: vitrail finetune DATA --model MODEL --recipe {name}")
+    close = difflib.get_close_matches(name, [*RECIPES, *kinds], n=1)
+    purpose = ", which fine-tunes" if close and close[0] in kinds else ""
+    suggestion = f"did you mean {close[0]}{purpose}? " if close else ""
     raise UsageError(f"there is no recipe {name!r:.80}: {suggestion}`vitrail list recipes` shows them")

@@ -116,7 +116,7 @@ def find_difference(before: Any, now: Any, name: str = "") -> str:
         paths = {key: f"{name}.{key}" if name else key for key in before | now}
         differences = (find_difference(before.get(key), now.get(key), path) for key, path in paths.items())
         return next(filter(None, differences), "")
-    if before in (None, []) and now in (None, []):  # a field of a later version, left empty
+    if before in (None, []) and now in (None, [], False):  # a field of a later version, left empty
         return ""
     return f"{name} {before!s:.80} and not {now!s:.80}"
 

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 import torch
 
@@ -179,11 +179,12 @@ def plan_finetuning(
 ) -> FinetunePlan:
     """Choose the folder, check data and model, and build the run; a dry run reads no images and uses no folder."""
     run_options, notify = options.run, callbacks.notify
-    own_recipe = load_finetune_recipe(options.recipe, options.lora)
+    own_recipe = recipes.load_finetune_recipe(options.recipe, options.lora)
+    recipe_overrides.warn_about_own_loss(options.recipe, run_options.loss_function, notify)
     kind = cast(recipes.FinetuneKind, options.recipe)  # where there is no recipe of the user's own
-    any_recipe = own_recipe or recipes.build_finetune_recipe(kind, 1, 1, lora=options.lora)
-    recipes.override_settings(any_recipe, options.settings)  # typos first
-    if any_recipe.lora is not None and options.from_scratch:
+    base_recipe = own_recipe or recipes.build_finetune_recipe(kind, 1, 1, lora=options.lora)
+    recipe_overrides.override_settings(base_recipe, options.settings, options.overrides)  # typos first
+    if base_recipe.lora is not None and options.from_scratch:
         raise UsageError("LoRA adds to the layers of a trained model, and random weights have learned nothing: omit it")
     used_options = dataclasses.replace(run_options, out=None) if dry_run else run_options
     folder, resume = used_options.choose_folder("finetune", group, notify)
@@ -253,7 +254,8 @@ class _RunBuilder:
     def build_recipe(self, epochs: float | None, image_size: int | None = None) -> Recipe:
         """The recipe for these epochs; `image_size` is used where the options have none."""
         options = self.options
-        recipe = recipes.override_settings(self._choose_base_recipe(epochs), options.settings)
+        recipe = self._choose_base_recipe(epochs)
+        recipe = recipe_overrides.override_settings(recipe, options.settings, options.overrides)
         sizes = (options.image_size, image_size, recipe.image_size)
         recipe = dataclasses.replace(
             recipe,
@@ -287,7 +289,7 @@ class _RunBuilder:
         """The run of a recipe."""
         initial_model = adapt_to_dataset(self.initial_model, self.dataset, recipe, keep_head=self.options.keep_head)
         train_preprocess = None
-        if self.options.recipe == "bit":
+        if recipe.resize_whole_image:
             initial_model, train_preprocess = use_whole_images(initial_model, recipe)
         return self.options.run.build_run(
             recipe,
@@ -298,20 +300,6 @@ class _RunBuilder:
             train_preprocess=train_preprocess,
             decisions=parse_decisions(self.options.replan),
         )
-
-
-def load_finetune_recipe(recipe: str | Path | Recipe, lora: int | None = None) -> Recipe | None:
-    """A recipe of the user's own, from a file or a value, with LoRA of that rank; None where a kind chooses one."""
-    if isinstance(recipe, str) and recipe in get_args(recipes.FinetuneKind):
-        return None
-    if isinstance(recipe, str | Path) and Path(recipe).suffix.lower() not in recipes.RECIPE_SUFFIXES:
-        kinds = ", ".join(get_args(recipes.FinetuneKind))
-        raise UsageError(f"the recipe is {str(recipe)!r:.80}; fine-tuning takes {kinds}, or a .toml or .json file")
-    own = recipe if isinstance(recipe, Recipe) else recipes.load_recipe(recipe)
-    if own.model is not None:
-        name = "the recipe" if isinstance(recipe, Recipe) else recipe
-        raise UsageError(f"{name} trains {own.model} from random weights: vitrail train {name} --data DATA")
-    return recipes.set_lora(own, lora)
 
 
 def set_preprocess(trained: Trained, preprocess: str | None) -> Trained:

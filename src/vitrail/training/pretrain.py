@@ -57,6 +57,7 @@ def pretrain(
     chosen = choose_recipe(recipe, options)
     run_options = options.run
     with join_run_processes(run_options, callbacks) as (group, device, callbacks):
+        recipe_overrides.warn_about_own_loss(recipe, run_options.loss_function, callbacks.notify)
         run = build_pretraining_run(chosen, data, options, group, device, callbacks)
         folder, resume = run_options.choose_folder("train", group, callbacks.notify)
         notify, show_progress = callbacks.notify, callbacks.show_progress
@@ -74,11 +75,15 @@ def pretrain(
 
 def choose_recipe(recipe: str | Path | Recipe, options: PretrainingOptions) -> Recipe:
     """The recipe with the options' changes, before the dataset is known."""
-    name = "the recipe" if isinstance(recipe, Recipe) else str(recipe)
-    recipe = recipe if isinstance(recipe, Recipe) else recipes.load_recipe(recipe)
+    if isinstance(recipe, Recipe):
+        name, call = "the recipe", "vitrail.finetune(data, model, recipe=recipe)"
+        recipe = recipes.check_recipe(recipe)
+    else:
+        name, call = str(recipe), f"vitrail finetune DATA --recipe {recipe}"
+        recipe = recipes.load_recipe(recipe)
     if recipe.model is None:
-        raise UsageError(f"{name} is for fine-tuning, since it names no preset: vitrail finetune DATA --recipe {name}")
-    recipe = recipes.override_settings(recipe, options.settings)
+        raise UsageError(f"{name} is for fine-tuning, since it names no preset: {call}")
+    recipe = recipe_overrides.override_settings(recipe, options.settings, options.overrides)
     recipe = recipe_overrides.set_masked_target(recipe, options.target)
     if recipe.masked is not None and options.run.loss_function is not None:
         raise UsageError(

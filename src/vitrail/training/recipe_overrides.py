@@ -2,12 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from vitrail import recipes
 from vitrail.config import MaskedTarget, Recipe
 from vitrail.errors import UsageError
 from vitrail.formatting import pluralize
+from vitrail.recipes.overrides import list_reserved_settings
 
 if TYPE_CHECKING:
     from vitrail.data.dataset import Dataset
@@ -26,6 +29,16 @@ class RecipeOverrides:
     """The learning rate; other learning rates of the recipe are scaled with it."""
     warmup: int | None = None
     """Steps of warm-up; by default a shorter run has a shorter one."""
+
+
+def override_settings(
+    recipe: Recipe, settings: Iterable[str] | Mapping[str, Any], overrides: RecipeOverrides
+) -> Recipe:
+    """The recipe with other settings; the learning rate is refused among them where the overrides have one."""
+    reserved = dict(list_reserved_settings(recipe))
+    if overrides.lr is not None:
+        reserved["optimizer.lr"] = "--lr sets it already; give one of them"
+    return recipes.override_settings(recipe, settings, reserved)
 
 
 def override_recipe(recipe: Recipe, overrides: RecipeOverrides) -> Recipe:
@@ -77,6 +90,16 @@ def warn_about_large_batch(recipe: Recipe, images: int, notify: Callable[[str], 
         notify(
             f"note: the batch of {recipe.batch:,} is larger than the training set of {pluralize(images, 'image')}, so"
             f" the run has only {pluralize(steps, 'step')}; --batch N sets a smaller one"
+        )
+
+
+def warn_about_own_loss(name: str | Path | Recipe, loss: object | None, notify: Callable[[str], None]) -> None:
+    """Say where a run's config.json is the recipe and its loss, which is code, is not given."""
+    function = recipes.find_loss_function(name)
+    if loss is None and function is not None:
+        notify(
+            f"warning: the run of {name} was trained with the loss {function}, which is code and not in the recipe;"
+            " pass it from Python: loss=..."
         )
 
 

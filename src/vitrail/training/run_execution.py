@@ -70,12 +70,14 @@ class RunOptions:
     out: str | Path | None = None
     """The run's folder, or the URL that it is uploaded to; by default runs/COMMAND, runs/COMMAND-2, ..."""
     resume: bool = False
+    must_resume: bool = False
+    """Whether there must be a run to resume; a command that is given again and again starts one."""
     overwrite: bool = False
     save_every: float = 10
     """Minutes from one checkpoint to the next; 0 for one after every step."""
     verify_every: int = 0
     """Steps from one that is computed twice to the next; 0 for none."""
-    track: Track = None
+    track: Track = ()
     """Where the numbers of every step are logged besides the run folder."""
     seed: int = 0
     device: str | None = None
@@ -104,7 +106,13 @@ class RunOptions:
         """The folder of the run, and whether a run in it is resumed."""
         out = None if self.out is None else str(self.out)
         return run_folder.choose_run_folder(
-            command, out, group, resume=self.resume, overwrite=self.overwrite, notify=notify
+            command,
+            out,
+            group,
+            resume=self.resume,
+            overwrite=self.overwrite,
+            must_resume=self.must_resume,
+            notify=notify,
         )
 
     def build_run(

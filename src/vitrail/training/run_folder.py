@@ -55,11 +55,19 @@ _RESUME_KEYS = (
 
 
 def choose_run_folder(
-    name: str, out: str | Path | None, group: ProcessGroup, *, resume: bool, overwrite: bool, notify: Notify
+    name: str,
+    out: str | Path | None,
+    group: ProcessGroup,
+    *,
+    resume: bool,
+    overwrite: bool,
+    must_resume: bool = False,
+    notify: Notify,
 ) -> tuple[Path, bool]:
     """Choose the folder of a run, and whether the run is resumed; the same on all ranks.
 
     `out` is a folder, or the URL that the run is uploaded to. Without it the folder is runs/`name`, runs/`name`-2, ...
+    With `must_resume`, a run to resume that does not exist is an error and not a new run.
     """
     if resume and overwrite:
         raise UsageError("--resume continues a run and --overwrite removes it; give one of them")
@@ -77,6 +85,10 @@ def choose_run_folder(
         if resume or overwrite:
             locks.check_lock(folder / LOCK_FILE, str(folder))
         if resume and not folder.exists():
+            if must_resume:
+                raise UsageError(
+                    f"{folder} does not exist, so there is nothing to resume; without --resume it is a new run"
+                )
             notify(f"warning: {folder} does not exist, so there is nothing to resume: this is a new run")
         check_folder_usable(folder, resume=resume, overwrite=overwrite)
         return folder, resume
@@ -322,6 +334,7 @@ def _check_same_config(path: Path, config: dict[str, Any]) -> None:
     recorded, current = _drop_unset(read_run_config(path)), _drop_unset(config)
     for values in (recorded, current):
         values["recipe"].pop("head_init", None)  # what the head started from no longer matters
+        values["recipe"].pop("resize_whole_image", None)  # an earlier version did not record it; the preprocessing does
         for sentences in ("assumptions", "changes"):  # which another version may word differently
             values.get("model", {}).pop(sentences, None)
     for key in _RESUME_KEYS:

@@ -26,7 +26,7 @@ from vitrail.formatting import format_rate, pluralize, strip_control_characters
 from vitrail.training.loop import StepEnd
 from vitrail.training.training_run import TrainingRun
 
-__all__ = ["Logger", "ValidationResult"]
+__all__ = ["Logger", "MaskedCounts", "ValidationResult"]
 
 RESULT_COLUMNS = (
     "epoch", "time", "train/loss", "metrics/accuracy_top1", "metrics/accuracy_top5", "val/loss", "lr/pg0",
@@ -48,7 +48,14 @@ class MaskedExamples(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MaskedCounts:
-    """Sums over held-out images."""
+    """Sums over held-out images, of a run without labels.
+
+    `ValidationResult.val` is one.
+
+        from vitrail.training.run_results import MaskedCounts
+
+        print(MaskedCounts(images=4, patches=32, loss=2.0, num_colors=0, correct=0, correct_top5=0).mean_loss)
+    """
 
     images: int
     patches: int
@@ -103,6 +110,9 @@ class ValidationResult:
             return f"validation {self.val.top1:.1%}"
         color_accuracy = "" if self.val.top1 is None else f", {self.val.top1:.1%} of the colors"
         return f"validation {self.val.mean_loss:.3f}{color_accuracy}"
+
+    def __repr__(self) -> str:
+        return f"ValidationResult({self})"
 
     def __str__(self) -> str:
         step_end = self.step_end

@@ -8,6 +8,8 @@ from vitrail.config import Precision
 from vitrail.errors import UsageError
 from vitrail.formatting import pluralize
 
+__all__ = ["PrecisionMeasurement"]
+
 MIN_IMAGES = 100  # of fewer, one different prediction says too little
 MIN_SPEEDUP = 1.1  # over float32; less is not worth different predictions
 MIN_BFLOAT16_AGREEMENT = 0.995  # the share of images for which bfloat16 must predict float32's class
@@ -16,7 +18,13 @@ MIN_INT8_AGREEMENT = 0.99  # the same for int8, of images where float32's likeli
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrecisionMeasurement:
-    """A model in one precision compared with its float32, on the same images and the same processor."""
+    """A model in one precision compared with its float32, on the same images and the same processor.
+
+    `Trained.precision_measurements` has one for each precision and processor.
+
+        measurements = vitrail.load("model.safetensors").precision_measurements
+        print([(measurement.precision, measurement.speedup) for measurement in measurements])
+    """
 
     processor: str
     """The CPU features that speed depends on, or the GPU's name, by which a measurement is looked up."""

@@ -23,12 +23,21 @@ from vitrail.weights.precision_measurements import PrecisionMeasurement
 from vitrail.weights.tensor_files import ALIGNMENT
 
 Tensors = Mapping[str, Tensor]
+__all__ = ["Origin", "Trained"]
+
+_SHOWN_LABELS = 3
 TEMPERATURE_RANGE = (1e-3, 1e3)  # far beyond what is ever fitted; logits over less leave float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where weights came from. A fact that the source does not state is None; a guess is listed."""
+    """Where weights came from. A fact that the source does not state is None; a guess is listed.
+
+    `Trained.origin` is one.
+
+        origin = vitrail.load("model.safetensors").origin
+        print(origin.name, origin.license, origin.changes)
+    """
 
     format: Literal[WeightsFormat, "random"]
     name: str
@@ -88,6 +97,15 @@ class Trained:
         if self.preprocess is not None and isinstance(config, ViTConfig):
             check_patches(self.preprocess.size, config.stride, drop_remainder=config.drop_remainder)
 
+    def __repr__(self) -> str:
+        config, labels = self.model.config, self.labels
+        shape = f" of width {config.width} and depth {config.depth}" if isinstance(config, ViTConfig) else ""
+        size = " x ".join(map(str, config.image_size))
+        head = pluralize(config.classes, "class") if config.classes else "no head"
+        if labels:
+            head += f": {', '.join(labels[:_SHOWN_LABELS])}{', ...' if len(labels) > _SHOWN_LABELS else ''}"
+        return f"Trained({self.origin.name!r}, {type(self.model).__name__}{shape}, {size} pixels, {head})"
+
     def _check_activation_ranges(self) -> None:
         expected = 12 * self.model.config.depth if isinstance(self.model, ViT) else 0
         if len(self.activation_ranges) != expected:
@@ -101,7 +119,8 @@ def require_trained(trained: Trained) -> Trained:
     """Return `trained`, or refuse a bare model, which states neither its preprocessing nor its classes."""
     if not isinstance(trained, Trained):
         kind = type(trained).__name__
-        raise UsageError(f"give a vitrail.Trained, not {kind}: vitrail.Trained(model, preprocess, labels) makes one")
+        advice = "vitrail.Trained(model, preprocess, labels) makes one"
+        raise UsageError(f"give a vitrail.Trained, not {kind}: {'run.trained is one' if kind == 'Run' else advice}")
     return trained
 
 
