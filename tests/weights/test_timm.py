@@ -22,9 +22,10 @@ from vitrail.weights.load import load, save
 from vitrail.weights.trained import Origin
 
 HELD = ("plain", "erf", "no-bias", "headless", "norm-mean", "mean-norm", "map", "registers", "placed-registers",
-        "distilled", "layer-scale", "no-positions", "2d", "sincos", "wide", "grey")  # fmt: skip
+        "distilled", "layer-scale", "no-positions", "2d", "sincos", "wide", "grey", "gated", "gated-normed",
+        "drop-remainder")  # fmt: skip
 BARE = ("erf", "no-bias", "norm-mean", "mean-norm", "map", "registers", "placed-registers", "distilled", "layer-scale",
-        "2d", "sincos", "grey")  # fmt: skip
+        "2d", "sincos", "grey", "drop-remainder")  # fmt: skip
 SMALL: dict[str, Any] = {"embed_dim": 64, "depth": 3, "num_heads": 4, "img_size": 32, "patch_size": 8, "num_classes": 5}
 WIDE: dict[str, Any] = {"img_size": (24, 40)}  # which tells rows from columns
 PE_POOL: dict[str, Any] = {"attn_pool_num_heads": 2, "mlp_ratio": 3}  # the pooling's MLP stays at four times the width

@@ -188,8 +188,8 @@ def dense(
 ) -> NDArray[np.float32]:
     """The features of each patch of images, (n, rows, columns, D): the patch tokens after the model's last norm.
 
-    Of a ResNet they are its last feature map. An image becomes the model's input as in `predict`: resized, and cropped
-    if the model crops. An unreadable image is an error.
+    Of a ResNet they are its last feature map. Images are resized and cropped as in `predict`; an unreadable one is an
+    error.
 
         features = vitrail.dense("model.safetensors", ["cat.jpg", "dog.jpg"], image_size=64)
         count, rows, columns, width = features.shape
@@ -409,19 +409,16 @@ def make_row_file(classifier: AnyClassifier, options: PredictOptions, row_format
         "--batch": classifier.batch_size,
         "--attention": None if options.attention is None else str(Path(options.attention)),
     }
-    features = 0
-    if isinstance(classifier, Classifier):
-        features = count_features(classifier.model.config, options.features)
-        if options.embed:
-            command["--features"] = describe_features(classifier.model.config, options.features)
-            command["--normalize"] = options.normalize
+    config = classifier.model.config if isinstance(classifier, Classifier) else None
+    if config is not None and options.embed:
+        command |= {"--features": describe_features(config, options.features), "--normalize": options.normalize}
     return RowFile(
         path=Path(options.out),
         row_format=row_format,
         command=command,
         batch=classifier.batch_size,
         ranks=min(options.top, len(classifier.labels)),
-        features=features,
+        features=0 if config is None else count_features(config, options.features),
         attention=options.attention is not None,
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from vitrail.config import PreprocessConfig, ViTConfig, from_json
 from vitrail.config.model import expand_image_size
 from vitrail.errors import ModelError, UsageError
-from vitrail.weights import foreign_format, tensor_files, timm
+from vitrail.weights import foreign_format, tensor_files, timm, timm_tensors
 from vitrail.weights.foreign_format import ForeignModelInfo, TensorNameMap
 from vitrail.weights.tensor_files import ModelFiles
 from vitrail.weights.trained import Tensors, Trained
@@ -172,7 +172,7 @@ def read_trunk(
         "global_pool": vision.get("timm_pool") or None,
         "pretrained_cfg": {"input_size": [3, *sides] if isinstance(sides, list) else None},
     }
-    tensors = timm.rename_tensors(trunk)
+    tensors = timm_tensors.rename_tensors(trunk)
     info = timm.infer_architecture(tensors, settings, path)
     if not isinstance(info.config, ViTConfig):
         raise ModelError(f"{path} has a {vision['timm_model_name']!r:.80} as its trunk, and only ViTs are read")

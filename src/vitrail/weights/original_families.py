@@ -28,7 +28,7 @@ _ROTARY_BASE = 100.0  # of DINOv3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
+class AuthorsFamily:
     """How the authors of a family name its tensors, and what their code computes."""
 
     title: str
@@ -65,7 +65,7 @@ _PE = {
     "mlp.c_proj.": "mlp.fc2.",
 }
 FAMILIES = {
-    "dinov2": Family(
+    "dinov2": AuthorsFamily(
         title="DINOv2",
         architecture="vit_base_patch14_dinov2",
         names={**_SWIGLU, "register_tokens": "reg_token", "linear_head.": "head."},
@@ -73,21 +73,23 @@ FAMILIES = {
         resample="bicubic-offset",
         heads=lambda width, _: max(1, width // 64),
     ),
-    "dinov3": Family(
+    "dinov3": AuthorsFamily(
         title="DINOv3",
         architecture="vit_base_patch16_dinov3_qkvb",
         names={**_SWIGLU, "storage_tokens": "reg_token", "linear_head.": "head."},
         pool="token",
         heads=lambda width, _: 32 if width == 4096 else max(1, width // 64),
     ),
-    "mae": Family(title="masked autoencoders", architecture="vit_base_patch16_224"),
-    "ijepa": Family(title="I-JEPA", architecture="vit_huge_patch14_gap_224", pool="avg"),
-    "deit3": Family(title="DeiT III", architecture="deit3_base_patch16_224", pool="token"),
-    "beit": Family(title="BEiT", architecture="beit_base_patch16_224"),
-    "eva01": Family(title="EVA-01", architecture="eva_giant_patch14_224"),
-    "eva02": Family(title="EVA-02", architecture="eva02_base_patch14_224", names=_EVA),
-    "eva02-clip": Family(title="EVA-02 of CLIP", architecture="eva02_base_patch16_clip_224", names=_EVA, pool="token"),
-    "pe": Family(
+    "mae": AuthorsFamily(title="masked autoencoders", architecture="vit_base_patch16_224"),
+    "ijepa": AuthorsFamily(title="I-JEPA", architecture="vit_huge_patch14_gap_224", pool="avg"),
+    "deit3": AuthorsFamily(title="DeiT III", architecture="deit3_base_patch16_224", pool="token"),
+    "beit": AuthorsFamily(title="BEiT", architecture="beit_base_patch16_224"),
+    "eva01": AuthorsFamily(title="EVA-01", architecture="eva_giant_patch14_224"),
+    "eva02": AuthorsFamily(title="EVA-02", architecture="eva02_base_patch14_224", names=_EVA),
+    "eva02-clip": AuthorsFamily(
+        title="EVA-02 of CLIP", architecture="eva02_base_patch16_clip_224", names=_EVA, pool="token"
+    ),
+    "pe": AuthorsFamily(
         title="the perception encoder",
         architecture="vit_pe_core_",
         names=_PE,
@@ -188,7 +190,7 @@ def _count_blocks(tensors: Tensors) -> int:
     return len({match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))})
 
 
-def _rename(family: Family, tensors: Tensors) -> dict[str, Tensor]:
+def _rename(family: AuthorsFamily, tensors: Tensors) -> dict[str, Tensor]:
     """Put tensors under timm's names."""
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -275,7 +277,7 @@ def _state_reference_grid(tensors: Tensors, path: Path) -> dict[str, Any]:
     return {"ref_feat_shape": math.isqrt(max(patches, 0)), "rope_grid_offset": int(has_class_token)}
 
 
-def _choose_resample(family: Family, config: ViTConfig) -> Resample:
+def _choose_resample(family: AuthorsFamily, config: ViTConfig) -> Resample:
     """How the authors' code resamples positions."""
     if config.positions == "relative-bias":
         return config.resample

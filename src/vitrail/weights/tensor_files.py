@@ -227,8 +227,15 @@ def _read_safetensors(path: Path) -> TensorFile:
         raise ModelError(f"{path} is damaged: {summarize_error(error)}") from error
 
 
+def _is_zip_file(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # Python 3.11 raises it for some damaged ends
+        return False
+
+
 def _read_torch(path: Path) -> TensorFile:
-    if not zipfile.is_zipfile(path):
+    if not _is_zip_file(path):
         raise ModelError(
             f"{path} is no zip archive: either it is damaged or it was saved before torch 1.6. Save it again with"
             " torch.save(state_dict, path), or as safetensors"

@@ -18,7 +18,7 @@ from vitrail.weights import foreign_format
 from vitrail.weights.foreign_format import BACKBONE
 from vitrail.weights.trained import Tensors
 
-Family = Literal["VisionTransformer", "Eva", "Beit"]
+TimmClass = Literal["VisionTransformer", "Eva", "Beit"]
 OWN_STEM = f"{BACKBONE}stem."  # which timm calls BACKBONE where it has no stages
 PATCH_BIAS = "patch_embed.proj.bias"
 _SHARED_TABLE = "rel_pos_bias.relative_position_bias_table"
@@ -104,7 +104,7 @@ def rename_projection(tensors: Tensors) -> dict[str, Tensor]:
     return {re.sub(r"^head\.", "projection.", name): tensor for name, tensor in tensors.items()}
 
 
-def find_family(config: ViTConfig) -> Family:
+def find_family(config: ViTConfig) -> TimmClass:
     """The class of timm that computes this config."""
     if config.positions == "relative-bias":
         return "Beit"
@@ -121,7 +121,7 @@ def has_key_bias(tensors: Tensors) -> bool:
     return any(bool(bias.chunk(3)[1].any()) for bias in biases)
 
 
-def to_timm_names(config: ViTConfig, tensors: Tensors, family: Family) -> dict[str, Tensor]:
+def to_timm_names(config: ViTConfig, tensors: Tensors, family: TimmClass) -> dict[str, Tensor]:
     """Put the model's own tensors under the names of one of timm's classes."""
     tensors = {re.sub(r"^projection\.", "head.", name): tensor for name, tensor in tensors.items()}
     if config.norm_pre:
