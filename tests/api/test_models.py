@@ -1,5 +1,6 @@
 """What is accepted as a model: a name, a path, a Run and a Trained, everywhere."""
 
+import dataclasses
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 
 import vitrail
+from tests import model_factory
 from tests.api.conftest import FAST
 from vitrail.api.models import choose_distinct_name, get_model_name, load_trained
 from vitrail.errors import UsageError
-from vitrail.weights.load import load
+from vitrail.weights.load import load, save
+from vitrail.weights.trained import Origin
 
 
 def make_model(kind: str, folder: Path) -> Any:
@@ -78,3 +81,20 @@ def test_distinct_names_are_numbered() -> None:
     assert choose_distinct_name("a", ("a", "a (2)")) == "a (3)"
     trained = load("model.safetensors")
     assert load_trained(trained) is trained
+
+
+def test_the_license_of_somebody_elses_model_is_named_before_it_is_used(tmp_path: Path) -> None:
+    """A folder of another library and its copy under a name of the Hub; not vitrail's own file, whose maker saw it."""
+    trained = model_factory.build_trained(model_factory.build_vit(gelu="erf"))
+    origin = Origin(format="timm", name="theirs", license="cc-by-nc-4.0")
+    trained = dataclasses.replace(trained, origin=origin)
+    save(trained, tmp_path / "folder", "timm")
+    save(trained, tmp_path / "own.safetensors")
+    notes: list[str] = []
+    load_trained(str(tmp_path / "folder"), notes.append)
+    assert notes == ["license: folder states cc-by-nc-4.0"]
+    load_trained(tmp_path / "own.safetensors", notes.append)
+    load_trained(trained, notes.append)
+    assert len(notes) == 1
+    vitrail.predict(tmp_path / "folder", [np.zeros((32, 40, 3), np.uint8)], notify=notes.append)
+    assert notes.count("license: folder states cc-by-nc-4.0") == 2

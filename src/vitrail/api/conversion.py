@@ -228,7 +228,7 @@ def _check_target(options: ConvertOptions) -> None:
 
 
 def _load_source(source: AnyModel, notify: Notify) -> Trained:
-    trained = load_trained(source)
+    trained = load_trained(source, notify)
     random = isinstance(source, str) and is_preset(source)
     notify(f"model: preset {source}, random weights" if random else f"model: {get_model_name(source)}")
     return trained

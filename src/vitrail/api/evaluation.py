@@ -214,7 +214,7 @@ def _measure(
         abstention.check_threshold_target(name, dataset)
     _notify_of_dataset(dataset, split, notes)
     dataset_evaluation.check_evaluable(dataset, split)
-    evaluated = _load_models(models)
+    evaluated = _load_models(models, notes)
     images = dataset_evaluation.select_images(dataset, split, evaluated, notes)
     results = dataset_evaluation.evaluate_models(evaluated, dataset, images, settings)
     unreadable = dataset_evaluation.list_unreadable(images, results, notes)
@@ -246,7 +246,7 @@ def _check_folder(out: str | Path | None) -> Path | None:
     return folder
 
 
-def _load_models(models: Sequence[AnyModel]) -> list[EvaluatedModel]:
+def _load_models(models: Sequence[AnyModel], notify: Notify) -> list[EvaluatedModel]:
     """Load the models, each name or path once; models in memory of one name are numbered."""
     loaded: dict[str, EvaluatedModel] = {}
     for model in models:
@@ -254,8 +254,9 @@ def _load_models(models: Sequence[AnyModel]) -> list[EvaluatedModel]:
         if isinstance(model, Trained):
             name = choose_distinct_name(name, loaded)
         if name not in loaded:
-            is_name = isinstance(model, str)
-            loaded[name] = load_evaluated_model(name) if is_name else make_evaluated_model(load_trained(model), name)
+            is_timm_network = isinstance(model, str) and model.startswith(dataset_evaluation.TIMM_PREFIX)
+            trained = None if is_timm_network else load_trained(model, notify)
+            loaded[name] = load_evaluated_model(name) if trained is None else make_evaluated_model(trained, name)
     return list(loaded.values())
 
 
@@ -381,7 +382,7 @@ def _probe(
 ) -> ProbeResult:
     """Fit the classifiers of a dataset; only rank 0 computes their scores, and all return them."""
     dataset = open_dataset(data)
-    trained = set_preprocess(load_trained(model), preprocess)
+    trained = set_preprocess(load_trained(model, settings.notify), preprocess)
     for note in list_dataset_notes(dataset):
         settings.notify(note)
     name = data if isinstance(data, str) else dataset.name

@@ -169,7 +169,7 @@ def _list_figure_images(images: Sequence[ListedImage]) -> list[FigureImage]:
 
 
 def _load_model(model: AnyModel, notify: Notify) -> FigureModel:
-    trained = load_trained(model)
+    trained = load_trained(model, notify)
     if isinstance(model, str) and is_preset(model):
         notify(f"{model} is a preset: its weights are random")
     return FigureModel(get_model_name(model), trained)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from vitrail.api.run import Run
 from vitrail.errors import UsageError
-from vitrail.weights.load import load
+from vitrail.runtime.workers import Notify, ignore_note
+from vitrail.weights.load import describe_license, load
 from vitrail.weights.trained import Trained
 
 AnyModel = str | Path | Run | Trained
@@ -40,9 +41,14 @@ def choose_distinct_name(name: str, taken: Container[str]) -> str:
     return distinct
 
 
-def load_trained(model: AnyModel) -> Trained:
-    """Load any MODEL."""
+def load_trained(model: AnyModel, notify: Notify = ignore_note) -> Trained:
+    """Load any MODEL; a note names the license of somebody else's."""
     get_model_name(model)  # refuses what is none
     if isinstance(model, Run):
         return model.trained
-    return model if isinstance(model, Trained) else load(model)
+    if isinstance(model, Trained):
+        return model
+    trained = load(model)
+    if (note := describe_license(model, trained)) is not None:
+        notify(note)
+    return trained

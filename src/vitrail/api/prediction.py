@@ -358,7 +358,7 @@ def _open_classifier(
         return _open_exported(str(model), options, notify)
     precision = options.precision or ("float32" if options.embed else None)
     batch = options.batch or (_GPU_BATCH if device.type == "cuda" else _CPU_BATCH)
-    trained = load_trained(model)
+    trained = load_trained(model, notify)
     classifier = Classifier(
         trained,
         device=device,

@@ -181,7 +181,7 @@ def start_service(models: Sequence[AnyModel], options: ServeOptions, notify: Not
         names = [get_model_name(model) for model in models]
         classifiers = server.build_classifiers(
             names,
-            map(load_trained, models),
+            (load_trained(model, notify) for model in models),
             device=options.device,
             batch_size=options.batch,
             precision=options.precision,

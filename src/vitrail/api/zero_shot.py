@@ -79,7 +79,7 @@ def zero_shot(
     sentences = () if text_vectors is not None else read_templates(templates)
     side = _find_text_side(model, text) if text_vectors is None else None
     (notify or ignore_note)(f"model: {get_model_name(model)}")
-    trained = load_trained(model)
+    trained = load_trained(model, notify or ignore_note)
     if side is not None:
         place = resolve_device(device)
         texts = compute_text_vectors(side.path, names, sentences, place, progress, name=side.name)

@@ -35,7 +35,7 @@ from vitrail.training.run_results import collect_result_facts
 from vitrail.training.time_estimate import Deadline, build_deadline
 from vitrail.training.training_run import TrainingRun, adapt_to_dataset
 from vitrail.weights import hub
-from vitrail.weights.load import is_preset, load
+from vitrail.weights.load import describe_license, is_preset, load
 from vitrail.weights.trained import Trained
 
 PreprocessName = Literal["imagenet", "inception", "torchvision"]
@@ -193,6 +193,9 @@ def plan_finetuning(
         notify(note)
     check_classes(dataset, strict=run_options.strict, train_on_val=run_options.train_on_val)
     trained = model if isinstance(model, Trained) else load(model)  # report a typo before every image is read
+    license_note = None if isinstance(model, Trained) else describe_license(model, trained)
+    if license_note is not None:
+        notify(license_note)
     initial_model = set_preprocess(trained, options.preprocess)
     if dry_run:
         dataset = dataclasses.replace(dataset, skip_bad=not run_options.strict)  # a run would leave them out

@@ -60,6 +60,13 @@ def _load_model(model: str | Path) -> Trained:
     return create_random(name)
 
 
+def describe_license(model: str | Path, trained: Trained) -> str | None:
+    """A note on the license of somebody else's model, from the Hub or another library's files, if it states one."""
+    path, license_name = find_model_path(model), trained.origin.license
+    is_own = path is not None and is_native_file(path) and not hub.is_remote(str(model))
+    return None if is_own or not license_name else f"license: {trained.origin.name} states {license_name}"
+
+
 def check_loadable(model: str | Path) -> None:
     """Refuse timm's own networks, which only `evaluate` runs, before anything is read."""
     if isinstance(model, str) and model.startswith("timm-model:"):
