@@ -60,6 +60,10 @@ def test_impossible_settings_are_refused(kind: type, fields: dict[str, Any], mes
             {"lora": LoRAConfig(rank=4)},
             "lora adds to the layers of a trained model, and this recipe starts from random",
         ),
+        (
+            {"model": None, "lora": LoRAConfig(rank=4), "optimizer": OptimizerConfig(kind="muon", lr=1e-3)},
+            "muon moves whole matrices",
+        ),
         ({"resize_whole_image": True}, "resize_whole_image is for fine-tuning with a `resize`"),
         ({"epochs": 0}, "epochs is 0; it must be above 0"),
         ({"dropout": 1.0}, "dropout is 1.0; it must be from 0 to below 1"),

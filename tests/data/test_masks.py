@@ -1,5 +1,7 @@
 """Masks: which one is an image's, what a file may be, and the class of each patch, by hand."""
 
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +44,20 @@ def test_gray_and_palette_values_are_the_classes(tmp_path: Path) -> None:
         assert np.array_equal(read_mask(write_mask(tmp_path / f"{name}.png", image)), values)
     binary = Image.fromarray(values > 1)
     assert np.array_equal(read_mask(write_mask(tmp_path / "binary.png", binary)), values > 1)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_gray_values_of_few_bits_are_not_scaled(bits: int, tmp_path: Path) -> None:
+    """Written by hand: Pillow writes 8 bits, but optimizers of PNG files write as few as the values need."""
+    values = np.arange(2**bits, dtype=np.uint8)[None]
+    row = np.packbits(np.unpackbits(values[0][:, None], axis=1)[:, 8 - bits :].ravel()).tobytes()
+    header = struct.pack(">IIBBBBB", 2**bits, 1, bits, 0, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(b"\0" + row)), (b"IEND", b""))
+    content = b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
+    (tmp_path / "mask.png").write_bytes(b"\x89PNG\r\n\x1a\n" + content)
+    assert np.array_equal(read_mask(tmp_path / "mask.png"), values)
 
 
 def test_colors_and_broken_files_are_no_masks(tmp_path: Path) -> None:

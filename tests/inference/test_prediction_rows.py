@@ -106,6 +106,18 @@ def test_the_record_of_an_earlier_version_is_still_read(tmp_path: Path) -> None:
         make_row_file(tmp_path / "rows.csv", model={"multi_label": True}).find_written(iter(()))
 
 
+def test_a_record_without_the_fields_that_a_config_gained_is_of_the_same_model(tmp_path: Path) -> None:
+    config = to_json(presets.get_preset_config("b16"))
+    earlier = {name: value for name, value in config.items() if name not in ("rotary", "gated_mlp", "projection")}
+    old = make_row_file(tmp_path / "rows.csv", model={"config": earlier})
+    assert old.find_written(iter(())) == (WrittenRows(), [])
+    old.path.touch()
+    assert make_row_file(tmp_path / "rows.csv", model={"config": config}).find_written(iter(())) == (WrittenRows(), [])
+    with pytest.raises(UsageError, match="was begun with another model"):
+        other = config | {"gated_mlp": True}
+        make_row_file(tmp_path / "rows.csv", model={"config": other}).find_written(iter(()))
+
+
 def test_a_record_of_features_without_their_kind_has_those_of_the_models_head(tmp_path: Path) -> None:
     model = {"config": to_json(presets.get_preset_config("b16"))}
     earlier = make_row_file(tmp_path / "rows.csv", model=model, **{"--embed": True})

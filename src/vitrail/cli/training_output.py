@@ -79,6 +79,8 @@ def _describe_run(run: TrainingRun) -> Iterator[tuple[str, str]]:
     yield "steps", f"{plan.total_steps:,} with a batch of {plan.batch_size:,}, {pluralize(recipe.epochs, 'epoch')}"
     rates = f"learning rate {optimizer.lr:g}, weight decay {optimizer.weight_decay:g}"
     yield "optimizer", f"{optimizer.kind}, {rates}"
+    if recipe.lora is not None:
+        yield "trained", f"the head and {recipe.lora.summary}"
     yield "schedule", f"{pluralize(schedule.warmup, 'step')} of warm-up, then {schedule.decay}"
     yield "augmentation", _describe_augmentation(recipe)
     modes = ["sharded"] * run.is_sharded + ["compiled"] * run.is_compiled

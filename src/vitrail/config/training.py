@@ -283,6 +283,8 @@ class Recipe:
         check_fractions(self, "label_smoothing", "dropout", "stochastic_depth", "ema")
         if self.lora is not None and self.model is not None:
             raise UsageError("lora adds to the layers of a trained model, and this recipe starts from random weights")
+        if self.lora is not None and self.optimizer.kind == "muon":
+            raise UsageError("muon moves whole matrices, and lora adds small ones to them: choose adam or sgd")
         if self.lora is not None and self.trainable_layers is not None:
             raise UsageError("lora trains its additions and the head alone, trainable_layers whole layers: give one")
         if self.masked is not None:

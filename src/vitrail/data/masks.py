@@ -50,7 +50,15 @@ def read_mask(path: Path) -> Mask:
         kind = "JPEG" if image is None else image.mode
         raise DataError(f"{path} is {kind}; a mask is a palette or gray PNG of 8 bits, whose values are class indices")
     with wrap_decode_errors(str(path)):
-        return np.array(image, dtype=np.uint8)
+        mask = np.array(image, dtype=np.uint8)
+    # Pillow scales gray values of 2 and 4 bits to those of 8
+    return mask // {2: 85, 4: 17}.get(_read_bit_depth(path), 1) if image.mode == "L" else mask
+
+
+def _read_bit_depth(path: Path) -> int:
+    """Bits of a PNG's sample: the byte after the width and the height."""
+    with path.open("rb") as file:
+        return file.read(25)[-1]
 
 
 def compute_patch_classes(mask: Mask, grid: tuple[int, int]) -> Mask:

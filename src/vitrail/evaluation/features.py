@@ -129,7 +129,7 @@ def digest_model(model: Model) -> str:
     digest = hashlib.sha256(json.dumps(to_json(config), sort_keys=True).encode())
     tensors = model.state_dict()
     for name in sorted(tensors):
-        if not name.startswith(HEAD_PREFIXES):  # not `digest_tensors`: caches of earlier versions stay in use
+        if not name.startswith(HEAD_PREFIXES):
             digest.update(name.encode())
             digest.update(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vitrail.config.features import count_features
 from vitrail.data.dataset import Dataset, Split
 from vitrail.data.decode import open_image
 from vitrail.data.masks import IGNORED, Mask, compute_patch_classes, find_masks, read_mask
@@ -32,8 +33,9 @@ from vitrail.evaluation.linear_classifiers import Features
 from vitrail.evaluation.probe import FittedProbe, ProbeSplits
 from vitrail.evaluation.probe_run import ProbeSettings, extract_split
 from vitrail.evaluation.statistics import bootstrap_interval
-from vitrail.formatting import pluralize
+from vitrail.formatting import format_bytes, pluralize
 from vitrail.model.features import compute_dense_features
+from vitrail.runtime.devices import get_device_memory
 from vitrail.weights.trained import Trained, require_preprocess, resolve_labels
 
 CLASSES_FILE = "classes.txt"
@@ -96,6 +98,7 @@ def run_segmentation_probe(
     trained = dataclasses.replace(trained, preprocess=dataclasses.replace(preprocess, resize=preprocess.size))
     masked = read_masked_splits(dataset, folder, grid, settings)
     names = list_class_names(folder, masked)
+    _check_memory(masked, grid, count_features(trained.model.config, "dense"))
     values = {
         name: extract_split(trained, split.images, name, data, settings, dense_grid=grid)
         for name, split in masked.items()
@@ -179,6 +182,9 @@ def read_masked_splits(
             f"a segmentation probe needs masks of train, and of test or val to measure on; {folder} has them for"
             f" {', '.join(masked) or 'no split'} of {dataset.name}: a mask has its image's name and the suffix .png"
         )
+    for name in ("train", choose_measured_split(masked)):
+        if masked[name].greatest_class < 0:
+            raise DataError(f"every pixel of the masks of {name} in {folder} is {IGNORED}, which is ignored")
     return masked
 
 
@@ -190,6 +196,19 @@ def _read_checked_mask(images: Split, index: int, path: Path) -> Mask:
         size = f"{mask.shape[0]} x {mask.shape[1]}"
         raise DataError(f"{path} is {size} pixels and its image {name} {image.height} x {image.width}: they must agree")
     return mask
+
+
+def _check_memory(masked: Mapping[str, MaskedSplit], grid: tuple[int, int], features: int) -> None:
+    """Refuse features of patches that do not fit in memory, before hours are spent on them."""
+    images = sum(len(split.masks) for split in masked.values())
+    needed = 2 * 4 * images * grid[0] * grid[1] * features  # float32, and the copy that the classifiers train on
+    available = get_device_memory(torch.device("cpu"))
+    if needed > available:
+        raise DataError(
+            f"the features of {images:,} images, {grid[0]} x {grid[1]} patches each, take {format_bytes(needed)}, and"
+            f" this machine has {format_bytes(available)}: give fewer images, or a model for smaller ones (`vitrail convert"
+            " --image-size SIDE`)"
+        )
 
 
 def list_class_names(folder: Path, masked: Mapping[str, MaskedSplit]) -> tuple[str, ...]:

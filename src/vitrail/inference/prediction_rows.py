@@ -26,7 +26,7 @@ from numpy.lib import format as npy_format
 from numpy.typing import NDArray
 
 from vitrail import files, locks
-from vitrail.config import BiTConfig, ModelConfig, ViTConfig, from_json
+from vitrail.config import BiTConfig, ModelConfig, ViTConfig, from_json, to_json
 from vitrail.config.features import describe_features
 from vitrail.config.serialization import upgrade_keys
 from vitrail.data.image_paths import ImageRef
@@ -234,10 +234,20 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     if isinstance(model, dict) and "several" in model:  # its name in earlier versions
         model["multi_label"] = model.pop("several")
     if isinstance(model, dict) and "config" in model:
-        model["config"] = upgrade_keys(ModelConfig, model["config"])
+        model["config"] = _upgrade_model_config(model["config"])
         if record.get("--embed") and "--features" not in record:  # earlier versions wrote the default
             record["--features"], record["--normalize"] = _describe_default_features(model["config"]), False
     return record
+
+
+def _upgrade_model_config(config: Any) -> Any:
+    """A recorded config with today's names, and with the defaults of fields that it is older than."""
+    config = upgrade_keys(ModelConfig, config)
+    try:
+        current = to_json(from_json(BiTConfig, config) if config["kind"] == "bit" else from_json(ViTConfig, config))
+        return json.loads(json.dumps(current))  # which makes lists of tuples
+    except (KeyError, TypeError, UsageError):  # damaged: it equals no model's
+        return config
 
 
 def _describe_default_features(config: Any) -> str:

@@ -1,5 +1,6 @@
 """The device on which models run, and what it computes for the CPU."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -9,6 +10,13 @@ from torch import Tensor
 from vitrail.errors import UsageError
 
 T = TypeVar("T")
+
+
+def get_device_memory(device: torch.device) -> int:
+    """Bytes of memory of a GPU, or of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def find_best_device() -> torch.device:

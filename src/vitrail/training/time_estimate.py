@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -22,6 +21,7 @@ from vitrail.config import Recipe
 from vitrail.data.loader import Batch
 from vitrail.model.masked import get_encoder
 from vitrail.runtime import distributed
+from vitrail.runtime.devices import get_device_memory
 from vitrail.training.fsdp import to_local
 from vitrail.training.loop import iterate_train_batches, prepare_batch
 from vitrail.training.step import TrainableModel, TrainState, make_autocast, select_inputs, train_step
@@ -215,7 +215,7 @@ def estimate_run(run: TrainingRun) -> RunEstimate:
     memory = _compute_state_bytes(state, run.recipe) + kept * at_once // len(part[1])
     evaluation = val * image_seconds / 3 + _time_saving(model)  # a forward pass is a third of a step; read once
     seconds = startup + images * image_seconds + evaluations * evaluation
-    available = _get_device_memory(run.device)
+    available = get_device_memory(run.device)
     return RunEstimate(1 / image_seconds, evaluation, evaluations, startup, seconds, memory, available)
 
 
@@ -320,9 +320,3 @@ def _compute_state_bytes(state: TrainState, recipe: Recipe) -> int:
     trained = sum(to_local(parameter).nbytes for parameter in state.model.parameters() if parameter.requires_grad)
     moments = 2 if recipe.optimizer.kind == "adam" else 1  # muon leaves little to adam
     return weights + trained * (1 + moments) + (trained if state.ema else 0)
-
-
-def _get_device_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -209,6 +209,16 @@ def add_zero_biases(own: Tensors, ends: tuple[str, ...]) -> dict[str, Tensor]:
     return added
 
 
+def drop_key_biases(tensors: Tensors) -> tuple[dict[str, Tensor], list[str]]:
+    """Zero the keys' biases, which BEiT lacks: each query adds the same number to all its logits for them."""
+    kept, dropped = dict(tensors), False
+    for name in [name for name in tensors if name.endswith(".attn.qkv.bias")]:
+        q, k, v = tensors[name].chunk(3)
+        dropped = dropped or bool(k.any())
+        kept[name] = torch.cat([q, torch.zeros_like(k), v])
+    return kept, ["attn.k.bias: left out, since no softmax depends on it"] if dropped else []
+
+
 def count_units(tensors: Tensors, prefix: str, path: Path) -> tuple[int, ...]:
     """Count the units of each stage of a ResNet whose stages are named `prefix`0, `prefix`1 and so on."""
     pattern = re.compile(rf"{re.escape(prefix)}(\d)\.blocks\.(\d{{1,3}})\.")

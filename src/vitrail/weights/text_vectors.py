@@ -24,6 +24,7 @@ from vitrail.errors import ModelError, UsageError
 from vitrail.runtime.workers import ShowProgress
 from vitrail.weights import formats, tensor_files
 from vitrail.weights.load import find_model_files
+from vitrail.weights.trained import Tensors
 
 TEXT_TOWERS = {
     "clip": "CLIPTextModelWithProjection",
@@ -155,14 +156,15 @@ def compute_text_vectors(
 
 
 def _load_text_tower(folder: Path, device: torch.device) -> TextTower:
+    tensors = find_model_files(folder).tensors  # refuses hostile pickles before another library opens them
     config_path = folder / formats.CONFIG_FILE
     settings = tensor_files.read_json(config_path) if config_path.is_file() else {}
     if "text_config" in settings:
-        return _load_transformers_tower(folder, settings.get("model_type"), device)
+        return _load_transformers_tower(folder, settings.get("model_type"), tensors, device)
     return _load_open_clip_tower(folder, device)
 
 
-def _load_transformers_tower(folder: Path, kind: Any, device: torch.device) -> TextTower:
+def _load_transformers_tower(folder: Path, kind: Any, tensors: Tensors, device: torch.device) -> TextTower:
     if kind not in TEXT_TOWERS:
         raise ModelError(f"{folder} has the model_type {kind!r:.80}; text towers of {', '.join(TEXT_TOWERS)} are read")
     if not any((folder / name).is_file() for name in VOCABULARY_FILES):
@@ -197,7 +199,7 @@ def _load_transformers_tower(folder: Path, kind: Any, device: torch.device) -> T
         outputs = tower(input_ids=batch.to(device))  # no mask: CLIP's is causal, SigLIP has none
         return outputs.pooler_output if is_siglip else outputs.text_embeds
 
-    return TextTower("transformers", encode_texts, *read_scale(find_model_files(folder).tensors, folder))
+    return TextTower("transformers", encode_texts, *read_scale(tensors, folder))
 
 
 def canonicalize_text(text: str) -> str:

@@ -29,7 +29,9 @@ def convert_model(model: Model) -> tuple[ModelConfig, dict[str, Tensor], list[st
     for what, needed in _list_lacks(drop_ineffective_fields(model.config)).items():
         if needed:
             raise ModelError(f"the timm format cannot hold this model: timm's ViT has no {what}")
-    if model.config.positions in ("none", "relative-bias"):
+    if model.config.positions == "relative-bias":
+        return drop_ineffective_fields(model.config), *foreign_format.drop_key_biases(model.state_dict())
+    if model.config.positions == "none":
         return drop_ineffective_fields(model.config), dict(model.state_dict()), []
     config, tensors, notes = foreign_format.convert_positions_to_table(model, prefix=model.config.prefix_positions)
     return drop_ineffective_fields(config), tensors, notes

@@ -133,8 +133,6 @@ def to_timm_names(config: ViTConfig, tensors: Tensors, family: TimmClass) -> dic
     if family == "VisionTransformer":
         return tensors
     splits_bias = not has_key_bias(tensors)
-    if family == "Beit" and not splits_bias:
-        raise ModelError("the timm format cannot hold this model: BEiT's keys have no bias")
     if config.mlp_norm:
         tensors = split_gates(tensors)
     return dict(_iterate_eva_names(tensors, splits_bias=splits_bias))

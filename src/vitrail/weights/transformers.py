@@ -224,7 +224,8 @@ def write(trained: Trained, path: Path) -> list[str]:
     if config.classes and config.hidden_head:
         raise ModelError("the transformers format cannot hold this model: its classifiers have no hidden layer")
     if kind == "beit" and config.qkv_bias:
-        notes += _drop_key_biases(tensors)
+        tensors, key_notes = foreign_format.drop_key_biases(tensors)
+        notes += key_notes
     settings = _build_config_json(config, kind, trained.labels)
     written = convert_from_own(tensors, config, family, settings)
     notes += _check_written(written, config, tensors, settings)
@@ -272,16 +273,6 @@ def _convert_positions(model: ViT, family: Family) -> tuple[ViTConfig, dict[str,
     if not prefix and config.prefix_positions and config.num_positioned_prefix_tokens:
         raise ModelError("the transformers format cannot hold this model: prefix_positions is True beside registers")
     return foreign_format.convert_positions_to_table(model, prefix=prefix)
-
-
-def _drop_key_biases(tensors: dict[str, Tensor]) -> list[str]:
-    """Zero the keys' biases, which BEiT lacks: each query adds the same number to all its logits for them."""
-    dropped = False
-    for name in [name for name in tensors if name.endswith(".attn.qkv.bias")]:
-        q, k, v = tensors[name].chunk(3)
-        dropped = dropped or bool(k.any())
-        tensors[name] = torch.cat([q, torch.zeros_like(k), v])
-    return ["attn.k.bias: left out, since no softmax depends on it"] if dropped else []
 
 
 def _check_written(written: Tensors, config: ViTConfig, tensors: Tensors, settings: dict[str, Any]) -> list[str]:
