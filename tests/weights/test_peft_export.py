@@ -64,8 +64,8 @@ def test_peft_loads_what_we_write_on_transformers_own_model(name: str, config: s
     images = make_images(theirs)
     with torch.no_grad():
         expected = ours(images)
-        assert (compute_logits(loaded(images)) - expected).abs().max() <= 2e-5
-        assert (compute_logits(loaded.merge_and_unload()(images)) - expected).abs().max() <= 2e-5
+        assert (compute_logits(loaded, images) - expected).abs().max() <= 2e-5
+        assert (compute_logits(loaded.merge_and_unload(), images) - expected).abs().max() <= 2e-5
         assert (trained.model(images) - expected).abs().max() > 0.1
 
 
