@@ -151,10 +151,11 @@ FAMILY_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": ["q_proj", "visual_projection"], "bias": "lora_only"},
     ),
     "SigLIP": ("SigLIP, image tower", {"target_modules": CLIP, "bias": "all"}),
-    "SigLIP, attention pooling": ("SigLIP, image tower", {"target_modules": QV, "modules_to_save": ["post_layernorm"]}),
+    "SigLIP, attention pooling": ("SigLIP, image tower", {"target_modules": QV, "modules_to_save": ["head"]}),
     "SigLIP, classifier": ("SigLIP, classifier", {"target_modules": QV, "modules_to_save": ["classifier"]}),
     "BEiT": ("BEiT", {"target_modules": ALL, "modules_to_save": ["classifier", "layernorm"]}),
-    "BEiT, biases and their tables": ("BEiT", {"target_modules": QV, "bias": "all"}),
+    "BEiT, biases": ("BEiT", {"target_modules": QV, "bias": "all"}),
+    "BEiT, tables": ("BEiT", {"target_modules": QV, "modules_to_save": ["relative_position_bias"]}),
     "data2vec": ("data2vec", {"target_modules": ["query", "value"], "modules_to_save": ["classifier"]}),
     "I-JEPA": ("I-JEPA, classifier", {"target_modules": ALL, "modules_to_save": ["classifier"]}),
     "MAE": ("MAE", {"target_modules": QV}),
@@ -192,6 +193,8 @@ TIMM_FAMILY_KINDS: dict[str, dict[str, Any]] = {
     "EVA-02, split": {"target_modules": ["q_proj", "v_proj", "fc1_g"], "bias": "lora_only"},
     "packed SwiGLU": {"target_modules": ["qkv", "fc1"], "modules_to_save": ["head"]},
     "BEiT": {"target_modules": ["qkv", "fc1"], "bias": "all"},
+    "perception encoder": {"target_modules": ["qkv", "fc1"]},
+    "axial RoPE": {"target_modules": ["qkv", "fc1"]},
     "CLIP": {"target_modules": ["qkv", "attn.proj"], "modules_to_save": ["head"]},
 }
 
@@ -259,6 +262,84 @@ def test_names_before_transformers_5_9_are_read(name: str, kind: str, tmp_path: 
     adapted, base, adapter = save_transformers(model, KINDS[kind], tmp_path)
     rename_as_in_v4(adapter, name)
     check_merge(adapted, base, adapter, make_images(model))
+
+
+V4_FAMILY_NAMES: dict[str, tuple[str, str]] = {  # names in memory, and before transformers 5.9
+    "DINOv3": (r"model\.model\.", "model."),
+    "CLIP, image tower": (r"model\.encoder", "model.vision_model.encoder"),
+    "SigLIP, image tower": (r"model\.encoder", "model.vision_model.encoder"),
+    "BEiT": (r"beit\.layers\.(\d)\.attention\.([qv])_proj", r"beit.encoder.layer.\1.attention.attention.\2"),
+}
+
+
+@pytest.mark.parametrize("family", V4_FAMILY_NAMES)
+def test_names_of_families_before_transformers_5_9_are_read(family: str, tmp_path: Path) -> None:
+    _, base, adapter = save_transformers(build_model(family), KINDS["queries and values"], tmp_path)
+    wanted = load(base, adapter).model.state_dict()
+    path, (pattern, replacement) = adapter / "adapter_model.safetensors", V4_FAMILY_NAMES[family]
+    tensors = load_file(path)
+    renamed = {re.sub(pattern, replacement, key): tensor for key, tensor in tensors.items()}
+    renamed = {key.replace(".q.lora", ".query.lora").replace(".v.lora", ".value.lora"): renamed[key] for key in renamed}
+    assert not renamed.keys() & tensors.keys()
+    save_file(renamed, path)
+    found = load(base, adapter).model.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_a_classifier_on_siglip_reads_the_mean_of_patches(tmp_path: Path) -> None:
+    """Its base is the whole model, which has attention pooling and no classifier."""
+    model = build_model("SigLIP, classifier")
+    adapted, _, adapter = save_transformers(model, FAMILY_KINDS["SigLIP, classifier"][1], tmp_path)
+    whole = build_model("SigLIP")
+    whole.vision_model.load_state_dict(model.vision_model.state_dict(), strict=False)
+    whole.save_pretrained(tmp_path / "whole")
+    assert load(tmp_path / "whole").model.config.pool == "map"
+    check_merge(adapted, tmp_path / "whole", adapter, draw_images("SigLIP", (32, 32)))
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "message"),
+    [
+        (
+            "CLIP",
+            {"target_modules": ["q_proj"]},
+            r"changes 'text_model\.encoder\.layers\.0.*no part of the image model",
+        ),
+        ("CLIP", {"target_modules": ["text_projection"]}, "changes 'text_projection.*merge_and_unload"),
+        ("SigLIP, image tower", {"target_modules": ["attention"]}, r"changes 'head\.attention.*in its own way"),
+        (
+            "BEiT, one table for all layers",
+            {"target_modules": QV, "modules_to_save": ["shared_position_bias"]},
+            "bias_table.*all layers share it",
+        ),
+        ("SigLIP 2, NaFlex image tower", {"target_modules": ["patch_embedding"]}, r"adds \(4, 192\).*patch_embed"),
+        ("CLIP, image tower", {"target_modules": QV, "modules_to_save": ["embeddings"]}, r"has the shape \(48,\)"),
+    ],
+)
+def test_what_an_image_model_has_no_place_for_is_refused(
+    family: str, kind: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    _, base, adapter = save_transformers(build_model(family), kind, tmp_path)
+    with pytest.raises(ModelError, match=message):
+        load(base, adapter)
+
+
+def test_a_projection_that_the_base_lacks_is_refused(tmp_path: Path) -> None:
+    _, _, adapter = save_transformers(
+        build_model("CLIP, projected image tower"), {"target_modules": ["visual_projection"]}, tmp_path
+    )
+    build_model("CLIP, image tower").save_pretrained(tmp_path / "bare")
+    with pytest.raises(ModelError, match=r"bare has no 'projection\.weight'"):
+        load(tmp_path / "bare", adapter)
+
+
+def test_a_classifier_of_transformers_on_clip_is_refused(tmp_path: Path) -> None:
+    """It reads patches that no norm follows."""
+    _, base, adapter = save_transformers(build_model("CLIP"), {"target_modules": r"vision_model.*q_proj"}, tmp_path)
+    path = adapter / "adapter_model.safetensors"
+    save_file(load_file(path) | {"base_model.model.classifier.weight": torch.ones(5, 48)}, path)
+    with pytest.raises(ModelError, match="the classifier of a CLIPForImageClassification"):
+        load(base, adapter)
 
 
 def test_an_adapter_of_the_bare_backbone_is_read(tmp_path: Path) -> None:

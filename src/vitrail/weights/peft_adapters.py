@@ -285,6 +285,9 @@ def merge_adapter(trained: Trained, adapter: str | Path) -> Trained:
 def apply_adapter(trained: Trained, adapter: Adapter, name: str) -> Trained:
     """The model with the adapter called `name` merged into it; `trained` stays as it is."""
     fitted = _fit_base(trained, adapter)
+    if "head" in adapter.additions and "projection.weight" in fitted.model.state_dict():  # timm calls it the head
+        additions = {"projection" if path == "head" else path: each for path, each in adapter.additions.items()}
+        adapter = dataclasses.replace(adapter, additions=additions)
     tensors, config = dict(fitted.model.state_dict()), fitted.model.config
     names = [*(f"{path}.weight" for path in adapter.additions), *adapter.replaced]
     if any(re.search(r"\.attn\.[qkv]\.", each) for each in names):

@@ -50,11 +50,6 @@ _MLP = {"mlp.fc1.": "mlp.fc1.", "mlp.fc2.": "mlp.fc2."}
 _V4_MLP = {"intermediate.dense.": "mlp.fc1.", "output.dense.": "mlp.fc2."}
 _GATED_MLP = {"mlp.gate_proj.": "mlp.gate.", "mlp.up_proj.": "mlp.up.", "mlp.down_proj.": "mlp.fc2."}
 _V4_GATED_MLP = {"mlp.weights_in.": "mlp.fc1.", "mlp.weights_out.": "mlp.fc2."}
-_TABLE = "relative_position_bias_table"
-_TABLES = {
-    "peft": {f"relative_position_bias.{_TABLE}": f"attn.{_TABLE}"},
-    "peft-v4": {f"attention.attention.relative_position_bias.{_TABLE}": f"attn.{_TABLE}"},
-}
 _NORMS = {"layernorm_before.": "norm1.", "layernorm_after.": "norm2."}
 _DINO_NORMS = {"norm1.": "norm1.", "norm2.": "norm2."}
 
@@ -108,6 +103,8 @@ def write_adapter(adapter: Adapter, folder: Path, format: AdapterFormat = "peft"
     """Write the adapter's folder whole or not at all."""
     check_adapter_destination(folder, overwrite=overwrite)
     names = None if format == "peft-timm" else _build_name_map(adapter, format)
+    if names is CLIP_NAMES and "projection.bias" in adapter.replaced:
+        raise ModelError("transformers cannot hold this adapter: it trained a bias that visual_projection lacks")
     adapter = _arrange_for_timm(adapter) if names is None else _arrange_for_transformers(adapter, names)
     backbone = adapter.backbone
     if format == "peft-v4" and names is CLIP_NAMES:
@@ -162,7 +159,7 @@ def _build_name_map(adapter: Adapter, format: AdapterFormat) -> TensorNameMap:  
     return dataclasses.replace(
         family.names,
         layer_template="layers.{}." if version == "peft" and not is_dino else "encoder.layer.{}.",
-        block_prefixes=_ATTENTION[version] | mlp | (_DINO_NORMS if is_dino else _NORMS | _TABLES[version]),
+        block_prefixes=_ATTENTION[version] | mlp | (_DINO_NORMS if is_dino else _NORMS),
         top_prefixes={"cls_classifier." if "head_dist.weight" in adapter.replaced else "classifier.": "head."}
         | family.names.top_prefixes,
     )
@@ -239,10 +236,9 @@ def _arrange_for_timm(adapter: Adapter) -> Adapter:
 
 def _rename_layers(adapter: Adapter, old: str, new: str) -> Adapter:
     """The adapter whose layers called `old` in each block are called `new`."""
-    additions, replaced = (
-        {re.sub(rf"^(blocks\.\d+)\.{re.escape(old)}\b", rf"\1.{new}", name): value for name, value in values.items()}
-        for values in (adapter.additions, adapter.replaced)
-    )
+    pattern = re.compile(rf"^(blocks\.\d+)\.{re.escape(old)}\b")
+    additions = {pattern.sub(rf"\1.{new}", path): addition for path, addition in adapter.additions.items()}
+    replaced = {pattern.sub(rf"\1.{new}", name): tensor for name, tensor in adapter.replaced.items()}
     return dataclasses.replace(adapter, additions=additions, replaced=replaced)
 
 
@@ -264,8 +260,8 @@ def split_layer(adapter: Adapter, layer: str) -> Adapter:
             additions[f"{match[1]}.{part}"] = piece
     for name, tensor in adapter.replaced.items():
         if match := pattern.match(name):
-            pieces = zip(parts, tensor.chunk(len(parts)), strict=True)
-            replaced |= {f"{match[1]}.{part}.{match[2]}": piece for part, piece in pieces}
+            chunks = zip(parts, tensor.chunk(len(parts)), strict=True)
+            replaced |= {f"{match[1]}.{part}.{match[2]}": chunk for part, chunk in chunks}
         else:
             replaced[name] = tensor
     return dataclasses.replace(adapter, additions=additions, replaced=replaced)
