@@ -83,10 +83,14 @@ class TensorNameMap:
 
     def to_own_name(self, theirs: str) -> str:
         """Return the model's own name for a tensor of the format."""
-        own = _rename_tensor(theirs, self.layer_pattern, "blocks.{}.", self.block_prefixes, self.top_prefixes)
+        own = self.find_own_name(theirs)
         if own is None:
             raise ModelError(f"the file has a tensor this model has no place for: {theirs!r}")
         return own
+
+    def find_own_name(self, theirs: str) -> str | None:
+        """Return the model's own name for a tensor of the format; None where the format has no such tensor."""
+        return _rename_tensor(theirs, self.layer_pattern, "blocks.{}.", self.block_prefixes, self.top_prefixes)
 
     def to_foreign_name(self, own: str) -> str:
         """Return the format's name for a tensor of the model."""

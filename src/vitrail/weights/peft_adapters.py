@@ -5,32 +5,48 @@
     r rank   I inputs   O outputs   A (r, I)   B (O, r)   s scale
 
 An adapter names layers as they were called in memory where it was trained: in timm, in transformers from 5.9 on, or
-before. Each name is mapped to the model's own. PEFT itself reads only names of the transformers installed beside it.
+before. Each name tells its family, and is mapped to the model's own. PEFT itself reads only names of the transformers
+installed beside it.
 What an adapter's configuration says is either known to leave this merge as it is, or refused by its name.
 """
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from vitrail.config import PreprocessConfig, ViTConfig, from_json
+from vitrail.config.model import Pool
 from vitrail.config.training import compute_lora_scale
 from vitrail.errors import ModelError, UsageError
 from vitrail.formatting import pluralize
 from vitrail.model.lora import merge_weight
-from vitrail.weights import foreign_format, hub, tensor_files, transformers
+from vitrail.weights import foreign_format, hub, tensor_files, timm_tensors
 from vitrail.weights.adapt import adapt
 from vitrail.weights.formats import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILES
 from vitrail.weights.trained import Tensors, Trained, assemble_model
+from vitrail.weights.transformers_families import (
+    BEIT_NAMES,
+    CLIP_NAMES,
+    DINOV3_NAMES,
+    FAMILIES,
+    OUTSIDE_IMAGE_MODEL,
+    SHARED_TABLES,
+    join_gate,
+    split_gate,
+    split_pool_query,
+)
 
 KEY_PREFIX = "base_model.model."
 HEADER_KEY = "vitrail_adapter"
 """In the header of a file that vitrail wrote: an `AdapterHeader`."""
-BACKBONE_PREFIX = re.compile(rf"^(?:{'|'.join(sorted(transformers.MODEL_TYPES, key=len, reverse=True))})\.")
+MODEL_TYPES_BY_PREFIX = {f"{family.prefix}.": kind for kind, family in reversed(FAMILIES.items())}
+BACKBONE_PREFIX = re.compile(rf"^(?:{'|'.join(map(re.escape, MODEL_TYPES_BY_PREFIX))})")
+EVA02 = "eva02"
+"""The family of timm's models whose queries, keys, values and gates are layers of their own; transformers has none."""
 OWN_PREFIXES = ("blocks.", "patch_embed.", "norm.", "fc_norm.", "attn_pool.", "pre_logits.", "head.", "head_dist.")
 _READ_FIELDS = {
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "init_lora_weights",
@@ -45,6 +61,13 @@ _IRRELEVANT_FIELDS = {  # to the merged weights: they decide where and how train
 _INITIALIZATIONS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Those that leave the base as it is; PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA and later ones may not."""
 _ADDED_KEY = re.compile(r"(.+)\.(lora_A\.weight|lora_B\.weight|lora_B\.bias|lora_magnitude_vector)(?:\.weight)?")
+
+
+_REFUSED_LAYERS = {
+    OUTSIDE_IMAGE_MODEL: "it is no part of the image model",
+    re.compile(r"head\.attention\.(?!in_proj_|out_proj\.)"): "PEFT adds to torch's MultiheadAttention in its own way",
+    re.compile("|".join(map(re.escape, SHARED_TABLES))): "all layers share it",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,13 +101,21 @@ class AdapterHeader:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """An adapter under the model's own names; `attn.q`, `attn.k` and `attn.v` are thirds of `attn.qkv`."""
+    """An adapter under the model's own names.
+
+    `attn.q`, `attn.k` and `attn.v` are thirds of `attn.qkv`. `mlp.gate` and `mlp.up` are halves of a gated MLP's
+    `mlp.fc1`, and `mlp.up` alone may be a plain MLP's.
+    """
 
     additions: Mapping[str, LowRankAddition]
     """By the layer's path, such as blocks.0.attn.qkv."""
     replaced: Tensors
     """Whole tensors that replace the base's, by name: a new head, trained biases."""
     rank_stabilized: bool = False
+    family: str = "vit"
+    """The model type of transformers whose names its layers had or will have, or `EVA02`."""
+    gated: bool = False
+    """Whether its names, or its base, tell that the MLPs are gated."""
     backbone: str = "vit."
     """What transformers calls the part of its model that has the blocks; empty where it is the whole model."""
     base: str | None = None
@@ -161,26 +192,56 @@ def _parse_tensors(tensors: Tensors, config: dict[str, Any], path: Path) -> dict
         elif "lora_" in name:
             raise ModelError(f"{path} has a tensor that is not supported: {name!r:.120}")
         elif ".original_module." not in name:
-            replaced[to_own_name(re.sub(r"\.(?:modules_to_save|base_layer)\.", ".", name))] = tensor
+            replaced[to_own_name(re.sub(r"\.(?:modules_to_save|base_layer)\.", ".", name), path)] = tensor
     if not parts and not replaced:
         raise ModelError(f"{path} is damaged: it holds no tensors")
-    backbones = {match[0] if (match := BACKBONE_PREFIX.match(name)) else "" for name in parts}
-    is_timm = any(name.startswith(OWN_PREFIXES) for name in parts)
-    return {
-        "additions": {
-            to_own_name(f"{name}.").removesuffix("."): _build_addition(name, part, config, path)
-            for name, part in parts.items()
-        },
-        "replaced": replaced,
-        "backbone": "vit." if is_timm or not backbones else max(backbones),
+    split_pool_query(replaced)
+    additions = {
+        to_own_name(f"{name}.", path).removesuffix("."): _build_addition(name, part, config, path)
+        for name, part in parts.items()
     }
+    return {"additions": additions, "replaced": replaced, **_recognize_family(parts or replaced)}
 
 
-def to_own_name(name: str) -> str:
+def to_own_name(name: str, path: Path) -> str:
     """The model's own name of a layer's tensor, which any version of transformers or timm named."""
+    bare = BACKBONE_PREFIX.sub("", name)
+    for pattern, reason in _REFUSED_LAYERS.items():
+        if pattern.match(bare):
+            raise ModelError(
+                f"{path} changes {name!r:.120}, which is not supported: {reason}. Merge the adapter with PEFT"
+                " (merge_and_unload) and convert the result"
+            )
+    own = CLIP_NAMES.find_own_name(bare)  # before timm's, whose head has no layers
+    if own is not None:
+        return own
     if name.startswith(OWN_PREFIXES):
-        return name
-    return transformers.TENSOR_NAMES.to_own_name(BACKBONE_PREFIX.sub("", name))
+        own = timm_tensors.rename_in_block(name)
+        return own.replace(".mlp.fc1_g.", ".mlp.gate.").replace(".mlp.fc1_x.", ".mlp.up.")
+    own = BEIT_NAMES.find_own_name(bare)  # before DINOv3's, whose patch embedding has no layers
+    return own or DINOV3_NAMES.find_own_name(bare) or BEIT_NAMES.to_own_name(bare)
+
+
+def _recognize_family(names: Iterable[str]) -> dict[str, Any]:
+    """The fields of an `Adapter` that the names of its layers tell."""
+    text = "\n".join(names)
+    gated = re.search(r"\.mlp\.(?:gate_proj|weights_in|weights_out|fc1_g|fc1_x)\b", text) is not None
+    backbone = max((match[0] for name in names if (match := BACKBONE_PREFIX.match(name))), default="")
+    if backbone:
+        family = MODEL_TYPES_BY_PREFIX[backbone]
+    elif re.search(r"^blocks\.\d+\.attn\.[qkv]_proj\b", text, re.MULTILINE):
+        family = EVA02
+    elif gated and "blocks." in text:
+        family = "dinov3_vit"
+    else:
+        family = next((kind for kind in ("dinov3_vit", "clip") if _has_layers_of(kind, names)), "vit")
+        is_timm = family == "vit" and any(name.startswith(OWN_PREFIXES) for name in names)
+        backbone = "vit." if is_timm else ""
+    return {"family": family, "gated": gated, "backbone": backbone}
+
+
+def _has_layers_of(kind: str, names: Iterable[str]) -> bool:
+    return any(FAMILIES[kind].names.layer_pattern.match(name) for name in names)
 
 
 def _build_addition(name: str, part: Mapping[str, Tensor], config: dict[str, Any], path: Path) -> LowRankAddition:
@@ -224,10 +285,15 @@ def merge_adapter(trained: Trained, adapter: str | Path) -> Trained:
 def apply_adapter(trained: Trained, adapter: Adapter, name: str) -> Trained:
     """The model with the adapter called `name` merged into it; `trained` stays as it is."""
     fitted = _fit_base(trained, adapter)
-    tensors: dict[str, Tensor] = dict(fitted.model.state_dict())
+    if "head" in adapter.additions and "projection.weight" in fitted.model.state_dict():  # timm calls it the head
+        additions = {"projection" if path == "head" else path: each for path, each in adapter.additions.items()}
+        adapter = dataclasses.replace(adapter, additions=additions)
+    tensors, config = dict(fitted.model.state_dict()), fitted.model.config
     names = [*(f"{path}.weight" for path in adapter.additions), *adapter.replaced]
     if any(re.search(r"\.attn\.[qkv]\.", each) for each in names):
         tensors = dict(foreign_format.split_qkv(tensors))
+    if any(re.search(r"\.mlp\.(?:gate|up)\.", each) for each in names):
+        tensors = split_gate(tensors, gated=isinstance(config, ViTConfig) and config.gated_mlp)
     for each in names:
         if each not in tensors:
             raise ModelError(f"the adapter {name} is for another model: {trained.origin.name} has no {each!r}")
@@ -236,13 +302,14 @@ def apply_adapter(trained: Trained, adapter: Adapter, name: str) -> Trained:
         tensors[each] = tensor
     for path, addition in adapter.additions.items():
         _merge_addition(tensors, path, addition, adapter.compute_scale(addition))
+    join_gate(tensors)
     heads = sorted(each for each in adapter.replaced if "head" in each)
     ranks = "-".join(str(rank) for rank in sorted({addition.rank for addition in adapter.additions.values()}))
     change = f"adapter {name}: LoRA of rank {ranks} merged into {pluralize(len(adapter.additions), 'layer')}"
     change += f", {', '.join(heads)} replaced" if heads else ""
     return dataclasses.replace(
         fitted,
-        model=assemble_model(fitted.model.config, foreign_format.fuse_qkv(tensors)),
+        model=assemble_model(config, foreign_format.fuse_qkv(tensors)),
         origin=dataclasses.replace(fitted.origin, changes=(*fitted.origin.changes, change)),
         temperature=1.0,
         threshold=0.0,
@@ -256,8 +323,7 @@ def _fit_base(trained: Trained, adapter: Adapter) -> Trained:
     head, header, config = adapter.replaced.get("head.weight"), adapter.header, trained.model.config
     size = None if header.preprocess is None else header.preprocess.size
     if head is not None and isinstance(config, ViTConfig):
-        if head.ndim == 2 and head.shape[1] == 2 * config.width and config.pool == "class":
-            trained = _pool_class_and_mean(trained)
+        trained = _fit_pool(trained, config, head, adapter.family)
         if len(head) != config.classes or config.hidden_head:
             labels = trained.labels if len(head) == config.classes else None
             if config.distillation_head and "head_dist.weight" not in adapter.replaced:
@@ -273,13 +339,30 @@ def _fit_base(trained: Trained, adapter: Adapter) -> Trained:
     )
 
 
-def _pool_class_and_mean(trained: Trained) -> Trained:
-    """The model without a head whose features are those of the class token and the mean of patches, as DINOv2's."""
+def _fit_pool(trained: Trained, config: ViTConfig, head: Tensor, family: str) -> Trained:
+    """The model whose features are what the classifier of transformers reads."""
+    is_clip = family != EVA02 and FAMILIES[family].names is CLIP_NAMES
+    if is_clip and config.norm_pre:
+        raise ModelError(
+            "the adapter has the classifier of a CLIPForImageClassification, which reads the mean of patches that no"
+            " norm follows; train a head on the CLIP model instead: vitrail finetune PHOTOS --model CLIP"
+        )
+    if is_clip and config.pool == "map":
+        return _change_pool(trained, "norm-mean")
+    if head.ndim == 2 and head.shape[1] == 2 * config.width and config.pool == "class":
+        return _change_pool(trained, "class-mean")
+    return trained
+
+
+def _change_pool(trained: Trained, pool: Pool) -> Trained:
+    """The model without a head whose features are pooled in another way."""
     bare = adapt(trained, classes=0)
     assert isinstance(bare.model.config, ViTConfig)
-    config = dataclasses.replace(bare.model.config, pool="class-mean")
-    origin = dataclasses.replace(bare.origin, changes=(*bare.origin.changes, "pool: class -> class-mean"))
-    return dataclasses.replace(bare, model=assemble_model(config, bare.model.state_dict()), origin=origin)
+    config = dataclasses.replace(bare.model.config, pool=pool)
+    tensors = {name: tensor for name, tensor in bare.model.state_dict().items() if not name.startswith("attn_pool.")}
+    change = f"pool: {bare.model.config.pool} -> {pool}"
+    origin = dataclasses.replace(bare.origin, changes=(*bare.origin.changes, change))
+    return dataclasses.replace(bare, model=assemble_model(config, tensors), origin=origin)
 
 
 def _merge_addition(tensors: dict[str, Tensor], path: str, addition: LowRankAddition, scale: float) -> None:

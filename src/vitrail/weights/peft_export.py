@@ -3,7 +3,8 @@
     r rank   I inputs   O outputs   A (r, I)   B (O, r)
 
 timm has one layer for queries, keys and values, transformers has three. An addition to the one is three additions with
-the same A. Additions to some of the three are one whose A stacks theirs and whose B has a block for each.
+the same A. Additions to some of the three are one whose A stacks theirs and whose B has a block for each. So it is with
+the first layer of a gated MLP, which is one layer or two.
 """
 
 import collections
@@ -22,16 +23,19 @@ from vitrail.config import LoRAConfig, ViTConfig
 from vitrail.config.training import compute_lora_scale
 from vitrail.errors import ModelError
 from vitrail.model.lora import ADDED_NAMES
-from vitrail.weights import foreign_format, tensor_files, transformers
+from vitrail.weights import tensor_files, transformers
 from vitrail.weights.foreign_format import TensorNameMap
 from vitrail.weights.formats import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILES, check_adapter_destination
-from vitrail.weights.peft_adapters import HEADER_KEY, KEY_PREFIX, Adapter, AdapterHeader, LowRankAddition
+from vitrail.weights.peft_adapters import EVA02, HEADER_KEY, KEY_PREFIX, Adapter, AdapterHeader, LowRankAddition
 from vitrail.weights.trained import Origin, Tensors, Trained
+from vitrail.weights.transformers_families import CLIP_NAMES, DINOV2_NAMES, DINOV3_NAMES, FAMILIES
 
 AdapterFormat = Literal["peft", "peft-v4", "peft-timm"]
 """The names of transformers from 5.9 on, those before, and timm's."""
 ADAPTER_FORMATS: tuple[AdapterFormat, ...] = get_args(AdapterFormat)
 
+_PARTS = {"attn.qkv": ("attn.q", "attn.k", "attn.v"), "mlp.fc1": ("mlp.gate", "mlp.up")}
+"""Layers whose rows are stacked, and what they are where each is a layer of its own."""
 _ATTENTION = {
     "peft": {
         **{f"attention.{part}_proj.": f"attn.{part}." for part in "qkv"},
@@ -44,6 +48,8 @@ _ATTENTION = {
 }
 _MLP = {"mlp.fc1.": "mlp.fc1.", "mlp.fc2.": "mlp.fc2."}
 _V4_MLP = {"intermediate.dense.": "mlp.fc1.", "output.dense.": "mlp.fc2."}
+_GATED_MLP = {"mlp.gate_proj.": "mlp.gate.", "mlp.up_proj.": "mlp.up.", "mlp.down_proj.": "mlp.fc2."}
+_V4_GATED_MLP = {"mlp.weights_in.": "mlp.fc1.", "mlp.weights_out.": "mlp.fc2."}
 _NORMS = {"layernorm_before.": "norm1.", "layernorm_after.": "norm2."}
 _DINO_NORMS = {"norm1.": "norm1.", "norm2.": "norm2."}
 
@@ -61,39 +67,53 @@ def build_adapter(tensors: Tensors, config: LoRAConfig, trained: Trained, base: 
         additions=additions,
         replaced={name: tensor for name, tensor in tensors.items() if not name.endswith(ADDED_NAMES)},
         rank_stabilized=config.rank_stabilized,
-        backbone=choose_backbone(trained),
+        **_describe_family(trained),
         base=hub_name[1] if hub_name else None,
         header=AdapterHeader(labels=trained.labels, multi_label=trained.multi_label, preprocess=trained.preprocess),
     )
 
 
-def choose_backbone(trained: Trained) -> str:
-    """What transformers calls the blocks' part of this model."""
+def _describe_family(trained: Trained) -> dict[str, Any]:
+    """The fields of an `Adapter` that its base tells: what transformers, or timm, calls this model's layers."""
     config = trained.model.config
     assert isinstance(config, ViTConfig)
-    if config.distillation_token:
-        return "deit."
-    if config.layer_scale:
-        return "dinov2_with_registers." if config.registers else "dinov2."
-    return "vit."
+    kind = transformers.choose_model_type(config)
+    if config.mlp_norm:
+        return {"family": EVA02, "gated": config.gated_mlp, "backbone": ""}
+    if config.rotary is not None and config.rotary.places != "normalized":
+        kind = "vit"  # of timm alone
+    is_bare = kind == "dinov3_vit" or (FAMILIES[kind].names is CLIP_NAMES and not config.projection)
+    return {"family": kind, "gated": config.gated_mlp, "backbone": "" if is_bare else f"{FAMILIES[kind].prefix}."}
 
 
 def choose_format(trained: Trained) -> AdapterFormat:
-    """The format whose names the base has where PEFT would load it: timm's if it is timm's, or transformers' if it can
-    be that."""
+    """The format whose names the base has where PEFT would load it: timm's if it is timm's, or transformers' if that
+    has a classifier of its kind."""
     config = trained.model.config
-    is_transformers = isinstance(config, ViTConfig) and config.stem is None and config.pool in ("class", "class-mean")
-    return "peft" if is_transformers and trained.origin.format != "timm" else "peft-timm"
+    if not isinstance(config, ViTConfig) or config.stem is not None or trained.origin.format == "timm":
+        return "peft-timm"
+    kind = transformers.choose_model_type(config)
+    pools = {"beit": ("class", "mean-norm"), "ijepa": ("norm-mean",)}.get(kind, ("class", "class-mean"))
+    is_lacking = (kind == "beit" and config.positions != "relative-bias") or (kind == "ijepa" and config.registers)
+    has_classifier = transformers.CLASSES[kind][1] is not None and config.pool in pools and not is_lacking
+    return "peft" if has_classifier else "peft-timm"
 
 
 def write_adapter(adapter: Adapter, folder: Path, format: AdapterFormat = "peft", *, overwrite: bool = False) -> None:  # noqa: A002
     """Write the adapter's folder whole or not at all."""
     check_adapter_destination(folder, overwrite=overwrite)
-    adapter = fuse_qkv(adapter) if format == "peft-timm" else split_qkv(adapter)
     names = None if format == "peft-timm" else _build_name_map(adapter, format)
+    if names is CLIP_NAMES and "projection.bias" in adapter.replaced:
+        raise ModelError("transformers cannot hold this adapter: it trained a bias that visual_projection lacks")
+    adapter = _arrange_for_timm(adapter) if names is None else _arrange_for_transformers(adapter, names)
+    backbone = adapter.backbone
+    if format == "peft-v4" and names is CLIP_NAMES:
+        backbone = "vision_model."  # also in models of images alone
 
     def rename(own: str) -> str:
-        return own if names is None else _rename_for_transformers(own, names, adapter.backbone)
+        return (
+            _rename_for_timm(own, adapter.family) if names is None else _rename_for_transformers(own, names, backbone)
+        )
 
     tensors: dict[str, Tensor] = {}
     for path, addition in adapter.additions.items():
@@ -119,24 +139,40 @@ def write_adapter(adapter: Adapter, folder: Path, format: AdapterFormat = "peft"
 
 def _build_name_map(adapter: Adapter, format: AdapterFormat) -> TensorNameMap:  # noqa: A002
     """The names of a version of transformers for the adapter's kind of model."""
-    is_dino = adapter.backbone.startswith("dinov2")
-    mlp = _V4_MLP if format == "peft-v4" and not is_dino else _MLP
+    family = FAMILIES.get(adapter.family)
+    if family is None or (adapter.gated and family.names not in (DINOV2_NAMES, DINOV3_NAMES)):
+        raise ModelError(
+            f"transformers has no model of the family {adapter.family!r} with such layers: write the adapter"
+            " with --to peft-timm"
+        )
+    if family.names is DINOV3_NAMES:
+        return (
+            DINOV3_NAMES if format == "peft-v4" else dataclasses.replace(DINOV3_NAMES, layer_template="model.layer.{}.")
+        )
+    if family.names is CLIP_NAMES:
+        return CLIP_NAMES
+    is_dino = family.names is DINOV2_NAMES
+    version = "peft-v4" if adapter.family == "data2vec-vision" else format  # whose names never changed
+    mlp = _V4_MLP if version == "peft-v4" and not is_dino else _MLP
+    if adapter.gated:
+        mlp = _V4_GATED_MLP if version == "peft-v4" else _GATED_MLP
     return dataclasses.replace(
-        transformers.TENSOR_NAMES,
-        layer_template="layers.{}." if format == "peft" and not is_dino else "encoder.layer.{}.",
-        block_prefixes=_ATTENTION[format] | mlp | (_DINO_NORMS if is_dino else _NORMS),
+        family.names,
+        layer_template="layers.{}." if version == "peft" and not is_dino else "encoder.layer.{}.",
+        block_prefixes=_ATTENTION[version] | mlp | (_DINO_NORMS if is_dino else _NORMS),
         top_prefixes={"cls_classifier." if "head_dist.weight" in adapter.replaced else "classifier.": "head."}
-        | transformers.TENSOR_NAMES.top_prefixes,
+        | family.names.top_prefixes,
     )
 
 
 def _rename_for_transformers(own: str, names: TensorNameMap, backbone: str) -> str:
     theirs = names.to_foreign_name(own)
-    return (
-        theirs
-        if theirs.startswith(("classifier.", "cls_classifier.", "distillation_classifier."))
-        else backbone + theirs
-    )
+    return theirs if theirs.startswith(("cls_classifier.", *transformers.HEADS)) else backbone + theirs
+
+
+def _rename_for_timm(own: str, family: str) -> str:
+    own = re.sub(r"^projection\.", "head.", own).replace(".mlp.gate.", ".mlp.fc1_g.").replace(".mlp.up.", ".mlp.fc1_x.")
+    return re.sub(r"\.attn\.([qkv])\.", r".attn.\1_proj.", own) if family == EVA02 else own
 
 
 def _build_config(adapter: Adapter, rename: Any) -> dict[str, Any]:
@@ -179,89 +215,118 @@ def _find_exceptions(values: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     return usual, {name: value for name, value in values.items() if value != usual}
 
 
-# --- one layer for queries, keys and values, or three -----------------------------------------------------------------
+# --- one layer, or one for each of its parts --------------------------------------------------------------------------
 
 
-def split_qkv(adapter: Adapter) -> Adapter:
-    """The adapter with three additions for each to a fused layer."""
-    additions: dict[str, LowRankAddition] = {}
-    for path, addition in adapter.additions.items():
-        if not path.endswith(".attn.qkv"):
-            additions[path] = addition
-            continue
-        thirds = [
-            (None,) * 3 if tensor is None else tensor.chunk(3)
-            for tensor in (addition.lora_b, addition.magnitude, addition.bias)
-        ]
-        for part, lora_b, magnitude, bias in zip("qkv", *thirds, strict=True):
-            third = dataclasses.replace(addition, lora_b=lora_b, magnitude=magnitude, bias=bias)
-            additions[f"{path.removesuffix('qkv')}{part}"] = third
-    return dataclasses.replace(adapter, additions=additions, replaced=dict(foreign_format.split_qkv(adapter.replaced)))
+def _arrange_for_transformers(adapter: Adapter, names: TensorNameMap) -> Adapter:
+    """The adapter with the layers of a model of transformers: three for queries, keys and values."""
+    adapter = split_layer(adapter, "attn.qkv")
+    if "mlp.up." not in names.block_prefixes.values():
+        return join_layer(adapter, "mlp.fc1")
+    return split_layer(adapter, "mlp.fc1") if adapter.gated else _rename_layers(adapter, "mlp.fc1", "mlp.up")
 
 
-def fuse_qkv(adapter: Adapter) -> Adapter:
-    """The adapter with one addition to each fused layer."""
-    additions: dict[str, LowRankAddition] = {}
-    groups: dict[str, dict[str, LowRankAddition]] = {}
-    for path, addition in adapter.additions.items():
-        if re.search(r"\.attn\.[qkv]$", path):
-            groups.setdefault(f"{path[:-1]}qkv", {})[path[-1]] = addition
-        else:
-            additions[path] = addition
-    for path, parts in groups.items():
-        additions[path] = _fuse_additions(path, parts, adapter)
-    replaced: dict[str, Tensor] = {}
-    for name, tensor in adapter.replaced.items():
-        if not re.search(r"\.attn\.[qkv]\.", name):
-            replaced[name] = tensor
-        elif ".attn.q." in name:
-            names = [name.replace(".attn.q.", f".attn.{part}.") for part in "qkv"]
-            replaced[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat([_get_third(adapter, each) for each in names])
-        else:
-            _get_third(adapter, re.sub(r"\.attn\.[qkv]\.", ".attn.q.", name))
+def _arrange_for_timm(adapter: Adapter) -> Adapter:
+    """The adapter with the layers of timm's model of its family."""
+    adapter = (split_layer if adapter.family == EVA02 else join_layer)(adapter, "attn.qkv")
+    if not adapter.gated:
+        return _rename_layers(adapter, "mlp.up", "mlp.fc1")
+    return (split_layer if adapter.family in (EVA02, "dinov3_vit") else join_layer)(adapter, "mlp.fc1")
+
+
+def _rename_layers(adapter: Adapter, old: str, new: str) -> Adapter:
+    """The adapter whose layers called `old` in each block are called `new`."""
+    pattern = re.compile(rf"^(blocks\.\d+)\.{re.escape(old)}\b")
+    additions = {pattern.sub(rf"\1.{new}", path): addition for path, addition in adapter.additions.items()}
+    replaced = {pattern.sub(rf"\1.{new}", name): tensor for name, tensor in adapter.replaced.items()}
     return dataclasses.replace(adapter, additions=additions, replaced=replaced)
 
 
-def _get_third(adapter: Adapter, name: str) -> Tensor:
-    if name not in adapter.replaced:
-        raise _explain_missing_third(name)
-    return adapter.replaced[name]
+def split_layer(adapter: Adapter, layer: str) -> Adapter:
+    """The adapter with an addition for each part of each layer called `layer`, which is in `_PARTS`."""
+    additions: dict[str, LowRankAddition] = {}
+    replaced: dict[str, Tensor] = {}
+    parts, pattern = _PARTS[layer], re.compile(rf"^(blocks\.\d+)\.{re.escape(layer)}(?:\.(\w+))?$")
+    for path, addition in adapter.additions.items():
+        if (match := pattern.match(path)) is None:
+            additions[path] = addition
+            continue
+        pieces = [
+            (None,) * len(parts) if tensor is None else tensor.chunk(len(parts))
+            for tensor in (addition.lora_b, addition.magnitude, addition.bias)
+        ]
+        for part, lora_b, magnitude, bias in zip(parts, *pieces, strict=True):
+            piece = dataclasses.replace(addition, lora_b=lora_b, magnitude=magnitude, bias=bias)
+            additions[f"{match[1]}.{part}"] = piece
+    for name, tensor in adapter.replaced.items():
+        if match := pattern.match(name):
+            chunks = zip(parts, tensor.chunk(len(parts)), strict=True)
+            replaced |= {f"{match[1]}.{part}.{match[2]}": chunk for part, chunk in chunks}
+        else:
+            replaced[name] = tensor
+    return dataclasses.replace(adapter, additions=additions, replaced=replaced)
 
 
-def _explain_missing_third(name: str) -> ModelError:
+def join_layer(adapter: Adapter, layer: str) -> Adapter:
+    """Invert `split_layer`: the adapter with one addition to each layer called `layer`."""
+    additions: dict[str, LowRankAddition] = {}
+    groups: dict[str, dict[str, LowRankAddition]] = {}
+    parts = _PARTS[layer]
+    pattern = re.compile(rf"^(blocks\.\d+)\.({'|'.join(map(re.escape, parts))})(?:\.(\w+))?$")
+    for path, addition in adapter.additions.items():
+        if match := pattern.match(path):
+            groups.setdefault(match[1], {})[match[2]] = addition
+        else:
+            additions[path] = addition
+    for block, pieces in groups.items():
+        additions[f"{block}.{layer}"] = _join_additions(block, layer, pieces, adapter)
+    replaced: dict[str, Tensor] = {}
+    for name, tensor in adapter.replaced.items():
+        if match := pattern.match(name):
+            names = [f"{match[1]}.{part}.{match[3]}" for part in parts]
+            if missing := [each for each in names if each not in adapter.replaced]:
+                raise _explain_missing_part(layer, missing[0])
+            replaced[f"{match[1]}.{layer}.{match[3]}"] = torch.cat([adapter.replaced[each] for each in names])
+        else:
+            replaced[name] = tensor
+    return dataclasses.replace(adapter, additions=additions, replaced=replaced)
+
+
+def _explain_missing_part(layer: str, name: str) -> ModelError:
     return ModelError(
-        f"timm's one layer for queries, keys and values cannot hold this adapter: it has nothing for {name!r}. Merge it"
+        f"the one layer {layer} of such a model cannot hold this adapter: it has nothing for {name!r}. Merge it"
         " into its base instead: vitrail convert BASE OUT.safetensors --adapter FOLDER"
     )
 
 
-def _fuse_additions(path: str, parts: dict[str, LowRankAddition], adapter: Adapter) -> LowRankAddition:
-    """One addition to `path` for those to queries, keys and values, of which some may be missing."""
-    first = next(iter(parts.values()))
+def _join_additions(block: str, layer: str, pieces: dict[str, LowRankAddition], adapter: Adapter) -> LowRankAddition:
+    """One addition to the layer for those to its parts, of which some may be missing."""
+    parts, first = _PARTS[layer], next(iter(pieces.values()))
     for field in ("magnitude", "bias"):
-        if any(getattr(part, field) is not None for part in parts.values()) and len(parts) < 3:
-            raise _explain_missing_third(next(f"{path[:-3]}{part}" for part in "qkv" if part not in parts))
+        if any(getattr(piece, field) is not None for piece in pieces.values()) and len(pieces) < len(parts):
+            raise _explain_missing_part(layer, next(f"{block}.{part}" for part in parts if part not in pieces))
     magnitude, bias = (
-        None if getattr(first, field) is None else torch.cat([getattr(parts[part], field) for part in "qkv"])
+        None if getattr(first, field) is None else torch.cat([getattr(pieces[part], field) for part in parts])
         for field in ("magnitude", "bias")
     )
-    is_shared = all(part.alpha == first.alpha and torch.equal(part.lora_a, first.lora_a) for part in parts.values())
-    if is_shared and len(parts) == 3:
-        lora_b = torch.cat([parts[part].lora_b for part in "qkv"])
+    is_shared = all(piece.alpha == first.alpha and torch.equal(piece.lora_a, first.lora_a) for piece in pieces.values())
+    if is_shared and len(pieces) == len(parts):
+        lora_b = torch.cat([pieces[part].lora_b for part in parts])
         return dataclasses.replace(first, lora_b=lora_b, magnitude=magnitude, bias=bias)
     # Of another rank, so its alpha is chosen to have the scale of the first, and the others' B makes up for theirs.
-    scale, rank, outputs = adapter.compute_scale(first), sum(part.rank for part in parts.values()), len(first.lora_b)
-    lora_b, start = first.lora_b.new_zeros(3 * outputs, rank), 0
-    for index, name in enumerate("qkv"):
-        if (part := parts.get(name)) is not None:
+    scale, rank, outputs = adapter.compute_scale(first), sum(piece.rank for piece in pieces.values()), len(first.lora_b)
+    lora_b, start = first.lora_b.new_zeros(len(parts) * outputs, rank), 0
+    for index, part in enumerate(parts):
+        if (piece := pieces.get(part)) is not None:
             rows = slice(index * outputs, (index + 1) * outputs)
-            lora_b[rows, start : start + part.rank] = part.lora_b * (adapter.compute_scale(part) / scale)
-            start += part.rank
+            lora_b[rows, start : start + piece.rank] = piece.lora_b * (adapter.compute_scale(piece) / scale)
+            start += piece.rank
     if bias is not None:
-        factors = [adapter.compute_scale(parts[part]) / scale for part in "qkv"]
-        bias = torch.cat([third * factor for third, factor in zip(bias.chunk(3), factors, strict=True)])
+        factors = [adapter.compute_scale(pieces[part]) / scale for part in parts]
+        chunks = bias.chunk(len(parts))
+        bias = torch.cat([chunk * factor for chunk, factor in zip(chunks, factors, strict=True)])
     return LowRankAddition(
-        lora_a=torch.cat([parts[part].lora_a for part in "qkv" if part in parts]),
+        lora_a=torch.cat([pieces[part].lora_a for part in parts if part in pieces]),
         lora_b=lora_b,
         alpha=scale / compute_lora_scale(1, rank, rank_stabilized=adapter.rank_stabilized),
         magnitude=magnitude,

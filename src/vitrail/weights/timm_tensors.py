@@ -27,7 +27,7 @@ _SHARED_TABLE = "rel_pos_bias.relative_position_bias_table"
 def rename_tensors(tensors: Tensors) -> dict[str, Tensor]:
     """Put timm's tensors under the model's own names."""
     bare = {f"{BACKBONE}{part}": f"{OWN_STEM}{part}" for part in ("conv.weight", "norm.weight", "norm.bias")}
-    renames = bare | {name: _rename_in_block(name) for name in tensors if name.startswith("blocks.")}
+    renames = bare | {name: rename_in_block(name) for name in tensors if name.startswith("blocks.")}
     own: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name.endswith("relative_position_index"):
@@ -43,7 +43,8 @@ def rename_tensors(tensors: Tensors) -> dict[str, Tensor]:
     return _copy_shared_table(own)
 
 
-def _rename_in_block(name: str) -> str:
+def rename_in_block(name: str) -> str:
+    """Return the model's own name for a tensor of a block; of a fused layer's parts `attn.q` and the like."""
     name = re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name)
     name = re.sub(r"\.attn\.([qkv])_proj\.", r".attn.\1.", name)
     return re.sub(r"\.attn\.([qkv])_bias$", r".attn.\1.bias", name)

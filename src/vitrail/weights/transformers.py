@@ -24,7 +24,6 @@ from vitrail.weights.transformers_families import (
     DINOV2_NAMES,
     DINOV3_NAMES,
     FAMILIES,
-    VIT_NAMES,
     Family,
     convert_from_own,
     convert_to_own,
@@ -34,7 +33,6 @@ from vitrail.weights.transformers_preprocess import PROCESSOR_FILES, parse_proce
 
 FORMAT: Final = "transformers"
 MODEL_TYPES = tuple(FAMILIES)
-TENSOR_NAMES = VIT_NAMES
 GELU_FORMS = {"gelu": "erf", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "quick_gelu": "quick"}
 ACTIVATIONS = {"erf": "gelu", "tanh": "gelu_pytorch_tanh", "quick": "quick_gelu"}
 PATCH_KERNELS = ("patch_embeddings.projection.weight", "embeddings.patch_embeddings.weight",
@@ -213,7 +211,7 @@ def _list_default_labels(classes: int) -> tuple[str, ...]:
 def write(trained: Trained, path: Path) -> list[str]:
     """Write a folder that transformers' own classes load; the notes say what it loses."""
     model = foreign_format.require_vit(FORMAT, trained.model)
-    kind = _choose_model_type(model.config)
+    kind = choose_model_type(model.config)
     family = FAMILIES[kind]
     config, tensors, notes = _convert_positions(model, family)
     if config.classes and CLASSES[kind][1] is None:
@@ -244,7 +242,7 @@ def write(trained: Trained, path: Path) -> list[str]:
     return notes + write_processor(trained.preprocess, path / PROCESSOR_FILES[0])
 
 
-def _choose_model_type(config: ViTConfig) -> str:
+def choose_model_type(config: ViTConfig) -> str:
     """Choose the model type that may hold a config; whether it does is checked by reading what is written."""
     if config.rotary:
         return "dinov3_vit"

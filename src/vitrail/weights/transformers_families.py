@@ -34,7 +34,7 @@ NORM_AND_SCALE_NAMES = {
     "layer_scale1.lambda1": "ls1.gamma",
     "layer_scale2.lambda1": "ls2.gamma",
 }
-GATED_MLP_NAMES = {  # `gate` and `up` are joined in `fc1`, see _join_gate
+GATED_MLP_NAMES = {  # `gate` and `up` are joined in `fc1`, see join_gate
     "mlp.weights_in.": "mlp.fc1.",
     "mlp.weights_out.": "mlp.fc2.",
     "mlp.gate_proj.": "mlp.gate.",
@@ -221,8 +221,8 @@ def convert_to_own(tensors: Tensors, family: Family, settings: dict[str, Any]) -
         own |= {f"fc_norm.{leaf}": own.pop(f"norm.{leaf}") for leaf in ("weight", "bias") if f"norm.{leaf}" in own}
         notes.append("layernorm: read as the norm after the mean of the patches, as fine-tuning has it")
     _restore_shapes(own, settings)
-    _join_gate(own)
-    _split_pool_query(own)
+    join_gate(own)
+    split_pool_query(own)
     absent = list_absent_biases(family, settings)
     if stated := next((name for name in own if name.endswith(absent)), None):
         raise ModelError(f"the file has {stated!r}, which models with its config.json lack")
@@ -272,7 +272,7 @@ def _restore_shapes(own: dict[str, Tensor], settings: dict[str, Any]) -> None:
         own["patch_embed.proj.weight"] = kernels.unflatten(1, (patch, patch, -1)).permute(0, 3, 1, 2)
 
 
-def _join_gate(own: dict[str, Tensor]) -> None:
+def join_gate(own: dict[str, Tensor]) -> None:
     """Join the two first layers of a gated MLP, the gate first; `up` alone is a plain MLP's first layer."""
     for name in [name for name in own if ".mlp.up." in name]:
         up, gate = own.pop(name), own.pop(name.replace(".up.", ".gate."), None)
@@ -281,7 +281,7 @@ def _join_gate(own: dict[str, Tensor]) -> None:
         own[name.replace(".up.", ".fc1.")] = up if gate is None else torch.cat([gate, up])
 
 
-def _split_pool_query(own: dict[str, Tensor]) -> None:
+def split_pool_query(own: dict[str, Tensor]) -> None:
     """Split what attention pooling stores as one: its query, and its keys and values."""
     for leaf in ("weight", "bias"):
         if (joined := own.pop(f"attn_pool.qkv.{leaf}", None)) is not None:
@@ -338,7 +338,7 @@ def convert_from_own(
                 own[f"attn_pool.qkv.{leaf}"] = torch.cat(parts)
     extra = {}
     if names is DINOV3_NAMES:
-        own = {"reg_token": torch.zeros(1, 0, config.width), **_split_gate(own, gated=config.gated_mlp)}
+        own = {"reg_token": torch.zeros(1, 0, config.width), **split_gate(own, gated=config.gated_mlp)}
         extra = {"embeddings.mask_token": torch.zeros(1, 1, config.width)}  # its class always has one
     elif config.registers:  # and so has that of DINOv2 with registers
         extra = {"embeddings.mask_token": torch.zeros(1, config.width)}
@@ -346,8 +346,8 @@ def convert_from_own(
     return {names.to_foreign_name(name): tensor for name, tensor in held.items()} | extra
 
 
-def _split_gate(own: dict[str, Tensor], *, gated: bool) -> dict[str, Tensor]:
-    """Invert `_join_gate`."""
+def split_gate(own: Tensors, *, gated: bool) -> dict[str, Tensor]:
+    """Invert `join_gate`: the two halves of a gated MLP's first layer; a plain one is `up`."""
     split: dict[str, Tensor] = {}
     for name, tensor in own.items():
         if ".mlp.fc1." not in name:
