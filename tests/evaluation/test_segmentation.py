@@ -152,14 +152,14 @@ def test_a_split_whose_pixels_are_all_ignored_is_refused(tmp_path: Path) -> None
     root = write_squares(tmp_path, {"train": 4, "val": 2, "test": 2})
     for mask in (root / "masks" / "test").rglob("*.png"):
         Image.new("L", (48, 40), 255).save(mask)
-    with pytest.raises(DataError, match="every pixel of the masks of test in .* is 255, which is ignored"):
+    with pytest.raises(DataError, match=r"every pixel of the masks of test in .* is 255, which is ignored"):
         probe(root)
 
 
 def test_features_that_do_not_fit_in_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = write_squares(tmp_path, {"train": 4, "val": 2, "test": 2})
     monkeypatch.setattr(segmentation, "get_device_memory", lambda _device: 1_000)
-    with pytest.raises(DataError, match="the features of 8 images, . x . patches each, take .* this machine has 1"):
+    with pytest.raises(DataError, match=r"the features of 8 images, . x . patches each, take .* this machine has 1"):
         probe(root)
 
 

@@ -113,8 +113,8 @@ def test_a_record_without_the_fields_that_a_config_gained_is_of_the_same_model(t
     assert old.find_written(iter(())) == (WrittenRows(), [])
     old.path.touch()
     assert make_row_file(tmp_path / "rows.csv", model={"config": config}).find_written(iter(())) == (WrittenRows(), [])
+    other = config | {"gated_mlp": True}
     with pytest.raises(UsageError, match="was begun with another model"):
-        other = config | {"gated_mlp": True}
         make_row_file(tmp_path / "rows.csv", model={"config": other}).find_written(iter(()))
 
 
