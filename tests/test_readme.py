@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import vitrail
+from tests import text_towers
 from tests.data.image_files import make_image, write_image_folder
 from tests.network import run_watched
 from vitrail import cli, recipes
@@ -28,6 +29,7 @@ README = ROOT / "README.md"
 FIRST_FINETUNE = ROOT / "docs" / "tutorials" / "first-finetune.md"
 TRAINING_PAGE = ROOT / "docs" / "training.md"
 PYTHON_PAGE = ROOT / "docs" / "python.md"
+ZERO_SHOT_PAGE = ROOT / "docs" / "zero-shot.md"
 OWN_RECIPE = ROOT / "docs" / "tutorials" / "own-recipe.md"
 LONGEST_README = 110
 
@@ -222,8 +224,22 @@ def test_the_python_of_a_guide_runs(page: str, place: Path) -> None:
     """With the files that every page names: a model, cat.jpg and dog.jpg."""
     for number, name in enumerate(("cat.jpg", "dog.jpg")):
         make_image(number).save(place / name)
-    [block] = find_blocks(ROOT / "docs" / page, "python")
-    run(["-c", block.replace("model.safetensors", "b16.safetensors")], place)
+    python = "\n".join(find_blocks(ROOT / "docs" / page, "python"))
+    run(["-c", python.replace("model.safetensors", "b16.safetensors")], place)
+
+
+def test_the_python_of_zero_shot_classifies(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a small random CLIP under the name of the page's."""
+    monkeypatch.chdir(place)
+    text_towers.write_clip(place / "clip-vit-base-patch32")
+    make_image(0).save(place / "cat.jpg")
+    [block] = find_blocks(ZERO_SHOT_PAGE, "python")
+    exec(block, {})
+    printed = capsys.readouterr().out
+    assert "an Egyptian mau" in printed or "a golden retriever" in printed
+    assert vitrail.load(place / "pets.safetensors").labels == ("an Egyptian mau", "a golden retriever")
 
 
 def test_the_logger_of_the_guide_to_training_gets_the_numbers(tmp_path: Path) -> None:
@@ -250,10 +266,9 @@ def strip_blocks(page: Path) -> str:
 
 
 def list_tested_python() -> set[Path]:
-    guides = {
-        ROOT / "docs" / name for name in ("exporting.md", "figures.md", "predicting.md")
-    }  # tests/export/test_docs.py
-    return guides | {*PRINTING, *RUNNING, PYTHON_PAGE, TRAINING_PAGE, ROOT / "docs" / "tutorials" / "serve-a-model.md"}
+    names = ("exporting.md", "figures.md", "predicting.md", "tutorials/serve-a-model.md")  # tests/export/test_docs.py
+    guides = {ROOT / "docs" / name for name in names}
+    return guides | {*PRINTING, *RUNNING, PYTHON_PAGE, TRAINING_PAGE, ZERO_SHOT_PAGE}
 
 
 def test_all_python_of_the_docs_is_run_by_a_test() -> None:

@@ -1,4 +1,4 @@
-"""Low-rank additions: what they compute, what they train, and the plain model that they merge into."""
+"""Low-rank updates: what they compute, what they train, and the plain model that they merge into."""
 
 import copy
 from typing import Any
@@ -24,7 +24,7 @@ CHOICES = pytest.mark.parametrize("config", [LoRAConfig(**each) for each in CONF
 
 
 def add(model: Model, config: LoRAConfig, seed: int = 0) -> Model:
-    """A copy of the model with additions that add nothing yet."""
+    """A copy of the model with updates that add nothing yet."""
     added = copy.deepcopy(model)
     lora.add_lora(added, config, torch.Generator().manual_seed(seed))
     return added
@@ -48,7 +48,7 @@ def merge(model: Model, plain: Model) -> Model:
 
 
 @CHOICES
-def test_additions_start_with_what_the_model_computed(config: LoRAConfig) -> None:
+def test_updates_start_with_what_the_model_computed(config: LoRAConfig) -> None:
     model = model_factory.build_vit()
     images = model_factory.draw_images(model.config)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def test_the_merged_model_computes_the_same(variant: str, config: LoRAConfig) ->
     torch.testing.assert_close(found, expected, atol=1e-6 if config.dora else 1e-12, rtol=0)  # DoRA's norms are float32
 
 
-def test_every_token_of_the_encoder_and_attention_weights_have_the_additions() -> None:
+def test_every_token_of_the_encoder_and_attention_weights_have_the_updates() -> None:
     plain = model_factory.build_vit()
     moved = move(add(plain, LoRAConfig(rank=4)))
     assert isinstance(moved, ViT)
@@ -83,7 +83,7 @@ def test_every_token_of_the_encoder_and_attention_weights_have_the_additions() -
 
 
 @CHOICES
-def test_nothing_but_additions_and_head_has_a_gradient(config: LoRAConfig) -> None:
+def test_nothing_but_updates_and_head_has_a_gradient(config: LoRAConfig) -> None:
     model = move(add(model_factory.build_vit(), config))
     model(model_factory.draw_images(model.config)).square().sum().backward()
     trained = {name for name, parameter in model.named_parameters() if parameter.grad is not None}

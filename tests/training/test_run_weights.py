@@ -104,7 +104,7 @@ def test_adapter_and_checkpoint_hold_only_what_is_trained(tmp_path: Path) -> Non
     sizes = [checkpoint.estimate_size(each.build_state()) for each in (run, with_layers)]
     assert sizes[0][0] == 4 * trained * 4
     assert sizes[1][0] > 20 * sizes[0][0]
-    assert sizes[0][1] > sizes[1][1]  # the weights: of the whole model, and the additions
+    assert sizes[0][1] > sizes[1][1]  # the weights: of the whole model, and the updates
 
 
 def test_a_run_without_lora_writes_no_adapter(tmp_path: Path) -> None:

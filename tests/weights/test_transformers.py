@@ -127,6 +127,17 @@ def test_a_model_without_a_head_gives_the_poolers_output(tmp_path: Path) -> None
         torch.testing.assert_close(loaded.model.encode(images), out.last_hidden_state, atol=1e-5, rtol=1e-5)
 
 
+def test_a_model_without_head_and_pooler_gives_its_class_token(tmp_path: Path) -> None:
+    """As facebook/dino-vits16."""
+    torch.manual_seed(0)
+    model = ViTModel(ViTConfig(**SMALL), add_pooling_layer=False).eval()
+    model.save_pretrained(tmp_path / "model")
+    loaded, images = load(tmp_path / "model"), make_images(model)
+    with torch.no_grad():
+        expected = model(images).last_hidden_state[:, 0]
+        torch.testing.assert_close(loaded.model(images), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_dinov2_without_a_head_gives_its_class_token_and_says_what_it_left_out(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Dinov2Model(Dinov2Config(**SMALL | {"mlp_ratio": 2})).eval()

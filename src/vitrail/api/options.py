@@ -88,7 +88,7 @@ class FinetuneKeywords(RunKeywords, total=False):
     trainable_layers: int | None
     """Layers below the head that are trained; 0 for the head alone."""
     lora: int | None
-    """Rank of LoRA: train low-rank additions to frozen layers, and the head; settings such as {"lora.layers": "all"}
+    """Rank of LoRA: train low-rank updates of frozen layers, and the head; settings such as {"lora.layers": "all"}
     change it."""
     keep_head: bool
     """Keep training the model's own head, which must have the classes of the data."""

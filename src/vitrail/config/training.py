@@ -161,7 +161,7 @@ class MaskedConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """Fine-tuning of low-rank additions to frozen linear layers, W + scale B A (Hu et al. 2022), and of the head."""
+    """Fine-tuning of low-rank updates of frozen linear layers, W + scale B A (Hu et al. 2022), and of the head."""
 
     rank: int
     """Rows of A and columns of B."""
@@ -258,7 +258,7 @@ class Recipe:
     trainable_layers: int | None = None
     """How many layers below the head are trained; 0 for the head alone, None for all."""
     lora: LoRAConfig | None = None
-    """Low-rank additions, which are trained instead of the layers; None to train the layers themselves."""
+    """Low-rank updates, which are trained instead of the layers; None to train the layers themselves."""
     logit_adjustment: bool = False
     """Whether every class counts the same, however many images it has."""
     data: str | None = None
@@ -286,7 +286,7 @@ class Recipe:
         if self.lora is not None and self.optimizer.kind == "muon":
             raise UsageError("muon moves whole matrices, and lora adds small ones to them: choose adam or sgd")
         if self.lora is not None and self.trainable_layers is not None:
-            raise UsageError("lora trains its additions and the head alone, trainable_layers whole layers: give one")
+            raise UsageError("lora trains low-rank updates and the head alone, trainable_layers whole layers: give one")
         if self.masked is not None:
             self._check_masked()
 

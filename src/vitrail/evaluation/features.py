@@ -121,15 +121,22 @@ def read_labels(split: Split) -> Tensor:
 # --- the cache -------------------------------------------------------------------------------------------------------
 
 
+_LATER_FIELDS = {  # of a ViT's config, which caches of earlier versions do not know
+    "attention_norm", "drop_remainder", "gated_mlp", "mlp_norm", "norm_pre", "normalize_features", "pool_heads",
+    "pool_mlp", "pool_prefix", "projection", "rotary",
+}  # fmt: skip
+
+
 def digest_model(model: Model) -> str:
     """A digest of everything in a model that affects its features: all but the head."""
     config = dataclasses.replace(model.config, classes=0)
     if isinstance(config, ViTConfig):
         config = dataclasses.replace(config, distillation_head=False)
-    digest = hashlib.sha256(json.dumps(to_json(config), sort_keys=True).encode())
+    fields = {name: value for name, value in to_json(config).items() if value or name not in _LATER_FIELDS}
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode())
     tensors = model.state_dict()
     for name in sorted(tensors):
-        if not name.startswith(HEAD_PREFIXES):
+        if not name.startswith(HEAD_PREFIXES):  # not `digest_tensors`: caches of earlier versions stay in use
             digest.update(name.encode())
             digest.update(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Low-rank additions to frozen linear layers: LoRA (Hu et al. 2022), rsLoRA and DoRA.
+"""Low-rank updates of frozen linear layers: LoRA (Hu et al. 2022), rsLoRA and DoRA.
 
     r rank   I inputs   O outputs   A (r, I)   B (O, r)   s scale
 
@@ -32,7 +32,7 @@ HEAD_PREFIXES = ("head.", "head_dist.", "pre_logits.", "projection.")  # trained
 
 
 class LoRALinear(nn.Module):
-    """A linear layer with a low-rank addition, under the layer's own tensor names and three more."""
+    """A linear layer with a low-rank update, under the layer's own tensor names and three more."""
 
     magnitude: nn.Parameter | None
 
@@ -47,10 +47,10 @@ class LoRALinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., I) -> (..., O)."""
-        addition = F.linear(F.linear(x, self.lora_A), self.lora_B)
+        update = F.linear(F.linear(x, self.lora_A), self.lora_B)
         if self.magnitude is None:
-            return torch.add(F.linear(x, self.weight, self.bias), addition, alpha=self.scale)
-        out = torch.add(F.linear(x, self.weight), addition, alpha=self.scale) * self._compute_row_factors()
+            return torch.add(F.linear(x, self.weight, self.bias), update, alpha=self.scale)
+        out = torch.add(F.linear(x, self.weight), update, alpha=self.scale) * self._compute_row_factors()
         return out if self.bias is None else out + self.bias
 
     def _compute_row_factors(self) -> Tensor:
@@ -79,7 +79,7 @@ def merge_weight(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float, m
 
 
 def add_lora(model: Model, config: LoRAConfig, generator: Generator) -> None:
-    """Replace layers by those with additions, in place, and freeze all but the additions and the head.
+    """Replace layers by those with low-rank updates, in place, and freeze all but the updates and the head.
 
     A is drawn from `generator` as PEFT and the authors draw it, uniform within 1 / sqrt(inputs). B is zero, so the
     model computes what it did.
@@ -116,5 +116,5 @@ def merge_tensors(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Ten
 
 
 def has_lora(model: nn.Module) -> bool:
-    """Whether some layer has an addition."""
+    """Whether some layer has a low-rank update."""
     return any(isinstance(module, LoRALinear) for module in model.modules())

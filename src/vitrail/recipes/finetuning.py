@@ -27,7 +27,7 @@ def build_finetune_recipe(
     """The recipe to fine-tune a model on `images` training images; `patch` is the stride of its patches.
 
     `pixels` is the area of a typical image of the dataset, by which BiT's rule chooses the resolution. `lora` is the
-    rank of LoRA's additions, if they are trained instead of the layers.
+    rank of LoRA's updates, if they are trained instead of the layers.
     """
     if kind == "bit":
         recipe = _build_bit_recipe(images, patch, pixels)
@@ -55,7 +55,7 @@ def _build_default_recipe(images: int, epochs: float | None, *, with_lora: bool)
     """The settings that did best on splits of training images: docs/experiments/finetuning.md.
 
     With few images the weights must change little. Strong augmentation harms there, as it does in a short run. LoRA's
-    additions start from zero and want ten times the learning rate, in all blocks.
+    updates start from zero and want ten times the learning rate, in all blocks.
     """
     few = images < _FEW_IMAGES
     batch = 64 if images < 20_000 else 256

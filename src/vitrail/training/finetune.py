@@ -63,7 +63,7 @@ class FinetuneOptions:
     trainable_layers: int | None = None
     """Layers below the head that are trained; 0 for the head alone, None for all."""
     lora: int | None = None
-    """The rank of LoRA's additions, which are trained instead of layers; other settings of it are lora.NAME."""
+    """The rank of LoRA's updates, which are trained instead of layers; other settings of it are lora.NAME."""
     keep_head: bool = False
     from_scratch: bool = False
     """Start from a preset's random weights."""
@@ -84,7 +84,7 @@ class FinetuneOptions:
                 else "--minutes decides the epochs; give --minutes, or --epochs (and --replan with it), not both"
             )
         if self.lora is not None and self.trainable_layers is not None:
-            raise UsageError("--lora trains additions to frozen layers, and --layers the layers themselves: give one")
+            raise UsageError("--lora trains updates of frozen layers, and --layers the layers themselves: give one")
 
 
 DEFAULT_OPTIONS = FinetuneOptions()

@@ -110,7 +110,7 @@ def to_full_tensor(tensor: Tensor) -> Tensor:
 def copy_full_model(model: Model | MaskedViT) -> Model | None:
     """A whole copy of the model on the CPU, in eval mode; of a sharded model on rank 0 only, None on others.
 
-    Of a masked model it is the ViT alone; additions of LoRA are merged into their layers.
+    Of a masked model it is the ViT alone; LoRA's updates are merged into their layers.
     """
     encoder = get_encoder(model)
     if not is_sharded(model) and not lora.has_lora(model):

@@ -2,7 +2,7 @@
 
     weights/  last.safetensors  best.safetensors  adapter/
 
-They are whole, ordinary models; additions of LoRA are merged. The adapter holds what such a run trained for the best.
+They are whole, ordinary models; LoRA's updates are merged. The adapter holds what such a run trained for the best.
 """
 
 import shutil

@@ -90,7 +90,7 @@ class FinetuneArguments:
     trainable_layers: Annotated[int | None, MODEL, arg(name="layers", metavar="N")] = None
     """Train only the head and the last N layers below it; 0 for the head alone. Default: all layers."""
     lora: Annotated[int | None, MODEL, arg(metavar="RANK")] = None
-    """Train low-rank additions to queries, keys and values (LoRA) and the head, with the layers frozen: less memory,
+    """Train low-rank updates of queries, keys and values (LoRA) and the head, with the layers frozen: less memory,
     and an adapter of a few megabytes beside the merged weights. --set lora.layers=all lora.alpha=32 lora.dora=true
     lora.rank_stabilized=true change it."""
     keep_head: Annotated[bool, MODEL] = False
