@@ -123,7 +123,7 @@ def test_a_folder_in_use_is_answered_with_keywords(tmp_path: Path) -> None:
 
 def test_functions_of_lower_layers_name_keywords_too() -> None:
     trained = make_trained()
-    with pytest.raises(UsageError, match=r'call it x.safetensors, or say format="timm" or format="transformers"$'):
+    with pytest.raises(UsageError, match=r'call it x.safetensors, or say format="transformers" or format="timm"$'):
         vitrail.save(trained, "x")
     with pytest.raises(UsageError, match=r"choose another name or overwrite it \(overwrite=True\)$"):
         vitrail.save(trained, "model.safetensors")

@@ -83,7 +83,7 @@ def test_python_dash_m_is_the_command() -> None:
         (["convert", "ti16", "{tmp}/there.safetensors"], 2, "exists already"),
         (["convert", "ti16", "{tmp}/out", "--to", "torchvision"], 2, "call it"),
         (["convert", "ti16", "{tmp}/out.npz"], 2, "or say --to google"),
-        (["convert", "ti16", "{tmp}/out"], 2, "or say --to timm or --to transformers"),
+        (["convert", "ti16", "{tmp}/out"], 2, "or say --to transformers or --to timm"),
         (["convert", "d-timm", "{tmp}/out.safetensors"], 2, "vitrail: no file or folder is called 'd-timm'"),
         (["convert", "ti16", "{tmp}/out.pth", "--to", "torchvision"], 4, "gelu is 'tanh'"),
         (

@@ -87,7 +87,7 @@ def test_slow_images_leave_the_server_to_others(
     """Four clients send images of half a minute, all the time; a tenth of the usual times is allowed."""
     monkeypatch.setattr(upload_decoding, "run_decoder", attacks.run_test_decoder)
     monkeypatch.setattr(decoder_processes, "SLICE_SECONDS", 0.05)
-    served = serving.build_service(limits=RequestLimits(decode_seconds=1.0), deadline=1.0)
+    served = serving.build_service(limits=RequestLimits(decode_seconds=1.0), deadline=5.0)
     with serving.run_server(served) as (host, port, _):
         file = b"sleep 30".ljust(40)  # of which no size is seen, so that it is taken for large
         slow, good, health = asyncio.run(ask_beside_attackers(host, port, [file], attackers=4, seconds=3))

@@ -119,7 +119,7 @@ def test_who_waits_too_long_for_a_decoder_is_told_so(pool: DecoderPool) -> None:
 def test_slow_images_leave_one_decoder_to_the_others(pool: DecoderPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two that are slow the later is given up when a third waits; the earlier has all of its time."""
     monkeypatch.setattr(decoder_processes, "SLICE_SECONDS", 0.05)
-    pool.limits = LIMITS._replace(decode_seconds=4.0)
+    pool.limits = LIMITS._replace(decode_seconds=8.0)
 
     async def decode_three() -> tuple[tuple[object, object], float]:
         first = asyncio.create_task(decode(pool, b"sleep 60"))
@@ -134,7 +134,7 @@ def test_slow_images_leave_one_decoder_to_the_others(pool: DecoderPool, monkeypa
     (first, second), seconds = asyncio.run(decode_three())
     assert isinstance(first, RefusedError)
     assert isinstance(second, BusyError)
-    assert seconds < 3  # long before the first is given up, on a busy machine too
+    assert seconds < 7  # before the first is given up, on a busy machine too
 
 
 def test_small_images_come_before_large_ones(pool: DecoderPool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ def test_a_recipe_in_a_file_is_planned_as_the_one_it_was_copied_from(tmp_path: P
     assert plan.choose_recipe(str(path), data_images=500)[1] == 500
     with pytest.raises(UsageError, match="give --data-images N"):
         plan.choose_recipe(str(path))
-    path.write_text(text.replace('model = "b16"', 'model = "none"'), encoding="utf-8")
+    path.write_text(recipes.format_recipe(recipes.build_finetune_recipe("default", 1000, 16), "my"), encoding="utf-8")
     with pytest.raises(UsageError, match="names no model"):
         plan.choose_recipe(str(path))
 

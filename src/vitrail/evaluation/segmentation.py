@@ -220,7 +220,9 @@ def list_class_names(folder: Path, masked: Mapping[str, MaskedSplit]) -> tuple[s
         return tuple(f"class {index}" for index in range(count))
     names = resolve_labels(str(folder / CLASSES_FILE))
     if len(names) < count:
-        raise DataError(f"{folder / CLASSES_FILE} names {len(names):,} classes, and the masks have class {count - 1}")
+        raise DataError(
+            f"{folder / CLASSES_FILE} names {pluralize(len(names), 'class')}, and the masks have class {count - 1}"
+        )
     return names
 
 
