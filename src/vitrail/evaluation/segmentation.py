@@ -206,8 +206,8 @@ def _check_memory(masked: Mapping[str, MaskedSplit], grid: tuple[int, int], feat
     if needed > available:
         raise DataError(
             f"the features of {pluralize(images, 'image')}, {grid[0]} x {grid[1]} patches each, take"
-            f" {format_bytes(needed)}, and this machine has {format_bytes(available)}: give fewer images, or a model for smaller ones"
-            " (`vitrail convert MODEL OUT.safetensors --image-size SIDE`)"
+            f" {format_bytes(needed)}, and this machine has {format_bytes(available)}: give fewer images, or a"
+            " model for smaller ones (`vitrail convert MODEL OUT.safetensors --image-size SIDE`)"
         )
 
 
