@@ -30,6 +30,7 @@ from vitrail.config.preprocess import CropRounding, Interpolation, PreprocessCon
 from vitrail.config.serialization import from_json, to_json
 from vitrail.config.training import (
     AugmentConfig,
+    DistillationConfig,
     LoRAConfig,
     MaskedConfig,
     MaskedTarget,
@@ -43,6 +44,7 @@ __all__ = [
     "BiTConfig",
     "ConvConfig",
     "CropRounding",
+    "DistillationConfig",
     "Interpolation",
     "LoRAConfig",
     "MaskedConfig",

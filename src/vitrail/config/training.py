@@ -199,6 +199,27 @@ class LoRAConfig:
         return f"{method} of rank {self.rank}, alpha {self.used_alpha:g}, in {self.layers}"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillationConfig:
+    """Learning from a teacher's predictions besides the labels: (1 - weight) x the labels' loss + weight x its own."""
+
+    kind: Literal["soft", "hard", "token", "features"] = "soft"
+    """soft: the teacher's probabilities at a temperature (Hinton et al. 2015). hard: its likeliest class. token: the
+    same, learned by the head of a distillation token, while the class token's learns the labels (Touvron et al. 2021).
+    features: the direction of its features, by a linear map of the student's that is not kept."""
+    temperature: float = 3.0
+    """Of soft: both models' logits are divided by it, and the loss is multiplied by its square."""
+    weight: float = 0.5
+    """The share of the teacher in the loss; at 1 no label is learned from."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if not 0 < self.temperature < math.inf:
+            raise UsageError(f"the temperature of distillation is {self.temperature}; it must be above 0")
+        if not 0 < self.weight <= 1:
+            raise UsageError(f"the weight of distillation is {self.weight}; it must be above 0 and at most 1")
+
+
 def compute_lora_scale(alpha: float, rank: int, *, rank_stabilized: bool) -> float:
     """The factor of B A."""
     return alpha / math.sqrt(rank) if rank_stabilized else alpha / rank
@@ -259,6 +280,8 @@ class Recipe:
     """How many layers below the head are trained; 0 for the head alone, None for all."""
     lora: LoRAConfig | None = None
     """Low-rank updates, which are trained instead of the layers; None to train the layers themselves."""
+    distillation: DistillationConfig | None = None
+    """How a teacher is learned from, which `vitrail distill` is given; None to learn from labels alone."""
     logit_adjustment: bool = False
     """Whether every class counts the same, however many images it has."""
     data: str | None = None
@@ -287,6 +310,10 @@ class Recipe:
             raise UsageError("muon moves whole matrices, and lora adds small ones to them: choose adam or sgd")
         if self.lora is not None and self.trainable_layers is not None:
             raise UsageError("lora trains low-rank updates and the head alone, trainable_layers whole layers: give one")
+        if self.distillation is not None and (self.masked is not None or self.loss != "softmax"):
+            raise UsageError("distillation is for the loss softmax, of images with one label each: omit it")
+        if self.distillation is not None and self.logit_adjustment:
+            raise UsageError("a teacher's predictions have no adjusted logits: omit logit_adjustment (--balanced)")
         if self.masked is not None:
             self._check_masked()
 

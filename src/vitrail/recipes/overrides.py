@@ -35,7 +35,14 @@ def list_reserved_settings(recipe: Recipe) -> Mapping[str, str]:
     return FINETUNE_RESERVED if recipe.model is None else TRAIN_RESERVED
 
 
-_SECTIONS = ("optimizer", "schedule", "augment", "masked", "lora")  # of a recipe, besides its model's settings
+_SECTIONS = (
+    "optimizer",
+    "schedule",
+    "augment",
+    "masked",
+    "lora",
+    "distillation",
+)  # of a recipe, besides its model's settings
 _DESCRIPTIVE_FIELDS = ("data", "source", "result")
 _FIXED_MODEL_FIELDS = {  # and what decides them
     "kind": "the preset decides it",
@@ -129,6 +136,8 @@ def _find_field(recipe: Recipe, name: str, reserved: Mapping[str, str]) -> _Fiel
         return chosen
     if prefix == "lora":
         raise UsageError(f"the setting {name} is for a recipe with LoRA: `vitrail finetune --lora RANK` adds it")
+    if prefix == "distillation":
+        raise UsageError(f"the setting {name} is for a recipe with a teacher: `vitrail distill TEACHER` adds it")
     if bare in _list_fields(ViTConfig, *_FIXED_MODEL_FIELDS) and prefix in ("", "model"):
         reason = "a trained model keeps its own" if recipe.model is None else f"{recipe.model} is a ResNet"
         raise UsageError(f"the setting {name} is for recipes of ViTs with random weights: {reason}")

@@ -20,6 +20,7 @@ from vitrail.model.masked import MaskedViT, get_encoder
 from vitrail.model.resnet import BiTUnit, HybridUnit
 from vitrail.model.vit import Block, Model, build_model
 from vitrail.runtime import distributed
+from vitrail.training.distillation import PROJECTION_NAME
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -110,17 +111,23 @@ def to_full_tensor(tensor: Tensor) -> Tensor:
 def copy_full_model(model: Model | MaskedViT) -> Model | None:
     """A whole copy of the model on the CPU, in eval mode; of a sharded model on rank 0 only, None on others.
 
-    Of a masked model it is the ViT alone; LoRA's updates are merged into their layers.
+    Of a masked model it is the ViT alone, of a student the model without its map to a teacher's features; LoRA's
+    updates are merged into their layers.
     """
     encoder = get_encoder(model)
     if not is_sharded(model) and not lora.has_lora(model):
-        return copy.deepcopy(encoder).cpu().eval()
+        full_model = copy.deepcopy(encoder).cpu().eval()
+        if hasattr(full_model, PROJECTION_NAME):
+            delattr(full_model, PROJECTION_NAME)
+        return full_model
     tensors = copy_full_tensors(encoder.state_dict())
     if tensors is None:
         return None
     with torch.device("meta"):
         full_model = build_model(encoder.config)
-    full_model.load_state_dict(lora.merge_tensors(encoder, tensors), assign=True)
+    merged = lora.merge_tensors(encoder, tensors)
+    kept = {name: tensor for name, tensor in merged.items() if not name.startswith(f"{PROJECTION_NAME}.")}
+    full_model.load_state_dict(kept, assign=True)
     return full_model.eval()
 
 

@@ -45,8 +45,8 @@ _TEMPORARY_FILES = (
     "checkpoints/.step-*",
 )
 _RESUME_KEYS = (
-    "recipe", "model", "data", "images", "classes", "preprocess", "train_preprocess", "train_on_val", "eval_split",
-    "seed", "steps", "micro_batches", "decisions", "loss_function",
+    "recipe", "model", "teacher", "data", "images", "classes", "preprocess", "train_preprocess", "train_on_val",
+    "eval_split", "seed", "steps", "micro_batches", "decisions", "loss_function",
 )  # fmt: skip
 """What must be equal in config.json for a run to be resumed."""
 

@@ -23,6 +23,7 @@ from vitrail.model.masked import MaskedViT
 from vitrail.model.vit import Model, ViT
 from vitrail.runtime import distributed
 from vitrail.training import fsdp, losses, optimizer, schedule
+from vitrail.training.distillation import Distillation, StudentOutputs, build_network
 from vitrail.training.optimizer import ModelEMA, compute_warmup_decay
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class TrainState:
     """Records and replays steps, if they are."""
     loss_function: losses.LossFunction | None = None
     """Replaces the recipe's loss, its label smoothing included."""
+    distillation: Distillation | None = None
+    """The teacher, and the loss that it adds."""
     logit_adjustment: Tensor | None = None
     """(L,): added to the logits in training only, to give every class the same weight."""
     step: int = 0
@@ -71,11 +74,12 @@ def build_train_state(
     class_counts: Sequence[int] = (),
     *,
     loss_function: losses.LossFunction | None = None,
+    distillation: Distillation | None = None,
     cuda_graph: bool = False,
 ) -> TrainState:
     """The state before the first step; logit adjustment needs the training images of each class.
 
-    A `loss_function` replaces the recipe's loss.
+    A `loss_function` replaces the recipe's loss; a `distillation` adds a teacher's.
     With `cuda_graph` the steps of a GPU are replayed (`CudaGraphStep`); each is then one micro-batch. From here on the
     process does not use cuDNN's attention, torch's first choice on some GPUs: its backward pass gives NaN once logits
     exceed about 100, where the loss and every other kernel's gradient are fine (H200, torch 2.11).
@@ -96,16 +100,21 @@ def build_train_state(
         offsets = offsets.to(next(model.parameters()).device)
     built = optimizer.build_optimizer(model, recipe.optimizer, capturable=cuda_graph)
     graph_step = CudaGraphStep() if cuda_graph else None
-    return TrainState(model, _wrap_ddp(model), built, average, graph_step, loss_function, offsets)
+    network: nn.Module = model
+    if distillation is not None:
+        assert not isinstance(model, MaskedViT), "a masked recipe has no distillation"
+        network = build_network(model, distillation.config)
+    wrapped = network if fsdp.is_sharded(model) else _wrap_ddp(network)
+    return TrainState(model, wrapped, built, average, graph_step, loss_function, distillation, offsets)
 
 
-def _wrap_ddp(model: TrainableModel) -> nn.Module:
-    """The model, or with several ranks that each hold all of it, DDP, which sends gradients as they are computed."""
-    if not distributed.is_distributed() or fsdp.is_sharded(model):
-        return model
-    device = next(model.parameters()).device
+def _wrap_ddp(network: nn.Module) -> nn.Module:
+    """The network, or with several ranks that each hold all of it, DDP, which sends gradients as they are computed."""
+    if not distributed.is_distributed():
+        return network
+    device = next(network.parameters()).device
     ids = [device] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
+    return DistributedDataParallel(network, device_ids=ids, gradient_as_bucket_view=True)
 
 
 def train_step(
@@ -187,7 +196,9 @@ def _compute_gradients(
             elif fsdp.is_sharded(state.network) or (last and distributed.is_distributed()):
                 # other ranks wait for this rank's gradients, which are zero, and if sharded for its weights
                 blank = (tensor.new_zeros(1, *tensor.shape[1:]) for tensor in (pixels, targets))
-                (_forward(state, *blank, is_full_step=False).sum() * 0).backward()
+                outputs = _forward(state, *blank, is_full_step=False)
+                parts = outputs if isinstance(outputs, StudentOutputs) else (outputs,)
+                (torch.stack([part.sum() for part in parts if part is not None]).sum() * 0).backward()
     norm = optimizer.clip_gradients(state.model.parameters(), recipe.optimizer.clip)
     return torch.zeros((), device=norm.device) if total is None else total, norm, images
 
@@ -280,6 +291,10 @@ def make_autocast(device: torch.device) -> torch.autocast:
 def _compute_loss(state: TrainState, pixels: Tensor, targets: Tensor, recipe: Recipe, *, is_full_step: bool) -> Tensor:
     """The loss, summed over the images."""
     outputs = _forward(state, pixels, targets, is_full_step=is_full_step)
+    if state.distillation is not None:
+        with make_autocast(pixels.device):
+            teacher_targets = state.distillation.compute_targets(pixels)
+        return state.distillation.compute_loss(outputs, targets, teacher_targets, recipe)
     if isinstance(state.model, MaskedViT):
         return masked.compute_masked_losses(outputs, state.model.compute_targets(pixels, targets)).sum()
     logits = outputs if state.logit_adjustment is None else outputs.float() + state.logit_adjustment
@@ -298,7 +313,7 @@ def _check_loss(loss: Any) -> Tensor:
     raise UsageError(f"the loss function returned {kind}; it must return the sum over the images, a tensor of shape ()")
 
 
-def _forward(state: TrainState, pixels: Tensor, targets: Tensor, *, is_full_step: bool) -> Tensor:
+def _forward(state: TrainState, pixels: Tensor, targets: Tensor, *, is_full_step: bool) -> Any:
     """The network's outputs; compiled for full steps only, since the last, short one is not worth compiling again."""
     with contextlib.nullcontext() if is_full_step else disable_compile(state.model), make_autocast(pixels.device):
         return state.network(*select_inputs(state.model, pixels, targets))

@@ -24,7 +24,8 @@ from vitrail.model.masked import MaskedViT
 from vitrail.model.vit import Model, ViT
 from vitrail.runtime.distributed import SINGLE_PROCESS, ProcessGroup
 from vitrail.runtime.workers import Notify
-from vitrail.training import fsdp, optimizer, schedule
+from vitrail.training import distillation, fsdp, optimizer, schedule
+from vitrail.training.distillation import Distillation
 from vitrail.training.losses import LossFunction, warn_about_mean
 from vitrail.training.plan import build_config
 from vitrail.training.step import TrainableModel, TrainState, build_train_state
@@ -45,6 +46,8 @@ class TrainingRun:
     dataset: Dataset
     initial_model: Trained | None = None
     """The weights to start from (`adapt_to_dataset`); None for random ones of the recipe's preset."""
+    teacher: Trained | None = None
+    """The model to learn from, if the recipe has a distillation."""
     seed: int = 0
     group: ProcessGroup = SINGLE_PROCESS
     """Which of how many processes computes it; it does not change the result."""
@@ -103,8 +106,21 @@ class TrainingRun:
             raise UsageError(
                 "the model's classes are not those of the data; training.training_run.adapt_to_dataset changes them"
             )
+        self._check_teacher()
         if self.recipe.masked is not None:
             masked.count_outputs_per_patch(self.config, self.recipe.masked)  # refuses a model that cannot be trained so
+
+    def _check_teacher(self) -> None:
+        """Refuse a teacher that the recipe does not use, or cannot be learned from."""
+        config = self.recipe.distillation
+        if (config is None) != (self.teacher is None):
+            raise UsageError("a recipe with distillation is given a teacher, and no other: `vitrail distill TEACHER`")
+        if config is None or self.teacher is None:
+            return
+        if self.loss_function is not None:
+            raise UsageError("a loss of your own does not know the teacher: omit `loss`")
+        distillation.check_student(self.config, config, shard=self.is_sharded)
+        self._build_distillation()  # which refuses a teacher without the data's classes
 
     def _check_labels(self) -> None:
         """Refuse labels that cannot be learned, or stored with the weights."""
@@ -233,6 +249,8 @@ class TrainingRun:
                 parameter.requires_grad_(is_near if recipe.trainable_layers else is_head)
         if recipe.lora is not None:
             lora.add_lora(model, recipe.lora, self._make_generator("lora"))
+        if self.teacher is not None and recipe.distillation is not None and recipe.distillation.kind == "features":
+            distillation.add_projection(model, self.teacher.model, self._make_generator("distillation"))
         return self._place_on_device(model if recipe.masked is None else self._add_masked_heads(model, recipe.masked))
 
     def build_state(self, model: TrainableModel | None = None, *, notify: Notify | None = None) -> TrainState:
@@ -246,8 +264,16 @@ class TrainingRun:
             self.recipe,
             self.class_counts,
             loss_function=loss_function,
+            distillation=self._build_distillation(),
             cuda_graph=self.can_use_cuda_graph,
         )
+
+    def _build_distillation(self) -> Distillation | None:
+        """The teacher on the device, with the loss that it adds."""
+        if self.teacher is None or self.recipe.distillation is None:
+            return None
+        built = Distillation(self.teacher, self.recipe.distillation, self.dataset.classes, self.preprocess)
+        return built.to(self.device)
 
     def _add_masked_heads(self, model: Model, config: MaskedConfig) -> MaskedViT:
         """The model with the heads and decoder of masked training."""
@@ -285,7 +311,7 @@ class TrainingRun:
     def can_use_cuda_graph(self) -> bool:
         """Whether a step is recorded once and replayed: on a GPU, if nothing in it waits for the host."""
         recipe = self.recipe
-        waits = self.recompute or recipe.stochastic_depth or recipe.optimizer.kind == "sgd"
+        waits = self.teacher is not None or self.recompute or recipe.stochastic_depth or recipe.optimizer.kind == "sgd"
         whole = self.micro_batches == 1 and self.group.world_size == 1 and isinstance(self.config, ViTConfig)
         return self.device.type == "cuda" and whole and not waits
 
@@ -399,6 +425,7 @@ def make_run_config(run: TrainingRun) -> dict[str, Any]:
         "eval_split": run.eval_split,
         "seed": run.seed,
         "steps": plan.total_steps,
+        **({} if run.teacher is None else {"teacher": distillation.describe_teacher(run.teacher)}),
         **({} if run.loss_function is None else {"loss_function": _get_qualified_name(run.loss_function)}),
         **({"decisions": [list(decision) for decision in run.decisions]} if run.decisions else {}),
         "micro_batches": plan.micro_batches,

@@ -1,0 +1,166 @@
+"""Knowledge distillation: a student learns from a teacher's predictions, or features, of the same inputs.
+
+    B batch   L classes   D, E features of student and teacher
+
+The teacher sees what the student sees, augmented and mixed, in its own resolution and normalization. It is frozen, in
+eval mode, and in no checkpoint; a run's config.json has its digest. A teacher's outputs are a function of the image, so
+micro-batches, ranks and a resume change no loss.
+"""
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vitrail.config import DistillationConfig, ModelConfig, PreprocessConfig, Recipe, ViTConfig, to_json
+from vitrail.errors import UsageError
+from vitrail.formatting import pluralize
+from vitrail.model.vit import Model, ViT
+from vitrail.training.losses import softmax_cross_entropy
+from vitrail.weights.tensor_files import digest_tensors
+from vitrail.weights.trained import Trained, require_preprocess
+
+PROJECTION_NAME = "teacher_projection"
+"""The linear map from the student's features to the teacher's, a module of the student while it is trained."""
+
+
+class StudentOutputs(NamedTuple):
+    """What a student computes in training; None where the kind of distillation does not need it."""
+
+    logits: Tensor
+    """Of the class head, (B, L); without a distillation token of all that predicts."""
+    distillation_logits: Tensor | None
+    """Of the distillation token's head, (B, L)."""
+    features: Tensor | None
+    """Mapped to the teacher's, (B, E)."""
+
+
+class StudentNetwork(nn.Module):
+    """A student that gives more than its logits in training, and that DDP can wrap; itself it stays an ordinary ViT."""
+
+    def __init__(self, student: ViT, kind: str) -> None:
+        super().__init__()
+        self.student, self.kind = student, kind
+
+    def forward(self, images: Tensor) -> StudentOutputs:
+        """(B, C, S, S) -> everything that the losses need, by one pass."""
+        student = self.student
+        tokens = student.encode(images, student.num_head_tokens)
+        features = student.pool(tokens)
+        logits = student.head(features)
+        distillation_logits = student.head_dist(tokens[:, 1]) if student.config.distillation_head else None
+        if self.kind == "token":
+            return StudentOutputs(logits, distillation_logits, None)
+        logits = logits if distillation_logits is None else (logits + distillation_logits) / 2
+        return StudentOutputs(logits, None, student.get_submodule(PROJECTION_NAME)(features))
+
+
+def build_network(student: Model, config: DistillationConfig) -> nn.Module:
+    """The module to call in training: the student, or where its logits are not enough a `StudentNetwork`."""
+    if config.kind in ("soft", "hard"):
+        return student
+    assert isinstance(student, ViT), "another is refused before anything is computed"
+    return StudentNetwork(student, config.kind)
+
+
+class Distillation:
+    """A teacher on a device, and the loss of its student."""
+
+    def __init__(
+        self, teacher: Trained, config: DistillationConfig, classes: tuple[str, ...], preprocess: PreprocessConfig
+    ) -> None:
+        self.config, self.student_preprocess = config, preprocess
+        self.model = copy.deepcopy(teacher.model).eval().requires_grad_(False)
+        self.preprocess = require_preprocess(teacher, name="the teacher")
+        self.columns = None if config.kind == "features" else find_columns(teacher, classes)
+
+    def to(self, device: torch.device) -> "Distillation":
+        """Move the teacher to the device."""
+        self.model.to(device)
+        return self
+
+    @torch.no_grad()
+    def compute_targets(self, images: Tensor) -> Tensor:
+        """The teacher's logits of the student's classes (B, L), or its features (B, E), of the student's inputs."""
+        images = convert_images(images, self.student_preprocess, self.preprocess)
+        if self.columns is None:
+            features: Tensor = self.model.compute_features(images)
+            return features.float()
+        logits: Tensor = self.model(images)
+        return logits.float()[:, self.columns]
+
+    def compute_loss(self, outputs: Tensor | StudentOutputs, labels: Tensor, targets: Tensor, recipe: Recipe) -> Tensor:
+        """The loss, summed over the images; an image without a label learns from the teacher alone."""
+        config = self.config
+        outputs = StudentOutputs(outputs, None, None) if isinstance(outputs, Tensor) else outputs
+        loss = config.weight * _compute_teacher_loss(outputs, targets, config)
+        if config.weight < 1:
+            own = softmax_cross_entropy(outputs.logits, labels, recipe.label_smoothing)
+            loss = loss + (1 - config.weight) * own
+        return loss
+
+
+def _compute_teacher_loss(outputs: StudentOutputs, targets: Tensor, config: DistillationConfig) -> Tensor:
+    if config.kind == "features":
+        assert outputs.features is not None
+        return (1 - F.cosine_similarity(outputs.features.float(), targets, dim=1)).sum()
+    logits = outputs.logits if outputs.distillation_logits is None else outputs.distillation_logits
+    if config.kind != "soft":
+        return softmax_cross_entropy(logits, targets.argmax(dim=1))
+    student, teacher = ((values.float() / config.temperature).log_softmax(dim=1) for values in (logits, targets))
+    return config.temperature**2 * F.kl_div(student, teacher, reduction="sum", log_target=True)
+
+
+def convert_images(images: Tensor, source: PreprocessConfig, target: PreprocessConfig) -> Tensor:
+    """Normalized images of one preprocessing -> of another: its size, mean and std."""
+    source_mean, source_std, mean, std = (
+        images.new_tensor(values).reshape(-1, 1, 1) for values in (source.mean, source.std, target.mean, target.std)
+    )
+    pixels = images * source_std + source_mean
+    if pixels.shape[-2:] != target.size:
+        pixels = F.interpolate(pixels, target.size, mode="bicubic", antialias=True).clamp(0, 1)
+    return (pixels - mean) / std
+
+
+def find_columns(teacher: Trained, classes: tuple[str, ...]) -> list[int]:
+    """The teacher's outputs for these classes, by name; an error names a class that it does not know."""
+    if teacher.labels is None or teacher.multi_label:
+        raise UsageError(
+            f"the teacher {teacher.origin.name} does not name its classes, or images have several: distill its features"
+            " (--set distillation.kind=features)"
+        )
+    known = {name: index for index, name in enumerate(teacher.labels)}
+    if unknown := [name for name in classes if name not in known]:
+        raise UsageError(
+            f"the teacher knows {pluralize(len(known), 'class')}, and not {unknown[0]!r} of the data: name the data's"
+            " folders as the teacher's labels, or distill its features (--set distillation.kind=features)"
+        )
+    return [known[name] for name in classes]
+
+
+def check_student(student: ModelConfig, config: DistillationConfig, *, shard: bool) -> None:
+    """Refuse a student that cannot learn in this way."""
+    if config.kind == "features" and not isinstance(student, ViTConfig):
+        raise UsageError("features are distilled into ViTs and hybrids: --set distillation.kind=soft")
+    if config.kind == "token" and not (isinstance(student, ViTConfig) and student.distillation_head):
+        raise UsageError(
+            "the student has no distillation token with a head: choose one of DeiT that has, or"
+            " --set distillation.kind=hard"
+        )
+    if shard and config.kind in ("token", "features"):
+        raise UsageError(f"distillation of the kind {config.kind} cannot be sharded: omit --shard")
+
+
+def add_projection(student: Model, teacher: Model, generator: torch.Generator) -> None:
+    """Give the student the linear map from its features to the teacher's."""
+    projection = nn.Linear(student.config.num_features, teacher.config.num_features, bias=False)
+    with torch.no_grad():
+        projection.weight.normal_(0.0, student.config.num_features**-0.5, generator=generator)
+    student.add_module(PROJECTION_NAME, projection)
+
+
+def describe_teacher(teacher: Trained) -> dict[str, Any]:
+    """What identifies a teacher in a run's config.json."""
+    return {**to_json(teacher.origin), "weights": digest_tensors(teacher.model.state_dict())}
