@@ -13,8 +13,8 @@ import os
 import signal
 import sys
 import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 UNIX_MODULES = {"fcntl", "resource", "termios", "tty", "pty", "pwd", "grp", "posix", "syslog"}
 WINDOWS_SIGNALS = {"SIGABRT", "SIGFPE", "SIGILL", "SIGINT", "SIGSEGV", "SIGTERM", "SIG_DFL", "SIG_IGN"}
@@ -64,14 +64,19 @@ def lock_byte(descriptor: int, kind: int, count: int) -> None:
     fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, count, 0, os.SEEK_CUR)
 
 
-def import_as_windows(name: str, importer: Any = None, *arguments: Any) -> types.ModuleType:
-    """`__import__`, whose second argument are the globals of the module that imports."""
-    if str((importer or {}).get("__name__")).partition(".")[0] == "vitrail":
+def import_as_windows(
+    name: str,
+    globals: Mapping[str, object] | None = None,  # noqa: A002, as `__import__` has it
+    locals: Mapping[str, object] | None = None,  # noqa: A002
+    fromlist: Sequence[str] | None = (),
+    level: int = 0,
+) -> types.ModuleType:
+    if str((globals or {}).get("__name__")).partition(".")[0] == "vitrail":
         if name.partition(".")[0] in UNIX_MODULES:
             raise ModuleNotFoundError(f"No module named {name!r} on Windows", name=name)
         if name in WINDOWS_MODULES:
             return WINDOWS_MODULES[name]
-    return original_import(name, importer, *arguments)
+    return original_import(name, globals, locals, fromlist, level)
 
 
 kernel32 = types.SimpleNamespace(
@@ -89,4 +94,4 @@ for method in ("fork", "forkserver"):
 multiprocessing.get_all_start_methods = lambda: ["spawn"]
 multiprocessing.set_start_method("spawn")
 original_import = builtins.__import__
-builtins.__import__ = import_as_windows  # type: ignore[assignment]
+builtins.__import__ = import_as_windows
