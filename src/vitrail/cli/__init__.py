@@ -68,6 +68,12 @@ COMMAND_GROUPS = {
             "training.TrainArguments",
             "vitrail train cifar10 --data cifar10 --epochs 50 --out runs/cifar10",
         ),
+        "distill": Command(
+            "train a model to predict what a larger one predicts",
+            "distill.run",
+            "training.DistillArguments",
+            "vitrail distill runs/finetune --model ti16 --data photos",
+        ),
         "plan": Command(
             "estimate the time, memory and cost of a training run",
             "plan.run",

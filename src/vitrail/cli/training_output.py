@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from vitrail.api.options import build_options, list_option_names
 from vitrail.cli import output
-from vitrail.cli.arguments.training import FinetuneArguments, TrainArguments
+from vitrail.cli.arguments.training import DistillArguments, FinetuneArguments, TrainArguments
 from vitrail.config import Recipe
 from vitrail.data.dataset import Dataset
 from vitrail.formatting import format_bytes, format_duration, format_rate, pluralize
@@ -20,10 +20,10 @@ from vitrail.training.time_estimate import RunEstimate, estimate_run
 from vitrail.training.training_run import TrainingRun, make_run_config
 
 T = TypeVar("T")
-_TRAINING_COMMANDS = ("demo", "finetune", "train")
+_TRAINING_COMMANDS = ("demo", "distill", "finetune", "train")
 
 
-def build_command_options(kind: type[T], arguments: TrainArguments | FinetuneArguments) -> T:
+def build_command_options(kind: type[T], arguments: TrainArguments | FinetuneArguments | DistillArguments) -> T:
     """The options of a run from a command's arguments, which have the same names."""
     fields: list[tuple[Any, str]] = [(arguments, field.name) for field in dataclasses.fields(arguments)]
     values: dict[str, Any] = {}

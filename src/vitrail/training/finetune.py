@@ -183,11 +183,12 @@ def plan_finetuning(
     recipe_overrides.warn_about_own_loss(options.recipe, run_options.loss_function, notify)
     kind = cast(recipes.FinetuneKind, options.recipe)  # where there is no recipe of the user's own
     base_recipe = own_recipe or recipes.build_finetune_recipe(kind, 1, 1, lora=options.lora)
+    base_recipe = recipe_overrides.set_distillation(base_recipe, run_options.teacher)
     recipe_overrides.override_settings(base_recipe, options.settings, options.overrides)  # typos first
     if base_recipe.lora is not None and options.from_scratch:
         raise UsageError("LoRA adds to the layers of a trained model, and random weights have learned nothing: omit it")
     used_options = dataclasses.replace(run_options, out=None) if dry_run else run_options
-    folder, resume = used_options.choose_folder("finetune", group, notify)
+    folder, resume = used_options.choose_folder("finetune" if run_options.teacher is None else "distill", group, notify)
     dataset, audit = open_dataset(data), None
     for note in list_dataset_notes(dataset):
         notify(note)
@@ -257,7 +258,7 @@ class _RunBuilder:
     def build_recipe(self, epochs: float | None, image_size: int | None = None) -> Recipe:
         """The recipe for these epochs; `image_size` is used where the options have none."""
         options = self.options
-        recipe = self._choose_base_recipe(epochs)
+        recipe = recipe_overrides.set_distillation(self._choose_base_recipe(epochs), options.run.teacher)
         recipe = recipe_overrides.override_settings(recipe, options.settings, options.overrides)
         sizes = (options.image_size, image_size, recipe.image_size)
         recipe = dataclasses.replace(

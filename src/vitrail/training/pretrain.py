@@ -59,7 +59,9 @@ def pretrain(
     with join_run_processes(run_options, callbacks) as (group, device, callbacks):
         recipe_overrides.warn_about_own_loss(recipe, run_options.loss_function, callbacks.notify)
         run = build_pretraining_run(chosen, data, options, group, device, callbacks)
-        folder, resume = run_options.choose_folder("train", group, callbacks.notify)
+        folder, resume = run_options.choose_folder(
+            "train" if run_options.teacher is None else "distill", group, callbacks.notify
+        )
         notify, show_progress = callbacks.notify, callbacks.show_progress
         dataset, audit = check_images(
             run.dataset, get_data_name(data), strict=run_options.strict, notify=notify, show_progress=show_progress
@@ -83,6 +85,7 @@ def choose_recipe(recipe: str | Path | Recipe, options: PretrainingOptions) -> R
         recipe = recipes.load_recipe(recipe)
     if recipe.model is None:
         raise UsageError(f"{name} is for fine-tuning, since it names no preset: {call}")
+    recipe = recipe_overrides.set_distillation(recipe, options.run.teacher)
     recipe = recipe_overrides.override_settings(recipe, options.settings, options.overrides)
     recipe = recipe_overrides.set_masked_target(recipe, options.target)
     if recipe.masked is not None and options.run.loss_function is not None:

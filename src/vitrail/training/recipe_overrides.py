@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitrail import recipes
-from vitrail.config import MaskedTarget, Recipe
+from vitrail.config import DistillationConfig, MaskedTarget, Recipe
 from vitrail.errors import UsageError
 from vitrail.formatting import pluralize
 from vitrail.recipes.overrides import list_reserved_settings
@@ -110,6 +110,13 @@ def _set_warmup(recipe: Recipe, warmup: int) -> Recipe:
 def choose_loss(recipe: Recipe, dataset: "Dataset") -> Recipe:
     """The recipe with the loss that the dataset needs: sigmoid for images with several labels."""
     return dataclasses.replace(recipe, loss="sigmoid") if dataset.multi_label else recipe
+
+
+def set_distillation(recipe: Recipe, teacher: object | None) -> Recipe:
+    """The recipe with the default distillation, where there is a teacher and the recipe has none of its own."""
+    if teacher is None or recipe.distillation is not None:
+        return recipe
+    return dataclasses.replace(recipe, distillation=DistillationConfig())
 
 
 def set_masked_target(recipe: Recipe, target: MaskedTarget | None) -> Recipe:

@@ -94,6 +94,8 @@ class RunOptions:
     train_on_val: bool = False
     loss_function: LossFunction | None = None
     """A loss that replaces the recipe's."""
+    teacher: Trained | None = None
+    """A model whose predictions or features are learned too (`recipe_overrides.set_distillation`)."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.save_every < math.inf:
@@ -144,6 +146,7 @@ class RunOptions:
             shard=self.shard,
             train_on_val=self.train_on_val,
             loss_function=self.loss_function,
+            teacher=self.teacher,
         )
 
 

@@ -107,6 +107,34 @@ class FinetuneArguments:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillArguments:
+    """Train a student that learns the labels of the data and the predictions of a teacher.
+
+    The teacher sees the same augmented images in its own resolution. It must know the classes of the data by their
+    names, unless --set distillation.kind=features makes its features the target.
+    """
+
+    teacher_name: Annotated[str, Positional, arg(metavar="TEACHER")]
+    """The model to learn from: a file or folder of any known format, a run, hf:ORG/NAME[@REVISION] or timm:NAME."""
+    data: DataOption
+    model: Annotated[str | None, arg(metavar="STUDENT")] = None
+    """The student: a trained model to start from, or a preset, whose weights are random. Not with a recipe that names a
+    preset."""
+    recipe: Annotated[str, RECIPE, arg(metavar="RECIPE")] = "default"
+    """A recipe of `finetune` for the student, or one that `vitrail list recipes` shows, which names its own preset."""
+    overrides: Annotated[RecipeOptions, RECIPE] = RecipeOptions()
+    settings: Annotated[Settings, RECIPE] = ()
+    """Change any other setting of the recipe, such as distillation.kind=hard distillation.temperature=2. May be
+    repeated."""
+    image_size: Annotated[int | None, MODEL, arg(metavar="SIDE")] = None
+    """Resolution of a student that is fine-tuned; positions are resampled. Default: the model's."""
+    learning: Annotated[DataOptions, DATA] = DataOptions()
+    run: Annotated[RunFolderOptions, RUN_FOLDER] = RunFolderOptions()
+    compute: Annotated[TrainingComputeOptions, COMPUTE] = TrainingComputeOptions()
+    output: Output = OutputOptions()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DemoArguments:
     """Train a small ViT to read handwritten digits.
 
