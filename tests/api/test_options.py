@@ -21,7 +21,7 @@ from vitrail.errors import UsageError
 from vitrail.training.finetune import FinetuneOptions
 from vitrail.training.pretrain import PretrainingOptions
 
-ONLY_COMMAND = {"number_of_runs", "loss_function", "must_resume"}  # Python has one Run, `loss`, and no batch scripts
+ONLY_COMMAND = {"number_of_runs", "loss_function", "must_resume", "teacher"}  # Python has one Run, `loss`, no scripts
 ONLY_PYTHON = {"data", "model", "on_step", "on_evaluation", "loss", "progress", "notify", "options"}
 CASES: Any = [(vitrail.finetune, FinetuneKeywords, FinetuneOptions), (vitrail.train, TrainKeywords, PretrainingOptions)]
 
