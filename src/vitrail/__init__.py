@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from vitrail import errors as errors  # light, and needed to catch what the functions raise
+from vitrail.runtime.waiting_threads import let_threads_sleep as _let_threads_sleep
 
 if TYPE_CHECKING:
     from vitrail.api.checked_functions import adapt, create, load, load_recipe, save
@@ -103,6 +104,7 @@ def __getattr__(name: str) -> object:
     name = _OLD_NAMES.get(name, name)
     if name not in _HOMES:
         raise AttributeError(f"module 'vitrail' has no attribute {name!r}")
+    _let_threads_sleep()
     return getattr(importlib.import_module(f"vitrail.{_HOMES[name]}"), name)
 
 

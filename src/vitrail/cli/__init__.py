@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from vitrail.errors import INTERRUPTED_EXIT_CODE, OUT_OF_SPACE_EXIT_CODE, UsageError, VitrailError
+from vitrail.runtime.waiting_threads import let_threads_sleep
 
 
 class Command(NamedTuple):
@@ -185,7 +186,6 @@ COMMAND_GROUPS = {
     },
 }
 """The commands, in the order of `vitrail --help`."""
-_BUSY_LOAD = 0.4  # running processes per core
 _MIN_SIMILARITY = 0.65  # of an unknown command to one that is suggested: eval to evaluate, but not precision to recipe
 COMMANDS = {verb: command for commands in COMMAND_GROUPS.values() for verb, command in commands.items()}
 start_time = time.monotonic()
@@ -256,18 +256,10 @@ def _run_verb(verb: str, rest: Sequence[str]) -> None:
         print(_import_attribute("vitrail.cli", "help.format_command_help")(verb, command, signature))
         return
     arguments = importlib.import_module("vitrail.cli.parsing").parse_arguments(verb, signature, rest)
-    if getattr(arguments, "minutes", None) is not None or _is_machine_busy():
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it once, when the body imports it
+    let_threads_sleep(always=getattr(arguments, "minutes", None) is not None)  # before the body imports torch
     body = _import_attribute("vitrail.cli", command.body)
     with _import_attribute("vitrail.api", "keyword_errors.keep_option_names")():
         body(arguments)
-
-
-def _is_machine_busy() -> bool:
-    """Whether other processes use the cores. Threads that spin while they wait for each other then take 3 to 15 times
-    as long as threads that sleep; on idle cores they take 0.5 to 0.9 times as long, and small models gain most."""
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    return load >= _BUSY_LOAD * (os.cpu_count() or 1)
 
 
 def _import_attribute(package: str, name: str) -> Any:
