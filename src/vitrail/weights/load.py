@@ -56,7 +56,8 @@ def _load_model(model: str | Path) -> Trained:
     if remote:
         raise UsageError(f"no file or folder is called {name!r}; if you meant the Hub's model, give {remote}")
     if not presets.has_preset(name):
-        raise UsageError(f"no file or folder is called {name!r}, and {presets.describe_unknown_preset(name)}")
+        hint = files.suggest_path(Path(name)) or f", and {presets.describe_unknown_preset(name)}"
+        raise UsageError(f"no file or folder is called {name!r}{hint}")
     return create_random(name)
 
 
