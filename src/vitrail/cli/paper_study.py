@@ -123,7 +123,7 @@ def plot_summary(summary: dict[str, Any], paper_study: PaperStudy, path: Any) ->
             }
             for measure in measures
         }
-        plots.plot_accuracy_bars(groups, path, title=title)
+        plots.plot_accuracy_bars(groups, path, title=f"{summary['study']}, {summary['dataset']}")
         return
     curves: dict[str, list[tuple[float, float, float | None]]] = {}
     for facts in variants.values():

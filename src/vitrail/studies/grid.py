@@ -108,7 +108,7 @@ def read_study(folder: Path) -> dict[str, Any]:
     if not isinstance(study, dict) or "study" not in study:
         raise DataError(f"{folder / STUDY_FILE} does not describe a study")
     upgraded = {name: upgrade_keys(kind, study[name]) for name, kind in _STUDY_CLASSES.items() if name in study}
-    if "variants" in study:
+    if isinstance(study.get("variants"), dict):  # of an ablation: a recipe each
         upgraded["variants"] = {name: upgrade_keys(Recipe, recipe) for name, recipe in study["variants"].items()}
     return study | upgraded
 

@@ -147,7 +147,8 @@ def plot_accuracy_bars(
 ) -> None:
     """Plot accuracies as bars, each group together and in one color, with error bars for standard deviations."""
     count = sum(map(len, groups.values()))
-    with open_figure(path, (max(5, 0.55 * count + 1.5), 4.2)) as figure:
+    legend = sum(0.09 * len(name) + 0.6 for name in groups)  # inches, in one row
+    with open_figure(path, (max(5, 0.55 * count + 1.5, legend + 0.8), 4.2)) as figure:
         axes = figure.subplots()
         names: list[str] = []
         for (group, values), color in zip(groups.items(), itertools.cycle(_GROUP_COLORS), strict=False):
