@@ -183,6 +183,60 @@ COMMAND_GROUPS = {
             "studies.TableArguments",
             "vitrail study table runs/sweep-cifar10 --csv table.csv",
         ),
+        "study paper": Command(
+            "list the paper's findings beside what was measured here",
+            "study.print_findings",
+            "studies.FindingsArguments",
+            "vitrail study paper > findings.md",
+        ),
+        "study data-size": Command(
+            "compare architectures by the number of pre-training images",
+            "paper_study.run_data_size",
+            "studies.PaperStudyArguments",
+            "vitrail study data-size --data tiny-imagenet --parallel 4",
+        ),
+        "study compute": Command(
+            "compare architectures by their pre-training compute",
+            "paper_study.run_compute",
+            "studies.PaperStudyArguments",
+            "vitrail study compute --data tiny-imagenet --parallel 4",
+        ),
+        "study size": Command(
+            "compare sizes of ViT on few images without augmentation",
+            "paper_study.run_size",
+            "studies.PaperStudyArguments",
+            "vitrail study size --data tiny-imagenet",
+        ),
+        "study resolution": Command(
+            "fine-tune at a higher resolution, with and without resampled positions",
+            "paper_study.run_resolution",
+            "studies.PaperStudyArguments",
+            "vitrail study resolution --data tiny-imagenet",
+        ),
+        "study positions": Command(
+            "compare kinds of position embeddings",
+            "paper_study.run_positions",
+            "studies.PaperStudyArguments",
+            "vitrail study positions --data tiny-imagenet --runs 3",
+        ),
+        "study head": Command(
+            "compare class token, average and attention pooling",
+            "paper_study.run_head",
+            "studies.PaperStudyArguments",
+            "vitrail study head --data tiny-imagenet",
+        ),
+        "study shape": Command(
+            "vary depth, width, MLP and patch",
+            "paper_study.run_shape",
+            "studies.PaperStudyArguments",
+            "vitrail study shape --data tiny-imagenet",
+        ),
+        "study optimizer": Command(
+            "compare Adam and SGD for pre-training a ResNet",
+            "paper_study.run_optimizer",
+            "studies.PaperStudyArguments",
+            "vitrail study optimizer --data tiny-imagenet",
+        ),
     },
 }
 """The commands, in the order of `vitrail --help`."""
