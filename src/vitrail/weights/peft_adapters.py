@@ -241,7 +241,8 @@ def _recognize_family(names: Iterable[str]) -> dict[str, Any]:
 
 
 def _has_layers_of(kind: str, names: Iterable[str]) -> bool:
-    return any(FAMILIES[kind].names.layer_pattern.match(name) for name in names)
+    own_names = ("visual_projection",) if kind == "clip" else ()
+    return any(FAMILIES[kind].names.layer_pattern.match(name) or name.startswith(own_names) for name in names)
 
 
 def _build_addition(name: str, part: Mapping[str, Tensor], config: dict[str, Any], path: Path) -> LowRankAddition:
