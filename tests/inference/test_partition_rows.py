@@ -40,7 +40,7 @@ def test_partitions_have_a_matrix_and_a_table_each(tmp_path: Path, monkeypatch: 
         "metadata/metadata_00000.parquet", "metadata/metadata_00001.parquet", "metadata/metadata_00002.parquet",
     ]  # fmt: skip
     tables = [parquet.read_table(path).to_pydict() for path in sorted((store.folder / "metadata").iterdir())]
-    assert sum((table["image_path"] for table in tables), []) == [row.image for row in rows]
+    assert [name for table in tables for name in table["image_path"]] == [row.image for row in rows]
     assert tables[0]["error"] == [None, None, "is not an image", None]
     matrix = np.concatenate([np.load(path) for path in sorted((store.folder / "img_emb").iterdir())])
     assert (matrix.dtype, matrix.shape) == (np.float16, (10, 3))

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import s3_server
 from tests.inference.test_row_files import make_row
 from vitrail.data.image_parts import Part, name_part
 from vitrail.data.image_paths import ImageRef
 from vitrail.errors import DataError, UsageError
 from vitrail.inference.prediction_rows import PredictionItem
 from vitrail.inference.row_files import FileFormat, RowFile
-from vitrail.inference.row_merge import find_parts, merge_parts
+from vitrail.inference.row_merge import download_parts, find_parts, merge_parts
 
 ITEMS = [PredictionItem(ImageRef(f"{letter}.jpg", f"{letter}.jpg")) for letter in "abcdefghij"]
 
@@ -107,3 +108,35 @@ def test_what_is_missing_unfinished_or_different_is_refused(tmp_path: Path) -> N
     with pytest.raises(UsageError, match=r"alone\.csv is no part"):
         merge_parts(out, [tmp_path / "alone.csv"])
     assert not out.exists()
+
+
+@pytest.mark.parametrize("row_format", ["npy", "partitions"])
+def test_parts_on_an_object_store_are_merged_there(
+    row_format: FileFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part comes from a machine of its own, and another one merges them."""
+    pytest.importorskip("s3fs", reason="the extra `remote` is not installed")
+    if row_format == "partitions":
+        pytest.importorskip("pyarrow", reason="the extra `parquet` is not installed")
+    bucket, name = f"merge-{row_format}", "rows" if row_format == "partitions" else "rows.npy"  # a client has one store
+    with s3_server.run_server() as store:
+        for variable, value in store.environment().items():
+            monkeypatch.setenv(variable, value)
+        for path in write_parts(tmp_path / "machine" / name, row_format):
+            RowFile(
+                path=path, row_format=row_format, command={}, batch=2, ranks=2, features=3,
+                url=f"s3://{bucket}/scores/{path.name}",
+            ).upload()  # fmt: skip
+        store.objects[f"{bucket}/scores/other.txt"] = b"of somebody else"
+        folder = tmp_path / "merging"
+        download_parts(f"s3://{bucket}/scores/{name}", folder)
+        assert not (folder / "other.txt").exists()
+        url = f"s3://{bucket}/scores/{name}"
+        assert merge_parts(folder / name, find_parts(folder / name), url=url) == (3, 10, 1)
+        uploaded = store.below(f"{bucket}/scores/")
+        merged = folder / name
+        for path in [merged] if merged.is_file() else [path for path in merged.rglob("*") if path.is_file()]:
+            assert uploaded[path.relative_to(folder).as_posix()] == path.read_bytes()
+        assert json.loads(uploaded[f"{name}.json"])["finished"]["images"] == 10
+        with pytest.raises(UsageError, match="exists, and no"):
+            merge_parts(tmp_path / "again" / name, find_parts(folder / name), url=url)

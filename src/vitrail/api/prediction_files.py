@@ -64,15 +64,11 @@ class PredictOptions:
             raise UsageError(f"--attention {self.attention} must be a local path")
         if self.attention is not None and self.part is not None:
             raise UsageError("--attention names its pictures over all images, so there is none for a --part")
-        if self.out is not None:
-            self._check_out()
-
-    def _check_out(self) -> None:
-        row_format = self.file_format
-        if not self.embed and row_format in _FEATURE_FORMATS:
-            raise UsageError(f"--out {self.out} holds features alone: it takes --embed")
+        row_format = None if self.out is None else self.file_format
         if self.float16 and not (self.embed and row_format in _FLOAT16_FORMATS):
             raise UsageError("--float16 is for the features that --embed writes to .npy, .parquet or a folder/")
+        if not self.embed and row_format in _FEATURE_FORMATS:
+            raise UsageError(f"--out {self.out} holds features alone: it takes --embed")
         if self.embed and row_format == "csv":
             raise UsageError(f"--out {self.out}: --embed gives hundreds of numbers per image, too many for csv")
 

@@ -107,7 +107,7 @@ class RowFile:
         """
         store = self.store
         if not any(path.exists() for path in store.list_files()):
-            self._check_url_free()
+            self.check_url_free()
             self._write_record(self.command)
             return WrittenRows(), []
         record = self._check_same_command()
@@ -124,9 +124,22 @@ class RowFile:
             written = longer
         return written, []
 
-    def _check_url_free(self) -> None:
+    def check_url_free(self) -> None:
+        """Refuse a URL in use."""
         if self.url is not None and remote.list_files(self.url):
-            raise UsageError(f"{self.url} exists, and {self.path}, which would continue it, does not: {_ADVICE}")
+            raise UsageError(f"{self.url} exists, and no {self.path} that continues it: {_ADVICE}")
+
+    def upload(self) -> None:
+        """Upload the files if there is a URL: the record, what is beside the file, and the file itself last."""
+        if self.url is None:
+            return
+        paths = self.store.list_files()
+        remote.copy_to_remote(self.record_path, f"{self.url}.json")
+        for path in paths:
+            in_folder = self.path in path.parents
+            parent = self.url if in_folder else self.url.rpartition("/")[0]
+            name = path.relative_to(self.path).as_posix() if in_folder else path.name
+            remote.copy_to_remote(path, remote.join_url(parent, name))
 
     def _write_record(self, record: Mapping[str, Any]) -> None:
         known = read_record(self.record_path) is not None
@@ -170,17 +183,7 @@ class RowFile:
             yield write
         if before.get(FINISHED) != self._count(total):
             self.record_finished(total)
-        if self.url is not None:
-            upload_rows(self.store.list_files(), self.record_path, self.path, self.url)
-
-
-def upload_rows(paths: Sequence[Path], record: Path, main: Path, url: str) -> None:
-    """Upload files of rows and their record beside a URL; the file that has this name itself comes last."""
-    remote.copy_to_remote(record, f"{url.rstrip('/')}.json")
-    for path in paths:
-        name = path.relative_to(main).as_posix() if main in path.parents else None
-        target = remote.join_url(url, name) if name else f"{url[: -len(main.name)]}{path.name}"
-        remote.copy_to_remote(path, target)
+        self.upload()
 
 
 def read_record(path: Path) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from vitrail import files
+from vitrail import files, remote
 from vitrail.data.image_parts import Part, find_part_names, parse_part
 from vitrail.errors import DataError, UsageError
 from vitrail.formatting import join_first_names, pluralize
@@ -48,15 +48,36 @@ def find_parts(out: Path) -> list[Path]:
     return [names[parts[part]] for part in sorted(parts)]
 
 
-def merge_parts(out: Path, paths: Sequence[Path], *, overwrite: bool = False) -> MergedRows:
-    """Merge finished parts of the same command, all of them, to a whole that appears complete or not at all."""
+def download_parts(url: str, folder: Path) -> None:
+    """Download the parts of an uploaded file, and the files beside them, where the folder does not have them."""
+    parent, _, name = url.rpartition("/")
+    listing = remote.list_files(parent)
+    parts = find_part_names(name, [path.partition("/")[0] for path in listing])
+    stems = {Path(part).stem for part in parts.values()}
+    for path, file in listing.items():
+        target = folder / path
+        if path.partition("/")[0].partition(".")[0] not in stems or (
+            target.exists() and target.stat().st_size == file.size
+        ):
+            continue
+        with files.write_atomically(target, overwrite=True) as fresh:
+            remote.copy_from_remote(remote.join_url(parent, path), fresh)
+
+
+def merge_parts(out: Path, paths: Sequence[Path], *, url: str | None = None, overwrite: bool = False) -> MergedRows:
+    """Merge finished parts of the same command, all of them, to a whole that appears complete or not at all.
+
+    With a URL it is uploaded there.
+    """
     parts = sorted((_read_part(path) for path in paths), key=lambda each: each.part)
     _check_complete(parts)
     _check_same_command(parts)
     for each in parts:
         _check_count(each.file, each.images)
     command = {key: value for key, value in parts[0].file.command.items() if key not in (PART, LISTING)}
-    whole = dataclasses.replace(parts[0].file, path=out, command=command)
+    whole = dataclasses.replace(parts[0].file, path=out, command=command, url=url)
+    if not overwrite:
+        whole.check_url_free()
     for path in (whole.path, whole.record_path, *whole.store.list_files()):
         files.check_path_free(path, overwrite=overwrite)
     files.make_folder(out.parent)
@@ -70,6 +91,7 @@ def merge_parts(out: Path, paths: Sequence[Path], *, overwrite: bool = False) ->
         _move_into_place(staged, whole)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+    whole.upload()
     return result
 
 
