@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.image_files import encode_image, make_image, write_image_folder
-from vitrail.data import image_paths
+from vitrail.data import image_paths, webdataset
 from vitrail.data.image_parts import Part, find_part_names, name_part, parse_part, select_part
 from vitrail.errors import UsageError
 
@@ -53,13 +53,13 @@ def test_files_are_divided_evenly_and_counted() -> None:
 def test_shards_of_other_parts_stay_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = write_shards(tmp_path / "shards", [2, 3, 2, 3])
     opened = Counter[str]()
-    iter_files = image_paths.webdataset.iter_files
+    iter_files = webdataset.iter_files
 
     def count_opened(path: str | Path) -> object:
         opened[str(path)] += 1
         return iter_files(path)
 
-    monkeypatch.setattr(image_paths.webdataset, "iter_files", count_opened)
+    monkeypatch.setattr(webdataset, "iter_files", count_opened)
     part = select_part(shards, Part(2, 2))
     assert (part.total, len(list(part.images))) == (0, 5)
     assert opened == Counter(shards[2:])

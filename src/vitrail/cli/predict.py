@@ -11,6 +11,7 @@ from vitrail.api.prediction import run_prediction
 from vitrail.api.prediction_files import PredictOptions, make_row_file
 from vitrail.cli import output
 from vitrail.cli.arguments.evaluation import PredictArguments
+from vitrail.cli.prediction_job import make_sbatch_script
 from vitrail.data.image_parts import AUTO, parse_part
 from vitrail.errors import DataError, UsageError
 from vitrail.formatting import pluralize, strip_control_characters
@@ -35,6 +36,9 @@ def run(arguments: PredictArguments) -> None:
     if not arguments.paths:
         raise UsageError("name the images: files, folders, globs, shards, or - for a list on standard input")
     row_format = _choose_format(arguments)
+    if arguments.sbatch is not None:
+        print(make_sbatch_script(arguments), end="")
+        return
     part = None if arguments.part is None else parse_part(arguments.part)
     if arguments.part == AUTO:
         distributed.leave_process_group()
