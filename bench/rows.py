@@ -16,6 +16,7 @@ Both files must have a row for each image, in order, and the same bytes.
 import argparse
 import hashlib
 import io
+import itertools
 import json
 import os
 import random
@@ -90,7 +91,7 @@ def write_shards(folder: Path, images: Path | None, rows: int) -> None:
     """Shards with so many images in all: real ones, and links to them under other names."""
     folder.mkdir()
     contents, shards, number = iterate_images(images), list[tuple[Path, int]](), 0
-    while number < rows and (batch := [each for each, _ in zip(contents, range(min(SHARD_IMAGES, rows - number)))]):
+    while number < rows and (batch := list(itertools.islice(contents, min(SHARD_IMAGES, rows - number)))):
         path = folder / f"{len(shards):05}.tar"
         with tarfile.open(path, "w") as file:
             for index, content in enumerate(batch):
@@ -142,7 +143,7 @@ def watch(command: list[str], out: Path, log: Path) -> tuple[float, list[Reading
 
 def run_killed(command: list[str], log: Path, kills: int, start_up: float, seconds: float) -> int:
     """Repeat a command until it ends, the first times killed at random; how often it was killed."""
-    generator, killed = random.Random(0), 0
+    generator, killed = random.Random(0), 0  # noqa: S311
     for _ in range(kills):
         process = start(command, log)
         try:  # on average four fifths of the work are done when the last one is killed
@@ -180,7 +181,7 @@ def check_rows(path: Path, folder: Path) -> int:
     for batch in file.iter_batches(columns=["image", "error", "labels"]):
         assert batch.column("error").null_count == len(batch)
         assert batch.column("labels").null_count == 0
-        assert batch.column("image").to_pylist() == [name for _, name in zip(range(len(batch)), names)]
+        assert batch.column("image").to_pylist() == list(itertools.islice(names, len(batch)))
     assert next(names, None) is None
     return int(file.metadata.num_rows)
 

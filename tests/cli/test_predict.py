@@ -907,3 +907,19 @@ def patch_to_stop(patches: pytest.MonkeyPatch, batch: int) -> list[int]:
 
     patches.setattr(bulk_prediction, "start_rows", start)
     return batches
+
+
+def test_a_rank_predicts_a_part_of_its_own_where_it_is_told_so(
+    model: Path, pictures: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for no other rank, and says what it has done."""
+    monkeypatch.chdir(tmp_path)
+    for rank in ("1", "0"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        _, _, err = vitrail("predict", str(model), str(pictures), "--out", "r.csv", "--part", "auto", capsys=capsys)
+        assert f"r-0000{int(rank) + 1}-of-00002.csv" in err
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert vitrail("merge", "r.csv", capsys=capsys)[0] == 0
+    assert [row["image"] for row in read_table(Path("r.csv"))] == sorted(map(str, pictures.rglob("*.jpg")))
