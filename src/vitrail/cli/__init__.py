@@ -49,6 +49,12 @@ COMMAND_GROUPS = {
             "evaluation.PredictArguments",
             "vitrail predict runs/finetune holiday/*.jpg --top 3",
         ),
+        "merge": Command(
+            "merge the parts that predict --part wrote to one file",
+            "merge.run",
+            "evaluation.MergeArguments",
+            "vitrail merge rows.parquet",
+        ),
         "serve": Command(
             "serve models over HTTP, with a web page to try them",
             "serve.run",

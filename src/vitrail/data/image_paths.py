@@ -66,6 +66,13 @@ class ImageRef(NamedTuple):
         return content
 
 
+class ShardRef(NamedTuple):
+    """A reference to a tar shard whose images have not been listed yet."""
+
+    name: str
+    """Its path or URL."""
+
+
 def iter_image_refs(
     arguments: Iterable[str], *, fetch_urls: bool = False, skipped: Counter[str] | None = None
 ) -> Iterator[ImageRef]:
@@ -74,6 +81,14 @@ def iter_image_refs(
     `skipped` counts, by suffix, the photos in folders that no installed decoder reads. URLs on standard input are
     fetched only with `fetch_urls`: the author of the list may not be the user who runs the command.
     """
+    for file in iter_image_files(arguments, fetch_urls=fetch_urls, skipped=skipped):
+        yield from iter_images_of(file)
+
+
+def iter_image_files(
+    arguments: Iterable[str], *, fetch_urls: bool = False, skipped: Counter[str] | None = None
+) -> Iterator[ImageRef | ShardRef]:
+    """The same images, with shards that are not opened in place of theirs."""
     for argument in arguments:
         for name in _iter_lines(sys.stdin) if argument == STDIN else (argument,):
             try:
@@ -82,6 +97,11 @@ def iter_image_refs(
                 yield from _resolve_argument(name, Counter() if skipped is None else skipped)
             except (DataError, OSError) as error:
                 yield ImageRef(name, name, error=str(error))
+
+
+def iter_images_of(file: ImageRef | ShardRef) -> Iterator[ImageRef]:
+    """The images in a shard; an image is one itself."""
+    return _iter_tar_images(file.name) if isinstance(file, ShardRef) else iter((file,))
 
 
 def can_count_images(arguments: Iterable[str]) -> bool:
@@ -95,12 +115,12 @@ def _iter_lines(file: TextIO) -> Iterator[str]:
     return (name for line in file if (name := line.rstrip("\r\n")).strip())
 
 
-def _resolve_argument(name: str, skipped: Counter[str]) -> Iterator[ImageRef]:
+def _resolve_argument(name: str, skipped: Counter[str]) -> Iterator[ImageRef | ShardRef]:
     is_remote = remote.is_remote(name)
     if not is_remote and os.path.isdir(name):  # noqa: PTH112, it is False for a name too long for a path
         yield from _resolve_folder(name, skipped)
     elif webdataset.is_tar_pattern(name):
-        yield from _iter_tar_images(webdataset.find_tars(name))
+        yield from map(ShardRef, webdataset.find_tars(name))
     elif glob.has_magic(name) and (is_remote or not os.path.lexists(name)):
         yield from _resolve_glob(name, skipped)
     elif name.lower().endswith(file_list.LIST_SUFFIXES):
@@ -115,7 +135,7 @@ def _make_refs(names: Iterable[str]) -> Iterator[ImageRef]:
     return (ImageRef(name, name) for name in names)
 
 
-def _resolve_glob(pattern: str, skipped: Counter[str]) -> Iterator[ImageRef]:
+def _resolve_glob(pattern: str, skipped: Counter[str]) -> Iterator[ImageRef | ShardRef]:
     visits, is_remote = FolderVisits(), remote.is_remote(pattern)
     names = remote.glob(pattern) if is_remote else sorted(_expand_glob(pattern, visits))
     if "**" in pattern and not is_remote:  # it matches the contents of folders besides the folders
@@ -126,7 +146,7 @@ def _resolve_glob(pattern: str, skipped: Counter[str]) -> Iterator[ImageRef]:
         yield from _make_refs(names)
         return
     for name in names:
-        yield from iter_image_refs([name] if name != STDIN else [f"./{name}"], skipped=skipped)
+        yield from iter_image_files([name] if name != STDIN else [f"./{name}"], skipped=skipped)
     yield from _report_skipped_folders(pattern, visits)
 
 
@@ -143,7 +163,7 @@ def _expand_glob(pattern: str, visits: FolderVisits) -> set[str]:
     return {name for prefix in prefixes for name in _expand_glob(prefix + "/".join(rest), visits)}
 
 
-def _resolve_folder(root: str, skipped: Counter[str]) -> Iterator[ImageRef]:
+def _resolve_folder(root: str, skipped: Counter[str]) -> Iterator[ImageRef | ShardRef]:
     empty, visits, skipped_here = True, FolderVisits(), Counter[str]()
     for image in _walk_images(root, visits, skipped_here):
         empty = False
@@ -153,7 +173,7 @@ def _resolve_folder(root: str, skipped: Counter[str]) -> Iterator[ImageRef]:
         shards = sorted(Path(root).glob("*.tar")) or sorted(Path(root).glob("*/*.tar"))
         if not shards:
             raise DataError(f"{_describe_no_image(root)}{describe_skipped(skipped_here)}")
-        yield from _iter_tar_images(map(str, shards))
+        yield from (ShardRef(str(path)) for path in shards)
     yield from _report_skipped_folders(root, visits)
 
 
@@ -189,26 +209,25 @@ def _walk_images(root: str, visits: FolderVisits, skipped: Counter[str]) -> Iter
             skipped[lower[lower.rindex(".") :]] += 1
 
 
-def _iter_tar_images(paths: Iterable[str]) -> Iterator[ImageRef]:
-    """The images in tars, in their order and from headers alone; a damaged tar yields those before the damage."""
-    for path in paths:
-        empty = True
-        try:
-            for member, _ in webdataset.iter_files(path if remote.is_remote(path) else Path(path)):
-                name = member.name
-                if name.lower().endswith(get_image_suffixes()) and not name.rpartition("/")[2].startswith("."):
-                    empty = False
-                    yield ImageRef(f"{path}:{name}", path, member.offset_data, member.size)
-            if empty:
-                raise DataError(_describe_no_image(path))
-        except (DataError, OSError) as error:
-            yield ImageRef(path, path, error=str(error))
+def _iter_tar_images(path: str) -> Iterator[ImageRef]:
+    """The images in a tar, in their order and from headers alone; a damaged tar yields those before the damage."""
+    empty = True
+    try:
+        for member, _ in webdataset.iter_files(path if remote.is_remote(path) else Path(path)):
+            name = member.name
+            if name.lower().endswith(get_image_suffixes()) and not name.rpartition("/")[2].startswith("."):
+                empty = False
+                yield ImageRef(f"{path}:{name}", path, member.offset_data, member.size)
+        if empty:
+            raise DataError(_describe_no_image(path))
+    except (DataError, OSError) as error:
+        yield ImageRef(path, path, error=str(error))
 
 
-def _resolve_remote_folder(url: str) -> Iterator[ImageRef]:
+def _resolve_remote_folder(url: str) -> Iterator[ImageRef | ShardRef]:
     files = [remote.join_url(url, name) for name in sorted(remote.list_files(url))]
     names = [name for name in files if name.lower().endswith(get_image_suffixes())]
     shards = [name for name in files if name.endswith(".tar")]
     if not names and not shards:
         raise DataError(_describe_no_image(url))
-    yield from _make_refs(names) if names else _iter_tar_images(shards)
+    yield from _make_refs(names) if names else map(ShardRef, shards)

@@ -46,6 +46,7 @@ class BulkResult(NamedTuple):
     written: WrittenRows  # with those of earlier commands
     new_images: int
     labels: Counter[str]  # how many of the new images have each top label
+    target: str = ""  # where the rows are
 
 
 def check_supported(classifier: Classifier, *, embed: bool, attention: bool) -> None:
@@ -96,7 +97,7 @@ def predict_images(
             progress(written.images, total)
             if stop_signal:
                 _raise_stopped(stop_signal, written, target.name, settings.notify)
-    return BulkResult(written, written.images - before, labels)
+    return BulkResult(written, written.images - before, labels, target.name)
 
 
 def _announce_stop(stop_signal: signal.Signals, notify: Notify) -> None:
