@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vitrail.api.prediction_list import Prediction, PredictionList
     from vitrail.api.run import Run
     from vitrail.api.serve import Server, serve
+    from vitrail.api.suspects import Suspects, suspects
     from vitrail.api.training import finetune, train
     from vitrail.api.zero_shot import zero_shot
     from vitrail.config import PreprocessConfig, Recipe
@@ -40,6 +41,7 @@ _HOMES = {  # the module of each public name
     "Run": "api.run",
     "Server": "api.serve",
     "StepEnd": "training.loop",
+    "Suspects": "api.suspects",
     "Trained": "weights.trained",
     "ValidationResult": "training.run_results",
     "adapt": "api.checked_functions",
@@ -57,6 +59,7 @@ _HOMES = {  # the module of each public name
     "probe": "api.evaluation",
     "save": "api.checked_functions",
     "serve": "api.serve",
+    "suspects": "api.suspects",
     "train": "api.training",
     "zero_shot": "api.zero_shot",
 }
@@ -75,6 +78,7 @@ __all__ = [
     "Run",
     "Server",
     "StepEnd",
+    "Suspects",
     "Trained",
     "ValidationResult",
     "adapt",
@@ -93,6 +97,7 @@ __all__ = [
     "probe",
     "save",
     "serve",
+    "suspects",
     "train",
     "zero_shot",
 ]
