@@ -150,9 +150,8 @@ def _select_splits(dataset: Dataset, split: SuspectSplit) -> Dataset:
             " label and a wrong one are different errors there"
         )
     if len(dataset.classes) < 2:
-        raise DataError(
-            f"{dataset.name} has {pluralize(len(dataset.classes), 'class')}; labels need two to be confused"
-        )
+        classes = pluralize(len(dataset.classes), "class")
+        raise DataError(f"{dataset.name} has {classes}; a label can be wrong where there are two or more")
     if split == "all":
         return dataset
     if split not in dataset.splits:
