@@ -38,7 +38,7 @@ def test_thresholds_and_the_joint_by_hand() -> None:
     assert confident.tolist() == [0, 0, 1, 1, learning.NOT_CONFIDENT, 0, 2]
     joint = learning.count_confident_joint(confident, LABELS, 3)
     assert joint.tolist() == [[2, 1, 0], [0, 1, 0], [1, 0, 1]]
-    assert learning.find_label_errors(PROBABILITIES, LABELS).nonzero()[:, 0].tolist() == [2, 5]
+    assert learning.flag_label_errors(PROBABILITIES, LABELS).nonzero()[:, 0].tolist() == [2, 5]
 
 
 def test_scores_and_likely_labels_by_hand() -> None:
@@ -91,7 +91,7 @@ def test_joint_and_label_errors_are_those_of_cleanlab() -> None:
             issues = find.find_label_issues(
                 labels.numpy(), probabilities.numpy(), filter_by="confident_learning", n_jobs=1
             )
-            assert learning.find_label_errors(probabilities, labels).tolist() == issues.tolist()
+            assert learning.flag_label_errors(probabilities, labels).tolist() == issues.tolist()
 
 
 def test_the_errors_planted_in_separable_classes_are_found() -> None:
@@ -100,5 +100,5 @@ def test_the_errors_planted_in_separable_classes_are_found() -> None:
     probabilities = torch.full((60, 4), 0.01, dtype=torch.float64).scatter(1, truth[:, None], 0.97)
     labels = truth.clone()
     labels[[3, 17, 40]] = (truth[[3, 17, 40]] + 1) % 4
-    assert learning.find_label_errors(probabilities, labels).nonzero()[:, 0].tolist() == [3, 17, 40]
+    assert learning.flag_label_errors(probabilities, labels).nonzero()[:, 0].tolist() == [3, 17, 40]
     assert torch.equal(learning.find_likely_labels(probabilities, labels)[[3, 17, 40]], truth[[3, 17, 40]])

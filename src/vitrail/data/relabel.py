@@ -146,7 +146,7 @@ def apply_corrections(dataset: Dataset, corrections: Sequence[Correction], sourc
         sum(map(len, new_rows.values())), sum(map(len, dropped.values())), _digest_corrections(corrections)
     )
     relabeled = _replace_stores(dataset.splits, new_rows)
-    splits = {name: split.drop_images(dropped.get(name, ())) for name, split in relabeled.items()}
+    splits = {name: split.drop_images(dropped[name]) if name in dropped else split for name, split in relabeled.items()}
     if empty := next((name for name, split in splits.items() if not len(split)), None):
         raise DataError(f"{source} drops every image of {empty}: keep some")
     return dataclasses.replace(

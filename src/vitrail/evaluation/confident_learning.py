@@ -40,7 +40,7 @@ def count_confident_joint(confident_classes: Tensor, labels: Tensor, num_classes
     return cells.bincount(minlength=num_classes**2).view(num_classes, num_classes)
 
 
-def find_label_errors(probabilities: Tensor, labels: Tensor) -> Tensor:
+def flag_label_errors(probabilities: Tensor, labels: Tensor) -> Tensor:
     """bool (n,): the images off the diagonal of the confident joint, unless their label is the most probable class."""
     classes = choose_confident_classes(probabilities, compute_thresholds(probabilities, labels))
     is_elsewhere = (classes != NOT_CONFIDENT) & (classes != labels)

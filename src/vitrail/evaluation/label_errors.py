@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitrail.data.audit import find_duplicate_groups
-from vitrail.data.dataset import MAX_BAD_FRACTION, Dataset
+from vitrail.data.dataset import MAX_BAD_FRACTION, Dataset, without_images
 from vitrail.data.image_scan import BAD, DatasetScan, scan_dataset
 from vitrail.data.randomness import IntArray
 from vitrail.data.sources import advise_data_check
@@ -135,7 +135,7 @@ def rank_suspects(probabilities: Tensor, labels: Tensor, judged: Tensor) -> tupl
     """The images with the least probable labels, as many as confident learning counts label errors."""
     rows = judged.nonzero()[:, 0]
     probabilities, labels = probabilities[rows], labels[rows]
-    count = int(confident_learning.find_label_errors(probabilities, labels).sum())
+    count = int(confident_learning.flag_label_errors(probabilities, labels).sum())
     self_confidence = confident_learning.compute_self_confidence(probabilities, labels)
     self_confidence = self_confidence.masked_fill(probabilities.argmax(dim=1) == labels, torch.inf)
     order = self_confidence.argsort(stable=True)[:count]
@@ -169,12 +169,8 @@ def _scan_images(dataset: Dataset, data: str, settings: ProbeSettings) -> tuple[
     groups = np.arange(len(is_bad))
     for group in find_duplicate_groups(scan):
         groups[list(group)] = group[0]
-    splits = {
-        name: each.drop_images(scan.index_in_split[is_bad & (scan.split_index == number)].tolist())
-        for number, (name, each) in enumerate(dataset.splits.items())
-    }
-    kept = {name: each for name, each in splits.items() if len(each)}
-    return dataclasses.replace(dataset, splits=kept), groups[~is_bad]
+    bad = [(scan.get_split_name(image), scan.get_image_name(image)) for image in np.flatnonzero(is_bad).tolist()]
+    return without_images(dataset, set(bad)) if bad else dataset, groups[~is_bad]
 
 
 def _check_bad_images(scan: DatasetScan, data: str, settings: ProbeSettings) -> None:
