@@ -1,6 +1,7 @@
 """The search of a whole dataset for label errors: wrong labels, duplicates, rare classes, damaged files."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,11 +35,11 @@ def write_colors(root: Path, each: int = 12, splits: tuple[str, ...] = ("train",
     return root
 
 
-def search(root: Path, **options: object) -> LabelErrors:
+def search(root: Path, **options: Any) -> LabelErrors:
     notes: list[str] = []
     settings = ProbeSettings(device=torch.device("cpu"), notify=notes.append)
     trained = model_factory.build_trained(model_factory.build_vit())
-    return find_label_errors(trained, open_dataset(root), str(root), settings, **options)  # type: ignore[arg-type]
+    return find_label_errors(trained, open_dataset(root), str(root), settings, **options)
 
 
 def test_a_wrong_label_of_any_split_is_found_with_the_right_one(tmp_path: Path) -> None:
