@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vitrail.api.prediction_list import Prediction, PredictionList
     from vitrail.api.run import Run
     from vitrail.api.serve import Server, serve
+    from vitrail.api.suspects import Suspects, suspects
     from vitrail.api.training import finetune, train
     from vitrail.api.zero_shot import zero_shot
     from vitrail.config import PreprocessConfig, Recipe
@@ -41,6 +42,7 @@ _HOMES = {  # the module of each public name
     "Run": "api.run",
     "Server": "api.serve",
     "StepEnd": "training.loop",
+    "Suspects": "api.suspects",
     "Trained": "weights.trained",
     "ValidationResult": "training.run_results",
     "adapt": "api.checked_functions",
@@ -58,6 +60,7 @@ _HOMES = {  # the module of each public name
     "probe": "api.evaluation",
     "save": "api.checked_functions",
     "serve": "api.serve",
+    "suspects": "api.suspects",
     "train": "api.training",
     "zero_shot": "api.zero_shot",
 }
@@ -76,6 +79,7 @@ __all__ = [
     "Run",
     "Server",
     "StepEnd",
+    "Suspects",
     "Trained",
     "ValidationResult",
     "adapt",
@@ -94,6 +98,7 @@ __all__ = [
     "probe",
     "save",
     "serve",
+    "suspects",
     "train",
     "zero_shot",
 ]

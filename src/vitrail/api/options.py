@@ -68,6 +68,9 @@ class RunKeywords(TypedDict, total=False):
     """Give every class the same weight."""
     train_on_val: bool
     """Train on the validation images too, once all choices are made."""
+    relabel: str | Path | None
+    """The suspects.csv that `suspects` wrote, with your decisions: labels are changed and images dropped before
+    anything else."""
 
 
 class FinetuneKeywords(RunKeywords, total=False):

@@ -154,6 +154,12 @@ COMMAND_GROUPS = {
             "data.CheckArguments",
             "vitrail data check photos --out data_report.json",
         ),
+        "data suspects": Command(
+            "rank likely label errors, on a page to decide about each",
+            "suspects.run",
+            "data.SuspectsArguments",
+            "vitrail data suspects photos --model hf:google/vit-base-patch16-224",
+        ),
         "data pack": Command(
             "pack a dataset into tar shards (WebDataset)",
             "data.pack_dataset",

@@ -17,6 +17,7 @@ from vitrail.data.audit import audit_dataset, keep_eval_splits, read_excluded_im
 from vitrail.data.dataset import Dataset, without_images
 from vitrail.data.imagenet import describe_release
 from vitrail.data.pack import pack
+from vitrail.data.relabel import relabel_dataset
 from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
 from vitrail.files import get_data_home, write_atomically
@@ -197,6 +198,9 @@ def pack_dataset(arguments: PackArguments) -> None:
     dataset = open_dataset(arguments.data)
     _print_pack_notes(dataset)
     before = sum(map(len, dataset.splits.values()))
+    dataset = relabel_dataset(dataset, arguments.relabel)
+    if dataset.label_changes is not None:
+        output.print_note(f"note: {dataset.label_changes.summary}, by {arguments.relabel}")
     if arguments.leave_out is not None:
         dataset = without_images(dataset, read_excluded_images(arguments.leave_out, dataset))
         for sentence in _describe_empty_classes(dataset):
@@ -215,7 +219,7 @@ def pack_dataset(arguments: PackArguments) -> None:
         output.print_json({"written": str(out), "images": images, "left_out": excluded, "bytes": num_bytes})
         return
     rows = [("images", _format_counts(images))]
-    if arguments.leave_out is not None:
+    if excluded or arguments.leave_out is not None:
         rows.append(("left out", format_count(excluded)))
     size = f"{pluralize(len(shards), 'shard')}, {format_bytes(num_bytes)}"
     output.print_table([*rows, ("written", f"{out} ({size})")])

@@ -125,6 +125,9 @@ class DataOptions:
     are left out."""
     train_on_val: bool = False
     """Train on the validation images too, once all choices are made; then the last weights are kept."""
+    relabel: Annotated[OptionalFile, arg(metavar="SUSPECTS")] = None
+    """The suspects.csv of `data suspects` with your decisions: labels are changed and images dropped before anything
+    else."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

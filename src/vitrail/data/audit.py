@@ -36,7 +36,7 @@ _OLD_KEYS = {  # keys of version 1, by the section of the report
 def audit_dataset(scan: DatasetScan, against_scan: DatasetScan | None = None) -> dict[str, Any]:
     """The contents of data_report.json for a scanned dataset, and for one with which it should share no image."""
     dataset, status = scan.dataset, scan.image_facts["status"]
-    groups = _find_duplicate_groups(scan)
+    groups = find_duplicate_groups(scan)
     report: dict[str, Any] = {
         "version": REPORT_VERSION,
         "data": dataset.name,
@@ -126,7 +126,7 @@ def _summarize_color(scan: DatasetScan) -> dict[str, Any]:
 # --- duplicates ------------------------------------------------------------------------------------------------------
 
 
-def _find_duplicate_groups(scan: DatasetScan) -> list[tuple[int, ...]]:
+def find_duplicate_groups(scan: DatasetScan) -> list[tuple[int, ...]]:
     """The images that occur more than once, each with all its duplicates, among MAX_DECODED_IMAGES at most."""
     fingerprints, images = _select_fingerprints(scan)
     if len(images) > MAX_DECODED_IMAGES:

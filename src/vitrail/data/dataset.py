@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from PIL import Image
@@ -109,6 +109,19 @@ def _to_index(rows: Array | range) -> Array | slice:
     return slice(rows.start, rows.stop) if isinstance(rows, range) else rows
 
 
+class LabelChanges(NamedTuple):
+    """How many images of a dataset were corrected, and a digest of the decisions (`data/relabel.py`)."""
+
+    changed: int
+    dropped: int
+    digest: str
+
+    @property
+    def summary(self) -> str:
+        """The numbers in words."""
+        return f"{pluralize(self.changed, 'label')} changed, {pluralize(self.dropped, 'image')} dropped"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dataset:
     """The dataset that a DATA argument names."""
@@ -130,6 +143,8 @@ class Dataset:
     """Why the folders may not be classes, and what to do about it; checked before training and evaluation."""
     skip_bad: bool = False
     """Whether training skips unreadable images when it meets them, because no check has looked for them before."""
+    label_changes: LabelChanges | None = None
+    """What `--relabel` corrected."""
 
     @property
     def multi_label(self) -> bool:

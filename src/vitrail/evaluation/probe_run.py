@@ -80,7 +80,7 @@ def run_probe(trained: Trained, dataset: Dataset, data: str, settings: ProbeSett
     targets = _read_targets(dataset, train_on_val=settings.train_on_val)
     shots = _choose_shots(targets, dataset, settings) if "few-shot" in settings.methods else ()
     start = time.monotonic()
-    values, cached = _extract_features(trained, dataset, data, settings)
+    values, cached = extract_dataset_features(trained, dataset, data, settings)
     if not settings.group.is_rank0:
         return None
     seconds = time.monotonic() - start
@@ -138,7 +138,7 @@ def _choose_shots(targets: dict[str, Tensor], dataset: Dataset, settings: ProbeS
 # --- features --------------------------------------------------------------------------------------------------------
 
 
-def _extract_features(
+def extract_dataset_features(
     trained: Trained, dataset: Dataset, data: str, settings: ProbeSettings
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The features of each split's images, all of them on rank 0, and the splits whose features were cached."""

@@ -17,7 +17,8 @@ import torch
 
 from vitrail.config import PreprocessConfig, Recipe
 from vitrail.data.dataset import Dataset
-from vitrail.data.sources import advise_data_check
+from vitrail.data.relabel import relabel_dataset
+from vitrail.data.sources import DataSource, advise_data_check, open_dataset
 from vitrail.errors import ChangedDataError, DataError, RemoteError, UsageError
 from vitrail.evaluation.metrics import measure_labels
 from vitrail.evaluation.prediction_tables import write_label_scores
@@ -92,6 +93,8 @@ class RunOptions:
     balanced: bool = False
     """Give every class the same weight (logit adjustment)."""
     train_on_val: bool = False
+    relabel: Path | None = None
+    """Decisions on label errors (suspects.csv), applied to the dataset before anything else."""
     loss_function: LossFunction | None = None
     """A loss that replaces the recipe's."""
 
@@ -114,6 +117,10 @@ class RunOptions:
             must_resume=self.must_resume,
             notify=notify,
         )
+
+    def open_dataset(self, data: DataSource) -> Dataset:
+        """The dataset to train on, with its labels corrected."""
+        return relabel_dataset(open_dataset(data), self.relabel)
 
     def build_run(
         self,

@@ -400,6 +400,7 @@ def make_run_config(run: TrainingRun) -> dict[str, Any]:
         "seed": run.seed,
         "steps": plan.total_steps,
         **({} if run.loss_function is None else {"loss_function": _get_qualified_name(run.loss_function)}),
+        **({} if run.dataset.label_changes is None else {"relabel": run.dataset.label_changes._asdict()}),
         **({"decisions": [list(decision) for decision in run.decisions]} if run.decisions else {}),
         "micro_batches": plan.micro_batches,
         "world_size": plan.world_size,

@@ -1,12 +1,26 @@
-"""Arguments of the commands on datasets: data check, get, list, pack, remove."""
+"""Arguments of the commands on datasets: data check, suspects, get, list, pack, remove."""
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import Positional, arg
 
-from vitrail.cli.options import Data, Output, OutputOptions
+from vitrail.cli.options import (
+    COMPUTE,
+    MODEL,
+    Data,
+    InferenceOptions,
+    ModelOption,
+    Number,
+    OptionalFolder,
+    Output,
+    OutputOptions,
+    Preprocess,
+)
+
+SuspectSplit = Literal["train", "val", "test", "all"]
+SuspectAction = Literal["relabel", "drop"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +79,32 @@ class PackArguments:
     """The folder to write; other commands take it as DATA."""
     leave_out: Annotated[Path | None, arg(metavar="REPORT")] = None
     """A report of `data check`: bad images, and duplicates of another split or dataset, are left out."""
+    relabel: Annotated[Path | None, arg(metavar="SUSPECTS")] = None
+    """The suspects.csv of `data suspects` with your decisions: labels are changed and images dropped."""
+    output: Output = OutputOptions()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SuspectsArguments:
+    """Rank the images whose labels are probably wrong, by a model's features.
+
+    The label of each image is judged by a linear classifier of the features that was not trained on it
+    (cross-validation and confident learning). The result is suspects.html, a page to decide about each image, and
+    suspects.csv, which `finetune --relabel` and `data pack --relabel` take.
+    """
+
+    data: Data
+    model: ModelOption
+    split: SuspectSplit = "all"
+    """The images to search, whose labels the classifiers learn too."""
+    folds: Number = 5
+    """Parts of the cross-validation."""
+    action: SuspectAction | None = None
+    """Decide about all training images in suspects.csv, instead of one by one; those of val and test stay undecided."""
+    out: OptionalFolder = None
+    """A folder for suspects.html and suspects.csv; runs/suspects, runs/suspects-2, ... by default."""
+    preprocess: Annotated[Preprocess, MODEL] = None
+    inference: Annotated[InferenceOptions, COMPUTE] = InferenceOptions()
     output: Output = OutputOptions()
 
 
