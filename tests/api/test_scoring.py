@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import vitrail
-from tests.api.conftest import make_trained, write_pictures
-from tests.conftest import peer
+from tests.api.conftest import make_trained
 from vitrail.errors import UsageError
 
 MODEL = "model.safetensors"
@@ -167,91 +166,3 @@ def test_processes_of_multiprocessing_give_the_same_numbers() -> None:
     assert len(expected) == sum(len(batch["label"]) for batch in scored)
     for batch, result in zip(batches, scored, strict=True):
         assert list(result["label"]) == list(scorer(batch)["label"])
-
-
-# --- engines ---------------------------------------------------------------------------------------------------------
-
-
-class KillOnce:
-    """A scorer that kills its process at the third batch of all, once: the file `marker` remembers it."""
-
-    def __init__(self, model: str, folder: str) -> None:
-        self.score, self.folder = vitrail.Scorer(model, top=2, batch=4), Path(folder)
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        import os
-        import signal
-
-        calls = self.folder / f"{os.getpid()}-{batch['number'][0]}"
-        calls.touch()
-        if len(list(self.folder.glob("*-*"))) >= 3:
-            try:
-                (self.folder / "marker").touch(exist_ok=False)
-            except FileExistsError:
-                pass
-            else:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return self.score(batch) | {"batch": np.full(len(batch["number"]), batch["number"][0])}
-
-
-@pytest.mark.slow
-def test_ray_loses_no_row_when_a_worker_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real local cluster: Parquet with image bytes, decoded and scored by actors, one of which dies in the middle."""
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    ray = peer("ray")
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    write_pictures(tmp_path / "more", each=10)
-    files = sorted((tmp_path / "more").rglob("*.png"))
-    (tmp_path / "calls").mkdir()
-    columns = {"bytes": [file.read_bytes() for file in files], "number": list(range(len(files)))}
-    columns["bytes"][7] = b"no image"
-    parquet.write_table(pyarrow.table(columns), tmp_path / "images.parquet", row_group_size=4)
-    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
-    try:
-        ray.data.DataContext.get_current().enable_progress_bars = False
-        model = str(tmp_path / MODEL)
-        dataset = ray.data.read_parquet(str(tmp_path / "images.parquet"), override_num_blocks=15)
-        scored = dataset.map_batches(
-            KillOnce,
-            fn_constructor_kwargs={"model": model, "folder": str(tmp_path / "calls")},
-            batch_size=4,
-            batch_format="numpy",
-            compute=ray.data.ActorPoolStrategy(size=2),
-        ).take_all()
-        decoded = (
-            ray.data.read_parquet(str(tmp_path / "images.parquet"))
-            .map_batches(
-                vitrail.Decoder,
-                fn_constructor_kwargs={"model": model},
-                batch_size=8,
-                batch_format="numpy",
-                compute=ray.data.ActorPoolStrategy(size=1),
-            )
-            .map_batches(
-                vitrail.Scorer,
-                fn_constructor_kwargs={"model": model, "features": True, "column": "pixels"},
-                batch_size=8,
-                batch_format="numpy",
-                compute=ray.data.ActorPoolStrategy(size=1),
-            )
-            .take_all()
-        )
-    finally:
-        ray.shutdown()
-    assert (tmp_path / "calls" / "marker").exists()
-    assert sorted(row["number"] for row in scored) == list(range(60))
-    batches: dict[int, list[int]] = {}
-    for row in sorted(scored, key=lambda row: row["number"]):
-        batches.setdefault(row["batch"], []).append(row["number"])
-    rows = {row["number"]: row for row in scored}
-    for numbers in batches.values():
-        expected = vitrail.predict(model, [columns["bytes"][number] for number in numbers], top=2, batch=4)
-        for number, prediction in zip(numbers, expected, strict=True):
-            row = rows[number]
-            assert (row["error"] is None) == (number != 7) == (not prediction.error)
-            values = [] if row["error"] else list(zip(row["labels"], row["probabilities"], strict=True))
-            assert values == prediction.labels
-    features = vitrail.Scorer(model, features=True)(columns)["features"]
-    by_number = {row["number"]: row["features"] for row in decoded}
-    np.testing.assert_allclose(np.stack([by_number[number] for number in range(60)]), features, atol=1e-6)

@@ -155,4 +155,6 @@ class PlanArguments:
     """Fraction of the GPU's peak FLOP/s that the run reaches (MFU). Default: 0.3, which is 300 TFLOP/s on an H200."""
     sbatch: bool = False
     """Print a SLURM script instead, which resumes the run after its time limit."""
+    kubernetes: bool = False
+    """Print a Kubeflow TrainJob for Kubernetes instead, whose pods resume the run when they are started again."""
     output: Output = OutputOptions()
