@@ -43,7 +43,11 @@ def write_rows(folder: Path) -> dict[str, list[Any]]:
     files = sorted((folder / "pictures").rglob("*.png"))
     cells = [file.read_bytes() for file in files]
     cells[BAD] = b"no image"
-    columns = {"bytes": cells, "path": [str(file) for file in files], "number": list(range(len(files)))}
+    columns: dict[str, list[Any]] = {
+        "bytes": cells,
+        "path": [str(file) for file in files],
+        "number": list(range(len(files))),
+    }
     (folder / "images").mkdir()
     parquet.write_table(pyarrow.table(columns), folder / "images" / "all.parquet", row_group_size=4)
     return columns
@@ -72,13 +76,13 @@ def check_rows(rows: list[dict[str, Any]], columns: dict[str, list[Any]], model:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Ray on this machine alone, with room for three workers."""
+    """Ray on this machine alone, with room for three actors and for tasks that read."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("PYTHONPATH", str(ROOT))
         ray = peer("ray")
-        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
+        ray.init(num_cpus=5, include_dashboard=False, log_to_driver=False)
         ray.data.DataContext.get_current().enable_progress_bars = False
         yield ray
         ray.shutdown()

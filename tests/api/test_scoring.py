@@ -12,6 +12,7 @@ import pytest
 
 import vitrail
 from tests.api.conftest import make_trained
+from vitrail.data.decode import decode
 from vitrail.errors import UsageError
 
 MODEL = "model.safetensors"
@@ -61,7 +62,7 @@ def test_cells_are_bytes_paths_arrays_structs_or_inputs() -> None:
     for column in cells:
         scored = vitrail.Scorer(MODEL, column="image")({"image": column})
         assert np.array_equal(scored["probability"], expected)
-    arrays = np.stack([vitrail.data.decode.decode(file).permute(1, 2, 0).numpy() for file in files])  # type: ignore[attr-defined]
+    arrays = np.stack([decode(file).permute(1, 2, 0).numpy() for file in files])
     assert np.array_equal(vitrail.Scorer(MODEL, column="image")({"image": arrays})["probability"], expected)
 
 
@@ -135,7 +136,7 @@ def test_a_model_that_was_replaced_is_loaded_again() -> None:
 
 def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(UsageError, match=r"a worker loads its own model, so give a name or a path .* not a Trained"):
-        vitrail.Scorer(vitrail.load(MODEL))  # type: ignore[arg-type]
+        vitrail.Scorer(vitrail.load(MODEL))
     with pytest.raises(UsageError, match=r"the batch has no column image; column= chooses one of bytes, number"):
         vitrail.Scorer(MODEL, column="image")(read_batch(list_files()[:1]))
     with pytest.raises(UsageError, match=r"not list: with Ray Data give batch_format=\"numpy\""):

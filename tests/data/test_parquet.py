@@ -1,9 +1,9 @@
 """Parquet files as DATA: the same images, labels and splits as the files in folders they were made of."""
 
-import json
 import os
 import pickle
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.image_files import encode_image, make_image, read_contents, write_image_folder
+from tests.data.image_files import read_contents, write_image_folder
+from tests.data.parquet_tables import make_cells, write_hub_files, write_table
 from vitrail.config import AugmentConfig, PreprocessConfig
 from vitrail.data import parquet, parquet_files
 from vitrail.data.dataset import Dataset
@@ -25,37 +26,7 @@ from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
 
 pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'vitrail[parquet]'")
-pq = pytest.importorskip("pyarrow.parquet")
 SMALL = PreprocessConfig(size=(16, 16), resize=(18,))
-
-
-def write_table(path: Path, columns: dict[str, Any], rows: int = 4, features: dict[str, Any] | None = None) -> Path:
-    """A Parquet file with `rows` in each row group, and Hugging Face's description of its columns where it is given."""
-    table = pyarrow.table(columns)
-    if features:
-        info = json.dumps({"info": {"features": features}}).encode()
-        table = table.replace_schema_metadata({b"huggingface": info})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(table, path, row_group_size=rows)
-    return path
-
-
-def make_cells(count: int, start: int = 0) -> list[bytes]:
-    return [encode_image(make_image(start + number)) for number in range(count)]
-
-
-def write_hub_files(root: Path) -> dict[str, list[bytes]]:
-    """Two files of train and one of test, as Hugging Face writes them."""
-    features = {"image": {"_type": "Image"}, "label": {"names": ["cat", "dog"], "_type": "ClassLabel"}}
-    images = {}
-    for number, (name, count) in enumerate(
-        [("train-00000-of-00002", 9), ("train-00001-of-00002", 7), ("test-00000-of-00001", 6)]
-    ):
-        images[name] = make_cells(count, 100 * number)
-        cells = [{"bytes": image, "path": f"{index}.jpg"} for index, image in enumerate(images[name])]
-        labels = [index % 2 for index in range(count)]
-        write_table(root / "data" / f"{name}.parquet", {"image": cells, "label": labels}, features=features)
-    return images
 
 
 def read_all(dataset: Dataset, name: str) -> list[tuple[str, Any, tuple[int, ...]]]:
@@ -70,8 +41,8 @@ def test_hugging_faces_files_have_their_classes_splits_and_bytes(tmp_path: Path)
     dataset = open_dataset(str(tmp_path))
     assert dataset.classes == ("cat", "dog")
     assert {name: len(split) for name, split in dataset.splits.items()} == {"train": 14, "val": 2, "test": 6}
-    for split in dataset.splits:
-        for name, content, labels in read_all(dataset, split):
+    for part in dataset.splits:
+        for name, content, labels in read_all(dataset, part):
             file, _, row = name.partition(".parquet#")
             assert content == images[file][int(row)]
             assert labels == (int(row) % 2,)
@@ -92,11 +63,11 @@ def test_pixels_and_labels_are_those_of_the_same_images_as_files(tmp_path: Path)
     file = write_table(tmp_path / "photos.parquet", rows, rows=5)
     folder, table = open_dataset(str(root)), open_dataset(str(file))
     assert table.classes == folder.classes
-    for split in ("train", "val"):
-        assert read_contents(table.splits[split]) == read_contents(folder.splits[split])
+    for part in ("train", "val"):
+        assert read_contents(table.splits[part]) == read_contents(folder.splits[part])
         for workers in (0, 2):
             batches = [
-                list(iter_eval_batches(each.splits[split], SMALL, batch_size=5, num_classes=2, workers=workers))
+                list(iter_eval_batches(each.splits[part], SMALL, batch_size=5, num_classes=2, workers=workers))
                 for each in (folder, table)
             ]
             for one, two in zip(*batches, strict=True):
@@ -155,12 +126,12 @@ def test_a_column_of_paths_is_relative_to_its_file(tmp_path: Path) -> None:
         write_table(tmp_path / split / "rows.parquet", columns)
     dataset = open_dataset(str(tmp_path / "*" / "rows.parquet"))
     assert {name: len(split) for name, split in dataset.splits.items()} == {"train": 6, "val": 6}
-    split = dataset.splits["val"]
+    val = dataset.splits["val"]
     for index, path in enumerate(paths):
-        image = split.read_image(index)
+        image = val.read_image(index)
         assert isinstance(image, Path)
         assert image.resolve() == tmp_path / path
-        assert dataset.classes[split.get_labels(index)[0]] == Path(path).parent.name
+        assert dataset.classes[val.get_labels(index)[0]] == Path(path).parent.name
 
 
 def test_what_is_ambiguous_names_the_columns_and_how_to_choose(tmp_path: Path) -> None:
@@ -253,7 +224,7 @@ def test_a_cache_holds_no_more_than_its_bytes_and_repeats_an_error() -> None:
         return key
 
     for key in ("a", "b", "a", "c", "a", "b"):
-        assert cache.get(key, 5, lambda key=key: load(key)) == key
+        assert cache.get(key, 5, partial(load, key)) == key
     assert loads == ["a", "b", "c", "b"]  # c took the place of b, which was read less lately than a
 
     def fail() -> Any:

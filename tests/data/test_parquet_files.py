@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.image_files import encode_image, make_image, write_image_folder
-from tests.data.test_parquet import make_cells, write_hub_files, write_table
+from tests.data.parquet_tables import make_cells, write_hub_files, write_table
 from vitrail.data import parquet_files
 from vitrail.data.image_paths import ImageRef, iter_image_refs
 
