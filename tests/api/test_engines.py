@@ -4,6 +4,7 @@ A worker is killed in the middle, and no row is lost or changed.
 """
 
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -30,14 +31,17 @@ def read_blocks(imported: str, folder: Path) -> list[str]:
     """The page's Python of one engine, with its folders in another place, and without a GPU."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     chosen = [block for block in blocks if re.search(rf"\b{imported}\b", block)]
-    return [
-        block.replace('"/data/', f'"{folder}/').replace("/models/flowers", f"{folder}/model").replace("num_gpus=1,", "")
-        for block in chosen
-    ]
+    changes = {
+        '"/data/': f'"{folder}/',
+        "/models/flowers": f"{folder}/model",
+        "num_gpus=1,": "",
+        "min_size=1, max_size=2": "size=1",
+    }
+    return [functools.reduce(lambda text, change: text.replace(*change), changes.items(), block) for block in chosen]
 
 
 def write_rows(folder: Path) -> dict[str, list[Any]]:
-    """60 images in a Parquet file of 15 row groups, one of them no image."""
+    """60 images in five Parquet files, one of them no image."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     write_pictures(folder / "pictures", each=10)
     files = sorted((folder / "pictures").rglob("*.png"))
@@ -49,7 +53,9 @@ def write_rows(folder: Path) -> dict[str, list[Any]]:
         "number": list(range(len(files))),
     }
     (folder / "images").mkdir()
-    parquet.write_table(pyarrow.table(columns), folder / "images" / "all.parquet", row_group_size=4)
+    table = pyarrow.table(columns)
+    for part in range(5):
+        parquet.write_table(table.slice(12 * part, 12), folder / "images" / f"{part}.parquet", row_group_size=4)
     return columns
 
 
@@ -110,7 +116,7 @@ def test_ray_loses_no_row_when_a_worker_is_killed(cluster: Any, tmp_path: Path) 
     (tmp_path / "calls").mkdir()
     pool, numpy = cluster.data.ActorPoolStrategy, {"batch_size": 4, "batch_format": "numpy"}
     rows = (
-        cluster.data.read_parquet(str(tmp_path / "images"), override_num_blocks=15)
+        cluster.data.read_parquet(str(tmp_path / "images"))
         .map_batches(vitrail.Decoder, fn_constructor_kwargs={"model": model}, compute=pool(size=1), **numpy)
         .map_batches(
             KillOnce,

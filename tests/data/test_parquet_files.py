@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import vitrail
+from tests import model_factory
+from tests.cli.test_cli import Capture, run
 from tests.data.image_files import encode_image, make_image, write_image_folder
 from tests.data.parquet_tables import make_cells, write_hub_files, write_table
 from vitrail.data import parquet_files
@@ -102,3 +105,29 @@ def test_a_large_row_group_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest
     for thread in threads:
         thread.join()
     assert all(results[number] == cells[number::4] for number in range(4))
+
+
+def test_an_interrupted_prediction_of_rows_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """The rows of a file that was cut off are completed to the same bytes, and only the missing images are read."""
+    model = model_factory.build_trained(model_factory.build_vit(classes=2), labels=("rose", "tulip"))
+    vitrail.save(model, tmp_path / "model.safetensors")
+    file = write_table(tmp_path / "x.parquet", {"image": [*make_cells(10), b"no image"]}, rows=3)
+    command = ["predict", str(tmp_path / "model.safetensors"), str(file), "--batch", "4", "--out"]
+    assert run(*command, str(tmp_path / "whole.csv"), capsys=capsys)[0] == 3  # one image cannot be read
+    assert run(*command, str(tmp_path / "part.csv"), capsys=capsys)[0] == 3
+    whole = (tmp_path / "whole.csv").read_bytes()
+    assert whole.count(b"x.parquet#") >= 11
+    (tmp_path / "part.csv").write_bytes(b"".join(whole.splitlines(keepends=True)[:7]))
+    rows = []
+    read = parquet_files.read_row
+
+    def read_and_note(path: str, column: str, row: int, name: str) -> Path | bytes:
+        rows.append(row)
+        return read(path, column, row, name)
+
+    monkeypatch.setattr(parquet_files, "read_row", read_and_note)
+    assert run(*command, str(tmp_path / "part.csv"), capsys=capsys)[0] == 3
+    assert (tmp_path / "part.csv").read_bytes() == whole
+    assert sorted(rows) == list(range(4, 11))

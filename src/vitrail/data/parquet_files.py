@@ -5,7 +5,7 @@ columns could be meant, the name of the data chooses: photos.parquet#image=scan,
 
 Bytes are compressed by row group, so a row group is decompressed to read one of its images. `RowGroupCache` keeps the
 last ones up to a number of bytes. Rows that are read in order come in blocks instead, so a row group of any size costs
-64 MiB. pyarrow is optional (the extra `parquet`), so functions import it.
+a few of them and a page. pyarrow is optional (the extra `parquet`), so functions import it.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ SUFFIX = ".parquet"
 ROLES = ("image", "label", "split", "name")
 PATH_COLUMNS = ("path", "file", "filename", "file_name", "image", "image_path")
 _NAME_COLUMNS = ("path", "file", "filename", "file_name", "name", "key")
-_BLOCK_BYTES = 64 * 2**20  # of images that are read in order and held at once
+_BLOCK_BYTES = 16 * 2**20  # of images that are read in order and held at once
 _STREAM_BUFFER = 2**22
 
 ColumnChoice = Mapping[str, str]
