@@ -84,7 +84,7 @@ def test_a_large_row_group_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest
     sizes = []
     read = parquet_files._BlockReader.read
 
-    def read_and_measure(self: parquet_files._BlockReader, block: parquet_files._Block) -> object:
+    def read_and_measure(self: parquet_files._BlockReader, block: parquet_files._RowBlock) -> object:
         found = read(self, block)
         sizes.append(len(found))
         return found

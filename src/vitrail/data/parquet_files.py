@@ -322,7 +322,7 @@ def join_path(parquet_file: str, path: str) -> str:
 # --- cells in order --------------------------------------------------------------------------------------------------
 
 
-class _Block(NamedTuple):
+class _RowBlock(NamedTuple):
     """Some rows of a row group."""
 
     path: str
@@ -343,7 +343,7 @@ class _BlockReader:
         self._blocks: Iterator[Any] = iter(())
         self._next = 0
 
-    def read(self, block: _Block) -> Any:
+    def read(self, block: _RowBlock) -> Any:
         """The cells of a block; those before it are skipped."""
         with self._lock:
             source = block.path, block.column, block.group
@@ -357,7 +357,7 @@ class _BlockReader:
             return cells
 
 
-def _iterate_blocks(block: _Block) -> Iterator[Any]:
+def _iterate_blocks(block: _RowBlock) -> Iterator[Any]:
     with open_parquet(block.path, read_layout(block.path).metadata, buffer_size=_STREAM_BUFFER) as file:
         options = {"row_groups": [block.group], "columns": [block.column], "use_threads": False}
         for batch in file.iter_batches(batch_size=block.rows, **options):
@@ -378,7 +378,7 @@ def read_row(path: str, column: str, row: int, name: str) -> Path | bytes:
     rows, num_bytes = layout.group_ends[group] - start, measure_row_group(layout, group, column)
     block_rows = max(1, min(rows, rows * _BLOCK_BYTES // max(1, num_bytes)))
     number, index = divmod(row - start, block_rows)
-    block = _Block(path, column, group, number, block_rows)
+    block = _RowBlock(path, column, group, number, block_rows)
     reader = _open_block_reader(os.getpid())
     cells = reader.cache.get(block, min(num_bytes, _BLOCK_BYTES), lambda: reader.read(block))
     return get_image(cells, index, path, name)

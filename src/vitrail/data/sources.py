@@ -107,7 +107,7 @@ def _open_location(location: Path | str, holdout_fraction: float) -> Dataset:
         names = ", ".join((DIGITS_NAME, *public_datasets.PUBLIC_DATASETS))
         hint = suggest_path(location) or "."
         raise DataError(
-            f"{location} does not exist{hint} A dataset is a folder, a .csv or .jsonl, shards, hf:ORG/NAME, or {names}"
+            f"{location} does not exist{hint} A dataset is a folder, a .csv or .jsonl, shards, Parquet files, hf:ORG/NAME, or {names}"
         )
     if _is_file(_join(location, shards.DESCRIPTION_FILE)):
         return shards.open_shards(location, holdout_fraction=holdout_fraction)
@@ -154,7 +154,7 @@ def _open_misnamed_tar(file: Path | str, holdout_fraction: float) -> Dataset:
     """Open a local tar whose name says that it is compressed although it is not; refuse any other file."""
     if isinstance(file, str) or not file.name.lower().endswith((".tar.gz", ".tgz")):
         suffixes = ", ".join(file_list.LIST_SUFFIXES)
-        raise DataError(f"{file} is a file; a dataset is a folder, shards (*.tar) or a list ({suffixes})")
+        raise DataError(f"{file} is a file; a dataset is a folder, shards (*.tar), *.parquet or a list ({suffixes})")
     with file.open("rb") as content:
         if content.read(2) == b"\x1f\x8b":
             raise DataError(f"{file} is compressed, which prevents random access to its images: gunzip {file} first")
