@@ -101,7 +101,7 @@ class KillOnce:
         self.score, self.folder = vitrail.Scorer(model, top=2, column="pixels"), Path(folder)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        (self.folder / f"batch-{batch['number'][0]}").touch()
+        (self.folder / f"batch-{batch['number'][0]}-{os.getpid()}").touch()
         if len(list(self.folder.glob("batch-*"))) >= 3:
             with contextlib.suppress(FileExistsError):
                 (self.folder / "marker").touch(exist_ok=False)
@@ -117,6 +117,7 @@ def test_ray_loses_no_row_when_a_worker_is_killed(cluster: Any, tmp_path: Path) 
     pool, numpy = cluster.data.ActorPoolStrategy, {"batch_size": 4, "batch_format": "numpy"}
     rows = (
         cluster.data.read_parquet(str(tmp_path / "images"))
+        .repartition(15)  # so that both processes have work
         .map_batches(vitrail.Decoder, fn_constructor_kwargs={"model": model}, compute=pool(size=1), **numpy)
         .map_batches(
             KillOnce,
@@ -128,6 +129,7 @@ def test_ray_loses_no_row_when_a_worker_is_killed(cluster: Any, tmp_path: Path) 
         .take_all()
     )
     assert (tmp_path / "calls" / "marker").exists()
+    assert len({path.name.split("-")[2] for path in (tmp_path / "calls").glob("batch-*")}) >= 2  # processes
     check_rows(rows, columns, model, exact=True)
 
 

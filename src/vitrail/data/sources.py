@@ -107,7 +107,8 @@ def _open_location(location: Path | str, holdout_fraction: float) -> Dataset:
         names = ", ".join((DIGITS_NAME, *public_datasets.PUBLIC_DATASETS))
         hint = suggest_path(location) or "."
         raise DataError(
-            f"{location} does not exist{hint} A dataset is a folder, a .csv or .jsonl, shards, Parquet files, hf:ORG/NAME, or {names}"
+            f"{location} does not exist{hint} A dataset is a folder, a .csv or .jsonl, shards, Parquet files,"
+            f" hf:ORG/NAME, or {names}"
         )
     if _is_file(_join(location, shards.DESCRIPTION_FILE)):
         return shards.open_shards(location, holdout_fraction=holdout_fraction)
