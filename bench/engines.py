@@ -68,7 +68,8 @@ def run_ray(ray: Any, model: str, workers: int) -> Run:
     import vitrail
 
     def run(folder: Path) -> int:
-        rows = ray.data.read_parquet(str(folder)).map_batches(
+        images = ray.data.read_parquet(str(folder)).repartition(4 * workers)  # small files are read as one block
+        rows = images.map_batches(
             vitrail.Scorer,
             fn_constructor_kwargs={"model": model, "batch": BATCH},
             compute=ray.data.ActorPoolStrategy(size=workers),

@@ -104,7 +104,7 @@ def _stat_files(split: Split) -> IntArray:
 
 def read_file_stamps(store: Store, rows: Sequence[int]) -> list[list[int]]:
     """The stamp (`read_stamp`) of the file or shard of each row; empty if it is missing, and for images in no files."""
-    if isinstance(store, ParquetStore) and not store.is_remote:
+    if isinstance(store, ParquetStore):
         files = [store.get_path(row) for row in rows]
         stamp_of_file = {path: _read_stamp_if_present(path) for path in set(files)}
         return [stamp_of_file[path] for path in files]

@@ -7,6 +7,7 @@ Row groups take the place of tar shards in the order of training: some of them a
 `_WINDOW_BYTES` hold. A process keeps that many in memory, so it decompresses each row group once an epoch.
 """
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -71,14 +72,21 @@ class ParquetStore:
         """The cache of this process: a forked one cannot use its parent's, which a thread may hold."""
         process = os.getpid()
         if process not in self._caches:
-            self._caches = {process: RowGroupCache(_WINDOW_BYTES)}
+            self._caches = {process: _open_cache(process, str(self.folder), self.files, self.column)}
         return self._caches[process]
+
+
+@functools.lru_cache(maxsize=2)
+def _open_cache(_process: int, _folder: str, _files: tuple[str, ...], _column: str) -> RowGroupCache:
+    """The cache of a process, which the store of each of its tasks uses: a store is pickled anew for each."""
+    return RowGroupCache(_WINDOW_BYTES)
 
 
 def open_parquet_dataset(name: str, *, holdout_fraction: float = 0.1) -> Dataset:
     """Open the Parquet files of a pattern or a folder, given by path or URL; their index is cached."""
     location, choice = parquet_files.split_column_choice(name)
     parquet_files.import_parquet()
+    _open_cache.cache_clear()  # the files may have changed
     paths = parquet_files.find_parquet_files(location)
     folder, files = split_common_folder(paths)
     column = _choose_image_column(paths, choice)
@@ -120,24 +128,21 @@ def _build_columns(
     source: _Source, identity: str, holdout_fraction: float
 ) -> tuple[Mapping[str, Array], dict[str, Any]]:
     """The columns and metadata of the table: of rows and, under names that begin with group, of row groups."""
-    columns, window = _list_row_groups(source)
-    count = len(columns["shard"])
-    if not count:
+    if not any(parquet_files.read_layout(path).num_rows for path in source.paths):
         raise DataError(f"{source.paths[0]} holds no image: it has no row")
+    own_metadata: dict[str, Any] = {}
+    if source.column.holds_paths:
+        columns = encode_text_column("path", _iter_paths(source))
+        get_name: Callable[[int], str] = partial(SampleTable(columns).get_text, "path")
+    else:
+        columns, own_metadata["shard_window"] = _list_row_groups(source)
+        get_name = ParquetStore(source.folder, tuple(source.files), source.column.name, SampleTable(columns)).get_name
     labels, classes, notes = _read_labels(source)
     columns |= labels
-    if source.column.holds_paths:
-        del columns["shard"], columns["size"]
-        columns |= encode_text_column("path", _iter_paths(source))
-        table = SampleTable(columns)
-        get_name: Callable[[int], str] = partial(table.get_text, "path")
-    else:
-        get_name = ParquetStore(source.folder, tuple(source.files), source.column.name, SampleTable(columns)).get_name
     split = holdout.complete_splits(
         _read_splits(source), columns, get_name, identity=identity, holdout_fraction=holdout_fraction
     )
-    metadata = split.build_metadata(classes, notes)
-    return columns | {"split": split.column}, metadata | ({} if source.column.holds_paths else {"shard_window": window})
+    return columns | {"split": split.column}, split.build_metadata(classes, notes) | own_metadata
 
 
 def _list_row_groups(source: _Source) -> tuple[dict[str, Array], int]:
@@ -154,7 +159,7 @@ def _list_row_groups(source: _Source) -> tuple[dict[str, Array], int]:
             num_bytes.append(parquet_files.measure_row_group(layout, number, source.column.name))
             first_of_file.append(total)
         total += layout.num_rows
-    if not source.column.holds_paths and max(num_bytes, default=0) > _MAX_GROUP_BYTES:
+    if max(num_bytes) > _MAX_GROUP_BYTES:
         raise DataError(
             f"{source.paths[files[int(np.argmax(num_bytes))]]} has a row group of {format_bytes(max(num_bytes))}, and"
             f" each process would hold it to read one image; the limit is {format_bytes(_MAX_GROUP_BYTES)}. Write"
