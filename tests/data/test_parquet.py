@@ -168,6 +168,10 @@ def test_what_is_damaged_or_does_not_fit_is_refused_by_name(tmp_path: Path, monk
         open_dataset(str(write_table(tmp_path / "w.parquet", columns | {"label": [0.5, 1.0, 1.5]})))
     with pytest.raises(DataError, match=r"split is 'holdout'; it must be train, val or test"):
         open_dataset(str(write_table(tmp_path / "v.parquet", columns | {"label": [0, 1, 1], "split": ["holdout"] * 3})))
+    write_table(tmp_path / "mixed" / "a.parquet", {"image": make_cells(2), "label": [0, 1]})
+    write_table(tmp_path / "mixed" / "b.parquet", {"image": make_cells(2), "kind": [0, 1]})
+    with pytest.raises(DataError, match=r"b.parquet has no column label, as other files have"):
+        open_dataset(str(tmp_path / "mixed"))
     monkeypatch.setattr(parquet, "_MAX_GROUP_BYTES", 1000)
     with pytest.raises(DataError, match=r"has a row group of .*row_group_size=1000"):
         open_dataset(str(write_table(tmp_path / "u.parquet", {"image": make_cells(9)}, rows=9)))
@@ -198,7 +202,7 @@ def test_an_epoch_reads_each_row_group_once_within_the_memory_of_a_window(
     """Random noise of one size: 40 row groups of 5 images, and memory for about 4 of them."""
     cells = [os.urandom(1000) for _ in range(200)]
     file = write_table(tmp_path / "train.parquet", {"image": cells, "label": [0, 1] * 100}, rows=5)
-    group_bytes = parquet_files.measure_row_group(parquet_files.read_layout(str(file)), 0, "image")
+    group_bytes = parquet_files.measure_row_group(str(file), 0, "image")
     monkeypatch.setattr(parquet, "_WINDOW_BYTES", 4 * group_bytes + group_bytes // 2)
     reads = count_reads(monkeypatch)
     train = open_dataset(str(file)).splits["train"]

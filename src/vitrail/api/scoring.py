@@ -4,6 +4,7 @@ A `Scorer` is built from names and numbers alone. It loads its model where it is
 as a few hundred bytes, and a process loads a model once. A `Decoder` prepares the model's inputs on other workers.
 """
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,13 @@ from vitrail.config import Precision, PreprocessConfig
 from vitrail.config.features import FeatureKind, count_features
 from vitrail.data.image_paths import ImageRef
 from vitrail.errors import DataError, UsageError
-from vitrail.inference.bulk_prediction import AnyClassifier, BulkSettings, check_supported, start_rows
+from vitrail.inference.bulk_prediction import (
+    AnyClassifier,
+    BulkSettings,
+    avoid_tf32,
+    check_supported,
+    start_rows,
+)
 from vitrail.inference.classifier import Classifier
 from vitrail.inference.input_batches import InputLoader, LoadedBatch
 from vitrail.inference.prediction_rows import PredictionItem, PredictionRow
@@ -100,10 +107,11 @@ class Scorer:
         parts = [images[start : start + size] for start in range(0, len(images), size)]
         settings = BulkSettings(top=self.options.top, embed=self.options.embed)
         rows = list[PredictionRow]()
-        for loaded in workers.prefetch_batches(functools.partial(_load, loader), parts, self.threads):
-            pixels, errors = loader.stack([inputs for _, inputs in loaded])
-            items = [PredictionItem(image) for image, _ in loaded]
-            rows += start_rows(classifier, LoadedBatch(items, (pixels,), errors), settings)()
+        with avoid_tf32() if self.options.embed else contextlib.nullcontext():
+            for loaded in workers.prefetch_batches(functools.partial(_load, loader), parts, self.threads):
+                pixels, errors = loader.stack([inputs for _, inputs in loaded])
+                items = [PredictionItem(image) for image, _ in loaded]
+                rows += start_rows(classifier, LoadedBatch(items, (pixels,), errors), settings)()
         columns = self._collect_features(rows, classifier) if self.options.embed else self._collect_labels(rows)
         return _add_columns(batch, columns | {ERROR: _make_column([row.error or None for row in rows])})
 

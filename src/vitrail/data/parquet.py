@@ -156,7 +156,7 @@ def _list_row_groups(source: _Source) -> tuple[dict[str, Array], int]:
             files.append(file)
             numbers.append(number)
             sizes.append(ends[number + 1] - ends[number])
-            num_bytes.append(parquet_files.measure_row_group(layout, number, source.column.name))
+            num_bytes.append(parquet_files.measure_row_group(path, number, source.column.name))
             first_of_file.append(total)
         total += layout.num_rows
     if max(num_bytes) > _MAX_GROUP_BYTES:
@@ -233,7 +233,10 @@ def _encode_column(path: str, column: str) -> tuple[_Codes, list[Any]]:
     import pyarrow
     from pyarrow import types
 
-    with parquet_files.open_parquet(path, parquet_files.read_layout(path).metadata) as file:
+    layout = parquet_files.read_layout(path)
+    if column not in layout.schema.names:
+        raise DataError(f"{path} has no column {column}, as other files have: give files of one kind")
+    with parquet_files.open_parquet(path, layout.metadata) as file:
         cells = file.read(columns=[column], use_threads=False).column(column).combine_chunks()
     if isinstance(cells, pyarrow.ChunkedArray):  # of a file without rows
         cells = pyarrow.array([], cells.type)

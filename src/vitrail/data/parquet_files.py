@@ -74,6 +74,7 @@ def is_parquet_pattern(name: str) -> bool:
 def find_parquet_files(location: str) -> list[str]:
     """The paths or URLs of the files of a pattern or a folder, sorted. What was read of earlier files is forgotten."""
     read_layout.cache_clear()
+    measure_row_group.cache_clear()
     _open_block_reader.cache_clear()
     is_pattern = location.lower().endswith(SUFFIX) and not _is_folder(location)
     files = _list_pattern(location) if is_pattern else _list_folder(location)
@@ -152,9 +153,10 @@ def read_layout(path: str) -> FileLayout:
         return FileLayout(file.schema_arrow, metadata, tuple(np.cumsum(sizes, dtype=np.int64).tolist()))
 
 
-def measure_row_group(layout: FileLayout, group: int, column: str) -> int:
+@functools.lru_cache(maxsize=4096)
+def measure_row_group(path: str, group: int, column: str) -> int:
     """The bytes of a column in a row group, decompressed."""
-    row_group = layout.metadata.row_group(group)
+    row_group = read_layout(path).metadata.row_group(group)
     chunks = (row_group.column(number) for number in range(row_group.num_columns))
     return sum(
         chunk.total_uncompressed_size
@@ -375,7 +377,7 @@ def read_row(path: str, column: str, row: int, name: str) -> Path | bytes:
     layout = read_layout(path)
     group = int(np.searchsorted(layout.group_ends, row, side="right"))
     start = layout.group_ends[group - 1] if group else 0
-    rows, num_bytes = layout.group_ends[group] - start, measure_row_group(layout, group, column)
+    rows, num_bytes = layout.group_ends[group] - start, measure_row_group(path, group, column)
     block_rows = max(1, min(rows, rows * _BLOCK_BYTES // max(1, num_bytes)))
     number, index = divmod(row - start, block_rows)
     block = _RowBlock(path, column, group, number, block_rows)
