@@ -266,7 +266,7 @@ def strip_blocks(page: Path) -> str:
 
 
 def list_tested_python() -> set[Path]:
-    names = ("exporting.md", "figures.md", "predicting.md", "tutorials/serve-a-model.md")  # tests/export/test_docs.py
+    names = ("exporting.md", "figures.md", "large-collections.md", "predicting.md", "tutorials/serve-a-model.md")
     guides = {ROOT / "docs" / name for name in names}
     return guides | {*PRINTING, *RUNNING, PYTHON_PAGE, TRAINING_PAGE, ZERO_SHOT_PAGE}
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vitrail.api.prediction import dense, embed, predict
     from vitrail.api.prediction_list import Prediction, PredictionList
     from vitrail.api.run import Run
+    from vitrail.api.scoring import Decoder, Scorer
     from vitrail.api.serve import Server, serve
     from vitrail.api.suspects import Suspects, suspects
     from vitrail.api.training import finetune, train
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 _HOMES = {  # the module of each public name
     "Classifier": "inference.classifier",
     "Conversion": "api.conversion",
+    "Decoder": "api.scoring",
     "Evaluation": "api.evaluation",
     "Figures": "api.figures",
     "Logger": "training.run_results",
@@ -40,6 +42,7 @@ _HOMES = {  # the module of each public name
     "ProbeResult": "api.evaluation",
     "Recipe": "config",
     "Run": "api.run",
+    "Scorer": "api.scoring",
     "Server": "api.serve",
     "StepEnd": "training.loop",
     "Suspects": "api.suspects",
@@ -67,6 +70,7 @@ _HOMES = {  # the module of each public name
 __all__ = [
     "Classifier",
     "Conversion",
+    "Decoder",
     "Evaluation",
     "Figures",
     "Logger",
@@ -77,6 +81,7 @@ __all__ = [
     "ProbeResult",
     "Recipe",
     "Run",
+    "Scorer",
     "Server",
     "StepEnd",
     "Suspects",

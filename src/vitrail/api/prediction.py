@@ -247,7 +247,7 @@ def run_prediction(
         skipped = Counter[str]()
         refs, count, listing = _select_images(images if group.is_rank0 else [], options, skipped)
         total = distributed.all_reduce_max(count, device)
-        classifier = _open_classifier(model, options, device, group, notify, total=total)
+        classifier = open_classifier(model, options, device, group, notify, total=total)
         if isinstance(classifier, Classifier):
             check_supported(classifier, embed=options.embed, attention=options.attention is not None)
         threads = max(1, workers.count_available_cores() if options.workers is None else options.workers)
@@ -314,7 +314,7 @@ def _count_images(images: Sequence[ListedImage]) -> int:
     return in_memory + sum(1 for _ in iter_image_refs(paths)) if can_count_images(paths) else 0
 
 
-def _open_classifier(
+def open_classifier(
     model: AnyModel,
     options: PredictOptions,
     device: torch.device,

@@ -1,4 +1,4 @@
-"""`vitrail plan RECIPE`: the cost of a run before it starts, or the script that runs it on a cluster."""
+"""`vitrail plan RECIPE`: the cost of a run before it starts, or the job that runs it on a cluster."""
 
 import dataclasses
 import math
@@ -10,10 +10,11 @@ from vitrail.cli.arguments.training import PlanArguments
 from vitrail.errors import UsageError
 from vitrail.formatting import format_bytes, format_count, format_duration, format_rate, pluralize
 from vitrail.training import plan
+from vitrail.training.train_job import make_train_job
 
 
 def run(arguments: PlanArguments) -> None:
-    """Print the estimate or the script."""
+    """Print the estimate or the job."""
     machine = plan.PlannedMachine(
         gpu=arguments.gpu,
         nodes=arguments.nodes,
@@ -35,9 +36,12 @@ def run(arguments: PlanArguments) -> None:
         batch=arguments.batch,
         data_images=arguments.data_images,
     )
+    if arguments.sbatch and arguments.kubernetes:
+        raise UsageError("--sbatch and --kubernetes print two different jobs: give one of them")
     script = plan.make_sbatch_script(arguments.name, recipe, machine) if arguments.sbatch else None
-    if script is not None and not arguments.output.json:
-        print(script, end="")
+    train_job = make_train_job(arguments.name, recipe, machine) if arguments.kubernetes else None
+    if (script or train_job) and not arguments.output.json:
+        print(script or train_job, end="")
         return
     published = plan.find_published_cost(arguments.name, recipe, images)
     facts = {
@@ -45,6 +49,7 @@ def run(arguments: PlanArguments) -> None:
         **plan.plan_run(recipe, images, machine, classes=arguments.classes),
         "paper": None if published is None else published._asdict(),
         "sbatch": script,
+        "kubernetes": train_job,
     }
     if arguments.output.json:
         output.print_json(facts)

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from vitrail import remote
-from vitrail.data.randomness import IntArray
+from vitrail.data.randomness import SHARD_WINDOW, IntArray
 from vitrail.data.sample_table import UNLABELED, Array, SampleTable
 from vitrail.errors import DataError
 from vitrail.formatting import pluralize
@@ -86,12 +86,17 @@ class Split:
         return np.bincount(labels[labels != UNLABELED], minlength=num_classes)
 
     def count_per_shard(self) -> tuple[int, ...]:
-        """Count the samples in each tar shard, in the order of the rows; empty where the images are not in shards."""
+        """Count the samples in each tar shard or row group, in the order of the rows; empty where there are none."""
         if "shard" not in self.store.table:
             return ()
         shards = self.store.table["shard"][_to_index(self.rows)]  # ascending: a binary search need not read it all
         starts = np.searchsorted(shards, np.arange(int(shards[-1]) + 2))
         return tuple(np.diff(starts).tolist())
+
+    @property
+    def shard_window(self) -> int:
+        """How many consecutive shards, or row groups of Parquet files, training shuffles together."""
+        return int(self.store.table.metadata.get("shard_window", SHARD_WINDOW))
 
     def merge(self, other: "Split") -> "Split":
         """Merge two splits, in the order of their store."""

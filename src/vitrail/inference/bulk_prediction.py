@@ -6,6 +6,7 @@ import itertools
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -78,10 +79,8 @@ def predict_images(
         settings.notify(f"{target.name} has {pluralize(written.images, 'image')}; continuing after {pronoun}")
     before, labels = written.images, Counter[str]()
     with contextlib.ExitStack() as stack:
-        if settings.embed:  # float32 as a probe has it: TF32, to which cuDNN would round convolutions, has three digits
-            deterministic = torch.backends.cudnn.deterministic
-            flags = torch.backends.cudnn.flags(enabled=True, deterministic=deterministic, allow_tf32=False)
-            stack.enter_context(flags)
+        if settings.embed:
+            stack.enter_context(avoid_tf32())
         stop_request = None
         if target.can_continue:
             announce = partial(_announce_stop, notify=settings.notify)
@@ -98,6 +97,14 @@ def predict_images(
             if stop_signal:
                 _raise_stopped(stop_signal, written, target.name, settings.notify)
     return BulkResult(written, written.images - before, labels, target.name)
+
+
+def avoid_tf32() -> AbstractContextManager[None]:
+    """Features are float32 as a probe has them: TF32, to which cuDNN would round convolutions, has three digits."""
+    flags: AbstractContextManager[None] = torch.backends.cudnn.flags(
+        enabled=True, deterministic=torch.backends.cudnn.deterministic, allow_tf32=False
+    )
+    return flags
 
 
 def _announce_stop(stop_signal: signal.Signals, notify: Notify) -> None:

@@ -184,7 +184,10 @@ class TrainingRun:
         return TrainingData(
             split=self.train_split,
             order=SampleOrder(
-                seed=self.seed, num_samples=len(self.train_split), shard_sizes=self.train_split.count_per_shard()
+                seed=self.seed,
+                num_samples=len(self.train_split),
+                shard_sizes=self.train_split.count_per_shard(),
+                shard_window=self.train_split.shard_window,
             ),
             augment=self.recipe.augment,
             preprocess=self.train_preprocess or self.preprocess,

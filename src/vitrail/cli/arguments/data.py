@@ -74,7 +74,8 @@ class PackArguments:
     """
 
     data: Annotated[str, Positional, arg(metavar="DATA")]
-    """A folder, a .csv or .jsonl, shards, a downloaded dataset, hf:ORG/NAME, or ImageNet's tars of class tars."""
+    """A folder, a .csv or .jsonl, shards, Parquet files, a downloaded dataset, hf:ORG/NAME, or ImageNet's tars of class
+    tars."""
     out: Annotated[Path, Positional, arg(metavar="OUT")]
     """The folder to write; other commands take it as DATA."""
     leave_out: Annotated[Path | None, arg(metavar="REPORT")] = None

@@ -43,8 +43,8 @@ class PredictArguments:
     model: Annotated[str, Positional, arg(metavar="MODEL")]
     """A file or folder of any known format, hf:ORG/NAME, timm:NAME, a preset, or an exported .onnx or .xml."""
     paths: Annotated[tuple[str, ...], Positional, arg(metavar="PATHS")]
-    """Images, folders of images or of shards, globs, tar shards (x-{000..127}.tar), lists (.csv, .jsonl), or - for a
-    list of paths on standard input, one per line."""
+    """Images, folders of images or of shards, globs, tar shards (x-{000..127}.tar), Parquet files, lists (.csv,
+    .jsonl), or - for a list of paths on standard input, one per line."""
     top: Number = 1
     """Labels per image."""
     embed: bool = False

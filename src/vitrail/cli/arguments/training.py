@@ -162,4 +162,6 @@ class PlanArguments:
     """Features stored as float16."""
     sbatch: bool = False
     """Print a SLURM script instead, which resumes the run after its time limit."""
+    kubernetes: bool = False
+    """Print a Kubeflow TrainJob for Kubernetes instead, whose pods resume the run when they are started again."""
     output: Output = OutputOptions()
