@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from vitrail.api.prediction import dense, embed, predict
     from vitrail.api.prediction_list import Prediction, PredictionList
     from vitrail.api.run import Run
+    from vitrail.api.search import Neighbor, SearchResult, index, search
     from vitrail.api.serve import Server, serve
     from vitrail.api.training import finetune, train
     from vitrail.api.zero_shot import zero_shot
     from vitrail.config import PreprocessConfig, Recipe
     from vitrail.inference.classifier import Classifier
+    from vitrail.inference.feature_index import FeatureIndex
     from vitrail.model.vit import attention_maps
     from vitrail.training.loop import StepEnd
     from vitrail.training.losses import LossFunction
@@ -29,15 +31,18 @@ _HOMES = {  # the module of each public name
     "Classifier": "inference.classifier",
     "Conversion": "api.conversion",
     "Evaluation": "api.evaluation",
+    "FeatureIndex": "inference.feature_index",
     "Figures": "api.figures",
     "Logger": "training.run_results",
     "LossFunction": "training.losses",
+    "Neighbor": "api.search",
     "Prediction": "api.prediction_list",
     "PredictionList": "api.prediction_list",
     "PreprocessConfig": "config",
     "ProbeResult": "api.evaluation",
     "Recipe": "config",
     "Run": "api.run",
+    "SearchResult": "api.search",
     "Server": "api.serve",
     "StepEnd": "training.loop",
     "Trained": "weights.trained",
@@ -51,11 +56,13 @@ _HOMES = {  # the module of each public name
     "evaluate": "api.evaluation",
     "figures": "api.figures",
     "finetune": "api.training",
+    "index": "api.search",
     "load": "api.checked_functions",
     "load_recipe": "api.checked_functions",
     "predict": "api.prediction",
     "probe": "api.evaluation",
     "save": "api.checked_functions",
+    "search": "api.search",
     "serve": "api.serve",
     "train": "api.training",
     "zero_shot": "api.zero_shot",
@@ -64,15 +71,18 @@ __all__ = [
     "Classifier",
     "Conversion",
     "Evaluation",
+    "FeatureIndex",
     "Figures",
     "Logger",
     "LossFunction",
+    "Neighbor",
     "Prediction",
     "PredictionList",
     "PreprocessConfig",
     "ProbeResult",
     "Recipe",
     "Run",
+    "SearchResult",
     "Server",
     "StepEnd",
     "Trained",
@@ -87,11 +97,13 @@ __all__ = [
     "evaluate",
     "figures",
     "finetune",
+    "index",
     "load",
     "load_recipe",
     "predict",
     "probe",
     "save",
+    "search",
     "serve",
     "train",
     "zero_shot",

@@ -16,7 +16,7 @@ from torch import Tensor
 from vitrail import __version__, remote
 from vitrail.api.images import Images, ListedImage, check_found, is_stdin, list_images
 from vitrail.api.keyword_errors import name_keywords
-from vitrail.api.models import AnyModel, load_trained
+from vitrail.api.models import AnyModel, load_trained, locate_model
 from vitrail.api.options import document_options
 from vitrail.api.prediction_list import MAX_SHOWN_IMAGES, Prediction, PredictionList
 from vitrail.api.progress import NoteCollector, Progress, choose_progress, show_progress
@@ -27,13 +27,7 @@ from vitrail.data.image_paths import ImageRef, can_count_images, describe_skippe
 from vitrail.errors import DataError, UsageError
 from vitrail.export import export
 from vitrail.files import compute_sha256
-from vitrail.inference.bulk_prediction import (
-    AnyClassifier,
-    BulkResult,
-    BulkSettings,
-    check_supported,
-    predict_images,
-)
+from vitrail.inference.bulk_prediction import AnyClassifier, BulkResult, BulkSettings, check_supported, predict_images
 from vitrail.inference.classifier import Classifier, ExportedClassifier
 from vitrail.inference.precision import is_worth_compiling
 from vitrail.inference.prediction_rows import (
@@ -136,7 +130,7 @@ def predict(
     """
     listed, predict_options = list_images(images), PredictOptions(top=top, out=out, **options)
     notes = NoteCollector(notify)
-    rows = _collect_rows(model, listed, predict_options, notes, progress)
+    rows = collect_rows(model, listed, predict_options, notes, progress)
     first_images = _iterate_refs([image for image in listed if not is_stdin(image)], predict_options, Counter())
     predictions = tuple(Prediction(row.image, row.labels, row.error) for row in rows)
     return PredictionList(predictions, tuple(notes), tuple(itertools.islice(first_images, MAX_SHOWN_IMAGES)))
@@ -150,6 +144,7 @@ def embed(
     *,
     features: FeatureKind = "default",
     normalize: bool = False,
+    out: str | Path | None = None,
     progress: Progress = True,
     notify: Notify | None = None,
     **options: Unpack[PredictKeywords],
@@ -168,10 +163,11 @@ def embed(
     - `features`: "class" is the class token, "mean" the mean of the patch tokens, "class-mean" both in one row, "map"
       attention pooling, each where the model has it; "default" is what its head reads.
     - `normalize`: Scale each image's features to length 1.
+    - `out`: Also write the rows to this .npy or .jsonl file, as the command does.
     - `progress`: Whether a bar is shown, or a function that shows progress.
     - `notify`: Called with each note; by default they go to the logger `vitrail`.
     """
-    embed_options = PredictOptions(embed=True, features=features, normalize=normalize, **options)
+    embed_options = PredictOptions(embed=True, features=features, normalize=normalize, out=out, **options)
     return _collect_features(model, list_images(images), embed_options, NoteCollector(notify), progress)
 
 
@@ -212,7 +208,7 @@ def dense(
 def _collect_features(
     model: AnyModel, images: Sequence[ListedImage], options: PredictOptions, notify: Notify, progress: Progress
 ) -> NDArray[np.float32]:
-    rows = _collect_rows(model, images, options, notify, progress)
+    rows = collect_rows(model, images, options, notify, progress)
     features = []
     for row in rows:
         if row.features is None:
@@ -231,11 +227,11 @@ class _CollectedRows(NamedTuple):
     name: str = "the result"
     can_continue: bool = False
 
-    def find_written(self, items: Iterator[PredictionItem]) -> tuple[WrittenRows, list[PredictionItem]]:  # noqa: ARG002
-        """Nothing is written before, unless the file has rows, which are computed again for the result."""
+    def find_written(self, items: Iterator[PredictionItem]) -> tuple[WrittenRows, list[PredictionItem]]:
+        """Nothing is written before, and a file that has rows is refused; a new one gets its record."""
         if self.file is not None and self.file.path.exists():
             raise UsageError(f"{self.file.path} exists: give another `out`, or remove it")
-        return WrittenRows(), []
+        return (WrittenRows(), []) if self.file is None else self.file.find_written(items)
 
     @contextlib.contextmanager
     def open_writer(self, written: WrittenRows) -> Iterator[WriteRows]:
@@ -251,7 +247,7 @@ class _CollectedRows(NamedTuple):
             yield keep
 
 
-def _collect_rows(
+def collect_rows(
     model: AnyModel, images: Sequence[ListedImage], options: PredictOptions, notify: Notify, progress: Progress
 ) -> list[PredictionRow]:
     check_found(images)
@@ -261,9 +257,10 @@ def _collect_rows(
         if options.out is None:
             return _CollectedRows(rows, None)
         row_format = FORMAT_BY_SUFFIX.get(Path(options.out).suffix.lower())
-        if row_format is None or row_format == "npy":
-            raise UsageError(f"--out {options.out} has no known suffix: .csv or .jsonl")
-        return _CollectedRows(rows, make_row_file(classifier, options, row_format))
+        known: tuple[FileFormat, ...] = ("npy" if options.embed else "csv", "jsonl")
+        if row_format not in known:
+            raise UsageError(f"--out {options.out} has no known suffix: .{' or .'.join(known)}")
+        return _CollectedRows(rows, make_row_file(classifier, options, row_format, model))
 
     run_prediction(model, images, options, make_target, notify=notify, progress=choose_progress(progress))
     return rows
@@ -382,11 +379,8 @@ def _open_classifier(
 
 def _open_exported(model: str, options: PredictOptions, notify: Notify) -> ExportedClassifier:
     """Open an exported file in its runtime, which gives labels alone."""
-    refused = {
-        "--embed": options.embed,
-        "--attention": None if options.attention is None else str(Path(options.attention)),
-        "--precision": options.precision,
-    }
+    attention = None if options.attention is None else str(Path(options.attention))
+    refused = {"--embed": options.embed, "--attention": attention, "--precision": options.precision}
     for option, value in refused.items():
         if value:
             raise UsageError(f"{option} is for models, and {model} is an exported file: give the model it was made of")
@@ -397,11 +391,14 @@ def _open_exported(model: str, options: PredictOptions, notify: Notify) -> Expor
     return ExportedClassifier(exported, batch_size=options.batch or _CPU_BATCH)
 
 
-def make_row_file(classifier: AnyClassifier, options: PredictOptions, row_format: FileFormat) -> RowFile:
+def make_row_file(
+    classifier: AnyClassifier, options: PredictOptions, row_format: FileFormat, model: AnyModel
+) -> RowFile:
     """The file of the rows, which a later command with the same options continues."""
     assert options.out is not None
     command: dict[str, Any] = {
         "vitrail": __version__,
+        "model_name": locate_model(model),
         **_identify_model(classifier),
         "format": row_format,
         "--top": options.top,

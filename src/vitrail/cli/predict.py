@@ -58,7 +58,7 @@ def run(arguments: PredictArguments) -> None:
     def make_target(classifier: AnyClassifier) -> RowTarget:
         if options.out is None or row_format == "table":
             return StdoutRows(row_format, classifier.labels, options.attention is not None)
-        return make_row_file(classifier, options, row_format)
+        return make_row_file(classifier, options, row_format, arguments.model)
 
     rows_on_screen = arguments.out is None and sys.stdout.isatty()  # which a progress bar would run into
     progress = hide_progress if rows_on_screen else output.show_progress

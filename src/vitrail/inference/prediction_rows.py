@@ -37,6 +37,7 @@ from vitrail.inference.classifier import UNSURE, RankedLabels
 FileFormat = Literal["csv", "jsonl", "npy"]
 FORMAT_BY_SUFFIX: dict[str, FileFormat] = {".csv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".npy": "npy"}
 _ADVICE = "choose another --out, or remove it"
+_NAME_KEY = "model_name"  # in a record: where the model was, which may change
 
 
 class PredictionItem(NamedTuple):
@@ -173,7 +174,7 @@ class RowFile:
         if before is None:
             raise UsageError(f"{self.path} exists, and no {self.record_path.name} records its command: {_ADVICE}")
         for key, value in json.loads(json.dumps(self.command)).items():  # which makes lists of tuples
-            if before.get(key) != value:
+            if key != _NAME_KEY and before.get(key) != value:
                 difference = "another model" if key == "model" else f"{key} {before.get(key)}, not {value}"
                 raise UsageError(f"{self.path} was begun with {difference}: {_ADVICE}")
 
@@ -234,13 +235,13 @@ def _read_record(path: Path) -> dict[str, Any] | None:
     if isinstance(model, dict) and "several" in model:  # its name in earlier versions
         model["multi_label"] = model.pop("several")
     if isinstance(model, dict) and "config" in model:
-        model["config"] = _upgrade_model_config(model["config"])
+        model["config"] = upgrade_model_config(model["config"])
         if record.get("--embed") and "--features" not in record:  # earlier versions wrote the default
             record["--features"], record["--normalize"] = _describe_default_features(model["config"]), False
     return record
 
 
-def _upgrade_model_config(config: Any) -> Any:
+def upgrade_model_config(config: Any) -> Any:
     """A recorded config with today's names, and with the defaults of fields that it is older than."""
     config = upgrade_keys(ModelConfig, config)
     try:
