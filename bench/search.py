@@ -63,17 +63,10 @@ def main() -> None:
         write_index(sources, target, version=__version__)
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
         size = sum(path.stat().st_size for path in target.iterdir())
-        print(
-            f"vitrail {__version__}, torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.device}"
-        )
-        print(
-            f"{arguments.rows:,} rows of {arguments.width}: built in {seconds:.0f} s ({cpu_seconds:.0f} s of CPU)",
-            end=", ",
-        )
-        print(
-            f"{size / 1e9:.2f} GB, {read_memory('RssAnon'):.0f} MB of its own, at most {read_memory('VmHWM'):.0f} MB with mapped pages",
-            flush=True,
-        )
+        own, most = read_memory("RssAnon"), read_memory("VmHWM")
+        print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {arguments.device}")
+        print(f"{arguments.rows:,} rows of {arguments.width}: {seconds:.0f} s, of CPU {cpu_seconds:.0f} s", end="; ")
+        print(f"{size / 1e9:.2f} GB; {own:.0f} MB of its own, with mapped pages at most {most:.0f} MB", flush=True)
         shutil.rmtree(source)
         index, random = open_index(target), np.random.default_rng(99)
         for count in (1, 64):

@@ -35,14 +35,19 @@ def make_features(seed: int, count: int, width: int = 12) -> NDArray[np.float32]
 
 
 def write_matrix(
-    path: Path, names: Sequence[str], features: NDArray[Any], errors: Sequence[str] = (), **changes: Any
+    path: Path,
+    names: Sequence[str],
+    features: NDArray[Any],
+    errors: Sequence[str] = (),
+    trained: Trained | None = None,
+    **changes: Any,
 ) -> Path:
     np.save(path, features)
     with path.with_suffix(".csv").open("w", newline="", encoding="utf-8", errors="surrogateescape") as text:
         rows = csv.writer(text)
         rows.writerow(["image", "error"])
         rows.writerows(zip(map(quote_cell, names), errors or [""] * len(names), strict=True))
-    path.with_name(f"{path.name}.json").write_text(json.dumps(make_record(**changes)))
+    path.with_name(f"{path.name}.json").write_text(json.dumps(make_record(trained, **changes)))
     return path
 
 
