@@ -2,9 +2,11 @@
 
     python bench/near_duplicates.py MODEL FOLDER --cache CACHE --grid pairs.png
 
-Images of FOLDER are drawn with a fixed seed, and some of them edited in ways of which fingerprints miss most. Each
-edited image is searched for among all that were drawn. Pairs of unedited images are real duplicates or false alarms,
-which only eyes can tell: they are printed and drawn, the most similar first.
+Images of FOLDER are drawn with a fixed seed, and some of them edited in ways of which fingerprints miss most. For each
+edit, the edited images join those drawn, and duplicates are looked for among all. The columns: by fingerprints, by a
+plain cosine of 0.9, and by whitened and normalized features at several thresholds, with the pairs of an edited image
+and another than its own after the slash. Pairs of unedited images are real duplicates or false alarms, which only eyes
+can tell: they are counted, printed and drawn, the most similar first.
 """
 
 import argparse
@@ -13,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import torch
 from duplicates import Change, chain_changes, crop_to, encode_as, mirror, resize_by
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageOps
@@ -21,10 +22,12 @@ from PIL import Image, ImageDraw, ImageOps
 import vitrail
 from vitrail.data.decode import decode
 from vitrail.data.duplicates import compute_fingerprint, find_duplicate_pairs
+from vitrail.evaluation.feature_duplicates import DEFAULT_THRESHOLD, find_feature_duplicates
 from vitrail.inference.cosine_search import find_similar_pairs, normalize_rows
 
-THRESHOLDS = (0.8, 0.85, 0.9, 0.925, 0.95, 0.975)
-BINS = ((0.975, 1.01), (0.95, 0.975), (0.925, 0.95), (0.9, 0.925), (0.85, 0.9), (0.8, 0.85))
+PLAIN_COSINE = 0.9
+THRESHOLDS = (0.4, 0.45, 0.5, 0.55, 0.6)
+BINS = ((0.6, 1.0), (0.55, 0.6), (0.5, 0.55), (0.45, 0.5), (0.4, 0.45))
 DRAWN_PAIRS, TILE = 12, 96  # of each bin; pixels
 
 
@@ -134,30 +137,38 @@ def main() -> None:
         return np.stack([compute_fingerprint(decode(image)) for image in images])
 
     start = time.perf_counter()
-    kind, cache = arguments.features, arguments.cache
-    base = normalize_rows(cache_array(cache / f"{kind}.npy", lambda: embed(paths)))
+    kind, cache, count = arguments.features, arguments.cache, len(paths)
+    base = cache_array(cache / f"{kind}.npy", lambda: embed(paths))
     prints = cache_array(cache / "prints.npy", lambda: fingerprint(paths))
-    print(f"{len(paths):,} images of {len(every):,}, {len(edited)} edited; {arguments.features} features of", end=" ")
-    print(f"{arguments.model}; {torch.get_num_threads()} threads")
-    print(f"{'edit':34} {'fingerprints':>12} " + " ".join(f"{each:>7}" for each in THRESHOLDS), flush=True)
-    wrong = np.zeros(len(THRESHOLDS), dtype=np.int64)
+    print(f"{count:,} images of {len(every):,}, {len(edited)} edited; {kind} features of {arguments.model}")
+    heads = " ".join(f"{each:>10}" for each in THRESHOLDS)
+    print(f"{'edit':34} {'fingerprints':>12} {'cosine':>7} {heads}", flush=True)
     for number, (name, change) in enumerate(EDITS.items()):
-        features = normalize_rows(cache_array(cache / f"{kind}-{number}.npy", lambda c=change: embed(open_edited(c))))
+        features = cache_array(cache / f"{kind}-{number}.npy", lambda c=change: embed(open_edited(c)))
         copies = cache_array(cache / f"prints-{number}.npy", lambda c=change: fingerprint(open_edited(c)))
         pairs = {tuple(pair) for pair in find_duplicate_pairs(prints, copies).indices.tolist()}
         by_print = sum((i, i) in pairs for i in edited) / len(edited)
-        scores = features @ base.T
-        own = scores[np.arange(len(edited)), np.arange(len(edited))]
-        recall = [(own >= threshold).mean() for threshold in THRESHOLDS]
-        wrong += [int((scores >= threshold).sum() - (own >= threshold).sum()) for threshold in THRESHOLDS]
-        print(f"{name:34} {by_print:12.1%} " + " ".join(f"{value:7.1%}" for value in recall), flush=True)
-    print(f"{'edited image and another image':47} " + " ".join(f"{each:7d}" for each in wrong))
-    found, by_prints = find_similar_pairs(base, min(THRESHOLDS)), find_duplicate_pairs(prints)
-    counts = [int((found.similarities >= threshold).sum()) for threshold in THRESHOLDS]
-    print(f"{'pairs of unedited images':34} {len(by_prints.indices):12d} " + " ".join(f"{each:7d}" for each in counts))
-    print(f"{time.perf_counter() - start:.0f} s; by fingerprints:")
-    for i, j in by_prints.indices.tolist():
-        print(f"  {base[i] @ base[j]:.3f}  {paths[i].name}  {paths[j].name}")
+        cosines = (normalize_rows(base[: len(edited)]) * normalize_rows(features)).sum(axis=1)
+        found = find_feature_duplicates(np.concatenate([base, features]), min(THRESHOLDS))
+        first, second = found.rows.T
+        is_own, is_other = second == first + count, (second >= count) & (second != first + count)
+        cells = []
+        for threshold in THRESHOLDS:
+            within = found.similarities >= threshold
+            cells.append(f"{(is_own & within).sum() / len(edited):6.1%}/{(is_other & within).sum():3d}")
+        print(f"{name:34} {by_print:12.1%} {(cosines >= PLAIN_COSINE).mean():7.1%} {' '.join(cells)}", flush=True)
+    found, by_prints = find_feature_duplicates(base, min(THRESHOLDS)), find_duplicate_pairs(prints)
+    plain = len(find_similar_pairs(normalize_rows(base), PLAIN_COSINE).rows)
+    counts = " ".join(f"{int((found.similarities >= each).sum()):10d}" for each in THRESHOLDS)
+    print(f"{'pairs of unedited images':34} {len(by_prints.indices):12d} {plain:7d} {counts}")
+    print(
+        f"{time.perf_counter() - start:.0f} s; by features from {DEFAULT_THRESHOLD}, a star where by fingerprints too:"
+    )
+    known = {tuple(pair) for pair in by_prints.indices.tolist()}
+    for (i, j), score in zip(found.rows.tolist(), found.similarities.tolist(), strict=True):
+        if score >= DEFAULT_THRESHOLD:
+            star = "*" if {(i, j), (j, i)} & known else " "
+            print(f"{star} {score:.3f}  {'/'.join(paths[i].parts[-3:])}  {'/'.join(paths[j].parts[-3:])}")
     if arguments.grid:
         draw_pairs(paths, found.rows, found.similarities, arguments.grid)
 

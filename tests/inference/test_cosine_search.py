@@ -108,7 +108,7 @@ def test_what_cannot_be_searched_is_refused() -> None:
         find_nearest(rows, np.zeros((1, 8), dtype=np.float32), 1)
     with pytest.raises(UsageError, match="above 0 and at most 1"):
         find_similar_pairs(rows, 1.5)
-    with pytest.raises(UsageError, match=r"more than 50 pairs for each image have a similarity of 0.9 or more: raise"):
+    with pytest.raises(UsageError, match=r"more than 50 pairs for each row reach the threshold of 0\.9: raise it"):
         find_similar_pairs(np.repeat(rows[:1], 200, axis=0), 0.9)
 
 

@@ -179,7 +179,7 @@ def find_similar_pairs(
     `offsets` (n,) of both rows are subtracted from a similarity before it is compared and returned.
     """
     if not 0 < threshold <= 1:
-        raise UsageError(f"the similarity is {threshold}; it must be above 0 and at most 1")
+        raise UsageError(f"the threshold is {threshold}; it must be above 0 and at most 1")
     pairs, similarities, count = list[NDArray[np.int64]](), list[NDArray[np.float32]](), 0
     blocks = range(0, len(rows), _PAIR_BLOCK)
     load = _make_loader(rows, torch.device(device))
@@ -193,10 +193,8 @@ def find_similar_pairs(
             found = (is_pair.triu(diagonal=1) if second == first else is_pair).nonzero()
             count += len(found)
             if count > _MAX_PAIRS_PER_ROW * len(rows):
-                raise UsageError(
-                    f"more than {_MAX_PAIRS_PER_ROW} pairs for each image have a similarity of {threshold} or more:"
-                    " raise the similarity"
-                )
+                most = _MAX_PAIRS_PER_ROW
+                raise UsageError(f"more than {most} pairs for each row reach the threshold of {threshold}: raise it")
             similarities.append(scores[found[:, 0], found[:, 1]].cpu().numpy())
             pairs.append(found.cpu().numpy() + np.array((first, second)))
         progress(min(first + _PAIR_BLOCK, len(rows)), len(rows))
