@@ -96,7 +96,7 @@ def test_features_are_those_of_the_decoded_images_and_are_cached(
     images = [Path(scan.get_image_name(image)) for image in found.images.tolist()]
     expected = Classifier(trained, device="cpu").extract_features([root / image for image in images])
     assert torch.allclose(torch.from_numpy(found.values), expected, atol=1e-5)
-    monkeypatch.setattr(feature_duplicates.features, "extract_split_features", None)
+    monkeypatch.setattr("vitrail.evaluation.features.extract_split_features", None)
     assert np.array_equal(extract_scan_features(trained, scan).values, found.values)
 
 
