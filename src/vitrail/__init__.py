@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from vitrail.api.prediction_list import Prediction, PredictionList
     from vitrail.api.run import Run
     from vitrail.api.scoring import Decoder, Scorer
+    from vitrail.api.search import Neighbor, SearchResult, index, search
     from vitrail.api.serve import Server, serve
     from vitrail.api.suspects import Suspects, suspects
     from vitrail.api.training import finetune, train
     from vitrail.api.zero_shot import zero_shot
     from vitrail.config import PreprocessConfig, Recipe
     from vitrail.inference.classifier import Classifier
+    from vitrail.inference.feature_index import FeatureIndex
     from vitrail.model.vit import attention_maps
     from vitrail.training.loop import StepEnd
     from vitrail.training.losses import LossFunction
@@ -33,9 +35,11 @@ _HOMES = {  # the module of each public name
     "Conversion": "api.conversion",
     "Decoder": "api.scoring",
     "Evaluation": "api.evaluation",
+    "FeatureIndex": "inference.feature_index",
     "Figures": "api.figures",
     "Logger": "training.run_results",
     "LossFunction": "training.losses",
+    "Neighbor": "api.search",
     "Prediction": "api.prediction_list",
     "PredictionList": "api.prediction_list",
     "PreprocessConfig": "config",
@@ -43,6 +47,7 @@ _HOMES = {  # the module of each public name
     "Recipe": "config",
     "Run": "api.run",
     "Scorer": "api.scoring",
+    "SearchResult": "api.search",
     "Server": "api.serve",
     "StepEnd": "training.loop",
     "Suspects": "api.suspects",
@@ -57,11 +62,13 @@ _HOMES = {  # the module of each public name
     "evaluate": "api.evaluation",
     "figures": "api.figures",
     "finetune": "api.training",
+    "index": "api.search",
     "load": "api.checked_functions",
     "load_recipe": "api.checked_functions",
     "predict": "api.prediction",
     "probe": "api.evaluation",
     "save": "api.checked_functions",
+    "search": "api.search",
     "serve": "api.serve",
     "suspects": "api.suspects",
     "train": "api.training",
@@ -72,9 +79,11 @@ __all__ = [
     "Conversion",
     "Decoder",
     "Evaluation",
+    "FeatureIndex",
     "Figures",
     "Logger",
     "LossFunction",
+    "Neighbor",
     "Prediction",
     "PredictionList",
     "PreprocessConfig",
@@ -82,6 +91,7 @@ __all__ = [
     "Recipe",
     "Run",
     "Scorer",
+    "SearchResult",
     "Server",
     "StepEnd",
     "Suspects",
@@ -97,11 +107,13 @@ __all__ = [
     "evaluate",
     "figures",
     "finetune",
+    "index",
     "load",
     "load_recipe",
     "predict",
     "probe",
     "save",
+    "search",
     "serve",
     "suspects",
     "train",

@@ -18,13 +18,14 @@ def test_a_url_has_a_local_file_below_runs() -> None:
 
 
 def test_a_part_has_a_file_and_a_record_of_its_own() -> None:
-    classifier = Classifier(model_factory.build_trained(model_factory.build_vit()), device="cpu", batch_size=5)
-    whole = make_row_file(classifier, PredictOptions(out="rows.parquet", top=9))
-    part = make_row_file(classifier, PredictOptions(out="rows.parquet", top=9, part=Part(2, 3)), "digest")
+    trained = model_factory.build_trained(model_factory.build_vit())
+    classifier = Classifier(trained, device="cpu", batch_size=5)
+    whole = make_row_file(classifier, PredictOptions(out="rows.parquet", top=9), trained)
+    part = make_row_file(classifier, PredictOptions(out="rows.parquet", top=9, part=Part(2, 3)), trained, "digest")
     assert (str(part.path), part.ranks, part.features) == ("rows-00002-of-00003.parquet", 7, 0)
     assert part.command == {**whole.command, "--part": "2/3", "listing": "digest"}
     options = PredictOptions(out="s3://b/features/", embed=True, features="class-mean", part=Part(1, 3))
-    features = make_row_file(classifier, options, "digest")
+    features = make_row_file(classifier, options, trained, "digest")
     assert (features.row_format, features.features) == ("partitions", 64)
     assert (str(features.path), features.url) == ("runs/features-00001-of-00003", "s3://b/features-00001-of-00003")
 

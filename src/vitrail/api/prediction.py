@@ -95,7 +95,7 @@ def predict(
     """
     listed, predict_options = list_images(images), PredictOptions(top=top, out=out, **options)
     notes = NoteCollector(notify)
-    rows = _collect_rows(model, listed, predict_options, notes, progress)
+    rows = collect_rows(model, listed, predict_options, notes, progress)
     first_images = _iterate_refs([image for image in listed if not is_stdin(image)], predict_options, Counter())
     predictions = tuple(Prediction(row.image, row.labels, row.error) for row in rows)
     return PredictionList(predictions, tuple(notes), tuple(itertools.islice(first_images, MAX_SHOWN_IMAGES)))
@@ -177,7 +177,7 @@ def dense(
 def _collect_features(
     model: AnyModel, images: Sequence[ListedImage], options: PredictOptions, notify: Notify, progress: Progress
 ) -> NDArray[np.float32]:
-    rows = _collect_rows(model, images, options, notify, progress)
+    rows = collect_rows(model, images, options, notify, progress)
     features = []
     for row in rows:
         if row.features is None:
@@ -197,7 +197,7 @@ class _CollectedRows(NamedTuple):
     can_continue: bool = False
 
     def find_written(self, items: Iterator[PredictionItem]) -> tuple[WrittenRows, list[PredictionItem]]:  # noqa: ARG002
-        """Nothing is written before, unless the file has rows, which are computed again for the result."""
+        """Nothing is written before, and a file that has rows is refused; a new one gets its record."""
         if self.file is not None and self.file.path.exists():
             raise UsageError(f"{self.file.path} exists: give another `out`, or remove it")
         return (WrittenRows(), []) if self.file is None else self.file.find_written(iter(()))
@@ -216,14 +216,14 @@ class _CollectedRows(NamedTuple):
             yield keep
 
 
-def _collect_rows(
+def collect_rows(
     model: AnyModel, images: Sequence[ListedImage], options: PredictOptions, notify: Notify, progress: Progress
 ) -> list[PredictionRow]:
     check_found(images)
     rows = list[PredictionRow]()
 
     def make_target(classifier: AnyClassifier, listing: str) -> RowTarget:
-        return _CollectedRows(rows, None if options.out is None else make_row_file(classifier, options, listing))
+        return _CollectedRows(rows, None if options.out is None else make_row_file(classifier, options, model, listing))
 
     run_prediction(model, images, options, make_target, notify=notify, progress=choose_progress(progress))
     return rows
@@ -351,11 +351,8 @@ def open_classifier(
 
 def _open_exported(model: str, options: PredictOptions, notify: Notify) -> ExportedClassifier:
     """Open an exported file in its runtime, which gives labels alone."""
-    refused = {
-        "--embed": options.embed,
-        "--attention": None if options.attention is None else str(Path(options.attention)),
-        "--precision": options.precision,
-    }
+    attention = None if options.attention is None else str(Path(options.attention))
+    refused = {"--embed": options.embed, "--attention": attention, "--precision": options.precision}
     for option, value in refused.items():
         if value:
             raise UsageError(f"{option} is for models, and {model} is an exported file: give the model it was made of")

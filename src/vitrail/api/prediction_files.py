@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from vitrail import __version__, remote
+from vitrail.api.models import AnyModel, locate_model
 from vitrail.config import Precision, to_json
 from vitrail.config.features import AnyFeatureKind, count_features, describe_features
 from vitrail.data.image_parts import Part, name_part
@@ -12,7 +13,7 @@ from vitrail.errors import UsageError
 from vitrail.files import compute_sha256
 from vitrail.inference.bulk_prediction import AnyClassifier
 from vitrail.inference.classifier import Classifier, ExportedClassifier
-from vitrail.inference.row_files import FileFormat, RowFile, find_file_format
+from vitrail.inference.row_files import MODEL_NAME, FileFormat, RowFile, find_file_format
 from vitrail.inference.row_merge import LISTING, PART
 from vitrail.weights.tensor_files import digest_tensors
 
@@ -82,7 +83,7 @@ class PredictOptions:
         return row_format
 
 
-def make_row_file(classifier: AnyClassifier, options: PredictOptions, listing: str = "") -> RowFile:
+def make_row_file(classifier: AnyClassifier, options: PredictOptions, model: AnyModel, listing: str = "") -> RowFile:
     """The file of the rows, which a later command with the same options continues.
 
     `listing` is the digest of the images' list, of which a part takes its share.
@@ -90,6 +91,7 @@ def make_row_file(classifier: AnyClassifier, options: PredictOptions, listing: s
     assert options.out is not None
     command: dict[str, Any] = {
         "vitrail": __version__,
+        MODEL_NAME: locate_model(model),
         **_identify_model(classifier),
         "format": options.file_format,
         "--top": options.top,

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from vitrail.api.models import load_trained
-from vitrail.api.prediction import PredictOptions, open_classifier
+from vitrail.api.prediction import open_classifier
+from vitrail.api.prediction_files import PredictOptions
 from vitrail.config import Precision, PreprocessConfig
 from vitrail.config.features import FeatureKind, count_features
 from vitrail.data.image_paths import ImageRef

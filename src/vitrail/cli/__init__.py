@@ -55,6 +55,18 @@ COMMAND_GROUPS = {
             "evaluation.MergeArguments",
             "vitrail merge rows.parquet",
         ),
+        "index": Command(
+            "make the features of images searchable",
+            "index.run",
+            "search.IndexArguments",
+            "vitrail index features.npy --out photos.index",
+        ),
+        "search": Command(
+            "find the images of an index most similar to yours",
+            "search.run",
+            "search.SearchArguments",
+            "vitrail search photos.index cat.jpg --top 20",
+        ),
         "serve": Command(
             "serve models over HTTP, with a web page to try them",
             "serve.run",

@@ -1,5 +1,6 @@
 """`vitrail data check|get|list|pack|remove`: datasets, before anyone trains on them."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from vitrail.cli.arguments.data import (
     RemoveArguments,
 )
 from vitrail.data import image_scan, public_datasets
-from vitrail.data.audit import audit_dataset, keep_eval_splits, read_excluded_images
+from vitrail.data.audit import EmbeddingPairs, audit_dataset, keep_eval_splits, read_excluded_images
 from vitrail.data.dataset import Dataset, without_images
 from vitrail.data.imagenet import describe_release
 from vitrail.data.pack import pack
@@ -22,7 +23,8 @@ from vitrail.data.sources import open_dataset
 from vitrail.errors import DataError, UsageError
 from vitrail.files import get_data_home, write_atomically
 from vitrail.formatting import format_bytes, format_count, pluralize
-from vitrail.runtime.workers import count_available_cores
+from vitrail.runtime.devices import resolve_device
+from vitrail.runtime.workers import count_available_cores, count_loader_workers
 
 _MAX_LISTED = 20
 _SLOW_COMPARISON_IMAGES = 20_000
@@ -71,7 +73,31 @@ def _audit(dataset: Dataset, num_images: int, arguments: CheckArguments) -> dict
         other_scan = None if other is None else image_scan.scan_dataset(other, progress=progress)
     if len(scan.fingerprinted_images) > _SLOW_COMPARISON_IMAGES:
         output.print_note("looking for duplicates (two minutes for 100,000 images)")
-    return audit_dataset(scan, other_scan)
+    pairs = None if arguments.embedding is None else _find_embedding_pairs(scan, arguments.embedding, arguments)
+    return audit_dataset(scan, other_scan, pairs)
+
+
+def _find_embedding_pairs(scan: image_scan.DatasetScan, model: str, arguments: CheckArguments) -> EmbeddingPairs:
+    """The probable duplicates by the features of a model."""
+    from vitrail.api.models import load_trained
+    from vitrail.evaluation import feature_duplicates
+
+    device = resolve_device(arguments.compute.device)
+    trained = load_trained(model, output.print_note)
+    trained = dataclasses.replace(trained, model=trained.model.to(device))
+    with output.show_progress("computing features") as progress:
+        found = feature_duplicates.extract_scan_features(
+            trained,
+            scan,
+            batch=arguments.compute.batch,
+            workers=count_loader_workers(arguments.compute.workers),
+            progress=progress,
+        )
+    with output.show_progress("comparing features") as progress:
+        pairs = feature_duplicates.find_feature_duplicates(
+            found.values, arguments.threshold, device=device, progress=progress
+        )
+    return EmbeddingPairs(model, arguments.threshold, len(found.images), found.images[pairs.rows], pairs.similarities)
 
 
 def _describe_coverage(dataset: Dataset, num_images: int, *, decode_all: bool) -> str:
@@ -156,8 +182,21 @@ def _format_duplicates(report: dict[str, Any]) -> Rows:
             "warning",
             f"{pluralize(duplicates['different_labels'], 'group')} of these with different labels",
         )
+    if "embedding" in report:
+        yield from _format_embedding(report["embedding"])
     if "against" in report:
         yield from _format_against(report["against"])
+
+
+def _format_embedding(embedding: dict[str, Any]) -> Rows:
+    new, known = pluralize(embedding["new_pairs"], "more pair"), embedding["also_by_fingerprints"]
+    shown = f"{new} with a score of {embedding['threshold']:g} or more, beside {known:,} of the above"
+    yield "by features", f"{shown}; compared {pluralize(embedding['compared'], 'image')}"
+    if embedding["across_splits"]:
+        yield "warning", f"{pluralize(embedding['across_splits'], 'pair')} of these across splits: look at them"
+    yield from _list_first_lines(
+        [f"{pair['score']:.2f}: {' = '.join(map(_format_image, pair['images']))}" for pair in embedding["pairs"]]
+    )
 
 
 def _format_against(against: dict[str, Any]) -> Rows:

@@ -63,7 +63,7 @@ def run(arguments: PredictArguments) -> None:
         if options.out is None:
             assert row_format in typing.get_args(PrintedFormat)
             return StdoutRows(typing.cast(PrintedFormat, row_format), classifier.labels, options.attention is not None)
-        return make_row_file(classifier, options, listing)
+        return make_row_file(classifier, options, arguments.model, listing)
 
     rows_on_screen = arguments.out is None and sys.stdout.isatty()  # which a progress bar would run into
     progress = hide_progress if rows_on_screen else output.show_progress

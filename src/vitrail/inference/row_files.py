@@ -41,6 +41,8 @@ _FORMAT_BY_SUFFIX: dict[str, FileFormat] = {
     ".npy": "npy",
     ".parquet": "parquet",
 }
+MODEL_NAME = "model_name"
+"""The key of a record that says where the model was, which may change."""
 FINISHED = "finished"
 """The key of a record that a command adds when all rows are written."""
 _KEEPS_TAIL = ("parquet", "partitions")  # a repeated command leaves the last, smaller unit alone, which costs more
@@ -159,7 +161,7 @@ class RowFile:
         if before is None:
             raise UsageError(f"{self.path} exists, and no {self.record_path.name} records its command: {_ADVICE}")
         for key, value in json.loads(json.dumps(self.command)).items():  # which makes lists of tuples
-            if before.get(key) != value:
+            if key != MODEL_NAME and before.get(key) != value:
                 difference = "another model" if key == "model" else f"{key} {before.get(key)}, not {value}"
                 raise UsageError(f"{self.path} was begun with {difference}: {_ADVICE}")
         return before
@@ -199,13 +201,13 @@ def read_record(path: Path) -> dict[str, Any] | None:
     if isinstance(model, dict) and "several" in model:  # its name in earlier versions
         model["multi_label"] = model.pop("several")
     if isinstance(model, dict) and "config" in model:
-        model["config"] = _upgrade_model_config(model["config"])
+        model["config"] = upgrade_model_config(model["config"])
         if record.get("--embed") and "--features" not in record:  # earlier versions wrote the default
             record["--features"], record["--normalize"] = _describe_default_features(model["config"]), False
     return record
 
 
-def _upgrade_model_config(config: Any) -> Any:
+def upgrade_model_config(config: Any) -> Any:
     """A recorded config with today's names, and with the defaults of fields that it is older than."""
     config = upgrade_keys(ModelConfig, config)
     try:

@@ -13,7 +13,7 @@ from vitrail.data.image_parts import Part, find_part_names, parse_part
 from vitrail.errors import DataError, UsageError
 from vitrail.formatting import join_first_names, pluralize
 from vitrail.inference.prediction_rows import WrittenRows
-from vitrail.inference.row_files import FINISHED, RowFile, read_record
+from vitrail.inference.row_files import FINISHED, MODEL_NAME, RowFile, read_record
 
 PART, LISTING = "--part", "listing"
 """The keys of a part's record: which it is, and the digest of the list that was divided."""
@@ -131,7 +131,7 @@ def _check_same_command(parts: Sequence[FinishedPart]) -> None:
     """Refuse parts of several models, options or lists of images."""
     first = parts[0].file
     for other in (each.file for each in parts[1:]):
-        for key in sorted((first.command.keys() | other.command.keys()) - {PART}):
+        for key in sorted((first.command.keys() | other.command.keys()) - {PART, MODEL_NAME}):
             if first.command.get(key) != other.command.get(key):
                 what = {"model": "another model", LISTING: "another list of images"}.get(key, f"another {key}")
                 raise UsageError(f"{other.path} was made with {what} than {first.path}: make both with the same")

@@ -151,6 +151,12 @@ def _make_file_name(model: str) -> str:
     return next((part for part in reversed(parts) if part not in _GENERIC_NAMES and not _HASH.fullmatch(part)), model)
 
 
+def render_thumbnail(pixels: Tensor) -> bytes:
+    """A PNG of a model input, uint8 (C, S, S)."""
+    values = pixels.permute(1, 2, 0).numpy()
+    return encode_png(Image.fromarray(values[..., 0] if values.shape[2] == 1 else values), compress_level=3)
+
+
 def render_rollout(pixels: Tensor, rollout: NDArray[np.float32], *, over_image: bool) -> bytes:
     """A PNG of a rollout (R, K) over the crop that the model saw; or alone, as an overlay for it."""
     if over_image:

@@ -37,11 +37,17 @@ class CheckArguments:
     """A dataset whose validation and test images should not occur in this one; all of its images if it has neither."""
     decode_all: Annotated[bool, arg(name="all")] = False
     """Decode all images of a dataset of more than 200,000, and compare all of them with OTHER's."""
+    embedding: Annotated[str | None, arg(metavar="MODEL")] = None
+    """Also look for near-duplicates by the features of a model, which finds others: rotated, framed or strongly cropped
+    images. The pairs are listed to be looked at; none is left out."""
+    threshold: Annotated[float, arg(metavar="N")] = 0.5
+    """Score from which --embedding lists a pair; a lower one finds more duplicates and more false pairs."""
     skip_bad: bool = False
     """Exit with code 0 even if there are bad images."""
     out: Annotated[Path, arg(metavar="FILE")] = Path("data_report.json")
     """The report file, replaced if it exists."""
     output: Output = OutputOptions()
+    compute: Annotated[InferenceOptions, COMPUTE] = InferenceOptions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,8 @@ const VEIL = [0.35, 0.75]; // opacity where there is least and most attention, a
 const NOT_ROLLOUT = "It is not the reason for the answer: it follows attention alone and is the same for every class.";
 const NONE = "none";
 const FEW = 6;
+const SIMILAR = 20;
+const THUMBNAILS_AT_ONCE = 2;
 
 let models = [];
 let key = null;
@@ -113,7 +115,7 @@ async function show(chosen) {
     get("shown").hidden = false;
     document.body.classList.add("asked");
     get("status").textContent = said.join(" ");
-    await Promise.all(panels.map(each => each.look(signal)));
+    await Promise.all([...panels.map(each => each.look(signal)), showSimilar(signal)]);
   } catch (error) {
     if (error.name !== "AbortError") {
       if (panels !== fresh) clear();
@@ -129,6 +131,7 @@ function clear() {
   panels = [];
   get("panels").replaceChildren();
   get("shown").hidden = true;
+  get("similar").hidden = true;
   get("status").textContent = "";
   document.body.classList.remove("asked");
 }
@@ -137,6 +140,46 @@ function complain(error) {
   get("problem").firstElementChild.textContent = error.message;
   get("again").hidden = !file || !error.passing;
   get("problem").hidden = false;
+}
+
+// --- similar images of the served index ------------------------------------------------------------------------------
+
+async function showSimilar(signal) {
+  const indexed = models.find(model => model.indexed_images);
+  if (!indexed) return;
+  const [{ neighbors }] = (await (await ask(`/v1/search?top=${SIMILAR}`, file, signal)).json()).results;
+  get("similar-title").textContent = `Most similar of ${indexed.indexed_images.toLocaleString("en")} images, by the features of ${indexed.name}`;
+  const items = neighbors.map(describeNeighbor);
+  get("similar").querySelector("ol").replaceChildren(...items);
+  get("similar").hidden = false;
+  const waiting = neighbors.map((neighbor, place) => [neighbor, items[place]]).filter(([neighbor]) => neighbor.thumbnail);
+  const load = async () => { while (waiting.length) await loadThumbnail(...waiting.shift(), signal); };
+  await Promise.all(Array.from({ length: THUMBNAILS_AT_ONCE }, load));
+}
+
+function describeNeighbor(neighbor) {
+  const item = get("neighbor").content.firstElementChild.cloneNode(true);
+  item.querySelector(".similarity").textContent = neighbor.similarity.toFixed(3);
+  item.querySelector(".file").textContent = neighbor.image;
+  item.title = neighbor.image;
+  return item;
+}
+
+// One that cannot be shown leaves its name alone.
+async function loadThumbnail(neighbor, item, signal) {
+  let answer;
+  try {
+    answer = await ask(`/v1/thumbnail?row=${neighbor.row}`, null, signal);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    return;
+  }
+  const url = URL.createObjectURL(await answer.blob());
+  const image = document.createElement("img");
+  image.onload = () => URL.revokeObjectURL(url);
+  image.alt = neighbor.image;
+  image.src = url;
+  item.querySelector(".thumbnail").replaceChildren(image);
 }
 
 // --- one model's view of it ------------------------------------------------------------------------------------------
