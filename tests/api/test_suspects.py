@@ -40,10 +40,10 @@ def test_images_in_memory_are_searched_and_trained_on_with_the_decisions(tmp_pat
 
 
 def test_mistakes_are_named_as_keywords(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="split is 'tset'; it takes 'train', 'val', 'test', 'all'; did you mean"):
+    with pytest.raises(UsageError, match="split is 'tset'; it takes 'train', 'val', 'test' or 'all'; did you mean"):
         vitrail.suspects("photos", make_trained(), split="tset", **FAST)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"^folds is 1; it must be at least 2"):
         vitrail.suspects("photos", make_trained(), folds=1, **FAST)
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match=r"^out .* must be a local folder that is new or empty"):
+    with pytest.raises(UsageError, match=r"^out=.* must be a local folder that is new or empty"):
         vitrail.suspects("photos", make_trained(), out=tmp_path, **FAST)
