@@ -8,7 +8,7 @@ import torch
 from tests.data.image_files import write_image_folder
 from vitrail.data.sources import open_dataset
 from vitrail.evaluation import prediction_tables
-from vitrail.evaluation.metrics import measure_labels
+from vitrail.evaluation.label_metrics import measure_labels
 from vitrail.evaluation.predictions import _make_predictions, count_predictions
 
 LOGITS = torch.tensor([[2.0, 0.0, 0.0], [0.0, 2.0, 0.0], [2.0, 0.0, 0.0], [0.0, 2.0, 0.0]])

@@ -271,7 +271,7 @@ def _notify_of_dataset(dataset: Dataset, split: SplitName | None, notify: Notify
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ProbeResult:
-    """The accuracy of simple classifiers on a model's features; of patches their mean IoU.
+    """The accuracy of simple classifiers on a model's features; mAP of multi-label images, and of patches mean IoU.
 
     `vitrail.probe` returns it.
 
@@ -285,17 +285,22 @@ class ProbeResult:
 
     @property
     def scores(self) -> dict[str, float]:
-        """The accuracy, or the mean IoU, of each classifier: "1-shot", "5-shot", ..., "kNN", "linear", "logistic"."""
-        name = "miou" if "masks" in self.metrics else "top1"
+        """The accuracy, mAP or mean IoU of each classifier: "1-shot", "5-shot", ..., "kNN", "linear", "logistic"."""
         return {
-            f"{score['shots']}-shot" if score["shots"] else str(score["method"]): float(score[name])
+            f"{score['shots']}-shot" if score["shots"] else str(score["method"]): float(score[self._measure])
             for score in self.metrics["scores"]
         }
+
+    @property
+    def _measure(self) -> str:
+        """The key of the score by which classifiers are compared."""
+        names = "miou", "mean_average_precision", "top1"
+        return next(name for name in names if name in self.metrics["scores"][0])
 
     def __repr__(self) -> str:
         images = pluralize(self.metrics["images"], f"{self.metrics['split']} image")
         scores = ", ".join(f"{name} {accuracy:.1%}" for name, accuracy in self.scores.items())
-        measure = "mean IoU on" if "masks" in self.metrics else "of"
+        measure = {"miou": "mean IoU on", "mean_average_precision": "mAP on", "top1": "of"}[self._measure]
         return f"ProbeResult({scores} {measure} {images})"
 
     def _repr_html_(self) -> str:
@@ -306,10 +311,11 @@ class ProbeResult:
 
     def _render_few_shot(self) -> str:
         """The few-shot accuracy by images per class, where there are several."""
-        points = sorted((score["shots"], float(score["top1"])) for score in self.metrics["scores"] if score["shots"])
+        name = self._measure
+        points = sorted((score["shots"], float(score[name])) for score in self.metrics["scores"] if score["shots"])
         if len(points) < 2:
             return ""
-        caption, (shots, accuracies) = "few-shot accuracy", zip(*points, strict=True)
+        caption, (shots, accuracies) = f"few-shot {'accuracy' if name == 'top1' else 'mAP'}", zip(*points, strict=True)
         line = ChartLine(caption, shots, accuracies)
         chart = svg_charts.draw_lines([line], label=caption, x_label="images per class", percent=True)
         return notebook.render_figure(caption, chart)

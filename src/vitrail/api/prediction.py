@@ -20,18 +20,19 @@ from vitrail.api.models import AnyModel, load_trained
 from vitrail.api.options import document_options
 from vitrail.api.prediction_list import MAX_SHOWN_IMAGES, Prediction, PredictionList
 from vitrail.api.progress import NoteCollector, Progress, choose_progress, show_progress
-from vitrail.config import Precision, to_json
+from vitrail.config import Precision
 from vitrail.config.features import AnyFeatureKind, FeatureKind, count_features, describe_features
 from vitrail.config.model import expand_image_size
 from vitrail.data.image_paths import ImageRef, can_count_images, describe_skipped, iter_image_refs
 from vitrail.errors import DataError, UsageError
 from vitrail.export import export
-from vitrail.files import compute_sha256
 from vitrail.inference.bulk_prediction import (
     AnyClassifier,
     BulkResult,
     BulkSettings,
     check_supported,
+    choose_top,
+    identify_model,
     predict_images,
 )
 from vitrail.inference.classifier import Classifier, ExportedClassifier
@@ -51,7 +52,6 @@ from vitrail.runtime.distributed import ProcessGroup
 from vitrail.runtime.workers import Notify, ShowProgress
 from vitrail.visualization.attention_images import draw_rollouts, iterate_picture_paths
 from vitrail.weights.adapt import adapt
-from vitrail.weights.tensor_files import digest_tensors
 
 __all__ = ["PredictKeywords", "dense", "embed", "predict"]
 
@@ -62,8 +62,8 @@ _CPU_BATCH, _GPU_BATCH = 64, 256  # images
 class PredictOptions:
     """What is computed for each image, and how."""
 
-    top: int = 1
-    """Labels per image."""
+    top: int | None = None
+    """Labels per image; None for 1, or for all above the thresholds of a multi-label model that has them."""
     embed: bool = False
     """Features instead of labels."""
     features: AnyFeatureKind = "default"
@@ -114,7 +114,7 @@ def predict(
     model: AnyModel,
     images: Images,
     *,
-    top: int = 1,
+    top: int | None = None,
     out: str | Path | None = None,
     progress: Progress = True,
     notify: Notify | None = None,
@@ -129,7 +129,7 @@ def predict(
     - `model`: A name, a path, a `Run` or a `Trained`, or an exported .onnx or .xml.
     - `images`: Files, folders, globs, shards or lists, which must exist; Pillow images, arrays, tensors or bytes of
       files; or a torch Dataset, whose labels are left out.
-    - `top`: Labels per image.
+    - `top`: Labels per image; by default 1, or all above the thresholds of a multi-label model that has them.
     - `out`: Also write the rows to this .csv or .jsonl file, as the command does.
     - `progress`: Whether a bar is shown, or a function that shows progress.
     - `notify`: Called with each note; by default they go to the logger `vitrail`.
@@ -292,7 +292,7 @@ def run_prediction(
         skipped = Counter[str]()
         items = _iterate_items(images, options, skipped) if group.is_rank0 else iter(())
         settings = BulkSettings(
-            top=options.top,
+            top=choose_top(classifier, options.top),
             embed=options.embed,
             threads=threads,
             processes=workers.count_loader_workers(options.workers),
@@ -400,11 +400,12 @@ def _open_exported(model: str, options: PredictOptions, notify: Notify) -> Expor
 def make_row_file(classifier: AnyClassifier, options: PredictOptions, row_format: FileFormat) -> RowFile:
     """The file of the rows, which a later command with the same options continues."""
     assert options.out is not None
+    top = choose_top(classifier, options.top)
     command: dict[str, Any] = {
         "vitrail": __version__,
-        **_identify_model(classifier),
+        **identify_model(classifier),
         "format": row_format,
-        "--top": options.top,
+        "--top": top,
         "--embed": options.embed,
         "--batch": classifier.batch_size,
         "--attention": None if options.attention is None else str(Path(options.attention)),
@@ -417,7 +418,7 @@ def make_row_file(classifier: AnyClassifier, options: PredictOptions, row_format
         row_format=row_format,
         command=command,
         batch=classifier.batch_size,
-        ranks=min(options.top, len(classifier.labels)),
+        ranks=None if top is None else min(top, len(classifier.labels)),
         features=0 if config is None else count_features(config, options.features),
         attention=options.attention is not None,
     )
@@ -427,24 +428,3 @@ def _check_empty(folder: Path) -> None:
     """Refuse a folder in which pictures could replace somebody's images."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"--attention {folder} must be a folder that is new or empty")
-
-
-def _identify_model(classifier: AnyClassifier) -> dict[str, Any]:
-    """What distinguishes one model from another in the record of a file of rows."""
-    if isinstance(classifier, ExportedClassifier):
-        path = classifier.path
-        weights = path.with_suffix(".bin" if path.suffix == ".xml" else ".onnx.data")  # OpenVINO's, and large ONNX ones
-        return {"model": " ".join(compute_sha256(file) for file in (path, weights) if file.is_file())}
-    return {
-        "model": {
-            "weights": digest_tensors(classifier.model.state_dict()),
-            "config": to_json(classifier.model.config),
-            "preprocess": to_json(classifier.preprocess),
-            "labels": classifier.labels,
-            "temperature": classifier.temperature,
-            "threshold": classifier.threshold,
-            "multi_label": classifier.multi_label,
-        },
-        "features": classifier.model.config.num_features,
-        "--precision": classifier.precision,
-    }

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vitrail.data.dataset import Split
-from vitrail.evaluation.metrics import LabelScores
+from vitrail.evaluation.label_metrics import LabelScores
 from vitrail.evaluation.predictions import Counts, Predictions
 from vitrail.formatting import quote_cell
 

@@ -1,6 +1,6 @@
 """Rows of predictions in files that an interrupted command continues.
 
-    rows.csv       image,rank,label,probability,error[,attention]: a line for each label
+    rows.csv       image,rank,label,probability,error[,attention]: a line for each label, or one without a label
     rows.jsonl     {"image": ..., "predictions": [{"label": ..., "probability": ...}, ...]}: one for each image;
                    or "features" or "error" instead
     features.npy   float32 (n, D), a row for each image, NaN where it cannot be read; features.csv has image,error
@@ -91,6 +91,8 @@ def _format_csv(row: PredictionRow) -> str:
     if row.error:
         return _format_csv_line((row.image, "", "", "", row.error, *attention))
     unsure = len(row.labels) > 1 and row.labels[0] == (UNSURE, row.labels[1][1])  # and no class of that name
+    if not row.labels:
+        return _format_csv_line((row.image, "", "", "", "", *attention))
     ranked = enumerate(row.labels, 0 if unsure else 1)
     cells = ((row.image, rank, label, f"{value:.6f}", "", *attention) for rank, (label, value) in ranked)
     return "".join(map(_format_csv_line, cells))
@@ -125,7 +127,7 @@ class RowFile:
     command: Mapping[str, Any]
     """What must be the same to continue the file: version, model and options."""
     batch: int
-    ranks: int  # labels per image
+    ranks: int | None  # labels per image; None where each has its own number
     features: int = 0  # columns of a matrix of features
     attention: bool = False
     can_continue: bool = True
@@ -274,7 +276,7 @@ class _StoredImage(NamedTuple):
     end: int
 
 
-def _iterate_stored(path: Path, row_format: FileFormat, ranks: int) -> Iterator[_StoredImage]:
+def _iterate_stored(path: Path, row_format: FileFormat, ranks: int | None) -> Iterator[_StoredImage]:
     """The images of a file up to the first incomplete one, which was being written when the command stopped."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         yield from _iterate_json_objects(file) if row_format == "jsonl" else _iterate_csv_records(file, ranks)
@@ -291,13 +293,21 @@ def _iterate_json_objects(file: BinaryIO) -> Iterator[_StoredImage]:
         yield _StoredImage(row["image"], "error" in row, file.tell())
 
 
-def _iterate_csv_records(file: BinaryIO, ranks: int) -> Iterator[_StoredImage]:
+def _iterate_csv_records(file: BinaryIO, ranks: int | None) -> Iterator[_StoredImage]:
+    """The images in lines of CSV.
+
+    Where each has its own number of labels, it ends where the next one begins, so the last may be incomplete.
+    """
+    before: _StoredImage | None = None
     with contextlib.suppress(csv.Error):  # a line ends inside of quotes
         for row in csv.DictReader(_iterate_whole_lines(file), strict=True):
             if row.get("error") is None:
                 return
-            if row.get("rank", "") in ("", str(ranks)):
-                yield _StoredImage(unquote_cell(row["image"]), bool(row["error"]), file.tell())
+            if ranks is None and before is not None and row.get("rank", "") in ("", "1"):
+                yield before
+            before = _StoredImage(unquote_cell(row["image"]), bool(row["error"]), file.tell())
+            if ranks is not None and row.get("rank", "") in ("", str(ranks)):
+                yield before
 
 
 def _iterate_whole_lines(file: BinaryIO) -> Iterator[str]:

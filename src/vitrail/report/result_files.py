@@ -19,7 +19,7 @@ from vitrail.data.transforms import make_eval_input
 from vitrail.evaluation import prediction_tables
 from vitrail.evaluation.calibration import compute_risk_coverage, count_bins
 from vitrail.evaluation.dataset_evaluation import ModelEvaluation
-from vitrail.evaluation.metrics import measure_labels
+from vitrail.evaluation.label_metrics import measure_labels
 from vitrail.evaluation.predictions import Predictions
 from vitrail.training.run_results import PretrainingResult, RunResult
 from vitrail.training.training_run import TrainingRun

@@ -19,7 +19,7 @@ from vitrail.config import PreprocessConfig, Recipe
 from vitrail.data.dataset import Dataset
 from vitrail.data.sources import advise_data_check
 from vitrail.errors import ChangedDataError, DataError, RemoteError, UsageError
-from vitrail.evaluation.metrics import measure_labels
+from vitrail.evaluation.label_metrics import measure_labels
 from vitrail.evaluation.prediction_tables import write_label_scores
 from vitrail.formatting import format_rate
 from vitrail.runtime import distributed

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from vitrail.evaluation.metrics import measure_labels
+from vitrail.evaluation.label_metrics import measure_labels
 from vitrail.evaluation.predictions import Counts, Predictions
 from vitrail.evaluation.statistics import wilson_interval
 from vitrail.formatting import format_rate, pluralize, strip_control_characters
