@@ -21,7 +21,7 @@ from vitrail.data.decode import decode
 from vitrail.data.holdout import find_holdout_note
 from vitrail.data.loader import Batch, iter_eval_batches
 from vitrail.errors import ChangedDataError, DataError, UsageError
-from vitrail.evaluation import label_matching
+from vitrail.evaluation import label_matching, label_metrics
 from vitrail.evaluation.metrics import EvaluationMetrics, compute_metrics
 from vitrail.evaluation.predictions import (
     Counts,
@@ -114,6 +114,8 @@ class ModelEvaluation:
     """Of the outputs it could predict."""
     evaluation: SplitEvaluation
     metrics: EvaluationMetrics
+    label_thresholds: tuple[float, ...] = ()
+    """Of the outputs of multi-label images: the probability above which each is predicted."""
 
 
 def evaluate_models(
@@ -130,7 +132,8 @@ def evaluate_models(
         labels = model.labels or dataset.classes
         names = labels if allowed is None else tuple(labels[index] for index in allowed)
         metrics = compute_metrics(evaluation.counts, evaluation.predictions, real_labels)
-        results.append(ModelEvaluation(model, names, evaluation, metrics))
+        thresholds = select_thresholds(model, allowed) or (0.5,) * len(names) if images.multi_label else ()
+        results.append(ModelEvaluation(model, names, evaluation, metrics, thresholds))
     return results
 
 
@@ -416,6 +419,7 @@ def collect_facts(dataset: Dataset, results: Sequence[ModelEvaluation], settings
         {"model": result.evaluated_model.name, "classes": len(result.names)}
         | result.metrics.to_dict()
         | {"images_per_second": result.evaluation.images_per_second, "temperature": result.evaluated_model.temperature}
+        | label_metrics.collect_class_facts(result.evaluation.predictions, result.names, result.label_thresholds)
         for result in results
     ]
     first, *others = results

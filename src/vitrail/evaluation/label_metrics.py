@@ -129,6 +129,20 @@ def measure_labels_with_intervals(predictions: Predictions) -> dict[str, Any]:
     return facts | {"classes_without_images": int((~truths.any(axis=0)).sum())}
 
 
+def collect_class_facts(predictions: Predictions, names: Sequence[str], thresholds: Sequence[float]) -> dict[str, Any]:
+    """For JSON the scores of each class, and F1 at common thresholds; nothing where images have one label each."""
+    if not predictions.multi_label:
+        return {}
+    rows = zip(names, measure_labels(predictions).classes, thresholds, strict=True)
+    return {
+        "per_class": {
+            name: {**dataclasses.asdict(score), "f1": score.f1, "threshold": threshold}
+            for name, score, threshold in rows
+        },
+        "f1_by_threshold": [score._asdict() for score in list_threshold_scores(predictions)],
+    }
+
+
 def list_threshold_scores(
     predictions: Predictions, thresholds: Sequence[float] = CURVE_THRESHOLDS
 ) -> list[ThresholdScore]:

@@ -53,7 +53,7 @@ class EvaluationMetrics:
             return metrics
         exact = {"exact_match": metrics.pop("top1"), "exact_match_interval": metrics.pop("top1_interval")}
         others = {key: value for key, value in metrics.items() if key not in ("top5", "top5_interval", "labels")}
-        return exact | self.labels | others
+        return self.labels | exact | others
 
 
 def compute_metrics(

@@ -188,6 +188,8 @@ def list_training_rows(facts: RunFacts) -> Iterator[FactRow]:
     yield "schedule", f"warm-up for {pluralize(schedule['warmup'], 'step')}, then {schedule['decay']}"
     yield "augmentation", ", ".join(_list_augmentations(recipe["augment"]))
     yield "objective", _describe_objective(recipe)
+    if weights := config.get("class_weights"):
+        yield "class weights", f"{min(weights.values()):g} to {max(weights.values()):g}"
     if regularization := list(_list_regularization(recipe)):
         yield "regularization", ", ".join(regularization)
     yield "seed", str(config["seed"])

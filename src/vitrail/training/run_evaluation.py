@@ -126,7 +126,7 @@ def evaluate_best_weights(
     )
     counts = count_predictions(predictions, len(run.dataset.classes))
     error = calibration.expected_calibration_error(*predictions.calibration_pairs)
-    result = RunResult(split, counts, predictions, temperature, error, seconds, epochs)
+    result = RunResult(split, counts, predictions, temperature, error, seconds, epochs, label_thresholds)
     _write_result(run, folder, log, result)
     return result
 
