@@ -143,7 +143,7 @@ def plot_risk_coverage(curves: Mapping[str, tuple[ArrayLike, ArrayLike]], path: 
 
 
 def plot_f1_by_threshold(threshold_scores: ArrayLike, path: Path) -> None:
-    """Plot F1 against one threshold for all labels; rows are the threshold, F1 over all labels and mean over classes."""
+    """Plot F1 against one threshold for all labels: rows of the threshold, F1 over all labels and mean over classes."""
     thresholds, micro_f1, macro_f1 = np.asarray(threshold_scores).T
     with open_figure(path, (6, 4.4)) as figure:
         axes = figure.subplots()
