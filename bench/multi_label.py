@@ -1,19 +1,19 @@
 """Thresholds of labels, measured on photos with several flowers: one half, one tuned threshold, or one a class.
 
-    python bench/multi_label.py MODEL FLOWERS102 --work FOLDER [--seeds 3] [--finetune EPOCHS] [--threads 1]
+    python bench/multi_label.py MODEL FLOWERS102 --work FOLDER [--seeds 3] [--finetune EPOCHS] [--image-size 224]
 
 FLOWERS102 has train/CLASS and test/CLASS. Each image is a 2 x 2 grid of its photos, cropped to squares; its labels are
 the classes in it. One to four classes are drawn for a grid, with weights 1 / rank ** 0.7 over 40 classes, so that some
 have few images. A photo is used in one split alone: three in four of train/CLASS in train, the rest in val, test/CLASS
 in test. The seed decides the order of classes, their photos and the grids. FOLDER/seed-N/list.csv lists the result.
 
-Of each seed a logistic probe of the model's features, or with --finetune a fine-tuned model, predicts test. The
-thresholds are chosen on val, with each number of images below which a class gets the common one.
+Of each seed a linear and a logistic probe of the model's features predict test; with --finetune all layers are trained
+for so many epochs more, from the head of the logistic one. The thresholds are chosen on val, with each number of images
+below which a class gets the common one.
 """
 
 import argparse
 import csv
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +24,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import vitrail
+from vitrail.data.dataset import Dataset
 from vitrail.data.sources import open_dataset
 from vitrail.evaluation import features, label_metrics
 from vitrail.evaluation.dataset_evaluation import EvaluationSettings, evaluate_model, make_evaluated_model
 from vitrail.evaluation.label_thresholds import choose_common_threshold, choose_label_thresholds
-from vitrail.evaluation.predictions import Predictions
+from vitrail.evaluation.probe_run import ProbeMethod
+from vitrail.weights.trained import logits_to_probabilities
 
 CLASSES, TILE, QUALITY = 40, 112, 92
 GRIDS = {"train": 600, "val": 200, "test": 400}
@@ -87,19 +89,33 @@ def locate_tile(position: int) -> tuple[int, int]:
     return TILE * column, TILE * row
 
 
-def predict(trained: vitrail.Trained, data: Path, split: str) -> Predictions:
+Labels = tuple[NDArray[np.float32], NDArray[np.bool_]]
+"""Probabilities and which labels are true, (n, L) each."""
+
+
+def predict(trained: vitrail.Trained, dataset: Dataset, split: str) -> Labels:
     """The labels' probabilities of a split."""
-    dataset = open_dataset(str(data))
-    model = make_evaluated_model(trained, "model")
     settings = EvaluationSettings(device=torch.device("cpu"))
-    return evaluate_model(model, dataset.splits[split], range(CLASSES), settings).predictions
+    model = make_evaluated_model(trained, "model")
+    predictions = evaluate_model(model, dataset.splits[split], range(CLASSES), settings).predictions
+    return predictions.label_probabilities.numpy(), predictions.label_targets.numpy()
 
 
-def compare_thresholds(val: Predictions, test: Predictions) -> dict[str, dict[str, float]]:
+def predict_from_features(trained: vitrail.Trained, dataset: Dataset, split: str) -> Labels:
+    """The same of a probed model, from the features that the probe has cached."""
+    images, preprocess = dataset.splits[split], trained.preprocess
+    assert preprocess is not None
+    digests = features.digest_model(trained.model), features.digest_images(images)
+    values = features.load_cached_features(features.build_cache_path(*digests, preprocess))
+    assert values is not None, "the probe has just written them"
+    head = trained.model.get_submodule("head")
+    probabilities = logits_to_probabilities(head(values).detach(), trained.temperature, multi_label=True)
+    return probabilities.numpy(), features.read_labels(images, CLASSES).numpy()
+
+
+def compare_thresholds(val: Labels, test: Labels) -> dict[str, dict[str, float]]:
     """The scores on test of each way to choose thresholds on val."""
-    (probabilities, truths), (scores, labels) = (
-        (each.label_probabilities.numpy(), each.label_targets.numpy()) for each in (val, test)
-    )
+    (probabilities, truths), (scores, labels) = val, test
     thresholds: dict[str, float | tuple[float, ...]] = {
         "one half": 0.5,
         "one tuned": choose_common_threshold(probabilities, truths),
@@ -114,6 +130,7 @@ def score(
 ) -> dict[str, float]:
     predicted = scores > np.asarray(thresholds, dtype=np.float32)
     return {
+        "mAP": label_metrics.mean_average_precision(scores.astype(np.float64), labels),
         "micro F1": label_metrics.micro_f1(predicted, labels),
         "macro F1": label_metrics.macro_f1(predicted, labels),
         "precision": label_metrics.compute_precision(predicted, labels),
@@ -123,26 +140,40 @@ def score(
 
 
 def measure_seed(options: argparse.Namespace, seed: int) -> dict[str, dict[str, float]]:
-    """The scores of one seed's grids; its model is kept in the folder."""
+    """The scores of one seed's grids; its models are kept in the folder."""
     folder = Path(options.work) / f"seed-{seed}"
-    data, kept = make_grids(Path(options.flowers), folder, seed), folder / "probed.safetensors"
-    dataset = open_dataset(str(data))
+    data = str(make_grids(Path(options.flowers), folder, seed))
+    dataset, rows = open_dataset(data), dict[str, dict[str, float]]()
     counts = features.read_labels(dataset.splits["val"], CLASSES).sum(dim=0)
     print(f"seed {seed}: val images of a class from {int(counts.min())} to {int(counts.max())}", flush=True)
+    methods: list[ProbeMethod] = ["linear", "logistic"]
+    for method in methods:
+        kept = folder / f"{method}.safetensors"
+        vitrail.probe(options.model, data, methods=method, workers=0, save=kept, overwrite=True)
+        trained = vitrail.load(str(kept))
+        val, test = (predict_from_features(trained, dataset, split) for split in ("val", "test"))
+        rows |= {f"{method}, {name}": scores for name, scores in compare_thresholds(val, test).items()}
     if options.finetune:
-        out = folder / "finetune"
-        run = vitrail.finetune(
-            str(data), options.model, epochs=options.finetune, seed=seed, out=out, workers=0, overwrite=True
-        )
-        kept = run.weights
-    else:
-        result = vitrail.probe(options.model, str(data), workers=0, shots=1, save=kept, overwrite=True)
-        print(json.dumps(result.scores), flush=True)
-    trained = vitrail.load(str(kept))
-    val, test = (predict(trained, data, split) for split in ("val", "test"))
-    precision = label_metrics.measure_labels(test).mean_average_precision
-    rows = compare_thresholds(val, test)
-    return {name: {"mAP": precision} | scores for name, scores in rows.items()}
+        best = finetune(options, seed, data, folder)
+        val, test = (predict(best, dataset, split) for split in ("val", "test"))
+        rows |= {f"fine-tuned, {name}": scores for name, scores in compare_thresholds(val, test).items()}
+    return rows
+
+
+def finetune(options: argparse.Namespace, seed: int, data: str, folder: Path) -> vitrail.Trained:
+    """Train all layers further, from the head of the logistic probe."""
+    run = vitrail.finetune(
+        data,
+        str(folder / "logistic.safetensors"),
+        epochs=options.finetune,
+        image_size=options.image_size,
+        seed=seed,
+        keep_head=True,
+        workers=0,
+        out=folder / "finetune",
+        overwrite=True,
+    )
+    return run.trained
 
 
 def main() -> None:
@@ -152,9 +183,9 @@ def main() -> None:
     parser.add_argument("--work", required=True)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--finetune", type=float, default=0, metavar="EPOCHS")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--image-size", type=int, help="of fine-tuning")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     results = [measure_seed(options, seed) for seed in range(options.seeds)]
     for name in results[0]:
         cells = []
@@ -162,7 +193,7 @@ def main() -> None:
             values = [result[name][metric] for result in results]
             deviation = f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else ""
             cells.append(f"{metric} {100 * statistics.mean(values):.1f}{deviation}")
-        print(f"{name:22} {', '.join(cells)}")
+        print(f"{name:34} {', '.join(cells)}")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def test_a_class_with_few_images_gets_the_common_threshold() -> None:
     truths = np.array([[1, 1], [1, 0], [1, 0], [0, 0], [0, 0]], dtype=bool)
     common = choose_common_threshold(scores, truths)
     assert common == pytest.approx(0.3)
-    assert choose_label_thresholds(scores, truths, min_positives=3) == (pytest.approx(0.3), common)
-    assert choose_label_thresholds(scores, truths, min_positives=1) == (pytest.approx(0.3), pytest.approx(0.55))
+    assert choose_label_thresholds(scores, truths, min_positives=3) == pytest.approx((0.3, common))
+    assert choose_label_thresholds(scores, truths, min_positives=1) == pytest.approx((0.3, 0.55))
     assert choose_common_threshold(scores, np.zeros_like(truths)) == 0.5
     assert choose_label_thresholds(scores, np.zeros_like(truths), min_positives=1) == (0.5, 0.5)

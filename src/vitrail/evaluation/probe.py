@@ -141,6 +141,9 @@ def choose_holdout(targets: Tensor) -> Tensor:
     if targets.ndim == 2:
         count = min(max(1, round(_HOLDOUT_SHARE * len(targets))), len(targets) - 1)
         held_out[sample_indices(count, len(targets), "held out images")] = True
+        for column in targets.cpu().T:
+            if column.any() and not (column & ~held_out).any():
+                held_out[column.nonzero()[0]] = False  # each class keeps an image to learn from
         return held_out
     for label, rows in _group_by_class(targets):
         count = min(max(1, round(_HOLDOUT_SHARE * len(rows))), len(rows) - 1)

@@ -321,7 +321,9 @@ T = TypeVar("T", FinalMetrics, PretrainingMetrics, MultiLabelMetrics)
 def _parse_event(kind: type[T], event: Mapping[str, Any], folder: Path) -> T:
     """Build a dataclass from the fields of an event."""
     with _report_damage(f"the event {event['event']!r} in {folder / 'events.jsonl'}", _REMEASURE_ADVICE):
-        needed = [field for field in dataclasses.fields(kind) if field.name in event or field.default is dataclasses.MISSING]
+        needed = [
+            field for field in dataclasses.fields(kind) if field.name in event or field.default is dataclasses.MISSING
+        ]
         return kind(**{field.name: event[field.name] for field in needed})
 
 
