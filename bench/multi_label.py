@@ -8,8 +8,8 @@ have few images. A photo is used in one split alone: three in four of train/CLAS
 in test. The seed decides the order of classes, their photos and the grids. FOLDER/seed-N/list.csv lists the result.
 
 Of each seed a linear and a logistic probe of the model's features predict test; with --finetune all layers are trained
-for so many epochs more, from the head of the logistic one. The thresholds are chosen on val, with each number of images
-below which a class gets the common one.
+for so many epochs more, from the head of the logistic one. The thresholds are chosen on val: one for all labels, one a
+class, and one a class with all labels' counts beside its own, scaled to several numbers of images.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from vitrail.weights.trained import logits_to_probabilities
 CLASSES, TILE, QUALITY = 40, 112, 92
 GRIDS = {"train": 600, "val": 200, "test": 400}
 TAIL = 0.7  # the exponent of the classes' frequencies
-MIN_POSITIVES = (1, 4, 8, 16)
+COMMON_IMAGES = (0, 10, 20, 40, 80)
 
 
 def make_grids(flowers: Path, folder: Path, seed: int) -> Path:
@@ -120,8 +120,9 @@ def compare_thresholds(val: Labels, test: Labels) -> dict[str, dict[str, float]]
         "one half": 0.5,
         "one tuned": choose_common_threshold(probabilities, truths),
     }
-    for count in MIN_POSITIVES:
-        thresholds[f"one a class from {count}"] = choose_label_thresholds(probabilities, truths, min_positives=count)
+    for count in COMMON_IMAGES:
+        name = f"one a class, {count} common"
+        thresholds[name] = choose_label_thresholds(probabilities, truths, common_images=count)
     return {name: score(scores, labels, values) for name, values in thresholds.items()}
 
 

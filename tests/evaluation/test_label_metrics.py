@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from vitrail.evaluation.label_metrics import (
     average_precision,
+    list_label_confusions,
+    list_threshold_scores,
     measure_labels,
 )
 from vitrail.evaluation.metrics import compute_metrics
@@ -88,3 +90,33 @@ def test_the_interval_of_a_calibration_error_is_over_images_whose_labels_go_toge
         low, high = compute_metrics(count_predictions(predictions, duplicates), predictions).calibration_error_interval
         widths.append(high - low)
     assert widths[1] == pytest.approx(widths[0], rel=0.05)
+
+
+def test_thresholds_of_the_classes_decide_what_is_predicted() -> None:
+    draws = torch.Generator().manual_seed(1)
+    truths = (torch.rand(200, 3, generator=draws) < 0.4).float()
+    logits, thresholds = torch.randn(200, 3, generator=draws), (0.2, 0.5, 0.8)
+    predictions = _make_predictions(logits, truths, 1.0, multi_label=True, label_thresholds=thresholds)
+    predicted = logits.sigmoid().numpy() > np.array(thresholds, np.float32)
+    result = measure_labels(predictions)
+    assert result.precision == pytest.approx(metrics.precision_score(truths, predicted, average="micro"))
+    assert result.recall == pytest.approx(metrics.recall_score(truths, predicted, average="micro"))
+    scores = logits.sigmoid().numpy()
+    assert result.micro_average_precision == pytest.approx(
+        metrics.average_precision_score(truths, scores, average="micro")
+    )
+    assert count_predictions(predictions, 3).top1 == pytest.approx(metrics.accuracy_score(truths, predicted))
+    assert predictions.get_predicted_classes(7) == np.flatnonzero(predicted[7]).tolist()
+    chance = torch.where(torch.from_numpy(predicted), logits.sigmoid(), 1 - logits.sigmoid()).prod(dim=1)
+    torch.testing.assert_close(predictions.confidence, chance)
+    for threshold, micro, macro in list_threshold_scores(predictions, (0.25, 0.75)):
+        assert micro == pytest.approx(metrics.f1_score(truths, scores > threshold, average="micro"))
+        assert macro == pytest.approx(metrics.f1_score(truths, scores > threshold, average="macro"))
+
+
+def test_label_confusions_by_hand() -> None:
+    """Labels 0 and 1 are missed and 2 is extra in the first image; 0 is missed for 2 in the second."""
+    truths = torch.tensor([[1.0, 1, 0], [1, 0, 0], [1, 0, 0], [0, 0, 0]])
+    logits = torch.tensor([[-9.0, -9, 9], [-9, -9, 9], [-9, -9, -9], [-9, 9, -9]])
+    predictions = _make_predictions(logits, truths, 1.0, multi_label=True)
+    assert list_label_confusions(predictions) == [(0, 2, 2), (1, 2, 1)]
