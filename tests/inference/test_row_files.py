@@ -85,6 +85,27 @@ def test_the_format_is_that_of_the_suffix() -> None:
     assert [find_file_format(name) for name in names] == formats
 
 
+def test_rows_of_any_number_of_labels_are_continued(tmp_path: Path) -> None:
+    """Cut anywhere, the file is the same in the end; an image ends where the next one begins, also of one name."""
+    items = [*ITEMS, ITEMS[4]]
+    labels = [[("rose", 0.9)], [], [("tulip", 0.8), ("rose", 0.7), ("iris", 0.6)], [("a\nb", 0.9)], [], [("rose", 0.7)]]
+    rows = [PredictionRow(item.image.name, own) for item, own in zip(items, labels, strict=True)]
+    file = make_file(tmp_path / "rows.csv", "csv", ranks=None)
+    with file.open_writer(file.find_written(iter(items))[0]) as write:
+        write(rows)
+    whole = file.path.read_bytes()
+    assert b"\r\nb.jpg,,,,\r\n" in whole
+    for length in range(len(whole) + 1):
+        file.path.write_bytes(whole[:length])
+        left = iter(items)
+        written, again = file.find_written(left)
+        assert written.images % 2 == 0
+        assert [*again, *left] == items[written.images :]
+        with file.open_writer(written) as write:
+            write(rows[written.images :])
+        assert file.path.read_bytes() == whole, length
+
+
 def test_other_images_and_other_commands_are_refused(tmp_path: Path) -> None:
     file = make_file(tmp_path / "rows.csv", "csv")
     with file.open_writer(file.find_written(iter(ITEMS))[0]) as write:

@@ -31,6 +31,7 @@ from vitrail.inference.bulk_prediction import (
     BulkResult,
     BulkSettings,
     check_supported,
+    choose_top,
     predict_images,
 )
 from vitrail.inference.classifier import Classifier, ExportedClassifier
@@ -73,7 +74,7 @@ def predict(
     model: AnyModel,
     images: Images,
     *,
-    top: int = 1,
+    top: int | None = None,
     out: str | Path | None = None,
     progress: Progress = True,
     notify: Notify | None = None,
@@ -88,7 +89,7 @@ def predict(
     - `model`: A name, a path, a `Run` or a `Trained`, or an exported .onnx or .xml.
     - `images`: Files, folders, globs, shards or lists, which must exist; Pillow images, arrays, tensors or bytes of
       files; or a torch Dataset, whose labels are left out.
-    - `top`: Labels per image.
+    - `top`: Labels per image; by default 1, or all above the thresholds of a multi-label model that has them.
     - `out`: Also write the rows to this .csv, .jsonl or .parquet file, as the command does.
     - `progress`: Whether a bar is shown, or a function that shows progress.
     - `notify`: Called with each note; by default they go to the logger `vitrail`.
@@ -253,7 +254,7 @@ def run_prediction(
         threads = max(1, workers.count_available_cores() if options.workers is None else options.workers)
         items = _iterate_items(refs, options)
         settings = BulkSettings(
-            top=options.top,
+            top=choose_top(classifier, options.top),
             embed=options.embed,
             threads=threads,
             processes=workers.count_loader_workers(options.workers),

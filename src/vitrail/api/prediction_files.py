@@ -6,16 +6,14 @@ from typing import Any
 
 from vitrail import __version__, remote
 from vitrail.api.models import AnyModel, locate_model
-from vitrail.config import Precision, to_json
+from vitrail.config import Precision
 from vitrail.config.features import AnyFeatureKind, count_features, describe_features
 from vitrail.data.image_parts import Part, name_part
 from vitrail.errors import UsageError
-from vitrail.files import compute_sha256
-from vitrail.inference.bulk_prediction import AnyClassifier
-from vitrail.inference.classifier import Classifier, ExportedClassifier
+from vitrail.inference.bulk_prediction import AnyClassifier, choose_top, identify_model
+from vitrail.inference.classifier import Classifier
 from vitrail.inference.row_files import MODEL_NAME, FileFormat, RowFile, find_file_format
 from vitrail.inference.row_merge import LISTING, PART
-from vitrail.weights.tensor_files import digest_tensors
 
 UPLOAD_FOLDER = Path("runs")
 """Where a file is written that is uploaded afterwards, as runs are."""
@@ -27,8 +25,8 @@ _FLOAT16_FORMATS = ("npy", "partitions", "parquet")
 class PredictOptions:
     """What is computed for each image, and how."""
 
-    top: int = 1
-    """Labels per image."""
+    top: int | None = None
+    """Labels per image; None for 1, or for all above the thresholds of a multi-label model that has them."""
     embed: bool = False
     """Features instead of labels."""
     features: AnyFeatureKind = "default"
@@ -89,12 +87,13 @@ def make_row_file(classifier: AnyClassifier, options: PredictOptions, model: Any
     `listing` is the digest of the images' list, of which a part takes its share.
     """
     assert options.out is not None
+    top = choose_top(classifier, options.top)
     command: dict[str, Any] = {
         "vitrail": __version__,
         MODEL_NAME: locate_model(model),
-        **_identify_model(classifier),
+        **identify_model(classifier),
         "format": options.file_format,
-        "--top": options.top,
+        "--top": top,
         "--embed": options.embed,
         "--float16": options.float16,
         "--batch": classifier.batch_size,
@@ -113,7 +112,7 @@ def make_row_file(classifier: AnyClassifier, options: PredictOptions, model: Any
         row_format=options.file_format,
         command=command,
         batch=classifier.batch_size,
-        ranks=min(options.top, len(classifier.labels)),
+        ranks=None if top is None else min(top, len(classifier.labels)),
         features=0 if config is None else count_features(config, options.features),
         float16=options.float16,
         attention=options.attention is not None,
@@ -127,24 +126,3 @@ def locate_output(out: str) -> tuple[Path, str | None]:
         return Path(out), None
     url = out.rstrip("/")
     return UPLOAD_FOLDER / url.rpartition("/")[2], url
-
-
-def _identify_model(classifier: AnyClassifier) -> dict[str, Any]:
-    """What distinguishes one model from another in the record of a file of rows."""
-    if isinstance(classifier, ExportedClassifier):
-        path = classifier.path
-        weights = path.with_suffix(".bin" if path.suffix == ".xml" else ".onnx.data")  # OpenVINO's, and large ONNX ones
-        return {"model": " ".join(compute_sha256(file) for file in (path, weights) if file.is_file())}
-    return {
-        "model": {
-            "weights": digest_tensors(classifier.model.state_dict()),
-            "config": to_json(classifier.model.config),
-            "preprocess": to_json(classifier.preprocess),
-            "labels": classifier.labels,
-            "temperature": classifier.temperature,
-            "threshold": classifier.threshold,
-            "multi_label": classifier.multi_label,
-        },
-        "features": classifier.model.config.num_features,
-        "--precision": classifier.precision,
-    }

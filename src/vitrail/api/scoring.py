@@ -85,7 +85,7 @@ class Scorer:
         batch: int | None = None,
         threads: int = 1,
     ) -> None:
-        self.model, self.column, self.threads = _check_model(model), column, threads
+        self.model, self.column, self.top, self.threads = _check_model(model), column, top, threads
         kind: FeatureKind = "default" if isinstance(features, bool) else features
         self.options = PredictOptions(
             top=top,
@@ -117,7 +117,7 @@ class Scorer:
         return _add_columns(batch, columns | {ERROR: _make_column([row.error or None for row in rows])})
 
     def _collect_labels(self, rows: Sequence[PredictionRow]) -> dict[str, NDArray[Any]]:
-        if self.options.top > 1:
+        if self.top > 1:
             return {
                 "labels": _make_column([[label for label, _ in row.labels] if row.labels else None for row in rows]),
                 "probabilities": _make_column([[value for _, value in row.labels] or None for row in rows]),
@@ -158,7 +158,7 @@ class Decoder:
     """
 
     def __init__(self, model: str | Path, *, column: str = "bytes", threads: int = 1) -> None:
-        self.model, self.column, self.threads = _check_model(model), column, threads
+        self.model, self.column, self.top, self.threads = _check_model(model), column, top, threads
         if threads < 1:
             raise UsageError(f"threads is {threads}; it must be at least 1")
 

@@ -120,6 +120,9 @@ class DataOptions:
 
     balanced: bool = False
     """Give every class the same weight, however many images it has (logit adjustment)."""
+    class_weights: OptionalFile = None
+    """A CSV file with the columns class and weight, or a JSON object: what multiplies the loss of each class's labels.
+    Classes that it does not name have 1."""
     strict: bool = False
     """Refuse unreadable images and empty class folders. By default, up to a tenth of the images may be unreadable and
     are left out."""

@@ -19,6 +19,7 @@ from vitrail.inference.bulk_prediction import (
     AnyClassifier,
     BulkResult,
 )
+from vitrail.inference.classifier import NO_LABEL
 from vitrail.inference.prediction_rows import PredictionItem, PredictionRow, RowTarget, WriteRows, WrittenRows
 from vitrail.inference.row_files import FileFormat, find_file_format
 from vitrail.inference.text_rows import format_header, format_row
@@ -153,6 +154,8 @@ def _format_table_row(row: PredictionRow, width: int) -> str:
     if row.error:
         return f"     -  {'':{width}}  {strip_control_characters(row.error)}\n"
     image = strip_control_characters(row.image)
+    if not row.labels:
+        return f"     -  {NO_LABEL:{width}}  {image}\n"
     return "".join(
         f"{probability:6.4f}  {strip_control_characters(label)[:_MAX_LABEL_WIDTH]:{width}}  {image}\n"
         for label, probability in row.labels

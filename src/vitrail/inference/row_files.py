@@ -63,10 +63,11 @@ class RowFile:
     command: Mapping[str, Any]
     """What must be the same to continue the file: version, model and options."""
     batch: int
-    ranks: int  # labels per image
+    ranks: int | None  # labels per image; None where each has its own number
     features: int = 0  # columns of features; 0 where rows hold labels
     float16: bool = False  # whether features are stored so
     attention: bool = False
+    is_finished: bool = False  # whether it is known that all rows are written
     url: str | None = None
     """Where a copy is uploaded once all rows are written."""
     can_continue: bool = True
@@ -98,7 +99,12 @@ class RowFile:
                 metadata=json.dumps(self.command),
             )
         return TextRows(
-            path=self.path, text_format=self.row_format, unit=self.batch, ranks=self.ranks, attention=self.attention
+            path=self.path,
+            text_format=self.row_format,
+            unit=self.batch,
+            ranks=self.ranks,
+            is_finished=self.is_finished,
+            attention=self.attention,
         )
 
     def find_written(self, items: Iterator[PredictionItem]) -> tuple[WrittenRows, list[PredictionItem]]:
@@ -152,7 +158,7 @@ class RowFile:
         """Record that all rows are written, and how many there are."""
         self._write_record({**self.command, FINISHED: self._count(total)})
 
-    def _count(self, total: WrittenRows) -> dict[str, int]:
+    def _count(self, total: WrittenRows) -> dict[str, int | None]:
         return {"images": total.images, "failed": total.failed, "ranks": self.ranks, "features": self.features}
 
     def _check_same_command(self) -> dict[str, Any]:

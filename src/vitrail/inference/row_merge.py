@@ -111,6 +111,7 @@ def _read_part(path: Path) -> FinishedPart:
         features=finished["features"],
         float16=record["--float16"],
         attention=record["--attention"] is not None,
+        is_finished=True,
     )
     return FinishedPart(parse_part(record[PART]), file, finished["images"], finished["failed"])
 

@@ -1,6 +1,6 @@
 """Rows as lines of CSV or JSON, and a matrix of features with the names of its rows in a CSV beside it.
 
-    rows.csv       image,rank,label,probability,error[,attention]: a line for each label
+    rows.csv       image,rank,label,probability,error[,attention]: a line for each label, or one without a label
     rows.jsonl     {"image": ..., "predictions": [{"label": ..., "probability": ...}, ...]}: one for each image;
                    or "features" or "error" instead
     features.npy   (n, D), a row for each image, NaN where it cannot be read; features.csv has image,error
@@ -54,6 +54,8 @@ def _format_csv(row: PredictionRow) -> str:
     if row.error:
         return _format_csv_line((row.image, "", "", "", row.error, *attention))
     unsure = len(row.labels) > 1 and row.labels[0] == (UNSURE, row.labels[1][1])  # and no class of that name
+    if not row.labels:
+        return _format_csv_line((row.image, "", "", "", "", *attention))
     ranked = enumerate(row.labels, 0 if unsure else 1)
     cells = ((row.image, rank, label, f"{value:.6f}", "", *attention) for rank, (label, value) in ranked)
     return "".join(map(_format_csv_line, cells))
@@ -86,7 +88,8 @@ class TextRows:
     path: Path
     text_format: TextFormat
     unit: int  # images of a batch
-    ranks: int = 1  # labels per image
+    ranks: int | None = 1  # labels per image; None where each has its own number
+    is_finished: bool = False  # whether the last image has all of its lines
     attention: bool = False
 
     def list_files(self) -> list[Path]:
@@ -97,7 +100,26 @@ class TextRows:
         """The images up to the first incomplete one, which was being written when the command stopped."""
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             is_json = self.text_format == "jsonl"
-            yield from _iterate_json_objects(file) if is_json else _iterate_csv_records(file, self.ranks)
+            yield from _iterate_json_objects(file) if is_json else self._iterate_csv_records(file)
+
+    def _iterate_csv_records(self, file: BinaryIO) -> Iterator[StoredImage]:
+        """The images in lines of CSV.
+
+        Where each has its own number of labels, it ends where the next one begins, so the last may be incomplete.
+        """
+        last: StoredImage | None = None
+        with contextlib.suppress(csv.Error):  # a line ends inside of quotes
+            for row in csv.DictReader(_iterate_whole_lines(file), strict=True):
+                if row.get("error") is None:
+                    return
+                rank = row.get("rank", "")
+                if self.ranks is None and last is not None and rank in ("", "1"):
+                    yield last
+                last = StoredImage(unquote_cell(row["image"]), bool(row["error"]), file.tell())
+                if self.ranks is not None and rank in ("", str(self.ranks)):
+                    yield last
+        if self.ranks is None and self.is_finished and last is not None:
+            yield last
 
     @contextlib.contextmanager
     def open_writer(self, written: WrittenRows) -> Iterator[WriteRows]:
@@ -217,15 +239,6 @@ def _iterate_json_objects(file: BinaryIO) -> Iterator[StoredImage]:
         if not isinstance(row, dict) or not isinstance(row.get("image"), str):
             return  # damaged: it is written again
         yield StoredImage(row["image"], "error" in row, file.tell())
-
-
-def _iterate_csv_records(file: BinaryIO, ranks: int) -> Iterator[StoredImage]:
-    with contextlib.suppress(csv.Error):  # a line ends inside of quotes
-        for row in csv.DictReader(_iterate_whole_lines(file), strict=True):
-            if row.get("error") is None:
-                return
-            if row.get("rank", "") in ("", str(ranks)):
-                yield StoredImage(unquote_cell(row["image"]), bool(row["error"]), file.tell())
 
 
 def _iterate_whole_lines(file: BinaryIO) -> Iterator[str]:

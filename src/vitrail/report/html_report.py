@@ -55,6 +55,8 @@ def render_page(facts: RunFacts, trained: Trained | None, figures: ModelFigures 
         has_top5=len(facts.config["classes"]) >= MIN_TOP5_CLASSES,
         weakest=findings.find_weakest(classes),
         confusions=confusions[:MAX_CONFUSED_PAIRS],
+        label_confusions=findings.list_label_confusions(facts)[:MAX_CONFUSED_PAIRS],
+        has_thresholds=any(row.threshold is not None for row in facts.label_rows),
         most_missed=max(classes, key=lambda row: row.images - row.correct, default=None),
         most_added=max(classes, key=lambda row: row.predicted - row.correct, default=None),
         suggestions=findings.make_suggestions(facts, classes, confusions),

@@ -59,8 +59,12 @@ _IMAGE_BODY: dict[str, Any] = {
 
 
 class LabelProbability(BaseModel):
+    """A label; a multi-label model with thresholds says whether it is predicted: its probability is above its own."""
+
     label: str
     probability: float
+    threshold: float | None = None
+    predicted: bool | None = None
 
 
 class ImagePredictions(BaseModel):
@@ -125,6 +129,7 @@ class ModelInfo(BaseModel):
     heads: int
     multi_label: bool
     threshold: float
+    has_label_thresholds: bool
     precision: Precision
     indexed_images: int
 
@@ -184,7 +189,7 @@ health_router = APIRouter()
 async def predict(
     request: Request, service: LockedService, model: ModelName = None, top: Annotated[int, Query(ge=1, le=1000)] = 5
 ) -> Response:
-    """The most probable labels of each image."""
+    """The most probable labels of each image; of a multi-label model with thresholds also all others above theirs."""
     served = service.get_model(model)
     inputs, rows = await service.compute_request(request, served, "predict", served.classifier.predict_proba)
     results = [{**served.rank_labels(row, top), "crop": each.crop} for row, each in zip(rows, inputs, strict=True)]

@@ -142,6 +142,19 @@ def plot_risk_coverage(curves: Mapping[str, tuple[ArrayLike, ArrayLike]], path: 
         format_as_percent(axes.xaxis, axes.yaxis)
 
 
+def plot_f1_by_threshold(threshold_scores: ArrayLike, path: Path) -> None:
+    """Plot F1 against one threshold for all labels: rows of the threshold, F1 over all labels and mean over classes."""
+    thresholds, micro_f1, macro_f1 = np.asarray(threshold_scores).T
+    with open_figure(path, (6, 4.4)) as figure:
+        axes = figure.subplots()
+        for scores, name, color in ((micro_f1, "all labels", BLUE), (macro_f1, "mean over classes", ORANGE)):
+            axes.plot(thresholds, scores, color=color, label=name)
+        axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="threshold of all labels", ylabel="F1")
+        axes.set_title("F1 by threshold")
+        axes.legend(loc="lower left")
+        format_as_percent(axes.xaxis, axes.yaxis)
+
+
 def plot_accuracy_bars(
     groups: Mapping[str, Mapping[str, tuple[float, float | None]]], path: Path, *, title: str
 ) -> None:

@@ -158,4 +158,6 @@ def _describe_lost_settings(trained: Trained, format: WeightsFormat) -> list[str
         notes.append(f"temperature: {format} divides logits by 1, this model by {trained.temperature:g}")
     if trained.threshold:
         notes.append(f"threshold: {format} has none, and below {trained.threshold:g} this model is unsure")
+    if trained.label_thresholds:
+        notes.append(f"label thresholds: {format} has none, and this model has one for each class")
     return notes

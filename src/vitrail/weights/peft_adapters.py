@@ -314,6 +314,7 @@ def apply_adapter(trained: Trained, adapter: Adapter, name: str) -> Trained:
         origin=dataclasses.replace(fitted.origin, changes=(*fitted.origin.changes, change)),
         temperature=1.0,
         threshold=0.0,
+        label_thresholds=(),
         precision_measurements=(),
         activation_ranges=(),
     )
@@ -337,6 +338,7 @@ def _fit_base(trained: Trained, adapter: Adapter) -> Trained:
         labels=trained.labels if header.labels is None else header.labels,
         preprocess=trained.preprocess if header.preprocess is None else header.preprocess,
         multi_label=trained.multi_label if header.labels is None else header.multi_label,
+        label_thresholds=(),
     )
 
 

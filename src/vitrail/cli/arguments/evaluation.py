@@ -45,8 +45,8 @@ class PredictArguments:
     paths: Annotated[tuple[str, ...], Positional, arg(metavar="PATHS")]
     """Images, folders of images or of shards, globs, tar shards (x-{000..127}.tar), Parquet files, lists (.csv,
     .jsonl), or - for a list of paths on standard input, one per line."""
-    top: Number = 1
-    """Labels per image."""
+    top: OptionalNumber = None
+    """Labels per image. Default: 1; with a multi-label model that has thresholds, all labels above them."""
     embed: bool = False
     """Write features instead of labels."""
     features: FeatureKind = "default"

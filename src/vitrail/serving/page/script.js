@@ -197,12 +197,15 @@ function panel(model) {
 
   async function predict(signal) {
     const [result] = (await (await ask(`/v1/predict?${query}&top=5`, file, signal)).json()).results;
-    const [first] = result.predictions;
-    part(".verdict").textContent = first.label;
+    const chosen = model.has_label_thresholds ? result.predictions.filter(each => each.predicted) : result.predictions.slice(0, 1);
+    part(".verdict").textContent = chosen.map(each => each.label).join(", ") || "no label";
     part(".unsure").hidden = !result.unsure;
+    part(".several").hidden = !model.has_label_thresholds;
+    part(".bars").classList.toggle("marked", model.has_label_thresholds);
     part(".bars").replaceChildren(...result.predictions.map(bar));
     place(result.crop);
-    return `${model.name}: ${first.label}, ${percent(first.probability)}${result.unsure ? ", unsure" : ""}.`;
+    const said = chosen.map(each => `${each.label}, ${percent(each.probability)}`).join("; ") || "no label";
+    return `${model.name}: ${said}${result.unsure ? ", unsure" : ""}.`;
   }
 
   function place([left, top, right, bottom]) {
@@ -324,13 +327,18 @@ function panel(model) {
   return { element, predict, look, draw };
 }
 
-function bar({ label, probability }) {
+function bar({ label, probability, threshold, predicted }) {
   const item = document.createElement("li");
   const name = document.createElement("div");
   name.className = "name";
   for (const text of [label, percent(probability)]) name.append(Object.assign(document.createElement("span"), { textContent: text }));
   const track = document.createElement("i");
   track.style.setProperty("--share", share(probability));
+  if (threshold !== undefined) {
+    track.style.setProperty("--threshold", share(threshold));
+    track.title = `threshold ${percent(threshold)}`;
+    item.classList.toggle("predicted", predicted);
+  }
   item.append(name, track);
   return item;
 }
